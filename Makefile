@@ -1,0 +1,87 @@
+# `make quickstart` and `make test` are all that a newcomer needs; `make help` lists the rest.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+# The test cluster of `make slurm-up`; other values replace a running one.
+NODES ?= 4
+GPUS ?= 4
+CPUS ?= 0.4
+MEM ?= 3g
+LINK ?= 1gbit
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test test-unit test-distributed test-slurm test-docs lint format schemas golden pictures \
+	slurm-up slurm-down slurm-status soak bench clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "hpcbench needs Python 3.10 or newer, $(PYTHON) is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.worker: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable '.[worker]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable '.[dev]'
+	@touch $@ $(VENV)/.worker
+
+quickstart: $(VENV)/.worker ## install into .venv and run the quickstart sweep on this machine
+	$(BIN)/hpcbench run quickstart
+
+test: test-unit test-distributed test-slurm test-docs ## everything, a real SLURM included where this machine allows
+
+test-unit: $(VENV)/.dev ## what needs one process
+	$(BIN)/pytest -m "not distributed and not slurm and not soak" --ignore=tests/docs
+
+test-distributed: $(VENV)/.dev ## what needs several ranks
+	$(BIN)/pytest -m "distributed and not slurm and not soak" --ignore=tests/docs
+
+test-slurm: $(VENV)/.dev ## what needs the SLURM box, which it starts
+	$(BIN)/pytest -m "slurm and not soak" --ignore=tests/docs -rs
+
+test-docs: $(VENV)/.dev ## the commands and files that the documentation shows
+	$(BIN)/pytest tests/docs
+
+lint: $(VENV)/.dev ## formatting, style, types, layering, sizes
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/sizes.py
+
+format: $(VENV)/.dev ## let ruff format and mend what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+schemas: $(VENV)/.dev ## write docs/schemas anew
+	@for kind in cluster sweep result; do $(BIN)/hpcbench schema $$kind > docs/schemas/$$kind.json; done
+
+golden: $(VENV)/.dev ## write the rendered scripts in tests/golden anew; review the diff
+	HPCBENCH_GOLDEN=write $(BIN)/pytest tests/render
+
+pictures: $(VENV)/.worker ## draw the table of the README from the quickstart's results
+	$(BIN)/python docs/make_pictures.py
+
+slurm-up: ## start the SLURM box (root; NODES GPUS CPUS MEM LINK)
+	$(PYTHON) -m tests.slurm.box up --nodes $(NODES) --gpus $(GPUS) --cpus $(CPUS) --mem $(MEM) --link $(LINK)
+
+slurm-down: ## stop the SLURM box; nothing stays
+	$(PYTHON) -m tests.slurm.box down
+
+slurm-status: ## say how the SLURM box is
+	$(PYTHON) -m tests.slurm.box status
+
+soak: $(VENV)/.dev ## slow repetitions on the SLURM box
+	$(BIN)/pytest -m soak --timeout 3600
+
+bench: $(VENV)/.worker ## our own costs against floors and peers
+	$(BIN)/python -m benchmarks
+
+clean: ## remove the virtual environment and caches; results stay
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,5 @@
+"""``python -m hpcbench``."""
+
+from hpcbench.cli.main import entry_point
+
+entry_point()

@@ -1,0 +1,75 @@
+"""The one family of exceptions that users see. Whatever else escapes is a bug of ours and keeps its traceback."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+EXIT_DONE = 0
+EXIT_RUNS_FAILED = 1
+EXIT_BAD_INPUT = 2
+EXIT_REFUSED = 3
+
+
+class HpcbenchError(Exception):
+    """What went wrong, where (``file:line`` or a path), and how to mend it.
+
+    ``exit_code`` follows the design: 2 the user's input is wrong, 3 the scheduler or the file system refused.
+    """
+
+    exit_code = EXIT_BAD_INPUT
+
+    def __init__(self, message: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        text = f"{self.where}: {self.message}" if self.where else self.message
+        return f"{text}\n  {self.hint}" if self.hint else text
+
+
+class ConfigError(HpcbenchError):
+    """A TOML file, a name or an option that the user gave is wrong."""
+
+
+class ConfigErrors(HpcbenchError):
+    """All problems that one reading of the input found, so that they can be mended at once."""
+
+    def __init__(self, problems: Sequence[HpcbenchError]) -> None:
+        assert problems, "an empty list of problems is no error"
+        super().__init__("\n".join(str(problem) for problem in problems))
+        self.problems = list(problems)
+
+
+class RenderError(HpcbenchError):
+    """A template is missing, wrong, or names a variable that does not exist."""
+
+
+class SubmitError(HpcbenchError):
+    """The scheduler is absent or refused."""
+
+    exit_code = EXIT_REFUSED
+
+
+class StorageError(HpcbenchError):
+    """The file system refused: a folder that cannot be written, a foreign lock that does not end."""
+
+    exit_code = EXIT_REFUSED
+
+
+class WorkerError(HpcbenchError):
+    """A run cannot go on; ``status`` is what its result will say."""
+
+    def __init__(self, message: str, *, status: str = "failed", hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+
+
+def did_you_mean(wrong: str, choices: Iterable[str]) -> str:
+    """A hint that names the nearest choice, if one is near, and then all of them."""
+    ordered = sorted(choices)
+    near = difflib.get_close_matches(wrong, ordered, n=1)
+    listed = f"choices: {', '.join(ordered)}" if ordered else "there are none to choose from"
+    return f"did you mean {near[0]!r}? {listed}" if near else listed

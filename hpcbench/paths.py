@@ -1,0 +1,45 @@
+"""Where profiles, templates and results are: the project first, then the user's folder, then the package."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+
+
+def shared_folder(kind: str) -> Path:
+    """The shipped ``templates``, ``clusters`` or ``sweeps``.
+
+    A wheel carries them in ``_share``; an editable install reads the folders beside the package.
+    """
+    packaged = _PACKAGE / "_share" / kind
+    return packaged if packaged.is_dir() else _PACKAGE.parent / kind
+
+
+def project_folder(start: Path | None = None) -> Path:
+    """The nearest folder, from ``start`` upwards, that holds ``clusters`` or ``templates``; else ``start``."""
+    here = (start or Path.cwd()).resolve()
+    for folder in (here, *here.parents):
+        if (folder / "clusters").is_dir() or (folder / "templates").is_dir():
+            return folder
+    return here
+
+
+def user_folder() -> Path:
+    """``~/.config/hpcbench``, or where XDG_CONFIG_HOME says."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    return (Path(base) if base else Path.home() / ".config") / "hpcbench"
+
+
+def search_folders(kind: str) -> list[Path]:
+    """The folders of ``kind`` that exist, the one that wins first."""
+    folders = [project_folder() / kind, user_folder() / kind, shared_folder(kind)]
+    unique = dict.fromkeys(folder.resolve() for folder in folders)
+    return [folder for folder in unique if folder.is_dir()]
+
+
+def results_folder(given: str | None = None) -> Path:
+    """``--results``, else ``$HPCBENCH_RESULTS``, else ``results`` in the project."""
+    chosen = given or os.environ.get("HPCBENCH_RESULTS")
+    return Path(chosen).absolute() if chosen else project_folder() / "results"

@@ -1,0 +1,1 @@
+"""Job scripts from Jinja2 templates."""

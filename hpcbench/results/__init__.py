@@ -1,0 +1,1 @@
+"""The results tree: what a result is, where it lies, how it is read back."""

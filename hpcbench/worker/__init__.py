@@ -1,0 +1,1 @@
+"""What runs inside a job. The only package that imports torch."""

@@ -1,0 +1,1 @@
+"""What a replica is fed with."""

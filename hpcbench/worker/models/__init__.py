@@ -1,0 +1,1 @@
+"""Single-device models, each with a sequential view of its blocks."""

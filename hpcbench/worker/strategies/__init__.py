@@ -1,0 +1,1 @@
+"""Runtimes: how a single-device model is trained on several ranks."""
