@@ -1,0 +1,99 @@
+"""The specification of one run, defined once: the sweep's schema, the task file and the result are made from it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+SPEC_VERSION = 1
+"""Raised whenever a default below changes: the same words must never come to mean another run."""
+
+Scalar = bool | int | float | str
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One resolved point of a sweep. Degrees are filled in; ``global_batch_size = batch_size * dp_degree``."""
+
+    model: Annotated[str, Meta(description="a shipped model, see `hpcbench schema sweep` and the glossary")]
+    dataset: Annotated[str, Meta(description="what is fed: digits is real, the others are synthetic")]
+    strategy: Annotated[str, Meta(description="how the run is parallelised")]
+    batch_size: Annotated[int, Meta(ge=1, description="samples per data-parallel replica and step")]
+    spec_version: Literal[1] = 1
+
+    model_options: Annotated[dict[str, Scalar], Meta(description="the model's own options")] = {}
+    input_size: Annotated[int, Meta(ge=1, description="edge length; the dataset's own by default")] | None = None
+    options: Annotated[dict[str, Scalar], Meta(description="the strategy's own options")] = {}
+
+    nodes: Annotated[int, Meta(ge=1, description="nodes of the job")] = 1
+    tasks_per_node: Annotated[int, Meta(ge=1, description="ranks on each node")] = 1
+    devices_per_task: Annotated[int, Meta(ge=1, description="devices that one rank drives")] = 1
+    micro_batches: Annotated[int, Meta(ge=1, description="parts that batch_size is cut into")] = 1
+    dp_degree: Annotated[int, Meta(ge=1, description="data-parallel replicas")] = 1
+    tp_degree: Annotated[int, Meta(ge=1, description="ranks that share a layer's channels")] = 1
+    sp_degree: Annotated[int, Meta(ge=1, description="ranks that share a sample's extent (spatial)")] = 1
+    pp_degree: Annotated[int, Meta(ge=1, description="pipeline stages")] = 1
+
+    precision: Annotated[
+        Literal["fp64", "fp32", "tf32", "bf16", "fp16"],
+        Meta(description="arithmetic of forward and backward"),
+    ] = "fp32"
+    channels_last: Annotated[bool, Meta(description="memory format of images and convolutions")] = False
+    optimizer: Annotated[Literal["sgd", "adam", "adamw"], Meta(description="who updates the weights")] = "sgd"
+    learning_rate: Annotated[float, Meta(ge=0, description="constant over the run")] = 0.01
+    momentum: Annotated[float, Meta(ge=0, lt=1, description="of sgd")] = 0.9
+    weight_decay: Annotated[float, Meta(ge=0, description="L2 penalty")] = 0.0
+    warmup_steps: Annotated[int, Meta(ge=0, description="steps before the timed ones")] = 5
+    steps: Annotated[int, Meta(ge=1, description="timed steps")] = 20
+    seed: Annotated[int, Meta(ge=0, description="of weights and data; a repeat adds its number")] = 0
+    repeat: Annotated[int, Meta(ge=0, description="which launch of the same configuration")] = 0
+
+    time_limit_min: Annotated[float, Meta(gt=0, description="limit of one launch")] | None = None
+    partition: Annotated[str, Meta(description="a partition of the profile; its default otherwise")] | None = None
+    environment: Annotated[str, Meta(description="an environment named in the profile")] | None = None
+    env: Annotated[dict[EnvName, str], Meta(description="variables set for the ranks")] = {}
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the run, ``world_size`` in torch's words."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def devices(self) -> int:
+        """Devices of the run: the product of all degrees."""
+        return self.ranks * self.devices_per_task
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one step over all replicas."""
+        return self.batch_size * self.dp_degree
+
+
+_NOT_IDENTITY = frozenset({"time_limit_min"})
+_NOT_CONFIGURATION = _NOT_IDENTITY | {"repeat", "seed"}
+
+
+def as_dict(spec: RunSpec) -> dict[str, Any]:
+    """``spec`` as plain data, without what stands at its default, with its version."""
+    return {"spec_version": SPEC_VERSION, **msgspec.to_builtins(spec)}
+
+
+def run_id(spec: RunSpec) -> str:
+    """16 hex digits that name this run. Parameters at their default are left out, so a later one moves no run."""
+    return _digest(as_dict(spec), _NOT_IDENTITY)
+
+
+def config_id(spec: RunSpec) -> str:
+    """As ``run_id`` without repeat and seed: launches with the same one are measurements of the same thing."""
+    return _digest(as_dict(spec), _NOT_CONFIGURATION)
+
+
+def _digest(values: dict[str, Any], without: frozenset[str]) -> str:
+    kept = {key: value for key, value in values.items() if key not in without}
+    return hashlib.sha256(msgspec.json.encode(kept, order="deterministic")).hexdigest()[:16]

@@ -1,0 +1,87 @@
+"""A sweep: what ``sweeps/<name>.toml`` may say. Its parameters are those of ``RunSpec``, defined there alone."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from pydantic import ConfigDict, Field, create_model
+
+from hpcbench.config.cluster import NAME, Table
+from hpcbench.config.quantity import Minutes
+from hpcbench.config.spec import RunSpec
+
+_SET_BY_US = {"spec_version", "repeat"}
+NESTED = ("options", "model_options", "env")
+"""Parameters that are tables of their own."""
+
+
+def parameter_types() -> dict[str, Any]:
+    """Every parameter that a sweep may set, with its type in pydantic's words."""
+    hints = get_type_hints(RunSpec, include_extras=True)
+    kinds = {name: _pydantic_type(hint) for name, hint in hints.items() if name not in _SET_BY_US}
+    kinds["time_limit_min"] = Annotated[Minutes, Field(description="limit of one launch: 30 or '2 h'")]
+    return kinds
+
+
+def _pydantic_type(hint: Any) -> Any:
+    """A msgspec annotation as a pydantic one: the constraints and descriptions of ``Meta`` become a ``Field``."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        metas = [_field_of(meta) for meta in arguments[1:] if isinstance(meta, msgspec.Meta)]
+        return functools.reduce(lambda kind, field: Annotated[kind, field], metas, _pydantic_type(arguments[0]))
+    if origin in (Union, types.UnionType):
+        members = [_pydantic_type(argument) for argument in arguments if argument is not type(None)]
+        return functools.reduce(operator.or_, members)
+    if origin is dict:
+        return dict[_pydantic_type(arguments[0]), _pydantic_type(arguments[1])]  # type: ignore[misc]
+    return hint
+
+
+def _field_of(meta: msgspec.Meta) -> Any:
+    names = ("ge", "gt", "le", "lt", "pattern", "description")
+    return Field(**{name: getattr(meta, name) for name in names if getattr(meta, name) is not None})
+
+
+def _fixed_table() -> type[Table]:
+    fields: dict[str, Any] = {name: (kind | None, None) for name, kind in _plain(parameter_types()).items()}
+    return create_model("Fixed", __base__=Table, __doc__="Parameters that all runs share.", **fields)
+
+
+def _grid_table() -> type[Table]:
+    fields: dict[str, Any] = {}
+    for name, kind in _plain(parameter_types()).items():
+        if name in NESTED:
+            key, value = get_args(kind)
+            values: Any = dict[key, Annotated[list[value], Field(min_length=1)]]  # type: ignore[valid-type]
+        else:
+            values = Annotated[list[kind], Field(min_length=1)]  # type: ignore[valid-type]
+        fields[name] = (values | None, None)
+    return create_model("Grid", __base__=Table, __doc__="Lists whose product is run.", **fields)
+
+
+def _plain(kinds: dict[str, Any]) -> dict[str, Any]:
+    """Without the annotation around tables, so that their arguments can be read."""
+    return {name: get_args(kind)[0] if name in NESTED else kind for name, kind in kinds.items()}
+
+
+Fixed: Any = _fixed_table()
+Grid: Any = _grid_table()
+
+
+class SweepFile(Table):
+    """A named set of runs."""
+
+    model_config = ConfigDict(title="hpcbench sweep")
+
+    name: Annotated[str, Field(pattern=NAME)]
+    description: str = ""
+    fixed: Fixed = Fixed()
+    """Parameters that all runs share."""
+    grid: Grid = Grid()
+    """Lists; every combination of their values is one run."""
+    repeats: Annotated[int, Field(ge=1)] = 1
+    """Launches of every configuration; each has its own seed."""

@@ -1,0 +1,67 @@
+"""The task file: what a job script cannot know and a worker must. One header line, then one line a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.errors import WorkerError
+
+
+class TaskHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What all runs of one task file share."""
+
+    task_version: int = 1
+    cluster: str
+    device: str
+    """``cpu`` or ``cuda``."""
+    tree: str
+    """Absolute path of ``results/<cluster>``."""
+    submission: str
+    interface: str | None = None
+    """Network interface of the rendezvous and of gloo; found by the worker where absent."""
+    host_suffix: str = ""
+    """Appended to rank 0's host name (JUWELS' ``i``)."""
+    wait_s: float = 300.0
+    """How long a rank waits for the others before it gives up."""
+    peak_flops_per_s: dict[str, float] = {}
+    """Per precision, of one device; empty where the profile does not say."""
+    cores_per_task: int | None = None
+    scrubbed: list[str] = []
+    """Names of the submitter's variables that were kept from the job."""
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a task file."""
+
+    run_id: str
+    config_id: str
+    sweep: str
+    spec: RunSpec
+    time_limit_s: float
+
+
+def write_lines(header: TaskHeader, tasks: list[Task]) -> bytes:
+    """The bytes of a task file."""
+    encoder = msgspec.json.Encoder()
+    return b"".join(encoder.encode(line) + b"\n" for line in (header, *tasks))
+
+
+def read_task(path: Path, index: int) -> tuple[TaskHeader, Task]:
+    """The header and the run number ``index`` (from 0) of a task file.
+
+    Raises ``WorkerError`` where the file is absent, cut short, or not a task file.
+    """
+    try:
+        with open(path, "rb") as file:
+            header = msgspec.json.decode(file.readline(), type=TaskHeader)
+            for number, line in enumerate(file):
+                if number == index:
+                    return header, msgspec.json.decode(line, type=Task)
+    except OSError as error:
+        raise WorkerError(f"cannot read the task file {path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise WorkerError(f"{path} is not a task file of this version of hpcbench: {error}") from error
+    raise WorkerError(f"{path} has no run number {index}")
