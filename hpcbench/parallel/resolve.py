@@ -1,0 +1,131 @@
+"""From a point to a run: degrees filled in, limits checked, and the reason where integers exclude it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.catalog import DEGREES, Option, model, strategy
+from hpcbench.parallel.datasets import DATASETS, input_shape
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a partition allows; ``None`` is not checked."""
+
+    partition: str
+    max_nodes: int | None = None
+    cores_per_node: int | None = None
+    cpus_per_task: int | None = None
+    devices_per_node: int | None = None
+    max_time_min: float | None = None
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A point that cannot be run, and the rule that excludes it."""
+
+    point: dict[str, Any]
+    reason: str
+
+
+class _Excluded(Exception):
+    """The reason why a point is dropped."""
+
+
+def resolve(point: dict[str, Any], limits: Limits) -> RunSpec | Dropped:
+    """The run that ``point`` means on a partition with ``limits``.
+
+    ``point`` holds valid names and types (``hpcbench.config`` and ``check_names`` saw to that).
+    """
+    try:
+        spec = msgspec.convert(_with_degrees(_with_own_options(point)), RunSpec)
+        _check_batch(spec)
+        _check_input(spec)
+        _check_limits(spec, limits)
+    except _Excluded as reason:
+        return Dropped(point, str(reason))
+    return spec
+
+
+def _with_own_options(point: dict[str, Any]) -> dict[str, Any]:
+    """Options that this strategy or model does not know are another's in the same sweep; defaults are left out."""
+    filled = dict(point)
+    for key, known in (
+        ("options", strategy(point["strategy"]).options),
+        ("model_options", model(point["model"]).options),
+    ):
+        given = point.get(key, {})
+        filled[key] = {
+            name: known[name].kind(value) for name, value in given.items() if _counts(known.get(name), value)
+        }
+    return filled
+
+
+def _counts(option: Option | None, value: Any) -> bool:
+    return option is not None and value != option.default
+
+
+def _with_degrees(point: dict[str, Any]) -> dict[str, Any]:
+    devices = point.get("nodes", 1) * point.get("tasks_per_node", 1) * point.get("devices_per_task", 1)
+    own = strategy(point["strategy"]).own_degree
+    given = {degree: point[degree] for degree in DEGREES if degree in point}
+    product = 1
+    for degree, value in given.items():
+        if value > 1 and degree != own:
+            raise _Excluded(f"{point['strategy']} has no {degree}: {value} given, 1 is right")
+        product *= value
+    if own is not None and own not in given and devices % product == 0:
+        given[own] = devices // product
+        product = devices
+    if product != devices:
+        raise _Excluded(f"{_world(point)}, but {_degrees(point['strategy'], own, given)}")
+    return {**point, **given}
+
+
+def _world(point: dict[str, Any]) -> str:
+    parts = ((point.get(key, 1), key) for key in ("nodes", "tasks_per_node", "devices_per_task"))
+    named = [f"{key} {value}" for value, key in parts if value > 1]
+    devices = point.get("nodes", 1) * point.get("tasks_per_node", 1) * point.get("devices_per_task", 1)
+    return f"{' x '.join(named) or 'nodes 1'} = {devices} device{'s' if devices > 1 else ''}"
+
+
+def _degrees(key: str, own: str | None, given: dict[str, int]) -> str:
+    if own is None:
+        return f"{key} runs on 1"
+    return " x ".join(f"{degree} {value}" for degree, value in given.items()) + " is not as many"
+
+
+def _check_batch(spec: RunSpec) -> None:
+    if spec.batch_size % spec.micro_batches:
+        raise _Excluded(f"batch_size {spec.batch_size} cannot be cut into {spec.micro_batches} equal micro_batches")
+
+
+def _check_input(spec: RunSpec) -> None:
+    dataset = DATASETS[spec.dataset]
+    own_size = dataset.shape[-1]
+    if not dataset.synthetic and spec.input_size not in (None, own_size):
+        raise _Excluded(f"{spec.dataset} is real data of {own_size}: input_size {spec.input_size} cannot change it")
+    size = input_shape(spec.dataset, spec.input_size)[-1]
+    smallest = model(spec.model).min_size
+    if size < smallest:
+        raise _Excluded(f"{spec.model} needs an input of {smallest} or more; {spec.dataset} has {size}")
+    if spec.global_batch_size > dataset.samples:
+        raise _Excluded(
+            f"global batch {spec.global_batch_size} is more than the {dataset.samples} samples of {spec.dataset}"
+        )
+
+
+def _check_limits(spec: RunSpec, limits: Limits) -> None:
+    checks = (
+        (spec.nodes, limits.max_nodes, "nodes"),
+        (spec.tasks_per_node * spec.devices_per_task, limits.devices_per_node, "devices per node"),
+        (spec.tasks_per_node * (limits.cpus_per_task or 1), limits.cores_per_node, "cores per node"),
+        (spec.time_limit_min, limits.max_time_min, "minutes of time limit"),
+    )
+    for wanted, allowed, what in checks:
+        if wanted is not None and allowed is not None and wanted > allowed:
+            raise _Excluded(f"{wanted:g} {what}, but {limits.partition} allows {allowed:g}")
