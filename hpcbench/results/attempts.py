@@ -1,0 +1,110 @@
+"""Attempts: one execution of a run each. A start marker that only one process can create counts them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcbench.fileio import create_exclusive, make_folder, storage_error, write_atomic
+from hpcbench.results.schema import RankResult
+
+_RANK_FILE = re.compile(r"rank-(\d+)\.json")
+
+
+class AttemptStart(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """``attempt.json``: who began when. ``launch`` tells two starts of the same job apart."""
+
+    attempt: int
+    launch: str
+    host: str
+    started_unix_s: float
+    job_id: str | None = None
+    restart_count: int = 0
+    deadline_unix_s: float | None = None
+    oom_kills: int | None = None
+    """The memory cgroup's count when the attempt began."""
+    task_file: str | None = None
+    index: int | None = None
+    tree: str | None = None
+
+
+class Attempt:
+    """One folder ``attempts/<n>`` of a run."""
+
+    def __init__(self, run_folder: Path, number: int) -> None:
+        self.number = number
+        self.folder = run_folder / "attempts" / str(number)
+
+    @property
+    def rendezvous_path(self) -> Path:
+        """Where rank 0 tells the others how to reach it."""
+        return self.folder / "rendezvous.json"
+
+    def start_marker(self) -> AttemptStart | None:
+        """Who began this attempt; ``None`` where the marker is absent or broken."""
+        try:
+            return msgspec.json.decode((self.folder / "attempt.json").read_bytes(), type=AttemptStart)
+        except (OSError, msgspec.MsgspecError):
+            return None
+
+    def write_rank(self, result: RankResult) -> None:
+        """Leave what one rank measured."""
+        write_atomic(self.folder / f"rank-{result.rank}.json", msgspec.json.encode(result) + b"\n")
+
+    def read_ranks(self) -> dict[int, RankResult]:
+        """What the ranks have left so far, by rank; broken files are passed over."""
+        found: dict[int, RankResult] = {}
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(self.folder):
+                match = _RANK_FILE.fullmatch(entry.name)
+                if match:
+                    with contextlib.suppress(OSError, msgspec.MsgspecError):
+                        found[int(match[1])] = msgspec.json.decode(Path(entry.path).read_bytes(), type=RankResult)
+        return found
+
+
+def attempt_numbers(run_folder: Path) -> list[int]:
+    """The attempts that a run has, ascending."""
+    try:
+        names = os.listdir(run_folder / "attempts")
+    except OSError:
+        return []
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def latest_attempt(run_folder: Path) -> Attempt | None:
+    """The newest attempt, if there is one."""
+    numbers = attempt_numbers(run_folder)
+    return Attempt(run_folder, numbers[-1]) if numbers else None
+
+
+def begin_attempt(run_folder: Path, **start: Any) -> Attempt:
+    """Claim the next number and leave its start marker (``AttemptStart`` without ``attempt``)."""
+    while True:
+        number = max(attempt_numbers(run_folder), default=0) + 1
+        attempt = Attempt(run_folder, number)
+        make_folder(attempt.folder.parent)
+        try:
+            attempt.folder.mkdir()
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise storage_error(error, attempt.folder) from error
+        marker = AttemptStart(attempt=number, **start)
+        if create_exclusive(attempt.folder / "attempt.json", msgspec.json.encode(marker) + b"\n"):
+            return attempt
+
+
+def find_attempt(run_folder: Path, launch: str) -> Attempt | None:
+    """The attempt that ``launch`` began, newest first."""
+    for number in reversed(attempt_numbers(run_folder)):
+        attempt = Attempt(run_folder, number)
+        marker = attempt.start_marker()
+        if marker is not None and marker.launch == launch:
+            return attempt
+    return None

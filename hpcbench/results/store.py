@@ -1,0 +1,140 @@
+"""The tree ``results/<cluster>/``: where a run's files lie, and the rule which attempt counts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from hpcbench.errors import StorageError
+from hpcbench.fileio import make_folder, storage_error, write_atomic
+from hpcbench.results.schema import OK, RunResult, result_json
+
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
+_decoder = msgspec.json.Decoder(RunResult)
+
+
+class ClusterTree:
+    """Paths and files below ``results/<cluster>``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def run_folder(self, run_id: str) -> Path:
+        """``runs/<first two hex>/<run_id>``; ids that are not 16 hex digits never become a path."""
+        if not _RUN_ID.fullmatch(run_id):
+            raise StorageError(f"{run_id!r} is no run_id: 16 hexadecimal digits are")
+        return self.root / "runs" / run_id[:2] / run_id
+
+    def result_path(self, run_id: str) -> Path:
+        """The result that counts."""
+        return self.run_folder(run_id) / "result.json"
+
+    def sweep_path(self, name: str) -> Path:
+        """Which runs a sweep means."""
+        return self.root / "sweeps" / f"{name}.json"
+
+    @property
+    def submissions(self) -> Path:
+        """One folder per submit."""
+        return self.root / "submissions"
+
+    def read_result(self, run_id: str) -> RunResult | None:
+        """The result that counts, or ``None`` where there is none; ``msgspec.MsgspecError`` where it is broken."""
+        try:
+            data = self.result_path(run_id).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StorageError(f"cannot read {self.result_path(run_id)}: {error.strerror}") from error
+        return _decoder.decode(data)
+
+    def write_result(self, result: RunResult) -> bool:
+        """Put ``result`` in place unless an ok one is there; ``False`` where it was kept out.
+
+        After the rename the two-digit folder is touched, so that a reader sees where something changed.
+        """
+        path = self.result_path(result.run_id)
+        make_folder(path.parent)
+        with _only_writer(path):
+            try:
+                present = self.read_result(result.run_id)
+            except msgspec.MsgspecError:
+                present = None
+            if present is not None and (present.status == OK or present.attempt > result.attempt):
+                return False
+            write_atomic(path, msgspec.json.format(msgspec.json.encode(result_json(result)), indent=1) + b"\n")
+        with contextlib.suppress(OSError):
+            os.utime(path.parent.parent)
+        return True
+
+    def run_ids(self) -> Iterator[str]:
+        """Every run that has a folder."""
+        runs = self.root / "runs"
+        if not runs.is_dir():
+            return
+        for prefix in sorted(os.scandir(runs), key=lambda entry: entry.name):
+            if prefix.is_dir(follow_symlinks=False):
+                for entry in sorted(os.scandir(prefix.path), key=lambda entry: entry.name):
+                    if _RUN_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                        yield entry.name
+
+
+@contextlib.contextmanager
+def _only_writer(path: Path, wait_s: float = 10.0) -> Iterator[None]:
+    """Read-decide-write of one result is short: a marker that stays for ``wait_s`` belongs to a writer that died."""
+    marker = path.with_name(".result.lock")
+    seen: tuple[int, float] | None = None
+    while True:
+        try:
+            os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+            break
+        except FileExistsError:
+            seen = _forget_stale(marker, seen, wait_s)
+            time.sleep(0.02)
+        except OSError as error:
+            raise storage_error(error, marker) from error
+    try:
+        yield
+    finally:
+        marker.unlink(missing_ok=True)
+
+
+def _forget_stale(marker: Path, seen: tuple[int, float] | None, wait_s: float) -> tuple[int, float] | None:
+    """Remove ``marker`` once the very same file has been watched for ``wait_s`` by this process's own clock."""
+    try:
+        inode = marker.stat().st_ino
+    except OSError:
+        return None
+    if seen is None or seen[0] != inode:
+        return inode, time.monotonic()
+    if time.monotonic() - seen[1] > wait_s:
+        marker.unlink(missing_ok=True)
+        return None
+    return seen
+
+
+class ResultsTree:
+    """``results/``: one ``ClusterTree`` per cluster."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def cluster(self, name: str) -> ClusterTree:
+        """The tree of one cluster; it need not exist yet."""
+        return ClusterTree(self.root / name)
+
+    def clusters(self) -> list[str]:
+        """Names of the clusters that have something here."""
+        if not self.root.is_dir():
+            return []
+        return sorted(
+            entry.name
+            for entry in os.scandir(self.root)
+            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+        )
