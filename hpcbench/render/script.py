@@ -1,0 +1,66 @@
+"""One job script: the variables that templates may use, and the rendering of ``job.sh.j2``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import hpcbench
+from hpcbench.config.cluster import ClusterProfile, Environment
+from hpcbench.render.directives import Shape, cpus_per_task, directives
+from hpcbench.render.engine import TemplateEngine
+
+NOTHING_TO_DO = 10
+"""Exit code of the worker's ``begin`` where the run has its result already."""
+
+
+def render_script(
+    engine: TemplateEngine, profile: ClusterProfile, shape: Shape, sweep: str, folder: Path, number: int
+) -> str:
+    """The text of ``<folder>/<number>.sh``."""
+    return engine.render("job.sh.j2", context(profile, shape, sweep, folder, number))
+
+
+def context(profile: ClusterProfile, shape: Shape, sweep: str, folder: Path, number: int) -> dict[str, Any]:
+    """The variables of the templates. ``templates/README.md`` describes each; a test keeps it complete."""
+    environment = profile.environment(shape.environment)
+    is_slurm = profile.scheduler.kind == "slurm"
+    return {
+        "sweep": sweep,
+        "cluster": profile.name,
+        "version": hpcbench.__version__,
+        "scheduler": profile.scheduler.kind,
+        "launcher": profile.launcher,
+        "launcher_args": profile.launcher_args,
+        # A scheduler signals the ranks itself; without one the script passes on what it is told.
+        "forward_signals": not is_slurm,
+        "directives": directives(shape, profile, job_name(folder, number), str(folder), number) if is_slurm else [],
+        "task_file": str(folder / f"{number}.jsonl"),
+        "nodes": shape.nodes,
+        "tasks_per_node": shape.tasks_per_node,
+        "devices_per_task": shape.devices_per_task,
+        "ranks": shape.ranks,
+        "cpus_per_task": cpus_per_task(shape, profile),
+        "time_limit_s": shape.time_limit_s,
+        "modules": environment.modules,
+        "setup": environment.setup,
+        "env": {**profile.env, **environment.env},
+        "container": environment.container.command if environment.container else [],
+        "python": python_of(environment),
+        "nothing_to_do": NOTHING_TO_DO,
+    }
+
+
+def python_of(environment: Environment) -> str:
+    """The interpreter that runs the ranks: the environment's, else the submitter's own."""
+    if environment.python:
+        return environment.python
+    if environment.venv:
+        return f"{environment.venv}/bin/python"
+    return sys.executable
+
+
+def job_name(folder: Path, number: int) -> str:
+    """``hpcbench-<submission>-<number>``: unique, so that a job can be found again by it."""
+    return f"hpcbench-{folder.name}-{number}"
