@@ -1,0 +1,134 @@
+"""What works for the jobs of a cluster, from where this command runs."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from hpcbench.config.cluster import ClusterProfile
+from hpcbench.fileio import printable
+from hpcbench.render.script import python_of
+from hpcbench.submit import scheduler
+from hpcbench.submit.environment import clean_environment, scrubbed_names
+from hpcbench.submit.live import live_partitions
+
+_INSTALL = "pip install 'hpcbench[worker]'"
+
+
+class Finding(msgspec.Struct, kw_only=True):
+    """One thing that was looked at."""
+
+    what: str
+    works: bool
+    needed: bool = True
+    detail: str = ""
+    mend: str = ""
+
+
+def examine(profile: ClusterProfile, results: Path) -> list[Finding]:
+    """Everything that a run on ``profile`` needs, in the order in which it would fail."""
+    findings = [_results_tree(results)]
+    if profile.scheduler.kind == "slurm":
+        findings += _slurm(profile)
+    findings += _worker(profile)
+    leaking = scrubbed_names()
+    if leaking:
+        detail = f"{len(leaking)} variables of another job are kept from the jobs: {', '.join(leaking[:5])}"
+        findings.append(Finding(what="environment", works=True, needed=False, detail=detail))
+    return findings
+
+
+def _results_tree(results: Path) -> Finding:
+    """Whether a file can be made there, in the nearest folder that exists; nothing is left behind."""
+    folder = next(path for path in (results, *results.parents) if path.exists())
+    probe = folder / f".hpcbench-{secrets.token_hex(4)}"
+    try:
+        probe.touch(exist_ok=False)
+    except OSError as error:
+        return Finding(
+            what="results",
+            works=False,
+            detail=f"{results}: {error.strerror}",
+            mend="--results or $HPCBENCH_RESULTS",
+        )
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink()
+    return Finding(what="results", works=True, detail=str(results))
+
+
+def _slurm(profile: ClusterProfile) -> list[Finding]:
+    findings = []
+    for command, needed in (("sbatch", True), ("squeue", True), ("scancel", True), ("sacct", False)):
+        path = scheduler.which(command, profile)
+        mend = "" if path else "run on a login node, or set scheduler.bin_folder in the profile"
+        findings.append(
+            Finding(
+                what=command,
+                works=path is not None,
+                needed=needed,
+                detail=str(path or "not on PATH"),
+                mend=mend,
+            )
+        )
+    partitions = live_partitions(profile)
+    if partitions is None:
+        mend = "make slurm-up" if profile.name == "slurmbox" else "is the controller up? try: scontrol ping"
+        findings.append(Finding(what="scheduler", works=False, detail="sinfo does not answer", mend=mend))
+    else:
+        detail = f"partitions {', '.join(sorted(partitions))}"
+        findings.append(Finding(what="scheduler", works=True, detail=detail))
+    return findings
+
+
+def _worker(profile: ClusterProfile) -> list[Finding]:
+    """What the jobs' default interpreter has. An environment that only exists on the nodes cannot be seen from here."""
+    environment = profile.environment(None)
+    if environment.modules or environment.container or environment.setup:
+        detail = "made by modules, setup lines or a container: it can only be examined in a job"
+        return [Finding(what="job environment", works=True, needed=False, detail=detail)]
+    python = python_of(environment)
+    try:
+        done = subprocess.run(
+            [python, "-m", "hpcbench.worker", "doctor", "--json"],
+            env=clean_environment(), capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        report: dict[str, Any] = msgspec.json.decode(done.stdout)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [Finding(what="python", works=False, detail=f"{python}: {error}", mend=_INSTALL)]
+    except msgspec.DecodeError:
+        said = printable(
+            done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+        )
+        return [Finding(what="python", works=False, detail=f"{python}: {said}", mend=_INSTALL)]
+    return [
+        Finding(what="python", works=True, detail=f"{python} {report.get('python', '')}"),
+        *_packages(profile, report),
+    ]
+
+
+def _packages(profile: ClusterProfile, report: dict[str, Any]) -> list[Finding]:
+    needed = {"torch": _INSTALL, "msgspec": _INSTALL, "psutil": _INSTALL}
+    optional = {"torchvision": _INSTALL, "sklearn": _INSTALL}
+    findings = []
+    for name, mend in {**needed, **optional}.items():
+        entry = report.get("packages", {}).get(name, {})
+        works = bool(entry.get("works"))
+        findings.append(
+            Finding(
+                what=name, works=works, needed=name in needed,
+                detail=printable(str(entry.get("version") or entry.get("error") or "not installed")),
+                mend="" if works else mend,
+            )
+        )  # fmt: skip
+    if profile.device == "cuda":
+        count = int(report.get("cuda_devices", 0) or 0)
+        findings.append(
+            Finding(what="accelerators", works=count > 0, needed=False, detail=f"{count} visible from here")
+        )
+    return findings

@@ -1,0 +1,142 @@
+"""submitit, made to submit our rendered scripts. The only file that touches its private methods.
+
+Stock submitit would write the script itself, pickle a function, and build a plain ``SlurmExecutor`` for arrays, which
+forgets what a subclass overrides. Here the script is a file that exists already, for one run and for an array alike;
+submitit checks the parameters, parses the job's id, and its ``Job`` objects give state and cancel.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import submitit
+from submitit.core.utils import FailedSubmissionError
+from submitit.local.local import LocalJob, start_controller
+from submitit.slurm.slurm import SlurmJob
+
+from hpcbench.errors import SubmitError
+from hpcbench.fileio import printable
+
+
+class ScriptExecutor(submitit.SlurmExecutor):
+    """Submits a script with sbatch. ``environment`` is the whole environment that sbatch sees."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str], timeout_s: float = 60.0) -> None:
+        self._environment = dict(environment)
+        self._timeout_s = timeout_s
+        super().__init__(folder)
+
+    @classmethod
+    def affinity(cls) -> int:
+        """A login node needs sbatch; whether it has srun says nothing."""
+        return 2
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        """The command for a script whose size of array and offset were given by ``submit_script``."""
+        count, offset = self._array
+        array = [f"--array=0-{count - 1}"] if count is not None else []
+        return ["sbatch", *array, str(submission_file_path), str(offset)]
+
+    def submit_script(self, script: Path, *, count: int | None = None, offset: int = 0) -> list[SlurmJob[Any]]:
+        """One job per run: an array of ``count`` for an integer, a single job for ``None``.
+
+        The job's runs are the lines ``offset``, ``offset + 1``, ... of its task file.
+        Raises ``SubmitError`` where sbatch is absent, refuses, or says nothing that holds a job's id.
+        """
+        self._array = (count, offset)
+        output = self._call(self._make_submission_command(script))
+        try:
+            job_id = self._get_job_id_from_submission_command(output)
+        except FailedSubmissionError:
+            message = f"sbatch accepted {script} but its answer names no job: {printable(output.strip())!r}"
+            raise SubmitError(message, hint="look for the job's name with squeue before you submit again") from None
+        ids = [job_id] if count is None else [f"{job_id}_{index}" for index in range(count)]
+        return [SlurmJob(folder=self.folder, job_id=one, tasks=[0]) for one in ids]
+
+    def _call(self, command: list[str]) -> str:
+        try:
+            done = subprocess.run(
+                command,
+                env=self._environment,
+                capture_output=True,
+                text=True,
+                timeout=self._timeout_s,
+                check=False,
+            )
+        except FileNotFoundError as error:
+            hint = "is this a login node of the cluster? `hpcbench doctor --cluster NAME` looks closer"
+            raise SubmitError("sbatch is not on PATH", hint=hint) from error
+        except subprocess.TimeoutExpired as error:
+            hint = "the job may have been queued all the same: look for its name with squeue"
+            raise SubmitError(f"sbatch did not answer within {self._timeout_s:g} s", hint=hint) from error
+        if done.returncode != 0:
+            said = printable((done.stderr or done.stdout).strip())
+            raise SubmitError(f"sbatch refused {command[-2]}: {said}", hint=f"command: {' '.join(command)}")
+        return done.stdout
+
+
+def check_parameters(parameters: Mapping[str, Any], folder: Path) -> None:
+    """Let submitit check what it knows of a job's parameters. Raises ``SubmitError`` with its words."""
+    try:
+        executor = ScriptExecutor(folder, os.environ)
+        executor.update_parameters(**parameters)
+    except (ValueError, TypeError) as error:
+        raise SubmitError(f"submitit refuses the job's parameters: {error}") from error
+
+
+class LocalScriptJob(LocalJob[Any]):
+    """A script that runs on this machine; its state and cancel work from any process of this machine."""
+
+    def get_info(self, mode: str = "force") -> dict[str, str]:
+        """The state: RUNNING, FINISHED, INTERRUPTED, or UNKNOWN once another process has reaped it."""
+        if self._process is not None:
+            return dict(super().get_info(mode))
+        return {"jobState": "RUNNING" if _is_controller(int(self.job_id)) else "UNKNOWN"}
+
+    def cancel(self, check: bool = True) -> None:
+        """Tell the script to stop; it passes that on, and its ranks leave what they measured."""
+        if self._process is not None or _is_controller(int(self.job_id)):
+            try:
+                os.kill(int(self.job_id), signal.SIGTERM)
+            except ProcessLookupError:
+                if check:
+                    raise
+
+
+class LocalScriptExecutor(submitit.LocalExecutor):
+    """Runs ``bash <script> <index>`` under submitit's controller, which enforces the time limit."""
+
+    def submit_script(
+        self,
+        script: Path,
+        index: int,
+        *,
+        time_limit_s: float,
+        warning_s: float,
+        visible_devices: Sequence[int] = (),
+    ) -> LocalScriptJob:
+        """Start one run at once. ``warning_s`` before the limit the script is told."""
+        process = start_controller(
+            folder=self.folder,
+            command=f"bash {shlex.quote(str(script))} {index}",
+            timeout_min=time_limit_s / 60,
+            signal_delay_s=min(int(warning_s), int(time_limit_s / 2)),
+            cuda_devices=",".join(str(device) for device in visible_devices),
+            stderr_to_stdout=True,
+        )
+        return LocalScriptJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+
+def _is_controller(pid: int) -> bool:
+    """Whether ``pid`` still is one of submitit's controllers; process ids are used again."""
+    try:
+        return "submitit.local._local" in psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return False

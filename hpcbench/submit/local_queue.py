@@ -1,0 +1,169 @@
+"""The queue of a machine without a scheduler: ``python -m hpcbench.submit.local_queue SUBMISSION_FOLDER``.
+
+Runs start in their order, as many at once as the cores carry. Cores are taken as file locks in the machine's temporary
+folder, so that two submissions of one user share the machine; they free themselves when the queue dies. A run with
+more ranks than cores takes them all: it runs alone, oversubscribed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+import msgspec
+import psutil
+
+from hpcbench.fileio import write_atomic
+from hpcbench.submit.executor import LocalScriptExecutor, LocalScriptJob
+from hpcbench.submit.plan import local_cores
+from hpcbench.submit.submission import Array, read_record, save_record
+
+_POLL_S = 0.1
+_GRACE_S = 60.0
+
+
+class QueueState(msgspec.Struct):
+    """``queue.json``: which process works a submission off."""
+
+    pid: int
+    created: float
+    warning_s: float
+
+
+def start_queue(folder: Path, environment: dict[str, str], warning_s: float) -> None:
+    """Start the queue of ``folder`` as a process of its own, which outlives this one."""
+    with open(folder / "queue.log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hpcbench.submit.local_queue", str(folder), str(warning_s)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, env=environment, start_new_session=True,
+        )  # fmt: skip
+    created = psutil.Process(process.pid).create_time()
+    write_atomic(folder / "queue.json", msgspec.json.encode(QueueState(process.pid, created, warning_s)) + b"\n")
+
+
+def queue_process(folder: Path) -> psutil.Process | None:
+    """The process that works ``folder`` off, if it is alive."""
+    try:
+        state = msgspec.json.decode((folder / "queue.json").read_bytes(), type=QueueState)
+        process = psutil.Process(state.pid)
+        alive = abs(process.create_time() - state.created) < 1 and process.status() != psutil.STATUS_ZOMBIE
+    except (OSError, msgspec.MsgspecError, psutil.Error):
+        return None
+    return process if alive else None
+
+
+class Cores:
+    """The cores of this machine as locks that this user's queues share."""
+
+    def __init__(self, count: int, folder: Path | None = None) -> None:
+        self.count = count
+        self._folder = folder or Path(tempfile.gettempdir()) / f"hpcbench-cores-{os.getuid()}"
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+
+    def take(self, wanted: int) -> list[IO[bytes]] | None:
+        """``wanted`` cores, or all where there are fewer; ``None`` where they are not free now."""
+        needed = min(max(1, wanted), self.count)
+        held: list[IO[bytes]] = []
+        for core in range(self.count):
+            file: IO[bytes] = open(self._folder / str(core), "ab")  # noqa: SIM115 - held until the run has ended
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                file.close()
+                continue
+            held.append(file)
+            if len(held) == needed:
+                return held
+        for file in held:
+            file.close()
+        return None
+
+
+class LocalQueue:
+    """Works one submission off."""
+
+    def __init__(self, folder: Path, warning_s: float) -> None:
+        record = read_record(folder)
+        assert record is not None, f"{folder} holds no submission"
+        self.folder = folder
+        self.record = record
+        self.warning_s = warning_s
+        self.executor = LocalScriptExecutor(folder / "jobs")
+        self.cores = Cores(local_cores())
+        self.running: list[tuple[LocalScriptJob, list[IO[bytes]]]] = []
+        self.stopping = False
+
+    def work(self) -> None:
+        """Start every run and wait for all; a signal to stop starts no more and tells those that run."""
+        signal.signal(signal.SIGTERM, self._stop)
+        signal.signal(signal.SIGINT, self._stop)
+        for array in self.record.arrays:
+            for index in range(len(array.run_ids)):
+                cores = self._wait_for_cores(array)
+                if cores is None:
+                    break
+                self._start(array, index, cores)
+        self._finish()
+
+    def _wait_for_cores(self, array: Array) -> list[IO[bytes]] | None:
+        while not self.stopping:
+            self._reap()
+            cores = self.cores.take(array.cores_per_run)
+            if cores is not None:
+                return cores
+            time.sleep(_POLL_S)
+        return None
+
+    def _start(self, array: Array, index: int, cores: list[IO[bytes]]) -> None:
+        job = self.executor.submit_script(
+            self.folder / f"{array.number}.sh",
+            index,
+            time_limit_s=array.time_limit_s,
+            warning_s=self.warning_s,
+        )
+        self.running.append((job, cores))
+        array.job_ids.append(job.job_id)
+        save_record(self.record, self.folder)
+
+    def _reap(self) -> None:
+        for entry in list(self.running):
+            job, cores = entry
+            if job.done():
+                for file in cores:
+                    file.close()
+                self.running.remove(entry)
+
+    def _finish(self) -> None:
+        told_at: float | None = None
+        while self.running:
+            if self.stopping and told_at is None:
+                told_at = time.monotonic()
+                for job, _ in self.running:
+                    job.cancel(check=False)
+            if told_at is not None and time.monotonic() - told_at > _GRACE_S:
+                self._kill()
+            self._reap()
+            time.sleep(_POLL_S)
+
+    def _kill(self) -> None:
+        for job, _ in self.running:
+            with contextlib.suppress(psutil.Error):
+                controller = psutil.Process(int(job.job_id))
+                for process in [*controller.children(recursive=True), controller]:
+                    process.kill()
+
+    def _stop(self, signum: int, frame: FrameType | None) -> None:
+        self.stopping = True
+
+
+if __name__ == "__main__":
+    LocalQueue(Path(sys.argv[1]), float(sys.argv[2])).work()

@@ -1,0 +1,104 @@
+"""A short exclusive lock on a tree that several people share: a file that only one of them can create.
+
+``flock`` does not reach across every shared file system; O_EXCL (or a hard link) does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from hpcbench.errors import StorageError
+from hpcbench.fileio import create_exclusive, make_folder
+
+
+class Holder(msgspec.Struct):
+    """Who holds the lock, and until when the others must believe it."""
+
+    owner: str
+    host: str
+    pid: int
+    since_unix_s: float
+    lease_s: float
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, *, lease_s: float = 120.0, wait_s: float = 60.0) -> Iterator[None]:
+    """Hold the lock ``path`` while the body runs.
+
+    A lock whose file has not changed for its lease is taken over: its holder died.
+    Raises ``StorageError`` naming the holder after ``wait_s``.
+    """
+    make_folder(path.parent)
+    mine = msgspec.json.encode(Holder(_user(), socket.gethostname(), os.getpid(), time.time(), lease_s))
+    deadline = time.monotonic() + wait_s
+    watched: tuple[bytes, float] | None = None
+    while not create_exclusive(path, mine):
+        watched = _watch(path, watched)
+        if time.monotonic() > deadline:
+            raise StorageError(f"waited {wait_s:g} s for {_describe(path)}", hint=f"lock file: {path}")
+        time.sleep(0.05)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if path.read_bytes() == mine:
+                path.unlink()
+
+
+def _watch(path: Path, watched: tuple[bytes, float] | None) -> tuple[bytes, float] | None:
+    """Remove a lock that this process has seen unchanged for the whole lease; clocks of other hosts do not count."""
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return None
+    now = time.monotonic()
+    if watched is None or watched[0] != data:
+        watched = (data, now)
+    holder = _holder(data)
+    dead = holder is not None and holder.host == socket.gethostname() and not _alive(holder.pid)
+    if dead or now - watched[1] > (holder.lease_s if holder else 10.0):
+        with contextlib.suppress(OSError):
+            if path.read_bytes() == data:
+                path.unlink()
+        return None
+    return watched
+
+
+def _holder(data: bytes) -> Holder | None:
+    try:
+        return msgspec.json.decode(data, type=Holder)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _describe(path: Path) -> str:
+    try:
+        holder = _holder(path.read_bytes())
+    except OSError:
+        holder = None
+    return f"{holder.owner} (process {holder.pid} on {holder.host}) to finish" if holder else "another submit"
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

@@ -1,0 +1,111 @@
+"""What a sweep means on a cluster: its runs, those that are done, those that are dropped, and the jobs to submit."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hpcbench.config.cluster import ClusterProfile
+from hpcbench.config.expand import expand
+from hpcbench.config.load import Sweep
+from hpcbench.config.spec import RunSpec, run_id
+from hpcbench.errors import ConfigError
+from hpcbench.parallel.check import check_names
+from hpcbench.parallel.resolve import Dropped, Limits, resolve
+from hpcbench.render.directives import Shape, shape_of
+from hpcbench.results.schema import OK
+from hpcbench.results.store import ClusterTree
+
+RERUN_ON_SUBMIT = frozenset({"failed", "cancelled", "preempted"})
+"""Statuses that submit runs again; the others wait for `retry`."""
+
+
+@dataclass
+class Plan:
+    """The runs of a sweep on one cluster, in the order of the sweep."""
+
+    sweep: Sweep
+    profile: ClusterProfile
+    runs: dict[str, RunSpec]
+    dropped: list[Dropped]
+    finished: dict[str, str] = field(default_factory=dict)
+    """``run_id`` to status, of the runs that submit leaves alone because they have a result."""
+
+    @property
+    def missing(self) -> dict[str, RunSpec]:
+        """The runs that submit would start, if nobody else has."""
+        return {key: spec for key, spec in self.runs.items() if key not in self.finished}
+
+    def groups(self, runs: dict[str, RunSpec]) -> dict[Shape, list[str]]:
+        """``run_id``s by shape: each group is one script and one array."""
+        found: dict[Shape, list[str]] = {}
+        for key, spec in runs.items():
+            found.setdefault(shape_of(spec, self.profile), []).append(key)
+        return found
+
+    def node_hours(self, runs: dict[str, RunSpec]) -> float:
+        """The most that ``runs`` can cost: nodes times time limit."""
+        return sum(shape.nodes * shape.time_limit_s * len(keys) for shape, keys in self.groups(runs).items()) / 3600
+
+
+def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Plan:
+    """Expand and resolve ``sweep`` for ``profile`` and look up which of its runs have results.
+
+    Raises ``ConfigErrors`` for names that do not exist and ``ConfigError`` where every point is dropped.
+    """
+    check_names(sweep, profile)
+    runs: dict[str, RunSpec] = {}
+    dropped: list[Dropped] = []
+    known_limits: dict[str | None, Limits] = {}
+    for point in expand(sweep):
+        partition = point.get("partition") or profile.default_partition
+        if partition not in known_limits:
+            known_limits[partition] = limits_of(profile, partition)
+        resolved = resolve(point, known_limits[partition])
+        if isinstance(resolved, Dropped):
+            dropped.append(resolved)
+        else:
+            runs.setdefault(run_id(resolved), resolved)
+    if not runs:
+        reasons = sorted({point.reason for point in dropped})
+        raise ConfigError(
+            f"every one of the {len(dropped)} points of sweep {sweep.name!r} is dropped on {profile.name}",
+            where=str(sweep.source.path),
+            hint="\n  ".join(reasons[:10]),
+        )
+    return Plan(sweep, profile, runs, dropped, finished_runs(tree, runs))
+
+
+def limits_of(profile: ClusterProfile, partition: str | None) -> Limits:
+    """What a partition of ``profile`` allows. A local machine takes more ranks than cores, but is one node."""
+    is_local = profile.scheduler.kind == "local"
+    queue = profile.partition(partition)
+    node = profile.node_of(partition)
+    return Limits(
+        partition=partition or profile.name,
+        max_nodes=1 if is_local else queue.max_nodes,
+        cores_per_node=None if is_local else node.cores,
+        cpus_per_task=profile.request.cpus_per_task,
+        devices_per_node=node.devices if profile.device != "cpu" else None,
+        max_time_min=queue.max_time_min,
+    )
+
+
+def finished_runs(tree: ClusterTree, runs: dict[str, RunSpec]) -> dict[str, str]:
+    """The runs that submit leaves alone, with their status. A broken result file is no result."""
+    finished: dict[str, str] = {}
+    for key in runs:
+        try:
+            result = tree.read_result(key)
+        except msgspec.MsgspecError:
+            continue
+        if result is not None and (result.status == OK or result.status not in RERUN_ON_SUBMIT):
+            finished[key] = result.status
+    return finished
+
+
+def local_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
