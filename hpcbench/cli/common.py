@@ -1,0 +1,124 @@
+"""What the commands share: options, how sweeps and clusters are found, how JSON and tables are printed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.paths import project_folder, results_folder, search_folders
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hpcbench.config.load import Sweep
+    from hpcbench.results.store import ResultsTree
+    from hpcbench.submit.plan import Plan
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def results_option(function: _F) -> _F:
+    """``--results DIR``."""
+    return click.option("--results", metavar="DIR", help="The results tree (default: $HPCBENCH_RESULTS or results).")(
+        function
+    )
+
+
+def cluster_option(default: str | None = None) -> Callable[[_F], _F]:
+    """``--cluster NAME``; required without a default."""
+    text = "The cluster's profile." + (f" (default: {default})" if default else "")
+    return click.option(
+        "--cluster", "cluster_name", metavar="NAME", default=default, required=default is None, help=text
+    )
+
+
+def json_option(function: _F) -> _F:
+    """``--json``."""
+    return click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output, nothing else.")(
+        function
+    )
+
+
+def tree(results: str | None) -> ResultsTree:
+    """The results tree that the command works on."""
+    from hpcbench.results.store import ResultsTree
+
+    return ResultsTree(results_folder(results))
+
+
+def find_sweep(given: str) -> Path:
+    """The file of a sweep: a path, or the name of a file in a ``sweeps`` folder."""
+    path = Path(given)
+    if path.suffix == ".toml" or path.exists():
+        if not path.is_file():
+            near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+            raise ConfigError(f"no sweep file {given!r}", hint=did_you_mean(given, near))
+        return path
+    known = sweep_files()
+    if given not in known:
+        raise ConfigError(f"no sweep {given!r}", hint=did_you_mean(given, known))
+    return known[given]
+
+
+def sweep_files() -> dict[str, Path]:
+    """The sweeps that can be named."""
+    found: dict[str, Path] = {}
+    for folder in search_folders("sweeps"):
+        for path in sorted(folder.glob("*.toml")):
+            found.setdefault(path.stem, path)
+    return found
+
+
+def load_plan(sweep: str, cluster_name: str, results: str | None) -> Plan:
+    """The plan of a sweep on a cluster."""
+    from hpcbench.config.load import load_cluster
+    from hpcbench.submit.plan import make_plan
+
+    loaded: Sweep = _load_sweep(sweep)
+    profile, _ = load_cluster(cluster_name)
+    return make_plan(loaded, profile, tree(results).cluster(profile.name))
+
+
+def _load_sweep(given: str) -> Sweep:
+    from hpcbench.config.load import load_sweep
+
+    return load_sweep(find_sweep(given))
+
+
+def sweep_name(given: str) -> str:
+    """The name of a sweep that was given as a name or as a file."""
+    return _load_sweep(given).name if given.endswith(".toml") else given
+
+
+def print_json(document: Any) -> None:
+    """``document`` on standard output."""
+    import msgspec
+
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A rich console that does not guess at styles in text that users wrote."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+def say(text: str) -> None:
+    """A message for the person, kept off standard output."""
+    from hpcbench.fileio import printable
+
+    click.echo(printable(text), err=True)
+
+
+def shorten(path: Path) -> str:
+    """``path`` relative to the project where it lies inside."""
+    try:
+        return str(path.resolve().relative_to(project_folder()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,100 @@
+"""``hpcbench``: the list of commands, loaded one by one when called, and what happens to errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NoReturn
+
+import click
+
+import hpcbench
+from hpcbench.errors import HpcbenchError
+
+COMMANDS = {
+    "check": ("hpcbench.cli.sweep:check", "Validate sweeps and profiles."),
+    "plan": ("hpcbench.cli.sweep:plan", "Show what a sweep would run."),
+    "render": ("hpcbench.cli.sweep:render", "Show the job scripts that submit would send."),
+    "submit": ("hpcbench.cli.runs:submit", "Submit what a sweep still lacks."),
+    "run": ("hpcbench.cli.runs:run", "Submit, wait with progress, print the table."),
+    "status": ("hpcbench.cli.runs:status", "Show the state of runs."),
+    "collect": ("hpcbench.cli.results:collect", "Gather results into one file."),
+    "table": ("hpcbench.cli.results:table", "Print results as a table."),
+    "cluster": ("hpcbench.cli.project:cluster", "List and show cluster profiles."),
+    "schema": ("hpcbench.cli.project:schema", "Print a JSON Schema for editors and scripts."),
+    "doctor": ("hpcbench.cli.project:doctor", "Say what works here and what is missing."),
+    "init": ("hpcbench.cli.project:init", "Write a project folder to start from."),
+}
+"""Name to implementation and help. Kept here so that ``--help`` imports nothing but click."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they are called."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names, in the order in which they are used."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the module of one command."""
+        if cmd_name not in COMMANDS:
+            return None
+        import importlib
+
+        module, _, name = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's, with the nearest command where there is none of that name."""
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            from hpcbench.errors import did_you_mean
+
+            ctx.fail(f"no command {args[0]!r}: {did_you_mean(args[0], COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands from their one-line descriptions."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, description) for name, (_, description) in COMMANDS.items()])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(hpcbench.__version__, prog_name="hpcbench")
+def cli() -> None:
+    """How should this model be parallelised on that cluster, and how sure are we?
+
+    A sweep and a cluster profile, both TOML, become SLURM jobs; every job leaves
+    one JSON result; tables are read from those.
+    """
+
+
+def entry_point() -> NoReturn:
+    """Run the command line. Users' errors are printed without a traceback; ours keep theirs."""
+    try:
+        code: Any = cli.main(standalone_mode=False)
+    except click.exceptions.Exit as leave:
+        code = leave.exit_code
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        code = 130
+    except HpcbenchError as error:
+        for problem in getattr(error, "problems", [error]):
+            click.echo(f"error: {_shown(str(problem))}", err=True)
+        code = error.exit_code
+    except BrokenPipeError:
+        # The reader of a pipe (head, less) has gone; flushing what is left would only fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _shown(text: str) -> str:
+    from hpcbench.fileio import printable
+
+    return printable(text)

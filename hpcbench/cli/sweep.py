@@ -1,0 +1,138 @@
+"""``check``, ``plan``, ``render``: everything that can be known before a job is submitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from hpcbench.cli.common import (
+    cluster_option,
+    console,
+    find_sweep,
+    json_option,
+    load_plan,
+    print_json,
+    results_option,
+    say,
+    tree,
+)
+
+if TYPE_CHECKING:
+    from hpcbench.submit.plan import Plan
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True)
+def check(files: tuple[str, ...]) -> None:
+    """Validate sweeps and profiles.
+
+    FILES are TOML files, or names of sweeps. Every mistake in all of them is listed, with file and line.
+    """
+    from hpcbench.errors import ConfigErrors, HpcbenchError
+
+    problems: list[HpcbenchError] = []
+    for given in files:
+        try:
+            say(f"{given}: {_check_one(given)}")
+        except ConfigErrors as error:
+            problems += error.problems
+        except HpcbenchError as error:
+            problems.append(error)
+    if problems:
+        raise ConfigErrors(problems)
+
+
+def _check_one(given: str) -> str:
+    from hpcbench.config.expand import count_points
+    from hpcbench.config.load import load_cluster_file, load_sweep
+    from hpcbench.config.tomlfile import read_toml
+    from hpcbench.parallel.check import check_names
+    from hpcbench.submit.live import live_problems
+
+    path = find_sweep(given)
+    data, _ = read_toml(path)
+    if "fixed" in data or "grid" in data:
+        sweep = load_sweep(path)
+        check_names(sweep)
+        return f"a sweep of {count_points(sweep)} points, in order"
+    profile, source = load_cluster_file(path)
+    checked = live_problems(profile, source)
+    return "a cluster profile, in order" + (", and the scheduler agrees" if checked else "; no scheduler here to ask")
+
+
+@click.command()
+@click.argument("sweep")
+@cluster_option()
+@results_option
+@json_option
+def plan(sweep: str, cluster_name: str, results: str | None, as_json: bool) -> None:
+    """Show what SWEEP would run on a cluster: runs, jobs, what is done, what is dropped and why."""
+    made = load_plan(sweep, cluster_name, results)
+    if as_json:
+        print_json(_plan_json(made))
+        return
+    from hpcbench.report.plan import plan_tables
+
+    screen = console()
+    for part in plan_tables(made):
+        screen.print(part)
+
+
+def _plan_json(made: Plan) -> dict[str, Any]:
+    from hpcbench.config.spec import as_dict
+    from hpcbench.render.directives import shape_of
+
+    missing = made.missing
+    return {
+        "sweep": made.sweep.name,
+        "cluster": made.profile.name,
+        "runs": [
+            {"run_id": key, "spec": as_dict(spec), "time_limit_s": shape_of(spec, made.profile).time_limit_s}
+            for key, spec in made.runs.items()
+        ],
+        "done": list(made.finished),
+        "dropped": [{"spec": point.point, "reason": point.reason} for point in made.dropped],
+        "jobs": [
+            {
+                "nodes": shape.nodes,
+                "tasks_per_node": shape.tasks_per_node,
+                "partition": shape.partition,
+                "time_limit_s": shape.time_limit_s,
+                "run_ids": keys,
+            }
+            for shape, keys in made.groups(missing).items()
+        ],
+        "node_hours": made.node_hours(missing),
+    }
+
+
+@click.command()
+@click.argument("sweep")
+@cluster_option()
+@click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Write scripts and task files there.")
+@results_option
+def render(sweep: str, cluster_name: str, out: Path | None, results: str | None) -> None:
+    """Show the exact bytes that submit would send for SWEEP: job scripts and task files."""
+    from hpcbench.fileio import make_folder, write_atomic
+    from hpcbench.submit.submission import next_submission_folder, render_submission
+
+    made = load_plan(sweep, cluster_name, results)
+    if not made.missing:
+        say(f"nothing to submit: all {len(made.runs)} runs of {made.sweep.name} have results")
+        return
+    cluster_tree = tree(results).cluster(made.profile.name)
+    rendered = render_submission(
+        made, made.missing, cluster_tree, next_submission_folder(cluster_tree, made.sweep.name)
+    )
+    if out is not None:
+        make_folder(out)
+        for name, data in rendered.files.items():
+            write_atomic(out / name, data)
+        say(f"{len(rendered.files)} files written to {out}")
+        return
+    for name, data in rendered.files.items():
+        if name.endswith(".sh"):
+            click.echo(f"# ---- {name}: {len(rendered.record.arrays[int(name[:-3])].run_ids)} runs ----")
+            click.echo(data.decode(), nl=False)

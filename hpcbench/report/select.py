@@ -1,0 +1,43 @@
+"""Which sweeps a command is about: by name or file, on one cluster or on all that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.results.store import ResultsTree
+from hpcbench.submit.submit import SweepRecord, read_sweep
+
+
+def select_sweeps(tree: ResultsTree, given: Sequence[str], cluster: str | None) -> list[tuple[str, SweepRecord]]:
+    """Cluster and record of each sweep that ``given`` names; all of them where nothing is given.
+
+    Raises ``ConfigError`` with the nearest name where a sweep or cluster has nothing in the tree.
+    """
+    clusters = tree.clusters()
+    if cluster is not None and cluster not in clusters:
+        raise ConfigError(f"no results of cluster {cluster!r} in {tree.root}", hint=did_you_mean(cluster, clusters))
+    known: dict[str, list[tuple[str, SweepRecord]]] = {}
+    for name in [cluster] if cluster else clusters:
+        for path in sorted((tree.root / name / "sweeps").glob("*.json")):
+            record = read_sweep(tree.cluster(name), path.stem)
+            if record is not None:
+                known.setdefault(record.sweep, []).append((name, record))
+    wanted = [name_of(one) for one in given] or sorted(known)
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(
+                f"sweep {name!r} has nothing in {tree.root}",
+                hint=did_you_mean(name, known) if known else "submit or run a sweep first",
+            )
+    return [entry for name in wanted for entry in known[name]]
+
+
+def name_of(given: str) -> str:
+    """The name of a sweep that was given as a name or as a file."""
+    if not given.endswith(".toml"):
+        return given
+    from hpcbench.config.load import load_sweep
+
+    return load_sweep(Path(given)).name

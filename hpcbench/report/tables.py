@@ -1,0 +1,173 @@
+"""The table of results: columns that differ between rows, figures with their spread, failures with their reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.fileio import printable
+from hpcbench.report.rows import Row
+from hpcbench.results.schema import OK
+from hpcbench.units import format_bytes, format_rate
+
+
+class Column(NamedTuple):
+    """A column's heading, its cell of a row, and whether it is a number."""
+
+    heading: str
+    cell: Callable[[Row], str]
+    is_number: bool = True
+
+
+STATUS_STYLE = {
+    "ok": "green",
+    "lost": "red",
+    "failed": "red",
+    "timeout": "yellow",
+    "cancelled": "yellow",
+    "oom": "magenta",
+}
+
+_SHOWN_ALWAYS = ("strategy",)
+_NAMED_APART = {"nodes", "tasks_per_node", "devices_per_task", "repeat", "seed", "time_limit_min"}
+_DEGREES = {"dp_degree", "tp_degree", "sp_degree", "pp_degree", "spec_version"}
+
+
+def results_table(rows: list[Row], title: str) -> RenderableType:
+    """The rows as a table, what they share above it, what needs explaining below it."""
+    varying, shared = split_parameters([row.spec for row in rows if row.spec is not None])
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
+    columns = [*_identity_columns(rows, varying), *_metric_columns(rows)]
+    for column in columns:
+        table.add_column(column.heading, justify="right" if column.is_number else "left", overflow="fold")
+    table.add_column("status")
+    for row in rows:
+        cells = [Text(printable(column.cell(row))) for column in columns]
+        table.add_row(*cells, Text(row.status + ("*" if row.warnings else ""), style=STATUS_STYLE.get(row.status, "")))
+    return Group(Text(f"all runs: {shared}", style="dim") if shared else Text(""), table, *_notes(rows))
+
+
+def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
+    """Names of the parameters that differ between runs, and in words those that all of them share."""
+    names = [name for name in RunSpec.__struct_fields__ if name not in _DEGREES | _NAMED_APART]
+    values = {name: [getattr(spec, name) for spec in specs] for name in names}
+    varying = [name for name in names if any(value != values[name][0] for value in values[name])]
+    always = ("model", "dataset", "strategy", "batch_size", "precision")
+    shared = [
+        f"{name} {values[name][0]}"
+        for name in names
+        if specs and name not in varying and name not in _SHOWN_ALWAYS and (name in always or _is_set(specs[0], name))
+    ]
+    return [name for name in varying if name not in _SHOWN_ALWAYS], printable(", ".join(shared))
+
+
+def _is_set(spec: RunSpec, name: str) -> bool:
+    fields = dict(
+        zip(
+            RunSpec.__struct_fields__[-len(RunSpec.__struct_defaults__) :],
+            RunSpec.__struct_defaults__,
+            strict=True,
+        )
+    )
+    value = getattr(spec, name)
+    return bool(value) and value != fields.get(name)
+
+
+def _identity_columns(rows: list[Row], varying: list[str]) -> list[Column]:
+    columns = [Column("strategy", lambda row: row.spec.strategy if row.spec else row.run_ids[0], is_number=False)]
+    columns.append(Column("ranks", _ranks))
+    if len({row.cluster for row in rows}) > 1:
+        columns.insert(0, Column("cluster", lambda row: row.cluster, is_number=False))
+    for name in varying:
+        columns.append(Column(_HEADING.get(name, name), _parameter(name), is_number=name in _HEADING))
+    return columns
+
+
+_HEADING = {
+    "batch_size": "batch",
+    "micro_batches": "micro-batches",
+    "input_size": "size",
+    "learning_rate": "lr",
+}
+
+
+def _ranks(row: Row) -> str:
+    if row.spec is None:
+        return ""
+    return str(row.spec.ranks) if row.spec.nodes == 1 else f"{row.spec.nodes}x{row.spec.tasks_per_node}"
+
+
+def _parameter(name: str) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        value: Any = getattr(row.spec, name, "")
+        if isinstance(value, dict):
+            return " ".join(f"{key}={one}" for key, one in value.items())
+        return "" if value is None else str(value)
+
+    return cell
+
+
+def _metric_columns(rows: list[Row]) -> list[Column]:
+    return [
+        Column("step ms", _step),
+        Column("95 % of median" if all(row.launches < 2 for row in rows) else "spread ms", _interval),
+        Column("samples/s", lambda row: format_rate(row.samples_per_s) if row.samples_per_s else ""),
+        Column("speed-up", lambda row: f"{row.speedup:.2f}" if row.speedup else ""),
+        Column("eff.", lambda row: f"{row.efficiency:.0%}" if row.efficiency else ""),
+        Column("memory", lambda row: format_bytes(row.peak_memory_bytes) if row.peak_memory_bytes else ""),
+        Column("loss", _loss),
+    ]
+
+
+def _step(row: Row) -> str:
+    return _ms(row.step_time_s) if row.step_time_s is not None else ""
+
+
+def _interval(row: Row) -> str:
+    return f"{_ms(row.low_s)}-{_ms(row.high_s)}" if row.low_s is not None and row.high_s is not None else ""
+
+
+def _ms(seconds: float | None) -> str:
+    value = (seconds or 0.0) * 1e3
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def _loss(row: Row) -> str:
+    if row.loss_first is None:
+        return ""
+    return f"{row.loss_first:.2f}>{row.loss_last:.2f}" if row.loss_last is not None else f"{row.loss_first:.2f}>?"
+
+
+def _notes(rows: list[Row]) -> list[Text]:
+    notes = []
+    spreads = sorted({row.spread for row in rows if row.spread})
+    if spreads:
+        kinds = {"within one launch": "95 % block bootstrap of the median over the steps of one launch"}
+        notes.append(
+            f"spread: {'; '.join(kinds.get(spread, f'lowest and highest median {spread}') for spread in spreads)}"
+        )
+    if any(row.speedup for row in rows):
+        notes.append("speed-up: samples/s over one rank's with the same batch per replica; eff.: speed-up per device")
+    texts = [Text(note, style="dim") for note in notes]
+    for row in rows:
+        if row.status != OK:
+            texts.append(Text(printable(f"{_label(row)}: {row.status}: {row.reason or 'no reason was left'}")))
+    counted: dict[str, int] = {}
+    for row in rows:
+        for warning in row.warnings:
+            counted[warning] = counted.get(warning, 0) + 1
+    for warning, count in counted.items():
+        texts.append(Text(printable(f"* {warning} ({count} row{'s' if count > 1 else ''})"), style="yellow"))
+    return texts
+
+
+def _label(row: Row) -> str:
+    if row.spec is None:
+        return row.run_ids[0]
+    return f"{row.spec.strategy} on {row.spec.ranks} ranks, batch {row.spec.batch_size} ({row.run_ids[0]})"
