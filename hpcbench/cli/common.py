@@ -31,10 +31,10 @@ def results_option(function: _F) -> _F:
 
 def cluster_option(default: str | None = None) -> Callable[[_F], _F]:
     """``--cluster NAME``; required without a default."""
-    text = "The cluster's profile." + (f" (default: {default})" if default else "")
-    return click.option(
-        "--cluster", "cluster_name", metavar="NAME", default=default, required=default is None, help=text
-    )
+    if default is None:
+        return click.option("--cluster", "cluster_name", metavar="NAME", required=True, help="The cluster's profile.")
+    text = f"The cluster's profile. (default: {default})"
+    return click.option("--cluster", "cluster_name", metavar="NAME", default=default, help=text)
 
 
 def json_option(function: _F) -> _F:

@@ -75,6 +75,13 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         return self.batch_size * self.dp_degree
 
 
+def label(spec: RunSpec) -> str:
+    """A run in a few words: ``ddp on 2 ranks, resnet18, batch 16``."""
+    repeat = f", repeat {spec.repeat}" if spec.repeat else ""
+    ranks = f"{spec.ranks} rank" + ("s" if spec.ranks > 1 else "")
+    return f"{spec.strategy} on {ranks}, {spec.model}, batch {spec.batch_size}{repeat}"
+
+
 _NOT_IDENTITY = frozenset({"time_limit_min"})
 _NOT_CONFIGURATION = _NOT_IDENTITY | {"repeat", "seed"}
 

@@ -55,10 +55,12 @@ def directives(
 ) -> list[tuple[str, Value]]:
     """Names and values of the #SBATCH lines; ``True`` is a flag without a value.
 
-    ``folder`` is the submission's: jobs run there, and what the script itself says goes to ``<number>.%j.log``.
+    ``folder`` is the submission's: jobs run there, and what the script says goes to ``<number>.<job>.<task>.log``.
     """
     partition = profile.partition(shape.partition)
     node = profile.node_of(shape.partition)
+    # SLURM replaces what follows a percent sign in the names of logs.
+    log = f"{folder.replace('%', '%%')}/{number}.%A.%a.log"
     lines: dict[str, Value | list[str] | None] = {
         "job-name": job_name,
         "comment": job_name,
@@ -76,8 +78,8 @@ def directives(
         "signal": f"USR2@{math.ceil(profile.scheduler.warning_s)}",
         "open-mode": "append",
         "chdir": folder,
-        "output": f"{folder}/{number}.%j.log",
-        "error": f"{folder}/{number}.%j.log",
+        "output": log,
+        "error": log,
     }
     lines.update(profile.directives)
     lines.update(partition.directives)

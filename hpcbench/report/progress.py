@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.spec import RunSpec, label
 from hpcbench.fileio import printable
 from hpcbench.results.schema import OK
 from hpcbench.submit.state import ACTIVE, RunState
@@ -58,8 +58,8 @@ class Progress:
         if key not in self._seen and self._ended_before and len(self._seen) < self._ended_before:
             return
         spec = self._runs[key]
-        line = f"{state.state:9} {spec.strategy} on {spec.ranks} ranks, batch {spec.batch_size} ({key})"
-        self._console.print(printable(line + (f": {state.reason}" if state.reason else "")))
+        line = f"{state.state:9} {label(spec)} ({key})"
+        self._console.print(printable(line + (f": {state.reason}" if state.reason else "")), soft_wrap=True)
 
     def _left(self, ended: int, total: int) -> str:
         """Time left, from the runs that have ended since this screen began."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.spec import RunSpec, label
 from hpcbench.fileio import printable
 from hpcbench.report.rows import Row
 from hpcbench.results.schema import OK
@@ -42,15 +42,19 @@ _DEGREES = {"dp_degree", "tp_degree", "sp_degree", "pp_degree", "spec_version"}
 def results_table(rows: list[Row], title: str) -> RenderableType:
     """The rows as a table, what they share above it, what needs explaining below it."""
     varying, shared = split_parameters([row.spec for row in rows if row.spec is not None])
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left", title_style="bold")
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     columns = [*_identity_columns(rows, varying), *_metric_columns(rows)]
     for column in columns:
-        table.add_column(column.heading, justify="right" if column.is_number else "left", overflow="fold")
+        justify: Literal["left", "right"] = "right" if column.is_number else "left"
+        table.add_column(column.heading, justify=justify, no_wrap=column.is_number, overflow="fold")
     table.add_column("status")
     for row in rows:
         cells = [Text(printable(column.cell(row))) for column in columns]
         table.add_row(*cells, Text(row.status + ("*" if row.warnings else ""), style=STATUS_STYLE.get(row.status, "")))
-    return Group(Text(f"all runs: {shared}", style="dim") if shared else Text(""), table, *_notes(rows))
+    headline = [Text(printable(title), style="bold")]
+    if shared:
+        headline.append(Text(f"all runs: {shared}", style="dim"))
+    return Group(*headline, Text(""), table, Text(""), *_notes(rows))
 
 
 def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
@@ -114,11 +118,11 @@ def _parameter(name: str) -> Callable[[Row], str]:
 
 
 def _metric_columns(rows: list[Row]) -> list[Column]:
+    within = all(row.launches < 2 for row in rows)
     return [
-        Column("step ms", _step),
-        Column("95 % of median" if all(row.launches < 2 for row in rows) else "spread ms", _interval),
-        Column("samples/s", lambda row: format_rate(row.samples_per_s) if row.samples_per_s else ""),
-        Column("speed-up", lambda row: f"{row.speedup:.2f}" if row.speedup else ""),
+        Column("step ms [95 %]" if within else "step ms [range]", _step),
+        Column("samples\n/s", lambda row: format_rate(row.samples_per_s) if row.samples_per_s else ""),
+        Column("speed\n-up", lambda row: f"{row.speedup:.2f}" if row.speedup else ""),
         Column("eff.", lambda row: f"{row.efficiency:.0%}" if row.efficiency else ""),
         Column("memory", lambda row: format_bytes(row.peak_memory_bytes) if row.peak_memory_bytes else ""),
         Column("loss", _loss),
@@ -126,11 +130,11 @@ def _metric_columns(rows: list[Row]) -> list[Column]:
 
 
 def _step(row: Row) -> str:
-    return _ms(row.step_time_s) if row.step_time_s is not None else ""
-
-
-def _interval(row: Row) -> str:
-    return f"{_ms(row.low_s)}-{_ms(row.high_s)}" if row.low_s is not None and row.high_s is not None else ""
+    if row.step_time_s is None:
+        return ""
+    if row.low_s is None or row.high_s is None:
+        return _ms(row.step_time_s)
+    return f"{_ms(row.step_time_s)} [{_ms(row.low_s)} {_ms(row.high_s)}]"
 
 
 def _ms(seconds: float | None) -> str:
@@ -141,7 +145,8 @@ def _ms(seconds: float | None) -> str:
 def _loss(row: Row) -> str:
     if row.loss_first is None:
         return ""
-    return f"{row.loss_first:.2f}>{row.loss_last:.2f}" if row.loss_last is not None else f"{row.loss_first:.2f}>?"
+    last = f"{row.loss_last:.2g}" if row.loss_last is not None else "?"
+    return f"{row.loss_first:.2g}>{last}"
 
 
 def _notes(rows: list[Row]) -> list[Text]:
@@ -170,4 +175,4 @@ def _notes(rows: list[Row]) -> list[Text]:
 def _label(row: Row) -> str:
     if row.spec is None:
         return row.run_ids[0]
-    return f"{row.spec.strategy} on {row.spec.ranks} ranks, batch {row.spec.batch_size} ({row.run_ids[0]})"
+    return f"{label(row.spec)} ({row.run_ids[0]})"

@@ -117,7 +117,7 @@ def _packages(profile: ClusterProfile, report: dict[str, Any]) -> list[Finding]:
     optional = {"torchvision": _INSTALL, "sklearn": _INSTALL}
     findings = []
     for name, mend in {**needed, **optional}.items():
-        entry = report.get("packages", {}).get(name, {})
+        entry = report.get("modules", {}).get(name, {})
         works = bool(entry.get("works"))
         findings.append(
             Finding(
@@ -127,7 +127,7 @@ def _packages(profile: ClusterProfile, report: dict[str, Any]) -> list[Finding]:
             )
         )  # fmt: skip
     if profile.device == "cuda":
-        count = int(report.get("cuda_devices", 0) or 0)
+        count = len(report.get("torch", {}).get("devices", []))
         findings.append(
             Finding(what="accelerators", works=count > 0, needed=False, detail=f"{count} visible from here")
         )

@@ -10,11 +10,12 @@ import msgspec
 
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.errors import SubmitError
+from hpcbench.fileio import tail
 from hpcbench.results.attempts import latest_attempt
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.local_queue import queue_process
 from hpcbench.submit.scheduler import job_states
-from hpcbench.submit.submission import Submission, submissions_of
+from hpcbench.submit.submission import Submission, job_log, submissions_of
 
 ACTIVE = frozenset({"waiting", "pending", "running"})
 """States of runs that somebody is taking care of."""
@@ -38,7 +39,15 @@ class _Ticket:
 
     folder: Path
     record: Submission
+    number: int
     job_id: str | None
+
+    def last_words(self) -> str:
+        """The last line that the job's script said itself, to be put behind a reason."""
+        if self.job_id is None:
+            return ""
+        lines = tail(job_log(self.folder, self.record, self.number, self.job_id)).strip().splitlines()
+        return f": {lines[-1].strip()}" if lines else ""
 
 
 def run_states(
@@ -57,7 +66,7 @@ def run_states(
     answers = _ask(tickets, open_runs, profile)
     for run_id in open_runs:
         ticket = tickets.get(run_id)
-        found = _open_state(tree, run_id, ticket, answers, now_unix_s) if ticket else RunState("planned")
+        found = _open_state(ticket, answers, now_unix_s) if ticket else RunState("planned")
         if run_id not in states or (found.state in ACTIVE and _is_newer(tree, run_id, found)):
             states[run_id] = found
     return {run_id: states[run_id] for run_id in wanted}
@@ -82,7 +91,7 @@ def _tickets(tree: ClusterTree, wanted: set[str]) -> dict[str, _Ticket]:
             for index, run_id in enumerate(array.run_ids):
                 if run_id in wanted:
                     job_id = array.job_ids[index] if index < len(array.job_ids) else None
-                    tickets[run_id] = _Ticket(folder, record, job_id)
+                    tickets[run_id] = _Ticket(folder, record, array.number, job_id)
     return tickets
 
 
@@ -102,15 +111,13 @@ def _ask(
 
 
 def _open_state(
-    tree: ClusterTree,
-    run_id: str,
     ticket: _Ticket,
     answers: dict[str, tuple[str, str]] | SubmitError,
     now_unix_s: float,
 ) -> RunState:
     name = ticket.record.submission
     if ticket.record.scheduler == "local":
-        return _local_state(tree, run_id, ticket)
+        return _local_state(ticket)
     age_s = now_unix_s - ticket.record.created_unix_s
     if ticket.job_id is None:
         if age_s < _JUST_SUBMITTED_S:
@@ -120,20 +127,23 @@ def _open_state(
         return RunState("waiting", answers.message, name, ticket.job_id)
     if ticket.job_id in answers:
         state, reason = answers[ticket.job_id]
-        return RunState(state, f"{reason} (no result was left)" if state not in ACTIVE else reason, name, ticket.job_id)
+        if state not in ACTIVE:
+            reason = f"{reason}, no result was left{ticket.last_words()}"
+        return RunState(state, reason, name, ticket.job_id)
     if age_s < _JUST_SUBMITTED_S:
         return RunState("pending", "the scheduler does not list it yet", name, ticket.job_id)
-    return RunState("lost", f"job {ticket.job_id} is unknown to the scheduler and left no result", name, ticket.job_id)
+    reason = f"job {ticket.job_id} is unknown to the scheduler and left no result{ticket.last_words()}"
+    return RunState("lost", reason, name, ticket.job_id)
 
 
-def _local_state(tree: ClusterTree, run_id: str, ticket: _Ticket) -> RunState:
+def _local_state(ticket: _Ticket) -> RunState:
     name = ticket.record.submission
     alive = queue_process(ticket.folder) is not None
     if alive:
         state = "running" if ticket.job_id else "pending"
         return RunState(state, "", name, ticket.job_id)
-    began = latest_attempt(tree.run_folder(run_id)) is not None
-    reason = "its process ended without a result" if began else "its queue ended before it began"
+    reason = "its job ended without a result" if ticket.job_id else "its queue ended before it began"
+    reason += ticket.last_words()
     return RunState("lost", reason, name, ticket.job_id)
 
 

@@ -144,6 +144,18 @@ def read_record(folder: Path) -> Submission | None:
         return None
 
 
+NO_ARRAY_TASK = "4294967294"
+"""What SLURM writes for %a in the log's name of a job that is no array."""
+
+
+def job_log(folder: Path, record: Submission, number: int, job_id: str) -> Path:
+    """What the script of a job said itself; the ranks' words are in the attempt's folder."""
+    if record.scheduler == "local":
+        return folder / "jobs" / f"{job_id}_0_log.out"
+    job, _, task = job_id.partition("_")
+    return folder / f"{number}.{job}.{task or NO_ARRAY_TASK}.log"
+
+
 def submissions_of(tree: ClusterTree, sweep: str | None = None) -> list[tuple[Path, Submission]]:
     """The submissions in a tree, oldest first, of one sweep or of all."""
     if not tree.submissions.is_dir():

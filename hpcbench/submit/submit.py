@@ -122,7 +122,7 @@ def hand_over(record: Submission, folder: Path, profile: ClusterProfile) -> None
         for array in record.arrays:
             _submit_array(executor, array, folder, largest, profile)
     except SubmitError:
-        _forget_if_empty(record, folder)
+        _forget_refused(record, folder)
         raise
     finally:
         if folder.is_dir():
@@ -145,13 +145,15 @@ def _submit_array(executor: ScriptExecutor, array: Array, folder: Path, largest:
         array.job_ids += [job.job_id for job in jobs]
 
 
-def _forget_if_empty(record: Submission, folder: Path) -> None:
-    """A submission of which the scheduler took nothing leaves nothing behind."""
-    if any(array.job_ids for array in record.arrays):
-        return
-    for path in sorted(folder.iterdir()):
-        path.unlink()
-    folder.rmdir()
+def _forget_refused(record: Submission, folder: Path) -> None:
+    """Runs that the scheduler refused belong to no submission; a submission of which it took nothing is removed."""
+    for array in record.arrays:
+        del array.run_ids[len(array.job_ids) :]
+    record.arrays = [array for array in record.arrays if array.run_ids]
+    if not record.arrays:
+        for path in sorted(folder.iterdir()):
+            path.unlink()
+        folder.rmdir()
 
 
 def stop_local(folder: Path, wait_s: float = 90.0) -> None:

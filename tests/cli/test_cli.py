@@ -1,0 +1,180 @@
+"""The commands as a script sees them: output, exit codes, and what wrong input leaves behind (nothing)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+GOOD = 'name = "tiny"\n[fixed]\nmodel = "resnet18"\ndataset = "digits"\nbatch_size = 4\nwarmup_steps = 1\nsteps = 2\n[grid]\nstrategy = ["single", "ddp"]\ntasks_per_node = [1, 2]\n'
+
+
+def hpcbench(*arguments: str, cwd: Path = ROOT, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hpcbench", *arguments], cwd=cwd, env={**os.environ, **(env or {})},
+        capture_output=True, text=True, check=False, timeout=250,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys; sys.argv = ['hpcbench', '--help']\nfrom hpcbench.cli.main import entry_point\ntry: entry_point()\nexcept SystemExit: pass\nprint(sorted({'torch', 'submitit', 'polars', 'jinja2', 'pydantic', 'rich', 'msgspec'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["check", "plan", "render", "submit", "run", "status", "collect", "table", "cluster", "schema", "doctor", "init"],
+)
+def test_every_command_has_help(command: str) -> None:
+    done = hpcbench(command, "--help")
+    assert done.returncode == 0
+    assert "Usage:" in done.stdout
+
+
+def test_plan_json(sweep: Path, tmp_path: Path) -> None:
+    done = hpcbench("plan", str(sweep), "--cluster", "local", "--json", "--results", str(tmp_path / "r"))
+    plan = json.loads(done.stdout)
+    assert [run["spec"]["strategy"] for run in plan["runs"]] == ["single", "ddp", "ddp"]
+    assert plan["dropped"][0]["reason"] == "tasks_per_node 2 = 2 devices, but single runs on 1"
+    assert (plan["done"], len(plan["jobs"])) == ([], 2)
+    assert not (tmp_path / "r").exists()
+
+
+def test_render_writes_what_it_prints(sweep: Path, tmp_path: Path) -> None:
+    done = hpcbench("render", str(sweep), "--cluster", "generic-slurm", "--out", str(tmp_path / "out"))
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0.jsonl", "0.sh", "1.jsonl", "1.sh"]
+    printed = hpcbench("render", str(sweep), "--cluster", "generic-slurm").stdout
+    assert (tmp_path / "out" / "0.sh").read_text() in printed
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "code", "message"),
+    [
+        (GOOD.replace("batch_size", "batch_sise"), ["check", "{}"], 2, "did you mean 'batch_size'?"),
+        (
+            GOOD.replace("= 4", '= "four"'),
+            ["check", "{}"],
+            2,
+            "tiny.toml:5: fixed.batch_size: input should be a valid integer, not 'four'",
+        ),
+        (GOOD.replace("[1, 2]", "[]"), ["submit", "{}", "--cluster", "local"], 2, "at least 1 item"),
+        (
+            GOOD.replace("resnet18", "resnet81"),
+            ["run", "{}"],
+            2,
+            "tiny.toml:3: unknown model: 'resnet81'\n  did you mean 'resnet18'?",
+        ),
+        (GOOD.replace("digits", "digit"), ["run", "{}"], 2, "tiny.toml:4: unknown dataset: 'digit'"),
+        (
+            GOOD.replace('["single", "ddp"]', '["single"]').replace("[1, 2]", "[2]"),
+            ["run", "{}"],
+            2,
+            "every one of the 1 points of sweep 'tiny' is dropped on local",
+        ),
+        (GOOD, ["plan", "{}", "--cluster", "locl"], 2, "unknown cluster 'locl'\n  did you mean 'local'?"),
+        (GOOD, ["submit", "{}", "--cluster", "generic-slurm"], 3, "sbatch is not on PATH"),
+        (GOOD, ["plan", "nowhere.toml", "--cluster", "local"], 2, "no sweep file 'nowhere.toml'"),
+        (GOOD, ["status", "nothing"], 2, "sweep 'nothing' has nothing in"),
+        (GOOD, ["collect", "--out", "x.doc"], 2, "unknown ending '.doc'\n  choices: .json, .csv, .parquet"),
+        (GOOD, ["pln"], 2, "did you mean 'plan'?"),
+        (GOOD, ["plan", "{}"], 2, "Missing option '--cluster'"),
+    ],
+)
+def test_bad_input(tmp_path: Path, text: str, arguments: list[str], code: int, message: str) -> None:
+    path = tmp_path / "tiny.toml"
+    path.write_text(text)
+    results = tmp_path / "results"
+    empty_path = {"PATH": str(Path(sys.executable).parent), "HPCBENCH_RESULTS": str(results)}
+    done = hpcbench(*(argument.replace("{}", str(path)) for argument in arguments), env=empty_path)
+    assert done.returncode == code, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not results.exists()
+
+
+def test_a_template_with_an_undefined_variable(sweep: Path, tmp_path: Path) -> None:
+    (tmp_path / "templates").mkdir()
+    (tmp_path / "templates" / "_ending.sh.j2").write_text("# one\n{{ task_fiel }}\n")
+    done = hpcbench("run", str(sweep), cwd=tmp_path)
+    assert done.returncode == 2
+    assert "_ending.sh.j2:2: 'task_fiel' is undefined\n  did you mean 'task_file'?" in done.stderr
+    assert not list((tmp_path / "results" / "local" / "submissions").glob("tiny*"))
+
+
+def test_results_that_cannot_be_written(sweep: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = hpcbench("run", str(sweep), "--results", str(tmp_path / "file"))
+    assert done.returncode == 3
+    assert f"cannot write {tmp_path}/file" in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["cluster", "sweep", "result"])
+def test_schemas_are_valid_and_the_committed_ones_current(kind: str) -> None:
+    schema = json.loads(hpcbench("schema", kind).stdout)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    assert json.loads((ROOT / "docs" / "schemas" / f"{kind}.json").read_text()) == schema, "make schemas"
+
+
+def test_init_writes_a_project_that_works_and_overwrites_nothing(tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    assert hpcbench("init", str(project)).returncode == 0
+    (project / "README.md").write_text("mine")
+    assert "nothing to write" in hpcbench("init", str(project)).stderr
+    assert (project / "README.md").read_text() == "mine"
+    done = hpcbench("plan", "quickstart", "--cluster", "local", "--json", cwd=project)
+    assert len(json.loads(done.stdout)["runs"]) == 6
+    assert hpcbench("check", "sweeps/quickstart.toml", "clusters/generic-slurm.toml", cwd=project).returncode == 0
+
+
+def test_doctor_json(tmp_path: Path) -> None:
+    done = hpcbench("doctor", "--json", "--results", str(tmp_path / "not" / "yet"))
+    findings = {finding["what"]: finding["works"] for finding in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 0, done.stdout
+    assert findings["results"]
+    assert findings["torch"]
+    assert not (tmp_path / "not").exists()
+
+
+def test_doctor_names_what_is_missing(tmp_path: Path) -> None:
+    done = hpcbench("doctor", "--cluster", "generic-slurm", env={"PATH": str(tmp_path)})
+    assert done.returncode == 3
+    assert "run on a login node" in done.stdout.replace("\n", " ").replace("  ", " ")
+
+
+@pytest.mark.distributed
+def test_run_to_table_and_again(sweep: Path, tmp_path: Path) -> None:
+    results = ["--results", str(tmp_path / "r")]
+    done = hpcbench("run", str(sweep), *results)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "3 submitted" in done.stderr
+    assert "tiny on local" in done.stdout
+    again = hpcbench("run", str(sweep), "--json", *results)
+    assert "0 submitted, 3 done before" in again.stderr
+    table = json.loads(again.stdout)
+    assert [row["status"] for row in table["rows"]] == ["ok"] * 3
+    assert table["rows"][0]["speedup"] == 1.0
+    status = json.loads(hpcbench("status", "tiny", "--json", *results).stdout)
+    assert status["sweeps"][0]["counts"] == {"ok": 3}
+    found = json.loads(hpcbench("collect", "--json", *results).stdout)["results"]
+    jsonschema.validate(found[0], json.loads((ROOT / "docs" / "schemas" / "result.json").read_text()))
+    assert [len(result["ranks"]) for result in found] in ([1, 1, 2], [1, 2, 1], [2, 1, 1])
+    for ending in ("csv", "parquet", "json"):
+        assert hpcbench("collect", "--out", str(tmp_path / f"all.{ending}"), *results).returncode == 0
+    assert (tmp_path / "all.csv").read_text().count("\n") == 4

@@ -1,0 +1,40 @@
+"""Fixtures that all tests share, and the rule that a missing part must not hide behind a skip."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hpcbench.config.load import Sweep, load_sweep
+
+REQUIRED = frozenset(filter(None, os.environ.get("HPCBENCH_REQUIRE", "").split(",")))
+"""Parts whose absence is a failure, not a skip."""
+
+
+def absent(part: str, reason: str) -> None:
+    """Skip because ``part`` is not on this machine; fail where HPCBENCH_REQUIRE names it."""
+    if part in REQUIRED:
+        pytest.fail(f"{part} is required by HPCBENCH_REQUIRE, but {reason}", pytrace=False)
+    pytest.skip(f"{part}: {reason}")
+
+
+@pytest.fixture(autouse=True)
+def _own_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test reads the user's profiles or the shell's results tree."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv("HPCBENCH_RESULTS", raising=False)
+
+
+@pytest.fixture
+def write_sweep(tmp_path: Path) -> Callable[[str], Sweep]:
+    """Write TOML and load it as a sweep."""
+
+    def write(text: str) -> Sweep:
+        path = tmp_path / "sweep.toml"
+        path.write_text(text, encoding="utf-8")
+        return load_sweep(path)
+
+    return write

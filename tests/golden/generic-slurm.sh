@@ -1,0 +1,65 @@
+#!/bin/bash
+#SBATCH --job-name=hpcbench-sweep-0001-0
+#SBATCH --comment=hpcbench-sweep-0001-0
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=1
+#SBATCH --gpus-per-node=4
+#SBATCH --time=0-00:30:00
+#SBATCH --signal=USR2@60
+#SBATCH --open-mode=append
+#SBATCH --chdir=/shared/results/cluster/submissions/sweep-0001
+#SBATCH --output=/shared/results/cluster/submissions/sweep-0001/0.%A.%a.log
+#SBATCH --error=/shared/results/cluster/submissions/sweep-0001/0.%A.%a.log
+# sweep on generic-slurm, rendered by hpcbench 0.1.0.
+# The runs are the lines of the task file; this script is the same for all of them.
+set -u
+
+task_file=/shared/results/cluster/submissions/sweep-0001/0.jsonl
+index=$(( ${1:-0} + ${SLURM_ARRAY_TASK_ID:-0} ))
+
+# Nothing that happens to lie in the working folder may stand in for a module of the worker.
+export PYTHONSAFEPATH=1
+
+python=(/venv/bin/python)
+worker=("${python[@]}" -m hpcbench.worker)
+
+# What this shell is told is noted, and passed on where no scheduler tells the ranks itself.
+received='' told='' ranks=''
+trap 'received=TERM; told=1' TERM INT HUP
+trap 'received=USR2; told=1' USR2
+trap 'told=1' CONT
+
+attempt_folder=$("${worker[@]}" begin --tasks "$task_file" --index "$index")
+begin_code=$?
+if [ "$begin_code" -eq 10 ]; then
+  exit 0
+elif [ "$begin_code" -ne 0 ]; then
+  echo "hpcbench: the worker could not begin run $index of $task_file (exit code $begin_code)" >&2
+  exit "$begin_code"
+fi
+attempt=${attempt_folder##*/}
+
+# Not every version of SLURM hands the job's --cpus-per-task on to srun, so it is said again.
+ranks_command=(srun --nodes=2 --ntasks=8 --ntasks-per-node=4
+  --cpus-per-task=1 --kill-on-bad-exit=1 --label
+  "${python[@]}" -m hpcbench.worker)
+if [ -z "$received" ]; then
+  "${ranks_command[@]}" --tasks "$task_file" --index "$index" --attempt "$attempt" \
+    > "$attempt_folder/out.log" 2> "$attempt_folder/err.log" &
+  ranks=$!
+  while :; do
+    told=''
+    wait "$ranks"
+    exit_code=$?
+    # A signal ends the wait, not the ranks.
+    [ -n "$told" ] || kill -0 "$ranks" 2> /dev/null || break
+  done
+else
+  exit_code=143
+fi
+
+# Where the ranks died without a word, this writes down how: exit code, signal, time, out of memory.
+"${worker[@]}" end --tasks "$task_file" --index "$index" --attempt "$attempt" \
+  --exit-code "$exit_code" --received "$received"
+exit "$?"

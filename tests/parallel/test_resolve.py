@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.resolve import Dropped, Limits, resolve
+
+BASE = {"model": "resnet18", "dataset": "digits", "batch_size": 16}
+FREE = Limits("test")
+
+
+def spec(**point: Any) -> RunSpec:
+    resolved = resolve({**BASE, **point}, FREE)
+    assert isinstance(resolved, RunSpec), resolved
+    return resolved
+
+
+def reason(limits: Limits = FREE, **point: Any) -> str:
+    resolved = resolve({**BASE, **point}, limits)
+    assert isinstance(resolved, Dropped), resolved
+    return resolved.reason
+
+
+def test_own_degree_takes_what_the_world_leaves() -> None:
+    assert spec(strategy="ddp", nodes=2, tasks_per_node=3).dp_degree == 6
+    assert spec(strategy="ddp", nodes=2, dp_degree=2).dp_degree == 2
+    assert spec(strategy="single").devices == 1
+
+
+def test_degrees_that_do_not_fit_are_dropped_with_both_numbers() -> None:
+    assert reason(strategy="single", nodes=2) == "nodes 2 = 2 devices, but single runs on 1"
+    assert reason(strategy="ddp", nodes=2, dp_degree=4) == "nodes 2 = 2 devices, but dp_degree 4 is not as many"
+    assert reason(strategy="ddp", tp_degree=2) == "ddp has no tp_degree: 2 given, 1 is right"
+
+
+def test_batch_and_input() -> None:
+    assert "cannot be cut into 3" in reason(strategy="single", micro_batches=3)
+    assert "real data of 8: input_size 16" in reason(strategy="single", input_size=16)
+    assert "more than the 1500 samples" in reason(strategy="single", batch_size=2000)
+    assert "needs an input of" in reason(strategy="single", dataset="cifar10", input_size=1)
+
+
+@pytest.mark.parametrize(
+    ("limits", "point", "text"),
+    [
+        (Limits("gpu", max_nodes=2), {"nodes": 4}, "4 nodes, but gpu allows 2"),
+        (Limits("gpu", devices_per_node=4), {"tasks_per_node": 8}, "8 devices per node, but gpu allows 4"),
+        (
+            Limits("gpu", cores_per_node=8, cpus_per_task=4),
+            {"tasks_per_node": 4},
+            "16 cores per node, but gpu allows 8",
+        ),
+        (Limits("gpu", max_time_min=30), {"time_limit_min": 60.0}, "60 minutes of time limit, but gpu allows 30"),
+    ],
+)
+def test_limits_of_the_partition(limits: Limits, point: dict[str, Any], text: str) -> None:
+    assert reason(limits, strategy="ddp", **point) == text
+
+
+def test_options_of_another_strategy_and_defaults_do_not_count() -> None:
+    options = {"bucket_cap_mb": 1}
+    assert spec(strategy="single", options=options).options == {}
+    assert spec(strategy="ddp", options=options).options == {"bucket_cap_mb": 1.0}
+    assert spec(strategy="ddp", options={"bucket_cap_mb": 25}).options == {}

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcbench.parallel.shard import dropped_samples, even_ranges, step_shares, steps_per_epoch
+
+
+@pytest.mark.parametrize(
+    ("total", "parts", "lengths"), [(7, 3, [3, 2, 2]), (6, 3, [2, 2, 2]), (2, 3, [1, 1, 0]), (0, 2, [0, 0])]
+)
+def test_even_ranges(total: int, parts: int, lengths: list[int]) -> None:
+    assert [len(part) for part in even_ranges(total, parts)] == lengths
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "replicas", "steps", "dropped"),
+    [
+        (1500, 32, 2, 47, 0),
+        (1500, 64, 2, 24, 0),
+        (97, 32, 2, 3, 1),
+        (98, 32, 1, 4, 0),
+        (99, 32, 2, 3, 3),
+        (20, 32, 2, 1, 0),
+    ],
+)
+def test_partial_batches_count_or_are_dropped(
+    samples: int, batch: int, replicas: int, steps: int, dropped: int
+) -> None:
+    assert steps_per_epoch(samples, batch, replicas) == steps
+    assert dropped_samples(samples, batch, replicas) == dropped
+
+
+def test_last_batch_is_shared_evenly() -> None:
+    assert step_shares(2, 70, 32, 2) == [range(64, 67), range(67, 70)]
+    assert step_shares(3, 70, 32, 2) == [range(16), range(16, 32)]
+
+
+@given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 8))
+def test_an_epoch_takes_every_sample_once(samples: int, batch: int, replicas: int) -> None:
+    steps = steps_per_epoch(samples, batch * replicas, replicas)
+    taken = [
+        sample
+        for step in range(steps)
+        for share in step_shares(step, samples, batch * replicas, replicas)
+        for sample in share
+    ]
+    assert taken == list(range(samples - dropped_samples(samples, batch * replicas, replicas)))

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from hpcbench.config.spec import RunSpec, config_id, run_id
+from hpcbench.report.rows import make_rows
+from hpcbench.report.tables import results_table
+from hpcbench.results.collect import Collected
+from hpcbench.results.schema import Failure, Loss, Metrics, RunResult, Spread
+
+BASE = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=16)
+
+
+def spread(median: float) -> Spread:
+    return Spread(
+        median=median,
+        mean=median,
+        std=0,
+        p10=median,
+        p90=median,
+        min=median,
+        max=median,
+        ci95_low=median * 0.9,
+        ci95_high=median * 1.1,
+    )
+
+
+def collected(status: str = "ok", rate: float = 100.0, median: float = 0.16, **changes: Any) -> Collected:
+    spec = msgspec.structs.replace(BASE, **changes)
+    ok = status == "ok"
+    result = RunResult(
+        run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep="s", cluster="c", status=status, spec=spec,
+        metrics=Metrics(step_time_s=spread(median), samples_per_s=rate, peak_memory_bytes=2**29, loss=Loss(first=2.5, last=0.5)) if ok else Metrics(),
+        error=None if ok else Failure(type="OutOfMemoryError", message="asked for 9 GiB, 3 GiB were there"),
+        warnings=["last batch of an epoch holds 28 of 32 samples; counted as 28"] if changes.get("batch_size") == 32 else [],
+    )  # fmt: skip
+    return Collected("c", result.run_id, result)
+
+
+DDP2: dict[str, Any] = {"strategy": "ddp", "tasks_per_node": 2, "dp_degree": 2}
+
+
+def test_speedup_is_against_one_rank_with_the_same_batch() -> None:
+    rows = make_rows([collected(**DDP2, rate=180.0), collected(), collected(strategy="ddp", rate=90.0)])
+    assert [(row.speedup, row.efficiency) for row in rows] == [(1.8, 0.9), (1.0, 1.0), (0.9, 0.9)]
+
+
+def test_without_single_the_strategys_own_run_on_one_device_counts() -> None:
+    rows = make_rows([collected(**DDP2, rate=180.0), collected(strategy="ddp", rate=90.0)])
+    assert [row.speedup for row in rows] == [2.0, 1.0]
+    assert make_rows([collected(**DDP2)])[0].speedup is None
+
+
+def test_another_batch_or_precision_is_no_baseline() -> None:
+    rows = make_rows([collected(batch_size=8), collected(**DDP2), collected(**DDP2, precision="bf16")])
+    assert [row.speedup for row in rows] == [1.0, None, None]
+
+
+def test_repeats_are_one_row_with_the_spread_between_launches() -> None:
+    (row,) = make_rows(collected(repeat=repeat, median=median) for repeat, median in enumerate((0.16, 0.18, 0.17)))
+    assert (row.launches, row.step_time_s, row.low_s, row.high_s) == (3, 0.17, 0.16, 0.18)
+    assert row.spread == "between 3 launches"
+
+
+def test_a_failed_repeat_is_a_row_of_its_own() -> None:
+    rows = make_rows([collected(), collected("failed", repeat=1), collected(repeat=2)])
+    assert [(row.status, row.launches) for row in rows] == [("ok", 2), ("failed", 1)]
+
+
+def test_a_broken_file_is_a_row_with_its_reason() -> None:
+    (row,) = make_rows([Collected("c", "0" * 16, None, "result.json is broken: no")])
+    assert (row.status, row.reason) == ("broken", "result.json is broken: no")
+
+
+def shown(rows: list[Collected], width: int = 80) -> str:
+    console = Console(width=width, color_system=None, record=True, markup=False, highlight=False, file=io.StringIO())
+    console.print(results_table(make_rows(rows), "title"))
+    return console.export_text()
+
+
+def test_the_table_fits_80_columns_and_says_everything() -> None:
+    text = shown(
+        [collected(), collected(**DDP2, rate=180.0), collected("oom", batch_size=32), collected(**DDP2, batch_size=32)]
+    )
+    assert all(len(line) <= 80 for line in text.splitlines())
+    for part in (
+        "single",
+        "160 [144 176]",
+        "1.80",
+        "90%",
+        "512 MiB",
+        "2.5>0.5",
+        "oom",
+        "ok*",
+        "asked for 9 GiB, 3 GiB were there",
+        "block bootstrap",
+        "counted as 28",
+    ):
+        assert part in " ".join(text.split())
+
+
+@pytest.mark.parametrize("hostile", ["\x1b[2J", "[red]x[/red]", "\u202e"])
+def test_hostile_text_reaches_no_terminal(hostile: str) -> None:
+    entry = collected("failed")
+    assert entry.result is not None
+    entry.result.error = Failure(type="T", message=f"before {hostile} after")
+    text = shown([entry])
+    assert "before" in text
+    assert "\x1b" not in text
+    assert "\u202e" not in text

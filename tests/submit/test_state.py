@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcbench.results.store import ClusterTree
+from hpcbench.submit.plan import Plan
+from hpcbench.submit.scheduler import parse_states
+from hpcbench.submit.state import run_states
+from hpcbench.submit.submit import submit
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("12_3|RUNNING|None", {"12_3": ("running", "RUNNING")}),
+        ("12|PENDING|QOSMaxJobsPerUserLimit", {"12": ("pending", "PENDING: QOSMaxJobsPerUserLimit")}),
+        ("12|CANCELLED by 1000|None", {"12": ("cancelled", "CANCELLED")}),
+        ("12|OUT_OF_ME+|None", {}),
+        ("12|COMPLETED|None", {"12": ("lost", "COMPLETED")}),
+        ("12_[4-9%2]|PENDING|Resources", {}),
+        ("12.batch|RUNNING|None", {}),
+        ("slurm: warning: something", {}),
+        ("", {}),
+    ],
+)
+def test_parse_states(line: str, expected: dict[str, tuple[str, str]]) -> None:
+    assert parse_states(line) == expected
+
+
+def states(plan: Plan, tree: ClusterTree, after_s: float = 0.0) -> list[str]:
+    return [state.state for state in run_states(tree, plan.runs, plan.profile, time.time() + after_s).values()]
+
+
+def test_before_submission_runs_are_planned(plan: Plan, cluster_tree: ClusterTree) -> None:
+    assert states(plan, cluster_tree) == ["planned"] * 4
+
+
+def test_sacct_answers_for_what_squeue_forgot(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+    submit(plan, cluster_tree)
+    (fake_slurm / "squeue.error").write_text("slurm_load_jobs error: Invalid job id specified")
+    (fake_slurm / "sacct").write_text("4711_0|TIMEOUT|None\n4711_1|NODE_FAIL|None\n")
+    assert states(plan, cluster_tree, 3600) == ["timeout", "timeout", "failed", "failed"]
+    queries = (fake_slurm / "queries").read_text()
+    assert queries.count("squeue") == queries.count("sacct") == 1
+    assert " -S " in queries
+
+
+def test_a_silent_scheduler_is_not_taken_for_failure(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+    submit(plan, cluster_tree)
+    for command in ("squeue", "sacct"):
+        (fake_slurm / f"{command}.error").write_text("Unable to contact slurm controller")
+    found = run_states(cluster_tree, plan.runs, plan.profile, time.time() + 3600)
+    assert {state.state for state in found.values()} == {"waiting"}
+    assert "Unable to contact" in next(iter(found.values())).reason
+
+
+def test_a_job_just_submitted_may_be_unknown(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+    submit(plan, cluster_tree)
+    assert states(plan, cluster_tree) == ["pending"] * 4
+
+
+def test_a_broken_result_is_lost_with_its_reason(plan: Plan, cluster_tree: ClusterTree) -> None:
+    first = next(iter(plan.runs))
+    path = cluster_tree.result_path(first)
+    path.parent.mkdir(parents=True)
+    path.write_text('{"run_id": "')
+    found = run_states(cluster_tree, plan.runs, plan.profile, time.time())
+    assert found[first].state == "lost"
+    assert "broken" in found[first].reason

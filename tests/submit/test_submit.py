@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hpcbench.config.cluster import ClusterProfile
+from hpcbench.config.spec import config_id
+from hpcbench.config.task import read_task
+from hpcbench.errors import StorageError, SubmitError
+from hpcbench.results.schema import Failure, RunResult
+from hpcbench.results.store import ClusterTree
+from hpcbench.submit.executor import ScriptExecutor
+from hpcbench.submit.plan import Plan, make_plan
+from hpcbench.submit.state import run_states
+from hpcbench.submit.submission import next_submission_folder, render_submission
+from hpcbench.submit.submit import read_sweep, submit
+
+
+def finish(tree: ClusterTree, plan: Plan, run_id: str, status: str = "ok") -> None:
+    spec = plan.runs[run_id]
+    error = None if status == "ok" else Failure(type="Test", message="as told")
+    result: dict[str, Any] = {
+        "run_id": run_id,
+        "config_id": config_id(spec),
+        "attempt": 1,
+        "sweep": "small",
+        "cluster": "test",
+    }
+    assert tree.write_result(RunResult(**result, status=status, spec=spec, error=error))
+
+
+def refreshed(plan: Plan, tree: ClusterTree) -> Plan:
+    return make_plan(plan.sweep, plan.profile, tree)
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_one_script_task_file_and_sbatch_per_shape(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+    submitted = submit(plan, cluster_tree)
+    assert submitted.folder is not None
+    assert files(submitted.folder) == ["0.jsonl", "0.sh", "1.jsonl", "1.sh", "submission.json"]
+    calls = (fake_slurm / "calls").read_text().splitlines()
+    assert calls == [f"--array=0-1 {submitted.folder}/{number}.sh 0" for number in (0, 1)]
+    assert submitted.record is not None
+    assert [array.job_ids for array in submitted.record.arrays] == [["4711_0", "4711_1"]] * 2
+    header, task = read_task(submitted.folder / "1.jsonl", 1)
+    assert (header.tree, task.spec.nodes, task.spec.batch_size) == (str(cluster_tree.root), 2, 16)
+    record = read_sweep(cluster_tree, "small")
+    assert record is not None
+    assert record.run_ids == list(plan.runs)
+
+
+def test_render_shows_the_bytes_that_submit_sends(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+    rendered = render_submission(plan, plan.missing, cluster_tree, next_submission_folder(cluster_tree, "small"))
+    submitted = submit(plan, cluster_tree)
+    assert submitted.folder is not None
+    assert {name: (submitted.folder / name).read_bytes() for name in rendered.files} == rendered.files
+
+
+def test_submitting_again_leaves_alone_what_is_on_its_way(
+    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    submit(plan, cluster_tree)
+    (fake_slurm / "squeue").write_text("4711_0|RUNNING|None\n4711_1|PENDING|Resources\n")
+    again = submit(refreshed(plan, cluster_tree), cluster_tree)
+    assert (again.run_ids, len(again.active)) == ([], 4)
+    assert len((fake_slurm / "calls").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("status", "again"),
+    [
+        ("ok", 0),
+        ("failed", 1),
+        ("cancelled", 1),
+        ("preempted", 1),
+        ("oom", 0),
+        ("timeout", 0),
+        ("unsupported", 0),
+        ("skipped", 0),
+    ],
+)
+def test_which_results_are_run_again(
+    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, status: str, again: int
+) -> None:
+    first, *others = plan.runs
+    finish(cluster_tree, plan, first, status)
+    for run_id in others:
+        finish(cluster_tree, plan, run_id)
+    assert len(submit(refreshed(plan, cluster_tree), cluster_tree).run_ids) == again
+
+
+def test_a_lost_run_is_not_run_again_by_submit(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+    submit(plan, cluster_tree)
+    later = time.time() + 3600
+    states = run_states(cluster_tree, plan.runs, plan.profile, later)
+    assert {state.state for state in states.values()} == {"lost"}
+    assert "job 4711_0 is unknown to the scheduler" in states[next(iter(plan.runs))].reason
+
+
+def test_a_refusal_leaves_nothing_behind(
+    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SBATCH", "refuse")
+    with pytest.raises(SubmitError, match="Invalid account") as caught:
+        submit(plan, cluster_tree)
+    assert caught.value.exit_code == 3
+    assert list(cluster_tree.submissions.iterdir()) == []
+
+
+def test_what_was_taken_before_a_refusal_stays(
+    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SBATCH", "refuse-second")
+    with pytest.raises(SubmitError, match="QOSMaxSubmitJobPerUserLimit"):
+        submit(plan, cluster_tree)
+    (fake_slurm / "squeue").write_text("4711_0|RUNNING|None\n4711_1|PENDING|Resources\n")
+    states = run_states(cluster_tree, plan.runs, plan.profile, time.time())
+    assert sorted(state.state for state in states.values()) == ["pending", "planned", "planned", "running"]
+    monkeypatch.setenv("FAKE_SBATCH", "ok")
+    assert len(submit(refreshed(plan, cluster_tree), cluster_tree).run_ids) == 2
+
+
+def test_an_answer_without_a_job_is_an_error(
+    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SBATCH", "banner")
+    with pytest.raises(SubmitError, match="names no job: 'Welcome to the cluster"):
+        submit(plan, cluster_tree)
+
+
+def test_absent_sbatch_is_found_before_anything_is_written(
+    plan: Plan, cluster_tree: ClusterTree, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SubmitError, match="sbatch is not on PATH"):
+        submit(plan, cluster_tree)
+    assert not cluster_tree.root.exists()
+
+
+def test_a_tree_that_cannot_be_written(plan: Plan, tmp_path: Path, fake_slurm: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="cannot write") as caught:
+        submit(plan, ClusterTree(tmp_path / "file" / "test"))
+    assert caught.value.exit_code == 3
+    assert not (fake_slurm / "calls").exists()
+
+
+def test_the_submitters_job_does_not_leak(
+    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SLURM_CPU_BIND", "SLURM_NTASKS", "SBATCH_ACCOUNT", "PMIX_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(name, "leaked")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/slurm.conf")
+    submitted = submit(plan, cluster_tree)
+    seen = (fake_slurm / "environment").read_text()
+    assert "leaked" not in seen
+    assert "SLURM_CONF=/etc/slurm/slurm.conf" in seen
+    assert submitted.folder is not None
+    header, _ = read_task(submitted.folder / "0.jsonl", 0)
+    assert {"SLURM_CPU_BIND", "PMIX_RANK", "MASTER_PORT"} <= set(header.scrubbed)
+
+
+def test_arrays_are_cut_to_what_the_scheduler_takes(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+    (fake_slurm / "scontrol").write_text("MaxArraySize            = 1\n")
+    submitted = submit(plan, cluster_tree)
+    calls = (fake_slurm / "calls").read_text().splitlines()
+    assert calls == [f"--array=0-0 {submitted.folder}/{number}.sh {offset}" for number in (0, 1) for offset in (0, 1)]
+
+
+def test_single_jobs_and_arrays_send_the_same_script(tmp_path: Path, fake_slurm: Path) -> None:
+    script = tmp_path / "0.sh"
+    script.write_text("#!/bin/bash\n")
+    executor = ScriptExecutor(tmp_path, os.environ)
+    assert [job.job_id for job in executor.submit_script(script)] == ["4711"]
+    assert [job.job_id for job in executor.submit_script(script, count=2)] == ["4711_0", "4711_1"]
+    assert (fake_slurm / "calls").read_text().splitlines() == [f"{script} 0", f"--array=0-1 {script} 0"]
+    assert script.read_text() == "#!/bin/bash\n"
+
+
+def test_profile_names_the_configuration_file(
+    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, tmp_path: Path
+) -> None:
+    scheduler = {"kind": "slurm", "config_file": str(tmp_path / "slurm.conf")}
+    plan.profile = ClusterProfile.model_validate({"name": "test", "scheduler": scheduler})
+    with pytest.raises(SubmitError, match=r"no file .*slurm.conf"):
+        submit(plan, cluster_tree)
+    (tmp_path / "slurm.conf").touch()
+    submit(plan, cluster_tree)
+    assert f"SLURM_CONF={tmp_path}/slurm.conf" in (fake_slurm / "environment").read_text()
+    assert msgspec.json.decode((next(cluster_tree.submissions.glob("small-*")) / "submission.json").read_bytes())

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+
+from hpcbench import units
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("200 Gbit/s", "rate", 25e9),
+        ("1 Gbps", "rate", 125e6),
+        ("300 GB/s", "rate", 300e9),
+        ("94 GiB", "size", 94 * 2**30),
+        ("40 GB", "size", 40e9),
+        ("1.5 us", "time", 1.5e-6),
+        ("30 min", "time", 1800.0),
+        ("2h", "time", 7200.0),
+        ("312 TFLOP/s", "computing speed", 312e12),
+    ],
+)
+def test_parse(text: str, kind: str, value: float) -> None:
+    assert units.parse_quantity(text, kind) == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("200", "rate"),
+        ("200 Gbit", "rate"),
+        ("fast", "time"),
+        ("1.2.3 s", "time"),
+        ("-1 s", "time"),
+        ("1e999 s", "time"),
+        ("", "size"),
+    ],
+)
+def test_parse_refuses(text: str, kind: str) -> None:
+    with pytest.raises(ValueError, match="for instance"):
+        units.parse_quantity(text, kind)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (300 * 2**20, "300 MiB"), (2**41, "2.0 TiB")]
+)
+def test_format_bytes(count: int, text: str) -> None:
+    assert units.format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (3.2e-8, "32.0 ns"),
+        (4.5e-5, "45.0 µs"),
+        (0.0123, "12.3 ms"),
+        (1.5, "1.50 s"),
+        (61, "1m01s"),
+        (3661, "1h01m"),
+    ],
+)
+def test_format_seconds(seconds: float, text: str) -> None:
+    assert units.format_seconds(seconds) == text
+
+
+def test_format_rate() -> None:
+    assert [units.format_rate(value) for value in (1.234, 99.94, 1234, 12345, 2.5e6)] == [
+        "1.23",
+        "99.9",
+        "1234",
+        "12.3 k",
+        "2.50 M",
+    ]
+
+
+def test_slurm_time_rounds_up() -> None:
+    assert units.slurm_time(5400) == "0-01:30:00"
+    assert units.slurm_time(86400 + 0.2) == "1-00:00:01"
