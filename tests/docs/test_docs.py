@@ -1,0 +1,140 @@
+"""What the documentation shows exists and works: links, shipped files, TOML, commands."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli
+
+from hpcbench.cli.main import COMMANDS
+from hpcbench.config.load import load_cluster_file, load_sweep
+from hpcbench.parallel.check import check_names
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    path
+    for path in ROOT.glob("**/*.md")
+    if ".venv" not in path.parts and not path.is_relative_to(ROOT / "results" / "local")
+]
+
+
+def page_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_toml_on_pages_is_a_sweep_that_checks(page: Path, tmp_path: Path) -> None:
+    for number, block in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
+        path = tmp_path / f"{number}.toml"
+        path.write_text(block)
+        check_names(load_sweep(path))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_commands_on_pages_exist(page: Path) -> None:
+    lines = re.findall(r"^(?:    |`)?hpcbench ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [name for name in lines if name not in COMMANDS] == []
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    made = re.findall(r"`?\bmake ([a-z-]+)\b(?=`|\s*(?:#|$|\())", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert [name for name in made if name not in targets] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.toml")), ids=page_id)
+def test_shipped_sweeps_check(path: Path) -> None:
+    sweep = load_sweep(path)
+    check_names(sweep)
+    assert sweep.name == path.stem
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "clusters").glob("*.toml")), ids=page_id)
+def test_shipped_profiles_check(path: Path) -> None:
+    load_cluster_file(path)
+
+
+def test_shipped_toml_fits_its_schema_in_an_editor() -> None:
+    command = [str(Path(sys.executable).with_name("taplo")), "check"]
+    files = [str(path) for folder in ("sweeps", "clusters") for path in sorted((ROOT / folder).glob("*.toml"))]
+    done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_editor_sees_a_wrong_key(tmp_path: Path) -> None:
+    (tmp_path / "wrong.toml").write_text(
+        f'#:schema {ROOT}/docs/schemas/sweep.json\nname = "x"\n[fixed]\nbatch_sise = 3\n'
+    )
+    command = [str(Path(sys.executable).with_name("taplo")), "check", "wrong.toml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "batch_sise" in done.stderr
+
+
+def test_the_commands_of_the_readme_work_in_a_new_project(tmp_path: Path) -> None:
+    """Those before anything is submitted, as they stand, with the profile's name set as the README says."""
+    block = next(block for block in (ROOT / "README.md").read_text().split("\n\n") if "hpcbench init" in block)
+    commands = [line.split("#")[0].strip() for line in block.splitlines()]
+    commands = [
+        line
+        for line in commands
+        if not line.startswith("pip") and not re.search(r"hpcbench (submit|status|table)", line)
+    ]
+    script = "\n".join(commands).replace(
+        "hpcbench check", "sed -i 's/^name = .*/name = \"my-cluster\"/' clusters/my-cluster.toml\nhpcbench check", 1
+    )
+    env = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-ec", script], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "#SBATCH --gpus-per-node=1" in done.stdout
+    assert "quickstart on my-cluster: 6 runs" in done.stdout
+
+
+def test_the_wheel_carries_templates_clusters_and_sweeps(tmp_path: Path) -> None:
+    """Installed without a clone, without torch: plan and render work, and profiles are found."""
+    build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--target",
+            str(tmp_path / "site"),
+            str(wheel),
+        ],
+        check=True,
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    code = "import hpcbench.cli.main as m; print(m.__file__); m.entry_point()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *shlex.split("render quickstart --cluster generic-slurm")],
+        cwd=tmp_path, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(tmp_path / "site"))
+    assert "#SBATCH --job-name=hpcbench-quickstart-0001-0" in done.stdout
+
+
+def test_pyproject_names_every_package_that_the_login_node_imports() -> None:
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = {re.split(r"[<>=\[ ]", entry)[0] for entry in project["dependencies"]}
+    imported = set()
+    for path in (ROOT / "hpcbench").rglob("*.py"):
+        if "worker" not in path.parts:
+            imported |= set(re.findall(r"^\s*(?:import|from) (\w+)", path.read_text(), re.MULTILINE))
+    foreign = imported - set(sys.stdlib_module_names) - {"hpcbench", "markupsafe"}
+    assert foreign <= named | {"the"}, foreign - named
