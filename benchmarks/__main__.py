@@ -1,0 +1,36 @@
+"""``make bench``: every benchmark, one after another, as one table."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+BENCHMARKS = {
+    "startup": [sys.executable, "-m", "benchmarks.startup"],
+    "loop": [*_TORCHRUN, "benchmarks.loop_cost"],
+}
+
+
+def main() -> int:
+    table = Table("benchmark", "figure", "measured", "goal", "")
+    failed = False
+    for name, command in BENCHMARKS.items():
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            failed = True
+            table.add_row(name, "did not finish", done.stderr.strip().splitlines()[-1], "", "")
+            continue
+        for row in json.loads(done.stdout.strip().splitlines()[-1]):
+            met = {True: "met", False: "missed", None: ""}[row["met"]]
+            table.add_row(name, row["figure"], row["measured"], row["goal"], met)
+    Console(width=120).print(table)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

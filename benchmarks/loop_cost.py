@@ -1,0 +1,111 @@
+"""The cost of our timed loop: instruments per step, and blocks of our loop and of a hand-written one in turn.
+
+Both train the same model on the same data with DDP over the same ranks, in the same processes; a pair is one block of
+each, and the order within a pair changes from pair to pair. Rank 0 prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.ratios import median_interval
+from hpcbench.config.spec import RunSpec
+from hpcbench.worker.data.feed import Feed, make_feed
+from hpcbench.worker.loop import Progress, instrument_cost_s, run_loop
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.stop import Stop
+from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.ddp import Ddp
+
+PAIRS = 40
+STEPS = 8
+GOAL_RATIO = 1.01
+GOAL_WIDTH = 0.04
+
+
+class HandWritten:
+    """What a person would write, with nothing around it."""
+
+    def __init__(self, spec: RunSpec, feed: Feed, rank: int) -> None:
+        self.model = DistributedDataParallel(build_model(spec))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), spec.learning_rate, spec.momentum)
+        self.batches = [feed.batch(step, rank) for step in range(STEPS)]
+
+    def block(self) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        for inputs, labels in self.batches:
+            self.optimizer.zero_grad(set_to_none=True)
+            F.cross_entropy(self.model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+            self.optimizer.step()
+        return time.perf_counter() - began
+
+
+class Ours:
+    """The worker's loop, as a run calls it."""
+
+    def __init__(self, spec: RunSpec, feed: Feed, place: Place) -> None:
+        self.spec, self.feed = spec, feed
+        self.strategy = Ddp()
+        self.strategy.setup(build_model(spec), spec, place)
+
+    def block(self) -> float:
+        progress = Progress(self.spec, torch.device("cpu"))
+        run_loop(self.strategy, self.feed, self.spec, progress, Stop(), dist.barrier)
+        return sum(progress.step_times_s())
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    spec = RunSpec(
+        model="resnet18", dataset="digits", strategy="ddp", batch_size=16, tasks_per_node=world, dp_degree=world,
+        warmup_steps=0, steps=STEPS,
+    )  # fmt: skip
+    place = Place(rank, world, torch.device("cpu"))
+    feed = make_feed(spec, place.device)
+    ours, theirs = Ours(spec, feed, place), HandWritten(spec, feed, rank)
+    for one in (ours, theirs):
+        one.block()
+    pairs = []
+    for pair in range(PAIRS):
+        first, second = (ours, theirs) if pair % 2 else (theirs, ours)
+        times = {id(first): first.block(), id(second): second.block()}
+        pairs.append((times[id(ours)], times[id(theirs)]))
+    if rank == 0:
+        print(json.dumps(rows(pairs)), flush=True)
+    dist.destroy_process_group()
+
+
+def rows(pairs: list[tuple[float, float]]) -> list[dict[str, object]]:
+    step_s = statistics.median(ours for ours, _ in pairs) / STEPS
+    cost_s = instrument_cost_s(torch.device("cpu"))
+    ratio, low, high = median_interval([ours / theirs for ours, theirs in pairs])
+    met = ratio <= GOAL_RATIO or (low <= 1 <= high and high - low <= GOAL_WIDTH)
+    return [
+        {
+            "figure": "instruments per step over step time",
+            "measured": f"{cost_s * 1e6:.2f} us over {step_s * 1e3:.1f} ms = {cost_s / step_s:.2e}",
+            "goal": "", "met": None,
+        },
+        {
+            "figure": f"our loop over a hand-written DDP loop, {len(pairs)} pairs of {STEPS} steps",
+            "measured": f"{ratio:.4f} [{low:.4f} {high:.4f}]",
+            "goal": f"at most {GOAL_RATIO}, or an interval that holds 1 and is no wider than {GOAL_WIDTH}",
+            "met": met,
+        },
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    main()
