@@ -1,0 +1,218 @@
+"""Sweeps on a real SLURM: arrays, several nodes, jobs that are stopped, killed or run out of memory."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from submitit.slurm.slurm import SlurmJob
+
+from hpcbench.config.load import load_cluster
+from hpcbench.results.store import ClusterTree
+from hpcbench.submit.scheduler import adopt
+from hpcbench.submit.submission import submissions_of
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+Results = Callable[[], list[dict[str, Any]]]
+
+SWEEP = """name = "{name}"
+[fixed]
+model = "resnet18"
+dataset = "digits"
+strategy = "ddp"
+batch_size = 8
+warmup_steps = 1
+"""
+
+
+def sweep(folder: Path, name: str, text: str) -> str:
+    path = folder / f"{name}.toml"
+    path.write_text(SWEEP.format(name=name) + text)
+    return str(path)
+
+
+def wait_for(what: str, found: Callable[[], Any], limit_s: float = 120.0) -> Any:
+    give_up = time.monotonic() + limit_s
+    while time.monotonic() < give_up:
+        value = found()
+        if value:
+            return value
+        time.sleep(0.5)
+    raise AssertionError(f"waited {limit_s:g} s for {what}")
+
+
+def job_ids(tmp_path: Path) -> list[str]:
+    (record,) = [record for _, record in submissions_of(ClusterTree(tmp_path / "results" / "slurmbox"))]
+    return [job for array in record.arrays for job in array.job_ids]
+
+
+def rank_logs(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "results" / "slurmbox" / "runs").glob("*/*/attempts/1/rendezvous.json"))
+
+
+def starts(tmp_path: Path) -> int:
+    return len(list((tmp_path / "results" / "slurmbox" / "runs").glob("*/*/attempts/*/attempt.json")))
+
+
+def test_the_box_sweep_runs_on_as_many_hosts_as_nodes(hpcbench: Command, results: Results, tmp_path: Path) -> None:
+    done = hpcbench("run", "box", "--cluster", "slurmbox")
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = results()
+    assert len(found) == 8
+    for result in found:
+        hosts = {rank["host"] for rank in result["ranks"]}
+        assert (result["status"], len(hosts)) == ("ok", result["spec"].get("nodes", 1)), result
+        assert result["provenance"]["job"]
+    assert all("_" in job for job in job_ids(tmp_path))
+    assert starts(tmp_path) == 8
+    again = hpcbench("submit", "box", "--cluster", "slurmbox")
+    assert "0 submitted, 8 done before" in again.stderr
+    assert starts(tmp_path) == 8
+
+
+def two_array_tasks_meet_on_the_same_nodes(
+    hpcbench: Command, results: Results, tmp_path: Path, slurm: Callable[..., str]
+) -> None:
+    """Both run on the same two nodes at the same time, and neither joins the other's ranks."""
+    path = sweep(tmp_path, "pair", "steps = 6\nnodes = 2\n[grid]\nseed = [1, 2]\n")
+    submitted = hpcbench("submit", path, "--cluster", "slurmbox", "--wait")
+    assert submitted.returncode == 0, submitted.stderr
+    found = results()
+    assert [result["status"] for result in found] == ["ok", "ok"], [result.get("error") for result in found]
+    one, two = ({rank["host"] for rank in result["ranks"]} for result in found)
+    assert one == two
+    master = job_ids(tmp_path)[0].partition("_")[0]
+    lines = slurm("sacct", "-X", "-n", "-P", "-j", master, "-o", "Start,End").split()
+    (start_1, end_1), (start_2, end_2) = (line.split("|") for line in lines)
+    assert start_1 < end_2
+    assert start_2 < end_1
+    assert all(len(result["ranks"]) == 2 for result in found)
+
+
+@pytest.fixture
+def two_nodes_only(slurm: Callable[..., str]) -> Any:
+    """Only n1 and n2 take jobs, so that both array tasks must share them."""
+    slurm("scontrol", "update", "nodename=n[3-4]", "state=drain", "reason=test")
+    yield
+    slurm("scontrol", "update", "nodename=n[3-4]", "state=resume")
+
+
+@pytest.mark.parametrize("time_", range(2))
+@pytest.mark.usefixtures("two_nodes_only")
+def test_two_array_tasks_on_the_same_nodes(
+    time_: int, hpcbench: Command, results: Results, tmp_path: Path, slurm: Callable[..., str]
+) -> None:
+    two_array_tasks_meet_on_the_same_nodes(hpcbench, results, tmp_path, slurm)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("time_", range(20))
+@pytest.mark.usefixtures("two_nodes_only")
+def test_two_array_tasks_on_the_same_nodes_twenty_times(
+    time_: int, hpcbench: Command, results: Results, tmp_path: Path, slurm: Callable[..., str]
+) -> None:
+    two_array_tasks_meet_on_the_same_nodes(hpcbench, results, tmp_path, slurm)
+
+
+def test_submitits_job_tells_the_state_and_cancels(hpcbench: Command, results: Results, tmp_path: Path) -> None:
+    """What was measured until then is kept, and submit would run it again."""
+    path = sweep(tmp_path, "long", "steps = 100000\nnodes = 2\n")
+    assert hpcbench("submit", path, "--cluster", "slurmbox").returncode == 0
+    adopt(load_cluster("slurmbox")[0])
+    job: SlurmJob[Any] = SlurmJob(folder=tmp_path, job_id=job_ids(tmp_path)[0], tasks=[0])
+    wait_for("the job to run", lambda: job.get_info(mode="force").get("State") == "RUNNING")
+    wait_for("its ranks to meet", lambda: rank_logs(tmp_path))
+    time.sleep(8)
+    status = hpcbench("status", "long", "--json")
+    assert '"state": "running"' in status.stdout
+    job.cancel(check=False)
+    (result,) = wait_for("the result", results, 60)
+    assert result["status"] == "cancelled"
+    assert "SIGTERM" in result["error"]["message"]
+    assert len(result["step_times_s"]) >= 1
+    wait_for("SLURM to say so", lambda: job.get_info(mode="force").get("State", "").startswith("CANCELLED"), 60)
+    assert hpcbench("status", "long").returncode == 1
+
+
+def test_the_time_limit_leaves_what_was_measured(hpcbench: Command, results: Results, tmp_path: Path) -> None:
+    """The scheduler warns the ranks a minute before the limit."""
+    path = sweep(tmp_path, "slow", "steps = 100000\ntime_limit_min = 1.4\n")
+    done = hpcbench("run", path, "--cluster", "slurmbox")
+    assert done.returncode == 1, done.stderr
+    (result,) = results()
+    assert result["status"] == "timeout", result["error"]
+    assert len(result["step_times_s"]) >= 1
+    assert "timeout" in done.stdout
+
+
+def test_a_rank_that_is_killed_is_found_by_the_ending(hpcbench: Command, results: Results, tmp_path: Path) -> None:
+    path = sweep(tmp_path, "killed", "steps = 100000\nnodes = 2\n")
+    assert hpcbench("submit", path, "--cluster", "slurmbox").returncode == 0
+    wait_for("its ranks to meet", lambda: rank_logs(tmp_path))
+    time.sleep(5)
+    tasks = str(next((tmp_path / "results").glob("slurmbox/submissions/*/0.jsonl")))
+    found = subprocess.run(
+        ["pgrep", "-f", f"hpcbench.worker --tasks {tasks}"], capture_output=True, text=True, check=True
+    )
+    victims = [
+        pid for pid in found.stdout.split() if b"srun" not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
+    ]
+    subprocess.run(["kill", "-9", victims[-1]], check=True)
+    (result,) = wait_for("the result", results, 120)
+    assert result["status"] == "failed"
+    assert result["error"]["message"]
+
+
+def test_out_of_memory_is_called_so(hpcbench: Command, results: Results, tmp_path: Path) -> None:
+    """More than the node's memory cgroup has: the kernel kills the rank, the node stays, the next job runs."""
+    path = sweep(tmp_path, "greedy", "steps = 2\ntime_limit_min = 5\n")
+    text = Path(path).read_text().replace('"digits"', '"imagenet"').replace("batch_size = 8", "batch_size = 512")
+    Path(path).write_text(text)
+    done = hpcbench("run", path, "--cluster", "slurmbox")
+    (result,) = results()
+    assert result["status"] == "oom", (result["error"], done.stderr)
+    assert done.returncode == 0
+    after = sweep(tmp_path, "after", "steps = 2\n")
+    assert hpcbench("run", after, "--cluster", "slurmbox").returncode == 0
+
+
+def test_a_refusal_by_the_real_sbatch_leaves_nothing(hpcbench: Command, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    (project / "clusters").mkdir(parents=True)
+    profile = load_cluster("slurmbox")[1].text.replace('name = "slurmbox"', 'name = "refused"\naccount = "nobody"')
+    (project / "clusters" / "refused.toml").write_text(profile)
+    path = sweep(tmp_path, "refused", "steps = 2\n")
+    env = {**os.environ, "HPCBENCH_RESULTS": str(tmp_path / "results")}
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcbench", "submit", path, "--cluster", "refused"],
+        cwd=project, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert "sbatch refused" in done.stderr
+    assert "account" in done.stderr
+    assert list((tmp_path / "results" / "refused" / "submissions").iterdir()) == []
+    assert not (tmp_path / "results" / "refused" / "runs").exists()
+
+
+def test_check_and_doctor_ask_the_live_scheduler(hpcbench: Command, tmp_path: Path) -> None:
+    assert "the scheduler agrees" in hpcbench("check", "clusters/slurmbox.toml").stderr
+    doctor = hpcbench("doctor", "--cluster", "slurmbox", "--json")
+    assert doctor.returncode == 0, doctor.stdout
+    assert "partitions high, low, normal" in doctor.stdout
+    wrong = tmp_path / "wrong.toml"
+    wrong.write_text(
+        load_cluster("slurmbox")[1]
+        .text.replace('"slurmbox"', '"wrong"')
+        .replace("[partitions.high]", "[partitions.hgih]")
+    )
+    done = hpcbench("check", str(wrong))
+    assert done.returncode == 2
+    assert "the scheduler has no partition 'hgih'\n  did you mean 'high'?" in done.stderr
