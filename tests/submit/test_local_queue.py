@@ -1,0 +1,178 @@
+"""The queue of a machine without a scheduler, with scripts that say when they ran instead of training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hpcbench.submit.executor import LocalScriptExecutor, LocalScriptJob
+from hpcbench.submit.local_queue import Cores, queue_process, start_queue
+from hpcbench.submit.submission import Array, Submission, read_record, save_record
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+
+NOTE = """
+note() { printf '%s %s %s\\n' "$1" "$2" "$(date +%s.%N)" >> notes; }
+note begin "$1"
+trap 'note told "$1"; kill "$child"' TERM
+sleep "$2" & child=$!
+wait "$child"
+note end "$1"
+"""
+
+
+def wait_for(what: str, found: Callable[[], Any], limit_s: float = 60.0) -> Any:
+    give_up = time.monotonic() + limit_s
+    while time.monotonic() < give_up:
+        if value := found():
+            return value
+        time.sleep(0.05)
+    raise AssertionError(f"waited {limit_s:g} s for {what}")
+
+
+def submission(folder: Path, runs: int, cores: int, seconds: float, time_limit_s: float = 60.0) -> Path:
+    array = Array(
+        number=0,
+        run_ids=[f"{index:016x}" for index in range(runs)],
+        ranks=cores,
+        nodes=1,
+        cores_per_run=cores,
+        time_limit_s=time_limit_s,
+    )
+    folder.mkdir(parents=True)
+    (folder / "0.sh").write_text(NOTE.replace('sleep "$2"', f"sleep {seconds}"))
+    save_record(
+        Submission(
+            submission=folder.name,
+            sweep="s",
+            cluster="local",
+            scheduler="local",
+            created_unix_s=time.time(),
+            arrays=[array],
+        ),
+        folder,
+    )
+    return folder
+
+
+def notes(folder: Path) -> list[tuple[str, int, float]]:
+    try:
+        lines = (folder / "notes").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [(word, int(index), float(at)) for word, index, at in (line.split() for line in lines)]
+
+
+def most_at_once(events: list[tuple[str, int, float]]) -> int:
+    running = most = 0
+    for word, _, _ in sorted(events, key=lambda event: event[2]):
+        running += {"begin": 1, "end": -1}.get(word, 0)
+        most = max(most, running)
+    return most
+
+
+@pytest.fixture
+def cores_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Locks of this test's own: other queues on this machine must not hold it up."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    return tmp_path / "tmp"
+
+
+def start(folder: Path) -> None:
+    start_queue(folder, dict(os.environ), warning_s=1.0)
+
+
+@pytest.mark.usefixtures("cores_folder")
+def test_never_more_runs_at_once_than_the_cores_carry(tmp_path: Path) -> None:
+    folder = submission(tmp_path / "s-0001", runs=5, cores=1, seconds=0.3)
+    start(folder)
+    wait_for("all runs to end", lambda: sum(word == "end" for word, _, _ in notes(folder)) == 5)
+    wait_for("the queue to end", lambda: queue_process(folder) is None)
+    assert sorted(index for word, index, _ in notes(folder) if word == "begin") == list(range(5))
+    assert 1 <= most_at_once(notes(folder)) <= len(os.sched_getaffinity(0))
+    record = read_record(folder)
+    assert record is not None
+    assert len(set(record.arrays[0].job_ids)) == 5
+
+
+@pytest.mark.usefixtures("cores_folder")
+def test_more_ranks_than_cores_run_alone_and_in_order(tmp_path: Path) -> None:
+    folder = submission(tmp_path / "s-0001", runs=3, cores=1000, seconds=0.2)
+    start(folder)
+    wait_for("all runs to end", lambda: sum(word == "end" for word, _, _ in notes(folder)) == 3)
+    assert [index for word, index, _ in notes(folder) if word == "begin"] == [0, 1, 2]
+    assert most_at_once(notes(folder)) == 1
+
+
+@pytest.mark.usefixtures("cores_folder")
+def test_two_submissions_share_the_machine(tmp_path: Path) -> None:
+    """Each of them alone takes all cores, so no two of their runs may overlap."""
+    folders = [submission(tmp_path / f"s-000{number}", runs=2, cores=1000, seconds=0.3) for number in (1, 2)]
+    for folder in folders:
+        start(folder)
+    for folder in folders:
+        wait_for("all runs to end", lambda folder=folder: sum(word == "end" for word, _, _ in notes(folder)) == 2)
+    assert most_at_once([event for folder in folders for event in notes(folder)]) == 1
+
+
+@pytest.mark.usefixtures("cores_folder")
+def test_stopping_the_queue_tells_its_runs_and_starts_no_more(tmp_path: Path) -> None:
+    folder = submission(tmp_path / "s-0001", runs=50, cores=1000, seconds=30)
+    start(folder)
+    wait_for("the first to begin", lambda: notes(folder))
+    process = queue_process(folder)
+    assert process is not None
+    process.send_signal(signal.SIGTERM)
+    wait_for("the queue to end", lambda: queue_process(folder) is None)
+    assert [word for word, _, _ in notes(folder)] == ["begin", "told", "end"]
+
+
+@pytest.mark.usefixtures("cores_folder")
+def test_the_time_limit_ends_a_run_and_the_next_one_begins(tmp_path: Path) -> None:
+    folder = submission(tmp_path / "s-0001", runs=2, cores=1000, seconds=30, time_limit_s=3)
+    start(folder)
+    wait_for("both to be stopped", lambda: queue_process(folder) is None)
+    assert [index for word, index, _ in notes(folder) if word == "begin"] == [0, 1]
+    assert not [word for word, _, _ in notes(folder) if word == "end"]
+
+
+def test_cores_are_free_again_when_their_holder_dies(tmp_path: Path) -> None:
+    code = f"from hpcbench.submit.local_queue import Cores; from pathlib import Path; import time\nheld = Cores(2, Path({str(tmp_path)!r})).take(2)\nprint(len(held), flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "2\n"
+        assert Cores(2, tmp_path).take(1) is None
+        holder.kill()
+    assert wait_for("the cores", lambda: Cores(2, tmp_path).take(5), 10)
+
+
+def test_submitits_job_tells_the_state_and_cancels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the process that started it, and from any other."""
+    script = tmp_path / "0.sh"
+    script.write_text('trap \'echo told > told; kill "$child"\' TERM\nsleep 60 & child=$!\nwait "$child"\n')
+    monkeypatch.chdir(tmp_path)
+    job = LocalScriptExecutor(tmp_path / "jobs").submit_script(script, 0, time_limit_s=60, warning_s=5)
+    assert job.state == "RUNNING"
+    other = LocalScriptJob(folder=tmp_path / "jobs", job_id=job.job_id)
+    assert other.state == "RUNNING"
+    wait_for(
+        "the script to begin",
+        lambda: [
+            child for child in psutil.Process(int(job.job_id)).children(recursive=True) if child.name() == "sleep"
+        ],
+    )
+    other.cancel()
+    wait_for("the script to end", job.done)
+    assert (tmp_path / "told").read_text() == "told\n"
+    assert job.state == "FINISHED"
+    assert other.state == "UNKNOWN"
