@@ -44,9 +44,10 @@ class _Ticket:
 
     def last_words(self) -> str:
         """The last line that the job's script said itself, to be put behind a reason."""
-        if self.job_id is None:
+        if self.job_id is None and self.record.scheduler != "local":
             return ""
-        lines = tail(job_log(self.folder, self.record, self.number, self.job_id)).strip().splitlines()
+        log = job_log(self.folder, self.record, self.number, self.job_id) if self.job_id else self.folder / "queue.log"
+        lines = tail(log).strip().splitlines()
         return f": {lines[-1].strip()}" if lines else ""
 
 
