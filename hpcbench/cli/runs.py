@@ -105,7 +105,7 @@ def _watch(made: Plan, results: str | None) -> dict[str, RunState]:
     from hpcbench.submit.wait import wait
 
     cluster_tree = tree(results).cluster(made.profile.name)
-    with Progress(console(stderr=True), made.sweep.name, made.runs) as progress:
+    with Progress(console(stderr=True), made.sweep.name, made.runs, made.finished) as progress:
         return wait(cluster_tree, list(made.runs), made.profile, progress.update)
 
 
