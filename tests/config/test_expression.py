@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcbench.config.expression import MAX_LENGTH, Expression
+from hpcbench.errors import ConfigError, HpcbenchError
+
+VALUES: dict[str, Any] = {
+    "nodes": 4,
+    "batch_size": 16,
+    "model": "resnet18",
+    "input_size": None,
+    "options": {"bucket_cap_mb": 25.0},
+    "channels_last": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("nodes * 2 + 1", 9),
+        ("batch_size // 3 % 4", 1),
+        ("2 ** 10", 1024),
+        ("-nodes", -4),
+        ("nodes == 4 and model != 'vgg11'", True),
+        ("1 < nodes <= 4", True),
+        ("4 < nodes <= 8", False),
+        ("model in ['resnet18', 'vgg11']", True),
+        ("nodes not in (1, 2)", True),
+        ("not channels_last or nodes > 8", False),
+        ("options.bucket_cap_mb > 10", True),
+        ("options.other == None", True),
+        ("input_size > 3", False),
+        ("input_size < 3", False),
+        ("ceil(batch_size / 3)", 6),
+        ("max(1, min(nodes, 3), log2(8))", 3),
+        ("batch_size if nodes > 2 else 1", 16),
+        ("nodes / 8", 0.5),
+    ],
+)
+def test_values(text: str, value: Any) -> None:
+    assert Expression(text, VALUES)(VALUES) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os')", "nodes.__class__", "().__class__", "open('/etc/passwd')", "[x for x in (1,)]", "lambda: 1",
+        "f'{nodes}'", "nodes[0]", "'a' 'b'.upper()", "max(*[1])", "max(1, key=abs)", "(nodes := 3)", "{1: 2}", "{1}", "...",
+        "b'x'", "1j", "nodes if", "", "a b", "await x", "nodes @ nodes", "nodes is None", "~nodes", "nodes << 3", "yield",
+    ],
+)  # fmt: skip
+def test_nothing_else_is_part_of_the_language(text: str) -> None:
+    with pytest.raises(ConfigError, match="expression"):
+        Expression(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["(" * 400 + "1" + ")" * 400, "-" * 900 + "1", "1" * (MAX_LENGTH + 1), "not " * 240 + "x", "\x00"]
+)
+def test_monsters_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        Expression(text)({"x": True}) if len(text) > MAX_LENGTH or "(" in text or "\x00" in text else Expression(
+            text + "("
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1 / 0", "division by zero"),
+        ("model + 1", "are not both numbers"),
+        ("model * 1000000000", "are not both numbers"),
+        ("9 ** 9 ** 9", "an exponent of 387420489"),
+        ("10.0 ** 64 ** 2", "an exponent"),
+        ("(0 - 8) ** 0.5", "finite real"),
+        ("sqrt(0 - 1)", "math domain"),
+        ("nodes < model", "not supported"),
+    ],
+)
+def test_what_cannot_be_computed_says_why(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Expression(text, where="f:3")(VALUES)
+
+
+def test_unknown_names_get_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"f.toml:3: .*unknown name 'nodse'\n  did you mean 'nodes'\?"):
+        Expression("nodse > 1", VALUES, "f.toml:3")
+    with pytest.raises(ConfigError, match=r"no function 'cel'\n  did you mean 'ceil'"):
+        Expression("cel(nodes)", VALUES)
+
+
+def test_a_condition_must_be_true_or_false() -> None:
+    assert Expression("nodes > 1").holds(VALUES)
+    with pytest.raises(ConfigError, match="is 4, where true or false is needed"):
+        Expression("nodes").holds(VALUES)
+
+
+@given(st.text(alphabet="abn()[]{}.,:+-*/%<>=!'\"0123456789 _andortif", max_size=60))
+def test_any_text_is_a_value_or_our_error(text: str) -> None:
+    with contextlib.suppress(HpcbenchError):
+        Expression(text)({"a": 1, "b": 2.5, "n": "x"})
