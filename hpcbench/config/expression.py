@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -47,7 +48,10 @@ class Expression:
         if len(text) > MAX_LENGTH:
             raise self._error(f"an expression of {len(text)} characters; at most {MAX_LENGTH} are read")
         try:
-            self._body = ast.parse(text.strip(), mode="eval").body
+            with warnings.catch_warnings():
+                # Python has things to say about its own future; what is wrong here is said by us.
+                warnings.simplefilter("ignore")
+                self._body = ast.parse(text.strip(), mode="eval").body
             self._check(self._body)
         except (SyntaxError, ValueError, MemoryError) as error:
             raise self._error(f"no expression: {getattr(error, 'msg', error)}") from error

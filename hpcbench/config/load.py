@@ -3,34 +3,89 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hpcbench.config.cluster import NAME, ClusterProfile
-from hpcbench.config.sweep import NESTED, SweepFile
+from hpcbench.config.expression import Expression
+from hpcbench.config.sweep import NESTED, SweepFile, parameter_types
 from hpcbench.config.tomlfile import read_toml
 from hpcbench.config.validate import Source, validate
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.paths import search_folders
 
+Parameter = tuple[str, ...]
+"""``("nodes",)`` or, inside a table, ``("options", "bucket_cap_mb")``."""
+Settings = dict[Parameter, Any]
+
+COMPUTED = ("ranks", "devices")
+"""Names that expressions may use beside the parameters."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the product: its steps set one parameter, or several that move together."""
+
+    place: tuple[str | int, ...]
+    """The table in the file."""
+    steps: list[Settings]
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Points that match every key and for which the condition holds are dropped."""
+
+    rule: str
+    """The rule in words, with its line."""
+    keys: dict[Parameter, list[Any]]
+    when: Expression | None
+
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep as it was written: ``fixed`` values, ``grid`` axes in the order of the file."""
+    """A sweep as it was written."""
 
     name: str
     description: str
-    fixed: dict[str, Any]
-    grid: dict[tuple[str, ...], list[Any]]
-    """Axis path, for instance ``("nodes",)`` or ``("options", "bucket_cap_mb")``, to its values."""
     repeats: int
     source: Source
+    fixed: Settings
+    axes: list[Axis] = field(default_factory=list)
+    """In the order of the file: grid, zips, scaling."""
+    includes: list[Settings] = field(default_factory=list)
+    excludes: list[Exclusion] = field(default_factory=list)
+    derived: dict[Parameter, Expression] = field(default_factory=dict)
 
-    def where(self, parameter: str, *rest: str) -> str:
-        """``file:line`` of a parameter, wherever it is set."""
-        table = "fixed" if parameter in self.fixed else "grid"
-        return self.source.where((table, parameter, *rest))
+    def settings(self) -> Iterator[tuple[tuple[str | int, ...], Settings]]:
+        """Every table of the file that sets parameters, and what it sets."""
+        yield ("fixed",), self.fixed
+        for axis in self.axes:
+            for step in axis.steps:
+                yield axis.place, step
+        for number, include in enumerate(self.includes):
+            yield ("include", number), include
+
+    def values(self, *parameter: str) -> list[Any]:
+        """All values that are written for a parameter."""
+        found = [settings[parameter] for _, settings in self.settings() if parameter in settings]
+        return [value for number, value in enumerate(found) if value not in found[:number]]
+
+    def where(self, *parameter: str) -> str:
+        """``file:line`` of the first place that sets a parameter."""
+        for place, settings in self.settings():
+            if parameter in settings:
+                return self.source.where((*place, *parameter))
+        return str(self.source.path)
+
+    def kinds_of_points(self) -> Iterator[tuple[str, set[Parameter]]]:
+        """Where points come from, ``file:line``, and which parameters are set in all points from there."""
+        everywhere = {*self.fixed, *self.derived}
+        if self.axes or not self.includes:
+            yield str(self.source.path), everywhere.union(*(step for axis in self.axes for step in axis.steps))
+        for number, include in enumerate(self.includes):
+            yield self.source.where(("include", number)), everywhere | include.keys()
 
 
 def load_sweep(path: Path) -> Sweep:
@@ -38,39 +93,127 @@ def load_sweep(path: Path) -> Sweep:
     data, text = read_toml(path)
     source = Source(path, text)
     file = validate(SweepFile, data, source)
-    fixed = file.fixed.model_dump(exclude_none=True)
-    grid = _axes(file.grid.model_dump(exclude_none=True), data.get("grid", {}))
-    problems: list[HpcbenchError] = [
-        ConfigError(
-            f"{'.'.join(axis)} is set in [fixed] and in [grid]",
-            where=source.where(("grid", *axis)),
-            hint="keep one of them",
-        )
-        for axis in grid
-        if _holds(fixed, axis)
-    ]
+    problems: list[HpcbenchError] = []
+    sweep = Sweep(
+        name=file.name,
+        description=file.description,
+        repeats=file.repeats,
+        source=source,
+        fixed=_flat(file.fixed.model_dump(exclude_none=True)),
+        axes=_axes(file, data, source, problems),
+        includes=[_flat(include.model_dump(exclude_none=True)) for include in file.include],
+        excludes=_excludes(file, source, problems),
+        derived=_derived(file, source, problems),
+    )
+    problems += _set_twice(sweep)
     if problems:
         raise ConfigErrors(problems)
-    return Sweep(file.name, file.description, fixed, grid, file.repeats, source)
+    return sweep
 
 
-def _axes(values: dict[str, Any], written: dict[str, Any]) -> dict[tuple[str, ...], list[Any]]:
-    axes: dict[tuple[str, ...], list[Any]] = {}
-    for name, inner_names in written.items():
-        if name in NESTED:
-            axes.update({(name, inner): values[name][inner] for inner in inner_names})
-        else:
-            axes[(name,)] = values[name]
+def _flat(values: dict[str, Any]) -> Settings:
+    flat: Settings = {}
+    for name, value in values.items():
+        flat |= {(name, key): inner for key, inner in value.items()} if name in NESTED else {(name,): value}
+    return flat
+
+
+def _axes(file: SweepFile, data: dict[str, Any], source: Source, problems: list[HpcbenchError]) -> list[Axis]:
+    written = _flat(data.get("grid", {}))
+    grid = _flat(file.grid.model_dump(exclude_none=True))
+    axes = [Axis(("grid",), [{parameter: value} for value in grid[parameter]]) for parameter in written]
+    for number, group in enumerate(file.zip_):
+        lists = _flat(group.model_dump(exclude_none=True))
+        lengths = {len(values) for values in lists.values()}
+        if len(lengths) > 1:
+            named = ", ".join(f"{_dotted(parameter)} has {len(values)}" for parameter, values in lists.items())
+            problems.append(
+                ConfigError(f"lists of a zip have equal lengths: {named}", where=source.where(("zip", number)))
+            )
+        rows = zip(*lists.values(), strict=False)
+        axes.append(Axis(("zip", number), [dict(zip(lists, row, strict=True)) for row in rows]))
+    if file.scaling is not None:
+        size = file.scaling.global_batch_size
+        strong: Settings = {("global_batch_size",): size} if size is not None else {}
+        axes.append(Axis(("scaling",), [{("nodes",): nodes, **strong} for nodes in file.scaling.nodes]))
     return axes
 
 
-def _holds(values: dict[str, Any], axis: tuple[str, ...]) -> bool:
-    node: Any = values
-    for key in axis:
-        if not isinstance(node, dict) or key not in node:
-            return False
-        node = node[key]
-    return True
+def _excludes(file: SweepFile, source: Source, problems: list[HpcbenchError]) -> list[Exclusion]:
+    found = []
+    for number, table in enumerate(file.exclude):
+        values = table.model_dump(exclude_none=True)
+        when = values.pop("when", None)
+        place = source.where(("exclude", number))
+        keys = {key: value if isinstance(value, list) else [value] for key, value in _flat(values).items()}
+        if not keys and when is None:
+            problems.append(
+                ConfigError("an [[exclude]] without keys and without `when` excludes everything", where=place)
+            )
+            continue
+        words = [f"{_dotted(key)} = {', '.join(str(one) for one in value)}" for key, value in keys.items()]
+        rule = f"[[exclude]] {' and '.join([*words, *([when] if when else [])])} ({place})"
+        expression = _expression(when, source.where(("exclude", number, "when")), problems) if when else None
+        found.append(Exclusion(rule, keys, expression))
+    return found
+
+
+def _derived(file: SweepFile, source: Source, problems: list[HpcbenchError]) -> dict[Parameter, Expression]:
+    found: dict[Parameter, Expression] = {}
+    known = parameter_types()
+    for name, text in file.derive.items():
+        where = source.where(("derive", name))
+        parameter = tuple(name.split(".", 1)) if name.partition(".")[0] in NESTED else (name,)
+        if parameter[0] not in known or (parameter[0] in NESTED and len(parameter) == 1):
+            problems.append(
+                ConfigError(f"derive: unknown parameter {name!r}", where=where, hint=did_you_mean(name, known))
+            )
+            continue
+        expression = _expression(text, where, problems)
+        if expression is not None:
+            found[parameter] = expression
+    return found
+
+
+def _expression(text: str, where: str, problems: list[HpcbenchError]) -> Expression | None:
+    try:
+        return Expression(text, [*parameter_types(), *COMPUTED], where)
+    except ConfigError as error:
+        problems.append(error)
+        return None
+
+
+def _set_twice(sweep: Sweep) -> list[HpcbenchError]:
+    """A parameter belongs to one table (an include may replace any)."""
+    tables = [("fixed",), *dict.fromkeys(axis.place for axis in sweep.axes), ("derive",)]
+    owners: dict[Parameter, str] = {}
+    problems: list[HpcbenchError] = []
+    for place in tables:
+        name = f"[{place[0]}]" if len(place) == 1 else f"[[{place[0]}]] number {int(place[1]) + 1}"
+        for parameter in _parameters_of(sweep, place):
+            if parameter in owners:
+                problems.append(
+                    ConfigError(
+                        f"{_dotted(parameter)} is set in {owners[parameter]} and in {name}",
+                        where=sweep.source.where((*place, *parameter)),
+                        hint="keep one of them",
+                    )
+                )
+            owners.setdefault(parameter, name)
+    return problems
+
+
+def _parameters_of(sweep: Sweep, place: tuple[str | int, ...]) -> list[Parameter]:
+    if place == ("fixed",):
+        return list(sweep.fixed)
+    if place == ("derive",):
+        return list(sweep.derived)
+    steps = [axis.steps[0] for axis in sweep.axes if axis.place == place and axis.steps]
+    return list(dict.fromkeys(parameter for step in steps for parameter in step))
+
+
+def _dotted(parameter: Parameter) -> str:
+    return ".".join(parameter)
 
 
 def cluster_paths() -> dict[str, Path]:

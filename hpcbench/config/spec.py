@@ -11,6 +11,8 @@ from msgspec import Meta
 SPEC_VERSION = 1
 """Raised whenever a default below changes: the same words must never come to mean another run."""
 
+DEGREES = ("dp_degree", "tp_degree", "sp_degree", "pp_degree")
+
 Scalar = bool | int | float | str
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
-from pydantic import ConfigDict, Field, create_model
+from pydantic import ConfigDict, Field, create_model, model_validator
 
 from hpcbench.config.cluster import NAME, Table
 from hpcbench.config.quantity import Minutes
@@ -23,6 +23,7 @@ def parameter_types() -> dict[str, Any]:
     """Every parameter that a sweep may set, with its type in pydantic's words."""
     hints = get_type_hints(RunSpec, include_extras=True)
     kinds = {name: _pydantic_type(hint) for name, hint in hints.items() if name not in _SET_BY_US}
+    kinds["global_batch_size"] = Annotated[int, Field(ge=1, description="of all replicas, instead of batch_size")]
     kinds["time_limit_min"] = Annotated[Minutes, Field(description="limit of one launch: 30 or '2 h'")]
     return kinds
 
@@ -68,8 +69,40 @@ def _plain(kinds: dict[str, Any]) -> dict[str, Any]:
     return {name: get_args(kind)[0] if name in NESTED else kind for name, kind in kinds.items()}
 
 
+def _exclude_table() -> type[Table]:
+    """Every parameter as one value, or as a list of values any of which matches; and a condition."""
+    condition = Annotated[str, Field(description="an expression over parameters; true excludes the point")]
+    fields: dict[str, Any] = {"when": (condition | None, None)}
+    for name, kind in _plain(parameter_types()).items():
+        if name in NESTED:
+            key, value = get_args(kind)
+            fields[name] = (dict[key, value | list[value]] | None, None)  # type: ignore[valid-type]
+        else:
+            fields[name] = (kind | list[kind] | None, None)  # type: ignore[valid-type]
+    return create_model("Exclude", __base__=Table, __doc__="Points that match all of these are dropped.", **fields)
+
+
 Fixed: Any = _fixed_table()
 Grid: Any = _grid_table()
+Exclude: Any = _exclude_table()
+
+
+class Scaling(Table):
+    """More nodes: with the same work for each replica (weak), or the same work in all (strong)."""
+
+    kind: Literal["weak", "strong"]
+    nodes: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    """Node counts: an axis of the sweep."""
+    global_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """For strong scaling: samples of one step over all replicas."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Scaling:
+        if (self.kind == "strong") != (self.global_batch_size is not None):
+            raise ValueError(
+                f"{self.kind} scaling {'needs' if self.kind == 'strong' else 'takes no'} global_batch_size"
+            )
+        return self
 
 
 class SweepFile(Table):
@@ -83,5 +116,15 @@ class SweepFile(Table):
     """Parameters that all runs share."""
     grid: Grid = Grid()
     """Lists; every combination of their values is one run."""
+    zip_: Annotated[list[Grid], Field(alias="zip")] = []
+    """Lists of equal length that move together; each group is one axis of the grid."""
+    scaling: Scaling | None = None
+    """Weak or strong scaling over node counts."""
+    derive: dict[str, str] = {}
+    """Parameters computed from others: `micro_batches = "batch_size // 4"`, `"options.x" = "nodes * 2"`."""
+    include: list[Fixed] = []
+    """Further points: these parameters over the fixed ones."""
+    exclude: list[Exclude] = []
+    """Points to leave out: keys that match, and a condition that holds."""
     repeats: Annotated[int, Field(ge=1)] = 1
     """Launches of every configuration; each has its own seed."""

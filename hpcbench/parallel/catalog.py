@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from hpcbench.errors import ConfigError, did_you_mean
 
-DEGREES = ("dp_degree", "tp_degree", "sp_degree", "pp_degree")
-
 
 class Option(NamedTuple):
     """One entry of a strategy's or a model's own ``options``."""

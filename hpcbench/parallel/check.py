@@ -11,7 +11,8 @@ from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_me
 from hpcbench.parallel.catalog import STRATEGIES, Option, models
 from hpcbench.parallel.datasets import DATASETS
 
-REQUIRED = ("model", "dataset", "strategy", "batch_size")
+REQUIRED = ("model", "dataset", "strategy")
+BATCH_SIZES = ("batch_size", "global_batch_size")
 
 
 def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
@@ -19,13 +20,9 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
     known: dict[str, Iterable[str]] = {"model": models(), "dataset": DATASETS, "strategy": STRATEGIES}
     if profile is not None:
         known |= {"partition": profile.partitions, "environment": profile.environments}
-    problems: list[HpcbenchError] = [
-        ConfigError(f"{name} is missing", where=str(sweep.source.path), hint="set it in [fixed] or [grid]")
-        for name in REQUIRED
-        if not values_of(sweep, name)
-    ]
+    problems = _missing(sweep)
     for name, choices in known.items():
-        for value in values_of(sweep, name):
+        for value in sweep.values(name):
             if value not in choices:
                 where = f" of cluster {profile.name}" if profile and name in ("partition", "environment") else ""
                 problems.append(
@@ -45,31 +42,37 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
         raise ConfigErrors(problems)
 
 
-def values_of(sweep: Sweep, *axis: str) -> list[Any]:
-    """All values that a parameter takes in a sweep."""
-    if axis in sweep.grid:
-        return sweep.grid[axis]
-    node: Any = sweep.fixed
-    for key in axis:
-        node = node.get(key, {}) if isinstance(node, dict) else {}
-    return [] if isinstance(node, dict) else [node]
+def _missing(sweep: Sweep) -> list[HpcbenchError]:
+    problems: list[HpcbenchError] = []
+    for where, given in sweep.kinds_of_points():
+        problems += [
+            ConfigError(f"{name} is missing", where=where, hint="set it in [fixed] or [grid]")
+            for name in REQUIRED
+            if (name,) not in given
+        ]
+        sizes = [name for name in BATCH_SIZES if (name,) in given]
+        if len(sizes) != 1:
+            said = "both are set" if sizes else "neither is set"
+            hint = "batch_size is per replica, global_batch_size of all replicas"
+            problems.append(ConfigError(f"batch_size or global_batch_size: {said}", where=where, hint=hint))
+    return problems
 
 
 def _option_problems(
     sweep: Sweep, table: str, owner: str, options: Mapping[str, Mapping[str, Option]]
 ) -> list[HpcbenchError]:
     known: dict[str, Option] = {}
-    for key in values_of(sweep, owner):
+    for key in sweep.values(owner):
         known.update(options.get(key, {}))
-    names = {*sweep.fixed.get(table, {}), *(axis[1] for axis in sweep.grid if axis[0] == table)}
+    names = {parameter[1] for _, settings in sweep.settings() for parameter in settings if parameter[0] == table}
     problems: list[HpcbenchError] = []
     for name in sorted(names):
-        where = sweep.source.where(("grid" if (table, name) in sweep.grid else "fixed", table, name))
+        where = sweep.where(table, name)
         if name not in known:
             message = f"no {owner} of this sweep has the option {name!r}"
             problems.append(ConfigError(message, where=where, hint=did_you_mean(name, known)))
             continue
-        for value in values_of(sweep, table, name):
+        for value in sweep.values(table, name):
             if not _fits(known[name], value):
                 wanted = f"one of {known[name].choices}" if known[name].choices else known[name].kind.__name__
                 problems.append(ConfigError(f"{table}.{name}: {wanted} expected, not {value!r}", where=where))

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import DEGREES, Option, model, strategy
+from hpcbench.config.spec import DEGREES, RunSpec
+from hpcbench.parallel.catalog import Option, model, strategy
 from hpcbench.parallel.datasets import DATASETS, input_shape
 
 
@@ -42,7 +42,7 @@ def resolve(point: dict[str, Any], limits: Limits) -> RunSpec | Dropped:
     ``point`` holds valid names and types (``hpcbench.config`` and ``check_names`` saw to that).
     """
     try:
-        spec = msgspec.convert(_with_degrees(_with_own_options(point)), RunSpec)
+        spec = msgspec.convert(_with_batch_size(_with_degrees(_with_own_options(point))), RunSpec)
         _check_batch(spec)
         _check_input(spec)
         _check_limits(spec, limits)
@@ -84,6 +84,18 @@ def _with_degrees(point: dict[str, Any]) -> dict[str, Any]:
     if product != devices:
         raise _Excluded(f"{_world(point)}, but {_degrees(point['strategy'], own, given)}")
     return {**point, **given}
+
+
+def _with_batch_size(point: dict[str, Any]) -> dict[str, Any]:
+    """``batch_size`` per replica, where the point says what all of them take together."""
+    total = point.get("global_batch_size")
+    if total is None:
+        return point
+    replicas = point.get("dp_degree", 1)
+    if total % replicas:
+        raise _Excluded(f"global_batch_size {total} cannot be shared evenly by {replicas} replicas")
+    rest = {name: value for name, value in point.items() if name != "global_batch_size"}
+    return {**rest, "batch_size": total // replicas}
 
 
 def _world(point: dict[str, Any]) -> str:

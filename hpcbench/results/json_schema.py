@@ -28,7 +28,7 @@ def _sweep_schema() -> dict[str, Any]:
 
     document = SweepFile.model_json_schema()
     names = {"model": sorted(models()), "dataset": sorted(DATASETS), "strategy": sorted(STRATEGIES)}
-    for table in ("Fixed", "Grid"):
+    for table in ("Fixed", "Grid", "Exclude"):
         properties = document["$defs"][table]["properties"]
         for parameter, choices in names.items():
             for node in _string_nodes(properties[parameter]):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.expand import expand
+from hpcbench.config.expand import Excluded, excluded_by, expand
 from hpcbench.config.load import Sweep
 from hpcbench.config.spec import RunSpec, run_id
 from hpcbench.errors import ConfigError
@@ -60,12 +60,17 @@ def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Plan:
     dropped: list[Dropped] = []
     known_limits: dict[str | None, Limits] = {}
     for point in expand(sweep):
+        if isinstance(point, Excluded):
+            dropped.append(Dropped(point.point, point.rule))
+            continue
         partition = point.get("partition") or profile.default_partition
         if partition not in known_limits:
             known_limits[partition] = limits_of(profile, partition)
         resolved = resolve(point, known_limits[partition])
         if isinstance(resolved, Dropped):
             dropped.append(resolved)
+        elif rule := excluded_by(sweep, msgspec.structs.asdict(resolved)):
+            dropped.append(Dropped(point, rule))
         else:
             runs.setdefault(run_id(resolved), resolved)
     if not runs:

@@ -101,6 +101,7 @@ def test_a_condition_must_be_true_or_false() -> None:
         Expression("nodes").holds(VALUES)
 
 
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
 @given(st.text(alphabet="abn()[]{}.,:+-*/%<>=!'\"0123456789 _andortif", max_size=60))
 def test_any_text_is_a_value_or_our_error(text: str) -> None:
     with contextlib.suppress(HpcbenchError):

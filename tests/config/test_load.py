@@ -16,13 +16,17 @@ def test_axes_keep_the_order_of_the_file(write_sweep: Write) -> None:
     sweep = write_sweep(
         'name = "s"\n[fixed]\nmodel = "m"\n[grid]\nsteps = [1]\nbatch_size = [1, 2]\n[grid.options]\nbucket_cap_mb = [1, 25]\n'
     )
-    assert list(sweep.grid) == [("steps",), ("batch_size",), ("options", "bucket_cap_mb")]
-    assert sweep.fixed == {"model": "m"}
+    assert [list(axis.steps[0]) for axis in sweep.axes] == [
+        [("steps",)],
+        [("batch_size",)],
+        [("options", "bucket_cap_mb")],
+    ]
+    assert sweep.fixed == {("model",): "m"}
 
 
 def test_units_and_numbers_mean_the_same(write_sweep: Write) -> None:
-    assert write_sweep('name = "s"\nfixed.time_limit_min = "2 h"').fixed["time_limit_min"] == 120.0
-    assert write_sweep('name = "s"\nfixed.time_limit_min = 120').fixed["time_limit_min"] == 120.0
+    assert write_sweep('name = "s"\nfixed.time_limit_min = "2 h"').fixed["time_limit_min",] == 120.0
+    assert write_sweep('name = "s"\nfixed.time_limit_min = 120').fixed["time_limit_min",] == 120.0
 
 
 def test_all_mistakes_at_once_each_with_its_line(write_sweep: Write) -> None:

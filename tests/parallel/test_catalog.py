@@ -41,7 +41,7 @@ def test_check_names_lists_everything_that_is_wrong(write_sweep: Callable[[str],
         check_names(sweep)
     text = str(caught.value)
     for part in (
-        "batch_size is missing",
+        "batch_size or global_batch_size: neither is set",
         ":3: unknown model: 'resnet81'",
         "'resnet18'?",
         ":4: unknown dataset",

@@ -64,3 +64,13 @@ def test_options_of_another_strategy_and_defaults_do_not_count() -> None:
     assert spec(strategy="single", options=options).options == {}
     assert spec(strategy="ddp", options=options).options == {"bucket_cap_mb": 1.0}
     assert spec(strategy="ddp", options={"bucket_cap_mb": 25}).options == {}
+
+
+def test_a_global_batch_is_shared_by_the_replicas() -> None:
+    point = {key: value for key, value in BASE.items() if key != "batch_size"}
+    resolved = resolve({**point, "strategy": "ddp", "nodes": 4, "global_batch_size": 64}, FREE)
+    assert isinstance(resolved, RunSpec)
+    assert (resolved.batch_size, resolved.global_batch_size) == (16, 64)
+    dropped = resolve({**point, "strategy": "ddp", "nodes": 3, "global_batch_size": 64}, FREE)
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "global_batch_size 64 cannot be shared evenly by 3 replicas"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -72,6 +73,14 @@ def notes(folder: Path) -> list[tuple[str, int, float]]:
     return [(word, int(index), float(at)) for word, index, at in (line.split() for line in lines)]
 
 
+def ended(folder: Path) -> int:
+    return sum(word == "end" for word, _, _ in notes(folder))
+
+
+def has_ended(folder: Path, runs: int) -> bool:
+    return ended(folder) == runs
+
+
 def most_at_once(events: list[tuple[str, int, float]]) -> int:
     running = most = 0
     for word, _, _ in sorted(events, key=lambda event: event[2]):
@@ -121,7 +130,7 @@ def test_two_submissions_share_the_machine(tmp_path: Path) -> None:
     for folder in folders:
         start(folder)
     for folder in folders:
-        wait_for("all runs to end", lambda folder=folder: sum(word == "end" for word, _, _ in notes(folder)) == 2)
+        wait_for("all runs to end", functools.partial(has_ended, folder, 2))
     assert most_at_once([event for folder in folders for event in notes(folder)]) == 1
 
 
