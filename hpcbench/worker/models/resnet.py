@@ -1,0 +1,69 @@
+"""ResNet (He et al. 2016): the MNIST/CIFAR form for small images, torchvision's for larger ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor, nn
+
+from hpcbench.worker.models.build import SMALL_EDGE
+from hpcbench.worker.models.vision import torchvision_models
+
+MODELS = {
+    "resnet18": {
+        "builder": "build",
+        "min_size": 8,
+        "description": "18 layers, residual; below 64 pixels a 3x3 stem without pooling",
+        "options": {},
+    },
+}
+
+_BLOCKS = {"resnet18": (2, 2, 2, 2)}
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut; ``stride`` halves the extents where it is 2."""
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.shortcut = nn.Sequential()
+        if stride != 1 or channels_in != channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, channels_in, h, w] -> [n, channels, h / stride, w / stride]."""
+        y = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+def build(name: str, in_shape: tuple[int, ...], classes: int, _options: dict[str, Any]) -> nn.Sequential:
+    """``name`` for images of ``in_shape`` (channels, height, width), as a sequence of blocks."""
+    if in_shape[-1] >= SMALL_EDGE:
+        return _large(name, in_shape[0], classes)
+    blocks: list[nn.Module] = [
+        nn.Sequential(nn.Conv2d(in_shape[0], 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
+    ]
+    channels_in = 64
+    for stage, count in enumerate(_BLOCKS[name]):
+        channels = 64 * 2**stage
+        for number in range(count):
+            blocks.append(BasicBlock(channels_in, channels, 2 if stage and not number else 1))
+            channels_in = channels
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, classes))
+    return nn.Sequential(*blocks, head)
+
+
+def _large(name: str, channels: int, classes: int) -> nn.Sequential:
+    whole = getattr(torchvision_models(), name)(weights=None, num_classes=classes)
+    if channels != 3:
+        whole.conv1 = nn.Conv2d(channels, 64, 7, 2, padding=3, bias=False)
+    stem = nn.Sequential(whole.conv1, whole.bn1, whole.relu, whole.maxpool)
+    stages = [block for stage in (whole.layer1, whole.layer2, whole.layer3, whole.layer4) for block in stage]
+    return nn.Sequential(stem, *stages, nn.Sequential(whole.avgpool, nn.Flatten(), whole.fc))

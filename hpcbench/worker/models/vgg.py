@@ -1,0 +1,62 @@
+"""VGG (Simonyan and Zisserman 2015): the MNIST/CIFAR form for small images, torchvision's for larger ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hpcbench.worker.models.build import SMALL_EDGE
+from hpcbench.worker.models.vision import torchvision_models
+
+MODELS = {
+    "vgg11": {
+        "builder": "build",
+        "min_size": 8,
+        "description": "11 layers, no shortcuts, wide; below 64 pixels one linear layer and BatchNorm",
+        "options": {
+            "batch_norm": ("bool", True, "below 64 pixels: BatchNorm after every convolution"),
+            "dropout": ("float", 0.5, "from 64 pixels on: dropout between the linear layers"),
+        },
+    },
+}  # fmt: skip
+
+_POOL = 0
+_LAYERS = {"vgg11": (64, _POOL, 128, _POOL, 256, 256, _POOL, 512, 512, _POOL, 512, 512, _POOL)}
+
+
+def build(name: str, in_shape: tuple[int, ...], classes: int, options: dict[str, Any]) -> nn.Sequential:
+    """``name`` for images of ``in_shape`` (channels, height, width), as a sequence of blocks."""
+    if in_shape[-1] >= SMALL_EDGE:
+        return _large(name, in_shape[0], classes, options["dropout"])
+    blocks: list[nn.Module] = []
+    channels_in, extent = in_shape[0], in_shape[-1]
+    for channels in _LAYERS[name]:
+        if channels != _POOL:
+            blocks.append(_convolution(channels_in, channels, options["batch_norm"]))
+            channels_in = channels
+        elif extent >= 2:  # an 8x8 or 28x28 image is a single pixel before the last pools
+            blocks.append(nn.MaxPool2d(2))
+            extent //= 2
+    head = nn.Linear(channels_in * extent * extent, classes)
+    nn.init.normal_(head.weight, 0.0, 0.01)
+    nn.init.zeros_(head.bias)
+    return nn.Sequential(*blocks, nn.Sequential(nn.Flatten(), head))
+
+
+def _convolution(channels_in: int, channels: int, batch_norm: bool) -> nn.Sequential:
+    convolution = nn.Conv2d(channels_in, channels, 3, padding=1)
+    # torchvision's initialisation: torch's own default lets the signal die in eight layers without BatchNorm.
+    nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
+    assert convolution.bias is not None
+    nn.init.zeros_(convolution.bias)
+    norm = [nn.BatchNorm2d(channels)] if batch_norm else []
+    return nn.Sequential(convolution, *norm, nn.ReLU(inplace=True))
+
+
+def _large(name: str, channels: int, classes: int, dropout: float) -> nn.Sequential:
+    whole = getattr(torchvision_models(), name)(weights=None, num_classes=classes, dropout=dropout)
+    features = list(whole.features)
+    if channels != 3:
+        features[0] = nn.Conv2d(channels, 64, 3, padding=1)
+    return nn.Sequential(*features, nn.Sequential(whole.avgpool, nn.Flatten()), *whole.classifier)

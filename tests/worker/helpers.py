@@ -1,0 +1,57 @@
+"""Task files, trees and attempts for the tests of the worker."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from hpcbench.config.spec import RunSpec, config_id, run_id
+from hpcbench.config.task import Task, TaskHeader, write_lines
+from hpcbench.results.attempts import Attempt, begin_attempt
+from hpcbench.results.schema import Failure, RankResult
+from hpcbench.results.store import ClusterTree
+
+
+def make_spec(**values: Any) -> RunSpec:
+    """A run of two warm-up and four timed steps on digits, unless ``values`` say otherwise."""
+    given: dict[str, Any] = {"model": "resnet18", "dataset": "digits", "strategy": "single", "batch_size": 8,
+                             "warmup_steps": 2, "steps": 4}  # fmt: skip
+    return RunSpec(**{**given, **values})
+
+
+def make_task(spec: RunSpec, time_limit_s: float = 600.0) -> Task:
+    return Task(run_id=run_id(spec), config_id=config_id(spec), sweep="tests", spec=spec, time_limit_s=time_limit_s)
+
+
+def make_header(folder: Path, **values: Any) -> TaskHeader:
+    given: dict[str, Any] = {"cluster": "here", "device": "cpu", "tree": str(folder / "results" / "here"),
+                             "submission": "s1", "wait_s": 30.0}  # fmt: skip
+    return TaskHeader(**{**given, **values})
+
+
+def write_tasks(folder: Path, *specs: RunSpec, time_limit_s: float = 600.0, **header: Any) -> Path:
+    """A task file of ``specs`` in ``folder``."""
+    path = folder / "tasks.jsonl"
+    path.write_bytes(write_lines(make_header(folder, **header), [make_task(spec, time_limit_s) for spec in specs]))
+    return path
+
+
+def tree_of(folder: Path) -> ClusterTree:
+    return ClusterTree(folder / "results" / "here")
+
+
+def start_attempt(folder: Path, spec: RunSpec, **start: Any) -> Attempt:
+    given: dict[str, Any] = {"launch": "l1", "host": "h", "started_unix_s": time.time(),
+                             "deadline_unix_s": time.time() + 600}  # fmt: skip
+    return begin_attempt(tree_of(folder).run_folder(run_id(spec)), **{**given, **start})
+
+
+def make_rank(rank: int = 0, **values: Any) -> RankResult:
+    given: dict[str, Any] = {"rank": rank, "local_rank": rank, "node_rank": 0, "replica": rank, "host": f"n{rank}",
+                             "pid": 100 + rank, "device": "cpu"}  # fmt: skip
+    return RankResult(**{**given, **values})
+
+
+def failure(kind: str = "ValueError", message: str = "no such thing") -> Failure:
+    return Failure(type=kind, message=message, traceback_tail="Traceback ...")
