@@ -1,0 +1,95 @@
+"""``python -m hpcbench.worker``: one rank of a run; ``begin`` and ``end`` around the ranks; ``doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from hpcbench.errors import HpcbenchError
+
+_EPILOG = """\
+exit codes
+  a rank  0 the run is ok, as far as this rank knows; 1 it is not, and the result says why
+  begin   0 the attempt's folder is on stdout; 10 the run has an ok result, nothing to do
+  end     0 the tree says how the run ended; otherwise that of --exit-code, or 3
+  doctor  0 a worker can start here; 1 it cannot
+  all     2 the task file or an argument is wrong; 3 the file system refused
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run what the command line asks for; returns the exit code."""
+    words = sys.argv[1:] if arguments is None else arguments
+    try:
+        return _dispatch(words)
+    except HpcbenchError as error:
+        print(f"hpcbench: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+
+
+def _dispatch(words: list[str]) -> int:
+    verb = words[0] if words and not words[0].startswith("-") else "rank"
+    if verb == "doctor":
+        from hpcbench.worker.doctor import doctor
+
+        _parser("doctor").parse_args(words[1:])
+        return doctor()
+    given = _parser(verb).parse_args(words if verb == "rank" else words[1:])
+    if verb == "begin":
+        from hpcbench.worker.begin import begin
+
+        return begin(given.tasks, given.index, given.time_limit_s)
+    if verb == "end":
+        from hpcbench.worker.end import end
+
+        return end(given.tasks, given.index, given.attempt, given.exit_code, given.received)
+    return _rank(given)
+
+
+def _rank(given: argparse.Namespace) -> int:
+    from hpcbench.worker.main import run_rank
+    from hpcbench.worker.stop import exit_now
+
+    code = 1
+    try:
+        code = run_rank(given.tasks, given.index, given.attempt)
+    except HpcbenchError as error:
+        print(f"hpcbench: {error}", file=sys.stderr)  # noqa: T201
+        code = error.exit_code
+    except BaseException:  # noqa: BLE001 - shown, and the process ends below
+        import traceback
+
+        traceback.print_exc()
+    # Threads may still sit in the store, and a dead peer's sockets in a collective: nothing is left to wait for.
+    exit_now(code)
+    return code
+
+
+def _parser(verb: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpcbench.worker" + ("" if verb == "rank" else f" {verb}"),
+        usage="%(prog)s [begin|end|doctor] [options]" if verb == "rank" else None,
+        description=__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    if verb == "doctor":
+        parser.add_argument("--json", action="store_true", help="one JSON document (there is no other form)")
+        return parser
+    if verb not in ("rank", "begin", "end"):
+        parser.error(f"unknown verb {verb!r}: begin, end and doctor are there; without one this is a rank")
+    parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="the task file")
+    parser.add_argument("--index", type=int, required=True, metavar="N", help="which run of it, from 0")
+    if verb == "begin":
+        parser.add_argument("--time-limit-s", type=float, metavar="S", help="instead of the task's")
+    else:
+        parser.add_argument("--attempt", type=int, required=verb == "end", metavar="K", help="the attempt's number")
+    if verb == "end":
+        parser.add_argument("--exit-code", type=int, required=True, metavar="RC", help="of the launcher")
+        parser.add_argument("--received", default="", metavar="SIGNAL", help="what the batch script was told")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

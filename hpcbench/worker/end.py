@@ -1,0 +1,125 @@
+"""``end``: after the ranks. Where they died without a word, this writes down how. No torch here."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from hpcbench.config.task import read_task
+from hpcbench.errors import HpcbenchError
+from hpcbench.fileio import tail
+from hpcbench.results.attempts import Attempt, AttemptStart
+from hpcbench.results.schema import OK, Failure, RankResult, RunResult
+from hpcbench.results.store import ClusterTree
+from hpcbench.worker.failure import says_peer_lost
+from hpcbench.worker.stop import near_s
+from hpcbench.worker.summary import summarise
+from hpcbench.worker.verdict import killed_for_memory, lost
+
+EXIT_NOT_RECORDED = 3
+
+# What SLURM's daemons write into a step's error stream when the kernel killed one of its processes.
+_SLURM_OOM = re.compile(r"oom[-_ ]kill event|Out Of Memory", re.IGNORECASE)
+
+
+def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: str) -> int:
+    """Make sure that the attempt has a result.
+
+    ``exit_code`` is the launcher's, ``received`` the signal that the batch script got (``TERM``), or empty.
+    Returns 0 where the tree now says how this run ended (ok or not); otherwise ``exit_code``, or 3 where that is 0.
+    """
+    header, task = read_task(tasks, index)
+    tree = ClusterTree(Path(header.tree))
+    attempt = Attempt(tree.run_folder(task.run_id), attempt_number)
+    received = received.upper().removeprefix("SIG")
+    present = _present(tree, task.run_id, attempt_number)
+    if present is not None:
+        if present.attempt == attempt_number and present.status == "cancelled" and received == "USR2":
+            # The ranks were only told TERM (torchrun passes nothing else on), the script knows that time ran out.
+            present.status = "timeout"
+            return _write(tree, present, exit_code)
+        return 0
+    ranks = attempt.read_ranks()
+    start = attempt.start_marker()
+    status, how = _status(start, task.time_limit_s, exit_code, received)
+    log = tail(attempt.folder / "err.log")
+    if status == "failed" and _SLURM_OOM.search(log):
+        status, how = "oom", f"{how}; the scheduler saw a process killed for its memory"
+    status, error = _failure(status, how, ranks, task.spec.ranks, log)
+    result = summarise(header, task, attempt_number, ranks, status, error)
+    return _write(tree, result, exit_code)
+
+
+def _write(tree: ClusterTree, result: RunResult, exit_code: int) -> int:
+    try:
+        tree.write_result(result)
+    except HpcbenchError as problem:
+        print(f"hpcbench: the result of {result.run_id} could not be recorded: {problem}", file=sys.stderr)  # noqa: T201
+        return exit_code or EXIT_NOT_RECORDED
+    return 0
+
+
+def _present(tree: ClusterTree, run_id: str, attempt: int) -> RunResult | None:
+    """The result that is there already and that this attempt must leave alone."""
+    try:
+        result = tree.read_result(run_id)
+    except msgspec.MsgspecError:
+        return None
+    return result if result is not None and (result.status == OK or result.attempt >= attempt) else None
+
+
+def _status(start: AttemptStart | None, limit_s: float, exit_code: int, received: str) -> tuple[str, str]:
+    """(status, how the ranks ended in words)."""
+    how = describe_exit(exit_code)
+    deadline = start.deadline_unix_s if start else None
+    near_deadline = deadline is not None and time.time() >= deadline - near_s(limit_s)
+    if start is not None and killed_for_memory(start.oom_kills):
+        return "oom", f"{how}; the kernel killed a process of this job for its memory"
+    if received == "USR2" or (received and near_deadline):
+        return "timeout", f"{how}; the job was told SIG{received} at its time limit"
+    if received:
+        return "cancelled", f"{how}; the job was told SIG{received}"
+    # 124 and 137 are what `timeout` leaves; a scheduler's KILL at the limit comes without a word to the script.
+    if near_deadline and exit_code in (124, 128 + signal.SIGTERM, 128 + signal.SIGKILL):
+        return "timeout", f"{how}, at the time limit"
+    return "failed", how
+
+
+def describe_exit(code: int) -> str:
+    """``137 -> "the ranks ended with exit code 137 (SIGKILL)"``."""
+    name = ""
+    if code > 128:
+        try:
+            name = f" ({signal.Signals(code - 128).name})"
+        except ValueError:
+            name = ""
+    return f"the ranks ended with exit code {code}{name}"
+
+
+def _failure(status: str, how: str, ranks: dict[int, RankResult], world_size: int, log: str) -> tuple[str, Failure]:
+    """A rank that could still say why it failed is believed; otherwise the exit code is all there is."""
+    silent = [rank for rank in range(world_size) if rank not in ranks]
+    told = _first_told(ranks)
+    if status == "failed" and told is not None:
+        error = ranks[told].error
+        assert error is not None
+        message = f"rank {told} on {ranks[told].host}: {error.message} ({how})"
+        tail_of = error.traceback_tail or log
+        return ranks[told].status, Failure(type=error.type, message=message, hint=error.hint, traceback_tail=tail_of)
+    if silent:
+        return status, lost(silent, ranks, how, log)
+    return status, Failure(type="NoResult", message=f"{how}; every rank left a file, but rank 0 no result")
+
+
+def _first_told(ranks: dict[int, RankResult]) -> int | None:
+    """The lowest rank with an error of its own: not one that only says that another rank is gone."""
+    for rank in sorted(ranks):
+        error = ranks[rank].error
+        if error is not None and not says_peer_lost(error.type, error.message):
+            return rank
+    return None

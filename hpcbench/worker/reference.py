@@ -1,0 +1,104 @@
+"""What a data-parallel run must compute, in one process: the judge of every data-parallel strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.shard import micro_shares
+from hpcbench.worker.data.feed import Feed
+from hpcbench.worker.precision import Arithmetic
+from hpcbench.worker.strategies.base import make_optimizer, sample_losses
+
+
+@dataclass
+class Trained:
+    """Losses per step (mean over the global batch), and every parameter and buffer afterwards."""
+
+    losses: list[float] = field(default_factory=list)
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train_reference(
+    model: nn.Module, spec: RunSpec, feed: Feed, steps: Iterable[int], backwards: bool = False
+) -> Trained:
+    """Train ``model`` in place on the steps numbered ``steps`` as ``spec.dp_degree`` replicas would.
+
+    Each replica's share (and each micro-batch of it) is forwarded by itself, so that BatchNorm sees what it would see
+    there; the losses' sum is divided by the true global sample count; one update follows. Running statistics are those
+    of replica 0. ``backwards`` sums the replicas from the last one on: what differs then is rounding alone.
+    """
+    model.to(feed.device).train()
+    optimizer = make_optimizer(spec, model)
+    arithmetic = Arithmetic(spec.precision, feed.device)
+    trained = Trained()
+    order = range(feed.replicas)[:: -1 if backwards else 1]
+    for step in steps:
+        loss = 0.0
+        summed = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        for replica in order:
+            # Summed replica by replica, as an all_reduce does: of two replicas the sum is the same to the last bit.
+            optimizer.zero_grad(set_to_none=True)
+            loss += _accumulate_replica(model, spec, feed, step, replica, arithmetic)
+            for total, parameter in zip(summed, model.parameters(), strict=True):
+                if parameter.grad is not None:
+                    total.add_(parameter.grad)
+        for total, parameter in zip(summed, model.parameters(), strict=True):
+            parameter.grad = total
+        arithmetic.update(optimizer)
+        trained.losses.append(loss)
+    trained.state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return trained
+
+
+def train_full_batch(model: nn.Module, spec: RunSpec, feed: Feed, steps: Iterable[int]) -> Trained:
+    """The plain single-device run on the global batch: equal to the above only for a model without BatchNorm."""
+    model.to(feed.device).train()
+    optimizer = make_optimizer(spec, model)
+    arithmetic = Arithmetic(spec.precision, feed.device)
+    trained = Trained()
+    for step in steps:
+        batches = [feed.batch(step, replica) for replica in range(feed.replicas)]
+        inputs, labels = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+        optimizer.zero_grad(set_to_none=True)
+        with arithmetic.autocast():
+            outputs = model(inputs)
+        loss = sample_losses(outputs, labels) / len(labels)
+        arithmetic.backward(loss)
+        arithmetic.update(optimizer)
+        trained.losses.append(loss.item())
+    trained.state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return trained
+
+
+def _accumulate_replica(
+    model: nn.Module, spec: RunSpec, feed: Feed, step: int, replica: int, arithmetic: Arithmetic
+) -> float:
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    inputs, labels = feed.batch(step, replica)
+    total = 0.0
+    for part in micro_shares(len(labels), spec.batch_size, spec.micro_batches):
+        chosen = slice(part.start, part.stop)
+        with arithmetic.autocast():
+            outputs = model(inputs[chosen])
+        loss = sample_losses(outputs, labels[chosen]) / feed.global_count(step)
+        arithmetic.backward(loss)
+        total += loss.item()
+    if replica:
+        for name, buffer in model.named_buffers():
+            buffer.data.copy_(kept[name])
+    return total
+
+
+def largest_relative_difference(ours: Tensor, reference: Tensor) -> float:
+    """max|a - b| / max(1, max|b|), the measure of every comparison; infinite where one is not finite."""
+    a, b = ours.detach().double().cpu(), reference.detach().double().cpu()
+    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        return float("inf")
+    if a.numel() == 0:
+        return 0.0
+    return ((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item()

@@ -1,0 +1,114 @@
+"""What a strategy is to the loop, and the step that all data-parallel ones share."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor, nn
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.shard import micro_shares
+from hpcbench.worker.data.feed import Feed
+from hpcbench.worker.precision import Arithmetic
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a strategy runs: a rank of ``group`` (the default group where ``None``) and its device."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+
+
+class Strategy(Protocol):
+    """One way to train. The loop calls ``setup`` once, then ``step`` for every step, and nothing else."""
+
+    replica: int
+    """The data-parallel replica that this rank belongs to."""
+    module: nn.Module
+    """The weights that this rank holds, in a form that can be called: for evaluation and comparison."""
+
+    def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
+        """Take ``model`` (built on the host, the same on every rank) apart or wrap it. May communicate."""
+
+    def step(self, feed: Feed, step: int) -> Tensor:
+        """Forward, backward and update for step ``step``.
+
+        Returns this rank's part of the loss, detached, on the device: the sum over its samples divided by the global
+        sample count, so that the parts of all replicas add up to the mean loss.
+        """
+
+
+def make_optimizer(spec: RunSpec, module: nn.Module) -> torch.optim.Optimizer:
+    """The run's optimizer over the parameters of ``module``."""
+    parameters = list(module.parameters())
+    if spec.optimizer == "sgd":
+        return torch.optim.SGD(parameters, spec.learning_rate, spec.momentum, weight_decay=spec.weight_decay)
+    kind = torch.optim.Adam if spec.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, spec.learning_rate, weight_decay=spec.weight_decay)
+
+
+def sample_losses(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the samples' cross-entropies, in fp32 at least: outputs [n, classes], labels [n]."""
+    wide = outputs if outputs.dtype == torch.float64 else outputs.float()
+    return F.cross_entropy(wide, labels, reduction="sum")
+
+
+class DataParallel:
+    """A whole model per rank. ``loss_factor`` undoes what the wrapper does to gradients (an average, for DDP)."""
+
+    loss_factor = 1.0
+
+    def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
+        """Put ``model`` on the device, wrapped by the subclass."""
+        self.spec = spec
+        self.replica = place.rank if spec.dp_degree > 1 else 0
+        self.arithmetic = Arithmetic(spec.precision, place.device)
+        self.module: nn.Module = model.to(place.device).train()
+        self.runner = self.wrap(self.module, spec, place)
+        self.optimizer = make_optimizer(spec, self.module)
+
+    def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
+        """What is called instead of ``module``."""
+        return module
+
+    def without_sync(self) -> AbstractContextManager[None]:
+        """The context of all micro-batches but the last."""
+        return nullcontext()
+
+    def step(self, feed: Feed, step: int) -> Tensor:
+        """See ``Strategy.step``. Micro-batches accumulate gradients."""
+        global_count = feed.global_count(step)
+        inputs, labels = feed.batch(step, self.replica)
+        self.optimizer.zero_grad(set_to_none=True)
+        parts = micro_shares(len(labels), self.spec.batch_size, self.spec.micro_batches)
+        for part in parts[:-1]:
+            with self.without_sync():
+                self._accumulate(inputs, labels, part, global_count)
+        self._accumulate(inputs, labels, parts[-1], global_count)
+        self.arithmetic.update(self.optimizer)
+        return self._take_loss()
+
+    def _accumulate(self, inputs: Tensor, labels: Tensor, part: range, global_count: int) -> None:
+        chosen = slice(part.start, part.stop)
+        with self.arithmetic.autocast():
+            outputs = self.runner(inputs[chosen])
+        loss = sample_losses(outputs, labels[chosen]) / global_count
+        # DDP averages over replicas; the sum of shares that were divided by the true count is what is wanted.
+        self.arithmetic.backward(loss * self.loss_factor)
+        kept = loss.detach()
+        self._loss = kept if self._loss is None else self._loss + kept
+
+    _loss: Tensor | None = None
+
+    def _take_loss(self) -> Tensor:
+        assert self._loss is not None, "a step without micro-batches"
+        taken, self._loss = self._loss, None
+        return taken

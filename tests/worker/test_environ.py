@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcbench.worker.environ import GUARD, core_warnings, given_environment, missing, thread_count
+from hpcbench.worker.memory import peak_resident_bytes
+
+
+@pytest.mark.parametrize(
+    ("env", "cores", "cores_per_task", "local_world_size", "expected"),
+    [
+        ({"OMP_NUM_THREADS": "3"}, 8, None, 2, None),
+        ({"MKL_NUM_THREADS": "3"}, 8, None, 2, None),
+        ({"OMP_NUM_THREADS": ""}, 8, None, 2, 4),
+        ({}, 2, None, 1, 2),
+        ({}, 2, None, 2, 1),
+        ({}, 2, None, 4, 1),
+        ({}, 64, 16, 4, 16),
+        # The launcher has bound this rank to its own cores.
+        ({}, 16, 16, 4, 16),
+        ({}, 8, 16, 4, 8),
+    ],
+)
+def test_threads(
+    env: dict[str, str], cores: int, cores_per_task: int | None, local_world_size: int, expected: int | None
+) -> None:
+    assert thread_count(env, cores, cores_per_task, local_world_size) == expected
+
+
+def test_warnings_about_cores() -> None:
+    assert core_warnings(8, 8, 1, 8) == core_warnings(8, None, 8, 8) == []
+    assert core_warnings(4, 8, 1, 8) == ["a rank may use 4 of the 8 cores per task that the profile promises"]
+    assert core_warnings(2, None, 4, 2) == ["oversubscribed: 4 ranks share the 2 cores of their host"]
+
+
+def test_what_must_be_set_before_the_interpreter_starts() -> None:
+    assert missing({"A": "1"}, {"A": "1"}, "run") == {}
+    assert missing({"A": "2"}, {"A": "1", "B": "x"}, "run") == {"A": "1", "B": "x"}
+    assert missing({"A": "2", GUARD: "run"}, {"A": "1"}, "run") == {}, "once is enough"
+    assert missing({"A": "2", GUARD: "another"}, {"A": "1"}, "run") == {"A": "1"}
+
+
+def test_variables_of_the_digest() -> None:
+    env = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "HOME": "/x", "CUDA_VISIBLE_DEVICES": "3", "GLOO_X": "1"}
+    assert given_environment(env, {"GLOO_X": "1"}) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
+    assert given_environment({**env, "TORCHELASTIC_RUN_ID": "x"}, {"GLOO_X": "1"}) == {"NCCL_DEBUG": "INFO"}
+
+
+def test_peak_memory_is_this_processes_and_not_its_parents() -> None:
+    """ru_maxrss of a child begins with what its parent held; a large launcher would be measured as the run."""
+    ballast = b"x" * 300_000_000
+    code = (
+        "import resource; from hpcbench.worker.memory import peak_resident_bytes as peak\n"
+        "print(peak(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    peak, maxrss = map(int, done.stdout.split())
+    assert len(ballast) == 300_000_000
+    assert peak < 100_000_000
+    assert maxrss >= peak
+
+
+def test_peak_memory_without_the_kernels_file(tmp_path: Path) -> None:
+    assert peak_resident_bytes(tmp_path / "absent") == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    (tmp_path / "status").write_text("VmPeak:\t  9 kB\nVmHWM:\t  5 kB\n")
+    assert peak_resident_bytes(tmp_path / "status") == 5120

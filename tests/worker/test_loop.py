@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from hpcbench.worker.data.feed import Feed, make_feed
+from hpcbench.worker.loop import Progress, instrument_cost_s, run_loop
+from hpcbench.worker.stop import Stop, Stopped
+from hpcbench.worker.timers import HostClock, process_age_s
+from tests.worker.helpers import make_spec
+
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """A strategy that writes down what the loop asks of it."""
+
+    replica = 0
+    module: torch.nn.Module = torch.nn.Identity()
+
+    def __init__(self, stop: Stop, stop_after: int | None = None, losses: list[float] | None = None) -> None:
+        self.calls: list[Any] = []
+        self._stop, self._stop_after, self._losses = stop, stop_after, losses
+
+    def setup(self, model: Any, spec: Any, place: Any) -> None:
+        raise AssertionError("the loop does not set up")
+
+    def step(self, feed: Feed, step: int) -> torch.Tensor:
+        self.calls.append(step)
+        if step == self._stop_after:
+            self._stop.reason = Stopped("cancelled", "told")
+        return torch.tensor(self._losses[step] if self._losses else float(step))
+
+
+def run(
+    warmup: int, steps: int, stop_after: int | None = None, losses: list[float] | None = None, **spec: Any
+) -> tuple[Recorder, Progress]:
+    stop = Stop()
+    chosen = make_spec(warmup_steps=warmup, steps=steps, **spec)
+    recorder, progress = Recorder(stop, stop_after, losses), Progress(chosen, CPU)
+    try:
+        run_loop(recorder, make_feed(chosen, CPU), chosen, progress, stop, lambda: recorder.calls.append("barrier"))
+    except Stopped:
+        recorder.calls.append("stopped")
+    return recorder, progress
+
+
+def test_warm_up_then_a_barrier_then_the_timed_steps() -> None:
+    recorder, progress = run(2, 3)
+    assert recorder.calls == [0, 1, "barrier", 2, 3, 4]
+    assert len(progress.step_times_s()) == 3
+    assert progress.read_losses(may_wait=True) == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert progress.time_to_first_step_s is not None
+
+
+def test_without_warm_up_the_first_step_is_timed_and_noted() -> None:
+    recorder, progress = run(0, 2)
+    assert recorder.calls == ["barrier", 0, 1]
+    assert len(progress.step_times_s()) == 2
+    assert progress.time_to_first_step_s is not None
+
+
+@pytest.mark.parametrize(
+    ("stop_after", "calls", "timed"),
+    [
+        (0, [0, "stopped"], 0),
+        (1, [0, 1, "barrier", "stopped"], 0),
+        (3, [0, 1, "barrier", 2, 3, "stopped"], 2),
+        # Told during the last step: everything was measured, so nothing was stopped.
+        (4, [0, 1, "barrier", 2, 3, 4], 3),
+    ],
+)
+def test_a_stop_is_seen_at_the_next_boundary(stop_after: int, calls: list[Any], timed: int) -> None:
+    recorder, progress = run(2, 3, stop_after)
+    assert recorder.calls == calls
+    assert len(progress.step_times_s()) == timed
+
+
+def test_losses_that_are_not_finite_are_null() -> None:
+    _, progress = run(0, 3, losses=[1.0, float("inf"), float("nan")])
+    assert progress.read_losses(may_wait=True) == [1.0, None, None]
+
+
+def test_samples_are_those_of_each_timed_step() -> None:
+    _, progress = run(1, 4, batch_size=700)
+    assert progress.samples == [700, 100, 700, 700]
+
+
+def test_the_clock_gives_the_times_between_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0, 5_000_000, 7_000_000])
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks))
+    clock = HostClock()
+    assert clock.times_s() == []
+    for _ in range(3):
+        clock.mark()
+    assert clock.times_s() == [0.005, 0.002]
+
+
+def test_the_cost_of_the_instruments_can_be_measured() -> None:
+    assert instrument_cost_s(CPU, repeats=100) > 0
+
+
+def test_a_process_is_older_than_what_it_has_done() -> None:
+    first = process_age_s()
+    time.sleep(0.03)
+    assert process_age_s() > first > 0

@@ -1,0 +1,181 @@
+"""In what an environment a worker starts, and what it says about it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcbench.config.spec import run_id
+from hpcbench.errors import WorkerError
+from hpcbench.worker.device import choose, shared_devices
+from hpcbench.worker.provenance import collect, environment_digest
+from hpcbench.worker.rank import RankInfo
+from tests.worker.helpers import make_header, make_spec, tree_of, write_tasks
+
+LOGIN_NODE = ["click", "pydantic", "submitit", "jinja2", "polars", "rich", "tomli", "tomlkit", "altair"]
+
+BLOCKER = """
+import sys
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {blocked!r} else self.finder.find_spec(name, path, target)
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+from hpcbench.worker.__main__ import main
+"""
+
+
+def run_blocked(blocked: list[str], *words: str) -> subprocess.CompletedProcess[str]:
+    """A worker's verb in an interpreter that has not got ``blocked``."""
+    code = BLOCKER.format(blocked=set(blocked)) + f"sys.exit(main({list(words)!r}))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_a_run_without_the_login_nodes_packages(tmp_path: Path) -> None:
+    spec = make_spec(steps=1, warmup_steps=0)
+    given = ["--tasks", str(write_tasks(tmp_path, spec)), "--index", "0"]
+    began = run_blocked(LOGIN_NODE, "begin", *given)
+    assert began.returncode == 0, began.stderr
+    ran = run_blocked(LOGIN_NODE, *given, "--attempt", "1")
+    assert ran.returncode == 0, ran.stderr
+    ended = run_blocked(LOGIN_NODE, "end", *given, "--attempt", "1", "--exit-code", "0")
+    assert ended.returncode == 0, ended.stderr
+    result = tree_of(tmp_path).read_result(run_id(spec))
+    assert result is not None
+    assert result.status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("blocked", "values", "hint"),
+    [
+        ("torch", {}, "pip install torch"),
+        ("sklearn", {}, "pip install scikit-learn"),
+        ("torchvision", {"dataset": "imagenet", "input_size": 64}, "pip install torchvision"),
+    ],
+)
+def test_a_missing_package_is_unsupported_with_the_command_that_installs_it(
+    tmp_path: Path, blocked: str, values: dict[str, Any], hint: str
+) -> None:
+    spec = make_spec(steps=1, **values)
+    ran = run_blocked([blocked], "--tasks", str(write_tasks(tmp_path, spec)), "--index", "0")
+    assert ran.returncode == 1
+    result = tree_of(tmp_path).read_result(run_id(spec))
+    assert result is not None
+    assert result.status == "unsupported", ran.stderr
+    assert result.error is not None
+    assert hint in (result.error.hint or "")
+
+
+def test_synthetic_small_models_need_neither(tmp_path: Path) -> None:
+    spec = make_spec(dataset="mnist", steps=1, warmup_steps=0)
+    ran = run_blocked(["sklearn", "torchvision"], "--tasks", str(write_tasks(tmp_path, spec)), "--index", "0")
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(("blocked", "ready"), [([], True), (["fairscale", "sklearn"], True), (["torch"], False)])
+def test_doctor_never_fails_for_what_is_missing(blocked: list[str], ready: bool) -> None:
+    done = run_blocked(blocked, "doctor", "--json")
+    report = json.loads(done.stdout)
+    assert report["ready"] is ready
+    assert done.returncode == (0 if ready else 1)
+    for name in blocked:
+        assert report["modules"][name]["works"] is False
+        assert report["modules"][name]["hint"].startswith("python -m pip install")
+    assert ("torch" in report) is ready
+
+
+def test_an_unknown_verb_is_refused() -> None:
+    done = run_blocked([], "beginn")
+    assert done.returncode == 2
+    assert "unknown verb 'beginn'" in done.stderr
+
+
+# Provenance
+
+
+def provenance(tmp_path: Path) -> dict[str, Any]:
+    info = RankInfo(0, 0, 1, 1, 0, "lone", "x")
+    return collect(make_header(tmp_path), make_spec(), info, torch.device("cpu"))
+
+
+def test_provenance_is_plain_data(tmp_path: Path) -> None:
+    found = provenance(tmp_path)
+    assert json.loads(json.dumps(found)) == found
+    assert {"python", "torch", "torch_git", "cpu_model", "cores", "kernel", "host", "threads", "limits"} <= set(found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "moves"),
+    [
+        ({"host": "other"}, False),
+        ({"job": {"job_id": "9"}}, False),
+        ({"executable": "/elsewhere/python"}, False),
+        ({"kernel": "0.1"}, False),
+        ({"threads": 64}, False),
+        ({"hpcbench_commit": "abc"}, False),
+        ({"torch": "1.0"}, True),
+        ({"cpu_model": "another"}, True),
+        ({"gpu_model": "another"}, True),
+        ({"device": "cuda"}, True),
+        ({"packages": {"numpy": "1"}}, True),
+    ],
+)
+def test_the_digest_moves_with_what_changes_a_measurement(tmp_path: Path, changes: dict[str, Any], moves: bool) -> None:
+    found = provenance(tmp_path)
+    header = make_header(tmp_path)
+    before, after = environment_digest(found, header, {}), environment_digest({**found, **changes}, header, {})
+    assert (before != after) is moves
+
+
+def test_the_digest_moves_with_variables_and_profile(tmp_path: Path) -> None:
+    found = provenance(tmp_path)
+    digests = {
+        environment_digest(found, make_header(tmp_path), {}),
+        environment_digest(found, make_header(tmp_path), {"NCCL_ALGO": "ring"}),
+        environment_digest(found, make_header(tmp_path, cores_per_task=2), {}),
+        environment_digest(found, make_header(tmp_path, interface="ib0"), {}),
+    }
+    assert len(digests) == 4
+
+
+# Devices
+
+
+def test_ranks_that_share_a_gpu_are_found() -> None:
+    assert shared_devices(["a", "b", "c"]) == []
+    assert shared_devices(["a", "b", "a", "b", "c"]) == [[0, 2], [1, 3]]
+
+
+def test_no_gpu_where_the_profile_says_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(WorkerError, match="sees no GPU"):
+        choose("cuda", RankInfo(0, 0, 1, 1, 0, "lone", "x"))
+
+
+@pytest.mark.parametrize(
+    ("seen", "local_rank", "local_world_size", "index"), [(4, 3, 4, 3), (1, 3, 4, 0), (8, 1, 2, 1), (1, 0, 1, 0)]
+)
+def test_the_gpu_of_a_rank(
+    monkeypatch: pytest.MonkeyPatch, seen: int, local_rank: int, local_world_size: int, index: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    info = RankInfo(local_rank, local_rank, local_world_size, local_world_size, 0, "srun", "x")
+    assert choose("cuda", info) == torch.device("cuda", index)
+
+
+def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(WorkerError, match="4 ranks on .* see 2 GPUs"):
+        choose("cuda", RankInfo(0, 0, 4, 4, 0, "srun", "x"))

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+from hpcbench.worker import stop as stop_module
+from hpcbench.worker.stop import PeerEnded, Stop, Stopped, margin_s, near_s, verdict
+
+
+@pytest.mark.parametrize(
+    ("number", "now", "deadline", "status"),
+    [
+        (signal.SIGUSR2, 0.0, None, "timeout"),
+        (signal.SIGUSR2, 0.0, 100.0, "timeout"),
+        (signal.SIGTERM, 0.0, None, "cancelled"),
+        (signal.SIGTERM, 99.0, 100.0, "cancelled"),
+        (signal.SIGTERM, 100.0, 100.0, "timeout"),
+        (signal.SIGINT, 0.0, 100.0, "cancelled"),
+        (signal.SIGHUP, 0.0, 100.0, "cancelled"),
+    ],
+)
+def test_what_a_signal_means(number: int, now: float, deadline: float | None, status: str) -> None:
+    reason = verdict(number, now, deadline)
+    assert reason.status == status
+    assert signal.Signals(number).name in str(reason)
+
+
+def test_margins_are_small_parts_of_a_limit() -> None:
+    assert [margin_s(limit) for limit in (10.0, 3600.0)] == [0.5, 5.0]
+    assert [near_s(limit) for limit in (10.0, 3600.0)] == [1.0, 30.0]
+
+
+def test_the_deadline_comes_due_by_itself() -> None:
+    stop = Stop()
+    assert not stop.due()
+    stop.set_deadline(time.time() + 1000, 100.0)
+    assert not stop.due()
+    stop.set_deadline(time.time() + 4, 100.0)
+    assert stop.due()
+    with pytest.raises(Stopped, match="time limit") as caught:
+        stop.check()
+    assert caught.value.status == "timeout"
+
+
+def test_the_first_reason_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = Stop()
+    abandoned: list[BaseException] = []
+    stop.on_stuck(abandoned.append)
+    first, second = Stopped("timeout", "first"), PeerEnded("second")
+    stop.request(first, grace_s=0)
+    stop.request(second, grace_s=0)
+    assert stop.reason is first
+    assert abandoned == [first, second], "each asks to end the process; whoever ends it first wins"
+
+
+def test_a_signal_reaches_the_flag_while_the_main_thread_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wake-up socket is read by a thread; no python code of the main thread is needed."""
+    monkeypatch.setattr(stop_module, "_SIGNALS", ("SIGUSR2",))
+    before = signal.getsignal(signal.SIGUSR2)
+    seen = threading.Event()
+    stop = Stop()
+    stop.on_stuck(lambda _: seen.set())
+    try:
+        stop.install()
+        signal.raise_signal(signal.SIGUSR2)
+        assert seen.wait(30)
+        assert isinstance(stop.reason, Stopped)
+        assert stop.reason.status == "timeout"
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGUSR2, before)
+
+
+def test_an_ignored_signal_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nohup and a shell's `&` ignore HUP and INT for their children."""
+    monkeypatch.setattr(stop_module, "_SIGNALS", ("SIGHUP",))
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        Stop().install()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGHUP, before)

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcbench.results.schema import RankResult, RunResult
+from hpcbench.worker.summary import epoch_samples, global_step_samples, slowest_rank_times_s, summarise
+from tests.worker.helpers import failure, make_header, make_rank, make_spec, make_task
+
+PAIR = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, steps=3)
+
+
+def two_ranks(**second: Any) -> dict[int, RankResult]:
+    common: dict[str, Any] = {"steps_done": 3, "step_samples": [8, 8, 8]}
+    return {
+        0: make_rank(0, step_times_s=[0.1, 0.5, 0.2], losses=[1.0, 0.5, 0.4, 0.3, 0.2], peak_memory_bytes=10,
+                     time_to_first_step_s=2.0, accuracy=0.75, provenance={"threads": 1, "environment_digest": "d"},
+                     **common),
+        1: make_rank(1, **{"step_times_s": [0.2, 0.4, 0.1], "losses": [1.5, 0.5, 0.4, 0.3, 0.1],
+                           "peak_memory_bytes": 30, "time_to_first_step_s": 3.0, **common, **second}),
+    }  # fmt: skip
+
+
+def summary(ranks: dict[int, RankResult], spec: Any = PAIR, status: str = "ok") -> RunResult:
+    return summarise(make_header(Path("/tree")), make_task(spec), 1, ranks, status, failure())
+
+
+def test_the_slowest_rank_of_every_step_counts_and_rates_are_global() -> None:
+    result = summary(two_ranks())
+    assert result.step_times_s == [0.2, 0.5, 0.2]
+    metrics = result.metrics
+    assert metrics.samples_per_s == pytest.approx(48 / 0.9)
+    assert metrics.epoch_time_s == pytest.approx(1500 / (48 / 0.9))
+    assert metrics.step_time_s is not None
+    assert (metrics.step_time_s.median, metrics.step_time_s.max) == (0.2, 0.5)
+    assert metrics.loss is not None
+    assert metrics.loss.first == 2.5
+    assert metrics.loss.last == pytest.approx(0.3)
+    assert (metrics.peak_memory_bytes, metrics.time_to_first_step_s, metrics.accuracy) == (30, 3.0, 0.75)
+    assert metrics.peak_reserved_bytes is None
+    assert (result.environment_digest, result.provenance["hosts"]) == ("d", ["n0", "n1"])
+    assert "environment_digest" not in result.provenance
+    assert result.error is None, "an ok run has none"
+
+
+def test_partial_steps_count_as_what_they_hold() -> None:
+    result = summary(two_ranks(step_samples=[8, 8, 5]))
+    assert result.metrics.samples_per_s == pytest.approx((16 + 16 + 13) / 0.9)
+
+
+def test_ranks_that_share_a_replica_count_once() -> None:
+    ranks = {rank: make_rank(rank, replica=rank // 2, step_samples=[4, 3]) for rank in range(4)}
+    assert global_step_samples(ranks) == [8, 6]
+
+
+def test_only_steps_that_all_ranks_have_ended_count() -> None:
+    assert slowest_rank_times_s(two_ranks(step_times_s=[0.2])) == [0.2]
+
+
+def test_a_diverged_loss_is_null_and_a_warning() -> None:
+    result = summary(two_ranks(losses=[1.0, 0.5, None, None, None]))
+    assert result.metrics.loss is not None
+    assert (result.metrics.loss.first, result.metrics.loss.last) == (2.0, None)
+    assert "the loss diverged: it is not finite from step 2 on (0 is the first)" in result.warnings
+
+
+@pytest.mark.parametrize(
+    ("batch", "warmup", "steps", "expected"),
+    [
+        (28, 0, 60, ["the last batch of an epoch holds 16 of 28 samples; counted as 16"]),
+        (28, 50, 3, []),
+        (28, 50, 4, ["the last batch of an epoch holds 16 of 28 samples; counted as 16"]),
+        (28, 0, 53, []),
+        (1499, 0, 1, ["1 of 1500 samples of an epoch are left out: the last batch would give a replica fewer than 2"]),
+        (50, 0, 90, []),
+    ],
+)
+def test_warnings_about_batches(batch: int, warmup: int, steps: int, expected: list[str]) -> None:
+    spec = make_spec(batch_size=batch, warmup_steps=warmup, steps=steps)
+    times = [0.1] * steps
+    result = summary({0: make_rank(0, step_times_s=times, step_samples=[batch] * steps)}, spec)
+    assert result.warnings == expected
+
+
+def test_left_out_samples_are_not_in_the_epoch() -> None:
+    assert epoch_samples(make_spec(batch_size=1499)) == 1499
+    assert epoch_samples(make_spec(batch_size=28)) == 1500
+
+
+def test_a_warning_of_some_ranks_names_them_and_of_all_stands_once() -> None:
+    assert summary(two_ranks(warnings=["hot"])).warnings == ["hot (ranks 1)"]
+    ranks = two_ranks(warnings=["hot"])
+    ranks[0].warnings = ["hot"]
+    assert summary(ranks).warnings == ["hot"]
+
+
+def test_without_ranks_there_are_no_metrics() -> None:
+    result = summary({}, status="failed")
+    assert result.metrics.step_time_s is None
+    assert result.metrics.peak_memory_bytes is None
+    assert result.error == failure()
+    assert [entry["left_file"] for entry in result.ranks] == [False, False]
+
+
+def test_the_loss_of_a_part_of_the_ranks_is_no_loss() -> None:
+    ranks = two_ranks()
+    del ranks[0]
+    result = summary(ranks, status="failed")
+    assert result.metrics.loss is None
+    assert result.step_times_s == [0.2, 0.4, 0.1]
+    assert math.isclose(result.metrics.peak_memory_bytes or 0, 30)
