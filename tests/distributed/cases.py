@@ -1,0 +1,83 @@
+"""What the parity tests compare: a run as a strategy does it on real ranks, and as one process must."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.parallel.datasets import DATASETS
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.reference import Trained, train_full_batch, train_reference
+from hpcbench.worker.strategies.base import Place
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """``samples`` makes the epoch so short that it ends within the steps."""
+
+    spec: RunSpec
+    samples: int
+    steps: int = 5
+
+
+@dataclass
+class OfRank:
+    """What one rank of the pool sends back: its parts of the losses, rank 0 also its weights and buffers."""
+
+    losses: list[float]
+    counts: list[int]
+    differs_from_rank_0: float
+    state: dict[str, Tensor] = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def short_epoch(dataset: str, samples: int) -> Iterator[None]:
+    """Make an epoch of ``dataset`` that many samples long."""
+    whole = DATASETS[dataset]
+    DATASETS[dataset] = whole._replace(samples=samples)
+    try:
+        yield
+    finally:
+        DATASETS[dataset] = whole
+
+
+def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
+    """Train as the case's strategy does; called on every rank of ``group``."""
+    rank = dist.get_rank(group)
+    with short_epoch(case.spec.dataset, case.samples):
+        feed = make_feed(case.spec, CPU)
+        strategy = resolve_runtime(case.spec.strategy)()
+        strategy.setup(build_model(case.spec), case.spec, Place(rank, case.spec.ranks, CPU, group))
+        losses = [strategy.step(feed, step).item() for step in range(case.steps)]
+        counts = [feed.count(step, strategy.replica) for step in range(case.steps)]
+    # Running statistics are a rank's own until the next forward pass, so only parameters are alike everywhere.
+    worst = 0.0
+    for parameter in strategy.module.parameters():
+        of_rank_0 = parameter.detach().clone()
+        dist.broadcast(of_rank_0, src=dist.get_global_rank(group, 0), group=group)
+        worst = max(worst, (of_rank_0 - parameter.detach()).abs().max().item())
+    state = {name: tensor.detach().clone() for name, tensor in strategy.module.state_dict().items()}
+    return OfRank(losses, counts, worst, state if rank == 0 else {})
+
+
+def run_reference(case: Case, backwards: bool = False) -> Trained:
+    """The same training in this process, each replica's share by itself; ``backwards`` sums the last replica first."""
+    with short_epoch(case.spec.dataset, case.samples):
+        feed, model = make_feed(case.spec, CPU), build_model(case.spec)
+        return train_reference(model, case.spec, feed, range(case.steps), backwards)
+
+
+def run_full_batch(case: Case) -> Trained:
+    """The plain run on the whole global batch."""
+    with short_epoch(case.spec.dataset, case.samples):
+        return train_full_batch(build_model(case.spec), case.spec, make_feed(case.spec, CPU), range(case.steps))

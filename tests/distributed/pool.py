@@ -1,0 +1,74 @@
+"""Four rank processes that live as long as the test session; every case is a command to two or all of them."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hpcbench.worker.stores import TCPStore, seconds
+from tests.distributed.cases import Case, OfRank, run_parallel
+
+RANKS = 4
+_WAIT_S = 120
+
+
+class Pool:
+    """``run`` hands a case to the first ranks and returns what each of them found."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._store = TCPStore("127.0.0.1", 0, None, True, seconds(_WAIT_S), wait_for_workers=False)
+        pipes = [context.Pipe() for _ in range(RANKS)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(target=_serve, args=(rank, self._store.port, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, case: Case) -> list[OfRank]:
+        """One result per rank of the case's world. A rank that raises fails the test with its traceback."""
+        pipes = self._pipes[: case.spec.ranks]
+        for pipe in pipes:
+            pipe.send(case)
+        answers: list[tuple[bool, Any]] = [
+            pipe.recv() if pipe.poll(_WAIT_S) else (False, f"no answer in {_WAIT_S} s") for pipe in pipes
+        ]
+        found: list[OfRank] = []
+        for rank, (ok, data) in enumerate(answers):
+            assert ok, f"rank {rank} of the pool raised\n{data}"
+            found.append(torch.load(io.BytesIO(bytes(data)), weights_only=False))
+        return found
+
+    def close(self) -> None:
+        """End the processes."""
+        for pipe, process in zip(self._pipes, self._processes, strict=True):
+            pipe.send(None)
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(rank: int, port: int, pipe: Connection) -> None:
+    import os
+
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = TCPStore("127.0.0.1", port, None, False, seconds(_WAIT_S), wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=seconds(_WAIT_S))
+    groups: dict[int, Any] = {size: dist.new_group(list(range(size))) for size in (2, RANKS)}
+    while (case := pipe.recv()) is not None:
+        try:
+            buffer = io.BytesIO()
+            torch.save(run_parallel(case, groups[case.spec.ranks]), buffer)
+            pipe.send((True, buffer.getvalue()))
+        except Exception:  # noqa: BLE001 - the test shows it
+            pipe.send((False, traceback.format_exc()))
+    os._exit(0)
