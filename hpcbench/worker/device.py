@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 
 import torch
 
@@ -13,10 +14,10 @@ from hpcbench.worker.environ import core_warnings, cpu_mask, thread_count
 from hpcbench.worker.rank import RankInfo
 
 
-def settle_threads(header: TaskHeader, info: RankInfo) -> list[str]:
-    """Set torch's threads where the environment has not; returns warnings about the rank's cores."""
+def settle_threads(env: Mapping[str, str], header: TaskHeader, info: RankInfo) -> list[str]:
+    """Set torch's threads where ``env`` (the variables as given) has not; returns warnings about the rank's cores."""
     cores = len(cpu_mask())
-    threads = thread_count(os.environ, cores, header.cores_per_task, info.local_world_size)
+    threads = thread_count(env, cores, header.cores_per_task, info)
     if threads is not None:
         torch.set_num_threads(threads)
     return core_warnings(cores, header.cores_per_task, info.local_world_size, os.cpu_count() or cores)

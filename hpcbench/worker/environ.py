@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from hpcbench.worker.rank import RankInfo
 
 GUARD = "HPCBENCH_ENV_OF_RUN"
 """Names the run whose variables this process was started anew with, so that it happens once."""
@@ -14,6 +18,20 @@ GUARD = "HPCBENCH_ENV_OF_RUN"
 _MATTERS = ("OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CUDNN_", "CUBLAS_",
             "MALLOC_", "HOROVOD_", "UCX_", "FI_", "LD_PRELOAD", "NVIDIA_TF32_OVERRIDE")  # fmt: skip
 _DIFFERS_BY_JOB = frozenset({"CUDA_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLING"})
+
+
+def as_given(env: Mapping[str, str], launcher_environ: Path) -> dict[str, str]:
+    """``env`` without the one thread per rank that torchrun sets where nobody has said how many.
+
+    ``launcher_environ`` is ``/proc/<torchrun>/environ``: what torchrun was started with, which its own changes do not
+    touch. Where it cannot be read the variable is taken for the user's.
+    """
+    kept = dict(env)
+    if "TORCHELASTIC_RUN_ID" in env and env.get("OMP_NUM_THREADS") == "1":
+        with contextlib.suppress(OSError):
+            if b"\0OMP_NUM_THREADS=" not in b"\0" + launcher_environ.read_bytes():
+                del kept["OMP_NUM_THREADS"]
+    return kept
 
 
 def missing(env: Mapping[str, str], wanted: Mapping[str, str], run_id: str) -> dict[str, str]:
@@ -44,8 +62,6 @@ def environment_that_matters(env: Mapping[str, str]) -> dict[str, str]:
 def given_environment(env: Mapping[str, str], of_run: Mapping[str, str]) -> dict[str, str]:
     """Variables that matter and that neither the run itself (its ``env``), the launcher nor the scheduler has set."""
     kept = environment_that_matters(env)
-    if "TORCHELASTIC_RUN_ID" in env and kept.get("OMP_NUM_THREADS") == "1":
-        del kept["OMP_NUM_THREADS"]  # torchrun's own default
     return {name: kept[name] for name in kept if name not in of_run and name not in _DIFFERS_BY_JOB}
 
 
@@ -56,15 +72,17 @@ def cpu_mask() -> list[int]:
     return list(range(os.cpu_count() or 1))
 
 
-def thread_count(env: Mapping[str, str], cores: int, cores_per_task: int | None, local_world_size: int) -> int | None:
+def thread_count(env: Mapping[str, str], cores: int, cores_per_task: int | None, info: RankInfo) -> int | None:
     """Threads that torch should use within a rank, ``None`` where the environment already says.
 
-    A mask no larger than ``cores_per_task`` was bound to this rank alone; a larger one is shared by the node's ranks.
+    A mask no larger than ``cores_per_task`` was bound to this rank alone; a larger one is shared by the node's ranks,
+    and so is any under torchrun, which binds nothing. No more than the profile grants a rank: others may run beside it.
     """
     if env.get("OMP_NUM_THREADS") or env.get("MKL_NUM_THREADS"):
         return None
-    alone = cores_per_task is not None and cores <= cores_per_task
-    return max(1, cores if alone else cores // local_world_size)
+    alone = cores_per_task is not None and cores <= cores_per_task and info.launcher != "torchrun"
+    share = cores if alone else cores // info.local_world_size
+    return max(1, share if cores_per_task is None else min(share, cores_per_task))
 
 
 def core_warnings(cores: int, cores_per_task: int | None, local_world_size: int, host_cores: int) -> list[str]:

@@ -16,6 +16,7 @@ from hpcbench.results.store import ClusterTree
 from hpcbench.worker import environ, launch
 from hpcbench.worker.begin import has_ok_result
 from hpcbench.worker.closing import Closing
+from hpcbench.worker.environ import given_environment
 from hpcbench.worker.rank import RankInfo, check_world, rank_info
 from hpcbench.worker.stop import Stop
 
@@ -26,7 +27,7 @@ def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
     Without ``attempt_number`` rank 0 begins an attempt, unless the run is done already, and the others find it.
     """
     header, task = read_task(tasks, index)
-    given = environ.given_environment(os.environ, task.spec.env)
+    given = environ.as_given(os.environ, Path(f"/proc/{os.getppid()}/environ"))
     environ.apply(task.spec.env, task.run_id)
     stop = Stop()
     stop.install()
@@ -76,11 +77,13 @@ def _measure(closing: Closing) -> None:
     from hpcbench.worker.provenance import collect, environment_digest
     from hpcbench.worker.world import barrier, enter_world
 
-    closing.warnings += devices.settle_threads(header, info)
+    closing.warnings += devices.settle_threads(closing.given_env | spec.env, header, info)
     device = closing.device = devices.choose(header.device, info)
     place = enter_world(closing, device)
     closing.provenance = collect(header, spec, info, device)
-    closing.provenance["environment_digest"] = environment_digest(closing.provenance, header, closing.given_env)
+    closing.provenance["environment_digest"] = environment_digest(
+        closing.provenance, header, given_environment(closing.given_env, spec.env)
+    )
     stop.check()
     strategy = resolve_runtime(spec.strategy)()
     feed = make_feed(spec, device)

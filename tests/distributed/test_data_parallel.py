@@ -101,6 +101,11 @@ def test_four_ranks_without_batch_norm_equal_the_reference(
     compare(pool.run(case), run_reference(case))
 
 
+def test_four_ranks_equal_the_reference_in_fp32_where_the_network_does_not_amplify(pool: Pool) -> None:
+    case = make_case(4, "vgg11", "mnist", batch_size=32)
+    compare(pool.run(case), run_reference(case))
+
+
 def test_the_order_of_a_sum() -> None:
     """Why four ranks are not asked for 1e-5 over five steps in fp32: not even one process gives it to itself."""
     case = make_case(4, "resnet18", "cifar10")

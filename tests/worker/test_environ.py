@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.worker.environ import GUARD, core_warnings, given_environment, missing, thread_count
+from hpcbench.worker.environ import GUARD, as_given, core_warnings, given_environment, missing, thread_count
 from hpcbench.worker.memory import peak_resident_bytes
+from hpcbench.worker.rank import RankInfo
 
 
 @pytest.mark.parametrize(
@@ -24,12 +25,20 @@ from hpcbench.worker.memory import peak_resident_bytes
         # The launcher has bound this rank to its own cores.
         ({}, 16, 16, 4, 16),
         ({}, 8, 16, 4, 8),
+        # Another run may be using the other core.
+        ({}, 2, 1, 1, 1),
     ],
 )
 def test_threads(
     env: dict[str, str], cores: int, cores_per_task: int | None, local_world_size: int, expected: int | None
 ) -> None:
-    assert thread_count(env, cores, cores_per_task, local_world_size) == expected
+    info = RankInfo(0, 0, local_world_size, local_world_size, 0, "srun", "x")
+    assert thread_count(env, cores, cores_per_task, info) == expected
+
+
+def test_torchrun_binds_nothing_so_the_mask_is_shared() -> None:
+    info = RankInfo(0, 0, 4, 4, 0, "torchrun", "x")
+    assert thread_count({}, 8, 16, info) == 2
 
 
 def test_warnings_about_cores() -> None:
@@ -48,7 +57,18 @@ def test_what_must_be_set_before_the_interpreter_starts() -> None:
 def test_variables_of_the_digest() -> None:
     env = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "HOME": "/x", "CUDA_VISIBLE_DEVICES": "3", "GLOO_X": "1"}
     assert given_environment(env, {"GLOO_X": "1"}) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
-    assert given_environment({**env, "TORCHELASTIC_RUN_ID": "x"}, {"GLOO_X": "1"}) == {"NCCL_DEBUG": "INFO"}
+
+
+def test_torchruns_own_thread_count_is_nobodys_wish(tmp_path: Path) -> None:
+    env = {"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
+    launcher = tmp_path / "environ"
+    launcher.write_bytes(b"HOME=/x\0PATH=/bin\0")
+    assert "OMP_NUM_THREADS" not in as_given(env, launcher)
+    assert "OMP_NUM_THREADS" in as_given({**env, "OMP_NUM_THREADS": "4"}, launcher)
+    assert "OMP_NUM_THREADS" in as_given({"OMP_NUM_THREADS": "1"}, launcher)
+    assert "OMP_NUM_THREADS" in as_given(env, tmp_path / "absent")
+    launcher.write_bytes(b"OMP_NUM_THREADS=1\0HOME=/x\0")
+    assert "OMP_NUM_THREADS" in as_given(env, launcher)
 
 
 def test_peak_memory_is_this_processes_and_not_its_parents() -> None:
