@@ -55,7 +55,7 @@ def list_clusters(as_json: bool) -> None:
 @click.argument("name")
 @json_option
 def show_cluster(name: str, as_json: bool) -> None:
-    """Show a profile with every default filled in."""
+    """Show a profile as it was written; --json fills in every default."""
     from hpcbench.config.load import load_cluster
 
     profile, source = load_cluster(name)
