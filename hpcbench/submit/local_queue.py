@@ -61,6 +61,19 @@ def queue_process(folder: Path) -> psutil.Process | None:
     return process if alive else None
 
 
+def drop_runs(folder: Path, run_ids: list[str]) -> None:
+    """Strike runs from a submission's queue; those that have begun are not touched."""
+    write_atomic(folder / "dropped.json", msgspec.json.encode(sorted({*dropped_runs(folder), *run_ids})) + b"\n")
+
+
+def dropped_runs(folder: Path) -> set[str]:
+    """The runs that were struck from a submission's queue."""
+    try:
+        return set(msgspec.json.decode((folder / "dropped.json").read_bytes(), type=list[str]))
+    except (OSError, msgspec.MsgspecError):
+        return set()
+
+
 class Cores:
     """The cores of this machine as locks that this user's queues share."""
 
@@ -83,9 +96,13 @@ class Cores:
             held.append(file)
             if len(held) == needed:
                 return held
-        for file in held:
-            file.close()
+        _release(held)
         return None
+
+
+def _release(cores: list[IO[bytes]]) -> None:
+    for file in cores:
+        file.close()
 
 
 class LocalQueue:
@@ -111,7 +128,11 @@ class LocalQueue:
                 cores = self._wait_for_cores(array)
                 if cores is None:
                     break
-                self._start(array, index, cores)
+                if array.run_ids[index] in dropped_runs(self.folder):
+                    array.job_ids.append("")
+                    _release(cores)
+                else:
+                    self._start(array, index, cores)
         self._finish()
 
     def _wait_for_cores(self, array: Array) -> list[IO[bytes]] | None:
@@ -138,8 +159,7 @@ class LocalQueue:
         for entry in list(self.running):
             job, cores = entry
             if job.done():
-                for file in cores:
-                    file.close()
+                _release(cores)
                 self.running.remove(entry)
 
     def _finish(self) -> None:

@@ -13,7 +13,7 @@ from hpcbench.errors import SubmitError
 from hpcbench.fileio import tail
 from hpcbench.results.attempts import latest_attempt
 from hpcbench.results.store import ClusterTree
-from hpcbench.submit.local_queue import queue_process
+from hpcbench.submit.local_queue import dropped_runs, queue_process
 from hpcbench.submit.scheduler import job_states
 from hpcbench.submit.submission import Submission, job_log, submissions_of
 
@@ -67,7 +67,7 @@ def run_states(
     answers = _ask(tickets, open_runs, profile)
     for run_id in open_runs:
         ticket = tickets.get(run_id)
-        found = _open_state(ticket, answers, now_unix_s) if ticket else RunState("planned")
+        found = _open_state(run_id, ticket, answers, now_unix_s) if ticket else RunState("planned")
         if run_id not in states or (found.state in ACTIVE and _is_newer(tree, run_id, found)):
             states[run_id] = found
     return {run_id: states[run_id] for run_id in wanted}
@@ -112,13 +112,14 @@ def _ask(
 
 
 def _open_state(
+    run_id: str,
     ticket: _Ticket,
     answers: dict[str, tuple[str, str]] | SubmitError,
     now_unix_s: float,
 ) -> RunState:
     name = ticket.record.submission
     if ticket.record.scheduler == "local":
-        return _local_state(ticket)
+        return _local_state(run_id, ticket)
     age_s = now_unix_s - ticket.record.created_unix_s
     if ticket.job_id is None:
         if age_s < _JUST_SUBMITTED_S:
@@ -137,8 +138,10 @@ def _open_state(
     return RunState("lost", reason, name, ticket.job_id)
 
 
-def _local_state(ticket: _Ticket) -> RunState:
+def _local_state(run_id: str, ticket: _Ticket) -> RunState:
     name = ticket.record.submission
+    if not ticket.job_id and run_id in dropped_runs(ticket.folder):
+        return RunState("planned", "cancelled before it began", name)
     alive = queue_process(ticket.folder) is not None
     if alive:
         state = "running" if ticket.job_id else "pending"

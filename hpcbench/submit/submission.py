@@ -144,6 +144,18 @@ def read_record(folder: Path) -> Submission | None:
         return None
 
 
+def read_specs(folder: Path, record: Submission) -> dict[str, RunSpec]:
+    """The specifications of a submission's runs, from its task files; files that are gone or broken are passed over."""
+    found: dict[str, RunSpec] = {}
+    for array in record.arrays:
+        try:
+            lines = (folder / f"{array.number}.jsonl").read_bytes().splitlines()[1:]
+            found |= {task.run_id: task.spec for task in (msgspec.json.decode(line, type=Task) for line in lines)}
+        except (OSError, msgspec.MsgspecError):
+            continue
+    return found
+
+
 NO_ARRAY_TASK = "4294967294"
 """What SLURM writes for %a in the log's name of a job that is no array."""
 

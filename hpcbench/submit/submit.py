@@ -51,8 +51,13 @@ class SweepRecord(msgspec.Struct, kw_only=True):
     written_unix_s: float
 
 
-def submit(plan: Plan, tree: ClusterTree) -> Submitted:
+def submit(
+    plan: Plan, tree: ClusterTree, again: frozenset[str] = frozenset(), *, only_again: bool = False
+) -> Submitted:
     """Submit the runs of ``plan`` that have no result and that nobody is taking care of.
+
+    ``again`` names further states (``timeout``, ``lost``, ...) whose runs are submitted once more;
+    ``only_again`` leaves out all others.
 
     Raises ``SubmitError`` where the scheduler refuses: what it had taken until then stays submitted, the folder of a
     submission of which it took nothing is removed.
@@ -61,10 +66,11 @@ def submit(plan: Plan, tree: ClusterTree) -> Submitted:
     make_folder(tree.submissions)
     with exclusive(tree.submissions / ".lock"):
         write_sweep(plan, tree)
-        missing = plan.missing
+        missing = {key: spec for key, spec in plan.runs.items() if plan.finished.get(key) in (None, *again)}
         states = run_states(tree, missing, plan.profile, time.time())
         active = [key for key, state in states.items() if state.state in ACTIVE]
-        chosen = {key: spec for key, spec in missing.items() if states[key].state in ("planned", *RERUN_ON_SUBMIT)}
+        wanted = again if only_again else {"planned", *RERUN_ON_SUBMIT, *again}
+        chosen = {key: spec for key, spec in missing.items() if states[key].state in wanted}
         if not chosen:
             return Submitted(None, None, [], active)
         folder = next_submission_folder(tree, plan.sweep.name)

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from hpcbench.submit.executor import LocalScriptExecutor, LocalScriptJob
-from hpcbench.submit.local_queue import Cores, queue_process, start_queue
+from hpcbench.submit.local_queue import Cores, drop_runs, queue_process, start_queue
 from hpcbench.submit.submission import Array, Submission, read_record, save_record
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
@@ -185,3 +185,16 @@ def test_submitits_job_tells_the_state_and_cancels(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "told").read_text() == "told\n"
     assert job.state == "FINISHED"
     assert other.state == "UNKNOWN"
+
+
+@pytest.mark.usefixtures("cores_folder")
+def test_runs_that_were_struck_do_not_begin(tmp_path: Path) -> None:
+    folder = submission(tmp_path / "s-0001", runs=4, cores=1000, seconds=1)
+    drop_runs(folder, [f"{1:016x}"])
+    drop_runs(folder, [f"{3:016x}"])
+    start(folder)
+    wait_for("the queue to end", lambda: queue_process(folder) is None and notes(folder))
+    assert [index for word, index, _ in notes(folder) if word == "begin"] == [0, 2]
+    record = read_record(folder)
+    assert record is not None
+    assert [bool(job) for job in record.arrays[0].job_ids] == [True, False, True]

@@ -1,0 +1,152 @@
+"""logs, cancel, retry: as a person types them, against commands of SLURM that do as they are told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcbench.config.spec import config_id
+from hpcbench.config.task import read_task
+from hpcbench.results.attempts import begin_attempt
+from hpcbench.results.schema import Failure, RunResult
+from hpcbench.results.store import ClusterTree
+from hpcbench.submit.plan import Plan, make_plan
+from hpcbench.submit.submission import submissions_of
+from hpcbench.submit.submit import submit
+from tests.submit.conftest import SWEEP
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_slurm: Path) -> Path:
+    (tmp_path / "clusters").mkdir()
+    (tmp_path / "clusters" / "test.toml").write_text('name = "test"\n')
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "small.toml").write_text(SWEEP)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def hpcbench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "hpcbench", *arguments],
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def finish(tree: ClusterTree, plan: Plan, run_id: str, status: str) -> None:
+    error = None if status == "ok" else Failure(type="Test", message="as told")
+    named: dict[str, Any] = {
+        "run_id": run_id,
+        "config_id": config_id(plan.runs[run_id]),
+        "attempt": 1,
+        "sweep": "small",
+        "cluster": "test",
+    }
+    assert tree.write_result(RunResult(**named, status=status, spec=plan.runs[run_id], error=error))
+
+
+def running(fake_slurm: Path) -> None:
+    (fake_slurm / "squeue").write_text("4711_0|RUNNING|None\n4711_1|PENDING|Resources\n")
+
+
+def cancelled(fake_slurm: Path) -> list[str]:
+    lines = (fake_slurm / "queries").read_text().splitlines()
+    return [line.removeprefix("scancel ") for line in lines if line.startswith("scancel")]
+
+
+def test_cancel_a_sweep(project: Path, fake_slurm: Path) -> None:
+    assert hpcbench("submit", "small", "--cluster", "test").returncode == 0
+    running(fake_slurm)
+    done = hpcbench("cancel", "small")
+    assert "4 runs told to stop" in done.stderr
+    assert cancelled(fake_slurm) == ["4711_0 4711_1"]
+
+
+def test_cancel_by_expression_and_by_run(project: Path, fake_slurm: Path) -> None:
+    hpcbench("submit", "small", "--cluster", "test")
+    running(fake_slurm)
+    assert "2 runs told to stop" in hpcbench("cancel", "small", "--where", "batch_size == 8 and devices <= 2").stderr
+    ((_, record),) = submissions_of(ClusterTree(project / "results" / "test"))
+    assert "1 runs told to stop" in hpcbench("cancel", "small", "--run", record.arrays[1].run_ids[1][:12]).stderr
+    assert cancelled(fake_slurm)[-1] == "4711_1"
+    wrong = hpcbench("cancel", "small", "--where", "batch_sise == 8")
+    assert (wrong.returncode, "did you mean 'batch_size'" in wrong.stderr) == (2, True)
+
+
+def test_scancel_that_refuses(project: Path, fake_slurm: Path) -> None:
+    hpcbench("submit", "small", "--cluster", "test")
+    running(fake_slurm)
+    (fake_slurm / "scancel.error").write_text("scancel: error: Access/permission denied")
+    done = hpcbench("cancel", "small")
+    assert (done.returncode, "permission denied" in done.stderr) == (3, True)
+    (fake_slurm / "scancel.error").write_text(
+        "scancel: error: Kill job error on job id 4711: Job/step already completing or completed"
+    )
+    assert hpcbench("cancel", "small").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "again"),
+    [
+        ([], ["failed", "timeout"]),
+        (["--status", "oom"], ["oom"]),
+        (["--status", "timeout", "--status", "oom"], ["oom", "timeout"]),
+        (["--status", "lost"], []),
+    ],
+)
+def test_which_runs_retry_takes(
+    project: Path, fake_slurm: Path, plan: Plan, cluster_tree: ClusterTree, arguments: list[str], again: list[str]
+) -> None:
+    ended = dict(zip(plan.runs, ("ok", "failed", "timeout", "oom"), strict=True))
+    for run_id, status in ended.items():
+        finish(cluster_tree, plan, run_id, status)
+    done = hpcbench("retry", "small", "--cluster", "test", *arguments)
+    assert f"{len(again)} runs submitted again" in done.stderr, done.stderr
+    taken = [
+        run_id for _, record in submissions_of(cluster_tree) for array in record.arrays for run_id in array.run_ids
+    ]
+    assert sorted(ended[run_id] for run_id in taken) == again
+
+
+def test_a_larger_time_limit_keeps_the_run_the_same(
+    project: Path, fake_slurm: Path, plan: Plan, cluster_tree: ClusterTree
+) -> None:
+    first = next(iter(plan.runs))
+    finish(cluster_tree, plan, first, "timeout")
+    assert hpcbench("retry", "small", "--cluster", "test", "--time-limit", "2 h").returncode == 0
+    ((folder, record),) = submissions_of(cluster_tree)
+    _, task = read_task(folder / "0.jsonl", 0)
+    assert (record.arrays[0].run_ids, task.run_id, task.time_limit_s) == ([first], first, 7200.0)
+    assert "#SBATCH --time=0-02:00:00" in (folder / "0.sh").read_text()
+    assert hpcbench("retry", "small", "--cluster", "test", "--time-limit", "soon").returncode == 2
+
+
+def test_lost_runs_are_retried_and_planned_ones_are_not(
+    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    only_two = make_plan(plan.sweep, plan.profile, cluster_tree)
+    only_two.runs = dict(list(plan.runs.items())[:2])
+    submit(only_two, cluster_tree)
+    (fake_slurm / "sacct").write_text("4711|COMPLETED|None\n")
+    (fake_slurm / "squeue").write_text("")
+    again = submit(plan, cluster_tree, frozenset({"lost"}), only_again=True)
+    assert sorted(again.run_ids) == sorted(only_two.runs)
+
+
+def test_logs(project: Path, fake_slurm: Path, plan: Plan, cluster_tree: ClusterTree) -> None:
+    run_id = next(iter(plan.runs))
+    attempt = begin_attempt(cluster_tree.run_folder(run_id), launch="l", host="h", started_unix_s=1.0)
+    (attempt.folder / "err.log").write_text("what went wrong\x1b[2J\n")
+    done = hpcbench("logs", run_id[:8])
+    assert (done.returncode, done.stdout) == (0, "what went wrong\ufffd[2J\n")
+    assert "attempt 1 of 1" in done.stderr
+    assert "no runs begin with 'zz'" in hpcbench("logs", "zz").stderr
+    assert "has no attempt 7" in hpcbench("logs", run_id, "--attempt", "7").stderr
