@@ -90,11 +90,6 @@ def _load_sweep(given: str) -> Sweep:
     return load_sweep(find_sweep(given))
 
 
-def sweep_name(given: str) -> str:
-    """The name of a sweep that was given as a name or as a file."""
-    return _load_sweep(given).name if given.endswith(".toml") else given
-
-
 def print_json(document: Any) -> None:
     """``document`` on standard output."""
     import msgspec

@@ -98,13 +98,3 @@ def begin_attempt(run_folder: Path, **start: Any) -> Attempt:
         marker = AttemptStart(attempt=number, **start)
         if create_exclusive(attempt.folder / "attempt.json", msgspec.json.encode(marker) + b"\n"):
             return attempt
-
-
-def find_attempt(run_folder: Path, launch: str) -> Attempt | None:
-    """The attempt that ``launch`` began, newest first."""
-    for number in reversed(attempt_numbers(run_folder)):
-        attempt = Attempt(run_folder, number)
-        marker = attempt.start_marker()
-        if marker is not None and marker.launch == launch:
-            return attempt
-    return None
