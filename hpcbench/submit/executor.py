@@ -11,7 +11,7 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,25 +113,22 @@ class LocalScriptJob(LocalJob[Any]):
 class LocalScriptExecutor(submitit.LocalExecutor):
     """Runs ``bash <script> <index>`` under submitit's controller, which enforces the time limit."""
 
-    def submit_script(
-        self,
-        script: Path,
-        index: int,
-        *,
-        time_limit_s: float,
-        warning_s: float,
-        visible_devices: Sequence[int] = (),
-    ) -> LocalScriptJob:
+    def submit_script(self, script: Path, index: int, *, time_limit_s: float, warning_s: float) -> LocalScriptJob:
         """Start one run at once. ``warning_s`` before the limit the script is told."""
         process = start_controller(
             folder=self.folder,
-            command=f"bash {shlex.quote(str(script))} {index}",
+            command=shlex.join([*_devices_as_they_are(), "bash", str(script), str(index)]),
             timeout_min=time_limit_s / 60,
             signal_delay_s=min(int(warning_s), int(time_limit_s / 2)),
-            cuda_devices=",".join(str(device) for device in visible_devices),
             stderr_to_stdout=True,
         )
         return LocalScriptJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+
+def _devices_as_they_are() -> list[str]:
+    """submitit's controller hides every device that it was not told of; a run sees those that its submitter saw."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ["env", "-u", "CUDA_VISIBLE_DEVICES"] if visible is None else ["env", f"CUDA_VISIBLE_DEVICES={visible}"]
 
 
 def _is_controller(pid: int) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.spec import RunSpec, config_id
 from hpcbench.config.task import Task, TaskHeader, write_lines
 from hpcbench.fileio import make_folder, storage_error, write_atomic
@@ -77,7 +78,7 @@ def render_submission(plan: Plan, runs: dict[str, RunSpec], tree: ClusterTree, f
                 run_ids=keys,
                 ranks=shape.ranks,
                 nodes=shape.nodes,
-                cores_per_run=shape.tasks_per_node * cpus_per_task(shape, plan.profile),
+                cores_per_run=_cores_per_run(shape, plan.profile),
                 time_limit_s=shape.time_limit_s,
             )
         )
@@ -90,6 +91,17 @@ def render_submission(plan: Plan, runs: dict[str, RunSpec], tree: ClusterTree, f
         arrays=arrays,
     )
     return Rendered(record, files)
+
+
+ALL_CORES = 2**20
+"""More than any machine has: such a run waits until it is alone."""
+
+
+def _cores_per_run(shape: Shape, profile: ClusterProfile) -> int:
+    """What the local queue counts. Runs on an accelerator, which has no cores to count, are alone on the machine."""
+    if profile.request.exclusive or profile.device != "cpu":
+        return ALL_CORES
+    return shape.tasks_per_node * cpus_per_task(shape, profile)
 
 
 def _task(plan: Plan, key: str, spec: RunSpec, shape: Shape) -> Task:

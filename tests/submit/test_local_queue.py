@@ -15,9 +15,13 @@ from typing import Any
 import psutil
 import pytest
 
+from hpcbench.config.cluster import ClusterProfile
+from hpcbench.config.load import Sweep
+from hpcbench.results.store import ClusterTree
 from hpcbench.submit.executor import LocalScriptExecutor, LocalScriptJob
 from hpcbench.submit.local_queue import Cores, drop_runs, queue_process, start_queue
-from hpcbench.submit.submission import Array, Submission, read_record, save_record
+from hpcbench.submit.plan import make_plan
+from hpcbench.submit.submission import ALL_CORES, Array, Submission, read_record, render_submission, save_record
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 
@@ -198,3 +202,41 @@ def test_runs_that_were_struck_do_not_begin(tmp_path: Path) -> None:
     record = read_record(folder)
     assert record is not None
     assert [bool(job) for job in record.arrays[0].job_ids] == [True, False, True]
+
+
+@pytest.mark.parametrize("visible", [None, "", "1,3"])
+def test_a_run_sees_the_devices_that_its_submitter_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    script = tmp_path / "0.sh"
+    script.write_text(f"printf '%s' \"${{CUDA_VISIBLE_DEVICES-all}}\" > {tmp_path}/seen\n")
+    job = LocalScriptExecutor(tmp_path / "jobs").submit_script(script, 0, time_limit_s=60, warning_s=5)
+    wait_for("the script to end", job.done)
+    assert (tmp_path / "seen").read_text() == ("all" if visible is None else visible)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cores"), [({}, 2), ({"device": "cuda"}, ALL_CORES), ({"request": {"exclusive": True}}, ALL_CORES)]
+)
+def test_who_is_alone_on_the_machine(
+    write_sweep: Callable[[str], Sweep], tmp_path: Path, changes: dict[str, Any], cores: int
+) -> None:
+    profile = ClusterProfile.model_validate(
+        {
+            "name": "here",
+            "scheduler": {"kind": "local"},
+            "launcher": "torchrun",
+            "request": {"cpus_per_task": 1},
+            **changes,
+        }
+    )
+    tree = ClusterTree(tmp_path / "here")
+    sweep = write_sweep(
+        'name = "s"\n[fixed]\nmodel = "resnet18"\ndataset = "digits"\nstrategy = "ddp"\nbatch_size = 8\ntasks_per_node = 2\n'
+    )
+    plan = make_plan(sweep, profile, tree)
+    rendered = render_submission(plan, plan.missing, tree, tmp_path / "s-0001")
+    assert [array.cores_per_run for array in rendered.record.arrays] == [cores]
