@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -91,6 +92,17 @@ def test_four_ranks_equal_the_reference_in_fp64(pool: Pool, model: str, dataset:
 def test_four_ranks_equal_the_reference_over_one_step(pool: Pool, model: str, dataset: str, model_options: Any) -> None:
     case = make_case(4, model, dataset, model_options, steps=1)
     compare(pool.run(case), run_reference(case))
+
+
+@pytest.mark.parametrize(("model", "dataset", "model_options"), NORMED)
+def test_four_ranks_equal_the_reference_over_an_uneven_step(
+    pool: Pool, model: str, dataset: str, model_options: Any
+) -> None:
+    case = make_case(4, model, dataset, model_options, steps=1)
+    case = dataclasses.replace(case, samples=case.spec.global_batch_size - 1)
+    found = pool.run(case)
+    assert [one.counts for one in found] == [[8], [8], [8], [7]]
+    compare(found, run_reference(case))
 
 
 @pytest.mark.parametrize(("model", "dataset", "model_options"), PLAINS)
