@@ -19,7 +19,7 @@ from hpcbench.results.store import ClusterTree
 from hpcbench.worker.failure import says_peer_lost
 from hpcbench.worker.stop import near_s
 from hpcbench.worker.summary import summarise
-from hpcbench.worker.verdict import killed_for_memory, lost
+from hpcbench.worker.verdict import STOPPED, killed_for_memory, lost
 
 EXIT_NOT_RECORDED = 3
 
@@ -37,22 +37,39 @@ def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: 
     tree = ClusterTree(Path(header.tree))
     attempt = Attempt(tree.run_folder(task.run_id), attempt_number)
     received = received.upper().removeprefix("SIG")
+    ranks = attempt.read_ranks()
+    status, how = _status(attempt.start_marker(), task.time_limit_s, exit_code, received)
     present = _present(tree, task.run_id, attempt_number)
     if present is not None:
-        if present.attempt == attempt_number and present.status == "cancelled" and received == "USR2":
-            # The ranks were only told TERM (torchrun passes nothing else on), the script knows that time ran out.
-            present.status = "timeout"
+        own = present.attempt == attempt_number and present.status == "cancelled"
+        if own and _corrected(present, received, exit_code, status, lost_ranks(ranks, task.spec.ranks), how):
             return _write(tree, present, exit_code)
         return 0
-    ranks = attempt.read_ranks()
-    start = attempt.start_marker()
-    status, how = _status(start, task.time_limit_s, exit_code, received)
     log = tail(attempt.folder / "err.log")
     if status == "failed" and _SLURM_OOM.search(log):
         status, how = "oom", f"{how}; the scheduler saw a process killed for its memory"
     status, error = _failure(status, how, ranks, task.spec.ranks, log)
     result = summarise(header, task, attempt_number, ranks, status, error)
     return _write(tree, result, exit_code)
+
+
+def _corrected(result: RunResult, received: str, exit_code: int, status: str, silent: list[int], how: str) -> bool:
+    """Mend what rank 0 could not know when it was told TERM and took that for a cancellation."""
+    if received == "USR2":
+        # torchrun passes nothing but TERM on; the script knows that time ran out.
+        result.status = "timeout"
+        return True
+    if silent and exit_code and not received:
+        # Nobody stopped the job: the launcher ended the other ranks because it lost these.
+        result.status = status
+        result.error = lost(silent, {}, how)
+        return True
+    return False
+
+
+def lost_ranks(ranks: dict[int, RankResult], world_size: int) -> list[int]:
+    """The ranks that left no file."""
+    return [rank for rank in range(world_size) if rank not in ranks]
 
 
 def _write(tree: ClusterTree, result: RunResult, exit_code: int) -> int:
@@ -103,8 +120,9 @@ def describe_exit(code: int) -> str:
 
 def _failure(status: str, how: str, ranks: dict[int, RankResult], world_size: int, log: str) -> tuple[str, Failure]:
     """A rank that could still say why it failed is believed; otherwise the exit code is all there is."""
-    silent = [rank for rank in range(world_size) if rank not in ranks]
-    told = _first_told(ranks)
+    silent = lost_ranks(ranks, world_size)
+    # Nobody stopped the job: ranks that were told to stop were told so by the launcher, because of the silent ones.
+    told = _first_told({rank: one for rank, one in ranks.items() if not (silent and one.status in STOPPED)})
     if status == "failed" and told is not None:
         error = ranks[told].error
         assert error is not None

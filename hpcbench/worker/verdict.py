@@ -9,7 +9,8 @@ from hpcbench.results.schema import OK, Failure, RankResult
 from hpcbench.worker.cgroup import oom_kills
 from hpcbench.worker.failure import OOM_HINT
 
-_STOPPED = frozenset({"timeout", "cancelled", "preempted"})
+STOPPED = frozenset({"timeout", "cancelled", "preempted"})
+"""Statuses of ranks that were told to end."""
 
 
 class Verdict(NamedTuple):
@@ -65,7 +66,7 @@ def killed_for_memory(before: int | None) -> bool:
 
 
 def _named(cause: KnownCause, world_size: int) -> Failure:
-    where = f"rank {cause.rank} on {cause.host}: " if world_size > 1 and cause.status not in _STOPPED else ""
+    where = f"rank {cause.rank} on {cause.host}: " if world_size > 1 and cause.status not in STOPPED else ""
     return Failure(type=cause.type, message=where + cause.message, hint=cause.hint, traceback_tail=cause.traceback_tail)
 
 

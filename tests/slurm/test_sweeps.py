@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -153,22 +154,33 @@ def test_the_time_limit_leaves_what_was_measured(hpcbench: Command, results: Res
     assert "timeout" in done.stdout
 
 
-def test_a_rank_that_is_killed_is_found_by_the_ending(hpcbench: Command, results: Results, tmp_path: Path) -> None:
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_is_named(
+    victim: int, hpcbench: Command, results: Results, tmp_path: Path, slurm: Callable[..., str]
+) -> None:
+    """srun tells the other rank TERM; the result says all the same that nobody cancelled the run."""
     path = sweep(tmp_path, "killed", "steps = 100000\nnodes = 2\n")
     assert hpcbench("submit", path, "--cluster", "slurmbox").returncode == 0
     wait_for("its ranks to meet", lambda: rank_logs(tmp_path))
     time.sleep(5)
-    tasks = str(next((tmp_path / "results").glob("slurmbox/submissions/*/0.jsonl")))
+    tasks = next((tmp_path / "results").glob("slurmbox/submissions/*/0.jsonl"))
+    os.kill(rank_process(tasks, victim), signal.SIGKILL)
+    wait_for("the job to end", lambda: not slurm("squeue", "-h", "-j", job_ids(tmp_path)[0]).strip())
+    (result,) = results()
+    assert result["status"] == "failed", result["error"]
+    assert f"rank {victim} ended without leaving a file" in result["error"]["message"]
+
+
+def rank_process(tasks: Path, rank: int) -> int:
+    """The process of a rank: its environment says which it is."""
     found = subprocess.run(
         ["pgrep", "-f", f"hpcbench.worker --tasks {tasks}"], capture_output=True, text=True, check=True
     )
-    victims = [
-        pid for pid in found.stdout.split() if b"srun" not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0]
-    ]
-    subprocess.run(["kill", "-9", victims[-1]], check=True)
-    (result,) = wait_for("the result", results, 120)
-    assert result["status"] == "failed"
-    assert result["error"]["message"]
+    for pid in found.stdout.split():
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        if f"SLURM_PROCID={rank}".encode() in environment and b"SLURM_STEP_ID=0" in environment:
+            return int(pid)
+    raise AssertionError(f"no process of rank {rank} among {found.stdout.split()}")
 
 
 def test_out_of_memory_is_called_so(hpcbench: Command, results: Results, tmp_path: Path) -> None:

@@ -258,6 +258,52 @@ def test_end_knows_better_than_the_ranks_that_time_ran_out(tmp_path: Path) -> No
     assert result_of(tmp_path).status == "timeout"
 
 
+@pytest.mark.parametrize(
+    ("exit_code", "received", "left_files", "kills", "status"),
+    [
+        (1, "", [0], 0, "failed"),
+        (137, "", [0], 1, "oom"),
+        (1, "TERM", [0], 0, "cancelled"),
+        (1, "", [0, 1], 0, "cancelled"),
+        (0, "", [0], 0, "cancelled"),
+    ],
+)
+def test_end_knows_better_than_the_ranks_that_nobody_cancelled(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    exit_code: int,
+    received: str,
+    left_files: list[int],
+    kills: int,
+    status: str,
+) -> None:
+    """srun ends the other ranks with a TERM when it has lost one; the script of a job that is cancelled is told, too."""
+    spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2)
+    tasks = write_tasks(tmp_path, spec)
+    attempt = start_attempt(tmp_path, spec, oom_kills=0)
+    monkeypatch.setattr("hpcbench.worker.verdict.oom_kills", lambda: kills)
+    for rank in left_files:
+        attempt.write_rank(make_rank(rank, status="cancelled"))
+    put_result(tmp_path, "cancelled", 1, spec)
+    assert end(tasks, 0, 1, exit_code, received) == 0
+    result = result_of(tmp_path, spec)
+    assert result.status == status
+    if status != "cancelled":
+        assert result.error is not None
+        assert "rank 1 ended without leaving a file" in result.error.message
+
+
+def test_end_does_not_believe_a_rank_that_was_stopped_for_a_silent_one(tmp_path: Path) -> None:
+    spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2)
+    tasks = write_tasks(tmp_path, spec)
+    attempt = start_attempt(tmp_path, spec)
+    attempt.write_rank(make_rank(1, status="cancelled", error=failure("Stopped", "stopped by SIGTERM")))
+    assert end(tasks, 0, 1, 137, "") == 0
+    result = result_of(tmp_path, spec)
+    assert result.error is not None
+    assert (result.status, "rank 0 ended without leaving a file" in result.error.message) == ("failed", True)
+
+
 def test_end_replaces_the_result_of_an_earlier_attempt(tmp_path: Path) -> None:
     tasks = write_tasks(tmp_path, SPEC)
     start_attempt(tmp_path, SPEC)
