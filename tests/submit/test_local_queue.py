@@ -23,8 +23,6 @@ from hpcbench.submit.local_queue import Cores, drop_runs, queue_process, start_q
 from hpcbench.submit.plan import make_plan
 from hpcbench.submit.submission import ALL_CORES, Array, Submission, read_record, render_submission, save_record
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-
 NOTE = """
 note() { printf '%s %s %s\\n' "$1" "$2" "$(date +%s.%N)" >> notes; }
 note begin "$1"
