@@ -23,11 +23,15 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Case:
-    """``samples`` makes the epoch so short that it ends within the steps."""
+    """``samples`` makes the epoch so short that it ends within the steps.
+
+    ``in_rank_order``: gradients are summed from rank 0 on, as the reference sums its shares, not as gloo's ring does.
+    """
 
     spec: RunSpec
     samples: int
     steps: int = 5
+    in_rank_order: bool = False
 
 
 @dataclass
@@ -58,6 +62,8 @@ def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
         feed = make_feed(case.spec, CPU)
         strategy = resolve_runtime(case.spec.strategy)()
         strategy.setup(build_model(case.spec), case.spec, Place(rank, case.spec.ranks, CPU, group))
+        if case.in_rank_order:
+            strategy.runner.register_comm_hook(group, sum_in_rank_order)
         losses = [strategy.step(feed, step).item() for step in range(case.steps)]
         counts = [feed.count(step, strategy.replica) for step in range(case.steps)]
     # Running statistics are a rank's own until the next forward pass, so only parameters are alike everywhere.
@@ -68,6 +74,18 @@ def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
         worst = max(worst, (of_rank_0 - parameter.detach()).abs().max().item())
     state = {name: tensor.detach().clone() for name, tensor in strategy.module.state_dict().items()}
     return OfRank(losses, counts, worst, state if rank == 0 else {})
+
+
+def sum_in_rank_order(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
+    """DDP's average of a bucket, with the replicas added one after another."""
+    parts = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size(state))]
+    dist.all_gather(parts, bucket.buffer(), group=state)
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total.add_(part)
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(total / len(parts))
+    return done
 
 
 def run_reference(case: Case, backwards: bool = False) -> Trained:

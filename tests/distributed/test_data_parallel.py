@@ -105,6 +105,17 @@ def test_four_ranks_equal_the_reference_over_an_uneven_step(
     compare(found, run_reference(case))
 
 
+@pytest.mark.parametrize(("model", "dataset", "model_options"), NORMED)
+def test_four_ranks_equal_the_reference_where_the_order_of_the_sum_is_the_same(
+    pool: Pool, model: str, dataset: str, model_options: Any
+) -> None:
+    """Five steps in fp32, uneven ones among them: replicas, buckets and updates are right but for that order."""
+    case = dataclasses.replace(make_case(4, model, dataset, model_options), in_rank_order=True)
+    found = pool.run(case)
+    assert [one.counts[2] for one in found] == [8, 8, 8, 7]
+    compare(found, run_reference(case))
+
+
 @pytest.mark.parametrize(("model", "dataset", "model_options"), PLAINS)
 def test_four_ranks_without_batch_norm_equal_the_reference(
     pool: Pool, model: str, dataset: str, model_options: Any
