@@ -32,6 +32,12 @@ class Scheduler(Table):
     """Where sbatch, squeue, sacct and scancel are, if not on PATH."""
     max_array_size: Annotated[int, Field(ge=1)] | None = None
     """Largest array; read from the scheduler when absent."""
+    max_submitted_jobs: Annotated[int, Field(ge=1)] | None = None
+    """Jobs that one person may have queued or running; the rest is sent later. Found by trying when absent."""
+    max_running_jobs: Annotated[int, Field(ge=1)] | None = None
+    """Jobs of one submission that may run at the same time."""
+    retry_s: Seconds = 60.0
+    """How long a scheduler that cannot answer just now is asked again."""
     warning_s: Seconds = 60.0
     """How long before the time limit the ranks are told (--signal), to leave what they measured."""
 
@@ -172,6 +178,8 @@ class ClusterProfile(Table):
     """Variables that every job gets."""
     time_limit_min: Minutes = 30.0
     """Limit of a run that names none, nor its partition."""
+    budget_node_hours: Annotated[float, Field(gt=0)] | None = None
+    """The most that one submit may cost, at the runs' time limits, unless it is told `--yes`."""
 
     @model_validator(mode="after")
     def _names_exist(self) -> ClusterProfile:

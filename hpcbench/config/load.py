@@ -10,7 +10,7 @@ from typing import Any
 
 from hpcbench.config.cluster import NAME, ClusterProfile
 from hpcbench.config.expression import Expression
-from hpcbench.config.sweep import NESTED, SweepFile, parameter_types
+from hpcbench.config.sweep import NESTED, SubmitTable, SweepFile, parameter_types
 from hpcbench.config.tomlfile import read_toml
 from hpcbench.config.validate import Source, validate
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
@@ -57,6 +57,7 @@ class Sweep:
     includes: list[Settings] = field(default_factory=list)
     excludes: list[Exclusion] = field(default_factory=list)
     derived: dict[Parameter, Expression] = field(default_factory=dict)
+    submit: SubmitTable = field(default_factory=SubmitTable)
 
     def settings(self) -> Iterator[tuple[tuple[str | int, ...], Settings]]:
         """Every table of the file that sets parameters, and what it sets."""
@@ -104,6 +105,7 @@ def load_sweep(path: Path) -> Sweep:
         includes=[_flat(include.model_dump(exclude_none=True)) for include in file.include],
         excludes=_excludes(file, source, problems),
         derived=_derived(file, source, problems),
+        submit=file.submit,
     )
     problems += _set_twice(sweep)
     if problems:

@@ -105,6 +105,25 @@ class Scaling(Table):
         return self
 
 
+class SubmitTable(Table):
+    """How the runs become jobs; it changes no run's identity."""
+
+    pack: Annotated[int, Field(ge=1)] | None = None
+    """Runs of equal shape that one job carries, one after another."""
+    pack_minutes: Minutes | None = None
+    """As many runs in one job as their time limits fit into this."""
+    max_running_jobs: Annotated[int, Field(ge=1)] | None = None
+    """Jobs of one submission that may run at the same time."""
+    budget_node_hours: Annotated[float, Field(gt=0)] | None = None
+    """The most that one submit may cost, at the runs' time limits, unless it is told `--yes`."""
+
+    @model_validator(mode="after")
+    def _one_kind_of_pack(self) -> SubmitTable:
+        if self.pack is not None and self.pack_minutes is not None:
+            raise ValueError("pack and pack_minutes exclude each other: keep one")
+        return self
+
+
 class SweepFile(Table):
     """A named set of runs."""
 
@@ -126,5 +145,7 @@ class SweepFile(Table):
     """Further points: these parameters over the fixed ones."""
     exclude: list[Exclude] = []
     """Points to leave out: keys that match, and a condition that holds."""
+    submit: SubmitTable = SubmitTable()
+    """How the runs become jobs: packing, limits, budget."""
     repeats: Annotated[int, Field(ge=1)] = 1
     """Launches of every configuration; each has its own seed."""

@@ -29,11 +29,15 @@ class TaskHeader(msgspec.Struct, frozen=True, kw_only=True):
     peak_flops_per_s: dict[str, float] = {}
     """Per precision, of one device; empty where the profile does not say."""
     cores_per_task: int | None = None
+    pack: int = 1
+    """Consecutive runs that one job carries, one after another."""
+    environment_key: str | None = None
+    """What the submitter knew of the jobs' software; kept in the results, so that a change can be seen."""
     scrubbed: list[str] = []
     """Names of the submitter's variables that were kept from the job."""
 
 
-class Task(msgspec.Struct, frozen=True, kw_only=True):
+class Task(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One run of a task file."""
 
     run_id: str
@@ -41,6 +45,10 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     sweep: str
     spec: RunSpec
     time_limit_s: float
+    stop_groups: list[int] = []
+    """Lines (from 0) of ``stop.jsonl`` beside the task file: a run is skipped where a smaller one there ended so."""
+    supersedes: str | None = None
+    """The ``environment_key`` whose ok result this run is to replace; that one is kept in the archive."""
 
 
 def write_lines(header: TaskHeader, tasks: list[Task]) -> bytes:
