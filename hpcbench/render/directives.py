@@ -11,6 +11,9 @@ from hpcbench.units import slurm_time
 
 Value = str | int | bool
 
+LAUNCH_S = 30.0
+"""What starting and ending one launch of a pack may take beside the run's own limit."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -42,6 +45,11 @@ def shape_of(spec: RunSpec, profile: ClusterProfile) -> Shape:
     )
 
 
+def job_limit_s(shape: Shape, pack: int = 1) -> float:
+    """The limit of a job that carries ``pack`` runs, one after another."""
+    return shape.time_limit_s if pack == 1 else pack * (shape.time_limit_s + LAUNCH_S)
+
+
 def cpus_per_task(shape: Shape, profile: ClusterProfile) -> int:
     """Cores of one rank: as the profile says, else the node's shared among its ranks, at least one."""
     if profile.request.cpus_per_task:
@@ -51,7 +59,7 @@ def cpus_per_task(shape: Shape, profile: ClusterProfile) -> int:
 
 
 def directives(
-    shape: Shape, profile: ClusterProfile, job_name: str, folder: str, number: int
+    shape: Shape, profile: ClusterProfile, job_name: str, folder: str, number: int, pack: int = 1
 ) -> list[tuple[str, Value]]:
     """Names and values of the #SBATCH lines; ``True`` is a flag without a value.
 
@@ -74,8 +82,8 @@ def directives(
         **_gpus(shape, profile.request, node),
         "mem": _memory(profile.request, node),
         "exclusive": profile.request.exclusive or None,
-        "time": slurm_time(shape.time_limit_s),
-        "signal": f"USR2@{math.ceil(profile.scheduler.warning_s)}",
+        "time": slurm_time(job_limit_s(shape, pack)),
+        "signal": f"USR2@{_warning_s(profile, pack)}",
         "open-mode": "append",
         "chdir": folder,
         "output": log,
@@ -91,6 +99,12 @@ def directives(
         if value is not None and value is not False
         for one in (value if isinstance(value, list) else [value])
     ]
+
+
+def _warning_s(profile: ClusterProfile, pack: int) -> int:
+    """How long before its limit a job's ranks are told. In a pack each run has a limit of its own, which it watches."""
+    warning_s = profile.scheduler.warning_s
+    return math.ceil(warning_s if pack == 1 else min(warning_s, LAUNCH_S))
 
 
 def _gpus(shape: Shape, request: Request, node: Node) -> dict[str, Value | list[str] | None]:

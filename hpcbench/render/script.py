@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import hpcbench
 from hpcbench.config.cluster import ClusterProfile, Environment
-from hpcbench.render.directives import Shape, cpus_per_task, directives
+from hpcbench.render.directives import Shape, cpus_per_task, directives, job_limit_s
 from hpcbench.render.engine import TemplateEngine
 
 NOTHING_TO_DO = 10
@@ -16,16 +17,26 @@ NOTHING_TO_DO = 10
 
 
 def render_script(
-    engine: TemplateEngine, profile: ClusterProfile, shape: Shape, sweep: str, folder: Path, number: int
+    engine: TemplateEngine,
+    profile: ClusterProfile,
+    shape: Shape,
+    sweep: str,
+    folder: Path,
+    number: int,
+    pack: int = 1,
+    runs: int = 1,
 ) -> str:
-    """The text of ``<folder>/<number>.sh``."""
-    return engine.render("job.sh.j2", context(profile, shape, sweep, folder, number))
+    """The text of ``<folder>/<number>.sh``, whose jobs carry ``pack`` of the ``runs`` lines of the task file each."""
+    return engine.render("job.sh.j2", context(profile, shape, sweep, folder, number, pack, runs))
 
 
-def context(profile: ClusterProfile, shape: Shape, sweep: str, folder: Path, number: int) -> dict[str, Any]:
+def context(
+    profile: ClusterProfile, shape: Shape, sweep: str, folder: Path, number: int, pack: int = 1, runs: int = 1
+) -> dict[str, Any]:
     """The variables of the templates. ``templates/README.md`` describes each; a test keeps it complete."""
     environment = profile.environment(shape.environment)
     is_slurm = profile.scheduler.kind == "slurm"
+    name = job_name(folder, number)
     return {
         "sweep": sweep,
         "cluster": profile.name,
@@ -35,14 +46,17 @@ def context(profile: ClusterProfile, shape: Shape, sweep: str, folder: Path, num
         "launcher_args": profile.launcher_args,
         # A scheduler signals the ranks itself; without one the script passes on what it is told.
         "forward_signals": not is_slurm,
-        "directives": directives(shape, profile, job_name(folder, number), str(folder), number) if is_slurm else [],
+        "directives": directives(shape, profile, name, str(folder), number, pack) if is_slurm else [],
         "task_file": str(folder / f"{number}.jsonl"),
         "nodes": shape.nodes,
         "tasks_per_node": shape.tasks_per_node,
         "devices_per_task": shape.devices_per_task,
         "ranks": shape.ranks,
         "cpus_per_task": cpus_per_task(shape, profile),
-        "time_limit_s": shape.time_limit_s,
+        "time_limit_s": math.ceil(shape.time_limit_s),
+        "pack": pack,
+        "runs": runs,
+        "job_limit_s": math.ceil(job_limit_s(shape, pack)),
         "modules": environment.modules,
         "setup": environment.setup,
         "env": {**profile.env, **environment.env},
