@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from hpcbench.cli.common import cluster_option, load_plan, results_option, say, tree
+from hpcbench.cli.runs import check_sent, over_budget_option
 
 if TYPE_CHECKING:
     from hpcbench.results.store import ClusterTree
@@ -59,16 +60,11 @@ def _find_run(prefix: str, results: str | None) -> tuple[ClusterTree, str]:
 
 
 def _job_logs(cluster_tree: ClusterTree, run_id: str) -> list[Path]:
-    from hpcbench.submit.submission import job_log, submissions_of
+    from hpcbench.submit.tickets import find_tickets
 
-    paths = [
-        job_log(folder, record, array.number, array.job_ids[index])
-        for folder, record in submissions_of(cluster_tree)
-        for array in record.arrays
-        for index, one in enumerate(array.run_ids)
-        if one == run_id and index < len(array.job_ids) and array.job_ids[index]
-    ]
-    return paths[-1:]
+    ticket = find_tickets(cluster_tree, {run_id}).get(run_id)
+    log = ticket.job_log() if ticket else None
+    return [log] if log else []
 
 
 def _print_log(path: Path) -> None:
@@ -137,16 +133,22 @@ def _where(cluster_tree: ClusterTree, states: dict[str, RunState], text: str) ->
     type=click.Choice(RETRIED),
     help="Which (default: all but oom, unsupported, skipped).",
 )
+@over_budget_option
 @click.option("--time-limit", metavar="TIME", help="A larger limit, for instance '2 h'; the runs stay the same runs.")
 @results_option
 def retry(
-    sweep: str, cluster_name: str, statuses: tuple[str, ...], time_limit: str | None, results: str | None
+    sweep: str,
+    cluster_name: str,
+    statuses: tuple[str, ...],
+    over_budget: bool,
+    time_limit: str | None,
+    results: str | None,
 ) -> None:
     """Submit again the runs of SWEEP that failed, timed out, were stopped or lost."""
     import msgspec
 
     from hpcbench.errors import ConfigError
-    from hpcbench.submit.submit import submit
+    from hpcbench.submit.submit import Choice, submit
     from hpcbench.units import parse_quantity
 
     made = load_plan(sweep, cluster_name, results)
@@ -156,7 +158,7 @@ def retry(
         except ValueError as error:
             raise ConfigError(str(error), where="--time-limit") from None
         made.runs = {key: msgspec.structs.replace(spec, time_limit_min=minutes) for key, spec in made.runs.items()}
-    submitted = submit(
-        made, tree(results).cluster(made.profile.name), frozenset(statuses or BY_DEFAULT), only_again=True
-    )
+    choice = Choice(frozenset(statuses or BY_DEFAULT), only_again=True, over_budget=over_budget)
+    submitted = submit(made, tree(results).cluster(made.profile.name), choice, say)
     say(f"sweep {made.sweep.name} on {made.profile.name}: {len(submitted.run_ids)} runs submitted again")
+    check_sent(submitted.sent, waits=False)

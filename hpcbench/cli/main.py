@@ -17,7 +17,7 @@ COMMANDS = {
     "render": ("hpcbench.cli.sweep:render", "Show the job scripts that submit would send."),
     "submit": ("hpcbench.cli.runs:submit", "Submit what a sweep still lacks."),
     "run": ("hpcbench.cli.runs:run", "Submit, wait with progress, print the table."),
-    "status": ("hpcbench.cli.runs:status", "Show the state of runs."),
+    "status": ("hpcbench.cli.status:status", "Show the state of runs."),
     "logs": ("hpcbench.cli.life:logs", "Print what a run said."),
     "cancel": ("hpcbench.cli.life:cancel", "Stop the runs of a sweep."),
     "retry": ("hpcbench.cli.life:retry", "Submit again what failed, timed out or was lost."),

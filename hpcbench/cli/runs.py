@@ -21,47 +21,92 @@ from hpcbench.errors import EXIT_RUNS_FAILED
 
 if TYPE_CHECKING:
     from hpcbench.submit.plan import Plan
+    from hpcbench.submit.send import Sent
     from hpcbench.submit.state import RunState
     from hpcbench.submit.submit import Submitted
+
+
+def over_budget_option(function: Any) -> Any:
+    """``--yes``."""
+    text = "Submit even what may cost more than the budget of the sweep or the cluster."
+    return click.option("--yes", "over_budget", is_flag=True, help=text)(function)
+
+
+def remeasure_option(function: Any) -> Any:
+    """``--remeasure``."""
+    text = "Also run again what was measured in another environment; its results move to the archive."
+    return click.option("--remeasure", is_flag=True, help=text)(function)
 
 
 @click.command()
 @click.argument("sweep")
 @cluster_option()
-@click.option("--wait", "waits", is_flag=True, help="Stay until all runs have ended.")
+@click.option("--wait", "waits", is_flag=True, help="Stay until all runs have ended; send what had to wait.")
+@over_budget_option
+@remeasure_option
 @results_option
 @json_option
-def submit(sweep: str, cluster_name: str, waits: bool, results: str | None, as_json: bool) -> None:
+def submit(
+    sweep: str,
+    cluster_name: str,
+    waits: bool,
+    over_budget: bool,
+    remeasure: bool,
+    results: str | None,
+    as_json: bool,
+) -> None:
     """Submit the runs of SWEEP that have no result yet and return at once.
 
-    Submitting again is harmless: what is done or on its way is left alone.
+    Submitting again is harmless: what is done or on its way is left alone, and what could not be sent before goes
+    out.
     """
-    made, submitted = _submit(sweep, cluster_name, results)
+    made, submitted = _submit(sweep, cluster_name, results, over_budget=over_budget, remeasure=remeasure)
     if as_json:
-        print_json(
-            {
-                "submission": submitted.record.submission if submitted.record else None,
-                "submitted": submitted.run_ids,
-                "active": submitted.active,
-                "done": list(made.finished),
-                "jobs": [job for array in submitted.record.arrays for job in array.job_ids] if submitted.record else [],
-            }
-        )
+        print_json(_submitted_json(made, submitted))
+    check_sent(submitted.sent, waits=waits)
     if waits:
-        sys.exit(_exit_code(_watch(made, results)))
+        sys.exit(exit_code(_watch(made, results)))
+
+
+def _submitted_json(made: Plan, submitted: Submitted) -> dict[str, Any]:
+    from hpcbench.submit.journal import read_journal
+
+    journal = read_journal(submitted.folder) if submitted.folder else None
+    return {
+        "submission": submitted.record.submission if submitted.record else None,
+        "submitted": submitted.run_ids,
+        "active": submitted.active,
+        "done": list(made.finished),
+        "jobs": journal.job_ids() if journal else [],
+        "waiting_jobs": submitted.sent.waiting,
+    }
+
+
+def check_sent(sent: Sent, *, waits: bool) -> None:
+    """Raise ``SubmitError`` for what the scheduler refused, and, unless somebody waits, for what it did not answer."""
+    from hpcbench.errors import SubmitError
+
+    if sent.refused:
+        raise sent.refused[0]
+    if sent.failed is not None and not waits:
+        hint = f"{sent.waiting} jobs wait in their submission's folder: submit again, or use --wait"
+        raise SubmitError(sent.failed.message, hint=hint)
 
 
 @click.command()
 @click.argument("sweep")
 @cluster_option("local")
+@over_budget_option
+@remeasure_option
 @results_option
 @json_option
-def run(sweep: str, cluster_name: str, results: str | None, as_json: bool) -> None:
+def run(sweep: str, cluster_name: str, over_budget: bool, remeasure: bool, results: str | None, as_json: bool) -> None:
     """Submit SWEEP, wait with a progress bar, print the table."""
     from hpcbench.cli.results import show_table
     from hpcbench.submit.submit import stop_local
 
-    made, submitted = _submit(sweep, cluster_name, results)
+    made, submitted = _submit(sweep, cluster_name, results, over_budget=over_budget, remeasure=remeasure)
+    check_sent(submitted.sent, waits=True)
     try:
         states = _watch(made, results)
     except KeyboardInterrupt:
@@ -73,24 +118,38 @@ def run(sweep: str, cluster_name: str, results: str | None, as_json: bool) -> No
             say(f"the jobs go on without this screen: hpcbench status {made.sweep.name}")
         raise
     show_table(tree(results), [made.sweep.name], [made.profile.name], as_json=as_json)
-    sys.exit(_exit_code(states))
+    sys.exit(exit_code(states))
 
 
-def _submit(sweep: str, cluster_name: str, results: str | None) -> tuple[Plan, Submitted]:
+def _submit(
+    sweep: str, cluster_name: str, results: str | None, *, over_budget: bool, remeasure: bool
+) -> tuple[Plan, Submitted]:
+    from hpcbench.submit.submit import Choice
     from hpcbench.submit.submit import submit as submit_plan
 
     made = load_plan(sweep, cluster_name, results)
     for reason, count in _reasons(made).items():
         say(f"{count} point{'s' if count > 1 else ''} dropped: {reason}")
-    submitted = submit_plan(made, tree(results).cluster(made.profile.name))
-    parts = [f"{len(submitted.run_ids)} submitted", f"{len(made.finished)} done before"]
-    if submitted.active:
-        parts.append(f"{len(submitted.active)} already on their way")
-    say(f"sweep {made.sweep.name} on {made.profile.name}: {len(made.runs)} runs, {', '.join(parts)}")
+    choice = Choice(remeasure=remeasure, over_budget=over_budget)
+    submitted = submit_plan(made, tree(results).cluster(made.profile.name), choice, say)
+    say_submitted(made, submitted)
+    if made.elsewhere and not remeasure:
+        say(f"  {len(made.elsewhere)} were measured in another environment: --remeasure runs them again")
     for key, status in made.finished.items():
         if status != "ok":
             say(f"  {key} has ended as {status} and is not run again by submit")
     return made, submitted
+
+
+def say_submitted(made: Plan, submitted: Submitted) -> None:
+    """What a submit did, in one line or two."""
+    parts = [f"{len(submitted.run_ids)} submitted", f"{len(made.finished)} done before"]
+    if submitted.active:
+        parts.append(f"{len(submitted.active)} already on their way")
+    say(f"sweep {made.sweep.name} on {made.profile.name}: {len(made.runs)} runs, {', '.join(parts)}")
+    sent = submitted.sent
+    if sent.waiting:
+        say(f"  {sent.waiting} jobs wait to be sent: {sent.reason}")
 
 
 def _reasons(made: Plan) -> dict[str, int]:
@@ -109,72 +168,8 @@ def _watch(made: Plan, results: str | None) -> dict[str, RunState]:
         return wait(cluster_tree, list(made.runs), made.profile, progress.update)
 
 
-def _exit_code(states: dict[str, RunState]) -> int:
+def exit_code(states: dict[str, RunState]) -> int:
+    """1 where a run failed, timed out, was stopped or lost; 0 otherwise."""
     from hpcbench.results.schema import FAILED
 
     return EXIT_RUNS_FAILED if any(state.state in (*FAILED, "lost") for state in states.values()) else 0
-
-
-@click.command()
-@click.argument("sweeps", nargs=-1)
-@click.option("--cluster", "cluster_name", metavar="NAME", help="Only this cluster.")
-@click.option("--watch", is_flag=True, help="Look again every few seconds until nothing is on its way.")
-@results_option
-@json_option
-def status(sweeps: tuple[str, ...], cluster_name: str | None, watch: bool, results: str | None, as_json: bool) -> None:
-    """Show the state of every run of SWEEPS, or of all sweeps in the tree."""
-    import time
-
-    from hpcbench.report.status import status_tables
-
-    while True:
-        found = _sweep_states(sweeps, cluster_name, results)
-        if as_json:
-            print_json({"sweeps": [_status_json(*entry) for entry in found]})
-        else:
-            screen = console()
-            if watch and screen.is_terminal:
-                screen.clear()
-            for entry in found:
-                screen.print(status_tables(*entry))
-        if not watch or not _any_active(found):
-            break
-        time.sleep(5)
-    sys.exit(max((_exit_code(states) for _, _, states in found), default=0))
-
-
-def _sweep_states(
-    sweeps: tuple[str, ...], cluster_name: str | None, results: str | None
-) -> list[tuple[str, str, dict[str, RunState]]]:
-    import time
-
-    from hpcbench.config.load import load_cluster
-    from hpcbench.report.select import select_sweeps
-    from hpcbench.submit.state import run_states
-
-    found = []
-    for cluster, record in select_sweeps(tree(results), sweeps, cluster_name):
-        profile, _ = load_cluster(cluster)
-        states = run_states(tree(results).cluster(cluster), record.run_ids, profile, time.time())
-        found.append((record.sweep, cluster, states))
-    return found
-
-
-def _any_active(found: list[tuple[str, str, dict[str, RunState]]]) -> bool:
-    from hpcbench.submit.state import ACTIVE
-
-    return any(state.state in ACTIVE for _, _, states in found for state in states.values())
-
-
-def _status_json(sweep: str, cluster: str, states: dict[str, RunState]) -> dict[str, Any]:
-    from hpcbench.submit.wait import counts
-
-    return {
-        "sweep": sweep,
-        "cluster": cluster,
-        "counts": counts(states),
-        "runs": [
-            {"run_id": key, "state": state.state, "reason": state.reason, "job_id": state.job_id}
-            for key, state in states.items()
-        ],
-    }

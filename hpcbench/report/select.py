@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.results.store import ResultsTree
-from hpcbench.submit.submit import SweepRecord, read_sweep
+from hpcbench.submit.record import SweepRecord, read_sweep
 
 
 def select_sweeps(tree: ResultsTree, given: Sequence[str], cluster: str | None) -> list[tuple[str, SweepRecord]]:

@@ -32,6 +32,10 @@ class AttemptStart(msgspec.Struct, kw_only=True, omit_defaults=True):
     index: int | None = None
     tree: str | None = None
 
+    def is_of(self, submission: str) -> bool:
+        """Whether a job of that submission began the attempt."""
+        return self.task_file is not None and Path(self.task_file).parent.name == submission
+
 
 class Attempt:
     """One folder ``attempts/<n>`` of a run."""

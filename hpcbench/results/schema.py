@@ -121,6 +121,25 @@ class RunResult(_Record, kw_only=True):
     error: Failure | None = None
 
 
+class HeadProvenance(_Record, kw_only=True):
+    """The part of a result's provenance that is read without the rest."""
+
+    environment_key: str | None = None
+
+
+BROKEN = "broken"
+"""The status of a result whose file cannot be read as one."""
+
+
+class ResultHead(_Record, kw_only=True):
+    """What is needed of a result to know whether its run is done: decoded quickly, the measurements passed over."""
+
+    status: str
+    attempt: int = 0
+    error: Failure | None = None
+    provenance: HeadProvenance = msgspec.field(default_factory=HeadProvenance)
+
+
 def result_json(result: RunResult) -> dict[str, Any]:
     """``result`` as it stands in its file: the schema's version is always named."""
     return {"schema_version": result.schema_version, **msgspec.to_builtins(result)}

@@ -6,17 +6,20 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import msgspec
 
 from hpcbench.errors import StorageError
 from hpcbench.fileio import make_folder, storage_error, write_atomic
-from hpcbench.results.schema import OK, RunResult, result_json
+from hpcbench.results.schema import BROKEN, OK, Failure, ResultHead, RunResult, result_json
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 _decoder = msgspec.json.Decoder(RunResult)
+_head_decoder = msgspec.json.Decoder(ResultHead)
+_FEW_RUNS = 100
+"""So many are looked up one by one, whatever else is in the tree."""
 
 
 class ClusterTree:
@@ -53,6 +56,36 @@ class ClusterTree:
         except OSError as error:
             raise StorageError(f"cannot read {self.result_path(run_id)}: {error.strerror}") from error
         return _decoder.decode(data)
+
+    def heads(self, run_ids: Collection[str]) -> dict[str, ResultHead]:
+        """The heads of the results that there are among ``run_ids``; a broken file is a head with status ``broken``."""
+        begun = self.existing_runs() if len(run_ids) > _FEW_RUNS else run_ids
+        found: dict[str, ResultHead] = {}
+        for run_id in run_ids:
+            if run_id in begun:
+                head = self._read_head(run_id)
+                if head is not None:
+                    found[run_id] = head
+        return found
+
+    def _read_head(self, run_id: str) -> ResultHead | None:
+        path = self.result_path(run_id)
+        try:
+            return _head_decoder.decode(path.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        except msgspec.MsgspecError as error:
+            return ResultHead(status=BROKEN, error=Failure(type="BrokenResult", message=str(error)))
+
+    def existing_runs(self) -> set[str]:
+        """As ``run_ids``, in no order and from names alone: one listing for every 256th of the runs."""
+        found: set[str] = set()
+        for number in range(256):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                found.update(filter(_RUN_ID.fullmatch, os.listdir(self.root / "runs" / f"{number:02x}")))
+        return found
 
     def write_result(self, result: RunResult) -> bool:
         """Put ``result`` in place unless an ok one is there; ``False`` where it was kept out.

@@ -7,6 +7,8 @@ submitit checks the parameters, parses the job's id, and its ``Job`` objects giv
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shlex
 import signal
@@ -19,10 +21,12 @@ import psutil
 import submitit
 from submitit.core.utils import FailedSubmissionError
 from submitit.local.local import LocalJob, start_controller
-from submitit.slurm.slurm import SlurmJob
 
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable
+from hpcbench.submit.answers import Answer, classify
+
+_PR_SET_PDEATHSIG = 1
 
 
 class ScriptExecutor(submitit.SlurmExecutor):
@@ -39,26 +43,22 @@ class ScriptExecutor(submitit.SlurmExecutor):
         return 2
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        """The command for a script whose size of array and offset were given by ``submit_script``."""
-        count, offset = self._array
-        array = [f"--array=0-{count - 1}"] if count is not None else []
-        return ["sbatch", *array, str(submission_file_path), str(offset)]
+        """The command for a script whose options and argument were given by ``submit_script``."""
+        options, argument = self._call_with
+        return ["sbatch", *options, str(submission_file_path), str(argument)]
 
-    def submit_script(self, script: Path, *, count: int | None = None, offset: int = 0) -> list[SlurmJob[Any]]:
-        """One job per run: an array of ``count`` for an integer, a single job for ``None``.
+    def submit_script(self, script: Path, options: list[str], argument: int) -> str:
+        """Call ``sbatch OPTIONS SCRIPT ARGUMENT`` and return the number of the job.
 
-        The job's runs are the lines ``offset``, ``offset + 1``, ... of its task file.
-        Raises ``SubmitError`` where sbatch is absent, refuses, or says nothing that holds a job's id.
+        Raises ``SbatchError`` where sbatch is absent, refuses, or says nothing that holds a job's number.
         """
-        self._array = (count, offset)
+        self._call_with = (options, argument)
         output = self._call(self._make_submission_command(script))
         try:
-            job_id = self._get_job_id_from_submission_command(output)
+            return str(self._get_job_id_from_submission_command(output))
         except FailedSubmissionError:
             message = f"sbatch accepted {script} but its answer names no job: {printable(output.strip())!r}"
-            raise SubmitError(message, hint="look for the job's name with squeue before you submit again") from None
-        ids = [job_id] if count is None else [f"{job_id}_{index}" for index in range(count)]
-        return [SlurmJob(folder=self.folder, job_id=one, tasks=[0]) for one in ids]
+            raise SbatchError(message, Answer.UNCLEAR, hint="it is looked for by its name at the next submit") from None
 
     def _call(self, command: list[str]) -> str:
         try:
@@ -67,19 +67,35 @@ class ScriptExecutor(submitit.SlurmExecutor):
                 env=self._environment,
                 capture_output=True,
                 text=True,
+                errors="replace",
                 timeout=self._timeout_s,
                 check=False,
+                preexec_fn=_die_with_parent,
             )
         except FileNotFoundError as error:
             hint = "is this a login node of the cluster? `hpcbench doctor --cluster NAME` looks closer"
-            raise SubmitError("sbatch is not on PATH", hint=hint) from error
+            raise SbatchError("sbatch is not on PATH", Answer.REFUSED, hint=hint) from error
         except subprocess.TimeoutExpired as error:
-            hint = "the job may have been queued all the same: look for its name with squeue"
-            raise SubmitError(f"sbatch did not answer within {self._timeout_s:g} s", hint=hint) from error
+            raise SbatchError(f"sbatch did not answer within {self._timeout_s:g} s", Answer.UNCLEAR) from error
         if done.returncode != 0:
             said = printable((done.stderr or done.stdout).strip())
-            raise SubmitError(f"sbatch refused {command[-2]}: {said}", hint=f"command: {' '.join(command)}")
+            message = f"sbatch refused {command[-2]}: {said}"
+            raise SbatchError(message, classify(said), hint=f"command: {shlex.join(command)}")
         return done.stdout
+
+
+class SbatchError(SubmitError):
+    """sbatch did not take a job; ``answer`` says what kind of refusal it is."""
+
+    def __init__(self, message: str, answer: Answer, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.answer = answer
+
+
+def _die_with_parent() -> None:
+    """An sbatch whose submit was killed must not send its job later, when somebody has sent it again."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def check_parameters(parameters: Mapping[str, Any], folder: Path) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,8 +25,9 @@ import psutil
 
 from hpcbench.fileio import write_atomic
 from hpcbench.submit.executor import LocalScriptExecutor, LocalScriptJob
+from hpcbench.submit.journal import Chunk, Writer, dropped_runs
 from hpcbench.submit.plan import local_cores
-from hpcbench.submit.submission import Array, read_record, save_record
+from hpcbench.submit.submission import Array, read_record
 
 _POLL_S = 0.1
 _GRACE_S = 60.0
@@ -37,6 +39,7 @@ class QueueState(msgspec.Struct):
     pid: int
     created: float
     warning_s: float
+    host: str = ""
 
 
 def start_queue(folder: Path, environment: dict[str, str], warning_s: float) -> None:
@@ -47,31 +50,43 @@ def start_queue(folder: Path, environment: dict[str, str], warning_s: float) -> 
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, env=environment, start_new_session=True,
         )  # fmt: skip
     created = psutil.Process(process.pid).create_time()
-    write_atomic(folder / "queue.json", msgspec.json.encode(QueueState(process.pid, created, warning_s)) + b"\n")
+    write_atomic(
+        folder / "queue.json",
+        msgspec.json.encode(QueueState(process.pid, created, warning_s, socket.gethostname())) + b"\n",
+    )
+
+
+def was_started(folder: Path) -> bool:
+    """Whether the submission ever had a queue."""
+    return (folder / "queue.json").exists()
+
+
+def queue_is_alive(folder: Path) -> bool:
+    """Whether ``folder`` is being worked off. What another machine that shares the tree does cannot be seen from here:
+    its queue counts as alive.
+    """
+    state = _read_state(folder)
+    return state is not None and (state.host != socket.gethostname() or queue_process(folder) is not None)
+
+
+def _read_state(folder: Path) -> QueueState | None:
+    try:
+        return msgspec.json.decode((folder / "queue.json").read_bytes(), type=QueueState)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def queue_process(folder: Path) -> psutil.Process | None:
-    """The process that works ``folder`` off, if it is alive."""
+    """The process of this machine that works ``folder`` off, if it is alive."""
+    state = _read_state(folder)
+    if state is None or state.host != socket.gethostname():
+        return None
     try:
-        state = msgspec.json.decode((folder / "queue.json").read_bytes(), type=QueueState)
         process = psutil.Process(state.pid)
         alive = abs(process.create_time() - state.created) < 1 and process.status() != psutil.STATUS_ZOMBIE
-    except (OSError, msgspec.MsgspecError, psutil.Error):
+    except psutil.Error:
         return None
     return process if alive else None
-
-
-def drop_runs(folder: Path, run_ids: list[str]) -> None:
-    """Strike runs from a submission's queue; those that have begun are not touched."""
-    write_atomic(folder / "dropped.json", msgspec.json.encode(sorted({*dropped_runs(folder), *run_ids})) + b"\n")
-
-
-def dropped_runs(folder: Path) -> set[str]:
-    """The runs that were struck from a submission's queue."""
-    try:
-        return set(msgspec.json.decode((folder / "dropped.json").read_bytes(), type=list[str]))
-    except (OSError, msgspec.MsgspecError):
-        return set()
 
 
 class Cores:
@@ -116,6 +131,7 @@ class LocalQueue:
         self.warning_s = warning_s
         self.executor = LocalScriptExecutor(folder / "jobs")
         self.cores = Cores(local_cores())
+        self.journal = Writer(folder)
         self.running: list[tuple[LocalScriptJob, list[IO[bytes]]]] = []
         self.stopping = False
 
@@ -124,15 +140,14 @@ class LocalQueue:
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
         for array in self.record.arrays:
-            for index in range(len(array.run_ids)):
+            for number in range(array.jobs):
                 cores = self._wait_for_cores(array)
                 if cores is None:
                     break
-                if array.run_ids[index] in dropped_runs(self.folder):
-                    array.job_ids.append("")
+                if dropped_runs(self.folder).issuperset(array.runs_of(number)):
                     _release(cores)
                 else:
-                    self._start(array, index, cores)
+                    self._start(array, number, cores)
         self._finish()
 
     def _wait_for_cores(self, array: Array) -> list[IO[bytes]] | None:
@@ -144,16 +159,15 @@ class LocalQueue:
             time.sleep(_POLL_S)
         return None
 
-    def _start(self, array: Array, index: int, cores: list[IO[bytes]]) -> None:
+    def _start(self, array: Array, number: int, cores: list[IO[bytes]]) -> None:
         job = self.executor.submit_script(
             self.folder / f"{array.number}.sh",
-            index,
-            time_limit_s=array.time_limit_s,
+            number,
+            time_limit_s=array.job_limit_s,
             warning_s=self.warning_s,
         )
         self.running.append((job, cores))
-        array.job_ids.append(job.job_id)
-        save_record(self.record, self.folder)
+        self.journal.note(Chunk(array=array.number, first=number, count=1, job_id=str(job.job_id)))
 
     def _reap(self) -> None:
         for entry in list(self.running):

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from hpcbench.errors import StorageError
-from hpcbench.fileio import create_exclusive, make_folder
+from hpcbench.fileio import create_exclusive, make_folder, write_atomic
 
 
 class Holder(msgspec.Struct):
@@ -29,27 +29,44 @@ class Holder(msgspec.Struct):
     lease_s: float
 
 
+class Lock:
+    """A lock that this process holds."""
+
+    def __init__(self, path: Path, lease_s: float) -> None:
+        self._path, self._lease_s = path, lease_s
+        self.data = self._word()
+
+    def _word(self) -> bytes:
+        return msgspec.json.encode(Holder(_user(), socket.gethostname(), os.getpid(), time.time(), self._lease_s))
+
+    def renew(self) -> None:
+        """Show the others that the holder lives, once a good part of the lease has passed."""
+        if time.time() - msgspec.json.decode(self.data, type=Holder).since_unix_s > self._lease_s / 4:
+            self.data = self._word()
+            write_atomic(self._path, self.data)
+
+
 @contextlib.contextmanager
-def exclusive(path: Path, *, lease_s: float = 120.0, wait_s: float = 60.0) -> Iterator[None]:
-    """Hold the lock ``path`` while the body runs.
+def exclusive(path: Path, *, lease_s: float = 120.0, wait_s: float = 60.0) -> Iterator[Lock]:
+    """Hold the lock ``path`` while the body runs; a body that takes long calls ``renew``.
 
     A lock whose file has not changed for its lease is taken over: its holder died.
     Raises ``StorageError`` naming the holder after ``wait_s``.
     """
     make_folder(path.parent)
-    mine = msgspec.json.encode(Holder(_user(), socket.gethostname(), os.getpid(), time.time(), lease_s))
+    lock = Lock(path, lease_s)
     deadline = time.monotonic() + wait_s
     watched: tuple[bytes, float] | None = None
-    while not create_exclusive(path, mine):
+    while not create_exclusive(path, lock.data):
         watched = _watch(path, watched)
         if time.monotonic() > deadline:
             raise StorageError(f"waited {wait_s:g} s for {_describe(path)}", hint=f"lock file: {path}")
         time.sleep(0.05)
     try:
-        yield
+        yield lock
     finally:
         with contextlib.suppress(OSError):
-            if path.read_bytes() == mine:
+            if path.read_bytes() == lock.data:
                 path.unlink()
 
 

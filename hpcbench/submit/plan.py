@@ -15,8 +15,9 @@ from hpcbench.errors import ConfigError
 from hpcbench.parallel.check import check_names
 from hpcbench.parallel.resolve import Dropped, Limits, resolve
 from hpcbench.render.directives import Shape, shape_of
-from hpcbench.results.schema import OK
+from hpcbench.results.schema import BROKEN, OK, ResultHead
 from hpcbench.results.store import ClusterTree
+from hpcbench.submit.software import environment_key
 
 RERUN_ON_SUBMIT = frozenset({"failed", "cancelled", "preempted"})
 """Statuses that submit runs again; the others wait for `retry`."""
@@ -30,13 +31,42 @@ class Plan:
     profile: ClusterProfile
     runs: dict[str, RunSpec]
     dropped: list[Dropped]
-    finished: dict[str, str] = field(default_factory=dict)
-    """``run_id`` to status, of the runs that submit leaves alone because they have a result."""
+    heads: dict[str, ResultHead] = field(default_factory=dict)
+    """``run_id`` to what is known of its result, of the runs that have one."""
+    _keys: dict[str | None, str] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def finished(self) -> dict[str, str]:
+        """``run_id`` to status, of the runs that submit leaves alone because they have a result."""
+        return {
+            key: head.status
+            for key, head in self.heads.items()
+            if head.status not in RERUN_ON_SUBMIT and head.status != BROKEN
+        }
+
+    @property
+    def elsewhere(self) -> dict[str, str]:
+        """``run_id`` to environment key, of the runs that were measured well in an environment that is not today's."""
+        return {
+            key: head.provenance.environment_key
+            for key, head in self.heads.items()
+            if head.status == OK
+            and head.provenance.environment_key is not None
+            and head.provenance.environment_key != self.environment_key(self.runs[key].environment)
+        }
+
+    def environment_key(self, environment: str | None) -> str:
+        """What is known here of the software of an environment of the profile."""
+        name = environment or self.profile.default_environment
+        if name not in self._keys:
+            self._keys[name] = environment_key(self.profile, name)
+        return self._keys[name]
 
     @property
     def missing(self) -> dict[str, RunSpec]:
         """The runs that submit would start, if nobody else has."""
-        return {key: spec for key, spec in self.runs.items() if key not in self.finished}
+        finished = self.finished
+        return {key: spec for key, spec in self.runs.items() if key not in finished}
 
     def groups(self, runs: dict[str, RunSpec]) -> dict[Shape, list[str]]:
         """``run_id``s by shape: each group is one script and one array."""
@@ -80,7 +110,7 @@ def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Plan:
             where=str(sweep.source.path),
             hint="\n  ".join(reasons[:10]),
         )
-    return Plan(sweep, profile, runs, dropped, finished_runs(tree, runs))
+    return Plan(sweep, profile, runs, dropped, tree.heads(runs))
 
 
 def limits_of(profile: ClusterProfile, partition: str | None) -> Limits:
@@ -96,19 +126,6 @@ def limits_of(profile: ClusterProfile, partition: str | None) -> Limits:
         devices_per_node=node.devices if profile.device != "cpu" else None,
         max_time_min=queue.max_time_min,
     )
-
-
-def finished_runs(tree: ClusterTree, runs: dict[str, RunSpec]) -> dict[str, str]:
-    """The runs that submit leaves alone, with their status. A broken result file is no result."""
-    finished: dict[str, str] = {}
-    for key in runs:
-        try:
-            result = tree.read_result(key)
-        except msgspec.MsgspecError:
-            continue
-        if result is not None and (result.status == OK or result.status not in RERUN_ON_SUBMIT):
-            finished[key] = result.status
-    return finished
 
 
 def local_cores() -> int:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import getpass
 import os
 import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.errors import SubmitError
+from hpcbench.fileio import printable
 from hpcbench.submit.environment import clean_environment
 
 _ACTIVE = {
@@ -24,6 +27,7 @@ _ENDED = {
     "PREEMPTED": "preempted", "OUT_OF_MEMORY": "oom", "FAILED": "failed", "NODE_FAIL": "failed",
     "BOOT_FAIL": "failed", "LAUNCH_FAILED": "failed", "COMPLETED": "lost",
 }  # fmt: skip
+_IDS_PER_CALL = 2000
 _ARRAY_TASK = re.compile(r"\d+(?:_\d+)?")
 
 
@@ -43,75 +47,123 @@ def adopt(profile: ClusterProfile) -> None:
         os.environ["PATH"] = slurm_environment(profile)["PATH"]
 
 
-def job_states(job_ids: Iterable[str], profile: ClusterProfile, since_unix_s: float) -> dict[str, tuple[str, str]]:
-    """State and reason of each job that the scheduler knows: our word, and SLURM's own.
+class JobAnswer(NamedTuple):
+    """What the scheduler says of a job."""
+
+    state: str
+    """``pending``, ``running``, ``lost`` (it ended well) or a result's status."""
+    reason: str
+    """SLURM's own words."""
+    name: str = ""
+    ended_unix_s: float | None = None
+
+
+def job_states(job_ids: Iterable[str], profile: ClusterProfile, since_unix_s: float) -> dict[str, JobAnswer]:
+    """What the scheduler says of each job that it knows: squeue first, then sacct for those that it forgot.
 
     A job that neither command knows is left out: unknown is never taken for failed.
     Raises ``SubmitError`` where neither squeue nor sacct answers.
     """
     wanted = set(job_ids)
     masters = sorted({job_id.partition("_")[0] for job_id in wanted})
-    environment = slurm_environment(profile)
-    queue = ["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r", "-j", ",".join(masters)]
-    found, queue_error = _query(queue, environment)
-    missing = wanted - found.keys()
-    if missing:
-        start = datetime.datetime.fromtimestamp(since_unix_s - 86400).strftime("%Y-%m-%dT%H:%M:%S")
-        account = [
-            "sacct",
-            "-n",
-            "-X",
-            "-P",
-            "-S",
-            start,
-            "-o",
-            "JobID,State,Reason",
-            "-j",
-            ",".join(masters),
-        ]
-        late, account_error = _query(account, environment)
-        if queue_error and account_error:
-            raise SubmitError(f"the scheduler does not answer: {queue_error}", hint=f"sacct: {account_error}")
-        found = {**late, **found}
+    found: dict[str, JobAnswer] = {}
+    for first in range(0, len(masters), _IDS_PER_CALL):
+        found |= _ask(",".join(masters[first : first + _IDS_PER_CALL]), wanted, profile, since_unix_s)
     return {job_id: answer for job_id, answer in found.items() if job_id in wanted}
 
 
-def _query(command: list[str], environment: Mapping[str, str]) -> tuple[dict[str, tuple[str, str]], str | None]:
-    """States by job id, and why there are none. squeue calls ids that it has forgotten an error: that is no failure."""
+def _ask(jobs: str, wanted: set[str], profile: ClusterProfile, since_unix_s: float) -> dict[str, JobAnswer]:
+    environment = slurm_environment(profile)
+    queue = ["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%e|%j", "-j", jobs]
+    found, queue_error = _query(queue, environment)
+    asked = set(jobs.split(","))
+    if all(job_id in found for job_id in wanted if job_id.partition("_")[0] in asked):
+        return found
+    start = datetime.datetime.fromtimestamp(since_unix_s - 86400).strftime("%Y-%m-%dT%H:%M:%S")
+    account = ["sacct", "-n", "-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName", "-j", jobs]
+    late, account_error = _query(account, environment)
+    if queue_error and account_error:
+        raise SubmitError(f"the scheduler does not answer: {queue_error}", hint=f"sacct: {account_error}")
+    return {**late, **found}
+
+
+def _query(command: list[str], environment: Mapping[str, str]) -> tuple[dict[str, JobAnswer], str | None]:
+    """Answers by job id, and why there are none. squeue calls an id that it has forgotten an error: it is none."""
+    text, error = _run(command, environment)
+    if error is not None and "Invalid job id" not in error:
+        return {}, error
+    return parse_states(text), None
+
+
+def _run(command: list[str], environment: Mapping[str, str]) -> tuple[str, str | None]:
+    """What a command printed, and what it complained about where it failed."""
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=60, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return {}, f"{command[0]}: {error}"
-    if done.returncode != 0 and "Invalid job id" not in done.stderr:
-        return {}, f"{command[0]}: {done.stderr.strip()}"
-    return parse_states(done.stdout), None
+        return "", f"{command[0]}: {error}"
+    return done.stdout, f"{command[0]}: {printable(done.stderr.strip())}" if done.returncode != 0 else None
 
 
-def parse_states(text: str) -> dict[str, tuple[str, str]]:
-    """``id|STATE by 0|reason`` lines as our states; lines about something else are passed over."""
-    states: dict[str, tuple[str, str]] = {}
+def parse_states(text: str) -> dict[str, JobAnswer]:
+    """``id|STATE by 0|reason|end|name`` lines as our states; lines about something else are passed over."""
+    states: dict[str, JobAnswer] = {}
     for line in text.splitlines():
         job_id, _, rest = line.partition("|")
-        state, _, reason = rest.partition("|")
+        state, _, rest = rest.partition("|")
+        reason, _, rest = rest.partition("|")
+        end, _, name = rest.partition("|")
         word = state.split(" ")[0].rstrip("+")
         ours = _ACTIVE.get(word) or _ENDED.get(word)
         if ours and _ARRAY_TASK.fullmatch(job_id):
-            states[job_id] = (ours, word if reason in ("", "None") else f"{word}: {reason}")
+            words = word if reason in ("", "None") else f"{word}: {reason}"
+            states[job_id] = JobAnswer(ours, words, name, None if word in _ACTIVE else _unix_s(end))
     return states
+
+
+def _unix_s(text: str) -> float | None:
+    try:
+        return datetime.datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def job_named(name: str, profile: ClusterProfile) -> str | None:
+    """The number of the queued, running or just ended job called ``name``; ``None`` where squeue knows none.
+
+    Raises ``SubmitError`` where squeue does not answer.
+    """
+    command = ["squeue", "-h", "-t", "all", "-o", "%F|%j", "--name", name]
+    text, error = _run(command, slurm_environment(profile))
+    if error is not None:
+        raise SubmitError(f"the scheduler does not answer: {error}")
+    found = (line.partition("|") for line in text.splitlines())
+    return next((job_id for job_id, _, called in found if called == name and job_id.isdecimal()), None)
+
+
+def queued_arrays(numbers: Iterable[str], profile: ClusterProfile) -> set[str]:
+    """Those of some jobs' numbers that are queued or running. Raises ``SubmitError`` where squeue does not answer."""
+    command = ["squeue", "-h", "-o", "%F", "-j", ",".join(numbers)]
+    text, error = _run(command, slurm_environment(profile))
+    if error is not None and "Invalid job id" not in error:
+        raise SubmitError(f"the scheduler does not answer: {error}")
+    return set(text.split())
+
+
+def queued_jobs(profile: ClusterProfile) -> int | None:
+    """How many jobs this user has in the queue, array tasks counted singly; ``None`` where squeue does not answer."""
+    command = ["squeue", "-h", "-r", "-o", "%i", "-u", getpass.getuser()]
+    text, error = _run(command, slurm_environment(profile))
+    return None if error is not None else len(text.splitlines())
 
 
 def max_array_size(profile: ClusterProfile) -> int:
     """The largest array that may be submitted: the profile's word, else the scheduler's, else SLURM's default."""
     if profile.scheduler.max_array_size:
         return profile.scheduler.max_array_size
-    command = ["scontrol", "show", "config"]
-    try:
-        done = subprocess.run(
-            command, env=slurm_environment(profile), capture_output=True, text=True, timeout=60, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 1001
-    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", done.stdout, re.MULTILINE)
+    text, _ = _run(["scontrol", "show", "config"], slurm_environment(profile))
+    match = re.search(r"^MaxArraySize\s*=\s*(\d+)", text, re.MULTILINE)
     # The largest index is one less than MaxArraySize, and ours begin at 0.
     return max(1, int(match[1])) if match else 1001
 

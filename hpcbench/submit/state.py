@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-
-import msgspec
 
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.errors import SubmitError
-from hpcbench.fileio import tail
-from hpcbench.results.attempts import latest_attempt
+from hpcbench.results.attempts import Attempt, latest_attempt
+from hpcbench.results.schema import BROKEN, OK, ResultHead
 from hpcbench.results.store import ClusterTree
-from hpcbench.submit.local_queue import dropped_runs, queue_process
-from hpcbench.submit.scheduler import job_states
-from hpcbench.submit.submission import Submission, job_log, submissions_of
+from hpcbench.submit.local_queue import queue_is_alive, was_started
+from hpcbench.submit.scheduler import JobAnswer, job_states
+from hpcbench.submit.tickets import Ticket, find_tickets
 
 ACTIVE = frozenset({"waiting", "pending", "running"})
 """States of runs that somebody is taking care of."""
 _JUST_SUBMITTED_S = 30.0
 """For this long a job that no command of the scheduler knows is taken to be on its way."""
+LEASE_S = 7 * 86400.0
+"""After this long a run of which nobody knows anything is anybody's again."""
+_INTERRUPTED = frozenset({"preempted", "cancelled", "failed"})
+"""What a run may have left before its job was put back into the queue."""
+_NEVER_BEGAN = frozenset({"timeout", "preempted", "lost"})
+"""How a job may end with runs of its pack that it never came to: they are still to be run."""
 
 
 @dataclass(frozen=True)
@@ -31,132 +34,153 @@ class RunState:
     reason: str = ""
     submission: str | None = None
     job_id: str | None = None
+    ended_unix_s: float | None = None
+    """When its job ended, where that is all that is known: the run left no result itself."""
+    ticket: Ticket | None = None
 
 
-@dataclass(frozen=True)
-class _Ticket:
-    """Where a run was submitted last."""
-
-    folder: Path
-    record: Submission
-    number: int
-    job_id: str | None
-
-    def last_words(self) -> str:
-        """The last line that the job's script said itself, to be put behind a reason."""
-        if self.job_id is None and self.record.scheduler != "local":
-            return ""
-        log = job_log(self.folder, self.record, self.number, self.job_id) if self.job_id else self.folder / "queue.log"
-        lines = tail(log).strip().splitlines()
-        return f": {lines[-1].strip()}" if lines else ""
+Answers = Mapping[str, JobAnswer] | SubmitError
 
 
 def run_states(
-    tree: ClusterTree, run_ids: Iterable[str], profile: ClusterProfile, now_unix_s: float
+    tree: ClusterTree,
+    run_ids: Collection[str],
+    profile: ClusterProfile,
+    now_unix_s: float,
+    stale: Collection[str] = (),
 ) -> dict[str, RunState]:
-    """The state of each run. A scheduler that does not answer leaves its runs ``waiting``, with the reason."""
-    wanted = list(run_ids)
+    """The state of each run. A scheduler that does not answer leaves its runs ``waiting``, with the reason.
+
+    Results of ``stale`` runs do not count: they are to be measured anew.
+    """
+    heads = tree.heads(run_ids)
+    tickets = find_tickets(
+        tree, {key for key in run_ids if key not in heads or heads[key].status != OK or key in stale}
+    )
+    answers = _ask(tickets, profile)
     states: dict[str, RunState] = {}
-    for run_id in wanted:
-        status = result_state(tree, run_id)
-        if status is not None:
-            states[run_id] = status
-    open_runs = [run_id for run_id in wanted if run_id not in states]
-    tickets = _tickets(tree, set(wanted))
-    open_runs += [key for key, state in states.items() if state.state != "ok" and key in tickets]
-    answers = _ask(tickets, open_runs, profile)
-    for run_id in open_runs:
-        ticket = tickets.get(run_id)
-        found = _open_state(run_id, ticket, answers, now_unix_s) if ticket else RunState("planned")
-        if run_id not in states or (found.state in ACTIVE and _is_newer(tree, run_id, found)):
-            states[run_id] = found
-    return {run_id: states[run_id] for run_id in wanted}
+    for key in run_ids:
+        head = None if key in stale and heads[key].status == OK else heads.get(key)
+        ticket = tickets.get(key)
+        found = _Look(tree, key, ticket, answers, now_unix_s).state() if ticket else RunState("planned")
+        if head is None:
+            states[key] = _unless_stale(key, found, stale)
+        elif found.state in ACTIVE and ticket is not None and _is_newer(tree, key, head, found, ticket):
+            states[key] = found
+        else:
+            states[key] = _of_head(head)
+    return states
+
+
+def _unless_stale(run_id: str, found: RunState, stale: Collection[str]) -> RunState:
+    """A stale run's old job has ended long ago; only an active one is measuring it anew."""
+    return RunState("planned") if run_id in stale and found.state not in ACTIVE else found
 
 
 def result_state(tree: ClusterTree, run_id: str) -> RunState | None:
     """What a run's result says; ``None`` without one; ``lost`` where its file is broken."""
-    try:
-        result = tree.read_result(run_id)
-    except msgspec.MsgspecError as error:
-        return RunState("lost", f"result.json is broken: {error}")
-    if result is None:
-        return None
-    return RunState(result.status, result.error.message if result.error else "")
+    head = tree.heads((run_id,)).get(run_id)
+    return _of_head(head) if head is not None else None
 
 
-def _tickets(tree: ClusterTree, wanted: set[str]) -> dict[str, _Ticket]:
-    """Per run its newest submission."""
-    tickets: dict[str, _Ticket] = {}
-    for folder, record in submissions_of(tree):
-        for array in record.arrays:
-            for index, run_id in enumerate(array.run_ids):
-                if run_id in wanted:
-                    job_id = array.job_ids[index] if index < len(array.job_ids) else None
-                    tickets[run_id] = _Ticket(folder, record, array.number, job_id)
-    return tickets
+def _of_head(head: ResultHead) -> RunState:
+    message = head.error.message if head.error else ""
+    if head.status == BROKEN:
+        return RunState("lost", f"result.json is broken: {message}")
+    return RunState(head.status, message)
 
 
-def _ask(
-    tickets: dict[str, _Ticket], open_runs: list[str], profile: ClusterProfile
-) -> dict[str, tuple[str, str]] | SubmitError:
-    asked = [
-        tickets[run_id] for run_id in open_runs if run_id in tickets and tickets[run_id].record.scheduler == "slurm"
-    ]
-    job_ids = {ticket.job_id for ticket in asked if ticket.job_id}
-    if not job_ids:
+def _ask(tickets: Mapping[str, Ticket], profile: ClusterProfile) -> Answers:
+    asked = [ticket for ticket in tickets.values() if ticket.record.scheduler == "slurm" and ticket.job_id]
+    if not asked:
         return {}
     try:
+        job_ids = {ticket.job_id for ticket in asked if ticket.job_id}
         return job_states(job_ids, profile, min(ticket.record.created_unix_s for ticket in asked))
     except SubmitError as error:
         return error
 
 
-def _open_state(
-    run_id: str,
-    ticket: _Ticket,
-    answers: dict[str, tuple[str, str]] | SubmitError,
-    now_unix_s: float,
-) -> RunState:
-    name = ticket.record.submission
-    if ticket.record.scheduler == "local":
-        return _local_state(run_id, ticket)
-    age_s = now_unix_s - ticket.record.created_unix_s
-    if ticket.job_id is None:
+class _Look:
+    """One look at a run that has a place in a submission."""
+
+    def __init__(self, tree: ClusterTree, run_id: str, ticket: Ticket, answers: Answers, now_unix_s: float) -> None:
+        self.tree, self.run_id, self.ticket, self.answers, self.now_unix_s = tree, run_id, ticket, answers, now_unix_s
+
+    def state(self) -> RunState:
+        if self.ticket.is_dropped and not self._attempt():
+            return self._found("planned", "cancelled before it began")
+        if self.ticket.record.scheduler == "local":
+            return self._local()
+        if self.ticket.job_id is None:
+            return self._unsent()
+        if isinstance(self.answers, SubmitError):
+            return self._found("waiting", self.answers.message)
+        answer = self.answers.get(self.ticket.job_id)
+        # A number that has begun anew belongs to somebody else's job.
+        if answer is None or (answer.name.startswith("hpcbench-") and answer.name != self.ticket.job_name):
+            return self._unknown()
+        if answer.state == "running" and self.ticket.array.pack > 1 and not self._attempt():
+            return self._found("pending", f"its job {self.ticket.job_id} comes to it later")
+        if answer.state in ACTIVE:
+            return self._found(answer.state, answer.reason)
+        return self._ended(answer)
+
+    def _ended(self, answer: JobAnswer) -> RunState:
+        if self.ticket.array.pack > 1 and answer.state in _NEVER_BEGAN and not self._attempt():
+            return self._found("planned", f"its job ended ({answer.reason}) before it began")
+        reason = f"{answer.reason}, no result was left{self.ticket.last_words()}"
+        return self._found(answer.state, reason, answer.ended_unix_s)
+
+    def _unsent(self) -> RunState:
+        reason = self.ticket.waiting or (
+            "its sbatch was not heard to answer" if self.ticket.is_open else "not sent yet"
+        )
+        return self._found("waiting", f"{reason}; the next submit sends it")
+
+    def _unknown(self) -> RunState:
+        age_s = self.now_unix_s - self.ticket.record.created_unix_s
         if age_s < _JUST_SUBMITTED_S:
-            return RunState("waiting", "being submitted", name)
-        return RunState("lost", "its submission ended before sbatch answered", name)
-    if isinstance(answers, SubmitError):
-        return RunState("waiting", answers.message, name, ticket.job_id)
-    if ticket.job_id in answers:
-        state, reason = answers[ticket.job_id]
-        if state not in ACTIVE:
-            reason = f"{reason}, no result was left{ticket.last_words()}"
-        return RunState(state, reason, name, ticket.job_id)
-    if age_s < _JUST_SUBMITTED_S:
-        return RunState("pending", "the scheduler does not list it yet", name, ticket.job_id)
-    reason = f"job {ticket.job_id} is unknown to the scheduler and left no result{ticket.last_words()}"
-    return RunState("lost", reason, name, ticket.job_id)
+            return self._found("pending", "the scheduler does not list it yet")
+        reason = f"job {self.ticket.job_id} is unknown to the scheduler and left no result{self.ticket.last_words()}"
+        attempt = self._attempt()
+        marker = attempt.start_marker() if attempt else None
+        since = max(self.ticket.record.created_unix_s, marker.started_unix_s if marker else 0.0)
+        if self.now_unix_s - since > LEASE_S + self.ticket.array.job_limit_s:
+            return self._found("planned", f"{reason}; its lease has passed")
+        return self._found("lost", reason)
+
+    def _local(self) -> RunState:
+        if not was_started(self.ticket.folder):
+            return self._found("waiting", "not started yet; the next submit starts it")
+        begun = self.ticket.job_id is not None and (self.ticket.array.pack == 1 or self._attempt() is not None)
+        if queue_is_alive(self.ticket.folder):
+            return self._found("running" if begun else "pending", "")
+        if not begun:
+            return self._found("planned", "its queue ended before it began" + self.ticket.last_words())
+        return self._found("lost", "its job ended without a result" + self.ticket.last_words())
+
+    def _attempt(self) -> Attempt | None:
+        """The newest attempt, if a job of this submission began it."""
+        attempt = latest_attempt(self.tree.run_folder(self.run_id))
+        marker = attempt.start_marker() if attempt else None
+        return attempt if marker is not None and marker.is_of(self.ticket.record.submission) else None
+
+    def _found(self, state: str, reason: str, ended_unix_s: float | None = None) -> RunState:
+        return RunState(state, reason, self.ticket.record.submission, self.ticket.job_id, ended_unix_s, self.ticket)
 
 
-def _local_state(run_id: str, ticket: _Ticket) -> RunState:
-    name = ticket.record.submission
-    if not ticket.job_id and run_id in dropped_runs(ticket.folder):
-        return RunState("planned", "cancelled before it began", name)
-    alive = queue_process(ticket.folder) is not None
-    if alive:
-        state = "running" if ticket.job_id else "pending"
-        return RunState(state, "", name, ticket.job_id)
-    reason = "its job ended without a result" if ticket.job_id else "its queue ended before it began"
-    reason += ticket.last_words()
-    return RunState("lost", reason, name, ticket.job_id)
+def _is_newer(tree: ClusterTree, run_id: str, head: ResultHead, found: RunState, ticket: Ticket) -> bool:
+    """Whether an active submission will replace the result that is there.
 
-
-def _is_newer(tree: ClusterTree, run_id: str, found: RunState) -> bool:
-    """Whether an active submission will replace the result that is there: it has begun no attempt, or a later one."""
-    result = tree.read_result(run_id)
+    It will where it has begun no attempt, or a later one, or where its job was put back into the queue.
+    """
     attempt = latest_attempt(tree.run_folder(run_id))
-    if result is None or attempt is None:
+    marker = attempt.start_marker() if attempt else None
+    if attempt is None or marker is None or not marker.is_of(ticket.record.submission):
+        return not ticket.is_dropped
+    if attempt.number > head.attempt:
         return True
-    marker = attempt.start_marker()
-    own = marker is not None and marker.task_file is not None and found.submission == Path(marker.task_file).parent.name
-    return attempt.number > result.attempt or not own
+    if head.status == "preempted":
+        return True
+    return found.state == "pending" and ticket.array.pack == 1 and head.status in _INTERRUPTED

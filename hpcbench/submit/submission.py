@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -18,31 +21,48 @@ from hpcbench.render.engine import TemplateEngine
 from hpcbench.render.script import render_script
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.environment import scrubbed_names
+from hpcbench.submit.packing import JobGroup, group_jobs
 from hpcbench.submit.plan import Plan
 
 
 class Array(msgspec.Struct, kw_only=True):
-    """Runs that share a script: the lines of ``<number>.jsonl``, submitted as one array."""
+    """Runs that share a script: the lines of ``<number>.jsonl``. Job ``k`` has ``pack`` of them, from ``k * pack``."""
 
     number: int
     run_ids: list[str]
+    pack: int = 1
     ranks: int
     nodes: int
+    partition: str | None = None
     cores_per_run: int
-    time_limit_s: float
-    job_ids: list[str] = []
-    """One per run, once the scheduler has taken the array: ``<job>`` or ``<job>_<task>``."""
+    job_limit_s: float
+
+    @property
+    def jobs(self) -> int:
+        """How many jobs carry the runs."""
+        return -(-len(self.run_ids) // self.pack)
+
+    def runs_of(self, job: int) -> list[str]:
+        """The runs of one job."""
+        return self.run_ids[job * self.pack : (job + 1) * self.pack]
 
 
 class Submission(msgspec.Struct, kw_only=True):
-    """``submission.json``."""
+    """``submission.json``: what is to be submitted. Written once; the journal says how far it has come."""
 
     submission: str
+    token: str
+    """Part of every job's name, so that a job is found again by it and never taken for another tree's."""
     sweep: str
     cluster: str
     scheduler: str
     created_unix_s: float
+    max_running_jobs: int | None = None
     arrays: list[Array]
+
+    def chunk_name(self, array: int, first: int, count: int) -> str:
+        """The name of the jobs ``first`` to ``first + count - 1`` of an array at the scheduler."""
+        return f"hpcbench-{self.submission}-{self.token}-{array}.{first}-{first + count - 1}"
 
 
 @dataclass(frozen=True)
@@ -63,34 +83,55 @@ def next_submission_folder(tree: ClusterTree, sweep: str) -> Path:
     return tree.submissions / f"{sweep}-{max(numbers) + 1:04d}"
 
 
-def render_submission(plan: Plan, runs: dict[str, RunSpec], tree: ClusterTree, folder: Path) -> Rendered:
-    """Everything that submitting ``runs`` would write into ``folder``. Writes nothing."""
+def render_submission(
+    plan: Plan,
+    runs: dict[str, RunSpec],
+    tree: ClusterTree,
+    folder: Path,
+    superseded: Mapping[str, str] = MappingProxyType({}),
+) -> Rendered:
+    """Everything that submitting ``runs`` would write into ``folder``. Writes nothing.
+
+    ``superseded``: of runs that are measured again, the environment key of the result that they replace.
+    """
     engine = TemplateEngine()
     files: dict[str, bytes] = {}
     arrays = []
-    for number, (shape, keys) in enumerate(plan.groups(runs).items()):
-        files[f"{number}.sh"] = render_script(engine, plan.profile, shape, plan.sweep.name, folder, number).encode()
-        tasks = [_task(plan, key, runs[key], shape) for key in keys]
-        files[f"{number}.jsonl"] = write_lines(_header(plan, tree, folder, shape), tasks)
+    for number, group in enumerate(group_jobs(plan.groups(runs), plan.sweep.submit, plan.profile)):
+        shape, keys = group.shape, group.run_ids
+        script = render_script(
+            engine, plan.profile, shape, plan.sweep.name, folder, number, pack=group.pack, runs=len(keys)
+        )
+        files[f"{number}.sh"] = script.encode()
+        tasks = [_task(plan, key, runs[key], shape, superseded.get(key)) for key in keys]
+        files[f"{number}.jsonl"] = write_lines(_header(plan, tree, folder, group), tasks)
         arrays.append(
             Array(
                 number=number,
                 run_ids=keys,
+                pack=group.pack,
                 ranks=shape.ranks,
                 nodes=shape.nodes,
+                partition=shape.partition,
                 cores_per_run=_cores_per_run(shape, plan.profile),
-                time_limit_s=shape.time_limit_s,
+                job_limit_s=group.limit_s,
             )
         )
-    record = Submission(
+    return Rendered(_record(plan, folder, arrays), files)
+
+
+def _record(plan: Plan, folder: Path, arrays: list[Array]) -> Submission:
+    limits = (plan.sweep.submit.max_running_jobs, plan.profile.scheduler.max_running_jobs)
+    return Submission(
         submission=folder.name,
+        token=secrets.token_hex(4),
         sweep=plan.sweep.name,
         cluster=plan.profile.name,
         scheduler=plan.profile.scheduler.kind,
         created_unix_s=time.time(),
+        max_running_jobs=min((limit for limit in limits if limit is not None), default=None),
         arrays=arrays,
     )
-    return Rendered(record, files)
 
 
 ALL_CORES = 2**20
@@ -104,18 +145,19 @@ def _cores_per_run(shape: Shape, profile: ClusterProfile) -> int:
     return shape.tasks_per_node * cpus_per_task(shape, profile)
 
 
-def _task(plan: Plan, key: str, spec: RunSpec, shape: Shape) -> Task:
+def _task(plan: Plan, key: str, spec: RunSpec, shape: Shape, superseded: str | None) -> Task:
     return Task(
         run_id=key,
         config_id=config_id(spec),
         sweep=plan.sweep.name,
         spec=spec,
         time_limit_s=shape.time_limit_s,
+        supersedes=superseded,
     )
 
 
-def _header(plan: Plan, tree: ClusterTree, folder: Path, shape: Shape) -> TaskHeader:
-    profile = plan.profile
+def _header(plan: Plan, tree: ClusterTree, folder: Path, group: JobGroup) -> TaskHeader:
+    profile, shape = plan.profile, group.shape
     device = profile.devices.get(profile.node_of(shape.partition).device_type or "")
     return TaskHeader(
         cluster=profile.name,
@@ -127,6 +169,8 @@ def _header(plan: Plan, tree: ClusterTree, folder: Path, shape: Shape) -> TaskHe
         wait_s=profile.network.wait_s,
         peak_flops_per_s={str(key): value for key, value in device.peak_flops_per_s.items()} if device else {},
         cores_per_task=cpus_per_task(shape, profile),
+        pack=group.pack,
+        environment_key=plan.environment_key(shape.environment),
         scrubbed=scrubbed_names(),
     )
 
@@ -140,12 +184,7 @@ def write_submission(rendered: Rendered, folder: Path) -> None:
         raise storage_error(error, folder) from error
     for name, data in rendered.files.items():
         write_atomic(folder / name, data)
-    save_record(rendered.record, folder)
-
-
-def save_record(record: Submission, folder: Path) -> None:
-    """Write ``submission.json`` anew."""
-    write_atomic(folder / "submission.json", msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n")
+    write_atomic(folder / "submission.json", msgspec.json.encode(rendered.record) + b"\n")
 
 
 def read_record(folder: Path) -> Submission | None:

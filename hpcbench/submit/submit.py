@@ -2,82 +2,125 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import psutil
 
 from hpcbench.config.cluster import ClusterProfile
-from hpcbench.errors import SubmitError
-from hpcbench.fileio import make_folder, write_atomic
+from hpcbench.config.spec import RunSpec
+from hpcbench.errors import ConfigError, SubmitError
+from hpcbench.fileio import make_folder
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit import scheduler
-from hpcbench.submit.executor import ScriptExecutor, check_parameters
-from hpcbench.submit.local_queue import queue_process, start_queue
+from hpcbench.submit.journal import read_journal
+from hpcbench.submit.local_queue import queue_process, start_queue, was_started
 from hpcbench.submit.lock import exclusive
+from hpcbench.submit.offer import Tell
 from hpcbench.submit.plan import RERUN_ON_SUBMIT, Plan
+from hpcbench.submit.record import write_sweep
+from hpcbench.submit.send import Sent, send, unsent
+from hpcbench.submit.settle import settle
 from hpcbench.submit.state import ACTIVE, run_states
 from hpcbench.submit.submission import (
-    Array,
     Submission,
     next_submission_folder,
     render_submission,
-    save_record,
+    submissions_of,
     write_submission,
 )
 
 
 @dataclass(frozen=True)
+class Choice:
+    """Which runs are submitted beside those that have never been."""
+
+    again: frozenset[str] = frozenset()
+    """Further states (``timeout``, ``lost``, ...) whose runs are submitted once more."""
+    only_again: bool = False
+    """Leave out all others."""
+    remeasure: bool = False
+    """Also what was measured in another environment than today's."""
+    over_budget: bool = False
+    """Whatever it may cost."""
+
+
+@dataclass
 class Submitted:
     """What one submit did."""
 
-    folder: Path | None
-    record: Submission | None
-    run_ids: list[str]
-    active: list[str]
+    folder: Path | None = None
+    record: Submission | None = None
+    run_ids: list[str] = field(default_factory=list)
+    active: list[str] = field(default_factory=list)
     """Runs that an earlier submission is taking care of."""
+    sent: Sent = field(default_factory=Sent)
+    """Of this submission and of what had been waiting in earlier ones."""
 
 
-class SweepRecord(msgspec.Struct, kw_only=True):
-    """``sweeps/<name>.json``: which runs a sweep means."""
-
-    sweep: str
-    cluster: str
-    description: str
-    run_ids: list[str]
-    dropped: int
-    written_unix_s: float
+def _silent(text: str) -> None:
+    pass
 
 
-def submit(
-    plan: Plan, tree: ClusterTree, again: frozenset[str] = frozenset(), *, only_again: bool = False
-) -> Submitted:
+def submit(plan: Plan, tree: ClusterTree, choice: Choice = Choice(), tell: Tell = _silent) -> Submitted:
     """Submit the runs of ``plan`` that have no result and that nobody is taking care of.
 
-    ``again`` names further states (``timeout``, ``lost``, ...) whose runs are submitted once more;
-    ``only_again`` leaves out all others.
-
-    Raises ``SubmitError`` where the scheduler refuses: what it had taken until then stays submitted, the folder of a
-    submission of which it took nothing is removed.
+    What of earlier submissions has not been sent yet goes first. Raises ``ConfigError`` where it would cost more than
+    the budget, and ``SubmitError`` where there is no scheduler here; what the scheduler said is in ``sent``.
     """
     check_scheduler(plan.profile)
     make_folder(tree.submissions)
     with exclusive(tree.submissions / ".lock"):
+        stale = plan.elsewhere if choice.remeasure else {}
+        chosen, active = _choose(plan, tree, choice, stale)
+        if not choice.over_budget:
+            check_budget(plan, chosen)
         write_sweep(plan, tree)
-        missing = {key: spec for key, spec in plan.runs.items() if plan.finished.get(key) in (None, *again)}
-        states = run_states(tree, missing, plan.profile, time.time())
-        active = [key for key, state in states.items() if state.state in ACTIVE]
-        wanted = again if only_again else {"planned", *RERUN_ON_SUBMIT, *again}
-        chosen = {key: spec for key, spec in missing.items() if states[key].state in wanted}
-        if not chosen:
-            return Submitted(None, None, [], active)
-        folder = next_submission_folder(tree, plan.sweep.name)
-        rendered = render_submission(plan, chosen, tree, folder)
-        write_submission(rendered, folder)
-    hand_over(rendered.record, folder, plan.profile)
-    return Submitted(folder, rendered.record, list(chosen), active)
+        if chosen:
+            folder = next_submission_folder(tree, plan.sweep.name)
+            rendered = render_submission(plan, chosen, tree, folder, stale)
+            write_submission(rendered, folder)
+    submitted = Submitted(active=active)
+    if chosen:
+        submitted = Submitted(folder, rendered.record, list(chosen), active)
+    submitted.sent = send_waiting(tree, plan.runs, plan.profile, tell)
+    if chosen and submitted.sent.refused:
+        forget_if_empty(folder)
+    return submitted
+
+
+def _choose(
+    plan: Plan, tree: ClusterTree, choice: Choice, stale: Collection[str]
+) -> tuple[dict[str, RunSpec], list[str]]:
+    finished = plan.finished
+    missing = {
+        key: spec for key, spec in plan.runs.items() if finished.get(key) in (None, *choice.again) or key in stale
+    }
+    states = run_states(tree, missing, plan.profile, time.time(), stale)
+    settle(tree, states)
+    active = [key for key, state in states.items() if state.state in ACTIVE]
+    wanted = choice.again if choice.only_again else {"planned", *RERUN_ON_SUBMIT, *choice.again}
+    return {key: spec for key, spec in missing.items() if states[key].state in wanted}, active
+
+
+def check_budget(plan: Plan, chosen: dict[str, RunSpec]) -> None:
+    """Raise ``ConfigError`` where ``chosen`` may cost more node-hours than the sweep or the profile allows at once."""
+    cost = plan.node_hours(chosen)
+    budgets = {
+        f"sweep {plan.sweep.name}": plan.sweep.submit.budget_node_hours,
+        f"cluster {plan.profile.name}": plan.profile.budget_node_hours,
+    }
+    for owner, budget in budgets.items():
+        if budget is not None and cost > budget:
+            raise ConfigError(
+                f"{len(chosen)} runs may cost {cost:.2f} node-hours at their time limits, "
+                f"the budget of {owner} is {budget:g}",
+                where=str(plan.sweep.source.path),
+                hint="lower time_limit_min, submit fewer runs, raise budget_node_hours, or say --yes",
+            )
 
 
 def check_scheduler(profile: ClusterProfile) -> None:
@@ -93,73 +136,45 @@ def check_scheduler(profile: ClusterProfile) -> None:
         raise SubmitError(f"cluster {profile.name}: sbatch is not on PATH", hint=hint)
 
 
-def write_sweep(plan: Plan, tree: ClusterTree) -> None:
-    """Record which runs the sweep means now."""
-    record = SweepRecord(
-        sweep=plan.sweep.name,
-        cluster=plan.profile.name,
-        description=plan.sweep.description,
-        run_ids=list(plan.runs),
-        dropped=len(plan.dropped),
-        written_unix_s=time.time(),
-    )
-    path = tree.sweep_path(plan.sweep.name)
-    make_folder(path.parent)
-    write_atomic(path, msgspec.json.encode(record) + b"\n")
+def send_waiting(tree: ClusterTree, run_ids: Iterable[str], profile: ClusterProfile, tell: Tell = _silent) -> Sent:
+    """Send what the scheduler has not taken yet of every submission that has to do with ``run_ids``, oldest first."""
+    wanted = set(run_ids)
+    total = Sent()
+    for folder, record in submissions_of(tree):
+        if wanted.isdisjoint(run_id for array in record.arrays for run_id in array.run_ids):
+            continue
+        if record.scheduler == "local":
+            _start_local(folder, profile)
+            continue
+        journal = read_journal(folder)
+        if not any(chunk.is_open for chunk in journal.chunks) and not any(unsent(folder, record, journal).values()):
+            continue
+        _add(total, send(folder, record, profile, tree, tell))
+        if total.failed is not None:
+            break
+    return total
 
 
-def read_sweep(tree: ClusterTree, name: str) -> SweepRecord | None:
-    """The record of a sweep that was submitted or run here; ``None`` where there is none."""
-    try:
-        return msgspec.json.decode(tree.sweep_path(name).read_bytes(), type=SweepRecord)
-    except (OSError, msgspec.MsgspecError):
-        return None
+def _add(total: Sent, sent: Sent) -> None:
+    total.jobs += sent.jobs
+    total.waiting += sent.waiting
+    total.reason = total.reason or sent.reason
+    total.refused += sent.refused
+    total.failed = total.failed or sent.failed
 
 
-def hand_over(record: Submission, folder: Path, profile: ClusterProfile) -> None:
-    """Give a written submission to the scheduler and note the jobs' ids."""
-    if profile.scheduler.kind == "local":
-        start_queue(folder, scheduler.slurm_environment(profile), profile.scheduler.warning_s)
+def _start_local(folder: Path, profile: ClusterProfile) -> None:
+    if was_started(folder):
         return
-    scheduler.adopt(profile)
-    executor = ScriptExecutor(folder, scheduler.slurm_environment(profile))
-    largest = scheduler.max_array_size(profile)
-    try:
-        for array in record.arrays:
-            _submit_array(executor, array, folder, largest, profile)
-    except SubmitError:
-        _forget_refused(record, folder)
-        raise
-    finally:
-        if folder.is_dir():
-            save_record(record, folder)
+    with exclusive(folder / ".sending"):
+        if not was_started(folder):
+            start_queue(folder, scheduler.slurm_environment(profile), profile.scheduler.warning_s)
 
 
-def _submit_array(executor: ScriptExecutor, array: Array, folder: Path, largest: int, profile: ClusterProfile) -> None:
-    parameters = {
-        "nodes": array.nodes,
-        "ntasks_per_node": array.ranks // array.nodes,
-        "time": max(1, int(array.time_limit_s // 60)),
-        "account": profile.account,
-    }
-    check_parameters({key: value for key, value in parameters.items() if value is not None}, folder)
-    for offset in range(0, len(array.run_ids), largest):
-        count = min(largest, len(array.run_ids) - offset)
-        jobs = executor.submit_script(
-            folder / f"{array.number}.sh", count=count if len(array.run_ids) > 1 else None, offset=offset
-        )
-        array.job_ids += [job.job_id for job in jobs]
-
-
-def _forget_refused(record: Submission, folder: Path) -> None:
-    """Runs that the scheduler refused belong to no submission; a submission of which it took nothing is removed."""
-    for array in record.arrays:
-        del array.run_ids[len(array.job_ids) :]
-    record.arrays = [array for array in record.arrays if array.run_ids]
-    if not record.arrays:
-        for path in sorted(folder.iterdir()):
-            path.unlink()
-        folder.rmdir()
+def forget_if_empty(folder: Path) -> None:
+    """Remove a submission of which the scheduler took nothing and will be offered nothing again."""
+    if all(chunk.refused for chunk in read_journal(folder).chunks):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def stop_local(folder: Path, wait_s: float = 90.0) -> None:

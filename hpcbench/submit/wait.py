@@ -9,6 +9,7 @@ from collections.abc import Callable
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.state import ACTIVE, RunState, result_state, run_states
+from hpcbench.submit.submit import send_waiting
 
 _ASK_EVERY_S = {"local": 1.0, "slurm": 10.0}
 _LOOK_EVERY_S = 0.5
@@ -22,7 +23,8 @@ def wait(
 ) -> dict[str, RunState]:
     """Block until no run of ``run_ids`` is waiting, pending or running; ``tell`` is called with every new look.
 
-    Results are looked for often, because that costs one file each; the scheduler is asked rarely.
+    Results are looked for often, because that costs one file each; the scheduler is asked rarely. What a submission
+    could not send yet is offered again whenever the scheduler is asked. Raises ``SubmitError`` where that is refused.
     """
     states = run_states(tree, run_ids, profile, time.time())
     asked_at = time.monotonic()
@@ -30,6 +32,10 @@ def wait(
     while any(state.state in ACTIVE for state in states.values()):
         time.sleep(_LOOK_EVERY_S)
         if time.monotonic() - asked_at >= _ASK_EVERY_S[profile.scheduler.kind]:
+            if any(state.state == "waiting" for state in states.values()):
+                refused = send_waiting(tree, run_ids, profile).refused
+                if refused:
+                    raise refused[0]
             states = run_states(tree, run_ids, profile, time.time())
             asked_at = time.monotonic()
         else:

@@ -16,6 +16,7 @@ from submitit.slurm.slurm import SlurmJob
 
 from hpcbench.config.load import load_cluster
 from hpcbench.results.store import ClusterTree
+from hpcbench.submit.journal import read_journal
 from hpcbench.submit.scheduler import adopt
 from hpcbench.submit.submission import submissions_of
 
@@ -51,8 +52,8 @@ def wait_for(what: str, found: Callable[[], Any], limit_s: float = 120.0) -> Any
 
 
 def job_ids(tmp_path: Path) -> list[str]:
-    (record,) = [record for _, record in submissions_of(ClusterTree(tmp_path / "results" / "slurmbox"))]
-    return [job for array in record.arrays for job in array.job_ids]
+    (folder,) = [folder for folder, _ in submissions_of(ClusterTree(tmp_path / "results" / "slurmbox"))]
+    return read_journal(folder).job_ids()
 
 
 def rank_logs(tmp_path: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from hpcbench.results.schema import Failure, RunResult
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.plan import Plan, make_plan
 from hpcbench.submit.submission import submissions_of
-from hpcbench.submit.submit import submit
+from hpcbench.submit.submit import Choice, submit
 from tests.submit.conftest import SWEEP
 
 
@@ -137,7 +137,7 @@ def test_lost_runs_are_retried_and_planned_ones_are_not(
     submit(only_two, cluster_tree)
     (fake_slurm / "sacct").write_text("4711|COMPLETED|None\n")
     (fake_slurm / "squeue").write_text("")
-    again = submit(plan, cluster_tree, frozenset({"lost"}), only_again=True)
+    again = submit(plan, cluster_tree, Choice(frozenset({"lost"}), only_again=True))
     assert sorted(again.run_ids) == sorted(only_two.runs)
 
 

@@ -19,9 +19,10 @@ from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.load import Sweep
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.executor import LocalScriptExecutor, LocalScriptJob
-from hpcbench.submit.local_queue import Cores, drop_runs, queue_process, start_queue
+from hpcbench.submit.journal import drop_runs, read_journal
+from hpcbench.submit.local_queue import Cores, queue_process, start_queue
 from hpcbench.submit.plan import make_plan
-from hpcbench.submit.submission import ALL_CORES, Array, Submission, read_record, render_submission, save_record
+from hpcbench.submit.submission import ALL_CORES, Array, Rendered, Submission, render_submission, write_submission
 
 NOTE = """
 note() { printf '%s %s %s\\n' "$1" "$2" "$(date +%s.%N)" >> notes; }
@@ -49,21 +50,22 @@ def submission(folder: Path, runs: int, cores: int, seconds: float, time_limit_s
         ranks=cores,
         nodes=1,
         cores_per_run=cores,
-        time_limit_s=time_limit_s,
+        job_limit_s=time_limit_s,
     )
-    folder.mkdir(parents=True)
-    (folder / "0.sh").write_text(NOTE.replace('sleep "$2"', f"sleep {seconds}"))
-    save_record(
+    script = NOTE.replace('sleep "$2"', f"sleep {seconds}").encode()
+    rendered = Rendered(
         Submission(
             submission=folder.name,
+            token="t",
             sweep="s",
             cluster="local",
             scheduler="local",
             created_unix_s=time.time(),
             arrays=[array],
         ),
-        folder,
+        {"0.sh": script},
     )
+    write_submission(rendered, folder)
     return folder
 
 
@@ -111,9 +113,7 @@ def test_never_more_runs_at_once_than_the_cores_carry(tmp_path: Path) -> None:
     wait_for("the queue to end", lambda: queue_process(folder) is None)
     assert sorted(index for word, index, _ in notes(folder) if word == "begin") == list(range(5))
     assert 1 <= most_at_once(notes(folder)) <= len(os.sched_getaffinity(0))
-    record = read_record(folder)
-    assert record is not None
-    assert len(set(record.arrays[0].job_ids)) == 5
+    assert len(set(read_journal(folder).job_ids())) == 5
 
 
 @pytest.mark.usefixtures("cores_folder")
@@ -197,9 +197,7 @@ def test_runs_that_were_struck_do_not_begin(tmp_path: Path) -> None:
     start(folder)
     wait_for("the queue to end", lambda: queue_process(folder) is None and notes(folder))
     assert [index for word, index, _ in notes(folder) if word == "begin"] == [0, 2]
-    record = read_record(folder)
-    assert record is not None
-    assert [bool(job) for job in record.arrays[0].job_ids] == [True, False, True]
+    assert [chunk.first for chunk in read_journal(folder).of(0)] == [0, 2]
 
 
 @pytest.mark.parametrize("visible", [None, "", "1,3"])

@@ -16,6 +16,7 @@ import pytest
 
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.executor import LocalScriptJob
+from hpcbench.submit.journal import read_journal
 from hpcbench.submit.local_queue import queue_process
 from hpcbench.submit.submission import submissions_of
 
@@ -61,15 +62,15 @@ def test_submitits_job_cancels_a_run_and_the_queue_goes_on(tree: ClusterTree, tm
         hpcbench("submit", str(tmp_path / "endless.toml"), "--cluster", "local"), check=True, capture_output=True
     )
     wait_for("the first run to train", lambda: training(tree))
-    ((folder, record),) = submissions_of(tree)
-    (job_id,) = record.arrays[0].job_ids
+    ((folder, _),) = submissions_of(tree)
+    (job_id,) = read_journal(folder).job_ids()
     job = LocalScriptJob(folder=folder / "jobs", job_id=job_id)
     assert job.state == "RUNNING"
     job.cancel()
     (result,) = wait_for("its result", lambda: results(tree))
     assert (result["status"], len(result["ranks"])) == ("cancelled", 2)
     assert len(result["step_times_s"]) >= 1
-    wait_for("the second run", lambda: len(submissions_of(tree)[0][1].arrays[0].job_ids) == 2)
+    wait_for("the second run", lambda: len(read_journal(folder).job_ids()) == 2)
     queue = queue_process(folder)
     assert queue is not None
     queue.terminate()

@@ -15,10 +15,12 @@ from hpcbench.errors import StorageError, SubmitError
 from hpcbench.results.schema import Failure, RunResult
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.executor import ScriptExecutor
+from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import Plan, make_plan
+from hpcbench.submit.record import read_sweep
 from hpcbench.submit.state import run_states
 from hpcbench.submit.submission import next_submission_folder, render_submission
-from hpcbench.submit.submit import read_sweep, submit
+from hpcbench.submit.submit import submit
 
 
 def finish(tree: ClusterTree, plan: Plan, run_id: str, status: str = "ok") -> None:
@@ -34,8 +36,16 @@ def finish(tree: ClusterTree, plan: Plan, run_id: str, status: str = "ok") -> No
     assert tree.write_result(RunResult(**result, status=status, spec=spec, error=error))
 
 
+def with_patience(profile: ClusterProfile, retry_s: float) -> ClusterProfile:
+    return profile.model_copy(update={"scheduler": profile.scheduler.model_copy(update={"retry_s": retry_s})})
+
+
 def refreshed(plan: Plan, tree: ClusterTree) -> Plan:
     return make_plan(plan.sweep, plan.profile, tree)
+
+
+def sbatch_calls(fake_slurm: Path) -> list[str]:
+    return (fake_slurm / "calls").read_text().splitlines()
 
 
 def files(folder: Path) -> list[str]:
@@ -45,11 +55,15 @@ def files(folder: Path) -> list[str]:
 def test_one_script_task_file_and_sbatch_per_shape(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
     submitted = submit(plan, cluster_tree)
     assert submitted.folder is not None
-    assert files(submitted.folder) == ["0.jsonl", "0.sh", "1.jsonl", "1.sh", "submission.json"]
-    calls = (fake_slurm / "calls").read_text().splitlines()
-    assert calls == [f"--array=0-1 {submitted.folder}/{number}.sh 0" for number in (0, 1)]
+    assert files(submitted.folder) == ["0.jsonl", "0.sh", "1.jsonl", "1.sh", "sent-1.jsonl", "submission.json"]
     assert submitted.record is not None
-    assert [array.job_ids for array in submitted.record.arrays] == [["4711_0", "4711_1"]] * 2
+    names = [submitted.record.chunk_name(number, 0, 2) for number in (0, 1)]
+    assert sbatch_calls(fake_slurm) == [
+        f"--job-name={name} --comment={name} --array=0-1 {submitted.folder}/{number}.sh 0"
+        for number, name in enumerate(names)
+    ]
+    assert len(set(names)) == 2
+    assert read_journal(submitted.folder).job_ids() == ["4711_0", "4711_1"] * 2
     header, task = read_task(submitted.folder / "1.jsonl", 1)
     assert (header.tree, task.spec.nodes, task.spec.batch_size) == (str(cluster_tree.root), 2, 16)
     record = read_sweep(cluster_tree, "small")
@@ -109,9 +123,9 @@ def test_a_refusal_leaves_nothing_behind(
     plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "refuse")
-    with pytest.raises(SubmitError, match="Invalid account") as caught:
-        submit(plan, cluster_tree)
-    assert caught.value.exit_code == 3
+    refused = submit(plan, cluster_tree).sent.refused
+    assert [error.exit_code for error in refused] == [3, 3]
+    assert "Invalid account" in refused[0].message
     assert list(cluster_tree.submissions.iterdir()) == []
 
 
@@ -119,8 +133,8 @@ def test_what_was_taken_before_a_refusal_stays(
     plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "refuse-second")
-    with pytest.raises(SubmitError, match="QOSMaxSubmitJobPerUserLimit"):
-        submit(plan, cluster_tree)
+    (refused,) = submit(plan, cluster_tree).sent.refused
+    assert "Invalid account" in refused.message
     (fake_slurm / "squeue").write_text("4711_0|RUNNING|None\n4711_1|PENDING|Resources\n")
     states = run_states(cluster_tree, plan.runs, plan.profile, time.time())
     assert sorted(state.state for state in states.values()) == ["pending", "planned", "planned", "running"]
@@ -132,8 +146,10 @@ def test_an_answer_without_a_job_is_an_error(
     plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "banner")
-    with pytest.raises(SubmitError, match="names no job: 'Welcome to the cluster"):
-        submit(plan, cluster_tree)
+    plan.profile = with_patience(plan.profile, 0)
+    sent = submit(plan, cluster_tree).sent
+    assert "names no job: 'Welcome to the cluster" in str(sent.failed)
+    assert (sent.jobs, sent.waiting) == (0, 4)
 
 
 def test_absent_sbatch_is_found_before_anything_is_written(
@@ -171,16 +187,17 @@ def test_the_submitters_job_does_not_leak(
 def test_arrays_are_cut_to_what_the_scheduler_takes(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
     (fake_slurm / "scontrol").write_text("MaxArraySize            = 1\n")
     submitted = submit(plan, cluster_tree)
-    calls = (fake_slurm / "calls").read_text().splitlines()
-    assert calls == [f"--array=0-0 {submitted.folder}/{number}.sh {offset}" for number in (0, 1) for offset in (0, 1)]
+    assert [call.partition("--array")[2] for call in sbatch_calls(fake_slurm)] == [
+        f"=0-0 {submitted.folder}/{number}.sh {offset}" for number in (0, 1) for offset in (0, 1)
+    ]
 
 
 def test_single_jobs_and_arrays_send_the_same_script(tmp_path: Path, fake_slurm: Path) -> None:
     script = tmp_path / "0.sh"
     script.write_text("#!/bin/bash\n")
     executor = ScriptExecutor(tmp_path, os.environ)
-    assert [job.job_id for job in executor.submit_script(script)] == ["4711"]
-    assert [job.job_id for job in executor.submit_script(script, count=2)] == ["4711_0", "4711_1"]
+    assert executor.submit_script(script, [], 0) == "4711"
+    assert executor.submit_script(script, ["--array=0-1"], 0) == "4711"
     assert (fake_slurm / "calls").read_text().splitlines() == [f"{script} 0", f"--array=0-1 {script} 0"]
     assert script.read_text() == "#!/bin/bash\n"
 

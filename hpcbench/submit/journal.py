@@ -1,0 +1,167 @@
+"""What of a submission has been handed to the scheduler: ``sent-<n>.jsonl``, each file appended to by one process.
+
+A line is written before sbatch is called and another once its answer is known, so that whoever comes after a submit
+that died knows which jobs may be queued without a record. The jobs' names tell the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from hpcbench.fileio import storage_error, write_atomic
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Consecutive jobs of one array that one call of sbatch sends: ``count`` of them from number ``first``."""
+
+    array: int
+    first: int
+    count: int
+    name: str = ""
+    """The name of the job at the scheduler: unique to this chunk."""
+    lane: int = 0
+    is_array: bool = False
+    tried_unix_s: float = 0.0
+    job_id: str | None = None
+    refused: bool = False
+    """The scheduler will not have it: its runs belong to no submission."""
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the scheduler has taken it."""
+        return self.job_id is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether sbatch was called and its answer is unknown."""
+        return self.job_id is None and not self.refused
+
+    def job_of(self, number: int) -> str:
+        """The scheduler's id of job ``number`` of the array; the chunk must have been sent."""
+        assert self.job_id is not None, self
+        return f"{self.job_id}_{number - self.first}" if self.is_array else self.job_id
+
+
+class _Line(msgspec.Struct, omit_defaults=True):
+    """One line of a journal."""
+
+    chunk: Chunk | None = None
+    withdrawn: bool = False
+    """The scheduler did not take the chunk and it may be sent again, whole or in parts."""
+    waiting: str | None = None
+    """Why the rest is not sent yet; empty once it is."""
+
+
+class Journal(msgspec.Struct):
+    """What the journals of a submission say together."""
+
+    chunks: list[Chunk]
+    """The scheduler took them, refused them, or has not been heard to answer."""
+    waiting: str = ""
+    """Why what is in no chunk has not been sent."""
+
+    def of(self, array: int) -> list[Chunk]:
+        """The chunks of one array, by their first job."""
+        return sorted((chunk for chunk in self.chunks if chunk.array == array), key=lambda chunk: chunk.first)
+
+    def job_ids(self) -> list[str]:
+        """The scheduler's ids of all jobs that it has taken, by array and number."""
+        chunks = sorted((chunk for chunk in self.chunks if chunk.is_sent), key=lambda chunk: (chunk.array, chunk.first))
+        return [chunk.job_of(chunk.first + number) for chunk in chunks for number in range(chunk.count)]
+
+    def unsent(self, array: int, jobs: int) -> list[tuple[int, int]]:
+        """First number and count of every run of jobs that is in no chunk."""
+        free, start = [], 0
+        for chunk in self.of(array):
+            if chunk.first > start:
+                free.append((start, chunk.first - start))
+            start = max(start, chunk.first + chunk.count)
+        if start < jobs:
+            free.append((start, jobs - start))
+        return free
+
+
+def read_journal(folder: Path) -> Journal:
+    """All journals of a submission; lines that are cut short or broken are passed over."""
+    decoder = msgspec.json.Decoder(_Line)
+    chunks: dict[tuple[int, int], Chunk] = {}
+    waiting = ""
+    for path in _paths(folder):
+        with contextlib.suppress(OSError):
+            for text in path.read_bytes().splitlines():
+                with contextlib.suppress(msgspec.MsgspecError):
+                    line = decoder.decode(text)
+                    if line.chunk is not None:
+                        place = (line.chunk.array, line.chunk.first)
+                        if line.withdrawn:
+                            chunks.pop(place, None)
+                        else:
+                            chunks[place] = line.chunk
+                    if line.waiting is not None:
+                        waiting = line.waiting
+    return Journal(list(chunks.values()), waiting)
+
+
+def _paths(folder: Path) -> list[Path]:
+    """In the order in which they were begun."""
+    return sorted(folder.glob("sent-*.jsonl"), key=lambda path: (len(path.name), path.name))
+
+
+class Writer:
+    """Appends to a journal of its own, which it makes with the first line."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path: Path | None = None
+
+    def note(self, chunk: Chunk, *, durable: bool = False) -> None:
+        """The newest word about ``chunk``; ``durable`` lines have reached the disk before this returns."""
+        self._append(_Line(chunk=chunk), durable)
+
+    def withdraw(self, chunk: Chunk) -> None:
+        """Forget ``chunk``: it was not taken."""
+        self._append(_Line(chunk=chunk, withdrawn=True))
+
+    def wait(self, reason: str) -> None:
+        """Say why the rest is not sent; an empty reason once it is."""
+        self._append(_Line(waiting=reason))
+
+    def _append(self, line: _Line, durable: bool = False) -> None:
+        data = msgspec.json.encode(line) + b"\n"
+        path = self._path or self._new_path()
+        try:
+            with open(path, "ab" if self._path else "xb") as file:
+                self._path = path
+                file.write(data)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+        except OSError as error:
+            raise storage_error(error, path) from error
+
+    def _new_path(self) -> Path:
+        return self._folder / f"sent-{len(_paths(self._folder)) + 1}.jsonl"
+
+
+def trying(chunk: Chunk) -> Chunk:
+    """``chunk`` as it is noted before sbatch is called."""
+    return msgspec.structs.replace(chunk, tried_unix_s=time.time())
+
+
+def dropped_runs(folder: Path) -> set[str]:
+    """The runs that were struck from a submission before they began."""
+    try:
+        return set(msgspec.json.decode((folder / "dropped.json").read_bytes(), type=list[str]))
+    except (OSError, msgspec.MsgspecError):
+        return set()
+
+
+def drop_runs(folder: Path, run_ids: Iterable[str]) -> None:
+    """Strike runs from a submission: they are not sent, and not begun where they are queued already."""
+    write_atomic(folder / "dropped.json", msgspec.json.encode(sorted({*dropped_runs(folder), *run_ids})) + b"\n")
