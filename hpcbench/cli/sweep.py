@@ -94,15 +94,20 @@ def _plan_json(made: Plan) -> dict[str, Any]:
         ],
         "done": list(made.finished),
         "dropped": [{"spec": point.point, "reason": point.reason} for point in made.dropped],
+        "elsewhere": list(made.elsewhere),
         "jobs": [
             {
-                "nodes": shape.nodes,
-                "tasks_per_node": shape.tasks_per_node,
-                "partition": shape.partition,
-                "time_limit_s": shape.time_limit_s,
-                "run_ids": keys,
+                "nodes": group.shape.nodes,
+                "tasks_per_node": group.shape.tasks_per_node,
+                "partition": group.shape.partition,
+                "time_limit_s": group.shape.time_limit_s,
+                "job_limit_s": group.limit_s,
+                "pack": group.pack,
+                "jobs": group.jobs,
+                "node_hours": group.node_hours,
+                "run_ids": group.run_ids,
             }
-            for shape, keys in made.groups(missing).items()
+            for group in made.jobs(missing)
         ],
         "node_hours": made.node_hours(missing),
     }

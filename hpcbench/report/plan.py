@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from rich import box
 from rich.console import RenderableType
@@ -11,46 +12,74 @@ from rich.text import Text
 
 from hpcbench.fileio import printable
 from hpcbench.report.tables import split_parameters
+from hpcbench.submit.packing import JobGroup
 from hpcbench.submit.plan import Plan
 from hpcbench.units import format_seconds
 
 
 def plan_tables(plan: Plan) -> list[RenderableType]:
-    """A headline, a table of the arrays that submit would send, and the dropped points by reason."""
+    """Headlines, a table of the arrays that submit would send, and the dropped points by reason."""
     missing = plan.missing
-    done = Counter(plan.finished.values())
+    groups = plan.jobs(missing)
     headline = (
         f"{plan.sweep.name} on {plan.profile.name}: {len(plan.runs)} runs, {len(missing)} to submit in "
-        f"{len(plan.groups(missing))} arrays, at most {plan.node_hours(missing):.2f} node-hours"
+        f"{counted(sum(group.jobs for group in groups), 'job')} of {counted(len(groups), 'array')}, "
+        f"at most {plan.node_hours(missing):.2f} node-hours"
     )
     _, shared = split_parameters(list(plan.runs.values()))
     parts: list[RenderableType] = [
         Text(printable(headline), style="bold"),
-        Text(f"all runs: {shared}", style="dim"),
+        Text(printable(f"all runs: {shared}"), style="dim"),
+        *(Text(printable(note)) for note in _notes(plan, groups)),
     ]
-    if done:
-        parts.append(Text("have a result: " + ", ".join(f"{count} {status}" for status, count in sorted(done.items()))))
     if missing:
-        parts.append(_arrays(plan))
+        parts.append(_arrays(plan, groups))
     if plan.dropped:
         parts.append(_dropped(plan))
     return parts
 
 
-def _arrays(plan: Plan) -> Table:
+def counted(number: int, word: str) -> str:
+    """``1 job``, ``2 jobs``."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _notes(plan: Plan, groups: list[JobGroup]) -> Iterator[str]:
+    """What there is to know before submitting: places in the queue, budget, what is done."""
+    packed, unpacked = sum(group.jobs for group in groups), sum(len(group.run_ids) for group in groups)
+    if packed != unpacked:
+        yield f"packed: {packed} places in the queue, {unpacked} without packing"
+    limit = plan.profile.scheduler.max_submitted_jobs
+    if limit is not None and packed > limit:
+        yield f"{plan.profile.name} takes {limit} jobs at once: {packed - limit} wait in the submission's folder"
+    cost = plan.node_hours(plan.missing)
+    if plan.budget is not None:
+        budget, owner = plan.budget
+        yield f"budget of {owner}: {budget:g} node-hours" + (" - submit wants --yes" if cost > budget else "")
+    done = Counter(plan.finished.values())
+    if done:
+        yield "have a result: " + ", ".join(f"{count} {status}" for status, count in sorted(done.items()))
+    if plan.elsewhere:
+        yield f"of these {len(plan.elsewhere)} ok in another environment: submit --remeasure runs them again"
+
+
+def _arrays(plan: Plan, groups: list[JobGroup]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("runs", "nodes", "ranks", "time limit"):
+    for heading in ("runs", "jobs", "nodes", "ranks", "run limit", "job limit", "node-h"):
         table.add_column(heading, justify="right")
     table.add_column("partition")
     table.add_column("strategies")
-    for shape, keys in plan.groups(plan.missing).items():
-        strategies = Counter(plan.runs[key].strategy for key in keys)
+    for group in groups:
+        strategies = Counter(plan.runs[key].strategy for key in group.run_ids)
         table.add_row(
-            str(len(keys)),
-            str(shape.nodes),
-            str(shape.ranks),
-            format_seconds(shape.time_limit_s),
-            shape.partition or "the scheduler's default",
+            str(len(group.run_ids)),
+            str(group.jobs),
+            str(group.shape.nodes),
+            str(group.shape.ranks),
+            format_seconds(group.shape.time_limit_s),
+            format_seconds(group.limit_s),
+            f"{group.node_hours:.2f}",
+            Text(printable(group.shape.partition or "default")),
             ", ".join(f"{count} {name}" for name, count in strategies.items()),
         )
     return table

@@ -79,8 +79,9 @@ class ScriptExecutor(submitit.SlurmExecutor):
             raise SbatchError(f"sbatch did not answer within {self._timeout_s:g} s", Answer.UNCLEAR) from error
         if done.returncode != 0:
             said = printable((done.stderr or done.stdout).strip())
-            message = f"sbatch refused {command[-2]}: {said}"
-            raise SbatchError(message, classify(said), hint=f"command: {shlex.join(command)}")
+            answer = classify(said)
+            did = "could not send" if answer in (Answer.AWAY, Answer.UNCLEAR) else "refused"
+            raise SbatchError(f"sbatch {did} {command[-2]}: {said}", answer, hint=f"command: {shlex.join(command)}")
         return done.stdout
 
 

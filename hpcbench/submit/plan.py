@@ -17,6 +17,7 @@ from hpcbench.parallel.resolve import Dropped, Limits, resolve
 from hpcbench.render.directives import Shape, shape_of
 from hpcbench.results.schema import BROKEN, OK, ResultHead
 from hpcbench.results.store import ClusterTree
+from hpcbench.submit.packing import JobGroup, group_jobs
 from hpcbench.submit.software import environment_key
 
 RERUN_ON_SUBMIT = frozenset({"failed", "cancelled", "preempted"})
@@ -74,6 +75,19 @@ class Plan:
         for key, spec in runs.items():
             found.setdefault(shape_of(spec, self.profile), []).append(key)
         return found
+
+    def jobs(self, runs: dict[str, RunSpec]) -> list[JobGroup]:
+        """``runs`` as submit would send them: one array for each group, packed as the sweep asks."""
+        return group_jobs(self.groups(runs), self.sweep.submit, self.profile)
+
+    @property
+    def budget(self) -> tuple[float, str] | None:
+        """The most node-hours that one submit may cost, and whose limit that is."""
+        budgets = [
+            (self.sweep.submit.budget_node_hours, f"sweep {self.sweep.name}"),
+            (self.profile.budget_node_hours, f"cluster {self.profile.name}"),
+        ]
+        return min(((budget, owner) for budget, owner in budgets if budget is not None), default=None)
 
     def node_hours(self, runs: dict[str, RunSpec]) -> float:
         """The most that ``runs`` can cost: nodes times time limit."""

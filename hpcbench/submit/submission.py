@@ -21,7 +21,7 @@ from hpcbench.render.engine import TemplateEngine
 from hpcbench.render.script import render_script
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.environment import scrubbed_names
-from hpcbench.submit.packing import JobGroup, group_jobs
+from hpcbench.submit.packing import JobGroup
 from hpcbench.submit.plan import Plan
 
 
@@ -97,7 +97,7 @@ def render_submission(
     engine = TemplateEngine()
     files: dict[str, bytes] = {}
     arrays = []
-    for number, group in enumerate(group_jobs(plan.groups(runs), plan.sweep.submit, plan.profile)):
+    for number, group in enumerate(plan.jobs(runs)):
         shape, keys = group.shape, group.run_ids
         script = render_script(
             engine, plan.profile, shape, plan.sweep.name, folder, number, pack=group.pack, runs=len(keys)

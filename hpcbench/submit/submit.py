@@ -109,18 +109,14 @@ def _choose(
 def check_budget(plan: Plan, chosen: dict[str, RunSpec]) -> None:
     """Raise ``ConfigError`` where ``chosen`` may cost more node-hours than the sweep or the profile allows at once."""
     cost = plan.node_hours(chosen)
-    budgets = {
-        f"sweep {plan.sweep.name}": plan.sweep.submit.budget_node_hours,
-        f"cluster {plan.profile.name}": plan.profile.budget_node_hours,
-    }
-    for owner, budget in budgets.items():
-        if budget is not None and cost > budget:
-            raise ConfigError(
-                f"{len(chosen)} runs may cost {cost:.2f} node-hours at their time limits, "
-                f"the budget of {owner} is {budget:g}",
-                where=str(plan.sweep.source.path),
-                hint="lower time_limit_min, submit fewer runs, raise budget_node_hours, or say --yes",
-            )
+    if plan.budget is not None and cost > plan.budget[0]:
+        budget, owner = plan.budget
+        raise ConfigError(
+            f"{len(chosen)} runs may cost {cost:.2f} node-hours at their time limits, "
+            f"the budget of {owner} is {budget:g}",
+            where=str(plan.sweep.source.path),
+            hint="lower time_limit_min, submit fewer runs, raise budget_node_hours, or say --yes",
+        )
 
 
 def check_scheduler(profile: ClusterProfile) -> None:
