@@ -87,9 +87,18 @@ class ClusterTree:
                 found.update(filter(_RUN_ID.fullmatch, os.listdir(self.root / "runs" / f"{number:02x}")))
         return found
 
-    def write_result(self, result: RunResult) -> bool:
+    def archive_path(self, run_id: str, key: str) -> Path:
+        """Where the result that was measured in the environment ``key`` lies once a newer one stands in its place."""
+        if not key or key in (".", "..") or "/" in key or "\0" in key:
+            raise StorageError(f"{key!r} is no key of an environment: it cannot name a folder")
+        return (
+            self.root / "archive" / key / self.run_folder(run_id).relative_to(self.root / "runs").with_suffix(".json")
+        )
+
+    def write_result(self, result: RunResult, supersedes: str | None = None) -> bool:
         """Put ``result`` in place unless an ok one is there; ``False`` where it was kept out.
 
+        An ok result from the environment ``supersedes`` gives way to another ok one, and goes to the archive.
         After the rename the two-digit folder is touched, so that a reader sees where something changed.
         """
         path = self.result_path(result.run_id)
@@ -99,12 +108,26 @@ class ClusterTree:
                 present = self.read_result(result.run_id)
             except msgspec.MsgspecError:
                 present = None
-            if present is not None and (present.status == OK or present.attempt > result.attempt):
+            if present is not None and present.status == OK:
+                if result.status != OK or supersedes is None or environment_key(present) != supersedes:
+                    return False
+                self._archive(present, supersedes)
+            elif present is not None and present.attempt > result.attempt:
                 return False
             write_atomic(path, msgspec.json.format(msgspec.json.encode(result_json(result)), indent=1) + b"\n")
         with contextlib.suppress(OSError):
             os.utime(path.parent.parent)
         return True
+
+    def _archive(self, present: RunResult, key: str) -> None:
+        path = self.archive_path(present.run_id, key)
+        if path.exists():
+            path = path.with_name(f"{present.run_id}.{present.attempt}.json")
+        make_folder(path.parent)
+        try:
+            self.result_path(present.run_id).rename(path)
+        except OSError as error:
+            raise storage_error(error, path) from error
 
     def run_ids(self) -> Iterator[str]:
         """Every run that has a folder."""
@@ -116,6 +139,12 @@ class ClusterTree:
                 for entry in sorted(os.scandir(prefix.path), key=lambda entry: entry.name):
                     if _RUN_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
                         yield entry.name
+
+
+def environment_key(result: RunResult) -> str | None:
+    """What the submitter knew of the software that ``result`` was measured with."""
+    key = result.provenance.get("environment_key")
+    return key if isinstance(key, str) else None
 
 
 @contextlib.contextmanager

@@ -150,7 +150,7 @@ class Closing:
         ranks = self._gather(mine, self.header.wait_s if error is None else GATHER_S)
         verdict = self._judge(ranks, error)
         result = summarise(self.header, self.task, self.attempt.number, ranks, verdict.status, verdict.error)
-        ClusterTree(Path(self.header.tree)).write_result(result)
+        ClusterTree(Path(self.header.tree)).write_result(result, self.task.supersedes)
         return verdict.status
 
     def _gather(self, mine: RankResult, wait_s: float) -> dict[int, RankResult]:

@@ -30,6 +30,8 @@ def summarise(
     spec = task.spec
     slowest = slowest_rank_times_s(ranks)
     provenance = _run_provenance(ranks)
+    if header.environment_key is not None:
+        provenance["environment_key"] = header.environment_key
     notes: list[str] = []
     metrics = _metrics(spec, ranks, slowest, notes) if ranks else Metrics()
     if slowest and len(ranks) < spec.ranks:

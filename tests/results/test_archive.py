@@ -1,0 +1,69 @@
+"""A result that is measured anew in another environment goes to the archive; no other ok result gives way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcbench.config.spec import RunSpec, config_id, run_id
+from hpcbench.errors import StorageError
+from hpcbench.results.schema import RunResult
+from hpcbench.results.store import ClusterTree
+
+SPEC = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=8)
+ID = run_id(SPEC)
+
+
+def result(attempt: int, key: str | None, status: str = "ok") -> RunResult:
+    return RunResult(
+        run_id=ID, config_id=config_id(SPEC), attempt=attempt, sweep="s", cluster="c", status=status, spec=SPEC,
+        provenance={} if key is None else {"environment_key": key},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> ClusterTree:
+    return ClusterTree(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("present", "status", "supersedes", "replaced"),
+    [
+        ("old", "ok", "old", True),
+        ("old", "failed", "old", False),
+        ("old", "ok", None, False),
+        ("older", "ok", "old", False),
+        (None, "ok", "old", False),
+        (None, "ok", None, False),
+    ],
+)
+def test_what_gives_way(
+    tree: ClusterTree, present: str | None, status: str, supersedes: str | None, replaced: bool
+) -> None:
+    tree.write_result(result(1, present))
+    before = tree.result_path(ID).read_bytes()
+    assert tree.write_result(result(2, "new", status), supersedes) is replaced
+    archived = tree.root / "archive" / "old" / ID[:2] / f"{ID}.json"
+    assert archived.exists() is replaced
+    assert (archived if replaced else tree.result_path(ID)).read_bytes() == before
+    if replaced:
+        stored = tree.read_result(ID)
+        assert stored is not None
+        assert stored.attempt == 2
+        assert list(tree.run_ids()) == [ID], "the archive holds no runs"
+
+
+def test_nothing_in_the_archive_is_written_over(tree: ClusterTree) -> None:
+    for attempt, key in enumerate(("a", "b", "a", "b"), start=1):
+        tree.write_result(result(attempt, key), "b" if key == "a" else "a")
+    names = sorted(str(path.relative_to(tree.root / "archive")) for path in tree.root.glob("archive/*/*/*"))
+    assert names == [f"a/{ID[:2]}/{ID}.3.json", f"a/{ID[:2]}/{ID}.json", f"b/{ID[:2]}/{ID}.json"]
+
+
+@pytest.mark.parametrize("key", ["", "..", "a/b", "/tmp"])
+def test_a_key_that_is_no_name_of_a_folder_is_refused(tree: ClusterTree, key: str) -> None:
+    tree.write_result(result(1, key))
+    with pytest.raises(StorageError, match="cannot name a folder"):
+        tree.write_result(result(2, "new"), key)
+    assert tree.read_result(ID) == result(1, key)
