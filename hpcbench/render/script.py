@@ -13,7 +13,9 @@ from hpcbench.render.directives import Shape, cpus_per_task, directives, job_lim
 from hpcbench.render.engine import TemplateEngine
 
 NOTHING_TO_DO = 10
-"""Exit code of the worker's ``begin`` where the run has its result already."""
+"""Exit code of the worker's ``begin`` where the run needs no attempt."""
+PREEMPTED = 11
+"""Exit code of the worker's ``end`` where the job is being preempted and the run is to be run again."""
 
 
 def render_script(
@@ -63,6 +65,7 @@ def context(
         "container": environment.container.command if environment.container else [],
         "python": python_of(environment),
         "nothing_to_do": NOTHING_TO_DO,
+        "preempted": PREEMPTED,
     }
 
 

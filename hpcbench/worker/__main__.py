@@ -11,8 +11,9 @@ from hpcbench.errors import HpcbenchError
 _EPILOG = """\
 exit codes
   a rank  0 the run is ok, as far as this rank knows; 1 it is not, and the result says why
-  begin   0 the attempt's folder is on stdout; 10 the run has an ok result, nothing to do
-  end     0 the tree says how the run ended; otherwise that of --exit-code, or 3
+  begin   0 the attempt's folder is on stdout; 10 the run needs no attempt: done, cancelled, ended here, or skipped
+  end     0 the tree says how the run ended; 11 the job is being preempted, the run is to be run again;
+          otherwise that of --exit-code, or 3
   doctor  0 a worker can start here; 1 it cannot
   all     2 the task file or an argument is wrong; 3 the file system refused
 """
@@ -43,7 +44,7 @@ def _dispatch(words: list[str]) -> int:
     if verb == "end":
         from hpcbench.worker.end import end
 
-        return end(given.tasks, given.index, given.attempt, given.exit_code, given.received)
+        return end(given.tasks, given.index, given.attempt, given.exit_code, given.received, given.job_says)
     return _rank(given)
 
 
@@ -88,6 +89,8 @@ def _parser(verb: str) -> argparse.ArgumentParser:
     if verb == "end":
         parser.add_argument("--exit-code", type=int, required=True, metavar="RC", help="of the launcher")
         parser.add_argument("--received", default="", metavar="SIGNAL", help="what the batch script was told")
+        text = "what `scontrol show job --oneliner` says of the job"
+        parser.add_argument("--job-says", default="", metavar="TEXT", help=text)
     return parser
 
 

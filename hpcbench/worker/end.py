@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import sys
@@ -17,21 +18,25 @@ from hpcbench.results.attempts import Attempt, AttemptStart
 from hpcbench.results.schema import OK, Failure, RankResult, RunResult
 from hpcbench.results.store import ClusterTree
 from hpcbench.worker.failure import says_peer_lost
+from hpcbench.worker.launch import PREEMPTED, restart_count
 from hpcbench.worker.stop import near_s
 from hpcbench.worker.summary import summarise
 from hpcbench.worker.verdict import STOPPED, killed_for_memory, lost
 
 EXIT_NOT_RECORDED = 3
 
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT")
 # What SLURM's daemons write into a step's error stream when the kernel killed one of its processes.
 _SLURM_OOM = re.compile(r"oom[-_ ]kill event|Out Of Memory", re.IGNORECASE)
 
 
-def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: str) -> int:
+def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: str, job_says: str = "") -> int:
     """Make sure that the attempt has a result.
 
-    ``exit_code`` is the launcher's, ``received`` the signal that the batch script got (``TERM``), or empty.
-    Returns 0 where the tree now says how this run ended (ok or not); otherwise ``exit_code``, or 3 where that is 0.
+    ``exit_code`` is the launcher's, ``received`` the signal that the batch script got (``TERM``), or empty;
+    ``job_says`` is what the scheduler knows of the job, or empty.
+    Returns 0 where the tree now says how this run ended (ok or not), ``PREEMPTED`` where that is because the job is
+    being preempted; otherwise ``exit_code``, or 3 where that is 0.
     """
     header, task = read_task(tasks, index)
     tree = ClusterTree(Path(header.tree))
@@ -39,10 +44,16 @@ def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: 
     received = received.upper().removeprefix("SIG")
     ranks = attempt.read_ranks()
     status, how = _status(attempt.start_marker(), task.time_limit_s, exit_code, received)
+    displaced = exit_code != 0 and is_preempted(job_says, restart_count(os.environ))
     present = _present(tree, task.run_id, attempt_number)
     if present is not None:
-        own = present.attempt == attempt_number and present.status == "cancelled"
-        if own and _corrected(present, received, exit_code, status, lost_ranks(ranks, task.spec.ranks), how):
+        if present.attempt != attempt_number or present.status == OK:
+            # What is being measured anew keeps its earlier result until then.
+            return PREEMPTED if displaced and present.attempt < attempt_number else 0
+        if displaced and told_to_end(present):
+            return _write_preempted(tree, present, exit_code)
+        silent = lost_ranks(ranks, task.spec.ranks)
+        if present.status == "cancelled" and _corrected(present, received, exit_code, status, silent, how):
             return _write(tree, present, exit_code)
         return 0
     log = tail(attempt.folder / "err.log")
@@ -50,7 +61,43 @@ def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: 
         status, how = "oom", f"{how}; the scheduler saw a process killed for its memory"
     status, error = _failure(status, how, ranks, task.spec.ranks, log)
     result = summarise(header, task, attempt_number, ranks, status, error)
+    if displaced and told_to_end(result):
+        return _write_preempted(tree, result, exit_code)
     return _write(tree, result, exit_code)
+
+
+def is_preempted(job_says: str, restarts: int) -> bool:
+    """Whether a job that has begun ``restarts`` times anew is being preempted, or back in the queue already.
+
+    ``job_says`` is a line of `scontrol show job --oneliner`; an empty one says nothing.
+    """
+    said = dict(re.findall(r"(?:^| )(JobState|PreemptTime|Restarts)=(\S+)", job_says))
+    again = said.get("Restarts", "")
+    return (
+        said.get("JobState") == "PREEMPTED"
+        or bool(_TIME.match(said.get("PreemptTime", "")))
+        or (again.isdecimal() and int(again) > restarts)
+    )
+
+
+def told_to_end(result: RunResult) -> bool:
+    """Whether a run that is not ok ended because of something outside: a signal, or the loss of its ranks."""
+    if result.status in ("cancelled", "preempted"):
+        return True
+    if result.error is None or result.status not in ("failed", "timeout"):
+        return False
+    lost_or_killed = result.error.type in ("RankLost", "NoResult") or says_peer_lost(
+        result.error.type, result.error.message
+    )
+    return "SIGTERM" in result.error.message or (result.status == "failed" and lost_or_killed)
+
+
+def _write_preempted(tree: ClusterTree, result: RunResult, exit_code: int) -> int:
+    """Nobody cancelled the run: its nodes went to another job, or the whole job back into the queue."""
+    was = f": {result.error.message}" if result.error is not None else ""
+    result.status = "preempted"
+    result.error = Failure(type="Preempted", message=f"the scheduler took the job's nodes away{was}")
+    return _write(tree, result, exit_code) or PREEMPTED
 
 
 def _corrected(result: RunResult, received: str, exit_code: int, status: str, silent: list[int], how: str) -> bool:

@@ -17,7 +17,9 @@ from hpcbench.worker.cgroup import oom_kills
 from hpcbench.worker.rank import RankInfo
 
 NOTHING_TO_DO = 10
-"""Exit code of ``begin`` where an ok result is there already."""
+"""Exit code of ``begin`` where the run needs no attempt."""
+PREEMPTED = 11
+"""Exit code of ``end`` where the job is being preempted and the run is to be run again."""
 
 _POLL_S = 0.1
 
@@ -28,18 +30,23 @@ def job_id(env: Mapping[str, str]) -> str | None:
     return f"{array}_{task}" if array and task else env.get("SLURM_JOB_ID")
 
 
+def restart_count(env: Mapping[str, str]) -> int:
+    """How often the scheduler has started this job anew."""
+    text = env.get("SLURM_RESTART_COUNT", "")
+    return int(text) if text.isdecimal() else 0
+
+
 def claim(
     tasks: Path, index: int, header: TaskHeader, task: Task, launch: str, time_limit_s: float | None = None
 ) -> Attempt:
     """Begin a new attempt of ``task`` and leave its start marker."""
     now = time.time()
-    restart = os.environ.get("SLURM_RESTART_COUNT", "")
     start: dict[str, Any] = {
         "launch": launch,
         "host": socket.gethostname(),
         "started_unix_s": now,
         "job_id": job_id(os.environ),
-        "restart_count": int(restart) if restart.isdecimal() else 0,
+        "restart_count": restart_count(os.environ),
         "deadline_unix_s": _deadline(now, time_limit_s or task.time_limit_s),
         "oom_kills": oom_kills(),
         "task_file": str(tasks.absolute()),

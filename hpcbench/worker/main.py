@@ -14,7 +14,7 @@ from hpcbench.parallel.catalog import resolve_runtime
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.store import ClusterTree
 from hpcbench.worker import environ, launch
-from hpcbench.worker.begin import has_ok_result
+from hpcbench.worker.begin import done
 from hpcbench.worker.closing import Closing
 from hpcbench.worker.environ import given_environment
 from hpcbench.worker.rank import RankInfo, check_world, rank_info
@@ -54,8 +54,9 @@ def _attempt(
     folder = tree.run_folder(task.run_id)
     if number is not None:
         return Attempt(folder, number)
-    if has_ok_result(tree, task.run_id):
-        print(f"hpcbench: {task.run_id} has an ok result already: nothing to do", file=sys.stderr)  # noqa: T201
+    # Whoever starts a rank by hand wants this very run: only what is done is left alone.
+    if why := done(tree, task):
+        print(f"hpcbench: {task.run_id}: {why}: nothing to do", file=sys.stderr)  # noqa: T201
         return None
     if info.rank == 0:
         return launch.claim(tasks, index, header, task, info.launch)

@@ -81,10 +81,15 @@ class Stop:
         threading.Thread(target=self._read, args=(self._reader,), name="stop", daemon=True).start()
 
     def set_deadline(self, deadline: float | None, limit_s: float) -> None:
-        """``deadline`` in unix seconds; the loop ends ``margin_s`` before it."""
+        """``deadline`` in unix seconds; the loop ends ``margin_s`` before it, and a rank that is stuck a little later.
+
+        In a pack no scheduler warns the ranks of their own run's limit.
+        """
         self.deadline = deadline
         self._near = near_s(limit_s)
         self._deadline_step = float("inf") if deadline is None else deadline - margin_s(limit_s)
+        if deadline is not None:
+            threading.Thread(target=self._watch_clock, name="deadline", daemon=True).start()
 
     def on_stuck(self, abandon: Callable[[BaseException], None]) -> None:
         """What to call from a thread when the main thread does not come back; it must not return."""
@@ -93,7 +98,7 @@ class Stop:
     def due(self) -> bool:
         """Whether the loop should end before its next step. Costs well under a microsecond."""
         if self.reason is None and time.time() >= self._deadline_step:
-            self._set(Stopped("timeout", "reached the time limit"))
+            self._set(_out_of_time())
         return self.reason is not None
 
     def check(self) -> None:
@@ -115,6 +120,10 @@ class Stop:
         with self._lock:
             self.reason = self.reason or reason
 
+    def _watch_clock(self) -> None:
+        time.sleep(max(0.0, self._deadline_step - time.time()))
+        self.request(_out_of_time())
+
     def _read(self, reader: socket.socket) -> None:
         while True:
             for number in reader.recv(1):
@@ -125,6 +134,10 @@ class Stop:
                 self._set(cause)
                 # Every signal gets its own patience, so that a second one is not read only after the first's.
                 threading.Thread(target=self.request, args=(cause,), daemon=True).start()
+
+
+def _out_of_time() -> Stopped:
+    return Stopped("timeout", "reached the time limit")
 
 
 def _nothing(number: int, frame: object) -> None:

@@ -17,7 +17,14 @@
 set -u
 
 task_file=/shared/results/cluster/submissions/sweep-0001/0.jsonl
-index=$(( ${1:-0} + ${SLURM_ARRAY_TASK_ID:-0} ))
+# A job carries `pack` of the file's runs, one after another: from `first` to the one before `last`.
+pack=1 runs=8
+job=$(( ${1:-0} + ${SLURM_ARRAY_TASK_ID:-0} ))
+first=$(( job * pack ))
+last=$(( first + pack < runs ? first + pack : runs ))
+# The last task of an array has the array's own number as SLURM_JOB_ID: by that, all tasks would be meant.
+job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
+job_id=${job_id:-${SLURM_JOB_ID:-}}
 
 # Nothing that happens to lie in the working folder may stand in for a module of the worker.
 export PYTHONSAFEPATH=1
@@ -30,37 +37,72 @@ received='' told='' ranks=''
 trap 'received=TERM; told=1' TERM INT HUP
 trap 'received=USR2; told=1' USR2
 trap 'told=1' CONT
+preempted=''
 
-attempt_folder=$("${worker[@]}" begin --tasks "$task_file" --index "$index")
-begin_code=$?
-if [ "$begin_code" -eq 10 ]; then
-  exit 0
-elif [ "$begin_code" -ne 0 ]; then
-  echo "hpcbench: the worker could not begin run $index of $task_file (exit code $begin_code)" >&2
-  exit "$begin_code"
-fi
-attempt=${attempt_folder##*/}
+# One run: its attempt is begun, its ranks are launched, its end is recorded.
+one_run() {
+  # A scheduler tells every process of a job to end: not the short steps before and after the ranks.
+  attempt_folder=$(trap '' TERM INT HUP USR2; "${worker[@]}" begin --tasks "$task_file" --index "$index")
+  begin_code=$?
+  if [ "$begin_code" -eq 10 ]; then
+    return 0
+  elif [ "$begin_code" -ne 0 ]; then
+    echo "hpcbench: the worker could not begin run $index of $task_file (exit code $begin_code)" >&2
+    return "$begin_code"
+  fi
+  attempt=${attempt_folder##*/}
 
-# Not every version of SLURM hands the job's --cpus-per-task on to srun, so it is said again.
-ranks_command=(srun --nodes=2 --ntasks=2 --ntasks-per-node=1
-  --cpus-per-task=1 --kill-on-bad-exit=1 --label
-  "${python[@]}" -m hpcbench.worker)
-if [ -z "$received" ]; then
-  "${ranks_command[@]}" --tasks "$task_file" --index "$index" --attempt "$attempt" \
-    > "$attempt_folder/out.log" 2> "$attempt_folder/err.log" &
-  ranks=$!
-  while :; do
-    told=''
-    wait "$ranks"
-    exit_code=$?
-    # A signal ends the wait, not the ranks.
-    [ -n "$told" ] || kill -0 "$ranks" 2> /dev/null || break
-  done
-else
-  exit_code=143
-fi
+  # Not every version of SLURM hands the job's --cpus-per-task on to srun, so it is said again.
+  ranks_command=(srun --nodes=2 --ntasks=2 --ntasks-per-node=1
+    --cpus-per-task=1 --kill-on-bad-exit=1 --label
+    "${python[@]}" -m hpcbench.worker)
+  if [ -z "$received" ]; then
+    "${ranks_command[@]}" --tasks "$task_file" --index "$index" --attempt "$attempt" \
+      > "$attempt_folder/out.log" 2> "$attempt_folder/err.log" &
+    ranks=$!
+    while :; do
+      told=''
+      wait "$ranks"
+      exit_code=$?
+      # A signal ends the wait, not the ranks.
+      [ -n "$told" ] || kill -0 "$ranks" 2> /dev/null || break
+    done
+    ranks=''
+  else
+    exit_code=143
+  fi
 
-# Where the ranks died without a word, this writes down how: exit code, signal, time, out of memory.
-"${worker[@]}" end --tasks "$task_file" --index "$index" --attempt "$attempt" \
-  --exit-code "$exit_code" --received "$received"
-exit "$?"
+  # Where the ranks died without a word, this writes down how: exit code, signal, time, out of memory.
+  (
+    trap '' TERM INT HUP USR2
+    job_says=''
+    [ "$exit_code" -eq 0 ] || job_says=$(timeout 20 scontrol show job --oneliner "$job_id" 2> /dev/null)
+    "${worker[@]}" end --tasks "$task_file" --index "$index" --attempt "$attempt" \
+      --exit-code "$exit_code" --received "$received" --job-says "$job_says"
+  )
+  end_code=$?
+  if [ "$end_code" -eq 11 ]; then
+    # The job must leave. Asking for its own restart gives the nodes back at once, and works for a job of any length;
+    # where this shell was told already, the scheduler has done so itself.
+    preempted=1
+    if [ -z "$received" ] && ! (trap '' TERM; scontrol requeue "$job_id"); then
+      echo "hpcbench: preempted, and the job may not be requeued: submit again" >&2
+    fi
+    return 0
+  fi
+  return "$end_code"
+}
+
+code=0
+for (( index = first; index < last; index++ )); do
+  if [ -n "$received$preempted" ]; then
+    # Told to stop, or put back into the queue: the runs that are left have not begun.
+    [ -n "$preempted" ] || code=143
+    break
+  elif [ "$index" -gt "$first" ] && [ $(( SECONDS + 600 )) -gt 600 ]; then
+    echo "hpcbench: no time is left for run $index and those after it: submit again" >&2
+    break
+  fi
+  one_run || code=$?
+done
+exit "$code"

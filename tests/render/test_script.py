@@ -14,7 +14,7 @@ import pytest
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.load import load_cluster
 from hpcbench.paths import shared_folder
-from hpcbench.render.directives import Shape, directives
+from hpcbench.render.directives import Shape, directives, job_limit_s
 from hpcbench.render.engine import TemplateEngine
 from hpcbench.render.script import context, render_script
 
@@ -42,6 +42,8 @@ def profile_of(**values: Any) -> ClusterProfile:
 
 
 CASES: dict[str, tuple[Callable[[], ClusterProfile], Shape]] = {
+    "local-pack": (lambda: load_cluster("local")[0], LOCAL),
+    "slurmbox-pack": (lambda: load_cluster("slurmbox")[0], Shape("normal", None, 2, 1, 1, 600.0)),
     "local": (lambda: load_cluster("local")[0], LOCAL),
     "slurmbox": (lambda: load_cluster("slurmbox")[0], Shape("normal", None, 2, 1, 1, 600.0)),
     "generic-slurm": (lambda: load_cluster("generic-slurm")[0], SHAPE),
@@ -53,7 +55,9 @@ CASES: dict[str, tuple[Callable[[], ClusterProfile], Shape]] = {
 
 def rendered(case: str) -> str:
     make, shape = CASES[case]
-    script = render_script(TemplateEngine([shared_folder("templates")]), make(), shape, "sweep", FOLDER, 0)
+    pack = 3 if case.endswith("-pack") else 1
+    engine = TemplateEngine([shared_folder("templates")])
+    script = render_script(engine, make(), shape, "sweep", FOLDER, 0, pack=pack, runs=8)
     return script.replace(sys.executable, "/venv/bin/python")
 
 
@@ -95,6 +99,23 @@ def test_scripts_pass_bash_and_shellcheck(case: str, tmp_path: Path) -> None:
 def test_requests(request_: dict[str, Any], expected: tuple[str, Any]) -> None:
     lines = directives(SHAPE, profile_of(request=request_), "job", "/f", 0)
     assert expected in lines
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "pack", "job_s", "time", "warning"),
+    [
+        (600.0, 1, 600.0, "0-00:10:00", "USR2@60"),
+        (600.0, 3, 1890.0, "0-00:31:30", "USR2@30"),
+        (84.5, 2, 229.0, "0-00:03:49", "USR2@30"),
+    ],
+)
+def test_the_limit_of_a_job_is_that_of_its_runs_and_their_launches(
+    limit_s: float, pack: int, job_s: float, time: str, warning: str
+) -> None:
+    shape = Shape("gpu", "mod", 2, 4, 1, limit_s)
+    assert job_limit_s(shape, pack) == job_s
+    lines = dict(directives(shape, profile_of(), "job", "/f", 0, pack))
+    assert (lines["time"], lines["signal"]) == (time, warning)
 
 
 def test_a_bare_request_names_neither_devices_nor_memory() -> None:

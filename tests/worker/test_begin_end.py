@@ -14,7 +14,6 @@ from hpcbench.errors import HpcbenchError
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.schema import RunResult
 from hpcbench.results.store import ClusterTree
-from hpcbench.worker import begin as begin_module
 from hpcbench.worker import end as end_module
 from hpcbench.worker import launch, verdict
 from hpcbench.worker.__main__ import main
@@ -93,7 +92,6 @@ def test_begin_runs_again_what_is_not_ok(tmp_path: Path, present: str) -> None:
     put_result(tmp_path, "failed", 1)
     if present == "broken":
         tree_of(tmp_path).result_path(run_id(SPEC)).write_text("{")
-    assert not begin_module.has_ok_result(tree_of(tmp_path), run_id(SPEC))
     assert begin(tasks, 0) == 0
 
 

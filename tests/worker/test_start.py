@@ -13,9 +13,12 @@ import torch
 
 from hpcbench.config.spec import run_id
 from hpcbench.errors import WorkerError
+from hpcbench.worker import world
 from hpcbench.worker.device import choose, shared_devices
 from hpcbench.worker.provenance import collect, environment_digest
 from hpcbench.worker.rank import RankInfo
+from hpcbench.worker.stores import HashStore
+from hpcbench.worker.strategies.base import Place
 from tests.worker.helpers import make_header, make_spec, tree_of, write_tasks
 
 LOGIN_NODE = ["click", "pydantic", "submitit", "jinja2", "polars", "rich", "tomli", "tomlkit", "altair"]
@@ -153,6 +156,15 @@ def test_the_digest_moves_with_variables_and_profile(tmp_path: Path) -> None:
 def test_ranks_that_share_a_gpu_are_found() -> None:
     assert shared_devices(["a", "b", "c"]) == []
     assert shared_devices(["a", "b", "a", "b", "c"]) == [[0, 2], [1, 3]]
+
+
+def test_ranks_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "device_uuid", lambda device: "GPU-1")
+    store = HashStore()
+    places = [Place(rank, 2, torch.device("cpu")) for rank in (1, 0)]
+    world._refuse_shared_devices(store, places[0], 5.0)
+    with pytest.raises(WorkerError, match="ranks share a GPU: 0, 1"):
+        world._refuse_shared_devices(store, places[1], 5.0)
 
 
 def test_no_gpu_where_the_profile_says_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,17 @@ def test_the_deadline_comes_due_by_itself() -> None:
     assert caught.value.status == "timeout"
 
 
+def test_a_rank_that_is_stuck_at_its_deadline_is_ended() -> None:
+    """Nobody tells a run of a pack that its time is over."""
+    stop = Stop()
+    seen = threading.Event()
+    stop.on_stuck(lambda _: seen.set())
+    stop.set_deadline(time.time() + 0.2, 1.0)
+    assert seen.wait(30)
+    assert isinstance(stop.reason, Stopped)
+    assert stop.reason.status == "timeout"
+
+
 def test_the_first_reason_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = Stop()
     abandoned: list[BaseException] = []
