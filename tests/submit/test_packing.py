@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hpcbench.config.cluster import ClusterProfile
+from hpcbench.config.load import Sweep
+from hpcbench.config.sweep import SubmitTable
+from hpcbench.errors import ConfigError, ConfigErrors
+from hpcbench.render.directives import LAUNCH_S, Shape, job_limit_s
+from hpcbench.results.store import ClusterTree
+from hpcbench.submit.packing import group_jobs, pack_size
+from hpcbench.submit.plan import make_plan
+from hpcbench.submit.submit import Choice, submit
+from tests.submit.conftest import SWEEP
+
+
+def shape(limit_min: float) -> Shape:
+    return Shape("short", None, 2, 4, 1, limit_min * 60)
+
+
+def profile(**keys: Any) -> ClusterProfile:
+    partition = {"max_time_min": keys.pop("max_time_min")} if "max_time_min" in keys else {}
+    return ClusterProfile.model_validate({"name": "test", "partitions": {"short": partition}, **keys})
+
+
+@pytest.mark.parametrize(
+    ("table", "limit_min", "max_time_min", "size"),
+    [
+        ({}, 10.0, 1000.0, 1),
+        ({"pack": 8}, 10.0, 1000.0, 8),
+        ({"pack": 8}, 10.0, 60.0, 5),
+        ({"pack": 8}, 60.0, 60.0, 1),
+        ({"pack_minutes": 60.0}, 10.0, 1000.0, 5),
+        ({"pack_minutes": 60.0}, 9.5, 1000.0, 6),
+        ({"pack_minutes": 5.0}, 10.0, 1000.0, 1),
+        ({"pack_minutes": 600.0}, 10.0, 60.0, 5),
+    ],
+)
+def test_how_many_runs_a_job_carries(table: dict[str, Any], limit_min: float, max_time_min: float, size: int) -> None:
+    assert pack_size(shape(limit_min), SubmitTable(**table), profile(max_time_min=max_time_min)) == size
+
+
+def test_a_job_asks_for_the_time_of_all_its_runs() -> None:
+    assert job_limit_s(shape(10), 1) == 600
+    assert job_limit_s(shape(10), 3) == 3 * (600 + LAUNCH_S)
+
+
+def test_fewer_runs_than_a_pack_ask_for_less_time() -> None:
+    (group,) = group_jobs({shape(10): ["a", "b"]}, SubmitTable(pack=8), profile())
+    assert (group.pack, group.jobs, group.limit_s) == (2, 1, 2 * (600 + LAUNCH_S))
+    assert group.node_hours == pytest.approx(2 * 2 * 600 / 3600)
+
+
+def test_the_last_pack_is_what_is_left() -> None:
+    (group,) = group_jobs({shape(10): [str(run) for run in range(10)]}, SubmitTable(pack=4), profile())
+    assert group.jobs == 3
+
+
+def test_pack_and_pack_minutes_exclude_each_other(write_sweep: Callable[[str], Sweep]) -> None:
+    with pytest.raises(ConfigErrors, match="pack and pack_minutes exclude each other"):
+        write_sweep(SWEEP + "[submit]\npack = 2\npack_minutes = 30\n")
+
+
+@pytest.mark.parametrize(
+    ("sweep_budget", "cluster_budget", "owner"), [("1.9", None, "sweep small"), ("99", 0.5, "cluster test")]
+)
+def test_a_budget_is_kept_unless_told(
+    write_sweep: Callable[[str], Sweep],
+    cluster_tree: ClusterTree,
+    fake_slurm: Any,
+    sweep_budget: str,
+    cluster_budget: float | None,
+    owner: str,
+) -> None:
+    """Four runs of half an hour at most, two of them on two nodes: three node-hours."""
+    test = ClusterProfile.model_validate({"name": "test", "budget_node_hours": cluster_budget})
+    plan = make_plan(write_sweep(SWEEP + f"[submit]\nbudget_node_hours = {sweep_budget}\n"), test, cluster_tree)
+    with pytest.raises(ConfigError, match=f"4 runs may cost 3.00 node-hours .* budget of {owner} is") as caught:
+        submit(plan, cluster_tree)
+    assert "--yes" in str(caught.value)
+    assert not (fake_slurm / "calls").exists()
+    assert not cluster_tree.sweep_path("small").exists()
+    assert len(submit(plan, cluster_tree, Choice(over_budget=True)).run_ids) == 4

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcbench.config.cluster import ClusterProfile
+from hpcbench.config.spec import config_id
+from hpcbench.config.task import read_task
+from hpcbench.results.schema import RunResult
+from hpcbench.results.store import ClusterTree
+from hpcbench.submit.plan import Plan, make_plan
+from hpcbench.submit.software import environment_key, installed_versions
+from hpcbench.submit.state import run_states
+from hpcbench.submit.submit import Choice, submit
+
+
+@pytest.fixture
+def venv(tmp_path: Path) -> Path:
+    packages = tmp_path / "venv" / "lib" / "python3.12" / "site-packages"
+    packages.mkdir(parents=True)
+    for name in ("torch-2.6.0.dist-info", "numpy-2.1.0.dist-info", "click-8.0.dist-info", "torch"):
+        (packages / name).mkdir()
+    return packages
+
+
+def profile(**environment: Any) -> ClusterProfile:
+    return ClusterProfile.model_validate(
+        {"name": "test", "environments": {"one": environment}, "default_environment": "one"}
+    )
+
+
+def test_versions_are_read_from_the_interpreters_folder(venv: Path) -> None:
+    python = venv.parents[2] / "bin" / "python"
+    assert installed_versions(python) == {"torch": "2.6.0", "numpy": "2.1.0"}
+    assert installed_versions(Path("python3")) == {}
+    assert "torch" in installed_versions(Path(sys.executable))
+
+
+def test_the_key_follows_what_a_measurement_depends_on(venv: Path) -> None:
+    same = profile(venv=str(venv.parents[2]))
+    key = environment_key(same, None)
+    assert environment_key(same, "one") == key
+    assert environment_key(profile(venv=str(venv.parents[2]), modules=["cuda/12"]), None) != key
+    (venv / "torch-2.6.0.dist-info").rename(venv / "torch-2.7.0.dist-info")
+    assert environment_key(same, None) != key
+
+
+def measured(plan: Plan, tree: ClusterTree, key: str | None) -> None:
+    for run_id, spec in plan.runs.items():
+        result = RunResult(
+            run_id=run_id, config_id=config_id(spec), attempt=1, sweep="small", cluster="test", status="ok", spec=spec,
+            provenance={"environment_key": key} if key else {},
+        )  # fmt: skip
+        assert tree.write_result(result)
+
+
+def test_what_was_measured_elsewhere_is_told_and_run_again_when_asked(
+    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    measured(plan, cluster_tree, "0123456789ab")
+    again = make_plan(plan.sweep, plan.profile, cluster_tree)
+    assert again.elsewhere == dict.fromkeys(plan.runs, "0123456789ab")
+    assert submit(again, cluster_tree).run_ids == []
+    submitted = submit(again, cluster_tree, Choice(remeasure=True))
+    assert submitted.run_ids == list(plan.runs)
+    assert submitted.folder is not None
+    header, task = read_task(submitted.folder / "0.jsonl", 0)
+    assert (task.supersedes, header.environment_key) == ("0123456789ab", plan.environment_key(None))
+    (fake_slurm / "squeue").write_text("4711_0|PENDING|None\n4711_1|PENDING|None\n")
+    twice = submit(again, cluster_tree, Choice(remeasure=True))
+    assert (twice.run_ids, len(twice.active)) == ([], 4)
+    # Until they are measured anew, the results that are there count.
+    states = run_states(cluster_tree, plan.runs, plan.profile, 0.0)
+    assert {state.state for state in states.values()} == {"ok"}
+
+
+@pytest.mark.parametrize("key", ["today", None])
+def test_what_was_measured_here_or_by_nobody_knows_what_is_left_alone(
+    plan: Plan, cluster_tree: ClusterTree, key: str | None
+) -> None:
+    measured(plan, cluster_tree, plan.environment_key(None) if key else None)
+    assert make_plan(plan.sweep, plan.profile, cluster_tree).elsewhere == {}
