@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from hpcbench.results.stopping import StopGroup, read_stop_group, stopped_by
+
+LINE = StopGroup(["oom"], ["batch_size"], [("a", [8]), ("b", [16]), ("c", [32]), ("c2", [32])])
+PLANE = StopGroup(
+    ["oom", "timeout"],
+    ["batch_size", "learning_rate"],
+    [("a", [8, 0.5]), ("b", [16, 0.5]), ("c", [8, 1]), ("d", [16, 1])],
+)
+
+
+@pytest.mark.parametrize(
+    ("group", "run_id", "ended", "expected"),
+    [
+        (LINE, "c", {"a": "oom"}, "run a with batch_size 8 ended as oom"),
+        (LINE, "c", {"a": "oom", "b": "oom"}, "run b with batch_size 16 ended as oom"),
+        (LINE, "b", {"c": "oom"}, None),
+        (LINE, "c2", {"c": "oom"}, None),
+        (LINE, "c", {"a": "ok", "b": "timeout"}, None),
+        (LINE, "stranger", {"a": "oom"}, None),
+        (PLANE, "d", {"a": "timeout"}, "run a with batch_size 8, learning_rate 0.5 ended as timeout"),
+        (PLANE, "d", {"c": "oom"}, "run c with batch_size 8, learning_rate 1 ended as oom"),
+        (PLANE, "b", {"c": "oom"}, None),
+    ],
+)
+def test_only_smaller_runs_of_the_group_stop_a_run(
+    group: StopGroup, run_id: str, ended: dict[str, str], expected: str | None
+) -> None:
+    assert stopped_by(group, run_id, ended.get) == expected
+
+
+def test_nearer_runs_are_asked_before_those_below_them() -> None:
+    asked: list[str] = []
+    assert stopped_by(PLANE, "d", asked.append) is None
+    assert sorted(asked) == ["a", "b", "c"]
+    assert asked[-1] == "a"
+
+
+def test_groups_are_read_by_line(tmp_path: Path) -> None:
+    path = tmp_path / "stop.jsonl"
+    path.write_bytes(msgspec.json.encode(LINE) + b"\n" + msgspec.json.encode(PLANE) + b'\n{"runs": 3}\n')
+    assert [read_stop_group(path, line) for line in range(4)] == [LINE, PLANE, None, None]
+    assert read_stop_group(tmp_path / "none", 0) is None
