@@ -12,6 +12,7 @@ from rich.table import Table
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
 BENCHMARKS = {
     "startup": [sys.executable, "-m", "benchmarks.startup"],
+    "scale": [sys.executable, "-m", "benchmarks.scale"],
     "loop": [*_TORCHRUN, "benchmarks.loop_cost"],
 }
 

@@ -1,0 +1,170 @@
+"""``plan`` and ``render`` of large sweeps, as a user calls them, against a naive expansion in plain Python, in turn.
+
+Every sweep has 20 shapes, a derived parameter and a rule that leaves points out. Prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.ratios import median_interval
+
+BUDGET_S = 25.0
+"""For the pairs on one file system, at least three of them."""
+IN_MEMORY = Path("/dev/shm")
+ROUNDS = 7
+RUNS = 10_000
+SIZES = (1_000, 10_000, 100_000)
+GOAL_RATIO = 1.0
+GOAL_MIB = 300
+GOAL_GROWTH = 1.2
+
+SWEEP = """name = "scale"
+[fixed]
+model = "resnet18"
+dataset = "imagenet"
+strategy = "ddp"
+options = {{ static_graph = true }}
+[grid]
+nodes = [1, 2, 4, 8]
+tasks_per_node = [1, 2, 3, 4, 8]
+batch_size = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+learning_rate = {rates}
+[derive]
+warmup_steps = "5 if nodes < 4 else 2"
+[[exclude]]
+when = "batch_size > 512 and nodes >= 1"
+"""
+
+
+class Measured(NamedTuple):
+    """Processes that ran one after another: their time, their largest peak, the files that they left."""
+
+    seconds: float
+    peak_mib: float
+    files: int
+
+
+def sweep_file(folder: Path, runs: int) -> Path:
+    path = folder / f"scale-{runs}.toml"
+    path.write_text(SWEEP.format(rates=[number / 10_000 for number in range(1, runs // 200 + 1)]))
+    return path
+
+
+def ours(sweep: Path, place: Path | None = None) -> Measured:
+    with _emptied(place) as folder:
+        command = [sys.executable, "-m", "hpcbench"]
+        on = ["--cluster", "generic-slurm", "--results", str(folder / "results")]
+        parts = (["plan", str(sweep), *on, "--json"], ["render", str(sweep), *on, "--out", str(folder / "out")])
+        times = [_run([*command, *part]) for part in parts]
+        files = sum(1 for path in folder.rglob("*") if path.is_file())
+        return Measured(sum(one for one, _ in times), max(peak for _, peak in times), files)
+
+
+def naive(runs: int, place: Path | None = None) -> Measured:
+    with _emptied(place) as folder:
+        seconds, peak = _run([sys.executable, "benchmarks/naive_sweep.py", str(folder), str(runs // 200)])
+        return Measured(seconds, peak, 2 * runs)
+
+
+@contextmanager
+def _emptied(place: Path | None) -> Iterator[Path]:
+    """A new folder in ``place`` or where temporary files lie, removed outside what is timed."""
+    with tempfile.TemporaryDirectory(dir=place) as name:
+        yield Path(name)
+
+
+def _run(command: list[str]) -> tuple[float, float]:
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - began
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != 0:
+        raise SystemExit(f"exit code {process.returncode}: {' '.join(command)}")
+    return seconds, usage.ru_maxrss / 1024
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        sweeps = {size: sweep_file(Path(name), size) for size in SIZES}
+        on_disk = _pairs(sweeps[RUNS], None)
+        in_memory = _pairs(sweeps[RUNS], IN_MEMORY) if IN_MEMORY.is_dir() else []
+        rounds = [{size: ours(sweep) for size, sweep in sweeps.items()} for _ in range(ROUNDS)]
+    print(json.dumps([*_floor_rows(on_disk, in_memory), *_growth_rows(rounds)]))
+
+
+def _pairs(sweep: Path, place: Path | None) -> list[tuple[Measured, Measured]]:
+    began = time.monotonic()
+    pairs: list[tuple[Measured, Measured]] = []
+    while len(pairs) < 3 or time.monotonic() - began < BUDGET_S:
+        pairs.append((ours(sweep, place), naive(RUNS, place)))
+    return pairs
+
+
+def _floor_rows(
+    on_disk: list[tuple[Measured, Measured]], in_memory: list[tuple[Measured, Measured]]
+) -> list[dict[str, object]]:
+    rows = [_ratio_row(on_disk, "on disk", GOAL_RATIO)]
+    if in_memory:
+        # A floor for its floor: a file costs nothing there, and what is left is the start of our two processes.
+        rows.append(_ratio_row(in_memory, "in memory", None))
+    peak_mib = max(one.peak_mib for one, _ in on_disk)
+    return [
+        *rows,
+        {
+            "figure": f"their peak memory at {RUNS:,} runs",
+            "measured": f"{peak_mib:.0f} MiB", "goal": f"under {GOAL_MIB} MiB", "met": peak_mib < GOAL_MIB,
+        },
+    ]  # fmt: skip
+
+
+def _ratio_row(pairs: list[tuple[Measured, Measured]], place: str, goal: float | None) -> dict[str, object]:
+    ratio, low, high = median_interval([one.seconds / other.seconds for one, other in pairs])
+    times = [statistics.median(one.seconds for one in column) for column in zip(*pairs, strict=True)]
+    return {
+        "figure": f"plan and render of {RUNS:,} runs of 20 shapes over a naive expansion, files {place}, "
+        f"{len(pairs)} pairs",
+        "measured": f"{ratio:.2f} [{low:.2f} {high:.2f}] ({times[0]:.2f} s over {times[1]:.2f} s)",
+        "goal": "" if goal is None else f"at most {goal:.1f}", "met": None if goal is None else ratio <= goal,
+    }  # fmt: skip
+
+
+def _growth_rows(rounds: list[dict[int, Measured]]) -> list[dict[str, object]]:
+    """The start of the two processes is in all three sizes alike; differences are free of it."""
+    small, middle, large = SIZES
+    steps = (large - small) / (middle - small)
+    growths = [
+        (one[large].seconds - one[small].seconds) / (one[middle].seconds - one[small].seconds) / steps for one in rounds
+    ]
+    growth, low, high = median_interval(growths)
+    seconds = statistics.median(one[large].seconds for one in rounds)
+    plain = statistics.median(one[large].seconds / one[middle].seconds / (large / middle) for one in rounds)
+    files = {size: {one[size].files for one in rounds} for size in SIZES}
+    return [
+        {
+            "figure": f"time per run at {large:,} runs over that at {middle:,}, without the start of the processes",
+            "measured": f"{growth:.2f} [{low:.2f} {high:.2f}] ({plain:.2f} with it; {seconds:.1f} s, "
+            f"{max(one[large].peak_mib for one in rounds):.0f} MiB)",
+            "goal": f"at most {GOAL_GROWTH}", "met": growth <= GOAL_GROWTH,
+        },
+        {
+            "figure": "files that render writes at " + ", ".join(f"{size:,}" for size in SIZES) + " runs",
+            "measured": ", ".join("/".join(map(str, sorted(counts))) for counts in files.values()),
+            "goal": "as many at each", "met": len(set().union(*files.values())) == 1,
+        },
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
