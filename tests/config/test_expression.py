@@ -41,6 +41,8 @@ VALUES: dict[str, Any] = {
         ("max(1, min(nodes, 3), log2(8))", 3),
         ("batch_size if nodes > 2 else 1", 16),
         ("nodes / 8", 0.5),
+        ("round(nodes / 3, 2)", 1.33),
+        ("round(nodes / 3)", 1),
     ],
 )
 def test_values(text: str, value: Any) -> None:
@@ -81,6 +83,8 @@ def test_monsters_are_refused(text: str) -> None:
         ("(0 - 8) ** 0.5", "finite real"),
         ("sqrt(0 - 1)", "math domain"),
         ("nodes < model", "not supported"),
+        ("round(nodes, -1000000000)", "round to -1000000000 digits"),
+        ("1e999 - 1e999", "finite real"),
     ],
 )
 def test_what_cannot_be_computed_says_why(text: str, message: str) -> None:
