@@ -94,7 +94,9 @@ def print_json(document: Any) -> None:
     """``document`` on standard output."""
     import msgspec
 
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(document), indent=2).decode() + "\n")
+    sys.stdout.flush()
+    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def console(*, stderr: bool = False) -> Console:

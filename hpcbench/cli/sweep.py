@@ -82,14 +82,13 @@ def plan(sweep: str, cluster_name: str, results: str | None, as_json: bool) -> N
 
 def _plan_json(made: Plan) -> dict[str, Any]:
     from hpcbench.config.spec import as_dict
-    from hpcbench.render.directives import shape_of
 
     missing = made.missing
     return {
         "sweep": made.sweep.name,
         "cluster": made.profile.name,
         "runs": [
-            {"run_id": key, "spec": as_dict(spec), "time_limit_s": shape_of(spec, made.profile).time_limit_s}
+            {"run_id": key, "spec": as_dict(spec), "time_limit_s": made.shape(spec).time_limit_s}
             for key, spec in made.runs.items()
         ],
         "done": list(made.finished),

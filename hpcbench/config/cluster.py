@@ -145,6 +145,10 @@ class Environment(Table):
     env: Variables = {}
 
 
+_NO_PARTITION = Partition()
+_NO_ENVIRONMENT = Environment()
+
+
 class ClusterProfile(Table):
     """What hpcbench must know to run on a cluster, and the oracle to predict it."""
 
@@ -192,12 +196,12 @@ class ClusterProfile(Table):
     def partition(self, key: str | None) -> Partition:
         """The partition called ``key``, the default one, or one that says nothing."""
         chosen = key or self.default_partition
-        return self.partitions[chosen] if chosen else Partition()
+        return self.partitions[chosen] if chosen else _NO_PARTITION
 
     def environment(self, key: str | None) -> Environment:
         """The environment called ``key``, the default one, or the submitter's own."""
         chosen = key or self.default_environment
-        return self.environments[chosen] if chosen else Environment()
+        return self.environments[chosen] if chosen else _NO_ENVIRONMENT
 
     def node_of(self, key: str | None) -> Node:
         """The nodes of a partition: its own values over the cluster's."""

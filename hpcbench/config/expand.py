@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import msgspec
 
 from hpcbench.config.load import Exclusion, Parameter, Settings, Sweep
 from hpcbench.config.spec import DEGREES, RunSpec
+from hpcbench.config.sweep import NESTED
 from hpcbench.errors import ConfigError
 
 Point = dict[str, Any]
@@ -26,9 +27,16 @@ class Excluded:
 
 
 def expand(sweep: Sweep) -> Iterator[Point | Excluded]:
-    """The points of a sweep: the last axis moves fastest, includes follow the product, repeats are fastest of all."""
-    for settings in itertools.chain(_product(sweep), ({**sweep.fixed, **include} for include in sweep.includes)):
-        point = _nested(_with_derived(sweep, settings))
+    """The points of a sweep: the last axis moves fastest, includes follow the product, repeats are fastest of all.
+
+    Points share the tables that they have in common; nobody may change them in place.
+    """
+    fixed = _nested(sweep.fixed)
+    axes = [[_nested(step) for step in axis.steps] for axis in sweep.axes]
+    product = (_joined(fixed, steps) for steps in itertools.product(*axes))
+    includes = (_joined(fixed, [_nested(include)]) for include in sweep.includes)
+    for point in itertools.chain(product, includes):
+        _derive(sweep, point)
         rule = excluded_by(sweep, point)
         for repeat in range(sweep.repeats):
             numbered = {**point, "repeat": repeat}
@@ -43,23 +51,32 @@ def count_points(sweep: Sweep) -> int:
     return (product + len(sweep.includes)) * sweep.repeats
 
 
-def _product(sweep: Sweep) -> Iterator[Settings]:
-    for steps in itertools.product(*(axis.steps for axis in sweep.axes)):
-        settings = dict(sweep.fixed)
-        for step in steps:
-            settings.update(step)
-        yield settings
+def _nested(settings: Settings) -> Point:
+    point: Point = {}
+    for parameter, value in settings.items():
+        _set(point, parameter, value)
+    return point
 
 
-def _with_derived(sweep: Sweep, settings: Settings) -> Settings:
+def _set(point: Point, parameter: Parameter, value: Any) -> None:
+    """Set one parameter; a table that is there already is replaced, since other points may share it."""
+    name = parameter[0]
+    point[name] = value if len(parameter) == 1 else {**point.get(name, {}), parameter[1]: value}
+
+
+def _joined(fixed: Point, steps: Iterable[Point]) -> Point:
+    point = dict(fixed)
+    for step in steps:
+        for name, value in step.items():
+            point[name] = {**point.get(name, {}), **value} if name in NESTED else value
+    return point
+
+
+def _derive(sweep: Sweep, point: Point) -> None:
     """In the order of the file, so that one may use another that stands above it. An include's own value wins."""
-    if not sweep.derived:
-        return settings
-    filled = dict(settings)
     for parameter, expression in sweep.derived.items():
-        if parameter not in filled:
-            filled[parameter] = _fitting(parameter, expression(names(_nested(filled))), expression.where)
-    return filled
+        if parameter[-1] not in (point if len(parameter) == 1 else point.get(parameter[0], ())):
+            _set(point, parameter, _fitting(parameter, expression(names(point)), expression.where))
 
 
 def _fitting(parameter: Parameter, value: Any, where: str | None) -> Any:
@@ -85,24 +102,29 @@ _DEFAULTS = {
 }
 
 
+_OPEN = {**_DEFAULTS, **dict.fromkeys(DEGREES)}
+
+
 def excluded_by(sweep: Sweep, point: Mapping[str, Any]) -> str | None:
     """The first rule of the sweep that leaves ``point`` out.
 
     A point does not know the degrees that are left to it; the run that it resolves to does, and is asked again.
     """
-    return next((exclusion.rule for exclusion in sweep.excludes if _matches(exclusion, point)), None)
+    if not sweep.excludes:
+        return None
+    seen = names(point)
+    return next((exclusion.rule for exclusion in sweep.excludes if _matches(exclusion, seen)), None)
 
 
 def names(point: Mapping[str, Any]) -> dict[str, Any]:
     """What an expression sees of a point: defaults filled in, and what follows from them. Open degrees are ``None``."""
-    seen = {**_DEFAULTS, **dict.fromkeys(DEGREES), **point}
+    seen = {**_OPEN, **point}
     seen["ranks"] = seen["nodes"] * seen["tasks_per_node"]
     seen["devices"] = seen["ranks"] * seen["devices_per_task"]
     return seen
 
 
-def _matches(exclusion: Exclusion, point: Mapping[str, Any]) -> bool:
-    seen = names(point)
+def _matches(exclusion: Exclusion, seen: Mapping[str, Any]) -> bool:
     for parameter, allowed in exclusion.keys.items():
         value: Any = seen
         for key in parameter:
@@ -110,13 +132,3 @@ def _matches(exclusion: Exclusion, point: Mapping[str, Any]) -> bool:
         if value not in allowed:
             return False
     return exclusion.when is None or exclusion.when.holds(seen)
-
-
-def _nested(settings: Settings) -> Point:
-    point: Point = {}
-    for parameter, value in settings.items():
-        if len(parameter) == 1:
-            point[parameter[0]] = value
-        else:
-            point.setdefault(parameter[0], {})[parameter[1]] = value
-    return point

@@ -70,8 +70,9 @@ class Sweep:
 
     def values(self, *parameter: str) -> list[Any]:
         """All values that are written for a parameter."""
-        found = [settings[parameter] for _, settings in self.settings() if parameter in settings]
-        return [value for number, value in enumerate(found) if value not in found[:number]]
+        found = (settings[parameter] for _, settings in self.settings() if parameter in settings)
+        # 1, 1.0 and true are equal to Python, not to who wrote them.
+        return list({(type(value), value): value for value in found}.values())
 
     def where(self, *parameter: str) -> str:
         """``file:line`` of the first place that sets a parameter."""
@@ -80,13 +81,13 @@ class Sweep:
                 return self.source.where((*place, *parameter))
         return str(self.source.path)
 
-    def kinds_of_points(self) -> Iterator[tuple[str, set[Parameter]]]:
-        """Where points come from, ``file:line``, and which parameters are set in all points from there."""
+    def kinds_of_points(self) -> Iterator[tuple[tuple[str | int, ...], set[Parameter]]]:
+        """The tables that points come from, and which parameters are set in all points from there."""
         everywhere = {*self.fixed, *self.derived}
         if self.axes or not self.includes:
-            yield str(self.source.path), everywhere.union(*(step for axis in self.axes for step in axis.steps))
+            yield (), everywhere.union(*(step for axis in self.axes for step in axis.steps))
         for number, include in enumerate(self.includes):
-            yield self.source.where(("include", number)), everywhere | include.keys()
+            yield ("include", number), everywhere | include.keys()
 
 
 def load_sweep(path: Path) -> Sweep:

@@ -104,5 +104,6 @@ def config_id(spec: RunSpec) -> str:
 
 
 def _digest(values: dict[str, Any], without: frozenset[str]) -> str:
-    kept = {key: value for key, value in values.items() if key not in without}
-    return hashlib.sha256(msgspec.json.encode(kept, order="deterministic")).hexdigest()[:16]
+    for key in without:
+        values.pop(key, None)
+    return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:16]

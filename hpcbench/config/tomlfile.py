@@ -14,6 +14,7 @@ _KEY = re.compile(r"""^\s*(?P<key>(?:[A-Za-z0-9_.\- ]|"[^"\n]*"|'[^'\n]*')+?)\s*
 _POSITION = re.compile(r"\(at (line (?P<line>\d+)|end of document)")
 
 Path_ = tuple["str | int", ...]
+LineIndex = dict[Path_, int]
 
 
 def read_toml(path: Path) -> tuple[dict[str, Any], str]:
@@ -34,12 +35,11 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
         raise ConfigError(f"not valid TOML: {error}", where=f"{path}:{line}") from error
 
 
-def line_of(text: str, path: Sequence[str | int]) -> int | None:
-    """The line (from 1) of the key ``path`` in TOML ``text``, or of the nearest of its parents that has one.
+def line_of(index: LineIndex, path: Sequence[str | int]) -> int | None:
+    """The line (from 1) of the key ``path``, or of the nearest of its parents that has one.
 
     Integers in ``path`` are positions in an array of tables, or in a list: the latter has the line of its key.
     """
-    index = _line_index(text)
     for length in range(len(path), 0, -1):
         line = index.get(tuple(path[:length]))
         if line is not None:
@@ -47,8 +47,10 @@ def line_of(text: str, path: Sequence[str | int]) -> int | None:
     return None
 
 
-def _line_index(text: str) -> dict[Path_, int]:
-    index: dict[Path_, int] = {}
+def line_index(text: str) -> LineIndex:
+    """The lines of the keys of TOML ``text``."""
+    index: LineIndex = {}
+    lengths: dict[Path_, int] = {}
     prefix: Path_ = ()
     lines = text.splitlines()
     number = 0
@@ -57,7 +59,7 @@ def _line_index(text: str) -> dict[Path_, int]:
         header = _HEADER.match(line)
         if header:
             is_array = line.lstrip().startswith("[[")
-            prefix = _array_path(index, _keys(header["path"]), is_array)
+            prefix = _array_path(lengths, _keys(header["path"]), is_array)
             index.setdefault(prefix, number + 1)
         elif match := _KEY.match(line):
             keys = _keys(match["key"])
@@ -82,20 +84,21 @@ def _keys(dotted: str) -> tuple[str, ...]:
     return tuple(keys)
 
 
-def _array_path(index: dict[Path_, int], keys: tuple[str, ...], is_array: bool) -> Path_:
+def _array_path(lengths: dict[Path_, int], keys: tuple[str, ...], is_array: bool) -> Path_:
     """``keys`` with the position of the newest element after each array of tables on the way."""
     path: Path_ = ()
     for depth, key in enumerate(keys):
         path = (*path, key)
-        count = 0
-        while (*path, count) in index:
-            count += 1
-        last = depth == len(keys) - 1
-        if last and is_array:
+        count = lengths.get(path, 0)
+        if is_array and depth == len(keys) - 1:
+            lengths[path] = count + 1
             return (*path, count)
         if count:
             path = (*path, count - 1)
     return path
+
+
+_ENDS = ("]", "}", '"""', "'''")
 
 
 def _end_of_value(lines: list[str], first: int) -> int:
@@ -103,6 +106,8 @@ def _end_of_value(lines: list[str], first: int) -> int:
     import tomli
 
     for last in range(first, len(lines)):
+        if last > first and not any(end in lines[last] for end in _ENDS):
+            continue
         try:
             tomli.loads("\n".join(lines[first : last + 1]))
         except tomli.TOMLDecodeError:

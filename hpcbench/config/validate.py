@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from hpcbench.config.tomlfile import line_of
+from hpcbench.config.tomlfile import LineIndex, line_index, line_of
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 
 _M = TypeVar("_M", bound=BaseModel)
@@ -21,9 +22,13 @@ class Source:
         self.path = path
         self.text = text
 
+    @cached_property
+    def _lines(self) -> LineIndex:
+        return line_index(self.text)
+
     def where(self, key_path: Sequence[str | int]) -> str:
         """``file:line`` of a key."""
-        line = line_of(self.text, key_path) if key_path else None
+        line = line_of(self._lines, key_path) if key_path else None
         return f"{self.path}:{line}" if line else str(self.path)
 
 

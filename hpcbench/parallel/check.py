@@ -44,9 +44,9 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
 
 def _missing(sweep: Sweep) -> list[HpcbenchError]:
     problems: list[HpcbenchError] = []
-    for where, given in sweep.kinds_of_points():
+    for place, given in sweep.kinds_of_points():
         problems += [
-            ConfigError(f"{name} is missing", where=where, hint="set it in [fixed] or [grid]")
+            ConfigError(f"{name} is missing", where=sweep.source.where(place), hint="set it in [fixed] or [grid]")
             for name in REQUIRED
             if (name,) not in given
         ]
@@ -54,6 +54,7 @@ def _missing(sweep: Sweep) -> list[HpcbenchError]:
         if len(sizes) != 1:
             said = "both are set" if sizes else "neither is set"
             hint = "batch_size is per replica, global_batch_size of all replicas"
+            where = sweep.source.where(place)
             problems.append(ConfigError(f"batch_size or global_batch_size: {said}", where=where, hint=hint))
     return problems
 

@@ -42,7 +42,11 @@ def resolve(point: dict[str, Any], limits: Limits) -> RunSpec | Dropped:
     ``point`` holds valid names and types (``hpcbench.config`` and ``check_names`` saw to that).
     """
     try:
-        spec = msgspec.convert(_with_batch_size(_with_degrees(_with_own_options(point))), RunSpec)
+        values = dict(point)
+        _keep_own_options(values)
+        _fill_degrees(values)
+        _fill_batch_size(values)
+        spec = msgspec.convert(values, RunSpec)
         _check_batch(spec)
         _check_input(spec)
         _check_limits(spec, limits)
@@ -51,25 +55,24 @@ def resolve(point: dict[str, Any], limits: Limits) -> RunSpec | Dropped:
     return spec
 
 
-def _with_own_options(point: dict[str, Any]) -> dict[str, Any]:
+def _keep_own_options(point: dict[str, Any]) -> None:
     """Options that this strategy or model does not know are another's in the same sweep; defaults are left out."""
-    filled = dict(point)
     for key, known in (
         ("options", strategy(point["strategy"]).options),
         ("model_options", model(point["model"]).options),
     ):
-        given = point.get(key, {})
-        filled[key] = {
-            name: known[name].kind(value) for name, value in given.items() if _counts(known.get(name), value)
-        }
-    return filled
+        given = point.get(key)
+        if given:
+            point[key] = {
+                name: known[name].kind(value) for name, value in given.items() if _counts(known.get(name), value)
+            }
 
 
 def _counts(option: Option | None, value: Any) -> bool:
     return option is not None and value != option.default
 
 
-def _with_degrees(point: dict[str, Any]) -> dict[str, Any]:
+def _fill_degrees(point: dict[str, Any]) -> None:
     devices = point.get("nodes", 1) * point.get("tasks_per_node", 1) * point.get("devices_per_task", 1)
     own = strategy(point["strategy"]).own_degree
     given = {degree: point[degree] for degree in DEGREES if degree in point}
@@ -83,19 +86,18 @@ def _with_degrees(point: dict[str, Any]) -> dict[str, Any]:
         product = devices
     if product != devices:
         raise _Excluded(f"{_world(point)}, but {_degrees(point['strategy'], own, given)}")
-    return {**point, **given}
+    point.update(given)
 
 
-def _with_batch_size(point: dict[str, Any]) -> dict[str, Any]:
+def _fill_batch_size(point: dict[str, Any]) -> None:
     """``batch_size`` per replica, where the point says what all of them take together."""
-    total = point.get("global_batch_size")
+    total = point.pop("global_batch_size", None)
     if total is None:
-        return point
+        return
     replicas = point.get("dp_degree", 1)
     if total % replicas:
         raise _Excluded(f"global_batch_size {total} cannot be shared evenly by {replicas} replicas")
-    rest = {name: value for name, value in point.items() if name != "global_batch_size"}
-    return {**rest, "batch_size": total // replicas}
+    point["batch_size"] = total // replicas
 
 
 def _world(point: dict[str, Any]) -> str:

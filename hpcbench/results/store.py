@@ -32,11 +32,11 @@ class ClusterTree:
         """``runs/<first two hex>/<run_id>``; ids that are not 16 hex digits never become a path."""
         if not _RUN_ID.fullmatch(run_id):
             raise StorageError(f"{run_id!r} is no run_id: 16 hexadecimal digits are")
-        return self.root / "runs" / run_id[:2] / run_id
+        return Path(self.root, "runs", run_id[:2], run_id)
 
     def result_path(self, run_id: str) -> Path:
         """The result that counts."""
-        return self.run_folder(run_id) / "result.json"
+        return Path(self.run_folder(run_id), "result.json")
 
     def sweep_path(self, name: str) -> Path:
         """Which runs a sweep means."""

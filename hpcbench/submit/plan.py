@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -35,6 +36,7 @@ class Plan:
     heads: dict[str, ResultHead] = field(default_factory=dict)
     """``run_id`` to what is known of its result, of the runs that have one."""
     _keys: dict[str | None, str] = field(default_factory=dict, init=False, repr=False)
+    _shapes: dict[tuple[Any, ...], Shape] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def finished(self) -> dict[str, str]:
@@ -69,11 +71,21 @@ class Plan:
         finished = self.finished
         return {key: spec for key, spec in self.runs.items() if key not in finished}
 
+    def shape(self, spec: RunSpec) -> Shape:
+        """What the job script of a run depends on; runs of one shape share the object."""
+        asked = (
+            spec.nodes, spec.tasks_per_node, spec.devices_per_task, spec.partition, spec.environment,
+            spec.time_limit_min,
+        )  # fmt: skip
+        if asked not in self._shapes:
+            self._shapes[asked] = shape_of(spec, self.profile)
+        return self._shapes[asked]
+
     def groups(self, runs: dict[str, RunSpec]) -> dict[Shape, list[str]]:
         """``run_id``s by shape: each group is one script and one array."""
         found: dict[Shape, list[str]] = {}
         for key, spec in runs.items():
-            found.setdefault(shape_of(spec, self.profile), []).append(key)
+            found.setdefault(self.shape(spec), []).append(key)
         return found
 
     def jobs(self, runs: dict[str, RunSpec]) -> list[JobGroup]:
@@ -113,7 +125,7 @@ def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Plan:
         resolved = resolve(point, known_limits[partition])
         if isinstance(resolved, Dropped):
             dropped.append(resolved)
-        elif rule := excluded_by(sweep, msgspec.structs.asdict(resolved)):
+        elif sweep.excludes and (rule := excluded_by(sweep, msgspec.structs.asdict(resolved))):
             dropped.append(Dropped(point, rule))
         else:
             runs.setdefault(run_id(resolved), resolved)

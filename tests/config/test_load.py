@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpcbench.config.load import Sweep, load_cluster, load_cluster_file
-from hpcbench.config.tomlfile import line_of
+from hpcbench.config.tomlfile import line_index, line_of
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError
 
 Write = Callable[[str], Sweep]
@@ -96,7 +96,12 @@ y = 3
     ],
 )
 def test_line_of(path: tuple[str | int, ...], line: int | None) -> None:
-    assert line_of(TEXT, path) == line
+    assert line_of(line_index(TEXT), path) == line
+
+
+def test_values_of_a_parameter_are_told_apart_by_type(write_sweep: Write) -> None:
+    sweep = write_sweep('name = "s"\n[grid.options]\nx = [true, 1, 1.0, 1, true]\n')
+    assert [repr(value) for value in sweep.values("options", "x")] == ["True", "1", "1.0"]
 
 
 @pytest.mark.parametrize("name", ["local", "slurmbox", "generic-slurm"])

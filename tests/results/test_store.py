@@ -40,6 +40,14 @@ def test_a_result_is_read_back_as_written(tree: ClusterTree) -> None:
     assert tree.result_path(ID).relative_to(tree.root) == Path("runs", ID[:2], ID, "result.json")
 
 
+def test_existing_runs_are_the_folders_that_are_there(tree: ClusterTree) -> None:
+    assert tree.existing_runs() == set()
+    tree.write_result(result())
+    begin_attempt(tree.run_folder("ff" + ID[2:]), launch="l", host="h", started_unix_s=0.0)
+    (tree.root / "runs" / "ff" / "no run").mkdir()
+    assert tree.existing_runs() == {ID, "ff" + ID[2:]} == set(tree.run_ids())
+
+
 @pytest.mark.parametrize(
     ("present", "later", "kept"),
     [

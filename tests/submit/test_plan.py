@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hpcbench.config.cluster import ClusterProfile
+from hpcbench.config.load import Sweep
+from hpcbench.config.spec import config_id
+from hpcbench.results.schema import RunResult
+from hpcbench.results.store import ClusterTree
+from hpcbench.submit.plan import Plan, make_plan
+
+Write = Callable[[str], Sweep]
+
+BASE = """name = "s"
+[fixed]
+model = "resnet18"
+dataset = "imagenet"
+strategy = "ddp"
+"""
+
+
+def finish(tree: ClusterTree, plan: Plan, run_id: str, status: str) -> None:
+    spec = plan.runs[run_id]
+    result = RunResult(
+        run_id=run_id, config_id=config_id(spec), attempt=1, sweep="s", cluster="test", status=status, spec=spec
+    )
+    assert tree.write_result(result)
+
+
+@pytest.mark.parametrize("runs", [4, 400])
+def test_results_are_found_in_small_and_large_sweeps(
+    write_sweep: Write, slurm_profile: ClusterProfile, cluster_tree: ClusterTree, runs: int
+) -> None:
+    sweep = write_sweep(f"{BASE}batch_size = 8\n[grid]\nseed = {list(range(runs))}\n")
+    plan = make_plan(sweep, slurm_profile, cluster_tree)
+    keys = list(plan.runs)
+    for key, status in zip(keys, ("ok", "timeout", "failed"), strict=False):
+        finish(cluster_tree, plan, key, status)
+    (cluster_tree.run_folder(keys[3]) / "attempts").mkdir(parents=True)
+    again = make_plan(sweep, slurm_profile, cluster_tree)
+    assert again.finished == {keys[0]: "ok", keys[1]: "timeout"}
+    assert list(again.missing) == keys[2:]
+
+
+def test_shapes_are_told_apart_by_what_the_script_holds(
+    write_sweep: Write, slurm_profile: ClusterProfile, cluster_tree: ClusterTree
+) -> None:
+    sweep = write_sweep(
+        f"{BASE}batch_size = 8\n[grid]\nseed = [0, 1]\nnodes = [1, 2]\ntasks_per_node = [1, 2]\n[derive]\ntime_limit_min = '30 * nodes'\n"
+    )
+    plan = make_plan(sweep, slurm_profile, cluster_tree)
+    groups = plan.groups(plan.missing)
+    assert {(one.nodes, one.tasks_per_node, one.time_limit_s): len(keys) for one, keys in groups.items()} == {
+        (nodes, tasks, 1800.0 * nodes): 2 for nodes in (1, 2) for tasks in (1, 2)
+    }
+    assert plan.node_hours(plan.missing) == pytest.approx(2 * 2 * (1 * 0.5 + 2 * 1.0))
