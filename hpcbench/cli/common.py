@@ -76,12 +76,17 @@ def sweep_files() -> dict[str, Path]:
 
 def load_plan(sweep: str, cluster_name: str, results: str | None) -> Plan:
     """The plan of a sweep on a cluster."""
+    import gc
+
     from hpcbench.config.load import load_cluster
     from hpcbench.submit.plan import make_plan
 
     loaded: Sweep = _load_sweep(sweep)
     profile, _ = load_cluster(cluster_name)
-    return make_plan(loaded, profile, tree(results).cluster(profile.name))
+    made = make_plan(loaded, profile, tree(results).cluster(profile.name))
+    # It stays until the command ends; walking it again and again would make large sweeps cost more per run.
+    gc.freeze()
+    return made
 
 
 def _load_sweep(given: str) -> Sweep:
