@@ -1,15 +1,29 @@
-"""Files that are whole or absent: atomic writes, exclusive creation, text that is safe to show."""
+"""Files that are whole or absent: atomic writes, exclusive creation, text that is safe to show.
+
+Files that others can write beside are read and written without following a link out of their tree.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import secrets
+import stat
 from pathlib import Path
 
 from hpcbench.errors import StorageError
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2066-\u2069]")
+MAX_FILE_BYTES = 64 * 2**20
+"""Larger than any file that a run leaves for others to read; a log is read in parts."""
+_SHOWN_CHARACTERS = 2000
+
+# Control characters, marks that reorder or hide text, line separators, and bytes that were no text to begin with.
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    r"\U000e0000-\U000e007f]"
+)
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -26,7 +40,7 @@ def write_atomic(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        _discard(temporary)
         raise storage_error(error, path) from error
 
 
@@ -45,7 +59,12 @@ def create_exclusive(path: Path, data: bytes) -> bool:
     except OSError as error:
         raise storage_error(error, path) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        _discard(temporary)
+
+
+def _discard(temporary: Path) -> None:
+    with contextlib.suppress(OSError):
+        temporary.unlink()
 
 
 def _claim(temporary: Path, path: Path, data: bytes) -> bool:
@@ -78,6 +97,11 @@ def storage_error(error: OSError, path: Path) -> StorageError:
     return StorageError(f"cannot write {path}: {reason}", hint=_owner_hint(path))
 
 
+def reading_error(error: OSError, path: Path) -> StorageError:
+    """As ``storage_error``, where a file could not be read."""
+    return StorageError(f"cannot read {path}: {error.strerror or error}", hint=_owner_hint(path))
+
+
 def _owner_hint(path: Path) -> str | None:
     for folder in (path, *path.parents):
         try:
@@ -88,15 +112,95 @@ def _owner_hint(path: Path) -> str | None:
     return None
 
 
+class UnsafeFileError(OSError):
+    """What lies at a path is not a plain file of a sensible size, so it is not opened or not read."""
+
+    def __init__(self, code: int, reason: str, path: Path | str) -> None:
+        super().__init__(code, reason, str(path))
+
+
+def read_regular(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
+    """The bytes of a plain file; ``UnsafeFileError`` for a link, a pipe, a device, or more than ``limit_bytes``."""
+    descriptor = open_regular(path)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size > limit_bytes:
+            raise UnsafeFileError(errno.EFBIG, f"it has {size} bytes, more than {limit_bytes} are not read", path)
+        data = os.read(descriptor, size + 1)
+        # The file has grown meanwhile, or is one of the kernel's, which have no size.
+        while size < len(data) <= limit_bytes and (more := os.read(descriptor, limit_bytes + 1 - len(data))):
+            data += more
+        if len(data) > limit_bytes:
+            raise UnsafeFileError(errno.EFBIG, f"it grew beyond {limit_bytes} bytes while it was read", path)
+        return data
+    finally:
+        os.close(descriptor)
+
+
+def open_regular(path: Path | str) -> int:
+    """A descriptor of a plain file for reading. Opening never waits, as a pipe that somebody put there would."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UnsafeFileError(errno.ELOOP, "it is a link, which is not followed", path) from None
+        if error.errno == errno.ENXIO:
+            raise UnsafeFileError(errno.ENXIO, "it is no plain file", path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise UnsafeFileError(errno.EINVAL, "it is no plain file", path)
+    return descriptor
+
+
+def refuse_links(root: Path, *parts: str) -> Path:
+    """``root`` joined with ``parts``; ``StorageError`` where one of the parts is there and is a link.
+
+    ``root`` itself may be a link: that is its owner's choice. What lies below can be written by others.
+    """
+    path = root
+    for part in parts:
+        if part in ("", ".", "..") or "/" in part:
+            raise StorageError(f"{part!r} is no name of a file in {path}")
+        path = path / part
+        try:
+            mode = os.lstat(path).st_mode
+        except OSError:
+            # Absent, or not to be looked at: whoever opens it says so.
+            continue
+        if stat.S_ISLNK(mode):
+            raise StorageError(
+                f"{path} is a link: none is followed inside a results tree",
+                hint="remove it, or put what it points to in its place; only the tree as a whole may be a link",
+            )
+    return path
+
+
 def printable(text: str) -> str:
     """``text`` without characters that could steer a terminal or hide what stands there."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
+def brief(text: str) -> str:
+    """``text`` as ``printable`` gives it, cut where nobody would read on."""
+    cut = len(text) - _SHOWN_CHARACTERS
+    return printable(text) if cut <= 0 else f"{printable(text[:_SHOWN_CHARACTERS])} ... ({cut} more characters)"
+
+
+def ascii_escapes(text: str) -> str:
+    """JSON with such characters as ``\\uXXXX``: the same document, safe to show."""
+    return _CONTROL.sub(_json_escape, text)
+
+
+def _json_escape(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[start : start + 4]}" for start in range(0, len(units), 4))
+
+
 def tail(path: Path, limit_bytes: int = 4000) -> str:
     """The end of a log file as printable text; empty where it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - limit_bytes))
             return printable(file.read().decode(errors="replace"))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import threading
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpcbench.errors import StorageError
-from hpcbench.fileio import create_exclusive, printable, tail, write_atomic
+from hpcbench.fileio import ascii_escapes, brief, create_exclusive, printable, tail, write_atomic
 
 
 def test_write_atomic_replaces_and_leaves_no_temporary(tmp_path: Path) -> None:
@@ -56,6 +57,30 @@ def test_create_exclusive_without_hard_links(tmp_path: Path, monkeypatch: pytest
 
 def test_printable_takes_the_sting_out_of_terminal_codes() -> None:
     assert printable("a\x1b[31mred\u202e\n\tb") == "a\ufffd[31mred\ufffd\n\tb"
+
+
+@pytest.mark.parametrize(
+    "mark",
+    ["\x00", "\x07", "\r", "\x7f", "\x9b", "\u061c", "\u200f", "\u2028", "\u2067", "\ufeff", "\udcff", "\U000e0041"],
+)
+def test_marks_that_hide_or_break_text_are_shown_as_such(mark: str) -> None:
+    assert printable(f"a{mark}b") == "a\ufffdb"
+    document = json.dumps({"text": f"a{mark}b"}, ensure_ascii=False)
+    escaped = ascii_escapes(document)
+    assert (escaped.isascii(), json.loads(escaped)) == (True, {"text": f"a{mark}b"})
+
+
+def test_nobody_reads_on_for_ever() -> None:
+    assert brief("short\x1b") == "short\ufffd"
+    assert brief("x" * 2003) == "x" * 2000 + " ... (3 more characters)"
+
+
+def test_what_cannot_be_written_is_no_traceback_even_where_the_folder_cannot_be_searched(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="Not a directory"):
+        write_atomic(tmp_path / "file" / "x", b"")
+    with pytest.raises(StorageError, match="Not a directory"):
+        create_exclusive(tmp_path / "file" / "x", b"")
 
 
 def test_tail_reads_the_end(tmp_path: Path) -> None:

@@ -5,15 +5,25 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hpcbench.fileio import create_exclusive, make_folder, storage_error, write_atomic
+from hpcbench.fileio import (
+    create_exclusive,
+    make_folder,
+    read_regular,
+    refuse_links,
+    storage_error,
+    write_atomic,
+)
+from hpcbench.results.decode import decode
 from hpcbench.results.schema import RankResult
 
-_RANK_FILE = re.compile(r"rank-(\d+)\.json")
+_RANK_FILE = re.compile(r"rank-([0-9]{1,9})\.json")
+_NUMBER = re.compile(r"[1-9][0-9]{0,17}")
 
 
 class AttemptStart(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -38,11 +48,11 @@ class AttemptStart(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Attempt:
-    """One folder ``attempts/<n>`` of a run."""
+    """One folder ``attempts/<n>`` of a run; ``StorageError`` where a link lies in its place."""
 
     def __init__(self, run_folder: Path, number: int) -> None:
         self.number = number
-        self.folder = run_folder / "attempts" / str(number)
+        self.folder = refuse_links(run_folder, "attempts", str(number))
 
     @property
     def rendezvous_path(self) -> Path:
@@ -52,7 +62,7 @@ class Attempt:
     def start_marker(self) -> AttemptStart | None:
         """Who began this attempt; ``None`` where the marker is absent or broken."""
         try:
-            return msgspec.json.decode((self.folder / "attempt.json").read_bytes(), type=AttemptStart)
+            return decode(read_regular(self.folder / "attempt.json"), AttemptStart)
         except (OSError, msgspec.MsgspecError):
             return None
 
@@ -68,17 +78,22 @@ class Attempt:
                 match = _RANK_FILE.fullmatch(entry.name)
                 if match:
                     with contextlib.suppress(OSError, msgspec.MsgspecError):
-                        found[int(match[1])] = msgspec.json.decode(Path(entry.path).read_bytes(), type=RankResult)
+                        result = decode(read_regular(Path(entry.path)), RankResult)
+                        if result.rank == int(match[1]):
+                            found[result.rank] = result
         return found
 
 
 def attempt_numbers(run_folder: Path) -> list[int]:
-    """The attempts that a run has, ascending."""
+    """The attempts that a run has, ascending; none where ``attempts`` is a link."""
+    folder = run_folder / "attempts"
     try:
-        names = os.listdir(run_folder / "attempts")
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            return []
+        entries = [entry for entry in os.scandir(folder) if _NUMBER.fullmatch(entry.name)]
+        return sorted(int(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
     except OSError:
         return []
-    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def latest_attempt(run_folder: Path) -> Attempt | None:
@@ -89,8 +104,10 @@ def latest_attempt(run_folder: Path) -> Attempt | None:
 
 def begin_attempt(run_folder: Path, **start: Any) -> Attempt:
     """Claim the next number and leave its start marker (``AttemptStart`` without ``attempt``)."""
+    number = 0
     while True:
-        number = max(attempt_numbers(run_folder), default=0) + 1
+        # What lies there and is no attempt has its number all the same.
+        number = max([number, *attempt_numbers(run_folder)]) + 1
         attempt = Attempt(run_folder, number)
         make_folder(attempt.folder.parent)
         try:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from hpcbench.errors import StorageError
 from hpcbench.results.schema import RunResult
 from hpcbench.results.store import ClusterTree
 
@@ -22,12 +23,22 @@ class Collected:
 
 
 def collect(tree: ClusterTree, run_ids: Iterable[str] | None = None) -> Iterator[Collected]:
-    """The results of ``run_ids``, or of every run in the tree; runs without a result are passed over."""
+    """The results of ``run_ids``, or of every run in the tree; runs without a result are passed over.
+
+    A result that cannot be read, and a link where a run should be, are entries with the reason.
+    """
+    if run_ids is None:
+        for link in tree.links():
+            name = link.relative_to(tree.root).as_posix()
+            yield Collected(tree.root.name, name, None, f"{link} is a link: none is followed inside a results tree")
     for run_id in tree.run_ids() if run_ids is None else run_ids:
         try:
             result = tree.read_result(run_id)
         except msgspec.MsgspecError as error:
             yield Collected(tree.root.name, run_id, None, f"result.json is broken: {error}")
+            continue
+        except StorageError as error:
+            yield Collected(tree.root.name, run_id, None, str(error).replace("\n ", ";"))
             continue
         if result is not None:
             yield Collected(tree.root.name, run_id, result)

@@ -134,6 +134,7 @@ BROKEN = "broken"
 class ResultHead(_Record, kw_only=True):
     """What is needed of a result to know whether its run is done: decoded quickly, the measurements passed over."""
 
+    run_id: str
     status: str
     attempt: int = 0
     error: Failure | None = None

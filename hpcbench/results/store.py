@@ -1,23 +1,36 @@
-"""The tree ``results/<cluster>/``: where a run's files lie, and the rule which attempt counts."""
+"""The tree ``results/<cluster>/``: where a run's files lie, and the rule which attempt counts.
+
+Several people may write into one tree. Nothing in it is followed out of it: every path that this module gives was
+looked at for links below the tree's root, and files are opened without following one.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import stat
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import msgspec
 
-from hpcbench.errors import StorageError
-from hpcbench.fileio import make_folder, storage_error, write_atomic
+from hpcbench.errors import ConfigError, StorageError
+from hpcbench.fileio import (
+    UnsafeFileError,
+    make_folder,
+    read_regular,
+    reading_error,
+    refuse_links,
+    storage_error,
+    write_atomic,
+)
+from hpcbench.results.decode import BrokenFile, decode_head, decode_result
 from hpcbench.results.schema import BROKEN, OK, Failure, ResultHead, RunResult, result_json
 
-_RUN_ID = re.compile(r"[0-9a-f]{16}")
-_decoder = msgspec.json.Decoder(RunResult)
-_head_decoder = msgspec.json.Decoder(ResultHead)
+RUN_ID = re.compile(r"[0-9a-f]{16}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _FEW_RUNS = 100
 """So many are looked up one by one, whatever else is in the tree."""
 
@@ -27,12 +40,13 @@ class ClusterTree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._real_prefixes: set[str] = set()
 
     def run_folder(self, run_id: str) -> Path:
         """``runs/<first two hex>/<run_id>``; ids that are not 16 hex digits never become a path."""
-        if not _RUN_ID.fullmatch(run_id):
+        if not RUN_ID.fullmatch(run_id):
             raise StorageError(f"{run_id!r} is no run_id: 16 hexadecimal digits are")
-        return Path(self.root, "runs", run_id[:2], run_id)
+        return self.path("runs", run_id[:2], run_id)
 
     def result_path(self, run_id: str) -> Path:
         """The result that counts."""
@@ -40,22 +54,56 @@ class ClusterTree:
 
     def sweep_path(self, name: str) -> Path:
         """Which runs a sweep means."""
-        return self.root / "sweeps" / f"{name}.json"
+        if not _NAME.fullmatch(name):
+            raise StorageError(f"{name!r} is no sweep's name: letters, digits, '.', '_' and '-' are, 64 at most")
+        return self.path("sweeps", f"{name}.json")
 
     @property
     def submissions(self) -> Path:
         """One folder per submit."""
-        return self.root / "submissions"
+        return self.path("submissions")
+
+    def path(self, *parts: str) -> Path:
+        """A path below the root; ``StorageError`` where one of its parts is a link."""
+        return refuse_links(self.root, *parts)
 
     def read_result(self, run_id: str) -> RunResult | None:
-        """The result that counts, or ``None`` where there is none; ``msgspec.MsgspecError`` where it is broken."""
+        """The result that counts, or ``None`` where there is none; ``msgspec.MsgspecError`` where it is broken.
+
+        A link or a pipe in its place is broken, too. ``StorageError`` where the file system refuses.
+        """
+        data = self._read(run_id)
+        return decode_result(data, run_id) if data is not None else None
+
+    def _read(self, run_id: str) -> bytes | None:
+        path = f"{self._folder_to_read(run_id)}/result.json"
         try:
-            data = self.result_path(run_id).read_bytes()
+            return read_regular(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        except UnsafeFileError as error:
+            raise BrokenFile(f"{path}: {error.strerror}") from None
         except OSError as error:
-            raise StorageError(f"cannot read {self.result_path(run_id)}: {error.strerror}") from error
-        return _decoder.decode(data)
+            raise reading_error(error, Path(path)) from error
+
+    def _folder_to_read(self, run_id: str) -> str:
+        """As ``run_folder``, with one look a run: a tree is read by the hundred thousand."""
+        if not RUN_ID.fullmatch(run_id):
+            raise BrokenFile(f"{run_id!r} is no run_id: 16 hexadecimal digits are")
+        prefix = run_id[:2]
+        try:
+            if prefix not in self._real_prefixes:
+                self.path("runs", prefix)
+                self._real_prefixes.add(prefix)
+            folder = f"{self.root}/runs/{prefix}/{run_id}"
+            if stat.S_ISLNK(os.lstat(folder).st_mode):
+                self.run_folder(run_id)
+        except OSError:
+            # Absent, or not to be looked at: opening the file tells which.
+            return folder
+        except StorageError as error:
+            raise BrokenFile(error.message) from None
+        return folder
 
     def heads(self, run_ids: Collection[str]) -> dict[str, ResultHead]:
         """The heads of the results that there are among ``run_ids``; a broken file is a head with status ``broken``."""
@@ -69,31 +117,25 @@ class ClusterTree:
         return found
 
     def _read_head(self, run_id: str) -> ResultHead | None:
-        path = self.result_path(run_id)
         try:
-            return _head_decoder.decode(path.read_bytes())
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+            data = self._read(run_id)
+            return decode_head(data, run_id) if data is not None else None
         except msgspec.MsgspecError as error:
-            return ResultHead(status=BROKEN, error=Failure(type="BrokenResult", message=str(error)))
+            return ResultHead(run_id=run_id, status=BROKEN, error=Failure(type="BrokenResult", message=str(error)))
 
     def existing_runs(self) -> set[str]:
         """As ``run_ids``, in no order and from names alone: one listing for every 256th of the runs."""
         found: set[str] = set()
         for number in range(256):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                found.update(filter(_RUN_ID.fullmatch, os.listdir(self.root / "runs" / f"{number:02x}")))
+                found.update(filter(RUN_ID.fullmatch, os.listdir(self.root / "runs" / f"{number:02x}")))
         return found
 
     def archive_path(self, run_id: str, key: str) -> Path:
         """Where the result that was measured in the environment ``key`` lies once a newer one stands in its place."""
         if not key or key in (".", "..") or "/" in key or "\0" in key:
             raise StorageError(f"{key!r} is no key of an environment: it cannot name a folder")
-        return (
-            self.root / "archive" / key / self.run_folder(run_id).relative_to(self.root / "runs").with_suffix(".json")
-        )
+        return self.path("archive", key, run_id[:2], f"{self.run_folder(run_id).name}.json")
 
     def write_result(self, result: RunResult, supersedes: str | None = None) -> bool:
         """Put ``result`` in place unless an ok one is there; ``False`` where it was kept out.
@@ -101,7 +143,7 @@ class ClusterTree:
         An ok result from the environment ``supersedes`` gives way to another ok one, and goes to the archive.
         After the rename the two-digit folder is touched, so that a reader sees where something changed.
         """
-        path = self.result_path(result.run_id)
+        path = self.path("runs", result.run_id[:2], self.run_folder(result.run_id).name, "result.json")
         make_folder(path.parent)
         with _only_writer(path):
             try:
@@ -130,15 +172,32 @@ class ClusterTree:
             raise storage_error(error, path) from error
 
     def run_ids(self) -> Iterator[str]:
-        """Every run that has a folder."""
-        runs = self.root / "runs"
-        if not runs.is_dir():
-            return
-        for prefix in sorted(os.scandir(runs), key=lambda entry: entry.name):
-            if prefix.is_dir(follow_symlinks=False):
-                for entry in sorted(os.scandir(prefix.path), key=lambda entry: entry.name):
-                    if _RUN_ID.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+        """Every run that has a folder, or a link in its place: reading that one says so."""
+        for prefix in self._runs():
+            if _is_folder(prefix):
+                for entry in _listed(prefix.path):
+                    if RUN_ID.fullmatch(entry.name) and (_is_folder(entry) or entry.is_symlink()):
                         yield entry.name
+
+    def links(self) -> list[Path]:
+        """Links in place of the folders that hold runs: nobody who uses hpcbench put them there."""
+        if (self.root / "runs").is_symlink():
+            return [self.root / "runs"]
+        return [Path(entry.path) for entry in self._runs() if entry.is_symlink()]
+
+    def _runs(self) -> list[os.DirEntry[str]]:
+        runs = self.root / "runs"
+        return [] if runs.is_symlink() else _listed(runs)
+
+
+def _listed(folder: Path | str) -> list[os.DirEntry[str]]:
+    """The entries of a folder by name; none where there is no folder. ``StorageError`` where it may not be read."""
+    try:
+        return sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise reading_error(error, Path(folder)) from error
 
 
 def environment_key(result: RunResult) -> str | None:
@@ -164,19 +223,23 @@ def _only_writer(path: Path, wait_s: float = 10.0) -> Iterator[None]:
     try:
         yield
     finally:
-        marker.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            marker.unlink()
 
 
 def _forget_stale(marker: Path, seen: tuple[int, float] | None, wait_s: float) -> tuple[int, float] | None:
     """Remove ``marker`` once the very same file has been watched for ``wait_s`` by this process's own clock."""
     try:
-        inode = marker.stat().st_ino
+        inode = marker.lstat().st_ino
     except OSError:
         return None
     if seen is None or seen[0] != inode:
         return inode, time.monotonic()
     if time.monotonic() - seen[1] > wait_s:
-        marker.unlink(missing_ok=True)
+        try:
+            marker.unlink(missing_ok=True)
+        except OSError as error:
+            raise storage_error(error, marker) from error
         return None
     return seen
 
@@ -189,14 +252,14 @@ class ResultsTree:
 
     def cluster(self, name: str) -> ClusterTree:
         """The tree of one cluster; it need not exist yet."""
-        return ClusterTree(self.root / name)
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"{name!r} is no cluster's name: letters, digits, '.', '_' and '-' are, 64 at most")
+        return ClusterTree(refuse_links(self.root, name))
 
     def clusters(self) -> list[str]:
         """Names of the clusters that have something here."""
-        if not self.root.is_dir():
-            return []
-        return sorted(
-            entry.name
-            for entry in os.scandir(self.root)
-            if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
-        )
+        return [entry.name for entry in _listed(self.root) if _NAME.fullmatch(entry.name) and _is_folder(entry)]
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    return entry.is_dir(follow_symlinks=False)

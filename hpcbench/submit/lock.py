@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from hpcbench.errors import StorageError
-from hpcbench.fileio import create_exclusive, make_folder, write_atomic
+from hpcbench.fileio import create_exclusive, make_folder, read_regular, refuse_links, write_atomic
+from hpcbench.results.decode import decode
 
 
 class Holder(msgspec.Struct):
@@ -58,6 +59,7 @@ def exclusive(path: Path, *, lease_s: float = 120.0, wait_s: float = 60.0) -> It
     deadline = time.monotonic() + wait_s
     watched: tuple[bytes, float] | None = None
     while not create_exclusive(path, lock.data):
+        refuse_links(path.parent, path.name)
         watched = _watch(path, watched)
         if time.monotonic() > deadline:
             raise StorageError(f"waited {wait_s:g} s for {_describe(path)}", hint=f"lock file: {path}")
@@ -66,14 +68,14 @@ def exclusive(path: Path, *, lease_s: float = 120.0, wait_s: float = 60.0) -> It
         yield lock
     finally:
         with contextlib.suppress(OSError):
-            if path.read_bytes() == lock.data:
+            if read_regular(path) == lock.data:
                 path.unlink()
 
 
 def _watch(path: Path, watched: tuple[bytes, float] | None) -> tuple[bytes, float] | None:
     """Remove a lock that this process has seen unchanged for the whole lease; clocks of other hosts do not count."""
     try:
-        data = path.read_bytes()
+        data = read_regular(path)
     except OSError:
         return None
     now = time.monotonic()
@@ -83,7 +85,7 @@ def _watch(path: Path, watched: tuple[bytes, float] | None) -> tuple[bytes, floa
     dead = holder is not None and holder.host == socket.gethostname() and not _alive(holder.pid)
     if dead or now - watched[1] > (holder.lease_s if holder else 10.0):
         with contextlib.suppress(OSError):
-            if path.read_bytes() == data:
+            if read_regular(path) == data:
                 path.unlink()
         return None
     return watched
@@ -91,7 +93,7 @@ def _watch(path: Path, watched: tuple[bytes, float] | None) -> tuple[bytes, floa
 
 def _holder(data: bytes) -> Holder | None:
     try:
-        return msgspec.json.decode(data, type=Holder)
+        return decode(data, Holder)
     except msgspec.MsgspecError:
         return None
 
@@ -108,7 +110,7 @@ def _alive(pid: int) -> bool:
 
 def _describe(path: Path) -> str:
     try:
-        holder = _holder(path.read_bytes())
+        holder = _holder(read_regular(path))
     except OSError:
         holder = None
     return f"{holder.owner} (process {holder.pid} on {holder.host}) to finish" if holder else "another submit"

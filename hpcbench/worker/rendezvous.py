@@ -13,7 +13,8 @@ import msgspec
 
 from hpcbench.config.task import TaskHeader
 from hpcbench.errors import WorkerError
-from hpcbench.fileio import write_atomic
+from hpcbench.fileio import read_regular, write_atomic
+from hpcbench.results.decode import decode
 from hpcbench.worker.environ import raise_open_files
 from hpcbench.worker.network import own_address
 from hpcbench.worker.rank import RankInfo
@@ -107,7 +108,7 @@ def _read(path: Path) -> Meeting | None:
         # Listing the folder makes NFS look again where it remembers that the file was absent.
         os.listdir(path.parent)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Meeting)
+        return decode(read_regular(path), Meeting)
     except (OSError, msgspec.MsgspecError):
         return None
 

@@ -118,9 +118,9 @@ def test_rank_files(tree: ClusterTree) -> None:
     assert attempt.read_ranks() == {1: one}
 
 
-def test_collect_passes_over_runs_without_a_result_and_links(tree: ClusterTree, tmp_path: Path) -> None:
+def test_collect_passes_over_runs_without_a_result_and_names_links(tree: ClusterTree, tmp_path: Path) -> None:
     tree.write_result(result())
     tree.run_folder("0" * 16).mkdir(parents=True)
     (tree.root / "runs" / "aa").symlink_to(tmp_path)
-    assert [entry.run_id for entry in collect(tree)] == [ID]
+    assert [entry.run_id for entry in collect(tree)] == ["runs/aa", ID]
     assert ResultsTree(tmp_path).clusters() == ["c"]

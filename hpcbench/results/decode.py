@@ -1,0 +1,54 @@
+"""JSON that somebody else may have written, as our records: whatever is wrong with it is one kind of error."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from hpcbench.results.schema import STATUSES, ResultHead, RunResult
+
+_T = TypeVar("_T")
+_result_decoder = msgspec.json.Decoder(RunResult)
+_head_decoder = msgspec.json.Decoder(ResultHead)
+_LARGEST = 2**63
+
+
+class BrokenFile(msgspec.ValidationError):
+    """A file that is no record of ours; a ``msgspec.MsgspecError`` like all others of its kind."""
+
+
+def decode(data: bytes, kind: type[_T]) -> _T:
+    """``data`` as ``kind``; ``msgspec.MsgspecError`` where it is not."""
+    return _guarded(msgspec.json.Decoder(kind), data)
+
+
+def decode_result(data: bytes, run_id: str) -> RunResult:
+    """A result that is about ``run_id`` and that every table can show."""
+    result = _guarded(_result_decoder, data)
+    if result.run_id != run_id:
+        raise BrokenFile(f"it is about run {result.run_id[:64]!r}, and lies where that of {run_id!r} should")
+    if result.status not in STATUSES:
+        raise BrokenFile(f"unknown status {result.status[:64]!r}: {', '.join(STATUSES)} are known")
+    # Python's integers have no end; arithmetic with floats does.
+    for value in (*msgspec.structs.astuple(result.spec), *msgspec.structs.astuple(result.metrics), result.attempt):
+        if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
+            raise BrokenFile(f"it holds an integer beyond {_LARGEST}")
+    return result
+
+
+def decode_head(data: bytes, run_id: str) -> ResultHead:
+    """The head of a result that is about ``run_id``."""
+    head = _guarded(_head_decoder, data)
+    if head.run_id != run_id or head.status not in STATUSES:
+        decode_result(data, run_id)
+    return head
+
+
+def _guarded(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
+    try:
+        return decoder.decode(data)
+    except RecursionError:
+        raise BrokenFile("it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise BrokenFile(f"it is no UTF-8: {error.reason} at byte {error.start}") from None
