@@ -96,11 +96,14 @@ def _load_sweep(given: str) -> Sweep:
 
 
 def print_json(document: Any) -> None:
-    """``document`` on standard output."""
+    """``document`` on standard output; what could steer a terminal is escaped as JSON allows."""
     import msgspec
 
+    from hpcbench.fileio import ascii_escapes
+
+    text = ascii_escapes(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
     sys.stdout.flush()
-    sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n")
+    sys.stdout.buffer.write(text.encode() + b"\n")
     sys.stdout.buffer.flush()
 
 
@@ -116,6 +119,13 @@ def say(text: str) -> None:
     from hpcbench.fileio import printable
 
     click.echo(printable(text), err=True)
+
+
+def show_text(text: str) -> None:
+    """``text`` on standard output: its very bytes for a file or a pipe, without control characters for a terminal."""
+    from hpcbench.fileio import printable
+
+    click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
 
 
 def shorten(path: Path) -> str:

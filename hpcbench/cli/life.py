@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from hpcbench.submit.state import RunState
 
 RETRIED = ("failed", "timeout", "cancelled", "preempted", "oom", "unsupported", "skipped", "lost")
+
 BY_DEFAULT = ("failed", "timeout", "cancelled", "preempted", "lost")
+_PART_CHARACTERS = 2**20
 
 
 @click.command()
@@ -39,7 +41,7 @@ def logs(run_id: str, attempt: int | None, results: str | None) -> None:
     chosen = Attempt(folder, attempt or numbers[-1])
     say(f"run {full} on {cluster_tree.root.name}, attempt {chosen.number} of {numbers[-1]}")
     for path in (chosen.folder / "out.log", chosen.folder / "err.log", *_job_logs(cluster_tree, full)):
-        _print_log(path)
+        _print_log(cluster_tree, path)
 
 
 def _find_run(prefix: str, results: str | None) -> tuple[ClusterTree, str]:
@@ -67,16 +69,28 @@ def _job_logs(cluster_tree: ClusterTree, run_id: str) -> list[Path]:
     return [log] if log else []
 
 
-def _print_log(path: Path) -> None:
-    from hpcbench.fileio import printable
+def _print_log(cluster_tree: ClusterTree, path: Path) -> None:
+    """Print a log part by part, however long it is; nothing where it is empty or cannot be read."""
+    from hpcbench.errors import StorageError
+    from hpcbench.fileio import UnsafeFileError, open_regular, printable
 
     try:
-        text = path.read_bytes().decode(errors="replace")
+        cluster_tree.path(*path.relative_to(cluster_tree.root).parts)
+        descriptor = open_regular(path)
+    except (StorageError, UnsafeFileError) as error:
+        say(f"---- {path} ----\npassed over: {error}")
+        return
     except OSError:
         return
-    if text.strip():
-        say(f"---- {path} ----")
-        click.echo(printable(text), nl=not text.endswith("\n"))
+    with open(descriptor, encoding="utf-8", errors="replace", newline="") as file:
+        last = ""
+        while part := file.read(_PART_CHARACTERS):
+            if not last:
+                say(f"---- {path} ----")
+            click.echo(printable(part), nl=False)
+            last = part
+        if last and not last.endswith("\n"):
+            click.echo()
 
 
 @click.command()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from hpcbench.cli.common import console, json_option, print_json, results_option, say, shorten
+from hpcbench.cli.common import console, json_option, print_json, results_option, say, shorten, show_text
+from hpcbench.fileio import printable
 
 
 @click.group()
@@ -47,7 +48,7 @@ def list_clusters(as_json: bool) -> None:
     for heading in ("name", "verified", "description", "file"):
         table.add_column(heading)
     for entry in entries:
-        table.add_row(*(Text(entry[key]) for key in ("name", "verified", "description", "file")))
+        table.add_row(*(Text(printable(entry[key])) for key in ("name", "verified", "description", "file")))
     console().print(table)
 
 
@@ -63,7 +64,7 @@ def show_cluster(name: str, as_json: bool) -> None:
         print_json(profile.model_dump(mode="json"))
         return
     say(f"# {source.path}")
-    click.echo(source.text, nl=False)
+    show_text(source.text)
 
 
 @click.command()
@@ -101,7 +102,7 @@ def doctor(cluster_name: str, results: str | None, as_json: bool) -> None:
                 if finding.works
                 else Text("missing", style="red" if finding.needed else "dim")
             )
-            table.add_row(mark, Text(finding.what), Text(finding.detail), Text(finding.mend))
+            table.add_row(mark, *(Text(printable(one)) for one in (finding.what, finding.detail, finding.mend)))
         console().print(table)
     sys.exit(3 if broken else 0)
 

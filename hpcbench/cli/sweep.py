@@ -16,6 +16,7 @@ from hpcbench.cli.common import (
     print_json,
     results_option,
     say,
+    show_text,
     tree,
 )
 
@@ -139,4 +140,4 @@ def render(sweep: str, cluster_name: str, out: Path | None, results: str | None)
     for name, data in rendered.files.items():
         if name.endswith(".sh"):
             click.echo(f"# ---- {name}: {len(rendered.record.arrays[int(name[:-3])].run_ids)} runs ----")
-            click.echo(data.decode(), nl=False)
+            show_text(data.decode())

@@ -28,7 +28,7 @@ def export(results: list[RunResult], path: Path) -> None:
         return
     import polars
 
-    frame = polars.DataFrame([flat(result) for result in results], infer_schema_length=None)
+    frame = polars.DataFrame([flat(result) for result in results], infer_schema_length=None, strict=False)
     buffer = io.BytesIO()
     if path.suffix == ".csv":
         frame.write_csv(buffer)

@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpcbench.fileio import printable
+from hpcbench.fileio import brief, printable
 from hpcbench.report.tables import split_parameters
 from hpcbench.submit.packing import JobGroup
 from hpcbench.submit.plan import Plan
@@ -80,7 +80,7 @@ def _arrays(plan: Plan, groups: list[JobGroup]) -> Table:
             format_seconds(group.limit_s),
             f"{group.node_hours:.2f}",
             Text(printable(group.shape.partition or "default")),
-            ", ".join(f"{count} {name}" for name, count in strategies.items()),
+            Text(printable(", ".join(f"{count} {name}" for name, count in strategies.items()))),
         )
     return table
 
@@ -90,5 +90,5 @@ def _dropped(plan: Plan) -> Table:
     table.add_column("dropped", justify="right")
     table.add_column("because")
     for reason, count in Counter(point.reason for point in plan.dropped).most_common():
-        table.add_row(str(count), Text(printable(reason)))
+        table.add_row(str(count), Text(brief(reason)))
     return table

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 
 from hpcbench.config.spec import RunSpec, label
-from hpcbench.fileio import printable
+from hpcbench.fileio import brief, printable
 from hpcbench.results.schema import OK
 from hpcbench.submit.state import ACTIVE, RunState
 from hpcbench.units import format_seconds
@@ -49,7 +49,7 @@ class Progress:
                 self._told.add(key)
                 reason = f": {state.reason}" if state.reason else ""
                 line = f"{state.state:9} {label(self._runs[key])} ({key}){reason}"
-                self._console.print(printable(line), soft_wrap=True)
+                self._console.print(brief(line), soft_wrap=True)
         running = sum(state.state == "running" for state in states.values())
         failed = sum(state.state != OK for state in ended.values())
         note = f"{running} running" + (f", {failed} not ok" if failed else "") + self._left(len(ended), len(states))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpcbench.errors import ConfigError, did_you_mean
-from hpcbench.results.store import ResultsTree
+from hpcbench.errors import ConfigError, StorageError, did_you_mean
+from hpcbench.results.store import RUN_ID, ClusterTree, ResultsTree
 from hpcbench.submit.record import SweepRecord, read_sweep
 
 
@@ -19,19 +19,38 @@ def select_sweeps(tree: ResultsTree, given: Sequence[str], cluster: str | None) 
     if cluster is not None and cluster not in clusters:
         raise ConfigError(f"no results of cluster {cluster!r} in {tree.root}", hint=did_you_mean(cluster, clusters))
     known: dict[str, list[tuple[str, SweepRecord]]] = {}
+    broken: dict[str, Path] = {}
     for name in [cluster] if cluster else clusters:
-        for path in sorted((tree.root / name / "sweeps").glob("*.json")):
-            record = read_sweep(tree.cluster(name), path.stem)
+        one = tree.cluster(name)
+        for path in sorted(one.path("sweeps").glob("[!.]*.json")):
+            record = _read(one, path.stem)
             if record is not None:
-                known.setdefault(record.sweep, []).append((name, record))
+                known.setdefault(path.stem, []).append((name, record))
+            else:
+                broken[path.stem] = path
     wanted = [name_of(one) for one in given] or sorted(known)
     for name in wanted:
         if name not in known:
+            if name in broken:
+                raise StorageError(
+                    f"{broken[name]} is a link, or no record of a sweep", hint="submit the sweep again to write it anew"
+                )
             raise ConfigError(
                 f"sweep {name!r} has nothing in {tree.root}",
                 hint=did_you_mean(name, known) if known else "submit or run a sweep first",
             )
     return [entry for name in wanted for entry in known[name]]
+
+
+def _read(tree: ClusterTree, name: str) -> SweepRecord | None:
+    """The record called ``name``; ``None`` where somebody put something else there."""
+    try:
+        record = read_sweep(tree, name)
+    except (StorageError, ValueError, RecursionError):
+        return None
+    if record is None or record.sweep != name or not all(RUN_ID.fullmatch(one) for one in record.run_ids):
+        return None
+    return record
 
 
 def name_of(given: str) -> str:

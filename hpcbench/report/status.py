@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpcbench.fileio import printable
+from hpcbench.fileio import brief, printable
 from hpcbench.report.tables import STATUS_STYLE
 from hpcbench.submit.state import RunState
 from hpcbench.submit.wait import counts
@@ -28,7 +28,8 @@ def status_tables(sweep: str, cluster: str, states: dict[str, RunState]) -> Rend
         table.add_column(heading, overflow="fold")
     for key, state in list(loud.items())[:_MOST_LINES]:
         style = STATUS_STYLE.get(state.state, "")
-        table.add_row(key, Text(state.state, style=style), state.job_id or "", Text(printable(state.reason)))
+        state_cell = Text(printable(state.state), style=style)
+        table.add_row(Text(printable(key)), state_cell, Text(brief(state.job_id or "")), Text(brief(state.reason)))
     parts: list[RenderableType] = [headline, table]
     if len(loud) > _MOST_LINES:
         parts.append(Text(f"and {len(loud) - _MOST_LINES} more: --json lists them all", style="dim"))

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcbench.config.spec import RunSpec, label
-from hpcbench.fileio import printable
+from hpcbench.fileio import brief, printable
 from hpcbench.report.rows import Row
 from hpcbench.results.schema import OK
 from hpcbench.units import format_bytes, format_rate
@@ -49,7 +49,7 @@ def results_table(rows: list[Row], title: str) -> RenderableType:
         table.add_column(column.heading, justify=justify, no_wrap=column.is_number, overflow="fold")
     table.add_column("status")
     for row in rows:
-        cells = [Text(printable(column.cell(row))) for column in columns]
+        cells = [Text(brief(column.cell(row))) for column in columns]
         table.add_row(*cells, Text(row.status + ("*" if row.warnings else ""), style=STATUS_STYLE.get(row.status, "")))
     headline = [Text(printable(title), style="bold")]
     if shared:
@@ -68,7 +68,7 @@ def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
         for name in names
         if specs and name not in varying and name not in _SHOWN_ALWAYS and (name in always or _is_set(specs[0], name))
     ]
-    return [name for name in varying if name not in _SHOWN_ALWAYS], printable(", ".join(shared))
+    return [name for name in varying if name not in _SHOWN_ALWAYS], brief(", ".join(shared))
 
 
 def _is_set(spec: RunSpec, name: str) -> bool:
@@ -162,13 +162,13 @@ def _notes(rows: list[Row]) -> list[Text]:
     texts = [Text(note, style="dim") for note in notes]
     for row in rows:
         if row.status != OK:
-            texts.append(Text(printable(f"{_label(row)}: {row.status}: {row.reason or 'no reason was left'}")))
+            texts.append(Text(brief(f"{_label(row)}: {row.status}: {row.reason or 'no reason was left'}")))
     counted: dict[str, int] = {}
     for row in rows:
         for warning in row.warnings:
             counted[warning] = counted.get(warning, 0) + 1
     for warning, count in counted.items():
-        texts.append(Text(printable(f"* {warning} ({count} row{'s' if count > 1 else ''})"), style="yellow"))
+        texts.append(Text(f"* {brief(warning)} ({count} row{'s' if count > 1 else ''})", style="yellow"))
     return texts
 
 
