@@ -6,11 +6,10 @@ from typing import TypeVar
 
 import msgspec
 
-from hpcbench.results.schema import STATUSES, ResultHead, RunResult
+from hpcbench.results.schema import STATUSES, RunResult
 
 _T = TypeVar("_T")
 _result_decoder = msgspec.json.Decoder(RunResult)
-_head_decoder = msgspec.json.Decoder(ResultHead)
 _LARGEST = 2**63
 
 
@@ -35,14 +34,6 @@ def decode_result(data: bytes, run_id: str) -> RunResult:
         if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
             raise BrokenFile(f"it holds an integer beyond {_LARGEST}")
     return result
-
-
-def decode_head(data: bytes, run_id: str) -> ResultHead:
-    """The head of a result that is about ``run_id``."""
-    head = _guarded(_head_decoder, data)
-    if head.run_id != run_id or head.status not in STATUSES:
-        decode_result(data, run_id)
-    return head
 
 
 def _guarded(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -121,24 +121,20 @@ class RunResult(_Record, kw_only=True):
     error: Failure | None = None
 
 
-class HeadProvenance(_Record, kw_only=True):
-    """The part of a result's provenance that is read without the rest."""
-
-    environment_key: str | None = None
-
-
 BROKEN = "broken"
 """The status of a result whose file cannot be read as one."""
 
 
-class ResultHead(_Record, kw_only=True):
-    """What is needed of a result to know whether its run is done: decoded quickly, the measurements passed over."""
+class ResultHead(NamedTuple):
+    """What is needed of a result to know whether its run is done."""
 
-    run_id: str
     status: str
+    """One of ``STATUSES``, or ``broken``."""
     attempt: int = 0
-    error: Failure | None = None
-    provenance: HeadProvenance = msgspec.field(default_factory=HeadProvenance)
+    message: str = ""
+    """Why it did not end well."""
+    environment_key: str | None = None
+    """What the submitter knew of the software that it was measured with."""
 
 
 def result_json(result: RunResult) -> dict[str, Any]:

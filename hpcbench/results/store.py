@@ -26,8 +26,8 @@ from hpcbench.fileio import (
     storage_error,
     write_atomic,
 )
-from hpcbench.results.decode import BrokenFile, decode_head, decode_result
-from hpcbench.results.schema import BROKEN, OK, Failure, ResultHead, RunResult, result_json
+from hpcbench.results.decode import BrokenFile, decode_result
+from hpcbench.results.schema import BROKEN, OK, ResultHead, RunResult, result_json
 
 RUN_ID = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -72,19 +72,16 @@ class ClusterTree:
 
         A link or a pipe in its place is broken, too. ``StorageError`` where the file system refuses.
         """
-        data = self._read(run_id)
-        return decode_result(data, run_id) if data is not None else None
-
-    def _read(self, run_id: str) -> bytes | None:
         path = f"{self._folder_to_read(run_id)}/result.json"
         try:
-            return read_regular(path)
+            data = read_regular(path)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except UnsafeFileError as error:
             raise BrokenFile(f"{path}: {error.strerror}") from None
         except OSError as error:
             raise reading_error(error, Path(path)) from error
+        return decode_result(data, run_id)
 
     def _folder_to_read(self, run_id: str) -> str:
         """As ``run_folder``, with one look a run: a tree is read by the hundred thousand."""
@@ -118,10 +115,13 @@ class ClusterTree:
 
     def _read_head(self, run_id: str) -> ResultHead | None:
         try:
-            data = self._read(run_id)
-            return decode_head(data, run_id) if data is not None else None
+            result = self.read_result(run_id)
         except msgspec.MsgspecError as error:
-            return ResultHead(run_id=run_id, status=BROKEN, error=Failure(type="BrokenResult", message=str(error)))
+            return ResultHead(BROKEN, message=str(error))
+        if result is None:
+            return None
+        message = result.error.message if result.error else ""
+        return ResultHead(result.status, result.attempt, message, environment_key(result))
 
     def existing_runs(self) -> set[str]:
         """As ``run_ids``, in no order and from names alone: one listing for every 256th of the runs."""

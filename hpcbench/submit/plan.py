@@ -51,11 +51,11 @@ class Plan:
     def elsewhere(self) -> dict[str, str]:
         """``run_id`` to environment key, of the runs that were measured well in an environment that is not today's."""
         return {
-            key: head.provenance.environment_key
+            key: head.environment_key
             for key, head in self.heads.items()
             if head.status == OK
-            and head.provenance.environment_key is not None
-            and head.provenance.environment_key != self.environment_key(self.runs[key].environment)
+            and head.environment_key is not None
+            and head.environment_key != self.environment_key(self.runs[key].environment)
         }
 
     def environment_key(self, environment: str | None) -> str:

@@ -84,10 +84,9 @@ def result_state(tree: ClusterTree, run_id: str) -> RunState | None:
 
 
 def _of_head(head: ResultHead) -> RunState:
-    message = head.error.message if head.error else ""
     if head.status == BROKEN:
-        return RunState("lost", f"result.json is broken: {message}")
-    return RunState(head.status, message)
+        return RunState("lost", f"result.json is broken: {head.message}")
+    return RunState(head.status, head.message)
 
 
 def _ask(tickets: Mapping[str, Ticket], profile: ClusterProfile) -> Answers:
