@@ -95,6 +95,7 @@ def _plan_json(made: Plan) -> dict[str, Any]:
         "done": list(made.finished),
         "dropped": [{"spec": point.point, "reason": point.reason} for point in made.dropped],
         "elsewhere": list(made.elsewhere),
+        "stopped": [{"run_id": key, "reason": reason} for key, reason in made.stopped.items()],
         "jobs": [
             {
                 "nodes": group.shape.nodes,

@@ -10,6 +10,7 @@ from typing import Any
 
 from hpcbench.config.cluster import NAME, ClusterProfile
 from hpcbench.config.expression import Expression
+from hpcbench.config.stops import StopRule, stop_rules
 from hpcbench.config.sweep import NESTED, SubmitTable, SweepFile, parameter_types
 from hpcbench.config.tomlfile import read_toml
 from hpcbench.config.validate import Source, validate
@@ -57,6 +58,7 @@ class Sweep:
     includes: list[Settings] = field(default_factory=list)
     excludes: list[Exclusion] = field(default_factory=list)
     derived: dict[Parameter, Expression] = field(default_factory=dict)
+    stops: list[StopRule] = field(default_factory=list)
     submit: SubmitTable = field(default_factory=SubmitTable)
 
     def settings(self) -> Iterator[tuple[tuple[str | int, ...], Settings]]:
@@ -96,16 +98,22 @@ def load_sweep(path: Path) -> Sweep:
     source = Source(path, text)
     file = validate(SweepFile, data, source)
     problems: list[HpcbenchError] = []
+    axes = _axes(file, data, source, problems)
+    includes = [_flat(include.model_dump(exclude_none=True)) for include in file.include]
+    varied = (
+        item for settings in (*(step for axis in axes for step in axis.steps), *includes) for item in settings.items()
+    )
     sweep = Sweep(
         name=file.name,
         description=file.description,
         repeats=file.repeats,
         source=source,
         fixed=_flat(file.fixed.model_dump(exclude_none=True)),
-        axes=_axes(file, data, source, problems),
-        includes=[_flat(include.model_dump(exclude_none=True)) for include in file.include],
+        axes=axes,
+        includes=includes,
         excludes=_excludes(file, source, problems),
         derived=_derived(file, source, problems),
+        stops=stop_rules(file.stop, varied, source, problems),
         submit=file.submit,
     )
     problems += _set_twice(sweep)

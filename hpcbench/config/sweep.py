@@ -105,6 +105,20 @@ class Scaling(Table):
         return self
 
 
+Along = str | Annotated[list[str], Field(min_length=1)]
+
+
+class StopTable(Table):
+    """Per status the parameters along which larger runs are skipped once a smaller one has ended so."""
+
+    oom: Along | None = None
+    """`"batch_size"`: what did not fit into memory does not fit with a larger batch."""
+    timeout: Along | None = None
+    """`["batch_size", "steps"]`: larger in one of them, and smaller in none."""
+    unsupported: Along | None = None
+    failed: Along | None = None
+
+
 class SubmitTable(Table):
     """How the runs become jobs; it changes no run's identity."""
 
@@ -145,6 +159,8 @@ class SweepFile(Table):
     """Further points: these parameters over the fixed ones."""
     exclude: list[Exclude] = []
     """Points to leave out: keys that match, and a condition that holds."""
+    stop: StopTable = StopTable()
+    """Runs that are not worth starting once a smaller one has ended badly: `oom = "batch_size"`."""
     submit: SubmitTable = SubmitTable()
     """How the runs become jobs: packing, limits, budget."""
     repeats: Annotated[int, Field(ge=1)] = 1

@@ -59,6 +59,8 @@ def _notes(plan: Plan, groups: list[JobGroup]) -> Iterator[str]:
     done = Counter(plan.finished.values())
     if done:
         yield "have a result: " + ", ".join(f"{count} {status}" for status, count in sorted(done.items()))
+    if plan.stopped:
+        yield f"stopped: {len(plan.stopped)} for one that is smaller, such as: {next(iter(plan.stopped.values()))}"
     if plan.elsewhere:
         yield f"of these {len(plan.elsewhere)} ok in another environment: submit --remeasure runs them again"
 

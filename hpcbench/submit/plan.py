@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from hpcbench.results.schema import BROKEN, OK, ResultHead
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.packing import JobGroup, group_jobs
 from hpcbench.submit.software import environment_key
+from hpcbench.submit.stop import StopGroups, stop_groups, stopped_runs
 
 RERUN_ON_SUBMIT = frozenset({"failed", "cancelled", "preempted"})
 """Statuses that submit runs again; the others wait for `retry`."""
@@ -38,16 +40,26 @@ class Plan:
     _keys: dict[str | None, str] = field(default_factory=dict, init=False, repr=False)
     _shapes: dict[tuple[Any, ...], Shape] = field(default_factory=dict, init=False, repr=False)
 
-    @property
+    @cached_property
+    def stops(self) -> StopGroups:
+        """The runs that can stop one another."""
+        return stop_groups(self.sweep, self.runs)
+
+    @cached_property
+    def stopped(self) -> dict[str, str]:
+        """``run_id`` to reason, of the runs without a result that a smaller one's result makes pointless."""
+        return stopped_runs(self.stops, self._statuses) if self.sweep.stops else {}
+
+    @cached_property
+    def _statuses(self) -> dict[str, str]:
+        return {key: head.status for key, head in self.heads.items() if head.status != BROKEN}
+
+    @cached_property
     def finished(self) -> dict[str, str]:
         """``run_id`` to status, of the runs that submit leaves alone because they have a result."""
-        return {
-            key: head.status
-            for key, head in self.heads.items()
-            if head.status not in RERUN_ON_SUBMIT and head.status != BROKEN
-        }
+        return {key: status for key, status in self._statuses.items() if status not in RERUN_ON_SUBMIT}
 
-    @property
+    @cached_property
     def elsewhere(self) -> dict[str, str]:
         """``run_id`` to environment key, of the runs that were measured well in an environment that is not today's."""
         return {
@@ -68,8 +80,8 @@ class Plan:
     @property
     def missing(self) -> dict[str, RunSpec]:
         """The runs that submit would start, if nobody else has."""
-        finished = self.finished
-        return {key: spec for key, spec in self.runs.items() if key not in finished}
+        left_alone = self.finished.keys() | self.stopped.keys()
+        return {key: spec for key, spec in self.runs.items() if key not in left_alone}
 
     def shape(self, spec: RunSpec) -> Shape:
         """What the job script of a run depends on; runs of one shape share the object."""

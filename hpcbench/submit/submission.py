@@ -23,6 +23,7 @@ from hpcbench.results.store import ClusterTree
 from hpcbench.submit.environment import scrubbed_names
 from hpcbench.submit.packing import JobGroup
 from hpcbench.submit.plan import Plan
+from hpcbench.submit.stop import StopGroups
 
 
 class Array(msgspec.Struct, kw_only=True):
@@ -89,21 +90,27 @@ def render_submission(
     tree: ClusterTree,
     folder: Path,
     superseded: Mapping[str, str] = MappingProxyType({}),
+    *,
+    obeys_stops: bool = True,
 ) -> Rendered:
     """Everything that submitting ``runs`` would write into ``folder``. Writes nothing.
 
+    ``obeys_stops``: runs look at their start whether a stop rule has made them pointless.
     ``superseded``: of runs that are measured again, the environment key of the result that they replace.
     """
     engine = TemplateEngine()
     files: dict[str, bytes] = {}
     arrays = []
+    stops = plan.stops if obeys_stops else StopGroups([], {})
+    if stops.groups:
+        files["stop.jsonl"] = stops.lines()
     for number, group in enumerate(plan.jobs(runs)):
         shape, keys = group.shape, group.run_ids
         script = render_script(
             engine, plan.profile, shape, plan.sweep.name, folder, number, pack=group.pack, runs=len(keys)
         )
         files[f"{number}.sh"] = script.encode()
-        tasks = [_task(plan, key, runs[key], shape, superseded.get(key)) for key in keys]
+        tasks = [_task(plan, key, runs[key], shape, stops.of_run.get(key, []), superseded.get(key)) for key in keys]
         files[f"{number}.jsonl"] = write_lines(_header(plan, tree, folder, group), tasks)
         arrays.append(
             Array(
@@ -145,13 +152,14 @@ def _cores_per_run(shape: Shape, profile: ClusterProfile) -> int:
     return shape.tasks_per_node * cpus_per_task(shape, profile)
 
 
-def _task(plan: Plan, key: str, spec: RunSpec, shape: Shape, superseded: str | None) -> Task:
+def _task(plan: Plan, key: str, spec: RunSpec, shape: Shape, stops: list[int], superseded: str | None) -> Task:
     return Task(
         run_id=key,
         config_id=config_id(spec),
         sweep=plan.sweep.name,
         spec=spec,
         time_limit_s=shape.time_limit_s,
+        stop_groups=stops,
         supersedes=superseded,
     )
 

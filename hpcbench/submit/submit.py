@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 
 from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.spec import RunSpec, config_id
 from hpcbench.errors import ConfigError, SubmitError
 from hpcbench.fileio import make_folder
+from hpcbench.results.schema import Failure, RunResult
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit import scheduler
 from hpcbench.submit.journal import read_journal
@@ -79,9 +80,11 @@ def submit(plan: Plan, tree: ClusterTree, choice: Choice = Choice(), tell: Tell 
         if not choice.over_budget:
             check_budget(plan, chosen)
         write_sweep(plan, tree)
+        if not choice.only_again:
+            write_skipped(plan, tree, active)
         if chosen:
             folder = next_submission_folder(tree, plan.sweep.name)
-            rendered = render_submission(plan, chosen, tree, folder, stale)
+            rendered = render_submission(plan, chosen, tree, folder, stale, obeys_stops="skipped" not in choice.again)
             write_submission(rendered, folder)
     submitted = Submitted(active=active)
     if chosen:
@@ -103,7 +106,26 @@ def _choose(
     settle(tree, states)
     active = [key for key, state in states.items() if state.state in ACTIVE]
     wanted = choice.again if choice.only_again else {"planned", *RERUN_ON_SUBMIT, *choice.again}
-    return {key: spec for key, spec in missing.items() if states[key].state in wanted}, active
+    stopped = () if "skipped" in choice.again else plan.stopped
+    return {key: spec for key, spec in missing.items() if states[key].state in wanted and key not in stopped}, active
+
+
+def write_skipped(plan: Plan, tree: ClusterTree, active: Collection[str]) -> None:
+    """Give the runs that a stop rule has made pointless their result, unless they are on their way already."""
+    for run_id, reason in plan.stopped.items():
+        if run_id not in active:
+            spec = plan.runs[run_id]
+            result = RunResult(
+                run_id=run_id,
+                config_id=config_id(spec),
+                attempt=0,
+                sweep=plan.sweep.name,
+                cluster=plan.profile.name,
+                status="skipped",
+                spec=spec,
+                error=Failure(type="Stopped", message=reason),
+            )
+            tree.write_result(result)
 
 
 def check_budget(plan: Plan, chosen: dict[str, RunSpec]) -> None:

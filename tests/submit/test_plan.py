@@ -56,3 +56,16 @@ def test_shapes_are_told_apart_by_what_the_script_holds(
         (nodes, tasks, 1800.0 * nodes): 2 for nodes in (1, 2) for tasks in (1, 2)
     }
     assert plan.node_hours(plan.missing) == pytest.approx(2 * 2 * (1 * 0.5 + 2 * 1.0))
+
+
+def test_stopped_runs_are_not_missing(
+    write_sweep: Write, slurm_profile: ClusterProfile, cluster_tree: ClusterTree
+) -> None:
+    sweep = write_sweep(f'{BASE}[grid]\nbatch_size = [8, 16, 32]\nsteps = [10, 20]\n[stop]\noom = "batch_size"\n')
+    plan = make_plan(sweep, slurm_profile, cluster_tree)
+    keys = list(plan.runs)
+    assert list(plan.missing) == keys
+    finish(cluster_tree, plan, keys[2], "oom")
+    again = make_plan(sweep, slurm_profile, cluster_tree)
+    assert again.stopped == {keys[4]: f"run {keys[2]} with batch_size 16 ended as oom"}
+    assert list(again.missing) == [keys[0], keys[1], keys[3], keys[5]]

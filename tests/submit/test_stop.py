@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import pytest
+
+from hpcbench.config.cluster import ClusterProfile
+from hpcbench.config.load import Sweep
+from hpcbench.config.spec import RunSpec
+from hpcbench.results.stopping import read_stop_group, stopped_by
+from hpcbench.results.store import ClusterTree
+from hpcbench.submit.plan import Plan, make_plan
+from hpcbench.submit.stop import stop_groups, stopped_runs
+
+Write = Callable[[str], Sweep]
+Planned = Callable[[str], Plan]
+Label = Callable[[RunSpec], str]
+
+BASE = """name = "s"
+[fixed]
+model = "resnet18"
+dataset = "imagenet"
+"""
+
+
+@pytest.fixture
+def planned(write_sweep: Write, slurm_profile: ClusterProfile, cluster_tree: ClusterTree) -> Planned:
+    return lambda text: make_plan(write_sweep(BASE + text), slurm_profile, cluster_tree)
+
+
+def grouped(plan: Plan, label: Label) -> set[frozenset[str]]:
+    """The groups, each as the labels of its runs."""
+    return {frozenset(label(plan.runs[run_id]) for run_id, _ in group.runs) for group in plan.stops.groups}
+
+
+def sets(*groups: Collection[str]) -> set[frozenset[str]]:
+    return {frozenset(group) for group in groups}
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "expected"),
+    [
+        (
+            "strategy = 'ddp'\n[grid]\nbatch_size = [8, 16]\nprecision = ['fp32', 'bf16']\n[stop]\noom = 'batch_size'",
+            lambda spec: f"{spec.precision}:{spec.batch_size}",
+            sets(["fp32:8", "fp32:16"], ["bf16:8", "bf16:16"]),
+        ),
+        (
+            "strategy = 'ddp'\nbatch_size = 8\n[grid]\nnodes = [1, 2, 4]\ntasks_per_node = [1, 2]\n[stop]\noom = 'nodes'",
+            lambda spec: f"{spec.nodes}x{spec.tasks_per_node}",
+            sets(["1x1", "2x1", "4x1"], ["1x2", "2x2", "4x2"]),
+        ),
+        (
+            "strategy = 'ddp'\n[scaling]\nkind = 'strong'\nglobal_batch_size = 64\nnodes = [1, 2]\n[stop]\nfailed = 'nodes'",
+            lambda spec: f"{spec.nodes}:{spec.batch_size}",
+            sets(["1:64", "2:32"]),
+        ),
+        (
+            "strategy = 'ddp'\n[grid]\nnodes = [1, 2]\nglobal_batch_size = [32, 64]\n[stop]\noom = 'global_batch_size'",
+            lambda spec: f"{spec.nodes}:{spec.batch_size}",
+            sets(["1:32", "1:64"], ["2:16", "2:32"]),
+        ),
+        (
+            "strategy = 'ddp'\n[grid]\nnodes = [1, 2]\nglobal_batch_size = [32, 64]\n[stop]\noom = 'nodes'",
+            lambda spec: f"{spec.nodes}:{spec.batch_size}",
+            sets(["1:32", "2:16"], ["1:64", "2:32"]),
+        ),
+        (
+            "strategy = 'ddp'\n[[zip]]\nbatch_size = [8, 16]\nlearning_rate = [0.1, 0.2]\n[stop]\noom = 'batch_size'",
+            lambda spec: f"{spec.batch_size}:{spec.learning_rate}",
+            sets(["8:0.1", "16:0.2"]),
+        ),
+        (
+            "strategy = 'ddp'\n[grid]\nbatch_size = [8, 16]\n[derive]\nsteps = 'batch_size * 2'\n[stop]\noom = 'batch_size'",
+            lambda spec: f"{spec.batch_size}:{spec.steps}",
+            sets(["8:16", "16:32"]),
+        ),
+        (
+            "batch_size = 8\n[grid]\nstrategy = ['single', 'ddp']\noptions = { bucket_cap_mb = [1.0, 25.0] }\n[stop]\ntimeout = 'options.bucket_cap_mb'",
+            lambda spec: f"{spec.strategy}:{spec.options}",
+            sets(["ddp:{'bucket_cap_mb': 1.0}", "ddp:{}"]),
+        ),
+        (
+            "strategy = 'ddp'\nbatch_size = 8\n[grid]\nsteps = [3]\n[[include]]\nsteps = 4\n[[include]]\nsteps = 5\nnodes = 2\n[stop]\nfailed = 'steps'",
+            lambda spec: f"{spec.nodes}:{spec.steps}",
+            sets(["1:3", "1:4"]),
+        ),
+    ],
+)
+def test_who_is_compared_with_whom(planned: Planned, text: str, label: Label, expected: set[frozenset[str]]) -> None:
+    assert grouped(planned(text), label) == expected
+
+
+def test_defaults_are_values_too(planned: Planned) -> None:
+    plan = planned(
+        "strategy = 'ddp'\nbatch_size = 8\n[grid]\ninput_size = [32, 224]\noptions = { bucket_cap_mb = [1.0, 25.0] }\n"
+        "[[include]]\nbatch_size = 8\n[stop]\noom = ['input_size', 'options.bucket_cap_mb']"
+    )
+    (group,) = plan.stops.groups
+    assert sorted(values for _, values in group.runs) == [[32, 1], [32, 25], [224, 1], [224, 25], [224, 25]]
+
+
+PLANE = """strategy = "ddp"
+[grid]
+batch_size = [8, 16, 32]
+steps = [10, 20]
+[stop]
+oom = "batch_size"
+timeout = ["batch_size", "steps"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("ended", "stopped"),
+    [
+        ({}, []),
+        ({(8, 10): "ok", (16, 10): "failed"}, []),
+        ({(8, 10): "oom"}, [(16, 10), (32, 10)]),
+        ({(16, 10): "oom", (8, 20): "oom"}, [(16, 20), (32, 10), (32, 20)]),
+        ({(8, 20): "timeout"}, [(16, 20), (32, 20)]),
+        ({(8, 20): "timeout", (16, 10): "timeout", (32, 20): "skipped"}, [(16, 20), (32, 10)]),
+    ],
+)
+def test_who_is_stopped_at_submit_is_stopped_at_its_start(
+    planned: Planned, ended: dict[tuple[int, int], str], stopped: list[tuple[int, int]]
+) -> None:
+    plan = planned(PLANE)
+    places = {key: (spec.batch_size, spec.steps) for key, spec in plan.runs.items()}
+    statuses = {key: ended[place] for key, place in places.items() if place in ended}
+    found = stopped_runs(plan.stops, statuses)
+    assert sorted(places[key] for key in found) == stopped
+    at_start = [
+        key
+        for key in plan.runs
+        if key not in statuses
+        and any(stopped_by(plan.stops.groups[line], key, statuses.get) for line in plan.stops.of_run[key])
+    ]
+    assert sorted(at_start) == sorted(found)
+
+
+def test_the_worker_reads_the_groups_that_submit_wrote(planned: Planned, cluster_tree: ClusterTree) -> None:
+    plan = planned(PLANE)
+    path = cluster_tree.root / "stop.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(plan.stops.lines())
+    assert [read_stop_group(path, line) for line in range(len(plan.stops.groups))] == plan.stops.groups
+    for key, lines in plan.stops.of_run.items():
+        assert all(key in dict(plan.stops.groups[line].runs) for line in lines)
+    assert stop_groups(plan.sweep, {}).lines() == b""
