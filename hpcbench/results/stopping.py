@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+
+MOST_ASKED = 100
+"""Smaller runs that one start looks at. Submit, which has listed all results, looks at every one."""
 
 
 class StopGroup(msgspec.Struct):
@@ -32,17 +36,30 @@ def read_stop_group(path: Path, line: int) -> StopGroup | None:
 def stopped_by(group: StopGroup, run_id: str, status_of: Callable[[str], str | None]) -> str | None:
     """Why the run is not worth starting: a smaller one that ended so; ``None`` where there is none.
 
-    ``status_of`` is asked for smaller runs only, and for none before those that lie between it and this run.
+    ``status_of`` is asked for the ``MOST_ASKED`` nearest of the smaller runs: it may have to read a file for each.
     """
     own = next((values for key, values in group.runs if key == run_id), None)
     if own is None:
         return None
-    smaller = [(values, key) for key, values in group.runs if is_smaller(values, own)]
-    for values, key in sorted(smaller, reverse=True):
+    smaller = [(key, values) for key, values in group.runs if is_smaller(values, own)]
+    for key, values in heapq.nsmallest(MOST_ASKED, smaller, key=_steps_below(own, smaller)):
         status = status_of(key)
         if status in group.statuses:
             return reason(group, key, values, status)
     return None
+
+
+def _steps_below(
+    own: list[float], smaller: list[tuple[str, list[float]]]
+) -> Callable[[tuple[str, list[float]]], tuple[int, list[float]]]:
+    """How many values lie between a run and ``own``, over all parameters; at equal distance a fixed order."""
+    columns = zip(own, *(values for _, values in smaller), strict=True)
+    places = [{value: place for place, value in enumerate(sorted(set(column), reverse=True))} for column in columns]
+
+    def steps(entry: tuple[str, list[float]]) -> tuple[int, list[float]]:
+        return sum(place[value] for place, value in zip(places, entry[1], strict=True)), entry[1]
+
+    return steps
 
 
 def is_smaller(values: list[float], others: list[float]) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcbench.results.stopping import StopGroup, read_stop_group, stopped_by
+from hpcbench.results.stopping import MOST_ASKED, StopGroup, read_stop_group, stopped_by
 
 LINE = StopGroup(["oom"], ["batch_size"], [("a", [8]), ("b", [16]), ("c", [32]), ("c2", [32])])
 PLANE = StopGroup(
@@ -40,6 +40,14 @@ def test_nearer_runs_are_asked_before_those_below_them() -> None:
     assert stopped_by(PLANE, "d", asked.append) is None
     assert sorted(asked) == ["a", "b", "c"]
     assert asked[-1] == "a"
+
+
+def test_a_start_looks_at_no_more_than_the_nearest() -> None:
+    group = StopGroup(["oom"], ["x", "y"], [(f"{x}-{y}", [x, 10 * y]) for x in range(20) for y in range(20)])
+    asked: list[str] = []
+    assert stopped_by(group, "19-19", asked.append) is None
+    assert len(asked) == MOST_ASKED
+    assert set(asked[:5]) == {"18-19", "19-18", "17-19", "18-18", "19-17"}
 
 
 def test_groups_are_read_by_line(tmp_path: Path) -> None:
