@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 import pytest
 
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.load import Sweep
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.spec import RunSpec, config_id
+from hpcbench.config.task import read_task
+from hpcbench.results.schema import RunResult
 from hpcbench.results.stopping import read_stop_group, stopped_by
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.plan import Plan, make_plan
 from hpcbench.submit.stop import stop_groups, stopped_runs
+from hpcbench.submit.submit import Choice, submit
+from tests.submit.conftest import SWEEP
 
 Write = Callable[[str], Sweep]
 Planned = Callable[[str], Plan]
@@ -147,3 +152,37 @@ def test_the_worker_reads_the_groups_that_submit_wrote(planned: Planned, cluster
     for key, lines in plan.stops.of_run.items():
         assert all(key in dict(plan.stops.groups[line].runs) for line in lines)
     assert stop_groups(plan.sweep, {}).lines() == b""
+
+
+def test_submit_leaves_out_what_a_smaller_run_has_stopped(
+    write_sweep: Callable[[str], Sweep], slurm_profile: ClusterProfile, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    """Two node counts, two batch sizes: the smaller batch on one node did not fit."""
+    sweep = write_sweep(SWEEP + '[stop]\noom = "batch_size"\n')
+    plan = make_plan(sweep, slurm_profile, cluster_tree)
+    small = next(key for key, spec in plan.runs.items() if (spec.nodes, spec.batch_size) == (1, 8))
+    large = next(key for key, spec in plan.runs.items() if (spec.nodes, spec.batch_size) == (1, 16))
+    spec = plan.runs[small]
+    assert cluster_tree.write_result(
+        RunResult(
+            run_id=small, config_id=config_id(spec), attempt=1, sweep="small", cluster="test", status="oom", spec=spec
+        )
+    )
+    submitted = submit(make_plan(sweep, slurm_profile, cluster_tree), cluster_tree)
+    assert {plan.runs[key].nodes for key in submitted.run_ids} == {2}
+    assert submitted.folder is not None
+    assert (submitted.folder / "stop.jsonl").exists()
+    _, task = read_task(submitted.folder / "0.jsonl", 0)
+    assert len(task.stop_groups) == 1
+    result = cluster_tree.read_result(large)
+    assert result is not None
+    assert (result.status, result.attempt) == ("skipped", 0)
+    assert result.error is not None
+    assert small in result.error.message
+    again = submit(
+        make_plan(sweep, slurm_profile, cluster_tree), cluster_tree, Choice(frozenset({"skipped"}), only_again=True)
+    )
+    assert again.run_ids == [large]
+    assert again.folder is not None
+    assert read_task(again.folder / "0.jsonl", 0)[1].stop_groups == []
+    assert not (again.folder / "stop.jsonl").exists()
