@@ -6,9 +6,14 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from hpcbench.config.load import Sweep, load_sweep
+
+# The same examples in every run: a red test is red for everybody. No deadline: a loaded machine is no bug.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=100)
+hypothesis.settings.load_profile("repeatable")
 
 REQUIRED = frozenset(filter(None, os.environ.get("HPCBENCH_REQUIRE", "").split(",")))
 """Parts whose absence is a failure, not a skip."""

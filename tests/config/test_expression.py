@@ -4,7 +4,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcbench.config.expression import MAX_LENGTH, Expression
@@ -110,3 +110,47 @@ def test_a_condition_must_be_true_or_false() -> None:
 def test_any_text_is_a_value_or_our_error(text: str) -> None:
     with contextlib.suppress(HpcbenchError):
         Expression(text)({"a": 1, "b": 2.5, "n": "x"})
+
+
+TOKENS = [
+    "nodes", "model", "options.bucket_cap_mb", "options.__class__", "input_size", "channels_last", "__builtins__", "print",
+    "__import__", "abs", "max", "round", "log2", "sqrt", "1", "0", "2.5", "1e308", "1e999", "99999999999", "'text'", "'__class__'",
+    "True", "None", "(", ")", "[", "]", ",", "+", "-", "*", "**", "/", "//", "%", "<", "<=", "==", "!=", "in", "not", "not in",
+    "and", "or", "if", "else", "lambda", "for", ".", ":", "{", "}", "f''",
+]  # fmt: skip
+
+
+def is_plain(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(is_plain(one) for one in value)
+    return value is None or type(value) in (bool, int, float, str)
+
+
+LEAVES = st.sampled_from(["nodes", "model", "input_size", "0", "3", "2.5", "1e308", "'a'", "True", "None", "options.x"])
+GRAMMAR = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.tuples(
+            inner, st.sampled_from(["+", "-", "*", "/", "//", "%", "**", "<", "==", "in", "and", "or"]), inner
+        ).map(lambda parts: f"({' '.join(parts)})"),
+        st.tuples(st.sampled_from(["abs", "ceil", "floor", "log2", "max", "min", "round", "sqrt"]), inner, inner).map(
+            lambda parts: f"{parts[0]}({parts[1]}, {parts[2]})"
+        ),
+        st.tuples(st.sampled_from(["abs", "ceil", "floor", "log2", "round", "sqrt", "not ", "-"]), inner).map(
+            lambda parts: f"{parts[0]}({parts[1]})"
+        ),
+        st.tuples(inner, inner, inner).map(lambda parts: "({} if {} else {})".format(*parts)),
+        st.lists(inner, max_size=3).map(lambda parts: f"[{', '.join(parts)}]"),
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.one_of(st.lists(st.sampled_from(TOKENS), max_size=12).map(" ".join), GRAMMAR, st.text(max_size=40)))
+@settings(max_examples=1000)
+def test_whatever_is_written_gives_a_plain_value_or_our_error(text: str) -> None:
+    try:
+        value = Expression(text)(VALUES)
+    except ConfigError:
+        return
+    assert is_plain(value), (text, value)
