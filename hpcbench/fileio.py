@@ -11,7 +11,9 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 from hpcbench.errors import StorageError
 
@@ -32,16 +34,24 @@ def write_atomic(path: Path, data: bytes) -> None:
     The data is flushed to the device first: a rename that survives a crash must not point to an empty file.
     Raises ``StorageError`` naming the path where the file system refuses.
     """
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """As ``write_atomic``, for what is written piece by piece; where the body fails nothing is left."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with open(temporary, "xb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        _discard(temporary)
         raise storage_error(error, path) from error
+    finally:
+        _discard(temporary)
 
 
 def create_exclusive(path: Path, data: bytes) -> bool:

@@ -23,6 +23,7 @@ COMMANDS = {
     "retry": ("hpcbench.cli.life:retry", "Submit again what failed, timed out or was lost."),
     "collect": ("hpcbench.cli.results:collect", "Gather results into one file."),
     "table": ("hpcbench.cli.results:table", "Print results as a table."),
+    "bundle": ("hpcbench.cli.bundle:bundle", "Pack a sweep into one file for handing over."),
     "cluster": ("hpcbench.cli.project:cluster", "List and show cluster profiles."),
     "schema": ("hpcbench.cli.project:schema", "Print a JSON Schema for editors and scripts."),
     "doctor": ("hpcbench.cli.project:doctor", "Say what works here and what is missing."),

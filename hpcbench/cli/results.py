@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 def collect(
     sweeps: tuple[str, ...], cluster_name: str | None, out: Path | None, results: str | None, as_json: bool
 ) -> None:
-    """Gather the results of SWEEPS, or of the whole tree, into one file or onto standard output."""
+    """Gather the results of SWEEPS, or of the whole tree, into one file or onto standard output.
+
+    SWEEPS are names, sweep files, or bundles (.tar.gz).
+    """
     from hpcbench.report.export import export
     from hpcbench.results.schema import result_json
 
@@ -46,7 +49,10 @@ def collect(
 @results_option
 @json_option
 def table(sweeps: tuple[str, ...], cluster_name: str | None, results: str | None, as_json: bool) -> None:
-    """Print the results of SWEEPS, or of the whole tree, as a table."""
+    """Print the results of SWEEPS, or of the whole tree, as a table.
+
+    SWEEPS are names, sweep files, or bundles (.tar.gz).
+    """
     show_table(tree(results), sweeps, [cluster_name] if cluster_name else None, as_json=as_json)
 
 
@@ -61,18 +67,20 @@ def show_table(results: ResultsTree, sweeps: Sequence[str], clusters: list[str] 
         print_json(table_json(rows))
         return
     if not rows:
-        say(f"no results yet in {results.root}")
+        say(f"no results yet in {', '.join(sweeps) or results.root}")
         return
     from hpcbench.report.tables import results_table
 
-    title = ", ".join(sweeps) if sweeps else str(results.root)
+    title = ", ".join(Path(one).name for one in sweeps) if sweeps else str(results.root)
     where = sorted({row.cluster for row in rows})
     console().print(results_table(rows, f"{title} on {', '.join(where)}"))
 
 
 def _collected(results: ResultsTree, sweeps: Sequence[str], clusters: list[str] | None) -> list[Collected]:
     from hpcbench.report.select import select_sweeps
+    from hpcbench.results.bundle import is_bundle
     from hpcbench.results.collect import collect as read
+    from hpcbench.results.unbundle import collect_bundle
 
     found: list[Collected] = []
     if not sweeps:
@@ -81,9 +89,15 @@ def _collected(results: ResultsTree, sweeps: Sequence[str], clusters: list[str] 
         return found
     seen: set[tuple[str, str]] = set()
     chosen: list[str | None] = [*clusters] if clusters else [None]
-    for cluster in chosen:
-        for name, record in select_sweeps(results, sweeps, cluster):
+    named = [one for one in sweeps if not is_bundle(one)]
+    for cluster in chosen if named else []:
+        for name, record in select_sweeps(results, named, cluster):
             fresh = [run_id for run_id in record.run_ids if (name, run_id) not in seen]
             seen.update((name, run_id) for run_id in fresh)
             found += read(results.cluster(name), fresh)
+    for one in sweeps:
+        if is_bundle(one):
+            entries = collect_bundle(Path(one), clusters)
+            found += [entry for entry in entries if (entry.cluster, entry.run_id) not in seen]
+            seen.update((entry.cluster, entry.run_id) for entry in entries)
     return found

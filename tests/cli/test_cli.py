@@ -38,7 +38,21 @@ def test_help_imports_nothing_heavy() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["check", "plan", "render", "submit", "run", "status", "collect", "table", "cluster", "schema", "doctor", "init"],
+    [
+        "check",
+        "plan",
+        "render",
+        "submit",
+        "run",
+        "status",
+        "collect",
+        "table",
+        "bundle",
+        "cluster",
+        "schema",
+        "doctor",
+        "init",
+    ],
 )
 def test_every_command_has_help(command: str) -> None:
     done = hpcbench(command, "--help")

@@ -1,0 +1,211 @@
+"""What a bundle of a sweep holds: its record, the results and attempts that count, its submissions."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import pwd
+import re
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import hpcbench
+from hpcbench.errors import HpcbenchError
+from hpcbench.fileio import MAX_FILE_BYTES, atomic_file, make_folder, open_regular
+from hpcbench.paths import project_folder
+from hpcbench.results.anonymous import Anonymiser
+from hpcbench.results.attempts import attempt_numbers
+from hpcbench.results.bundle import FORMAT_VERSION, BundledSweep, BundleHeader, BundleWriter, json_bytes
+from hpcbench.results.schema import SCHEMA_VERSION
+from hpcbench.results.store import ClusterTree, ResultsTree
+from hpcbench.submit.submission import Submission, job_log, submissions_of
+from hpcbench.submit.submit import SweepRecord
+
+LOG_BYTES = 16 * 2**20
+"""Of a longer log only the end is bundled."""
+_RANK_FILE = re.compile(r"rank-[0-9]+\.json")
+_OF_THE_LAYOUT = re.compile(
+    r"runs|sweeps|submissions|attempts|jobs|[0-9a-f]{2}|[0-9a-f]{16}|[0-9]+|[0-9]+\.(?:sh|jsonl)|(?:out|err|queue)\.log"
+    r"|(?:result|attempt|submission|rank-[0-9]+)\.json"
+)
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """What was written."""
+
+    runs: int
+    files: int
+    left_out: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of the tree and the name that it gets in the bundle."""
+
+    name: str
+    path: Path
+    owner: ClusterTree
+
+    def read(self) -> tuple[bytes, int]:
+        """The content (of a log its end) and the owner's uid. Raises ``OSError`` or ``HpcbenchError``."""
+        self.owner.path(*self.path.relative_to(self.owner.root).parts)
+        with open(open_regular(self.path), "rb") as file:
+            state = os.fstat(file.fileno())
+            limit = LOG_BYTES if self.path.suffix in (".log", ".out") else MAX_FILE_BYTES
+            if state.st_size > limit:
+                if limit == MAX_FILE_BYTES:
+                    raise OSError(f"it has {state.st_size} bytes, at most {limit} are bundled")
+                file.seek(-limit, os.SEEK_END)
+            return file.read(limit), state.st_uid
+
+
+def write_bundle(
+    tree: ResultsTree, sweeps: Sequence[tuple[str, SweepRecord]], out: Path, *, logs: bool, anonymous: bool
+) -> Bundled:
+    """Write ``sweeps`` (cluster and record of each) into ``out``."""
+    files = sorted(
+        {file.name: file for cluster, record in sweeps for file in _files(tree.cluster(cluster), record, logs)}.items()
+    )
+    left_out: dict[str, str] = {}
+    found = [file for _, file in files if _may_be_read(file, left_out)]
+    anonymiser = _learn(tree, found) if anonymous else None
+    header = BundleHeader(
+        format_version=FORMAT_VERSION,
+        hpcbench=hpcbench.__version__,
+        schema_version=SCHEMA_VERSION,
+        python=platform.python_version(),
+        anonymous=anonymous,
+        logs=logs,
+        sweeps=[
+            BundledSweep(sweep=record.sweep, cluster=cluster, run_ids=record.run_ids) for cluster, record in sweeps
+        ],
+        left_out=left_out,
+    )
+    if anonymiser is not None:
+        header = msgspec.convert(anonymiser.document(msgspec.to_builtins(header)), BundleHeader)
+    make_folder(out.parent)
+    with atomic_file(out) as stream, BundleWriter(stream, header) as writer:
+        for file in found:
+            data, _ = file.read()
+            if anonymiser is None:
+                writer.add(file.name, data)
+            else:
+                writer.add(_anonymous_name(file.name, anonymiser), _anonymous(file, data, anonymiser))
+    runs = len({(cluster, run_id) for cluster, record in sweeps for run_id in record.run_ids})
+    return Bundled(runs, len(found), left_out)
+
+
+def _may_be_read(file: _File, left_out: dict[str, str]) -> bool:
+    try:
+        file.read()
+    except FileNotFoundError:
+        return False
+    except (OSError, HpcbenchError) as error:
+        left_out[file.name] = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        return False
+    return True
+
+
+def _files(tree: ClusterTree, record: SweepRecord, logs: bool) -> Iterator[_File]:
+    """What belongs to a sweep; some of it may not be there."""
+
+    def file(path: Path) -> _File:
+        return _File(f"{tree.root.name}/{path.relative_to(tree.root).as_posix()}", path, tree)
+
+    yield file(tree.root / "sweeps" / f"{record.sweep}.json")
+    for run_id in record.run_ids:
+        folder = tree.root / "runs" / run_id[:2] / run_id
+        yield file(folder / "result.json")
+        yield from (file(path) for path in _attempt_files(tree, run_id, folder, logs))
+    wanted = set(record.run_ids)
+    for folder, submission in submissions_of(tree):
+        if submission.sweep == record.sweep or any(wanted & set(array.run_ids) for array in submission.arrays):
+            yield from (file(path) for path in _submission_files(folder, submission, wanted if logs else set()))
+
+
+def _attempt_files(tree: ClusterTree, run_id: str, folder: Path, logs: bool) -> list[Path]:
+    """Of the attempt that counts: the result's, or the newest of a run that has none."""
+    try:
+        result = tree.read_result(run_id)
+        tree.run_folder(run_id)
+    except (msgspec.MsgspecError, HpcbenchError):
+        result = None
+    numbers = attempt_numbers(folder) if not folder.is_symlink() else []
+    number = result.attempt if result is not None else max(numbers, default=0)
+    if number not in numbers:
+        return []
+    attempt = folder / "attempts" / str(number)
+    names = ["attempt.json", *sorted(name for name in os.listdir(attempt) if _RANK_FILE.fullmatch(name))]
+    return [attempt / name for name in (*names, *(("out.log", "err.log") if logs else ()))]
+
+
+def _submission_files(folder: Path, submission: Submission, logs_of: set[str]) -> Iterator[Path]:
+    yield folder / "submission.json"
+    if logs_of and submission.scheduler == "local":
+        yield folder / "queue.log"
+    for array in submission.arrays:
+        yield folder / f"{array.number}.sh"
+        yield folder / f"{array.number}.jsonl"
+        for run_id, job_id in zip(array.run_ids, array.job_ids, strict=False):
+            if run_id in logs_of and job_id:
+                yield job_log(folder, submission, array.number, job_id)
+
+
+def _learn(tree: ResultsTree, files: list[_File]) -> Anonymiser:
+    """Everything is looked through before anything is replaced: what one file tells, another may hold."""
+    anonymiser = Anonymiser()
+    for folder in (tree.root, tree.root.resolve()):
+        anonymiser.learn_folder("tree", str(folder))
+    anonymiser.learn_folder("project", str(project_folder()))
+    owners = {os.getuid()}
+    for file in files:
+        data, owner = file.read()
+        owners.add(owner)
+        _through(file, data, anonymiser.learn_document, anonymiser.learn_text)
+    for owner in sorted(owners):
+        try:
+            account = pwd.getpwuid(owner)
+        except KeyError:
+            continue
+        anonymiser.learn_user(account.pw_name, account.pw_dir, account.pw_gecos.split(",")[0])
+    anonymiser.learn_user(getpass.getuser(), os.environ.get("HOME"))
+    anonymiser.learn_hosts(socket.gethostname())
+    for file in files:
+        _anonymous(file, file.read()[0], anonymiser)
+    return anonymiser
+
+
+def _anonymous_name(name: str, anonymiser: Anonymiser) -> str:
+    parts = name.split("/")
+    return "/".join(part if _OF_THE_LAYOUT.fullmatch(part) else anonymiser.text(part) for part in parts)
+
+
+def _anonymous(file: _File, data: bytes, anonymiser: Anonymiser) -> bytes:
+    parts = _through(file, data, anonymiser.document, anonymiser.text)
+    if file.path.suffix == ".jsonl":
+        return b"".join(_encoded(part, msgspec.json.encode) + b"\n" for part in parts)
+    return b"".join(_encoded(part, json_bytes) for part in parts)
+
+
+def _encoded(part: Any, encode: Callable[[Any], bytes]) -> bytes:
+    return part.encode(errors="surrogateescape") if isinstance(part, str) else encode(part)
+
+
+def _through(file: _File, data: bytes, document: Callable[[Any], Any], text: Callable[[str], Any]) -> list[Any]:
+    """What the two functions make of a file: JSON as values, broken JSON and all else as text."""
+    if file.path.suffix not in (".json", ".jsonl"):
+        return [text(data.decode(errors="surrogateescape"))]
+    found = []
+    for part in data.splitlines() if file.path.suffix == ".jsonl" else [data]:
+        try:
+            found.append(document(msgspec.json.decode(part)))
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            found.append(text(part.decode(errors="surrogateescape")))
+    return found
