@@ -126,7 +126,7 @@ def _where(cluster_tree: ClusterTree, states: dict[str, RunState], text: str) ->
     from hpcbench.config.expression import Expression
     from hpcbench.config.load import COMPUTED
     from hpcbench.config.spec import RunSpec
-    from hpcbench.submit.submission import read_specs, submissions_of
+    from hpcbench.submit.submission_record import read_specs, submissions_of
 
     condition = Expression(text, [*RunSpec.__struct_fields__, *COMPUTED], "--where")
     specs = {key: spec for entry in submissions_of(cluster_tree) for key, spec in read_specs(*entry).items()}

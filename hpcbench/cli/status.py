@@ -41,16 +41,15 @@ def status(sweeps: tuple[str, ...], cluster_name: str | None, watch: bool, resul
 
 def _look(sweeps: tuple[str, ...], cluster_name: str | None, results: str | None) -> States:
     """One look at all runs; what only the scheduler knows is written down on the way."""
-    from hpcbench.config.load import load_cluster
     from hpcbench.report.select import select_sweeps
+    from hpcbench.submit.address import read_address
     from hpcbench.submit.settle import settle
     from hpcbench.submit.state import run_states
 
     found = []
     for cluster, record in select_sweeps(tree(results), sweeps, cluster_name):
-        profile, _ = load_cluster(cluster)
         cluster_tree = tree(results).cluster(cluster)
-        states = run_states(cluster_tree, record.run_ids, profile, time.time())
+        states = run_states(cluster_tree, record.run_ids, read_address(cluster), time.time())
         settle(cluster_tree, states)
         found.append((record.sweep, cluster, states))
     return found
@@ -75,7 +74,7 @@ def _watch(sweeps: tuple[str, ...], cluster_name: str | None, results: str | Non
 
 
 def _json(sweep: str, cluster: str, states: dict[str, RunState]) -> dict[str, Any]:
-    from hpcbench.submit.wait import counts
+    from hpcbench.submit.state import counts
 
     return {
         "sweep": sweep,

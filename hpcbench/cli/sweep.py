@@ -122,7 +122,8 @@ def _plan_json(made: Plan) -> dict[str, Any]:
 def render(sweep: str, cluster_name: str, out: Path | None, results: str | None) -> None:
     """Show the exact bytes that submit would send for SWEEP: job scripts and task files."""
     from hpcbench.fileio import make_folder, write_atomic
-    from hpcbench.submit.submission import next_submission_folder, render_submission
+    from hpcbench.submit.submission import render_submission
+    from hpcbench.submit.submission_record import next_submission_folder
 
     made = load_plan(sweep, cluster_name, results)
     if not made.missing:

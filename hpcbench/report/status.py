@@ -9,8 +9,7 @@ from rich.text import Text
 
 from hpcbench.fileio import brief, printable
 from hpcbench.report.tables import STATUS_STYLE
-from hpcbench.submit.state import RunState
-from hpcbench.submit.wait import counts
+from hpcbench.submit.state import RunState, counts
 
 _QUIET = frozenset({"ok", "planned"})
 _MOST_LINES = 20

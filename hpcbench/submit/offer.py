@@ -17,7 +17,7 @@ from hpcbench.submit.answers import Answer
 from hpcbench.submit.executor import SbatchError, ScriptExecutor
 from hpcbench.submit.journal import Chunk, Writer, trying
 from hpcbench.submit.lock import Lock
-from hpcbench.submit.submission import Submission
+from hpcbench.submit.submission_record import Submission
 
 SETTLE_S = 30.0
 """How long after it was begun an sbatch whose answer nobody heard may still turn out to have sent its job."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from hpcbench.fileio import make_folder, write_atomic
 from hpcbench.results.store import ClusterTree
-from hpcbench.submit.plan import Plan
+
+if TYPE_CHECKING:
+    from hpcbench.submit.plan import Plan
 
 
 class SweepRecord(msgspec.Struct, kw_only=True):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import datetime
 import getpass
 import os
 import re
 import subprocess
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from hpcbench.config.cluster import ClusterProfile
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable
+from hpcbench.submit.address import Reachable
 from hpcbench.submit.environment import clean_environment
+
+if TYPE_CHECKING:
+    from hpcbench.config.cluster import ClusterProfile
 
 _ACTIVE = {
     "PENDING": "pending", "CONFIGURING": "pending", "REQUEUED": "pending", "REQUEUE_HOLD": "pending",
@@ -31,7 +34,7 @@ _IDS_PER_CALL = 2000
 _ARRAY_TASK = re.compile(r"\d+(?:_\d+)?")
 
 
-def slurm_environment(profile: ClusterProfile) -> dict[str, str]:
+def slurm_environment(profile: Reachable) -> dict[str, str]:
     """The environment for the scheduler's commands: scrubbed, with the profile's configuration file and folder."""
     environment = clean_environment(profile.scheduler.config_file)
     if profile.scheduler.bin_folder:
@@ -39,7 +42,7 @@ def slurm_environment(profile: ClusterProfile) -> dict[str, str]:
     return environment
 
 
-def adopt(profile: ClusterProfile) -> None:
+def adopt(profile: Reachable) -> None:
     """Let submitit's own calls of sacct and scancel, which use this process's environment, reach the cluster."""
     if profile.scheduler.config_file:
         os.environ["SLURM_CONF"] = profile.scheduler.config_file
@@ -58,28 +61,32 @@ class JobAnswer(NamedTuple):
     ended_unix_s: float | None = None
 
 
-def job_states(job_ids: Iterable[str], profile: ClusterProfile, since_unix_s: float) -> dict[str, JobAnswer]:
+def job_states(job_ids: Collection[str], profile: Reachable, since_unix_s: float) -> dict[str, JobAnswer]:
     """What the scheduler says of each job that it knows: squeue first, then sacct for those that it forgot.
 
     A job that neither command knows is left out: unknown is never taken for failed.
     Raises ``SubmitError`` where neither squeue nor sacct answers.
     """
-    wanted = set(job_ids)
-    masters = sorted({job_id.partition("_")[0] for job_id in wanted})
+    by_master: dict[str, list[str]] = {}
+    for job_id in job_ids:
+        by_master.setdefault(job_id.partition("_")[0], []).append(job_id)
+    masters = sorted(by_master)
     found: dict[str, JobAnswer] = {}
     for first in range(0, len(masters), _IDS_PER_CALL):
-        found |= _ask(",".join(masters[first : first + _IDS_PER_CALL]), wanted, profile, since_unix_s)
-    return {job_id: answer for job_id, answer in found.items() if job_id in wanted}
+        asked = masters[first : first + _IDS_PER_CALL]
+        wanted = [job_id for master in asked for job_id in by_master[master]]
+        answers = _ask(",".join(asked), wanted, profile, since_unix_s)
+        found |= {job_id: answers[job_id] for job_id in wanted if job_id in answers}
+    return found
 
 
-def _ask(jobs: str, wanted: set[str], profile: ClusterProfile, since_unix_s: float) -> dict[str, JobAnswer]:
+def _ask(jobs: str, wanted: Iterable[str], profile: Reachable, since_unix_s: float) -> dict[str, JobAnswer]:
     environment = slurm_environment(profile)
     queue = ["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%e|%j", "-j", jobs]
     found, queue_error = _query(queue, environment)
-    asked = set(jobs.split(","))
-    if all(job_id in found for job_id in wanted if job_id.partition("_")[0] in asked):
+    if all(job_id in found for job_id in wanted):
         return found
-    start = datetime.datetime.fromtimestamp(since_unix_s - 86400).strftime("%Y-%m-%dT%H:%M:%S")
+    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_unix_s - 86400))
     account = ["sacct", "-n", "-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName", "-j", jobs]
     late, account_error = _query(account, environment)
     if queue_error and account_error:
@@ -109,27 +116,40 @@ def _run(command: list[str], environment: Mapping[str, str]) -> tuple[str, str |
 def parse_states(text: str) -> dict[str, JobAnswer]:
     """``id|STATE by 0|reason|end|name`` lines as our states; lines about something else are passed over."""
     states: dict[str, JobAnswer] = {}
+    answers: dict[str, JobAnswer | None] = {}
     for line in text.splitlines():
-        job_id, _, rest = line.partition("|")
-        state, _, rest = rest.partition("|")
-        reason, _, rest = rest.partition("|")
-        end, _, name = rest.partition("|")
-        word = state.split(" ")[0].rstrip("+")
-        ours = _ACTIVE.get(word) or _ENDED.get(word)
-        if ours and _ARRAY_TASK.fullmatch(job_id):
-            words = word if reason in ("", "None") else f"{word}: {reason}"
-            states[job_id] = JobAnswer(ours, words, name, None if word in _ACTIVE else _unix_s(end))
+        job_id, _, said = line.partition("|")
+        # The tasks of an array are thousands of lines that say the same.
+        if said not in answers:
+            answers[said] = _answer(said)
+        answer = answers[said]
+        if answer is not None and _ARRAY_TASK.fullmatch(job_id):
+            states[job_id] = answer
     return states
 
 
+def _answer(said: str) -> JobAnswer | None:
+    state, _, rest = said.partition("|")
+    reason, _, rest = rest.partition("|")
+    end, _, name = rest.partition("|")
+    word = state.split(" ")[0].rstrip("+")
+    ours = _ACTIVE.get(word) or _ENDED.get(word)
+    if ours is None:
+        return None
+    words = word if reason in ("", "None") else f"{word}: {reason}"
+    return JobAnswer(ours, words, name, None if word in _ACTIVE else _unix_s(end))
+
+
 def _unix_s(text: str) -> float | None:
+    import datetime
+
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
     except ValueError:
         return None
 
 
-def job_named(name: str, profile: ClusterProfile) -> str | None:
+def job_named(name: str, profile: Reachable) -> str | None:
     """The number of the queued, running or just ended job called ``name``; ``None`` where squeue knows none.
 
     Raises ``SubmitError`` where squeue does not answer.
@@ -142,7 +162,7 @@ def job_named(name: str, profile: ClusterProfile) -> str | None:
     return next((job_id for job_id, _, called in found if called == name and job_id.isdecimal()), None)
 
 
-def queued_arrays(numbers: Iterable[str], profile: ClusterProfile) -> set[str]:
+def queued_arrays(numbers: Iterable[str], profile: Reachable) -> set[str]:
     """Those of some jobs' numbers that are queued or running. Raises ``SubmitError`` where squeue does not answer."""
     command = ["squeue", "-h", "-o", "%F", "-j", ",".join(numbers)]
     text, error = _run(command, slurm_environment(profile))
@@ -151,7 +171,7 @@ def queued_arrays(numbers: Iterable[str], profile: ClusterProfile) -> set[str]:
     return set(text.split())
 
 
-def queued_jobs(profile: ClusterProfile) -> int | None:
+def queued_jobs(profile: Reachable) -> int | None:
     """How many jobs this user has in the queue, array tasks counted singly; ``None`` where squeue does not answer."""
     command = ["squeue", "-h", "-r", "-o", "%i", "-u", getpass.getuser()]
     text, error = _run(command, slurm_environment(profile))
@@ -168,7 +188,7 @@ def max_array_size(profile: ClusterProfile) -> int:
     return max(1, int(match[1])) if match else 1001
 
 
-def which(command: str, profile: ClusterProfile) -> Path | None:
+def which(command: str, profile: Reachable) -> Path | None:
     """Where one of the scheduler's commands is."""
     import shutil
 

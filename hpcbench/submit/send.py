@@ -15,7 +15,7 @@ from hpcbench.submit.journal import Chunk, Journal, dropped_runs, read_journal
 from hpcbench.submit.lanes import count_arrays, lane_widths, next_lane
 from hpcbench.submit.lock import exclusive
 from hpcbench.submit.offer import Desk, Tell
-from hpcbench.submit.submission import Array, Submission
+from hpcbench.submit.submission_record import Array, Submission
 
 Ranges = list[tuple[int, int]]
 """First number and count of consecutive jobs of an array."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from pathlib import Path
 
-from hpcbench.config.cluster import ClusterProfile
+import msgspec
+
 from hpcbench.errors import SubmitError
 from hpcbench.results.attempts import Attempt, latest_attempt
 from hpcbench.results.schema import BROKEN, OK, ResultHead
 from hpcbench.results.store import ClusterTree
-from hpcbench.submit.local_queue import queue_is_alive, was_started
+from hpcbench.submit.address import Reachable
+from hpcbench.submit.queue_state import queue_is_alive, was_started
 from hpcbench.submit.scheduler import JobAnswer, job_states
 from hpcbench.submit.tickets import Ticket, find_tickets
 
@@ -26,8 +29,7 @@ _NEVER_BEGAN = frozenset({"timeout", "preempted", "lost"})
 """How a job may end with runs of its pack that it never came to: they are still to be run."""
 
 
-@dataclass(frozen=True)
-class RunState:
+class RunState(msgspec.Struct, frozen=True):
     """``planned, waiting, pending, running, lost`` or a result's status, and the reason in words."""
 
     state: str
@@ -45,7 +47,7 @@ Answers = Mapping[str, JobAnswer] | SubmitError
 def run_states(
     tree: ClusterTree,
     run_ids: Collection[str],
-    profile: ClusterProfile,
+    profile: Reachable,
     now_unix_s: float,
     stale: Collection[str] = (),
 ) -> dict[str, RunState]:
@@ -57,12 +59,12 @@ def run_states(
     tickets = find_tickets(
         tree, {key for key in run_ids if key not in heads or heads[key].status != OK or key in stale}
     )
-    answers = _ask(tickets, profile)
+    look = _Look(tree, _ask(tickets, profile), now_unix_s)
     states: dict[str, RunState] = {}
     for key in run_ids:
         head = None if key in stale and heads[key].status == OK else heads.get(key)
         ticket = tickets.get(key)
-        found = _Look(tree, key, ticket, answers, now_unix_s).state() if ticket else RunState("planned")
+        found = look.state(key, ticket) if ticket else RunState("planned")
         if head is None:
             states[key] = _unless_stale(key, found, stale)
         elif found.state in ACTIVE and ticket is not None and _is_newer(tree, key, head, found, ticket):
@@ -89,7 +91,7 @@ def _of_head(head: ResultHead) -> RunState:
     return RunState(head.status, head.message)
 
 
-def _ask(tickets: Mapping[str, Ticket], profile: ClusterProfile) -> Answers:
+def _ask(tickets: Mapping[str, Ticket], profile: Reachable) -> Answers:
     asked = [ticket for ticket in tickets.values() if ticket.record.scheduler == "slurm" and ticket.job_id]
     if not asked:
         return {}
@@ -101,72 +103,77 @@ def _ask(tickets: Mapping[str, Ticket], profile: ClusterProfile) -> Answers:
 
 
 class _Look:
-    """One look at a run that has a place in a submission."""
+    """One look at runs that have a place in a submission."""
 
-    def __init__(self, tree: ClusterTree, run_id: str, ticket: Ticket, answers: Answers, now_unix_s: float) -> None:
-        self.tree, self.run_id, self.ticket, self.answers, self.now_unix_s = tree, run_id, ticket, answers, now_unix_s
+    def __init__(self, tree: ClusterTree, answers: Answers, now_unix_s: float) -> None:
+        self.tree, self.answers, self.now_unix_s = tree, answers, now_unix_s
+        self._queues: dict[Path, tuple[bool, bool]] = {}
+        """Of local submissions: whether their queue was ever started, and whether it lives."""
 
-    def state(self) -> RunState:
-        if self.ticket.is_dropped and not self._attempt():
-            return self._found("planned", "cancelled before it began")
-        if self.ticket.record.scheduler == "local":
-            return self._local()
-        if self.ticket.job_id is None:
-            return self._unsent()
+    def state(self, run_id: str, ticket: Ticket) -> RunState:
+        if ticket.is_dropped and not self._attempt(run_id, ticket):
+            return _found(ticket, "planned", "cancelled before it began")
+        if ticket.record.scheduler == "local":
+            return self._local(run_id, ticket)
+        if ticket.job_id is None:
+            return _unsent(ticket)
         if isinstance(self.answers, SubmitError):
-            return self._found("waiting", self.answers.message)
-        answer = self.answers.get(self.ticket.job_id)
+            return _found(ticket, "waiting", self.answers.message)
+        answer = self.answers.get(ticket.job_id)
         # A number that has begun anew belongs to somebody else's job.
-        if answer is None or (answer.name.startswith("hpcbench-") and answer.name != self.ticket.job_name):
-            return self._unknown()
-        if answer.state == "running" and self.ticket.array.pack > 1 and not self._attempt():
-            return self._found("pending", f"its job {self.ticket.job_id} comes to it later")
+        if answer is None or (answer.name != ticket.job_name and answer.name.startswith("hpcbench-")):
+            return self._unknown(run_id, ticket)
+        if answer.state == "running" and ticket.array.pack > 1 and not self._attempt(run_id, ticket):
+            return _found(ticket, "pending", f"its job {ticket.job_id} comes to it later")
         if answer.state in ACTIVE:
-            return self._found(answer.state, answer.reason)
-        return self._ended(answer)
+            return _found(ticket, answer.state, answer.reason)
+        return self._ended(run_id, ticket, answer)
 
-    def _ended(self, answer: JobAnswer) -> RunState:
-        if self.ticket.array.pack > 1 and answer.state in _NEVER_BEGAN and not self._attempt():
-            return self._found("planned", f"its job ended ({answer.reason}) before it began")
-        reason = f"{answer.reason}, no result was left{self.ticket.last_words()}"
-        return self._found(answer.state, reason, answer.ended_unix_s)
+    def _ended(self, run_id: str, ticket: Ticket, answer: JobAnswer) -> RunState:
+        if ticket.array.pack > 1 and answer.state in _NEVER_BEGAN and not self._attempt(run_id, ticket):
+            return _found(ticket, "planned", f"its job ended ({answer.reason}) before it began")
+        reason = f"{answer.reason}, no result was left{ticket.last_words()}"
+        return _found(ticket, answer.state, reason, answer.ended_unix_s)
 
-    def _unsent(self) -> RunState:
-        reason = self.ticket.waiting or (
-            "its sbatch was not heard to answer" if self.ticket.is_open else "not sent yet"
-        )
-        return self._found("waiting", f"{reason}; the next submit sends it")
-
-    def _unknown(self) -> RunState:
-        age_s = self.now_unix_s - self.ticket.record.created_unix_s
+    def _unknown(self, run_id: str, ticket: Ticket) -> RunState:
+        age_s = self.now_unix_s - ticket.record.created_unix_s
         if age_s < _JUST_SUBMITTED_S:
-            return self._found("pending", "the scheduler does not list it yet")
-        reason = f"job {self.ticket.job_id} is unknown to the scheduler and left no result{self.ticket.last_words()}"
-        attempt = self._attempt()
+            return _found(ticket, "pending", "the scheduler does not list it yet")
+        reason = f"job {ticket.job_id} is unknown to the scheduler and left no result{ticket.last_words()}"
+        attempt = self._attempt(run_id, ticket)
         marker = attempt.start_marker() if attempt else None
-        since = max(self.ticket.record.created_unix_s, marker.started_unix_s if marker else 0.0)
-        if self.now_unix_s - since > LEASE_S + self.ticket.array.job_limit_s:
-            return self._found("planned", f"{reason}; its lease has passed")
-        return self._found("lost", reason)
+        since = max(ticket.record.created_unix_s, marker.started_unix_s if marker else 0.0)
+        if self.now_unix_s - since > LEASE_S + ticket.array.job_limit_s:
+            return _found(ticket, "planned", f"{reason}; its lease has passed")
+        return _found(ticket, "lost", reason)
 
-    def _local(self) -> RunState:
-        if not was_started(self.ticket.folder):
-            return self._found("waiting", "not started yet; the next submit starts it")
-        begun = self.ticket.job_id is not None and (self.ticket.array.pack == 1 or self._attempt() is not None)
-        if queue_is_alive(self.ticket.folder):
-            return self._found("running" if begun else "pending", "")
+    def _local(self, run_id: str, ticket: Ticket) -> RunState:
+        if ticket.folder not in self._queues:
+            self._queues[ticket.folder] = (was_started(ticket.folder), queue_is_alive(ticket.folder))
+        started, alive = self._queues[ticket.folder]
+        if not started:
+            return _found(ticket, "waiting", "not started yet; the next submit starts it")
+        begun = ticket.job_id is not None and (ticket.array.pack == 1 or self._attempt(run_id, ticket) is not None)
+        if alive:
+            return _found(ticket, "running" if begun else "pending", "")
         if not begun:
-            return self._found("planned", "its queue ended before it began" + self.ticket.last_words())
-        return self._found("lost", "its job ended without a result" + self.ticket.last_words())
+            return _found(ticket, "planned", "its queue ended before it began" + ticket.last_words())
+        return _found(ticket, "lost", "its job ended without a result" + ticket.last_words())
 
-    def _attempt(self) -> Attempt | None:
+    def _attempt(self, run_id: str, ticket: Ticket) -> Attempt | None:
         """The newest attempt, if a job of this submission began it."""
-        attempt = latest_attempt(self.tree.run_folder(self.run_id))
+        attempt = latest_attempt(self.tree.run_folder(run_id))
         marker = attempt.start_marker() if attempt else None
-        return attempt if marker is not None and marker.is_of(self.ticket.record.submission) else None
+        return attempt if marker is not None and marker.is_of(ticket.record.submission) else None
 
-    def _found(self, state: str, reason: str, ended_unix_s: float | None = None) -> RunState:
-        return RunState(state, reason, self.ticket.record.submission, self.ticket.job_id, ended_unix_s, self.ticket)
+
+def _unsent(ticket: Ticket) -> RunState:
+    reason = ticket.waiting or ("its sbatch was not heard to answer" if ticket.is_open else "not sent yet")
+    return _found(ticket, "waiting", f"{reason}; the next submit sends it")
+
+
+def _found(ticket: Ticket, state: str, reason: str, ended_unix_s: float | None = None) -> RunState:
+    return RunState(state, reason, ticket.record.submission, ticket.job_id, ended_unix_s, ticket)
 
 
 def _is_newer(tree: ClusterTree, run_id: str, head: ResultHead, found: RunState, ticket: Ticket) -> bool:
@@ -183,3 +190,8 @@ def _is_newer(tree: ClusterTree, run_id: str, head: ResultHead, found: RunState,
     if head.status == "preempted":
         return True
     return found.state == "pending" and ticket.array.pack == 1 and head.status in _INTERRUPTED
+
+
+def counts(states: Mapping[str, RunState]) -> dict[str, int]:
+    """How many runs are in each state."""
+    return dict(sorted(Counter(state.state for state in states.values()).items()))

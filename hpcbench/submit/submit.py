@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.spec import RunSpec, config_id
 from hpcbench.errors import ConfigError, SubmitError
@@ -18,21 +16,16 @@ from hpcbench.results.schema import Failure, RunResult
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit import scheduler
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.local_queue import queue_process, start_queue, was_started
 from hpcbench.submit.lock import exclusive
 from hpcbench.submit.offer import Tell
 from hpcbench.submit.plan import RERUN_ON_SUBMIT, Plan
+from hpcbench.submit.queue_state import queue_process, start_queue, was_started
 from hpcbench.submit.record import write_sweep
 from hpcbench.submit.send import Sent, send, unsent
 from hpcbench.submit.settle import settle
 from hpcbench.submit.state import ACTIVE, run_states
-from hpcbench.submit.submission import (
-    Submission,
-    next_submission_folder,
-    render_submission,
-    submissions_of,
-    write_submission,
-)
+from hpcbench.submit.submission import render_submission, write_submission
+from hpcbench.submit.submission_record import Submission, next_submission_folder, submissions_of
 
 
 @dataclass(frozen=True)
@@ -200,6 +193,8 @@ def stop_local(folder: Path, wait_s: float = 90.0) -> None:
     process = queue_process(folder)
     if process is None:
         return
+    import psutil
+
     process.terminate()
     try:
         process.wait(wait_s)

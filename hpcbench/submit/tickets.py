@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import msgspec
 
 from hpcbench.fileio import tail
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.journal import Chunk, Journal, dropped_runs, read_journal
-from hpcbench.submit.submission import Array, Submission, job_log, submissions_of
+from hpcbench.submit.submission_record import Array, Submission, job_log, submissions_of
 
 
-@dataclass(frozen=True)
-class Ticket:
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """A run's place in its newest submission."""
 
     folder: Path
@@ -49,42 +49,58 @@ class Ticket:
         return f": {lines[-1].strip()}" if lines else ""
 
 
-def find_tickets(tree: ClusterTree, wanted: Container[str]) -> dict[str, Ticket]:
-    """Per run its newest submission; runs that a scheduler refused there belong to none."""
+def find_tickets(tree: ClusterTree, wanted: Iterable[str]) -> dict[str, Ticket]:
+    """Per run its newest submission; runs that a scheduler refused there belong to none.
+
+    The newest submissions are looked at first, and no older ones than it takes.
+    """
+    left = set(wanted)
     tickets: dict[str, Ticket] = {}
-    for folder, record in submissions_of(tree):
-        journal: Journal | None = None
-        dropped: set[str] = set()
-        for array in record.arrays:
-            places = [(index, run_id) for index, run_id in enumerate(array.run_ids) if run_id in wanted]
-            if not places:
+    for folder, record in reversed(submissions_of(tree)) if left else ():
+        found = dict(_tickets_of(folder, record, left))
+        tickets |= found
+        left -= found.keys()
+        if not left:
+            break
+    return tickets
+
+
+def _tickets_of(folder: Path, record: Submission, wanted: set[str]) -> Iterator[tuple[str, Ticket]]:
+    """The tickets of those of ``wanted`` that are in one submission."""
+    arrays = [array for array in record.arrays if not wanted.isdisjoint(array.run_ids)]
+    if not arrays:
+        return
+    journal, dropped = read_journal(folder), dropped_runs(folder)
+    for array in arrays:
+        chunks = _by_job(journal, array)
+        for index, run_id in enumerate(array.run_ids):
+            if run_id not in wanted:
                 continue
-            if journal is None:
-                journal, dropped = read_journal(folder), dropped_runs(folder)
-            chunks = _by_job(journal, array)
-            for index, run_id in places:
-                chunk = chunks[index // array.pack]
-                if chunk is not None and chunk.refused:
-                    continue
-                is_sent = chunk is not None and chunk.job_id is not None
-                tickets[run_id] = Ticket(
-                    folder,
-                    record,
-                    array,
-                    index,
-                    job_id=chunk.job_of(index // array.pack) if chunk is not None and is_sent else None,
+            job = index // array.pack
+            chunk = chunks[job]
+            if chunk is not None and chunk.refused:
+                continue
+            is_sent = chunk is not None and chunk.job_id is not None
+            yield (
+                run_id,
+                Ticket(
+                    folder=folder,
+                    record=record,
+                    array=array,
+                    index=index,
+                    job_id=chunk.job_of(job) if chunk is not None and is_sent else None,
                     job_name=chunk.name if chunk is not None else "",
                     is_dropped=run_id in dropped,
                     is_open=chunk is not None and not is_sent,
                     waiting=journal.waiting,
-                )
-    return tickets
+                ),
+            )
 
 
 def _by_job(journal: Journal, array: Array) -> list[Chunk | None]:
     """Per job of an array the chunk that it was sent with."""
     found: list[Chunk | None] = [None] * array.jobs
     for chunk in journal.of(array.number):
-        for job in range(chunk.first, min(chunk.first + chunk.count, array.jobs)):
-            found[job] = chunk
+        last = min(chunk.first + chunk.count, array.jobs)
+        found[chunk.first : last] = [chunk] * (last - chunk.first)
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from hpcbench.config.cluster import ClusterProfile
@@ -49,8 +48,3 @@ def _look(tree: ClusterTree, run_id: str, state: RunState) -> RunState:
         return state
     found = result_state(tree, run_id)
     return found if found is not None and found.state == "ok" else state
-
-
-def counts(states: dict[str, RunState]) -> dict[str, int]:
-    """How many runs are in each state."""
-    return dict(sorted(Counter(state.state for state in states.values()).items()))

@@ -18,7 +18,7 @@ from hpcbench.config.load import load_cluster
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.scheduler import adopt
-from hpcbench.submit.submission import submissions_of
+from hpcbench.submit.submission_record import submissions_of
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 

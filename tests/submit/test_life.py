@@ -16,7 +16,7 @@ from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.schema import Failure, RunResult
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.plan import Plan, make_plan
-from hpcbench.submit.submission import submissions_of
+from hpcbench.submit.submission_record import submissions_of
 from hpcbench.submit.submit import Choice, submit
 from tests.submit.conftest import SWEEP
 

@@ -20,9 +20,11 @@ from hpcbench.config.load import Sweep
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.executor import LocalScriptExecutor, LocalScriptJob
 from hpcbench.submit.journal import drop_runs, read_journal
-from hpcbench.submit.local_queue import Cores, queue_process, start_queue
+from hpcbench.submit.local_queue import Cores
 from hpcbench.submit.plan import make_plan
-from hpcbench.submit.submission import ALL_CORES, Array, Rendered, Submission, render_submission, write_submission
+from hpcbench.submit.queue_state import queue_process, start_queue
+from hpcbench.submit.submission import ALL_CORES, Rendered, render_submission, write_submission
+from hpcbench.submit.submission_record import Array, Submission
 
 NOTE = """
 note() { printf '%s %s %s\\n' "$1" "$2" "$(date +%s.%N)" >> notes; }

@@ -17,8 +17,8 @@ import pytest
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.executor import LocalScriptJob
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.local_queue import queue_process
-from hpcbench.submit.submission import submissions_of
+from hpcbench.submit.queue_state import queue_process
+from hpcbench.submit.submission_record import submissions_of
 
 pytestmark = pytest.mark.distributed
 

@@ -19,7 +19,8 @@ from hpcbench.submit.journal import Chunk, Writer, drop_runs, read_journal, tryi
 from hpcbench.submit.plan import Plan, make_plan
 from hpcbench.submit.send import Sent, send
 from hpcbench.submit.state import run_states
-from hpcbench.submit.submission import Submission, next_submission_folder, render_submission, write_submission
+from hpcbench.submit.submission import render_submission, write_submission
+from hpcbench.submit.submission_record import Submission, next_submission_folder
 from hpcbench.submit.submit import submit
 from tests.submit.conftest import SWEEP
 

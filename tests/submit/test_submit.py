@@ -19,7 +19,8 @@ from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import Plan, make_plan
 from hpcbench.submit.record import read_sweep
 from hpcbench.submit.state import run_states
-from hpcbench.submit.submission import next_submission_folder, render_submission
+from hpcbench.submit.submission import render_submission
+from hpcbench.submit.submission_record import next_submission_folder
 from hpcbench.submit.submit import submit
 
 

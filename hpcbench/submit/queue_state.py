@@ -1,0 +1,79 @@
+"""``queue.json``: which process works a submission off on a machine without a scheduler, and whether it lives.
+
+psutil is imported on use: who asks about jobs of a scheduler does not wait for it.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from hpcbench.fileio import write_atomic
+
+if TYPE_CHECKING:
+    import psutil
+
+
+class QueueState(msgspec.Struct):
+    """``queue.json``: which process works a submission off."""
+
+    pid: int
+    created: float
+    warning_s: float
+    host: str = ""
+
+
+def start_queue(folder: Path, environment: dict[str, str], warning_s: float) -> None:
+    """Start the queue of ``folder`` as a process of its own, which outlives this one."""
+    with open(folder / "queue.log", "ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "hpcbench.submit.local_queue", str(folder), str(warning_s)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, env=environment, start_new_session=True,
+        )  # fmt: skip
+    import psutil
+
+    created = psutil.Process(process.pid).create_time()
+    write_atomic(
+        folder / "queue.json",
+        msgspec.json.encode(QueueState(process.pid, created, warning_s, socket.gethostname())) + b"\n",
+    )
+
+
+def was_started(folder: Path) -> bool:
+    """Whether the submission ever had a queue."""
+    return (folder / "queue.json").exists()
+
+
+def queue_is_alive(folder: Path) -> bool:
+    """Whether ``folder`` is being worked off. What another machine that shares the tree does cannot be seen from here:
+    its queue counts as alive.
+    """
+    state = _read_state(folder)
+    return state is not None and (state.host != socket.gethostname() or queue_process(folder) is not None)
+
+
+def _read_state(folder: Path) -> QueueState | None:
+    try:
+        return msgspec.json.decode((folder / "queue.json").read_bytes(), type=QueueState)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def queue_process(folder: Path) -> psutil.Process | None:
+    """The process of this machine that works ``folder`` off, if it is alive."""
+    state = _read_state(folder)
+    if state is None or state.host != socket.gethostname():
+        return None
+    import psutil
+
+    try:
+        process = psutil.Process(state.pid)
+        alive = abs(process.create_time() - state.created) < 1 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return None
+    return process if alive else None

@@ -1,0 +1,106 @@
+"""``submission.json``, one submit on disk: which runs it is about, by arrays. Read on its own by what only looks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.config.task import Task
+from hpcbench.results.store import ClusterTree
+
+
+class Array(msgspec.Struct, kw_only=True):
+    """Runs that share a script: the lines of ``<number>.jsonl``. Job ``k`` has ``pack`` of them, from ``k * pack``."""
+
+    number: int
+    run_ids: list[str]
+    pack: int = 1
+    ranks: int
+    nodes: int
+    partition: str | None = None
+    cores_per_run: int
+    job_limit_s: float
+
+    @property
+    def jobs(self) -> int:
+        """How many jobs carry the runs."""
+        return -(-len(self.run_ids) // self.pack)
+
+    def runs_of(self, job: int) -> list[str]:
+        """The runs of one job."""
+        return self.run_ids[job * self.pack : (job + 1) * self.pack]
+
+
+class Submission(msgspec.Struct, kw_only=True):
+    """``submission.json``: what is to be submitted. Written once; the journal says how far it has come."""
+
+    submission: str
+    token: str
+    """Part of every job's name, so that a job is found again by it and never taken for another tree's."""
+    sweep: str
+    cluster: str
+    scheduler: str
+    created_unix_s: float
+    max_running_jobs: int | None = None
+    arrays: list[Array]
+
+    def chunk_name(self, array: int, first: int, count: int) -> str:
+        """The name of the jobs ``first`` to ``first + count - 1`` of an array at the scheduler."""
+        return f"hpcbench-{self.submission}-{self.token}-{array}.{first}-{first + count - 1}"
+
+
+def next_submission_folder(tree: ClusterTree, sweep: str) -> Path:
+    """``submissions/<sweep>-<number>``, the first number that is free."""
+    pattern = re.compile(re.escape(sweep) + r"-(\d+)")
+    numbers = [0]
+    if tree.submissions.is_dir():
+        matches = (pattern.fullmatch(entry.name) for entry in tree.submissions.iterdir())
+        numbers += [int(match[1]) for match in matches if match]
+    return tree.submissions / f"{sweep}-{max(numbers) + 1:04d}"
+
+
+def read_record(folder: Path) -> Submission | None:
+    """The record of a submission; ``None`` where it is absent or broken."""
+    try:
+        return msgspec.json.decode((folder / "submission.json").read_bytes(), type=Submission)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def read_specs(folder: Path, record: Submission) -> dict[str, RunSpec]:
+    """The specifications of a submission's runs, from its task files; files that are gone or broken are passed over."""
+    found: dict[str, RunSpec] = {}
+    for array in record.arrays:
+        try:
+            lines = (folder / f"{array.number}.jsonl").read_bytes().splitlines()[1:]
+            found |= {task.run_id: task.spec for task in (msgspec.json.decode(line, type=Task) for line in lines)}
+        except (OSError, msgspec.MsgspecError):
+            continue
+    return found
+
+
+NO_ARRAY_TASK = "4294967294"
+"""What SLURM writes for %a in the log's name of a job that is no array."""
+
+
+def job_log(folder: Path, record: Submission, number: int, job_id: str) -> Path:
+    """What the script of a job said itself; the ranks' words are in the attempt's folder."""
+    if record.scheduler == "local":
+        return folder / "jobs" / f"{job_id}_0_log.out"
+    job, _, task = job_id.partition("_")
+    return folder / f"{number}.{job}.{task or NO_ARRAY_TASK}.log"
+
+
+def submissions_of(tree: ClusterTree, sweep: str | None = None) -> list[tuple[Path, Submission]]:
+    """The submissions in a tree, oldest first, of one sweep or of all."""
+    if not tree.submissions.is_dir():
+        return []
+    found = []
+    for folder in sorted(tree.submissions.iterdir()):
+        record = read_record(folder) if folder.is_dir() and not folder.is_symlink() else None
+        if record is not None and sweep in (None, record.sweep):
+            found.append((folder, record))
+    return sorted(found, key=lambda entry: entry[1].created_unix_s)
