@@ -9,7 +9,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +40,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     """As ``write_atomic``, for what is written piece by piece; where the body fails nothing is left."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "xb") as file:
             yield file
@@ -59,7 +58,7 @@ def create_exclusive(path: Path, data: bytes) -> bool:
 
     The content is linked into place whole: the loser of a race reads the winner's complete file.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "xb") as file:
             file.write(data)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -28,15 +32,24 @@ def status(sweeps: tuple[str, ...], cluster_name: str | None, watch: bool, resul
     """Show the state of every run of SWEEPS, or of all sweeps in the tree."""
     from hpcbench.cli.runs import exit_code
 
-    found = _watch(sweeps, cluster_name, results) if watch else _look(sweeps, cluster_name, results)
+    found = _watch(sweeps, cluster_name, results, as_json) if watch else _look(sweeps, cluster_name, results)
     if as_json:
         print_json({"sweeps": [_json(*entry) for entry in found]})
     elif not watch:
-        from hpcbench.report.status import status_tables
-
-        for entry in found:
-            console().print(status_tables(*entry))
+        _echo(_text(found, sys.stdout), sys.stdout)
     sys.exit(max((exit_code(states) for _, _, states in found), default=0))
+
+
+def _text(found: States, stream: TextIO) -> str:
+    """What is shown of a look; reasons are broken into lines on a terminal alone."""
+    from hpcbench.report.status import status_text
+
+    width = shutil.get_terminal_size().columns if stream.isatty() else None
+    return "\n\n".join(status_text(*entry, width) for entry in found)
+
+
+def _echo(text: str, stream: TextIO) -> None:
+    click.echo(text, file=stream, color=False if os.environ.get("NO_COLOR") else None)
 
 
 def _look(sweeps: tuple[str, ...], cluster_name: str | None, results: str | None) -> States:
@@ -55,22 +68,40 @@ def _look(sweeps: tuple[str, ...], cluster_name: str | None, results: str | None
     return found
 
 
-def _watch(sweeps: tuple[str, ...], cluster_name: str | None, results: str | None) -> States:
-    """Look again and again, on a screen that changes in place, or line by line where nobody watches."""
-    from rich.console import Group
-    from rich.live import Live
-
-    from hpcbench.report.status import status_tables
+def _watch(sweeps: tuple[str, ...], cluster_name: str | None, results: str | None, as_json: bool) -> States:
+    """Look again and again, on a terminal in place, elsewhere with a block of text whenever something has changed."""
     from hpcbench.submit.state import ACTIVE
 
     # With --json the one document is for standard output alone.
-    with Live(console=console(stderr=True), auto_refresh=False, vertical_overflow="visible") as live:
+    stream = sys.stderr if as_json else sys.stdout
+    with _screen(stream) as show:
         while True:
             found = _look(sweeps, cluster_name, results)
-            live.update(Group(*(status_tables(*entry) for entry in found)), refresh=True)
-            if not any(state.state in ACTIVE for _, _, states in found for state in states.values()):
+            show(_text(found, stream))
+            active = [state for _, _, states in found for state in states.values() if state.state in ACTIVE]
+            if not active:
                 return found
-            time.sleep(max(_LOOK_EVERY_S["local" if cluster == "local" else "slurm"] for _, cluster, _ in found))
+            time.sleep(max(_LOOK_EVERY_S[state.ticket.record.scheduler] for state in active if state.ticket))
+
+
+@contextlib.contextmanager
+def _screen(stream: TextIO) -> Iterator[Callable[[str], None]]:
+    if not stream.isatty():
+        shown = ""
+
+        def print_changed(text: str) -> None:
+            nonlocal shown
+            if text != shown:
+                _echo(f"{text}\n", stream)
+                shown = text
+
+        yield print_changed
+        return
+    from rich.live import Live
+    from rich.text import Text
+
+    with Live(console=console(stderr=stream is sys.stderr), auto_refresh=False) as live:
+        yield lambda text: live.update(Text.from_ansi(text), refresh=True)
 
 
 def _json(sweep: str, cluster: str, states: dict[str, RunState]) -> dict[str, Any]:

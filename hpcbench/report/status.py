@@ -1,35 +1,96 @@
-"""What ``status`` shows: how many runs are in which state, and those that need a person."""
+"""What ``status`` shows: how many runs are in which state, and those that need a person or are on their way.
+
+Plain text, because rich takes longer to import than the scheduler takes to answer.
+"""
 
 from __future__ import annotations
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+import textwrap
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import click
 
 from hpcbench.fileio import brief, printable
-from hpcbench.report.tables import STATUS_STYLE
+from hpcbench.report.styles import STATUS_STYLE
 from hpcbench.submit.state import RunState, counts
 
 _QUIET = frozenset({"ok", "planned"})
-_MOST_LINES = 20
+_ON_THEIR_WAY = ("running", "pending", "waiting")
+"""Shown last, in this order: nobody has to do anything about them."""
+_MOST_ROWS = 20
+_NARROWEST_REASON = 20
 
 
-def status_tables(sweep: str, cluster: str, states: dict[str, RunState]) -> RenderableType:
-    """One line of counts, then the runs that are neither done nor merely planned, with the reason."""
+class _Row(NamedTuple):
+    run: str
+    state: str
+    job: str
+    reason: str
+
+
+_HEADINGS = _Row("run", "state", "job", "reason")
+Loud = list[tuple[str, RunState]]
+
+
+def status_text(sweep: str, cluster: str, states: Mapping[str, RunState], width: int | None = None) -> str:
+    """One line of counts, then the runs that are neither done nor merely planned, with the reason.
+
+    Many runs of the same state and reason are one row. Reasons are broken into lines where there is a ``width``.
+    """
     counted = ", ".join(f"{number} {state}" for state, number in counts(states).items())
-    headline = Text(printable(f"{sweep} on {cluster}: {len(states)} runs: {counted or 'none'}"), style="bold")
-    loud = {key: state for key, state in states.items() if state.state not in _QUIET}
-    if not loud:
+    headline = click.style(printable(f"{sweep} on {cluster}: {len(states)} runs: {counted or 'none'}"), bold=True)
+    groups = _groups((key, state) for key, state in states.items() if state.state not in _QUIET)
+    if not groups:
         return headline
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("run", "state", "job", "reason"):
-        table.add_column(heading, overflow="fold")
-    for key, state in list(loud.items())[:_MOST_LINES]:
-        style = STATUS_STYLE.get(state.state, "")
-        state_cell = Text(printable(state.state), style=style)
-        table.add_row(Text(printable(key)), state_cell, Text(brief(state.job_id or "")), Text(brief(state.reason)))
-    parts: list[RenderableType] = [headline, table]
-    if len(loud) > _MOST_LINES:
-        parts.append(Text(f"and {len(loud) - _MOST_LINES} more: --json lists them all", style="dim"))
-    return Group(*parts)
+    rows = [_row(group) for group in groups[:_MOST_ROWS]]
+    more = sum(len(group) for group in groups[_MOST_ROWS:])
+    last = [click.style(f"and {more} more: --json lists them all", dim=True)] if more else []
+    return "\n".join([headline, "", *_table(rows, width), *last])
+
+
+def _groups(loud: Iterable[tuple[str, RunState]]) -> list[Loud]:
+    """Runs of one row each: those of one state and reason together, or each by itself where there is room."""
+    alike: dict[tuple[str, str], Loud] = {}
+    for key, state in loud:
+        # The reason may name the job: that makes it no other reason.
+        reason = state.reason.replace(state.job_id, "") if state.job_id else state.reason
+        alike.setdefault((state.state, reason), []).append((key, state))
+    groups = sorted(alike.values(), key=lambda group: _rank(group[0][1].state))
+    room = _MOST_ROWS - len(groups)
+    apart = set()
+    for group in sorted(groups, key=len):
+        room -= len(group) - 1
+        if room < 0:
+            break
+        apart.add(id(group))
+    return [part for group in groups for part in ([[run] for run in group] if id(group) in apart else [group])]
+
+
+def _rank(state: str) -> int:
+    return _ON_THEIR_WAY.index(state) if state in _ON_THEIR_WAY else -1
+
+
+def _row(group: Loud) -> _Row:
+    key, state = group[0]
+    job = state.job_id or ""
+    if len(group) > 1:
+        key, job = f"{len(group)} runs", f"{job} ..." if job else ""
+    return _Row(printable(key), printable(state.state), brief(job), " ".join(brief(state.reason).split()))
+
+
+def _table(rows: list[_Row], width: int | None) -> list[str]:
+    widths = [max(len(row[column]) for row in (_HEADINGS, *rows)) for column in range(3)]
+    indent = sum(widths) + 2 * len(widths)
+    room = max(width - indent - 1, _NARROWEST_REASON) if width else None
+    lines = [click.style(_line(_HEADINGS, widths).rstrip(), dim=True)]
+    for row in rows:
+        first, *more = (textwrap.wrap(row.reason, room) if room else [row.reason]) or [""]
+        lines.append(_line(row._replace(reason=first), widths, STATUS_STYLE.get(row.state)).rstrip())
+        lines += [" " * indent + line for line in more]
+    return lines
+
+
+def _line(row: _Row, widths: list[int], colour: str | None = None) -> str:
+    run, state, job = (text.ljust(width) for text, width in zip(row[:3], widths, strict=True))
+    return "  ".join((run, click.style(state, fg=colour) if colour else state, job, row.reason))

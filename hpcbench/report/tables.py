@@ -13,6 +13,7 @@ from rich.text import Text
 from hpcbench.config.spec import RunSpec, label
 from hpcbench.fileio import brief, printable
 from hpcbench.report.rows import Row
+from hpcbench.report.styles import STATUS_STYLE
 from hpcbench.results.schema import OK
 from hpcbench.units import format_bytes, format_rate
 
@@ -24,15 +25,6 @@ class Column(NamedTuple):
     cell: Callable[[Row], str]
     is_number: bool = True
 
-
-STATUS_STYLE = {
-    "ok": "green",
-    "lost": "red",
-    "failed": "red",
-    "timeout": "yellow",
-    "cancelled": "yellow",
-    "oom": "magenta",
-}
 
 _SHOWN_ALWAYS = ("strategy",)
 _NAMED_APART = {"nodes", "tasks_per_node", "devices_per_task", "repeat", "seed", "time_limit_min"}

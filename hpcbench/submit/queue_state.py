@@ -1,11 +1,10 @@
 """``queue.json``: which process works a submission off on a machine without a scheduler, and whether it lives.
 
-psutil is imported on use: who asks about jobs of a scheduler does not wait for it.
+psutil and socket are imported on use: who asks about jobs of a scheduler does not wait for them.
 """
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -40,8 +39,14 @@ def start_queue(folder: Path, environment: dict[str, str], warning_s: float) -> 
     created = psutil.Process(process.pid).create_time()
     write_atomic(
         folder / "queue.json",
-        msgspec.json.encode(QueueState(process.pid, created, warning_s, socket.gethostname())) + b"\n",
+        msgspec.json.encode(QueueState(process.pid, created, warning_s, _host())) + b"\n",
     )
+
+
+def _host() -> str:
+    import socket
+
+    return socket.gethostname()
 
 
 def was_started(folder: Path) -> bool:
@@ -54,7 +59,7 @@ def queue_is_alive(folder: Path) -> bool:
     its queue counts as alive.
     """
     state = _read_state(folder)
-    return state is not None and (state.host != socket.gethostname() or queue_process(folder) is not None)
+    return state is not None and (state.host != _host() or queue_process(folder) is not None)
 
 
 def _read_state(folder: Path) -> QueueState | None:
@@ -67,7 +72,7 @@ def _read_state(folder: Path) -> QueueState | None:
 def queue_process(folder: Path) -> psutil.Process | None:
     """The process of this machine that works ``folder`` off, if it is alive."""
     state = _read_state(folder)
-    if state is None or state.host != socket.gethostname():
+    if state is None or state.host != _host():
         return None
     import psutil
 

@@ -29,7 +29,7 @@ _NEVER_BEGAN = frozenset({"timeout", "preempted", "lost"})
 """How a job may end with runs of its pack that it never came to: they are still to be run."""
 
 
-class RunState(msgspec.Struct, frozen=True):
+class RunState(msgspec.Struct, frozen=True, gc=False):
     """``planned, waiting, pending, running, lost`` or a result's status, and the reason in words."""
 
     state: str

@@ -13,7 +13,7 @@ from hpcbench.submit.journal import Chunk, Journal, dropped_runs, read_journal
 from hpcbench.submit.submission_record import Array, Submission, job_log, submissions_of
 
 
-class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+class Ticket(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A run's place in its newest submission."""
 
     folder: Path
