@@ -24,15 +24,17 @@ from hpcbench.results.attempts import attempt_numbers
 from hpcbench.results.bundle import FORMAT_VERSION, BundledSweep, BundleHeader, BundleWriter, json_bytes
 from hpcbench.results.schema import SCHEMA_VERSION
 from hpcbench.results.store import ClusterTree, ResultsTree
-from hpcbench.submit.submission import Submission, job_log, submissions_of
-from hpcbench.submit.submit import SweepRecord
+from hpcbench.submit.journal import journal_paths
+from hpcbench.submit.record import SweepRecord
+from hpcbench.submit.submission_record import Submission, submissions_of
+from hpcbench.submit.tickets import tickets_of
 
 LOG_BYTES = 16 * 2**20
 """Of a longer log only the end is bundled."""
 _RANK_FILE = re.compile(r"rank-[0-9]+\.json")
 _OF_THE_LAYOUT = re.compile(
-    r"runs|sweeps|submissions|attempts|jobs|[0-9a-f]{2}|[0-9a-f]{16}|[0-9]+|[0-9]+\.(?:sh|jsonl)|(?:out|err|queue)\.log"
-    r"|(?:result|attempt|submission|rank-[0-9]+)\.json"
+    r"runs|sweeps|submissions|attempts|jobs|[0-9a-f]{2}|[0-9a-f]{16}|[0-9]+"
+    r"|(?:[0-9]+|stop|sent-[0-9]+)\.(?:sh|jsonl)|(?:out|err|queue)\.log|(?:result|attempt|submission|dropped|rank-[0-9]+)\.json"
 )
 
 
@@ -150,12 +152,12 @@ def _submission_files(folder: Path, submission: Submission, logs_of: set[str]) -
     yield folder / "submission.json"
     if logs_of and submission.scheduler == "local":
         yield folder / "queue.log"
+    yield from (folder / "stop.jsonl", folder / "dropped.json", *journal_paths(folder))
     for array in submission.arrays:
         yield folder / f"{array.number}.sh"
         yield folder / f"{array.number}.jsonl"
-        for run_id, job_id in zip(array.run_ids, array.job_ids, strict=False):
-            if run_id in logs_of and job_id:
-                yield job_log(folder, submission, array.number, job_id)
+    logs = (ticket.job_log() for _, ticket in tickets_of(folder, submission, logs_of))
+    yield from dict.fromkeys(log for log in logs if log is not None)
 
 
 def _learn(tree: ResultsTree, files: list[_File]) -> Anonymiser:

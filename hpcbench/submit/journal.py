@@ -92,7 +92,7 @@ def read_journal(folder: Path) -> Journal:
     decoder = msgspec.json.Decoder(_Line)
     chunks: dict[tuple[int, int], Chunk] = {}
     waiting = ""
-    for path in _paths(folder):
+    for path in journal_paths(folder):
         with contextlib.suppress(OSError):
             for text in path.read_bytes().splitlines():
                 with contextlib.suppress(msgspec.MsgspecError):
@@ -108,8 +108,8 @@ def read_journal(folder: Path) -> Journal:
     return Journal(list(chunks.values()), waiting)
 
 
-def _paths(folder: Path) -> list[Path]:
-    """In the order in which they were begun."""
+def journal_paths(folder: Path) -> list[Path]:
+    """The journals of a submission, in the order in which they were begun."""
     return sorted(folder.glob("sent-*.jsonl"), key=lambda path: (len(path.name), path.name))
 
 
@@ -146,7 +146,7 @@ class Writer:
             raise storage_error(error, path) from error
 
     def _new_path(self) -> Path:
-        return self._folder / f"sent-{len(_paths(self._folder)) + 1}.jsonl"
+        return self._folder / f"sent-{len(journal_paths(self._folder)) + 1}.jsonl"
 
 
 def trying(chunk: Chunk) -> Chunk:

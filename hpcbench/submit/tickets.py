@@ -57,7 +57,7 @@ def find_tickets(tree: ClusterTree, wanted: Iterable[str]) -> dict[str, Ticket]:
     left = set(wanted)
     tickets: dict[str, Ticket] = {}
     for folder, record in reversed(submissions_of(tree)) if left else ():
-        found = dict(_tickets_of(folder, record, left))
+        found = dict(tickets_of(folder, record, left))
         tickets |= found
         left -= found.keys()
         if not left:
@@ -65,7 +65,7 @@ def find_tickets(tree: ClusterTree, wanted: Iterable[str]) -> dict[str, Ticket]:
     return tickets
 
 
-def _tickets_of(folder: Path, record: Submission, wanted: set[str]) -> Iterator[tuple[str, Ticket]]:
+def tickets_of(folder: Path, record: Submission, wanted: set[str]) -> Iterator[tuple[str, Ticket]]:
     """The tickets of those of ``wanted`` that are in one submission."""
     arrays = [array for array in record.arrays if not wanted.isdisjoint(array.run_ids)]
     if not arrays:

@@ -21,6 +21,7 @@ from hpcbench.config.task import Task, TaskHeader, write_lines
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.schema import Failure, Metrics, RankResult, RunResult
 from hpcbench.results.store import ClusterTree
+from hpcbench.submit.journal import Chunk, Writer
 
 QUICK = """name = "quick"
 [fixed]
@@ -130,16 +131,16 @@ def planted(tmp_path: Path) -> ClusterTree:
     task = Task(run_id=ID, config_id=config_id(SPEC), sweep="carol", spec=SPEC, time_limit_s=1)
     (submission / "0.jsonl").write_bytes(write_lines(header, [task]) + everything.encode())
     (submission / "0.4711.4294967294.log").write_text(everything)
-    array = {
-        "number": 0,
-        "run_ids": [ID],
-        "ranks": 1,
-        "nodes": 1,
-        "cores_per_run": 1,
-        "time_limit_s": 1,
-        "job_ids": ["4711"],
-    }
-    record = {"submission": "carol-0001", "sweep": "carol", "cluster": "c", "scheduler": "slurm", "created_unix_s": 1, "arrays": [array], everything: everything}  # fmt: skip
+    array = {"number": 0, "run_ids": [ID], "ranks": 1, "nodes": 1, "cores_per_run": 1, "job_limit_s": 1}
+    record = {
+        "submission": "carol-0001", "token": "t", "sweep": "carol", "cluster": "c", "scheduler": "slurm",
+        "created_unix_s": 1, "arrays": [array], everything: everything,
+    }  # fmt: skip
+    writer = Writer(submission)
+    writer.note(Chunk(array=0, first=0, count=1, name="hpcbench-carol-0001-t-0.0-0", job_id="4711"))
+    writer.wait(everything)
+    (submission / "stop.jsonl").write_bytes(msgspec.json.encode({everything: everything}) + b"\n")
+    (submission / "dropped.json").write_bytes(msgspec.json.encode([everything]))
     (submission / "submission.json").write_bytes(msgspec.json.encode(record))
     tree.sweep_path("carol").parent.mkdir()
     sweep = {
@@ -158,10 +159,10 @@ def test_an_anonymous_bundle_holds_no_name_of_a_person_or_a_machine(planted: Clu
     plain = hpcbench("bundle", "carol", "--logs", "--out", "plain.tar.gz", cwd=tmp_path)
     assert plain.returncode == 0, plain.stderr
     done = hpcbench("bundle", "carol", "--logs", "--anonymous", "--out", "anonymous.tgz", cwd=tmp_path)
-    assert (done.returncode, "1 runs, 11 files" in done.stderr) == (0, True), done.stderr
+    assert (done.returncode, "1 runs, 14 files" in done.stderr) == (0, True), done.stderr
     names = [*PLANTED.values(), str(planted.root), str(planted.root.parent)]
     before = gzip.decompress((tmp_path / "plain.tar.gz").read_bytes()).decode(errors="replace").lower()
-    assert [name for name in names if before.count(name.lower()) < 11] == []
+    assert [name for name in names if before.count(name.lower()) < 14] == []
     after = gzip.decompress((tmp_path / "anonymous.tgz").read_bytes()).decode(errors="replace").lower()
     assert [name for name in names if name.lower() in after] == []
     assert [stand_in for stand_in in ("user-1", "node-1", "node-2", "ip-1", "mac-1", "account-1", "/home/user-1", "mail-1", "gpu-1", "tree-1", "domain-1") if stand_in not in after] == []  # fmt: skip
@@ -180,7 +181,7 @@ def test_what_cannot_be_read_is_named(planted: ClusterTree, tmp_path: Path) -> N
     rank.unlink()
     rank.symlink_to("/etc/passwd")
     done = hpcbench("bundle", "carol", cwd=tmp_path)
-    assert (done.returncode, "7 files" in done.stderr) == (0, True), done.stderr
+    assert (done.returncode, "10 files" in done.stderr) == (0, True), done.stderr
     assert "rank-0.json is a link: none is followed inside a results tree" in done.stderr
     with tarfile.open(tmp_path / "carol.hpcbench.tar.gz") as archive:
         assert all(member.isreg() for member in archive)

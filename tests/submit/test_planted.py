@@ -10,7 +10,7 @@ from hpcbench.errors import StorageError
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.lock import exclusive
 from hpcbench.submit.plan import Plan
-from hpcbench.submit.submission import submissions_of
+from hpcbench.submit.submission_record import submissions_of
 from hpcbench.submit.submit import submit
 
 
