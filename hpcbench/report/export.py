@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,8 @@ def table_json(rows: list[Row]) -> dict[str, Any]:
     """``{"columns", "rows"}``: the table with all figures in SI units."""
     documents = []
     for row in rows:
-        document = asdict(row)
+        # dataclasses.asdict would copy every list and parameter first.
+        document = {name: getattr(row, name) for name in Row.__dataclass_fields__}
         document["spec"] = as_dict(row.spec) if row.spec is not None else None
         documents.append(document)
     return {"columns": list(Row.__dataclass_fields__), "rows": documents}
