@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -55,17 +55,22 @@ class _File:
     path: Path
     owner: ClusterTree
 
-    def read(self) -> tuple[bytes, int]:
-        """The content (of a log its end) and the owner's uid. Raises ``OSError`` or ``HpcbenchError``."""
+    def open(self) -> IO[bytes]:
+        """The file (of a log its end), if it is one to be bundled. Raises ``OSError`` or ``HpcbenchError``."""
         self.owner.path(*self.path.relative_to(self.owner.root).parts)
-        with open(open_regular(self.path), "rb") as file:
-            state = os.fstat(file.fileno())
-            limit = LOG_BYTES if self.path.suffix in (".log", ".out") else MAX_FILE_BYTES
-            if state.st_size > limit:
-                if limit == MAX_FILE_BYTES:
-                    raise OSError(f"it has {state.st_size} bytes, at most {limit} are bundled")
-                file.seek(-limit, os.SEEK_END)
-            return file.read(limit), state.st_uid
+        file: IO[bytes] = open(open_regular(self.path), "rb")  # noqa: SIM115 - the caller closes it
+        size = os.fstat(file.fileno()).st_size
+        if self.path.suffix in (".log", ".out"):
+            file.seek(max(0, size - LOG_BYTES))
+        elif size > MAX_FILE_BYTES:
+            file.close()
+            raise OSError(f"it has {size} bytes, at most {MAX_FILE_BYTES} are bundled")
+        return file
+
+    def read(self) -> tuple[bytes, int]:
+        """The content and the owner's uid."""
+        with self.open() as file:
+            return file.read(MAX_FILE_BYTES), os.fstat(file.fileno()).st_uid
 
 
 def write_bundle(
@@ -106,7 +111,7 @@ def write_bundle(
 
 def _may_be_read(file: _File, left_out: dict[str, str]) -> bool:
     try:
-        file.read()
+        file.open().close()
     except FileNotFoundError:
         return False
     except (OSError, HpcbenchError) as error:
