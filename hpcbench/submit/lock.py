@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -18,6 +19,10 @@ import msgspec
 from hpcbench.errors import StorageError
 from hpcbench.fileio import create_exclusive, make_folder, read_regular, refuse_links, write_atomic
 from hpcbench.results.decode import decode
+
+
+class LockHeldError(StorageError):
+    """Somebody else has held a lock for longer than one waits."""
 
 
 class Holder(msgspec.Struct):
@@ -48,11 +53,11 @@ class Lock:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, *, lease_s: float = 120.0, wait_s: float = 60.0) -> Iterator[Lock]:
+def exclusive(path: Path, *, lease_s: float = 120.0, wait_s: float = 150.0) -> Iterator[Lock]:
     """Hold the lock ``path`` while the body runs; a body that takes long calls ``renew``.
 
-    A lock whose file has not changed for its lease is taken over: its holder died.
-    Raises ``StorageError`` naming the holder after ``wait_s``.
+    A lock whose file has not changed for its lease is taken over: its holder died. On another host nothing else tells,
+    so ``wait_s`` is longer than the lease. Raises ``LockHeldError`` naming the holder after ``wait_s``.
     """
     make_folder(path.parent)
     lock = Lock(path, lease_s)
@@ -62,7 +67,7 @@ def exclusive(path: Path, *, lease_s: float = 120.0, wait_s: float = 60.0) -> It
         refuse_links(path.parent, path.name)
         watched = _watch(path, watched)
         if time.monotonic() > deadline:
-            raise StorageError(f"waited {wait_s:g} s for {_describe(path)}", hint=f"lock file: {path}")
+            raise LockHeldError(f"waited {wait_s:g} s for {_describe(path)}", hint=f"lock file: {path}")
         time.sleep(0.05)
     try:
         yield lock
@@ -85,10 +90,23 @@ def _watch(path: Path, watched: tuple[bytes, float] | None) -> tuple[bytes, floa
     dead = holder is not None and holder.host == socket.gethostname() and not _alive(holder.pid)
     if dead or now - watched[1] > (holder.lease_s if holder else 10.0):
         with contextlib.suppress(OSError):
-            if read_regular(path) == data:
-                path.unlink()
+            _take_away(path, data)
         return None
     return watched
+
+
+def _take_away(path: Path, dead: bytes) -> None:
+    """Remove the lock with the content ``dead``.
+
+    Of several processes that do so one gets the file; one that comes late and gets its successor's puts it back.
+    """
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.dead")
+    path.rename(aside)
+    try:
+        if read_regular(aside) != dead:
+            create_exclusive(path, read_regular(aside))
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _holder(data: bytes) -> Holder | None:

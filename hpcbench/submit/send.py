@@ -13,7 +13,7 @@ from hpcbench.submit.answers import Answer
 from hpcbench.submit.executor import SbatchError, check_parameters
 from hpcbench.submit.journal import Chunk, Journal, dropped_runs, read_journal
 from hpcbench.submit.lanes import count_arrays, lane_widths, next_lane
-from hpcbench.submit.lock import exclusive
+from hpcbench.submit.lock import LockHeldError, exclusive
 from hpcbench.submit.offer import Desk, Tell
 from hpcbench.submit.submission_record import Array, Submission
 
@@ -38,8 +38,11 @@ class Sent:
 
 def send(folder: Path, record: Submission, profile: ClusterProfile, tree: ClusterTree, tell: Tell) -> Sent:
     """Offer the scheduler everything of a submission that it has not taken yet. One process at a time does so."""
-    with exclusive(folder / ".sending") as lock:
-        return _Sender(folder, record, profile, Desk(folder, record, profile, tree, lock), tell).send()
+    try:
+        with exclusive(folder / ".sending") as lock:
+            return _Sender(folder, record, profile, Desk(folder, record, profile, tree, lock), tell).send()
+    except LockHeldError as held:
+        return Sent(waiting=_count(unsent(folder, record, read_journal(folder))), reason=held.message)
 
 
 def unsent(folder: Path, record: Submission, journal: Journal) -> dict[int, Ranges]:
@@ -61,6 +64,10 @@ def _without(array: Array, dropped: set[str], ranges: Ranges) -> Ranges:
             else:
                 kept.append((job, 1))
     return kept
+
+
+def _count(jobs: dict[int, Ranges]) -> int:
+    return sum(count for ranges in jobs.values() for _, count in ranges)
 
 
 class _Sender:
@@ -208,7 +215,7 @@ class _Sender:
     def _finish(self, was_waiting: str) -> None:
         journal = read_journal(self._folder)
         rest = unsent(self._folder, self._record, journal)
-        self._outcome.waiting = sum(count for ranges in rest.values() for _, count in ranges)
+        self._outcome.waiting = _count(rest)
         self._outcome.waiting += sum(chunk.count for chunk in journal.chunks if chunk.is_open)
         if self._outcome.reason != was_waiting:
             self._desk.writer.wait(self._outcome.reason)

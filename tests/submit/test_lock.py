@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import socket
 import threading
 import time
@@ -9,6 +10,7 @@ import msgspec
 import pytest
 
 from hpcbench.errors import StorageError
+from hpcbench.submit import lock
 from hpcbench.submit.lock import Holder, exclusive
 
 
@@ -56,3 +58,15 @@ def test_an_expired_lease_is_taken_over(tmp_path: Path) -> None:
     hold(tmp_path / ".lock", lease_s=0.2)
     with exclusive(tmp_path / ".lock", wait_s=10):
         pass
+
+
+@pytest.mark.parametrize(("content", "left"), [(b"dead", []), (b"its successor's", [b"its successor's"])])
+def test_who_comes_late_to_a_dead_lock_leaves_its_successor(content: bytes, left: list[bytes], tmp_path: Path) -> None:
+    (tmp_path / ".lock").write_bytes(content)
+    lock._take_away(tmp_path / ".lock", b"dead")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == left
+
+
+def test_one_waits_longer_than_a_dead_holder_is_believed() -> None:
+    defaults = inspect.signature(exclusive).parameters
+    assert defaults["wait_s"].default > defaults["lease_s"].default
