@@ -91,7 +91,12 @@ def _ask(jobs: str, wanted: Iterable[str], profile: Reachable, since_unix_s: flo
     late, account_error = _query(account, environment)
     if queue_error and account_error:
         raise SubmitError(f"the scheduler does not answer: {queue_error}", hint=f"sacct: {account_error}")
-    return {**late, **found}
+    unheard: dict[str, JobAnswer] = {}
+    if queue_error:
+        # The accounts come later than the queue: what they do not have may well be queued or running.
+        answer = JobAnswer("pending", f"the scheduler does not answer: {queue_error}")
+        unheard = {job_id: answer for job_id in wanted if job_id.partition("_")[0] in asked}
+    return {**unheard, **late, **found}
 
 
 def _query(command: list[str], environment: Mapping[str, str]) -> tuple[dict[str, JobAnswer], str | None]:

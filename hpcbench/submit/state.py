@@ -179,7 +179,8 @@ def _found(ticket: Ticket, state: str, reason: str, ended_unix_s: float | None =
 def _is_newer(tree: ClusterTree, run_id: str, head: ResultHead, found: RunState, ticket: Ticket) -> bool:
     """Whether an active submission will replace the result that is there.
 
-    It will where it has begun no attempt, or a later one, or where its job was put back into the queue.
+    It will where it has begun no attempt, or a later one, or where its job was put back into the queue: what that one
+    left then tells nothing, nor does it while the job is running, for that may be the first run or the second.
     """
     attempt = latest_attempt(tree.run_folder(run_id))
     marker = attempt.start_marker() if attempt else None
@@ -189,7 +190,8 @@ def _is_newer(tree: ClusterTree, run_id: str, head: ResultHead, found: RunState,
         return True
     if head.status == "preempted":
         return True
-    return found.state == "pending" and ticket.array.pack == 1 and head.status in _INTERRUPTED
+    is_alone = ticket.array.pack == 1 and ticket.record.scheduler == "slurm"
+    return is_alone and found.state in ("pending", "running") and head.status in _INTERRUPTED
 
 
 def counts(states: Mapping[str, RunState]) -> dict[str, int]:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcbench.results.attempts import begin_attempt
+from hpcbench.results.schema import Failure, RunResult
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.plan import Plan
 from hpcbench.submit.scheduler import parse_states
@@ -55,6 +57,40 @@ def test_a_silent_scheduler_is_not_taken_for_failure(plan: Plan, cluster_tree: C
     found = run_states(cluster_tree, plan.runs, plan.profile, time.time() + 3600)
     assert {state.state for state in found.values()} == {"waiting"}
     assert "Unable to contact" in next(iter(found.values())).reason
+
+
+def test_what_the_accounts_do_not_have_yet_may_be_queued(
+    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    submit(plan, cluster_tree)
+    (fake_slurm / "squeue.error").write_text("Unable to contact slurm controller")
+    (fake_slurm / "sacct").write_text("4711_0|TIMEOUT|None\n4711_1|RUNNING|None\n")
+    for since_s in (0, 3600):
+        assert states(plan, cluster_tree, since_s) == ["timeout", "timeout", "running", "running"]
+    (fake_slurm / "sacct").write_text("")
+    assert states(plan, cluster_tree, 3600) == ["pending"] * 4
+
+
+@pytest.mark.parametrize(("state", "expected"), [("RUNNING", "running"), ("PENDING", "pending"), ("FAILED", "failed")])
+def test_what_a_run_left_tells_nothing_while_its_job_may_begin_it_again(
+    state: str, expected: str, plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    """A node has died, the first launch said so, and the scheduler has put the job back into the queue."""
+    folder = submit(plan, cluster_tree).folder
+    key, spec = next(iter(plan.runs.items()))
+    assert folder is not None
+    begin_attempt(
+        cluster_tree.run_folder(key),
+        launch="l", host="h", started_unix_s=1.0, job_id="4711_0", task_file=str(folder / "0.jsonl"),
+    )  # fmt: skip
+    cluster_tree.write_result(
+        RunResult(
+            run_id=key, config_id="c", attempt=1, sweep="small", cluster="test", status="failed", spec=spec,
+            error=Failure(type="RankLost", message="rank 1 ended"),
+        )
+    )  # fmt: skip
+    (fake_slurm / "squeue").write_text(f"4711_0|{state}|None\n")
+    assert run_states(cluster_tree, [key], plan.profile, time.time())[key].state == expected
 
 
 def test_a_job_just_submitted_may_be_unknown(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
