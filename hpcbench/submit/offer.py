@@ -66,6 +66,20 @@ class Desk:
                 self.writer.note(msgspec.structs.replace(chunk, job_id=job_id))
                 return job_id
 
+    def ask(self, question: Callable[[], int], tell: Tell) -> int:
+        """The answer to ``question``, which is put to the scheduler again while it is away, as long as an sbatch is."""
+        pause_s, give_up = _FIRST_PAUSE_S, time.monotonic() + self._profile.scheduler.retry_s
+        while True:
+            self._lock.renew()
+            try:
+                return question()
+            except SubmitError as error:
+                if time.monotonic() + pause_s > give_up:
+                    raise
+                tell(f"{error.message.splitlines()[-1]}: asking again")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
     def _settled(self, chunk: Chunk, give_up: float, error: SbatchError) -> str | None:
         """The job that an sbatch without an answer may have sent; ``None`` once it is sure that there is none."""
         while True:

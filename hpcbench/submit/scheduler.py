@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable
 from hpcbench.submit.address import Reachable
+from hpcbench.submit.answers import Answer, classify
 from hpcbench.submit.environment import clean_environment
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def _ask(jobs: str, wanted: Iterable[str], profile: Reachable, since_unix_s: flo
     if queue_error:
         # The accounts come later than the queue: what they do not have may well be queued or running.
         answer = JobAnswer("pending", f"the scheduler does not answer: {queue_error}")
-        unheard = {job_id: answer for job_id in wanted if job_id.partition("_")[0] in asked}
+        unheard = dict.fromkeys(wanted, answer)
     return {**unheard, **late, **found}
 
 
@@ -184,10 +185,15 @@ def queued_jobs(profile: Reachable) -> int | None:
 
 
 def max_array_size(profile: ClusterProfile) -> int:
-    """The largest array that may be submitted: the profile's word, else the scheduler's, else SLURM's default."""
+    """The largest array that may be submitted: the profile's word, else the scheduler's, else SLURM's default.
+
+    Raises ``SubmitError`` where the scheduler is away: a guess that is too large would be refused once it is back.
+    """
     if profile.scheduler.max_array_size:
         return profile.scheduler.max_array_size
-    text, _ = _run(["scontrol", "show", "config"], slurm_environment(profile))
+    text, error = _run(["scontrol", "show", "config"], slurm_environment(profile))
+    if error is not None and classify(error) in (Answer.AWAY, Answer.UNCLEAR):
+        raise SubmitError(f"the scheduler does not answer: {error}")
     match = re.search(r"^MaxArraySize\s*=\s*(\d+)", text, re.MULTILINE)
     # The largest index is one less than MaxArraySize, and ours begin at 0.
     return max(1, int(match[1])) if match else 1001

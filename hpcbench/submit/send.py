@@ -102,7 +102,7 @@ class _Sender:
     def _prepare(self, chunks: list[Chunk], todo: dict[int, Ranges]) -> None:
         scheduler.adopt(self._profile)
         if max(count for ranges in todo.values() for _, count in ranges) > 1:
-            self._largest = scheduler.max_array_size(self._profile)
+            self._largest = self._desk.ask(lambda: scheduler.max_array_size(self._profile), self._tell)
         if self._record.max_running_jobs is not None:
             arrays = count_arrays((array.jobs for array in self._record.arrays), self._largest)
             self._widths = lane_widths(self._record.max_running_jobs, arrays)

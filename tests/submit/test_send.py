@@ -16,6 +16,7 @@ from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit import offer
 from hpcbench.submit.journal import Chunk, Writer, drop_runs, read_journal, trying
+from hpcbench.submit.lock import exclusive
 from hpcbench.submit.plan import Plan, make_plan
 from hpcbench.submit.send import Sent, send
 from hpcbench.submit.state import run_states
@@ -157,6 +158,31 @@ def test_a_scheduler_that_stays_away_leaves_the_jobs_waiting(
     monkeypatch.setenv("FAKE_SBATCH", "ok")
     again = submit(ten(), cluster_tree)
     assert (again.run_ids, again.sent.jobs, again.sent.waiting) == ([], 10, 0)
+
+
+def test_no_array_is_sent_by_a_guess_at_the_largest(
+    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    (fake_slurm / "scontrol.error").write_text("slurm_load_ctl_conf error: Unable to contact slurm controller")
+    sent = submit(ten(retry_s=0.0), cluster_tree).sent
+    assert (sent.jobs, sent.waiting, "scontrol" in str(sent.failed)) == (0, 10, True)
+    assert not (fake_slurm / "calls").exists()
+    (fake_slurm / "scontrol.error").unlink()
+    (fake_slurm / "scontrol").write_text("MaxArraySize            = 4\n")
+    assert submit(ten(), cluster_tree).sent.jobs == 10
+    assert options(fake_slurm, "array") == ["0-3", "0-3", "0-1"]
+
+
+def test_what_somebody_else_is_sending_is_left_to_them(
+    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, record = written(ten(), cluster_tree)
+    monkeypatch.setattr("hpcbench.submit.send.exclusive", functools.partial(exclusive, wait_s=0.1))
+    with exclusive(folder / ".sending"):
+        sent = hand_over(ten(), cluster_tree, folder, record)
+    assert (sent.jobs, sent.waiting, sent.failed) == (0, 10, None)
+    assert "to finish" in sent.reason
+    assert not (fake_slurm / "calls").exists()
 
 
 def test_a_job_that_was_taken_without_a_word_is_found_by_its_name(
