@@ -17,6 +17,7 @@ Scalar = bool | int | float | str
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
+EnvValue = Annotated[str, Meta(pattern=r"^[^\x00]*$", max_length=100_000)]
 EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
@@ -59,7 +60,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     time_limit_min: Annotated[float, Meta(gt=0, description="limit of one launch")] | None = None
     partition: Annotated[str, Meta(description="a partition of the profile; its default otherwise")] | None = None
     environment: Annotated[str, Meta(description="an environment named in the profile")] | None = None
-    env: Annotated[dict[EnvName, str], Meta(description="variables set for the ranks")] = {}
+    env: Annotated[dict[EnvName, EnvValue], Meta(description="variables set for the ranks")] = {}
 
     @property
     def ranks(self) -> int:

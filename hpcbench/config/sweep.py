@@ -43,7 +43,7 @@ def _pydantic_type(hint: Any) -> Any:
 
 
 def _field_of(meta: msgspec.Meta) -> Any:
-    names = ("ge", "gt", "le", "lt", "pattern", "description")
+    names = ("ge", "gt", "le", "lt", "pattern", "max_length", "description")
     return Field(**{name: getattr(meta, name) for name in names if getattr(meta, name) is not None})
 
 

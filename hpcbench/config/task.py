@@ -70,6 +70,6 @@ def read_task(path: Path, index: int) -> tuple[TaskHeader, Task]:
                     return header, msgspec.json.decode(line, type=Task)
     except OSError as error:
         raise WorkerError(f"cannot read the task file {path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise WorkerError(f"{path} is not a task file of this version of hpcbench: {error}") from error
     raise WorkerError(f"{path} has no run number {index}")

@@ -116,8 +116,8 @@ class ClusterTree:
     def _read_head(self, run_id: str) -> ResultHead | None:
         try:
             result = self.read_result(run_id)
-        except msgspec.MsgspecError as error:
-            return ResultHead(BROKEN, message=str(error))
+        except (msgspec.MsgspecError, StorageError) as error:
+            return ResultHead(BROKEN, message=str(error).replace("\n ", ";"))
         if result is None:
             return None
         message = result.error.message if result.error else ""

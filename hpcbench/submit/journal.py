@@ -11,10 +11,12 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
-from hpcbench.fileio import storage_error, write_atomic
+from hpcbench.fileio import ANY_SIZE, read_regular, storage_error, write_atomic
+from hpcbench.results.decode import decode
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -28,7 +30,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lane: int = 0
     is_array: bool = False
     tried_unix_s: float = 0.0
-    job_id: str | None = None
+    job_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9]+$")] | None = None
     refused: bool = False
     """The scheduler will not have it: its runs belong to no submission."""
 
@@ -94,8 +96,8 @@ def read_journal(folder: Path) -> Journal:
     waiting = ""
     for path in journal_paths(folder):
         with contextlib.suppress(OSError):
-            for text in path.read_bytes().splitlines():
-                with contextlib.suppress(msgspec.MsgspecError):
+            for text in read_regular(path, ANY_SIZE).splitlines():
+                with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     line = decoder.decode(text)
                     if line.chunk is not None:
                         place = (line.chunk.array, line.chunk.first)
@@ -157,7 +159,7 @@ def trying(chunk: Chunk) -> Chunk:
 def dropped_runs(folder: Path) -> set[str]:
     """The runs that were struck from a submission before they began."""
     try:
-        return set(msgspec.json.decode((folder / "dropped.json").read_bytes(), type=list[str]))
+        return set(decode(read_regular(folder / "dropped.json"), list[str]))
     except (OSError, msgspec.MsgspecError):
         return set()
 

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import stat
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ from typing import IO
 
 import psutil
 
+from hpcbench.errors import StorageError
 from hpcbench.submit.executor import LocalScriptExecutor, LocalScriptJob
 from hpcbench.submit.journal import Chunk, Writer, dropped_runs
 from hpcbench.submit.plan import local_cores
@@ -36,6 +38,9 @@ class Cores:
         self.count = count
         self._folder = folder or Path(tempfile.gettempdir()) / f"hpcbench-cores-{os.getuid()}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
+        state = self._folder.lstat()
+        if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
+            raise StorageError(f"{self._folder} is not a folder of this user", hint="remove it, or set TMPDIR")
 
     def take(self, wanted: int) -> list[IO[bytes]] | None:
         """``wanted`` cores, or all where there are fewer; ``None`` where they are not free now."""

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hpcbench.fileio import write_atomic
+from hpcbench.fileio import read_regular, write_atomic
+from hpcbench.results.decode import decode
 
 if TYPE_CHECKING:
     import psutil
@@ -64,7 +65,7 @@ def queue_is_alive(folder: Path) -> bool:
 
 def _read_state(folder: Path) -> QueueState | None:
     try:
-        return msgspec.json.decode((folder / "queue.json").read_bytes(), type=QueueState)
+        return decode(read_regular(folder / "queue.json"), QueueState)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -79,6 +80,8 @@ def queue_process(folder: Path) -> psutil.Process | None:
     try:
         process = psutil.Process(state.pid)
         alive = abs(process.create_time() - state.created) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        # Somebody else may have written the file: only a queue of this very folder is ever told to stop.
+        alive = alive and process.cmdline()[1:4] == ["-m", "hpcbench.submit.local_queue", str(folder)]
     except psutil.Error:
         return None
     return process if alive else None

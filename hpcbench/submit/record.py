@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hpcbench.fileio import make_folder, write_atomic
+from hpcbench.fileio import make_folder, read_regular, write_atomic
+from hpcbench.results.decode import decode
 from hpcbench.results.store import ClusterTree
 
 if TYPE_CHECKING:
@@ -43,6 +44,6 @@ def write_sweep(plan: Plan, tree: ClusterTree) -> None:
 def read_sweep(tree: ClusterTree, name: str) -> SweepRecord | None:
     """The record of a sweep that was submitted or run here; ``None`` where there is none."""
     try:
-        return msgspec.json.decode(tree.sweep_path(name).read_bytes(), type=SweepRecord)
+        return decode(read_regular(tree.sweep_path(name)), SweepRecord)
     except (OSError, msgspec.MsgspecError):
         return None

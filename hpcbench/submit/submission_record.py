@@ -9,6 +9,8 @@ import msgspec
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.config.task import Task
+from hpcbench.fileio import ANY_SIZE, read_regular
+from hpcbench.results.decode import decode
 from hpcbench.results.store import ClusterTree
 
 
@@ -65,7 +67,7 @@ def next_submission_folder(tree: ClusterTree, sweep: str) -> Path:
 def read_record(folder: Path) -> Submission | None:
     """The record of a submission; ``None`` where it is absent or broken."""
     try:
-        return msgspec.json.decode((folder / "submission.json").read_bytes(), type=Submission)
+        return decode(read_regular(folder / "submission.json"), Submission)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -75,8 +77,8 @@ def read_specs(folder: Path, record: Submission) -> dict[str, RunSpec]:
     found: dict[str, RunSpec] = {}
     for array in record.arrays:
         try:
-            lines = (folder / f"{array.number}.jsonl").read_bytes().splitlines()[1:]
-            found |= {task.run_id: task.spec for task in (msgspec.json.decode(line, type=Task) for line in lines)}
+            lines = read_regular(folder / f"{array.number}.jsonl", ANY_SIZE).splitlines()[1:]
+            found |= {task.run_id: task.spec for task in (decode(line, Task) for line in lines)}
         except (OSError, msgspec.MsgspecError):
             continue
     return found
