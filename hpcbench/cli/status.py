@@ -74,10 +74,13 @@ def _watch(sweeps: tuple[str, ...], cluster_name: str | None, results: str | Non
 
     # With --json the one document is for standard output alone.
     stream = sys.stderr if as_json else sys.stdout
+    shown = None
     with _screen(stream) as show:
         while True:
             found = _look(sweeps, cluster_name, results)
-            show(_text(found, stream))
+            if (text := _text(found, stream)) != shown:
+                show(text)
+                shown = text
             active = [state for _, _, states in found for state in states.values() if state.state in ACTIVE]
             if not active:
                 return found
@@ -87,15 +90,7 @@ def _watch(sweeps: tuple[str, ...], cluster_name: str | None, results: str | Non
 @contextlib.contextmanager
 def _screen(stream: TextIO) -> Iterator[Callable[[str], None]]:
     if not stream.isatty():
-        shown = ""
-
-        def print_changed(text: str) -> None:
-            nonlocal shown
-            if text != shown:
-                _echo(f"{text}\n", stream)
-                shown = text
-
-        yield print_changed
+        yield lambda text: _echo(f"{text}\n", stream)
         return
     from rich.live import Live
     from rich.text import Text
