@@ -126,9 +126,11 @@ class ClusterTree:
     def existing_runs(self) -> set[str]:
         """As ``run_ids``, in no order and from names alone: one listing for every 256th of the runs."""
         found: set[str] = set()
-        for number in range(256):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                found.update(filter(RUN_ID.fullmatch, os.listdir(self.root / "runs" / f"{number:02x}")))
+        runs = self.root / "runs"
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for prefix in os.listdir(runs):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    found.update(filter(RUN_ID.fullmatch, os.listdir(f"{runs}/{prefix}")))
         return found
 
     def archive_path(self, run_id: str, key: str) -> Path:

@@ -7,7 +7,6 @@ submitit checks the parameters, parses the job's id, and its ``Job`` objects giv
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import shlex
@@ -27,6 +26,8 @@ from hpcbench.fileio import printable
 from hpcbench.submit.answers import Answer, classify
 
 _PR_SET_PDEATHSIG = 1
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
+"""Looked up once and not in each child; Linux alone has it."""
 
 
 class ScriptExecutor(submitit.SlurmExecutor):
@@ -95,8 +96,8 @@ class SbatchError(SubmitError):
 
 def _die_with_parent() -> None:
     """An sbatch whose submit was killed must not send its job later, when somebody has sent it again."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def check_parameters(parameters: Mapping[str, Any], folder: Path) -> None:

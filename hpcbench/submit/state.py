@@ -41,6 +41,8 @@ class RunState(msgspec.Struct, frozen=True, gc=False):
     ticket: Ticket | None = None
 
 
+_PLANNED = RunState("planned")
+
 Answers = Mapping[str, JobAnswer] | SubmitError
 
 
@@ -64,7 +66,7 @@ def run_states(
     for key in run_ids:
         head = None if key in stale and heads[key].status == OK else heads.get(key)
         ticket = tickets.get(key)
-        found = look.state(key, ticket) if ticket else RunState("planned")
+        found = look.state(key, ticket) if ticket else _PLANNED
         if head is None:
             states[key] = _unless_stale(key, found, stale)
         elif found.state in ACTIVE and ticket is not None and _is_newer(tree, key, head, found, ticket):
@@ -76,7 +78,7 @@ def run_states(
 
 def _unless_stale(run_id: str, found: RunState, stale: Collection[str]) -> RunState:
     """A stale run's old job has ended long ago; only an active one is measuring it anew."""
-    return RunState("planned") if run_id in stale and found.state not in ACTIVE else found
+    return _PLANNED if run_id in stale and found.state not in ACTIVE else found
 
 
 def result_state(tree: ClusterTree, run_id: str) -> RunState | None:

@@ -123,9 +123,11 @@ def write_skipped(plan: Plan, tree: ClusterTree, active: Collection[str]) -> Non
 
 def check_budget(plan: Plan, chosen: dict[str, RunSpec]) -> None:
     """Raise ``ConfigError`` where ``chosen`` may cost more node-hours than the sweep or the profile allows at once."""
+    if plan.budget is None:
+        return
+    budget, owner = plan.budget
     cost = plan.node_hours(chosen)
-    if plan.budget is not None and cost > plan.budget[0]:
-        budget, owner = plan.budget
+    if cost > budget:
         raise ConfigError(
             f"{len(chosen)} runs may cost {cost:.2f} node-hours at their time limits, "
             f"the budget of {owner} is {budget:g}",
