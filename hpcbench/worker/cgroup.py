@@ -1,4 +1,4 @@
-"""How often the kernel killed a process of this job for its memory: the count of the memory control group."""
+"""The memory control group of this job: how often the kernel killed a process of it, and how much it may have."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from pathlib import Path
 
 PROC_CGROUP = Path("/proc/self/cgroup")
 MOUNT = Path("/sys/fs/cgroup")
+_NO_LIMIT_BYTES = 2**60
 _V1_FILE = "memory.oom_control"
 _V2_FILE = "memory.events"
+_LIMITS = {_V1_FILE: "memory.limit_in_bytes", _V2_FILE: "memory.max"}
 
 
 def oom_kills(proc_cgroup: Path = PROC_CGROUP, mount: Path = MOUNT) -> int | None:
@@ -21,6 +23,20 @@ def oom_kills(proc_cgroup: Path = PROC_CGROUP, mount: Path = MOUNT) -> int | Non
     groups = _memory_groups(proc_cgroup, mount)
     counts = [count for folder, name in groups for count in [_read_count(folder / name)] if count is not None]
     return sum(counts) if counts else None
+
+
+def memory_limit_bytes(proc_cgroup: Path = PROC_CGROUP, mount: Path = MOUNT) -> int | None:
+    """The smallest limit of this process's memory group and those around it; ``None`` where there is none.
+
+    Under v1 a group without a limit shows a number that no machine has.
+    """
+    limits = []
+    for folder, name in _memory_groups(proc_cgroup, mount):
+        try:
+            limits.append(int((folder / _LIMITS[name]).read_text()))
+        except (OSError, ValueError):
+            continue
+    return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
 
 
 def _memory_groups(proc_cgroup: Path, mount: Path) -> list[tuple[Path, str]]:

@@ -17,6 +17,7 @@ from hpcbench.fileio import tail
 from hpcbench.results.attempts import Attempt, AttemptStart
 from hpcbench.results.schema import OK, Failure, RankResult, RunResult
 from hpcbench.results.store import ClusterTree
+from hpcbench.worker.asked import memory_here
 from hpcbench.worker.failure import says_peer_lost
 from hpcbench.worker.launch import PREEMPTED, restart_count
 from hpcbench.worker.stop import near_s
@@ -58,7 +59,7 @@ def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: 
         return 0
     log = tail(attempt.folder / "err.log")
     if status == "failed" and _SLURM_OOM.search(log):
-        status, how = "oom", f"{how}; the scheduler saw a process killed for its memory"
+        status, how = "oom", f"{how}; the scheduler saw a process killed for its memory: {memory_here()}"
     status, error = _failure(status, how, ranks, task.spec.ranks, log)
     result = summarise(header, task, attempt_number, ranks, status, error)
     if displaced and told_to_end(result):
@@ -143,7 +144,7 @@ def _status(start: AttemptStart | None, limit_s: float, exit_code: int, received
     deadline = start.deadline_unix_s if start else None
     near_deadline = deadline is not None and time.time() >= deadline - near_s(limit_s)
     if start is not None and killed_for_memory(start.oom_kills):
-        return "oom", f"{how}; the kernel killed a process of this job for its memory"
+        return "oom", f"{how}; the kernel killed a process of this job for its memory: {memory_here()}"
     if received == "USR2" or (received and near_deadline):
         return "timeout", f"{how}; the job was told SIG{received} at its time limit"
     if received:

@@ -8,6 +8,7 @@ import traceback
 from hpcbench.errors import WorkerError
 from hpcbench.fileio import printable
 from hpcbench.results.schema import Failure
+from hpcbench.worker.asked import memory_here
 
 _TAIL_CHARACTERS = 4000
 
@@ -43,6 +44,9 @@ def describe(error: BaseException) -> tuple[str, Failure]:
     elif isinstance(error, ModuleNotFoundError) and error.name:
         status, hint = "unsupported", install_hint(error.name)
     message = error.message if isinstance(error, WorkerError) else str(error)
+    if status == "oom" and "CUDA" not in message:
+        # The framework says itself what an accelerator has.
+        message = f"{message or type(error).__name__} ({memory_here()})"
     return status, Failure(
         type=type(error).__name__, message=printable(message), hint=hint, traceback_tail=_tail(error)
     )

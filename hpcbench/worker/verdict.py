@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from hpcbench.results.schema import OK, Failure, RankResult
+from hpcbench.worker.asked import memory_here
 from hpcbench.worker.cgroup import oom_kills
 from hpcbench.worker.failure import OOM_HINT
 
@@ -51,7 +52,9 @@ def judge(
     if cause is not None and not (cause.status == "cancelled" and vanished and launcher == "torchrun"):
         return Verdict(cause.status, _named(cause, world_size))
     if vanished and killed_for_memory(oom_kills_before):
-        return Verdict("oom", lost(vanished, ranks, "the kernel killed a process of this job for its memory"))
+        return Verdict(
+            "oom", lost(vanished, ranks, f"the kernel killed a process of this job for its memory: {memory_here()}")
+        )
     if vanished:
         return Verdict("failed", lost(vanished, ranks, "killed, or ended by something outside python"))
     if all(one.status == OK for one in ranks.values()):

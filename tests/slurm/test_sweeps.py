@@ -192,6 +192,7 @@ def test_out_of_memory_is_called_so(hpcbench: Command, results: Results, tmp_pat
     done = hpcbench("run", path, "--cluster", "slurmbox")
     (result,) = results()
     assert result["status"] == "oom", (result["error"], done.stderr)
+    assert "asked for 1.4 GiB a node; the limit of its memory group is 3.0 GiB" in result["error"]["message"]
     assert done.returncode == 0
     after = sweep(tmp_path, "after", "steps = 2\n")
     assert hpcbench("run", after, "--cluster", "slurmbox").returncode == 0

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hpcbench.worker.asked import memory_here, memory_words
+from hpcbench.worker.cgroup import memory_limit_bytes
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("env", "limit_bytes", "machine_bytes", "words"),
+    [
+        (
+            {"SLURM_MEM_PER_NODE": "2048"},
+            3 * GIB,
+            8 * GIB,
+            "asked for 2.0 GiB a node; the limit of its memory group is 3.0 GiB; the machine has 8.0 GiB",
+        ),
+        ({"SLURM_MEM_PER_CPU": "1024"}, None, None, "asked for 1.0 GiB a core"),
+        ({"SLURM_MEM_PER_NODE": "0"}, None, 8 * GIB, "asked for all memory of the node; the machine has 8.0 GiB"),
+        ({"SLURM_MEM_PER_NODE": "lots"}, None, None, ""),
+    ],
+)
+def test_what_was_asked_and_what_was_there(
+    env: dict[str, str], limit_bytes: int | None, machine_bytes: int | None, words: str
+) -> None:
+    assert memory_words(env, limit_bytes, machine_bytes) == words
+
+
+def test_this_machine_has_memory() -> None:
+    assert re.search(r"the machine has \d+", memory_here())
+
+
+@pytest.mark.parametrize(
+    ("line", "files", "limit"),
+    [
+        ("4:memory:/a/b", {"memory/a/memory.limit_in_bytes": "1000", "memory/a/b/memory.limit_in_bytes": "9223372036854771712"}, 1000),
+        ("0::/a/b", {"a/memory.max": "2000", "a/b/memory.max": "max"}, 2000),
+        ("0::/a/b", {"a/b/memory.max": "max"}, None),
+        ("4:cpu:/a", {}, None),
+    ],
+)  # fmt: skip
+def test_the_smallest_limit_counts(tmp_path: Path, line: str, files: dict[str, str], limit: int | None) -> None:
+    (tmp_path / "cgroup").write_text(line + "\n")
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory_limit_bytes(tmp_path / "cgroup", tmp_path) == limit
