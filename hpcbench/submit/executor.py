@@ -8,8 +8,10 @@ submitit checks the parameters, parses the job's id, and its ``Job`` objects giv
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 from collections.abc import Mapping
@@ -62,20 +64,21 @@ class ScriptExecutor(submitit.SlurmExecutor):
             raise SbatchError(message, Answer.UNCLEAR, hint="it is looked for by its name at the next submit") from None
 
     def _call(self, command: list[str]) -> str:
+        if shutil.which(command[0], path=self._environment.get("PATH")) is None:
+            hint = "is this a login node of the cluster? `hpcbench doctor --cluster NAME` looks closer"
+            raise SbatchError("sbatch is not on PATH", Answer.REFUSED, hint=hint)
+        tied = _tied_to_parent()
         try:
             done = subprocess.run(
-                command,
+                [*tied, *command],
                 env=self._environment,
                 capture_output=True,
                 text=True,
                 errors="replace",
                 timeout=self._timeout_s,
                 check=False,
-                preexec_fn=_die_with_parent,
+                preexec_fn=None if tied else _die_with_parent,
             )
-        except FileNotFoundError as error:
-            hint = "is this a login node of the cluster? `hpcbench doctor --cluster NAME` looks closer"
-            raise SbatchError("sbatch is not on PATH", Answer.REFUSED, hint=hint) from error
         except subprocess.TimeoutExpired as error:
             raise SbatchError(f"sbatch did not answer within {self._timeout_s:g} s", Answer.UNCLEAR) from error
         if done.returncode != 0:
@@ -92,6 +95,20 @@ class SbatchError(SubmitError):
     def __init__(self, message: str, answer: Answer, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
         self.answer = answer
+
+
+@functools.cache
+def _tied_to_parent() -> tuple[str, ...]:
+    """Words before a command that end it with this process, where this system has such a command.
+
+    Python itself can only do so in a copy of this process, which takes the longer the more runs it holds.
+    """
+    words = ("setpriv", "--pdeathsig", "KILL")
+    try:
+        works = subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    except OSError:
+        works = False
+    return words if works else ()
 
 
 def _die_with_parent() -> None:
