@@ -43,9 +43,12 @@ one_run() {
   # Only the pack has a limit at the scheduler: this is the run's own. torchrun gives its ranks 30 s before it kills.
   ranks_command=(timeout --foreground --kill-after=40 1800 "${ranks_command[@]}")
   if [ -z "$received" ]; then
+    # Where a group shares the tree: nothing that somebody put in a log's place is written to.
+    set -C
     "${ranks_command[@]}" --tasks "$task_file" --index "$index" --attempt "$attempt" \
       > "$attempt_folder/out.log" 2> "$attempt_folder/err.log" &
     ranks=$!
+    set +C
     [ -z "$received" ] || kill -TERM "$ranks" 2> /dev/null
     while :; do
       told=''

@@ -72,9 +72,12 @@ one_run() {
     --nproc-per-node=4 --cpu-bind=cores
     -m hpcbench.worker)
   if [ -z "$received" ]; then
+    # Where a group shares the tree: nothing that somebody put in a log's place is written to.
+    set -C
     "${ranks_command[@]}" --tasks "$task_file" --index "$index" --attempt "$attempt" \
       > "$attempt_folder/out.log" 2> "$attempt_folder/err.log" &
     ranks=$!
+    set +C
     while :; do
       told=''
       wait "$ranks"

@@ -57,9 +57,12 @@ one_run() {
     --cpus-per-task=1 --kill-on-bad-exit=1 --label
     "${python[@]}" -m hpcbench.worker)
   if [ -z "$received" ]; then
+    # Where a group shares the tree: nothing that somebody put in a log's place is written to.
+    set -C
     "${ranks_command[@]}" --tasks "$task_file" --index "$index" --attempt "$attempt" \
       > "$attempt_folder/out.log" 2> "$attempt_folder/err.log" &
     ranks=$!
+    set +C
     while :; do
       told=''
       wait "$ranks"

@@ -198,3 +198,14 @@ def test_no_run_begins_that_the_job_has_no_time_for(make: Callable[..., Pack]) -
     assert pack.statuses() == ["ok", None]
     assert "no time is left for run 1" in pack.log()
     assert pack.attempts() == [1, 0]
+
+
+def test_what_lies_in_the_place_of_a_log_is_not_written_to(make: Callable[..., Pack], tmp_path: Path) -> None:
+    """Put there, in a tree that others can write to, between the attempt's begin and the launch."""
+    (tmp_path / "somebodys").write_text("mine")
+    plant = f'attempt=${{attempt_folder##*/}}; ln -s "{tmp_path}/somebodys" "$attempt_folder/err.log"'
+    pack = make([short(1)], 1, **{"attempt=${attempt_folder##*/}": plant})
+    assert pack.run() == 0
+    assert pack.statuses() == ["failed"]
+    assert (tmp_path / "somebodys").read_text() == "mine"
+    assert "cannot overwrite existing file" in pack.log()
