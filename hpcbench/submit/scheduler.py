@@ -65,39 +65,39 @@ class JobAnswer(NamedTuple):
 def job_states(job_ids: Collection[str], profile: Reachable, since_unix_s: float) -> dict[str, JobAnswer]:
     """What the scheduler says of each job that it knows: squeue first, then sacct for those that it forgot.
 
-    A job that neither command knows is left out: unknown is never taken for failed.
+    A job that neither command knows is left out: unknown is never taken for failed. Neighbours in an array are in it.
     Raises ``SubmitError`` where neither squeue nor sacct answers.
     """
-    by_master: dict[str, list[str]] = {}
-    for job_id in job_ids:
-        by_master.setdefault(job_id.partition("_")[0], []).append(job_id)
-    masters = sorted(by_master)
-    found: dict[str, JobAnswer] = {}
-    for first in range(0, len(masters), _IDS_PER_CALL):
-        asked = masters[first : first + _IDS_PER_CALL]
-        wanted = [job_id for master in asked for job_id in by_master[master]]
-        answers = _ask(",".join(asked), wanted, profile, since_unix_s)
-        found |= {job_id: answers[job_id] for job_id in wanted if job_id in answers}
-    return found
-
-
-def _ask(jobs: str, wanted: Iterable[str], profile: Reachable, since_unix_s: float) -> dict[str, JobAnswer]:
     environment = slurm_environment(profile)
-    queue = ["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%e|%j", "-j", jobs]
-    found, queue_error = _query(queue, environment)
-    if all(job_id in found for job_id in wanted):
+    queue = ["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%e|%j"]
+    found, queue_error = _ask(queue, job_ids, environment)
+    left = [job_id for job_id in job_ids if job_id not in found]
+    if not left:
         return found
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_unix_s - 86400))
-    account = ["sacct", "-n", "-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName", "-j", jobs]
-    late, account_error = _query(account, environment)
+    account = ["sacct", "-n", "-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName"]
+    late, account_error = _ask(account, left, environment)
     if queue_error and account_error:
         raise SubmitError(f"the scheduler does not answer: {queue_error}", hint=f"sacct: {account_error}")
     unheard: dict[str, JobAnswer] = {}
     if queue_error:
         # The accounts come later than the queue: what they do not have may well be queued or running.
-        answer = JobAnswer("pending", f"the scheduler does not answer: {queue_error}")
-        unheard = dict.fromkeys(wanted, answer)
+        unheard = dict.fromkeys(left, JobAnswer("pending", f"the scheduler does not answer: {queue_error}"))
     return {**unheard, **late, **found}
+
+
+def _ask(
+    command: list[str], job_ids: Iterable[str], environment: Mapping[str, str]
+) -> tuple[dict[str, JobAnswer], str | None]:
+    """What ``command`` says of jobs, asked by their arrays, and the last error where it failed."""
+    arrays = sorted({job_id.partition("_")[0] for job_id in job_ids})
+    found: dict[str, JobAnswer] = {}
+    error = None
+    for first in range(0, len(arrays), _IDS_PER_CALL):
+        answers, failed = _query([*command, "-j", ",".join(arrays[first : first + _IDS_PER_CALL])], environment)
+        found |= answers
+        error = failed or error
+    return found, error
 
 
 def _query(command: list[str], environment: Mapping[str, str]) -> tuple[dict[str, JobAnswer], str | None]:
