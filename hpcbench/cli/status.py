@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -44,7 +43,11 @@ def _text(found: States, stream: TextIO) -> str:
     """What is shown of a look; reasons are broken into lines on a terminal alone."""
     from hpcbench.report.status import status_text
 
-    width = shutil.get_terminal_size().columns if stream.isatty() else None
+    width = None
+    if stream.isatty():
+        import shutil
+
+        width = shutil.get_terminal_size().columns
     return "\n\n".join(status_text(*entry, width) for entry in found)
 
 

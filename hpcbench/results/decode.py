@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TypeVar
 
 import msgspec
@@ -9,7 +10,6 @@ import msgspec
 from hpcbench.results.schema import STATUSES, RunResult
 
 _T = TypeVar("_T")
-_result_decoder = msgspec.json.Decoder(RunResult)
 _LARGEST = 2**63
 
 
@@ -24,7 +24,7 @@ def decode(data: bytes, kind: type[_T]) -> _T:
 
 def decode_result(data: bytes, run_id: str) -> RunResult:
     """A result that is about ``run_id`` and that every table can show."""
-    result = _guarded(_result_decoder, data)
+    result = _guarded(_result_decoder(), data)
     if result.run_id != run_id:
         raise BrokenFile(f"it is about run {result.run_id[:64]!r}, and lies where that of {run_id!r} should")
     if result.status not in STATUSES:
@@ -34,6 +34,11 @@ def decode_result(data: bytes, run_id: str) -> RunResult:
         if isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
             raise BrokenFile(f"it holds an integer beyond {_LARGEST}")
     return result
+
+
+@functools.cache
+def _result_decoder() -> msgspec.json.Decoder[RunResult]:
+    return msgspec.json.Decoder(RunResult)
 
 
 def _guarded(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:

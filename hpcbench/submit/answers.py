@@ -19,18 +19,16 @@ class Answer(enum.Enum):
     """The scheduler was reached and did not answer in time: it may have taken the job all the same."""
 
 
-_AWAY = re.compile(
+_AWAY = (
     r"Unable to contact slurm controller|Connection refused|temporarily unable to accept|Slurm backup controller|"
-    r"Unable to establish (?:control|controller)|No route to host|Network is unreachable|Unable to resolve",
-    re.IGNORECASE,
+    r"Unable to establish (?:control|controller)|No route to host|Network is unreachable|Unable to resolve"
 )
-_UNCLEAR = re.compile(
+_UNCLEAR = (
     r"timed out|Zero Bytes were transmitted|Resource temporarily unavailable|Message (?:receive|send) failure|"
-    r"communication (?:connection|shutdown) failure|Connection reset|Transport endpoint|Unexpected message|Broken pipe",
-    re.IGNORECASE,
+    r"communication (?:connection|shutdown) failure|Connection reset|Transport endpoint|Unexpected message|Broken pipe"
 )
-_NAMED_LIMIT = re.compile(r"\b(?:QOS|Assoc)\w+Limit\b")
-_SOME_LIMIT = re.compile(r"job submit limit|Too many (?:jobs|tasks)", re.IGNORECASE)
+_NAMED_LIMIT = r"\b(?:QOS|Assoc)\w+Limit\b"
+_SOME_LIMIT = r"job submit limit|Too many (?:jobs|tasks)"
 
 
 def classify(said: str) -> Answer:
@@ -39,11 +37,11 @@ def classify(said: str) -> Answer:
     SLURM ends its answer with a sentence about submit, size and time limits together; where it names the limit
     besides, only that name counts.
     """
-    named = _NAMED_LIMIT.findall(said)
+    named = re.findall(_NAMED_LIMIT, said)
     if named:
         return Answer.LIMIT if any("Submit" in name for name in named) else Answer.REFUSED
-    if _SOME_LIMIT.search(said):
+    if re.search(_SOME_LIMIT, said, re.IGNORECASE):
         return Answer.LIMIT
-    if _AWAY.search(said):
+    if re.search(_AWAY, said, re.IGNORECASE):
         return Answer.AWAY
-    return Answer.UNCLEAR if _UNCLEAR.search(said) else Answer.REFUSED
+    return Answer.UNCLEAR if re.search(_UNCLEAR, said, re.IGNORECASE) else Answer.REFUSED

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import submitit
 from submitit.core.utils import FailedSubmissionError
 from submitit.local.local import LocalJob, start_controller
@@ -168,6 +167,8 @@ def _devices_as_they_are() -> list[str]:
 
 def _is_controller(pid: int) -> bool:
     """Whether ``pid`` still is one of submitit's controllers; process ids are used again."""
+    import psutil
+
     try:
         return "submitit.local._local" in psutil.Process(pid).cmdline()
     except psutil.Error:

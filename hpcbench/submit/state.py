@@ -61,6 +61,8 @@ def run_states(
     tickets = find_tickets(
         tree, {key for key in run_ids if key not in heads or heads[key].status != OK or key in stale}
     )
+    if not heads and not tickets:
+        return dict.fromkeys(run_ids, _PLANNED)
     look = _Look(tree, _ask(tickets, profile), now_unix_s)
     states: dict[str, RunState] = {}
     for key in run_ids:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -138,8 +140,14 @@ def write_submission(rendered: Rendered, folder: Path) -> None:
     make_folder(folder.parent)
     try:
         folder.mkdir()
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(open(folder / name, "xb")) for name in rendered.files]
+            for file, data in zip(files, rendered.files.values(), strict=True):
+                file.write(data)
+                file.flush()
+            # All at the end: the first takes most of the others with it.
+            for file in files:
+                os.fsync(file.fileno())
     except OSError as error:
         raise storage_error(error, folder) from error
-    for name, data in rendered.files.items():
-        write_atomic(folder / name, data)
     write_atomic(folder / "submission.json", msgspec.json.encode(rendered.record) + b"\n")
