@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import time
@@ -140,13 +139,12 @@ def write_submission(rendered: Rendered, folder: Path) -> None:
     make_folder(folder.parent)
     try:
         folder.mkdir()
-        with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(open(folder / name, "xb")) for name in rendered.files]
-            for file, data in zip(files, rendered.files.values(), strict=True):
+        for name, data in rendered.files.items():
+            with open(folder / name, "xb") as file:
                 file.write(data)
-                file.flush()
-            # All at the end: the first takes most of the others with it.
-            for file in files:
+        # All at the end: the first takes most of the others with it.
+        for name in rendered.files:
+            with open(folder / name, "rb") as file:
                 os.fsync(file.fileno())
     except OSError as error:
         raise storage_error(error, folder) from error
