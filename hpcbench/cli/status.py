@@ -59,14 +59,16 @@ def _look(sweeps: tuple[str, ...], cluster_name: str | None, results: str | None
     """One look at all runs; what only the scheduler knows is written down on the way."""
     from hpcbench.report.select import select_sweeps
     from hpcbench.submit.address import read_address
-    from hpcbench.submit.settle import settle
     from hpcbench.submit.state import run_states
 
     found = []
     for cluster, record in select_sweeps(tree(results), sweeps, cluster_name):
         cluster_tree = tree(results).cluster(cluster)
         states = run_states(cluster_tree, record.run_ids, read_address(cluster), time.time())
-        settle(cluster_tree, states)
+        if any(state.ended_unix_s is not None for state in states.values()):
+            from hpcbench.submit.settle import settle
+
+            settle(cluster_tree, states)
         found.append((record.sweep, cluster, states))
     return found
 

@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,7 +32,8 @@ _ENDED = {
     "BOOT_FAIL": "failed", "LAUNCH_FAILED": "failed", "COMPLETED": "lost",
 }  # fmt: skip
 _IDS_PER_CALL = 2000
-_ARRAY_TASK = re.compile(r"\d+(?:_\d+)?")
+_RANGE = r"\d+(?:-\d+(?::\d+)?)?"
+_JOB = re.compile(rf"(?P<array>\d+)(?:_(?:\d+|\[(?P<tasks>{_RANGE}(?:,{_RANGE})*)(?:%\d+)?\]))?")
 
 
 def slurm_environment(profile: Reachable) -> dict[str, str]:
@@ -69,7 +70,9 @@ def job_states(job_ids: Collection[str], profile: Reachable, since_unix_s: float
     Raises ``SubmitError`` where neither squeue nor sacct answers.
     """
     environment = slurm_environment(profile)
-    queue = ["squeue", "-h", "-r", "-t", "all", "-o", "%i|%T|%r|%e|%j"]
+    # Without -r the tasks of an array that wait are one line, which squeue would cut short.
+    environment["SLURM_BITSTR_LEN"] = "0"
+    queue = ["squeue", "-h", "-t", "all", "-o", "%i|%T|%r|%e|%j"]
     found, queue_error = _ask(queue, job_ids, environment)
     left = [job_id for job_id in job_ids if job_id not in found]
     if not left:
@@ -125,13 +128,25 @@ def parse_states(text: str) -> dict[str, JobAnswer]:
     answers: dict[str, JobAnswer | None] = {}
     for line in text.splitlines():
         job_id, _, said = line.partition("|")
-        # The tasks of an array are thousands of lines that say the same.
+        # The tasks of an array are many lines that say the same.
         if said not in answers:
             answers[said] = _answer(said)
-        answer = answers[said]
-        if answer is not None and _ARRAY_TASK.fullmatch(job_id):
+        answer, job = answers[said], _JOB.fullmatch(job_id)
+        if answer is None or job is None:
+            continue
+        if job["tasks"]:
+            states |= dict.fromkeys((f"{job['array']}_{task}" for task in _tasks(job["tasks"])), answer)
+        else:
             states[job_id] = answer
     return states
+
+
+def _tasks(text: str) -> Iterator[int]:
+    """The numbers that ``0-3,7,10-20:2`` stands for."""
+    for part in text.split(","):
+        numbers, _, step = part.partition(":")
+        first, _, last = numbers.partition("-")
+        yield from range(int(first), int(last or first) + 1, int(step or 1))
 
 
 def _answer(said: str) -> JobAnswer | None:

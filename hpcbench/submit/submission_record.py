@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.config.task import Task
 from hpcbench.fileio import ANY_SIZE, read_regular
 from hpcbench.results.decode import decode
 from hpcbench.results.store import ClusterTree
+
+if TYPE_CHECKING:
+    from hpcbench.config.spec import RunSpec
 
 
 class Array(msgspec.Struct, kw_only=True):
@@ -74,6 +76,8 @@ def read_record(folder: Path) -> Submission | None:
 
 def read_specs(folder: Path, record: Submission) -> dict[str, RunSpec]:
     """The specifications of a submission's runs, from its task files; files that are gone or broken are passed over."""
+    from hpcbench.config.task import Task
+
     found: dict[str, RunSpec] = {}
     for array in record.arrays:
         try:
