@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError, did_you_mean
 from hpcbench.paths import project_folder, results_folder, search_folders
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hpcbench.config.load import Sweep
     from hpcbench.results.store import ResultsTree
     from hpcbench.submit.plan import Plan
+    from hpcbench.submit.state import RunState
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -93,6 +94,13 @@ def _load_sweep(given: str) -> Sweep:
     from hpcbench.config.load import load_sweep
 
     return load_sweep(find_sweep(given))
+
+
+def exit_code(states: dict[str, RunState]) -> int:
+    """1 where a run failed, timed out, was stopped or lost; 0 otherwise."""
+    from hpcbench.results.schema import FAILED
+
+    return EXIT_RUNS_FAILED if any(state.state in (*FAILED, "lost") for state in states.values()) else 0
 
 
 def print_json(document: Any) -> None:

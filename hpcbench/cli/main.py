@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import Any, NoReturn
@@ -30,6 +31,9 @@ COMMANDS = {
     "init": ("hpcbench.cli.project:init", "Write a project folder to start from."),
 }
 """Name to implementation and help. Kept here so that ``--help`` imports nothing but click."""
+
+
+_OBJECTS_BETWEEN_COLLECTIONS = 100_000
 
 
 class LazyGroup(click.Group):
@@ -77,6 +81,8 @@ def cli() -> None:
 
 def entry_point() -> NoReturn:
     """Run the command line. Users' errors are printed without a traceback; ours keep theirs."""
+    # Modules and plans stay until the end: looking through them for garbage again and again only takes time.
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     try:
         code: Any = cli.main(standalone_mode=False)
     except click.exceptions.Exit as leave:
@@ -95,6 +101,9 @@ def entry_point() -> NoReturn:
         # The reader of a pipe (head, less) has gone; flushing what is left would only fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
+    finally:
+        # Nor need the interpreter look before it ends.
+        gc.freeze()
     sys.exit(code if isinstance(code, int) else 0)
 
 

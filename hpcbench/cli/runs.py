@@ -10,6 +10,7 @@ import click
 from hpcbench.cli.common import (
     cluster_option,
     console,
+    exit_code,
     json_option,
     load_plan,
     print_json,
@@ -17,7 +18,6 @@ from hpcbench.cli.common import (
     say,
     tree,
 )
-from hpcbench.errors import EXIT_RUNS_FAILED
 
 if TYPE_CHECKING:
     from hpcbench.submit.plan import Plan
@@ -166,10 +166,3 @@ def _watch(made: Plan, results: str | None) -> dict[str, RunState]:
     cluster_tree = tree(results).cluster(made.profile.name)
     with Progress(console(stderr=True), made.sweep.name, made.runs, made.finished) as progress:
         return wait(cluster_tree, list(made.runs), made.profile, progress.update)
-
-
-def exit_code(states: dict[str, RunState]) -> int:
-    """1 where a run failed, timed out, was stopped or lost; 0 otherwise."""
-    from hpcbench.results.schema import FAILED
-
-    return EXIT_RUNS_FAILED if any(state.state in (*FAILED, "lost") for state in states.values()) else 0

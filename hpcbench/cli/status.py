@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from hpcbench.cli.common import console, json_option, print_json, results_option, tree
+from hpcbench.cli.common import console, exit_code, json_option, print_json, results_option, tree
 
 if TYPE_CHECKING:
     from hpcbench.submit.state import RunState
@@ -29,8 +29,6 @@ _LOOK_EVERY_S = {"local": 1.0, "slurm": 10.0}
 @json_option
 def status(sweeps: tuple[str, ...], cluster_name: str | None, watch: bool, results: str | None, as_json: bool) -> None:
     """Show the state of every run of SWEEPS, or of all sweeps in the tree."""
-    from hpcbench.cli.runs import exit_code
-
     found = _watch(sweeps, cluster_name, results, as_json) if watch else _look(sweeps, cluster_name, results)
     if as_json:
         print_json({"sweeps": [_json(*entry) for entry in found]})
