@@ -100,7 +100,7 @@ def exit_code(states: dict[str, RunState]) -> int:
     """1 where a run failed, timed out, was stopped or lost; 0 otherwise."""
     from hpcbench.results.schema import FAILED
 
-    return EXIT_RUNS_FAILED if any(state.state in (*FAILED, "lost") for state in states.values()) else 0
+    return EXIT_RUNS_FAILED if {state.state for state in states.values()} & {*FAILED, "lost"} else 0
 
 
 def print_json(document: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -105,6 +104,9 @@ def config_id(spec: RunSpec) -> str:
 
 
 def _digest(values: dict[str, Any], without: frozenset[str]) -> str:
+    # Commands that only look at runs name none: loading it takes them longer than asking the scheduler.
+    import hashlib
+
     for key in without:
         values.pop(key, None)
     return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:16]

@@ -24,10 +24,10 @@ from hpcbench.results.attempts import attempt_numbers
 from hpcbench.results.bundle import FORMAT_VERSION, BundledSweep, BundleHeader, BundleWriter, json_bytes
 from hpcbench.results.schema import SCHEMA_VERSION
 from hpcbench.results.store import ClusterTree, ResultsTree
-from hpcbench.submit.journal import journal_paths
+from hpcbench.submit.journal import journal_paths, read_journal
 from hpcbench.submit.record import SweepRecord
 from hpcbench.submit.submission_record import Submission, submissions_of
-from hpcbench.submit.tickets import tickets_of
+from hpcbench.submit.tickets import Place, tickets_of
 
 LOG_BYTES = 16 * 2**20
 """Of a longer log only the end is bundled."""
@@ -161,7 +161,8 @@ def _submission_files(folder: Path, submission: Submission, logs_of: set[str]) -
     for array in submission.arrays:
         yield folder / f"{array.number}.sh"
         yield folder / f"{array.number}.jsonl"
-    logs = (ticket.job_log() for _, ticket in tickets_of(folder, submission, logs_of))
+    place = Place(folder, submission, read_journal(folder), logs_of)
+    logs = (ticket.job_log() for _, ticket in tickets_of(place))
     yield from dict.fromkeys(log for log in logs if log is not None)
 
 

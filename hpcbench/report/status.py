@@ -51,11 +51,14 @@ def status_text(sweep: str, cluster: str, states: Mapping[str, RunState], width:
 
 def _groups(loud: Iterable[tuple[str, RunState]]) -> list[Loud]:
     """Runs of one row each: those of one state and reason together, or each by itself where there is room."""
+    same: dict[tuple[str, str], Loud] = {}
+    for run in loud:
+        same.setdefault((run[1].state, run[1].reason), []).append(run)
     alike: dict[tuple[str, str], Loud] = {}
-    for key, state in loud:
+    for (name, reason), group in same.items():
         # The reason may name the job: that makes it no other reason.
-        reason = state.reason.replace(state.job_id, "") if state.job_id else state.reason
-        alike.setdefault((state.state, reason), []).append((key, state))
+        job_id = group[0][1].job_id
+        alike.setdefault((name, reason.replace(job_id, "") if job_id else reason), []).extend(group)
     groups = sorted(alike.values(), key=lambda group: _rank(group[0][1].state))
     room = _MOST_ROWS - len(groups)
     apart = set()

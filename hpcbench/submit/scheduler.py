@@ -63,63 +63,86 @@ class JobAnswer(NamedTuple):
     ended_unix_s: float | None = None
 
 
-def job_states(job_ids: Collection[str], profile: Reachable, since_unix_s: float) -> dict[str, JobAnswer]:
-    """What the scheduler says of each job that it knows: squeue first, then sacct for those that it forgot.
+class QueueLook:
+    """A question to squeue about arrays, under way from the start; whoever asked does other things meanwhile."""
 
-    A job that neither command knows is left out: unknown is never taken for failed. Neighbours in an array are in it.
-    Raises ``SubmitError`` where neither squeue nor sacct answers.
-    """
-    environment = slurm_environment(profile)
-    # Without -r the tasks of an array that wait are one line, which squeue would cut short.
-    environment["SLURM_BITSTR_LEN"] = "0"
-    queue = ["squeue", "-h", "-t", "all", "-o", "%i|%T|%r|%e|%j"]
-    found, queue_error = _ask(queue, job_ids, environment)
-    left = [job_id for job_id in job_ids if job_id not in found]
-    if not left:
-        return found
-    start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_unix_s - 86400))
-    account = ["sacct", "-n", "-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName"]
-    late, account_error = _ask(account, left, environment)
-    if queue_error and account_error:
-        raise SubmitError(f"the scheduler does not answer: {queue_error}", hint=f"sacct: {account_error}")
-    unheard: dict[str, JobAnswer] = {}
-    if queue_error:
-        # The accounts come later than the queue: what they do not have may well be queued or running.
-        unheard = dict.fromkeys(left, JobAnswer("pending", f"the scheduler does not answer: {queue_error}"))
-    return {**unheard, **late, **found}
+    def __init__(self, arrays: Collection[str], profile: Reachable) -> None:
+        self._environment = slurm_environment(profile)
+        # Without -r the tasks of an array that wait are one line, which squeue would cut short.
+        self._environment["SLURM_BITSTR_LEN"] = "0"
+        command = ["squeue", "-h", "-t", "all", "-o", "%i|%T|%r|%e|%j"]
+        self._calls = [_Call([*command, "-j", part], self._environment) for part in _parts(arrays)]
+
+    def job_states(self, job_ids: Collection[str], since_unix_s: float) -> dict[str, JobAnswer]:
+        """What the scheduler says of each job that it knows: squeue first, then sacct for those that it forgot.
+
+        A job that neither command knows is left out: unknown is never taken for failed. Neighbours in an array are in
+        it. Raises ``SubmitError`` where neither squeue nor sacct answers.
+        """
+        found, queue_error = _answers(self._calls)
+        left = [job_id for job_id in job_ids if job_id not in found]
+        if not left:
+            return found
+        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_unix_s - 86400))
+        account = ["sacct", "-n", "-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName"]
+        arrays = {job_id.partition("_")[0] for job_id in left}
+        late, account_error = _answers([_Call([*account, "-j", part], self._environment) for part in _parts(arrays)])
+        if queue_error and account_error:
+            raise SubmitError(f"the scheduler does not answer: {queue_error}", hint=f"sacct: {account_error}")
+        unheard: dict[str, JobAnswer] = {}
+        if queue_error:
+            # The accounts come later than the queue: what they do not have may well be queued or running.
+            unheard = dict.fromkeys(left, JobAnswer("pending", f"the scheduler does not answer: {queue_error}"))
+        return {**unheard, **late, **found}
 
 
-def _ask(
-    command: list[str], job_ids: Iterable[str], environment: Mapping[str, str]
-) -> tuple[dict[str, JobAnswer], str | None]:
-    """What ``command`` says of jobs, asked by their arrays, and the last error where it failed."""
-    arrays = sorted({job_id.partition("_")[0] for job_id in job_ids})
+def _parts(arrays: Collection[str]) -> list[str]:
+    """The numbers as lists that fit on a command line."""
+    ordered = sorted(arrays)
+    return [",".join(ordered[first : first + _IDS_PER_CALL]) for first in range(0, len(ordered), _IDS_PER_CALL)]
+
+
+class _Call:
+    """A command that runs while this process does something else."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
+        self._name = command[0]
+        self._process: subprocess.Popen[str] | OSError
+        try:
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+            )
+        except OSError as error:
+            self._process = error
+
+    def answer(self) -> tuple[str, str | None]:
+        """What the command printed, and what it complained about where it failed."""
+        if isinstance(self._process, OSError):
+            return "", f"{self._name}: {self._process}"
+        try:
+            said, complaint = self._process.communicate(timeout=60)
+        except subprocess.TimeoutExpired as error:
+            self._process.kill()
+            return "", f"{self._name}: {error}"
+        failed = self._process.returncode != 0
+        return said, f"{self._name}: {printable(complaint.strip())}" if failed else None
+
+
+def _answers(calls: Iterable[_Call]) -> tuple[dict[str, JobAnswer], str | None]:
+    """Answers by job id, and the last error. squeue calls an id that it has forgotten an error: it is none."""
     found: dict[str, JobAnswer] = {}
     error = None
-    for first in range(0, len(arrays), _IDS_PER_CALL):
-        answers, failed = _query([*command, "-j", ",".join(arrays[first : first + _IDS_PER_CALL])], environment)
-        found |= answers
-        error = failed or error
+    for call in calls:
+        text, failed = call.answer()
+        if failed is None or "Invalid job id" in failed:
+            found |= parse_states(text)
+        else:
+            error = failed
     return found, error
 
 
-def _query(command: list[str], environment: Mapping[str, str]) -> tuple[dict[str, JobAnswer], str | None]:
-    """Answers by job id, and why there are none. squeue calls an id that it has forgotten an error: it is none."""
-    text, error = _run(command, environment)
-    if error is not None and "Invalid job id" not in error:
-        return {}, error
-    return parse_states(text), None
-
-
 def _run(command: list[str], environment: Mapping[str, str]) -> tuple[str, str | None]:
-    """What a command printed, and what it complained about where it failed."""
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", timeout=60, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "", f"{command[0]}: {error}"
-    return done.stdout, f"{command[0]}: {printable(done.stderr.strip())}" if done.returncode != 0 else None
+    return _Call(command, environment).answer()
 
 
 def parse_states(text: str) -> dict[str, JobAnswer]:

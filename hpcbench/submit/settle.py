@@ -11,10 +11,7 @@ from hpcbench.errors import HpcbenchError
 from hpcbench.results.attempts import latest_attempt
 from hpcbench.results.schema import STATUSES, Failure, RunResult
 from hpcbench.results.store import ClusterTree
-from hpcbench.submit.state import RunState
-
-SETTLED_S = 60.0
-"""A slow file system may show a result this long after its job has ended."""
+from hpcbench.submit.state import LATE_S, RunState
 
 
 def settle(tree: ClusterTree, states: Mapping[str, RunState]) -> list[str]:
@@ -27,7 +24,7 @@ def settle(tree: ClusterTree, states: Mapping[str, RunState]) -> list[str]:
     for run_id, state in states.items():
         if state.ended_unix_s is None or state.state not in STATUSES or state.ticket is None:
             continue
-        if time.time() - state.ended_unix_s < SETTLED_S:
+        if time.time() - state.ended_unix_s < LATE_S:
             continue
         with contextlib.suppress(HpcbenchError):
             if tree.write_result(_result(tree, run_id, state)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -14,13 +14,16 @@ from hpcbench.results.schema import BROKEN, OK, ResultHead
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.address import Reachable
 from hpcbench.submit.queue_state import queue_is_alive, was_started
-from hpcbench.submit.scheduler import JobAnswer, job_states
-from hpcbench.submit.tickets import Ticket, find_tickets
+from hpcbench.submit.scheduler import JobAnswer, QueueLook
+from hpcbench.submit.tickets import Place, Ticket, find_places, tickets_of
 
 ACTIVE = frozenset({"waiting", "pending", "running"})
 """States of runs that somebody is taking care of."""
+_OPEN = ACTIVE | {"planned"}
 _JUST_SUBMITTED_S = 30.0
 """For this long a job that no command of the scheduler knows is taken to be on its way."""
+LATE_S = 60.0
+"""A slow file system may show a result this long after its job has ended."""
 LEASE_S = 7 * 86400.0
 """After this long a run of which nobody knows anything is anybody's again."""
 _INTERRUPTED = frozenset({"preempted", "cancelled", "failed"})
@@ -58,17 +61,23 @@ def run_states(
     Results of ``stale`` runs do not count: they are to be measured anew.
     """
     heads = tree.heads(run_ids)
-    tickets = find_tickets(
-        tree, {key for key in run_ids if key not in heads or heads[key].status != OK or key in stale}
-    )
-    if not heads and not tickets:
+    left = [key for key in run_ids if key in stale or key not in heads or heads[key].status != OK]
+    places = find_places(tree, left)
+    if not heads and not places:
         return dict.fromkeys(run_ids, _PLANNED)
-    look = _Look(tree, _ask(tickets, profile), now_unix_s)
+    question = QueueLook(_arrays_of(places), profile)
+    tickets = {key: ticket for place in places for key, ticket in tickets_of(place)}
+    look = _Look(tree, _ask(question, tickets), now_unix_s)
     states: dict[str, RunState] = {}
     for key in run_ids:
-        head = None if key in stale and heads[key].status == OK else heads.get(key)
+        head = heads.get(key)
+        if key in stale and head is not None and head.status == OK:
+            head = None
         ticket = tickets.get(key)
         found = look.state(key, ticket) if ticket else _PLANNED
+        if head is None and found.state not in _OPEN and key not in stale:
+            # It may have left its result since the tree was looked at.
+            head = tree.heads((key,)).get(key)
         if head is None:
             states[key] = _unless_stale(key, found, stale)
         elif found.state in ACTIVE and ticket is not None and _is_newer(tree, key, head, found, ticket):
@@ -76,6 +85,17 @@ def run_states(
         else:
             states[key] = _of_head(head)
     return states
+
+
+def _arrays_of(places: Iterable[Place]) -> set[str]:
+    """The numbers of the jobs that a scheduler has taken."""
+    return {
+        chunk.job_id
+        for place in places
+        if place.record.scheduler == "slurm"
+        for chunk in place.journal.chunks
+        if chunk.job_id is not None
+    }
 
 
 def _unless_stale(run_id: str, found: RunState, stale: Collection[str]) -> RunState:
@@ -95,13 +115,11 @@ def _of_head(head: ResultHead) -> RunState:
     return RunState(head.status, head.message)
 
 
-def _ask(tickets: Mapping[str, Ticket], profile: Reachable) -> Answers:
-    asked = [ticket for ticket in tickets.values() if ticket.record.scheduler == "slurm" and ticket.job_id]
-    if not asked:
-        return {}
+def _ask(question: QueueLook, tickets: Mapping[str, Ticket]) -> Answers:
+    asked = [ticket for ticket in tickets.values() if ticket.job_id and ticket.record.scheduler == "slurm"]
     try:
-        job_ids = {ticket.job_id for ticket in asked if ticket.job_id}
-        return job_states(job_ids, profile, min(ticket.record.created_unix_s for ticket in asked))
+        since_unix_s = min((ticket.record.created_unix_s for ticket in asked), default=0.0)
+        return question.job_states({ticket.job_id for ticket in asked if ticket.job_id}, since_unix_s)
     except SubmitError as error:
         return error
 
@@ -134,6 +152,12 @@ class _Look:
         return self._ended(run_id, ticket, answer)
 
     def _ended(self, run_id: str, ticket: Ticket, answer: JobAnswer) -> RunState:
+        if (
+            answer.state == "lost"
+            and self.now_unix_s - (answer.ended_unix_s or 0.0) < LATE_S
+            and self._attempt(run_id, ticket)
+        ):
+            return _found(ticket, "running", "its job has ended, its result is not to be seen yet")
         if ticket.array.pack > 1 and answer.state in _NEVER_BEGAN and not self._attempt(run_id, ticket):
             return _found(ticket, "planned", f"its job ended ({answer.reason}) before it began")
         reason = f"{answer.reason}, no result was left{ticket.last_words()}"
@@ -143,6 +167,8 @@ class _Look:
         age_s = self.now_unix_s - ticket.record.created_unix_s
         if age_s < _JUST_SUBMITTED_S:
             return _found(ticket, "pending", "the scheduler does not list it yet")
+        if ticket.array.pack > 1 and not self._attempt(run_id, ticket) and self._job_began(ticket):
+            return _found(ticket, "planned", f"its job {ticket.job_id} ended before it began")
         reason = f"job {ticket.job_id} is unknown to the scheduler and left no result{ticket.last_words()}"
         attempt = self._attempt(run_id, ticket)
         marker = attempt.start_marker() if attempt else None
@@ -169,6 +195,10 @@ class _Look:
         attempt = latest_attempt(self.tree.run_folder(run_id))
         marker = attempt.start_marker() if attempt else None
         return attempt if marker is not None and marker.is_of(ticket.record.submission) else None
+
+    def _job_began(self, ticket: Ticket) -> bool:
+        """Whether the job, of which the scheduler knows no more, has begun any of its runs."""
+        return any(self._attempt(run_id, ticket) for run_id in ticket.array.runs_of(ticket.number))
 
 
 def _unsent(ticket: Ticket) -> RunState:

@@ -49,37 +49,60 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return f": {lines[-1].strip()}" if lines else ""
 
 
-def find_tickets(tree: ClusterTree, wanted: Iterable[str]) -> dict[str, Ticket]:
-    """Per run its newest submission; runs that a scheduler refused there belong to none.
+class Place(msgspec.Struct, frozen=True, gc=False):
+    """A submission that some runs were submitted with last."""
 
-    The newest submissions are looked at first, and no older ones than it takes.
+    folder: Path
+    record: Submission
+    journal: Journal
+    run_ids: set[str]
+
+
+def find_places(tree: ClusterTree, wanted: Iterable[str]) -> list[Place]:
+    """The submissions that ``wanted`` runs were submitted with last, the newest first, and no older ones than it takes.
+
+    Runs that a scheduler refused belong to no submission.
     """
     left = set(wanted)
-    tickets: dict[str, Ticket] = {}
+    places: list[Place] = []
     for folder, record in reversed(submissions_of(tree)) if left else ():
-        found = dict(tickets_of(folder, record, left))
-        tickets |= found
-        left -= found.keys()
+        found = {run_id for array in record.arrays for run_id in left.intersection(array.run_ids)}
+        if not found:
+            continue
+        journal = read_journal(folder)
+        found -= _refused(record, journal)
+        places.append(Place(folder, record, journal, found))
+        left -= found
         if not left:
             break
-    return tickets
+    return places
 
 
-def tickets_of(folder: Path, record: Submission, wanted: set[str]) -> Iterator[tuple[str, Ticket]]:
-    """The tickets of those of ``wanted`` that are in one submission."""
-    arrays = [array for array in record.arrays if not wanted.isdisjoint(array.run_ids)]
-    if not arrays:
-        return
-    journal, dropped = read_journal(folder), dropped_runs(folder)
-    for array in arrays:
+def _refused(record: Submission, journal: Journal) -> set[str]:
+    refused: set[str] = set()
+    for chunk in journal.chunks:
+        if chunk.refused:
+            array = record.arrays[chunk.array]
+            refused.update(array.run_ids[chunk.first * array.pack : (chunk.first + chunk.count) * array.pack])
+    return refused
+
+
+def find_tickets(tree: ClusterTree, wanted: Iterable[str]) -> dict[str, Ticket]:
+    """Per run its newest submission; runs that a scheduler refused there belong to none."""
+    return {run_id: ticket for place in find_places(tree, wanted) for run_id, ticket in tickets_of(place)}
+
+
+def tickets_of(place: Place) -> Iterator[tuple[str, Ticket]]:
+    """The tickets of the runs that were submitted last with one submission."""
+    folder, record, journal, wanted = place.folder, place.record, place.journal, place.run_ids
+    dropped = dropped_runs(folder)
+    for array in record.arrays:
         chunks = _by_job(journal, array)
         for index, run_id in enumerate(array.run_ids):
             if run_id not in wanted:
                 continue
             job = index // array.pack
             chunk = chunks[job]
-            if chunk is not None and chunk.refused:
-                continue
             is_sent = chunk is not None and chunk.job_id is not None
             yield (
                 run_id,

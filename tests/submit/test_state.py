@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
 import pytest
 
+from hpcbench.config.sweep import SubmitTable
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.schema import Failure, RunResult
 from hpcbench.results.store import ClusterTree
-from hpcbench.submit.plan import Plan
+from hpcbench.submit.plan import Plan, make_plan
 from hpcbench.submit.scheduler import parse_states
 from hpcbench.submit.state import run_states
 from hpcbench.submit.submit import submit
@@ -109,3 +111,37 @@ def test_a_broken_result_is_lost_with_its_reason(plan: Plan, cluster_tree: Clust
     found = run_states(cluster_tree, plan.runs, plan.profile, time.time())
     assert found[first].state == "lost"
     assert "broken" in found[first].reason
+
+
+def test_a_result_may_show_late(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+    """A job that has begun its run and ended well a moment ago: a slow file system may hide what it left."""
+    submitted = submit(plan, cluster_tree)
+    assert submitted.folder is not None
+    first = next(iter(plan.runs))
+    begin_attempt(
+        cluster_tree.run_folder(first), launch="l", host="h", started_unix_s=1.0,
+        task_file=str(submitted.folder / "0.jsonl"),
+    )  # fmt: skip
+    for ago_s, state in ((5, "running"), (600, "lost")):
+        ended = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() - ago_s))
+        (fake_slurm / "squeue").write_text(f"4711_0|COMPLETED|None|{ended}|\n4711_1|PENDING|None|N/A|\n")
+        assert states(plan, cluster_tree)[0] == state
+
+
+def test_what_a_job_left_of_its_pack_is_still_to_be_run(
+    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    """Also where the scheduler has forgotten the job: it has begun one of its runs, so it is not waiting."""
+    packed = make_plan(plan.sweep, plan.profile, cluster_tree)
+    packed.sweep = dataclasses.replace(plan.sweep, submit=SubmitTable(pack=2))
+    submitted = submit(packed, cluster_tree)
+    assert submitted.record is not None
+    assert submitted.folder is not None
+    first, second = submitted.record.arrays[0].run_ids
+    assert states(plan, cluster_tree, 3600) == ["lost"] * 4
+    begin_attempt(
+        cluster_tree.run_folder(first), launch="l", host="h", started_unix_s=1.0,
+        task_file=str(submitted.folder / "0.jsonl"),
+    )  # fmt: skip
+    found = run_states(cluster_tree, plan.runs, plan.profile, time.time() + 3600)
+    assert (found[first].state, found[second].state) == ("lost", "planned")
