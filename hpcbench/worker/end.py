@@ -147,6 +147,9 @@ def _status(start: AttemptStart | None, limit_s: float, exit_code: int, received
         return "oom", f"{how}; the kernel killed a process of this job for its memory: {memory_here()}"
     if received == "USR2" or (received and near_deadline):
         return "timeout", f"{how}; the job was told SIG{received} at its time limit"
+    if exit_code == 128 + signal.SIGUSR2:
+        # Nothing but the scheduler's warning sends it; a rank that is still starting knows no better than to end.
+        return "timeout", f"{how}: the scheduler's warning of the time limit came before the ranks had started"
     if received:
         return "cancelled", f"{how}; the job was told SIG{received}"
     # 124 and 137 are what `timeout` leaves; a scheduler's KILL at the limit comes without a word to the script.

@@ -153,6 +153,7 @@ def test_begin_and_end_do_not_import_torch(tmp_path: Path) -> None:
         (143, "TERM", 3, 0, "timeout"),
         (143, "TERM", -3, 0, "timeout"),
         (140, "USR2", 500, 0, "timeout"),
+        (140, "", 500, 0, "timeout"),
         (137, "", -3, 0, "timeout"),
         (124, "", -1, 0, "timeout"),
         (1, "", -3, 0, "failed"),
