@@ -13,7 +13,7 @@ LINK ?= 1gbit
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-unit test-distributed test-slurm test-docs lint format schemas golden pictures \
-	slurm-up slurm-down slurm-status soak bench clean
+	slurm-up slurm-down slurm-status soak faults bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -37,10 +37,10 @@ quickstart: $(VENV)/.worker ## install into .venv and run the quickstart sweep o
 test: test-unit test-distributed test-slurm test-docs ## everything, a real SLURM included where this machine allows
 
 test-unit: $(VENV)/.dev ## what needs one process
-	$(BIN)/pytest -m "not distributed and not slurm and not soak" --ignore=tests/docs
+	$(BIN)/pytest -m "not distributed and not slurm and not soak and not faults" --ignore=tests/docs
 
 test-distributed: $(VENV)/.dev ## what needs several ranks
-	$(BIN)/pytest -m "distributed and not slurm and not soak" --ignore=tests/docs
+	$(BIN)/pytest -m "distributed and not slurm and not soak and not faults" --ignore=tests/docs
 
 test-slurm: $(VENV)/.dev ## what needs the SLURM box, which it starts
 	$(BIN)/pytest -m "slurm and not soak" --ignore=tests/docs -rs
@@ -79,6 +79,9 @@ slurm-status: ## say how the SLURM box is
 
 soak: $(VENV)/.dev ## slow repetitions on the SLURM box
 	$(BIN)/pytest -m soak --timeout 3600
+
+faults: $(VENV)/.dev ## every fault on the SLURM box, as a table
+	$(BIN)/pytest -m faults
 
 bench: $(VENV)/.worker ## our own costs against floors and peers
 	$(BIN)/python -m benchmarks

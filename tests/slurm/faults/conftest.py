@@ -1,0 +1,73 @@
+"""Projects on the box, and the table of faults that ends the session."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.box import Box, paths
+from tests.slurm.faults.project import Project
+from tests.slurm.faults.table import Row, table
+from tests.slurm.faults.truth import find_truth
+
+_ROWS = pytest.StashKey[list[Row]]()
+
+Verify = Callable[..., None]
+
+
+@pytest.fixture
+def project(box: Box, tmp_path: Path) -> Project:
+    """A project on the box, with a tree of its own."""
+    return Project(tmp_path / "project", box)
+
+
+@pytest.fixture
+def verify(request: pytest.FixtureRequest, box: Box) -> Iterator[Verify]:
+    """Look at what a fault left, note it in the table, and fail where something is lost or doubled.
+
+    The test's first line of documentation names the fault; a test with several names each.
+    """
+    rows = request.config.stash.setdefault(_ROWS, [])
+    began = time.monotonic()
+    named: list[str] = []
+    default = (request.function.__doc__ or request.node.name).strip().splitlines()[0].rstrip(".")
+
+    def look(project: Project, sweep: str, fault: str = default, ok: int | None = None) -> None:
+        truth = find_truth(project, sweep)
+        rows.append(Row(fault, truth, project.began_s, project.ended_s or time.monotonic()))
+        named.append(fault)
+        assert truth.lost == []
+        assert truth.doubled == []
+        assert truth.ok == (truth.runs if ok is None else ok), project.status(sweep)
+
+    yield look
+    if not named:
+        rows.append(Row(default, None, began, time.monotonic()))
+
+
+@pytest.fixture
+def small_arrays(box: Box) -> Iterator[None]:
+    """The scheduler takes arrays of at most 11 jobs."""
+    text = paths.SLURM_CONF.read_text()
+    options = box.options
+    assert options is not None
+
+    def restart(conf: str) -> None:
+        box.stop_daemon("slurmctld")
+        paths.SLURM_CONF.write_text(conf)
+        box.start_daemon("slurmctld")
+
+    restart(text.replace(f"MaxArraySize={options.max_array_size}", "MaxArraySize=11"))
+    yield
+    restart(text)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    rows = config.stash.get(_ROWS, [])
+    if rows:
+        terminalreporter.section("faults")
+        for line in table(rows):
+            terminalreporter.line(line)

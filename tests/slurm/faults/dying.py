@@ -1,0 +1,46 @@
+"""``python -m tests.slurm.faults.dying STEP ARGUMENTS``: the command, killed with SIGKILL when it comes to a step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from hpcbench.cli.main import entry_point
+from hpcbench.fileio import write_atomic
+from hpcbench.submit.offer import Desk
+
+_OFFER = Desk.offer
+
+
+def die(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_all_but_the_record(path: Path, data: bytes) -> None:
+    if path.name == "submission.json":
+        die()
+    write_atomic(path, data)
+
+
+def offer_once(*arguments: Any) -> str:
+    mock.patch("hpcbench.submit.send.Desk.offer", die).start()
+    return _OFFER(*arguments)
+
+
+STEPS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "before_the_record": ("hpcbench.submit.submission.write_atomic", write_all_but_the_record),
+    "after_the_record": ("hpcbench.submit.submit.send_waiting", die),
+    "before_sbatch": ("hpcbench.submit.offer.ScriptExecutor.submit_script", die),
+    "between_two": ("hpcbench.submit.send.Desk.offer", offer_once),
+    "after_the_last": ("hpcbench.submit.send._Sender._finish", die),
+}
+"""Step to the function that is called there, and what takes its place."""
+
+if __name__ == "__main__":
+    mock.patch(*STEPS[sys.argv.pop(1)]).start()
+    entry_point()
