@@ -27,7 +27,7 @@ from hpcbench.results.schema import RunResult
 from tests.slurm.box import Box
 from tests.worker.helpers import make_header, make_spec, make_task, tree_of
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -147,6 +147,7 @@ def preempt(slurm: Callable[..., str]) -> Iterator[Callable[..., None]]:
         slurm("scancel", one)
 
 
+@pytest.mark.slurm
 def test_a_short_job_that_is_preempted_runs_again(job: Job, preempt: Callable[..., None]) -> None:
     job.submit([long(0)], partition="low")
     job.wait_for_training(0)
@@ -157,6 +158,7 @@ def test_a_short_job_that_is_preempted_runs_again(job: Job, preempt: Callable[..
     assert job.attempts() == [[0, 1]]
 
 
+@pytest.mark.soak
 def test_a_pack_that_is_preempted_goes_on_where_it_was(job: Job, preempt: Callable[..., None]) -> None:
     job.submit([short(0), long(1), short(2)], partition="low")
     job.wait_for_training(1)
@@ -169,6 +171,7 @@ def test_a_pack_that_is_preempted_goes_on_where_it_was(job: Job, preempt: Callab
     assert job.attempts() == [[0], [0, 1], [1]]
 
 
+@pytest.mark.soak
 def test_a_job_that_may_not_be_requeued_leaves_its_run_preempted(job: Job, preempt: Callable[..., None]) -> None:
     job.submit([long(0), short(1)], partition="low", options=("--no-requeue",))
     job.wait_for_training(0)
@@ -179,6 +182,7 @@ def test_a_job_that_may_not_be_requeued_leaves_its_run_preempted(job: Job, preem
     assert job.attempts() == [[0], []]
 
 
+@pytest.mark.soak
 def test_a_job_that_a_person_requeues_runs_again(job: Job) -> None:
     job.submit([short(0), long(1)])
     job.wait_for_training(1)
@@ -189,6 +193,7 @@ def test_a_job_that_a_person_requeues_runs_again(job: Job) -> None:
     assert job.attempts() == [[0], [0, 1]]
 
 
+@pytest.mark.soak
 def test_only_the_interrupted_task_of_an_array_is_started_again(job: Job, preempt: Callable[..., None]) -> None:
     """The array's last task has the array's own number as its job's: by it all tasks would be restarted."""
     job.submit([long(0), long(1)], partition="low", pack=1, options=("--array=0-1", "--exclusive"))
@@ -199,6 +204,7 @@ def test_only_the_interrupted_task_of_an_array_is_started_again(job: Job, preemp
     assert job.attempts() == [[0], [0, 1]]
 
 
+@pytest.mark.slurm
 def test_a_run_of_a_pack_that_reaches_its_limit_leaves_the_next_its_time(job: Job) -> None:
     job.submit([short(0), endless(1), short(2)], time_limit_s=60.0)
     job.wait_for_end()
@@ -209,6 +215,7 @@ def test_a_run_of_a_pack_that_reaches_its_limit_leaves_the_next_its_time(job: Jo
     assert len(result.step_times_s) >= 1
 
 
+@pytest.mark.soak
 def test_a_rank_that_hangs_is_killed_at_its_limit_and_leaves_its_place(job: Job) -> None:
     job.submit([endless(0), short(1)], time_limit_s=60.0)
     job.wait_for_training(0)
@@ -251,6 +258,7 @@ def nodes_of(job: Job, number: str) -> list[str]:
 
 
 @pytest.mark.parametrize("place", ["batch host", "other node"])
+@pytest.mark.soak
 def test_a_run_whose_node_died_runs_again(place: str, job: Job, mended: Callable[[str], None]) -> None:
     job.submit([short(0), long(1), short(2)])
     job.wait_for_training(1)

@@ -15,7 +15,7 @@ from hpcbench.config.load import load_cluster
 from hpcbench.results.attempts import Attempt, attempt_numbers
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.record import read_sweep
-from hpcbench.submit.submission import Submission, submissions_of
+from hpcbench.submit.submission_record import Submission, submissions_of
 from tests.slurm.box import Box
 
 ROOT = Path(__file__).resolve().parents[3]
