@@ -74,7 +74,7 @@ def run_states(
         if key in stale and head is not None and head.status == OK:
             head = None
         ticket = tickets.get(key)
-        found = look.state(key, ticket) if ticket else _PLANNED
+        found = look.state(key, ticket, is_absent=head is None) if ticket else _PLANNED
         if head is None and found.state not in _OPEN and key not in stale:
             # It may have left its result since the tree was looked at.
             head = tree.heads((key,)).get(key)
@@ -132,7 +132,8 @@ class _Look:
         self._queues: dict[Path, tuple[bool, bool]] = {}
         """Of local submissions: whether their queue was ever started, and whether it lives."""
 
-    def state(self, run_id: str, ticket: Ticket) -> RunState:
+    def state(self, run_id: str, ticket: Ticket, *, is_absent: bool) -> RunState:
+        """``is_absent``: the run has no result, not even a broken one."""
         if ticket.is_dropped and not self._attempt(run_id, ticket):
             return _found(ticket, "planned", "cancelled before it began")
         if ticket.record.scheduler == "local":
@@ -149,15 +150,16 @@ class _Look:
             return _found(ticket, "pending", f"its job {ticket.job_id} comes to it later")
         if answer.state in ACTIVE:
             return _found(ticket, answer.state, answer.reason)
+        if is_absent and self._is_late(run_id, ticket, answer):
+            return _found(ticket, "running", "its job has ended, its result is not to be seen yet")
         return self._ended(run_id, ticket, answer)
 
+    def _is_late(self, run_id: str, ticket: Ticket, answer: JobAnswer) -> bool:
+        """Whether a job that ended well a moment ago may have left a result that cannot be seen yet."""
+        ended_well = answer.state == "lost" and self.now_unix_s - (answer.ended_unix_s or 0.0) < LATE_S
+        return ended_well and self._attempt(run_id, ticket) is not None
+
     def _ended(self, run_id: str, ticket: Ticket, answer: JobAnswer) -> RunState:
-        if (
-            answer.state == "lost"
-            and self.now_unix_s - (answer.ended_unix_s or 0.0) < LATE_S
-            and self._attempt(run_id, ticket)
-        ):
-            return _found(ticket, "running", "its job has ended, its result is not to be seen yet")
         if ticket.array.pack > 1 and answer.state in _NEVER_BEGAN and not self._attempt(run_id, ticket):
             return _found(ticket, "planned", f"its job ended ({answer.reason}) before it began")
         reason = f"{answer.reason}, no result was left{ticket.last_words()}"

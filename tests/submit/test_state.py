@@ -122,10 +122,14 @@ def test_a_result_may_show_late(plan: Plan, cluster_tree: ClusterTree, fake_slur
         cluster_tree.run_folder(first), launch="l", host="h", started_unix_s=1.0,
         task_file=str(submitted.folder / "0.jsonl"),
     )  # fmt: skip
+    soon = time.strftime("%Y-%m-%dT%H:%M:%S")
     for ago_s, state in ((5, "running"), (600, "lost")):
         ended = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() - ago_s))
         (fake_slurm / "squeue").write_text(f"4711_0|COMPLETED|None|{ended}|\n4711_1|PENDING|None|N/A|\n")
         assert states(plan, cluster_tree)[0] == state
+    (fake_slurm / "squeue").write_text((fake_slurm / "squeue").read_text().replace(ended, soon))
+    cluster_tree.result_path(first).write_text("{")
+    assert states(plan, cluster_tree)[0] == "lost"
 
 
 def test_what_a_job_left_of_its_pack_is_still_to_be_run(
