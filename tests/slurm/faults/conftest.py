@@ -49,8 +49,8 @@ def verify(request: pytest.FixtureRequest, box: Box) -> Iterator[Verify]:
 
 
 @pytest.fixture
-def small_arrays(box: Box) -> Iterator[None]:
-    """The scheduler takes arrays of at most 11 jobs."""
+def small_arrays(request: pytest.FixtureRequest, box: Box) -> Iterator[None]:
+    """The scheduler takes arrays of at most as many jobs as the test's parameter says."""
     text = paths.SLURM_CONF.read_text()
     options = box.options
     assert options is not None
@@ -60,7 +60,7 @@ def small_arrays(box: Box) -> Iterator[None]:
         paths.SLURM_CONF.write_text(conf)
         box.start_daemon("slurmctld")
 
-    restart(text.replace(f"MaxArraySize={options.max_array_size}", "MaxArraySize=11"))
+    restart(text.replace(f"MaxArraySize={options.max_array_size}", f"MaxArraySize={request.param}"))
     yield
     restart(text)
 

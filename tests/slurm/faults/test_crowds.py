@@ -75,8 +75,8 @@ def test_two_users_submit_the_same_sweep_at_once(shared: Project, verify: Verify
     verify(shared, "both")
 
 
-@pytest.mark.usefixtures("small_arrays")
-def test_more_runs_than_an_array_may_have(project: Project, verify: Verify) -> None:
+@pytest.mark.parametrize("small_arrays", [11], indirect=True)
+def test_more_runs_than_an_array_may_have(small_arrays: None, project: Project, verify: Verify) -> None:
     """MaxArraySize 11 and 12 runs, submit killed between the two arrays."""
     project.add_sweep("dozen", f"[grid]\nseed = {list(range(12))}\n")
     dying = [sys.executable, "-m", "tests.slurm.faults.dying", "between_two", "submit", "dozen", "--cluster", CLUSTER]
