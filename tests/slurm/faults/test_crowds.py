@@ -36,7 +36,7 @@ def shared(box: Box) -> Iterator[Project]:
     folder.chmod(0o777)
     python = folder / "python"
     python.mkdir()
-    subprocess.run(["mount", "--bind", sys.base_prefix, str(python)], check=True)
+    subprocess.run(["mount", "-o", "bind,ro", sys.base_prefix, str(python)], check=True)
     try:
         yield Project(folder / "project", box)
     finally:
