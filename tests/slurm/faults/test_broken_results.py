@@ -20,6 +20,7 @@ def test_broken_results_are_lost_runs_that_retry_measures_again(project: Project
     """result.json cut short, empty, garbage; a writer's temporary file and lock left behind."""
     project.add_sweep("four", "[grid]\nseed = [1, 2, 3, 4]\n")
     project.finish("four")
+    wait_for("the jobs to be gone", lambda: not project.slurm("squeue", "-h").strip())
     cut, empty, garbage, whole = project.run_ids("four")
     data = project.tree.result_path(cut).read_bytes()
     project.spoil(cut, data[: len(data) // 2])
