@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,9 @@ import hypothesis
 import pytest
 
 from hpcbench.config.load import Sweep, load_sweep
+
+# A shell lets what it starts in the background ignore SIGINT, and every process of a test would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run: a red test is red for everybody. No deadline: a loaded machine is no bug.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=100)
