@@ -36,7 +36,15 @@ def search_folders(kind: str) -> list[Path]:
     """The folders of ``kind`` that exist, the one that wins first."""
     folders = [project_folder() / kind, user_folder() / kind, shared_folder(kind)]
     unique = dict.fromkeys(folder.resolve() for folder in folders)
-    return [folder for folder in unique if folder.is_dir()]
+    return [folder for folder in unique if _is_readable(folder)]
+
+
+def _is_readable(folder: Path) -> bool:
+    """A folder that this user may not enter has nothing for them."""
+    try:
+        return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
+    except OSError:
+        return False
 
 
 def results_folder(given: str | None = None) -> Path:

@@ -14,7 +14,9 @@ import msgspec
 
 from hpcbench.config.task import Task, TaskHeader, read_task
 from hpcbench.errors import WorkerError
+from hpcbench.fileio import read_regular
 from hpcbench.results.attempts import Attempt, attempt_numbers
+from hpcbench.results.decode import decode
 from hpcbench.results.schema import OK, Failure, RunResult
 from hpcbench.results.stopping import read_stop_group, stopped_by
 from hpcbench.results.store import ClusterTree, environment_key
@@ -57,7 +59,7 @@ def done(tree: ClusterTree, task: Task) -> str | None:
 
 def _cancelled(tasks: Path, run_id: str) -> str | None:
     try:
-        dropped = msgspec.json.decode((tasks.parent / "dropped.json").read_bytes(), type=list[str])
+        dropped = decode(read_regular(tasks.parent / "dropped.json"), list[str])
     except (OSError, msgspec.MsgspecError):
         return None
     return "it was cancelled before it began" if run_id in dropped else None

@@ -192,3 +192,17 @@ def test_run_to_table_and_again(sweep: Path, tmp_path: Path) -> None:
     for ending in ("csv", "parquet", "json"):
         assert hpcbench("collect", "--out", str(tmp_path / f"all.{ending}"), *results).returncode == 0
     assert (tmp_path / "all.csv").read_text().count("\n") == 4
+
+
+def test_a_configuration_folder_that_may_not_be_entered_is_passed_over(tmp_path: Path) -> None:
+    """As somebody without root's rights, which no mode stops."""
+    closed = tmp_path / "closed"
+    (closed / "hpcbench" / "clusters").mkdir(parents=True)
+    closed.chmod(0)
+    drop = [] if os.geteuid() else ["setpriv", "--bounding-set=-all", "--inh-caps=-all", "--"]
+    if not os.geteuid():
+        os.chown(closed, 65534, 65534)
+    env = {**os.environ, "XDG_CONFIG_HOME": str(closed)}
+    command = [*drop, sys.executable, "-m", "hpcbench", "cluster", "list"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, "slurmbox" in done.stdout) == (0, True), done.stderr
