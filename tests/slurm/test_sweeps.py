@@ -141,7 +141,7 @@ def test_submitits_job_tells_the_state_and_cancels(hpcbench: Command, results: R
     assert "SIGTERM" in result["error"]["message"]
     assert len(result["step_times_s"]) >= 1
     wait_for("SLURM to say so", lambda: job.get_info(mode="force").get("State", "").startswith("CANCELLED"), 60)
-    assert hpcbench("status", "long").returncode == 1
+    wait_for("status to say so", lambda: hpcbench("status", "long").returncode == 1, 60)
 
 
 def test_the_time_limit_leaves_what_was_measured(hpcbench: Command, results: Results, tmp_path: Path) -> None:
