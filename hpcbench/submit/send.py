@@ -113,7 +113,7 @@ class _Sender:
             self._free = None if queued is None else max(0, limit - queued)
 
     def _take_up_lanes(self, sent: list[Chunk]) -> None:
-        """Go on where an earlier process stopped. SLURM refuses to wait for a job that it has forgotten."""
+        """Go on where an earlier process stopped, without depending on a job that the scheduler may have forgotten."""
         last = {chunk.lane: chunk.job_id or "" for chunk in sent}
         queued = scheduler.queued_arrays(last.values(), self._profile) if last else set()
         self._last_of_lane = {lane: job_id for lane, job_id in last.items() if job_id in queued}
