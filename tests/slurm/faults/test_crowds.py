@@ -40,7 +40,8 @@ def shared(box: Box) -> Iterator[Project]:
     try:
         yield Project(folder / "project", box)
     finally:
-        subprocess.run(["umount", str(python)], check=True)
+        # Lazily: what the last of the users' commands left behind may still be closing its files.
+        subprocess.run(["umount", "--lazy", str(python)], check=True)
         shutil.rmtree(folder)
 
 
