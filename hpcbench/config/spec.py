@@ -46,6 +46,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         Literal["fp64", "fp32", "tf32", "bf16", "fp16"],
         Meta(description="arithmetic of forward and backward"),
     ] = "fp32"
+    compile: Annotated[bool, Meta(description="torch.compile the model")] = False
+    activation_checkpointing: Annotated[bool, Meta(description="recompute activations in the backward pass")] = False
     channels_last: Annotated[bool, Meta(description="memory format of images and convolutions")] = False
     optimizer: Annotated[Literal["sgd", "adam", "adamw"], Meta(description="who updates the weights")] = "sgd"
     learning_rate: Annotated[float, Meta(ge=0, description="constant over the run")] = 0.01
@@ -53,6 +55,17 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     weight_decay: Annotated[float, Meta(ge=0, description="L2 penalty")] = 0.0
     warmup_steps: Annotated[int, Meta(ge=0, description="steps before the timed ones")] = 5
     steps: Annotated[int, Meta(ge=1, description="timed steps")] = 20
+    profile_steps: Annotated[int, Meta(ge=0, description="steps after the timed ones that are split by phase")] = 3
+    drop_last: Annotated[bool, Meta(description="leave out the partial batch at the end of an epoch")] = False
+    data: Annotated[
+        Literal["device", "host", "files", "real"],
+        Meta(description="made up: resident on the device, on the host, in files; or the set's own files"),
+    ] = "device"
+    evaluate_every: Annotated[int, Meta(ge=0, description="steps between evaluations; 0 is at the end only")] = 0
+    target_accuracy: Annotated[float, Meta(gt=0, le=1, description="measure the time until it is reached")] | None = (
+        None
+    )
+    verify: Annotated[bool, Meta(description="also train the single-device reference and compare")] = False
     seed: Annotated[int, Meta(ge=0, description="of weights and data; a repeat adds its number")] = 0
     repeat: Annotated[int, Meta(ge=0, description="which launch of the same configuration")] = 0
 
@@ -85,7 +98,7 @@ def label(spec: RunSpec) -> str:
 
 
 _NOT_IDENTITY = frozenset({"time_limit_min"})
-_NOT_CONFIGURATION = _NOT_IDENTITY | {"repeat", "seed"}
+_NOT_CONFIGURATION = _NOT_IDENTITY | {"repeat", "seed", "verify"}
 
 
 def as_dict(spec: RunSpec) -> dict[str, Any]:
@@ -99,7 +112,7 @@ def run_id(spec: RunSpec) -> str:
 
 
 def config_id(spec: RunSpec) -> str:
-    """As ``run_id`` without repeat and seed: launches with the same one are measurements of the same thing."""
+    """As ``run_id`` without repeat, seed and verify: launches with the same one are measurements of the same thing."""
     return _digest(as_dict(spec), _NOT_CONFIGURATION)
 
 

@@ -57,6 +57,8 @@ class Model(NamedTuple):
     """``builder`` is ``module:function``; ``min_size`` is the smallest edge length that it takes."""
 
     builder: str
+    kind: str
+    """The kind of data set that it takes: ``images``, ``volumes`` or ``tokens``."""
     min_size: int
     description: str
     options: dict[str, Option]
@@ -87,7 +89,7 @@ def models() -> dict[str, Model]:
                 for key, (kind, default, description) in entry.get("options", {}).items()
             }
             builder = f"hpcbench.worker.models.{path.stem}:{entry['builder']}"
-            found[name] = Model(builder, entry["min_size"], entry["description"], options)
+            found[name] = Model(builder, entry["kind"], entry["min_size"], entry["description"], options)
     return found
 
 

@@ -123,10 +123,12 @@ def _check_input(spec: RunSpec) -> None:
     own_size = dataset.shape[-1]
     if not dataset.synthetic and spec.input_size not in (None, own_size):
         raise _Excluded(f"{spec.dataset} is real data of {own_size}: input_size {spec.input_size} cannot change it")
+    entry = model(spec.model)
+    if entry.kind != dataset.kind:
+        raise _Excluded(f"{spec.model} takes {entry.kind}; {spec.dataset} holds {dataset.kind}")
     size = input_shape(spec.dataset, spec.input_size)[-1]
-    smallest = model(spec.model).min_size
-    if size < smallest:
-        raise _Excluded(f"{spec.model} needs an input of {smallest} or more; {spec.dataset} has {size}")
+    if size < entry.min_size:
+        raise _Excluded(f"{spec.model} needs an input of {entry.min_size} or more; {spec.dataset} has {size}")
     if spec.global_batch_size > dataset.samples:
         raise _Excluded(
             f"global batch {spec.global_batch_size} is more than the {dataset.samples} samples of {spec.dataset}"

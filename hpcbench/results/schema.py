@@ -48,17 +48,34 @@ class Metrics(_Record, kw_only=True):
     samples_per_s: float | None = None
     epoch_time_s: float | None = None
     compute_s: float | None = None
+    """Where device or cores compute, in a profiled step; of the split below the slowest rank's step counts."""
+    forward_s: float | None = None
+    backward_s: float | None = None
+    optimizer_s: float | None = None
     comm_s: float | None = None
     exposed_comm_s: float | None = None
     data_s: float | None = None
     bubble_fraction: float | None = None
+    flops_per_s: float | None = None
+    """Of all devices: the model's own operations (forward and backward, no recomputation) over the step time."""
     mfu: float | None = None
+    """``flops_per_s`` over the devices' peak in the run's precision."""
     peak_memory_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     time_to_first_step_s: float | None = None
     loss: Loss | None = None
     accuracy: float | None = None
+    time_to_accuracy_s: float | None = None
+    """Training time, warm-up included and evaluation excluded, until ``target_accuracy`` was reached."""
+    steps_to_accuracy: int | None = None
     energy_j: float | None = None
+    """Of the devices over the timed steps."""
+    energy_source: str | None = None
+    warmup_found_steps: int | None = None
+    """Timed steps at the beginning that were still slower; they are in no figure."""
+    outlier_steps: int | None = None
+    drift: float | None = None
+    """Change of the step time from the first to the last timed step, as a share of the median."""
 
 
 class Failure(_Record, kw_only=True):
@@ -68,6 +85,43 @@ class Failure(_Record, kw_only=True):
     message: str
     hint: str | None = None
     traceback_tail: str | None = None
+
+
+class Phases(_Record, kw_only=True):
+    """Where a step's time went on one rank, in seconds."""
+
+    step_s: float
+    data_s: float | None = None
+    forward_s: float | None = None
+    backward_s: float | None = None
+    optimizer_s: float | None = None
+    compute_s: float | None = None
+    comm_s: float | None = None
+    """While any collective or message was under way."""
+    exposed_comm_s: float | None = None
+    """As ``comm_s``, where nothing was computed meanwhile."""
+
+
+class Evaluation(_Record, kw_only=True):
+    """The model on the held-out samples after ``step`` steps (warm-up included)."""
+
+    step: int
+    train_time_s: float
+    accuracy: float
+
+
+class Verification(_Record, kw_only=True):
+    """The run's strategy against the single-device reference: max|a - b| / max(1, max|b|), the worst tensor's."""
+
+    passed: bool
+    tolerance: float
+    steps: int
+    loss_max_rel: float
+    gradient_max_rel: float | None = None
+    weight_max_rel: float | None = None
+    worst: str | None = None
+    """The tensor that differs most."""
+    notes: list[str] = []
 
 
 class RankResult(_Record, kw_only=True):
@@ -95,6 +149,14 @@ class RankResult(_Record, kw_only=True):
     peak_reserved_bytes: int | None = None
     time_to_first_step_s: float | None = None
     accuracy: float | None = None
+    evaluations: list[Evaluation] = []
+    phases: Phases | None = None
+    """Of one profiled step: the median of all."""
+    energy_j: float | None = None
+    energy_source: str | None = None
+    flops_per_sample: float | None = None
+    """Forward and backward, of the whole model."""
+    verification: Verification | None = None
     warnings: list[str] = []
     provenance: dict[str, Any] = {}
 
@@ -115,7 +177,7 @@ class RunResult(_Record, kw_only=True):
     step_times_s: list[float] = []
     """Of every timed step, the slowest rank's."""
     warnings: list[str] = []
-    verification: dict[str, Any] | None = None
+    verification: Verification | None = None
     provenance: dict[str, Any] = {}
     environment_digest: str | None = None
     error: Failure | None = None

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.shard import micro_shares
 from hpcbench.worker.data.feed import Feed
+from hpcbench.worker.losses import sample_losses
 from hpcbench.worker.precision import Arithmetic
-from hpcbench.worker.strategies.base import make_optimizer, sample_losses
+from hpcbench.worker.strategies.base import make_optimizer
 
 
 @dataclass

@@ -8,6 +8,7 @@ import torch
 
 from hpcbench.worker.data.feed import Feed, make_feed
 from hpcbench.worker.loop import Progress, instrument_cost_s, run_loop
+from hpcbench.worker.phases import Phases, unmarked
 from hpcbench.worker.stop import Stop, Stopped
 from hpcbench.worker.timers import HostClock, process_age_s
 from tests.worker.helpers import make_spec
@@ -20,6 +21,7 @@ class Recorder:
 
     replica = 0
     module: torch.nn.Module = torch.nn.Identity()
+    phases: Phases = staticmethod(unmarked)
 
     def __init__(self, stop: Stop, stop_after: int | None = None, losses: list[float] | None = None) -> None:
         self.calls: list[Any] = []
@@ -33,6 +35,12 @@ class Recorder:
         if step == self._stop_after:
             self._stop.reason = Stopped("cancelled", "told")
         return torch.tensor(self._losses[step] if self._losses else float(step))
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {}
 
 
 def run(

@@ -13,8 +13,10 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.datasets import DATASETS, input_shape
 from hpcbench.parallel.shard import dropped_samples, even_ranges, steps_per_epoch
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 Batch = tuple[Tensor, Tensor]
-"""Inputs [samples, channels, height, width] and labels [samples] (int64), on the run's device."""
+"""Inputs [samples, *shape] and targets (see ``worker.losses``), on the run's device."""
 
 
 class Feed(ABC):
@@ -23,7 +25,7 @@ class Feed(ABC):
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
         dataset = DATASETS[spec.dataset]
         self.shape = input_shape(spec.dataset, spec.input_size)
-        self.classes = dataset.classes
+        self.classes = dataset.outputs
         self.samples = dataset.samples
         self.batch_size = spec.batch_size
         self.replicas = spec.dp_degree
@@ -65,9 +67,11 @@ class Feed(ABC):
         return None
 
     def place(self, inputs: Tensor) -> Tensor:
-        """``inputs`` in the run's type and memory format, on its device."""
-        layout = torch.channels_last if self.channels_last and inputs.dim() == 4 else torch.contiguous_format
-        return inputs.to(self.device, self.dtype).contiguous(memory_format=layout)
+        """``inputs`` in the run's type and memory format (integers keep theirs), on its device."""
+        if not inputs.is_floating_point():
+            return inputs.to(self.device)
+        layout = _CHANNELS_LAST.get(inputs.dim()) if self.channels_last else None
+        return inputs.to(self.device, self.dtype).contiguous(memory_format=layout or torch.contiguous_format)
 
 
 @lru_cache(maxsize=8)

@@ -26,12 +26,13 @@ def build_model(spec: RunSpec) -> nn.Sequential:
     shape = input_shape(spec.dataset, spec.input_size)
     torch.manual_seed(spec.seed + spec.repeat)
     built: nn.Sequential = getattr(importlib.import_module(module), function)(
-        spec.model, shape, DATASETS[spec.dataset].classes, options
+        spec.model, shape, DATASETS[spec.dataset].outputs, options
     )
     if spec.precision == "fp64":
         built = built.double()
     if spec.channels_last:
-        built = built.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        layout = torch.channels_last_3d if len(shape) == 4 else torch.channels_last
+        built = built.to(memory_format=layout)  # type: ignore[call-overload]
     return built
 
 

@@ -13,6 +13,7 @@ from hpcbench.worker.models.vision import torchvision_models
 MODELS = {
     "resnet18": {
         "builder": "build",
+        "kind": "images",
         "min_size": 8,
         "description": "18 layers, residual; below 64 pixels a 3x3 stem without pooling",
         "options": {},

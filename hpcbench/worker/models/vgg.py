@@ -12,6 +12,7 @@ from hpcbench.worker.models.vision import torchvision_models
 MODELS = {
     "vgg11": {
         "builder": "build",
+        "kind": "images",
         "min_size": 8,
         "description": "11 layers, no shortcuts, wide; below 64 pixels one linear layer and BatchNorm",
         "options": {

@@ -8,12 +8,13 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.shard import micro_shares
 from hpcbench.worker.data.feed import Feed
+from hpcbench.worker.losses import sample_losses
+from hpcbench.worker.phases import Phases, unmarked
 from hpcbench.worker.precision import Arithmetic
 
 
@@ -34,6 +35,8 @@ class Strategy(Protocol):
     """The data-parallel replica that this rank belongs to."""
     module: nn.Module
     """The weights that this rank holds, in a form that can be called: for evaluation and comparison."""
+    phases: Phases
+    """Put around the parts of a step; the loop replaces it in profiled steps."""
 
     def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
         """Take ``model`` (built on the host, the same on every rank) apart or wrap it. May communicate."""
@@ -45,6 +48,12 @@ class Strategy(Protocol):
         sample count, so that the parts of all replicas add up to the mean loss.
         """
 
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers of the whole model by their single-device names, complete on rank 0. Communicates."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """As ``weights``: the gradients that the last step's update used."""
+
 
 def make_optimizer(spec: RunSpec, module: nn.Module) -> torch.optim.Optimizer:
     """The run's optimizer over the parameters of ``module``."""
@@ -55,16 +64,11 @@ def make_optimizer(spec: RunSpec, module: nn.Module) -> torch.optim.Optimizer:
     return kind(parameters, spec.learning_rate, weight_decay=spec.weight_decay)
 
 
-def sample_losses(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the samples' cross-entropies, in fp32 at least: outputs [n, classes], labels [n]."""
-    wide = outputs if outputs.dtype == torch.float64 else outputs.float()
-    return F.cross_entropy(wide, labels, reduction="sum")
-
-
 class DataParallel:
     """A whole model per rank. ``loss_factor`` undoes what the wrapper does to gradients (an average, for DDP)."""
 
     loss_factor = 1.0
+    phases: Phases = staticmethod(unmarked)
 
     def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
         """Put ``model`` on the device, wrapped by the subclass."""
@@ -86,23 +90,36 @@ class DataParallel:
     def step(self, feed: Feed, step: int) -> Tensor:
         """See ``Strategy.step``. Micro-batches accumulate gradients."""
         global_count = feed.global_count(step)
-        inputs, labels = feed.batch(step, self.replica)
+        with self.phases("data"):
+            inputs, labels = feed.batch(step, self.replica)
         self.optimizer.zero_grad(set_to_none=True)
         parts = micro_shares(len(labels), self.spec.batch_size, self.spec.micro_batches)
         for part in parts[:-1]:
             with self.without_sync():
                 self._accumulate(inputs, labels, part, global_count)
         self._accumulate(inputs, labels, parts[-1], global_count)
-        self.arithmetic.update(self.optimizer)
+        with self.phases("optimizer"):
+            self.arithmetic.update(self.optimizer)
         return self._take_loss()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Every rank holds all of them."""
+        return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Every rank holds all of them."""
+        named = self.module.named_parameters()
+        return {name: parameter.grad.detach() for name, parameter in named if parameter.grad is not None}
 
     def _accumulate(self, inputs: Tensor, labels: Tensor, part: range, global_count: int) -> None:
         chosen = slice(part.start, part.stop)
-        with self.arithmetic.autocast():
-            outputs = self.runner(inputs[chosen])
-        loss = sample_losses(outputs, labels[chosen]) / global_count
-        # DDP averages over replicas; the sum of shares that were divided by the true count is what is wanted.
-        self.arithmetic.backward(loss * self.loss_factor)
+        with self.phases("forward"):
+            with self.arithmetic.autocast():
+                outputs = self.runner(inputs[chosen])
+            loss = sample_losses(outputs, labels[chosen]) / global_count
+        with self.phases("backward"):
+            # DDP averages over replicas; the sum of shares that were divided by the true count is what is wanted.
+            self.arithmetic.backward(loss * self.loss_factor)
         kept = loss.detach()
         self._loss = kept if self._loss is None else self._loss + kept
 
