@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcbench.parallel.catalog import models
-from hpcbench.worker.models.build import build_model, parameter_count
+from hpcbench.worker.models.build import build_model, build_shapes, parameter_count
 from tests.worker.helpers import make_spec
 
 LARGE = 224
@@ -56,6 +56,24 @@ def test_the_seed_alone_decides_the_weights(model: str) -> None:
     repeated = zip(weights(seed=2, repeat=1), weights(seed=3), strict=True)
     assert all(torch.equal(a, b) for a, b in repeated), "a repeat adds its number to the seed"
     assert not torch.equal(weights(seed=4)[0], weights(seed=3)[0])
+
+
+@pytest.mark.parametrize("model", sorted(models()))
+@pytest.mark.parametrize("values", [{}, {"input_size": 64, "channels_last": True, "precision": "fp64"}])
+def test_shapes_are_the_models_without_its_numbers(model: str, values: dict[str, Any]) -> None:
+    spec = make_spec(model=model, dataset="cifar10", **values)
+    torch.manual_seed(5)
+    shapes = build_shapes(spec)
+    drawn = torch.rand(3)
+    built = build_model(spec)
+    assert [type(block) for block in shapes] == [type(block) for block in built]
+    there, here = shapes.state_dict(), built.state_dict()
+    assert {tensor.device.type for tensor in there.values()} == {"meta"}
+    assert [(name, tensor.shape, tensor.dtype, tensor.stride()) for name, tensor in there.items()] == [
+        (name, tensor.shape, tensor.dtype, tensor.stride()) for name, tensor in here.items()
+    ]
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(3)), "the generator is as it was"
 
 
 def test_precision_and_memory_format() -> None:

@@ -20,11 +20,24 @@ def build_model(spec: RunSpec) -> nn.Sequential:
 
     Draws from torch's global generator, seeded with the run's seed plus its repeat.
     """
+    torch.manual_seed(spec.seed + spec.repeat)
+    return _build(spec)
+
+
+def build_shapes(spec: RunSpec) -> nn.Sequential:
+    """What ``build_model`` returns, its parameters and buffers on the meta device: no memory, no numbers.
+
+    Leaves torch's global generator as it was.
+    """
+    with torch.device("meta"):
+        return _build(spec)
+
+
+def _build(spec: RunSpec) -> nn.Sequential:
     entry = model(spec.model)
     module, _, function = entry.builder.partition(":")
     options = {name: option.default for name, option in entry.options.items()} | spec.model_options
     shape = input_shape(spec.dataset, spec.input_size)
-    torch.manual_seed(spec.seed + spec.repeat)
     built: nn.Sequential = getattr(importlib.import_module(module), function)(
         spec.model, shape, DATASETS[spec.dataset].outputs, options
     )
