@@ -17,6 +17,11 @@ def shared_folder(kind: str) -> Path:
     return packaged if packaged.is_dir() else _PACKAGE.parent / kind
 
 
+def layers_folder() -> Path:
+    """The shipped tables of layers; in the package itself, beside the models that they describe."""
+    return _PACKAGE / "layers"
+
+
 def project_folder(start: Path | None = None) -> Path:
     """The nearest folder, from ``start`` upwards, that holds ``clusters`` or ``templates``; else ``start``."""
     here = (start or Path.cwd()).resolve()
@@ -30,6 +35,12 @@ def user_folder() -> Path:
     """``~/.config/hpcbench``, or where XDG_CONFIG_HOME says."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "hpcbench"
+
+
+def cache_folder() -> Path:
+    """``~/.cache/hpcbench``, or where XDG_CACHE_HOME says: what can be made anew at any time."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "hpcbench"
 
 
 def search_folders(kind: str) -> list[Path]:

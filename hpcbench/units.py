@@ -73,6 +73,14 @@ def format_rate(per_s: float) -> str:
     return _three_digits(per_s)
 
 
+def format_count(count: float) -> str:
+    """``11689512 -> '11.7 M'``: three significant digits, whole numbers below a thousand."""
+    for factor, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= factor * 0.9995:
+            return f"{_three_digits(count / factor)} {unit}"
+    return f"{count:.0f}"
+
+
 def slurm_time(seconds: float) -> str:
     """``5400 -> '0-01:30:00'``, rounded up to the next second."""
     whole = math.ceil(seconds)

@@ -1,0 +1,180 @@
+"""What every layer of a model takes: shapes, parameters, FLOPs and activation bytes, as numbers that need no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hpcbench.errors import ConfigError
+from hpcbench.parallel.datasets import DATASETS
+from hpcbench.paths import layers_folder
+
+TABLE_VERSION = 1
+"""Raised when a column's meaning changes: an older table in a cache is then made anew."""
+
+LOSS = "loss"
+"""Name of the last row."""
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One call of a leaf module, or what a module computes itself around its children. Per sample, in fp32."""
+
+    name: str
+    """Qualified name of the module; ``loss`` for the loss."""
+    block: int
+    """Place in the model's sequence of blocks; one past the last for the loss."""
+    kind: str
+    """The module's class; with ``.other`` appended: operations of a module that has children, outside of them."""
+    input_shape: list[int]
+    """Of the first tensor that goes in, without the batch."""
+    output_shape: list[int]
+    parameters: int
+    """Numbers that are trained, counted where they are first used: tied ones once."""
+    forward_flops: int
+    """Two per multiply-add of convolutions, matrix products and attention; nothing else is counted."""
+    backward_flops: int
+    """Without recomputation; without the gradient of an input that needs none."""
+    activation_bytes: int
+    """What autograd keeps for the backward pass, each storage at its first user; no parameters, no buffers."""
+    activation_fixed_bytes: int
+    """The part of it that does not grow with the batch (BatchNorm's statistics), for the whole batch."""
+    output_bytes: int
+    """Size of what comes out."""
+    forward_moved_bytes: int
+    """What the operations of the forward pass read and write, as if nothing stayed in a cache; no parameters."""
+    backward_moved_bytes: int
+    attributes: dict[str, Any] = {}
+    """What a split of the layer has to know: kernel, stride, padding, groups, channels, features, heads."""
+
+
+class TensorShape(NamedTuple):
+    """A parameter or buffer of the model, in the model's own order."""
+
+    name: str
+    shape: list[int]
+    bytes_per_element: int = 4
+
+
+class Totals(NamedTuple):
+    """Sums over the layers. ``largest_activation`` is the layer that keeps most."""
+
+    parameters: int
+    forward_flops: int
+    backward_flops: int
+    activation_bytes: int
+    activation_fixed_bytes: int
+    largest_activation: str
+    largest_parameters: str
+
+
+class LayerTable(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on a data set, layer by layer in the order of execution."""
+
+    version: int = TABLE_VERSION
+    model: str
+    dataset: str
+    input_size: int
+    model_options: dict[str, Any] = {}
+    """Those that differ from the model's defaults."""
+    blocks: int
+    """Length of the model's sequence of blocks: where a pipeline may cut it."""
+    parameter_tensors: list[TensorShape]
+    """In the order of ``parameters()``, tied ones once: what gradient buckets are filled from."""
+    buffers: list[TensorShape]
+    columns: Sequence[str] = Layer.__struct_fields__
+    """The meaning of the rows' entries."""
+    layers: list[Layer]
+
+    def totals(self) -> Totals:
+        """The sums over all layers, the loss included."""
+        return Totals(
+            parameters=sum(layer.parameters for layer in self.layers),
+            forward_flops=sum(layer.forward_flops for layer in self.layers),
+            backward_flops=sum(layer.backward_flops for layer in self.layers),
+            activation_bytes=sum(layer.activation_bytes for layer in self.layers),
+            activation_fixed_bytes=sum(layer.activation_fixed_bytes for layer in self.layers),
+            largest_activation=max(self.layers, key=lambda layer: layer.activation_bytes).name,
+            largest_parameters=max(self.layers, key=lambda layer: layer.parameters).name,
+        )
+
+    def flops_per_sample(self) -> int:
+        """Forward and backward, of the whole model."""
+        return sum(layer.forward_flops + layer.backward_flops for layer in self.layers)
+
+
+class LayerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Which table is asked for; ``input_size`` is the data set's own where absent."""
+
+    model: str
+    dataset: str
+    input_size: int | None = None
+    model_options: dict[str, Any] = {}
+
+
+class LayerAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the worker's module prints: the table, or why there is none."""
+
+    table: LayerTable | None = None
+    error: str = ""
+    hint: str | None = None
+    is_input: bool = False
+    """Whether what was asked for is wrong."""
+
+
+def own_size(dataset: str) -> int:
+    """The input size of a data set that is not told another."""
+    return DATASETS[dataset].shape[-1]
+
+
+def is_shipped(model: str, dataset: str, input_size: int | None, options: Mapping[str, Any]) -> bool:
+    """Whether a pair is of the kind that package data holds: the model's defaults at the data set's own size."""
+    return ":" not in model and not options and input_size in (None, own_size(dataset))
+
+
+def table_path(model: str, dataset: str) -> Path:
+    """Where the package holds the table of a pair."""
+    return layers_folder() / f"{model}-{dataset}.json"
+
+
+def read_table(
+    model: str, dataset: str, input_size: int | None = None, options: Mapping[str, Any] | None = None
+) -> LayerTable | None:
+    """The shipped table; ``None`` where the package has none.
+
+    ``options`` are those that differ from the model's defaults.
+    """
+    if not is_shipped(model, dataset, input_size, options or {}):
+        return None
+    try:
+        data = table_path(model, dataset).read_bytes()
+    except FileNotFoundError:
+        return None
+    return decode_table(data, str(table_path(model, dataset)))
+
+
+def decode_table(data: bytes, where: str) -> LayerTable:
+    """``data`` as a table; ``ConfigError`` where it is none of this version."""
+    try:
+        table = msgspec.json.decode(data, type=LayerTable)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not a table of layers: {error}", where=where) from error
+    if table.version != TABLE_VERSION or tuple(table.columns) != Layer.__struct_fields__:
+        raise ConfigError(f"a table of layers of another version ({table.version}, not {TABLE_VERSION})", where=where)
+    return table
+
+
+def encode_table(table: LayerTable) -> bytes:
+    """``table`` as JSON with one line a layer, so that a change shows as the layers that it changed."""
+    encode = msgspec.json.encode
+    lines: list[bytes] = []
+    for name in LayerTable.__struct_fields__:
+        value = getattr(table, name)
+        if isinstance(value, list):
+            inner = b",\n".join(encode(entry) for entry in value)
+            lines.append(encode(name) + (b":[\n" + inner + b"\n]" if inner else b":[]"))
+        else:
+            lines.append(encode(name) + b":" + encode(value))
+    return b"{\n" + b",\n".join(lines) + b"\n}\n"

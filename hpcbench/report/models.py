@@ -1,0 +1,143 @@
+"""What ``models`` shows: a row for each model and data set, or the layers of one pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.fileio import brief, printable
+from hpcbench.parallel.catalog import model as catalog_model
+from hpcbench.parallel.catalog import models as shipped_models
+from hpcbench.parallel.datasets import DATASETS
+from hpcbench.parallel.layers import Layer, LayerRequest, LayerTable
+from hpcbench.parallel.pairs import pair
+from hpcbench.parallel.resolve import Dropped
+from hpcbench.submit.layers import layer_table_of
+from hpcbench.units import format_bytes, format_count
+
+_NOTE = (
+    "per sample, fp32. FLOP: two per multiply-add of convolutions, matrix products and attention; backward without "
+    "recomputation. activations: what autograd keeps from the forward pass for the backward pass."
+)
+
+
+def find_tables(
+    models: Sequence[str], datasets: Sequence[str], input_size: int | None, folder: Path | None
+) -> list[LayerTable]:
+    """The tables of all named models with all named data sets that they take; all where none is named.
+
+    ``ConfigError`` where a name is unknown or where nothing fits.
+    """
+    for name in models:
+        if ":" not in name:
+            catalog_model(name)
+    for name in datasets:
+        if name not in DATASETS:
+            raise ConfigError(f"unknown dataset {name!r}", hint=did_you_mean(name, DATASETS))
+    requests, reasons = [], []
+    for model in models or sorted(shipped_models()):
+        for dataset in datasets or DATASETS:
+            found = pair(model, dataset, input_size)
+            if isinstance(found, Dropped):
+                reasons.append(found.reason)
+            else:
+                requests.append(LayerRequest(model=model, dataset=dataset, input_size=found.input_size))
+    if not requests:
+        more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+        raise ConfigError(f"no such model takes such a dataset: {reasons[0]}{more}")
+    return [layer_table_of(request, folder) for request in requests]
+
+
+def sort_tables(tables: list[LayerTable], sort: str) -> list[LayerTable]:
+    """Largest first, or as they are."""
+    return tables if sort == "order" else sorted(tables, key=lambda one: -getattr(one.totals(), sort))
+
+
+def sort_layers(layers: list[Layer], sort: str) -> list[Layer]:
+    """Largest first, or in the order of execution."""
+    return layers if sort == "order" else sorted(layers, key=lambda one: -getattr(one, sort))
+
+
+def models_json(tables: list[LayerTable], sort: str) -> dict[str, Any]:
+    """``{"models": [...]}``, every layer as an object with its columns' names."""
+    documents = []
+    for table in tables:
+        totals = table.totals()
+        documents.append(
+            {
+                "model": table.model,
+                "dataset": table.dataset,
+                "input_size": table.input_size,
+                "blocks": table.blocks,
+                "parameters": totals.parameters,
+                "forward_flops": totals.forward_flops,
+                "backward_flops": totals.backward_flops,
+                "activation_bytes": totals.activation_bytes,
+                "activation_fixed_bytes": totals.activation_fixed_bytes,
+                "layers": [msgspec.structs.asdict(layer) for layer in sort_layers(table.layers, sort)],
+            }
+        )
+    return {"models": documents}
+
+
+def models_table(tables: list[LayerTable]) -> RenderableType:
+    """One row a pair."""
+    shown = _table(
+        ("model", "dataset"), ("size", "params", "forward\nFLOP", "backward\nFLOP", "activations", "layers")
+    )
+    for table in tables:
+        totals = table.totals()
+        shown.add_row(
+            _text(table.model), _text(table.dataset),
+            str(table.input_size), format_count(totals.parameters),
+            format_count(totals.forward_flops), format_count(totals.backward_flops),
+            format_bytes(totals.activation_bytes), str(len(table.layers)),
+        )  # fmt: skip
+    return Group(shown, Text(""), Text(_NOTE, style="dim"))
+
+
+def layers_table(table: LayerTable, sort: str) -> RenderableType:
+    """One row a layer, the sums below."""
+    totals = table.totals()
+    shown = _table(("layer", "kind", "output"), ("params", "forward\nFLOP", "backward\nFLOP", "activations"))
+    for layer in sort_layers(table.layers, sort):
+        shown.add_row(
+            _text(layer.name), _text(layer.kind), "x".join(str(extent) for extent in layer.output_shape),
+            _nonzero(layer.parameters), _nonzero(layer.forward_flops), _nonzero(layer.backward_flops),
+            _nonzero(layer.activation_bytes, format_bytes),
+        )  # fmt: skip
+    shown.add_section()
+    shown.add_row(
+        "all", "", "",
+        format_count(totals.parameters), format_count(totals.forward_flops), format_count(totals.backward_flops),
+        format_bytes(totals.activation_bytes),
+    )  # fmt: skip
+    title = f"{table.model} on {table.dataset}, input size {table.input_size}: {table.blocks} blocks"
+    fixed = f" And {format_bytes(totals.activation_fixed_bytes)} a batch, whatever its size."
+    notes = _NOTE + (fixed if totals.activation_fixed_bytes else "")
+    return Group(Text(printable(title), style="bold"), Text(""), shown, Text(""), Text(notes, style="dim"))
+
+
+def _table(names: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for heading in names:
+        table.add_column(heading, overflow="fold")
+    for heading in numbers:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
+
+
+def _text(name: str) -> Text:
+    return Text(brief(name))
+
+
+def _nonzero(value: int, form: Callable[[float], str] = format_count) -> str:
+    return form(value) if value else ""
