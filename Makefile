@@ -12,8 +12,8 @@ MEM ?= 3g
 LINK ?= 1gbit
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-unit test-distributed test-slurm test-docs lint format schemas golden pictures \
-	slurm-up slurm-down slurm-status soak faults bench clean
+.PHONY: help quickstart test test-unit test-distributed test-slurm test-docs lint format schemas layers check-layers golden \
+	pictures slurm-up slurm-down slurm-status soak faults bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -61,6 +61,12 @@ format: $(VENV)/.dev ## let ruff format and mend what it can
 
 schemas: $(VENV)/.dev ## write docs/schemas anew
 	@for kind in cluster sweep result; do $(BIN)/hpcbench schema $$kind > docs/schemas/$$kind.json; done
+
+layers: $(VENV)/.worker ## measure the layers of all shipped models anew, into hpcbench/layers
+	OMP_NUM_THREADS=1 $(BIN)/python -m hpcbench.worker.layers --all hpcbench/layers
+
+check-layers: $(VENV)/.dev ## compare all of hpcbench/layers with what is measured now
+	$(BIN)/pytest tests/worker/test_layers.py -m soak --timeout 1200
 
 golden: $(VENV)/.dev ## write the rendered scripts in tests/golden anew; review the diff
 	HPCBENCH_GOLDEN=write $(BIN)/pytest tests/render

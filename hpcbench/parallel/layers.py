@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +84,7 @@ class LayerTable(msgspec.Struct, frozen=True, kw_only=True):
     parameter_tensors: list[TensorShape]
     """In the order of ``parameters()``, tied ones once: what gradient buckets are filled from."""
     buffers: list[TensorShape]
-    columns: Sequence[str] = Layer.__struct_fields__
+    columns: tuple[str, ...] = Layer.__struct_fields__
     """The meaning of the rows' entries."""
     layers: list[Layer]
 
@@ -161,7 +161,7 @@ def decode_table(data: bytes, where: str) -> LayerTable:
         table = msgspec.json.decode(data, type=LayerTable)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"not a table of layers: {error}", where=where) from error
-    if table.version != TABLE_VERSION or tuple(table.columns) != Layer.__struct_fields__:
+    if table.version != TABLE_VERSION or table.columns != Layer.__struct_fields__:
         raise ConfigError(f"a table of layers of another version ({table.version}, not {TABLE_VERSION})", where=where)
     return table
 

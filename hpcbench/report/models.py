@@ -90,9 +90,7 @@ def models_json(tables: list[LayerTable], sort: str) -> dict[str, Any]:
 
 def models_table(tables: list[LayerTable]) -> RenderableType:
     """One row a pair."""
-    shown = _table(
-        ("model", "dataset"), ("size", "params", "forward\nFLOP", "backward\nFLOP", "activations", "layers")
-    )
+    shown = _table(("model", "dataset"), ("size", "params", "forward\nFLOP", "backward\nFLOP", "activations", "layers"))
     for table in tables:
         totals = table.totals()
         shown.add_row(

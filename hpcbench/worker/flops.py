@@ -32,6 +32,12 @@ def operation_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
     return int(flop_registry[packet](*args, **kwargs, out_val=out))
 
 
+def attention_heads(func: Any, args: Sequence[Any]) -> int:
+    """Heads of the queries in a call of fused attention, 0 for every other operation."""
+    name = str(func._schema.name).partition("::")[2]
+    return int(args[0].shape[1]) if name.startswith(_ATTENTION) and not name.endswith("_backward") else 0
+
+
 def _convolution(inputs: Sequence[int], weight: Sequence[int], outputs: Sequence[int], transposed: bool) -> int:
     """Every position of the output (of the input, where it is transposed) meets every weight once."""
     positions = inputs if transposed else outputs

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpcbench.parallel.layers import LOSS
-from hpcbench.worker.flops import operation_flops
+from hpcbench.worker.flops import attention_heads, operation_flops
 from hpcbench.worker.losses import sample_losses
 
 
@@ -33,6 +33,8 @@ class Traced:
     """Forward, backward."""
     moved_bytes: list[int] = field(default_factory=lambda: [0, 0])
     activation_bytes: int = 0
+    heads: int = 0
+    """Of the attention that it computes."""
 
     def does_something(self) -> bool:
         """Whether it computed or kept anything."""
@@ -107,6 +109,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if row is not None:
             direction = int(self._trace.is_backward)
             row.flops[direction] += operation_flops(func, args, kwargs, out)
+            row.heads = attention_heads(func, args) or row.heads
             row.moved_bytes[direction] += _moved_bytes(func, (args, kwargs), out)
         return out
 

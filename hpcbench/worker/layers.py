@@ -34,7 +34,7 @@ from hpcbench.parallel.layers import (
 from hpcbench.parallel.pairs import pair, shipped_pairs
 from hpcbench.parallel.resolve import Dropped
 from hpcbench.worker.layer_trace import Traced, trace
-from hpcbench.worker.models.build import build_model
+from hpcbench.worker.models.build import build_shapes
 
 _BATCHES = (2, 4)
 """What grows with the batch is told from what does not by two sizes; BatchNorm needs more than one value."""
@@ -42,7 +42,7 @@ _BATCHES = (2, 4)
 _ATTRIBUTES = (
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "transposed",
     "in_features", "out_features", "num_features", "normalized_shape", "num_embeddings", "embedding_dim",
-    "embed_dim", "num_heads", "heads", "head_dim", "causal", "output_size", "ceil_mode", "p",
+    "embed_dim", "num_heads", "head_dim", "head_width", "causal", "output_size", "ceil_mode", "p",
 )  # fmt: skip
 """Names under which torch's modules, and ours, hold what a split of the layer has to know."""
 
@@ -56,8 +56,9 @@ def layer_table(request: LayerRequest) -> LayerTable:
     spec = pair(request.model, request.dataset, request.input_size, request.model_options)
     if isinstance(spec, Dropped):
         raise WorkerError(spec.reason)
+    model = build_shapes(spec)
     with _fake_tensors(spec):
-        model = build_model(spec)
+        _give_storage(model)
         rows = [_trace(model, spec, batch) for batch in _BATCHES]
     names = {id(module): name for name, module in model.named_modules()}
     return LayerTable(
@@ -74,9 +75,9 @@ def layer_table(request: LayerRequest) -> LayerTable:
 
 @contextmanager
 def _fake_tensors(spec: RunSpec) -> Iterator[None]:
-    """Tensors with shapes and storages but without memory; torch's generator is left as it was."""
+    """Tensors with shapes and storages but without memory."""
     try:
-        with torch.random.fork_rng(devices=[]), FakeTensorMode():
+        with FakeTensorMode():
             yield
     except HpcbenchError:
         raise
@@ -86,6 +87,25 @@ def _fake_tensors(spec: RunSpec) -> Iterator[None]:
             f"{spec.model} cannot be measured with fake tensors: {type(error).__name__}: {first}",
             hint="a model whose forward pass reads values (.item(), data-dependent shapes) has no table of layers",
         ) from error
+
+
+def _give_storage(model: nn.Module) -> None:
+    """From the meta device to fake tensors of the host: attention and others choose what they do by the device."""
+    made: dict[int, Tensor] = {}
+
+    def on_host(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+        return made[id(tensor)]
+
+    for module in model.modules():
+        holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for held in holders:
+            for name, value in held.items():
+                if isinstance(value, Tensor):
+                    held[name] = on_host(value)
 
 
 def _trace(model: nn.Sequential, spec: RunSpec, batch: int) -> list[Traced]:
@@ -138,7 +158,7 @@ def _layer(a: Traced, b: Traced, parameters: int, block: int) -> Layer:
         output_bytes=_per_sample(a.output_bytes, b.output_bytes),
         forward_moved_bytes=_per_sample(a.moved_bytes[0], b.moved_bytes[0]),
         backward_moved_bytes=_per_sample(a.moved_bytes[1], b.moved_bytes[1]),
-        attributes=_attributes(a.module),
+        attributes=_attributes(a.module) | ({"heads": a.heads} if a.heads else {}),
     )
 
 

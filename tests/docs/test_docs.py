@@ -127,6 +127,11 @@ def test_the_wheel_carries_templates_clusters_and_sweeps(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(tmp_path / "site"))
     assert "#SBATCH --job-name=hpcbench-quickstart-0001-0" in done.stdout
+    listed = subprocess.run(
+        [sys.executable, "-c", code, "models", "--model", "resnet18", "--dataset", "imagenet"],
+        cwd=tmp_path, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "3.63 G" in listed.stdout, listed.stderr
 
 
 def test_pyproject_names_every_package_that_the_login_node_imports() -> None:

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcbench.errors import ConfigError
+from hpcbench.parallel.layers import (
+    Layer,
+    LayerTable,
+    TensorShape,
+    decode_table,
+    encode_table,
+    read_table,
+    table_path,
+)
+from hpcbench.parallel.pairs import pair, shipped_pairs
+from hpcbench.parallel.resolve import Dropped
+
+
+def layer(name: str, **values: int) -> Layer:
+    given: dict[str, Any] = {"parameters": 0, "forward_flops": 0, "backward_flops": 0, "activation_bytes": 0,
+             "activation_fixed_bytes": 0, "output_bytes": 0, "forward_moved_bytes": 0, "backward_moved_bytes": 0}  # fmt: skip
+    return Layer(name=name, block=0, kind="Linear", input_shape=[3], output_shape=[2], **{**given, **values})
+
+
+TABLE = LayerTable(
+    model="m",
+    dataset="digits",
+    input_size=8,
+    blocks=1,
+    parameter_tensors=[TensorShape("0.weight", [2, 3])],
+    buffers=[],
+    layers=[
+        layer("0", parameters=6, forward_flops=12, backward_flops=24, activation_bytes=40, activation_fixed_bytes=1),
+        layer("1", parameters=2, forward_flops=1, backward_flops=2, activation_bytes=50),
+    ],
+)
+
+
+def test_totals_are_sums() -> None:
+    totals = TABLE.totals()
+    assert (totals.parameters, totals.forward_flops, totals.backward_flops) == (8, 13, 26)
+    assert (totals.activation_bytes, totals.activation_fixed_bytes) == (90, 1)
+    assert (totals.largest_activation, totals.largest_parameters) == ("1", "0")
+    assert TABLE.flops_per_sample() == 39
+
+
+def test_a_table_is_read_as_it_was_written() -> None:
+    data = encode_table(TABLE)
+    assert decode_table(data, "here") == TABLE
+    assert data.count(b"\n") < 25, "a line for each layer"
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"{", "here: not a table of layers"),
+        (b"\xff", "here: not a table of layers"),
+        (encode_table(TABLE).replace(b'"version":1', b'"version":0'), "of another version (0, not 1)"),
+        (encode_table(TABLE).replace(b'"kind"', b'"sort"'), "of another version"),
+    ],
+)
+def test_what_is_no_table_is_refused(data: bytes, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode_table(data, "here")
+    assert said in str(caught.value)
+
+
+def test_every_pair_has_a_table_and_every_table_a_pair() -> None:
+    wanted = {table_path(model, dataset).name for model, dataset in shipped_pairs()}
+    assert len(wanted) >= 10
+    assert {path.name for path in table_path("any", "any").parent.iterdir()} == wanted, "make layers"
+
+
+def test_tables_are_of_the_pair_that_names_them_and_of_this_version() -> None:
+    for model, dataset in shipped_pairs():
+        table = read_table(model, dataset)
+        assert table is not None
+        assert (table.model, table.dataset, table.model_options) == (model, dataset, {})
+        blocks = [one.block for one in table.layers]
+        assert (blocks[-1], table.layers[-1].name) == (table.blocks, "loss"), (model, dataset)
+        assert sorted(set(blocks)) == list(range(table.blocks + 1)), (model, dataset)
+        assert blocks == sorted(blocks), "blocks run one after another"
+
+
+def test_the_package_data_stays_small() -> None:
+    assert sum(path.stat().st_size for path in table_path("any", "any").parent.iterdir()) < 3e6
+
+
+@pytest.mark.parametrize(
+    ("model", "dataset", "size", "options"),
+    [
+        ("resnet18", "imagenet", 192, {}),
+        ("vgg11", "imagenet", None, {"dropout": 0.1}),
+        ("mine:build", "imagenet", None, {}),
+        ("resnet18", "tokens", None, {}),
+    ],
+)
+def test_only_defaults_are_shipped(model: str, dataset: str, size: int | None, options: dict[str, float]) -> None:
+    assert read_table(model, dataset, size, options) is None
+
+
+def test_the_own_size_may_be_named() -> None:
+    assert read_table("resnet18", "imagenet", 224) == read_table("resnet18", "imagenet")
+    assert table_path("resnet18", "imagenet") == Path(table_path("x", "y")).with_name("resnet18-imagenet.json")
+
+
+def test_a_pair_is_what_resolve_says() -> None:
+    assert not isinstance(pair("resnet18", "imagenet"), Dropped)
+    refused = pair("resnet18", "cifar10", 4)
+    assert isinstance(refused, Dropped)
+    assert "needs an input of 8 or more" in refused.reason

@@ -1,0 +1,216 @@
+"""The tables of layers against real tensors, torch's own counter, the literature, and what is shipped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hpcbench.errors import WorkerError
+from hpcbench.parallel.layers import (
+    LayerAnswer,
+    LayerRequest,
+    LayerTable,
+    encode_table,
+    read_table,
+    table_path,
+)
+from hpcbench.parallel.pairs import shipped_pairs
+from hpcbench.worker.layer_trace import trace
+from hpcbench.worker.layers import answer, blank_batch, layer_table, write_all
+from hpcbench.worker.losses import sample_losses
+from hpcbench.worker.models.build import build_model
+from tests.worker.helpers import make_spec
+
+# One small pair of every family of models, measured anew in every run of the tests; `make check-layers` takes all.
+SAMPLE = [
+    ("resnet18", "imagenet"),
+    ("vgg11", "digits"),
+]
+
+
+def shipped(model: str, dataset: str) -> LayerTable:
+    table = read_table(model, dataset)
+    assert table is not None, f"{table_path(model, dataset).name} is missing: make layers"
+    return table
+
+
+@pytest.mark.parametrize(("model", "dataset"), SAMPLE)
+def test_the_shipped_table_is_what_is_measured(model: str, dataset: str) -> None:
+    made = encode_table(layer_table(LayerRequest(model=model, dataset=dataset)))
+    assert made.decode() == table_path(model, dataset).read_text(), "make layers"
+
+
+@pytest.mark.soak
+def test_all_shipped_tables_are_what_is_measured(tmp_path: Path) -> None:
+    write_all(tmp_path)
+    folder = table_path("any", "any").parent
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in folder.iterdir())
+    different = [path.name for path in tmp_path.iterdir() if path.read_bytes() != (folder / path.name).read_bytes()]
+    assert different == [], "make layers"
+
+
+def test_every_family_is_in_the_sample() -> None:
+    from hpcbench.parallel.catalog import models
+
+    families = {entry.builder.partition(":")[0] for entry in models().values()}
+    assert {models()[model].builder.partition(":")[0] for model, _ in SAMPLE} == families
+
+
+# Activation bytes of a batch of 3: what autograd keeps of real tensors is what the table says of fake ones.
+REAL = [
+    ("resnet18", "digits", {}),
+    ("vgg11", "cifar10", {}),
+    ("vgg11", "imagenet", {"input_size": 64}),
+]
+
+
+@pytest.mark.parametrize(("model", "dataset", "more"), REAL)
+def test_fake_tensors_keep_what_real_ones_keep(model: str, dataset: str, more: dict[str, Any]) -> None:
+    table = layer_table(LayerRequest(model=model, dataset=dataset, **more))
+    spec = make_spec(model=model, dataset=dataset, **more)
+    rows = {row.name: row for row in trace(build_model(spec), *blank_batch(spec, 3))}
+    seen = 0
+    for layer in table.layers:
+        if [one.name for one in table.layers].count(layer.name) > 1:
+            continue
+        row = rows[layer.name]
+        assert row.activation_bytes == 3 * layer.activation_bytes + layer.activation_fixed_bytes, layer.name
+        assert row.flops == [3 * layer.forward_flops, 3 * layer.backward_flops], layer.name
+        seen += 1
+    assert seen > 10
+
+
+@pytest.mark.parametrize(("model", "dataset", "more"), REAL)
+def test_all_that_autograd_keeps_is_in_the_table(model: str, dataset: str, more: dict[str, Any]) -> None:
+    """Counted by the graph's own nodes, not by our hooks."""
+    spec = make_spec(model=model, dataset=dataset, **more)
+    built = build_model(spec)
+    inputs, targets = blank_batch(spec, 3)
+    loss = sample_losses(built(inputs), targets) / 3
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*built.parameters(), *built.buffers())}
+    kept = {storage: size for storage, size in saved_storages(loss).items() if storage not in own}
+    totals = layer_table(LayerRequest(model=model, dataset=dataset, **more)).totals()
+    assert sum(kept.values()) == 3 * totals.activation_bytes + totals.activation_fixed_bytes
+
+
+def saved_storages(loss: Tensor) -> dict[int, int]:
+    found: dict[int, int] = {}
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                value = getattr(node, name)
+                # A Python number in a division is held as a tensor too; hooks are not asked about it.
+                is_number = isinstance(value, Tensor) and value.dim() == 0 and value.dtype == torch.int64
+                if isinstance(value, Tensor) and not is_number:
+                    found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        nodes += [parent for parent, _ in node.next_functions]
+    return found
+
+
+def test_flops_are_those_of_torchs_counter() -> None:
+    """Where that one is right: no groups, no fused attention."""
+    for model, dataset in (("resnet18", "cifar10"), ("vgg11", "mnist")):
+        spec = make_spec(model=model, dataset=dataset)
+        inputs, targets = blank_batch(spec, 2)
+        built = build_model(spec)
+        with FlopCounterMode(display=False) as counter:
+            loss = sample_losses(built(inputs), targets)
+            forward = counter.get_total_flops()
+            torch.autograd.backward(loss)
+        totals = shipped(model, dataset).totals()
+        assert (2 * totals.forward_flops, 2 * totals.backward_flops) == (forward, counter.get_total_flops() - forward)
+
+
+def test_a_grouped_convolution_costs_twice_its_forward_pass_in_the_backward_pass() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(288, 2))
+    rows = {row.name: row for row in trace(model, torch.zeros(1, 8, 8, 8), torch.zeros(1, dtype=torch.int64))}
+    macs = 8 * 36 * 9
+    assert rows["1"].flops == [2 * macs, 4 * macs]
+    assert rows["0"].flops == [2 * 8 * 8 * 64, 2 * 8 * 8 * 64], "the input needs no gradient"
+
+
+def test_what_a_module_does_around_its_children_is_its_own_row() -> None:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + torch.relu(self.inner(x))) * self.scale
+
+    rows = {row.name: row for row in trace(nn.Sequential(Residual()), torch.zeros(2, 4), torch.zeros(2, 4))}
+    assert list(rows) == ["0.inner", "0", "", "loss"]
+    kept = rows["0"].activation_bytes
+    assert kept == 2 * 2 * 4 * 4, "relu's result and the product's factor, 2 x 4 numbers each"
+    assert rows["0.inner"].activation_bytes == 2 * 4 * 4, "its input"
+    assert rows["0"].moved_bytes[0] == (2 + 3 + 2) * 32 + 16, "relu 2, sum 3, product 2 and the scale"
+
+
+def test_tied_and_uncalled_parameters_are_counted_once() -> None:
+    for model, dataset in shipped_pairs():
+        table = shipped(model, dataset)
+        assert table.totals().parameters == sum(
+            torch.Size(tensor.shape).numel() for tensor in table.parameter_tensors
+        ), (model, dataset)
+
+
+# Multiply-adds of a forward pass in 1e9, as published: He et al. 2016 and torchvision's documentation of its models.
+PUBLISHED = [
+    ("resnet18", "imagenet", 1.814, 11_689_512),
+    ("vgg11", "imagenet", 7.609, 132_863_336),
+]
+
+
+@pytest.mark.parametrize(("model", "dataset", "giga_macs", "parameters"), PUBLISHED)
+def test_published_numbers(model: str, dataset: str, giga_macs: float, parameters: int) -> None:
+    totals = shipped(model, dataset).totals()
+    assert totals.parameters == parameters
+    assert totals.forward_flops / 2e9 == pytest.approx(giga_macs, abs=0.0006)
+
+
+def test_a_table_takes_no_memory() -> None:
+    """As much as a process that has only imported torch, but for 300 MB, where real activations would take GiB."""
+    code = (
+        "import sys; from hpcbench.worker.layers import answer\n"
+        "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'VmHWM' in line)\n"
+        "from hpcbench.worker.models.vision import torchvision_models; torchvision_models(); before = peak()\n"
+        "got = answer(sys.stdin.buffer.read()); assert got.table, got.error\n"
+        "print(before, peak(), got.table.totals().activation_bytes)"
+    )
+    request = msgspec.json.encode(LayerRequest(model="vgg11", dataset="highres", input_size=4096))
+    done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, check=True)
+    before, after, activations = (int(word) for word in done.stdout.split())
+    assert after - before < 300 * 1024, "KiB"
+    assert activations > 10 * 2**30
+
+
+def test_the_module_answers_on_standard_output() -> None:
+    request = msgspec.json.encode(LayerRequest(model="vgg11", dataset="digits", model_options={"batch_norm": False}))
+    done = subprocess.run(
+        [sys.executable, "-m", "hpcbench.worker.layers"], input=request, capture_output=True, check=True
+    )
+    table = msgspec.json.decode(done.stdout, type=LayerAnswer).table
+    assert table is not None
+    assert (table.model_options, table.totals().parameters) == ({"batch_norm": False}, 9_224_458)
+
+
+def test_what_cannot_be_is_said() -> None:
+    with pytest.raises(WorkerError, match="resnet18 takes images; tokens holds tokens"):
+        layer_table(LayerRequest(model="resnet18", dataset="tokens"))
+    unknown = answer(msgspec.json.encode(LayerRequest(model="resnet19", dataset="digits")))
+    assert (unknown.table, unknown.is_input) == (None, True)
+    assert "unknown model 'resnet19'" in unknown.error
