@@ -31,6 +31,7 @@ class Row:
     samples_per_s: float | None = None
     speedup: float | None = None
     efficiency: float | None = None
+    mfu: float | None = None
     peak_memory_bytes: int | None = None
     loss_first: float | None = None
     loss_last: float | None = None
@@ -71,6 +72,7 @@ def _row(cluster: str, results: list[RunResult]) -> Row:
     _add_times(row, results)
     metrics = [result.metrics for result in results]
     row.samples_per_s = _median(one.samples_per_s for one in metrics)
+    row.mfu = _median(one.mfu for one in metrics)
     row.peak_memory_bytes = max((one.peak_memory_bytes for one in metrics if one.peak_memory_bytes), default=None)
     row.loss_first = _median(one.loss.first for one in metrics if one.loss)
     row.loss_last = _median(one.loss.last for one in metrics if one.loss)

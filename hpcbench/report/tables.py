@@ -111,11 +111,13 @@ def _parameter(name: str) -> Callable[[Row], str]:
 
 def _metric_columns(rows: list[Row]) -> list[Column]:
     within = all(row.launches < 2 for row in rows)
+    mfu = Column("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else "")
     return [
         Column("step ms [95 %]" if within else "step ms [range]", _step),
         Column("samples\n/s", lambda row: format_rate(row.samples_per_s) if row.samples_per_s else ""),
         Column("speed\n-up", lambda row: f"{row.speedup:.2f}" if row.speedup else ""),
         Column("eff.", lambda row: f"{row.efficiency:.0%}" if row.efficiency else ""),
+        *([mfu] if any(row.mfu is not None for row in rows) else []),
         Column("memory", lambda row: format_bytes(row.peak_memory_bytes) if row.peak_memory_bytes else ""),
         Column("loss", _loss),
     ]
@@ -151,6 +153,8 @@ def _notes(rows: list[Row]) -> list[Text]:
         )
     if any(row.speedup for row in rows):
         notes.append("speed-up: samples/s over one rank's with the same batch per replica; eff.: speed-up per device")
+    if any(row.mfu is not None for row in rows):
+        notes.append("MFU: the model's own FLOPs (no recomputation) over the devices' peak in the run's precision")
     texts = [Text(note, style="dim") for note in notes]
     for row in rows:
         if row.status != OK:

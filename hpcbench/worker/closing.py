@@ -53,6 +53,7 @@ class Closing:
         self.progress: Progress | None = None
         self.replica = 0
         self.accuracy: float | None = None
+        self.flops_per_sample: float | None = None
         self.peak: Peak | None = None
         self.provenance: dict[str, Any] = {}
         self.warnings: list[str] = []
@@ -141,6 +142,7 @@ class Closing:
             peak_reserved_bytes=memory.reserved_bytes,
             time_to_first_step_s=self.progress.time_to_first_step_s if self.progress else None,
             accuracy=self.accuracy,
+            flops_per_sample=self.flops_per_sample,
             warnings=self.warnings,
             provenance=self.provenance,
         )

@@ -76,6 +76,7 @@ def _measure(closing: Closing) -> None:
     from hpcbench.worker.memory import peak
     from hpcbench.worker.models.build import build_model
     from hpcbench.worker.provenance import collect, environment_digest
+    from hpcbench.worker.sample_flops import flops_per_sample
     from hpcbench.worker.world import barrier, enter_world
 
     closing.warnings += devices.settle_threads(closing.given_env | spec.env, header, info)
@@ -95,6 +96,7 @@ def _measure(closing: Closing) -> None:
     closing.peak = peak(device)
     if info.rank == 0:
         closing.accuracy = accuracy(strategy.module, feed)
+        closing.flops_per_sample = flops_per_sample(spec, closing.warnings)
 
 
 def _import_torch() -> None:

@@ -33,7 +33,7 @@ def summarise(
     if header.environment_key is not None:
         provenance["environment_key"] = header.environment_key
     notes: list[str] = []
-    metrics = _metrics(spec, ranks, slowest, notes) if ranks else Metrics()
+    metrics = _metrics(spec, header, ranks, slowest, notes) if ranks else Metrics()
     if slowest and len(ranks) < spec.ranks:
         notes.append(f"step times are those of the ranks that left a file ({listed(sorted(ranks))}), not of all")
     return RunResult(
@@ -65,7 +65,9 @@ def epoch_samples(spec: RunSpec) -> int:
     return samples - dropped_samples(samples, spec.global_batch_size, spec.dp_degree)
 
 
-def _metrics(spec: RunSpec, ranks: Mapping[int, RankResult], slowest: list[float], warnings: list[str]) -> Metrics:
+def _metrics(
+    spec: RunSpec, header: TaskHeader, ranks: Mapping[int, RankResult], slowest: list[float], warnings: list[str]
+) -> Metrics:
     peaks = [one.peak_memory_bytes for one in ranks.values() if one.peak_memory_bytes is not None]
     reserved = [one.peak_reserved_bytes for one in ranks.values() if one.peak_reserved_bytes is not None]
     firsts = [one.time_to_first_step_s for one in ranks.values() if one.time_to_first_step_s is not None]
@@ -73,16 +75,30 @@ def _metrics(spec: RunSpec, ranks: Mapping[int, RankResult], slowest: list[float
     rate = None
     if len(ranks) == spec.ranks and sum(slowest) > 0:
         rate = sum(global_step_samples(ranks)[: len(slowest)]) / sum(slowest)
+    flops_per_s, mfu = _utilisation(spec, header, ranks, rate)
     return Metrics(
         step_time_s=spread(slowest),
         samples_per_s=rate,
         epoch_time_s=epoch_samples(spec) / rate if rate else None,
+        flops_per_s=flops_per_s,
+        mfu=mfu,
         peak_memory_bytes=max(peaks, default=None),
         peak_reserved_bytes=max(reserved, default=None),
         time_to_first_step_s=max(firsts, default=None),
         loss=_loss(ranks, warnings) if len(ranks) == spec.ranks else None,
         accuracy=accuracies[0] if accuracies else None,
     )
+
+
+def _utilisation(
+    spec: RunSpec, header: TaskHeader, ranks: Mapping[int, RankResult], rate: float | None
+) -> tuple[float | None, float | None]:
+    """FLOP/s of all devices, and their share of the devices' peak in the run's precision where the profile knows it."""
+    per_sample = next((one.flops_per_sample for one in ranks.values() if one.flops_per_sample is not None), None)
+    if rate is None or per_sample is None:
+        return None, None
+    peak = header.peak_flops_per_s.get(spec.precision)
+    return per_sample * rate, per_sample * rate / (spec.devices * peak) if peak else None
 
 
 def global_step_samples(ranks: Mapping[int, RankResult]) -> list[int]:

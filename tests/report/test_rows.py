@@ -113,3 +113,18 @@ def test_hostile_text_reaches_no_terminal(hostile: str) -> None:
     assert "before" in text
     assert "\x1b" not in text
     assert "\u202e" not in text
+
+
+def test_mfu_is_a_column_where_any_run_has_it() -> None:
+    def shown(*mfus: float | None) -> str:
+        entries = [collected(batch_size=16 + number) for number in range(len(mfus))]
+        for entry, mfu in zip(entries, mfus, strict=True):
+            assert entry.result is not None
+            entry.result.metrics.mfu = mfu
+        stream = io.StringIO()
+        Console(file=stream, width=120).print(results_table(make_rows(entries), "title"))
+        return stream.getvalue()
+
+    assert "MFU" not in shown(None, None)
+    assert "41.2%" in shown(None, 0.412)
+    assert "MFU: the model's own FLOPs" in shown(0.412)

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcbench.results.schema import RankResult, RunResult
@@ -44,6 +45,32 @@ def test_the_slowest_rank_of_every_step_counts_and_rates_are_global() -> None:
     assert (result.environment_digest, result.provenance["hosts"]) == ("d", ["n0", "n1"])
     assert "environment_digest" not in result.provenance
     assert result.error is None, "an ok run has none"
+
+
+@pytest.mark.parametrize(
+    ("peak", "precision", "mfu"),
+    [
+        ({"fp32": 1e4}, "fp32", 48 / 0.9 * 60 / 2e4),
+        ({"fp32": 1e4}, "bf16", None),
+        ({"fp32": 1e4, "bf16": 1e5}, "bf16", 48 / 0.9 * 60 / 2e5),
+        ({}, "fp32", None),
+    ],
+)
+def test_mfu_is_of_all_devices_at_the_peak_of_the_precision(
+    peak: dict[str, float], precision: str, mfu: float | None
+) -> None:
+    spec = msgspec.structs.replace(PAIR, precision=precision)
+    ranks = two_ranks()
+    ranks[0].flops_per_sample = 60.0
+    result = summarise(make_header(Path("/tree"), peak_flops_per_s=peak), make_task(spec), 1, ranks, "ok")
+    assert result.metrics.flops_per_s == pytest.approx(48 / 0.9 * 60)
+    assert result.metrics.mfu == (None if mfu is None else pytest.approx(mfu))
+
+
+def test_without_the_models_flops_there_is_no_rate_of_them() -> None:
+    header = make_header(Path("/tree"), peak_flops_per_s={"fp32": 1e4})
+    metrics = summarise(header, make_task(PAIR), 1, two_ranks(), "ok").metrics
+    assert (metrics.flops_per_s, metrics.mfu) == (None, None)
 
 
 def test_partial_steps_count_as_what_they_hold() -> None:
