@@ -15,7 +15,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.layers import (
-    LayerAnswer,
     LayerRequest,
     LayerTable,
     encode_table,
@@ -198,12 +197,9 @@ def test_a_table_takes_no_memory() -> None:
     assert activations > 10 * 2**30
 
 
-def test_the_module_answers_on_standard_output() -> None:
+def test_options_of_the_model_count() -> None:
     request = msgspec.json.encode(LayerRequest(model="vgg11", dataset="digits", model_options={"batch_norm": False}))
-    done = subprocess.run(
-        [sys.executable, "-m", "hpcbench.worker.layers"], input=request, capture_output=True, check=True
-    )
-    table = msgspec.json.decode(done.stdout, type=LayerAnswer).table
+    table = answer(request).table
     assert table is not None
     assert (table.model_options, table.totals().parameters) == ({"batch_norm": False}, 9_224_458)
 
