@@ -1,67 +1,158 @@
 from __future__ import annotations
 
+import copy
+import itertools
+import pickle
 from typing import Any
 
 import pytest
 import torch
 
+from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.catalog import models
 from hpcbench.worker.models.build import build_model, build_shapes, parameter_count
 from tests.worker.helpers import make_spec
 
-LARGE = 224
+IMAGES = [name for name, entry in models().items() if entry.kind == "images"]
+SMALLEST_OF_FAMILIES = ["resnet18", "resnet50", "vgg11", "mobilenetv2", "vit"]
+DATASET = {"images": "cifar10", "volumes": "cosmoflow", "tokens": "tokens"}
+SIZES = {"images": 32, "volumes": 16, "tokens": 16}
 
-# The counts of DDLBench's and torchvision's models.
+# The counts of DDLBench's, torchvision's and the papers' models.
 COUNTS = [
     ("resnet18", "digits", {}, 11_172_810),
     ("resnet18", "mnist", {}, 11_172_810),
     ("resnet18", "cifar10", {}, 11_173_962),
     ("resnet18", "imagenet", {}, 11_689_512),
+    ("resnet50", "cifar10", {}, 23_520_842),
+    ("resnet50", "imagenet", {}, 25_557_032),
+    ("resnet152", "cifar10", {}, 58_156_618),
+    ("resnet152", "imagenet", {}, 60_192_808),
     ("vgg11", "mnist", {}, 9_229_962),
     ("vgg11", "cifar10", {}, 9_231_114),
     ("vgg11", "cifar10", {"batch_norm": False}, 9_225_610),
     ("vgg11", "imagenet", {}, 132_863_336),
+    ("vgg16", "cifar10", {}, 14_728_266),
+    ("vgg16", "imagenet", {}, 138_357_544),
+    ("vgg16", "highres", {}, 138_357_544),
+    ("mobilenetv2", "cifar10", {}, 2_296_922),
+    ("mobilenetv2", "imagenet", {}, 3_504_872),
+    ("vit_b16", "imagenet", {}, 86_567_656),
+    ("vit_l16", "imagenet", {}, 304_326_632),
+    ("gpt_125m", "tokens", {"tied": True, "context": 1024}, 124_439_808),
+    ("gpt_350m", "tokens", {"tied": True, "context": 1024}, 354_823_168),
 ]
 
 
 @pytest.mark.parametrize(("model", "dataset", "options", "count"), COUNTS)
 def test_parameter_counts(model: str, dataset: str, options: dict[str, Any], count: int) -> None:
-    built = build_model(make_spec(model=model, dataset=dataset, model_options=options))
-    assert parameter_count(built) == count
+    assert parameter_count(build_shapes(make_spec(model=model, dataset=dataset, model_options=options))) == count
 
 
-@pytest.mark.parametrize("model", sorted(models()))
-@pytest.mark.parametrize("size", [8, 9, 17, 28, 32, 63, 64, 70])
-def test_every_model_takes_every_size_from_its_smallest_on(model: str, size: int) -> None:
+# Layers, width, positions, and the size that the papers state with the steps that it is rounded to.
+GPT = [
+    ("gpt", 4, 128, 1024, None),
+    ("gpt_125m", 12, 768, 2048, (125e6, 1e6)),
+    ("gpt_350m", 24, 1024, 2048, (350e6, 10e6)),
+    ("gpt_760m", 24, 1536, 2048, (760e6, 10e6)),
+    ("gpt_1_3b", 24, 2048, 2048, (1.3e9, 0.1e9)),
+    ("gpt_2_7b", 32, 2560, 2048, (2.7e9, 0.1e9)),
+    ("gpt_6_7b", 32, 4096, 2048, (6.7e9, 0.1e9)),
+    ("gpt_13b", 40, 5120, 2048, (13e9, 1e9)),
+    ("gpt_17b", 78, 4256, 1024, (17e9, 1e9)),
+]
+
+
+@pytest.mark.parametrize(("model", "layers", "width", "context", "published"), GPT)
+def test_gpt_counts(model: str, layers: int, width: int, context: int, published: tuple[float, float] | None) -> None:
+    def count(**options: Any) -> int:
+        return parameter_count(build_shapes(make_spec(model=model, dataset="tokens", model_options=options)))
+
+    block = 12 * width**2 + 13 * width
+    tied = 50_257 * width + context * width + layers * block + 2 * width
+    assert count(tied=True) == tied
+    assert count() == tied + 50_257 * width
+    if published is not None:
+        size, step = published
+        assert abs(count(tied=True) - size) <= step
+
+
+def test_cosmoflow_counts() -> None:
+    """MLPerf's by hand: five convolutions, three linear layers."""
+    filters = (4, 32, 64, 128, 256, 512)
+    convolutions = sum(27 * a * b + b for a, b in itertools.pairwise(filters))
+    linear = 4**3 * 512 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4
+    more = 27 * 512 * 512 + 512
+    for number, dataset in enumerate(("cosmoflow", "cosmoflow_256", "cosmoflow_512")):
+        built = build_shapes(make_spec(model="cosmoflow", dataset=dataset))
+        assert parameter_count(built) == convolutions + linear + number * more
+
+
+@pytest.mark.parametrize("model", IMAGES)
+@pytest.mark.parametrize("size", [8, 9, 16, 17, 28, 32, 63, 64, 70, 224])
+def test_every_image_model_takes_every_size_from_its_smallest_on(model: str, size: int) -> None:
+    if size < models()[model].min_size:
+        size = models()[model].min_size
+    built = build_shapes(make_spec(model=model, dataset="cifar10", input_size=size))
+    assert built(torch.randn(2, 3, size, size, device="meta")).shape == (2, 10)
+
+
+@pytest.mark.parametrize("model", SMALLEST_OF_FAMILIES)
+@pytest.mark.parametrize("size", [8, 17, 63, 70])
+def test_odd_sizes_compute(model: str, size: int) -> None:
     built = build_model(make_spec(model=model, dataset="cifar10", input_size=size))
-    assert isinstance(built, torch.nn.Sequential)
-    assert len(built) > 5, "a sequential view of its blocks"
-    assert built(torch.randn(2, 3, size, size)).shape == (2, 10)
+    assert torch.isfinite(built(torch.randn(2, 3, size, size))).all()
 
 
-@pytest.mark.parametrize("model", sorted(models()))
+@pytest.mark.parametrize("size", [8, 15, 16, 32, 33])
+def test_small_volumes_compute(size: int) -> None:
+    built = build_model(make_spec(model="cosmoflow", dataset="cosmoflow", input_size=size))
+    outputs = built(torch.randn(2, 4, size, size, size))
+    assert outputs.shape == (2, 4)
+    assert outputs.abs().max() < 1.2
+
+
+@pytest.mark.parametrize("model", IMAGES)
 def test_one_channel_at_a_large_size(model: str) -> None:
-    built = build_model(make_spec(model=model, dataset="mnist", input_size=64))
-    assert built(torch.randn(2, 1, 64, 64)).shape == (2, 10)
+    built = build_shapes(make_spec(model=model, dataset="mnist", input_size=64))
+    assert built(torch.randn(2, 1, 64, 64, device="meta")).shape == (2, 10)
 
 
-@pytest.mark.parametrize("model", sorted(models()))
+def sample(model: str, device: str = "cpu", count: int = 2) -> torch.Tensor:
+    kind = models()[model].kind
+    assert kind is not None
+    size = SIZES[kind]
+    if kind == "tokens":
+        return torch.randint(50_257, (count, size), device=device)
+    return torch.randn(count, *({"images": (3, size, size), "volumes": (4, size, size, size)}[kind]), device=device)
+
+
+def spec_of(model: str, **values: Any) -> RunSpec:
+    kind = models()[model].kind
+    assert kind is not None
+    return make_spec(**{"model": model, "dataset": DATASET[kind], "input_size": SIZES[kind], **values})
+
+
+@pytest.mark.parametrize("model", ["resnet18", "vgg16", "mobilenetv2", "cosmoflow", "gpt", "vit"])
 def test_the_seed_alone_decides_the_weights(model: str) -> None:
     def weights(**values: int) -> list[torch.Tensor]:
         torch.rand(3)
-        return list(build_model(make_spec(model=model, **values)).parameters())
+        return list(build_model(spec_of(model, **values)).parameters())
 
     same = zip(weights(seed=3), weights(seed=3), strict=True)
     assert all(torch.equal(a, b) for a, b in same)
     repeated = zip(weights(seed=2, repeat=1), weights(seed=3), strict=True)
     assert all(torch.equal(a, b) for a, b in repeated), "a repeat adds its number to the seed"
-    assert not torch.equal(weights(seed=4)[0], weights(seed=3)[0])
+    another = zip(weights(seed=4), weights(seed=3), strict=True)
+    assert not all(torch.equal(a, b) for a, b in another)
 
 
-@pytest.mark.parametrize("model", sorted(models()))
+@pytest.mark.parametrize("model", ["resnet18", "resnet50", "vgg11", "mobilenetv2", "cosmoflow", "gpt", "vit"])
 @pytest.mark.parametrize("values", [{}, {"input_size": 64, "channels_last": True, "precision": "fp64"}])
 def test_shapes_are_the_models_without_its_numbers(model: str, values: dict[str, Any]) -> None:
-    spec = make_spec(model=model, dataset="cifar10", **values)
+    if values and model == "cosmoflow":
+        values = values | {"input_size": 16}
+    spec = spec_of(model, **values)
     torch.manual_seed(5)
     shapes = build_shapes(spec)
     drawn = torch.rand(3)
@@ -76,6 +167,91 @@ def test_shapes_are_the_models_without_its_numbers(model: str, values: dict[str,
     assert torch.equal(drawn, torch.rand(3)), "the generator is as it was"
 
 
+@pytest.mark.parametrize("model", models())
+def test_every_model_is_a_chain_of_blocks_that_can_be_copied(model: str) -> None:
+    built = build_shapes(spec_of(model))
+    assert isinstance(built, torch.nn.Sequential)
+    assert len(built) > 5, "a sequential view of its blocks"
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(built)))
+    copied.load_state_dict(built.state_dict())
+    assert [name for name, _ in copied.named_parameters()] == list(dict(built.named_parameters()))
+    assert len({id(parameter) for parameter in built.state_dict(keep_vars=True).values()}) == len(built.state_dict()), (
+        "no block shares a weight with another"
+    )
+    x = sample(model, "meta")
+    chained = x
+    for block in built:
+        chained = block(chained)
+    assert chained.shape == built(x).shape
+
+
+@pytest.mark.parametrize(
+    ("model", "values"),
+    [
+        *((model, {}) for model in ("resnet18", "resnet50", "vgg11", "mobilenetv2", "cosmoflow", "gpt", "vit")),
+        ("gpt", {"model_options": {"tied": True}}),
+        *((model, {"input_size": 64}) for model in ("resnet50", "mobilenetv2")),
+    ],
+)
+def test_copies_and_chains_compute_the_same(model: str, values: dict[str, Any]) -> None:
+    built = build_model(spec_of(model, **values)).eval()
+    other = build_model(spec_of(model, seed=1, **values)).eval()
+    x = sample(model)
+    expected = built(x)
+    other.load_state_dict(built.state_dict())
+    chained = x
+    for block in built:
+        chained = block(chained)
+    for outputs in (chained, other(x), copy.deepcopy(built)(x), pickle.loads(pickle.dumps(built))(x)):
+        assert torch.equal(outputs, expected)
+
+
+def test_tied_weights_are_one_tensor_also_in_a_copy() -> None:
+    built: Any = copy.deepcopy(build_model(spec_of("gpt", model_options={"tied": True})))
+    assert built[0].tokens.weight is built[-1].output.weight
+
+
+def test_no_position_of_gpt_sees_a_later_one() -> None:
+    built = build_model(spec_of("gpt")).eval()
+    x = sample("gpt", count=1)
+    changed = x.clone()
+    changed[0, 10:] = 7
+    before, after = built(x), built(changed)
+    assert torch.equal(before[0, :10], after[0, :10])
+    assert not torch.equal(before[0, 10:], after[0, 10:])
+
+
+def test_gpt_takes_an_input_longer_than_its_context() -> None:
+    built = build_model(make_spec(model="gpt", dataset="tokens", input_size=40, model_options={"context": 16}))
+    assert built(torch.randint(50_257, (1, 40))).shape == (1, 40, 50_257)
+
+
+def test_dropout_acts_in_training_alone() -> None:
+    for model in ("gpt", "vit"):
+        built = build_model(spec_of(model, model_options={"dropout": 0.3}))
+        x = sample(model)
+        assert not torch.equal(built(x), built(x)), model
+        built.eval()
+        assert torch.equal(built(x), built(x)), model
+
+
+@pytest.mark.parametrize("model", ["gpt", "vit"])
+def test_half_of_the_heads_is_half_of_the_features(model: str) -> None:
+    """What tensor parallelism does from outside: attention split by whole heads adds up to the whole."""
+    built: Any = build_model(spec_of(model))
+    attention = built[1].attention
+    x = torch.randn(2, 5, 128)
+    summed = attention.output.bias.clone()
+    for part in (slice(0, 64), slice(64, 128)):
+        half = copy.deepcopy(attention)
+        for name in ("query", "key", "value"):
+            layer = getattr(half, name)
+            layer.weight, layer.bias = torch.nn.Parameter(layer.weight[part]), torch.nn.Parameter(layer.bias[part])
+        half.output.weight, half.output.bias = torch.nn.Parameter(half.output.weight[:, part]), None
+        summed = summed + half(x)
+    torch.testing.assert_close(summed, attention(x))
+
+
 def test_precision_and_memory_format() -> None:
     assert next(build_model(make_spec(precision="fp64")).parameters()).dtype == torch.float64
     convolution = next(build_model(make_spec(channels_last=True, dataset="cifar10")).parameters())
@@ -86,8 +262,40 @@ def test_the_large_forms_compute_what_torchvision_computes() -> None:
     from hpcbench.worker.models.vision import torchvision_models
 
     inputs = torch.randn(1, 3, 64, 64)
-    for name in ("resnet18", "vgg11"):
+    names = {"resnet18": "resnet18", "resnet50": "resnet50", "vgg11": "vgg11", "mobilenetv2": "mobilenet_v2"}
+    for name, theirs in names.items():
         torch.manual_seed(0)
-        whole = getattr(torchvision_models(), name)(weights=None, num_classes=1000).eval()
+        whole = getattr(torchvision_models(), theirs)(weights=None, num_classes=1000).eval()
         ours = build_model(make_spec(model=name, dataset="imagenet", input_size=64)).eval()
         assert torch.equal(ours(inputs), whole(inputs)), name
+
+
+def test_vit_computes_what_torchvision_computes() -> None:
+    from hpcbench.worker.models.vision import torchvision_models
+
+    vision = torchvision_models().vision_transformer.VisionTransformer
+    theirs = vision(32, 4, num_layers=4, num_heads=4, hidden_dim=128, mlp_dim=512, num_classes=10).eval()
+    torch.nn.init.normal_(theirs.heads.head.weight)
+    ours: Any = build_model(make_spec(model="vit", dataset="cifar10")).eval()
+    state = theirs.state_dict()
+    with torch.no_grad():
+        ours[0].patches.load_state_dict({"weight": state["conv_proj.weight"], "bias": state["conv_proj.bias"]})
+        ours[0].class_token.copy_(state["class_token"])
+        ours[0].positions.copy_(state["encoder.pos_embedding"])
+        for number, block in enumerate(list(ours)[1:-1]):
+            layer = theirs.encoder.layers[number]
+            block.norm1.load_state_dict(layer.ln_1.state_dict())
+            block.norm2.load_state_dict(layer.ln_2.state_dict())
+            weights = layer.self_attention.in_proj_weight.chunk(3)
+            biases = layer.self_attention.in_proj_bias.chunk(3)
+            for linear, weight, bias in zip(
+                (block.attention.query, block.attention.key, block.attention.value), weights, biases, strict=True
+            ):
+                linear.load_state_dict({"weight": weight, "bias": bias})
+            block.attention.output.load_state_dict(layer.self_attention.out_proj.state_dict())
+            block.mlp.up.load_state_dict(layer.mlp[0].state_dict())
+            block.mlp.down.load_state_dict(layer.mlp[3].state_dict())
+        ours[-1].norm.load_state_dict(theirs.encoder.ln.state_dict())
+        ours[-1].output.load_state_dict(theirs.heads.head.state_dict())
+    inputs = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(ours(inputs), theirs(inputs))

@@ -18,13 +18,27 @@ MODELS = {
         "description": "18 layers, residual; below 64 pixels a 3x3 stem without pooling",
         "options": {},
     },
+    "resnet50": {
+        "builder": "build",
+        "kind": "images",
+        "min_size": 8,
+        "description": "50 layers, residual, bottlenecks; below 64 pixels a 3x3 stem without pooling",
+        "options": {},
+    },
+    "resnet152": {
+        "builder": "build",
+        "kind": "images",
+        "min_size": 8,
+        "description": "152 layers, residual, bottlenecks; below 64 pixels a 3x3 stem without pooling",
+        "options": {},
+    },
 }
-
-_BLOCKS = {"resnet18": (2, 2, 2, 2)}
 
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut; ``stride`` halves the extents where it is 2."""
+
+    expansion = 1
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -32,16 +46,48 @@ class BasicBlock(nn.Module):
         self.bn1 = nn.BatchNorm2d(channels)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.bn2 = nn.BatchNorm2d(channels)
-        self.shortcut = nn.Sequential()
-        if stride != 1 or channels_in != channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
-            )
+        self.shortcut = _shortcut(channels_in, channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, channels_in, h, w] -> [n, channels, h / stride, w / stride]."""
         y = F.relu(self.bn1(self.conv1(x)))
         return F.relu(self.bn2(self.conv2(y)) + self.shortcut(x))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut; the last one widens by ``expansion``."""
+
+    expansion = 4
+
+    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
+        super().__init__()
+        channels_out = self.expansion * channels
+        self.conv1 = nn.Conv2d(channels_in, channels, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(channels)
+        self.conv3 = nn.Conv2d(channels, channels_out, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(channels_out)
+        self.shortcut = _shortcut(channels_in, channels_out, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, channels_in, h, w] -> [n, 4 * channels, h / stride, w / stride]."""
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn2(self.conv2(y)))
+        return F.relu(self.bn3(self.conv3(y)) + self.shortcut(x))
+
+
+def _shortcut(channels_in: int, channels_out: int, stride: int) -> nn.Sequential:
+    if stride == 1 and channels_in == channels_out:
+        return nn.Sequential()
+    return nn.Sequential(nn.Conv2d(channels_in, channels_out, 1, stride, bias=False), nn.BatchNorm2d(channels_out))
+
+
+_BLOCKS: dict[str, tuple[type[BasicBlock | Bottleneck], tuple[int, ...]]] = {
+    "resnet18": (BasicBlock, (2, 2, 2, 2)),
+    "resnet50": (Bottleneck, (3, 4, 6, 3)),
+    "resnet152": (Bottleneck, (3, 8, 36, 3)),
+}
 
 
 def build(name: str, in_shape: tuple[int, ...], classes: int, _options: dict[str, Any]) -> nn.Sequential:
@@ -51,12 +97,13 @@ def build(name: str, in_shape: tuple[int, ...], classes: int, _options: dict[str
     blocks: list[nn.Module] = [
         nn.Sequential(nn.Conv2d(in_shape[0], 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
     ]
+    kind, counts = _BLOCKS[name]
     channels_in = 64
-    for stage, count in enumerate(_BLOCKS[name]):
+    for stage, count in enumerate(counts):
         channels = 64 * 2**stage
         for number in range(count):
-            blocks.append(BasicBlock(channels_in, channels, 2 if stage and not number else 1))
-            channels_in = channels
+            blocks.append(kind(channels_in, channels, 2 if stage and not number else 1))
+            channels_in = channels * kind.expansion
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, classes))
     return nn.Sequential(*blocks, head)
 

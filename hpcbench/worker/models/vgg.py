@@ -20,10 +20,23 @@ MODELS = {
             "dropout": ("float", 0.5, "from 64 pixels on: dropout between the linear layers"),
         },
     },
+    "vgg16": {
+        "builder": "build",
+        "kind": "images",
+        "min_size": 8,
+        "description": "16 layers, no shortcuts, wide; below 64 pixels one linear layer and BatchNorm",
+        "options": {
+            "batch_norm": ("bool", True, "below 64 pixels: BatchNorm after every convolution"),
+            "dropout": ("float", 0.5, "from 64 pixels on: dropout between the linear layers"),
+        },
+    },
 }  # fmt: skip
 
 _POOL = 0
-_LAYERS = {"vgg11": (64, _POOL, 128, _POOL, 256, 256, _POOL, 512, 512, _POOL, 512, 512, _POOL)}
+_LAYERS = {
+    "vgg11": (64, _POOL, 128, _POOL, 256, 256, _POOL, 512, 512, _POOL, 512, 512, _POOL),
+    "vgg16": (64, 64, _POOL, 128, 128, _POOL, 256, 256, 256, _POOL, 512, 512, 512, _POOL, 512, 512, 512, _POOL),
+}
 
 
 def build(name: str, in_shape: tuple[int, ...], classes: int, options: dict[str, Any]) -> nn.Sequential:

@@ -1,0 +1,69 @@
+"""CosmoFlow (Mathuriya et al. 2018, arXiv:1808.04728) as MLPerf HPC has it (Farrell et al. 2021, arXiv:2110.11466).
+
+MLPerf's numbers are those of its reference from v1.0 on: five convolutions of 3^3 with 32 filters, doubled each time,
+each followed by a leaky ReLU (slope 0.3, Keras' default) and a pool of 2^3; then 128, 64 and 4 linear units, with
+dropout of one half after the first two and 1.2 tanh at the end; Glorot initialisation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MODELS = {
+    "cosmoflow": {
+        "builder": "build",
+        "kind": "volumes",
+        "min_size": 8,
+        "description": "3-D convolutions on volumes, MLPerf HPC's form at 128^3; larger volumes get more of them",
+        "options": {"dropout": ("float", 0.5, "after each of the first two linear layers")},
+    },
+}
+
+_FILTERS = (32, 64, 128, 256, 512)
+_PUBLISHED_EDGE = 128
+_SLOPE = 0.3
+
+
+class ScaledTanh(nn.Module):
+    """1.2 tanh: targets lie in [-1, 1], which tanh itself reaches only at infinity."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of any shape."""
+        return 1.2 * torch.tanh(x)
+
+
+def build(_name: str, in_shape: tuple[int, ...], outputs: int, options: dict[str, Any]) -> nn.Sequential:
+    """CosmoFlow for volumes of ``in_shape`` (channels, depth, height, width), as a sequence of blocks.
+
+    Every doubling of the edge beyond 128 adds a convolution of 512 filters and its pool, so that the first linear
+    layer stays the published one. A volume that has shrunk to a single voxel is not pooled any more.
+    """
+    filters = list(_FILTERS)
+    while in_shape[-1] >= _PUBLISHED_EDGE * 2 ** (len(filters) - len(_FILTERS) + 1):
+        filters.append(_FILTERS[-1])
+    blocks: list[nn.Module] = []
+    channels_in, extent = in_shape[0], in_shape[-1]
+    for channels in filters:
+        block = nn.Sequential(_started(nn.Conv3d(channels_in, channels, 3, padding=1)), nn.LeakyReLU(_SLOPE))
+        if extent >= 2:
+            block.append(nn.MaxPool3d(2))
+            extent //= 2
+        blocks.append(block)
+        channels_in = channels
+    width = channels_in * extent**3
+    for number, units in enumerate((128, 64)):
+        flatten = [] if number else [nn.Flatten()]
+        linear = _started(nn.Linear(width, units))
+        blocks.append(nn.Sequential(*flatten, linear, nn.LeakyReLU(_SLOPE), nn.Dropout(options["dropout"])))
+        width = units
+    return nn.Sequential(*blocks, nn.Sequential(_started(nn.Linear(width, outputs)), ScaledTanh()))
+
+
+def _started(layer: nn.Conv3d | nn.Linear) -> nn.Module:
+    nn.init.xavier_uniform_(layer.weight)
+    assert layer.bias is not None
+    nn.init.zeros_(layer.bias)
+    return layer

@@ -1,0 +1,190 @@
+"""Decoder-only transformers after GPT-2 and GPT-3 (Radford et al. 2019, Brown et al. 2020), pre-norm.
+
+The sizes are those of GPT-3's table 2.1, and Turing-NLG's (Rosset 2020). Unlike the published models, the output layer
+has weights of its own unless ``tied`` says otherwise: where the first and the last block share a weight, the sequence
+of blocks cannot be cut.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from hpcbench.worker.models.transformer import TransformerBlock
+
+MODELS = {
+    "gpt": {
+        "builder": "build",
+        "kind": "tokens",
+        "min_size": 1,
+        "description": "4 layers, 128 wide, 4 heads: trains on a CPU",
+        "options": {
+            "context": ("int", 1024, "positions that there are weights for, at least; a longer input gets its own"),
+            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
+            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
+        },
+    },
+    "gpt_125m": {
+        "builder": "build",
+        "kind": "tokens",
+        "min_size": 1,
+        "description": "GPT-3 Small: 12 layers, 768 wide, 12 heads",
+        "options": {
+            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
+            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
+            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
+        },
+    },
+    "gpt_350m": {
+        "builder": "build",
+        "kind": "tokens",
+        "min_size": 1,
+        "description": "GPT-3 Medium: 24 layers, 1024 wide, 16 heads",
+        "options": {
+            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
+            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
+            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
+        },
+    },
+    "gpt_760m": {
+        "builder": "build",
+        "kind": "tokens",
+        "min_size": 1,
+        "description": "GPT-3 Large: 24 layers, 1536 wide, 16 heads",
+        "options": {
+            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
+            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
+            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
+        },
+    },
+    "gpt_1_3b": {
+        "builder": "build",
+        "kind": "tokens",
+        "min_size": 1,
+        "description": "GPT-3 XL: 24 layers, 2048 wide, 16 heads of 128 (the paper's 24 do not divide its width)",
+        "options": {
+            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
+            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
+            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
+        },
+    },
+    "gpt_2_7b": {
+        "builder": "build",
+        "kind": "tokens",
+        "min_size": 1,
+        "description": "GPT-3 2.7B: 32 layers, 2560 wide, 32 heads",
+        "options": {
+            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
+            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
+            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
+        },
+    },
+    "gpt_6_7b": {
+        "builder": "build",
+        "kind": "tokens",
+        "min_size": 1,
+        "description": "GPT-3 6.7B: 32 layers, 4096 wide, 32 heads",
+        "options": {
+            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
+            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
+            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
+        },
+    },
+    "gpt_13b": {
+        "builder": "build",
+        "kind": "tokens",
+        "min_size": 1,
+        "description": "GPT-3 13B: 40 layers, 5120 wide (the paper prints 5140), 40 heads of 128",
+        "options": {
+            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
+            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
+            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
+        },
+    },
+    "gpt_17b": {
+        "builder": "build",
+        "kind": "tokens",
+        "min_size": 1,
+        "description": "as Turing-NLG: 78 layers, 4256 wide, 28 heads",
+        "options": {
+            "context": ("int", 1024, "positions that there are weights for, at least; a longer input gets its own"),
+            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
+            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
+        },
+    },
+}
+
+
+class _Size(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+
+
+_SIZES = {
+    "gpt": _Size(4, 128, 4),
+    "gpt_125m": _Size(12, 768, 12),
+    "gpt_350m": _Size(24, 1024, 16),
+    "gpt_760m": _Size(24, 1536, 16),
+    "gpt_1_3b": _Size(24, 2048, 16),
+    "gpt_2_7b": _Size(32, 2560, 32),
+    "gpt_6_7b": _Size(32, 4096, 32),
+    "gpt_13b": _Size(40, 5120, 40),
+    "gpt_17b": _Size(78, 4256, 28),
+}
+_DEVIATION = 0.02
+
+
+class Embedding(nn.Module):
+    """Tokens as vectors, learned positions added."""
+
+    def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, length] -> [n, length, width]."""
+        vectors = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        return self.dropout(vectors)  # type: ignore[no-any-return]
+
+
+class TokenHead(nn.Module):
+    """The scores of every token of the vocabulary at every position."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, length, width] -> [n, length, vocabulary]."""
+        return self.output(self.norm(x))  # type: ignore[no-any-return]
+
+
+def build(name: str, in_shape: tuple[int, ...], vocabulary: int, options: dict[str, Any]) -> nn.Sequential:
+    """``name`` for sequences of ``in_shape`` (length,): embedding, blocks, head."""
+    size = _SIZES[name]
+    embedding = Embedding(vocabulary, max(options["context"], *in_shape), size.width, options["dropout"])
+    blocks = [
+        TransformerBlock(size.width, size.heads, causal=True, dropout=options["dropout"]) for _ in range(size.layers)
+    ]
+    head = TokenHead(size.width, vocabulary)
+    if options["tied"]:
+        head.output.weight = embedding.tokens.weight
+    built = nn.Sequential(embedding, *blocks, head)
+    _start(built, size.layers)
+    return built
+
+
+def _start(built: nn.Module, layers: int) -> None:
+    """GPT-2's initialisation: what is added to the residual stream starts smaller the more blocks add to it."""
+    for name, module in built.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            adds = name.endswith(("attention.output", "mlp.down"))
+            nn.init.normal_(module.weight, std=_DEVIATION / math.sqrt(2 * layers) if adds else _DEVIATION)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

@@ -1,0 +1,78 @@
+"""MobileNetV2 (Sandler et al. 2018): the MNIST/CIFAR form for small images, torchvision's for larger ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor, nn
+
+from hpcbench.worker.models.build import SMALL_EDGE
+from hpcbench.worker.models.vision import torchvision_models
+
+MODELS = {
+    "mobilenetv2": {
+        "builder": "build",
+        "kind": "images",
+        "min_size": 8,
+        "description": "inverted residuals with depthwise convolutions; below 64 pixels it halves three times only",
+        "options": {"dropout": ("float", 0.2, "from 64 pixels on: dropout before the linear layer")},
+    },
+}
+
+_STAGES = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+"""The paper's table 2: expansion, channels, blocks, stride; the second stage's stride is lowered to 1."""
+_STEM, _LAST = 32, 1280
+
+
+class InvertedResidual(nn.Module):
+    """Widen by a 1x1 convolution, filter each channel by itself, narrow again; a shortcut where the extents stay."""
+
+    def __init__(self, channels_in: int, channels: int, expansion: int, stride: int) -> None:
+        super().__init__()
+        wide = expansion * channels_in
+        self.conv1 = nn.Conv2d(channels_in, wide, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(wide)
+        self.conv2 = nn.Conv2d(wide, wide, 3, stride, padding=1, groups=wide, bias=False)
+        self.bn2 = nn.BatchNorm2d(wide)
+        self.conv3 = nn.Conv2d(wide, channels, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(channels)
+        self.shortcut: nn.Sequential | None = None
+        if stride == 1:
+            same = channels_in == channels
+            widths = [] if same else [nn.Conv2d(channels_in, channels, 1, bias=False), nn.BatchNorm2d(channels)]
+            self.shortcut = nn.Sequential(*widths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, channels_in, h, w] -> [n, channels, h / stride, w / stride]."""
+        y = F.relu(self.bn1(self.conv1(x)))
+        y = F.relu(self.bn2(self.conv2(y)))
+        y = self.bn3(self.conv3(y))
+        return y if self.shortcut is None else y + self.shortcut(x)  # type: ignore[no-any-return]
+
+
+def build(_name: str, in_shape: tuple[int, ...], classes: int, options: dict[str, Any]) -> nn.Sequential:
+    """MobileNetV2 for images of ``in_shape`` (channels, height, width), as a sequence of blocks."""
+    if in_shape[-1] >= SMALL_EDGE:
+        return _large(in_shape[0], classes, options["dropout"])
+    blocks: list[nn.Module] = [_convolution(in_shape[0], _STEM, 3)]
+    channels_in = _STEM
+    for expansion, channels, count, stride in _STAGES:
+        for number in range(count):
+            blocks.append(InvertedResidual(channels_in, channels, expansion, 1 if number else stride))
+            channels_in = channels
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(_LAST, classes))
+    return nn.Sequential(*blocks, _convolution(channels_in, _LAST, 1), head)
+
+
+def _convolution(channels_in: int, channels: int, kernel: int) -> nn.Sequential:
+    convolution = nn.Conv2d(channels_in, channels, kernel, padding=kernel // 2, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU())
+
+
+def _large(channels: int, classes: int, dropout: float) -> nn.Sequential:
+    whole = torchvision_models().mobilenet_v2(weights=None, num_classes=classes, dropout=dropout)
+    features = list(whole.features)
+    if channels != 3:
+        features[0][0] = nn.Conv2d(channels, _STEM, 3, 2, padding=1, bias=False)
+    return nn.Sequential(*features, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), *whole.classifier)
