@@ -170,6 +170,8 @@ class ClusterProfile(Table):
     """A key of `partitions`; without one the scheduler's own default is used."""
     partitions: dict[Annotated[str, Field(pattern=NAME)], Partition] = {}
     node: Node = Node()
+    data_folder: OneLine | None = None
+    """Where samples lie in files, as the nodes see it; `~` and `$VARIABLES` are the job's. `$HPCBENCH_DATA` wins."""
     devices: dict[str, Device] = {}
     links: Links = Links()
     network: Network = Network()

@@ -24,13 +24,15 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     """One resolved point of a sweep. Degrees are filled in; ``global_batch_size = batch_size * dp_degree``."""
 
     model: Annotated[str, Meta(description="a shipped model, see `hpcbench schema sweep` and the glossary")]
-    dataset: Annotated[str, Meta(description="what is fed: digits is real, the others are synthetic")]
+    dataset: Annotated[str, Meta(description="what is fed: images, volumes or tokens, see docs/data.md")]
     strategy: Annotated[str, Meta(description="how the run is parallelised")]
     batch_size: Annotated[int, Meta(ge=1, description="samples per data-parallel replica and step")]
     spec_version: Literal[1] = 1
 
     model_options: Annotated[dict[str, Scalar], Meta(description="the model's own options")] = {}
-    input_size: Annotated[int, Meta(ge=1, description="edge length; the dataset's own by default")] | None = None
+    input_size: (
+        Annotated[int, Meta(ge=1, description="edge length, or tokens; the dataset's own by default")] | None
+    ) = None
     options: Annotated[dict[str, Scalar], Meta(description="the strategy's own options")] = {}
 
     nodes: Annotated[int, Meta(ge=1, description="nodes of the job")] = 1
@@ -59,7 +61,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     drop_last: Annotated[bool, Meta(description="leave out the partial batch at the end of an epoch")] = False
     data: Annotated[
         Literal["device", "host", "files", "real"],
-        Meta(description="made up: resident on the device, on the host, in files; or the set's own files"),
+        Meta(description="made up: on the device, copied from the host each step, in files; real: its own files"),
     ] = "device"
     evaluate_every: Annotated[int, Meta(ge=0, description="steps between evaluations; 0 is at the end only")] = 0
     target_accuracy: Annotated[float, Meta(gt=0, le=1, description="measure the time until it is reached")] | None = (

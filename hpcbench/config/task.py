@@ -26,6 +26,8 @@ class TaskHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Appended to rank 0's host name (JUWELS' ``i``)."""
     wait_s: float = 300.0
     """How long a rank waits for the others before it gives up."""
+    data_folder: str | None = None
+    """Where samples lie in files; ``~`` and variables are the job's."""
     peak_flops_per_s: dict[str, float] = {}
     """Per precision, of one device; empty where the profile does not say."""
     cores_per_task: int | None = None

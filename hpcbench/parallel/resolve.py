@@ -9,7 +9,7 @@ import msgspec
 
 from hpcbench.config.spec import DEGREES, RunSpec
 from hpcbench.parallel.catalog import Option, model, strategy
-from hpcbench.parallel.datasets import DATASETS, input_shape
+from hpcbench.parallel.datasets import DATASETS, ONE_SIZE, input_shape
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,9 @@ def resolve(point: dict[str, Any], limits: Limits) -> RunSpec | Dropped:
         _keep_own_options(values)
         _fill_degrees(values)
         _fill_batch_size(values)
+        if values["dataset"] == "digits" and values.get("data") == "real":
+            # The one name for what it always is: real, and resident on the device.
+            del values["data"]
         spec = msgspec.convert(values, RunSpec)
         _check_batch(spec)
         _check_input(spec)
@@ -121,7 +124,14 @@ def _check_batch(spec: RunSpec) -> None:
 def _check_input(spec: RunSpec) -> None:
     dataset = DATASETS[spec.dataset]
     own_size = dataset.shape[-1]
-    if not dataset.synthetic and spec.input_size not in (None, own_size):
+    if not dataset.synthetic and spec.data != "device":
+        raise _Excluded(
+            f"{spec.dataset} is real and small, it lies on the device: data = {spec.data!r} cannot change it"
+        )
+    if spec.data == "real" and dataset.real is None:
+        raise _Excluded(f"{spec.dataset} has no files of its own: data is 'device', 'host' or 'files'")
+    is_real = spec.data == "real" or not dataset.synthetic
+    if is_real and spec.dataset in ONE_SIZE and spec.input_size not in (None, own_size):
         raise _Excluded(f"{spec.dataset} is real data of {own_size}: input_size {spec.input_size} cannot change it")
     entry = model(spec.model)
     if entry.kind != dataset.kind:

@@ -22,28 +22,28 @@ def even_ranges(total: int, parts: int) -> list[range]:
     return ranges
 
 
-def steps_per_epoch(samples: int, global_batch_size: int, replicas: int) -> int:
+def steps_per_epoch(samples: int, global_batch_size: int, replicas: int, drop_last: bool = False) -> int:
     """Steps that one pass over ``samples`` takes.
 
-    The last batch may be partial; it is left out where it would give a replica fewer than ``MIN_SHARE`` samples.
-    An epoch has one step even where the whole data set is smaller than that.
+    The last batch may be partial; it is left out with ``drop_last``, and where it would give a replica fewer than
+    ``MIN_SHARE`` samples. An epoch has one step even where the whole data set is smaller than that.
     """
     whole, rest = divmod(samples, global_batch_size)
-    return max(1, whole + (rest >= MIN_SHARE * replicas))
+    return max(1, whole + (not drop_last and rest >= MIN_SHARE * replicas))
 
 
-def dropped_samples(samples: int, global_batch_size: int, replicas: int) -> int:
+def dropped_samples(samples: int, global_batch_size: int, replicas: int, drop_last: bool = False) -> int:
     """Samples of an epoch that no step takes, see ``steps_per_epoch``."""
     rest = samples % global_batch_size
-    return rest if samples > global_batch_size and rest < MIN_SHARE * replicas else 0
+    return rest if samples > global_batch_size and (drop_last or rest < MIN_SHARE * replicas) else 0
 
 
-def step_shares(step: int, samples: int, global_batch_size: int, replicas: int) -> list[range]:
+def step_shares(step: int, samples: int, global_batch_size: int, replicas: int, drop_last: bool = False) -> list[range]:
     """Per replica, the positions within the epoch's order that step number ``step`` (from 0, any epoch) takes.
 
     A partial batch is shared evenly; its true size is the sum of the ranges' lengths.
     """
-    position = step % steps_per_epoch(samples, global_batch_size, replicas)
+    position = step % steps_per_epoch(samples, global_batch_size, replicas, drop_last)
     first = position * global_batch_size
     count = min(global_batch_size, samples - first)
     return [range(first + part.start, first + part.stop) for part in even_ranges(count, replicas)]

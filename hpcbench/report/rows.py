@@ -120,5 +120,5 @@ def _add_speedups(rows: list[Row]) -> None:
 def _workload(row: Row) -> bytes:
     spec = row.spec
     assert spec is not None
-    same = (spec.model, spec.model_options, spec.dataset, spec.input_size, spec.batch_size, spec.precision)
+    same = (spec.model, spec.model_options, spec.dataset, spec.input_size, spec.batch_size, spec.precision, spec.data)
     return msgspec.json.encode((row.cluster, *same, spec.optimizer, spec.channels_last), order="deterministic")

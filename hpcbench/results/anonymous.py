@@ -123,6 +123,8 @@ class Anonymiser:
                 self.learn_account(value)
             elif key == "tree":
                 self.learn_folder("tree", os.path.dirname(value.rstrip("/")))  # noqa: PTH120 - text, no file of ours
+            elif key == "data_folder":
+                self.learn_folder("data", value)
 
     def document(self, value: Any, key: str = "") -> Any:
         """Decoded JSON with stand-ins, in keys too."""

@@ -16,6 +16,7 @@ from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.spec import RunSpec, config_id
 from hpcbench.config.task import Task, TaskHeader, write_lines
 from hpcbench.fileio import make_folder, storage_error, write_atomic
+from hpcbench.paths import data_folder
 from hpcbench.render.directives import Shape, cpus_per_task
 from hpcbench.render.engine import TemplateEngine
 from hpcbench.render.script import render_script
@@ -126,6 +127,7 @@ def _header(plan: Plan, tree: ClusterTree, folder: Path, group: JobGroup) -> Tas
         interface=profile.network.interface,
         host_suffix=profile.network.host_suffix,
         wait_s=profile.network.wait_s,
+        data_folder=data_folder(None, profile.data_folder),
         peak_flops_per_s={str(key): value for key, value in device.peak_flops_per_s.items()} if device else {},
         cores_per_task=cpus_per_task(shape, profile),
         pack=group.pack,

@@ -1,4 +1,4 @@
-"""``python -m hpcbench.worker``: one rank of a run; ``begin`` and ``end`` around the ranks; ``doctor``."""
+"""``python -m hpcbench.worker``: one rank of a run; ``begin`` and ``end`` around the ranks; ``doctor``; ``data``."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ def _dispatch(words: list[str]) -> int:
 
         _parser("doctor").parse_args(words[1:])
         return doctor()
+    if verb == "data":
+        from hpcbench.worker.data.make import main as make
+
+        return make(words[1:])
     given = _parser(verb).parse_args(words if verb == "rank" else words[1:])
     if verb == "begin":
         from hpcbench.worker.begin import begin
@@ -70,7 +74,7 @@ def _rank(given: argparse.Namespace) -> int:
 def _parser(verb: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpcbench.worker" + ("" if verb == "rank" else f" {verb}"),
-        usage="%(prog)s [begin|end|doctor] [options]" if verb == "rank" else None,
+        usage="%(prog)s [begin|end|doctor|data] [options]" if verb == "rank" else None,
         description=__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -79,7 +83,7 @@ def _parser(verb: str) -> argparse.ArgumentParser:
         parser.add_argument("--json", action="store_true", help="one JSON document (there is no other form)")
         return parser
     if verb not in ("rank", "begin", "end"):
-        parser.error(f"unknown verb {verb!r}: begin, end and doctor are there; without one this is a rank")
+        parser.error(f"unknown verb {verb!r}: begin, end, doctor and data are there; without one this is a rank")
     parser.add_argument("--tasks", type=Path, required=True, metavar="FILE", help="the task file")
     parser.add_argument("--index", type=int, required=True, metavar="N", help="which run of it, from 0")
     if verb == "begin":

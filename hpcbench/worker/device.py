@@ -23,6 +23,17 @@ def settle_threads(env: Mapping[str, str], header: TaskHeader, info: RankInfo) -
     return core_warnings(cores, header.cores_per_task, info.local_world_size, os.cpu_count() or cores)
 
 
+MOST_LOADERS = 8
+"""Threads that read samples: beyond these the interpreter's lock is what they wait for."""
+
+
+def loader_threads(header: TaskHeader, info: RankInfo) -> int:
+    """Threads of a rank that may read samples: its cores but one, which drives the device."""
+    cores = len(cpu_mask())
+    share = min(cores, header.cores_per_task or max(1, cores // info.local_world_size))
+    return max(1, min(MOST_LOADERS, share - 1))
+
+
 def choose(kind: str, info: RankInfo) -> torch.device:
     """The device of this rank: the cpu, or among the GPUs that it sees the one of its local rank.
 

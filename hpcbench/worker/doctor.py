@@ -14,7 +14,7 @@ from typing import Any
 from hpcbench.worker.failure import install_hint
 
 NEEDED = ("torch", "msgspec", "psutil")
-OPTIONAL = ("numpy", "torchvision", "sklearn", "horovod.torch", "fairscale")
+OPTIONAL = ("numpy", "PIL", "h5py", "torchvision", "sklearn", "horovod.torch", "fairscale")
 
 
 def doctor() -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from hpcbench.config.task import Task, TaskHeader, read_task
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.paths import expanded
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.store import ClusterTree
 from hpcbench.worker import environ, launch
@@ -70,7 +71,7 @@ def _measure(closing: Closing) -> None:
     stop.check()
 
     from hpcbench.worker import device as devices
-    from hpcbench.worker.data.feed import make_feed
+    from hpcbench.worker.data.feed import Source, make_feed
     from hpcbench.worker.evaluate import accuracy
     from hpcbench.worker.loop import Progress, run_loop
     from hpcbench.worker.memory import peak
@@ -88,15 +89,20 @@ def _measure(closing: Closing) -> None:
     )
     stop.check()
     strategy = resolve_runtime(spec.strategy)()
-    feed = make_feed(spec, device)
+    folder = expanded(header.data_folder) if header.data_folder else None
+    feed = make_feed(spec, device, Source(folder, devices.loader_threads(header, info)))
+    closing.provenance["data"] = feed.described()
     strategy.setup(build_model(spec), spec, place)
     closing.replica = strategy.replica
     closing.progress = Progress(spec, device)
-    run_loop(strategy, feed, spec, closing.progress, stop, lambda: barrier(place))
-    closing.peak = peak(device)
-    if info.rank == 0:
-        closing.accuracy = accuracy(strategy.module, feed)
-        closing.flops_per_sample = flops_per_sample(spec, closing.warnings)
+    try:
+        run_loop(strategy, feed, spec, closing.progress, stop, lambda: barrier(place))
+        closing.peak = peak(device)
+        if info.rank == 0:
+            closing.accuracy = accuracy(strategy.module, feed)
+            closing.flops_per_sample = flops_per_sample(spec, closing.warnings)
+    finally:
+        feed.close()
 
 
 def _import_torch() -> None:

@@ -33,7 +33,8 @@ def summarise(
     if header.environment_key is not None:
         provenance["environment_key"] = header.environment_key
     notes: list[str] = []
-    metrics = _metrics(spec, header, ranks, slowest, notes) if ranks else Metrics()
+    samples = _found_samples(provenance) or DATASETS[spec.dataset].samples
+    metrics = _metrics(spec, header, ranks, slowest, notes, samples) if ranks else Metrics()
     if slowest and len(ranks) < spec.ranks:
         notes.append(f"step times are those of the ranks that left a file ({listed(sorted(ranks))}), not of all")
     return RunResult(
@@ -47,7 +48,7 @@ def summarise(
         metrics=metrics,
         ranks=[_rank_entry(rank, ranks.get(rank)) for rank in range(spec.ranks)],
         step_times_s=slowest,
-        warnings=[*notes, *_batch_warnings(spec, len(slowest)), *_rank_warnings(ranks)],
+        warnings=[*notes, *_batch_warnings(spec, len(slowest), samples), *_rank_warnings(ranks)],
         provenance=provenance,
         environment_digest=provenance.pop("environment_digest", None),
         error=None if status == OK else error,
@@ -59,14 +60,26 @@ def slowest_rank_times_s(ranks: Mapping[int, RankResult]) -> list[float]:
     return [max(times) for times in zip(*(result.step_times_s for result in ranks.values()), strict=False)]
 
 
-def epoch_samples(spec: RunSpec) -> int:
-    """Samples that the steps of one epoch take."""
-    samples = DATASETS[spec.dataset].samples
-    return samples - dropped_samples(samples, spec.global_batch_size, spec.dp_degree)
+def epoch_samples(spec: RunSpec, samples: int | None = None) -> int:
+    """Samples that the steps of one epoch take; ``samples`` where files held another number than the set has."""
+    samples = samples or DATASETS[spec.dataset].samples
+    return samples - dropped_samples(samples, spec.global_batch_size, spec.dp_degree, spec.drop_last)
+
+
+def _found_samples(provenance: Mapping[str, Any]) -> int | None:
+    """What the feed counted, where the run came as far as that."""
+    data = provenance.get("data")
+    found = data.get("epoch_samples") if isinstance(data, dict) else None
+    return found if isinstance(found, int) else None
 
 
 def _metrics(
-    spec: RunSpec, header: TaskHeader, ranks: Mapping[int, RankResult], slowest: list[float], warnings: list[str]
+    spec: RunSpec,
+    header: TaskHeader,
+    ranks: Mapping[int, RankResult],
+    slowest: list[float],
+    warnings: list[str],
+    samples: int,
 ) -> Metrics:
     peaks = [one.peak_memory_bytes for one in ranks.values() if one.peak_memory_bytes is not None]
     reserved = [one.peak_reserved_bytes for one in ranks.values() if one.peak_reserved_bytes is not None]
@@ -79,7 +92,7 @@ def _metrics(
     return Metrics(
         step_time_s=spread(slowest),
         samples_per_s=rate,
-        epoch_time_s=epoch_samples(spec) / rate if rate else None,
+        epoch_time_s=epoch_samples(spec, samples) / rate if rate else None,
         flops_per_s=flops_per_s,
         mfu=mfu,
         peak_memory_bytes=max(peaks, default=None),
@@ -120,14 +133,13 @@ def _loss(ranks: Mapping[int, RankResult], warnings: list[str]) -> Loss | None:
     return Loss(first=totals[0], last=totals[-1])
 
 
-def _batch_warnings(spec: RunSpec, timed: int) -> list[str]:
-    samples, batch, replicas = DATASETS[spec.dataset].samples, spec.global_batch_size, spec.dp_degree
+def _batch_warnings(spec: RunSpec, timed: int, samples: int) -> list[str]:
+    batch = spec.global_batch_size
     found = []
-    dropped = dropped_samples(samples, batch, replicas)
+    dropped = dropped_samples(samples, batch, spec.dp_degree, spec.drop_last)
     if dropped:
-        found.append(
-            f"{dropped} of {samples} samples of an epoch are left out: the last batch would give a replica fewer than 2"
-        )
+        why = "drop_last" if spec.drop_last else "the last batch would give a replica fewer than 2"
+        found.append(f"{dropped} of {samples} samples of an epoch are left out: {why}")
     partial = (samples - dropped) % batch if samples > batch else samples % batch
     steps = -(-(samples - dropped) // batch)
     last_of_epoch = (steps - 1 - spec.warmup_steps) % steps

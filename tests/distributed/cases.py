@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.catalog import resolve_runtime
 from hpcbench.parallel.datasets import DATASETS
-from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.data.feed import NOWHERE, Source, make_feed
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.reference import Trained, train_full_batch, train_reference
 from hpcbench.worker.strategies.base import Place
@@ -32,6 +32,7 @@ class Case:
     samples: int
     steps: int = 5
     in_rank_order: bool = False
+    source: Source = NOWHERE
 
 
 @dataclass
@@ -59,7 +60,7 @@ def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
     """Train as the case's strategy does; called on every rank of ``group``."""
     rank = dist.get_rank(group)
     with short_epoch(case.spec.dataset, case.samples):
-        feed = make_feed(case.spec, CPU)
+        feed = make_feed(case.spec, CPU, case.source)
         strategy = resolve_runtime(case.spec.strategy)()
         strategy.setup(build_model(case.spec), case.spec, Place(rank, case.spec.ranks, CPU, group))
         if case.in_rank_order:
@@ -91,7 +92,7 @@ def sum_in_rank_order(state, bucket):  # type: ignore[no-untyped-def]  # torch r
 def run_reference(case: Case, backwards: bool = False) -> Trained:
     """The same training in this process, each replica's share by itself; ``backwards`` sums the last replica first."""
     with short_epoch(case.spec.dataset, case.samples):
-        feed, model = make_feed(case.spec, CPU), build_model(case.spec)
+        feed, model = make_feed(case.spec, CPU, case.source), build_model(case.spec)
         return train_reference(model, case.spec, feed, range(case.steps), backwards)
 
 

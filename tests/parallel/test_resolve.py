@@ -42,6 +42,20 @@ def test_batch_and_input() -> None:
     assert "needs an input of" in reason(strategy="single", dataset="cifar10", input_size=1)
 
 
+def test_digits_are_real_and_resident_whatever_they_are_called() -> None:
+    assert spec(strategy="single", data="real") == spec(strategy="single", data="device") == spec(strategy="single")
+    for data in ("host", "files"):
+        assert f"it lies on the device: data = '{data}'" in reason(strategy="single", data=data)
+
+
+def test_real_files_exist_and_have_a_size() -> None:
+    assert "highres has no files of its own" in reason(strategy="single", dataset="highres", data="real")
+    text = "mnist is real data of 28: input_size 32 cannot change it"
+    assert reason(strategy="single", dataset="mnist", data="real", input_size=32) == text
+    assert spec(strategy="single", dataset="mnist", data="files", input_size=32).data == "files"
+    assert spec(strategy="single", dataset="imagenet", data="real", input_size=64).input_size == 64
+
+
 @pytest.mark.parametrize(
     ("limits", "point", "text"),
     [

@@ -32,18 +32,32 @@ def test_partial_batches_count_or_are_dropped(
     assert dropped_samples(samples, batch, replicas) == dropped
 
 
+@pytest.mark.parametrize(
+    ("samples", "batch", "replicas", "steps", "dropped"),
+    [(1500, 32, 2, 46, 28), (1500, 64, 2, 23, 28), (1500, 50, 1, 30, 0), (97, 32, 2, 3, 1), (64, 64, 2, 1, 0)],
+)
+def test_drop_last_leaves_out_every_partial_batch(
+    samples: int, batch: int, replicas: int, steps: int, dropped: int
+) -> None:
+    assert steps_per_epoch(samples, batch, replicas, drop_last=True) == steps
+    assert dropped_samples(samples, batch, replicas, drop_last=True) == dropped
+    assert step_shares(steps, samples, batch, replicas, drop_last=True)[0].start == 0, "the next epoch begins"
+    last = step_shares(steps - 1, samples, batch, replicas, drop_last=True)
+    assert sum(len(share) for share in last) == batch
+
+
 def test_last_batch_is_shared_evenly() -> None:
     assert step_shares(2, 70, 32, 2) == [range(64, 67), range(67, 70)]
     assert step_shares(3, 70, 32, 2) == [range(16), range(16, 32)]
 
 
-@given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 8))
-def test_an_epoch_takes_every_sample_once(samples: int, batch: int, replicas: int) -> None:
-    steps = steps_per_epoch(samples, batch * replicas, replicas)
+@given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 8), st.booleans())
+def test_an_epoch_takes_every_sample_once(samples: int, batch: int, replicas: int, drop_last: bool) -> None:
+    steps = steps_per_epoch(samples, batch * replicas, replicas, drop_last)
     taken = [
         sample
         for step in range(steps)
-        for share in step_shares(step, samples, batch * replicas, replicas)
+        for share in step_shares(step, samples, batch * replicas, replicas, drop_last)
         for sample in share
     ]
-    assert taken == list(range(samples - dropped_samples(samples, batch * replicas, replicas)))
+    assert taken == list(range(samples - dropped_samples(samples, batch * replicas, replicas, drop_last)))

@@ -56,6 +56,11 @@ def test_without_single_the_strategys_own_run_on_one_device_counts() -> None:
     assert make_rows([collected(**DDP2)])[0].speedup is None
 
 
+def test_samples_from_elsewhere_are_no_baseline() -> None:
+    rows = make_rows([collected(), collected(**DDP2, data="files", rate=180.0), collected(data="files", rate=60.0)])
+    assert [row.speedup for row in rows] == [1.0, 3.0, 1.0]
+
+
 def test_another_batch_or_precision_is_no_baseline() -> None:
     rows = make_rows([collected(batch_size=8), collected(**DDP2), collected(**DDP2, precision="bf16")])
     assert [row.speedup for row in rows] == [1.0, None, None]

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.shard import step_shares
+from hpcbench.worker.data import synthetic
 from hpcbench.worker.data.feed import Feed, make_feed
 from hpcbench.worker.data.synthetic import SLOTS
 from tests.worker.helpers import make_spec
@@ -74,6 +76,64 @@ def test_synthetic_samples_are_those_of_seed_slot_and_replica() -> None:
     assert not torch.equal(small.batch(0, 1)[0], small.batch(0, 0)[0])
     assert not torch.equal(small.batch(0, 1)[0], feed_of("cifar10", 2, seed=1).batch(0, 1)[0])
     assert torch.equal(feed_of("cifar10", 2, seed=1).batch(0, 1)[0], feed_of("cifar10", 2, repeat=1).batch(0, 1)[0])
+
+
+@pytest.mark.parametrize(("dataset", "size"), [("cifar10", 12), ("cosmoflow", 8), ("tokens", 16)])
+def test_host_samples_are_those_of_the_device_and_copied_every_step(dataset: str, size: int) -> None:
+    device, host = (feed_of(dataset, 2, input_size=size, data=data) for data in ("device", "host"))
+    for step in (0, 1, 5):
+        for ours, theirs in zip(host.batch(step, 1), device.batch(step, 1), strict=True):
+            assert torch.equal(ours, theirs)
+            assert ours.dtype == theirs.dtype
+    assert host.batch(0, 1)[0].data_ptr() != host.batch(0, 1)[0].data_ptr()
+    assert (device.described()["storage"], host.described()["storage"]) == ("device", "host")
+    assert host.described()["distinct_samples"] == 2 * SLOTS * 8
+
+
+def test_patterns_are_added_piece_by_piece_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dataset, size in (("cifar10", 12), ("cosmoflow", 8)):
+        whole = feed_of(dataset, input_size=size).batch(0, 0)
+        for pieces in (1, 3 * 12 * 12 * 3):
+            monkeypatch.setattr(synthetic, "_PATTERNED_AT_ONCE", pieces)
+            assert torch.equal(feed_of(dataset, input_size=size).batch(0, 0)[0], whole[0])
+        monkeypatch.undo()
+
+
+def test_images_are_drawn_as_ever() -> None:
+    source = torch.Generator().manual_seed(3)
+    patterns = torch.randn(10, 3, 4, 4, generator=source)
+    source.manual_seed((3 * 1_000_003 + 1) * 1_000_003)
+    labels = torch.randint(10, (8,), generator=source)
+    inputs = torch.randn(8, 3, 12, 12, generator=source) + F.interpolate(patterns[labels], size=(12, 12))
+    found = feed_of("cifar10", input_size=12, seed=3).batch(1, 0)
+    assert torch.equal(found[0], inputs)
+    assert torch.equal(found[1], labels)
+
+
+def test_volumes_and_tokens_hold_what_is_to_be_found() -> None:
+    feed = feed_of("cosmoflow", input_size=8, batch_size=1024)
+    inputs, values = feed.batch(0, 0)
+    solution = torch.linalg.lstsq(F.adaptive_avg_pool3d(inputs, 4).flatten(1), values).solution
+    others, wanted = feed.batch(1, 0)
+    found = F.adaptive_avg_pool3d(others, 4).flatten(1) @ solution
+    assert (found - wanted).pow(2).mean() < 0.5 * wanted.pow(2).mean()
+    tokens, targets = feed_of("tokens", input_size=64, batch_size=32).batch(0, 0)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert (tokens[:, :-31] == tokens[:, 31:]).float().mean() > 0.7, "the phrase comes again"
+
+
+def test_a_large_sample_has_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(synthetic, "LARGE", 3 * 12 * 12)
+    feed = feed_of("cifar10", input_size=12)
+    assert torch.equal(feed.batch(0, 0)[0], feed.batch(1, 0)[0])
+    assert feed.described()["distinct_samples"] == 8
+
+
+def test_drop_last_leaves_the_partial_batch_out() -> None:
+    kept, dropped = feed_of(batch_size=64), feed_of(batch_size=64, drop_last=True)
+    assert (kept.steps_per_epoch, dropped.steps_per_epoch, dropped.dropped) == (24, 23, 28)
+    assert [dropped.global_count(step) for step in (22, 23)] == [64, 64]
+    assert not torch.equal(dropped.batch(23, 0)[0], kept.batch(23, 0)[0])
 
 
 def test_synthetic_memory_does_not_grow_with_the_world() -> None:

@@ -112,6 +112,18 @@ def test_warnings_about_batches(batch: int, warmup: int, steps: int, expected: l
     assert result.warnings == expected
 
 
+def test_drop_last_is_said_with_what_it_leaves_out() -> None:
+    spec = make_spec(batch_size=28, warmup_steps=0, steps=60, drop_last=True)
+    result = summary({0: make_rank(0, step_times_s=[0.1] * 60, step_samples=[28] * 60)}, spec)
+    assert result.warnings == ["16 of 1500 samples of an epoch are left out: drop_last"]
+    assert result.metrics.epoch_time_s == pytest.approx(1484 / 280)
+
+
+def test_an_epoch_is_as_long_as_the_files_that_were_found() -> None:
+    rank = make_rank(0, step_times_s=[0.1], step_samples=[8], provenance={"data": {"epoch_samples": 800}})
+    assert summary({0: rank}, make_spec(steps=1)).metrics.epoch_time_s == pytest.approx(10)
+
+
 def test_left_out_samples_are_not_in_the_epoch() -> None:
     assert epoch_samples(make_spec(batch_size=1499)) == 1499
     assert epoch_samples(make_spec(batch_size=28)) == 1500

@@ -5,11 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.errors import WorkerError
 from hpcbench.parallel.datasets import DATASETS, input_shape
 from hpcbench.parallel.shard import dropped_samples, even_ranges, steps_per_epoch
 
@@ -19,14 +22,34 @@ Batch = tuple[Tensor, Tensor]
 """Inputs [samples, *shape] and targets (see ``worker.losses``), on the run's device."""
 
 
-class Feed(ABC):
-    """The run's samples. Any replica's share can be asked for, so that one process can compute what all do."""
+class Source(NamedTuple):
+    """Where samples that lie in files are, and how many threads of this rank may read them."""
 
-    def __init__(self, spec: RunSpec, device: torch.device) -> None:
+    folder: Path | None = None
+    threads: int = 1
+
+
+NOWHERE = Source()
+
+
+class Feed(ABC):
+    """The run's samples. Any replica's share can be asked for, so that one process can compute what all do.
+
+    ``samples`` is one epoch, where it is not what the data set says.
+    """
+
+    kind = "synthetic"
+    """``synthetic`` or ``real``."""
+    storage = "device"
+    """Where a step takes its samples from: ``device``, ``host`` or ``files``."""
+    distinct_samples: int | None = None
+    """Different ones in an epoch; ``None`` where all of them are."""
+
+    def __init__(self, spec: RunSpec, device: torch.device, samples: int | None = None) -> None:
         dataset = DATASETS[spec.dataset]
         self.shape = input_shape(spec.dataset, spec.input_size)
         self.classes = dataset.outputs
-        self.samples = dataset.samples
+        self.samples = dataset.samples if samples is None else samples
         self.batch_size = spec.batch_size
         self.replicas = spec.dp_degree
         self.global_batch_size = spec.global_batch_size
@@ -34,8 +57,16 @@ class Feed(ABC):
         self.device = device
         self.dtype = torch.float64 if spec.precision == "fp64" else torch.float32
         self.channels_last = spec.channels_last
-        self.steps_per_epoch = steps_per_epoch(self.samples, self.global_batch_size, self.replicas)
-        self.dropped = dropped_samples(self.samples, self.global_batch_size, self.replicas)
+        if samples is not None and self.global_batch_size > samples:
+            raise WorkerError(
+                f"global batch {self.global_batch_size} is more than the {samples} samples of {spec.dataset} in its "
+                "files",
+                status="unsupported",
+                hint=f"a global batch of {samples} or less, or more of the set's files",
+            )
+        whole = (self.samples, self.global_batch_size, self.replicas, spec.drop_last)
+        self.steps_per_epoch = steps_per_epoch(*whole)
+        self.dropped = dropped_samples(*whole)
 
     def position(self, step: int) -> tuple[int, int]:
         """(epoch, step within it)."""
@@ -54,6 +85,16 @@ class Feed(ABC):
         """Samples of ``replica`` in ``step``."""
         return len(self.share(step, replica))
 
+    def chosen(self, step: int, replica: int) -> Tensor:
+        """Which samples of the set these are: every epoch has its own order from the seed, the same on all ranks."""
+        epoch, position = self.position(step)
+        first, share = position * self.global_batch_size, self.share(step, replica)
+        return self.epoch_order(epoch)[first + share.start : first + share.stop]
+
+    def epoch_order(self, epoch: int) -> Tensor:
+        """All samples of the set, in the order in which ``epoch`` takes them."""
+        return _order(self.samples, self.seed, epoch)
+
     @abstractmethod
     def prepare(self, replica: int) -> None:
         """Do now what would else fall into the first steps."""
@@ -63,15 +104,29 @@ class Feed(ABC):
         """The samples of ``replica`` in ``step``."""
 
     def held_out(self) -> Iterator[Batch] | None:
-        """Samples that training never sees; ``None`` where there are no real ones."""
+        """Samples that training never sees; ``None`` where there are no real ones with a class each."""
         return None
 
-    def place(self, inputs: Tensor) -> Tensor:
-        """``inputs`` in the run's type and memory format (integers keep theirs), on its device."""
+    def close(self) -> None:  # noqa: B027 - most feeds hold nothing
+        """Let go of threads and files."""
+
+    def described(self) -> dict[str, Any]:
+        """What a result says about the samples, so that made-up and real, resident and loaded ones are told apart."""
+        return {
+            "kind": self.kind,
+            "storage": self.storage,
+            "epoch_samples": self.samples,
+            "distinct_samples": self.samples if self.distinct_samples is None else self.distinct_samples,
+        }
+
+    def place(self, inputs: Tensor, device: torch.device | None = None) -> Tensor:
+        """``inputs`` in the run's type and memory format (integers keep theirs), on its device or on ``device``."""
+        where = device or self.device
         if not inputs.is_floating_point():
-            return inputs.to(self.device)
+            return inputs.to(where, non_blocking=True)
         layout = _CHANNELS_LAST.get(inputs.dim()) if self.channels_last else None
-        return inputs.to(self.device, self.dtype).contiguous(memory_format=layout or torch.contiguous_format)
+        moved = inputs.to(where, self.dtype, non_blocking=True)
+        return moved.contiguous(memory_format=layout or torch.contiguous_format)
 
 
 @lru_cache(maxsize=8)
@@ -79,12 +134,25 @@ def _shares(count: int, replicas: int) -> list[range]:
     return even_ranges(count, replicas)
 
 
-def make_feed(spec: RunSpec, device: torch.device) -> Feed:
-    """The feed of the run's data set."""
-    if DATASETS[spec.dataset].synthetic:
+@lru_cache(maxsize=2)
+def _order(samples: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+
+
+def make_feed(spec: RunSpec, device: torch.device, source: Source = NOWHERE) -> Feed:
+    """The feed of the run's data set. ``WorkerError`` (``unsupported``) where its files are not there."""
+    if spec.dataset == "digits":
+        from hpcbench.worker.data.digits import Digits
+
+        return Digits(spec, device)
+    if spec.data in ("device", "host"):
         from hpcbench.worker.data.synthetic import Synthetic
 
         return Synthetic(spec, device)
-    from hpcbench.worker.data.digits import Digits
+    if spec.data == "real" and spec.dataset in ("mnist", "cifar10"):
+        from hpcbench.worker.data.archives import Archive
 
-    return Digits(spec, device)
+        return Archive(spec, device, source)
+    from hpcbench.worker.data.files import Files
+
+    return Files(spec, device, source)

@@ -1,6 +1,8 @@
-"""Made-up samples of a data set's shape, resident on the device, with something in them to learn."""
+"""Made-up samples of a data set's shape, resident on the device or on the host, with something in them to learn."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -12,20 +14,31 @@ from hpcbench.worker.data.feed import Batch, Feed
 
 SLOTS = 2
 """Distinct batches per replica; step k takes number k % SLOTS. Memory does not grow with the world."""
+LARGE = 2**26
+"""Numbers in a sample (256 MiB in fp32) from which a replica has one batch alone: drawing another takes a minute."""
 
 _COARSE = 4
+_PATTERNED_AT_ONCE = 2**22
+"""Numbers: so much is held beside the samples while their patterns are added."""
 
 
 class Synthetic(Feed):
-    """Samples are drawn on the host, so that every device and every number of ranks sees the same ones."""
+    """Samples are drawn on the host, so that every device and every number of ranks sees the same ones.
+
+    With ``data = "host"`` they stay there (pinned for cuda) and every step copies its own, as a loader's would be.
+    """
 
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
         super().__init__(spec, device)
+        self.storage = spec.data
+        self._home = device if spec.data == "device" else torch.device("cpu")
+        self._pinned = spec.data == "host" and device.type == "cuda"
+        self.slots = 1 if math.prod(self.shape) >= LARGE else SLOTS
+        self.distinct_samples = min(self.samples, self.slots * self.global_batch_size)
         source = torch.Generator().manual_seed(self.seed)
-        self._draw = {"images": draw_images, "volumes": draw_volumes, "tokens": draw_tokens}[
-            DATASETS[spec.dataset].kind
-        ]
-        self._patterns = self._make_patterns(DATASETS[spec.dataset].kind, source)
+        kind = DATASETS[spec.dataset].kind
+        self._draw = {"images": draw_images, "volumes": draw_volumes, "tokens": draw_tokens}[kind]
+        self._patterns = self._make_patterns(kind, source)
         self._slots: dict[tuple[int, int], Batch] = {}
 
     def _make_patterns(self, kind: str, source: torch.Generator) -> Tensor:
@@ -36,21 +49,27 @@ class Synthetic(Feed):
 
     def prepare(self, replica: int) -> None:
         """Make all slots of ``replica``."""
-        for slot in range(SLOTS):
+        for slot in range(self.slots):
             self._slot(slot, replica)
 
     def batch(self, step: int, replica: int) -> Batch:
         """The beginning of the slot where the batch is partial."""
-        inputs, labels = self._slot(step % SLOTS, replica)
+        inputs, targets = self._slot(step % self.slots, replica)
         count = self.count(step, replica)
-        return (inputs, labels) if count == self.batch_size else (inputs[:count], labels[:count])
+        if count != self.batch_size:
+            inputs, targets = inputs[:count], targets[:count]
+        return (inputs, targets) if self.storage == "device" else (self._copy(inputs), self._copy(targets))
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True, copy=True)
 
     def _slot(self, slot: int, replica: int) -> Batch:
         key = (slot, replica)
         if key not in self._slots:
             source = torch.Generator().manual_seed(((self.seed * 1_000_003 + slot) * 1_000_003 + replica) % 2**63)
-            inputs, targets = self._draw(self._patterns, self.batch_size, self.shape, source)
-            self._slots[key] = (self.place(inputs), self.place(targets))
+            drawn = self._draw(self._patterns, self.batch_size, self.shape, source)
+            inputs, targets = (self.place(tensor, self._home) for tensor in drawn)
+            self._slots[key] = (inputs.pin_memory(), targets.pin_memory()) if self._pinned else (inputs, targets)
         return self._slots[key]
 
 
@@ -58,7 +77,7 @@ def draw_images(patterns: Tensor, count: int, shape: tuple[int, ...], source: to
     """Every class has a coarse pattern; a sample is its class's pattern plus as much noise."""
     labels = torch.randint(len(patterns), (count,), generator=source)
     inputs = torch.randn(count, *shape, generator=source)
-    inputs += F.interpolate(patterns[labels], size=shape[1:])
+    _add_patterns(inputs, patterns[labels])
     return inputs, labels
 
 
@@ -66,8 +85,21 @@ def draw_volumes(patterns: Tensor, count: int, shape: tuple[int, ...], source: t
     """Noise plus patterns weighted by the values to be found: [n, values] in [-1, 1]."""
     values = torch.rand(count, len(patterns), generator=source) * 2 - 1
     inputs = torch.randn(count, *shape, generator=source)
-    inputs += F.interpolate(torch.einsum("nv,vcdhw->ncdhw", values, patterns), size=shape[1:])
+    _add_patterns(inputs, torch.einsum("nv,vcdhw->ncdhw", values, patterns))
     return inputs, values
+
+
+def _add_patterns(inputs: Tensor, coarse: Tensor) -> None:
+    """Add to each sample its coarse pattern at the sample's size; never for all of them at once."""
+    first = inputs[0]
+    samples = max(1, _PATTERNED_AT_ONCE // first.numel())
+    if first.numel() <= _PATTERNED_AT_ONCE:
+        for some, pattern in zip(torch.split(inputs, samples), torch.split(coarse, samples), strict=True):
+            some.add_(F.interpolate(pattern, size=inputs.shape[2:]))
+        return
+    for sample, pattern in zip(inputs, coarse, strict=True):
+        for channel, of_channel in zip(sample, pattern, strict=True):
+            channel.add_(F.interpolate(of_channel[None, None], size=inputs.shape[2:])[0, 0])
 
 
 _PERIOD = 31

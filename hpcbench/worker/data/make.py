@@ -1,0 +1,314 @@
+"""Make samples in files: by several processes, again from where it was left, beside another maker. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import ctypes
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hpcbench.errors import ConfigError, HpcbenchError, StorageError, WorkerError
+from hpcbench.fileio import make_folder, storage_error, write_atomic
+from hpcbench.parallel.datasets import DATASETS, input_shape
+from hpcbench.results.datafolder import (
+    DONE,
+    FORMAT_VERSION,
+    MANIFEST,
+    Manifest,
+    Part,
+    made_folder,
+    part_folder,
+    read_manifest,
+    read_part,
+)
+from hpcbench.worker.failure import install_hint
+
+if TYPE_CHECKING:
+    from hpcbench.worker.data.draw import Drawing
+
+_NEEDS = {"images": ("numpy", "PIL"), "volumes": ("numpy", "h5py"), "tokens": ("numpy",)}
+_IMAGES_PER_FOLDER = 256
+_VOLUME_FOLDER_BYTES = 2**27
+_TOKENS_PER_FOLDER = 2**20
+_STALE_S = 3600.0
+_ORPHANED_S = 1.0
+_FLUSHED_ALONE = 8
+
+
+def default_samples(dataset: str, size: int) -> int:
+    """A pool that is made in minutes: 2,048 images, 1 to 4 GiB of volumes, 8 Mi tokens."""
+    kind = DATASETS[dataset].kind
+    if kind == "images":
+        return 2048
+    if kind == "tokens":
+        return max(64, 2**23 // size)
+    return max(4, min(64, 2**31 // _volume_bytes(dataset, size)))
+
+
+def per_folder(dataset: str, size: int) -> int:
+    """Samples that lie in one folder, and are made in one go."""
+    kind = DATASETS[dataset].kind
+    if kind == "images":
+        return _IMAGES_PER_FOLDER
+    return max(
+        1, _TOKENS_PER_FOLDER // size if kind == "tokens" else _VOLUME_FOLDER_BYTES // _volume_bytes(dataset, size)
+    )
+
+
+def _volume_bytes(dataset: str, size: int) -> int:
+    return 2 * input_shape(dataset, size)[0] * size**3
+
+
+def make(folder: Path, dataset: str, size: int, samples: int, workers: int) -> Iterator[int]:
+    """Make ``samples`` of ``dataset``; yields how many are there, at the start and after each folder of them.
+
+    Folders that are complete are left alone, and so is a larger set. Every file appears whole, the manifest last.
+    """
+    _check_packages(dataset)
+    from hpcbench.worker.data.draw import Drawing
+
+    made, each = made_folder(folder, dataset, size), per_folder(dataset, size)
+    manifest = _earlier(made, Drawing(dataset, size).parameters())
+    if manifest is not None and manifest.samples >= samples:
+        yield manifest.samples
+        return
+    make_folder(made)
+    counts = [min(each, samples - first) for first in range(0, samples, each)]
+    todo = [number for number, count in enumerate(counts) if not _is_done(made, number, count)]
+    there = samples - sum(counts[number] for number in todo)
+    _check_space(made, dataset, size, sum(counts[number] for number in todo))
+    yield there
+    # In an order of its own each: two makers at once seldom work at the same folder.
+    random.Random(os.getpid()).shuffle(todo)  # noqa: S311 - no secret
+    for number in _in_processes(made, dataset, size, [(number, counts[number]) for number in todo], workers):
+        there += counts[number]
+        yield there
+    _finish(made, dataset, size, counts)
+
+
+def _earlier(made: Path, parameters: str) -> Manifest | None:
+    manifest = read_manifest(made)
+    if manifest is not None and (manifest.parameters, manifest.format_version) != (parameters, FORMAT_VERSION):
+        raise ConfigError(
+            f"{made} holds samples that this version of hpcbench would not make",
+            hint="remove it, or make them elsewhere: --folder",
+        )
+    return manifest
+
+
+def _is_done(made: Path, number: int, count: int) -> bool:
+    part = read_part(part_folder(made, number))
+    return part is not None and part.samples >= count
+
+
+def _check_packages(dataset: str) -> None:
+    for name in _NEEDS[DATASETS[dataset].kind]:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise WorkerError(f"making {dataset} needs {name}: {error}", hint=install_hint(name)) from error
+
+
+def _check_space(made: Path, dataset: str, size: int, samples: int) -> None:
+    kind = DATASETS[dataset].kind
+    # A JPEG of noise takes less than a byte a pixel, and its head.
+    each = {"images": size * size + 1024, "tokens": 2 * size}.get(kind) or _volume_bytes(dataset, size)
+    free = shutil.disk_usage(made).free
+    if each * samples > free:
+        raise StorageError(
+            f"{samples} samples of {dataset} at {size} take about {each * samples} bytes, {made} has {free} free",
+            hint="fewer --samples, or another --folder",
+        )
+
+
+def _in_processes(made: Path, dataset: str, size: int, todo: list[tuple[int, int]], workers: int) -> Iterator[int]:
+    if workers == 1 or not todo:
+        for number, count in todo:
+            make_part(made, dataset, size, number, count)
+            yield number
+        return
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(
+        min(workers, len(todo)), context, _end_with_parent, (os.getpid(),)
+    ) as pool:
+        try:
+            waiting = {pool.submit(make_part, made, dataset, size, *one): one[0] for one in todo}
+            for done in concurrent.futures.as_completed(waiting):
+                done.result()
+                yield waiting[done]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _end_with_parent(parent: int) -> None:
+    """A maker that is killed leaves nobody behind who writes on."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_ORPHANED_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def make_part(made: Path, dataset: str, size: int, number: int, count: int) -> None:
+    """Make one folder of samples, unless another maker has meanwhile."""
+    from hpcbench.worker.data.draw import Drawing
+
+    if _is_done(made, number, count):
+        return
+    folder = part_folder(made, number)
+    make_folder(folder)
+    _remove_stale(folder)
+    drawing = Drawing(dataset, size)
+    first = number * per_folder(dataset, size)
+    labels: list[int] = []
+    try:
+        if drawing.kind == "tokens":
+            paths = [_write_tokens(folder, drawing, number, count)]
+        elif drawing.kind == "volumes":
+            paths = [_write_volume(folder, drawing, index) for index in range(first, first + count)]
+        else:
+            written = [_write_image(folder, drawing, index) for index in range(first, first + count)]
+            labels, paths = [label for label, _ in written], [path for _, path in written]
+        _flush(folder, paths)
+        part = Part(samples=count, bytes=sum(path.stat().st_size for path in paths), labels=labels)
+    except OSError as error:
+        raise storage_error(error, folder) from error
+    write_atomic(folder / DONE, msgspec.json.encode(part))
+
+
+def _flush(folder: Path, paths: list[Path]) -> None:
+    """Onto the device before anything says that the folder is complete. Many small files together: one by one each
+    would wait for the device.
+    """
+    if len(paths) > _FLUSHED_ALONE and hasattr(libc := ctypes.CDLL(None, use_errno=True), "syncfs"):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            if libc.syncfs(descriptor) == 0:
+                return
+        finally:
+            os.close(descriptor)
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A name to write to, which becomes ``path`` at the end."""
+    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _remove_stale(folder: Path) -> None:
+    """What a maker that was killed has left. Younger files may be another's who is at it."""
+    for path in folder.glob(".*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _STALE_S:
+                path.unlink()
+
+
+def _write_image(folder: Path, drawing: Drawing, index: int) -> tuple[int, Path]:
+    from PIL import Image
+
+    from hpcbench.worker.data.draw import JPEG_QUALITY
+
+    pixels, label = drawing.image(index)
+    path = folder / f"{index:08d}.jpg"
+    with _whole(path) as temporary:
+        Image.fromarray(pixels).save(temporary, "JPEG", quality=JPEG_QUALITY)
+    return label, path
+
+
+def _write_volume(folder: Path, drawing: Drawing, index: int) -> Path:
+    import h5py
+
+    counts, values = drawing.volume(index)
+    path = folder / f"{index:08d}.hdf5"
+    with _whole(path) as temporary, h5py.File(temporary, "w") as file:
+        file["full"] = counts
+        file["unitPar"] = values
+    return path
+
+
+def _write_tokens(folder: Path, drawing: Drawing, number: int, count: int) -> Path:
+    path = folder / "tokens.bin"
+    with _whole(path) as temporary:
+        # The whole stretch is drawn, so that a set that is enlarged begins with the samples that it had.
+        said = drawing.tokens(number, per_folder(drawing.dataset, drawing.size))
+        said[: count * drawing.size + 1].tofile(temporary)
+    return path
+
+
+def _finish(made: Path, dataset: str, size: int, counts: list[int]) -> None:
+    from hpcbench.worker.data.draw import Drawing
+
+    parts = [read_part(part_folder(made, number)) for number in range(len(counts))]
+    whole = [part for part in parts if part is not None]
+    if len(whole) != len(counts):
+        raise StorageError(f"{made}: a folder of samples has gone while others were made", hint="run the command again")
+    labels = [label for part, count in zip(whole, counts, strict=True) for label in part.labels[:count]]
+    write_atomic(made / "labels.json", msgspec.json.encode(labels))
+    manifest = Manifest(
+        dataset=dataset, size=size, samples=sum(counts), per_folder=per_folder(dataset, size),
+        parameters=Drawing(dataset, size).parameters(), bytes=sum(part.bytes for part in whole),
+    )  # fmt: skip
+    write_atomic(made / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+
+
+def main(words: list[str]) -> int:
+    """``data make``: one JSON line per step of progress on standard output."""
+    parser = argparse.ArgumentParser(prog="python -m hpcbench.worker data", description=__doc__)
+    parser.add_argument("what", choices=["make"])
+    parser.add_argument("dataset", choices=sorted(name for name in DATASETS if DATASETS[name].synthetic))
+    parser.add_argument("--folder", type=Path, required=True, metavar="DIR", help="the data folder")
+    parser.add_argument("--size", type=int, metavar="N", help="edge length or tokens; the set's own by default")
+    parser.add_argument("--samples", type=int, metavar="N", help="how many different ones")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes; one per core by default")
+    given = parser.parse_args(words)
+    size = given.size or DATASETS[given.dataset].shape[-1]
+    samples = given.samples or default_samples(given.dataset, size)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        for there in make(given.folder.absolute(), given.dataset, size, samples, given.workers or cores):
+            _say({"done": min(there, samples), "samples": max(samples, there)})
+    except (KeyboardInterrupt, BrokenPipeError):
+        # Whoever asked has gone; the next maker goes on.
+        _silence()
+        return 130
+    except HpcbenchError:
+        raise
+    except concurrent.futures.process.BrokenProcessPool as error:
+        raise StorageError(
+            f"a process that made samples was ended from outside: {error}",
+            hint="run the command again; fewer --workers",
+        ) from error
+    return 0
+
+
+def _say(progress: dict[str, Any]) -> None:
+    print(json.dumps(progress), flush=True)  # noqa: T201 - what the caller reads
+
+
+def _silence() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
