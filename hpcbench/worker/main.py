@@ -82,9 +82,9 @@ def _measure(closing: Closing) -> None:
     device = closing.device = devices.choose(header.device, info)
     place = enter_world(closing, device)
     closing.provenance = collect(header, spec, info, device)
-    closing.provenance["environment_digest"] = environment_digest(
-        closing.provenance, header, given_environment(closing.given_env, spec.env)
-    )
+    digest = environment_digest(closing.provenance, header, given_environment(closing.given_env, spec.env))
+    if digest is not None:
+        closing.provenance["environment_digest"] = digest
     stop.check()
     strategy = resolve_runtime(spec.strategy)()
     feed = make_feed(spec, device)

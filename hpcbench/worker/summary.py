@@ -130,8 +130,9 @@ def _rank_warnings(ranks: Mapping[int, RankResult]) -> list[str]:
 
 
 def _run_provenance(ranks: Mapping[int, RankResult]) -> dict[str, Any]:
-    """Rank 0's, or the first that left one, with every host of the run."""
-    fullest = next((ranks[rank].provenance for rank in sorted(ranks) if ranks[rank].provenance), {})
+    """Of the first rank that spoke for its host, or that left any, with every host of the run."""
+    left = [ranks[rank].provenance for rank in sorted(ranks) if ranks[rank].provenance]
+    fullest = next((one for one in left if "environment_digest" in one), left[0] if left else {})
     hosts = list(dict.fromkeys(ranks[rank].host for rank in sorted(ranks)))
     return {**fullest, "hosts": hosts} if ranks else {}
 
