@@ -26,6 +26,7 @@ from hpcbench.results.schema import (
     RunResult,
     Spread,
     Verification,
+    Watched,
 )
 
 _ORDINARY_USERS = frozenset({"root", "nobody", "daemon", "admin", "user", "shared", "local", "public"})
@@ -45,6 +46,7 @@ _FIELDS = frozenset(
         Loss,
         Failure,
         RankResult,
+        Watched,
         Phases,
         Evaluation,
         Verification,

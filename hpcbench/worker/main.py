@@ -76,6 +76,7 @@ def _measure(closing: Closing) -> None:
     from hpcbench.worker.memory import peak
     from hpcbench.worker.models.build import build_model
     from hpcbench.worker.provenance import collect, environment_digest
+    from hpcbench.worker.watch import Watch
     from hpcbench.worker.world import barrier, enter_world
 
     closing.warnings += devices.settle_threads(closing.given_env | spec.env, header, info)
@@ -91,7 +92,17 @@ def _measure(closing: Closing) -> None:
     strategy.setup(build_model(spec), spec, place)
     closing.replica = strategy.replica
     closing.progress = Progress(spec, device)
-    run_loop(strategy, feed, spec, closing.progress, stop, lambda: barrier(place))
+    watch = closing.watch = Watch(device, info)
+    if watch.energy_absent is not None:
+        closing.provenance["energy_absent"] = watch.energy_absent
+
+    def edge() -> None:
+        # All ranks look at their counters while none has begun, so that looking is in nobody's first step.
+        barrier(place)
+        watch.begin()
+        barrier(place)
+
+    run_loop(strategy, feed, spec, closing.progress, stop, edge, watch.end)
     closing.peak = peak(device)
     if info.rank == 0:
         closing.accuracy = accuracy(strategy.module, feed)
