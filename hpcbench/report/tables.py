@@ -12,6 +12,7 @@ from rich.text import Text
 
 from hpcbench.config.spec import RunSpec, label
 from hpcbench.fileio import brief, printable
+from hpcbench.report.marks import Marks
 from hpcbench.report.rows import Row
 from hpcbench.report.styles import STATUS_STYLE
 from hpcbench.results.schema import OK
@@ -39,14 +40,15 @@ def results_table(rows: list[Row], title: str) -> RenderableType:
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.is_number else "left"
         table.add_column(column.heading, justify=justify, no_wrap=column.is_number, overflow="fold")
-    table.add_column("status")
+    table.add_column("status", no_wrap=True)
+    marks = Marks(rows)
     for row in rows:
         cells = [Text(brief(column.cell(row))) for column in columns]
-        table.add_row(*cells, Text(row.status + ("*" if row.warnings else ""), style=STATUS_STYLE.get(row.status, "")))
+        table.add_row(*cells, Text(row.status + marks.of(row), style=STATUS_STYLE.get(row.status, "")))
     headline = [Text(printable(title), style="bold")]
     if shared:
         headline.append(Text(f"all runs: {shared}", style="dim"))
-    return Group(*headline, Text(""), table, Text(""), *_notes(rows))
+    return Group(*headline, Text(""), table, Text(""), *_notes(rows), *marks.explained())
 
 
 def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
@@ -159,12 +161,6 @@ def _notes(rows: list[Row]) -> list[Text]:
     for row in rows:
         if row.status != OK:
             texts.append(Text(brief(f"{_label(row)}: {row.status}: {row.reason or 'no reason was left'}")))
-    counted: dict[str, int] = {}
-    for row in rows:
-        for warning in row.warnings:
-            counted[warning] = counted.get(warning, 0) + 1
-    for warning, count in counted.items():
-        texts.append(Text(f"* {brief(warning)} ({count} row{'s' if count > 1 else ''})", style="yellow"))
     return texts
 
 

@@ -16,7 +16,18 @@ from typing import Any
 from hpcbench.config.spec import RunSpec
 from hpcbench.config.task import Task, TaskHeader
 from hpcbench.results.attempts import AttemptStart
-from hpcbench.results.schema import Failure, Loss, Metrics, RankResult, RunResult, Spread
+from hpcbench.results.schema import (
+    Evaluation,
+    Failure,
+    Loss,
+    Metrics,
+    Phases,
+    RankResult,
+    RunResult,
+    Spread,
+    Verification,
+    Watched,
+)
 
 _ORDINARY_USERS = frozenset({"root", "nobody", "daemon", "admin", "user", "shared", "local", "public"})
 """Accounts and folders under /home that are nobody's name."""
@@ -28,11 +39,28 @@ _AS_IT_STANDS = frozenset({
 """Keys whose values are words of ours, also where somebody is called the same."""
 _FIELDS = frozenset(
     name
-    for record in (RunResult, Metrics, Spread, Loss, Failure, RankResult, RunSpec, AttemptStart, TaskHeader, Task)
+    for record in (
+        RunResult,
+        Metrics,
+        Spread,
+        Loss,
+        Failure,
+        RankResult,
+        Watched,
+        Phases,
+        Evaluation,
+        Verification,
+        RunSpec,
+        AttemptStart,
+        TaskHeader,
+        Task,
+    )
     for name in record.__struct_fields__
 )
 """Names of our own fields; readers look for them."""
-_HOST_KEYS = frozenset({"host", "hosts", "hostname", "submit_host", "address", "nodelist"})
+_HOST_KEYS = frozenset({"host", "hosts", "hostname", "submit_host", "address", "nodelist", "step_nodelist"})
+_NAMED_BY_PEOPLE = frozenset({"account", "reservation"})
+_IMAGE_FILES = (".sif", ".sqsh", ".simg", ".img")
 
 _SHORT, _MOST_SEEN = 500, 100_000
 
@@ -47,6 +75,8 @@ _MAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+")
 _MAC = re.compile(
     r"(?<![0-9A-Fa-f:-])[0-9A-Fa-f]{2}(?:([:-])[0-9A-Fa-f]{2})(?:\1[0-9A-Fa-f]{2}){4,18}(?![0-9A-Fa-f:-])"
 )
+_MAC_IN_NAME = re.compile(r"\b((?:en|ib|wl|ww)x)([0-9a-f]{12})\b")
+"""Interfaces that are called by their address."""
 _IPV6 = re.compile(
     r"(?<![A-Za-z0-9_:.])[0-9A-Fa-f]{0,4}:[0-9A-Fa-f:.]*:[0-9A-Fa-f.]*(?:%[A-Za-z0-9_.-]+)?(?![A-Za-z0-9_:])"
 )
@@ -119,8 +149,10 @@ class Anonymiser:
             self.learn_text(value)
             if key in _HOST_KEYS:
                 self.learn_hosts(value)
-            elif key == "account" and value:
-                self.learn_account(value)
+            elif key in _NAMED_BY_PEOPLE and value:
+                self._know(self._words, value, self._stand_in(key, value))
+            elif key == "container" and value.startswith("/") and value.endswith(_IMAGE_FILES):
+                self.learn_folder("images", os.path.dirname(value))  # noqa: PTH120 - text, no file of ours
             elif key == "tree":
                 self.learn_folder("tree", os.path.dirname(value.rstrip("/")))  # noqa: PTH120 - text, no file of ours
             elif key == "data_folder":
@@ -151,6 +183,7 @@ class Anonymiser:
     def _replaced(self, text: str) -> str:
         text = _MAIL.sub(lambda match: self._stand_in("mail", match[0].lower()), text)
         text = _MAC.sub(lambda match: self._stand_in("mac", match[0].lower().replace("-", ":")), text)
+        text = _MAC_IN_NAME.sub(lambda match: f"{match[1]}-{self._stand_in('mac', _with_colons(match[2]))}", text)
         text = _IPV6.sub(self._address, text)
         text = _IPV4.sub(self._address, text)
         text = _GPU.sub(lambda match: self._stand_in("gpu", match[0].lower()), text)
@@ -234,6 +267,10 @@ def _family_of(name: str) -> tuple[str, int] | None:
     """What the hosts of a cluster have in common: letters, and a number of so many digits."""
     match = _FAMILY.fullmatch(name)
     return (match[1], len(match[2])) if match else None
+
+
+def _with_colons(digits: str) -> str:
+    return ":".join(digits[start : start + 2] for start in range(0, len(digits), 2))
 
 
 def _longest_first(names: Iterable[str]) -> list[str]:

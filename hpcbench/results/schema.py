@@ -124,6 +124,33 @@ class Verification(_Record, kw_only=True):
     notes: list[str] = []
 
 
+class Watched(_Record, kw_only=True):
+    """What happened around a rank between the edges of its timed steps; what could not be read is absent."""
+
+    wall_s: float
+    busy_s: list[float] = []
+    """Of every core of the rank's mask: the time that processes used, of this run or not."""
+    stolen_s: list[float] = []
+    """As ``busy_s``: the time that a hypervisor gave to others."""
+    own_s: float | None = None
+    """Processor time of this rank's process and of what it started."""
+    throttled_s: float | None = None
+    """How long a CPU quota held threads of this rank's control groups back."""
+    cpu_quota_cores: float | None = None
+    hot_events: int | None = None
+    """How often a core or its package lowered its clock for heat."""
+    core_hz: list[float] = []
+    """Mean clock of the mask's cores: before, after."""
+    gpu_others: int | None = None
+    """Other processes that computed on the rank's GPU, before or after."""
+    gpu_reasons: list[str] = []
+    """Why the GPU's clock was held down, before or after."""
+    gpu_held_s: dict[str, float] = {}
+    """How long it was: ``power``, ``thermal``."""
+    gpu_sm_hz: list[float] = []
+    """The higher of the clocks before and after, and the most that it can have."""
+
+
 class RankResult(_Record, kw_only=True):
     """What one rank measured; written by that rank alone."""
 
@@ -157,6 +184,7 @@ class RankResult(_Record, kw_only=True):
     flops_per_sample: float | None = None
     """Forward and backward, of the whole model."""
     verification: Verification | None = None
+    watched: Watched | None = None
     warnings: list[str] = []
     provenance: dict[str, Any] = {}
 

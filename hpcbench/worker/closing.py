@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from hpcbench.worker.link import Cause, Link
     from hpcbench.worker.loop import Progress
+    from hpcbench.worker.watch import Watch
 
 GATHER_S = 5.0
 """How long rank 0 waits for the others once the run has gone wrong: a scheduler's patience is short."""
@@ -55,6 +56,7 @@ class Closing:
         self.accuracy: float | None = None
         self.flops_per_sample: float | None = None
         self.peak: Peak | None = None
+        self.watch: Watch | None = None
         self.provenance: dict[str, Any] = {}
         self.warnings: list[str] = []
         self.given_env: dict[str, str] = {}
@@ -143,6 +145,9 @@ class Closing:
             time_to_first_step_s=self.progress.time_to_first_step_s if self.progress else None,
             accuracy=self.accuracy,
             flops_per_sample=self.flops_per_sample,
+            watched=self.watch.watched if self.watch else None,
+            energy_j=self.watch.energy_j if self.watch else None,
+            energy_source=self.watch.energy_source if self.watch else None,
             warnings=self.warnings,
             provenance=self.provenance,
         )

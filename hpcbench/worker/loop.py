@@ -39,9 +39,17 @@ class Progress:
 
 
 def run_loop(
-    strategy: Strategy, feed: Feed, spec: RunSpec, progress: Progress, stop: Stop, barrier: Callable[[], None]
+    strategy: Strategy,
+    feed: Feed,
+    spec: RunSpec,
+    progress: Progress,
+    stop: Stop,
+    barrier: Callable[[], None],
+    at_end: Callable[[], None] = lambda: None,
 ) -> None:
     """Warm-up steps, a barrier, then the timed steps; ``progress`` holds what was measured, however it ends.
+
+    ``at_end`` is called when the device has done the last timed step, also where a stop has cut them short.
 
     Inside the timed region nothing waits for the device and no loss is read. Raises ``stop.Stopped`` at the boundary
     of a step when told to stop.
@@ -65,6 +73,7 @@ def run_loop(
         if progress.time_to_first_step_s is None:
             _note_first_step(progress)
     synchronize(progress.device)
+    at_end()
     if len(progress.losses) < total:
         stop.check()
 

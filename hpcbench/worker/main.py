@@ -78,15 +78,16 @@ def _measure(closing: Closing) -> None:
     from hpcbench.worker.models.build import build_model
     from hpcbench.worker.provenance import collect, environment_digest
     from hpcbench.worker.sample_flops import flops_per_sample
+    from hpcbench.worker.watch import Watch
     from hpcbench.worker.world import barrier, enter_world
 
     closing.warnings += devices.settle_threads(closing.given_env | spec.env, header, info)
     device = closing.device = devices.choose(header.device, info)
     place = enter_world(closing, device)
     closing.provenance = collect(header, spec, info, device)
-    closing.provenance["environment_digest"] = environment_digest(
-        closing.provenance, header, given_environment(closing.given_env, spec.env)
-    )
+    digest = environment_digest(closing.provenance, header, given_environment(closing.given_env, spec.env))
+    if digest is not None:
+        closing.provenance["environment_digest"] = digest
     stop.check()
     strategy = resolve_runtime(spec.strategy)()
     folder = expanded(header.data_folder) if header.data_folder else None
@@ -95,8 +96,18 @@ def _measure(closing: Closing) -> None:
     strategy.setup(build_model(spec), spec, place)
     closing.replica = strategy.replica
     closing.progress = Progress(spec, device)
+    watch = closing.watch = Watch(device, info)
+    if watch.energy_absent is not None:
+        closing.provenance["energy_absent"] = watch.energy_absent
+
+    def edge() -> None:
+        # All ranks look at their counters while none has begun, so that looking is in nobody's first step.
+        barrier(place)
+        watch.begin()
+        barrier(place)
+
     try:
-        run_loop(strategy, feed, spec, closing.progress, stop, lambda: barrier(place))
+        run_loop(strategy, feed, spec, closing.progress, stop, edge, watch.end)
         closing.peak = peak(device)
         if info.rank == 0:
             closing.accuracy = accuracy(strategy.module, feed)

@@ -6,12 +6,9 @@ import contextlib
 import hashlib
 import os
 import platform
-import re
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,57 +20,69 @@ import hpcbench
 from hpcbench.config.spec import RunSpec
 from hpcbench.config.task import TaskHeader
 from hpcbench.worker.environ import cpu_mask, environment_that_matters, limits
+from hpcbench.worker.gpu import host_gpus, rank_gpu
+from hpcbench.worker.host import host_facts, mask_by_numa_node
 from hpcbench.worker.rank import RankInfo
+from hpcbench.worker.software import git_commit, packages, torch_build
 
-_OF_DIGEST = ("hpcbench", "python", "torch", "torch_git", "cuda", "cudnn", "nccl", "blas", "packages", "machine",
-              "device", "cpu_model", "cores", "gpu_model", "container")  # fmt: skip
+_OF_DIGEST = ("hpcbench", "python", "torch", "torch_git", "torch_build", "cuda", "cudnn", "nccl", "driver", "packages",
+              "machine", "device", "cpu_model", "cores", "cpu", "gpu_model", "gpu", "infiniband", "container",
+              "container_kind")  # fmt: skip
 _JOB_FACTS = {
     "job_id": "SLURM_JOB_ID", "array_job_id": "SLURM_ARRAY_JOB_ID", "array_task_id": "SLURM_ARRAY_TASK_ID",
     "step_id": "SLURM_STEP_ID", "nodelist": "SLURM_JOB_NODELIST", "partition": "SLURM_JOB_PARTITION",
-    "account": "SLURM_JOB_ACCOUNT", "qos": "SLURM_JOB_QOS", "cluster": "SLURM_CLUSTER_NAME",
-    "restart_count": "SLURM_RESTART_COUNT", "cpus_per_task": "SLURM_CPUS_PER_TASK",
-    "submit_host": "SLURM_SUBMIT_HOST",
+    "account": "SLURM_JOB_ACCOUNT", "qos": "SLURM_JOB_QOS", "reservation": "SLURM_JOB_RESERVATION",
+    "cluster": "SLURM_CLUSTER_NAME", "restart_count": "SLURM_RESTART_COUNT", "submit_host": "SLURM_SUBMIT_HOST",
+    "nodes": "SLURM_JOB_NUM_NODES", "tasks": "SLURM_NTASKS", "tasks_per_node": "SLURM_TASKS_PER_NODE",
+    "cpus_per_task": "SLURM_CPUS_PER_TASK", "threads_per_core": "SLURM_THREADS_PER_CORE", "hint": "SLURM_HINT",
+    "memory_per_node_mib": "SLURM_MEM_PER_NODE", "memory_per_cpu_mib": "SLURM_MEM_PER_CPU",
+    "constraint": "SLURM_CONSTRAINT", "begin_unix_s": "SLURM_JOB_START_TIME", "end_unix_s": "SLURM_JOB_END_TIME",
+    "step_tasks": "SLURM_STEP_NUM_TASKS", "step_tasks_per_node": "SLURM_STEP_TASKS_PER_NODE",
+    "step_nodelist": "SLURM_STEP_NODELIST", "distribution": "SLURM_DISTRIBUTION", "cpu_bind": "SLURM_CPU_BIND",
+    "gpus": "SLURM_STEP_GPUS",
 }  # fmt: skip
 _IMAGES = ("SLURM_CONTAINER", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "SINGULARITY_NAME", "ENROOT_IMAGE",
            "PYXIS_IMAGE", "UDOCKER_CONTAINER", "CONTAINER_IMAGE")  # fmt: skip
-_PACKAGES = ("numpy", "torchvision", "scikit-learn", "horovod", "fairscale")
 
 
 def rank_provenance(device: torch.device) -> dict[str, Any]:
-    """What may differ between the ranks of one run."""
-    found: dict[str, Any] = {"threads": torch.get_num_threads(), "cpu_model": cpu_model()}
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found |= {
-            "gpu_model": properties.name,
-            "gpu_uuid": device_uuid(device),
-            "gpu_memory_bytes": properties.total_memory,
-        }
-    return found
-
-
-def device_uuid(device: torch.device) -> str:
-    """The GPU's own number, the same whatever CUDA_VISIBLE_DEVICES calls it."""
-    return str(torch.cuda.get_device_properties(device).uuid)
+    """What may differ between the ranks of one host."""
+    found: dict[str, Any] = {
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "cpu_mask": cpu_mask(),
+        "numa_nodes": mask_by_numa_node(cpu_mask()),
+    }
+    return found | (rank_gpu(device) if device.type == "cuda" else {})
 
 
 def collect(header: TaskHeader, spec: RunSpec, info: RankInfo, device: torch.device) -> dict[str, Any]:
-    """Everything that one rank can say about where it runs; parts that cannot be found are absent."""
+    """Everything that this rank can say about where it runs; parts that cannot be found are absent.
+
+    A host's first rank speaks for all that run there: the others say only what may differ between them.
+    """
+    found = rank_provenance(device)
+    if info.local_rank == 0:
+        found |= _of_host(header, spec, info, device)
+    return {key: value for key, value in found.items() if value is not None and value not in ({}, [])}
+
+
+def _of_host(header: TaskHeader, spec: RunSpec, info: RankInfo, device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {
         "hpcbench": hpcbench.__version__,
+        "hpcbench_commit": git_commit(),
         "python": platform.python_version(),
         "executable": sys.executable,
         "torch": str(torch.__version__),
         "torch_git": torch.version.git_version,
+        "torch_build": torch_build(),
         "cuda": torch.version.cuda,
-        "blas": _blas(),
-        "packages": _packages(),
+        "packages": packages(),
         "host": socket.gethostname(),
         "kernel": platform.release(),
         "machine": platform.machine(),
+        "cpu_model": cpu_model(),
         "cores": os.cpu_count(),
-        "cpu_mask": cpu_mask(),
-        "interop_threads": torch.get_num_interop_threads(),
         "device": device.type,
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
@@ -84,29 +93,31 @@ def collect(header: TaskHeader, spec: RunSpec, info: RankInfo, device: torch.dev
         "scrubbed": header.scrubbed,
         "job": {key: os.environ[name] for key, name in _JOB_FACTS.items() if name in os.environ},
         "env": environment_that_matters(os.environ),
-        **rank_provenance(device),
+        "container": next((os.environ[name] for name in _IMAGES if os.environ.get(name)), None),
+        **host_facts(cpu_mask()),
     }
-    commit = git_commit()
-    if commit:
-        found["hpcbench_commit"] = commit
-    image = next((os.environ[name] for name in _IMAGES if os.environ.get(name)), None)
-    if image:
-        found["container"] = image
-    if device.type == "cuda":
-        found["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        with contextlib.suppress(Exception):  # a torch built without NCCL has no version to tell
-            version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-            found["nccl"] = ".".join(str(part) for part in version)
-    return {key: value for key, value in found.items() if value is not None}
+    return found | (_of_cuda() if device.type == "cuda" else {})
 
 
-def environment_digest(provenance: Mapping[str, Any], header: TaskHeader, given: Mapping[str, str]) -> str:
+def _of_cuda() -> dict[str, Any]:
+    found = {**host_gpus(), "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+    with contextlib.suppress(Exception):  # a torch built without NCCL has no version to tell
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["nccl"] = ".".join(str(part) for part in version)
+    return found
+
+
+def environment_digest(provenance: Mapping[str, Any], header: TaskHeader, given: Mapping[str, str]) -> str | None:
     """12 hex digits of what would change a measurement of the same run: software, hardware, profile and variables.
 
-    ``given`` is ``given_environment`` at the start. Hosts, jobs, paths and what follows from the run's own shape
-    (threads of a rank) are left out, so that the runs of one sweep on one kind of node share a digest.
+    ``given`` is ``given_environment`` at the start. Hosts, jobs, paths, the names and places of devices and what
+    follows from the run's own shape (threads of a rank) are left out, so that the runs of one sweep on one kind of
+    node share a digest. ``None`` from a rank that does not speak for its host.
     """
+    if "hpcbench" not in provenance:
+        return None
     kept = {key: provenance[key] for key in _OF_DIGEST if key in provenance}
+    kept["hugepages"] = provenance.get("hugepages", {}).get("transparent")
     kept["cores_per_task"] = header.cores_per_task
     kept["interface"] = header.interface
     kept["env"] = dict(given)
@@ -120,28 +131,3 @@ def cpu_model() -> str:
             if line.startswith(("model name", "Model", "cpu\t")):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def git_commit() -> str | None:
-    """The commit of this package's checkout, with ``-dirty`` where files were changed; ``None`` outside of one."""
-    root = Path(hpcbench.__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-        return done.stdout.strip() or None
-    return None
-
-
-def _packages() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
-def _blas() -> str | None:
-    found = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
-    return found[1] if found else None

@@ -13,6 +13,7 @@ from hpcbench.parallel.datasets import DATASETS
 from hpcbench.parallel.shard import dropped_samples
 from hpcbench.results.schema import OK, Failure, Loss, Metrics, RankResult, RunResult
 from hpcbench.results.stats import spread
+from hpcbench.worker.guards import guard_warnings
 from hpcbench.worker.verdict import listed
 
 _FROM_PROVENANCE = ("threads", "gpu_model", "gpu_uuid")
@@ -48,7 +49,12 @@ def summarise(
         metrics=metrics,
         ranks=[_rank_entry(rank, ranks.get(rank)) for rank in range(spec.ranks)],
         step_times_s=slowest,
-        warnings=[*notes, *_batch_warnings(spec, len(slowest), samples), *_rank_warnings(ranks)],
+        warnings=[
+            *notes,
+            *_batch_warnings(spec, len(slowest), samples),
+            *guard_warnings(spec, ranks),
+            *_rank_warnings(ranks),
+        ],
         provenance=provenance,
         environment_digest=provenance.pop("environment_digest", None),
         error=None if status == OK else error,
@@ -100,6 +106,7 @@ def _metrics(
         time_to_first_step_s=max(firsts, default=None),
         loss=_loss(ranks, warnings) if len(ranks) == spec.ranks else None,
         accuracy=accuracies[0] if accuracies else None,
+        **_energy(spec, ranks),
     )
 
 
@@ -112,6 +119,17 @@ def _utilisation(
         return None, None
     peak = header.peak_flops_per_s.get(spec.precision)
     return per_sample * rate, per_sample * rate / (spec.devices * peak) if peak else None
+
+
+def _energy(spec: RunSpec, ranks: Mapping[int, RankResult]) -> dict[str, Any]:
+    """The sum over all devices: of every rank, or of every node where a counter is the node's."""
+    found = {rank: one for rank, one in ranks.items() if one.energy_j is not None}
+    of_nodes = [rank for rank, one in ranks.items() if one.local_rank == 0]
+    if len(ranks) < spec.ranks or not found or sorted(found) not in (sorted(ranks), sorted(of_nodes)):
+        return {}
+    sources = dict.fromkeys(one.energy_source for one in found.values() if one.energy_source)
+    total_j = math.fsum(one.energy_j for one in found.values() if one.energy_j is not None)
+    return {"energy_j": total_j, "energy_source": "; ".join(sources)}
 
 
 def global_step_samples(ranks: Mapping[int, RankResult]) -> list[int]:
@@ -158,8 +176,9 @@ def _rank_warnings(ranks: Mapping[int, RankResult]) -> list[str]:
 
 
 def _run_provenance(ranks: Mapping[int, RankResult]) -> dict[str, Any]:
-    """Rank 0's, or the first that left one, with every host of the run."""
-    fullest = next((ranks[rank].provenance for rank in sorted(ranks) if ranks[rank].provenance), {})
+    """Of the first rank that spoke for its host, or that left any, with every host of the run."""
+    left = [ranks[rank].provenance for rank in sorted(ranks) if ranks[rank].provenance]
+    fullest = next((one for one in left if "environment_digest" in one), left[0] if left else {})
     hosts = list(dict.fromkeys(ranks[rank].host for rank in sorted(ranks)))
     return {**fullest, "hosts": hosts} if ranks else {}
 

@@ -9,8 +9,8 @@ from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import strategy
 from hpcbench.worker.closing import Closing
 from hpcbench.worker.device import shared_devices
+from hpcbench.worker.gpu import device_uuid
 from hpcbench.worker.link import Link
-from hpcbench.worker.provenance import device_uuid
 from hpcbench.worker.rendezvous import absent_after, join, name_interfaces
 from hpcbench.worker.stop import PeerEnded
 from hpcbench.worker.stores import HashStore, PrefixStore, Store, another, seconds

@@ -109,6 +109,39 @@ def test_the_table_fits_80_columns_and_says_everything() -> None:
         assert part in " ".join(text.split())
 
 
+def warned(number: int, *warnings: str) -> Collected:
+    entry = collected(learning_rate=number / 100)
+    assert entry.result is not None
+    entry.result.warnings = list(warnings)
+    return entry
+
+
+def test_warnings_that_differ_in_figures_are_one_text_and_marked_by_a_letter() -> None:
+    others = "other processes used the cores: {} of the 2 cores of rank 0 on node01"
+    text = shown([
+        warned(1, others.format("57%"), "the last batch of an epoch holds 28 of 32 samples; counted as 28"), warned(2),
+        warned(3, others.format("12%"), others.format("9%")),
+        warned(4, "the last batch of an epoch holds 28 of 32 samples; counted as 28"),
+    ])  # fmt: skip
+    assert all(len(line) <= 80 for line in text.splitlines())
+    statuses = [line.split()[-1] for line in text.splitlines() if line.strip().startswith("single")]
+    assert statuses == ["ok*a,b", "ok", "ok*a", "ok*b"]
+    words = " ".join(text.split())
+    assert f"*a {others.format('57%')} (the first of 2 rows alike)" in words
+    assert "*b the last batch of an epoch holds 28 of 32 samples; counted as 28 (2 rows)" in words
+    assert "12%" not in text
+
+
+def test_more_kinds_of_warnings_than_letters_end_in_one_line() -> None:
+    kinds = [chr(ord("A") + number // 26) + chr(ord("a") + number % 26) for number in range(30)]
+    text = shown([warned(1, *kinds), warned(2, "Bd")])
+    assert "*+ 4 more kinds: see `hpcbench collect`" in text
+    assert [line.split()[-1] for line in text.splitlines() if line.strip().startswith("single")] == [
+        "ok*a,b,c,+",
+        "ok*+",
+    ]
+
+
 @pytest.mark.parametrize("hostile", ["\x1b[2J", "[red]x[/red]", "\u202e"])
 def test_hostile_text_reaches_no_terminal(hostile: str) -> None:
     entry = collected("failed")

@@ -38,6 +38,8 @@ def anonymiser() -> Anonymiser:
         ("aa:bb:cc:dd:ee:ff AA-BB-CC-DD-EE-FF", "mac-1 mac-1"),
         ("GPU-12345678-1234-1234-1234-123456789abc", "gpu-1"),
         ("belongs to uid 1000, gid 100; uid=1000", "belongs to uid 1, gid 1; uid=1"),
+        ("enxaabbccddeeff AA:BB:CC:DD:EE:FF enp1s0 enx12", "enx-mac-1 mac-1 enp1s0 enx12"),
+        ("0000:3b:00.0 00000000:3B:00.0", "0000:3b:00.0 00000000:3B:00.0"),
         ("bob.b@mail.example.org", "mail-1"),
         ("prj42 PRJ42 prj421", "account-1 account-1 prj421"),
         ("localhost on ib0", "localhost on ib0"),
@@ -61,6 +63,32 @@ def test_names_are_found_in_documents_and_scripts() -> None:
         "job": {"account": "account-1", "nodelist": "node-1,node-2"}, "node-2": ["on node-2 by user-1"], "status": "ok",
     }  # fmt: skip
     assert anonymiser.text("prj8 prj9 fat2") == "account-2 account-3 node-4"
+
+
+def test_what_a_result_says_of_its_job_and_machine() -> None:
+    uuid = "GPU-12345678-1234-1234-1234-123456789abc"
+    document = {
+        "provenance": {
+            "job": {"reservation": "alices-course", "step_nodelist": "gpu[07-08]", "partition": "booster"},
+            "container": "/p/project1/secret/images/torch.sif",
+            "gpus": [{"uuid": uuid, "pci": "00000000:3B:00.0", "numa_node": 0}],
+            "interfaces": [{"name": "enxaabbccddeeff", "mtu_bytes": 1500}], "infiniband": ["mlx5_0/1 InfiniBand, ACTIVE"],
+            "hosts": ["gpu07"],
+        },
+        "warnings": ["a slow rank: rank 1 on gpu08 takes 2.00 x as long", "kernel 5.14 on gpu07", "of alices-course"],
+    }  # fmt: skip
+    anonymiser = Anonymiser()
+    anonymiser.learn_document(document)
+    assert anonymiser.document(document) == {
+        "provenance": {
+            "job": {"reservation": "reservation-1", "step_nodelist": "node-1,node-2", "partition": "booster"},
+            "container": "/images-1/torch.sif",
+            "gpus": [{"uuid": "gpu-1", "pci": "00000000:3B:00.0", "numa_node": 0}],
+            "interfaces": [{"name": "enx-mac-1", "mtu_bytes": 1500}], "infiniband": ["mlx5_0/1 InfiniBand, ACTIVE"],
+            "hosts": ["node-1"],
+        },
+        "warnings": ["a slow rank: rank 1 on node-2 takes 2.00 x as long", "kernel 5.14 on node-1", "of reservation-1"],
+    }  # fmt: skip
 
 
 def test_words_of_ours_stay_whoever_is_called_like_them() -> None:

@@ -113,7 +113,15 @@ def provenance(tmp_path: Path) -> dict[str, Any]:
 def test_provenance_is_plain_data(tmp_path: Path) -> None:
     found = provenance(tmp_path)
     assert json.loads(json.dumps(found)) == found
+    assert len(json.dumps(found)) < 6000
     assert {"python", "torch", "torch_git", "cpu_model", "cores", "kernel", "host", "threads", "limits"} <= set(found)
+
+
+def test_a_host_is_described_by_its_first_rank_alone(tmp_path: Path) -> None:
+    second = RankInfo(1, 1, 2, 2, 0, "srun", "x")
+    found = collect(make_header(tmp_path), make_spec(), second, torch.device("cpu"))
+    assert {*found, "numa_nodes"} == {"threads", "interop_threads", "cpu_mask", "numa_nodes"}
+    assert environment_digest(found, make_header(tmp_path), {}) is None
 
 
 @pytest.mark.parametrize(
@@ -125,6 +133,17 @@ def test_provenance_is_plain_data(tmp_path: Path) -> None:
         ({"kernel": "0.1"}, False),
         ({"threads": 64}, False),
         ({"hpcbench_commit": "abc"}, False),
+        ({"gpus": [{"uuid": "GPU-1", "pci": "0000:3b:00.0"}]}, False),
+        ({"memory_bytes": 1}, False),
+        ({"interfaces": [{"name": "ib7"}]}, False),
+        ({"cgroup": {"cpu_quota_cores": 0.5}}, False),
+        ({"hugepages": {"reserved": 9, "transparent": "sometimes"}}, True),
+        ({"cpu": {"smt": "off"}}, True),
+        ({"gpu": {"ecc": "off"}}, True),
+        ({"driver": "1"}, True),
+        ({"infiniband": ["mlx5_0/1 InfiniBand, 100 Gb/sec, ACTIVE"]}, True),
+        ({"torch_build": {"cpu_capability": "AVX2"}}, True),
+        ({"container_kind": "spacecraft"}, True),
         ({"torch": "1.0"}, True),
         ({"cpu_model": "another"}, True),
         ({"gpu_model": "another"}, True),

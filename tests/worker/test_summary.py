@@ -73,6 +73,29 @@ def test_without_the_models_flops_there_is_no_rate_of_them() -> None:
     assert (metrics.flops_per_s, metrics.mfu) == (None, None)
 
 
+def test_energy_is_that_of_all_devices_or_none() -> None:
+    ranks = two_ranks(energy_j=2.5, energy_source="nvml")
+    assert summary(ranks).metrics.energy_j is None, "one GPU's is not the run's"
+    ranks[0].energy_j, ranks[0].energy_source = 1.5, "nvml"
+    assert (summary(ranks).metrics.energy_j, summary(ranks).metrics.energy_source) == (4.0, "nvml")
+
+
+def test_energy_of_nodes_is_told_by_one_rank_of_each() -> None:
+    counter = {"energy_j": 100.0, "energy_source": "rapl package, whole node"}
+    spec = make_spec(strategy="ddp", nodes=2, tasks_per_node=2, dp_degree=4)
+    ranks = {rank: make_rank(rank, local_rank=rank % 2, **(counter if rank % 2 == 0 else {})) for rank in range(4)}
+    metrics = summary(ranks, spec).metrics
+    assert (metrics.energy_j, metrics.energy_source) == (200.0, "rapl package, whole node")
+    ranks[2].energy_j = None
+    assert summary(ranks, spec).metrics.energy_j is None
+
+
+def test_the_provenance_is_of_a_rank_that_spoke_for_its_host() -> None:
+    ranks = two_ranks(provenance={"threads": 2, "environment_digest": "d"})
+    ranks[0].provenance = {"threads": 1}
+    assert (summary(ranks).provenance["threads"], summary(ranks).environment_digest) == (2, "d")
+
+
 def test_partial_steps_count_as_what_they_hold() -> None:
     result = summary(two_ranks(step_samples=[8, 8, 5]))
     assert result.metrics.samples_per_s == pytest.approx((16 + 16 + 13) / 0.9)

@@ -1,0 +1,204 @@
+"""Against a stand-in for the module ``pynvml``, with its functions, constants and errors by their real names."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hpcbench.worker import gpu, nvml
+from hpcbench.worker.rank import RankInfo
+from hpcbench.worker.watch import Watch
+from tests.worker.trees import write_tree
+
+UUID = "12345678-1234-1234-1234-12345678900"
+CUDA = torch.device("cuda", 0)
+
+
+class NVMLError(Exception):
+    pass
+
+
+class FakeNvml:
+    """``count`` devices, all alike but for uuid and place; what is set to an exception is raised."""
+
+    NVML_CLOCK_SM = 1
+    NVML_CLOCK_MEM = 2
+    NVML_PERF_POLICY_POWER = 0
+    NVML_PERF_POLICY_THERMAL = 1
+    NVML_NVLINK_MAX_LINKS = 4
+    nvmlClocksThrottleReasonSwPowerCap = 0x4  # noqa: N815
+    nvmlClocksThrottleReasonHwThermalSlowdown = 0x40  # noqa: N815
+
+    def __init__(self, count: int = 1, links: str = "none", **values: Any) -> None:
+        self.count, self.links = count, links
+        self.values: dict[str, Any] = {"energy": 5000, "reasons": 0, "clock": 1900, "processes": [], "mig": [0, 0],
+                                       "power_ns": 0, "init": None, **values}  # fmt: skip
+
+    def _get(self, name: str) -> Any:
+        value = self.values[name]
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        self._get("init")
+
+    def __getattr__(self, name: str) -> Any:
+        answers: dict[str, Any] = {
+            "nvmlDeviceGetTotalEnergyConsumption": lambda handle: self._get("energy"),
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle: self._get("reasons"),
+            "nvmlDeviceGetClockInfo": lambda handle, kind: {1: self._get("clock")}[kind],
+            "nvmlDeviceGetMaxClockInfo": lambda handle, kind: {1: 1980, 2: 2619}[kind],
+            "nvmlDeviceGetComputeRunningProcesses": lambda handle: [SimpleNamespace(pid=pid) for pid in self._get("processes")],
+            "nvmlDeviceGetViolationStatus": lambda handle, policy: SimpleNamespace(violationTime={0: self._get("power_ns"), 1: 0}[policy]),
+            "nvmlDeviceGetMigMode": lambda handle: self._get("mig"),
+            "nvmlDeviceGetHandleByUUID": self._by_uuid,
+            "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": lambda handle: 0,
+            "nvmlDeviceGetCount": lambda: self.count,
+            "nvmlDeviceGetHandleByIndex": lambda index: index,
+            "nvmlSystemGetDriverVersion": lambda: "580.1",
+            "nvmlDeviceGetName": lambda handle: "NVIDIA H200",
+            "nvmlDeviceGetUUID": lambda handle: f"GPU-{UUID}{handle}",
+            "nvmlDeviceGetPciInfo": lambda handle: SimpleNamespace(busId=f"00000000:{handle}B:00.0".encode()),
+            "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(total=150 * 10**9),
+            "nvmlDeviceGetPowerManagementLimit": lambda handle: 700_000,
+            "nvmlDeviceGetEccMode": lambda handle: [1, 1],
+            "nvmlDeviceGetMaxPcieLinkGeneration": lambda handle: 5,
+            "nvmlDeviceGetMaxPcieLinkWidth": lambda handle: 16,
+            "nvmlDeviceGetTopologyCommonAncestor": lambda one, other: 50,
+            "nvmlDeviceGetNvLinkState": lambda handle, link: int(self.links != "none" and link < 3),
+            "nvmlDeviceGetNvLinkRemoteDeviceType": lambda handle, link: 2 if self.links == "switch" else 0,
+            # Device 0 has two links to device 1 and one to device 2.
+            "nvmlDeviceGetNvLinkRemotePciInfo": lambda handle, link: SimpleNamespace(
+                busId=f"00000000:{[(1, 1, 2), (0, 0, 2), (0, 1, 1)][handle][link]}B:00.0"),
+        }  # fmt: skip
+        if name not in answers:
+            raise AttributeError(name)
+        return answers[name]
+
+    def _by_uuid(self, uuid: str) -> int:
+        if uuid.startswith("MIG-") == (self.values["mig"] == "instance"):
+            return 0
+        raise NVMLError("not found")
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def install(fake: FakeNvml) -> FakeNvml:
+        monkeypatch.setitem(sys.modules, "pynvml", fake)
+        monkeypatch.setattr(gpu, "device_uuid", lambda device: f"{UUID}0")
+        monkeypatch.setattr(nvml, "_in_first_pid_namespace", lambda: True)
+        return fake
+
+    return install
+
+
+def watch_between(fake: FakeNvml, **after: Any) -> Watch:
+    watch = Watch(CUDA, RankInfo(0, 0, 1, 1, 0, "srun", "x"))
+    watch.begin()
+    fake.values |= after
+    watch.end()
+    return watch
+
+
+def test_a_gpu_at_both_edges(use: Any) -> None:
+    fake = use(FakeNvml(processes=[4_000_001]))
+    watch = watch_between(
+        fake, energy=12_500, reasons=0x44, processes=[4_000_001, 4_000_002], power_ns=3 * 10**9, clock=1500
+    )
+    assert (watch.energy_j, watch.energy_source) == (7.5, "nvml")
+    seen = watch.watched
+    assert seen is not None
+    assert (seen.gpu_others, seen.gpu_reasons) == (2, ["power cap", "heat (hardware)"])
+    assert (seen.gpu_held_s, seen.gpu_sm_hz) == ({"power": 3.0, "thermal": 0.0}, [1.9e9, 1.98e9])
+
+
+def test_a_clock_of_an_idle_gpu_means_nothing(use: Any) -> None:
+    watch = watch_between(use(FakeNvml(reasons=1, clock=345)))
+    assert watch.watched is not None
+    assert watch.watched.gpu_sm_hz == []
+
+
+def test_in_a_container_one_process_is_this_ranks(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = use(FakeNvml(processes=[11]))
+    monkeypatch.setattr(nvml, "_in_first_pid_namespace", lambda: False)
+    found = nvml.open_gpu(f"{UUID}0")
+    assert found is not None
+    assert found.other_processes({5}) == 0
+    fake.values["processes"] = [11, 12]
+    assert found.other_processes({5}) == 1
+
+
+@pytest.mark.parametrize("mig", [[1, 1], "instance"])
+def test_counters_of_a_whole_gpu_say_nothing_of_its_partition(use: Any, mig: Any) -> None:
+    watch = watch_between(use(FakeNvml(mig=mig, processes=[4_000_001])), energy=9000)
+    assert watch.watched is not None
+    assert (watch.energy_j, watch.watched.gpu_others) == (None, None)
+
+
+@pytest.mark.parametrize("name", ["energy", "reasons", "clock", "processes", "power_ns"])
+def test_what_a_driver_does_not_support_is_absent_alone(use: Any, name: str) -> None:
+    fake = use(FakeNvml())
+    fake.values[name] = NVMLError("Not Supported")
+    watch = watch_between(fake)
+    seen = watch.watched
+    assert seen is not None
+    given = {"energy": watch.energy_j is not None, "clock": bool(seen.gpu_sm_hz), "processes": seen.gpu_others is not None,
+             "power_ns": "power" in seen.gpu_held_s}  # fmt: skip
+    assert given == {each: each != name for each in given}
+
+
+def test_without_library_or_driver_there_are_no_facts(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(FakeNvml(init=NVMLError("Driver Not Loaded")))
+    assert (nvml.open_gpu(UUID), gpu.host_gpus()) == (None, {})
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert (nvml.open_gpu(UUID), gpu.host_gpus()) == (None, {})
+    watch = watch_between(FakeNvml())
+    assert watch.watched is not None
+    assert (watch.energy_j, watch.watched.gpu_others) == (None, None)
+
+
+def test_what_gpus_share_stands_once(use: Any, tmp_path: Path) -> None:
+    use(FakeNvml(count=2))
+    root = write_tree(tmp_path, {"sys/bus/pci/devices/0000:1b:00.0/numa_node": "1"})
+    assert gpu.host_gpus(root) == {
+        "driver": "580.1",
+        "gpu": {"model": "NVIDIA H200", "memory_bytes": 150 * 10**9, "power_limit_w": 700.0, "pcie": "gen 5 x16",
+                "max_sm_hz": 1_980_000_000, "max_memory_hz": 2_619_000_000, "ecc": "on", "mig": "off"},
+        "gpus": [{"uuid": f"GPU-{UUID}0", "pci": "00000000:0B:00.0"},
+                 {"uuid": f"GPU-{UUID}1", "pci": "00000000:1B:00.0", "numa_node": 1}],
+        "gpu_links": ["X SYS", "SYS X"],
+    }  # fmt: skip
+    use(FakeNvml(count=1))
+    alone = gpu.host_gpus(root)
+    assert alone["gpus"] == [{"uuid": f"GPU-{UUID}0", "pci": "00000000:0B:00.0"}], "also where there is but one"
+
+
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [
+        ("direct", ["X NV2 NV1", "NV2 X NV1", "NV1 NV2 X"]),
+        ("switch", ["X NV3 NV3", "NV3 X NV3", "NV3 NV3 X"]),
+    ],
+)
+def test_how_gpus_are_joined(use: Any, links: str, expected: list[str]) -> None:
+    use(FakeNvml(count=3, links=links))
+    assert gpu.host_gpus()["gpu_links"] == expected
+
+
+def test_the_stand_in_has_the_librarys_names() -> None:
+    """A function that NVML's module does not have would be absent for ever, and nobody would notice."""
+    import pynvml
+
+    source = "".join(Path(module.__file__ or "").read_text() for module in (nvml, gpu))
+    names = set(re.findall(r"\b(?:nvmlDevice|nvmlSystem|NVML_)\w+", source))
+    assert len(names) > 20
+    assert sorted(name for name in names if not hasattr(pynvml, name)) == []
+    for reason in nvml._HELD_DOWN:
+        assert hasattr(pynvml, f"nvmlClocksThrottleReason{reason}")

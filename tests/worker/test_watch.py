@@ -1,0 +1,193 @@
+"""What is read at the edges of the timed steps, from trees of files that a kernel could have written."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hpcbench.worker import watch as module
+from hpcbench.worker.cgroup import cpu_quota_cores, throttled_s
+from hpcbench.worker.cores import CoreTimes, core_times, hot_events, mean_core_hz, own_processes, own_time_s
+from hpcbench.worker.energy import PmCounters, Rapl, node_meter
+from hpcbench.worker.guards import guard_warnings
+from hpcbench.worker.rank import RankInfo
+from hpcbench.worker.watch import Watch
+from tests.worker.helpers import make_rank, make_spec
+from tests.worker.trees import write_tree
+
+CPU = "sys/devices/system/cpu"
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def stat(**ticks: str) -> str:
+    return "cpu 9 9 9 9 9 9 9 9 0 0\n" + "\n".join(f"{core} {fields}" for core, fields in ticks.items()) + "\nintr 1 2"
+
+
+def test_times_of_cores(tmp_path: Path) -> None:
+    root = write_tree(tmp_path, {"proc/stat": stat(cpu0="100 20 30 999 5 7 8 40 3 0", cpu3="0 0 0 1 0 0 0 0 0 0")})
+    assert core_times([0, 3], root) == [CoreTimes(150 / TICKS, 40 / TICKS), CoreTimes(0.0, 0.0)]
+    assert core_times([0, 1], root) == [], "a core that a container hides"
+    assert core_times([0], tmp_path / "absent") == []
+    assert core_times([0], write_tree(tmp_path, {"proc/stat": stat(cpu0="x 0 0 0 0 0 0 0")})) == []
+
+
+def test_clocks_and_heat(tmp_path: Path) -> None:
+    root = write_tree(tmp_path, {
+        f"{CPU}/cpu0/cpufreq/scaling_cur_freq": 2_000_000, f"{CPU}/cpu1/cpufreq/scaling_cur_freq": 3_000_000,
+        f"{CPU}/cpu0/thermal_throttle/core_throttle_count": 2, f"{CPU}/cpu1/thermal_throttle/core_throttle_count": 3,
+        f"{CPU}/cpu0/thermal_throttle/package_throttle_count": 7,
+        f"{CPU}/cpu1/thermal_throttle/package_throttle_count": 7,
+    })  # fmt: skip
+    assert (mean_core_hz([0, 1], root), hot_events([0, 1], root)) == (2.5e9, 12)
+    assert (mean_core_hz([2], root), hot_events([2], root)) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("proc", "files", "quota", "held_s"),
+    [
+        ("0::/job/step", {"job/cpu.max": "150000 100000", "job/step/cpu.max": "max 100000",
+                          "job/cpu.stat": "usage_usec 9\nnr_throttled 4\nthrottled_usec 2500000",
+                          "job/step/cpu.stat": "throttled_usec 500000"}, 1.5, 3.0),
+        ("2:cpu,cpuacct:/job", {"cpu/job/cpu.cfs_quota_us": "50000", "cpu/job/cpu.cfs_period_us": "100000",
+                                "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000",
+                                "cpu/job/cpu.stat": "nr_periods 3\nnr_throttled 2\nthrottled_time 250000000"}, 0.5, 0.25),
+        ("0::/", {"cpu.stat": "usage_usec 9"}, None, None),
+        ("nonsense", {}, None, None),
+    ],
+)  # fmt: skip
+def test_quotas(tmp_path: Path, proc: str, files: dict[str, object], quota: Any, held_s: Any) -> None:
+    mount = write_tree(tmp_path / "mount", {"x": "", **files})
+    own = write_tree(tmp_path, {"cgroup": proc}) / "cgroup"
+    assert (cpu_quota_cores(own, mount), throttled_s(own, mount)) == (quota, held_s)
+
+
+def test_own_time_is_that_of_threads_and_children_that_live_or_have_ended() -> None:
+    loop = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    before = own_time_s()
+    child = subprocess.Popen([sys.executable, "-c", loop], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    child.stdout.readline()
+    living = own_time_s()
+    assert living - before >= 0.25
+    assert {os.getpid(), child.pid} <= own_processes()
+    child.communicate(b"\n")
+    assert own_time_s() >= living
+    assert child.pid not in own_processes()
+
+
+# Energy
+
+POWER = "sys/class/powercap"
+
+
+def rapl(**zones: tuple[str, int]) -> dict[str, object]:
+    files: dict[str, object] = {}
+    for zone, (name, energy_uj) in zones.items():
+        folder = f"{POWER}/{zone.replace('_', ':')}".replace("intel:rapl", "intel-rapl")
+        files |= {f"{folder}/name": name, f"{folder}/energy_uj": energy_uj, f"{folder}/max_energy_range_uj": 10**12}
+    return files
+
+
+def test_rapl_adds_packages_and_memory_and_wraps_around(tmp_path: Path) -> None:
+    zones = {"intel_rapl_0": ("package-0", 10**12 - 4_000_000), "intel_rapl_1": ("package-1", 0),
+             "intel_rapl_0_0": ("core", 1), "intel_rapl_0_1": ("dram", 500_000), "intel_rapl_2": ("psys", 1)}  # fmt: skip
+    meter, absent = node_meter(write_tree(tmp_path, rapl(**zones)))
+    assert isinstance(meter, Rapl)
+    assert (meter.source, absent) == ("rapl package + dram, whole node", None)
+    meter.begin()
+    write_tree(tmp_path, rapl(intel_rapl_0=("package-0", 6_000_000), intel_rapl_1=("package-1", 30_000_000),
+                              intel_rapl_0_0=("core", 99_000_000), intel_rapl_0_1=("dram", 3_000_000)))  # fmt: skip
+    assert meter.end(wall_s=1.0) == 10 + 30 + 2.5
+    assert meter.end(wall_s=3600.0) is None, "it may have wrapped around twice"
+
+
+def test_counters_of_a_cray_node(tmp_path: Path) -> None:
+    assert node_meter(tmp_path) == (None, None)
+    files: dict[str, object] = {"sys/cray/pm_counters/energy": "1000 J 17 us"}
+    meter, _ = node_meter(write_tree(tmp_path, files))
+    assert isinstance(meter, PmCounters)
+    assert meter.source == "pm_counters node, whole node"
+    meter.begin()
+    write_tree(tmp_path, {"sys/cray/pm_counters/energy": "1250 J 18 us"})
+    assert meter.end(1.0) == 250.0
+    write_tree(tmp_path, {"sys/cray/pm_counters/energy": "3 J 18 us"})
+    assert meter.end(1.0) is None
+    of_cpu, _ = node_meter(write_tree(tmp_path, {"sys/cray/pm_counters/cpu_energy": "1 J 1 us"}))
+    assert of_cpu is not None
+    assert of_cpu.source == "pm_counters cpu, whole node"
+
+
+def test_a_counter_that_may_not_be_read_says_why(tmp_path: Path) -> None:
+    root = write_tree(tmp_path, rapl(intel_rapl_0=("package-0", 1)))
+    counter = root / POWER / "intel-rapl:0" / "energy_uj"
+    counter.unlink()
+    counter.mkdir()  # root may read any file
+    assert node_meter(root) == (None, "the rapl counters may be read by root only")
+
+
+# Both edges
+
+
+def info(local_rank: int = 0) -> RankInfo:
+    return RankInfo(local_rank, local_rank, 2, 2, 0, "srun", "x")
+
+
+def test_the_difference_between_the_edges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "cpu_mask", lambda: [0, 3])
+    files: dict[str, object] = {
+        "proc/stat": stat(cpu0="100 0 0 0 0 0 0 10 0 0", cpu3="0 0 0 0 0 0 0 0 0 0"),
+        "proc/self/cgroup": "0::/job", "sys/fs/cgroup/job/cpu.max": "20000 10000",
+        "sys/fs/cgroup/job/cpu.stat": "throttled_usec 1000000",
+        f"{CPU}/cpu0/thermal_throttle/core_throttle_count": 5,
+        f"{CPU}/cpu0/cpufreq/scaling_cur_freq": 3_000_000, **rapl(intel_rapl_0=("package-0", 1_000_000)),
+    }  # fmt: skip
+    watch = Watch(torch.device("cpu"), info(), write_tree(tmp_path, files))
+    watch.begin()
+    write_tree(tmp_path, {
+        "proc/stat": stat(cpu0=f"{100 + 50 * TICKS} 0 0 0 0 0 0 {10 + TICKS} 0 0", cpu3=f"0 0 {TICKS} 0 0 0 0 0 0 0"),
+        "sys/fs/cgroup/job/cpu.stat": "throttled_usec 4000000",
+        f"{CPU}/cpu0/thermal_throttle/core_throttle_count": 6,
+        f"{CPU}/cpu0/cpufreq/scaling_cur_freq": 1_500_000, **rapl(intel_rapl_0=("package-0", 43_000_000)),
+    })  # fmt: skip
+    watch.end()
+    seen = watch.watched
+    assert seen is not None
+    assert (seen.busy_s, seen.stolen_s) == ([50.0, 1.0], [1.0, 0.0])
+    assert (seen.throttled_s, seen.cpu_quota_cores, seen.hot_events, seen.core_hz) == (3.0, 2.0, 1, [3.0e9, 1.5e9])
+    assert (watch.energy_j, watch.energy_source) == (42.0, "rapl package, whole node")
+    seen.wall_s = 60.0
+    rank = make_rank(0, cpu_mask=[0, 3], watched=seen)
+    kinds = [text.partition(":")[0] for text in guard_warnings(make_spec(), {0: rank})]
+    assert kinds == ["other processes used the cores during the timed steps",
+                     "a control group's CPU quota held threads back", "cores lowered their clock for heat",
+                     "the cores' clock fell during the timed steps"]  # fmt: skip
+
+
+def test_one_rank_a_node_counts_its_energy(tmp_path: Path) -> None:
+    root = write_tree(tmp_path, rapl(intel_rapl_0=("package-0", 1)))
+    watch = Watch(torch.device("cpu"), info(local_rank=1), root)
+    watch.begin()
+    watch.end()
+    assert watch.watched is not None
+    assert (watch.energy_j, watch.energy_source, watch.watched.busy_s) == (None, None, [])
+
+
+def test_a_rank_that_never_came_to_its_timed_steps_saw_nothing() -> None:
+    watch = Watch(torch.device("cpu"), info())
+    watch.end()
+    assert watch.watched is None
+
+
+def test_a_lost_counter_is_no_value_and_no_error(tmp_path: Path) -> None:
+    root = write_tree(tmp_path, rapl(intel_rapl_0=("package-0", 1)))
+    watch = Watch(torch.device("cpu"), info(), root)
+    watch.begin()
+    (root / POWER / "intel-rapl:0" / "energy_uj").unlink()
+    watch.end()
+    assert (watch.energy_j, watch.energy_source) == (None, None)
