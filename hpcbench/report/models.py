@@ -43,7 +43,7 @@ def find_tables(
         if name not in DATASETS:
             raise ConfigError(f"unknown dataset {name!r}", hint=did_you_mean(name, DATASETS))
     requests, reasons = [], []
-    for model in models or sorted(shipped_models()):
+    for model in models or shipped_models():
         for dataset in datasets or DATASETS:
             found = pair(model, dataset, input_size)
             if isinstance(found, Dropped):
@@ -90,7 +90,9 @@ def models_json(tables: list[LayerTable], sort: str) -> dict[str, Any]:
 
 def models_table(tables: list[LayerTable]) -> RenderableType:
     """One row a pair."""
-    shown = _table(("model", "dataset"), ("size", "params", "forward\nFLOP", "backward\nFLOP", "activations", "layers"))
+    shown = _table(
+        ("model", "dataset"), ("size", "params", "forward\nFLOP", "backward\nFLOP", "activa-\ntions", "layers")
+    )
     for table in tables:
         totals = table.totals()
         shown.add_row(
@@ -105,7 +107,7 @@ def models_table(tables: list[LayerTable]) -> RenderableType:
 def layers_table(table: LayerTable, sort: str) -> RenderableType:
     """One row a layer, the sums below."""
     totals = table.totals()
-    shown = _table(("layer", "kind", "output"), ("params", "forward\nFLOP", "backward\nFLOP", "activations"))
+    shown = _table(("layer", "kind", "output"), ("params", "forward\nFLOP", "backward\nFLOP", "activa-\ntions"))
     for layer in sort_layers(table.layers, sort):
         shown.add_row(
             _text(layer.name), _text(layer.kind), "x".join(str(extent) for extent in layer.output_shape),

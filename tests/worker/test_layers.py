@@ -30,8 +30,12 @@ from tests.worker.helpers import make_spec
 
 # One small pair of every family of models, measured anew in every run of the tests; `make check-layers` takes all.
 SAMPLE = [
+    ("cosmoflow", "cosmoflow_512"),
+    ("gpt", "tokens"),
+    ("mobilenetv2", "digits"),
     ("resnet18", "imagenet"),
     ("vgg11", "digits"),
+    ("vit", "mnist"),
 ]
 
 
@@ -68,6 +72,10 @@ REAL = [
     ("resnet18", "digits", {}),
     ("vgg11", "cifar10", {}),
     ("vgg11", "imagenet", {"input_size": 64}),
+    ("mobilenetv2", "digits", {}),
+    ("cosmoflow", "cosmoflow", {"input_size": 16}),
+    ("gpt", "tokens", {"input_size": 8, "model_options": {"dropout": 0.1, "tied": True}}),
+    ("vit", "digits", {}),
 ]
 
 
@@ -112,7 +120,9 @@ def saved_storages(loss: Tensor) -> dict[int, int]:
             if name.startswith("_saved_"):
                 value = getattr(node, name)
                 # A Python number in a division is held as a tensor too; hooks are not asked about it.
-                is_number = isinstance(value, Tensor) and value.dim() == 0 and value.dtype == torch.int64
+                is_number = (
+                    isinstance(value, Tensor) and value.dim() == 0 and value.dtype in (torch.int64, torch.float64)
+                )
                 if isinstance(value, Tensor) and not is_number:
                     found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         nodes += [parent for parent, _ in node.next_functions]
@@ -167,10 +177,16 @@ def test_tied_and_uncalled_parameters_are_counted_once() -> None:
         ), (model, dataset)
 
 
-# Multiply-adds of a forward pass in 1e9, as published: He et al. 2016 and torchvision's documentation of its models.
+# Multiply-adds of a forward pass in 1e9, and parameters, as torchvision's documentation of its models gives them; it
+# counts convolutions and linear layers, so that ViT's attention comes on top: 2 * 12 layers * 197^2 * 768.
 PUBLISHED = [
     ("resnet18", "imagenet", 1.814, 11_689_512),
+    ("resnet50", "imagenet", 4.089, 25_557_032),
+    ("resnet152", "imagenet", 11.514, 60_192_808),
     ("vgg11", "imagenet", 7.609, 132_863_336),
+    ("vgg16", "imagenet", 15.470, 138_357_544),
+    ("mobilenetv2", "imagenet", 0.301, 3_504_872),
+    ("vit_b16", "imagenet", 16.849 + 0.715, 86_567_656),
 ]
 
 
@@ -179,6 +195,28 @@ def test_published_numbers(model: str, dataset: str, giga_macs: float, parameter
     totals = shipped(model, dataset).totals()
     assert totals.parameters == parameters
     assert totals.forward_flops / 2e9 == pytest.approx(giga_macs, abs=0.0006)
+
+
+GPTS = [("gpt", 4, 128), ("gpt_125m", 12, 768), ("gpt_1_3b", 24, 2048), ("gpt_13b", 40, 5120), ("gpt_17b", 78, 4256)]
+
+
+@pytest.mark.parametrize(("model", "layers", "width"), GPTS)
+def test_a_gpt_takes_two_flops_a_weight_and_attention(model: str, layers: int, width: int) -> None:
+    table = shipped(model, "tokens")
+    length, vocabulary = table.input_size, 50_257
+    weights = layers * 12 * width**2 + width * vocabulary
+    attention = 4 * layers * length * width
+    totals = table.totals()
+    assert totals.forward_flops == length * (2 * weights + attention)
+    assert totals.backward_flops == 2 * totals.forward_flops
+    biases_and_norms = layers * 13 * width + 2 * width
+    positions = next(tensor.shape[0] for tensor in table.parameter_tensors if "positions" in tensor.name)
+    assert totals.parameters == weights + width * vocabulary + positions * width + biases_and_norms
+
+
+def test_attention_names_its_heads() -> None:
+    rows = [layer for layer in shipped("gpt_125m", "tokens").layers if layer.kind == "Attention.other"]
+    assert [row.attributes["heads"] for row in rows] == [12] * 12
 
 
 def test_a_table_takes_no_memory() -> None:
