@@ -6,6 +6,7 @@ import importlib
 import os
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 from hpcbench.config.task import Task, TaskHeader, read_task
@@ -71,12 +72,13 @@ def _measure(closing: Closing) -> None:
 
     from hpcbench.worker import device as devices
     from hpcbench.worker.data.feed import make_feed
-    from hpcbench.worker.evaluate import accuracy
+    from hpcbench.worker.evaluate import make_evaluate
     from hpcbench.worker.loop import Progress, run_loop
     from hpcbench.worker.memory import peak
     from hpcbench.worker.models.build import build_model
+    from hpcbench.worker.profiling import run_profiled
     from hpcbench.worker.provenance import collect, environment_digest
-    from hpcbench.worker.world import barrier, enter_world
+    from hpcbench.worker.world import any_rank, barrier, enter_world
 
     closing.warnings += devices.settle_threads(closing.given_env | spec.env, header, info)
     device = closing.device = devices.choose(header.device, info)
@@ -90,11 +92,14 @@ def _measure(closing: Closing) -> None:
     feed = make_feed(spec, device)
     strategy.setup(build_model(spec), spec, place)
     closing.replica = strategy.replica
-    closing.progress = Progress(spec, device)
-    run_loop(strategy, feed, spec, closing.progress, stop, lambda: barrier(place))
+    closing.progress = progress = Progress(spec, device)
+    agree = partial(any_rank, place)
+    evaluate = make_evaluate(strategy, feed, spec, progress, info.rank, agree)
+    run_loop(strategy, feed, spec, progress, stop, partial(barrier, place), evaluate)
     closing.peak = peak(device)
-    if info.rank == 0:
-        closing.accuracy = accuracy(strategy.module, feed)
+    profiled = run_profiled(strategy, feed, spec, device, stop, agree, len(progress.losses))
+    closing.phases = profiled.phases
+    closing.warnings += profiled.warnings
 
 
 def _import_torch() -> None:

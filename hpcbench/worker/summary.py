@@ -7,12 +7,15 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from hpcbench.config.spec import RunSpec
 from hpcbench.config.task import Task, TaskHeader
 from hpcbench.parallel.datasets import DATASETS
 from hpcbench.parallel.shard import dropped_samples
-from hpcbench.results.schema import OK, Failure, Loss, Metrics, RankResult, RunResult
+from hpcbench.results.schema import OK, Evaluation, Failure, Loss, Metrics, Phases, RankResult, RunResult
 from hpcbench.results.stats import spread
+from hpcbench.results.steady import drift, outliers, steadiness_warnings, warmup_found, warmup_warning
 from hpcbench.worker.verdict import listed
 
 _FROM_PROVENANCE = ("threads", "gpu_model", "gpu_uuid")
@@ -33,7 +36,12 @@ def summarise(
     if header.environment_key is not None:
         provenance["environment_key"] = header.environment_key
     notes: list[str] = []
-    metrics = _metrics(spec, ranks, slowest, notes) if ranks else Metrics()
+    found = warmup_found(slowest)
+    skipped = found or 0
+    metrics = _metrics(spec, ranks, slowest, skipped, notes) if ranks else Metrics()
+    metrics.warmup_found_steps = found
+    if skipped:
+        notes.append(warmup_warning(skipped, len(slowest), spec.warmup_steps))
     if slowest and len(ranks) < spec.ranks:
         notes.append(f"step times are those of the ranks that left a file ({listed(sorted(ranks))}), not of all")
     return RunResult(
@@ -45,7 +53,7 @@ def summarise(
         status=status,
         spec=spec,
         metrics=metrics,
-        ranks=[_rank_entry(rank, ranks.get(rank)) for rank in range(spec.ranks)],
+        ranks=[_rank_entry(rank, ranks.get(rank), skipped) for rank in range(spec.ranks)],
         step_times_s=slowest,
         warnings=[*notes, *_batch_warnings(spec, len(slowest)), *_rank_warnings(ranks)],
         provenance=provenance,
@@ -65,16 +73,22 @@ def epoch_samples(spec: RunSpec) -> int:
     return samples - dropped_samples(samples, spec.global_batch_size, spec.dp_degree)
 
 
-def _metrics(spec: RunSpec, ranks: Mapping[int, RankResult], slowest: list[float], warnings: list[str]) -> Metrics:
+def _metrics(
+    spec: RunSpec, ranks: Mapping[int, RankResult], slowest: list[float], skipped: int, warnings: list[str]
+) -> Metrics:
     peaks = [one.peak_memory_bytes for one in ranks.values() if one.peak_memory_bytes is not None]
     reserved = [one.peak_reserved_bytes for one in ranks.values() if one.peak_reserved_bytes is not None]
     firsts = [one.time_to_first_step_s for one in ranks.values() if one.time_to_first_step_s is not None]
     accuracies = [one.accuracy for one in ranks.values() if one.accuracy is not None]
+    steady = slowest[skipped:]
     rate = None
-    if len(ranks) == spec.ranks and sum(slowest) > 0:
-        rate = sum(global_step_samples(ranks)[: len(slowest)]) / sum(slowest)
-    return Metrics(
-        step_time_s=spread(slowest),
+    if len(ranks) == spec.ranks and sum(steady) > 0:
+        rate = sum(global_step_samples(ranks)[skipped : len(slowest)]) / sum(steady)
+    times = spread(steady)
+    warnings += steadiness_warnings(steady, times)
+    reached = _reached(spec, ranks)
+    metrics = Metrics(
+        step_time_s=times,
         samples_per_s=rate,
         epoch_time_s=epoch_samples(spec) / rate if rate else None,
         peak_memory_bytes=max(peaks, default=None),
@@ -82,7 +96,33 @@ def _metrics(spec: RunSpec, ranks: Mapping[int, RankResult], slowest: list[float
         time_to_first_step_s=max(firsts, default=None),
         loss=_loss(ranks, warnings) if len(ranks) == spec.ranks else None,
         accuracy=accuracies[0] if accuracies else None,
+        time_to_accuracy_s=reached.train_time_s if reached else None,
+        steps_to_accuracy=reached.step if reached else None,
+        outlier_steps=outliers(steady),
+        drift=drift(steady),
     )
+    split = _slowest_split(ranks)
+    for name in _PARTS if split else ():
+        setattr(metrics, name, getattr(split, name))
+    return metrics
+
+
+_PARTS = tuple(name for name in Phases.__struct_fields__ if name != "step_s")
+
+
+def _slowest_split(ranks: Mapping[int, RankResult]) -> Phases | None:
+    """The parts of a step on the slowest rank: of those that were profiled the one that computes longest."""
+    profiled = [one.phases for one in ranks.values() if one.phases is not None]
+    return max(profiled, key=lambda one: (one.compute_s or 0.0, one.step_s), default=None)
+
+
+def _reached(spec: RunSpec, ranks: Mapping[int, RankResult]) -> Evaluation | None:
+    """The first evaluation at the target."""
+    target = spec.target_accuracy
+    if target is None:
+        return None
+    made = (evaluation for rank in sorted(ranks) for evaluation in ranks[rank].evaluations)
+    return next((evaluation for evaluation in made if evaluation.accuracy >= target), None)
 
 
 def global_step_samples(ranks: Mapping[int, RankResult]) -> list[int]:
@@ -136,7 +176,7 @@ def _run_provenance(ranks: Mapping[int, RankResult]) -> dict[str, Any]:
     return {**fullest, "hosts": hosts} if ranks else {}
 
 
-def _rank_entry(rank: int, result: RankResult | None) -> dict[str, Any]:
+def _rank_entry(rank: int, result: RankResult | None, skipped: int) -> dict[str, Any]:
     if result is None:
         return {"rank": rank, "left_file": False}
     entry: dict[str, Any] = {
@@ -150,10 +190,11 @@ def _rank_entry(rank: int, result: RankResult | None) -> dict[str, Any]:
         "cpu_mask": result.cpu_mask,
         "status": result.status,
         "steps_done": result.steps_done,
-        "step_time_median_s": statistics.median(result.step_times_s) if result.step_times_s else None,
+        "step_time_median_s": statistics.median(times) if (times := result.step_times_s[skipped:]) else None,
         "peak_memory_bytes": result.peak_memory_bytes,
         "peak_reserved_bytes": result.peak_reserved_bytes,
         "time_to_first_step_s": result.time_to_first_step_s,
+        "phases": msgspec.to_builtins(result.phases) if result.phases else None,
         "error": result.error.message if result.error else None,
         **{key: result.provenance.get(key) for key in _FROM_PROVENANCE},
     }

@@ -42,6 +42,13 @@ def test_batch_and_input() -> None:
     assert "needs an input of" in reason(strategy="single", dataset="cifar10", input_size=1)
 
 
+def test_a_target_needs_samples_that_are_held_out() -> None:
+    assert spec(strategy="single", target_accuracy=0.9).target_accuracy == 0.9
+    assert reason(strategy="single", dataset="mnist", target_accuracy=0.9) == (
+        "target_accuracy needs samples that are held out; mnist is made up where data is 'device'"
+    )
+
+
 @pytest.mark.parametrize(
     ("limits", "point", "text"),
     [
