@@ -9,6 +9,7 @@ from torch import nn
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.results.schema import Evaluation
+from hpcbench.worker.compiling import uncompiled
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.loop import Evaluate, Progress
 from hpcbench.worker.strategies.base import Strategy
@@ -25,8 +26,8 @@ def accuracy(module: nn.Module, feed: Feed) -> float | None:
     was_training = module.training
     module.eval()
     right = total = 0
-    # A compiled module is called as it was written: other batch sizes would be compiled anew, and crowd out training's.
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+    # Other batch sizes would be compiled anew, and crowd out training's graphs.
+    with torch.no_grad(), uncompiled():
         for inputs, targets in batches:
             if targets.is_floating_point():
                 break

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.results.schema import Evaluation
+from hpcbench.worker.compiling import graphs_compiled, recompiled_warning
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.stop import Stop
 from hpcbench.worker.strategies.base import Strategy
@@ -29,6 +30,8 @@ class Progress:
         self.warmup_time_s = 0.0
         self.samples: list[int] = []
         self.evaluations: list[Evaluation] = []
+        self.recompiled = 0
+        """Graphs compiled within the timed steps."""
         self.complete = False
         """The timed steps are made: what is told or breaks from here on takes nothing away from them."""
         self._read: list[float | None] | None = None
@@ -49,6 +52,11 @@ class Progress:
             return []
         values = [float(value) for value in torch.stack(self.losses).tolist()] if self.losses else []
         return [value if math.isfinite(value) else None for value in values]
+
+    def notes(self) -> list[str]:
+        """Warnings about the timed steps."""
+        warning = recompiled_warning(self.recompiled)
+        return [warning] if warning else []
 
     def settle(self) -> None:
         """Training is over and the device idle: what is read from now on never waits."""
@@ -87,7 +95,9 @@ def run_loop(
     progress.warmup_time_s = time.perf_counter() - began if spec.warmup_steps else 0.0
     for steps in segments(spec.warmup_steps, spec.steps, spec.evaluate_every if evaluate else 0):
         barrier()
+        compiled = graphs_compiled() if spec.compile else 0
         _timed(strategy, feed, progress, stop, steps)
+        progress.recompiled += graphs_compiled() - compiled if spec.compile else 0
         if len(progress.losses) < steps.stop:
             stop.check()
         if steps.stop == total:

@@ -71,6 +71,7 @@ def _measure(closing: Closing) -> None:
     stop.check()
 
     from hpcbench.worker import device as devices
+    from hpcbench.worker.blocks import arranged
     from hpcbench.worker.data.feed import make_feed
     from hpcbench.worker.evaluate import make_evaluate
     from hpcbench.worker.loop import Progress, run_loop
@@ -90,12 +91,13 @@ def _measure(closing: Closing) -> None:
     stop.check()
     strategy = resolve_runtime(spec.strategy)()
     feed = make_feed(spec, device)
-    strategy.setup(build_model(spec), spec, place)
+    strategy.setup(arranged(build_model(spec), spec), spec, place)
     closing.replica = strategy.replica
     closing.progress = progress = Progress(spec, device)
     agree = partial(any_rank, place)
     evaluate = make_evaluate(strategy, feed, spec, progress, info.rank, agree)
     run_loop(strategy, feed, spec, progress, stop, partial(barrier, place), evaluate)
+    closing.warnings += progress.notes()
     closing.peak = peak(device)
     profiled = run_profiled(strategy, feed, spec, device, stop, agree, len(progress.losses))
     closing.phases = profiled.phases
