@@ -97,7 +97,8 @@ def _measure(closing: Closing) -> None:
     agree = partial(any_rank, place)
     evaluate = make_evaluate(strategy, feed, spec, progress, info.rank, agree)
     run_loop(strategy, feed, spec, progress, stop, partial(barrier, place), evaluate)
-    closing.warnings += progress.notes()
+    arithmetic = getattr(strategy, "arithmetic", None)
+    closing.warnings += [*progress.notes(), *(arithmetic.notes() if arithmetic is not None else [])]
     closing.peak = peak(device)
     profiled = run_profiled(strategy, feed, spec, device, stop, agree, len(progress.losses))
     closing.phases = profiled.phases
