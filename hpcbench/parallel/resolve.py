@@ -52,6 +52,7 @@ def resolve(point: dict[str, Any], limits: Limits) -> RunSpec | Dropped:
         spec = msgspec.convert(values, RunSpec)
         _check_batch(spec)
         _check_input(spec)
+        _check_target(spec)
         _check_limits(spec, limits)
     except _Excluded as reason:
         return Dropped(point, str(reason))
@@ -142,6 +143,18 @@ def _check_input(spec: RunSpec) -> None:
     if spec.global_batch_size > dataset.samples:
         raise _Excluded(
             f"global batch {spec.global_batch_size} is more than the {dataset.samples} samples of {spec.dataset}"
+        )
+
+
+def _check_target(spec: RunSpec) -> None:
+    if spec.target_accuracy is None:
+        return
+    dataset = DATASETS[spec.dataset]
+    if dataset.target == "values":
+        raise _Excluded(f"target_accuracy: {spec.dataset} is regressed on values, which has no accuracy")
+    if dataset.synthetic and spec.data != "real":
+        raise _Excluded(
+            f"target_accuracy needs samples that are held out; {spec.dataset} is made up where data is {spec.data!r}"
         )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hpcbench.config.task import Task, TaskHeader
 from hpcbench.errors import HpcbenchError
 from hpcbench.results.attempts import Attempt
-from hpcbench.results.schema import OK, Failure, RankResult
+from hpcbench.results.schema import OK, Failure, Phases, RankResult
 from hpcbench.results.store import ClusterTree
 from hpcbench.worker.environ import cpu_mask
 from hpcbench.worker.failure import describe, is_peer_lost
@@ -53,8 +53,8 @@ class Closing:
         self.link: Link | None = None
         self.progress: Progress | None = None
         self.replica = 0
-        self.accuracy: float | None = None
         self.flops_per_sample: float | None = None
+        self.phases: Phases | None = None
         self.peak: Peak | None = None
         self.watch: Watch | None = None
         self.provenance: dict[str, Any] = {}
@@ -82,6 +82,10 @@ class Closing:
         if error is not None and isinstance(self.stop.reason, Stopped) and is_peer_lost(error):
             # Told to stop, the others were too: that they are gone is no failure.
             error = self.stop.reason
+        wait_s = self.header.wait_s if error is None else GATHER_S
+        if self.progress is not None and self.progress.complete and _comes_too_late(error):
+            self.warnings.append(f"after the last timed step: {error}")
+            error = None
         status, failure = self._own(error)
         if error is not None and self.link is not None:
             self.link.give_up(self._cause(error, status, failure))
@@ -91,7 +95,7 @@ class Closing:
         if self.link is not None:
             self.link.send(mine)
         if self.info.rank == 0:
-            status = self._write_run(mine, error)
+            status = self._write_run(mine, error, wait_s)
         return 0 if status == OK else EXIT_NOT_OK
 
     def _own(self, error: BaseException | None) -> tuple[str, Failure | None]:
@@ -124,6 +128,7 @@ class Closing:
 
     def _rank_result(self, status: str, failure: Failure | None, may_wait: bool) -> RankResult:
         times = self.progress.step_times_s() if self.progress else []
+        evaluations = self.progress.evaluations if self.progress else []
         memory = self.peak or peak(self.device)
         return RankResult(
             rank=self.info.rank,
@@ -143,7 +148,9 @@ class Closing:
             peak_memory_bytes=memory.memory_bytes,
             peak_reserved_bytes=memory.reserved_bytes,
             time_to_first_step_s=self.progress.time_to_first_step_s if self.progress else None,
-            accuracy=self.accuracy,
+            accuracy=evaluations[-1].accuracy if evaluations else None,
+            evaluations=evaluations,
+            phases=self.phases,
             flops_per_sample=self.flops_per_sample,
             watched=self.watch.watched if self.watch else None,
             energy_j=self.watch.energy_j if self.watch else None,
@@ -152,9 +159,9 @@ class Closing:
             provenance=self.provenance,
         )
 
-    def _write_run(self, mine: RankResult, error: BaseException | None) -> str:
+    def _write_run(self, mine: RankResult, error: BaseException | None, wait_s: float) -> str:
         """Gather, judge, write; returns the run's status."""
-        ranks = self._gather(mine, self.header.wait_s if error is None else GATHER_S)
+        ranks = self._gather(mine, wait_s)
         verdict = self._judge(ranks, error)
         result = summarise(self.header, self.task, self.attempt.number, ranks, verdict.status, verdict.error)
         ClusterTree(Path(self.header.tree)).write_result(result, self.task.supersedes)
@@ -183,3 +190,8 @@ class Closing:
             launcher=self.info.launcher,
             oom_kills_before=marker.oom_kills if marker else None,
         )
+
+
+def _comes_too_late(error: BaseException | None) -> bool:
+    """Whether ``error`` takes nothing away from a rank that has made its timed steps."""
+    return isinstance(error, Stopped) or (error is not None and is_peer_lost(error))

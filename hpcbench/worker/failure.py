@@ -23,6 +23,7 @@ _PEER_LOST = re.compile(
     r"|timed out|timeout|no longer reachable|connectFullMesh|failed to (recv|send), got|wait timeout",
     re.IGNORECASE,
 )
+_NO_COMPILER = re.compile(r"No working C\+\+ compiler|working triton|Failed to find C compiler", re.IGNORECASE)
 _PEER_LOST_TYPES = {"DistNetworkError", "DistBackendError", "DistStoreError", "PeerEnded"}
 _MAY_BE_PEER_LOST = {"RuntimeError", "OSError", "TimeoutError", "ConnectionError", "ConnectionResetError",
                      "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError"}  # fmt: skip
@@ -44,12 +45,32 @@ def describe(error: BaseException) -> tuple[str, Failure]:
     elif isinstance(error, ModuleNotFoundError) and error.name:
         status, hint = "unsupported", install_hint(error.name)
     message = error.message if isinstance(error, WorkerError) else str(error)
+    if is_of_compiler(error) and status == "failed":
+        status, hint = _of_compiler(message)
+        message = _headline(message)
     if status == "oom" and "CUDA" not in message:
         # The framework says itself what an accelerator has.
         message = f"{message or type(error).__name__} ({memory_here()})"
     return status, Failure(
         type=type(error).__name__, message=printable(message), hint=hint, traceback_tail=_tail(error)
     )
+
+
+def is_of_compiler(error: BaseException) -> bool:
+    """Whether ``error`` is torch.compile's own."""
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+
+
+def _headline(message: str) -> str:
+    """The first line, with the next where it only announces that."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or [message]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+
+
+def _of_compiler(message: str) -> tuple[str, str]:
+    if _NO_COMPILER.search(message):
+        return "unsupported", "compile = true needs a C++ compiler on the nodes (on GPUs triton too); set CXX to it"
+    return "failed", "compile = false measures the model as it is written; the traceback holds the compiler's words"
 
 
 def install_hint(module: str) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.results.schema import Evaluation
+from hpcbench.worker.compiling import graphs_compiled, recompiled_warning
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.stop import Stop
 from hpcbench.worker.strategies.base import Strategy
@@ -24,18 +27,45 @@ class Progress:
         self.clock: StepClock = make_clock(device)
         self.losses: list[Tensor] = []
         self.time_to_first_step_s: float | None = None
+        self.warmup_time_s = 0.0
         self.samples: list[int] = []
+        self.evaluations: list[Evaluation] = []
+        self.recompiled = 0
+        """Graphs compiled within the timed steps."""
+        self.complete = False
+        """The timed steps are made: what is told or breaks from here on takes nothing away from them."""
+        self._read: list[float | None] | None = None
 
     def step_times_s(self) -> list[float]:
         """Seconds of each timed step that has ended."""
         return self.clock.times_s()
 
+    def train_time_s(self) -> float:
+        """Seconds of training so far: warm-up and timed steps, without what lay between them."""
+        return self.warmup_time_s + math.fsum(self.step_times_s())
+
     def read_losses(self, may_wait: bool) -> list[float | None]:
         """This rank's part of each step's loss, ``None`` where it is not finite; empty where reading would wait."""
+        if self._read is not None:
+            return self._read
         if self.device.type == "cuda" and not may_wait:
             return []
         values = [float(value) for value in torch.stack(self.losses).tolist()] if self.losses else []
         return [value if math.isfinite(value) else None for value in values]
+
+    def notes(self) -> list[str]:
+        """Warnings about the timed steps."""
+        warning = recompiled_warning(self.recompiled)
+        return [warning] if warning else []
+
+    def settle(self) -> None:
+        """Training is over and the device idle: what is read from now on never waits."""
+        self._read = self.read_losses(may_wait=True)
+        self.complete = True
+
+
+Evaluate = Callable[[int], bool]
+"""Called between timed steps with the number of steps made; whether training is at its target, alike on all ranks."""
 
 
 def run_loop(
@@ -45,27 +75,56 @@ def run_loop(
     progress: Progress,
     stop: Stop,
     barrier: Callable[[], None],
+    evaluate: Evaluate | None = None,
     at_end: Callable[[], None] = lambda: None,
 ) -> None:
     """Warm-up steps, a barrier, then the timed steps; ``progress`` holds what was measured, however it ends.
 
-    ``at_end`` is called when the device has done the last timed step, also where a stop has cut them short.
-
-    Inside the timed region nothing waits for the device and no loss is read. Raises ``stop.Stopped`` at the boundary
-    of a step when told to stop.
+    Inside the timed region nothing waits for the device and no loss is read. With ``evaluate`` the clock rests while
+    it is called: after every ``spec.evaluate_every`` steps and after the last; training ends where it says so.
+    ``barrier`` and ``at_end`` stand right around the timed steps, around each part of them where there are several.
+    Raises ``stop.Stopped`` at the boundary of a step when told to stop.
     """
     total = spec.warmup_steps + spec.steps
     progress.samples = [feed.count(step, strategy.replica) for step in range(spec.warmup_steps, total)]
     feed.prepare(strategy.replica)
+    began = time.perf_counter()
     for step in range(spec.warmup_steps):
         stop.check()
         progress.losses.append(strategy.step(feed, step))
         _note_first_step(progress)
     synchronize(progress.device)
-    barrier()
+    progress.warmup_time_s = time.perf_counter() - began if spec.warmup_steps else 0.0
+    for steps in segments(spec.warmup_steps, spec.steps, spec.evaluate_every if evaluate else 0):
+        barrier()
+        compiled = graphs_compiled() if spec.compile else 0
+        _timed(strategy, feed, progress, stop, steps)
+        at_end()
+        progress.recompiled += graphs_compiled() - compiled if spec.compile else 0
+        if len(progress.losses) < steps.stop:
+            stop.check()
+        if steps.stop == total:
+            progress.settle()
+        if evaluate is not None and evaluate(steps.stop):
+            break
+    progress.settle()
+
+
+def segments(warmup_steps: int, steps: int, every: int) -> list[range]:
+    """The timed steps, cut where an evaluation is due: after each step whose number from 1 is a multiple of ``every``.
+
+    >>> segments(3, 6, 4)
+    [range(3, 4), range(4, 8), range(8, 9)]
+    """
+    total = warmup_steps + steps
+    inner = [cut for cut in range(every, total, every) if cut > warmup_steps] if every else []
+    return [range(begin, end) for begin, end in zip([warmup_steps, *inner], [*inner, total], strict=True)]
+
+
+def _timed(strategy: Strategy, feed: Feed, progress: Progress, stop: Stop, steps: range) -> None:
     mark, append = progress.clock.mark, progress.losses.append
-    mark()
-    for step in range(spec.warmup_steps, total):
+    progress.clock.begin()
+    for step in steps:
         if stop.due():
             break
         append(strategy.step(feed, step))
@@ -73,9 +132,6 @@ def run_loop(
         if progress.time_to_first_step_s is None:
             _note_first_step(progress)
     synchronize(progress.device)
-    at_end()
-    if len(progress.losses) < total:
-        stop.check()
 
 
 def _note_first_step(progress: Progress) -> None:
@@ -86,8 +142,6 @@ def _note_first_step(progress: Progress) -> None:
 
 def instrument_cost_s(device: torch.device, repeats: int = 10_000) -> float:
     """What the loop's own bookkeeping adds to one timed step, in seconds, measured now."""
-    import time
-
     stop, clock, loss = Stop(), make_clock(device), torch.zeros(())
     losses: list[Tensor] = []
     append, mark = losses.append, clock.mark

@@ -10,14 +10,11 @@ from pathlib import Path
 
 from hpcbench.config.task import Task, TaskHeader, read_task
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import resolve_runtime
-from hpcbench.paths import expanded
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.store import ClusterTree
 from hpcbench.worker import environ, launch
 from hpcbench.worker.begin import done
 from hpcbench.worker.closing import Closing
-from hpcbench.worker.environ import given_environment
 from hpcbench.worker.rank import RankInfo, check_world, rank_info
 from hpcbench.worker.stop import Stop
 
@@ -65,55 +62,12 @@ def _attempt(
 
 
 def _measure(closing: Closing) -> None:
-    header, spec, info, stop = closing.header, closing.task.spec, closing.info, closing.stop
-    check_world(info, spec)
+    check_world(closing.info, closing.task.spec)
     _import_torch()
-    stop.check()
+    closing.stop.check()
+    from hpcbench.worker.measuring import measure
 
-    from hpcbench.worker import device as devices
-    from hpcbench.worker.data.feed import Source, make_feed
-    from hpcbench.worker.evaluate import accuracy
-    from hpcbench.worker.loop import Progress, run_loop
-    from hpcbench.worker.memory import peak
-    from hpcbench.worker.models.build import build_model
-    from hpcbench.worker.provenance import collect, environment_digest
-    from hpcbench.worker.sample_flops import flops_per_sample
-    from hpcbench.worker.watch import Watch
-    from hpcbench.worker.world import barrier, enter_world
-
-    closing.warnings += devices.settle_threads(closing.given_env | spec.env, header, info)
-    device = closing.device = devices.choose(header.device, info)
-    place = enter_world(closing, device)
-    closing.provenance = collect(header, spec, info, device)
-    digest = environment_digest(closing.provenance, header, given_environment(closing.given_env, spec.env))
-    if digest is not None:
-        closing.provenance["environment_digest"] = digest
-    stop.check()
-    strategy = resolve_runtime(spec.strategy)()
-    folder = expanded(header.data_folder) if header.data_folder else None
-    feed = make_feed(spec, device, Source(folder, devices.loader_threads(header, info)))
-    closing.provenance["data"] = feed.described()
-    strategy.setup(build_model(spec), spec, place)
-    closing.replica = strategy.replica
-    closing.progress = Progress(spec, device)
-    watch = closing.watch = Watch(device, info)
-    if watch.energy_absent is not None:
-        closing.provenance["energy_absent"] = watch.energy_absent
-
-    def edge() -> None:
-        # All ranks look at their counters while none has begun, so that looking is in nobody's first step.
-        barrier(place)
-        watch.begin()
-        barrier(place)
-
-    try:
-        run_loop(strategy, feed, spec, closing.progress, stop, edge, watch.end)
-        closing.peak = peak(device)
-        if info.rank == 0:
-            closing.accuracy = accuracy(strategy.module, feed)
-            closing.flops_per_sample = flops_per_sample(spec, closing.warnings)
-    finally:
-        feed.close()
+    measure(closing)
 
 
 def _import_torch() -> None:

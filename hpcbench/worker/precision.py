@@ -23,12 +23,12 @@ class Arithmetic:
                 status="unsupported",
                 hint="fp64, fp32 and bf16 run on a cpu",
             )
-        # cuDNN computes float32 convolutions in tf32 unless told not to: fp32 must mean fp32.
-        torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
-        torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        allow_tf32(precision == "tf32")
         self._lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         self._device = device.type
         self._scaler = torch.amp.GradScaler("cuda") if precision == "fp16" else None
+        self._asked = self._made = 0
+        self._counted: torch.optim.Optimizer | None = None
 
     def autocast(self) -> AbstractContextManager[None]:
         """The context of the forward pass."""
@@ -43,9 +43,40 @@ class Arithmetic:
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """One optimizer step; fp16 leaves it out where a gradient overflowed."""
+        """One optimizer step; fp16 leaves it out where a gradient overflowed.
+
+        Afterwards gradients are those that the step used: a scaler divides them in place. It reads from the device
+        whether one overflowed, so fp16 waits once a step, within the step's time.
+        """
         if self._scaler is None:
             optimizer.step()
-        else:
-            self._scaler.step(optimizer)
-            self._scaler.update()
+            return
+        if self._counted is not optimizer:
+            self._counted = optimizer
+            optimizer.register_step_post_hook(self._count)
+        self._asked += 1
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def notes(self) -> list[str]:
+        """Warnings about the updates so far."""
+        left_out = self._asked - self._made
+        if not left_out:
+            return []
+        return [
+            f"{left_out} of {self._asked} updates (warm-up included) were left out: a gradient overflowed in fp16, "
+            "and its scale was lowered"
+        ]
+
+    def _count(self, *_step: object) -> None:
+        self._made += 1
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether float32 products and convolutions may be computed in tf32 on cuda.
+
+    cuDNN's convolutions are unless told not to: fp32 must mean fp32. Set by torch's older switches: what they set is
+    read alike through the newer ``fp32_precision``, while the older ones raise on what was set through that.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
+
+import msgspec
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.config.task import Task, TaskHeader
 from hpcbench.parallel.datasets import DATASETS
 from hpcbench.parallel.shard import dropped_samples
-from hpcbench.results.schema import OK, Failure, Loss, Metrics, RankResult, RunResult
-from hpcbench.results.stats import spread
+from hpcbench.results.schema import OK, Failure, Metrics, RankResult, RunResult
+from hpcbench.results.steady import warmup_found, warmup_warning
 from hpcbench.worker.guards import guard_warnings
+from hpcbench.worker.metrics import Measured, metrics_of
 from hpcbench.worker.verdict import listed
 
 _FROM_PROVENANCE = ("threads", "gpu_model", "gpu_uuid")
@@ -34,8 +36,13 @@ def summarise(
     if header.environment_key is not None:
         provenance["environment_key"] = header.environment_key
     notes: list[str] = []
+    found = warmup_found(slowest)
     samples = _found_samples(provenance) or DATASETS[spec.dataset].samples
-    metrics = _metrics(spec, header, ranks, slowest, notes, samples) if ranks else Metrics()
+    measured = Measured(spec, header, ranks, slowest, found or 0, samples)
+    metrics = metrics_of(measured, notes) if ranks else Metrics()
+    metrics.warmup_found_steps = found
+    if found:
+        notes.append(warmup_warning(found, len(slowest), spec.warmup_steps))
     if slowest and len(ranks) < spec.ranks:
         notes.append(f"step times are those of the ranks that left a file ({listed(sorted(ranks))}), not of all")
     return RunResult(
@@ -47,7 +54,7 @@ def summarise(
         status=status,
         spec=spec,
         metrics=metrics,
-        ranks=[_rank_entry(rank, ranks.get(rank)) for rank in range(spec.ranks)],
+        ranks=[_rank_entry(rank, ranks.get(rank), measured.skipped) for rank in range(spec.ranks)],
         step_times_s=slowest,
         warnings=[
             *notes,
@@ -66,89 +73,11 @@ def slowest_rank_times_s(ranks: Mapping[int, RankResult]) -> list[float]:
     return [max(times) for times in zip(*(result.step_times_s for result in ranks.values()), strict=False)]
 
 
-def epoch_samples(spec: RunSpec, samples: int | None = None) -> int:
-    """Samples that the steps of one epoch take; ``samples`` where files held another number than the set has."""
-    samples = samples or DATASETS[spec.dataset].samples
-    return samples - dropped_samples(samples, spec.global_batch_size, spec.dp_degree, spec.drop_last)
-
-
 def _found_samples(provenance: Mapping[str, Any]) -> int | None:
     """What the feed counted, where the run came as far as that."""
     data = provenance.get("data")
     found = data.get("epoch_samples") if isinstance(data, dict) else None
     return found if isinstance(found, int) else None
-
-
-def _metrics(
-    spec: RunSpec,
-    header: TaskHeader,
-    ranks: Mapping[int, RankResult],
-    slowest: list[float],
-    warnings: list[str],
-    samples: int,
-) -> Metrics:
-    peaks = [one.peak_memory_bytes for one in ranks.values() if one.peak_memory_bytes is not None]
-    reserved = [one.peak_reserved_bytes for one in ranks.values() if one.peak_reserved_bytes is not None]
-    firsts = [one.time_to_first_step_s for one in ranks.values() if one.time_to_first_step_s is not None]
-    accuracies = [one.accuracy for one in ranks.values() if one.accuracy is not None]
-    rate = None
-    if len(ranks) == spec.ranks and sum(slowest) > 0:
-        rate = sum(global_step_samples(ranks)[: len(slowest)]) / sum(slowest)
-    flops_per_s, mfu = _utilisation(spec, header, ranks, rate)
-    return Metrics(
-        step_time_s=spread(slowest),
-        samples_per_s=rate,
-        epoch_time_s=epoch_samples(spec, samples) / rate if rate else None,
-        flops_per_s=flops_per_s,
-        mfu=mfu,
-        peak_memory_bytes=max(peaks, default=None),
-        peak_reserved_bytes=max(reserved, default=None),
-        time_to_first_step_s=max(firsts, default=None),
-        loss=_loss(ranks, warnings) if len(ranks) == spec.ranks else None,
-        accuracy=accuracies[0] if accuracies else None,
-        **_energy(spec, ranks),
-    )
-
-
-def _utilisation(
-    spec: RunSpec, header: TaskHeader, ranks: Mapping[int, RankResult], rate: float | None
-) -> tuple[float | None, float | None]:
-    """FLOP/s of all devices, and their share of the devices' peak in the run's precision where the profile knows it."""
-    per_sample = next((one.flops_per_sample for one in ranks.values() if one.flops_per_sample is not None), None)
-    if rate is None or per_sample is None:
-        return None, None
-    peak = header.peak_flops_per_s.get(spec.precision)
-    return per_sample * rate, per_sample * rate / (spec.devices * peak) if peak else None
-
-
-def _energy(spec: RunSpec, ranks: Mapping[int, RankResult]) -> dict[str, Any]:
-    """The sum over all devices: of every rank, or of every node where a counter is the node's."""
-    found = {rank: one for rank, one in ranks.items() if one.energy_j is not None}
-    of_nodes = [rank for rank, one in ranks.items() if one.local_rank == 0]
-    if len(ranks) < spec.ranks or not found or sorted(found) not in (sorted(ranks), sorted(of_nodes)):
-        return {}
-    sources = dict.fromkeys(one.energy_source for one in found.values() if one.energy_source)
-    total_j = math.fsum(one.energy_j for one in found.values() if one.energy_j is not None)
-    return {"energy_j": total_j, "energy_source": "; ".join(sources)}
-
-
-def global_step_samples(ranks: Mapping[int, RankResult]) -> list[int]:
-    """Samples of each timed step over all replicas; the ranks of one replica share theirs and count once."""
-    replicas = {one.replica: one.step_samples for one in ranks.values()}
-    return [sum(counts) for counts in zip(*replicas.values(), strict=False)]
-
-
-def _loss(ranks: Mapping[int, RankResult], warnings: list[str]) -> Loss | None:
-    """Parts of the ranks add up. A sum with a part that is not finite is absent, and a warning says since when."""
-    totals = [
-        None if any(part is None for part in parts) else math.fsum(part for part in parts if part is not None)
-        for parts in zip(*(one.losses for one in ranks.values()), strict=False)
-    ]
-    if not totals:
-        return None
-    if None in totals:
-        warnings.append(f"the loss diverged: it is not finite from step {totals.index(None)} on (0 is the first)")
-    return Loss(first=totals[0], last=totals[-1])
 
 
 def _batch_warnings(spec: RunSpec, timed: int, samples: int) -> list[str]:
@@ -183,7 +112,7 @@ def _run_provenance(ranks: Mapping[int, RankResult]) -> dict[str, Any]:
     return {**fullest, "hosts": hosts} if ranks else {}
 
 
-def _rank_entry(rank: int, result: RankResult | None) -> dict[str, Any]:
+def _rank_entry(rank: int, result: RankResult | None, skipped: int) -> dict[str, Any]:
     if result is None:
         return {"rank": rank, "left_file": False}
     entry: dict[str, Any] = {
@@ -197,10 +126,11 @@ def _rank_entry(rank: int, result: RankResult | None) -> dict[str, Any]:
         "cpu_mask": result.cpu_mask,
         "status": result.status,
         "steps_done": result.steps_done,
-        "step_time_median_s": statistics.median(result.step_times_s) if result.step_times_s else None,
+        "step_time_median_s": statistics.median(times) if (times := result.step_times_s[skipped:]) else None,
         "peak_memory_bytes": result.peak_memory_bytes,
         "peak_reserved_bytes": result.peak_reserved_bytes,
         "time_to_first_step_s": result.time_to_first_step_s,
+        "phases": msgspec.to_builtins(result.phases) if result.phases else None,
         "error": result.error.message if result.error else None,
         **{key: result.provenance.get(key) for key in _FROM_PROVENANCE},
     }

@@ -11,13 +11,16 @@ import torch
 
 
 class StepClock(Protocol):
-    """Marks the boundaries of steps; the time between two marks is one step."""
+    """Marks the boundaries of steps; the time between two marks is one step, unless the second one begins anew."""
+
+    def begin(self) -> None:
+        """A boundary before which nothing counts: what has passed since the last mark is in no step."""
 
     def mark(self) -> None:
         """A boundary, now. Must not wait for the device."""
 
     def times_s(self) -> list[float]:
-        """Seconds between marks, as far as the device has come. Does not wait."""
+        """Seconds of each step, as far as the device has come. Does not wait."""
 
 
 class HostClock:
@@ -25,15 +28,21 @@ class HostClock:
 
     def __init__(self) -> None:
         self._marks: list[int] = []
+        self._first = {0}
+
+    def begin(self) -> None:
+        """A boundary, now, that ends no step."""
+        self._first.add(len(self._marks))
+        self.mark()
 
     def mark(self) -> None:
         """A boundary, now."""
         self._marks.append(time.perf_counter_ns())
 
     def times_s(self) -> list[float]:
-        """Seconds between marks."""
-        marks = self._marks
-        return [(later - earlier) / 1e9 for earlier, later in pairwise(marks)]
+        """Seconds of each step."""
+        ends = enumerate(pairwise(self._marks), 1)
+        return [(later - earlier) / 1e9 for number, (earlier, later) in ends if number not in self._first]
 
 
 class CudaClock:
@@ -42,6 +51,12 @@ class CudaClock:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.current_stream(device)
         self._events: list[torch.cuda.Event] = []
+        self._first = {0}
+
+    def begin(self) -> None:
+        """A boundary where the stream is now, that ends no step."""
+        self._first.add(len(self._events))
+        self.mark()
 
     def mark(self) -> None:
         """A boundary where the stream is now."""
@@ -50,13 +65,14 @@ class CudaClock:
         self._events.append(event)
 
     def times_s(self) -> list[float]:
-        """Seconds between those marks that the device has passed."""
+        """Seconds of each step that the device has ended."""
         passed = []
         for event in self._events:
             if not event.query():  # type: ignore[no-untyped-call]
                 break
             passed.append(event)
-        return [earlier.elapsed_time(later) / 1e3 for earlier, later in pairwise(passed)]
+        ends = enumerate(pairwise(passed), 1)
+        return [earlier.elapsed_time(later) / 1e3 for number, (earlier, later) in ends if number not in self._first]
 
 
 def make_clock(device: torch.device) -> StepClock:

@@ -46,6 +46,8 @@ class Watch:
         self._meter: energy.Meter | None = energy.OfGpu(self._gpu) if self._gpu else None
         if device.type == "cpu" and info.local_rank == 0:
             self._meter, self.energy_absent = energy.node_meter(root)
+        self._energies_j: list[float | None] = []
+        self._began_s = 0.0
         self._before: tuple[_OfCores, _OfGpu | None] | None = None
 
     @property
@@ -54,18 +56,22 @@ class Watch:
         return self._meter.source if self._meter and self.energy_j is not None else None
 
     def begin(self) -> None:
-        """The first timed step is about to begin."""
-        self._before = (self._read_cores(), self._read_gpu())
+        """Timed steps are about to begin; after a pause too, which counts as no energy."""
+        self._began_s = time.monotonic()
+        if self._before is None:
+            self._before = (self._read_cores(), self._read_gpu())
         if self._meter:
             nvml.answer(self._meter.begin)
 
     def end(self) -> None:
-        """The last timed step has ended."""
+        """The last timed step, or the last before a pause, has ended."""
         if self._before is None:
             return
-        wall_s = time.monotonic() - self._before[0].at_s
+        wall_s = time.monotonic() - self._began_s
         if self._meter:
-            self.energy_j = nvml.answer(lambda: self._meter and self._meter.end(wall_s))
+            self._energies_j.append(nvml.answer(lambda: self._meter and self._meter.end(wall_s)))
+            known = [energy_j for energy_j in self._energies_j if energy_j is not None]
+            self.energy_j = sum(known) if len(known) == len(self._energies_j) else None
         self.watched = _between(*self._before, self._read_cores(), self._read_gpu())
         self.watched.cpu_quota_cores = cgroup.cpu_quota_cores(*self._groups())
 

@@ -73,3 +73,12 @@ def barrier(place: Place) -> None:
     """Wait for all ranks of the default group; nothing to wait for where there is none."""
     if dist.is_initialized():
         dist.barrier(device_ids=[place.device.index] if place.device.type == "cuda" else None)
+
+
+def any_rank(place: Place, flag: bool) -> bool:
+    """Whether any rank of the default group says so; the same answer on all of them, which wait for each other."""
+    if not dist.is_initialized():
+        return flag
+    said = torch.tensor(int(flag), dtype=torch.int32, device=place.device)
+    dist.all_reduce(said, op=dist.ReduceOp.MAX)
+    return bool(said.item())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,9 @@ from hpcbench.parallel.catalog import resolve_runtime
 from hpcbench.parallel.datasets import DATASETS
 from hpcbench.worker.data.feed import NOWHERE, Source, make_feed
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.profiling import Profiled, run_profiled
 from hpcbench.worker.reference import Trained, train_full_batch, train_reference
+from hpcbench.worker.stop import Stop
 from hpcbench.worker.strategies.base import Place
 
 CPU = torch.device("cpu")
@@ -26,6 +30,7 @@ class Case:
     """``samples`` makes the epoch so short that it ends within the steps.
 
     ``in_rank_order``: gradients are summed from rank 0 on, as the reference sums its shares, not as gloo's ring does.
+    ``late_s``: after the steps others are profiled, in which rank 1 comes so much later to every all_reduce.
     """
 
     spec: RunSpec
@@ -33,6 +38,7 @@ class Case:
     steps: int = 5
     in_rank_order: bool = False
     source: Source = NOWHERE
+    late_s: float | None = None
 
 
 @dataclass
@@ -43,6 +49,7 @@ class OfRank:
     counts: list[int]
     differs_from_rank_0: float
     state: dict[str, Tensor] = field(default_factory=dict)
+    profiled: Profiled | None = None
 
 
 @contextlib.contextmanager
@@ -74,7 +81,26 @@ def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
         dist.broadcast(of_rank_0, src=dist.get_global_rank(group, 0), group=group)
         worst = max(worst, (of_rank_0 - parameter.detach()).abs().max().item())
     state = {name: tensor.detach().clone() for name, tensor in strategy.module.state_dict().items()}
-    return OfRank(losses, counts, worst, state if rank == 0 else {})
+    profiled = None if case.late_s is None else profile_late(case, strategy, group, case.late_s)
+    return OfRank(losses, counts, worst, state if rank == 0 else {}, profiled)
+
+
+def profile_late(case: Case, strategy: Any, group: dist.ProcessGroup, late_s: float) -> Profiled:
+    """The split of further steps, rank 1 being late."""
+
+    def all_reduce(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
+        if dist.get_rank(state) == 1:
+            time.sleep(late_s)
+        work = dist.all_reduce(bucket.buffer(), group=state, async_op=True)
+        return work.get_future().then(lambda done: done.value()[0] / dist.get_world_size(state))
+
+    def any_rank(flag: bool) -> bool:
+        said = torch.tensor(int(flag))
+        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=group)
+        return bool(said.item())
+
+    strategy.runner.register_comm_hook(group, all_reduce)
+    return run_profiled(strategy, make_feed(case.spec, CPU), case.spec, CPU, Stop(), any_rank, case.steps)
 
 
 def sum_in_rank_order(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings

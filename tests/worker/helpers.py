@@ -14,9 +14,9 @@ from hpcbench.results.store import ClusterTree
 
 
 def make_spec(**values: Any) -> RunSpec:
-    """A run of two warm-up and four timed steps on digits, unless ``values`` say otherwise."""
+    """A run of two warm-up and four timed steps on digits, none profiled, unless ``values`` say otherwise."""
     given: dict[str, Any] = {"model": "resnet18", "dataset": "digits", "strategy": "single", "batch_size": 8,
-                             "warmup_steps": 2, "steps": 4}  # fmt: skip
+                             "warmup_steps": 2, "steps": 4, "profile_steps": 0}  # fmt: skip
     return RunSpec(**{**given, **values})
 
 

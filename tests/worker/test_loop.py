@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hpcbench.worker.data.feed import Feed, make_feed
-from hpcbench.worker.loop import Progress, instrument_cost_s, run_loop
+from hpcbench.worker.evaluate import make_evaluate
+from hpcbench.worker.loop import Progress, instrument_cost_s, run_loop, segments
 from hpcbench.worker.phases import Phases, unmarked
 from hpcbench.worker.stop import Stop, Stopped
 from hpcbench.worker.timers import HostClock, process_age_s
@@ -87,6 +88,82 @@ def test_a_stop_is_seen_at_the_next_boundary(stop_after: int, calls: list[Any], 
     assert len(progress.step_times_s()) == timed
 
 
+@pytest.mark.parametrize(
+    ("warmup", "steps", "every", "expected"),
+    [
+        (2, 3, 0, [range(2, 5)]),
+        (2, 6, 3, [range(2, 3), range(3, 6), range(6, 8)]),
+        # An evaluation that would fall into the warm-up, or after the last step, needs no cut.
+        (4, 4, 2, [range(4, 6), range(6, 8)]),
+        (0, 4, 4, [range(4)]),
+        (5, 2, 100, [range(5, 7)]),
+    ],
+)
+def test_the_timed_steps_are_cut_where_an_evaluation_is_due(
+    warmup: int, steps: int, every: int, expected: list[range]
+) -> None:
+    assert segments(warmup, steps, every) == expected
+
+
+def test_evaluation_lies_between_timed_steps_and_in_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now[0])
+    spec = make_spec(warmup_steps=1, steps=5, evaluate_every=2)
+    recorder, progress = Recorder(Stop()), Progress(spec, CPU)
+
+    def evaluate(step: int) -> bool:
+        recorder.calls.append(f"evaluate {step}")
+        now[0] += 1_000_000_000
+        return False
+
+    run_loop(recorder, make_feed(spec, CPU), spec, progress, Stop(), lambda: recorder.calls.append("barrier"), evaluate)
+    assert recorder.calls == [
+        0, "barrier", 1, "evaluate 2", "barrier", 2, 3, "evaluate 4", "barrier", 4, 5, "evaluate 6",
+    ]  # fmt: skip
+    assert progress.step_times_s() == [0.0] * 5, "each evaluation took a second, the steps none"
+
+
+def test_training_ends_at_its_target() -> None:
+    spec = make_spec(warmup_steps=1, steps=7, evaluate_every=2, target_accuracy=0.1)
+    recorder, progress = Recorder(Stop()), Progress(spec, CPU)
+    feed = make_feed(spec, CPU)
+    # Every image is taken for a 1, from the next evaluation on for a 2, then for a 3.
+    last = torch.nn.Linear(64, 10)
+    recorder.module = torch.nn.Sequential(torch.nn.Flatten(), last)
+    with torch.no_grad():
+        last.weight.zero_()
+        last.bias.zero_()[1] = 1.0
+    said: list[bool] = []
+
+    def any_rank(flag: bool) -> bool:
+        said.append(flag)
+        with torch.no_grad():
+            last.bias.zero_()[1 + len(said)] = 1.0
+        return flag
+
+    evaluate = make_evaluate(recorder, feed, spec, progress, 0, any_rank)
+    run_loop(recorder, feed, spec, progress, Stop(), lambda: None, evaluate)
+    shares = [(feed_labels(feed) == digit).float().mean().item() for digit in (1, 2, 3)]
+    assert [one.accuracy for one in progress.evaluations] == pytest.approx(shares[: len(progress.evaluations)])
+    first = next(number for number, share in enumerate(shares) if share >= 0.1)
+    assert said == [False] * first + [True]
+    assert [one.step for one in progress.evaluations] == [2, 4, 6][: first + 1]
+    assert len(progress.step_times_s()) == progress.evaluations[-1].step - 1
+    assert progress.complete
+
+
+def feed_labels(feed: Feed) -> torch.Tensor:
+    batches = feed.held_out()
+    assert batches is not None
+    return torch.cat([labels for _, labels in batches])
+
+
+def test_without_held_out_samples_there_is_no_evaluation() -> None:
+    spec = make_spec(dataset="mnist", evaluate_every=1)
+    made = make_evaluate(Recorder(Stop()), make_feed(spec, CPU), spec, Progress(spec, CPU), 0, bool)
+    assert made is None
+
+
 def test_losses_that_are_not_finite_are_null() -> None:
     _, progress = run(0, 3, losses=[1.0, float("inf"), float("nan")])
     assert progress.read_losses(may_wait=True) == [1.0, None, None]
@@ -105,6 +182,15 @@ def test_the_clock_gives_the_times_between_marks(monkeypatch: pytest.MonkeyPatch
     for _ in range(3):
         clock.mark()
     assert clock.times_s() == [0.005, 0.002]
+
+
+def test_what_passes_before_a_new_beginning_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0, 1, 3, 100, 104, 200])
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks) * 1_000_000_000)
+    clock = HostClock()
+    for move in (clock.begin, clock.mark, clock.mark, clock.begin, clock.mark, clock.begin):
+        move()
+    assert clock.times_s() == [1.0, 2.0, 4.0]
 
 
 def test_the_cost_of_the_instruments_can_be_measured() -> None:

@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.results.schema import RankResult, RunResult
-from hpcbench.worker.summary import epoch_samples, global_step_samples, slowest_rank_times_s, summarise
+from hpcbench.results.schema import Evaluation, Phases, RankResult, RunResult
+from hpcbench.worker.metrics import epoch_samples, global_step_samples
+from hpcbench.worker.summary import slowest_rank_times_s, summarise
 from tests.worker.helpers import failure, make_header, make_rank, make_spec, make_task
 
 PAIR = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, steps=3)
@@ -174,3 +175,52 @@ def test_the_loss_of_a_part_of_the_ranks_is_no_loss() -> None:
     assert result.metrics.loss is None
     assert result.step_times_s == [0.2, 0.4, 0.1]
     assert math.isclose(result.metrics.peak_memory_bytes or 0, 30)
+
+
+def lone(times: list[float], **values: Any) -> RunResult:
+    spec = make_spec(batch_size=50, steps=len(times), **values)
+    return summary({0: make_rank(0, step_times_s=times, step_samples=[50] * len(times))}, spec)
+
+
+def test_timed_steps_that_were_still_slower_are_in_no_figure() -> None:
+    result = lone([1.0, 0.5, *[0.1] * 10])
+    metrics = result.metrics
+    assert metrics.warmup_found_steps == 2
+    assert metrics.step_time_s is not None
+    assert metrics.step_time_s.max == 0.1
+    assert metrics.samples_per_s == pytest.approx(500)
+    assert result.step_times_s == [1.0, 0.5, *[0.1] * 10], "what was measured is kept whole"
+    assert result.ranks[0]["step_time_median_s"] == 0.1
+    assert [warning for warning in result.warnings if "set warmup_steps = 4" in warning]
+    assert (metrics.drift, metrics.outlier_steps) == (0.0, 0)
+
+
+def test_few_steps_say_nothing_of_warm_up_or_drift() -> None:
+    metrics = lone([1.0, 0.1, 0.1]).metrics
+    assert (metrics.warmup_found_steps, metrics.drift, metrics.outlier_steps) == (None, None, None)
+    assert metrics.step_time_s is not None
+    assert metrics.step_time_s.max == 1.0
+
+
+def test_the_split_is_that_of_the_rank_that_computes_longest() -> None:
+    ranks = two_ranks(phases=Phases(step_s=0.3, compute_s=0.2, comm_s=0.1, exposed_comm_s=0.05))
+    ranks[0].phases = Phases(step_s=0.4, compute_s=0.1, comm_s=0.3, exposed_comm_s=0.25, forward_s=0.1)
+    metrics = summary(ranks).metrics
+    assert (metrics.compute_s, metrics.comm_s, metrics.exposed_comm_s, metrics.forward_s) == (0.2, 0.1, 0.05, None)
+    assert summary(ranks).ranks[0]["phases"]["comm_s"] == 0.3
+    assert summary(two_ranks()).metrics.compute_s is None
+
+
+@pytest.mark.parametrize(
+    ("target", "time_s", "steps"), [(0.5, 4.0, 8), (0.25, 2.0, 4), (0.9, None, None), (None, None, None)]
+)
+def test_the_time_to_an_accuracy_is_that_of_the_first_evaluation_at_it(
+    target: float | None, time_s: float | None, steps: int | None
+) -> None:
+    ranks = two_ranks()
+    ranks[0].evaluations = [
+        Evaluation(step=4 * number, train_time_s=2.0 * number, accuracy=0.25 * number) for number in (1, 2, 3)
+    ]
+    spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, steps=3, target_accuracy=target)
+    metrics = summary(ranks, spec).metrics
+    assert (metrics.time_to_accuracy_s, metrics.steps_to_accuracy) == (time_s, steps)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.shard import micro_shares
+from hpcbench.worker.compiling import compile_in_place
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.losses import sample_losses
 from hpcbench.worker.phases import Phases, unmarked
@@ -76,6 +77,8 @@ class DataParallel:
         self.replica = place.rank if spec.dp_degree > 1 else 0
         self.arithmetic = Arithmetic(spec.precision, place.device)
         self.module: nn.Module = model.to(place.device).train()
+        if spec.compile:
+            compile_in_place(self.module)
         self.runner = self.wrap(self.module, spec, place)
         self.optimizer = make_optimizer(spec, self.module)
 

@@ -1,0 +1,81 @@
+"""What a rank does between meeting the others and leaving its part of the result."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.paths import expanded
+from hpcbench.worker import device as devices
+from hpcbench.worker.blocks import arranged
+from hpcbench.worker.closing import Closing
+from hpcbench.worker.data.feed import Feed, Source, make_feed
+from hpcbench.worker.environ import given_environment
+from hpcbench.worker.evaluate import make_evaluate
+from hpcbench.worker.loop import Progress, run_loop
+from hpcbench.worker.memory import peak
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.profiling import run_profiled
+from hpcbench.worker.provenance import collect, environment_digest
+from hpcbench.worker.sample_flops import flops_per_sample
+from hpcbench.worker.strategies.base import Place, Strategy
+from hpcbench.worker.watch import Watch
+from hpcbench.worker.world import any_rank, barrier, enter_world
+
+
+def measure(closing: Closing) -> None:
+    """Train as the run says; ``closing`` is given what was found as soon as it is."""
+    header, spec, info = closing.header, closing.task.spec, closing.info
+    closing.warnings += devices.settle_threads(closing.given_env | spec.env, header, info)
+    device = closing.device = devices.choose(header.device, info)
+    place = enter_world(closing, device)
+    _describe(closing, device)
+    closing.stop.check()
+    strategy: Strategy = resolve_runtime(spec.strategy)()
+    folder = expanded(header.data_folder) if header.data_folder else None
+    feed = make_feed(spec, device, Source(folder, devices.loader_threads(header, info)))
+    closing.provenance["data"] = feed.described()
+    try:
+        strategy.setup(arranged(build_model(spec), spec), spec, place)
+        closing.replica = strategy.replica
+        _time(closing, strategy, feed, place)
+    finally:
+        feed.close()
+
+
+def _describe(closing: Closing, device: torch.device) -> None:
+    header, spec = closing.header, closing.task.spec
+    closing.provenance = collect(header, spec, closing.info, device)
+    given = given_environment(closing.given_env, spec.env)
+    digest = environment_digest(closing.provenance, header, given)
+    if digest is not None:
+        closing.provenance["environment_digest"] = digest
+
+
+def _time(closing: Closing, strategy: Strategy, feed: Feed, place: Place) -> None:
+    """Timed steps first; whatever else is to be known comes after them."""
+    spec, info, stop, device = closing.task.spec, closing.info, closing.stop, place.device
+    closing.progress = progress = Progress(spec, device)
+    watch = closing.watch = Watch(device, info)
+    if watch.energy_absent is not None:
+        closing.provenance["energy_absent"] = watch.energy_absent
+
+    def edge() -> None:
+        # All ranks look at their counters while none has begun, so that looking is in nobody's first step.
+        barrier(place)
+        watch.begin()
+        barrier(place)
+
+    agree = partial(any_rank, place)
+    evaluate = make_evaluate(strategy, feed, spec, progress, info.rank, agree)
+    run_loop(strategy, feed, spec, progress, stop, edge, evaluate, watch.end)
+    arithmetic = getattr(strategy, "arithmetic", None)
+    closing.warnings += [*progress.notes(), *(arithmetic.notes() if arithmetic is not None else [])]
+    closing.peak = peak(device)
+    profiled = run_profiled(strategy, feed, spec, device, stop, agree, len(progress.losses))
+    closing.phases = profiled.phases
+    closing.warnings += profiled.warnings
+    if info.rank == 0:
+        closing.flops_per_sample = flops_per_sample(spec, closing.warnings)

@@ -1,0 +1,42 @@
+"""The split of real profiled steps on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcbench.results.schema import Phases
+from tests.distributed.cases import Case
+from tests.distributed.pool import Pool
+from tests.worker.helpers import make_spec
+
+pytestmark = pytest.mark.distributed
+
+
+def split_of_rank_0(pool: Pool, late_s: float) -> Phases:
+    """All gradients in one bucket: its all_reduce begins when nothing is left to compute."""
+    spec = make_spec(
+        model="vgg11", model_options={"batch_norm": False}, strategy="ddp", tasks_per_node=2, dp_degree=2,
+        batch_size=4, profile_steps=2, options={"bucket_cap_mb": 1000.0},
+    )  # fmt: skip
+    found = pool.run(Case(spec, samples=1500, steps=2, late_s=late_s))[0].profiled
+    assert found is not None
+    assert found.warnings == []
+    assert found.phases is not None
+    return found.phases
+
+
+def test_waiting_for_a_late_rank_is_exposed_communication(pool: Pool) -> None:
+    together, late = split_of_rank_0(pool, 0.0), split_of_rank_0(pool, 1.0)
+    for phases in (together, late):
+        assert phases.comm_s is not None
+        assert phases.exposed_comm_s is not None
+        assert phases.compute_s is not None
+        assert 0 < phases.exposed_comm_s <= phases.comm_s < phases.step_s
+        assert phases.compute_s + phases.exposed_comm_s <= phases.step_s
+        assert phases.forward_s is not None
+        assert phases.backward_s is not None
+        assert phases.backward_s > phases.exposed_comm_s, "DDP waits within the backward pass"
+    assert late.exposed_comm_s is not None
+    assert together.exposed_comm_s is not None
+    assert late.exposed_comm_s > together.exposed_comm_s
+    assert late.exposed_comm_s > (late.compute_s or 0), "a second is more than these steps compute"

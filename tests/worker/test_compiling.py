@@ -1,0 +1,98 @@
+"""torch.compile through the real compiler, on a model of one layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpcbench.worker.blocks import arranged
+from hpcbench.worker.compiling import compile_in_place, graphs_compiled, recompiled_warning
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.evaluate import accuracy
+from hpcbench.worker.failure import describe
+from hpcbench.worker.loop import Progress, run_loop
+from hpcbench.worker.stop import Stop
+from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.single import Single
+from tests.worker.helpers import make_spec
+
+CPU = torch.device("cpu")
+
+
+def small() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def train(**values: Any) -> tuple[Single, Progress]:
+    """Batches of 700 of 1500 samples: every third holds 100, and the first of those is timed."""
+    spec = make_spec(batch_size=700, warmup_steps=2, steps=2, **values)
+    strategy, feed, progress = Single(), make_feed(spec, CPU), Progress(spec, CPU)
+    strategy.setup(arranged(small(), spec), spec, Place(0, 1, CPU))
+    run_loop(strategy, feed, spec, progress, Stop(), lambda: None)
+    return strategy, progress
+
+
+def test_compiled_training_is_eager_training_and_new_shapes_are_told() -> None:
+    eager, plain = train()
+    before = graphs_compiled()
+    compiled, progress = train(compile=True)
+    made = graphs_compiled() - before
+    assert made == 2, "one for the whole model, another for the partial batch"
+    assert progress.recompiled == 1
+    assert progress.notes() == [recompiled_warning(1)]
+    assert plain.notes() == []
+    assert progress.read_losses(may_wait=True) == pytest.approx(plain.read_losses(may_wait=True), rel=1e-5)
+    assert list(compiled.weights()) == list(eager.weights()) == ["1.weight", "1.bias"]
+    for name, tensor in eager.weights().items():
+        assert torch.allclose(compiled.weights()[name], tensor, atol=1e-6)
+    spec = make_spec()
+    assert accuracy(compiled.module, make_feed(spec, CPU)) == accuracy(eager.module, make_feed(spec, CPU))
+    assert graphs_compiled() - before == made, "nothing is compiled for an evaluation"
+
+
+def test_what_the_compiler_refuses_is_told_in_one_line() -> None:
+    def refusing(_graph: Any, _inputs: Any) -> Any:
+        raise RuntimeError("cannot lower this\nand much more")
+
+    model = arranged(small(), make_spec(compile=True))
+    compile_in_place(model, backend=refusing)
+    with pytest.raises(Exception, match="cannot lower this") as caught:
+        model(torch.ones(2, 1, 8, 8))
+    status, failure = describe(caught.value)
+    assert (status, failure.message.count("\n")) == ("failed", 0)
+    assert "cannot lower this" in failure.message
+    assert failure.hint is not None
+    assert "compile = false" in failure.hint
+
+
+class NoCompiler(RuntimeError):
+    """As the compiler's own errors are told from others: by where they are defined."""
+
+    __module__ = "torch._inductor.exc"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "InvalidCxxCompiler: No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')\n\nSet ...",
+        "Cannot find a working triton installation. Either the package is not installed or it is too old.",
+    ],
+)
+def test_a_node_without_a_compiler_does_not_support_it(message: str) -> None:
+    status, failure = describe(NoCompiler(message))
+    assert (status, failure.message) == ("unsupported", message.partition("\n")[0])
+    assert failure.hint is not None
+    assert "C++ compiler" in failure.hint
+
+
+@pytest.mark.parametrize(("count", "start"), [(1, "1 graph compiled"), (3, "3 graphs compiled")])
+def test_the_warning_about_new_graphs(count: int, start: str) -> None:
+    warning = recompiled_warning(count)
+    assert warning is not None
+    assert warning.startswith(start)
+    assert "drop_last" in warning
+    assert recompiled_warning(0) is None

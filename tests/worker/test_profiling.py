@@ -1,0 +1,149 @@
+"""Profiled steps in one process: what comes of them, and what must not come of a profiler that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hpcbench.worker import profiling
+from hpcbench.worker.data.feed import Feed, make_feed
+from hpcbench.worker.phases import Phases, unmarked
+from hpcbench.worker.profiling import Profiled, run_profiled
+from hpcbench.worker.stop import Stop, Stopped
+from tests.worker.helpers import make_spec
+
+CPU = torch.device("cpu")
+
+
+class Multiplier:
+    """A strategy whose step is a product of matrices, marked as the phases are."""
+
+    replica = 0
+    module: torch.nn.Module = torch.nn.Identity()
+    phases: Phases = staticmethod(unmarked)
+
+    def __init__(self, before_step: Callable[[int], None] = lambda _step: None) -> None:
+        self.steps: list[int] = []
+        self._before_step = before_step
+
+    def setup(self, model: Any, spec: Any, place: Any) -> None:
+        raise AssertionError("profiling does not set up")
+
+    def step(self, feed: Feed, step: int) -> torch.Tensor:
+        self._before_step(step)
+        self.steps.append(step)
+        with self.phases("forward"):
+            product = torch.ones(200, 200) @ torch.ones(200, 200)
+        with self.phases("optimizer"):
+            return product.sum()
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {}
+
+
+def run(strategy: Multiplier, stop: Stop | None = None, profile_steps: int = 2) -> Profiled:
+    spec = make_spec(profile_steps=profile_steps)
+    return run_profiled(strategy, make_feed(spec, CPU), spec, CPU, stop or Stop(), bool, first=6)
+
+
+def test_a_lone_device_has_phases_and_no_communication(capfd: pytest.CaptureFixture[str]) -> None:
+    strategy = Multiplier()
+    found = run(strategy)
+    assert strategy.steps == [6, 7]
+    assert strategy.phases is unmarked, "whoever steps from here on pays for no mark"
+    phases = found.phases
+    assert phases is not None
+    assert phases.forward_s is not None
+    assert phases.compute_s is not None
+    assert 0 < phases.forward_s < phases.step_s
+    assert 0 < phases.compute_s <= phases.step_s
+    assert (phases.comm_s, phases.exposed_comm_s, phases.data_s, phases.backward_s) == (None, None, None, None)
+    assert found.warnings == []
+    assert "".join(capfd.readouterr()) == "", "the profiler's library keeps quiet"
+
+
+def test_none_are_made_where_none_are_asked_for() -> None:
+    strategy = Multiplier()
+    assert run(strategy, profile_steps=0) == Profiled(None, [])
+    assert strategy.steps == []
+
+
+def test_a_profiler_that_fails_is_a_warning_and_the_steps_are_made_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(**_options: Any) -> Any:
+        raise RuntimeError("no CUPTI\nnor anything else")
+
+    monkeypatch.setattr(profiling, "profile", refuse)
+    strategy = Multiplier()
+    assert run(strategy) == Profiled(None, ["no profile of the steps: RuntimeError: no CUPTI"])
+    assert strategy.steps == [6, 7], "the other ranks wait for this one in each of them"
+
+
+def test_events_that_cannot_be_read_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(_raw: Any) -> Any:
+        raise AttributeError("start_ns")
+
+    monkeypatch.setattr(profiling, "to_events", unreadable)
+    assert run(Multiplier()) == Profiled(None, ["no profile of the steps: AttributeError: start_ns"])
+
+
+@pytest.mark.parametrize(("told_at", "made"), [(6, 1), (5, 0)])
+def test_who_is_told_to_stop_leaves_the_rest_out(told_at: int, made: int) -> None:
+    stop = Stop()
+
+    def tell(step: int) -> None:
+        if step == told_at:
+            stop.reason = Stopped("timeout", "told")
+
+    tell(5)  # before the first of them
+    found = run(Multiplier(tell), stop)
+    assert (found.phases is not None) == (made > 0)
+    assert found.warnings == [f"{made} of 2 profiled steps were made: no time was left"]
+
+
+def test_a_step_that_fails_is_no_failure_of_the_profiler() -> None:
+    def fail(step: int) -> None:
+        raise ValueError(f"step {step}")
+
+    strategy = Multiplier(fail)
+    with pytest.raises(ValueError, match="step 6"):
+        run(strategy)
+    assert strategy.phases is unmarked
+
+
+class Raw:
+    """An event as torch's profiler gives it on a GPU."""
+
+    def __init__(
+        self, name: str, start: int, length: int, device: str = "CPU", number: int = 0, linked: int = 0,
+        annotation: bool = False,
+    ) -> None:  # fmt: skip
+        self._values = {"name": name, "start_ns": start, "duration_ns": length, "correlation_id": number,
+                        "linked_correlation_id": linked, "is_user_annotation": annotation, "is_async": False,
+                        "device_type": type("DeviceType", (), {"name": device})}  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda: self._values[name]
+
+
+def test_a_kernel_is_known_by_the_operator_that_asked_for_it() -> None:
+    raw = [
+        Raw("hpcbench.forward", 0, 100, number=1, annotation=True),
+        Raw("aten::mm", 10, 20, number=2),
+        # The runtime numbers its calls by itself: this 2 is not the operator's.
+        Raw("cudaLaunchKernel", 15, 2, number=2, linked=2),
+        Raw("sgemm", 60, 50, "CUDA", number=2, linked=2),
+        Raw("unasked", 60, 5, "CUDA", number=9),
+        Raw("hpcbench.forward", 60, 50, "CUDA", annotation=True),
+    ]
+    found = {event.name: event for event in profiling.to_events(raw)}
+    assert (found["sgemm"].launched, found["sgemm"].interval, found["sgemm"].on_device) == (10, (60, 110), True)
+    assert found["unasked"].launched is None
+    assert found["hpcbench.forward"].interval == (0, 100), "its copy on the device is left out"
