@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hpcbench.config.task import Task, TaskHeader
 from hpcbench.errors import HpcbenchError
 from hpcbench.results.attempts import Attempt
-from hpcbench.results.schema import OK, Failure, RankResult
+from hpcbench.results.schema import OK, Failure, RankResult, Verification
 from hpcbench.results.store import ClusterTree
 from hpcbench.worker.environ import cpu_mask
 from hpcbench.worker.failure import describe, is_peer_lost
@@ -54,6 +54,7 @@ class Closing:
         self.replica = 0
         self.accuracy: float | None = None
         self.peak: Peak | None = None
+        self.verification: Verification | None = None
         self.provenance: dict[str, Any] = {}
         self.warnings: list[str] = []
         self.given_env: dict[str, str] = {}
@@ -141,6 +142,7 @@ class Closing:
             peak_reserved_bytes=memory.reserved_bytes,
             time_to_first_step_s=self.progress.time_to_first_step_s if self.progress else None,
             accuracy=self.accuracy,
+            verification=self.verification,
             warnings=self.warnings,
             provenance=self.provenance,
         )

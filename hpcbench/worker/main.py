@@ -95,6 +95,12 @@ def _measure(closing: Closing) -> None:
     closing.peak = peak(device)
     if info.rank == 0:
         closing.accuracy = accuracy(strategy.module, feed)
+    if spec.verify:
+        from hpcbench.worker.verify import verify
+
+        # The measured model must be gone before two others are there.
+        del strategy, feed
+        closing.verification = verify(spec, place, stop, closing.link, header.wait_s)
 
 
 def _import_torch() -> None:

@@ -48,6 +48,7 @@ def summarise(
         ranks=[_rank_entry(rank, ranks.get(rank)) for rank in range(spec.ranks)],
         step_times_s=slowest,
         warnings=[*notes, *_batch_warnings(spec, len(slowest)), *_rank_warnings(ranks)],
+        verification=next((one.verification for one in ranks.values() if one.verification is not None), None),
         provenance=provenance,
         environment_digest=provenance.pop("environment_digest", None),
         error=None if status == OK else error,

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.parallel.catalog import resolve_reference, resolve_runtime
 from hpcbench.parallel.datasets import DATASETS
+from hpcbench.worker.compare import Trained
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.reference import Trained, train_full_batch, train_reference
-from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.reference import train_full_batch, train_reference
+from hpcbench.worker.strategies.base import Place, Strategy
+from hpcbench.worker.verify import train
 
 CPU = torch.device("cpu")
 
@@ -26,22 +28,23 @@ class Case:
     """``samples`` makes the epoch so short that it ends within the steps.
 
     ``in_rank_order``: gradients are summed from rank 0 on, as the reference sums its shares, not as gloo's ring does.
+    ``replicated``: every rank holds all parameters, so they must be alike; not so where the state is sharded.
     """
 
     spec: RunSpec
     samples: int
     steps: int = 5
     in_rank_order: bool = False
+    replicated: bool = True
 
 
 @dataclass
 class OfRank:
-    """What one rank of the pool sends back: its parts of the losses, rank 0 also its weights and buffers."""
+    """What one rank of the pool sends back; tensors from rank 0 alone."""
 
-    losses: list[float]
+    trained: Trained
     counts: list[int]
     differs_from_rank_0: float
-    state: dict[str, Tensor] = field(default_factory=dict)
 
 
 @contextlib.contextmanager
@@ -57,23 +60,26 @@ def short_epoch(dataset: str, samples: int) -> Iterator[None]:
 
 def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
     """Train as the case's strategy does; called on every rank of ``group``."""
-    rank = dist.get_rank(group)
+    place = Place(dist.get_rank(group), case.spec.ranks, CPU, group)
     with short_epoch(case.spec.dataset, case.samples):
         feed = make_feed(case.spec, CPU)
         strategy = resolve_runtime(case.spec.strategy)()
-        strategy.setup(build_model(case.spec), case.spec, Place(rank, case.spec.ranks, CPU, group))
+        strategy.setup(build_model(case.spec), case.spec, place)
         if case.in_rank_order:
             strategy.runner.register_comm_hook(group, sum_in_rank_order)
-        losses = [strategy.step(feed, step).item() for step in range(case.steps)]
+        trained = train(strategy, feed, tuple(range(case.steps)), place)
         counts = [feed.count(step, strategy.replica) for step in range(case.steps)]
-    # Running statistics are a rank's own until the next forward pass, so only parameters are alike everywhere.
+    return OfRank(trained, counts, _distance(strategy, group) if case.replicated else 0.0)
+
+
+def _distance(strategy: Strategy, group: dist.ProcessGroup) -> float:
+    """How far a rank's parameters are from rank 0's. Running statistics are its own until the next forward pass."""
     worst = 0.0
     for parameter in strategy.module.parameters():
         of_rank_0 = parameter.detach().clone()
         dist.broadcast(of_rank_0, src=dist.get_global_rank(group, 0), group=group)
         worst = max(worst, (of_rank_0 - parameter.detach()).abs().max().item())
-    state = {name: tensor.detach().clone() for name, tensor in strategy.module.state_dict().items()}
-    return OfRank(losses, counts, worst, state if rank == 0 else {})
+    return worst
 
 
 def sum_in_rank_order(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
@@ -92,7 +98,10 @@ def run_reference(case: Case, backwards: bool = False) -> Trained:
     """The same training in this process, each replica's share by itself; ``backwards`` sums the last replica first."""
     with short_epoch(case.spec.dataset, case.samples):
         feed, model = make_feed(case.spec, CPU), build_model(case.spec)
-        return train_reference(model, case.spec, feed, range(case.steps), backwards)
+        if backwards:
+            return train_reference(model, case.spec, feed, range(case.steps), backwards=True)
+        found: Trained = resolve_reference(case.spec.strategy)(model, case.spec, feed, range(case.steps))
+        return found
 
 
 def run_full_batch(case: Case) -> Trained:

@@ -45,6 +45,10 @@ class Synthetic(Feed):
         count = self.count(step, replica)
         return (inputs, labels) if count == self.batch_size else (inputs[:count], labels[:count])
 
+    def forget(self) -> None:
+        """Free all slots."""
+        self._slots.clear()
+
     def _slot(self, slot: int, replica: int) -> Batch:
         key = (slot, replica)
         if key not in self._slots:
