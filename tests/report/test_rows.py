@@ -11,7 +11,7 @@ from hpcbench.config.spec import RunSpec, config_id, run_id
 from hpcbench.report.rows import make_rows
 from hpcbench.report.tables import results_table
 from hpcbench.results.collect import Collected
-from hpcbench.results.schema import Failure, Loss, Metrics, RunResult, Spread
+from hpcbench.results.schema import Failure, Loss, Metrics, RunResult, Spread, Verification
 
 BASE = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=16)
 
@@ -113,3 +113,18 @@ def test_hostile_text_reaches_no_terminal(hostile: str) -> None:
     assert "before" in text
     assert "\x1b" not in text
     assert "\u202e" not in text
+
+
+def test_a_verified_launch_is_a_launch_of_the_same_row() -> None:
+    plain, verified = collected(), collected(verify=True)
+    assert verified.result is not None
+    verified.result.verification = Verification(passed=True, precision="fp64", tolerance=1e-7, steps=5)
+    (row,) = make_rows([plain, verified])
+    assert (row.launches, row.verified) == (2, True)
+    other = collected(**DDP2)
+    out = io.StringIO()
+    Console(file=out, width=120).print(results_table(make_rows([plain, verified, other]), "t"))
+    assert "fied" in out.getvalue()
+    assert "True" not in out.getvalue()
+    assert [line.split()[-2:] for line in out.getvalue().splitlines() if line.startswith("single")] == [["yes", "ok"]]
+    assert make_rows([plain])[0].verified is None
