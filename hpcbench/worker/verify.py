@@ -156,7 +156,7 @@ class Reference:
         in fp64. So what differs too much after the first step is measured by what the reference makes of it.
         """
         reference = self._train(check)
-        found = _compare(ours, reference, check, self.notes)
+        found = judged(ours, reference, check, self.notes)
         if found.passed or check.steps == 1 or not all_finite(reference.state):
             return found
         itself = compare(self._train(check, shaken=True), reference, check._replace(first_tolerance=None))
@@ -195,7 +195,8 @@ def shake(model: nn.Module) -> None:
             parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
 
 
-def _compare(ours: Trained, reference: Trained, check: Check, notes: list[str]) -> Comparison:
+def judged(ours: Trained, reference: Trained, check: Check, notes: list[str]) -> Comparison:
+    """As ``compare``, without what the arithmetic makes meaningless; ``notes`` gets what was left out, and why."""
     if check.precision == "fp16" and not (all_finite(ours.gradients) and all_finite(reference.gradients)):
         notes.append(
             "fp16: the first step overflowed, as it may until the loss scale has settled; only losses compared"

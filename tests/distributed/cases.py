@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.bounds import Check
 from hpcbench.parallel.catalog import resolve_reference, resolve_runtime
 from hpcbench.parallel.datasets import DATASETS
-from hpcbench.worker.compare import Trained
+from hpcbench.worker.compare import Trained, compare
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.reference import train_full_batch, train_reference
@@ -21,6 +23,12 @@ from hpcbench.worker.strategies.base import Place, Strategy
 from hpcbench.worker.verify import train
 
 CPU = torch.device("cpu")
+
+TOLERANCE = 1e-5
+EXACT = 1e-9
+"""In fp64. Adam divides by the root of a squared gradient: where that is tiny, rounding shows at once."""
+
+BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -45,6 +53,27 @@ class OfRank:
     trained: Trained
     counts: list[int]
     differs_from_rank_0: float
+
+
+def make_case(ranks: int, model: str, dataset: str, model_options: Any = None, steps: int = 5, **more: Any) -> Case:
+    """A case of ddp, or of ``strategy`` with its degrees and options in ``more``.
+
+    Epochs have three steps, whose last batch lacks one sample: the last replica takes one fewer than the others.
+    """
+    given: dict[str, Any] = {"strategy": "ddp", "dp_degree": ranks, "batch_size": BATCH}
+    replicated = more.pop("replicated", True)
+    spec = RunSpec(
+        model=model, dataset=dataset, tasks_per_node=ranks, learning_rate=0.01, momentum=0.9,
+        model_options=model_options or {}, **{**given, **more},
+    )  # fmt: skip
+    return Case(spec, samples=3 * spec.global_batch_size - 1, steps=steps, replicated=replicated)
+
+
+def check(ranks: list[OfRank], expected: Trained, tolerance: float = TOLERANCE) -> None:
+    """Whether what the ranks have trained is what was expected, and the same on all of them."""
+    found = compare(ranks[0].trained, expected, Check("as run", len(expected.losses), tolerance))
+    assert found.passed, found
+    assert all(one.differs_from_rank_0 == 0 for one in ranks)
 
 
 @contextlib.contextmanager

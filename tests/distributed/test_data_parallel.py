@@ -7,37 +7,13 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.bounds import Check
-from hpcbench.worker.compare import Trained, compare, largest_relative_difference
-from tests.distributed.cases import Case, OfRank, run_full_batch, run_reference
+from hpcbench.worker.compare import largest_relative_difference
+from tests.distributed.cases import BATCH, EXACT, TOLERANCE, check, make_case, run_full_batch, run_reference
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.distributed
 
-TOLERANCE = 1e-5
-EXACT = 1e-9
-"""In fp64. Adam divides by the root of a squared gradient: where that is tiny, rounding shows at once."""
-
-BATCH = 8
 PLAIN = {"batch_norm": False}
-
-
-def make_case(ranks: int, model: str, dataset: str, model_options: Any = None, steps: int = 5, **more: Any) -> Case:
-    """Epochs of three steps, whose last batch lacks one sample: the last replica takes one fewer than the others."""
-    spec = RunSpec(
-        model=model, dataset=dataset, strategy="ddp", tasks_per_node=ranks, dp_degree=ranks,
-        learning_rate=0.01, momentum=0.9, model_options=model_options or {}, **{"batch_size": BATCH, **more},
-    )  # fmt: skip
-    return Case(spec, samples=3 * spec.global_batch_size - 1, steps=steps)
-
-
-def check(ranks: list[OfRank], expected: Trained, tolerance: float = TOLERANCE) -> None:
-    found = compare(ranks[0].trained, expected, Check("fp32", len(expected.losses), tolerance))
-    assert found.passed, found
-    assert all(one.differs_from_rank_0 == 0 for one in ranks)
-
-
 NORMED: list[tuple[str, str, Any]] = [
     ("resnet18", "digits", None),
     ("resnet18", "mnist", None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from typing import Any
 
@@ -13,13 +14,15 @@ from hpcbench.errors import WorkerError
 from hpcbench.parallel.bounds import Check, checks
 from hpcbench.parallel.catalog import STRATEGIES, Option
 from hpcbench.results.schema import Comparison, Verification
+from hpcbench.worker import verify as verifying
 from hpcbench.worker.compare import Trained, compare, largest_relative_difference
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.link import Link
-from hpcbench.worker.stop import Stopped
+from hpcbench.worker.stop import Stop, Stopped
 from hpcbench.worker.stores import TCPStore, another, seconds
+from hpcbench.worker.strategies.base import Place
 from hpcbench.worker.verdict import judge
-from hpcbench.worker.verify import for_comparison, shake, steps_to_compare, without_dropout
+from hpcbench.worker.verify import for_comparison, judged, shake, steps_to_compare, without_dropout
 from tests.worker.helpers import make_rank, make_spec
 
 CPU = torch.device("cpu")
@@ -137,6 +140,36 @@ def test_a_change_in_the_last_bit() -> None:
     change = ((model.weight.detach() - before) / before).abs()
     assert 0 < change.max() <= 4.5e-16
     assert change.min() > 0
+
+
+OVERFLOWED = {"w": torch.tensor([float("inf"), 0.0])}
+
+
+def test_fp16_that_overflows_in_the_first_step_is_judged_by_its_losses() -> None:
+    notes: list[str] = []
+    ours = dataclasses.replace(trained(), gradients=OVERFLOWED, first_gradients=OVERFLOWED)
+    found = judged(ours, trained(), Check("fp16", 1, 1e-2), notes)
+    assert (found.passed, found.gradient_max_rel, found.weight_max_rel) == (True, None, None)
+    assert "overflowed" in notes[0]
+    assert not judged(dataclasses.replace(ours, losses=[2.1, 2.0]), trained(), Check("fp16", 1, 1e-2), notes).passed
+    assert not judged(ours, trained(), Check("bf16", 1, 1e-2), notes).passed
+
+
+def test_a_reference_that_diverges_proves_nothing() -> None:
+    notes: list[str] = []
+    both = trained(weight=float("nan"))
+    assert not judged(both, both, CHECK, notes).passed
+    assert "the reference itself is not finite" in notes[0]
+
+
+def test_what_verifying_lacks_is_not_what_the_run_lacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def starved(*_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
+
+    monkeypatch.setattr(verifying, "make_feed", starved)
+    with pytest.raises(WorkerError, match="the run was measured, but verifying it needs more memory") as raised:
+        verifying.verify(make_spec(), Place(0, 1, CPU), Stop(), None, 1.0)
+    assert raised.value.status == "failed"
 
 
 PASSED = Comparison(passed=True, precision="fp64", tolerance=1e-7, steps=5, worst="loss of step 1", worst_rel=0.0,
