@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from hpcbench.config.spec import RunSpec, config_id, run_id
+from hpcbench.report.export import flat
 from hpcbench.report.rows import make_rows
 from hpcbench.report.tables import results_table
 from hpcbench.results.collect import Collected
@@ -119,6 +120,8 @@ def test_a_verified_launch_is_a_launch_of_the_same_row() -> None:
     plain, verified = collected(), collected(verify=True)
     assert verified.result is not None
     verified.result.verification = Verification(passed=True, precision="fp64", tolerance=1e-7, steps=5)
+    columns = flat(verified.result)
+    assert (columns["verification.passed"], columns["verification.tolerance"]) == (True, 1e-7)
     (row,) = make_rows([plain, verified])
     assert (row.launches, row.verified) == (2, True)
     other = collected(**DDP2)
