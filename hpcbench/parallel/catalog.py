@@ -23,6 +23,8 @@ class Option(NamedTuple):
     default: Any
     description: str
     choices: tuple[Any, ...] = ()
+    lossy: Mapping[Any, float] = MappingProxyType({})
+    """Values with which gradients are not exact, and the largest difference that each may make under ``verify``."""
 
 
 class Strategy(NamedTuple):
@@ -32,7 +34,14 @@ class Strategy(NamedTuple):
     runtime: str
     description: str
     options: Mapping[str, Option] = MappingProxyType({})
+    reference: str = "data_parallel"
+    """One of ``REFERENCES``: what a run of it must compute."""
+    lossy: float | None = None
+    """As ``Option.lossy``, where the strategy is inexact whatever its options."""
 
+
+REFERENCES = {"data_parallel": "hpcbench.worker.reference:train_reference"}
+"""Trainings in one process that strategies are compared with, by name."""
 
 STRATEGIES = {
     "single": Strategy(
@@ -73,7 +82,16 @@ def strategy(key: str) -> Strategy:
 
 def resolve_runtime(key: str) -> Any:
     """The runtime class of a strategy. Imports torch: for the worker alone."""
-    module, _, name = strategy(key).runtime.partition(":")
+    return _resolve(strategy(key).runtime)
+
+
+def resolve_reference(key: str) -> Any:
+    """The function that trains a strategy's reference (``worker.reference.train_reference``). For the worker alone."""
+    return _resolve(REFERENCES[strategy(key).reference])
+
+
+def _resolve(runtime: str) -> Any:
+    module, _, name = runtime.partition(":")
     return getattr(importlib.import_module(module), name)
 
 

@@ -44,6 +44,8 @@ def flat(result: RunResult) -> dict[str, Any]:
     for name in RunSpec.__struct_fields__:
         row |= _columns(f"spec.{name}", getattr(result.spec, name))
     row |= _columns("metrics", msgspec.to_builtins(result.metrics))
+    verification = msgspec.to_builtins(result.verification) if result.verification else {}
+    row |= _columns("verification", {name: value for name, value in verification.items() if name != "notes"})
     row |= _columns("error", msgspec.to_builtins(result.error) if result.error else {})
     row["environment_digest"] = result.environment_digest
     row["warnings"] = "; ".join(result.warnings)

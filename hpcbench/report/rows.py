@@ -36,6 +36,8 @@ class Row:
     loss_first: float | None = None
     loss_last: float | None = None
     accuracy: float | None = None
+    verified: bool | None = None
+    """Whether what was computed is what the reference computes; ``None`` where no launch was asked to check."""
     warnings: list[str] = field(default_factory=list)
     run_ids: list[str] = field(default_factory=list)
 
@@ -76,6 +78,8 @@ def _row(cluster: str, results: list[RunResult]) -> Row:
     row.peak_memory_bytes = max((one.peak_memory_bytes for one in metrics if one.peak_memory_bytes), default=None)
     row.loss_first = _median(one.loss.first for one in metrics if one.loss)
     row.loss_last = _median(one.loss.last for one in metrics if one.loss)
+    verifications = [result.verification for result in results if result.verification is not None]
+    row.verified = all(one.passed for one in verifications) if verifications else None
     row.accuracy = _median(one.accuracy for one in metrics)
     return row
 

@@ -28,7 +28,7 @@ class Column(NamedTuple):
 
 
 _SHOWN_ALWAYS = ("strategy",)
-_NAMED_APART = {"nodes", "tasks_per_node", "devices_per_task", "repeat", "seed", "time_limit_min"}
+_NAMED_APART = {"nodes", "tasks_per_node", "devices_per_task", "repeat", "seed", "verify", "time_limit_min"}
 _DEGREES = {"dp_degree", "tp_degree", "sp_degree", "pp_degree", "spec_version"}
 
 
@@ -114,6 +114,7 @@ def _parameter(name: str) -> Callable[[Row], str]:
 def _metric_columns(rows: list[Row]) -> list[Column]:
     within = all(row.launches < 2 for row in rows)
     mfu = Column("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else "")
+    verified = [Column("veri-\nfied", _verified, is_number=False)] if any(_verified(row) for row in rows) else []
     return [
         Column("step ms [95 %]" if within else "step ms [range]", _step),
         Column("samples\n/s", lambda row: format_rate(row.samples_per_s) if row.samples_per_s else ""),
@@ -122,7 +123,12 @@ def _metric_columns(rows: list[Row]) -> list[Column]:
         *([mfu] if any(row.mfu is not None for row in rows) else []),
         Column("memory", lambda row: format_bytes(row.peak_memory_bytes) if row.peak_memory_bytes else ""),
         Column("loss", _loss),
+        *verified,
     ]
+
+
+def _verified(row: Row) -> str:
+    return {None: "", True: "yes", False: "no"}[row.verified]
 
 
 def _step(row: Row) -> str:
@@ -157,6 +163,8 @@ def _notes(rows: list[Row]) -> list[Text]:
         notes.append("speed-up: samples/s over one rank's with the same batch per replica; eff.: speed-up per device")
     if any(row.mfu is not None for row in rows):
         notes.append("MFU: the model's own FLOPs (no recomputation) over the devices' peak in the run's precision")
+    if any(row.verified is not None for row in rows):
+        notes.append("verified: trains as one process does, in a launch of this row with verify = true")
     texts = [Text(note, style="dim") for note in notes]
     for row in rows:
         if row.status != OK:

@@ -110,17 +110,34 @@ class Evaluation(_Record, kw_only=True):
     accuracy: float
 
 
-class Verification(_Record, kw_only=True):
-    """The run's strategy against the single-device reference: max|a - b| / max(1, max|b|), the worst tensor's."""
+class Comparison(_Record, kw_only=True):
+    """A strategy's training against its reference: max|a - b| / max(1, max|b|), the worst tensor's.
+
+    A figure is absent where a tensor is missing, is not finite, or was not compared (``notes`` say so).
+    """
 
     passed: bool
+    precision: str
+    """The arithmetic of both."""
     tolerance: float
+    """Of losses and weights; the first step may be asked for less, the last gradients for less by the learning rate."""
     steps: int
-    loss_max_rel: float
+    loss_max_rel: float | None = None
     gradient_max_rel: float | None = None
+    """Of the first step and of the last."""
     weight_max_rel: float | None = None
+    """Parameters and buffers."""
     worst: str | None = None
-    """The tensor that differs most."""
+    """What differs most, measured by what it may; in the first step already, where that is too much."""
+    worst_rel: float | None = None
+    worst_tolerance: float | None = None
+
+
+class Verification(Comparison, kw_only=True):
+    """The decisive comparison, in fp64; ``passed`` is both's."""
+
+    own_precision: Comparison | None = None
+    """The first step once more, in the run's own arithmetic."""
     notes: list[str] = []
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hpcbench.config.task import Task, TaskHeader
 from hpcbench.errors import HpcbenchError
 from hpcbench.results.attempts import Attempt
-from hpcbench.results.schema import OK, Failure, Phases, RankResult
+from hpcbench.results.schema import OK, Failure, Phases, RankResult, Verification
 from hpcbench.results.store import ClusterTree
 from hpcbench.worker.environ import cpu_mask
 from hpcbench.worker.failure import describe, is_peer_lost
@@ -57,6 +57,7 @@ class Closing:
         self.phases: Phases | None = None
         self.peak: Peak | None = None
         self.watch: Watch | None = None
+        self.verification: Verification | None = None
         self.provenance: dict[str, Any] = {}
         self.warnings: list[str] = []
         self.given_env: dict[str, str] = {}
@@ -152,6 +153,7 @@ class Closing:
             evaluations=evaluations,
             phases=self.phases,
             flops_per_sample=self.flops_per_sample,
+            verification=self.verification,
             watched=self.watch.watched if self.watch else None,
             energy_j=self.watch.energy_j if self.watch else None,
             energy_source=self.watch.energy_source if self.watch else None,

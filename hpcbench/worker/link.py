@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import datetime
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
 
+from hpcbench.errors import WorkerError
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.schema import RankResult
 from hpcbench.worker.rendezvous import absent_after
 from hpcbench.worker.stores import TCPStore, another
 
 _FOR_EVER = datetime.timedelta(days=7)
+_POLL_S = 0.5
 _LARGEST_VALUE_BYTES = 4 * 2**20
 _ABORT = "abort"
 _CAUSE = "cause"
@@ -72,6 +75,29 @@ class Link:
         except (RuntimeError, msgspec.MsgspecError):
             return None
         return None
+
+    def post(self, key: str, text: str) -> None:
+        """Say something to whoever waits for it."""
+        self.store.set(key, text)
+
+    def follow(self, progress: str, done: str, patience_s: float, check: Callable[[], None], what: str) -> None:
+        """Wait until ``done`` is posted, as long as ``progress`` changes at least every ``patience_s``.
+
+        Sleeps between looks, and calls ``check`` after each, which may raise. ``WorkerError`` says what was waited
+        for and how far it had got.
+        """
+        pause, seen, since = 0.002, "nothing yet", time.monotonic()
+        while not self.store.check([done]):
+            check()
+            now = self.store.get(progress).decode() if self.store.check([progress]) else seen
+            if now != seen:
+                seen, since = now, time.monotonic()
+            if time.monotonic() - since > patience_s:
+                raise WorkerError(
+                    f"rank {self.rank} waited {patience_s:g} s for {what} to get any further; last heard: {seen}"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S)
 
     def send(self, result: RankResult) -> None:
         """Hand ``result`` to rank 0. What is too large for a store is left to the rank's file."""

@@ -21,6 +21,7 @@ from hpcbench.worker.profiling import run_profiled
 from hpcbench.worker.provenance import collect, environment_digest
 from hpcbench.worker.sample_flops import flops_per_sample
 from hpcbench.worker.strategies.base import Place, Strategy
+from hpcbench.worker.verify import verify
 from hpcbench.worker.watch import Watch
 from hpcbench.worker.world import any_rank, barrier, enter_world
 
@@ -34,8 +35,8 @@ def measure(closing: Closing) -> None:
     _describe(closing, device)
     closing.stop.check()
     strategy: Strategy = resolve_runtime(spec.strategy)()
-    folder = expanded(header.data_folder) if header.data_folder else None
-    feed = make_feed(spec, device, Source(folder, devices.loader_threads(header, info)))
+    source = Source(expanded(header.data_folder) if header.data_folder else None, devices.loader_threads(header, info))
+    feed = make_feed(spec, device, source)
     closing.provenance["data"] = feed.described()
     try:
         strategy.setup(arranged(build_model(spec), spec), spec, place)
@@ -43,6 +44,10 @@ def measure(closing: Closing) -> None:
         _time(closing, strategy, feed, place)
     finally:
         feed.close()
+    if spec.verify:
+        # The measured model must be gone before two others are there.
+        del strategy, feed
+        closing.verification = verify(spec, place, source, closing.stop, closing.link, header.wait_s)
 
 
 def _describe(closing: Closing, device: torch.device) -> None:

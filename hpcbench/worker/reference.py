@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.shard import micro_shares
+from hpcbench.worker.compare import Trained, on_host
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.losses import sample_losses
 from hpcbench.worker.precision import Arithmetic
 from hpcbench.worker.strategies.base import make_optimizer
 
 
-@dataclass
-class Trained:
-    """Losses per step (mean over the global batch), and every parameter and buffer afterwards."""
-
-    losses: list[float] = field(default_factory=list)
-    state: dict[str, Tensor] = field(default_factory=dict)
+def _nothing() -> None:
+    pass
 
 
 def train_reference(
-    model: nn.Module, spec: RunSpec, feed: Feed, steps: Iterable[int], backwards: bool = False
+    model: nn.Module,
+    spec: RunSpec,
+    feed: Feed,
+    steps: Iterable[int],
+    tick: Callable[[], None] = _nothing,
+    backwards: bool = False,
 ) -> Trained:
     """Train ``model`` in place on the steps numbered ``steps`` as ``spec.dp_degree`` replicas would.
 
     Each replica's share (and each micro-batch of it) is forwarded by itself, so that BatchNorm sees what it would see
     there; the losses' sum is divided by the true global sample count; one update follows. Running statistics are those
-    of replica 0. ``backwards`` sums the replicas from the last one on: what differs then is rounding alone.
+    of replica 0. ``tick`` is called after every replica. ``backwards`` sums the replicas from the last one on: what
+    differs then is rounding alone.
     """
     model.to(feed.device).train()
     optimizer = make_optimizer(spec, model)
@@ -40,20 +42,23 @@ def train_reference(
     order = range(feed.replicas)[:: -1 if backwards else 1]
     for step in steps:
         loss = 0.0
-        summed = [torch.zeros_like(parameter) for parameter in model.parameters()]
+        summed: dict[nn.Parameter, Tensor] = {}
         for replica in order:
             # Summed replica by replica, as an all_reduce does: of two replicas the sum is the same to the last bit.
             optimizer.zero_grad(set_to_none=True)
             loss += _accumulate_replica(model, spec, feed, step, replica, arithmetic)
-            for total, parameter in zip(summed, model.parameters(), strict=True):
-                if parameter.grad is not None:
-                    total.add_(parameter.grad)
-        for total, parameter in zip(summed, model.parameters(), strict=True):
-            parameter.grad = total
+            for parameter in model.parameters():
+                if parameter.grad is not None and parameter in summed:
+                    summed[parameter].add_(parameter.grad)
+                elif parameter.grad is not None:
+                    summed[parameter] = parameter.grad
+            feed.forget()
+            tick()
+        for parameter in model.parameters():
+            parameter.grad = summed.get(parameter)
         arithmetic.update(optimizer)
-        trained.losses.append(loss)
-    trained.state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    return trained
+        _note(trained, loss, model)
+    return _finish(trained, model)
 
 
 def train_full_batch(model: nn.Module, spec: RunSpec, feed: Feed, steps: Iterable[int]) -> Trained:
@@ -71,9 +76,25 @@ def train_full_batch(model: nn.Module, spec: RunSpec, feed: Feed, steps: Iterabl
         loss = sample_losses(outputs, labels) / len(labels)
         arithmetic.backward(loss)
         arithmetic.update(optimizer)
-        trained.losses.append(loss.item())
-    trained.state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        _note(trained, loss.item(), model)
+    return _finish(trained, model)
+
+
+def _note(trained: Trained, loss: float, model: nn.Module) -> None:
+    trained.losses.append(loss)
+    if len(trained.losses) == 1:
+        trained.first_gradients = _gradients(model)
+
+
+def _finish(trained: Trained, model: nn.Module) -> Trained:
+    trained.gradients = _gradients(model)
+    trained.state = on_host(model.state_dict())
     return trained
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return on_host({name: parameter.grad for name, parameter in named if parameter.grad is not None})
 
 
 def _accumulate_replica(
@@ -93,13 +114,3 @@ def _accumulate_replica(
         for name, buffer in model.named_buffers():
             buffer.data.copy_(kept[name])
     return total
-
-
-def largest_relative_difference(ours: Tensor, reference: Tensor) -> float:
-    """max|a - b| / max(1, max|b|), the measure of every comparison; infinite where one is not finite."""
-    a, b = ours.detach().double().cpu(), reference.detach().double().cpu()
-    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-        return float("inf")
-    if a.numel() == 0:
-        return 0.0
-    return ((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item()

@@ -62,6 +62,7 @@ def summarise(
             *guard_warnings(spec, ranks),
             *_rank_warnings(ranks),
         ],
+        verification=next((one.verification for one in ranks.values() if one.verification is not None), None),
         provenance=provenance,
         environment_digest=provenance.pop("environment_digest", None),
         error=None if status == OK else error,

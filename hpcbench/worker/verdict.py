@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from hpcbench.results.schema import OK, Failure, RankResult
+from hpcbench.results.schema import OK, Comparison, Failure, RankResult
 from hpcbench.worker.asked import memory_here
 from hpcbench.worker.cgroup import oom_kills
 from hpcbench.worker.failure import OOM_HINT
@@ -58,8 +58,29 @@ def judge(
     if vanished:
         return Verdict("failed", lost(vanished, ranks, "killed, or ended by something outside python"))
     if all(one.status == OK for one in ranks.values()):
-        return Verdict(OK, None)
+        return _of_verification(ranks)
     return _first_failure(ranks, only_follows)
+
+
+def _of_verification(ranks: Mapping[int, RankResult]) -> Verdict:
+    """A run that computes something else than its reference has failed, whatever its figures."""
+    found = next((one.verification for one in ranks.values() if one.verification is not None), None)
+    if found is None or found.passed:
+        return Verdict(OK, None)
+    own = found.own_precision
+    exact = found.worst_rel is not None and found.worst_rel <= (found.worst_tolerance or 0.0)
+    wrong: Comparison = own if own is not None and not own.passed and exact else found
+    much = "is missing, or not finite" if wrong.worst_rel is None else f"differs by {wrong.worst_rel:.1e}"
+    return Verdict(
+        "failed",
+        Failure(
+            type="VerificationFailed",
+            message=f"compared with its reference in {wrong.precision}, the {wrong.worst} {much}; "
+            f"allowed: {wrong.worst_tolerance:.1e}",
+            hint="this strategy with these options does not train this model as one device does; the figures are "
+            "kept, but they are of something else (docs/verification.md)",
+        ),
+    )
 
 
 def killed_for_memory(before: int | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,16 +13,25 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.parallel.bounds import Check
+from hpcbench.parallel.catalog import resolve_reference, resolve_runtime
 from hpcbench.parallel.datasets import DATASETS
+from hpcbench.worker.compare import Trained, compare
 from hpcbench.worker.data.feed import NOWHERE, Source, make_feed
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.profiling import Profiled, run_profiled
-from hpcbench.worker.reference import Trained, train_full_batch, train_reference
+from hpcbench.worker.reference import train_full_batch, train_reference
 from hpcbench.worker.stop import Stop
-from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.base import Place, Strategy
+from hpcbench.worker.verify import train
 
 CPU = torch.device("cpu")
+
+TOLERANCE = 1e-5
+EXACT = 1e-9
+"""In fp64. Adam divides by the root of a squared gradient: where that is tiny, rounding shows at once."""
+
+BATCH = 8
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,7 @@ class Case:
 
     ``in_rank_order``: gradients are summed from rank 0 on, as the reference sums its shares, not as gloo's ring does.
     ``late_s``: after the steps others are profiled, in which rank 1 comes so much later to every all_reduce.
+    ``replicated``: every rank holds all parameters, so they must be alike; not so where the state is sharded.
     """
 
     spec: RunSpec
@@ -39,17 +49,38 @@ class Case:
     in_rank_order: bool = False
     source: Source = NOWHERE
     late_s: float | None = None
+    replicated: bool = True
 
 
 @dataclass
 class OfRank:
-    """What one rank of the pool sends back: its parts of the losses, rank 0 also its weights and buffers."""
+    """What one rank of the pool sends back; tensors from rank 0 alone."""
 
-    losses: list[float]
+    trained: Trained
     counts: list[int]
     differs_from_rank_0: float
-    state: dict[str, Tensor] = field(default_factory=dict)
     profiled: Profiled | None = None
+
+
+def make_case(ranks: int, model: str, dataset: str, model_options: Any = None, steps: int = 5, **more: Any) -> Case:
+    """A case of ddp, or of ``strategy`` with its degrees and options in ``more``.
+
+    Epochs have three steps, whose last batch lacks one sample: the last replica takes one fewer than the others.
+    """
+    given: dict[str, Any] = {"strategy": "ddp", "dp_degree": ranks, "batch_size": BATCH}
+    replicated = more.pop("replicated", True)
+    spec = RunSpec(
+        model=model, dataset=dataset, tasks_per_node=ranks, learning_rate=0.01, momentum=0.9,
+        model_options=model_options or {}, **{**given, **more},
+    )  # fmt: skip
+    return Case(spec, samples=3 * spec.global_batch_size - 1, steps=steps, replicated=replicated)
+
+
+def check(ranks: list[OfRank], expected: Trained, tolerance: float = TOLERANCE) -> None:
+    """Whether what the ranks have trained is what was expected, and the same on all of them."""
+    found = compare(ranks[0].trained, expected, Check("as run", len(expected.losses), tolerance))
+    assert found.passed, found
+    assert all(one.differs_from_rank_0 == 0 for one in ranks)
 
 
 @contextlib.contextmanager
@@ -65,24 +96,27 @@ def short_epoch(dataset: str, samples: int) -> Iterator[None]:
 
 def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
     """Train as the case's strategy does; called on every rank of ``group``."""
-    rank = dist.get_rank(group)
+    place = Place(dist.get_rank(group), case.spec.ranks, CPU, group)
     with short_epoch(case.spec.dataset, case.samples):
         feed = make_feed(case.spec, CPU, case.source)
         strategy = resolve_runtime(case.spec.strategy)()
-        strategy.setup(build_model(case.spec), case.spec, Place(rank, case.spec.ranks, CPU, group))
+        strategy.setup(build_model(case.spec), case.spec, place)
         if case.in_rank_order:
             strategy.runner.register_comm_hook(group, sum_in_rank_order)
-        losses = [strategy.step(feed, step).item() for step in range(case.steps)]
+        trained = train(strategy, feed, tuple(range(case.steps)), place)
         counts = [feed.count(step, strategy.replica) for step in range(case.steps)]
-    # Running statistics are a rank's own until the next forward pass, so only parameters are alike everywhere.
+        profiled = None if case.late_s is None else profile_late(case, strategy, group, case.late_s)
+    return OfRank(trained, counts, _distance(strategy, group) if case.replicated else 0.0, profiled)
+
+
+def _distance(strategy: Strategy, group: dist.ProcessGroup) -> float:
+    """How far a rank's parameters are from rank 0's. Running statistics are its own until the next forward pass."""
     worst = 0.0
     for parameter in strategy.module.parameters():
         of_rank_0 = parameter.detach().clone()
         dist.broadcast(of_rank_0, src=dist.get_global_rank(group, 0), group=group)
         worst = max(worst, (of_rank_0 - parameter.detach()).abs().max().item())
-    state = {name: tensor.detach().clone() for name, tensor in strategy.module.state_dict().items()}
-    profiled = None if case.late_s is None else profile_late(case, strategy, group, case.late_s)
-    return OfRank(losses, counts, worst, state if rank == 0 else {}, profiled)
+    return worst
 
 
 def profile_late(case: Case, strategy: Any, group: dist.ProcessGroup, late_s: float) -> Profiled:
@@ -119,7 +153,10 @@ def run_reference(case: Case, backwards: bool = False) -> Trained:
     """The same training in this process, each replica's share by itself; ``backwards`` sums the last replica first."""
     with short_epoch(case.spec.dataset, case.samples):
         feed, model = make_feed(case.spec, CPU, case.source), build_model(case.spec)
-        return train_reference(model, case.spec, feed, range(case.steps), backwards)
+        if backwards:
+            return train_reference(model, case.spec, feed, range(case.steps), backwards=True)
+        found: Trained = resolve_reference(case.spec.strategy)(model, case.spec, feed, range(case.steps))
+        return found
 
 
 def run_full_batch(case: Case) -> Trained:

@@ -1,12 +1,13 @@
-"""Four rank processes that live as long as the test session; every case is a command to two or all of them."""
+"""Four rank processes that live as long as the test session; every call goes to two or all of them."""
 
 from __future__ import annotations
 
 import io
 import multiprocessing
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from hpcbench.worker.stores import TCPStore, seconds
 from tests.distributed.cases import Case, OfRank, run_parallel
 
 RANKS = 4
+T = TypeVar("T")
 _WAIT_S = 120
 
 
@@ -34,14 +36,21 @@ class Pool:
             process.start()
 
     def run(self, case: Case) -> list[OfRank]:
-        """One result per rank of the case's world. A rank that raises fails the test with its traceback."""
-        pipes = self._pipes[: case.spec.ranks]
+        """One result per rank of the case's world."""
+        return self.call(case.spec.ranks, run_parallel, case)
+
+    def call(self, ranks: int, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """What ``function(*arguments, group)`` returns on each of the first ``ranks``.
+
+        A rank that raises fails the test with its traceback.
+        """
+        pipes = self._pipes[:ranks]
         for pipe in pipes:
-            pipe.send(case)
+            pipe.send((ranks, function, arguments))
         answers: list[tuple[bool, Any]] = [
             pipe.recv() if pipe.poll(_WAIT_S) else (False, f"no answer in {_WAIT_S} s") for pipe in pipes
         ]
-        found: list[OfRank] = []
+        found: list[T] = []
         for rank, (ok, data) in enumerate(answers):
             assert ok, f"rank {rank} of the pool raised\n{data}"
             found.append(torch.load(io.BytesIO(bytes(data)), weights_only=False))
@@ -64,10 +73,11 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
     store = TCPStore("127.0.0.1", port, None, False, seconds(_WAIT_S), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=seconds(_WAIT_S))
     groups: dict[int, Any] = {size: dist.new_group(list(range(size))) for size in (2, RANKS)}
-    while (case := pipe.recv()) is not None:
+    while (order := pipe.recv()) is not None:
+        ranks, function, arguments = order
         try:
             buffer = io.BytesIO()
-            torch.save(run_parallel(case, groups[case.spec.ranks]), buffer)
+            torch.save(function(*arguments, groups[ranks]), buffer)
             pipe.send((True, buffer.getvalue()))
         except Exception:  # noqa: BLE001 - the test shows it
             pipe.send((False, traceback.format_exc()))

@@ -3,53 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
-import torch
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.worker.reference import Trained, largest_relative_difference
-from tests.distributed.cases import Case, OfRank, run_full_batch, run_reference
+from hpcbench.worker.compare import largest_relative_difference
+from tests.distributed.cases import BATCH, EXACT, TOLERANCE, check, make_case, run_full_batch, run_reference
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.distributed
 
-TOLERANCE = 1e-5
-EXACT = 1e-9
-"""In fp64. Adam divides by the root of a squared gradient: where that is tiny, rounding shows at once."""
-
-BATCH = 8
 PLAIN = {"batch_norm": False}
-
-
-def make_case(ranks: int, model: str, dataset: str, model_options: Any = None, steps: int = 5, **more: Any) -> Case:
-    """Epochs of three steps, whose last batch lacks one sample: the last replica takes one fewer than the others."""
-    spec = RunSpec(
-        model=model, dataset=dataset, strategy="ddp", tasks_per_node=ranks, dp_degree=ranks,
-        learning_rate=0.01, momentum=0.9, model_options=model_options or {}, **{"batch_size": BATCH, **more},
-    )  # fmt: skip
-    return Case(spec, samples=3 * spec.global_batch_size - 1, steps=steps)
-
-
-def compare(ranks: list[OfRank], expected: Trained, tolerance: float = TOLERANCE) -> float:
-    losses = [math.fsum(parts) for parts in zip(*(one.losses for one in ranks), strict=True)]
-    wide = torch.float64
-    worst = {
-        "losses": largest_relative_difference(
-            torch.tensor(losses, dtype=wide), torch.tensor(expected.losses, dtype=wide)
-        )
-    }
-    assert ranks[0].state.keys() == expected.state.keys()
-    for name, tensor in expected.state.items():
-        worst[name] = largest_relative_difference(ranks[0].state[name], tensor)
-    too_far = {name: value for name, value in worst.items() if not value <= tolerance}
-    assert not too_far, too_far
-    assert all(one.differs_from_rank_0 == 0 for one in ranks)
-    return max(worst.values())
-
-
 NORMED: list[tuple[str, str, Any]] = [
     ("resnet18", "digits", None),
     ("resnet18", "mnist", None),
@@ -69,7 +33,7 @@ def test_two_ranks_equal_the_reference(pool: Pool, model: str, dataset: str, mod
     case = make_case(2, model, dataset, model_options)
     found = pool.run(case)
     assert [one.counts for one in found] == [[8, 8, 8, 8, 8], [8, 8, 7, 8, 8]], "the third step's shares are uneven"
-    compare(found, run_reference(case))
+    check(found, run_reference(case))
 
 
 # Of four gradients the sum depends on the order, and a network with BatchNorm makes 1e-3 of the last bit within five
@@ -85,13 +49,13 @@ def test_four_ranks_equal_the_reference_in_fp64(pool: Pool, model: str, dataset:
     case = make_case(4, model, dataset, model_options, precision="fp64", batch_size=4)
     found = pool.run(case)
     assert [one.counts[2] for one in found] == [4, 4, 4, 3]
-    compare(found, run_reference(case), EXACT)
+    check(found, run_reference(case), EXACT)
 
 
 @pytest.mark.parametrize(("model", "dataset", "model_options"), NORMED)
 def test_four_ranks_equal_the_reference_over_one_step(pool: Pool, model: str, dataset: str, model_options: Any) -> None:
     case = make_case(4, model, dataset, model_options, steps=1)
-    compare(pool.run(case), run_reference(case))
+    check(pool.run(case), run_reference(case))
 
 
 @pytest.mark.parametrize(("model", "dataset", "model_options"), NORMED)
@@ -102,7 +66,7 @@ def test_four_ranks_equal_the_reference_over_an_uneven_step(
     case = dataclasses.replace(case, samples=case.spec.global_batch_size - 1)
     found = pool.run(case)
     assert [one.counts for one in found] == [[8], [8], [8], [7]]
-    compare(found, run_reference(case))
+    check(found, run_reference(case))
 
 
 @pytest.mark.parametrize(("model", "dataset", "model_options"), NORMED)
@@ -113,7 +77,7 @@ def test_four_ranks_equal_the_reference_where_the_order_of_the_sum_is_the_same(
     case = dataclasses.replace(make_case(4, model, dataset, model_options), in_rank_order=True)
     found = pool.run(case)
     assert [one.counts[2] for one in found] == [8, 8, 8, 7]
-    compare(found, run_reference(case))
+    check(found, run_reference(case))
 
 
 @pytest.mark.parametrize(("model", "dataset", "model_options"), PLAINS)
@@ -121,12 +85,12 @@ def test_four_ranks_without_batch_norm_equal_the_reference(
     pool: Pool, model: str, dataset: str, model_options: Any
 ) -> None:
     case = make_case(4, model, dataset, model_options)
-    compare(pool.run(case), run_reference(case))
+    check(pool.run(case), run_reference(case))
 
 
 def test_four_ranks_equal_the_reference_in_fp32_where_the_network_does_not_amplify(pool: Pool) -> None:
     case = make_case(4, "vgg11", "mnist", batch_size=32)
-    compare(pool.run(case), run_reference(case))
+    check(pool.run(case), run_reference(case))
 
 
 def test_the_order_of_a_sum() -> None:
@@ -140,18 +104,18 @@ def test_the_order_of_a_sum() -> None:
 @pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 1.0}])
 def test_options_of_ddp_change_no_number(pool: Pool, options: dict[str, Any]) -> None:
     case = make_case(2, "resnet18", "digits", options=options)
-    compare(pool.run(case), run_reference(case))
+    check(pool.run(case), run_reference(case))
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
 def test_gradient_accumulation(pool: Pool, micro_batches: int) -> None:
     case = make_case(2, "resnet18", "digits", micro_batches=micro_batches)
-    compare(pool.run(case), run_reference(case))
+    check(pool.run(case), run_reference(case))
 
 
 def test_gradient_accumulation_on_four_ranks(pool: Pool) -> None:
     case = make_case(4, "resnet18", "mnist", micro_batches=2, precision="fp64", batch_size=4)
-    compare(pool.run(case), run_reference(case), EXACT)
+    check(pool.run(case), run_reference(case), EXACT)
 
 
 def test_a_static_graph_cannot_accumulate(pool: Pool) -> None:
@@ -164,26 +128,24 @@ def test_a_static_graph_cannot_accumulate(pool: Pool) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_without_batch_norm_it_also_equals_the_full_batch(pool: Pool, ranks: int, dataset: str) -> None:
     case = make_case(ranks, "vgg11", dataset, PLAIN)
-    compare(pool.run(case), run_full_batch(case))
+    check(pool.run(case), run_full_batch(case))
 
 
 def test_gradient_accumulation_without_batch_norm_equals_the_full_batch(pool: Pool) -> None:
     case = make_case(2, "vgg11", "digits", PLAIN, micro_batches=4)
-    compare(pool.run(case), run_full_batch(case))
+    check(pool.run(case), run_full_batch(case))
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_other_optimizers(pool: Pool, optimizer: str) -> None:
     case = make_case(2, "resnet18", "digits", precision="fp64", optimizer=optimizer, weight_decay=1e-3)
-    compare(pool.run(case), run_reference(case), EXACT)
+    check(pool.run(case), run_reference(case), EXACT)
 
 
 def test_a_wrong_divisor_would_be_seen(pool: Pool) -> None:
     """The tolerance is not so wide that dividing an uneven batch by the full batch's size would pass."""
     case = make_case(2, "resnet18", "digits")
     found = pool.run(case)
-    expected = run_reference(case)
-    for one in found:
-        one.losses[2] *= (2 * BATCH - 1) / (2 * BATCH)
-    with pytest.raises(AssertionError, match="losses"):
-        compare(found, expected)
+    found[0].trained.losses[2] *= (2 * BATCH - 1) / (2 * BATCH)
+    with pytest.raises(AssertionError, match="loss of step 3"):
+        check(found, run_reference(case))

@@ -8,10 +8,11 @@ import pytest
 from rich.console import Console
 
 from hpcbench.config.spec import RunSpec, config_id, run_id
+from hpcbench.report.export import flat
 from hpcbench.report.rows import make_rows
 from hpcbench.report.tables import results_table
 from hpcbench.results.collect import Collected
-from hpcbench.results.schema import Failure, Loss, Metrics, RunResult, Spread
+from hpcbench.results.schema import Failure, Loss, Metrics, RunResult, Spread, Verification
 
 BASE = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=16)
 
@@ -166,3 +167,20 @@ def test_mfu_is_a_column_where_any_run_has_it() -> None:
     assert "MFU" not in shown(None, None)
     assert "41.2%" in shown(None, 0.412)
     assert "MFU: the model's own FLOPs" in shown(0.412)
+
+
+def test_a_verified_launch_is_a_launch_of_the_same_row() -> None:
+    plain, verified = collected(), collected(verify=True)
+    assert verified.result is not None
+    verified.result.verification = Verification(passed=True, precision="fp64", tolerance=1e-7, steps=5)
+    columns = flat(verified.result)
+    assert (columns["verification.passed"], columns["verification.tolerance"]) == (True, 1e-7)
+    (row,) = make_rows([plain, verified])
+    assert (row.launches, row.verified) == (2, True)
+    other = collected(**DDP2)
+    out = io.StringIO()
+    Console(file=out, width=120).print(results_table(make_rows([plain, verified, other]), "t"))
+    assert "fied" in out.getvalue()
+    assert "True" not in out.getvalue()
+    assert [line.split()[-2:] for line in out.getvalue().splitlines() if line.startswith("single")] == [["yes", "ok"]]
+    assert make_rows([plain])[0].verified is None

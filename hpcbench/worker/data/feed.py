@@ -103,6 +103,9 @@ class Feed(ABC):
     def batch(self, step: int, replica: int) -> Batch:
         """The samples of ``replica`` in ``step``."""
 
+    def forget(self) -> None:  # noqa: B027 - most keep nothing
+        """Free what is kept of batches that were made; a batch that is asked for again is the same one."""
+
     def held_out(self) -> Iterator[Batch] | None:
         """Samples that training never sees; ``None`` where there are no real ones with a class each."""
         return None

@@ -63,6 +63,10 @@ class Synthetic(Feed):
     def _copy(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device, non_blocking=True, copy=True)
 
+    def forget(self) -> None:
+        """Free all slots."""
+        self._slots.clear()
+
     def _slot(self, slot: int, replica: int) -> Batch:
         key = (slot, replica)
         if key not in self._slots:

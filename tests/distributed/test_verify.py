@@ -1,0 +1,189 @@
+"""``verify = true`` passes what is right and fails what is wrong, on real ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcbench.results.schema import Verification
+from hpcbench.worker.stores import TCPStore, seconds
+from tests.distributed.launching import ROOT, Launch, wait_until
+from tests.distributed.pool import Pool
+from tests.distributed.test_launches import message_of, result_of
+from tests.distributed.wrong import Told, run_verify
+from tests.worker.helpers import make_spec, write_tasks
+
+pytestmark = pytest.mark.distributed
+
+WRONG = [str(ROOT / "tests" / "distributed" / "wrong.py")]
+PLAIN = {"batch_norm": False}
+PAIR: dict[str, Any] = {"strategy": "ddp", "tasks_per_node": 2, "dp_degree": 2, "verify": True}
+
+
+PLAIN_PAIR = make_spec(**PAIR, model="vgg11", model_options=PLAIN)
+SWEEP = """
+name = "pair"
+[fixed]
+model = "resnet18"
+dataset = "digits"
+strategy = "ddp"
+tasks_per_node = 2
+batch_size = 8
+warmup_steps = 1
+steps = 3
+[grid]
+verify = [true, false]
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Launch]:
+    started = Launch(tmp_path)
+    yield started
+    started.kill()
+
+
+def run(
+    pool: Pool, wrong: str | None = None, wait_s: float = 60.0, slow_s: float = 0.0, small: bool = True, **spec: Any
+) -> Verification:
+    """Verified on the pool; an epoch has six steps, the last one sample short."""
+    chosen = make_spec(**{**PAIR, "model": "vgg11", **spec})
+    store = TCPStore("127.0.0.1", 0, None, True, seconds(60), wait_for_workers=False)
+    told = Told(chosen, store.port, 6 * chosen.global_batch_size - 1, wrong, small, wait_s, slow_s)
+    found, *others = pool.call(chosen.ranks, run_verify, told)
+    assert others == [None] * (chosen.ranks - 1)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {},
+        {"model_options": PLAIN},
+        {"micro_batches": 4},
+        {"tasks_per_node": 4, "dp_degree": 4, "optimizer": "adam", "batch_size": 4},
+        {"precision": "fp64"},
+        {"precision": "bf16"},
+    ],
+)
+def test_ddp_passes(pool: Pool, spec: dict[str, Any]) -> None:
+    found = run(pool, **spec)
+    assert found.passed, found
+    assert (found.precision, found.steps) == ("fp64", 5)
+    assert found.weight_max_rel is not None
+    assert found.weight_max_rel <= found.tolerance
+    assert f"; step 5 has {found_samples(spec) - 1} of {found_samples(spec)} samples" in found.notes[0]
+    if spec.get("precision") == "fp64":
+        assert found.own_precision is None
+    else:
+        assert found.own_precision is not None
+        assert (found.own_precision.precision, found.own_precision.steps) == (spec.get("precision", "fp32"), 1)
+
+
+def found_samples(spec: dict[str, Any]) -> int:
+    return int(spec.get("batch_size", 8) * spec.get("dp_degree", 2))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "worst"),
+    [
+        ("Scaled", "gradient of 3.weight in step 1"),
+        ("Unreduced", "gradient of 3.weight in step 1"),
+        ("LocalCount", "in step 5|after 5 steps|of step 5"),
+        ("Forgetful", "after 5 steps|in step 5"),
+    ],
+)
+def test_a_wrong_strategy_fails(pool: Pool, wrong: str, worst: str) -> None:
+    found = run(pool, wrong, model_options=PLAIN)
+    assert not found.passed
+    assert found.worst is not None
+    assert re.search(worst, found.worst), found
+    assert found.worst_rel is not None
+    assert found.worst_tolerance is not None
+    assert found.worst_rel > 10 * found.worst_tolerance
+
+
+def test_what_is_wrong_in_the_runs_own_arithmetic_alone_fails(pool: Pool) -> None:
+    found = run(pool, "Halved", model_options=PLAIN)
+    assert not found.passed
+    assert found.worst_rel is not None
+    assert found.worst_rel <= 1e-7
+    assert found.own_precision is not None
+    assert not found.own_precision.passed
+
+
+def test_a_network_that_makes_much_of_the_last_bit_passes_and_says_so(pool: Pool) -> None:
+    """Eight layers with BatchNorm over two samples."""
+    found = run(pool, tasks_per_node=4, dp_degree=4, batch_size=2, model_options={"unstable": True})
+    assert found.passed, found
+    assert found.tolerance > 1e-7
+    assert "in the last bit" in " ".join(found.notes)
+
+
+def test_ranks_wait_longer_than_their_patience_while_the_reference_gets_on(pool: Pool) -> None:
+    """Ten shares of 0.3 s each, with a patience of one second."""
+    assert run(pool, wait_s=1.0, slow_s=0.3, model_options=PLAIN, precision="fp64").passed
+
+
+def test_a_verified_run_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCBENCH_RESULTS", str(tmp_path / "results"))
+    (tmp_path / "pair.toml").write_text(SWEEP)
+    words = [sys.executable, "-m", "hpcbench"]
+    done = subprocess.run([*words, "run", "pair.toml"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    shown = subprocess.run([*words, "collect", "--json"], cwd=tmp_path, capture_output=True, check=True).stdout
+    by_verify = {one["spec"].get("verify", False): one for one in json.loads(shown)["results"]}
+    assert by_verify[True]["verification"]["passed"] is True
+    assert "verification" not in by_verify[False]
+    table = subprocess.run([*words, "table", "--json"], cwd=tmp_path, capture_output=True, check=True).stdout
+    (row,) = json.loads(table)["rows"]
+    assert (row["launches"], row["verified"]) == (2, True)
+
+
+def test_a_run_that_fails(tmp_path: Path, launch: Launch) -> None:
+    spec = make_spec(**PAIR, model="vgg11")
+    codes = launch.by_hand(2, write_tasks(tmp_path, spec), WRONG, WRONG="Scaled").wait()
+    assert codes == [1, 0], launch.logs()
+    result = result_of(tmp_path, spec)
+    assert result.status == "failed"
+    assert result.error is not None
+    assert result.error.type == "VerificationFailed"
+    assert "gradient of 3.weight in step 1 differs by" in message_of(result)
+    assert "allowed: 1.0e-09" in message_of(result)
+    assert result.metrics.samples_per_s is not None
+    assert result.verification is not None
+    assert not result.verification.passed
+
+
+def test_a_signal_while_the_reference_is_trained(tmp_path: Path, launch: Launch) -> None:
+    tasks, reached = write_tasks(tmp_path, PLAIN_PAIR), tmp_path / "reached"
+    launch.by_hand(2, tasks, WRONG, SLOW_S="0.2", REACHED=str(reached))
+    wait_until(reached.exists, "the reference")
+    for process in launch.processes:
+        process.send_signal(signal.SIGTERM)
+    assert launch.wait() == [1, 1]
+    result = result_of(tmp_path, PLAIN_PAIR)
+    assert result.status == "cancelled", launch.logs()
+    assert [one["status"] for one in result.ranks] == ["cancelled", "cancelled"]
+    assert "while it was being verified" in message_of(result)
+    assert len(result.step_times_s) == PLAIN_PAIR.steps
+
+
+def test_a_rank_that_dies_while_the_reference_is_trained(tmp_path: Path, launch: Launch) -> None:
+    tasks, reached = write_tasks(tmp_path, PLAIN_PAIR, wait_s=3.0), tmp_path / "reached"
+    launch.by_hand(2, tasks, WRONG, SLOW_S="0.05", REACHED=str(reached))
+    wait_until(reached.exists, "the reference")
+    launch.processes[1].kill()
+    assert launch.wait()[0] == 1
+    result = result_of(tmp_path, PLAIN_PAIR)
+    assert result.status == "failed", launch.logs()
+    assert message_of(result).startswith("rank 1 ended without leaving a file")

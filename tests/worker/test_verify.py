@@ -1,0 +1,247 @@
+"""What is compared, how far it may be, and how ranks wait meanwhile; on real ranks in tests/distributed."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpcbench.errors import WorkerError
+from hpcbench.parallel.bounds import Check, checks
+from hpcbench.parallel.catalog import STRATEGIES, Option
+from hpcbench.results.schema import Comparison, Verification
+from hpcbench.worker import verify as verifying
+from hpcbench.worker.compare import Trained, compare, largest_relative_difference
+from hpcbench.worker.data.feed import NOWHERE, make_feed
+from hpcbench.worker.link import Link
+from hpcbench.worker.stop import Stop, Stopped
+from hpcbench.worker.stores import TCPStore, another, seconds
+from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.verdict import judge
+from hpcbench.worker.verify import for_comparison, judged, shake, steps_to_compare, without_dropout
+from tests.worker.helpers import make_rank, make_spec
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("ours", "reference", "expected"),
+    [
+        ([1.0, 2.0], [1.0, 2.5], 0.2),
+        ([0.0, 0.5], [0.0, 0.25], 0.25),
+        ([float("nan"), 0.0], [0.0, 0.0], float("inf")),
+        ([0.0], [float("inf")], float("inf")),
+        ([0.0], [0.0, 0.0], float("inf")),
+        ([], [], 0.0),
+    ],
+)
+def test_the_measure(ours: list[float], reference: list[float], expected: float) -> None:
+    assert largest_relative_difference(torch.tensor(ours), torch.tensor(reference)) == pytest.approx(expected)
+
+
+def trained(loss: float = 2.0, first: float = 0.5, last: float = 0.5, weight: float = 1.0, **more: float) -> Trained:
+    def one(value: float) -> dict[str, torch.Tensor]:
+        return {"w": torch.tensor([value, 0.0]), **{name: torch.tensor([found]) for name, found in more.items()}}
+
+    return Trained([loss, 2.0], one(first), one(last), one(weight))
+
+
+CHECK = Check("fp64", 2, 1e-3, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ours", "passed", "worst"),
+    [
+        ({}, True, "loss of step 1"),
+        ({"loss": 2.0 + 1e-4}, False, "loss of step 1"),
+        ({"weight": 1.0 + 5e-4}, True, "weight of w after 2 steps"),
+        ({"weight": 1.0 + 2e-3}, False, "weight of w after 2 steps"),
+        # Of the last gradients a hundredth counts, since as much of them enters the weights.
+        ({"last": 0.55}, True, "gradient of w in step 2"),
+        ({"last": 0.65}, False, "gradient of w in step 2"),
+        # What is wrong in the first step is named, whatever has become of it by the last.
+        ({"first": 0.51, "weight": 3.0}, False, "gradient of w in step 1"),
+        ({"extra": 1.0}, False, "gradient of extra in step 1"),
+        ({"weight": float("nan")}, False, "weight of w after 2 steps"),
+    ],
+)
+def test_compare(ours: dict[str, float], passed: bool, worst: str) -> None:
+    found = compare(trained(**ours), trained(), CHECK)
+    assert (found.passed, found.worst) == (passed, worst)
+
+
+def test_figures_that_are_not_finite_are_absent() -> None:
+    found = compare(trained(weight=float("nan")), trained(), CHECK)
+    assert (found.weight_max_rel, found.worst_rel, found.loss_max_rel) == (None, None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        ({}, [Check("fp64", 5, 1e-7, 1e-9), Check("fp32", 1, 1e-5)]),
+        ({"precision": "fp64"}, [Check("fp64", 5, 1e-7, 1e-9)]),
+        ({"precision": "bf16"}, [Check("fp64", 5, 1e-7, 1e-9), Check("bf16", 1, 0.0625)]),
+        ({"optimizer": "adam"}, [Check("fp64", 5, 1e-7, 1e-9), Check("fp32", 1, 1e-5, weights=False)]),
+        ({"options": {"compression": "fp16"}}, [Check("fp64", 1, 1e-3), Check("fp32", 1, 1e-3)]),
+        ({"options": {"compression": "none"}}, [Check("fp64", 5, 1e-7, 1e-9), Check("fp32", 1, 1e-5)]),
+    ],
+)
+def test_what_is_checked(spec: dict[str, Any], expected: list[Check], monkeypatch: pytest.MonkeyPatch) -> None:
+    compression = Option(str, "none", "of gradients", ("none", "fp16"), lossy={"fp16": 1e-3})
+    with_option = STRATEGIES["ddp"]._replace(options={"compression": compression})
+    monkeypatch.setitem(STRATEGIES, "ddp", with_option)
+    assert checks(make_spec(strategy="ddp", **spec)) == expected
+
+
+def test_a_strategy_that_is_lossy_whatever_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(STRATEGIES, "ddp", STRATEGIES["ddp"]._replace(lossy=0.01))
+    assert checks(make_spec(strategy="ddp", precision="fp64")) == [Check("fp64", 1, 0.01)]
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "warmup", "timed", "steps"),
+    [
+        (8, 5, 20, (0, 1, 2, 3, 4)),  # 188 steps an epoch, the run does not get there
+        (200, 2, 6, (0, 1, 2, 3, 7)),  # the eighth step of the epoch takes the last hundred
+        (200, 2, 5, (0, 1, 2, 3, 4)),
+        (400, 2, 4, (0, 1, 2, 3, 4)),  # step 3 is partial anyway
+        (250, 2, 20, (0, 1, 2, 3, 4)),  # even
+    ],
+)
+def test_the_partial_batch_is_among_the_steps(batch_size: int, warmup: int, timed: int, steps: tuple[int, ...]) -> None:
+    spec = make_spec(batch_size=batch_size, warmup_steps=warmup, steps=timed)
+    assert steps_to_compare(spec, make_feed(spec, CPU), 5) == steps
+
+
+def test_a_single_step_is_the_partial_one() -> None:
+    spec = make_spec(batch_size=400, warmup_steps=0, steps=4)
+    assert steps_to_compare(spec, make_feed(spec, CPU), 1) == (3,)
+
+
+def test_no_dropout() -> None:
+    attention = nn.MultiheadAttention(8, 2, dropout=0.2)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.5), nn.Dropout2d(0.1)), attention)
+    assert without_dropout(model)
+    assert [one.p for one in model.modules() if isinstance(one, nn.Dropout | nn.Dropout2d)] == [0.0, 0.0]
+    assert attention.dropout == 0.0
+    assert not without_dropout(model)
+    spec = make_spec(model="vgg11", model_options={"dropout": 0.3, "batch_norm": False})
+    assert for_comparison(spec, "fp64").model_options == {"dropout": 0.0, "batch_norm": False}
+
+
+def test_a_change_in_the_last_bit() -> None:
+    model = nn.Linear(3, 2).double()
+    before = model.weight.detach().clone()
+    shake(model)
+    change = ((model.weight.detach() - before) / before).abs()
+    assert 0 < change.max() <= 4.5e-16
+    assert change.min() > 0
+
+
+OVERFLOWED = {"w": torch.tensor([float("inf"), 0.0])}
+
+
+def test_fp16_that_overflows_in_the_first_step_is_judged_by_its_losses() -> None:
+    notes: list[str] = []
+    ours = dataclasses.replace(trained(), gradients=OVERFLOWED, first_gradients=OVERFLOWED)
+    found = judged(ours, trained(), Check("fp16", 1, 1e-2), notes)
+    assert (found.passed, found.gradient_max_rel, found.weight_max_rel) == (True, None, None)
+    assert "overflowed" in notes[0]
+    assert not judged(dataclasses.replace(ours, losses=[2.1, 2.0]), trained(), Check("fp16", 1, 1e-2), notes).passed
+    assert not judged(ours, trained(), Check("bf16", 1, 1e-2), notes).passed
+
+
+def test_a_reference_that_diverges_proves_nothing() -> None:
+    notes: list[str] = []
+    both = trained(weight=float("nan"))
+    assert not judged(both, both, CHECK, notes).passed
+    assert "the reference itself is not finite" in notes[0]
+
+
+def test_what_verifying_lacks_is_not_what_the_run_lacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def starved(*_: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
+
+    monkeypatch.setattr(verifying, "make_feed", starved)
+    with pytest.raises(WorkerError, match="the run was measured, but verifying it needs more memory") as raised:
+        verifying.verify(make_spec(), Place(0, 1, CPU), NOWHERE, Stop(), None, 1.0)
+    assert raised.value.status == "failed"
+
+
+PASSED = Comparison(passed=True, precision="fp64", tolerance=1e-7, steps=5, worst="loss of step 1", worst_rel=0.0,
+                    worst_tolerance=1e-9)  # fmt: skip
+TOO_FAR = Comparison(passed=False, precision="bf16", tolerance=0.06, steps=1, worst="gradient of w in step 1",
+                     worst_rel=0.5, worst_tolerance=0.06)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("found", "status", "words"),
+    [
+        ({}, "ok", ""),
+        (
+            {"passed": False, "worst_rel": 1e-3},
+            "failed",
+            "in fp64, the loss of step 1 differs by 1.0e-03; allowed: 1.0e-09",
+        ),
+        ({"passed": False, "worst_rel": None}, "failed", "the loss of step 1 is missing, or not finite"),
+        (
+            {"passed": False, "own_precision": TOO_FAR},
+            "failed",
+            "in bf16, the gradient of w in step 1 differs by 5.0e-01",
+        ),
+    ],
+)
+def test_the_verdict(found: dict[str, Any], status: str, words: str) -> None:
+    given = {name: getattr(PASSED, name) for name in PASSED.__struct_fields__}
+    ranks = {0: make_rank(0, verification=Verification(**{**given, **found})), 1: make_rank(1)}
+    said = judge(2, ranks, cause=None, only_follows=False, launcher="srun", oom_kills_before=None)
+    assert said.status == status
+    assert words in (said.error.message if said.error else "")
+    assert said.error is None or said.error.type == "VerificationFailed"
+
+
+@pytest.fixture
+def links() -> list[Link]:
+    store = TCPStore("127.0.0.1", 0, None, True, seconds(30), wait_for_workers=False)
+    return [Link(store, 0, 2), Link(another(store), 1, 2)]
+
+
+def go_on() -> None:
+    """Nothing wants the wait to end."""
+
+
+def test_waiting_ends_when_it_is_done(links: list[Link]) -> None:
+    told = threading.Event()
+    looks = 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            links[0].post("progress", "one")
+        if looks == 5:
+            links[0].post("done", "1")
+            told.set()
+
+    links[1].follow("progress", "done", 30.0, look, "something")
+    assert told.is_set()
+
+
+def test_waiting_has_a_limit_that_says_what_it_waited_for(links: list[Link]) -> None:
+    links[0].post("progress", "7 shares of a step are done")
+    with pytest.raises(
+        WorkerError, match=r"rank 1 waited 0.2 s for rank 0 to train .*; last heard: 7 shares of a step"
+    ):
+        links[1].follow("progress", "done", 0.2, go_on, "rank 0 to train the reference")
+
+
+def test_waiting_ends_when_the_run_is_told_to_stop(links: list[Link]) -> None:
+    def told() -> None:
+        raise Stopped("cancelled", "stopped by SIGTERM")
+
+    with pytest.raises(Stopped):
+        links[1].follow("progress", "done", 30.0, told, "something")
