@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from hpcbench.config.spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 
 
@@ -32,6 +33,8 @@ class Strategy(NamedTuple):
     runtime: str
     description: str
     options: Mapping[str, Option] = MappingProxyType({})
+    limit: str | None = None
+    """``module:function``: what excludes a run (a ``RunSpec``) for this strategy in particular, or ``None``."""
 
 
 STRATEGIES = {
@@ -48,7 +51,64 @@ STRATEGIES = {
             "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
             "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
             "static_graph": Option(bool, False, "the graph is the same in every step"),
+            "compression": Option(
+                str, "none", "of gradients on their way: lossy", ("none", "fp16", "bf16", "powersgd")
+            ),
+            "powersgd_rank": Option(int, 2, "rank of PowerSGD's factors"),
         },
+        limit="hpcbench.parallel.limits:ddp",
+    ),
+    "zero1": Strategy(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.zero1:Zero1",
+        description="torch ZeroRedundancyOptimizer over DDP: optimizer state sharded (ZeRO-1)",
+        options={
+            "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
+            "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
+            "parameters_as_bucket_view": Option(bool, False, "parameters are views of the buckets they are sent in"),
+        },
+    ),
+    "fsdp": Strategy(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.fsdp:Fsdp",
+        description="torch fully_shard: parameters, gradients and optimizer state sharded (ZeRO-3)",
+        options={
+            "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
+            "mixed_precision": Option(bool, False, "parameters gathered and used in bf16, gradients reduced in fp32"),
+            "shard_degree": Option(int, 0, "ranks that hold one copy together, 0 for all: hybrid sharding"),
+        },
+        limit="hpcbench.parallel.limits:fsdp",
+    ),
+    "fairscale_oss": Strategy(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.fairscale:FairscaleOss",
+        description="fairscale OSS over DDP: optimizer state sharded (ZeRO-1)",
+        options={
+            "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
+            "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
+            "broadcast_fp16": Option(bool, False, "updated parameters are sent in fp16: lossy"),
+        },
+    ),
+    "fairscale_sddp": Strategy(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.fairscale:FairscaleSddp",
+        description="fairscale ShardedDataParallel: optimizer state and gradients sharded (ZeRO-2)",
+        options={
+            "reduce_buffer_mb": Option(float, 32.0, "size of a gradient bucket in MiB, 0 for none"),
+            "reduce_fp16": Option(bool, False, "gradients are reduced in fp16: lossy"),
+        },
+        limit="hpcbench.parallel.limits:sharded",
+    ),
+    "fairscale_fsdp": Strategy(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.fairscale_fsdp:FairscaleFsdp",
+        description="fairscale FullyShardedDataParallel: everything sharded (ZeRO-3)",
+        options={
+            "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
+            "flatten_parameters": Option(bool, True, "the parameters of a block are one tensor"),
+            "bucket_cap_mb": Option(int, 0, "size of a gradient bucket in MiB; on a cpu only 0, which is none"),
+        },
+        limit="hpcbench.parallel.limits:fairscale_fsdp",
     ),
 }
 
@@ -69,6 +129,16 @@ def strategy(key: str) -> Strategy:
     if key not in STRATEGIES:
         raise ConfigError(f"unknown strategy {key!r}", hint=did_you_mean(key, STRATEGIES))
     return STRATEGIES[key]
+
+
+def excluded_by(spec: RunSpec) -> str | None:
+    """Why the run's strategy cannot do what it asks for, as far as integers and names tell."""
+    named = strategy(spec.strategy).limit
+    if named is None:
+        return None
+    module, _, name = named.partition(":")
+    reason: str | None = getattr(importlib.import_module(module), name)(spec)
+    return reason
 
 
 def resolve_runtime(key: str) -> Any:
