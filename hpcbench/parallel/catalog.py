@@ -95,9 +95,9 @@ STRATEGIES = {
         description="fairscale ShardedDataParallel: optimizer state and gradients sharded (ZeRO-2)",
         options={
             "reduce_buffer_mb": Option(float, 32.0, "size of a gradient bucket in MiB, 0 for none"),
-            "reduce_fp16": Option(bool, False, "gradients are reduced in fp16: lossy"),
+            "reduce_fp16": Option(bool, False, "gradients are reduced in fp16, without buckets: lossy"),
         },
-        limit="hpcbench.parallel.limits:sharded",
+        limit="hpcbench.parallel.limits:fairscale_sddp",
     ),
     "fairscale_fsdp": Strategy(
         own_degree="dp_degree",

@@ -22,8 +22,11 @@ def fsdp(spec: RunSpec) -> str | None:
     return _no_fp16(spec)
 
 
-def sharded(spec: RunSpec) -> str | None:
-    """A loss scale would differ among the shards."""
+def fairscale_sddp(spec: RunSpec) -> str | None:
+    """Its buckets ignore reduce_fp16 without a word."""
+    buffer_mb = spec.options.get("reduce_buffer_mb", 32.0)
+    if spec.options.get("reduce_fp16") and buffer_mb:
+        return f"fairscale_sddp reduces in fp16 without buckets only: reduce_buffer_mb {buffer_mb:g}, 0 is right"
     return _no_fp16(spec)
 
 

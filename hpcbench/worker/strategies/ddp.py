@@ -58,13 +58,20 @@ def compress(wrapped: DistributedDataParallel, options: dict[str, Any], place: P
         )
     if kind == "powersgd":
         # The first steps go uncompressed, as its authors do it; two are enough for a run that only measures.
-        state = PowerSGDState(
-            place.group,
-            matrix_approximation_rank=options["powersgd_rank"],
-            start_powerSGD_iter=2,
-            min_compression_rate=1,
-        )
-        wrapped.register_comm_hook(state, powerSGD_hook)
+        rank = options["powersgd_rank"]
+        state = PowerSGDState(place.group, rank, start_powerSGD_iter=2, min_compression_rate=1)
+        wrapped.register_comm_hook(state, powerSGD_hook if place.device.type == "cuda" else one_bucket_at_a_time)
     elif kind != "none":
         hook = default_hooks.fp16_compress_hook if kind == "fp16" else default_hooks.bf16_compress_hook
         wrapped.register_comm_hook(place.group, hook)
+
+
+def one_bucket_at_a_time(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
+    """PowerSGD over gloo.
+
+    Its hook starts further collectives when the first of a bucket has ended. gloo's threads do so in an order of their
+    own on each rank, so with two buckets under way the ranks would send each other the wrong ones.
+    """
+    future = powerSGD_hook(state, bucket)
+    future.wait()
+    return future
