@@ -44,9 +44,15 @@ class Check(NamedTuple):
 def checks(spec: RunSpec) -> list[Check]:
     """What ``verify`` compares: first what decides, then (unless that is fp64) the run's own arithmetic."""
     lossy = lossy_bound(spec)
-    # A network amplifies what a lossy strategy leaves out, so the bound is held against the gradient itself.
-    decisive = Check("fp64", 1, lossy) if lossy else Check("fp64", STEPS, GROWN, EXACT)
-    if spec.precision == "fp64":
+    widest = strategy(spec.strategy).widest
+    if lossy:
+        # A network amplifies what a lossy strategy leaves out, so the bound is held against the gradient itself.
+        decisive = Check(widest, 1, lossy)
+    elif widest == "fp64":
+        decisive = Check("fp64", STEPS, GROWN, EXACT)
+    else:
+        decisive = Check(widest, STEPS, ONE_STEP[widest])
+    if spec.precision == widest:
         return [decisive]
     # Adam divides a gradient by its own size: of one that is nothing but rounding it makes a whole step.
     own = Check(spec.precision, 1, max(ONE_STEP[spec.precision], lossy), weights=spec.optimizer == "sgd")

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from hpcbench.config.spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 
 
@@ -38,10 +39,21 @@ class Strategy(NamedTuple):
     """One of ``REFERENCES``: what a run of it must compute."""
     lossy: float | None = None
     """As ``Option.lossy``, where the strategy is inexact whatever its options."""
+    widest: str = "fp64"
+    """The most exact arithmetic that it can be verified in."""
+    limit: str | None = None
+    """``module:function``: what excludes a run (a ``RunSpec``) for this strategy in particular, or ``None``."""
 
 
 REFERENCES = {"data_parallel": "hpcbench.worker.reference:train_reference"}
 """Trainings in one process that strategies are compared with, by name."""
+
+FP16_SENT = 2.0**-8
+"""Of gradients or weights rounded to fp16 on their way: eight unit roundoffs, for a sum over replicas."""
+BF16_SENT = 2.0**-4
+"""As bf16 arithmetic itself, see ``bounds.ONE_STEP``."""
+UNCOMPRESSED_YET = 1e-2
+"""PowerSGD approximates without a bound, but not before its third step, and one step is compared."""
 
 STRATEGIES = {
     "single": Strategy(
@@ -57,7 +69,75 @@ STRATEGIES = {
             "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
             "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
             "static_graph": Option(bool, False, "the graph is the same in every step"),
+            "compression": Option(
+                str,
+                "none",
+                "of gradients on their way: lossy",
+                ("none", "fp16", "bf16", "powersgd"),
+                lossy={"fp16": FP16_SENT, "bf16": BF16_SENT, "powersgd": UNCOMPRESSED_YET},
+            ),
+            "powersgd_rank": Option(int, 2, "rank of PowerSGD's factors"),
         },
+        limit="hpcbench.parallel.limits:ddp",
+    ),
+    "zero1": Strategy(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.zero1:Zero1",
+        description="torch ZeroRedundancyOptimizer over DDP: optimizer state sharded (ZeRO-1)",
+        options={
+            "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
+            "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
+            "parameters_as_bucket_view": Option(bool, False, "parameters are views of the buckets they are sent in"),
+        },
+    ),
+    "fsdp": Strategy(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.fsdp:Fsdp",
+        description="torch fully_shard: parameters, gradients and optimizer state sharded (ZeRO-3)",
+        options={
+            "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
+            "mixed_precision": Option(
+                bool, False, "parameters are used in bf16, gradients reduced in fp32", lossy={True: BF16_SENT}
+            ),
+            "shard_degree": Option(int, 0, "ranks that hold one copy together, 0 for all: hybrid sharding"),
+        },
+        limit="hpcbench.parallel.limits:fsdp",
+    ),
+    "fairscale_oss": Strategy(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.fairscale:FairscaleOss",
+        description="fairscale OSS over DDP: optimizer state sharded (ZeRO-1)",
+        options={
+            "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
+            "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
+            "broadcast_fp16": Option(
+                bool, False, "updated parameters are sent in fp16: lossy", lossy={True: FP16_SENT}
+            ),
+        },
+    ),
+    "fairscale_sddp": Strategy(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.fairscale:FairscaleSddp",
+        description="fairscale ShardedDataParallel: optimizer state and gradients sharded (ZeRO-2)",
+        options={
+            "reduce_buffer_mb": Option(float, 32.0, "size of a gradient bucket in MiB, 0 for none"),
+            "reduce_fp16": Option(
+                bool, False, "gradients are reduced in fp16, without buckets: lossy", lossy={True: FP16_SENT}
+            ),
+        },
+        limit="hpcbench.parallel.limits:fairscale_sddp",
+    ),
+    "fairscale_fsdp": Strategy(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.fairscale_fsdp:FairscaleFsdp",
+        description="fairscale FullyShardedDataParallel: everything sharded (ZeRO-3)",
+        options={
+            "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
+            "flatten_parameters": Option(bool, True, "the parameters of a block are one tensor"),
+            "bucket_cap_mb": Option(int, 0, "size of a gradient bucket in MiB; on a cpu only 0, which is none"),
+        },
+        limit="hpcbench.parallel.limits:fairscale_fsdp",
+        widest="fp32",
     ),
 }
 
@@ -80,6 +160,15 @@ def strategy(key: str) -> Strategy:
     return STRATEGIES[key]
 
 
+def excluded_by(spec: RunSpec) -> str | None:
+    """Why the run's strategy cannot do what it asks for, as far as integers and names tell."""
+    named = strategy(spec.strategy).limit
+    if named is None:
+        return None
+    reason: str | None = _resolve(named)(spec)
+    return reason
+
+
 def resolve_runtime(key: str) -> Any:
     """The runtime class of a strategy. Imports torch: for the worker alone."""
     return _resolve(strategy(key).runtime)
@@ -90,8 +179,8 @@ def resolve_reference(key: str) -> Any:
     return _resolve(REFERENCES[strategy(key).reference])
 
 
-def _resolve(runtime: str) -> Any:
-    module, _, name = runtime.partition(":")
+def _resolve(named: str) -> Any:
+    module, _, name = named.partition(":")
     return getattr(importlib.import_module(module), name)
 
 

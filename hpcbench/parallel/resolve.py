@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.spec import DEGREES, RunSpec
-from hpcbench.parallel.catalog import Option, model, strategy
+from hpcbench.parallel.catalog import Option, excluded_by, model, strategy
 from hpcbench.parallel.datasets import DATASETS, ONE_SIZE, input_shape
 
 
@@ -54,6 +54,8 @@ def resolve(point: dict[str, Any], limits: Limits) -> RunSpec | Dropped:
         _check_input(spec)
         _check_target(spec)
         _check_limits(spec, limits)
+        if reason := excluded_by(spec):
+            raise _Excluded(reason)
     except _Excluded as reason:
         return Dropped(point, str(reason))
     return spec

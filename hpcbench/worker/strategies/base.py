@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.catalog import strategy
 from hpcbench.parallel.shard import micro_shares
 from hpcbench.worker.compiling import compile_in_place
 from hpcbench.worker.data.feed import Feed
@@ -27,6 +29,12 @@ class Place:
     world_size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+
+    def members(self) -> dist.ProcessGroup:
+        """The group itself, for libraries that want one named."""
+        group = self.group or dist.group.WORLD
+        assert group is not None, "a strategy with a degree of its own has a process group"
+        return group
 
 
 class Strategy(Protocol):
@@ -56,13 +64,24 @@ class Strategy(Protocol):
         """As ``weights``: the gradients that the last step's update used."""
 
 
+def optimizer_kind(spec: RunSpec) -> tuple[type[torch.optim.Optimizer], dict[str, float]]:
+    """The class of the run's optimizer and its arguments, for libraries that make their own instances."""
+    common = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
+    if spec.optimizer == "sgd":
+        return torch.optim.SGD, {**common, "momentum": spec.momentum}
+    return torch.optim.Adam if spec.optimizer == "adam" else torch.optim.AdamW, common
+
+
 def make_optimizer(spec: RunSpec, module: nn.Module) -> torch.optim.Optimizer:
     """The run's optimizer over the parameters of ``module``."""
-    parameters = list(module.parameters())
-    if spec.optimizer == "sgd":
-        return torch.optim.SGD(parameters, spec.learning_rate, spec.momentum, weight_decay=spec.weight_decay)
-    kind = torch.optim.Adam if spec.optimizer == "adam" else torch.optim.AdamW
-    return kind(parameters, spec.learning_rate, weight_decay=spec.weight_decay)
+    kind, arguments = optimizer_kind(spec)
+    make: Callable[..., torch.optim.Optimizer] = kind
+    return make(list(module.parameters()), **arguments)
+
+
+def chosen_options(spec: RunSpec) -> dict[str, Any]:
+    """The options of the run's strategy, defaults filled in."""
+    return {name: option.default for name, option in strategy(spec.strategy).options.items()} | spec.options
 
 
 class DataParallel:
@@ -80,11 +99,19 @@ class DataParallel:
         if spec.compile:
             compile_in_place(self.module)
         self.runner = self.wrap(self.module, spec, place)
-        self.optimizer = make_optimizer(spec, self.module)
+        self.optimizer = self.make_optimizer(spec, place)
 
     def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
         """What is called instead of ``module``."""
         return module
+
+    def make_optimizer(self, spec: RunSpec, place: Place) -> torch.optim.Optimizer:
+        """Who updates the weights, made after ``wrap``."""
+        return make_optimizer(spec, self.module)
+
+    def clear_gradients(self) -> None:
+        """Before each step."""
+        self.optimizer.zero_grad(set_to_none=True)
 
     def without_sync(self) -> AbstractContextManager[None]:
         """The context of all micro-batches but the last."""
@@ -95,7 +122,7 @@ class DataParallel:
         global_count = feed.global_count(step)
         with self.phases("data"):
             inputs, labels = feed.batch(step, self.replica)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.clear_gradients()
         parts = micro_shares(len(labels), self.spec.batch_size, self.spec.micro_batches)
         for part in parts[:-1]:
             with self.without_sync():

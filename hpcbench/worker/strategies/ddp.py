@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import strategy
-from hpcbench.worker.strategies.base import DataParallel, Place
+from hpcbench.worker.strategies.base import DataParallel, Place, chosen_options
 
 
 class Ddp(DataParallel):
@@ -23,25 +25,53 @@ class Ddp(DataParallel):
 
     def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
         """``module`` in DDP, with the run's options."""
-        options = {name: option.default for name, option in strategy("ddp").options.items()} | spec.options
-        if options["static_graph"] and spec.micro_batches > 1:
-            raise WorkerError(
-                f"ddp with static_graph cannot accumulate gradients (micro_batches {spec.micro_batches}): "
-                "torch's reducer fails in the first backward pass without synchronisation",
-                status="unsupported",
-                hint="set options.static_graph = false or micro_batches = 1",
-            )
+        options = chosen_options(spec)
         self.loss_factor = float(spec.dp_degree)
-        return DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             module,
             device_ids=[place.device] if place.device.type == "cuda" else None,
             process_group=place.group,
             bucket_cap_mb=options["bucket_cap_mb"],
             gradient_as_bucket_view=options["gradient_as_bucket_view"],
-            static_graph=options["static_graph"],
+            static_graph=options.get("static_graph", False),
         )
+        compress(wrapped, options, place)
+        return wrapped
 
     def without_sync(self) -> AbstractContextManager[None]:
         """Gradients stay local until the step's last micro-batch."""
         context: AbstractContextManager[None] = self.runner.no_sync()
         return context
+
+
+def compress(wrapped: DistributedDataParallel, options: dict[str, Any], place: Place) -> None:
+    """Register the communication hook that ``options`` ask for.
+
+    ``WorkerError`` (``unsupported``) for bf16 without NCCL, which torch's hook needs.
+    """
+    kind = options.get("compression", "none")
+    if kind == "bf16" and place.device.type != "cuda":
+        raise WorkerError(
+            f"torch's bf16 gradient compression needs NCCL on a cuda device; this run's is {place.device.type}",
+            status="unsupported",
+            hint='set options.compression to "fp16", "powersgd" or "none"',
+        )
+    if kind == "powersgd":
+        # The first steps go uncompressed, as its authors do it; two are enough for a run that only measures.
+        rank = options["powersgd_rank"]
+        state = PowerSGDState(place.group, rank, start_powerSGD_iter=2, min_compression_rate=1)
+        wrapped.register_comm_hook(state, powerSGD_hook if place.device.type == "cuda" else one_bucket_at_a_time)
+    elif kind != "none":
+        hook = default_hooks.fp16_compress_hook if kind == "fp16" else default_hooks.bf16_compress_hook
+        wrapped.register_comm_hook(place.group, hook)
+
+
+def one_bucket_at_a_time(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
+    """PowerSGD over gloo.
+
+    Its hook starts further collectives when the first of a bucket has ended. gloo's threads do so in an order of their
+    own on each rank, so with two buckets under way the ranks would send each other the wrong ones.
+    """
+    future = powerSGD_hook(state, bucket)
+    future.wait()
+    return future

@@ -1,0 +1,101 @@
+"""torch's fully_shard (FSDP2; ZeRO-3, Rajbhandari et al. 2020; Zhao et al. 2023)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.errors import WorkerError
+from hpcbench.worker.strategies.base import DataParallel, Place, chosen_options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+
+class Fsdp(DataParallel):
+    """Parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it is used.
+
+    With ``shard_degree`` the shards are held by groups of that many neighbouring ranks, and the groups are replicas of
+    each other (hybrid sharding).
+    """
+
+    def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
+        """``module``, every block that has parameters of its own sharded, then what is left."""
+        if spec.precision == "fp16":
+            raise WorkerError(
+                "fsdp with fp16 would need a loss scale that all shards agree on",
+                status="unsupported",
+                hint="use precision bf16",
+            )
+        options = chosen_options(spec)
+        self.loss_factor = float(spec.dp_degree)
+        policy = MixedPrecisionPolicy()
+        if options["mixed_precision"]:
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        arguments: dict[str, Any] = {
+            "mesh": shard_mesh(place, options["shard_degree"]),
+            "reshard_after_forward": options["reshard_after_forward"],
+            "mp_policy": policy,
+        }
+        for block in separable_blocks(module):
+            fully_shard(block, **arguments)
+        fully_shard(module, **arguments)
+        return module
+
+    def without_sync(self) -> AbstractContextManager[None]:
+        """Gradients stay unreduced until the step's last micro-batch."""
+        return _unsynchronised(cast("FSDPModule", self.runner))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Gathered on every rank, one tensor after another."""
+        return {name: whole(tensor) for name, tensor in self.module.state_dict().items()}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gathered on every rank, one tensor after another."""
+        named = self.module.named_parameters()
+        return {name: whole(parameter.grad) for name, parameter in named if parameter.grad is not None}
+
+
+def shard_mesh(place: Place, shard_degree: int) -> DeviceMesh:
+    """One axis over all ranks, or two: replicas, then ``shard_degree`` ranks that hold one copy together."""
+    kind, size = place.device.type, place.world_size
+    group = place.members()
+    if shard_degree in (0, size):
+        return DeviceMesh.from_group(group, kind)
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, shard_degree)
+    return DeviceMesh(kind, ranks, mesh_dim_names=("replicate", "shard"))
+
+
+def separable_blocks(module: nn.Module) -> list[nn.Module]:
+    """Blocks whose parameters no other block uses: tied weights must stay together in the root's group."""
+    users = Counter(id(parameter) for block in module.children() for parameter in set(block.parameters()))
+    return [
+        block
+        for block in module.children()
+        if (own := list(block.parameters())) and all(users[id(parameter)] == 1 for parameter in own)
+    ]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """``tensor`` without shards. A collective where it has some."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach()
+
+
+@contextmanager
+def _unsynchronised(runner: FSDPModule) -> Iterator[None]:
+    runner.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        runner.set_requires_gradient_sync(True)
