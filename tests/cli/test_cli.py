@@ -49,6 +49,7 @@ def test_help_imports_nothing_heavy() -> None:
         "table",
         "bundle",
         "cluster",
+        "data",
         "schema",
         "doctor",
         "init",
