@@ -27,6 +27,7 @@ COMMANDS = {
     "bundle": ("hpcbench.cli.bundle:bundle", "Pack a sweep into one file for handing over."),
     "cluster": ("hpcbench.cli.project:cluster", "List and show cluster profiles."),
     "models": ("hpcbench.cli.models:models", "Show parameters, FLOPs, activations and layers of the models."),
+    "data": ("hpcbench.cli.data:data", "Make samples in files, and list what is there."),
     "schema": ("hpcbench.cli.project:schema", "Print a JSON Schema for editors and scripts."),
     "doctor": ("hpcbench.cli.project:doctor", "Say what works here and what is missing."),
     "init": ("hpcbench.cli.project:init", "Write a project folder to start from."),

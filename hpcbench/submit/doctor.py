@@ -12,7 +12,9 @@ import msgspec
 
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.fileio import printable
+from hpcbench.paths import data_folder, expanded
 from hpcbench.render.script import python_of
+from hpcbench.results.datafolder import survey
 from hpcbench.submit import scheduler
 from hpcbench.submit.environment import clean_environment, scrubbed_names
 from hpcbench.submit.live import live_partitions
@@ -36,6 +38,7 @@ def examine(profile: ClusterProfile, results: Path) -> list[Finding]:
     if profile.scheduler.kind == "slurm":
         findings += _slurm(profile)
     findings += _worker(profile)
+    findings.append(_samples(profile))
     leaking = scrubbed_names()
     if leaking:
         detail = f"{len(leaking)} variables of another job are kept from the jobs: {', '.join(leaking[:5])}"
@@ -60,6 +63,17 @@ def _results_tree(results: Path) -> Finding:
         with contextlib.suppress(OSError):
             probe.unlink()
     return Finding(what="results", works=True, detail=str(results))
+
+
+def _samples(profile: ClusterProfile) -> Finding:
+    """What runs with ``data = "files"`` or ``"real"`` find; none needs to."""
+    folder = expanded(data_folder(None, profile.data_folder))
+    found = survey(folder)
+    names = ", ".join(
+        f"{one.dataset}{f'-{one.size}' if one.size else ''} ({one.kind})" for one in found if one.complete
+    )
+    mend = "" if found else "hpcbench data make DATASET, where runs are to read files"
+    return Finding(what="data", works=bool(found), needed=False, detail=f"{folder}: {names or 'nothing'}", mend=mend)
 
 
 def _slurm(profile: ClusterProfile) -> list[Finding]:

@@ -50,6 +50,7 @@ def test_help_imports_nothing_heavy() -> None:
         "bundle",
         "cluster",
         "models",
+        "data",
         "schema",
         "doctor",
         "init",

@@ -116,3 +116,15 @@ def test_lists_of_hosts(text: str, names: list[str]) -> None:
 
 def test_a_list_of_hosts_has_an_end() -> None:
     assert len(expand_hosts("n[0-99999999999999]", limit=1000)) == 1000
+
+
+def test_the_data_folder_has_a_stand_in() -> None:
+    anonymiser = Anonymiser()
+    document = {
+        "provenance": {"data": {"data_folder": "/lustre/groups/lab/data", "loader_workers": 3}},
+        "error": {"hint": "hpcbench data make cifar10 --folder /lustre/groups/lab/data"},
+    }
+    anonymiser.learn_document(document)
+    shown = anonymiser.document(document)
+    assert shown["provenance"]["data"] == {"data_folder": "/data-1", "loader_workers": 3}
+    assert shown["error"]["hint"] == "hpcbench data make cifar10 --folder /data-1"

@@ -69,6 +69,15 @@ def test_a_maker_that_is_killed_leaves_nobody_behind_and_the_next_goes_on(
     assert {path: (tmp_path / path).stat().st_mtime_ns for path in first} == stamps, "what was whole was left alone"
 
 
+def test_a_maker_that_is_interrupted_ends_at_once_without_a_word(tmp_path: Path) -> None:
+    process = maker(tmp_path)
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline())["done"] == 0
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "")
+
+
 def test_two_makers_at_once_make_one_set(tmp_path: Path, whole: dict[str, bytes]) -> None:
     makers = [maker(tmp_path), maker(tmp_path)]
     for one in makers:

@@ -12,16 +12,17 @@ import multiprocessing
 import os
 import random
 import shutil
-import sys
+import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hpcbench.errors import ConfigError, HpcbenchError, StorageError, WorkerError
+from hpcbench.errors import ConfigError, StorageError, WorkerError
 from hpcbench.fileio import make_folder, storage_error, write_atomic
 from hpcbench.parallel.datasets import DATASETS, input_shape
 from hpcbench.results.datafolder import (
@@ -47,6 +48,7 @@ _TOKENS_PER_FOLDER = 2**20
 _STALE_S = 3600.0
 _ORPHANED_S = 1.0
 _FLUSHED_ALONE = 8
+_INTERRUPTED = 130
 
 
 def default_samples(dataset: str, size: int) -> int:
@@ -156,7 +158,8 @@ def _in_processes(made: Path, dataset: str, size: int, todo: list[tuple[int, int
 
 
 def _end_with_parent(parent: int) -> None:
-    """A maker that is killed leaves nobody behind who writes on."""
+    """A maker that is killed, or interrupted from the keyboard, leaves nobody behind who writes on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -289,16 +292,15 @@ def main(words: list[str]) -> int:
     size = given.size or DATASETS[given.dataset].shape[-1]
     samples = given.samples or default_samples(given.dataset, size)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # What is half done is another maker's to do again; nothing is waited for.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
     try:
         for there in make(given.folder.absolute(), given.dataset, size, samples, given.workers or cores):
             _say({"done": min(there, samples), "samples": max(samples, there)})
-    except (KeyboardInterrupt, BrokenPipeError):
-        # Whoever asked has gone; the next maker goes on.
-        _silence()
-        return 130
-    except HpcbenchError:
-        raise
-    except concurrent.futures.process.BrokenProcessPool as error:
+    except BrokenPipeError:
+        # Whoever asked has gone.
+        os._exit(_INTERRUPTED)
+    except BrokenProcessPool as error:
         raise StorageError(
             f"a process that made samples was ended from outside: {error}",
             hint="run the command again; fewer --workers",
@@ -308,7 +310,3 @@ def main(words: list[str]) -> int:
 
 def _say(progress: dict[str, Any]) -> None:
     print(json.dumps(progress), flush=True)  # noqa: T201 - what the caller reads
-
-
-def _silence() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
