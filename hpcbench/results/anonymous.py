@@ -121,6 +121,8 @@ class Anonymiser:
                 self.learn_hosts(value)
             elif key == "account" and value:
                 self.learn_account(value)
+            elif key == "model_folder":
+                self.learn_folder("models", value)
             elif key == "tree":
                 self.learn_folder("tree", os.path.dirname(value.rstrip("/")))  # noqa: PTH120 - text, no file of ours
 

@@ -89,7 +89,7 @@ def _measure(closing: Closing) -> None:
     stop.check()
     strategy = resolve_runtime(spec.strategy)()
     feed = make_feed(spec, device)
-    strategy.setup(build_model(spec), spec, place)
+    strategy.setup(build_model(spec, header.model_folder), spec, place)
     closing.replica = strategy.replica
     closing.progress = Progress(spec, device)
     run_loop(strategy, feed, spec, closing.progress, stop, lambda: barrier(place))

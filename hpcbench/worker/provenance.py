@@ -22,11 +22,12 @@ import torch.distributed as dist
 import hpcbench
 from hpcbench.config.spec import RunSpec
 from hpcbench.config.task import TaskHeader
+from hpcbench.parallel.own_model import is_own, module_file
 from hpcbench.worker.environ import cpu_mask, environment_that_matters, limits
 from hpcbench.worker.rank import RankInfo
 
 _OF_DIGEST = ("hpcbench", "python", "torch", "torch_git", "cuda", "cudnn", "nccl", "blas", "packages", "machine",
-              "device", "cpu_model", "cores", "gpu_model", "container")  # fmt: skip
+              "device", "cpu_model", "cores", "gpu_model", "container", "model_file_sha256")  # fmt: skip
 _JOB_FACTS = {
     "job_id": "SLURM_JOB_ID", "array_job_id": "SLURM_ARRAY_JOB_ID", "array_task_id": "SLURM_ARRAY_TASK_ID",
     "step_id": "SLURM_STEP_ID", "nodelist": "SLURM_JOB_NODELIST", "partition": "SLURM_JOB_PARTITION",
@@ -86,6 +87,11 @@ def collect(header: TaskHeader, spec: RunSpec, info: RankInfo, device: torch.dev
         "env": environment_that_matters(os.environ),
         **rank_provenance(device),
     }
+    model_file = (
+        module_file(spec.model, Path(header.model_folder)) if header.model_folder and is_own(spec.model) else None
+    )
+    if model_file is not None:
+        found["model_file_sha256"] = hashlib.sha256(model_file.read_bytes()).hexdigest()
     commit = git_commit()
     if commit:
         found["hpcbench_commit"] = commit
