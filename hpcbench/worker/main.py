@@ -96,7 +96,7 @@ def _measure(closing: Closing) -> None:
     closing.peak = peak(device)
     if info.rank == 0:
         closing.accuracy = accuracy(strategy.module, feed)
-        closing.flops_per_sample = flops_per_sample(spec, closing.warnings)
+        closing.flops_per_sample = flops_per_sample(spec, header.model_folder, closing.warnings)
 
 
 def _import_torch() -> None:
