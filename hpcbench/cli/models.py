@@ -18,15 +18,15 @@ _SORTS = ("order", "parameters", "forward_flops", "backward_flops", "activation_
 @click.option("--layers", "by_layer", is_flag=True, help="Every layer of one model on one dataset.")
 @click.option("--sort", type=click.Choice(_SORTS), default="order", help="Largest first by this. (default: order)")
 @click.option("--model-folder", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              help="Where the package of a model of your own is.")  # fmt: skip
+              default=".", help="Where the module of a model of your own is. (default: this folder)")  # fmt: skip
 @json_option
 def models(
     names: tuple[str, ...], datasets: tuple[str, ...], input_size: int | None, by_layer: bool, sort: str,
-    model_folder: Path | None, as_json: bool,
+    model_folder: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Show parameters, FLOPs and activation memory of every model on every dataset that it takes.
 
-    The numbers of the shipped models come with the package. A model of your own, package.module:function, and other
+    The numbers of the shipped models come with the package. A model of your own, module:function, and other
     input sizes are measured when they are first asked for, which takes torch and a few seconds.
     """
     from hpcbench.errors import ConfigError
@@ -43,4 +43,5 @@ def models(
         pairs = ", ".join(f"{table.model} on {table.dataset}" for table in tables[:5])
         hint = f"name one with --model and --dataset: {pairs}{', ...' if len(tables) > 5 else ''}"
         raise ConfigError(f"--layers shows one pair, and {len(tables)} were asked for", hint=hint)
-    console().print(layers_table(tables[0], sort))
+    screen = console()
+    screen.print(layers_table(tables[0], sort, screen.width))

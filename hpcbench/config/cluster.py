@@ -182,6 +182,8 @@ class ClusterProfile(Table):
     default_environment: str | None = None
     env: Variables = {}
     """Variables that every job gets."""
+    model_folder: Annotated[OneLine, Field(min_length=1)] | None = None
+    """Where `model = "module:function"` of a sweep finds its module, from this file on."""
     time_limit_min: Minutes = 30.0
     """Limit of a run that names none, nor its partition."""
     budget_node_hours: Annotated[float, Field(gt=0)] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ class Sweep:
     derived: dict[Parameter, Expression] = field(default_factory=dict)
     stops: list[StopRule] = field(default_factory=list)
     submit: SubmitTable = field(default_factory=SubmitTable)
+    model_folder: Path | None = None
+    """Absolute."""
 
     def settings(self) -> Iterator[tuple[tuple[str | int, ...], Settings]]:
         """Every table of the file that sets parameters, and what it sets."""
@@ -115,11 +118,17 @@ def load_sweep(path: Path) -> Sweep:
         derived=_derived(file, source, problems),
         stops=stop_rules(file.stop, varied, source, problems),
         submit=file.submit,
+        model_folder=_beside(path, file.model_folder) if file.model_folder else None,
     )
     problems += _set_twice(sweep)
     if problems:
         raise ConfigErrors(problems)
     return sweep
+
+
+def _beside(file: Path, folder: str) -> Path:
+    """A folder that ``file`` names; links stay, since a node may see only the path that was written."""
+    return Path(os.path.abspath(file.parent / Path(folder).expanduser()))  # noqa: PTH100 - resolve() follows links
 
 
 def _flat(values: dict[str, Any]) -> Settings:
@@ -256,4 +265,6 @@ def load_cluster_file(path: Path) -> tuple[ClusterProfile, Source]:
             where=source.where(("name",)),
             hint="results are stored under the name: give both the same",
         )
+    if profile.model_folder:
+        profile = profile.model_copy(update={"model_folder": str(_beside(path, profile.model_folder))})
     return profile, source

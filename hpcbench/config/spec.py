@@ -23,7 +23,7 @@ EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One resolved point of a sweep. Degrees are filled in; ``global_batch_size = batch_size * dp_degree``."""
 
-    model: Annotated[str, Meta(description="a shipped model, see `hpcbench schema sweep` and the glossary")]
+    model: Annotated[str, Meta(description="a shipped model (docs/models.md), or module:function of your own")]
     dataset: Annotated[str, Meta(description="what is fed: images, volumes or tokens, see docs/data.md")]
     strategy: Annotated[str, Meta(description="how the run is parallelised")]
     batch_size: Annotated[int, Meta(ge=1, description="samples per data-parallel replica and step")]

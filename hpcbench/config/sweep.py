@@ -145,6 +145,8 @@ class SweepFile(Table):
 
     name: Annotated[str, Field(pattern=NAME)]
     description: str = ""
+    model_folder: Annotated[str, Field(min_length=1)] | None = None
+    """Where `model = "module:function"` finds its module, from this file on; the profile's when absent."""
     fixed: Fixed = Fixed()
     """Parameters that all runs share."""
     grid: Grid = Grid()

@@ -35,6 +35,8 @@ class TaskHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Consecutive runs that one job carries, one after another."""
     environment_key: str | None = None
     """What the submitter knew of the jobs' software; kept in the results, so that a change can be seen."""
+    model_folder: str | None = None
+    """Absolute path of the folder that users' own models are in."""
     scrubbed: list[str] = []
     """Names of the submitter's variables that were kept from the job."""
 

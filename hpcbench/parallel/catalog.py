@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.parallel.own_model import is_own
 
 
 class Option(NamedTuple):
@@ -146,11 +147,13 @@ class Model(NamedTuple):
     """``builder`` is ``module:function``; ``min_size`` is the smallest edge length that it takes."""
 
     builder: str
-    kind: str
-    """The kind of data set that it takes: ``images``, ``volumes`` or ``tokens``."""
+    kind: str | None
+    """The kind of data set that it takes: ``images``, ``volumes`` or ``tokens``; ``None`` is left to the model."""
     min_size: int
     description: str
     options: dict[str, Option]
+    own: bool = False
+    """A user's own, which alone knows its options."""
 
 
 def strategy(key: str) -> Strategy:
@@ -212,7 +215,9 @@ def _models_table(path: Path) -> dict[str, Any]:
 
 
 def model(key: str) -> Model:
-    """The entry of ``key``; ``ConfigError`` with the nearest name where there is none."""
+    """The entry of ``key``, also of a user's own; ``ConfigError`` with the nearest name where there is none."""
+    if is_own(key):
+        return Model(key, None, 1, "a user's own model", {}, own=True)
     if key not in models():
         raise ConfigError(f"unknown model {key!r}", hint=did_you_mean(key, models()))
     return models()[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from hpcbench.config.cluster import ClusterProfile
@@ -10,6 +11,7 @@ from hpcbench.config.load import Sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.parallel.catalog import STRATEGIES, Option, models
 from hpcbench.parallel.datasets import DATASETS
+from hpcbench.parallel.own_model import check_own, is_own
 
 REQUIRED = ("model", "dataset", "strategy")
 BATCH_SIZES = ("batch_size", "global_batch_size")
@@ -20,10 +22,10 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
     known: dict[str, Iterable[str]] = {"model": models(), "dataset": DATASETS, "strategy": STRATEGIES}
     if profile is not None:
         known |= {"partition": profile.partitions, "environment": profile.environments}
-    problems = _missing(sweep)
+    problems = [*_missing(sweep), *_own_models(sweep, profile)]
     for name, choices in known.items():
         for value in sweep.values(name):
-            if value not in choices:
+            if value not in choices and not (name == "model" and is_own(value)):
                 where = f" of cluster {profile.name}" if profile and name in ("partition", "environment") else ""
                 problems.append(
                     ConfigError(
@@ -40,6 +42,28 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
     )
     if problems:
         raise ConfigErrors(problems)
+
+
+def _own_models(sweep: Sweep, profile: ClusterProfile | None) -> list[HpcbenchError]:
+    """Users' own models and the folder that they are in; a sweep without a profile may leave that to the profile."""
+    own = [value for value in sweep.values("model") if is_own(value)]
+    folder = model_folder(sweep, profile)
+    if folder is not None and not folder.is_dir() and (own or sweep.model_folder):
+        where = sweep.source.where(("model_folder",)) if sweep.model_folder else f"cluster {profile and profile.name}"
+        return [ConfigError(f"model_folder: there is no folder {folder}", where=where)]
+    where = sweep.where("model")
+    found: list[HpcbenchError] = [problem for value in own if (problem := check_own(value, folder, where))]
+    if own and folder is None and profile is not None and not found:
+        message = f"model {own[0]!r} is your own, but neither the sweep nor cluster {profile.name} says where it is"
+        found.append(ConfigError(message, where=where, hint='set model_folder = "." at the top of the sweep'))
+    return found
+
+
+def model_folder(sweep: Sweep, profile: ClusterProfile | None) -> Path | None:
+    """Where users' own models are: the sweep's word counts before the profile's."""
+    if sweep.model_folder is not None:
+        return sweep.model_folder
+    return Path(profile.model_folder) if profile is not None and profile.model_folder else None
 
 
 def _missing(sweep: Sweep) -> list[HpcbenchError]:
@@ -70,6 +94,8 @@ def _option_problems(
     for name in sorted(names):
         where = sweep.where(table, name)
         if name not in known:
+            if owner == "model" and any(is_own(key) for key in sweep.values(owner)):
+                continue
             message = f"no {owner} of this sweep has the option {name!r}"
             problems.append(ConfigError(message, where=where, hint=did_you_mean(name, known)))
             continue

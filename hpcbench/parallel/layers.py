@@ -112,6 +112,8 @@ class LayerRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     dataset: str
     input_size: int | None = None
     model_options: dict[str, Any] = {}
+    model_folder: str | None = None
+    """Absolute path of the folder that a user's own model is in."""
 
 
 class LayerAnswer(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -62,13 +62,14 @@ def resolve(point: dict[str, Any], limits: Limits) -> RunSpec | Dropped:
 
 
 def _keep_own_options(point: dict[str, Any]) -> None:
-    """Options that this strategy or model does not know are another's in the same sweep; defaults are left out."""
-    for key, known in (
-        ("options", strategy(point["strategy"]).options),
-        ("model_options", model(point["model"]).options),
-    ):
+    """Options that this strategy or model does not know are another's in the same sweep; defaults are left out.
+
+    A user's own model gets all of them.
+    """
+    entry = model(point["model"])
+    for key, known in (("options", strategy(point["strategy"]).options), ("model_options", entry.options)):
         given = point.get(key)
-        if given:
+        if given and not (key == "model_options" and entry.own):
             point[key] = {
                 name: known[name].kind(value) for name, value in given.items() if _counts(known.get(name), value)
             }
@@ -137,7 +138,7 @@ def _check_input(spec: RunSpec) -> None:
     if is_real and spec.dataset in ONE_SIZE and spec.input_size not in (None, own_size):
         raise _Excluded(f"{spec.dataset} is real data of {own_size}: input_size {spec.input_size} cannot change it")
     entry = model(spec.model)
-    if entry.kind != dataset.kind:
+    if entry.kind not in (None, dataset.kind):
         raise _Excluded(f"{spec.model} takes {entry.kind}; {spec.dataset} holds {dataset.kind}")
     size = input_shape(spec.dataset, spec.input_size)[-1]
     if size < entry.min_size:

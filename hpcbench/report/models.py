@@ -18,6 +18,7 @@ from hpcbench.parallel.catalog import model as catalog_model
 from hpcbench.parallel.catalog import models as shipped_models
 from hpcbench.parallel.datasets import DATASETS
 from hpcbench.parallel.layers import Layer, LayerRequest, LayerTable
+from hpcbench.parallel.own_model import check_own, is_own
 from hpcbench.parallel.pairs import pair
 from hpcbench.parallel.resolve import Dropped
 from hpcbench.submit.layers import layer_table_of
@@ -28,32 +29,45 @@ _NOTE = (
     "recomputation. activations: what autograd keeps from the forward pass for the backward pass."
 )
 
+_WIDE = 100
+_PART = 13
+
 
 def find_tables(
-    models: Sequence[str], datasets: Sequence[str], input_size: int | None, folder: Path | None
+    models: Sequence[str], datasets: Sequence[str], input_size: int | None, folder: Path
 ) -> list[LayerTable]:
     """The tables of all named models with all named data sets that they take; all where none is named.
 
-    ``ConfigError`` where a name is unknown or where nothing fits.
+    ``folder`` is where a user's own model is found. ``ConfigError`` where a name is unknown or where nothing fits.
     """
-    for name in models:
-        if ":" not in name:
-            catalog_model(name)
-    for name in datasets:
-        if name not in DATASETS:
-            raise ConfigError(f"unknown dataset {name!r}", hint=did_you_mean(name, DATASETS))
+    _check(models, datasets, folder)
     requests, reasons = [], []
     for model in models or shipped_models():
         for dataset in datasets or DATASETS:
             found = pair(model, dataset, input_size)
             if isinstance(found, Dropped):
                 reasons.append(found.reason)
-            else:
-                requests.append(LayerRequest(model=model, dataset=dataset, input_size=found.input_size))
+                continue
+            place = str(folder.resolve()) if is_own(model) else None
+            requests.append(LayerRequest(model=model, dataset=dataset, input_size=input_size, model_folder=place))
     if not requests:
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         raise ConfigError(f"no such model takes such a dataset: {reasons[0]}{more}")
-    return [layer_table_of(request, folder) for request in requests]
+    return [layer_table_of(request) for request in requests]
+
+
+def _check(models: Sequence[str], datasets: Sequence[str], folder: Path) -> None:
+    for name in datasets:
+        if name not in DATASETS:
+            raise ConfigError(f"unknown dataset {name!r}", hint=did_you_mean(name, DATASETS))
+    for name in models:
+        if not is_own(name):
+            catalog_model(name)
+        elif problem := check_own(name, folder.resolve(), "--model"):
+            raise problem
+        elif not datasets:
+            message = f"{name} is your own model: only you know which data sets it takes"
+            raise ConfigError(message, where="--model", hint="name one with --dataset")
 
 
 def sort_tables(tables: list[LayerTable], sort: str) -> list[LayerTable]:
@@ -104,13 +118,14 @@ def models_table(tables: list[LayerTable]) -> RenderableType:
     return Group(shown, Text(""), Text(_NOTE, style="dim"))
 
 
-def layers_table(table: LayerTable, sort: str) -> RenderableType:
-    """One row a layer, the sums below."""
+def layers_table(table: LayerTable, sort: str, width: int) -> RenderableType:
+    """One row a layer, the sums below; long names are cut at their dots where ``width`` columns are few."""
     totals = table.totals()
     shown = _table(("layer", "kind", "output"), ("params", "forward\nFLOP", "backward\nFLOP", "activa-\ntions"))
     for layer in sort_layers(table.layers, sort):
         shown.add_row(
-            _text(layer.name), _text(layer.kind), "x".join(str(extent) for extent in layer.output_shape),
+            _dotted(layer.name, width), _dotted(layer.kind, width),
+            "x".join(str(extent) for extent in layer.output_shape),
             _nonzero(layer.parameters), _nonzero(layer.forward_flops), _nonzero(layer.backward_flops),
             _nonzero(layer.activation_bytes, format_bytes),
         )  # fmt: skip
@@ -137,6 +152,15 @@ def _table(names: Sequence[str], numbers: Sequence[str]) -> Table:
 
 def _text(name: str) -> Text:
     return Text(brief(name))
+
+
+def _dotted(name: str, width: int) -> Text:
+    lines = [""]
+    for part in brief(name).replace(".", ".\0").split("\0"):
+        if width < _WIDE and lines[-1] and len(lines[-1] + part) > _PART:
+            lines.append("")
+        lines[-1] += part
+    return Text("\n".join(lines))
 
 
 def _nonzero(value: int, form: Callable[[float], str] = format_count) -> str:

@@ -153,6 +153,8 @@ class Anonymiser:
                 self._know(self._words, value, self._stand_in(key, value))
             elif key == "container" and value.startswith("/") and value.endswith(_IMAGE_FILES):
                 self.learn_folder("images", os.path.dirname(value))  # noqa: PTH120 - text, no file of ours
+            elif key == "model_folder":
+                self.learn_folder("models", value)
             elif key == "tree":
                 self.learn_folder("tree", os.path.dirname(value.rstrip("/")))  # noqa: PTH120 - text, no file of ours
             elif key == "data_folder":

@@ -25,6 +25,7 @@ def _sweep_schema() -> dict[str, Any]:
     from hpcbench.config.sweep import SweepFile
     from hpcbench.parallel.catalog import STRATEGIES, models
     from hpcbench.parallel.datasets import DATASETS
+    from hpcbench.parallel.own_model import FORM
 
     document = SweepFile.model_json_schema()
     names = {"model": sorted(models()), "dataset": sorted(DATASETS), "strategy": sorted(STRATEGIES)}
@@ -32,7 +33,9 @@ def _sweep_schema() -> dict[str, Any]:
         properties = document["$defs"][table]["properties"]
         for parameter, choices in names.items():
             for node in _string_nodes(properties[parameter]):
-                node["enum"] = choices
+                # A user's own model has a name of its own.
+                own = {"anyOf": [{"enum": choices}, {"pattern": FORM}]}
+                node.update(own if parameter == "model" else {"enum": choices})
     return document
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +23,7 @@ from hpcbench.parallel.layers import (
     encode_table,
     read_table,
 )
+from hpcbench.parallel.own_model import is_own, module_file
 from hpcbench.paths import cache_folder
 from hpcbench.submit.environment import clean_environment
 
@@ -31,58 +32,44 @@ _LIMIT_S = 600
 _INSTALL = "python -m pip install 'hpcbench[worker]', or ask where torch is installed, for instance in a job"
 
 
-def layer_table_of(request: LayerRequest, folder: Path | None = None, python: str = sys.executable) -> LayerTable:
+def layer_table_of(request: LayerRequest, python: str = sys.executable) -> LayerTable:
     """The table that ``request`` asks for.
 
-    ``folder`` is where a user's own model is found; ``python`` runs the worker's module where the table is neither
-    shipped nor cached. ``ConfigError`` where the request makes no sense, ``WorkerError`` where no table can be made.
+    ``python`` runs the worker's module where the table is neither shipped nor cached. ``ConfigError`` where the request
+    makes no sense, ``WorkerError`` where no table can be made.
     """
     shipped = read_table(request.model, request.dataset, request.input_size, request.model_options)
     if shipped is not None:
         return shipped
-    path = cache_folder() / "layers" / f"{_digest(request, folder)}.json"
+    path = cache_folder() / "layers" / f"{_digest(request)}.json"
     with contextlib.suppress(OSError, ConfigError):
         return decode_table(path.read_bytes(), str(path))
-    table = _made(request, folder, python)
+    table = _made(request, python)
     with contextlib.suppress(OSError, HpcbenchError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, encode_table(table))
     return table
 
 
-def _digest(request: LayerRequest, folder: Path | None) -> str:
-    """What the table depends on; for a user's own model every file of Python beside it."""
-    known = {
-        "request": request,
-        "version": (hpcbench.__version__, TABLE_VERSION),
-        "sources": _sources(request.model, folder),
-    }
+def _digest(request: LayerRequest) -> str:
+    """What the table depends on; for a user's own model the text of its file too."""
+    known = {"request": request, "version": (hpcbench.__version__, TABLE_VERSION), "source": _source(request)}
     return hashlib.sha256(msgspec.json.encode(known, order="deterministic")).hexdigest()[:32]
 
 
-def _sources(model: str, folder: Path | None) -> dict[str, str]:
-    module, colon, _ = model.partition(":")
-    if not colon:
-        return {}
-    base = (folder or Path.cwd()).joinpath(*module.split("."))
-    files = [base.with_suffix(".py"), base / "__init__.py"]
-    found = {}
-    for path in files:
-        with contextlib.suppress(OSError):
-            found[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+def _source(request: LayerRequest) -> str | None:
+    if request.model_folder is None or not is_own(request.model):
+        return None
+    path = module_file(request.model, Path(request.model_folder))
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path is not None else None
 
 
-def _made(request: LayerRequest, folder: Path | None, python: str) -> LayerTable:
-    environment = clean_environment()
-    if folder is not None:
-        paths = [str(folder.resolve()), environment.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+def _made(request: LayerRequest, python: str) -> LayerTable:
     name = f"{request.model} on {request.dataset}"
     try:
         done = subprocess.run(
-            [python, "-m", _MODULE],
-            input=msgspec.json.encode(request), env=environment, capture_output=True, timeout=_LIMIT_S, check=False,
+            [python, "-m", _MODULE], input=msgspec.json.encode(request), env=clean_environment(),
+            capture_output=True, timeout=_LIMIT_S, check=False,
         )  # fmt: skip
         answer = msgspec.json.decode(done.stdout, type=LayerAnswer)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -90,7 +77,7 @@ def _made(request: LayerRequest, folder: Path | None, python: str) -> LayerTable
     except msgspec.DecodeError:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         said = printable(lines[-1]) if lines else f"exit code {done.returncode}"
-        hint = _INSTALL if "No module named" in said else None
+        hint = _INSTALL if re.search("No module named '(torch|msgspec|hpcbench)", said) else None
         raise WorkerError(f"no table of layers of {name}: {python} says: {said}", hint=hint) from None
     if answer.table is None:
         kind = ConfigError if answer.is_input else WorkerError

@@ -16,6 +16,7 @@ from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.spec import RunSpec, config_id
 from hpcbench.config.task import Task, TaskHeader, write_lines
 from hpcbench.fileio import make_folder, storage_error, write_atomic
+from hpcbench.parallel.check import model_folder
 from hpcbench.paths import data_folder
 from hpcbench.render.directives import Shape, cpus_per_task
 from hpcbench.render.engine import TemplateEngine
@@ -119,6 +120,7 @@ def _task(plan: Plan, key: str, spec: RunSpec, shape: Shape, stops: list[int], s
 def _header(plan: Plan, tree: ClusterTree, folder: Path, group: JobGroup) -> TaskHeader:
     profile, shape = plan.profile, group.shape
     device = profile.devices.get(profile.node_of(shape.partition).device_type or "")
+    models = model_folder(plan.sweep, profile)
     return TaskHeader(
         cluster=profile.name,
         device=profile.device,
@@ -132,6 +134,7 @@ def _header(plan: Plan, tree: ClusterTree, folder: Path, group: JobGroup) -> Tas
         cores_per_task=cpus_per_task(shape, profile),
         pack=group.pack,
         environment_key=plan.environment_key(shape.environment),
+        model_folder=str(models) if models else None,
         scrubbed=scrubbed_names(),
     )
 

@@ -56,7 +56,7 @@ def layer_table(request: LayerRequest) -> LayerTable:
     spec = pair(request.model, request.dataset, request.input_size, request.model_options)
     if isinstance(spec, Dropped):
         raise WorkerError(spec.reason)
-    model = build_shapes(spec)
+    model = build_shapes(spec, request.model_folder)
     with _fake_tensors(spec):
         _give_storage(model)
         rows = [_trace(model, spec, batch) for batch in _BATCHES]

@@ -39,7 +39,7 @@ def measure(closing: Closing) -> None:
     feed = make_feed(spec, device, source)
     closing.provenance["data"] = feed.described()
     try:
-        strategy.setup(arranged(build_model(spec), spec), spec, place)
+        strategy.setup(arranged(build_model(spec, header.model_folder), spec), spec, place)
         closing.replica = strategy.replica
         _time(closing, strategy, feed, place)
     finally:
@@ -47,7 +47,9 @@ def measure(closing: Closing) -> None:
     if spec.verify:
         # The measured model must be gone before two others are there.
         del strategy, feed
-        closing.verification = verify(spec, place, source, closing.stop, closing.link, header.wait_s)
+        closing.verification = verify(
+            spec, place, source, header.model_folder, closing.stop, closing.link, header.wait_s
+        )
 
 
 def _describe(closing: Closing, device: torch.device) -> None:
@@ -83,4 +85,4 @@ def _time(closing: Closing, strategy: Strategy, feed: Feed, place: Place) -> Non
     closing.phases = profiled.phases
     closing.warnings += profiled.warnings
     if info.rank == 0:
-        closing.flops_per_sample = flops_per_sample(spec, closing.warnings)
+        closing.flops_per_sample = flops_per_sample(spec, closing.header.model_folder, closing.warnings)

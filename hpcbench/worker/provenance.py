@@ -19,6 +19,7 @@ import torch.distributed as dist
 import hpcbench
 from hpcbench.config.spec import RunSpec
 from hpcbench.config.task import TaskHeader
+from hpcbench.parallel.own_model import is_own, module_file
 from hpcbench.worker.environ import cpu_mask, environment_that_matters, limits
 from hpcbench.worker.gpu import host_gpus, rank_gpu
 from hpcbench.worker.host import host_facts, mask_by_numa_node
@@ -27,7 +28,7 @@ from hpcbench.worker.software import git_commit, packages, torch_build
 
 _OF_DIGEST = ("hpcbench", "python", "torch", "torch_git", "torch_build", "cuda", "cudnn", "nccl", "driver", "packages",
               "machine", "device", "cpu_model", "cores", "cpu", "gpu_model", "gpu", "infiniband", "container",
-              "container_kind")  # fmt: skip
+              "container_kind", "model_file_sha256")  # fmt: skip
 _JOB_FACTS = {
     "job_id": "SLURM_JOB_ID", "array_job_id": "SLURM_ARRAY_JOB_ID", "array_task_id": "SLURM_ARRAY_TASK_ID",
     "step_id": "SLURM_STEP_ID", "nodelist": "SLURM_JOB_NODELIST", "partition": "SLURM_JOB_PARTITION",
@@ -96,6 +97,9 @@ def _of_host(header: TaskHeader, spec: RunSpec, info: RankInfo, device: torch.de
         "container": next((os.environ[name] for name in _IMAGES if os.environ.get(name)), None),
         **host_facts(cpu_mask()),
     }
+    if header.model_folder and is_own(spec.model):
+        file = module_file(spec.model, Path(header.model_folder))
+        found["model_file_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest() if file else None
     return found | (_of_cuda() if device.type == "cuda" else {})
 
 

@@ -6,7 +6,7 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.layers import LayerRequest, read_table
 
 
-def flops_per_sample(spec: RunSpec, warnings: list[str]) -> float | None:
+def flops_per_sample(spec: RunSpec, model_folder: str | None, warnings: list[str]) -> float | None:
     """Forward and backward FLOPs of a run's model: from the shipped table, else measured here and now.
 
     Where that fails the run has no such figure, and ``warnings`` says why.
@@ -18,7 +18,11 @@ def flops_per_sample(spec: RunSpec, warnings: list[str]) -> float | None:
             from hpcbench.worker.layers import layer_table
 
             request = LayerRequest(
-                model=spec.model, dataset=spec.dataset, input_size=spec.input_size, model_options=spec.model_options
+                model=spec.model,
+                dataset=spec.dataset,
+                input_size=spec.input_size,
+                model_options=spec.model_options,
+                model_folder=model_folder,
             )
             table = layer_table(request)
     except Exception as error:  # noqa: BLE001 - what was measured counts, whatever is wrong with the table

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -30,8 +31,15 @@ _PROGRESS = "verify/progress"
 _DONE = "verify/done"
 
 
+class Given(NamedTuple):
+    """Where the run's samples and a model of the user's own come from."""
+
+    source: Source
+    model_folder: str | None
+
+
 def verify(
-    spec: RunSpec, place: Place, source: Source, stop: Stop, link: Link | None, wait_s: float
+    spec: RunSpec, place: Place, given: Given, stop: Stop, link: Link | None, wait_s: float
 ) -> Verification | None:
     """Train with a fresh instance of the run's strategy and, on rank 0, the reference; compare.
 
@@ -39,10 +47,10 @@ def verify(
     ``None``. ``Stopped`` where the run is told to end meanwhile.
     """
     try:
-        ours = [_as_the_run(spec, check, place, source, stop) for check in checks(spec)]
+        ours = [_as_the_run(spec, check, place, given, stop) for check in checks(spec)]
         _free(place.device)
         if place.rank == 0:
-            return _judge(Reference(spec, place.device, source, _tick(stop, link)), ours, link)
+            return _judge(Reference(spec, place.device, given, _tick(stop, link)), ours, link)
         assert link is not None, "a second rank without a link"
         link.follow(_PROGRESS, _DONE, wait_s, stop.check, "rank 0 to train the reference of verify")
     except Stopped as told:
@@ -112,13 +120,13 @@ def without_dropout(model: nn.Sequential) -> bool:
     return found
 
 
-def _as_the_run(spec: RunSpec, check: Check, place: Place, source: Source, stop: Stop) -> Trained:
+def _as_the_run(spec: RunSpec, check: Check, place: Place, given: Given, stop: Stop) -> Trained:
     chosen = for_comparison(spec, check.precision)
-    model = build_model(chosen)
+    model = build_model(chosen, given.model_folder)
     without_dropout(model)
     fresh: Strategy = resolve_runtime(chosen.strategy)()
     fresh.setup(arranged(model, chosen), chosen, place)
-    with closing(make_feed(chosen, place.device, source)) as feed:
+    with closing(make_feed(chosen, place.device, given.source)) as feed:
         return train(fresh, feed, steps_to_compare(chosen, feed, check.steps), place, stop.check)
 
 
@@ -152,8 +160,8 @@ def _judge(reference: Reference, ours: list[Trained], link: Link | None) -> Veri
 class Reference:
     """Trains what a run is compared with, on rank 0's device alone, and says in ``notes`` what was compared."""
 
-    def __init__(self, spec: RunSpec, device: torch.device, source: Source, tick: Callable[[], None]) -> None:
-        self.spec, self._device, self._source, self._tick = spec, device, source, tick
+    def __init__(self, spec: RunSpec, device: torch.device, given: Given, tick: Callable[[], None]) -> None:
+        self.spec, self._device, self._given, self._tick = spec, device, given, tick
         self.notes: list[str] = []
 
     def judge(self, ours: Trained, check: Check) -> Comparison:
@@ -180,11 +188,11 @@ class Reference:
 
     def _train(self, check: Check, shaken: bool = False) -> Trained:
         chosen = for_comparison(self.spec, check.precision)
-        model = build_model(chosen)
+        model = build_model(chosen, self._given.model_folder)
         had_dropout = without_dropout(model)
         if shaken:
             shake(model)
-        with closing(make_feed(chosen, self._device, self._source)) as feed:
+        with closing(make_feed(chosen, self._device, self._given.source)) as feed:
             steps = steps_to_compare(chosen, feed, check.steps)
             trained: Trained = resolve_reference(chosen.strategy)(model, chosen, feed, steps, self._tick)
             if not self.notes:

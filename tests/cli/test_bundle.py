@@ -127,7 +127,8 @@ def planted(tmp_path: Path) -> ClusterTree:
     submission.mkdir(parents=True)
     script = f"#!/bin/bash\n#SBATCH --account=prj4711\n#SBATCH --nodelist=gpunode[17-18]\n# {everything}\n"
     (submission / "0.sh").write_text(script)
-    header = TaskHeader(cluster="c", device="cpu", tree=str(tree.root), submission="carol-0001", host_suffix=everything)
+    header = TaskHeader(cluster="c", device="cpu", tree=str(tree.root), submission="carol-0001", host_suffix=everything,
+                        model_folder=f"/proj/prj4711/{everything}")  # fmt: skip
     task = Task(run_id=ID, config_id=config_id(SPEC), sweep="carol", spec=SPEC, time_limit_s=1)
     (submission / "0.jsonl").write_bytes(write_lines(header, [task]) + everything.encode())
     (submission / "0.4711.4294967294.log").write_text(everything)

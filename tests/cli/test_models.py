@@ -76,6 +76,32 @@ def test_shipped_numbers_need_no_torch() -> None:
     assert "imagenet" in done.stdout
 
 
+OWN = """from torch import nn
+def small(in_shape, outputs):
+    return nn.Sequential(nn.Flatten(), nn.Linear(in_shape[0] * in_shape[1] * in_shape[2], outputs))
+def reads(in_shape, outputs):
+    class Reads(nn.Module):
+        def forward(self, x):
+            return x if x.sum().item() else -x
+    return nn.Sequential(nn.Flatten(), Reads(), nn.Linear(64, outputs))
+"""
+
+
+def test_a_model_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(OWN)
+    env = {"XDG_CACHE_HOME": str(tmp_path)}
+    own = ("models", "--dataset", "digits", "--model-folder", str(tmp_path), "--model")
+    done = hpcbench(*own, "nets:small", "--layers", env=env)
+    assert done.returncode == 0, done.stderr
+    assert ["1", "Linear", "10", "650", "1.28", "k"] in [line.split()[:6] for line in done.stdout.splitlines()]
+    assert "did you mean 'small'?" in hpcbench(*own, "nets:smal", env=env).stderr
+    assert "name one with --dataset" in hpcbench("models", "--model", "nets:small", cwd=tmp_path, env=env).stderr
+    refused = hpcbench(*own, "nets:reads", env=env)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "nets:reads cannot be measured with fake tensors" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
 def test_another_size_is_measured(tmp_path: Path) -> None:
     arguments = ("models", "--model", "vgg11", "--dataset", "cifar10", "--input-size", "40", "--json")
     done = hpcbench(*arguments, env={"XDG_CACHE_HOME": str(tmp_path)})

@@ -15,7 +15,6 @@ from hpcbench.parallel.layers import LayerAnswer, LayerRequest, LayerTable, read
 from hpcbench.submit.layers import layer_table_of
 
 ASKED = LayerRequest(model="vgg11", dataset="cifar10", input_size=40)
-MINE = LayerRequest(model="mine.nets:small", dataset="cifar10")
 
 Python = Callable[..., str]
 
@@ -86,15 +85,17 @@ def test_a_changed_model_of_ones_own_is_made_anew(tmp_path: Path, python: Python
     source.parent.mkdir(parents=True)
     for text, made in (("1", 1), ("1", 1), ("2", 2)):
         source.write_text(text)
-        layer_table_of(MINE, tmp_path / "code", python(good()))
+        request = LayerRequest(model="mine.nets:small", dataset="cifar10", model_folder=str(tmp_path / "code"))
+        layer_table_of(request, python(good()))
         assert len(calls(tmp_path)) == made, text
-    assert calls(tmp_path)[0].startswith(str(tmp_path / "code"))
+    assert json.loads((tmp_path / "asked").read_bytes())["model_folder"] == str(tmp_path / "code")
 
 
 @pytest.mark.parametrize(
     ("said", "error", "kind", "expected"),
     [
         (b"", "ModuleNotFoundError: No module named 'torch'", WorkerError, "pip install 'hpcbench[worker]'"),
+        (b"", "ModuleNotFoundError: No module named 'mine'", WorkerError, "No module named 'mine'"),
         (b"", "Killed", WorkerError, "says: Killed"),
         (b"", "", WorkerError, "exit code 1"),
         (b'{"error": "resnet18 takes images", "hint": "another"}', "", WorkerError, "resnet18 takes images\n  another"),

@@ -26,6 +26,7 @@ from hpcbench.worker.layer_trace import trace
 from hpcbench.worker.layers import answer, blank_batch, layer_table, write_all
 from hpcbench.worker.losses import sample_losses
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.sample_flops import flops_per_sample
 from tests.worker.helpers import make_spec
 
 # One small pair of every family of models, measured anew in every run of the tests; `make check-layers` takes all.
@@ -240,6 +241,15 @@ def test_options_of_the_model_count() -> None:
     table = answer(request).table
     assert table is not None
     assert (table.model_options, table.totals().parameters) == ({"batch_norm": False}, 9_224_458)
+
+
+def test_a_run_whose_model_cannot_be_measured_has_a_warning(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    assert flops_per_sample(make_spec(), None, warnings) == shipped("resnet18", "digits").flops_per_sample()
+    assert warnings == []
+    spec = make_spec(model="not_there:build")
+    assert flops_per_sample(spec, str(tmp_path), warnings) is None
+    assert warnings == [f"no FLOP/s: model not_there:build: there is no module not_there in {tmp_path}"]
 
 
 def test_what_cannot_be_is_said() -> None:
