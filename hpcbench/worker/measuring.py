@@ -21,7 +21,7 @@ from hpcbench.worker.profiling import run_profiled
 from hpcbench.worker.provenance import collect, environment_digest
 from hpcbench.worker.sample_flops import flops_per_sample
 from hpcbench.worker.strategies.base import Place, Strategy
-from hpcbench.worker.verify import verify
+from hpcbench.worker.verify import Given, verify
 from hpcbench.worker.watch import Watch
 from hpcbench.worker.world import any_rank, barrier, enter_world
 
@@ -47,9 +47,8 @@ def measure(closing: Closing) -> None:
     if spec.verify:
         # The measured model must be gone before two others are there.
         del strategy, feed
-        closing.verification = verify(
-            spec, place, source, header.model_folder, closing.stop, closing.link, header.wait_s
-        )
+        given = Given(source, header.model_folder)
+        closing.verification = verify(spec, place, given, closing.stop, closing.link, header.wait_s)
 
 
 def _describe(closing: Closing, device: torch.device) -> None:

@@ -33,11 +33,10 @@ class _OfGpu(NamedTuple):
 
 
 class Watch:
-    """Of one rank. ``begin`` and ``end`` stand right around the timed steps; afterwards the fields are set."""
+    """Of one rank. ``begin`` and ``end`` stand right around timed steps, once or several times; the fields add up."""
 
     def __init__(self, device: torch.device, info: RankInfo, root: Path = Path("/")) -> None:
         self.watched: Watched | None = None
-        self.energy_j: float | None = None
         self.energy_absent: str | None = None
         """Why a counter that is there was not read."""
         self._root = root
@@ -46,9 +45,14 @@ class Watch:
         self._meter: energy.Meter | None = energy.OfGpu(self._gpu) if self._gpu else None
         if device.type == "cpu" and info.local_rank == 0:
             self._meter, self.energy_absent = energy.node_meter(root)
-        self._energies_j: list[float | None] = []
-        self._began_s = 0.0
         self._before: tuple[_OfCores, _OfGpu | None] | None = None
+        self._joules: list[float | None] = []
+
+    @property
+    def energy_j(self) -> float | None:
+        """Of the device or the node; ``None`` where it could not be read at every edge."""
+        known = [joules for joules in self._joules if joules is not None]
+        return sum(known) if known and len(known) == len(self._joules) else None
 
     @property
     def energy_source(self) -> str | None:
@@ -56,24 +60,22 @@ class Watch:
         return self._meter.source if self._meter and self.energy_j is not None else None
 
     def begin(self) -> None:
-        """Timed steps are about to begin; after a pause too, which counts as no energy."""
-        self._began_s = time.monotonic()
-        if self._before is None:
-            self._before = (self._read_cores(), self._read_gpu())
+        """A timed step is about to begin."""
+        self._before = (self._read_cores(), self._read_gpu())
         if self._meter:
             nvml.answer(self._meter.begin)
 
     def end(self) -> None:
-        """The last timed step, or the last before a pause, has ended."""
+        """The last timed step for now has ended."""
         if self._before is None:
             return
-        wall_s = time.monotonic() - self._began_s
+        wall_s = time.monotonic() - self._before[0].at_s
         if self._meter:
-            self._energies_j.append(nvml.answer(lambda: self._meter and self._meter.end(wall_s)))
-            known = [energy_j for energy_j in self._energies_j if energy_j is not None]
-            self.energy_j = sum(known) if len(known) == len(self._energies_j) else None
-        self.watched = _between(*self._before, self._read_cores(), self._read_gpu())
-        self.watched.cpu_quota_cores = cgroup.cpu_quota_cores(*self._groups())
+            self._joules.append(nvml.answer(lambda: self._meter and self._meter.end(wall_s)))
+        part = _between(*self._before, self._read_cores(), self._read_gpu())
+        part.cpu_quota_cores = cgroup.cpu_quota_cores(*self._groups())
+        self.watched = part if self.watched is None else _joined(self.watched, part)
+        self._before = None
 
     def _read_cores(self) -> _OfCores:
         mask, root = self._mask, self._root
@@ -113,7 +115,7 @@ def _between(before: _OfCores, gpu_before: _OfGpu | None, after: _OfCores, gpu_a
         stolen_s=[round(later.stolen_s - earlier.stolen_s, 2) for earlier, later in pairs],
         own_s=after.own_s - before.own_s,
         throttled_s=_rise(before.throttled_s, after.throttled_s),
-        hot_events=int(rise) if (rise := _rise(before.hot_events, after.hot_events)) is not None else None,
+        hot_events=_whole(_rise(before.hot_events, after.hot_events)),
         core_hz=clocks if len(clocks) == 2 else [],
     )
     if gpu_before and gpu_after:
@@ -126,6 +128,39 @@ def _between(before: _OfCores, gpu_before: _OfGpu | None, after: _OfCores, gpu_a
         }
         watched.gpu_sm_hz = list(max(seen)) if seen else []
     return watched
+
+
+def _joined(first: Watched, then: Watched) -> Watched:
+    """Both regions as one; what one of them does not know is not known of both."""
+    held = {
+        name: first.gpu_held_s[name] + then.gpu_held_s[name] for name in first.gpu_held_s if name in then.gpu_held_s
+    }
+    return Watched(
+        wall_s=first.wall_s + then.wall_s,
+        busy_s=_sums(first.busy_s, then.busy_s),
+        stolen_s=_sums(first.stolen_s, then.stolen_s),
+        own_s=_total(first.own_s, then.own_s),
+        throttled_s=_total(first.throttled_s, then.throttled_s),
+        cpu_quota_cores=then.cpu_quota_cores,
+        hot_events=_whole(_total(first.hot_events, then.hot_events)),
+        core_hz=[first.core_hz[0], then.core_hz[1]] if first.core_hz and then.core_hz else [],
+        gpu_others=max((count for count in (first.gpu_others, then.gpu_others) if count is not None), default=None),
+        gpu_reasons=list(dict.fromkeys(first.gpu_reasons + then.gpu_reasons)),
+        gpu_held_s=held,
+        gpu_sm_hz=max(first.gpu_sm_hz, then.gpu_sm_hz),
+    )
+
+
+def _sums(first: list[float], then: list[float]) -> list[float]:
+    return [one + other for one, other in zip(first, then, strict=True)] if len(first) == len(then) else []
+
+
+def _total(first: float | None, then: float | None) -> float | None:
+    return None if first is None or then is None else first + then
+
+
+def _whole(count: float | None) -> int | None:
+    return None if count is None else int(count)
 
 
 def _rise(before: float | None, after: float | None) -> float | None:

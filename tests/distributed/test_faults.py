@@ -75,7 +75,7 @@ def warning(result: RunResult, kind: str) -> str:
 
 
 def test_a_rank_that_sleeps_is_named(tmp_path: Path, launch: Launch) -> None:
-    spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, batch_size=4, steps=4)
+    spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, batch_size=4, steps=4, profile_steps=2)
     launch.by_hand(2, write_tasks(tmp_path, spec), SLOW, SLOW="1:0.5").wait()
     result = result_of(tmp_path, spec, launch)
     text = warning(result, "a slow rank")

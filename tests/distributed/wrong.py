@@ -140,7 +140,7 @@ def run_verify(told: Told, group: dist.ProcessGroup) -> Verification | None:
     place = Place(rank, told.spec.ranks, CPU, group)
     link = Link(store, rank, told.spec.ranks)
     with short_epoch(told.spec.dataset, told.samples), changed(told.wrong, told.slow_s, told.small):
-        return verifying.verify(told.spec, place, NOWHERE, None, Stop(), link, told.wait_s)
+        return verifying.verify(told.spec, place, verifying.Given(NOWHERE, None), Stop(), link, told.wait_s)
 
 
 if __name__ == "__main__":

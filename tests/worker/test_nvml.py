@@ -119,6 +119,22 @@ def test_a_gpu_at_both_edges(use: Any) -> None:
     assert (seen.gpu_held_s, seen.gpu_sm_hz) == ({"power": 3.0, "thermal": 0.0}, [1.9e9, 1.98e9])
 
 
+def test_a_gpu_over_two_regions(use: Any) -> None:
+    fake = use(FakeNvml())
+    watch = watch_between(fake, energy=6000, reasons=0x4, power_ns=10**9)
+    watch.begin()
+    fake.values |= {"energy": 8500, "reasons": 0x40, "power_ns": 4 * 10**9, "processes": [4_000_001], "clock": 1950}
+    watch.end()
+    seen = watch.watched
+    assert seen is not None
+    assert (watch.energy_j, seen.gpu_others, seen.gpu_reasons) == (3.5, 1, ["power cap", "heat (hardware)"])
+    assert (seen.gpu_held_s, seen.gpu_sm_hz) == ({"power": 4.0, "thermal": 0.0}, [1.95e9, 1.98e9])
+    fake.values["energy"] = NVMLError("lost")
+    watch.begin()
+    watch.end()
+    assert watch.energy_j is None, "a part is not the whole"
+
+
 def test_a_clock_of_an_idle_gpu_means_nothing(use: Any) -> None:
     watch = watch_between(use(FakeNvml(reasons=1, clock=345)))
     assert watch.watched is not None

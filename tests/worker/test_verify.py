@@ -168,7 +168,7 @@ def test_what_verifying_lacks_is_not_what_the_run_lacked(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(verifying, "make_feed", starved)
     with pytest.raises(WorkerError, match="the run was measured, but verifying it needs more memory") as raised:
-        verifying.verify(make_spec(), Place(0, 1, CPU), NOWHERE, None, Stop(), None, 1.0)
+        verifying.verify(make_spec(), Place(0, 1, CPU), verifying.Given(NOWHERE, None), Stop(), None, 1.0)
     assert raised.value.status == "failed"
 
 

@@ -169,6 +169,33 @@ def test_the_difference_between_the_edges(tmp_path: Path, monkeypatch: pytest.Mo
                      "the cores' clock fell during the timed steps"]  # fmt: skip
 
 
+def test_regions_add_up_and_what_lies_between_them_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "cpu_mask", lambda: [0])
+
+    def at(second: int, clock_khz: int) -> None:
+        write_tree(tmp_path, {
+            "proc/stat": stat(cpu0=f"{second * TICKS} 0 0 0 0 0 0 {second * TICKS} 0 0"), "proc/self/cgroup": "0::/",
+            "sys/fs/cgroup/cpu.stat": f"throttled_usec {second * 10**6}",
+            f"{CPU}/cpu0/thermal_throttle/core_throttle_count": second,
+            f"{CPU}/cpu0/cpufreq/scaling_cur_freq": clock_khz, **rapl(intel_rapl_0=("package-0", second * 10**6)),
+        })  # fmt: skip
+
+    at(0, 3_000_000)
+    watch = Watch(torch.device("cpu"), info(), tmp_path)
+    for begin, end, clock_khz in ((1, 3, 2_500_000), (10, 14, 2_000_000)):
+        at(begin, 3_000_000)
+        watch.begin()
+        at(end, clock_khz)
+        watch.end()
+    watch.end()
+    seen = watch.watched
+    assert seen is not None
+    assert (seen.busy_s, seen.stolen_s, seen.throttled_s, seen.hot_events) == ([6.0], [6.0], 6.0, 6)
+    assert (watch.energy_j, seen.core_hz) == (6.0, [3.0e9, 2.0e9])
+
+
 def test_one_rank_a_node_counts_its_energy(tmp_path: Path) -> None:
     root = write_tree(tmp_path, rapl(intel_rapl_0=("package-0", 1)))
     watch = Watch(torch.device("cpu"), info(local_rank=1), root)
