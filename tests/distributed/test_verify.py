@@ -32,13 +32,13 @@ PLAIN_PAIR = make_spec(**PAIR, model="vgg11", model_options=PLAIN)
 SWEEP = """
 name = "pair"
 [fixed]
-model = "resnet18"
+model = "vgg11"
 dataset = "digits"
 strategy = "ddp"
 tasks_per_node = 2
-batch_size = 8
+batch_size = 4
 warmup_steps = 1
-steps = 3
+steps = 2
 [grid]
 verify = [true, false]
 """
