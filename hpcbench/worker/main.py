@@ -95,6 +95,7 @@ def _measure(closing: Closing) -> None:
     closing.peak = peak(device)
     if info.rank == 0:
         closing.accuracy = accuracy(strategy.module, feed)
+    strategy.close()
 
 
 def _import_torch() -> None:

@@ -89,6 +89,10 @@ def collect(header: TaskHeader, spec: RunSpec, info: RankInfo, device: torch.dev
     commit = git_commit()
     if commit:
         found["hpcbench_commit"] = commit
+    if spec.strategy == "horovod":
+        from hpcbench.worker.horovod_library import facts
+
+        found["horovod"] = facts(str(spec.options.get("controller", "gloo")))
     image = next((os.environ[name] for name in _IMAGES if os.environ.get(name)), None)
     if image:
         found["container"] = image

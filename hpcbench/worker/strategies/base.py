@@ -26,6 +26,8 @@ class Place:
     world_size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+    wait_s: float = 300.0
+    """How long a rank waits for the others."""
 
 
 class Strategy(Protocol):
@@ -53,6 +55,9 @@ class Strategy(Protocol):
 
     def gradients(self) -> dict[str, Tensor]:
         """As ``weights``: the gradients that the last step's update used."""
+
+    def close(self) -> None:
+        """Called once on every rank after all else, where the run went well."""
 
 
 def make_optimizer(spec: RunSpec, module: nn.Module) -> torch.optim.Optimizer:
@@ -92,15 +97,19 @@ class DataParallel:
         global_count = feed.global_count(step)
         with self.phases("data"):
             inputs, labels = feed.batch(step, self.replica)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         parts = micro_shares(len(labels), self.spec.batch_size, self.spec.micro_batches)
         for part in parts[:-1]:
             with self.without_sync():
                 self._accumulate(inputs, labels, part, global_count)
         self._accumulate(inputs, labels, parts[-1], global_count)
         with self.phases("optimizer"):
-            self.arithmetic.update(self.optimizer)
+            self.update()
         return self._take_loss()
+
+    def update(self) -> None:
+        """Let the optimizer use the gradients of the step."""
+        self.arithmetic.update(self.optimizer)
 
     def weights(self) -> dict[str, Tensor]:
         """Every rank holds all of them."""
@@ -110,6 +119,9 @@ class DataParallel:
         """Every rank holds all of them."""
         named = self.module.named_parameters()
         return {name: parameter.grad.detach() for name, parameter in named if parameter.grad is not None}
+
+    def close(self) -> None:
+        """Nothing is left to do."""
 
     def _accumulate(self, inputs: Tensor, labels: Tensor, part: range, global_count: int) -> None:
         chosen = slice(part.start, part.stop)
