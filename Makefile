@@ -11,9 +11,12 @@ CPUS ?= 0.4
 MEM ?= 3g
 LINK ?= 1gbit
 
+# Compilers at a time in `make horovod`.
+JOBS ?= 2
+
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-unit test-distributed test-slurm test-docs lint format schemas layers check-layers golden \
-	pictures slurm-up slurm-down slurm-status soak faults bench clean
+.PHONY: help quickstart horovod horovod-if-possible test test-unit test-distributed test-slurm test-docs lint format \
+	schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -31,18 +34,28 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.worker
 
+# Horovod belongs to one torch: another one in .venv needs another wheel.
+$(VENV)/.horovod: $(VENV)/.worker hpcbench/worker/build_horovod.py hpcbench/worker/horovod_source.py
+	$(BIN)/python -m hpcbench.worker.build_horovod --jobs $(JOBS)
+	@touch $@
+
 quickstart: $(VENV)/.worker ## install into .venv and run the quickstart sweep on this machine
 	$(BIN)/hpcbench run quickstart
+
+horovod: $(VENV)/.horovod ## build Horovod for .venv's torch, or take it from the cache (JOBS)
+
+horovod-if-possible: $(VENV)/.dev
+	@$(MAKE) --no-print-directory $(VENV)/.horovod || echo "Horovod is left out: its tests are skipped, or fail where HPCBENCH_REQUIRE names it"
 
 test: test-unit test-distributed test-slurm test-docs ## everything, a real SLURM included where this machine allows
 
 test-unit: $(VENV)/.dev ## what needs one process
 	$(BIN)/pytest -m "not distributed and not slurm and not soak and not faults" --ignore=tests/docs
 
-test-distributed: $(VENV)/.dev ## what needs several ranks
+test-distributed: horovod-if-possible ## what needs several ranks
 	$(BIN)/pytest -m "distributed and not slurm and not soak and not faults" --ignore=tests/docs
 
-test-slurm: $(VENV)/.dev ## what needs the SLURM box, which it starts
+test-slurm: horovod-if-possible ## what needs the SLURM box, which it starts
 	$(BIN)/pytest -m "slurm and not soak" --ignore=tests/docs -rs
 
 test-docs: $(VENV)/.dev ## the commands and files that the documentation shows

@@ -140,6 +140,21 @@ STRATEGIES = {
         limit="hpcbench.parallel.limits:fairscale_fsdp",
         widest="fp32",
     ),
+    "horovod": Strategy(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.horovod:Horovod",
+        description="Horovod: replicas, gradients fused and all_reduced by a background thread",
+        options={
+            "fusion_threshold_mb": Option(float, 128.0, "gradients are fused up to this many MiB; 0 fuses none"),
+            "cycle_time_ms": Option(float, 1.0, "how often the background thread looks for gradients"),
+            "compression": Option(str, "none", "of gradients on their way; fp16 is lossy", ("none", "fp16")),
+            "op": Option(str, "average", "how gradients are combined; adasum is lossy", ("average", "adasum")),
+            "controller": Option(str, "gloo", "who coordinates and carries data between CPUs", ("gloo", "mpi")),
+            "hierarchical_allreduce": Option(bool, False, "reduce inside each node first; needs NCCL"),
+            "lr_scaling": Option(bool, False, "learning_rate times dp_degree"),
+            "lr_warmup_epochs": Option(float, 0.0, "epochs in which the scaled rate is reached from learning_rate"),
+        },
+    ),
 }
 
 

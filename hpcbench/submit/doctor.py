@@ -128,7 +128,8 @@ def _worker(profile: ClusterProfile) -> list[Finding]:
 
 def _packages(profile: ClusterProfile, report: dict[str, Any]) -> list[Finding]:
     needed = {"torch": _INSTALL, "msgspec": _INSTALL, "psutil": _INSTALL}
-    optional = {"torchvision": _INSTALL, "sklearn": _INSTALL, "PIL": _INSTALL, "h5py": _INSTALL}
+    build = f"{report.get('executable', 'python')} -m hpcbench.worker.build_horovod"
+    optional = {"torchvision": _INSTALL, "sklearn": _INSTALL, "PIL": _INSTALL, "h5py": _INSTALL, "horovod.torch": build}
     findings = []
     for name, mend in {**needed, **optional}.items():
         entry = report.get("modules", {}).get(name, {})

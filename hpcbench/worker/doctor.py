@@ -26,8 +26,8 @@ def doctor() -> int:
 
 def examine() -> dict[str, Any]:
     """``ready``, the interpreter, and per module ``{"works", "version", "error", "hint"}``; for torch its devices."""
-    modules = {name: _module(name) for name in NEEDED + OPTIONAL if name != "torchvision"}
-    modules["torchvision"] = _module("torchvision", _torchvision)
+    modules = {name: _module(name) for name in NEEDED + OPTIONAL if name not in _LOADED}
+    modules |= {name: _module(name, load) for name, load in _LOADED.items()}
     report: dict[str, Any] = {
         "ready": all(modules[name]["works"] for name in NEEDED),
         "host": socket.gethostname(),
@@ -54,6 +54,16 @@ def _torchvision() -> Any:
     from hpcbench.worker.models.vision import torchvision_models
 
     return torchvision_models()
+
+
+def _horovod() -> Any:
+    from hpcbench.worker.horovod_library import load
+
+    return load()
+
+
+_LOADED = {"torchvision": _torchvision, "horovod.torch": _horovod}
+"""Packages that need more than an import to be known to work."""
 
 
 def _torch() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import traceback
 
 from hpcbench.errors import WorkerError
@@ -20,17 +21,19 @@ _OUT_OF_MEMORY = re.compile(
 # What a rank sees of another one's end: never the cause, always a consequence.
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote process exited|socket (closed|timeout)"
-    r"|timed out|timeout|no longer reachable|connectFullMesh|failed to (recv|send), got|wait timeout",
+    r"|timed out|timeout|no longer reachable|connectFullMesh|failed to (recv|send), got|wait timeout"
+    r"|Horovod has been shut down",
     re.IGNORECASE,
 )
 _NO_COMPILER = re.compile(r"No working C\+\+ compiler|working triton|Failed to find C compiler", re.IGNORECASE)
 _PEER_LOST_TYPES = {"DistNetworkError", "DistBackendError", "DistStoreError", "PeerEnded"}
 _MAY_BE_PEER_LOST = {"RuntimeError", "OSError", "TimeoutError", "ConnectionError", "ConnectionResetError",
-                     "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError"}  # fmt: skip
+                     "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError",
+                     "HorovodInternalError"}  # fmt: skip
 
 _INSTALL = {
     "torch": "torch", "torchvision": "torchvision", "sklearn": "scikit-learn", "numpy": "numpy", "psutil": "psutil",
-    "horovod": "horovod", "fairscale": "fairscale", "h5py": "h5py", "PIL": "pillow",
+    "fairscale": "fairscale", "h5py": "h5py", "PIL": "pillow",
 }  # fmt: skip
 
 
@@ -76,6 +79,9 @@ def _of_compiler(message: str) -> tuple[str, str]:
 def install_hint(module: str) -> str:
     """The command that mends a missing module."""
     name = module.partition(".")[0]
+    if name == "horovod":
+        # It has no wheels, and its source does not build against today's torch as it stands.
+        return f"{sys.executable} -m hpcbench.worker.build_horovod (in a checkout: make horovod)"
     return f"python -m pip install {_INSTALL.get(name, name)}"
 
 

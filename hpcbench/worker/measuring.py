@@ -42,6 +42,7 @@ def measure(closing: Closing) -> None:
         strategy.setup(arranged(build_model(spec, header.model_folder), spec), spec, place)
         closing.replica = strategy.replica
         _time(closing, strategy, feed, place)
+        strategy.close()
     finally:
         feed.close()
     if spec.verify:

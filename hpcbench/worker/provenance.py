@@ -100,6 +100,10 @@ def _of_host(header: TaskHeader, spec: RunSpec, info: RankInfo, device: torch.de
     if header.model_folder and is_own(spec.model):
         file = module_file(spec.model, Path(header.model_folder))
         found["model_file_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest() if file else None
+    if spec.strategy == "horovod":
+        from hpcbench.worker.horovod_library import facts
+
+        found["horovod"] = facts(str(spec.options.get("controller", "gloo")))
     return found | (_of_cuda() if device.type == "cuda" else {})
 
 

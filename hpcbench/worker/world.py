@@ -23,7 +23,7 @@ def enter_world(closing: Closing, device: torch.device) -> Place:
     A lone rank gets a group only where its strategy asks for one.
     """
     spec, info, wait_s = closing.task.spec, closing.info, closing.header.wait_s
-    place = Place(info.rank, info.world_size, device)
+    place = Place(info.rank, info.world_size, device, wait_s=wait_s)
     if info.world_size == 1:
         if strategy(spec.strategy).own_degree is not None:
             name_interfaces("lo", named_by_profile=False, single_node=True)

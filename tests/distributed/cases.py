@@ -16,6 +16,7 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.bounds import Check
 from hpcbench.parallel.catalog import resolve_reference, resolve_runtime
 from hpcbench.parallel.datasets import DATASETS
+from hpcbench.results.schema import Comparison
 from hpcbench.worker.compare import Trained, compare
 from hpcbench.worker.data.feed import NOWHERE, Source, make_feed
 from hpcbench.worker.models.build import build_model
@@ -76,11 +77,12 @@ def make_case(ranks: int, model: str, dataset: str, model_options: Any = None, s
     return Case(spec, samples=3 * spec.global_batch_size - 1, steps=steps, replicated=replicated)
 
 
-def check(ranks: list[OfRank], expected: Trained, tolerance: float = TOLERANCE) -> None:
+def check(ranks: list[OfRank], expected: Trained, tolerance: float = TOLERANCE) -> Comparison:
     """Whether what the ranks have trained is what was expected, and the same on all of them."""
     found = compare(ranks[0].trained, expected, Check("as run", len(expected.losses), tolerance))
     assert found.passed, found
     assert all(one.differs_from_rank_0 == 0 for one in ranks)
+    return found
 
 
 @contextlib.contextmanager

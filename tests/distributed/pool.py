@@ -1,4 +1,4 @@
-"""Four rank processes that live as long as the test session; every call goes to two or all of them."""
+"""Rank processes that live as long as the test session; every call goes to two or all of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _WAIT_S = 120
 class Pool:
     """``run`` hands a case to the first ranks and returns what each of them found."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = RANKS) -> None:
         context = multiprocessing.get_context("spawn")
         self._store = TCPStore("127.0.0.1", 0, None, True, seconds(_WAIT_S), wait_for_workers=False)
-        pipes = [context.Pipe() for _ in range(RANKS)]
+        pipes = [context.Pipe() for _ in range(ranks)]
         self._pipes = [ours for ours, _ in pipes]
         self._processes = [
-            context.Process(target=_serve, args=(rank, self._store.port, theirs), daemon=True)
+            context.Process(target=_serve, args=(rank, ranks, self._store.port, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
         for process in self._processes:
@@ -65,19 +65,19 @@ class Pool:
                 process.kill()
 
 
-def _serve(rank: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
     import os
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, None, False, seconds(_WAIT_S), wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=seconds(_WAIT_S))
-    groups: dict[int, Any] = {size: dist.new_group(list(range(size))) for size in (2, RANKS)}
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=seconds(_WAIT_S))
+    groups: dict[int, Any] = {size: dist.new_group(list(range(size))) for size in {2, ranks}}
     while (order := pipe.recv()) is not None:
-        ranks, function, arguments = order
+        size, function, arguments = order
         try:
             buffer = io.BytesIO()
-            torch.save(function(*arguments, groups[ranks]), buffer)
+            torch.save(function(*arguments, groups[size]), buffer)
             pipe.send((True, buffer.getvalue()))
         except Exception:  # noqa: BLE001 - the test shows it
             pipe.send((False, traceback.format_exc()))

@@ -43,6 +43,9 @@ class Recorder:
     def gradients(self) -> dict[str, torch.Tensor]:
         return {}
 
+    def close(self) -> None:
+        raise AssertionError("the loop does not close")
+
 
 def run(
     warmup: int, steps: int, stop_after: int | None = None, losses: list[float] | None = None, **spec: Any

@@ -46,6 +46,9 @@ class Multiplier:
     def gradients(self) -> dict[str, torch.Tensor]:
         return {}
 
+    def close(self) -> None:
+        pass
+
 
 def run(strategy: Multiplier, stop: Stop | None = None, profile_steps: int = 2) -> Profiled:
     spec = make_spec(profile_steps=profile_steps)

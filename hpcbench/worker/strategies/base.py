@@ -29,6 +29,8 @@ class Place:
     world_size: int
     device: torch.device
     group: dist.ProcessGroup | None = None
+    wait_s: float = 300.0
+    """How long a rank waits for the others."""
 
     def members(self) -> dist.ProcessGroup:
         """The group itself, for libraries that want one named."""
@@ -62,6 +64,9 @@ class Strategy(Protocol):
 
     def gradients(self) -> dict[str, Tensor]:
         """As ``weights``: the gradients that the last step's update used."""
+
+    def close(self) -> None:
+        """Called once on every rank after all else, where the run went well."""
 
 
 def optimizer_kind(spec: RunSpec) -> tuple[type[torch.optim.Optimizer], dict[str, float]]:
@@ -111,7 +116,7 @@ class DataParallel:
 
     def clear_gradients(self) -> None:
         """Before each step."""
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
 
     def without_sync(self) -> AbstractContextManager[None]:
         """The context of all micro-batches but the last."""
@@ -129,8 +134,12 @@ class DataParallel:
                 self._accumulate(inputs, labels, part, global_count)
         self._accumulate(inputs, labels, parts[-1], global_count)
         with self.phases("optimizer"):
-            self.arithmetic.update(self.optimizer)
+            self.update()
         return self._take_loss()
+
+    def update(self) -> None:
+        """Let the optimizer use the gradients of the step."""
+        self.arithmetic.update(self.optimizer)
 
     def weights(self) -> dict[str, Tensor]:
         """Every rank holds all of them."""
@@ -140,6 +149,9 @@ class DataParallel:
         """Every rank holds all of them."""
         named = self.module.named_parameters()
         return {name: parameter.grad.detach() for name, parameter in named if parameter.grad is not None}
+
+    def close(self) -> None:
+        """Nothing is left to do."""
 
     def _accumulate(self, inputs: Tensor, labels: Tensor, part: range, global_count: int) -> None:
         chosen = slice(part.start, part.stop)

@@ -1,0 +1,186 @@
+"""The strategy horovod computes what one process computes, on ranks that Horovod itself connects.
+
+Horovod starts once in a process, for one world and with one set of its variables: hence the pools of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from hpcbench.errors import WorkerError
+from hpcbench.worker.compare import Trained, largest_relative_difference
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.horovod_library import load
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.reference import train_reference
+from tests.conftest import absent
+from tests.distributed.cases import (
+    CPU,
+    EXACT,
+    Case,
+    OfRank,
+    check,
+    make_case,
+    run_full_batch,
+    run_reference,
+    short_epoch,
+)
+from tests.distributed.pool import Pool
+from tests.distributed.test_data_parallel import PLAIN
+
+pytestmark = pytest.mark.distributed
+
+HALF = 1e-3
+"""Gradients that travel as fp16 have 11 bits: 5e-4 of each of them, five times, at a learning rate of 0.01."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _horovod() -> None:
+    try:
+        load()
+    except WorkerError as error:
+        absent("horovod", str(error))
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Pool]]:
+    torch.set_num_threads(1)
+    found = {ranks: Pool(ranks) for ranks in (2, 4)}
+    yield found
+    for pool in found.values():
+        pool.close()
+
+
+def run(pools: dict[int, Pool], case: Case) -> list[OfRank]:
+    return pools[case.spec.ranks].run(case)
+
+
+def run_fresh(case: Case) -> list[OfRank]:
+    """On new processes, where Horovod reads its variables anew."""
+    pool = Pool(case.spec.ranks)
+    try:
+        return pool.run(case)
+    finally:
+        pool.close()
+
+
+def horovod_case(ranks: int, model: str, dataset: str, model_options: Any = None, steps: int = 5, **more: Any) -> Case:
+    case = make_case(ranks, model, dataset, model_options, steps)
+    return dataclasses.replace(case, spec=msgspec.structs.replace(case.spec, strategy="horovod", **more))
+
+
+# Every shipped kind of network, with and without BatchNorm; epochs end within the steps with an uneven batch.
+MODELS: list[tuple[str, str, Any]] = [
+    ("resnet18", "digits", None),
+    ("vgg11", "cifar10", None),
+    ("vgg11", "digits", PLAIN),
+]
+
+
+@pytest.mark.parametrize(("model", "dataset", "model_options"), MODELS)
+def test_two_ranks_equal_the_reference(pools: dict[int, Pool], model: str, dataset: str, model_options: Any) -> None:
+    case = horovod_case(2, model, dataset, model_options)
+    found = run(pools, case)
+    assert [one.counts for one in found] == [[8, 8, 8, 8, 8], [8, 8, 7, 8, 8]]
+    check(found, run_reference(case))
+
+
+@pytest.mark.parametrize(("model", "dataset", "model_options"), MODELS)
+def test_four_ranks_equal_the_reference_in_fp64(
+    pools: dict[int, Pool], model: str, dataset: str, model_options: Any
+) -> None:
+    case = horovod_case(4, model, dataset, model_options, precision="fp64")
+    found = run(pools, case)
+    assert [one.counts[2] for one in found] == [8, 8, 8, 7]
+    check(found, run_reference(case), EXACT)
+
+
+@pytest.mark.parametrize(("model", "dataset", "model_options"), MODELS)
+def test_four_ranks_equal_the_reference_over_an_uneven_step(
+    pools: dict[int, Pool], model: str, dataset: str, model_options: Any
+) -> None:
+    case = horovod_case(4, model, dataset, model_options, steps=1)
+    case = dataclasses.replace(case, samples=case.spec.global_batch_size - 1)
+    check(run(pools, case), run_reference(case))
+
+
+def test_four_ranks_without_batch_norm_equal_the_reference_and_the_full_batch(pools: dict[int, Pool]) -> None:
+    case = horovod_case(4, "vgg11", "digits", PLAIN)
+    found = run(pools, case)
+    check(found, run_reference(case))
+    check(found, run_full_batch(case))
+
+
+@pytest.mark.parametrize(("ranks", "dataset", "micro_batches"), [(2, "digits", 4), (4, "mnist", 2)])
+def test_gradient_accumulation(pools: dict[int, Pool], ranks: int, dataset: str, micro_batches: int) -> None:
+    """Four of two samples each: a partial batch is cut into three, fewer than Horovod was told to wait for."""
+    case = horovod_case(ranks, "resnet18", dataset, micro_batches=micro_batches, precision="fp64")
+    check(run(pools, case), run_reference(case), EXACT)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
+def test_other_optimizers_start_without_a_step(pools: dict[int, Pool], optimizer: str) -> None:
+    case = horovod_case(2, "vgg11", "digits", PLAIN, precision="fp64", optimizer=optimizer, weight_decay=1e-3)
+    check(run(pools, case), run_reference(case), EXACT)
+
+
+def test_fusion_and_cycle_time_change_no_number(pools: dict[int, Pool]) -> None:
+    """Of two gradients the sum is the same in any order, so not even the last bit may differ."""
+    plain = run(pools, horovod_case(2, "resnet18", "digits"))
+    for options in ({"fusion_threshold_mb": 0.0}, {"fusion_threshold_mb": 0.25, "cycle_time_ms": 10.0}):
+        found = run_fresh(horovod_case(2, "resnet18", "digits", options=options))
+        assert found[0].trained.losses == plain[0].trained.losses
+        for name, tensor in plain[0].trained.state.items():
+            assert torch.equal(found[0].trained.state[name], tensor), name
+
+
+def test_fp16_on_the_way_stays_within_its_bound_and_is_lossy(pools: dict[int, Pool]) -> None:
+    case = horovod_case(2, "vgg11", "digits", PLAIN, options={"compression": "fp16"})
+    found = check(run(pools, case), run_reference(case), HALF)
+    assert found.worst_rel is not None
+    assert found.worst_rel > 1e-9, "nothing was rounded: was it compressed at all?"
+
+
+def test_the_learning_rate_grows_with_the_replicas(pools: dict[int, Pool]) -> None:
+    """Three steps an epoch: rates of 1, 1 1/3, 1 2/3, 2 and 2 times 0.01 are what the weights must show."""
+    options = {"lr_scaling": True, "lr_warmup_epochs": 1.0}
+    case = horovod_case(2, "vgg11", "digits", PLAIN, options=options, momentum=0.0)
+    expected, constant = with_rates(case, [0.01, 0.04 / 3, 0.05 / 3, 0.02, 0.02]), run_reference(case)
+    check(run(pools, case), expected)
+    worst = max(largest_relative_difference(expected.state[name], constant.state[name]) for name in expected.state)
+    assert worst > 1e-4, "the rates make no difference that the comparison would see"
+
+
+def with_rates(case: Case, rates: list[float]) -> Trained:
+    """The reference, one step after another, each with its own rate. Without momentum no step knows of the last."""
+    trained = Trained()
+    with short_epoch(case.spec.dataset, case.samples):
+        feed, model = make_feed(case.spec, CPU), build_model(case.spec)
+        for step, rate in enumerate(rates):
+            one = train_reference(model, msgspec.structs.replace(case.spec, learning_rate=rate), feed, [step])
+            trained.losses += one.losses
+            trained.state = one.state
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"op": "adasum"}, "Adasum over MPI alone"),
+        ({"hierarchical_allreduce": True}, "over NCCL alone"),
+    ],
+)
+def test_what_this_horovod_cannot_do_is_said(pools: dict[int, Pool], options: dict[str, Any], says: str) -> None:
+    with pytest.raises(AssertionError, match=says):
+        pools[2].run(horovod_case(2, "resnet18", "digits", options=options))
+
+
+def test_a_variable_does_not_overrule_an_option(pools: dict[int, Pool]) -> None:
+    with pytest.raises(AssertionError, match=r"sets HOROVOD_CYCLE_TIME, which options.cycle_time_ms"):
+        pools[2].run(horovod_case(2, "resnet18", "digits", env={"HOROVOD_CYCLE_TIME": "3"}))

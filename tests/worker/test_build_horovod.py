@@ -1,0 +1,145 @@
+"""What the build of Horovod decides and says, without building."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from hpcbench.errors import WorkerError
+from hpcbench.worker.build_horovod import cache_folder, cached, keep, local_version, main, slot
+from hpcbench.worker.horovod_source import VERSION, edits, mend, unpack
+from hpcbench.worker.horovod_tools import Parts, Target, compiles, examine
+
+TARGET = Target(
+    python="/opt/env/bin/python", torch="2.13.0+cpu", tag="cpython-311", machine="x86_64", libc="glibc-2.36",
+    include="/usr/include/python3.11", cxx_standard=20, cuda_home=None, nccl_package=None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"torch": "2.6.0+cpu"},
+        {"tag": "cpython-312"},
+        {"machine": "aarch64"},
+        {"libc": "glibc-2.28"},
+    ],
+)
+def test_another_environment_is_another_wheel(other: dict[str, str]) -> None:
+    assert slot(dataclasses.replace(TARGET, **other), Parts()) != slot(TARGET, Parts())  # type: ignore[arg-type]
+
+
+def test_other_parts_are_another_wheel_and_another_path_is_not() -> None:
+    found = {slot(TARGET, parts) for parts in (Parts(), Parts(mpi="1"), Parts(mpi="2"), Parts(nccl="/opt/nccl"))}
+    assert len(found) == 4
+    assert slot(dataclasses.replace(TARGET, python="/home/me/env/bin/python"), Parts()) == slot(TARGET, Parts())
+
+
+def test_the_version_tells_what_is_in_it() -> None:
+    assert local_version(TARGET, Parts(mpi="0a")) == "patch1.torch2.13.0.cpu.gloo.mpi"
+
+
+def test_a_wheel_is_kept_and_found(tmp_path: Path) -> None:
+    wheel = tmp_path / f"horovod-{VERSION}-cp311-cp311-linux_x86_64.whl"
+    wheel.write_bytes(b"wheel")
+    cache = tmp_path / "cache"
+    assert cached(cache, TARGET, Parts()) is None
+    kept = keep(cache, wheel, slot(TARGET, Parts()))
+    assert cached(cache, TARGET, Parts()) == kept
+    assert cached(cache, TARGET, Parts(mpi="1")) is None
+    assert [path.name for path in kept.parent.iterdir()] == [wheel.name], "nothing half-written stays"
+
+
+def test_the_cache_is_where_the_desktop_standard_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "hpcbench" / "wheels"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache_folder() == Path("/home/me/.cache/hpcbench/wheels")
+
+
+SOURCE = {
+    "CMakeLists.txt": 'set(CMAKE_CXX_STANDARD 14)\n            set(X "${X} -std=c++11")\n        endif()\n\nif(CMAKE_CUDA_COMPILER)\n',
+    "horovod/torch/CMakeLists.txt": "x from distutils.sysconfig import get_python_inc; print(get_python_inc()) y\n"
+    "if(NOT Pytorch_VERSION)\n    set(CMAKE_CXX_STANDARD 14)\nendif()\n",
+    "horovod/runner/js_run.py": "from distutils.spawn import find_executable\n",
+    "setup.py": "config = 'Debug' if x else 'RelWithDebInfo'\nrequire_list.append('cffi>=1.4.0')\nsetup_requires=a if b else [],\n",
+}
+
+
+def write_source(folder: Path) -> Path:
+    for name, text in SOURCE.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+def test_the_source_is_mended(tmp_path: Path) -> None:
+    root = write_source(tmp_path)
+    mend(root, 17, cuda=False)
+    whole = "".join((root / name).read_text() for name in SOURCE)
+    assert whole.count("set(CMAKE_CXX_STANDARD 17)") == 2
+    assert "-std=c++17" in whole
+    assert "if(FALSE)" in whole
+    assert "setup_requires=[]," in whole
+    for gone in ("STANDARD 14", "c++11", "distutils", "cffi", "RelWithDebInfo"):
+        assert gone not in whole
+
+
+def test_with_cuda_its_compiler_stays(tmp_path: Path) -> None:
+    mend(write_source(tmp_path), 20, cuda=True)
+    assert "if(CMAKE_CUDA_COMPILER)" in (tmp_path / "CMakeLists.txt").read_text()
+
+
+@pytest.mark.parametrize("number", range(len(edits(20, cuda=False))))
+def test_source_that_is_not_what_is_mended_is_refused(tmp_path: Path, number: int) -> None:
+    """Every edit is missed where it finds nothing: a silent one would give a build that fails much later."""
+    root = write_source(tmp_path)
+    for name in {edit.file for edit in edits(20, cuda=False)[number:]}:
+        (root / name).write_text("other\n")
+    with pytest.raises(WorkerError, match=r"is not there: is this Horovod"):
+        mend(root, 20, cuda=False)
+
+
+def test_another_archive_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    with tarfile.open(tmp_path / "other.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "other", "other")
+    with pytest.raises(WorkerError, match="not the source package of Horovod"):
+        unpack(tmp_path / "other.tar.gz", tmp_path / "unpacked")
+
+
+# What is missing
+
+
+def test_an_interpreter_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--python", "/nowhere/python"]) == 1
+    assert "/nowhere/python: No such file or directory" in capsys.readouterr().err
+
+
+def test_an_interpreter_without_torch(tmp_path: Path) -> None:
+    # -S leaves out what is installed, torch included.
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(WorkerError, match="cannot import torch") as caught:
+        examine(str(python))
+    assert caught.value.hint == f"{python} -m pip install 'torch>=2.6'"
+
+
+def test_a_machine_without_a_compiler_names_the_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "env").symlink_to(shutil.which("env") or "/usr/bin/env")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(WorkerError, match=r"needs g\+\+, make") as caught:
+        examine(sys.executable)
+    assert "apt-get install g++ make" in (caught.value.hint or "")
+
+
+def test_a_compiler_that_cannot_says_why() -> None:
+    assert "No such file" in compiles(["/nowhere/g++"], "")
