@@ -21,7 +21,11 @@ class _Record(msgspec.Struct, omit_defaults=True):
 
 
 class Spread(_Record, kw_only=True):
-    """A sample in seconds. The interval is the 95 % block bootstrap of the median over the steps of one launch."""
+    """Seconds of the timed steps that count, without those of ``warmup_found_steps``.
+
+    The interval is the 95 % block bootstrap of the median over the steps of this one launch: it says nothing of what
+    another launch would measure.
+    """
 
     median: float
     mean: float
@@ -48,7 +52,7 @@ class Metrics(_Record, kw_only=True):
     samples_per_s: float | None = None
     epoch_time_s: float | None = None
     compute_s: float | None = None
-    """Where device or cores compute, in a profiled step; of the split below the slowest rank's step counts."""
+    """Of a profiled step, as the parts below: those of the rank that computes longest."""
     forward_s: float | None = None
     backward_s: float | None = None
     optimizer_s: float | None = None
@@ -74,6 +78,7 @@ class Metrics(_Record, kw_only=True):
     warmup_found_steps: int | None = None
     """Timed steps at the beginning that were still slower; they are in no figure."""
     outlier_steps: int | None = None
+    """Of the steps that count, those far above the median; they are in all figures."""
     drift: float | None = None
     """Change of the step time from the first to the last timed step, as a share of the median."""
 
