@@ -42,17 +42,17 @@ def make_evaluate(
 ) -> Evaluate | None:
     """What the loop calls between timed steps; ``None`` where there is nothing to evaluate on.
 
-    Rank 0 evaluates and the others wait for what it says.
+    Rank 0 evaluates and the others wait for what it says, or compute along where the shards of all are needed.
     """
     if feed.held_out() is None:
         return None
 
     def evaluate(step: int) -> bool:
         reached = False
-        if rank == 0:
+        if rank == 0 or strategy.forward_is_collective:
             train_time_s = progress.train_time_s()
             found = accuracy(strategy.module, feed)
-            if found is not None:
+            if found is not None and rank == 0:
                 progress.evaluations.append(Evaluation(step=step, train_time_s=train_time_s, accuracy=found))
                 reached = spec.target_accuracy is not None and found >= spec.target_accuracy
         return any_rank(reached)

@@ -22,6 +22,7 @@ class Recorder:
 
     replica = 0
     module: torch.nn.Module = torch.nn.Identity()
+    forward_is_collective = False
     phases: Phases = staticmethod(unmarked)
 
     def __init__(self, stop: Stop, stop_after: int | None = None, losses: list[float] | None = None) -> None:

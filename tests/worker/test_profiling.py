@@ -23,6 +23,7 @@ class Multiplier:
 
     replica = 0
     module: torch.nn.Module = torch.nn.Identity()
+    forward_is_collective = False
     phases: Phases = staticmethod(unmarked)
 
     def __init__(self, before_step: Callable[[int], None] = lambda _step: None) -> None:

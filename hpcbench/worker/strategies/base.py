@@ -46,6 +46,8 @@ class Strategy(Protocol):
     """The data-parallel replica that this rank belongs to."""
     module: nn.Module
     """The weights that this rank holds, in a form that can be called: for evaluation and comparison."""
+    forward_is_collective: bool
+    """Whether ``module`` can only be called by all ranks together."""
     phases: Phases
     """Put around the parts of a step; the loop replaces it in profiled steps."""
 
@@ -93,6 +95,7 @@ class DataParallel:
     """A whole model per rank. ``loss_factor`` undoes what the wrapper does to gradients (an average, for DDP)."""
 
     loss_factor = 1.0
+    forward_is_collective = False
     phases: Phases = staticmethod(unmarked)
 
     def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:

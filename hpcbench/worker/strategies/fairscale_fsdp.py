@@ -20,7 +20,7 @@ from hpcbench.worker.strategies.fsdp import separable_blocks
 class FairscaleFsdp(DataParallel):
     """Parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it is used."""
 
-    module: nn.Sequential
+    forward_is_collective = True
 
     def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
         """``module``, its blocks and then the rest in FullyShardedDataParallel."""
@@ -50,8 +50,9 @@ class FairscaleFsdp(DataParallel):
         for name, block in list(module.named_children()):
             if any(block is one for one in apart):
                 module[int(name)] = self._wrapper(block, **arguments)
-        wrapped: nn.Module = self._wrapper(module, **arguments)
-        return wrapped
+        # The model alone no longer has its parameters: the wrapper is what can be called.
+        self.module = self._wrapper(module, **arguments)
+        return self.module
 
     def make_optimizer(self, spec: RunSpec, place: Place) -> torch.optim.Optimizer:
         """Over this rank's shards."""

@@ -29,6 +29,8 @@ class Fsdp(DataParallel):
     each other (hybrid sharding).
     """
 
+    forward_is_collective = True
+
     def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
         """``module``, every block that has parameters of its own sharded, then what is left."""
         if spec.precision == "fp16":
