@@ -20,11 +20,12 @@ from hpcbench.units import format_bytes, format_rate
 
 
 class Column(NamedTuple):
-    """A column's heading, its cell of a row, and whether it is a number."""
+    """A column's heading, its cell of a row, whether it is a number, and whether its cells may be folded."""
 
     heading: str
     cell: Callable[[Row], str]
     is_number: bool = True
+    folds: bool = False
 
 
 _SHOWN_ALWAYS = ("strategy",)
@@ -39,7 +40,7 @@ def results_table(rows: list[Row], title: str) -> RenderableType:
     columns = [*_identity_columns(rows, varying), *_metric_columns(rows)]
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.is_number else "left"
-        table.add_column(column.heading, justify=justify, no_wrap=column.is_number, overflow="fold")
+        table.add_column(column.heading, justify=justify, no_wrap=not column.folds, overflow="fold")
     table.add_column("status", no_wrap=True)
     marks = Marks(rows)
     for row in rows:
@@ -81,9 +82,11 @@ def _identity_columns(rows: list[Row], varying: list[str]) -> list[Column]:
     columns = [Column("strategy", lambda row: row.spec.strategy if row.spec else row.run_ids[0], is_number=False)]
     columns.append(Column("ranks", _ranks))
     if len({row.cluster for row in rows}) > 1:
-        columns.insert(0, Column("cluster", lambda row: row.cluster, is_number=False))
+        columns.insert(0, Column("cluster", lambda row: row.cluster, is_number=False, folds=True))
     for name in varying:
-        columns.append(Column(_HEADING.get(name, name), _parameter(name), is_number=name in _HEADING))
+        columns.append(
+            Column(_HEADING.get(name, name), _parameter(name), is_number=name in _HEADING, folds=name not in _HEADING)
+        )
     return columns
 
 
@@ -114,12 +117,13 @@ def _parameter(name: str) -> Callable[[Row], str]:
 def _metric_columns(rows: list[Row]) -> list[Column]:
     within = all(row.launches < 2 for row in rows)
     mfu = Column("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else "")
+    speedup = Column("speed\n-up", lambda row: f"{row.speedup:.2f}" if row.speedup else "")
+    efficiency = Column("eff.", lambda row: f"{row.efficiency:.0%}" if row.efficiency else "")
     verified = [Column("veri-\nfied", _verified, is_number=False)] if any(_verified(row) for row in rows) else []
     return [
         Column("step ms [95 %]" if within else "step ms [range]", _step),
         Column("samples\n/s", lambda row: format_rate(row.samples_per_s) if row.samples_per_s else ""),
-        Column("speed\n-up", lambda row: f"{row.speedup:.2f}" if row.speedup else ""),
-        Column("eff.", lambda row: f"{row.efficiency:.0%}" if row.efficiency else ""),
+        *([speedup, efficiency] if any(row.speedup for row in rows) else []),
         *([mfu] if any(row.mfu is not None for row in rows) else []),
         Column("memory", lambda row: format_bytes(row.peak_memory_bytes) if row.peak_memory_bytes else ""),
         Column("loss", _loss),

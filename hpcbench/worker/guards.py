@@ -189,11 +189,10 @@ def _slow_ranks(spec: RunSpec, ranks: Mapping[int, RankResult]) -> list[str]:
 
 
 def _own_work_s(phases: Phases | None) -> float | None:
-    if phases is None:
+    """What a rank did not wait for others in; unknown where the profiler saw no communication (Horovod's)."""
+    if phases is None or phases.exposed_comm_s is None:
         return None
-    if phases.exposed_comm_s is not None:
-        return phases.step_s - phases.exposed_comm_s
-    return None if phases.compute_s is None else phases.compute_s + (phases.data_s or 0.0)
+    return phases.step_s - phases.exposed_comm_s
 
 
 def _alike(spec: RunSpec, ranks: Mapping[int, RankResult], rank: int, other: int) -> bool:

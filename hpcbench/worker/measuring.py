@@ -34,7 +34,8 @@ def measure(closing: Closing) -> None:
     place = enter_world(closing, device)
     _describe(closing, device)
     closing.stop.check()
-    strategy: Strategy = resolve_runtime(spec.strategy)()
+    runtime: type[Strategy] = resolve_runtime(spec.strategy)
+    strategy = runtime()
     source = Source(expanded(header.data_folder) if header.data_folder else None, devices.loader_threads(header, info))
     feed = make_feed(spec, device, source)
     closing.provenance["data"] = feed.described()
@@ -42,7 +43,6 @@ def measure(closing: Closing) -> None:
         strategy.setup(arranged(build_model(spec, header.model_folder), spec), spec, place)
         closing.replica = strategy.replica
         _time(closing, strategy, feed, place)
-        strategy.close()
     finally:
         feed.close()
     if spec.verify:
@@ -50,6 +50,7 @@ def measure(closing: Closing) -> None:
         del strategy, feed
         given = Given(source, header.model_folder)
         closing.verification = verify(spec, place, given, closing.stop, closing.link, header.wait_s)
+    runtime.close()
 
 
 def _describe(closing: Closing, device: torch.device) -> None:

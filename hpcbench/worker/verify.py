@@ -127,9 +127,7 @@ def _as_the_run(spec: RunSpec, check: Check, place: Place, given: Given, stop: S
     fresh: Strategy = resolve_runtime(chosen.strategy)()
     fresh.setup(arranged(model, chosen), chosen, place)
     with closing(make_feed(chosen, place.device, given.source)) as feed:
-        trained = train(fresh, feed, steps_to_compare(chosen, feed, check.steps), place, stop.check)
-    fresh.close()
-    return trained
+        return train(fresh, feed, steps_to_compare(chosen, feed, check.steps), place, stop.check)
 
 
 def _tick(stop: Stop, link: Link | None) -> Callable[[], None]:

@@ -47,7 +47,8 @@ class Multiplier:
     def gradients(self) -> dict[str, torch.Tensor]:
         return {}
 
-    def close(self) -> None:
+    @staticmethod
+    def close() -> None:
         pass
 
 

@@ -67,8 +67,9 @@ class Strategy(Protocol):
     def gradients(self) -> dict[str, Tensor]:
         """As ``weights``: the gradients that the last step's update used."""
 
-    def close(self) -> None:
-        """Called once on every rank after all else, where the run went well."""
+    @staticmethod
+    def close() -> None:
+        """Called once in every rank's process after all else, when no instance is left; not after an error."""
 
 
 def optimizer_kind(spec: RunSpec) -> tuple[type[torch.optim.Optimizer], dict[str, float]]:
@@ -153,7 +154,8 @@ class DataParallel:
         named = self.module.named_parameters()
         return {name: parameter.grad.detach() for name, parameter in named if parameter.grad is not None}
 
-    def close(self) -> None:
+    @staticmethod
+    def close() -> None:
         """Nothing is left to do."""
 
     def _accumulate(self, inputs: Tensor, labels: Tensor, part: range, global_count: int) -> None:

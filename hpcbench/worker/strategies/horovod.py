@@ -76,10 +76,10 @@ class Horovod(DataParallel):
         with self.optimizer.skip_synchronize():
             super().update()
 
-    def close(self) -> None:
+    @staticmethod
+    def close() -> None:
         """Let the background threads end together; the others' would report a lost connection otherwise."""
-        if self._hvd is not None:
-            self._hvd.shutdown()
+        load().shutdown()
 
 
 class Rates:
