@@ -36,7 +36,7 @@ class Ddp(DataParallel):
             module,
             device_ids=[place.device] if place.device.type == "cuda" else None,
             process_group=place.group,
-            bucket_cap_mb=options["bucket_cap_mb"],
+            bucket_cap_mb=bucket_cap(float(options["bucket_cap_mb"])),
             gradient_as_bucket_view=options["gradient_as_bucket_view"],
             static_graph=options["static_graph"],
         )
@@ -45,3 +45,12 @@ class Ddp(DataParallel):
         """Gradients stay local until the step's last micro-batch."""
         context: AbstractContextManager[None] = self.runner.no_sync()
         return context
+
+
+def bucket_cap(bucket_cap_mb: float) -> float | None:
+    """What DDP is to be told: nothing where the size is its own.
+
+    It then makes the first bucket 1 MiB small, so that communication begins early; a size that it is told, be it the
+    same one, counts for the first bucket too.
+    """
+    return None if bucket_cap_mb == strategy("ddp").options["bucket_cap_mb"].default else bucket_cap_mb
