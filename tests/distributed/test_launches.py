@@ -150,9 +150,20 @@ def test_a_signal_ends_a_run_with_what_it_measured(
     assert number.name in message_of(result)
     assert len(result.step_times_s) >= 2
     assert result.metrics.step_time_s is not None
-    assert result.metrics.samples_per_s == pytest.approx(
-        8 * len(result.step_times_s) / math.fsum(result.step_times_s), rel=0.01
-    )
+    counted = result.step_times_s[result.metrics.warmup_found_steps or 0 :]
+    assert result.metrics.samples_per_s == pytest.approx(8 * len(counted) / math.fsum(counted), rel=0.01)
+
+
+def test_a_signal_after_the_last_timed_step_takes_nothing_away(tmp_path: Path, launch: Launch) -> None:
+    """Steps 0 and 1 warm up, 2 and 3 are timed, 4 is profiled, and so would ten thousand more be."""
+    spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, steps=2, profile_steps=10_000)
+    tasks = write_tasks(tmp_path, spec)
+    codes = stop_at_step_4(launch, lambda **more: launch.by_hand(2, tasks, **more), signal.SIGTERM, 2)
+    result = result_of(tmp_path, spec)
+    assert (codes, result.status) == ([0, 0], "ok"), launch.logs()
+    assert len(result.step_times_s) == 2
+    assert result.metrics.accuracy is not None
+    assert [warning for warning in result.warnings if "10000 profiled steps were made" in warning]
 
 
 @pytest.mark.parametrize("how", ["torchrun", "by_hand"])

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.errors import WorkerError
+from hpcbench.parallel.catalog import strategy
 from hpcbench.worker.strategies.base import DataParallel, Place, chosen_options
 
 
@@ -31,7 +32,7 @@ class Ddp(DataParallel):
             module,
             device_ids=[place.device] if place.device.type == "cuda" else None,
             process_group=place.group,
-            bucket_cap_mb=options["bucket_cap_mb"],
+            bucket_cap_mb=bucket_cap(float(options["bucket_cap_mb"])),
             gradient_as_bucket_view=options["gradient_as_bucket_view"],
             static_graph=options.get("static_graph", False),
         )
@@ -75,3 +76,12 @@ def one_bucket_at_a_time(state, bucket):  # type: ignore[no-untyped-def]  # torc
     future = powerSGD_hook(state, bucket)
     future.wait()
     return future
+
+
+def bucket_cap(bucket_cap_mb: float) -> float | None:
+    """What DDP is to be told: nothing where the size is its own.
+
+    It then makes the first bucket 1 MiB small, so that communication begins early; a size that it is told, be it the
+    same one, counts for the first bucket too.
+    """
+    return None if bucket_cap_mb == strategy("ddp").options["bucket_cap_mb"].default else bucket_cap_mb
