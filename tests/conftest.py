@@ -30,6 +30,17 @@ def absent(part: str, reason: str) -> None:
     pytest.skip(f"{part}: {reason}")
 
 
+def require_horovod() -> None:
+    """``absent`` where Horovod does not work with this torch."""
+    from hpcbench.errors import WorkerError
+    from hpcbench.worker.horovod_library import load
+
+    try:
+        load()
+    except WorkerError as error:
+        absent("horovod", str(error))
+
+
 @pytest.fixture(autouse=True)
 def _own_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No test reads the user's profiles or the shell's results tree."""

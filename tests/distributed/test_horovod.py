@@ -13,13 +13,11 @@ import msgspec
 import pytest
 import torch
 
-from hpcbench.errors import WorkerError
 from hpcbench.worker.compare import Trained, largest_relative_difference
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.horovod_library import load
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.reference import train_reference
-from tests.conftest import absent
+from tests.conftest import require_horovod
 from tests.distributed.cases import (
     CPU,
     EXACT,
@@ -42,10 +40,7 @@ HALF = 1e-3
 
 @pytest.fixture(autouse=True, scope="module")
 def _horovod() -> None:
-    try:
-        load()
-    except WorkerError as error:
-        absent("horovod", str(error))
+    require_horovod()
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +67,8 @@ def run_fresh(case: Case) -> list[OfRank]:
 
 def horovod_case(ranks: int, model: str, dataset: str, model_options: Any = None, steps: int = 5, **more: Any) -> Case:
     case = make_case(ranks, model, dataset, model_options, steps)
+    # A longer cycle than the default: ranks that wait for the reference to be computed ask each other less often.
+    more["options"] = {"cycle_time_ms": 10.0, **more.get("options", {})}
     return dataclasses.replace(case, spec=msgspec.structs.replace(case.spec, strategy="horovod", **more))
 
 
@@ -91,21 +88,16 @@ def test_two_ranks_equal_the_reference(pools: dict[int, Pool], model: str, datas
     check(found, run_reference(case))
 
 
-@pytest.mark.parametrize(("model", "dataset", "model_options"), MODELS)
-def test_four_ranks_equal_the_reference_in_fp64(
-    pools: dict[int, Pool], model: str, dataset: str, model_options: Any
-) -> None:
-    case = horovod_case(4, model, dataset, model_options, precision="fp64")
+def test_four_ranks_equal_the_reference_in_fp64(pools: dict[int, Pool]) -> None:
+    """Of four gradients the order of the sum shows in fp32: see decision 7."""
+    case = horovod_case(4, "resnet18", "digits", precision="fp64")
     found = run(pools, case)
     assert [one.counts[2] for one in found] == [8, 8, 8, 7]
     check(found, run_reference(case), EXACT)
 
 
-@pytest.mark.parametrize(("model", "dataset", "model_options"), MODELS)
-def test_four_ranks_equal_the_reference_over_an_uneven_step(
-    pools: dict[int, Pool], model: str, dataset: str, model_options: Any
-) -> None:
-    case = horovod_case(4, model, dataset, model_options, steps=1)
+def test_four_ranks_equal_the_reference_over_an_uneven_step(pools: dict[int, Pool]) -> None:
+    case = horovod_case(4, "resnet18", "digits", steps=1)
     case = dataclasses.replace(case, samples=case.spec.global_batch_size - 1)
     check(run(pools, case), run_reference(case))
 
@@ -117,34 +109,34 @@ def test_four_ranks_without_batch_norm_equal_the_reference_and_the_full_batch(po
     check(found, run_full_batch(case))
 
 
-@pytest.mark.parametrize(("ranks", "dataset", "micro_batches"), [(2, "digits", 4), (4, "mnist", 2)])
-def test_gradient_accumulation(pools: dict[int, Pool], ranks: int, dataset: str, micro_batches: int) -> None:
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 2)])
+def test_gradient_accumulation(pools: dict[int, Pool], ranks: int, micro_batches: int) -> None:
     """Four of two samples each: a partial batch is cut into three, fewer than Horovod was told to wait for."""
-    case = horovod_case(ranks, "resnet18", dataset, micro_batches=micro_batches, precision="fp64")
-    check(run(pools, case), run_reference(case), EXACT)
+    case = horovod_case(ranks, "vgg11", "digits", PLAIN, micro_batches=micro_batches)
+    check(run(pools, case), run_reference(case))
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "adamw"])
-def test_other_optimizers_start_without_a_step(pools: dict[int, Pool], optimizer: str) -> None:
-    case = horovod_case(2, "vgg11", "digits", PLAIN, precision="fp64", optimizer=optimizer, weight_decay=1e-3)
+def test_an_optimizer_with_a_state_starts_without_one(pools: dict[int, Pool]) -> None:
+    """A step with gradients of zero, which is how Horovod would make a state to broadcast, counts and decays."""
+    case = horovod_case(2, "vgg11", "digits", PLAIN, precision="fp64", optimizer="adamw", weight_decay=1e-3)
     check(run(pools, case), run_reference(case), EXACT)
 
 
 def test_fusion_and_cycle_time_change_no_number(pools: dict[int, Pool]) -> None:
     """Of two gradients the sum is the same in any order, so not even the last bit may differ."""
     plain = run(pools, horovod_case(2, "resnet18", "digits"))
-    for options in ({"fusion_threshold_mb": 0.0}, {"fusion_threshold_mb": 0.25, "cycle_time_ms": 10.0}):
-        found = run_fresh(horovod_case(2, "resnet18", "digits", options=options))
-        assert found[0].trained.losses == plain[0].trained.losses
-        for name, tensor in plain[0].trained.state.items():
-            assert torch.equal(found[0].trained.state[name], tensor), name
+    options = {"fusion_threshold_mb": 0.25, "cycle_time_ms": 1.0}
+    found = run_fresh(horovod_case(2, "resnet18", "digits", options=options))
+    assert found[0].trained.losses == plain[0].trained.losses
+    for name, tensor in plain[0].trained.state.items():
+        assert torch.equal(found[0].trained.state[name], tensor), name
 
 
 def test_fp16_on_the_way_stays_within_its_bound_and_is_lossy(pools: dict[int, Pool]) -> None:
     case = horovod_case(2, "vgg11", "digits", PLAIN, options={"compression": "fp16"})
-    found = check(run(pools, case), run_reference(case), HALF)
-    assert found.worst_rel is not None
-    assert found.worst_rel > 1e-9, "nothing was rounded: was it compressed at all?"
+    worst = check(run(pools, case), run_reference(case), HALF).worst_rel
+    assert worst is not None
+    assert worst > 1e-9, "nothing was rounded: was it compressed at all?"
 
 
 def test_the_learning_rate_grows_with_the_replicas(pools: dict[int, Pool]) -> None:

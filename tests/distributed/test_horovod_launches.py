@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import require_horovod
 from tests.distributed.launching import HOOKED, ROOT, Launch, environment
-from tests.distributed.test_horovod import _horovod  # noqa: F401 - the fixture of this module, too
 from tests.distributed.test_launches import message_of, result_of, stop_at_step_4
 from tests.worker.helpers import make_spec, write_tasks
 
@@ -33,6 +33,11 @@ steps = 3
 [grid]
 tasks_per_node = [1, 2]
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _horovod() -> None:
+    require_horovod()
 
 
 @pytest.fixture

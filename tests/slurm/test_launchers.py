@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcbench.config.load import load_cluster
-from tests.conftest import absent
+from tests.conftest import absent, require_horovod
 from tests.slurm.box import Box
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -21,7 +21,7 @@ SWEEP = """name = "four"
 [fixed]
 model = "resnet18"
 dataset = "digits"
-strategy = "ddp"
+strategy = "{strategy}"
 batch_size = 4
 warmup_steps = 1
 steps = 3
@@ -45,17 +45,28 @@ def install_mpirun() -> None:
 
 
 @pytest.mark.usefixtures("box")
-@pytest.mark.parametrize(("launcher", "arguments"), [("srun", "[]"), ("torchrun", "[]"), ("mpirun", INTERFACE)])
-def test_two_nodes_with_two_ranks_each(launcher: str, arguments: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "arguments", "strategy"),
+    [
+        ("srun", "[]", "ddp"),
+        ("torchrun", "[]", "ddp"),
+        ("mpirun", INTERFACE, "ddp"),
+        ("srun", "[]", "horovod"),
+        pytest.param("mpirun", INTERFACE, "horovod", marks=pytest.mark.soak),
+    ],
+)
+def test_two_nodes_with_two_ranks_each(launcher: str, arguments: str, strategy: str, tmp_path: Path) -> None:
     if launcher == "mpirun":
         install_mpirun()
+    if strategy == "horovod":
+        require_horovod()
     for folder in ("clusters", "sweeps"):
         (tmp_path / folder).mkdir()
     text = load_cluster("slurmbox")[1].text
     text = text.replace('name = "slurmbox"', 'name = "launched"')
     text = text.replace('launcher = "srun"', f'launcher = "{launcher}"\nlauncher_args = {arguments}')
     (tmp_path / "clusters" / "launched.toml").write_text(text)
-    (tmp_path / "sweeps" / "four.toml").write_text(SWEEP)
+    (tmp_path / "sweeps" / "four.toml").write_text(SWEEP.format(strategy=strategy))
     env = {**os.environ, "HPCBENCH_RESULTS": str(tmp_path / "results")}
     command = [sys.executable, "-m", "hpcbench", "run", "four", "--cluster", "launched"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
@@ -67,6 +78,7 @@ def test_two_nodes_with_two_ranks_each(launcher: str, arguments: str, tmp_path: 
     hosts = [rank["host"] for rank in result["ranks"]]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
     assert result["provenance"]["launcher"] == launcher
+    assert ("horovod" in result["provenance"]) == (strategy == "horovod")
 
 
 def test_the_box_is_what_the_shipped_profile_says(box: Box) -> None:

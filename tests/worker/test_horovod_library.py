@@ -1,0 +1,68 @@
+"""How Horovod numbers ranks, and its learning rates: pure functions, no Horovod needed."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcbench.worker.failure import install_hint, is_peer_lost
+from hpcbench.worker.horovod_library import slots
+from hpcbench.worker.strategies.base import chosen_options
+from hpcbench.worker.strategies.horovod import rates, variables
+from tests.worker.helpers import make_spec
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [
+        (["a"], [(0, 1, 0, 1)]),
+        (["a", "a", "b", "b"], [(0, 2, 0, 2), (1, 2, 0, 2), (0, 2, 1, 2), (1, 2, 1, 2)]),
+        # Ranks dealt out one node after another, and nodes with different numbers of them.
+        (["a", "b", "a", "b"], [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)]),
+        (["a", "b", "b"], [(0, 1, 0, 2), (0, 2, 1, 2), (1, 2, 0, 1)]),
+    ],
+)
+def test_slots(hosts: list[str], expected: list[tuple[int, int, int, int]]) -> None:
+    found = slots(hosts)
+    assert [(one.local_rank, one.local_size, one.cross_rank, one.cross_size) for one in found] == expected
+    assert [(one.hostname, one.rank, one.size) for one in found] == [
+        (host, rank, len(hosts)) for rank, host in enumerate(hosts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("warmup_epochs", "expected"),
+    [(0.0, [0.4, 0.4, 0.4]), (1.0, [0.1, 0.1 + 0.3 / 47, 0.1 + 0.6 / 47]), (2 / 47, [0.1, 0.25, 0.4])],
+)
+def test_rates_grow_to_the_number_of_replicas(warmup_epochs: float, expected: list[float]) -> None:
+    spec = make_spec(strategy="horovod", dp_degree=4, tasks_per_node=4, learning_rate=0.1, batch_size=8,
+                     options={"lr_scaling": True, "lr_warmup_epochs": warmup_epochs})  # fmt: skip
+    found = rates(spec, chosen_options(spec))
+    assert [found.at(step) for step in range(3)] == pytest.approx(expected)
+    assert found.at(10_000) == pytest.approx(0.4)
+
+
+def test_options_become_variables() -> None:
+    options = chosen_options(make_spec(strategy="horovod", options={"fusion_threshold_mb": 0.5}))
+    assert variables(options) == {
+        "HOROVOD_FUSION_THRESHOLD": "524288", "HOROVOD_CYCLE_TIME": "1.0", "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
+    }  # fmt: skip
+
+
+class HorovodInternalError(RuntimeError):
+    """As Horovod calls what its operations raise."""
+
+
+@pytest.mark.parametrize(
+    ("message", "lost"),
+    [
+        ("Horovod has been shut down. This was caused by an exception on one of the ranks or an attempt", True),
+        ("[pair.cc:589] Read error [127.0.0.1]:11671: Connection reset by peer", True),
+        ("Mismatched allreduce tensor shapes: One rank sent [2], but another one [3]", False),
+    ],
+)
+def test_what_horovod_says_of_a_peer_that_ended_is_no_cause(message: str, lost: bool) -> None:
+    assert is_peer_lost(HorovodInternalError(message)) is lost
+
+
+def test_the_hint_is_a_command_for_this_interpreter() -> None:
+    assert "-m hpcbench.worker.build_horovod" in install_hint("horovod.torch")
