@@ -15,6 +15,7 @@ BENCHMARKS = {
     "scale": [sys.executable, "-m", "benchmarks.scale"],
     "submit": [sys.executable, "-m", "benchmarks.submit"],
     "loop": [*_TORCHRUN, "benchmarks.loop_cost"],
+    "strategies": [*_TORCHRUN, "benchmarks.strategies_cost"],
 }
 
 

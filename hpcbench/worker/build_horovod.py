@@ -121,7 +121,7 @@ def _build(wish: Wish, target: Target, parts: Parts) -> Path:
         root = unpack(wish.source, folder) if wish.source else fetch(target.pip, folder, env)
         env |= {"HOROVOD_LOCAL_VERSION": local_version(target, parts), "MAKEFLAGS": f"-j{wish.jobs}",
                 "CMAKE_BUILD_PARALLEL_LEVEL": str(wish.jobs)}  # fmt: skip
-        mend(root, target.cxx_standard, cuda=bool(parts.nccl))
+        mend(root, target.cxx_standard, cuda=bool(parts.nccl), mpicxx=parts.mpicxx)
         log = folder / "log"
         nice = ["nice", "-n", "10"] if shutil.which("nice") else []
         command = [*nice, *target.pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--verbose",

@@ -57,6 +57,8 @@ class Closing:
         self.phases: Phases | None = None
         self.peak: Peak | None = None
         self.watch: Watch | None = None
+        self.to_verify = task.spec.verify
+        """Without its verification such a run is not what was asked for, however well it was measured."""
         self.verification: Verification | None = None
         self.provenance: dict[str, Any] = {}
         self.warnings: list[str] = []
@@ -84,7 +86,8 @@ class Closing:
             # Told to stop, the others were too: that they are gone is no failure.
             error = self.stop.reason
         wait_s = self.header.wait_s if error is None else GATHER_S
-        if self.progress is not None and self.progress.complete and _comes_too_late(error):
+        measured = self.progress is not None and self.progress.complete
+        if measured and not self.to_verify and _comes_too_late(error):
             self.warnings.append(f"after the last timed step: {error}")
             error = None
         status, failure = self._own(error)

@@ -28,8 +28,8 @@ class Edit(NamedTuple):
     why: str
 
 
-def edits(cxx_standard: int, cuda: bool) -> list[Edit]:
-    """What is changed for a torch whose headers want C++ ``cxx_standard``."""
+def edits(cxx_standard: int, cuda: bool, mpicxx: str = "") -> list[Edit]:
+    """What is changed for a torch whose headers want C++ ``cxx_standard``; ``mpicxx`` is MPI's compiler, if any."""
     standard = f"set(CMAKE_CXX_STANDARD {cxx_standard})"
     found = [
         Edit("CMakeLists.txt", r"set\(CMAKE_CXX_STANDARD 14\)", standard, "torch's headers"),
@@ -54,12 +54,19 @@ def edits(cxx_standard: int, cuda: bool) -> list[Edit]:
     if not cuda:
         # A compiler for CUDA on PATH would otherwise be tried, and must work, for a wheel that holds no CUDA.
         found.append(Edit("CMakeLists.txt", r"\nif\(CMAKE_CUDA_COMPILER\)", "\nif(FALSE)", "no CUDA in this wheel"))
+    if mpicxx:
+        both = {"CXX": mpicxx, "C": str(Path(mpicxx).with_name("mpicc"))}
+        chosen = "".join(
+            f'set(MPI_{key}_COMPILER "{path}" CACHE FILEPATH "" FORCE)\n    ' for key, path in both.items()
+        )
+        chosen += "find_package(MPI "
+        found.append(Edit("CMakeLists.txt", r"find_package\(MPI ", chosen, "cmake looks beside mpirun first"))
     return found
 
 
-def mend(source: Path, cxx_standard: int, cuda: bool) -> None:
+def mend(source: Path, cxx_standard: int, cuda: bool, mpicxx: str = "") -> None:
     """Apply ``edits`` to the unpacked package; ``WorkerError`` where one finds nothing to change."""
-    for edit in edits(cxx_standard, cuda):
+    for edit in edits(cxx_standard, cuda, mpicxx):
         path = source / edit.file
         text, count = re.subn(edit.pattern, lambda _, edit=edit: edit.replacement, path.read_text(encoding="utf-8"))  # type: ignore[misc]
         if count == 0:

@@ -73,6 +73,8 @@ class Parts:
 
     mpi: str = ""
     """Tells one MPI from another: a digest of how its compiler links."""
+    mpicxx: str = ""
+    """The path of that compiler."""
     nccl: str = ""
     """The folder with NCCL's ``include`` and ``lib``."""
 
@@ -147,16 +149,18 @@ def compiles(command: Sequence[str], source: str) -> str:
 
 def find_parts(target: Target, mpi: bool, nccl: bool) -> Parts:
     """MPI where a program can be linked with it, NCCL where torch has CUDA and its toolkit and headers are here."""
-    return Parts(_find_mpi() if mpi else "", _find_nccl(target) if nccl else "")
+    digest, mpicxx = _find_mpi() if mpi else ("", "")
+    return Parts(digest, mpicxx, _find_nccl(target) if nccl else "")
 
 
-def _find_mpi() -> str:
+def _find_mpi() -> tuple[str, str]:
     # A wrapper alone proves nothing: distributions install it without the headers.
     source = "#include <mpi.h>\nint main() { MPI_Init(0, 0); return MPI_Finalize(); }\n"
-    if not shutil.which("mpicxx") or compiles(["mpicxx"], source):
-        return ""
-    done = subprocess.run(["mpicxx", "-show"], capture_output=True, text=True, check=False)
-    return hashlib.sha256(done.stdout.encode()).hexdigest()[:8]
+    mpicxx = shutil.which("mpicxx")
+    if not mpicxx or compiles([mpicxx], source):
+        return "", ""
+    done = subprocess.run([mpicxx, "-show"], capture_output=True, text=True, check=False)
+    return hashlib.sha256(done.stdout.encode()).hexdigest()[:8], mpicxx
 
 
 def _find_nccl(target: Target) -> str:

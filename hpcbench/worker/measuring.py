@@ -50,6 +50,7 @@ def measure(closing: Closing) -> None:
         del strategy, feed
         given = Given(source, header.model_folder)
         closing.verification = verify(spec, place, given, closing.stop, closing.link, header.wait_s)
+        closing.to_verify = False
     runtime.close()
 
 

@@ -64,7 +64,7 @@ def test_the_cache_is_where_the_desktop_standard_says(monkeypatch: pytest.Monkey
 
 
 SOURCE = {
-    "CMakeLists.txt": 'set(CMAKE_CXX_STANDARD 14)\n            set(X "${X} -std=c++11")\n        endif()\n\nif(CMAKE_CUDA_COMPILER)\n',
+    "CMakeLists.txt": 'set(CMAKE_CXX_STANDARD 14)\n            set(X "${X} -std=c++11")\n        endif()\n    find_package(MPI ${R})\n\nif(CMAKE_CUDA_COMPILER)\n',
     "horovod/torch/CMakeLists.txt": "x from distutils.sysconfig import get_python_inc; print(get_python_inc()) y\n"
     "if(NOT Pytorch_VERSION)\n    set(CMAKE_CXX_STANDARD 14)\nendif()\n",
     "horovod/runner/js_run.py": "from distutils.spawn import find_executable\n",
@@ -90,6 +90,13 @@ def test_the_source_is_mended(tmp_path: Path) -> None:
     assert "setup_requires=[]," in whole
     for gone in ("STANDARD 14", "c++11", "distutils", "cffi", "RelWithDebInfo"):
         assert gone not in whole
+
+
+def test_the_mpi_that_was_tried_is_the_one_that_is_taken(tmp_path: Path) -> None:
+    mend(write_source(tmp_path), 20, cuda=False, mpicxx="/opt/mpi/bin/mpicxx")
+    text = (tmp_path / "CMakeLists.txt").read_text()
+    assert 'set(MPI_CXX_COMPILER "/opt/mpi/bin/mpicxx" CACHE FILEPATH "" FORCE)' in text
+    assert 'set(MPI_C_COMPILER "/opt/mpi/bin/mpicc" CACHE FILEPATH "" FORCE)\n    find_package(MPI ${R})' in text
 
 
 def test_with_cuda_its_compiler_stays(tmp_path: Path) -> None:

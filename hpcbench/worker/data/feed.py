@@ -57,12 +57,13 @@ class Feed(ABC):
         self.device = device
         self.dtype = torch.float64 if spec.precision == "fp64" else torch.float32
         self.channels_last = spec.channels_last
-        if samples is not None and self.global_batch_size > samples:
+        # That a batch is more than the whole set is dropped before a run begins; files may hold less than that.
+        if self.samples < dataset.samples and self.global_batch_size > self.samples:
             raise WorkerError(
-                f"global batch {self.global_batch_size} is more than the {samples} samples of {spec.dataset} in its "
+                f"global batch {self.global_batch_size} is more than the {self.samples} samples of {spec.dataset} in its "
                 "files",
                 status="unsupported",
-                hint=f"a global batch of {samples} or less, or more of the set's files",
+                hint=f"a global batch of {self.samples} or less, or more of the set's files",
             )
         whole = (self.samples, self.global_batch_size, self.replicas, spec.drop_last)
         self.steps_per_epoch = steps_per_epoch(*whole)
