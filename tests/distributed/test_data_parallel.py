@@ -118,12 +118,6 @@ def test_gradient_accumulation_on_four_ranks(pool: Pool) -> None:
     check(pool.run(case), run_reference(case), EXACT)
 
 
-def test_a_static_graph_cannot_accumulate(pool: Pool) -> None:
-    case = make_case(2, "resnet18", "digits", micro_batches=2, options={"static_graph": True})
-    with pytest.raises(AssertionError, match="cannot accumulate gradients"):
-        pool.run(case)
-
-
 @pytest.mark.parametrize("dataset", ["digits", "cifar10"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_without_batch_norm_it_also_equals_the_full_batch(pool: Pool, ranks: int, dataset: str) -> None:

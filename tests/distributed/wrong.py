@@ -38,7 +38,7 @@ TENSOR = "3.weight"
 DTYPES = {"fp64": torch.float64}
 
 
-def build_small(spec: RunSpec) -> nn.Sequential:
+def build_small(spec: RunSpec, _model_folder: str | None = None) -> nn.Sequential:
     """A network that trains in no time, for tests that are not about models."""
     torch.manual_seed(spec.seed)
     if spec.model_options.get("unstable"):

@@ -95,3 +95,23 @@ def test_a_global_batch_is_shared_by_the_replicas() -> None:
     dropped = resolve({**point, "strategy": "ddp", "nodes": 3, "global_batch_size": 64}, FREE)
     assert isinstance(dropped, Dropped)
     assert dropped.reason == "global_batch_size 64 cannot be shared evenly by 3 replicas"
+
+
+@pytest.mark.parametrize(
+    ("point", "says"),
+    [
+        ({"strategy": "ddp", "micro_batches": 2, "options": {"static_graph": True}}, "static_graph cannot accumulate"),
+        ({"strategy": "fsdp", "options": {"shard_degree": 3}}, "4 replicas cannot be shared evenly"),
+        ({"strategy": "fsdp", "precision": "fp16"}, "a loss scale that all shards agree on"),
+        ({"strategy": "fairscale_sddp", "options": {"reduce_fp16": True}}, "reduce_buffer_mb 32, 0 is right"),
+        ({"strategy": "fairscale_fsdp", "precision": "fp64"}, "precision fp64 is beyond it"),
+    ],
+)
+def test_what_a_strategy_cannot_do_is_dropped(point: dict[str, Any], says: str) -> None:
+    assert says in reason(tasks_per_node=4, **point)
+
+
+def test_what_a_strategy_can_do_is_kept() -> None:
+    assert spec(strategy="fsdp", tasks_per_node=4, options={"shard_degree": 2}).options == {"shard_degree": 2}
+    options = {"reduce_fp16": True, "reduce_buffer_mb": 0.0}
+    assert spec(strategy="fairscale_sddp", tasks_per_node=4, options=options).options == options

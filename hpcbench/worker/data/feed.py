@@ -60,8 +60,8 @@ class Feed(ABC):
         # That a batch is more than the whole set is dropped before a run begins; files may hold less than that.
         if self.samples < dataset.samples and self.global_batch_size > self.samples:
             raise WorkerError(
-                f"global batch {self.global_batch_size} is more than the {self.samples} samples of {spec.dataset} in its "
-                "files",
+                f"global batch {self.global_batch_size} is more than the {self.samples} samples of "
+                f"{spec.dataset} in its files",
                 status="unsupported",
                 hint=f"a global batch of {self.samples} or less, or more of the set's files",
             )
