@@ -15,8 +15,8 @@ from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.stores import TCPStore, seconds
 from hpcbench.worker.strategies.base import Place
-from tests.distributed.cases import CPU, Case, short_epoch
-from tests.distributed.test_data_parallel import PLAIN, make_case
+from tests.distributed.cases import CPU, Case, make_case, short_epoch
+from tests.distributed.test_data_parallel import PLAIN
 
 
 def adasum_case() -> Case:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpcbench.worker.compare import largest_relative_difference
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.horovod_library import load
 from hpcbench.worker.losses import sample_losses
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.reference import largest_relative_difference
 from hpcbench.worker.stores import TCPStore, seconds
 from tests.conftest import absent, require_horovod
 from tests.distributed.adasum_ranks import adasum_case
