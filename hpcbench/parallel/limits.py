@@ -31,9 +31,13 @@ def fairscale_sddp(spec: RunSpec) -> str | None:
 
 
 def fairscale_fsdp(spec: RunSpec) -> str | None:
-    """It takes fp32 parameters only."""
+    """It takes fp32 parameters only, and expects each of its blocks to run forward once per backward pass."""
     if spec.precision == "fp64":
         return "fairscale_fsdp takes fp32 parameters: precision fp64 is beyond it"
+    if spec.activation_checkpointing:
+        return "fairscale_fsdp cannot compute a sharded block again in the backward pass: use fsdp"
+    if spec.compile:
+        return "fairscale_fsdp opens CUDA streams that torch.compile cannot trace: use fsdp"
     return _no_fp16(spec)
 
 

@@ -49,11 +49,12 @@ def step_shares(step: int, samples: int, global_batch_size: int, replicas: int, 
     return [range(first + part.start, first + part.stop) for part in even_ranges(count, replicas)]
 
 
-def micro_shares(count: int, batch_size: int, micro_batches: int) -> list[range]:
+def micro_shares(count: int, smallest: int, batch_size: int, micro_batches: int) -> list[range]:
     """How a replica's ``count`` samples of one step are cut into micro-batches.
 
-    A whole batch (``count == batch_size``) is cut as the run says; a partial one into as many parts as leave each
-    ``MIN_SHARE`` samples.
+    Whole batches are cut as the run says; partial ones into as many parts as leave each ``MIN_SHARE`` samples.
+    ``smallest`` is the share of the replica with the fewest: all are cut into as many parts, because sharded
+    strategies communicate in each, and a rank with one more would wait in it for ever.
     """
-    parts = micro_batches if count >= batch_size else max(1, min(micro_batches, count // MIN_SHARE))
+    parts = micro_batches if smallest >= batch_size else max(1, min(micro_batches, smallest // MIN_SHARE))
     return even_ranges(count, parts)

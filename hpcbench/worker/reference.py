@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.shard import micro_shares
 from hpcbench.worker.compare import Trained, on_host
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.losses import sample_losses
@@ -46,7 +45,7 @@ def train_reference(
         for replica in order:
             # Summed replica by replica, as an all_reduce does: of two replicas the sum is the same to the last bit.
             optimizer.zero_grad(set_to_none=True)
-            loss += _accumulate_replica(model, spec, feed, step, replica, arithmetic)
+            loss += _accumulate_replica(model, feed, step, replica, arithmetic)
             for parameter in model.parameters():
                 if parameter.grad is not None and parameter in summed:
                     summed[parameter].add_(parameter.grad)
@@ -97,13 +96,11 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return on_host({name: parameter.grad for name, parameter in named if parameter.grad is not None})
 
 
-def _accumulate_replica(
-    model: nn.Module, spec: RunSpec, feed: Feed, step: int, replica: int, arithmetic: Arithmetic
-) -> float:
+def _accumulate_replica(model: nn.Module, feed: Feed, step: int, replica: int, arithmetic: Arithmetic) -> float:
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     inputs, labels = feed.batch(step, replica)
     total = 0.0
-    for part in micro_shares(len(labels), spec.batch_size, spec.micro_batches):
+    for part in feed.micro_shares(step, replica):
         chosen = slice(part.start, part.stop)
         with arithmetic.autocast():
             outputs = model(inputs[chosen])

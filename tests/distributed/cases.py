@@ -17,6 +17,7 @@ from hpcbench.parallel.bounds import Check
 from hpcbench.parallel.catalog import resolve_reference, resolve_runtime
 from hpcbench.parallel.datasets import DATASETS
 from hpcbench.results.schema import Comparison
+from hpcbench.worker.blocks import arranged
 from hpcbench.worker.compare import Trained, compare
 from hpcbench.worker.data.feed import NOWHERE, Source, make_feed
 from hpcbench.worker.models.build import build_model
@@ -102,7 +103,7 @@ def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
     with short_epoch(case.spec.dataset, case.samples):
         feed = make_feed(case.spec, CPU, case.source)
         strategy = resolve_runtime(case.spec.strategy)()
-        strategy.setup(build_model(case.spec), case.spec, place)
+        strategy.setup(arranged(build_model(case.spec), case.spec), case.spec, place)
         if case.in_rank_order:
             strategy.runner.register_comm_hook(group, sum_in_rank_order)
         trained = train(strategy, feed, tuple(range(case.steps)), place)

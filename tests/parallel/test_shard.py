@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcbench.parallel.shard import dropped_samples, even_ranges, step_shares, steps_per_epoch
+from hpcbench.parallel.shard import dropped_samples, even_ranges, micro_shares, step_shares, steps_per_epoch
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,20 @@ def test_an_epoch_takes_every_sample_once(samples: int, batch: int, replicas: in
         for sample in share
     ]
     assert taken == list(range(samples - dropped_samples(samples, batch * replicas, replicas, drop_last)))
+
+
+@pytest.mark.parametrize(
+    ("counts", "micro_batches", "lengths"),
+    [
+        ([8, 8], 4, [[2, 2, 2, 2], [2, 2, 2, 2]]),
+        ([8, 7], 4, [[3, 3, 2], [3, 2, 2]]),
+        ([4, 3], 2, [[4], [3]]),
+        ([2, 2], 2, [[2], [2]]),
+        ([1], 4, [[1]]),
+    ],
+)
+def test_every_replica_has_as_many_micro_batches(
+    counts: list[int], micro_batches: int, lengths: list[list[int]]
+) -> None:
+    shares = [micro_shares(count, min(counts), 8, micro_batches) for count in counts]
+    assert [[len(part) for part in share] for share in shares] == lengths

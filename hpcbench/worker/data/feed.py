@@ -14,7 +14,7 @@ from torch import Tensor
 from hpcbench.config.spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.datasets import DATASETS, input_shape
-from hpcbench.parallel.shard import dropped_samples, even_ranges, steps_per_epoch
+from hpcbench.parallel.shard import dropped_samples, even_ranges, micro_shares, steps_per_epoch
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -51,6 +51,7 @@ class Feed(ABC):
         self.classes = dataset.outputs
         self.samples = dataset.samples if samples is None else samples
         self.batch_size = spec.batch_size
+        self.micro_batches = spec.micro_batches
         self.replicas = spec.dp_degree
         self.global_batch_size = spec.global_batch_size
         self.seed = spec.seed + spec.repeat
@@ -85,6 +86,11 @@ class Feed(ABC):
     def count(self, step: int, replica: int) -> int:
         """Samples of ``replica`` in ``step``."""
         return len(self.share(step, replica))
+
+    def micro_shares(self, step: int, replica: int) -> list[range]:
+        """The micro-batches of ``replica`` in ``step``, as positions within its batch: as many for every replica."""
+        smallest = self.count(step, self.replicas - 1)
+        return micro_shares(self.count(step, replica), smallest, self.batch_size, self.micro_batches)
 
     def chosen(self, step: int, replica: int) -> Tensor:
         """Which samples of the set these are: every epoch has its own order from the seed, the same on all ranks."""

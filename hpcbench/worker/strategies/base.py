@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.catalog import strategy
-from hpcbench.parallel.shard import micro_shares
 from hpcbench.worker.compiling import compile_in_place
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.losses import sample_losses
@@ -132,7 +131,7 @@ class DataParallel:
         with self.phases("data"):
             inputs, labels = feed.batch(step, self.replica)
         self.clear_gradients()
-        parts = micro_shares(len(labels), self.spec.batch_size, self.spec.micro_batches)
+        parts = feed.micro_shares(step, self.replica)
         for part in parts[:-1]:
             with self.without_sync():
                 self._accumulate(inputs, labels, part, global_count)

@@ -41,14 +41,13 @@ class Fsdp(DataParallel):
             )
         options = chosen_options(spec)
         self.loss_factor = float(spec.dp_degree)
-        policy = MixedPrecisionPolicy()
-        if options["mixed_precision"]:
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         arguments: dict[str, Any] = {
             "mesh": shard_mesh(place, options["shard_degree"]),
             "reshard_after_forward": options["reshard_after_forward"],
-            "mp_policy": policy,
         }
+        if options["mixed_precision"]:
+            refuse_batch_norm(module)
+            arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for block in separable_blocks(module):
             fully_shard(block, **arguments)
         fully_shard(module, **arguments)
@@ -66,6 +65,17 @@ class Fsdp(DataParallel):
         """Gathered on every rank, one tensor after another."""
         named = self.module.named_parameters()
         return {name: whole(parameter.grad) for name, parameter in named if parameter.grad is not None}
+
+
+def refuse_batch_norm(module: nn.Module) -> None:
+    """Raise ``WorkerError`` (``unsupported``): torch has none with bf16 weights and fp32 running statistics."""
+    found = (name for name, one in module.named_modules() if isinstance(one, nn.modules.batchnorm._BatchNorm))
+    if (name := next(found, None)) is not None:
+        raise WorkerError(
+            f"fsdp with mixed_precision keeps bf16 weights, but BatchNorm ({name}) needs those of its statistics' type",
+            status="unsupported",
+            hint='use precision = "bf16", or a model without BatchNorm',
+        )
 
 
 def shard_mesh(place: Place, shard_degree: int) -> DeviceMesh:
