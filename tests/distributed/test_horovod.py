@@ -157,7 +157,8 @@ def with_rates(case: Case, rates: list[float]) -> Trained:
         for step, rate in enumerate(rates):
             one = train_reference(model, msgspec.structs.replace(case.spec, learning_rate=rate), feed, [step])
             trained.losses += one.losses
-            trained.state = one.state
+            trained.state, trained.gradients = one.state, one.gradients
+            trained.first_gradients = trained.first_gradients or one.first_gradients
     return trained
 
 
