@@ -129,7 +129,11 @@ def _worker(profile: ClusterProfile) -> list[Finding]:
 def _packages(profile: ClusterProfile, report: dict[str, Any]) -> list[Finding]:
     needed = {"torch": _INSTALL, "msgspec": _INSTALL, "psutil": _INSTALL}
     build = f"{report.get('executable', 'python')} -m hpcbench.worker.build_horovod"
-    optional = {"torchvision": _INSTALL, "sklearn": _INSTALL, "PIL": _INSTALL, "h5py": _INSTALL, "horovod.torch": build}
+    fairscale = f"{report.get('executable', 'python')} -m pip install --no-deps fairscale==0.4.13"
+    optional = {
+        **dict.fromkeys(("torchvision", "sklearn", "PIL", "h5py"), _INSTALL),
+        "fairscale": fairscale, "horovod.torch": build,
+    }  # fmt: skip
     findings = []
     for name, mend in {**needed, **optional}.items():
         entry = report.get("modules", {}).get(name, {})

@@ -8,6 +8,7 @@ import os
 import platform
 import socket
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -62,7 +63,16 @@ def _horovod() -> Any:
     return load()
 
 
-_LOADED = {"torchvision": _torchvision, "horovod.torch": _horovod}
+def _fairscale() -> Any:
+    with warnings.catch_warnings():
+        # Its decorators for autocast have moved since; they still work.
+        warnings.simplefilter("ignore", FutureWarning)
+        for part in ("nn.data_parallel", "optim.oss"):
+            importlib.import_module(f"fairscale.{part}")
+    return sys.modules["fairscale"]
+
+
+_LOADED = {"torchvision": _torchvision, "horovod.torch": _horovod, "fairscale": _fairscale}
 """Packages that need more than an import to be known to work."""
 
 

@@ -33,7 +33,7 @@ _MAY_BE_PEER_LOST = {"RuntimeError", "OSError", "TimeoutError", "ConnectionError
 
 _INSTALL = {
     "torch": "torch", "torchvision": "torchvision", "sklearn": "scikit-learn", "numpy": "numpy", "psutil": "psutil",
-    "fairscale": "fairscale", "h5py": "h5py", "PIL": "pillow",
+    "h5py": "h5py", "PIL": "pillow",
 }  # fmt: skip
 
 
@@ -79,6 +79,9 @@ def _of_compiler(message: str) -> tuple[str, str]:
 def install_hint(module: str) -> str:
     """The command that mends a missing module."""
     name = module.partition(".")[0]
+    if name == "fairscale":
+        # Its dependencies would change nothing but versions; the release is the one that is tested.
+        return "python -m pip install --no-deps fairscale==0.4.13"
     if name == "horovod":
         # It has no wheels, and its source does not build against today's torch as it stands.
         return f"{sys.executable} -m hpcbench.worker.build_horovod (in a checkout: make horovod)"

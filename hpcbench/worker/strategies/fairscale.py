@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.errors import WorkerError
+from hpcbench.worker.failure import install_hint
 from hpcbench.worker.strategies.base import DataParallel, Place, chosen_options, optimizer_kind
 from hpcbench.worker.strategies.ddp import Ddp
 
@@ -29,11 +30,11 @@ def fairscale(module: str) -> ModuleType:
             # Its decorators for autocast have moved since; they still work.
             warnings.simplefilter("ignore", FutureWarning)
             return importlib.import_module(f"fairscale.{module}")
-    except ImportError as error:
+    except Exception as error:
         raise WorkerError(
-            f"this strategy needs fairscale: {error}",
+            f"this strategy needs fairscale: {type(error).__name__}: {error}",
             status="unsupported",
-            hint="python -m pip install --no-deps fairscale==0.4.13",
+            hint=install_hint("fairscale"),
         ) from error
 
 
