@@ -96,7 +96,7 @@ slurm-down: ## stop the SLURM box; nothing stays
 slurm-status: ## say how the SLURM box is
 	$(PYTHON) -m tests.slurm.box status
 
-soak: $(VENV)/.dev ## slow tests and repetitions on the SLURM box
+soak: $(VENV)/.dev ## slow tests and repetitions, most of them on the SLURM box
 	$(BIN)/pytest -m soak --timeout 3600
 
 faults: $(VENV)/.dev ## every fault on the SLURM box, as a table
