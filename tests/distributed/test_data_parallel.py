@@ -125,7 +125,7 @@ def test_gradient_accumulation(pool: Pool, micro_batches: int) -> None:
 
 
 def test_gradient_accumulation_on_four_ranks(pool: Pool) -> None:
-    case = make_case(4, "resnet18", "digits", micro_batches=2, precision="fp64", batch_size=4)
+    case = make_case(4, "resnet18", "mnist", micro_batches=2, precision="fp64", batch_size=4)
     check(pool.run(case), run_reference(case), EXACT)
 
 
