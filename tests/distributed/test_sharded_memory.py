@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from hpcbench.errors import WorkerError
 from hpcbench.worker.strategies.fairscale import fairscale
@@ -16,6 +18,15 @@ from tests.distributed.pool import Pool
 pytestmark = pytest.mark.distributed
 
 BLOCK = P // BLOCKS
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Processes of its own: every tensor that Python knows is counted, and what other tests left is among them."""
+    torch.set_num_threads(1)
+    ranks = Pool()
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(autouse=True, scope="module")
