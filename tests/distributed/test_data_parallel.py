@@ -21,13 +21,6 @@ NORMED: list[tuple[str, str, Any]] = [
     ("vgg11", "digits", None),
     ("vgg11", "cifar10", None),
 ]
-WHOLE: list[Any] = [
-    pytest.param(*case, marks=pytest.mark.soak)
-    if case[:2] in {("resnet18", "mnist"), ("resnet18", "cifar10")}
-    else case
-    for case in NORMED
-]
-"""Five steps on four ranks; the two that take longest are in ``make soak``."""
 PLAINS: list[tuple[str, str, Any]] = [
     ("vgg11", "digits", PLAIN),
     ("vgg11", "mnist", PLAIN),
@@ -50,11 +43,7 @@ def test_two_ranks_equal_the_reference(pool: Pool, model: str, dataset: str, mod
 
 @pytest.mark.parametrize(
     ("model", "dataset", "model_options"),
-    [
-        ("resnet18", "digits", None),
-        pytest.param("resnet18", "cifar10", None, marks=pytest.mark.soak),
-        ("vgg11", "digits", None),
-    ],
+    [("resnet18", "digits", None), ("resnet18", "cifar10", None), ("vgg11", "digits", None)],
 )
 def test_four_ranks_equal_the_reference_in_fp64(pool: Pool, model: str, dataset: str, model_options: Any) -> None:
     case = make_case(4, model, dataset, model_options, precision="fp64", batch_size=4)
@@ -80,7 +69,7 @@ def test_four_ranks_equal_the_reference_over_an_uneven_step(
     check(found, run_reference(case))
 
 
-@pytest.mark.parametrize(("model", "dataset", "model_options"), WHOLE)
+@pytest.mark.parametrize(("model", "dataset", "model_options"), NORMED)
 def test_four_ranks_equal_the_reference_where_the_order_of_the_sum_is_the_same(
     pool: Pool, model: str, dataset: str, model_options: Any
 ) -> None:
