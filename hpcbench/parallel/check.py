@@ -9,8 +9,9 @@ from typing import Any
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.load import Sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
-from hpcbench.parallel.catalog import STRATEGIES, Option, models
+from hpcbench.parallel.catalog import models, named
 from hpcbench.parallel.datasets import DATASETS
+from hpcbench.parallel.entry import Option
 from hpcbench.parallel.own_model import check_own, is_own
 
 REQUIRED = ("model", "dataset", "strategy")
@@ -19,7 +20,7 @@ BATCH_SIZES = ("batch_size", "global_batch_size")
 
 def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
     """Raise ``ConfigErrors`` with every name in ``sweep`` that does not exist and every parameter that is missing."""
-    known: dict[str, Iterable[str]] = {"model": models(), "dataset": DATASETS, "strategy": STRATEGIES}
+    known: dict[str, Iterable[str]] = {"model": models(), "dataset": DATASETS, "strategy": named()}
     if profile is not None:
         known |= {"partition": profile.partitions, "environment": profile.environments}
     problems = [*_missing(sweep), *_own_models(sweep, profile)]
@@ -34,9 +35,7 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
                         hint=did_you_mean(value, choices),
                     )
                 )
-    problems += _option_problems(
-        sweep, "options", "strategy", {key: entry.options for key, entry in STRATEGIES.items()}
-    )
+    problems += _option_problems(sweep, "options", "strategy", {key: entry.options for key, entry in named().items()})
     problems += _option_problems(
         sweep, "model_options", "model", {key: entry.options for key, entry in models().items()}
     )

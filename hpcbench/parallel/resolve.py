@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import msgspec
 
 from hpcbench.config.spec import DEGREES, RunSpec
-from hpcbench.parallel.catalog import Option, excluded_by, model, strategy
+from hpcbench.parallel.catalog import ALIASES, excluded_by, model, strategy
 from hpcbench.parallel.datasets import DATASETS, ONE_SIZE, input_shape
+from hpcbench.parallel.entry import Option
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ def resolve(point: dict[str, Any], limits: Limits) -> RunSpec | Dropped:
         values = dict(point)
         _keep_own_options(values)
         _fill_degrees(values)
+        values["strategy"] = ALIASES.get(values["strategy"], values["strategy"])
         _fill_batch_size(values)
         if values["dataset"] == "digits" and values.get("data") == "real":
             # The one name for what it always is: real, and resident on the device.
@@ -80,18 +83,28 @@ def _counts(option: Option | None, value: Any) -> bool:
 
 
 def _fill_degrees(point: dict[str, Any]) -> None:
-    devices = point.get("nodes", 1) * point.get("tasks_per_node", 1) * point.get("devices_per_task", 1)
-    own = strategy(point["strategy"]).own_degree
+    """The degrees of ``point``, their product being the world's devices.
+
+    A strategy's own degree is what the world leaves. Under a hybrid's name the ranks of one node share the model and
+    the nodes are replicas, as far as the point does not say otherwise.
+    """
+    per_node = point.get("tasks_per_node", 1) * point.get("devices_per_task", 1)
+    devices = point.get("nodes", 1) * per_node
+    entry = strategy(point["strategy"])
+    own = entry.own_degree
     given = {degree: point[degree] for degree in DEGREES if degree in point}
-    product = 1
     for degree, value in given.items():
-        if value > 1 and degree != own:
+        if value > 1 and degree not in (own, *entry.hybrid):
             raise _Excluded(f"{point['strategy']} has no {degree}: {value} given, 1 is right")
-        product *= value
-    if own is not None and own not in given and devices % product == 0:
-        given[own] = devices // product
-        product = devices
-    if product != devices:
+    is_alias = point["strategy"] in ALIASES
+    open_degrees = [name for name in (own, "dp_degree" if is_alias else None) if name and name not in given]
+    if len(open_degrees) == 2:
+        shared = prod(given.values())
+        given[open_degrees.pop(0)] = per_node // shared if per_node % shared == 0 else 1
+    for degree in open_degrees:
+        if devices % prod(given.values()) == 0:
+            given[degree] = devices // prod(given.values())
+    if prod(given.values()) != devices:
         raise _Excluded(f"{_world(point)}, but {_degrees(point['strategy'], own, given)}")
     point.update(given)
 

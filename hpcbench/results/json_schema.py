@@ -23,12 +23,12 @@ def json_schema(kind: str) -> dict[str, Any]:
 def _sweep_schema() -> dict[str, Any]:
     """Pydantic's schema with the names that exist, so that an editor can complete them."""
     from hpcbench.config.sweep import SweepFile
-    from hpcbench.parallel.catalog import STRATEGIES, models
+    from hpcbench.parallel.catalog import models, named
     from hpcbench.parallel.datasets import DATASETS
     from hpcbench.parallel.own_model import FORM
 
     document = SweepFile.model_json_schema()
-    names = {"model": sorted(models()), "dataset": sorted(DATASETS), "strategy": sorted(STRATEGIES)}
+    names = {"model": sorted(models()), "dataset": sorted(DATASETS), "strategy": sorted(named())}
     for table in ("Fixed", "Grid", "Exclude"):
         properties = document["$defs"][table]["properties"]
         for parameter, choices in names.items():

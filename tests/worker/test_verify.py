@@ -12,7 +12,8 @@ from torch import nn
 
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.bounds import Check, checks
-from hpcbench.parallel.catalog import STRATEGIES, Option
+from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.parallel.entry import Option
 from hpcbench.results.schema import Comparison, Verification
 from hpcbench.worker import verify as verifying
 from hpcbench.worker.compare import Trained, compare, largest_relative_difference

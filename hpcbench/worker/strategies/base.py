@@ -136,9 +136,14 @@ class DataParallel:
             with self.without_sync():
                 self._accumulate(inputs, labels, part, global_count)
         self._accumulate(inputs, labels, parts[-1], global_count)
+        with self.phases("backward"):
+            self.finish_backward()
         with self.phases("optimizer"):
             self.update()
         return self._take_loss()
+
+    def finish_backward(self) -> None:
+        """Between the last backward pass of a step and its update."""
 
     def update(self) -> None:
         """Let the optimizer use the gradients of the step."""

@@ -1,0 +1,1 @@
+"""The registry's entries, a file per family."""

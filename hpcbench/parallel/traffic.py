@@ -1,0 +1,41 @@
+"""What a rank passes to whom in one step: the words that the oracle's formulas and the worker's recorder share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "reduce", "send")
+
+
+class Traffic(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """Equal calls of one rank in one step.
+
+    ``payload_bytes`` is what the rank itself hands over in one call: to all_reduce, reduce_scatter, broadcast and
+    reduce the whole buffer (of a broadcast also where it is received), to all_gather its own part, to all_to_all and
+    send what leaves it. What is received point to point is the sender's.
+    """
+
+    operation: str
+    group_size: int
+    """Ranks that take part; 2 point to point."""
+    payload_bytes: int
+    count: int = 1
+
+
+def merged(calls: Iterable[Traffic]) -> list[Traffic]:
+    """One entry for equal calls, in ascending order."""
+    counts: dict[tuple[str, int, int], int] = {}
+    for call in calls:
+        key = (call.operation, call.group_size, call.payload_bytes)
+        counts[key] = counts.get(key, 0) + call.count
+    return sorted(
+        Traffic(operation=operation, group_size=size, payload_bytes=payload, count=count)
+        for (operation, size, payload), count in counts.items()
+    )
+
+
+def total_bytes(calls: Iterable[Traffic]) -> int:
+    """Payload of all calls together."""
+    return sum(call.payload_bytes * call.count for call in calls)

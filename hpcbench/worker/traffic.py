@@ -1,0 +1,97 @@
+"""What this rank passes to torch's collectives, seen where they are dispatched: also what a library's reducer sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hpcbench.parallel.traffic import Traffic, merged
+
+_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+
+_CALLS: dict[str, tuple[str, int]] = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 1),
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_": ("all_to_all", 1),
+    "send": ("send", 0),
+    "all_reduce": ("all_reduce", 0),
+    "all_reduce_": ("all_reduce", 0),
+    "all_gather_into_tensor": ("all_gather", 0),
+    "all_gather_into_tensor_out": ("all_gather", 0),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "broadcast": ("broadcast", 0),
+    "all_to_all_single": ("all_to_all", 0),
+}
+"""Operators of torch's namespaces: the operation, and which argument is handed over."""
+
+_WITHOUT_PAYLOAD = (
+    "barrier",
+    "monitored_barrier_",
+    "recv_",
+    "recv_any_source_",
+    "wait_tensor",
+    "_wrap_tensor_autograd",
+)
+
+
+class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context; the calls made within it by this thread, and by autograd for it, are in ``calls``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Traffic] = []
+        """In the order in which they were made."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _NAMESPACES:
+            self._note(func.__name__.partition(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, name: str, args: Any) -> None:
+        if name in _WITHOUT_PAYLOAD:
+            return
+        assert name in _CALLS, f"torch's operator {name} communicates, and nothing is known of its arguments"
+        operation, place = _CALLS[name]
+        payload_bytes = sum(one.numel() * one.element_size() for one in tree_leaves(args[place]))
+        size = 2 if operation == "send" else _group_size(args)
+        self.calls.append(Traffic(operation=operation, group_size=size, payload_bytes=payload_bytes))
+
+    def merged(self) -> list[Traffic]:
+        """Equal calls as one."""
+        return merged(self.calls)
+
+
+def recorded(do: Callable[[], object]) -> list[Traffic]:
+    """What this rank passes to collectives in ``do``."""
+    recorder = TrafficRecorder()
+    with recorder:
+        do()
+    return recorder.merged()
+
+
+def _group_size(args: Any) -> int:
+    """Functional operators end with their group's name; the others hold it as an object somewhere."""
+    if isinstance(args[-1], str):
+        named: dist.ProcessGroup = distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined, arg-type]
+        return named.size()
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            with suppress(RuntimeError):
+                return dist.ProcessGroup.unbox(argument).size()
+    raise AssertionError("a collective without a group")
