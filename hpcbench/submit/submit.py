@@ -12,6 +12,7 @@ from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.spec import RunSpec, config_id
 from hpcbench.errors import ConfigError, SubmitError
 from hpcbench.fileio import make_folder
+from hpcbench.paths import user_folder
 from hpcbench.results.schema import Failure, RunResult
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit import scheduler
@@ -137,9 +138,17 @@ def check_budget(plan: Plan, chosen: dict[str, RunSpec]) -> None:
 
 
 def check_scheduler(profile: ClusterProfile) -> None:
-    """Raise ``SubmitError`` where the scheduler is not here, before anything is written."""
+    """Raise ``SubmitError`` where the scheduler is not here, before anything is written; ``ConfigError`` where it would
+    take no job for want of an account.
+    """
     if profile.scheduler.kind == "local":
         return
+    if profile.scheduler.kind == "pbs":
+        hint = "hpcbench render SWEEP --cluster NAME --out DIR writes complete jobs: qsub DIR/0.sh, and so on"
+        raise ConfigError(
+            f"cluster {profile.name} is run by PBS, which hpcbench writes for but does not submit to", hint=hint
+        )
+    check_account(profile)
     config = profile.scheduler.config_file
     if config and not Path(config).exists():
         hint = "is the cluster up? the profile's scheduler.config_file names it"
@@ -147,6 +156,15 @@ def check_scheduler(profile: ClusterProfile) -> None:
     if scheduler.which("sbatch", profile) is None:
         hint = "run this on a login node of the cluster, or set scheduler.bin_folder in its profile"
         raise SubmitError(f"cluster {profile.name}: sbatch is not on PATH", hint=hint)
+
+
+def check_account(profile: ClusterProfile) -> None:
+    """Raise ``ConfigError`` where the site takes no job without an account, and neither profile nor user names one."""
+    if profile.account_required and profile.account is None:
+        raise ConfigError(
+            f"cluster {profile.name} takes no job without an account",
+            hint=f'put it into {user_folder() / "config.toml"}, below [accounts]: {profile.name} = "..."',
+        )
 
 
 def send_waiting(tree: ClusterTree, run_ids: Iterable[str], profile: ClusterProfile, tell: Tell = _silent) -> Sent:
