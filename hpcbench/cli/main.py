@@ -25,7 +25,7 @@ COMMANDS = {
     "collect": ("hpcbench.cli.results:collect", "Gather results into one file."),
     "table": ("hpcbench.cli.results:table", "Print results as a table."),
     "bundle": ("hpcbench.cli.bundle:bundle", "Pack a sweep into one file for handing over."),
-    "cluster": ("hpcbench.cli.project:cluster", "List and show cluster profiles."),
+    "cluster": ("hpcbench.cli.cluster:cluster", "List, show and write cluster profiles."),
     "models": ("hpcbench.cli.models:models", "Show parameters, FLOPs, activations and layers of the models."),
     "data": ("hpcbench.cli.data:data", "Make samples in files, and list what is there."),
     "schema": ("hpcbench.cli.project:schema", "Print a JSON Schema for editors and scripts."),
