@@ -57,6 +57,12 @@ def owner_bytes(spec: RunSpec, table: LayerTable, half: bool = False) -> list[in
     return [total(sizes, places) for places in owned_places(spec, table) if places]
 
 
+def owned_bytes(spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
+    """Of every parameter: its bytes where ``rank`` owns it, 0 elsewhere."""
+    owned = set(owned_places(spec, table)[rank])
+    return [size if place in owned else 0 for place, size in enumerate(parameter_bytes(spec, table))]
+
+
 def sddp_buckets(spec: RunSpec, table: LayerTable) -> tuple[list[list[int]], list[int]]:
     """fairscale's buckets, one an owner, and the places of the gradients that are reduced by themselves.
 

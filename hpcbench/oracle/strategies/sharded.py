@@ -5,7 +5,10 @@ from __future__ import annotations
 from math import prod
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.tensors import FP32_BYTES, HALF_BYTES, element_bytes, elements
+from hpcbench.oracle.cost import Memory
+from hpcbench.oracle.gathered import Gathered, Units
+from hpcbench.oracle.live import Kept, held_at_peak
+from hpcbench.oracle.tensors import FP32_BYTES, HALF_BYTES, element_bytes, elements, parameter_bytes
 from hpcbench.parallel.catalog import chosen_options
 from hpcbench.parallel.gradients import sharded_units
 from hpcbench.parallel.layers import LayerTable, TensorShape
@@ -38,6 +41,24 @@ class Fsdp:
                 calls.append(across("all_reduce", shard * summed))
         return merged(calls)
 
+    @classmethod
+    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> Memory:
+        """A shard of everything; of the unit that runs its parameters, its gradients and what is reduced of them.
+
+        The next unit's parameters are there already; without ``reshard_after_forward`` those of all units to come.
+        """
+        options, degree = chosen_options(spec), shard_degree(spec)
+        shards = [shard_elements(one, degree) * element_bytes(spec, one) for one in table.parameter_tensors]
+        half = bool(options["mixed_precision"])
+        whole = [shard_elements(one, degree) * degree for one in table.parameter_tensors]
+        used = [count * (HALF_BYTES if half else element_bytes(spec, table.parameter_tensors[0])) for count in whole]
+        summed = [count * (FP32_BYTES if half else element_bytes(spec, table.parameter_tensors[0])) for count in whole]
+        gathered = Gathered(
+            used, used, summed, 1 if options["reshard_after_forward"] else len(whole), True, spec.micro_batches > 1
+        )
+        made_at = Units.of(table).made_at(len(shards))
+        return held_at_peak(spec, table, Kept(sum(shards), shards, made_at, shards), gathered.by_row(table))
+
 
 class FairscaleFsdp:
     """fairscale's FullyShardedDataParallel: a unit is flat, cut into equal parts and padded at its end."""
@@ -61,6 +82,18 @@ class FairscaleFsdp:
                 *(call("reduce_scatter", part * wide * spec.dp_degree) for part in [*apart, *root]),
             ]
         )
+
+    @classmethod
+    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> Memory:
+        """As ``Fsdp``, without the next unit."""
+        options = chosen_options(spec)
+        sizes = parameter_bytes(spec, table)
+        shards = [-(-elements(one) // spec.dp_degree) * element_bytes(spec, one) for one in table.parameter_tensors]
+        gathered = Gathered(
+            sizes, sizes, sizes, 0 if options["reshard_after_forward"] else len(sizes), False, spec.micro_batches > 1
+        )
+        made_at = Units.of(table).made_at(len(shards))
+        return held_at_peak(spec, table, Kept(sum(shards), shards, made_at, shards), gathered.by_row(table))
 
 
 def shard_degree(spec: RunSpec) -> int:
