@@ -52,6 +52,11 @@ def strategy(key: str) -> Strategy:
     return STRATEGIES[key]
 
 
+def chosen_options(spec: RunSpec) -> dict[str, Any]:
+    """The options of the run's strategy, defaults filled in."""
+    return {name: option.default for name, option in strategy(spec.strategy).options.items()} | spec.options
+
+
 def excluded_by(spec: RunSpec) -> str | None:
     """Why the run's strategy cannot do what it asks for, as far as integers and names tell."""
     named = strategy(spec.strategy).limit

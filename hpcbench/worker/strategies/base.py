@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import strategy
+from hpcbench.parallel import catalog
 from hpcbench.worker.compiling import compile_in_place
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.losses import sample_losses
@@ -88,7 +88,7 @@ def make_optimizer(spec: RunSpec, module: nn.Module) -> torch.optim.Optimizer:
 
 def chosen_options(spec: RunSpec) -> dict[str, Any]:
     """The options of the run's strategy, defaults filled in."""
-    return {name: option.default for name, option in strategy(spec.strategy).options.items()} | spec.options
+    return catalog.chosen_options(spec)
 
 
 class DataParallel:
