@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,18 @@ def cluster() -> None:
 
 
 @cluster.command("list")
+@click.option("--here", "only_here", is_flag=True, help="Only those whose login nodes this machine is one of.")
 @json_option
-def list_clusters(as_json: bool) -> None:
+def list_clusters(only_here: bool, as_json: bool) -> None:
     """List every profile that --cluster takes: the project's, yours, the shipped ones.
 
     Those whose login nodes this machine is one of, as far as its name tells, come first and are marked.
     """
     entries = sorted(_entries(), key=lambda entry: not entry["here"])
+    if only_here:
+        entries = [entry for entry in entries if entry["here"]]
+        if not entries:
+            say(f"no profile knows this machine, {socket.getfqdn()}, as its login node: see docs/add-a-cluster.md")
     if as_json:
         print_json({"clusters": entries})
         return

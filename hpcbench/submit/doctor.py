@@ -17,11 +17,11 @@ from hpcbench.paths import data_folder, expanded
 from hpcbench.render.script import python_of
 from hpcbench.results.datafolder import survey
 from hpcbench.submit import scheduler
+from hpcbench.submit.account import check_account
 from hpcbench.submit.environment import clean_environment, scrubbed_names
 from hpcbench.submit.live import live_partitions
 from hpcbench.submit.offer import Tell
 from hpcbench.submit.site.probe import Probe, run_probe
-from hpcbench.submit.submit import check_account
 
 _INSTALL = "pip install 'hpcbench[worker]'"
 
@@ -83,6 +83,8 @@ def _samples(profile: ClusterProfile) -> Finding:
         f"{one.dataset}{f'-{one.size}' if one.size else ''} ({one.kind})" for one in found if one.complete
     )
     mend = "" if found else "hpcbench data make DATASET, where runs are to read files"
+    if mend and not profile.node_of(None).internet:
+        mend += "; here and before they are submitted, as nodes have no internet"
     return Finding(what="data", works=bool(found), needed=False, detail=f"{folder}: {names or 'nothing'}", mend=mend)
 
 

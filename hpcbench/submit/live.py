@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 
 from hpcbench.config.cluster import ClusterProfile, Partition
 from hpcbench.config.validate import Source
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, SubmitError, did_you_mean
+from hpcbench.submit.account import missing_account
 from hpcbench.submit.site.facts import NodeFacts, PartitionFacts, SiteFacts
 from hpcbench.submit.site.query import ask_site
+from hpcbench.submit.site.trial import refusals
 from hpcbench.units import format_bytes
 
 
@@ -23,7 +26,8 @@ def live_problems(profile: ClusterProfile, source: Source) -> bool:
         facts = ask_site(profile)
     except SubmitError:
         return False
-    problems = list(compare(profile, facts, source))
+    # What the tables contradict is said with its line; only what is left is put to sbatch, which names none.
+    problems = list(compare(profile, facts, source)) or list(refusals(profile, source))
     if problems:
         raise ConfigErrors(problems)
     return True
@@ -49,6 +53,9 @@ def compare(profile: ClusterProfile, facts: SiteFacts, source: Source) -> Iterat
 
 
 def _cluster(profile: ClusterProfile, facts: SiteFacts, source: Source) -> Iterator[HpcbenchError]:
+    missing = missing_account(profile)
+    if missing is not None:
+        yield missing
     accounts = {one.account for one in facts.associations}
     if profile.account is not None and accounts and profile.account not in accounts:
         hint = did_you_mean(profile.account, accounts)
@@ -116,10 +123,7 @@ def _limits(
             where = source.where((*place, name) if getattr(partition, name) else (name,))
             yield ConfigError(f"{name} = {minutes:g} min, {owner} allows {longest:g}", where=where)
             break
-    largest = min(there.max_nodes or there.nodes, there.nodes)
-    if partition.max_nodes is not None and partition.max_nodes > largest:
-        where = source.where((*place, "max_nodes"))
-        yield ConfigError(f"max_nodes = {partition.max_nodes}, {there.name} gives {largest}", where=where)
+    yield from _sizes(partition, there, facts, source, place)
     submitted = [one.max_submitted_jobs for one in facts.limits(there.name, partition.qos)]
     most = min((limit for limit in submitted if limit is not None), default=None)
     told = partition.max_submitted_jobs or profile.scheduler.max_submitted_jobs
@@ -127,6 +131,26 @@ def _limits(
         inner = bool(partition.max_submitted_jobs)
         where = source.where((*place, "max_submitted_jobs") if inner else ("scheduler", "max_submitted_jobs"))
         yield ConfigError(f"max_submitted_jobs = {told}, the QOS allows {most}", where=where)
+
+
+def _sizes(
+    partition: Partition, there: PartitionFacts, facts: SiteFacts, source: Source, place: tuple[str, ...]
+) -> Iterator[HpcbenchError]:
+    """How many nodes a job may have: what the partition has and gives, and what its QOS allow."""
+    qos = facts.limits(there.name, partition.qos)
+    most = [(min(there.max_nodes or there.nodes, there.nodes), f"{there.name} gives")]
+    most += [(one.max_nodes, f"QOS {one.name} allows") for one in qos if one.max_nodes is not None]
+    largest, owner = min(most, key=itemgetter(0))
+    if partition.max_nodes is not None and partition.max_nodes > largest:
+        where = source.where((*place, "max_nodes"))
+        yield ConfigError(f"max_nodes = {partition.max_nodes}, {owner} {largest}", where=where)
+    least = [(there.min_nodes or 1, f"{there.name} takes")]
+    least += [(one.min_nodes, f"QOS {one.name} takes") for one in qos if one.min_nodes is not None]
+    smallest, owner = max(least, key=itemgetter(0))
+    if (partition.min_nodes or 1) < smallest:
+        where = source.where((*place, "min_nodes") if partition.min_nodes else place)
+        hint = f"min_nodes = {smallest}"
+        yield ConfigError(f"{owner} no job of fewer than {smallest} nodes", where=where, hint=hint)
 
 
 def _nodes(profile: ClusterProfile, key: str | None, there: PartitionFacts, source: Source) -> Iterator[HpcbenchError]:

@@ -12,10 +12,10 @@ from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.spec import RunSpec, config_id
 from hpcbench.errors import ConfigError, SubmitError
 from hpcbench.fileio import make_folder
-from hpcbench.paths import user_folder
 from hpcbench.results.schema import Failure, RunResult
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit import scheduler
+from hpcbench.submit.account import check_account
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.lock import exclusive
 from hpcbench.submit.offer import Tell
@@ -156,15 +156,6 @@ def check_scheduler(profile: ClusterProfile) -> None:
     if scheduler.which("sbatch", profile) is None:
         hint = "run this on a login node of the cluster, or set scheduler.bin_folder in its profile"
         raise SubmitError(f"cluster {profile.name}: sbatch is not on PATH", hint=hint)
-
-
-def check_account(profile: ClusterProfile) -> None:
-    """Raise ``ConfigError`` where the site takes no job without an account, and neither profile nor user names one."""
-    if profile.account_required and profile.account is None:
-        raise ConfigError(
-            f"cluster {profile.name} takes no job without an account",
-            hint=f'put it into {user_folder() / "config.toml"}, below [accounts]: {profile.name} = "..."',
-        )
 
 
 def send_waiting(tree: ClusterTree, run_ids: Iterable[str], profile: ClusterProfile, tell: Tell = _silent) -> Sent:

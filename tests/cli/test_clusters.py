@@ -56,6 +56,16 @@ def test_the_cluster_that_is_here_comes_first(hpcbench: Any, tmp_path: Path) -> 
     assert [entry["name"] for entry in listed if entry["here"]] == ["perlmutter"]
     assert listed[0]["name"] == "perlmutter"
     assert {"snellius", "abci-v100", "generic-slurm"} <= {entry["name"] for entry in listed}
+    only = json.loads(hpcbench("cluster", "list", "--here", "--json", NERSC_HOST="perlmutter").stdout)["clusters"]
+    assert [entry["name"] for entry in only] == ["perlmutter"]
+
+
+def test_a_machine_that_no_profile_knows(hpcbench: Any, tmp_path: Path) -> None:
+    (tmp_path / "clusters" / "mine.toml").write_text('name = "mine"\n[match]\nvariables = { SITE = "x" }\n')
+    nowhere = hpcbench("cluster", "list", "--here", "--json")
+    assert (nowhere.returncode, json.loads(nowhere.stdout)) == (0, {"clusters": []})
+    assert "no profile knows this machine" in nowhere.stderr
+    assert '"name": "mine"' in hpcbench("cluster", "list", "--here", "--json", SITE="x").stdout
 
 
 def test_no_scheduler_to_write_a_profile_from(hpcbench: Any, tmp_path: Path) -> None:

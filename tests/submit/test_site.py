@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile, Match
+from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.profiles import load_cluster_file
 from hpcbench.config.validate import Source, validate
-from hpcbench.submit.doctor import probe_findings
 from hpcbench.submit.live import compare
 from hpcbench.submit.site.facts import (
     NodeFacts,
@@ -24,8 +23,8 @@ from hpcbench.submit.site.facts import (
     records,
 )  # fmt: skip
 from hpcbench.submit.site.gres import Gpus, parse_gres
-from hpcbench.submit.site.here import is_here
-from hpcbench.submit.site.probe import parse_probe, render_probe
+from hpcbench.submit.site.json_nodes import parse_json_nodes
+from hpcbench.submit.site.query import ask_site
 from hpcbench.submit.site.write import write_toml
 
 RECORDED = Path(__file__).resolve().parents[1] / "fakes" / "recorded"
@@ -71,7 +70,7 @@ def box() -> SiteFacts:
         cluster=settings["ClusterName"],
         version=settings["SLURM_VERSION"],
         partitions=parse_partitions(recorded("box-partition"), nodes),
-        qos=parse_qos("normal|||\nlimited|02:00:00|2|5\n"),
+        qos=parse_qos("normal|||||\nlimited|02:00:00|2|5|cpu=64,node=2,gres/gpu=8|\nlarge|||||node=2\n"),
         associations=parse_associations("box|limited,normal|normal|\nroot|normal||\n"),
         max_array_size=int(settings["MaxArraySize"]),
         settings=settings,
@@ -103,6 +102,50 @@ def test_devices_that_gres_does_not_tell_are_among_the_totals() -> None:
         "NodeName=a CPUTot=64 RealMemory=1000 Gres=(null) Partitions=p CfgTRES=cpu=64,mem=1000M,gres/gpu=4 AllocTRES=\n"
     )
     assert parse_nodes(text)["p"][0].gpus == (Gpus(None, 4),)
+
+
+def test_json_says_the_same_of_nodes_as_text() -> None:
+    text = (RECORDED / "box-sinfo.json").read_text(encoding="utf-8")
+    assert parse_json_nodes(text) == parse_nodes(recorded("box-node"))
+    newer = (
+        '{"nodes": [{"name": "g1", "cpus": 72, "effective_cpus": 64, "real_memory": {"set": true, "infinite": false, "number": 9},'
+        ' "gres": "gpu:h100:4(S:0-1)", "features": ["nvme", "h100"], "partitions": ["gpu"], "threads": 2, "architecture": null}]}'
+    )
+    found = NodeFacts(64, 9 * 2**20, (Gpus("h100", 4),), frozenset({"nvme", "h100"}), "", 2)
+    assert parse_json_nodes(newer) == {"gpu": [found]}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "sinfo: unrecognized option", "[]", "{}", '{"nodes": {"a": 1}}', '{"nodes": [3]}', "\xff{"]
+)
+def test_json_of_another_form_says_nothing(text: str) -> None:
+    assert parse_json_nodes(text) == {}
+
+
+def test_json_is_read_where_text_tells_of_no_nodes(fake_slurm: Path) -> None:
+    (fake_slurm / "scontrol").write_text(recorded("box-config") + recorded("box-partition"))
+    (fake_slurm / "sinfo").write_text((RECORDED / "box-sinfo.json").read_text(encoding="utf-8"))
+    facts = ask_site(ClusterProfile.model_validate({"name": "c"}))
+    assert facts.partitions["normal"].kinds[0].gpus == (Gpus(None, 4),)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "",
+        "\x1b[2J\n=\nPartitionName=a\x1b[31mb TotalNodes=1\n",
+        "PartitionName=a MaxNodes=x MaxTime=soon TotalNodes=-1\nNodeName=n Partitions=a CPUTot=many Gres=gpu:a:b\n",
+    ],
+)
+def test_a_scheduler_that_talks_nonsense(fake_slurm: Path, tmp_path: Path, said: str) -> None:
+    (fake_slurm / "scontrol").write_text(said)
+    (fake_slurm / "sinfo").write_text("{")
+    (fake_slurm / "sacctmgr.error").write_text("no")
+    made = ClusterProfile.model_validate({"name": "site"})
+    facts = ask_site(made)
+    list(compare(made, facts, Source(Path("c.toml"), "")))
+    (tmp_path / "site.toml").write_text(write_toml("site", facts))
+    assert load_cluster_file(tmp_path / "site.toml")[0].name == "site"
 
 
 PLANTED = """name = "planted"
@@ -167,6 +210,10 @@ def with_partition(facts: SiteFacts, name: str, **changes: object) -> SiteFacts:
         ({"allowed_accounts": frozenset({"a"})}, {"account": "box", "partitions": {"normal": {}}}, "does not take account 'box': a"),
         ({"max_time_min": 20.0}, {"partitions": {"normal": {}}}, "time_limit_min = 30 min, partition normal allows 20"),
         ({}, {"request": {"gpus": "gres"}, "node": {"devices": 8}}, "devices = 8, nodes of normal have 4"),
+        ({"nodes": 9}, {"partitions": {"normal": {"qos": "limited", "max_nodes": 3}}}, "max_nodes = 3, QOS limited allows 2"),
+        ({"min_nodes": 2}, {"partitions": {"normal": {}}}, "normal takes no job of fewer than 2 nodes\n  min_nodes = 2"),
+        ({"allowed_qos": frozenset({"large"}), "qos": "large"}, {"partitions": {"normal": {}}}, "QOS large takes no job of fewer"),
+        ({}, {"account_required": True, "partitions": {"normal": {}}}, "cluster c takes no job without an account"),
     ],
 )  # fmt: skip
 def test_what_a_partition_refuses(changes: dict[str, object], profile: dict[str, object], expected: str) -> None:
@@ -214,97 +261,31 @@ def test_a_site_of_several_kinds_of_nodes(tmp_path: Path) -> None:
     )
     facts = SiteFacts(
         "site", "23.11.4", parse_partitions(partitions, parse_nodes(nodes)),
-        qos=parse_qos("gpuq|00:20:00|1|4\nlong|||\n"), settings={"SelectType": "select/linear"},
+        qos=parse_qos("gpuq|00:20:00|1|4|node=1|\nlong|||||\n"), settings={"SelectType": "select/linear"},
     )  # fmt: skip
     path = tmp_path / "site.toml"
     path.write_text(write_toml("site", facts))
     profile, source = load_cluster_file(path)
     assert list(compare(profile, facts, source)) == []
     gpu, cpu = profile.partitions["gpu"], profile.partitions["cpu"]
-    assert (gpu.max_time_min, gpu.max_nodes, gpu.whole_nodes, cpu.max_nodes) == (20.0, 2, True, 1)
+    assert (gpu.max_time_min, gpu.max_nodes, gpu.whole_nodes, cpu.max_nodes) == (20.0, 1, True, 1)
     assert (profile.request.gpus, profile.request.memory, profile.node.gres_type) == ("gres", "node", "h100")
     assert (profile.node.arch, profile.node_of("cpu").devices, profile.request_of("cpu").gpus) == ("aarch64", 0, "none")
     assert profile.time_limit_min == 20.0
     assert "# Its nodes are of 2 kinds" in source.text
 
 
-PROBED = """=== hpcbench interfaces
-1: lo    inet 127.0.0.1/8 scope host lo
-2: hsn0    inet 10.1.0.3/16 brd 10.1.255.255 scope global hsn0
-3: eth0@if7    inet 10.77.0.1/24 scope global eth0
-3: eth0    inet6 fe80::1/64 scope link
-=== hpcbench nvidia
-GPU 0: NVIDIA GH200 120GB (UUID: GPU-1)
-=== hpcbench memory
-MemTotal:        1000 kB
-=== hpcbench tmp
-tmpfs
-=== hpcbench runtimes
-/usr/bin/apptainer
-=== hpcbench folder $SCRATCH
-writable
-=== hpcbench worker
-{"ready": true, "host": "n1"}
-=== hpcbench end
-"""
-
-
-def test_what_a_probe_saw() -> None:
-    probe = parse_probe(PROBED)
-    assert probe.interfaces == {"hsn0": "10.1.0.3", "eth0": "10.77.0.1"}
-    assert (probe.fabric, len(probe.devices), probe.tmp_in_memory, probe.memory_bytes) == ("hsn", 1, True, 1024000)
-    assert (probe.runtimes, probe.worker) == (["apptainer"], {"ready": True, "host": "n1"})
-    text = write_toml("site", box(), probe)
-    for line in ('interface = "hsn"', 'device = "cuda"', "tmp_in_memory = true", "# memory_includes_devices = true"):
-        assert f"\n{line}\n" in text
-    blind = write_toml("site", box(), parse_probe(PROBED.replace("GPU 0", "no device")))
-    assert '\ndevice = "cpu"\n' in blind
-    assert '\ngpus = "none"\n' in blind
-
-
-def test_a_profile_against_what_a_probe_saw() -> None:
-    made = ClusterProfile.model_validate({
-        "name": "c", "device": "cuda", "node": {"devices": 4, "scratch_folder": "$SCRATCH"}, "network": {"interface": "ib"},
-    })  # fmt: skip
-    found = {finding.what: finding.works for finding in probe_findings(made, parse_probe(PROBED))}
-    assert found == {"interface": False, "devices": False, "tmp": False, "folder": True}
-
-
-def test_the_probe_runs_in_the_jobs_own_environment(tmp_path: Path) -> None:
-    import subprocess
-
-    made = ClusterProfile.model_validate({
-        "name": "c", "node": {"devices": 4, "scratch_folder": "/a b/$SCRATCH/$(id)"}, "request": {"gpus": "gres"},
-        "environments": {"e": {"modules": ["m"], "python": "python3"}}, "default_environment": "e",
-    })  # fmt: skip
-    text = render_probe(made, tmp_path)
-    for line in (
-        "#SBATCH --gres=gpu:4",
-        "module load m",
-        f"#SBATCH --output={tmp_path}/log",
-        "#SBATCH --time=0-00:05:00",
-    ):
-        assert f"\n{line}\n" in text
-    assert """\nfolder='/a b/'"$SCRATCH"'/$(id)'\n""" in text
-    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-
-
-@pytest.mark.parametrize(
-    ("match", "host", "expected"),
-    [
-        ({"hosts": [r".*\.snellius\.surf\.nl"]}, "int4.snellius.surf.nl", True),
-        ({"hosts": [r".*\.snellius\.surf\.nl"]}, "int4.snellius.surf.nl.evil.org", False),
-        ({"hosts": [r"alogin\d+"]}, "alogin1.bsc.es", True),
-        ({"variables": {"NERSC_HOST": "perlmutter"}}, "login01", True),
-        ({"variables": {"NERSC_HOST": "cori"}}, "login01", False),
-        ({}, "anything", False),
-    ],
-)
-def test_a_cluster_is_known_by_its_login_nodes(match: dict[str, object], host: str, expected: bool) -> None:
-    assert is_here(Match.model_validate(match), host, {"NERSC_HOST": "perlmutter"}) is expected
-
-
-def test_a_cluster_is_known_by_a_file(tmp_path: Path) -> None:
-    (tmp_path / "systemname").write_text("juwelsbooster\n")
-    assert is_here(Match(files={str(tmp_path / "systemname"): "juwelsbooster"}), "x", {})
-    assert not is_here(Match(files={str(tmp_path / "other"): "juwelsbooster"}), "x", {})
+def test_names_that_are_no_keys_are_written_as_names(tmp_path: Path) -> None:
+    text = (
+        "PartitionName=gpu.long Default=YES MaxTime=60 TotalNodes=1 State=UP\n"
+        "PartitionName=_all+extra MaxTime=60 TotalNodes=1 State=UP\nPartitionName=übung MaxTime=60 TotalNodes=1\n"
+    )
+    nodes = 'NodeName=n CPUTot=4 RealMemory=100 Gres=gpu:a"b:1 AvailableFeatures=x"[],y Partitions=gpu.long\n'
+    nodes += "NodeName=m CPUTot=8 RealMemory=100 Gres= AvailableFeatures=y Partitions=gpu.long\n"
+    facts = SiteFacts("site", "23", parse_partitions(text, parse_nodes(nodes)))
+    path = tmp_path / "site.toml"
+    path.write_text(write_toml("site", facts))
+    profile, _ = load_cluster_file(path)
+    names = {"gpu.long": None, "pall-extra": "_all+extra", "pbung": "übung"}
+    assert {key: one.name for key, one in profile.partitions.items()} == names
+    assert profile.default_partition == "gpu.long"

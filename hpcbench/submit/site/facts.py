@@ -56,6 +56,8 @@ class QosFacts:
     max_time_min: float | None = None
     max_running_jobs: int | None = None
     max_submitted_jobs: int | None = None
+    max_nodes: int | None = None
+    min_nodes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -115,17 +117,22 @@ def records(text: str) -> list[dict[str, str]]:
 
 def parse_nodes(text: str) -> dict[str, list[NodeFacts]]:
     """``scontrol show node --oneliner``: per partition its nodes."""
+    return nodes_by_partition(records(text))
+
+
+def nodes_by_partition(nodes: Iterable[dict[str, str]]) -> dict[str, list[NodeFacts]]:
+    """The same from the records, keys as scontrol's."""
     found: dict[str, list[NodeFacts]] = {}
-    for record in records(text):
+    for record in nodes:
         node = NodeFacts(
-            cpus=int(record.get("CPUEfctv") or record.get("CPUTot") or 0),
-            memory_bytes=int(record.get("RealMemory") or 0) * 2**20,
+            cpus=_number(record.get("CPUEfctv", "")) or _number(record.get("CPUTot", "")) or 0,
+            memory_bytes=(_number(record.get("RealMemory", "")) or 0) * 2**20,
             gpus=tuple(_gpus(record)),
             features=frozenset(_names(record.get("AvailableFeatures", "")) or ()),
             arch=record.get("Arch", ""),
-            threads_per_core=int(record.get("ThreadsPerCore") or 1),
+            threads_per_core=_number(record.get("ThreadsPerCore", "")) or 1,
         )
-        for partition in record.get("Partitions", "").split(","):
+        for partition in filter(None, record.get("Partitions", "").split(",")):
             found.setdefault(partition, []).append(node)
     return found
 
@@ -172,11 +179,17 @@ def _names(text: str) -> frozenset[str] | None:
 
 
 def parse_qos(text: str) -> dict[str, QosFacts]:
-    """``sacctmgr -nP show qos format=Name,MaxWall,MaxJobsPU,MaxSubmitPU``."""
+    """``sacctmgr -nP show qos format=Name,MaxWall,MaxJobsPU,MaxSubmitPU,MaxTRES,MinTRES``."""
     found = {}
-    for name, wall, running, submitted in _rows(text, 4):
-        found[name] = QosFacts(name, minutes(wall), _number(running), _number(submitted))
+    for name, wall, running, submitted, most, least in _rows(text, 6):
+        limits = _nodes_in(most), _nodes_in(least)
+        found[name] = QosFacts(name, minutes(wall), _number(running), _number(submitted), *limits)
     return found
+
+
+def _nodes_in(resources: str) -> int | None:
+    """Those of ``cpu=64,node=4,gres/gpu=8``."""
+    return next((_number(one[5:]) for one in resources.split(",") if one.startswith("node=")), None)
 
 
 def parse_associations(text: str) -> tuple[Association, ...]:

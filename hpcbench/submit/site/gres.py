@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 _GPU = re.compile(
     r"(?:^|,)(?P<tres>gres/)?gpu"
-    r"(?::(?P<type>[A-Za-z_][^:=,(]*))?(?:[:=](?P<count>\d+))?(?:\((?:S|IDX):[^)]*\))?(?=,|$)"
+    r"(?::(?P<type>[A-Za-z_][^:=,(\s]*))?(?:[:=](?P<count>\d+))?(?:\((?:S|IDX):[^)]*\))?(?=,|$)"
 )
 
 

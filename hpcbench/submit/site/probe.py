@@ -22,6 +22,7 @@ from hpcbench.render.shape import Shape
 from hpcbench.submit.executor import ScriptExecutor
 from hpcbench.submit.offer import Tell
 from hpcbench.submit.scheduler import QueueLook, slurm_environment
+from hpcbench.submit.site.links import Topology, parse_ports, parse_topology
 
 _SECTION = "=== hpcbench "
 _LIMIT_S = 300.0
@@ -56,6 +57,25 @@ class Probe:
         nvidia = [line for line in self.sections.get("nvidia", []) if line.startswith("GPU ")]
         amd = [line for line in self.sections.get("amd", []) if "Card series" in line or "Card Series" in line]
         return nvidia or amd
+
+    @property
+    def topology(self) -> Topology:
+        """How devices reach each other, and which cores are next to them."""
+        return parse_topology(self.sections.get("topology", []))
+
+    @property
+    def ports(self) -> dict[str, float]:
+        """InfiniBand's adapters that are up, and their bit/s."""
+        return parse_ports(self.sections.get("infiniband", []))
+
+    @property
+    def cpus(self) -> int | None:
+        """CPUs that the job, which asked for a whole node's, could use."""
+        listed = " ".join(self.sections.get("cores", [])).rpartition(": ")[2]
+        if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", listed):
+            return None
+        ends = [one.split("-") for one in listed.split(",")]
+        return sum(int(one[-1]) - int(one[0]) + 1 for one in ends)
 
     @property
     def tmp_in_memory(self) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 from hpcbench.submit.site.facts import NodeFacts, PartitionFacts, SiteFacts
+from hpcbench.submit.site.links import Topology
 from hpcbench.submit.site.probe import Probe
 
 _HEAD = """\
@@ -34,6 +36,8 @@ def write_toml(name: str, facts: SiteFacts, probe: Probe | None = None, config_f
     parts += [_scheduler(facts, config_file), _node(kind, gpus, probe), _request(facts, default, kind, has_devices)]
     parts += [_partition(one, facts, kind) for one in facts.partitions.values()]
     parts.append(_network(probe))
+    if probe is not None:
+        parts += [_binding(probe.topology), _links(probe, gpus)]
     if has_devices and kind:
         parts.append(_device(kind))
     return "\n".join(part for part in parts if part)
@@ -57,6 +61,11 @@ def _text(value: str) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
+def _key(partition: str) -> str:
+    """A key of `partitions` for a name that may be none."""
+    return re.sub(r"^[^A-Za-z0-9]", "p", re.sub(r"[^A-Za-z0-9._-]", "-", partition))[:64] or "p"
+
+
 def _top(facts: SiteFacts, default: PartitionFacts | None, *, gpus: int, has_devices: bool, probed: bool) -> str:
     lines = []
     if gpus and not has_devices:
@@ -69,7 +78,7 @@ def _top(facts: SiteFacts, default: PartitionFacts | None, *, gpus: int, has_dev
         lines.append(f"# Your accounts: {', '.join(accounts)}. The scheduler takes your default where none is named;")
         lines.append("# another one belongs below [accounts] in ~/.config/hpcbench/config.toml.")
     if default is not None:
-        lines.append(f"default_partition = {_text(default.name)}")
+        lines.append(f"default_partition = {_text(_key(default.name))}")
     longest = _longest(default, facts) if default else None
     lines.append(f'time_limit_min = "{min(30.0, longest or 30.0):g} min"')
     return "\n".join(lines) + "\n"
@@ -97,8 +106,12 @@ def _scheduler(facts: SiteFacts, config_file: str | None) -> str:
 
 
 def _node_lines(kind: NodeFacts, gpus: int) -> list[str]:
-    lines = [f"cores = {kind.cpus}" + (f"  # of {kind.threads_per_core} threads" if kind.threads_per_core > 1 else "")]
-    lines.append(f'memory_bytes = "{kind.memory_bytes // 2**20} MiB"')
+    lines = []
+    if kind.cpus:
+        threads = f"  # of {kind.threads_per_core} threads" if kind.threads_per_core > 1 else ""
+        lines.append(f"cores = {kind.cpus}{threads}")
+    if kind.memory_bytes:
+        lines.append(f'memory_bytes = "{kind.memory_bytes // 2**20} MiB"')
     lines.append(f"devices = {gpus}")
     types = [one.type for one in kind.gpus if one.type]
     if types:
@@ -121,6 +134,9 @@ def _node(kind: NodeFacts | None, gpus: int, probe: Probe | None) -> str:
             lines.append("# memory_includes_devices = true")
         if probe.tmp_in_memory:
             lines.append("tmp_in_memory = true")
+        if probe.cpus is not None and probe.cpus < kind.cpus:
+            lines.append(f"# A job that asked for all of them could use {probe.cpus} CPUs.")
+            lines.append(f"# cores = {probe.cpus}")
         if probe.runtimes:
             lines.append(f"# Container runtimes on a node: {', '.join(probe.runtimes)}.")
     return "\n".join(lines) + "\n"
@@ -145,15 +161,22 @@ def _request(facts: SiteFacts, default: PartitionFacts | None, kind: NodeFacts |
 
 
 def _partition(partition: PartitionFacts, facts: SiteFacts, usual: NodeFacts | None) -> str:
-    lines = [f"[partitions.{partition.name}]"]
+    key = _key(partition.name)
+    table = f"partitions.{_text(key) if '.' in key else key}"
+    lines = [f"[{table}]"]
+    if key != partition.name:
+        lines.append(f"name = {_text(partition.name)}")
     if not partition.is_up:
         lines.append("# It was not up.")
     longest = _longest(partition, facts)
     if longest is not None:
         lines.append(f'max_time_min = "{longest:g} min"')
-    lines.append(f"max_nodes = {min(partition.max_nodes or partition.nodes, partition.nodes) or 1}")
-    if (partition.min_nodes or 1) > 1:
-        lines.append(f"min_nodes = {partition.min_nodes}")
+    qos = facts.limits(partition.name, None)
+    most = [partition.max_nodes, partition.nodes, *(one.max_nodes for one in qos)]
+    lines.append(f"max_nodes = {min((one for one in most if one), default=1)}")
+    least = max(one or 1 for one in (partition.min_nodes, *(one.min_nodes for one in qos)))
+    if least > 1:
+        lines.append(f"min_nodes = {least}")
     if partition.whole_nodes:
         lines.append("whole_nodes = true")
     names = partition.allowed_qos if partition.allowed_qos is not None else frozenset(facts.qos)
@@ -170,9 +193,9 @@ def _partition(partition: PartitionFacts, facts: SiteFacts, usual: NodeFacts | N
         usual.cpus, usual.memory_bytes, usual.gpus
     ):  # fmt: skip
         gpus = sum(one.number for one in kind.gpus)
-        lines += ["", f"[partitions.{partition.name}.node]", *_node_lines(kind, gpus)]
+        lines += ["", f"[{table}.node]", *_node_lines(kind, gpus)]
         if not gpus and usual.gpus:
-            lines += ["", f"[partitions.{partition.name}.request]", 'gpus = "none"']
+            lines += ["", f"[{table}.request]", 'gpus = "none"']
     return "\n".join(lines) + "\n"
 
 
@@ -180,12 +203,40 @@ def _network(probe: Probe | None) -> str:
     if probe is None:
         return '# Found by the ranks themselves, where it is not said:\n# [network]\n# interface = "ib0"\n'
     seen = ", ".join(f"{name} {address}" for name, address in probe.interfaces.items())
-    hcas = probe.sections.get("infiniband", [])
+    hcas = list(probe.ports)
     lines = [f"# Interfaces of a node: {seen or 'none with an address'}.", "[network]"]
     lines.append(f'interface = "{probe.fabric}"' if probe.fabric else '# interface = "eth0"')
     if hcas:
         lines.append(f"# nccl_hcas = {json.dumps(hcas)}")
     return "\n".join(lines) + "\n"
+
+
+def _binding(topology: Topology) -> str:
+    """Only as a comment: a site may bind ranks to cores in a way of its own."""
+    if not topology.device_order:
+        return ""
+    near = "; ".join(f"{number}: {cores}" for number, cores in enumerate(topology.cores))
+    return (
+        f"# The cores next to each device: {near}. In their order:\n# [binding]\n"
+        f"# device_order = {topology.device_order}\n"
+    )
+
+
+def _links(probe: Probe, gpus: int) -> str:
+    """Only as a comment: some ports may be the storage's, and no latency is to be seen from one node."""
+    lines = []
+    if probe.topology.between_devices:
+        kinds = ", ".join(sorted(probe.topology.between_devices))
+        lines.append(f"# Between the devices of a node: {kinds} (NV12: twelve NVLinks).")
+    ports = probe.ports
+    if ports:
+        share = sum(ports.values()) / max(1, gpus)
+        rates = ", ".join(f"{name} {rate / 1e9:g} Gbit/s" for name, rate in ports.items())
+        lines += [
+            f"# Ports that are up: {rates}; shared by {max(1, gpus)} ranks:", "# [links.inter_node]",
+            '# latency_s = "10 us"', f'# bandwidth_bytes_per_s = "{share / 1e9:g} Gbit/s"',
+        ]  # fmt: skip
+    return "\n".join(lines) + "\n" if lines else ""
 
 
 def _device(kind: NodeFacts) -> str:
