@@ -61,8 +61,8 @@ class ClusterProfile(Table):
     match: Match = Match()
     device: Literal["cpu", "cuda"] = "cpu"
     """What the ranks compute on; torch calls AMD's devices cuda, too."""
-    launcher: Literal["srun", "torchrun", "mpirun"] = "srun"
-    """What starts the ranks inside a job."""
+    launcher: Literal["srun", "torchrun", "mpirun", "ibrun"] = "srun"
+    """What starts the ranks inside a job; ibrun is TACC's."""
     launcher_args: list[OneLine] = []
     """More arguments for the launcher, one word each."""
     scheduler: Scheduler = Scheduler()
@@ -112,8 +112,10 @@ class ClusterProfile(Table):
             request, node = self.request_of(key), self.node_of(key)
             if request.gpus == "gres-typed" and not (node.gres_type or node.device_type):
                 raise ValueError("request.gpus = 'gres-typed' needs node.gres_type or node.device_type")
-            if request.gpus_on != "job" and self.launcher == "mpirun":
-                raise ValueError(f"request.gpus_on = {request.gpus_on!r} speaks to srun, but launcher = 'mpirun'")
+            if request.gpus_on != "job" and self.launcher in ("mpirun", "ibrun"):
+                raise ValueError(
+                    f"request.gpus_on = {request.gpus_on!r} speaks to srun, but launcher = {self.launcher!r}"
+                )
         order, devices = self.binding.device_order, self.node.devices
         if order and devices is not None and sorted(order) != list(range(devices)):
             raise ValueError(f"binding.device_order = {order} does not name each of the {devices} devices once")

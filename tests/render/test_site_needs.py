@@ -103,6 +103,7 @@ MASKS = "mask_cpu:fe,fe00"
             ["--container-image=im:age", "--container-mounts=/a:/b,/c:/d:ro", "--container-env=A", "--no-container-mount-home"],
             [],
         ),
+        (WHOLE, {"launcher": "ibrun", "launcher_args": ["-o", "0"]}, ["ibrun", "-o", "0"], ["srun", "--cpu-bind"]),
         (WHOLE, contained("cscs-engine"), ["--environment=im:age"], []),
     ],
 )  # fmt: skip

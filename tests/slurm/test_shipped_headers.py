@@ -35,7 +35,7 @@ REFUSED = re.compile(
 
 def headers() -> list[tuple[str, str | None, str | None]]:
     found: list[tuple[str, str | None, str | None]] = []
-    for name in SITES:
+    for name in (*SITES, "generic-slurm"):
         profile, _ = load_cluster_file(FILES[name])
         if profile.scheduler.kind == "slurm" and profile.launcher == "srun":
             found += [(name, partition, None) for partition in profile.partitions or [None]]

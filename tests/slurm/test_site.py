@@ -16,17 +16,6 @@ from tests.slurm.box import Box, Options
 
 pytestmark = pytest.mark.slurm
 
-SMALL = """name = "small"
-[fixed]
-model = "resnet18"
-dataset = "digits"
-strategy = "ddp"
-batch_size = 8
-steps = 2
-warmup_steps = 1
-nodes = 2
-"""
-
 Here = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -64,23 +53,31 @@ def statuses(tmp_path: Path) -> list[str]:
     return [json.loads(path.read_bytes())["status"] for path in paths]
 
 
-def test_a_profile_from_the_scheduler_alone_runs_over_two_nodes(usual_box: Box, here: Here, tmp_path: Path) -> None:
-    usual_box.up(Options(nodes=2, gpus=0, slots=4, max_array_size=101))
-    administer(usual_box, "scontrol update PartitionName=low MaxTime=20 MaxNodes=1")
+def test_a_profile_from_the_scheduler_alone_is_agreed_with(box: Box, here: Here, tmp_path: Path) -> None:
     done = here("cluster", "init", "mine")
     assert done.returncode == 0, done.stderr
     profile, _ = load_cluster_file(tmp_path / "project" / "clusters" / "mine.toml")
-    assert (profile.device, profile.node.cores, profile.node.devices, profile.request.gpus) == ("cpu", 4, 0, "none")
-    low = profile.partitions["low"]
-    assert (profile.default_partition, low.max_time_min, low.max_nodes) == ("normal", 20.0, 1)
+    assert (profile.default_partition, list(profile.partitions)) == ("normal", ["normal", "high", "low"])
+    assert (profile.node.cores, profile.node.devices, profile.request.gpus) == (8, 4, "gpus-per-node")
+    assert (profile.partitions["low"].max_nodes, profile.partitions["low"].max_time_min) == (4, 1440.0)
     checked = here("check", "clusters/mine.toml")
     assert (checked.returncode, "and the scheduler agrees" in checked.stderr) == (0, True), checked.stderr
-    (tmp_path / "project" / "small.toml").write_text(SMALL)
-    ran = here("run", "small.toml", "--cluster", "mine")
-    assert ran.returncode == 0, ran.stderr
-    assert statuses(tmp_path) == ["ok"]
     again = here("cluster", "init", "mine")
     assert (again.returncode, "mine.toml exists" in again.stderr) == (2, True)
+
+
+def test_what_no_table_says_sbatch_does(box: Box, here: Here, tmp_path: Path) -> None:
+    path = tmp_path / "project" / "clusters" / "wrong.toml"
+    path.write_text(
+        'name = "wrong"\n[partitions.normal]\n[partitions.low]\ndirectives = { reservation = "none" }\n'
+        "[partitions.high]\ndirectives = { no-such-option = true }\n"
+    )
+    done = here("check", str(path))
+    assert done.returncode == 2
+    assert "wrong.toml:3: sbatch refuses a job in low: " in done.stderr
+    assert "reservation" in done.stderr
+    assert "wrong.toml:5: sbatch refuses a job in high: unrecognized option '--no-such-option'\n" in done.stderr
+    assert "in normal" not in done.stderr
 
 
 def test_check_names_what_the_live_scheduler_would_refuse(box: Box, here: Here, tmp_path: Path) -> None:
@@ -110,22 +107,38 @@ def test_doctor_looks_from_inside_of_a_job(box: Box, here: Here) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("options", "commands", "submitted", "partition"),
+    ("options", "commands", "devices", "submitted", "partition"),
     [
-        (Options(nodes=3, gpus=4), ("scontrol update PartitionName=high MaxTime=20 MaxNodes=2",), None, "high"),
-        (Options(nodes=2, gpus=0, slots=4, max_array_size=101), (), None, "low"),
+        (
+            Options(nodes=3, gpu_type="a100"),
+            ("scontrol update PartitionName=high MaxTime=20 MaxNodes=2",),
+            ("a100", 4),
+            None,
+            ("high", 20.0, 2),
+        ),
+        (
+            Options(nodes=2, gpus=0, slots=4, max_array_size=101),
+            ("scontrol update PartitionName=low MaxTime=25 MaxNodes=1",),
+            (None, 0),
+            None,
+            ("low", 25.0, 1),
+        ),
         (
             Options(nodes=1, gpus=8, cpus=0.8),
-            ("sacctmgr -i modify user root where account=box set qos=limited,normal defaultqos=limited",),
+            (
+                "sacctmgr -i modify user root where account=box set qos=limited,normal defaultqos=limited",
+                "sacctmgr -i modify qos limited set maxwall=02:00:00",
+            ),
+            ("gpu", 8),
             5,
-            "normal",
+            ("normal", 120.0, 1),
         ),
     ],
-    ids=["four-devices", "no-devices", "a-limiting-qos"],
+    ids=["devices-of-a-type", "no-devices", "a-limiting-qos"],
 )
 def test_the_quickstart_runs_at_once(
     usual_box: Box, here: Here, tmp_path: Path, options: Options, commands: tuple[str, ...],
-    submitted: int | None, partition: str,
+    devices: tuple[str | None, int], submitted: int | None, partition: tuple[str, float, int],
 ) -> None:  # fmt: skip
     usual_box.up(options)
     administer(usual_box, *commands)
@@ -133,8 +146,14 @@ def test_the_quickstart_runs_at_once(
     done = here("cluster", "init", "mine", "--probe")
     assert done.returncode == 0, done.stderr
     profile, _ = load_cluster_file(tmp_path / "project" / "clusters" / "mine.toml")
-    assert (profile.scheduler.max_submitted_jobs, partition in profile.partitions) == (submitted, True)
-    assert here("check", "clusters/mine.toml").returncode == 0
+    # The devices are pretended: the scheduler hands them out, the probe sees no driver.
+    assert (profile.node.device_type, profile.node.devices, profile.device) == (*devices, "cpu")
+    name, longest, largest = partition
+    found = profile.partitions[name]
+    assert (found.max_time_min, found.max_nodes) == (longest, largest)
+    assert profile.scheduler.max_submitted_jobs == submitted
+    checked = here("check", "clusters/mine.toml")
+    assert checked.returncode == 0, checked.stderr
     ran = here("run", "quickstart", "--cluster", "mine")
     assert ran.returncode == 0, ran.stderr
     assert statuses(tmp_path) == ["ok"] * 6
