@@ -33,6 +33,7 @@ def list_clusters(only_here: bool, as_json: bool) -> None:
             say(f"no profile knows this machine, {socket.getfqdn()}, as its login node: see docs/add-a-cluster.md")
     if as_json:
         print_json({"clusters": entries})
+    if as_json or not entries:
         return
     from rich.table import Table
     from rich.text import Text

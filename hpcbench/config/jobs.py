@@ -18,8 +18,9 @@ Runtime = Literal["apptainer", "singularity", "shifter", "podman-hpc", "pyxis", 
 class Scheduler(Table):
     """Who starts the jobs."""
 
-    kind: Literal["slurm", "local", "pbs"] = "slurm"
-    """`local` runs the job scripts on this machine; scripts for `pbs` are rendered, not submitted."""
+    kind: Literal["slurm", "local", "pbs", "none"] = "slurm"
+    """`local` runs the job scripts on this machine; scripts for `pbs` are rendered, not submitted; `none` is a machine
+    that is only predicted for."""
     config_file: OneLine | None = None
     """The scheduler's configuration file (SLURM_CONF), where it is not the site's default."""
     bin_folder: OneLine | None = None

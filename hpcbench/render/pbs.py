@@ -22,6 +22,8 @@ def directives(
         "q": (partition.name or shape.partition) if shape.partition else None,
         "l": [select, f"walltime={_clock(job_limit_s(shape, pack))}"],
         "J": f"0-{jobs - 1}" if jobs > 1 else None,
+        # Otherwise the shell that the person logs in with reads the script.
+        "S": "/bin/bash",
         "j": "oe",
         "o": f"{folder}/",
     }

@@ -44,6 +44,9 @@ def examine(profile: ClusterProfile, results: Path, tell: Tell | None = None) ->
     findings = [_results_tree(results)]
     if profile.scheduler.kind == "slurm":
         findings += _slurm(profile)
+    elif profile.scheduler.kind != "local":
+        detail = "PBS: render writes jobs for qsub" if profile.scheduler.kind == "pbs" else "none: predictions alone"
+        findings.append(Finding(what="scheduler", works=True, needed=False, detail=detail))
     if tell and profile.scheduler.kind == "slurm" and all(one.works or not one.needed for one in findings):
         findings += _from_a_node(profile, tell)
     else:

@@ -43,6 +43,13 @@ def test_scripts_for_pbs_are_complete_and_handed_over(hpcbench: Any, tmp_path: P
     assert "run by PBS, which hpcbench writes for but does not submit to\n  hpcbench render" in refused.stderr
 
 
+def test_a_machine_that_is_gone_takes_no_job(hpcbench: Any, tmp_path: Path) -> None:
+    done = hpcbench("submit", "s.toml", "--cluster", "lisa")
+    assert done.returncode == 2
+    assert "cluster lisa is only predicted for: no job reaches it" in done.stderr
+    assert not (tmp_path / "results").exists()
+
+
 def test_a_missing_account_is_named_before_anything_is_written(hpcbench: Any, tmp_path: Path) -> None:
     done = hpcbench("submit", "s.toml", "--cluster", "lumi-g")
     assert done.returncode == 2

@@ -191,6 +191,7 @@ def test_what_the_site_wants(case: Case) -> None:
 def test_every_site_is_in_the_table() -> None:
     historic = {path.stem for path in (shared_folder("clusters") / "historic").glob("*.toml")}
     assert historic == {"lisa", "abci-v100", "selene"}
+    assert {load_cluster_file(FILES[name])[0].scheduler.kind for name in historic} == {"none"}
     assert {case.cluster for case in CASES} == set(SITES) - historic
 
 

@@ -215,7 +215,7 @@ def test_a_script_for_pbs() -> None:
     text = script(WHOLE, made, runs=8)
     assert directives(text) == [
         "-N hpcbench-sweep-0001-0", "-P group1", "-q rt_HF", "-l select=2:mpiprocs=4", "-l walltime=00:10:00",
-        "-J 0-7", "-j oe", "-o /shared/submissions/sweep-0001/", "-v USE_SSH=1",
+        "-J 0-7", "-S /bin/bash", "-j oe", "-o /shared/submissions/sweep-0001/", "-v USE_SSH=1",
     ]  # fmt: skip
     assert "#SBATCH" not in text
     assert "SLURM" not in text
