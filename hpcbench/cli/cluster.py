@@ -90,6 +90,7 @@ def init_cluster(name: str, probes: bool) -> None:
     What the scheduler cannot know is there as a comment. A file that exists is left alone.
     """
     from hpcbench.config.load import load_cluster_file
+    from hpcbench.errors import HpcbenchError
     from hpcbench.fileio import make_folder, write_atomic
     from hpcbench.paths import project_folder
     from hpcbench.submit.site.query import ask_site
@@ -106,7 +107,11 @@ def init_cluster(name: str, probes: bool) -> None:
         from hpcbench.submit.site.probe import run_probe
 
         # The job asks as the profile says that was just written.
-        probe = run_probe(load_cluster_file(path)[0], say)
+        try:
+            probe = run_probe(load_cluster_file(path)[0], say)
+        except HpcbenchError:
+            say(f"wrote {shorten(path)} from the scheduler alone; to look at a node after all, move it away first")
+            raise
         write_atomic(path, write_toml(name, facts, probe, config_file).encode())
     load_cluster_file(path)
     say(f"wrote {shorten(path)}")

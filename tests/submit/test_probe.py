@@ -6,14 +6,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from hpcbench.cli.cluster import cluster
 from hpcbench.config.cluster import ClusterProfile, Match
+from hpcbench.config.profiles import load_cluster_file
+from hpcbench.errors import SubmitError
 from hpcbench.submit.doctor import probe_findings
 from hpcbench.submit.site.here import is_here
 from hpcbench.submit.site.links import parse_topology
 from hpcbench.submit.site.probe import parse_probe, render_probe
 from hpcbench.submit.site.write import write_toml
-from tests.submit.test_site import box
+from tests.submit.test_site import box, recorded
 
 PROBED = """=== hpcbench interfaces
 1: lo    inet 127.0.0.1/8 scope host lo
@@ -108,6 +112,19 @@ def test_the_probe_runs_in_the_jobs_own_environment(tmp_path: Path) -> None:
         assert f"\n{line}\n" in text
     assert """\nfolder='/a b/'"$SCRATCH"'/$(id)'\n""" in text
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_a_refused_probe_leaves_what_the_scheduler_said(
+    fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fake_slurm / "scontrol").write_text("".join(recorded(f"box-{name}") for name in ("config", "node", "partition")))
+    monkeypatch.setenv("FAKE_SBATCH", "refuse")
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cluster, ["init", "mine", "--probe"])
+    assert isinstance(done.exception, SubmitError)
+    assert "Invalid account" in done.exception.message
+    assert "wrote clusters/mine.toml from the scheduler alone" in done.output
+    assert load_cluster_file(tmp_path / "clusters" / "mine.toml")[0].node.devices == 4
 
 
 @pytest.mark.parametrize(
