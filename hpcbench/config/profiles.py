@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,7 +112,8 @@ def merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 def user_accounts() -> dict[str, str]:
     """The accounts in the user's configuration; empty where there is none."""
     path = user_folder() / "config.toml"
-    if not path.is_file():
+    # Path.is_file raises where the folder may not be entered.
+    if not os.path.isfile(path):  # noqa: PTH113
         return {}
     data, text = read_toml(path)
     return dict(validate(UserConfig, data, Source(path, text)).accounts)
