@@ -42,7 +42,7 @@ def test_the_second_job_of_an_array_runs_the_second_line(tmp_path: Path) -> None
     (tmp_path / "clusters" / "pbs.toml").write_text(PROFILE)
     (tmp_path / "s.toml").write_text(SWEEP)
     (tmp_path / "nodes").write_text("localhost\n")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "hpcbench", "render", "s.toml", "--cluster", "pbs", "--out", "out"]
     subprocess.run(command, cwd=tmp_path, env=env, check=True, capture_output=True)
     job = {**env, "PBS_ARRAY_INDEX": "1", "PBS_NODEFILE": str(tmp_path / "nodes"), "PBS_JOBID": "12[1].server"}

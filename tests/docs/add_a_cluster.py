@@ -33,9 +33,11 @@ def follow(folder: Path, wanted: Callable[[str], bool], **variables: str) -> sub
     (bin_folder / "hpcbench").write_text(f'#!/bin/sh\nexec {sys.executable} -m hpcbench "$@"\n')
     (bin_folder / "hpcbench").chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HPCBENCH_", "XDG_"))}
+    # One thread a rank: nodes that share two cores have none to wait with.
+    kept["OMP_NUM_THREADS"] = "1"
     environment = {**kept, "HOME": str(folder), "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     script = "\n".join(step for step in steps() if wanted(step))
     return subprocess.run(
         ["bash", "-exc", script], cwd=folder, env={**environment, **variables},
-        capture_output=True, text=True, check=False, timeout=1500,
+        capture_output=True, text=True, check=False, timeout=3000,
     )  # fmt: skip

@@ -26,11 +26,11 @@ def here(box: Box, tmp_path: Path) -> Here:
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HPCBENCH_"))}
-        env |= {"SLURM_CONF": str(box.slurm_conf), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+        env |= {"SLURM_CONF": str(box.slurm_conf), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
         env["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
         command = [sys.executable, "-m", "hpcbench", *arguments]
         cwd = tmp_path / "project"
-        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=1500)
+        return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=3000)
 
     return call
 
