@@ -101,7 +101,7 @@ def test_statistics_of_a_part_are_another_function(pool: Pool) -> None:
     assert found.worst_rel > EXACT, "the same as over the group: was the option heeded?"
 
 
-@pytest.mark.parametrize(("model", "more"), [("vgg11", {}), ("resnet18", {"micro_batches": 2, "options": grid("1x2")})])
+@pytest.mark.parametrize(("model", "more"), [("vgg11", {}), ("resnet18", {"options": grid("1x2")})])
 def test_activation_checkpointing(pool: Pool, model: str, more: dict[str, Any]) -> None:
     """Halos are exchanged once more when a block is computed again; running statistics move once."""
     check_first_step(pool, spatial_case(2, model, activation_checkpointing=True, **more))
