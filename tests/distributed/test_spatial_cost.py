@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.strategies.spatial import Spatial, kept_bytes
+from hpcbench.oracle.spatial_live import held_rows
+from hpcbench.oracle.strategies.spatial import Spatial
 from hpcbench.parallel.layers import LayerRequest, LayerTable, read_table
 from hpcbench.parallel.spatial_limits import split_of
 from hpcbench.parallel.traffic import Traffic
@@ -26,6 +27,7 @@ from hpcbench.worker.traffic import recorded
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
+from tests.distributed.test_live_memory import peak_bytes
 
 pytestmark = pytest.mark.distributed
 
@@ -145,9 +147,30 @@ def test_activations_fall_as_the_formula_says(pool: Pool, ranks: int, model: str
     """Within a hundredth of what autograd really keeps, on every rank."""
     spec = spatial_spec(ranks, **{"model": model, **more})
     table = table_of(spec)
-    alone = sum(kept_bytes(spec, table, None, 0))
+    alone = sum(one.activations for one in held_rows(spec, table, None, 0))
     for rank, measured in enumerate(pool.call(ranks, kept, spec)):
-        said = sum(kept_bytes(spec, table, split_of(spec, table), rank))
+        said = sum(one.activations + one.received for one in held_rows(spec, table, split_of(spec, table), rank))
         print(f"{model} {spec.options} rank {rank} of {ranks}: {measured} kept, {said} said, {alone} alone")
         assert measured == pytest.approx(said, rel=0.01)
         assert said < alone * 1.3 / ranks + 2**20
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dp", "model", "more"),
+    [
+        (2, 1, "resnet18", {"dataset": "mnist", "batch_size": 64, "momentum": 0.9}),
+        (4, 2, "resnet18", {"dataset": "imagenet", "input_size": 64, "batch_size": 32, "options": {"grid": "2x2"}}),
+        (4, 1, "vgg11", {"dataset": "cifar10", "batch_size": 64, "optimizer": "adam"}),
+        (2, 1, "mobilenetv2", {"dataset": "imagenet", "input_size": 64, "batch_size": 16, "micro_batches": 2}),
+        (4, 1, "cosmoflow", {**VOLUME, "input_size": 32, "batch_size": 4, "options": {"grid": "1x2x2"}}),
+        (4, 1, "cosmoflow", {**VOLUME, "input_size": 32, "precision": "fp64"}),
+        (2, 1, "vgg11", {"batch_size": 512, "activation_checkpointing": True}),
+    ],
+)
+def test_the_peak(ranks: int, dp: int, model: str, more: dict[str, Any]) -> None:
+    """Every byte that torch's allocator gave out when a step held most."""
+    spec = spatial_spec(ranks, dp=dp, **{"model": model, **more})
+    rank = ranks * dp - 1
+    said, measured = Spatial.memory(spec, table_of(spec), rank), peak_bytes(spec, rank)
+    print(f"{said.total_bytes / measured:.3f} of {measured}: {model} {more} {said}")
+    assert said.total_bytes == pytest.approx(measured, rel=0.1)

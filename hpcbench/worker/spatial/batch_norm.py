@@ -81,7 +81,8 @@ def _input_gradient(
     def along(one: Tensor) -> Tensor:
         return one.view(1, -1, *[1] * (x.dim() - 2))
 
-    return (along(constant) + x * along(of_x)).addcmul_(gradient.to(inverse.dtype), along(factor)).to(x.dtype)
+    found = (x * along(of_x)).add_(along(constant)).addcmul_(gradient.to(inverse.dtype), along(factor))
+    return found.to(x.dtype)
 
 
 class SplitBatchNorm(nn.modules.batchnorm._BatchNorm):
