@@ -15,7 +15,7 @@ from hpcbench.errors import SubmitError
 from hpcbench.submit.doctor import probe_findings
 from hpcbench.submit.site.here import is_here
 from hpcbench.submit.site.links import parse_topology
-from hpcbench.submit.site.probe import parse_probe, render_probe
+from hpcbench.submit.site.probe import parse_probe, render_probe, run_probe
 from hpcbench.submit.site.write import write_toml
 from tests.submit.test_site import box, recorded
 
@@ -125,6 +125,22 @@ def test_a_refused_probe_leaves_what_the_scheduler_said(
     assert "Invalid account" in done.exception.message
     assert "wrote clusters/mine.toml from the scheduler alone" in done.output
     assert load_cluster_file(tmp_path / "clusters" / "mine.toml")[0].node.devices == 4
+
+
+def test_who_stops_waiting_leaves_no_job(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*arguments: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hpcbench.submit.site.probe._wait", stop)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fake_slurm / "cache"))
+    with pytest.raises(KeyboardInterrupt):
+        run_probe(ClusterProfile.model_validate({"name": "c"}), lambda text: None)
+    assert "scancel 4711" in (fake_slurm / "queries").read_text().splitlines()
+
+
+def test_the_probe_takes_as_many_nodes_as_it_must(tmp_path: Path) -> None:
+    made = ClusterProfile.model_validate({"name": "c", "default_partition": "p", "partitions": {"p": {"min_nodes": 3}}})
+    assert "\n#SBATCH --nodes=3\n" in render_probe(made, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -116,11 +116,12 @@ def parse_probe(text: str) -> Probe:
 
 
 def render_probe(profile: ClusterProfile, folder: Path) -> str:
-    """The script of a job on one node with all its devices."""
+    """The script of a job on one node with all its devices; on more, where the partition takes no such job."""
     devices = profile.node_of(None).devices or 1
-    longest_min = profile.partition(None).longest_min(1)
+    nodes = profile.partition(None).min_nodes or 1
+    longest_min = profile.partition(None).longest_min(nodes)
     limit_s = _LIMIT_S if longest_min is None else min(_LIMIT_S, longest_min * 60)
-    shape = Shape(profile.default_partition, profile.default_environment, 1, devices, 1, limit_s)
+    shape = Shape(profile.default_partition, profile.default_environment, nodes, devices, 1, limit_s)
     values = context(profile, shape, "probe", folder, 0)
     node = profile.node_of(None)
     values["folders"] = [one for one in (node.scratch_folder, node.local_folder) if one]
@@ -144,7 +145,11 @@ def run_probe(profile: ClusterProfile, tell: Tell, wait_s: float = 900.0) -> Pro
     environment = slurm_environment(profile)
     job_id = ScriptExecutor(folder, environment).submit_script(folder / "probe.sh", [], 0)
     tell(f"job {job_id} looks at a node; waiting for it ...")
-    text = _wait(profile, job_id, folder / "log", wait_s)
+    try:
+        text = _wait(profile, job_id, folder / "log", wait_s)
+    except KeyboardInterrupt:
+        _cancel(profile, job_id)
+        raise
     shutil.rmtree(folder, ignore_errors=True)
     return parse_probe(text)
 
