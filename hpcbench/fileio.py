@@ -132,9 +132,15 @@ class UnsafeFileError(OSError):
 
 def read_regular(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     """The bytes of a plain file; ``UnsafeFileError`` for a link, a pipe, a device, or more than ``limit_bytes``."""
+    return read_with_state(path, limit_bytes)[0]
+
+
+def read_with_state(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> tuple[bytes, os.stat_result]:
+    """As ``read_regular``, with the file's state before it was read."""
     descriptor = open_regular(path)
     try:
-        size = os.fstat(descriptor).st_size
+        state = os.fstat(descriptor)
+        size = state.st_size
         if size > limit_bytes:
             raise UnsafeFileError(errno.EFBIG, f"it has {size} bytes, more than {limit_bytes} are not read", path)
         data = os.read(descriptor, size + 1)
@@ -143,7 +149,7 @@ def read_regular(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
             data += more
         if len(data) > limit_bytes:
             raise UnsafeFileError(errno.EFBIG, f"it grew beyond {limit_bytes} bytes while it was read", path)
-        return data
+        return data, state
     finally:
         os.close(descriptor)
 
