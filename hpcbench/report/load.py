@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from hpcbench.errors import ConfigError
 from hpcbench.paths import results_folder
+from hpcbench.report.names import with_option
 from hpcbench.results.columns import collected_frame, schema
 from hpcbench.results.index import indexed
 from hpcbench.results.store import ClusterTree, ResultsTree
@@ -47,12 +48,12 @@ def gather(
     import polars
 
     wanted = None if columns is None else list(dict.fromkeys([*columns, *_SAME_RESULT]))
-    frames = [_source(one, clusters, wanted) for one in sources if _is_place(one)]
-    named = [one for one in sources if not _is_place(one)]
+    frames = [_source(one, clusters, wanted) for one in sources if is_place(one)]
+    named = [one for one in sources if not is_place(one)]
     if named:
         frames.append(_sweeps(tree, named, clusters, wanted))
     if not sources:
-        frames.append(_clusters(tree, clusters, wanted))
+        frames.append(_indexed(clusters_of(tree, clusters), wanted))
     frame = polars.concat(frames)
     if len(frames) > 1:
         # The same result in a tree and in a bundle made of it is one launch.
@@ -60,10 +61,30 @@ def gather(
     return frame
 
 
-def _is_place(source: str) -> bool:
+def is_place(source: str) -> bool:
+    """Whether ``source`` is a bundle or a folder rather than a sweep: a bare name only where results lie in it."""
     from hpcbench.results.bundle import is_bundle
 
-    return is_bundle(source) or (not source.endswith(".toml") and "/" in source) or Path(source).is_dir()
+    if is_bundle(source) or (not source.endswith(".toml") and "/" in source):
+        return True
+    return Path(source, "runs").is_dir() or any(Path(source).glob("*/runs"))
+
+
+def trees_in(source: str, clusters: Sequence[str] | None) -> list[ClusterTree]:
+    """The clusters' trees of a folder: of a results tree, or the one that it is. Raises ``ConfigError`` for none."""
+    folder = Path(source)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"no folder {source}", hint="a results tree, a cluster's folder in one, or a bundle is needed"
+        )
+    if (folder / "runs").is_dir():
+        return [ClusterTree(folder.absolute())] if not clusters or folder.absolute().name in clusters else []
+    return clusters_of(ResultsTree(folder.absolute()), clusters)
+
+
+def clusters_of(tree: ResultsTree, clusters: Sequence[str] | None) -> list[ClusterTree]:
+    """Those of ``clusters``, or all that the tree has."""
+    return [tree.cluster(name) for name in clusters or tree.clusters()]
 
 
 def _source(source: str, clusters: Sequence[str] | None, columns: Sequence[str] | None) -> polars.DataFrame:
@@ -73,20 +94,13 @@ def _source(source: str, clusters: Sequence[str] | None, columns: Sequence[str] 
     if is_bundle(source):
         frame = collected_frame(collect_bundle(Path(source), clusters))
         return frame if columns is None else frame.select(columns)
-    folder = Path(source)
-    if not folder.is_dir():
-        raise ConfigError(
-            f"no folder {source}", hint="a results tree, a cluster's folder in one, or a bundle is needed"
-        )
-    if (folder / "runs").is_dir():
-        return indexed(ClusterTree(folder.absolute()), columns)
-    return _clusters(ResultsTree(folder.absolute()), clusters, columns)
+    return _indexed(trees_in(source, clusters), columns)
 
 
-def _clusters(tree: ResultsTree, clusters: Sequence[str] | None, columns: Sequence[str] | None) -> polars.DataFrame:
+def _indexed(trees: Sequence[ClusterTree], columns: Sequence[str] | None) -> polars.DataFrame:
     import polars
 
-    frames = [indexed(tree.cluster(name), columns) for name in clusters or tree.clusters()]
+    frames = [indexed(tree, columns) for tree in trees]
     return polars.concat(frames) if frames else collected_frame([]).select(columns or list(schema()))
 
 
@@ -120,22 +134,8 @@ def with_options(frame: polars.DataFrame) -> polars.DataFrame:
 
     for table in _TABLES:
         texts = frame[table].unique().drop_nulls().to_list()
-        decoded = {text: msgspec.json.decode(text) for text in texts}
-        keys = sorted({key for options in decoded.values() for key in options})
-        if not keys:
-            continue
-        columns = {key: _alike([decoded[text].get(key) for text in texts]) for key in keys}
-        options = polars.DataFrame({table: texts, **{f"{table}.{key}": values for key, values in columns.items()}})
-        frame = frame.join(options, on=table, how="left", maintain_order="left")
+        for key in sorted({key for text in texts for key in msgspec.json.decode(text)}):
+            frame = with_option(frame, f"{table}.{key}")
     return frame.with_columns(
         polars.col("warnings").fill_null("[]").str.json_decode(polars.List(polars.String)).alias("warnings")
     )
-
-
-def _alike(values: list[Any]) -> list[Any]:
-    kinds = {type(value) for value in values if value is not None}
-    if len(kinds) > 1 and not kinds <= {int, float}:
-        return [None if value is None else str(value) for value in values]
-    if kinds == {int, float}:
-        return [None if value is None else float(value) for value in values]
-    return values

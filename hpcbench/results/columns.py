@@ -151,8 +151,14 @@ def _series(name: str, values: Sequence[Any], dtype: str) -> polars.Series:
     first = values[0] if values else None
     if values and not isinstance(first, int | float) and values.count(first) == len(values):
         # Most parameters stand at one value: a column of it costs nothing.
-        return polars.repeat(first, len(values), dtype=kind, eager=True).alias(name)
+        return _alike(polars.Series(name, [first], dtype=kind), len(values))
     return polars.Series(name, values, dtype=kind)
+
+
+def _alike(one: polars.Series, count: int) -> polars.Series:
+    """``count`` times the value of ``one``; ``polars.repeat`` starts the whole query engine for it."""
+    column: polars.Series = one.new_from_index(0, count)
+    return column
 
 
 def broken_rows(entries: Iterable[Collected], files: Sequence[tuple[int, int]] | None = None) -> polars.DataFrame:

@@ -81,8 +81,8 @@ class FolderReader:
 
     def __init__(self, tree: ClusterTree) -> None:
         self._tree = tree
-        self._whole: list[tuple[RunResult, State]] = []
-        self._broken: list[tuple[Collected, State]] = []
+        self._whole: list[tuple[RunResult, tuple[int, int]]] = []
+        self._broken: list[tuple[Collected, tuple[int, int]]] = []
         self._found = Reading()
 
     def read(self, names: Iterable[str], known: Mapping[str, State]) -> Reading:
@@ -128,15 +128,15 @@ class FolderReader:
         except OSError as error:
             self._note(run_id, f"cannot read {path}: {error.strerror or error}", state_of(path))
             return
-        seen = State(state.st_mtime_ns, state.st_size)
+        seen = (state.st_mtime_ns, state.st_size)
         try:
             self._whole.append((decode_bulk(data, run_id), seen))
         except msgspec.MsgspecError as error:
             self._note(run_id, f"result.json is broken: {error}", seen)
         self._found.read += 1
 
-    def _note(self, run_id: str, problem: str, state: State | None = None) -> None:
-        self._broken.append((Collected(self._tree.root.name, run_id, None, problem), state or State(*NO_FILE)))
+    def _note(self, run_id: str, problem: str, state: tuple[int, int] | None = None) -> None:
+        self._broken.append((Collected(self._tree.root.name, run_id, None, problem), state or NO_FILE))
 
     def _close_chunk(self) -> None:
         if self._whole:
@@ -156,7 +156,7 @@ class FolderReader:
         # A result lies in the tree of the cluster that it is shown under, whatever it says.
         return frame.with_columns(cluster=polars.lit(self._tree.root.name, dtype=polars.String))
 
-    def _fits(self, pair: tuple[RunResult, State]) -> bool:
+    def _fits(self, pair: tuple[RunResult, tuple[int, int]]) -> bool:
         """Whether every integer of a result fits into a column; it is noted where one does not."""
         result, state = pair
         try:

@@ -9,11 +9,12 @@ files and runs without a result are looked at one by one, whatever their folder 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import io
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,11 +108,24 @@ def _rebuilt(tree: ClusterTree, now: dict[str, int]) -> polars.DataFrame:
     import polars
 
     clock_ns = _clock_ns(tree)
-    found = FolderReader(tree).read(now, {})
+    with _no_garbage():
+        found = FolderReader(tree).read(now, {})
     frame = polars.concat(found.chunks) if found.chunks else _empty()
     if now:
         _store(tree, frame, _believed(now, now, clock_ns), found.unfinished)
     return _with_links(tree, frame, None)
+
+
+@contextlib.contextmanager
+def _no_garbage() -> Iterator[None]:
+    """Records have no cycles: looking for some among a hundred thousand only takes time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _updated(
