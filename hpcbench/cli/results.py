@@ -152,6 +152,11 @@ def _show(view: View, *, as_json: bool, out: Path | None) -> None:
     if not view.raw:
         say("\n".join(["there is nothing to show", *view.notes]))
         return
+    show_view(view)
+
+
+def show_view(view: View) -> None:
+    """Print a view, folded at the width of the terminal."""
     from hpcbench.report.show import view_renderable
 
     _page(view_renderable(view, console().width), len(view.raw))

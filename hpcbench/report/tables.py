@@ -40,7 +40,7 @@ def results_table(rows: list[Row], title: str) -> RenderableType:
     """The rows as a table, what they share above it, what needs explaining below it."""
     varying, shared = split_parameters([row.spec for row in rows if row.spec is not None])
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    columns = [*_identity_columns(rows, varying), *_metric_columns(rows)]
+    columns = [*identity_columns(rows, varying), *_metric_columns(rows)]
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.is_number else "left"
         table.add_column(column.heading, justify=justify, no_wrap=not column.folds, overflow="fold")
@@ -58,7 +58,7 @@ def results_table(rows: list[Row], title: str) -> RenderableType:
 def text_view(rows: list[Row], title: str) -> View:
     """The table's texts for documents."""
     varying, shared = split_parameters([row.spec for row in rows if row.spec is not None])
-    columns = [*_identity_columns(rows, varying), *_metric_columns(rows)]
+    columns = [*identity_columns(rows, varying), *_metric_columns(rows)]
     marks = Marks(rows)
     headings = [*(column.heading.replace("-\n", "").replace("\n", "") for column in columns), "status"]
     numbers = [*(column.is_number for column in columns), False]
@@ -119,7 +119,8 @@ def _is_set(spec: RunSpec, name: str) -> bool:
     return bool(value) and value != fields.get(name)
 
 
-def _identity_columns(rows: list[Row], varying: list[str]) -> list[Column]:
+def identity_columns(rows: list[Row], varying: list[str]) -> list[Column]:
+    """What tells ``rows`` from each other: strategy, ranks, and ``varying`` parameters."""
     columns = [Column("strategy", lambda row: row.spec.strategy if row.spec else row.run_ids[0], is_number=False)]
     columns.append(Column("ranks", _ranks))
     if len({row.cluster for row in rows}) > 1:
