@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,36 +85,48 @@ class FolderReader:
         self._broken: list[tuple[Collected, tuple[int, int]]] = []
         self._found = Reading()
 
-    def read(self, names: Iterable[str], known: Mapping[str, State]) -> Reading:
+    def read(self, names: Iterable[str], known: Mapping[str, tuple[int, int]]) -> Reading:
         """All of the folders ``names``, without results that are still in the state ``known``.
 
         A file that is no result, and a link in place of a run, are rows with the reason. Raises ``StorageError``
         where a folder may not be read.
         """
         for name in names:
-            for run_id, is_link in self._runs(name):
-                path = f"{self._tree.root}/runs/{name}/{run_id}/result.json"
-                if not is_link and run_id in known and state_of(path) == known[run_id]:
-                    self._found.kept.add(run_id)
-                elif is_link:
-                    self._note(run_id, f"{path.rpartition('/')[0]} is a link: none is followed inside a results tree")
+            folder = f"{self._tree.root}/runs/{name}"
+            for run_id, is_link in self._changed(folder, known):
+                if not (RUN_ID.fullmatch(run_id) and run_id.startswith(name)):
+                    continue
+                if is_link:
+                    self._note(run_id, f"{folder}/{run_id} is a link: none is followed inside a results tree")
                 else:
-                    self._read(path, run_id)
+                    self._read(f"{folder}/{run_id}/result.json", run_id)
             if len(self._whole) >= _CHUNK:
                 self._close_chunk()
         self._close_chunk()
         return self._found
 
-    def _runs(self, name: str) -> Iterator[tuple[str, bool]]:
-        folder = f"{self._tree.root}/runs/{name}"
+    def _changed(self, folder: str, known: Mapping[str, tuple[int, int]]) -> list[tuple[str, bool]]:
+        """What lies in ``folder`` and is not in the state ``known``, in order: its name, and whether it is a link."""
+        changed = []
+        kept = self._found.kept
+        lstat = os.lstat
         try:
             with os.scandir(folder) as entries:
-                found = [(entry.name, entry.is_symlink()) for entry in entries]
+                for entry in entries:
+                    run_id, is_link = entry.name, entry.is_symlink()
+                    if run_id in known and not is_link:
+                        # In a large tree most of what is looked at takes this way.
+                        with contextlib.suppress(OSError):
+                            found = lstat(f"{folder}/{run_id}/result.json")
+                            if (found.st_mtime_ns, found.st_size) == known[run_id]:
+                                kept.add(run_id)
+                                continue
+                    changed.append((run_id, is_link))
         except (FileNotFoundError, NotADirectoryError):
-            return iter(())
+            return []
         except OSError as error:
             raise StorageError(f"cannot read {folder}: {error.strerror or error}") from error
-        return iter(sorted(one for one in found if RUN_ID.fullmatch(one[0]) and one[0].startswith(name)))
+        return sorted(changed)
 
     def _read(self, path: str, run_id: str) -> None:
         try:

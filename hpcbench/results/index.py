@@ -24,7 +24,7 @@ from hpcbench.errors import StorageError
 from hpcbench.fileio import ANY_SIZE, read_regular, write_atomic
 from hpcbench.paths import cache_folder
 from hpcbench.results.columns import schema
-from hpcbench.results.folders import NO_FILE, FolderReader, State, folders, state_of
+from hpcbench.results.folders import NO_FILE, FolderReader, folders, state_of
 from hpcbench.results.schema import OK
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def indexed(tree: ClusterTree, columns: Sequence[str] | None = None) -> polars.D
     gone = stored.head.folders.keys() - now.keys()
     if not stale and not gone:
         return _with_links(tree, stored.frame(columns), columns)
-    return _selected(_updated(tree, stored, state, now, stale), columns)
+    return _selected(_updated(tree, stored, state, now, stale, columns), columns)
 
 
 def _selected(frame: polars.DataFrame, columns: Sequence[str] | None) -> polars.DataFrame:
@@ -129,25 +129,35 @@ def _no_garbage() -> Iterator[None]:
 
 
 def _updated(
-    tree: ClusterTree, stored: _Stored, state: polars.DataFrame, now: dict[str, int], stale: list[str]
+    tree: ClusterTree,
+    stored: _Stored,
+    state: polars.DataFrame,
+    now: dict[str, int],
+    stale: list[str],
+    columns: Sequence[str] | None,
 ) -> polars.DataFrame:
-    """The index with ``stale`` folders read anew and those without a folder left out."""
+    """The index with ``stale`` folders read anew and those without a folder left out; ``columns`` of it at least."""
     import polars
 
     clock_ns = _clock_ns(tree)
     prefix = polars.col("run_id").str.slice(0, 2)
     touched = state.filter(prefix.is_in(stale))
-    known = {row[0]: State(*row[2:]) for row in touched.iter_rows() if row[2:] != NO_FILE}
+    known = {row[0]: row[2:] for row in touched.iter_rows() if row[2:] != NO_FILE}
     found = FolderReader(tree).read(stale, known)
     gone = [run_id for run_id in touched["run_id"] if run_id not in found.kept]
-    stays = prefix.is_in(list(now)) & ~polars.col("run_id").is_in(gone)
-    frame = polars.concat([stored.frame().filter(stays), *found.chunks])
-    if found.read + len(gone) > min(_FEW_ROWS, len(frame) // 100) or len(frame) != len(state) + found.read - len(gone):
+    stays = state.select(prefix.is_in(list(now)) & ~polars.col("run_id").is_in(gone)).to_series()
+    rows = int(stays.sum()) + sum(map(len, found.chunks))
+    changes = found.read + len(gone)
+    is_worth_writing = changes > min(_FEW_ROWS, rows // 100) or rows != len(state) + found.read - len(gone)
+    wanted = None if is_worth_writing else columns
+    kept = stored.frame(wanted).filter(stays)
+    frame = polars.concat([kept, *(_selected(chunk, wanted) for chunk in found.chunks)])
+    if is_worth_writing:
         unread = [one for one in stored.head.unfinished if one[:2] in now.keys() - set(stale)]
         believed = {**stored.head.folders, **_believed(now, stale, clock_ns)}
         heads = {name: mtime_ns for name, mtime_ns in believed.items() if name in now}
         _store(tree, frame, heads, unread + found.unfinished)
-    return _with_links(tree, frame, None)
+    return _with_links(tree, frame, wanted)
 
 
 def _changed_apart(tree: ClusterTree, state: polars.DataFrame, unfinished: list[str]) -> set[str]:
