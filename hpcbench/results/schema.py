@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.traffic import Traffic
 
 SCHEMA_VERSION = 1
 
@@ -173,6 +174,13 @@ class Watched(_Record, kw_only=True):
     """The higher of the clocks before and after, and the most that it can have."""
 
 
+class RankTraffic(_Record, kw_only=True):
+    """What one rank passed to collectives and to single others in one step."""
+
+    rank: int
+    calls: list[Traffic]
+
+
 class RankResult(_Record, kw_only=True):
     """What one rank measured; written by that rank alone."""
 
@@ -201,6 +209,8 @@ class RankResult(_Record, kw_only=True):
     evaluations: list[Evaluation] = []
     phases: Phases | None = None
     """Of one profiled step: the median of all."""
+    traffic: list[Traffic] = []
+    """Of one step with a whole batch, equal calls as one."""
     energy_j: float | None = None
     energy_source: str | None = None
     flops_per_sample: float | None = None
@@ -226,6 +236,8 @@ class RunResult(_Record, kw_only=True):
     ranks: list[dict[str, Any]] = []
     step_times_s: list[float] = []
     """Of every timed step, the slowest rank's."""
+    traffic: RankTraffic | None = None
+    """Of one step with a whole batch, the rank's that passes most bytes."""
     warnings: list[str] = []
     verification: Verification | None = None
     provenance: dict[str, Any] = {}

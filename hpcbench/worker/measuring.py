@@ -19,6 +19,7 @@ from hpcbench.worker.memory import peak
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.profiling import run_profiled
 from hpcbench.worker.provenance import collect, environment_digest
+from hpcbench.worker.recording import run_recorded
 from hpcbench.worker.sample_flops import flops_per_sample
 from hpcbench.worker.strategies.base import Place, Strategy
 from hpcbench.worker.verify import Given, verify
@@ -86,5 +87,8 @@ def _time(closing: Closing, strategy: Strategy, feed: Feed, place: Place) -> Non
     profiled = run_profiled(strategy, feed, spec, device, stop, agree, len(progress.losses))
     closing.phases = profiled.phases
     closing.warnings += profiled.warnings
+    recorded = run_recorded(strategy, feed, spec, device, stop, agree, len(progress.losses) + spec.profile_steps)
+    closing.traffic = recorded.calls
+    closing.warnings += recorded.warnings
     if info.rank == 0:
         closing.flops_per_sample = flops_per_sample(spec, closing.header.model_folder, closing.warnings)

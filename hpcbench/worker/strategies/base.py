@@ -96,6 +96,8 @@ class DataParallel:
 
     loss_factor = 1.0
     forward_is_collective = False
+    traffic_is_seen = True
+    """Whether all that is passed goes through torch's operators, on threads that a recorder follows."""
     phases: Phases = staticmethod(unmarked)
 
     def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
