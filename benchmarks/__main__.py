@@ -16,6 +16,8 @@ BENCHMARKS = {
     "submit": [sys.executable, "-m", "benchmarks.submit"],
     "loop": [*_TORCHRUN, "benchmarks.loop_cost"],
     "strategies": [*_TORCHRUN, "benchmarks.strategies_cost"],
+    "tensor": [*_TORCHRUN, "benchmarks.tensor_cost"],
+    "channels": [*_TORCHRUN, "benchmarks.channels_cost"],
 }
 
 
