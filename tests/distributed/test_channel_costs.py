@@ -21,7 +21,7 @@ from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import Place
 from hpcbench.worker.traffic import recorded
 from tests.distributed.cases import CPU
-from tests.distributed.fake import fake_traffic
+from tests.distributed.fake import fake_traffic, fake_world
 from tests.distributed.memory import state_of, storages
 from tests.distributed.pool import Pool
 
@@ -53,19 +53,14 @@ def sent(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
     return recorded(lambda: strategy.step(feed, 1))
 
 
-@pytest.mark.parametrize(("strategy", "form"), ALL)
 @pytest.mark.parametrize(
-    ("tp", "dp", "more"),
+    ("strategy", "form", "tp", "dp", "more"),
     [
-        (2, 1, {}),
-        (4, 1, {"model": "mobilenetv2", "options": {"split_last": True}, "micro_batches": 2}),
-        (3, 1, {"model": "cosmoflow", "dataset": "cosmoflow", "input_size": 8}),
-        (2, 2, {"model": "vgg11", "precision": "bf16"}),
-        (2, 1, {"model": "mobilenetv2", "activation_checkpointing": True}),
-        pytest.param(
-            *(2, 1, {"model": "vgg11", "dataset": "imagenet", "input_size": 64, "activation_checkpointing": True}),
-            marks=pytest.mark.soak,
-        ),
+        *((strategy, form, 2, 1, {}) for strategy, form in ALL),
+        ("filter", "sharded", 4, 1, {"model": "vgg11", "options": {"split_last": True}}),
+        ("channel", "sharded", 4, 1, {"model": "vgg11", "micro_batches": 2}),
+        ("filter", "gathered", 2, 2, {"model": "vgg11", "precision": "bf16"}),
+        ("channel", "sharded", 2, 2, {"model": "vgg11", "activation_checkpointing": True}),
     ],
 )
 def test_payloads_on_real_ranks(pool: Pool, strategy: str, form: str, tp: int, dp: int, more: dict[str, Any]) -> None:
@@ -76,10 +71,26 @@ def test_payloads_on_real_ranks(pool: Pool, strategy: str, form: str, tp: int, d
         assert found
 
 
+LARGE_VGG = {"model": "vgg11", "dataset": "imagenet", "input_size": 64}
+
+
 @pytest.mark.parametrize(("strategy", "form"), ALL)
-@pytest.mark.parametrize(("tp", "dp", "rank"), [(64, 1, 63), (32, 2, 17), (64, 16, 1000), (4, 256, 3)])
-def test_payloads_of_many_ranks(strategy: str, form: str, tp: int, dp: int, rank: int) -> None:
-    spec = spec_of(strategy, form, tp, dp, batch_size=2)
+@pytest.mark.parametrize(
+    ("tp", "dp", "rank", "more"),
+    [
+        (64, 1, 63, {}),
+        (64, 16, 1000, {}),
+        (4, 256, 3, {"precision": "bf16"}),
+        (4, 1, 3, {"model": "mobilenetv2", "options": {"split_last": True}, "micro_batches": 2, "batch_size": 4}),
+        (3, 1, 1, {"model": "cosmoflow", "dataset": "cosmoflow", "input_size": 8}),
+        (2, 1, 0, {"model": "mobilenetv2", "activation_checkpointing": True}),
+        pytest.param(2, 1, 0, {**LARGE_VGG, "activation_checkpointing": True}, marks=pytest.mark.soak),
+    ],
+)
+def test_payloads_in_a_world_that_is_not_there(
+    strategy: str, form: str, tp: int, dp: int, rank: int, more: dict[str, Any]
+) -> None:
+    spec = spec_of(strategy, form, tp, dp, **{"batch_size": 2, **more})
     assert fake_traffic(spec, rank) == resolve_cost(strategy).traffic(spec, table_of(spec), rank)
 
 
@@ -93,9 +104,9 @@ class Held(NamedTuple):
     activations: int
 
 
-def held(spec: RunSpec, group: dist.ProcessGroup) -> Held:
+def held(spec: RunSpec, place: Place) -> Held:
     strategy = resolve_runtime(spec.strategy)()
-    strategy.setup(arranged(build_model(spec), spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+    strategy.setup(arranged(build_model(spec), spec), spec, place)
     feed = make_feed(spec, CPU)
     strategy.step(feed, 0)
     own = {one.untyped_storage()._cdata for one in (*strategy.module.parameters(), *strategy.module.buffers())}
@@ -123,18 +134,19 @@ def held(spec: RunSpec, group: dist.ProcessGroup) -> Held:
     ("tp", "more"),
     [
         (2, {"batch_size": 32, "optimizer": "adam"}),
-        (3, {"batch_size": 8, "model": "mobilenetv2", "dataset": "cifar10", "input_size": 16}),
+        (3, {"batch_size": 4, "model": "mobilenetv2", "dataset": "cifar10", "input_size": 16}),
     ],
 )
-def test_memory_on_real_ranks(pool: Pool, strategy: str, form: str, tp: int, more: dict[str, Any]) -> None:
+def test_memory(strategy: str, form: str, tp: int, more: dict[str, Any]) -> None:
     """Part by part: what is split falls as the shares do, to the byte, activations within a tenth."""
-    spec = spec_of(strategy, form, tp, **more)
+    spec, rank = spec_of(strategy, form, tp, **more), tp - 1
     table = table_of(spec)
-    for rank, found in enumerate(pool.call(tp, held, spec)):
-        expected = resolve_cost(strategy).memory(spec, table, rank)
-        size = expected.parameters_bytes
-        assert found.buffers == expected.buffers_bytes
-        assert (found.parameters, found.gradients) == (size, size)
-        assert found.optimizer == size * (2 if spec.optimizer == "adam" else 1)
-        kept = sum(row.kept for row in channel_rows(spec, table, rank))
-        assert found.activations == pytest.approx(kept, rel=0.1)
+    with fake_world(rank, tp) as place:
+        found = held(spec, place)
+    expected = resolve_cost(strategy).memory(spec, table, rank)
+    size = expected.parameters_bytes
+    assert found.buffers == expected.buffers_bytes
+    assert (found.parameters, found.gradients) == (size, size)
+    assert found.optimizer == size * (2 if spec.optimizer == "adam" else 1)
+    kept = sum(row.kept for row in channel_rows(spec, table, rank))
+    assert found.activations == pytest.approx(kept, rel=0.1)
