@@ -53,7 +53,19 @@ def arranged(model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
             hint="put what it does into a block",
         )
     kind = RecomputedBlocks if spec.activation_checkpointing else Blocks
+    if spec.activation_checkpointing:
+        _keep_inputs(model)
     return kind(OrderedDict(model.named_children())).train(model.training)
+
+
+def _keep_inputs(model: nn.Sequential) -> None:
+    """Let no block overwrite what it is given: it is to be computed from that once more."""
+    for block in model:
+        first = block
+        while isinstance(first, nn.Sequential) and len(first):
+            first = first[0]
+        if getattr(first, "inplace", False):
+            first.inplace = False  # type: ignore[assignment]
 
 
 def _recomputed(block: nn.Module, x: Tensor) -> Tensor:
