@@ -16,6 +16,7 @@ BENCHMARKS = {
     "submit": [sys.executable, "-m", "benchmarks.submit"],
     "loop": [*_TORCHRUN, "benchmarks.loop_cost"],
     "strategies": [*_TORCHRUN, "benchmarks.strategies_cost"],
+    "spatial": [*_TORCHRUN, "benchmarks.spatial_cost"],
 }
 
 

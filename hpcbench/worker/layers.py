@@ -56,7 +56,14 @@ def layer_table(request: LayerRequest) -> LayerTable:
     spec = pair(request.model, request.dataset, request.input_size, request.model_options)
     if isinstance(spec, Dropped):
         raise WorkerError(spec.reason)
-    model = build_shapes(spec, request.model_folder)
+    return table_of(build_shapes(spec, request.model_folder), spec)
+
+
+def table_of(model: nn.Sequential, spec: RunSpec) -> LayerTable:
+    """The table of ``model``, which lies on the meta device and is changed.
+
+    Raises ``WorkerError`` where it cannot be run with fake tensors.
+    """
     with _fake_tensors(spec):
         _give_storage(model)
         rows = [_trace(model, spec, batch) for batch in _BATCHES]

@@ -29,6 +29,9 @@ MODEL = [
     ("channel", 2, {**VOLUMES, "tp_degree": 2, "options.form": "gathered"}),
     ("channel", 4, {**VOLUMES, "tp_degree": 4}),
     ("filter", 4, {**VOLUMES, "dp_degree": 2, "tp_degree": 2}),
+    ("spatial", 2, {**VOLUMES, "sp_degree": 2}),
+    ("spatial", 4, {**VOLUMES, "sp_degree": 4, "options.grid": "1x2x2"}),
+    ("spatial", 4, {**VOLUMES, "dp_degree": 2, "sp_degree": 2}),
     ("tensor", 2, {**IMAGES, "tp_degree": 2}),
     ("tensor", 4, {**IMAGES, "dp_degree": 2, "tp_degree": 2}),
 ]
