@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import traceback
@@ -79,6 +80,8 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    # What was imported stays: no collection, and no search for tensors, need look at it.
+    gc.freeze()
     store = TCPStore("127.0.0.1", port, None, False, seconds(_WAIT_S), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=seconds(_WAIT_S))
     # A rank that is left out of a group makes one of its own: torch names the groups that a part of the ranks makes
