@@ -13,6 +13,7 @@ _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 BENCHMARKS = {
     "startup": [sys.executable, "-m", "benchmarks.startup"],
     "scale": [sys.executable, "-m", "benchmarks.scale"],
+    "collection": [sys.executable, "-m", "benchmarks.collection"],
     "submit": [sys.executable, "-m", "benchmarks.submit"],
     "loop": [*_TORCHRUN, "benchmarks.loop_cost"],
     "strategies": [*_TORCHRUN, "benchmarks.strategies_cost"],
