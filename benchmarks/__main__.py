@@ -18,6 +18,8 @@ BENCHMARKS = {
     "loop": [*_TORCHRUN, "benchmarks.loop_cost"],
     "strategies": [*_TORCHRUN, "benchmarks.strategies_cost"],
     "spatial": [*_TORCHRUN, "benchmarks.spatial_cost"],
+    "tensor": [*_TORCHRUN, "benchmarks.tensor_cost"],
+    "channels": [*_TORCHRUN, "benchmarks.channels_cost"],
 }
 
 

@@ -26,7 +26,7 @@ COMMANDS = {
     "table": ("hpcbench.cli.results:table", "Print results as a table."),
     "compare": ("hpcbench.cli.compare:compare", "Compare two sets of results; exit code 1 for a regression."),
     "bundle": ("hpcbench.cli.bundle:bundle", "Pack a sweep into one file for handing over."),
-    "cluster": ("hpcbench.cli.project:cluster", "List and show cluster profiles."),
+    "cluster": ("hpcbench.cli.cluster:cluster", "List, show and write cluster profiles."),
     "models": ("hpcbench.cli.models:models", "Show parameters, FLOPs, activations and layers of the models."),
     "data": ("hpcbench.cli.data:data", "Make samples in files, and list what is there."),
     "schema": ("hpcbench.cli.project:schema", "Print a JSON Schema for editors and scripts."),

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpcbench.config.spec import RunSpec, label
+from hpcbench.config.spec import RunSpec, label, strategy_label
 from hpcbench.fileio import brief, printable
 from hpcbench.report.marks import Marks
 from hpcbench.report.rows import Row
@@ -121,7 +121,9 @@ def _is_set(spec: RunSpec, name: str) -> bool:
 
 def identity_columns(rows: list[Row], varying: list[str]) -> list[Column]:
     """What tells ``rows`` from each other: strategy, ranks, and ``varying`` parameters."""
-    columns = [Column("strategy", lambda row: row.spec.strategy if row.spec else row.run_ids[0], is_number=False)]
+    columns = [
+        Column("strategy", lambda row: strategy_label(row.spec) if row.spec else row.run_ids[0], is_number=False)
+    ]
     columns.append(Column("ranks", _ranks))
     if len({row.cluster for row in rows}) > 1:
         columns.insert(0, Column("cluster", lambda row: row.cluster, is_number=False, folds=True))
@@ -138,6 +140,10 @@ _HEADING = {
     "input_size": "size",
     "learning_rate": "lr",
 }
+
+
+def _strategy(row: Row) -> str:
+    return strategy_label(row.spec) if row.spec else row.run_ids[0]
 
 
 def _ranks(row: Row) -> str:

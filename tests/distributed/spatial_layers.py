@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -69,48 +72,68 @@ def difference(ours: Tensor, whole: Tensor) -> float:
     return ((ours - whole).abs().max() / whole.abs().max().clamp(min=1e-3)).item()
 
 
-def differences(case: LayerCase, group: dist.ProcessGroup) -> dict[str, float]:
-    """Of the output, the gradient of the input and those of the parameters, and buffers after the step."""
+class Whole(NamedTuple):
+    """A layer that has run forward and backward on whole feature maps, and its twin that has not."""
+
+    layer: Any
+    twin: Any
+    x: Tensor
+    output: Tensor
+    gradient: Tensor
+
+
+def run_whole(case: LayerCase) -> Whole:
     torch.manual_seed(3)
     wide = torch.float64
-    place = dist.get_rank(group)
-    cut = Cut(Group(tuple(range(dist.get_world_size(group))), place, group), case.grid)
     # Values far from 0 show a variance made of squares; negative ones, padding that is taken for a largest value.
     offset = 3.0 if "Norm" in case.kind else -2.0
     x = (offset + torch.randn(2, case.channels, *case.extents, dtype=wide)).requires_grad_()
-    whole, same = (getattr(nn, case.kind)(**case.arguments).to(wide) for _ in range(2))
-    same.load_state_dict(whole.state_dict())
-    expected = whole(x)
-    gradient = torch.randn_like(expected)
-    expected.backward(gradient)
-    outputs = tuple(expected.shape[2:])
+    layer = getattr(nn, case.kind)(**case.arguments).to(wide)
+    twin = copy.deepcopy(layer)
+    output = layer(x)
+    gradient = torch.randn_like(output)
+    output.backward(gradient)
+    return Whole(layer, twin, x, output.detach(), gradient)
+
+
+def differences(case: LayerCase, whole: Whole, cut: Cut, add_up: Callable[[Tensor], object]) -> dict[str, float]:
+    """Of the output, the gradient of the input and those of the parameters, and buffers after the step.
+
+    ``add_up`` makes of a tensor the sum of all ranks'.
+    """
+    place, same, outputs = cut.group.place, copy.deepcopy(whole.twin), tuple(whole.output.shape[2:])
     split = cut_layer(same, case, cut, outputs)
     is_switch = case.kind == "Identity" or "Adaptive" in case.kind
     own_in = own_box(case.extents, case.grid, place)
     own_out = image(outputs) if is_switch else own_box(outputs, case.grid, place)
-    mine = part(x.detach(), own_in, image(case.extents)).clone()
+    mine = part(whole.x.detach(), own_in, image(case.extents)).clone()
     if case.channels_last:
         mine = mine.contiguous(memory_format=torch.channels_last)
     mine.requires_grad_()
     found = split(mine)
     kept = found.detach().clone()
-    found.backward(part(gradient, own_out, image(outputs)))
+    found.backward(part(whole.gradient, own_out, image(outputs)))
     assert mine.grad is not None
-    assert x.grad is not None
+    assert whole.x.grad is not None
     result = {
-        "output": difference(kept, part(expected.detach(), own_out, image(outputs))),
-        "input": difference(mine.grad, part(x.grad, own_in, image(case.extents))),
+        "output": difference(kept, part(whole.output, own_out, image(outputs))),
+        "input": difference(mine.grad, part(whole.x.grad, own_in, image(case.extents))),
     }
-    for (name, one), other in zip(split.named_parameters(), whole.parameters(), strict=True):
+    for (name, one), other in zip(split.named_parameters(), whole.layer.parameters(), strict=True):
         assert one.grad is not None
-        assert other.grad is not None
-        dist.all_reduce(one.grad, group=group)
+        add_up(one.grad)
         result[name] = difference(one.grad, other.grad)
-    for (name, buffer), expected_buffer in zip(same.named_buffers(), whole.buffers(), strict=True):
+    for (name, buffer), expected_buffer in zip(same.named_buffers(), whole.layer.buffers(), strict=True):
         result[name] = difference(buffer.double(), expected_buffer.double())
     return result
 
 
 def all_differences(cases: list[LayerCase], group: dist.ProcessGroup) -> list[dict[str, float]]:
     """Many at once: a call of the pool takes longer than a layer."""
-    return [differences(case, group) for case in cases]
+    ranks, place = tuple(range(dist.get_world_size(group))), dist.get_rank(group)
+    return [
+        differences(
+            case, run_whole(case), Cut(Group(ranks, place, group), case.grid), partial(dist.all_reduce, group=group)
+        )
+        for case in cases
+    ]

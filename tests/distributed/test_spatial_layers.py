@@ -44,9 +44,10 @@ def convolutions() -> list[LayerCase]:
         ]
         cases.append(LayerCase("Conv2d", {"in_channels": 4, "out_channels": 4, "kernel_size": (3, 1), "groups": 4,
                                           "padding": (1, 0), "stride": (1, 2)}, (9, 11), grid, overlap=overlap))  # fmt: skip
-    for (kernel, stride), grid in product(((1, 2), (3, 1), (3, 2), (5, 1)), GRIDS_3D):
+    for (kernel, stride), grid in product(((1, 2), (3, 1), (3, 2), (5, 1), (7, 2)), GRIDS_3D):
         cases.append(conv((7, 6, 9), grid, kernel, stride=stride, padding=kernel // 2))
-    cases.append(conv((7, 6, 9), (2, 1, 2), 3, padding=2, dilation=2, groups=2))
+    for grid in ((1, 2, 1), (2, 1, 2)):
+        cases.append(conv((7, 6, 9), grid, 3, padding=2, dilation=2, groups=2))
     return cases
 
 

@@ -58,14 +58,14 @@ def test_shipped_sweeps_check(path: Path) -> None:
     assert sweep.name == path.stem
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "clusters").glob("*.toml")), ids=page_id)
+@pytest.mark.parametrize("path", sorted((ROOT / "clusters").rglob("*.toml")), ids=page_id)
 def test_shipped_profiles_check(path: Path) -> None:
     load_cluster_file(path)
 
 
 def test_shipped_toml_fits_its_schema_in_an_editor() -> None:
     command = [str(Path(sys.executable).with_name("taplo")), "check"]
-    files = [str(path) for folder in ("sweeps", "clusters") for path in sorted((ROOT / folder).glob("*.toml"))]
+    files = [str(path) for folder in ("sweeps", "clusters") for path in sorted((ROOT / folder).rglob("*.toml"))]
     done = subprocess.run([*command, *files], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
