@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hpcbench.report.ask import Question
     from hpcbench.report.view import View
     from hpcbench.results.collect import Collected
+    from hpcbench.results.schema import RunResult
     from hpcbench.results.store import ResultsTree
 
 
@@ -34,19 +35,44 @@ def collect(
 
     A run that several of them hold is taken from the first.
     """
-    from hpcbench.report.export import export
     from hpcbench.results.schema import result_json
 
-    found = list(_collected(tree(results), sources, [cluster_name] if cluster_name else None))
-    for entry in found:
-        if entry.result is None:
-            say(f"{entry.cluster}/{entry.run_id}: {entry.problem}")
-    whole = [entry.result for entry in found if entry.result is not None]
+    clusters = [cluster_name] if cluster_name else None
     if out is not None:
-        export(whole, out)
-        say(f"{len(whole)} results written to {out}")
+        count = _write(tree(results), sources, clusters, out)
+        say(f"{count} results written to {out}")
     if as_json or out is None:
+        whole = _whole(_collected(tree(results), sources, clusters), quiet=out is not None)
         print_json({"results": [result_json(result) for result in whole]})
+
+
+def _write(results: ResultsTree, sources: Sequence[str], clusters: list[str] | None, out: Path) -> int:
+    """Results as a file: whole ones as JSON, their parameters and metrics as any other; how many there are."""
+    from hpcbench.report.export import export_json, export_table
+    from hpcbench.report.files import encoder
+    from hpcbench.report.load import gather
+    from hpcbench.results.schema import BROKEN
+
+    encoder(out)
+    if out.suffix == ".json":
+        return export_json(_whole(_collected(results, sources, clusters)), out)
+    import polars
+
+    frame = gather(results, sources, clusters)
+    for cluster, run_id, problem in frame.filter(status=BROKEN)["cluster", "run_id", "error.message"].iter_rows():
+        say(f"{cluster}/{run_id}: {problem}")
+    whole = frame.filter(polars.col("status") != BROKEN)
+    export_table(whole, out)
+    return len(whole)
+
+
+def _whole(entries: Iterable[Collected], *, quiet: bool = False) -> Iterator[RunResult]:
+    """Those that can be read; of the others is said why not."""
+    for entry in entries:
+        if entry.result is not None:
+            yield entry.result
+        elif not quiet:
+            say(f"{entry.cluster}/{entry.run_id}: {entry.problem}")
 
 
 @click.command()
@@ -173,7 +199,8 @@ def _page(shown: RenderableType, rows: int) -> None:
         out.print(shown)
 
 
-def _collected(results: ResultsTree, sources: Sequence[str], clusters: list[str] | None) -> list[Collected]:
+def _collected(results: ResultsTree, sources: Sequence[str], clusters: list[str] | None) -> Iterator[Collected]:
+    """What the sources hold, each run once."""
     from hpcbench.report.load import clusters_of, is_place, trees_in
     from hpcbench.report.select import select_sweeps
     from hpcbench.results.bundle import is_bundle
@@ -181,24 +208,25 @@ def _collected(results: ResultsTree, sources: Sequence[str], clusters: list[str]
     from hpcbench.results.unbundle import collect_bundle
 
     if not sources:
-        return [entry for one in clusters_of(results, clusters) for entry in read(one)]
-    found: list[Collected] = []
+        for one in clusters_of(results, clusters):
+            yield from read(one)
+        return
     seen: set[tuple[str, str]] = set()
 
-    def add(entries: Iterable[Collected]) -> None:
-        fresh = [entry for entry in entries if (entry.cluster, entry.run_id) not in seen]
-        seen.update((entry.cluster, entry.run_id) for entry in fresh)
-        found.extend(fresh)
+    def fresh(entries: Iterable[Collected]) -> Iterator[Collected]:
+        for entry in entries:
+            if (entry.cluster, entry.run_id) not in seen:
+                seen.add((entry.cluster, entry.run_id))
+                yield entry
 
     chosen: list[str | None] = [*clusters] if clusters else [None]
     named = [one for one in sources if not is_place(one)]
     for cluster in chosen if named else []:
         for name, record in select_sweeps(results, named, cluster):
-            add(read(results.cluster(name), [one for one in record.run_ids if (name, one) not in seen]))
-    for one in filter(is_place, sources):
-        if is_bundle(one):
-            add(collect_bundle(Path(one), clusters))
-        else:
-            for tree_of_one in trees_in(one, clusters):
-                add(read(tree_of_one))
-    return found
+            yield from fresh(read(results.cluster(name), [one for one in record.run_ids if (name, one) not in seen]))
+    for source in filter(is_place, sources):
+        if is_bundle(source):
+            yield from fresh(collect_bundle(Path(source), clusters))
+            continue
+        for tree_of_source in trees_in(source, clusters):
+            yield from fresh(read(tree_of_source))

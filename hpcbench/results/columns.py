@@ -92,7 +92,7 @@ def _flat(name: str, record: type[msgspec.Struct]) -> dict[str, str]:
 def frame_of(results: Sequence[RunResult], files: Sequence[tuple[int, int]] | None = None) -> polars.DataFrame:
     """``results`` as a frame; ``files`` are their modification times (ns) and sizes (bytes), where there are files.
 
-    Raises ``TypeError`` where a number is beyond 64 bits.
+    Raises ``TypeError`` or ``OverflowError`` where a number is beyond 64 bits.
     """
     columns: dict[str, Sequence[Any]] = {}
     for name in RESULT_FIELDS:

@@ -154,7 +154,7 @@ class FolderReader:
         if self._whole:
             try:
                 self._found.chunks.append(self._frame())
-            except TypeError:
+            except (TypeError, OverflowError):
                 self._whole = [pair for pair in self._whole if self._fits(pair)]
                 self._found.chunks.append(self._frame())
         if self._broken:
@@ -174,7 +174,7 @@ class FolderReader:
         try:
             decode_result(msgspec.json.encode(result), result.run_id)
             frame_of([result])
-        except (msgspec.MsgspecError, TypeError) as error:
+        except (msgspec.MsgspecError, TypeError, OverflowError) as error:
             reason = str(error).partition("\n")[0]
             self._note(result.run_id, f"result.json is broken: {reason}", state)
             return False

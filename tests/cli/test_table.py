@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import polars
 import pytest
 from click.testing import CliRunner, Result
 
@@ -69,6 +70,26 @@ def test_trees_are_sources(tree: Path, tmp_path: Path) -> None:
     oom = 200 - json.loads(call(tree, "table", "--by", "cluster", "--json").stdout)["rows"][0]["launches"]
     assert rows[0]["launches"] == 203 - oom
     assert json.loads(call(tree, "collect", *sources, "--cluster", "other").stdout)["results"] == []
+
+
+def test_collected_files_hold_every_run(tmp_path: Path) -> None:
+    tree = tmp_path / "results"
+    write_results(tree / "made-up", 20)
+    broken = tree / "made-up" / "runs" / "ff" / ("f" * 16)
+    broken.mkdir(parents=True)
+    (broken / "result.json").write_text("{")
+    for ending in ("csv", "parquet", "json", "xlsx", "md"):
+        done = call(tree, "collect", "--out", str(tmp_path / f"x.{ending}"))
+        assert done.stdout == ""
+        assert f"made-up/{'f' * 16}: result.json is broken" in done.stderr
+        assert "20 results written to" in done.stderr
+    frame = polars.read_csv(tmp_path / "x.csv")
+    assert len(frame) == 20
+    assert set(frame["spec.options.bucket_mb"]) == {25}
+    assert frame.columns == polars.read_parquet(tmp_path / "x.parquet").columns
+    document = json.loads((tmp_path / "x.json").read_text())
+    assert document == json.loads(call(tree, "collect").stdout)
+    assert {row["run_id"] for row in document["results"]} == set(frame["run_id"])
 
 
 def test_what_cannot_be_answered_says_why(tree: Path) -> None:

@@ -149,7 +149,10 @@ def test_a_result_that_arrives_without_a_touch_is_noticed(tree: ClusterTree) -> 
     assert run_id in check(tree)["run_id"]
 
 
-@pytest.mark.parametrize("what", ["link", "pipe", "folder", "huge number", "no utf-8", "foreign", "later version"])
+WRONG = ("link", "pipe", "folder", "huge number", "number without end", "no utf-8", "foreign", "later version")
+
+
+@pytest.mark.parametrize("what", WRONG)
 def test_what_is_no_result_is_a_row_with_a_reason(tree: ClusterTree, what: str) -> None:
     run_id = index.indexed(tree)["run_id"][3]
     path = path_of(tree, run_id)
@@ -164,6 +167,7 @@ def test_what_is_no_result_is_a_row_with_a_reason(tree: ClusterTree, what: str) 
     else:
         changed = {
             "huge number": text.replace('"attempt": 1', '"attempt": ' + "9" * 30).encode(),
+            "number without end": text.replace('"steps": 50', '"steps": ' + "9" * 400).encode(),
             "no utf-8": text.replace("made-up", "made\udcff").encode(errors="surrogateescape"),
             "foreign": text.replace(run_id, "0" * 16).encode(),
             "later version": text.replace('"schema_version": 1', '"schema_version": 99').encode(),
