@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -31,7 +32,7 @@ class Pool:
         context.set_forkserver_preload(IMPORTED)
         self._store = TCPStore("127.0.0.1", 0, None, True, seconds(_WAIT_S), wait_for_workers=False)
         pipes = [context.Pipe() for _ in range(ranks)]
-        self._pipes = [ours for ours, _ in pipes]
+        self._pipes, self._calls = [ours for ours, _ in pipes], 0
         self._processes = [
             context.Process(target=_serve, args=(rank, ranks, self._store.port, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
@@ -49,16 +50,24 @@ class Pool:
         A rank that raises fails the test with its traceback.
         """
         pipes = self._pipes[:ranks]
+        self._calls += 1
         for pipe in pipes:
-            pipe.send((ranks, function, arguments))
-        answers: list[tuple[bool, Any]] = [
-            pipe.recv() if pipe.poll(_WAIT_S) else (False, f"no answer in {_WAIT_S} s") for pipe in pipes
-        ]
+            pipe.send((self._calls, ranks, function, arguments))
+        answers = [self._answer(pipe) for pipe in pipes]
         found: list[T] = []
         for rank, (ok, data) in enumerate(answers):
             assert ok, f"rank {rank} of the pool raised\n{data}"
             found.append(torch.load(io.BytesIO(bytes(data)), weights_only=False))
         return found
+
+    def _answer(self, pipe: Connection) -> tuple[bool, Any]:
+        """What a rank says to this call; late answers to one that has been given up are dropped."""
+        deadline = time.monotonic() + _WAIT_S
+        while pipe.poll(max(deadline - time.monotonic(), 0.0)):
+            call, ok, data = pipe.recv()
+            if call == self._calls:
+                return ok, data
+        return False, f"no answer in {_WAIT_S} s"
 
     def close(self) -> None:
         """End the processes."""
@@ -88,11 +97,11 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
     # later by how many a rank is in already.
     groups: dict[int, Any] = {size: _first_or_alone(rank, size, ranks) for size in range(2, ranks + 1)}
     while (order := pipe.recv()) is not None:
-        size, function, arguments = order
+        call, size, function, arguments = order
         try:
             buffer = io.BytesIO()
             torch.save(function(*arguments, groups[size]), buffer)
-            pipe.send((True, buffer.getvalue()))
+            pipe.send((call, True, buffer.getvalue()))
         except Exception:  # noqa: BLE001 - the test shows it
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((call, False, traceback.format_exc()))
     os._exit(0)
