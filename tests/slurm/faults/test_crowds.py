@@ -77,18 +77,18 @@ def test_two_users_submit_the_same_sweep_at_once(shared: Project, verify: Verify
     verify(shared, "both")
 
 
-@pytest.mark.parametrize("small_arrays", [3], indirect=True)
+@pytest.mark.parametrize("small_arrays", [11], indirect=True)
 def test_more_runs_than_an_array_may_have(small_arrays: None, project: Project, verify: Verify) -> None:
-    """MaxArraySize 3 and 4 runs, submit killed between the two arrays."""
-    project.add_sweep("four", "[grid]\nseed = [1, 2, 3, 4]\n")
-    dying = [sys.executable, "-m", "tests.slurm.faults.dying", "between_two", "submit", "four", "--cluster", CLUSTER]
+    """MaxArraySize 11 and 12 runs, submit killed between the two arrays."""
+    project.add_sweep("dozen", f"[grid]\nseed = {list(range(12))}\n")
+    dying = [sys.executable, "-m", "tests.slurm.faults.dying", "between_two", "submit", "dozen", "--cluster", CLUSTER]
     assert project.call(command=dying).returncode == -9
-    project.finish("four")
+    project.finish("dozen")
     ((_, record),) = project.submissions()
     lines = project.slurm("sacct", "-n", "-X", "-P", "-o", "JobName").splitlines()
     names = {line for line in lines if record.token in line}
-    assert {name.rpartition("-0.")[2] for name in names} == {"0-2", "3-3"}
-    verify(project, "four")
+    assert {name.rpartition("-0.")[2] for name in names} == {"0-10", "11-11"}
+    verify(project, "dozen")
 
 
 def too_many_jobs(folder: Path, box: Box) -> Project:
