@@ -66,3 +66,8 @@ def _made(global_ranks: tuple[int, ...], wait_s: float) -> dist.ProcessGroup:
         list(global_ranks), timeout=seconds(wait_s), use_local_synchronization=True
     )
     return group
+
+
+def forget_groups() -> None:
+    """After the default process group was destroyed, and all others with it."""
+    _made.cache_clear()

@@ -1,0 +1,58 @@
+"""Times of collectives on links whose numbers are easy."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcbench.oracle.collectives import TIME_S, Span, Wire, call_s, ring_all_reduce_s, tree_all_reduce_s
+from hpcbench.parallel.traffic import OPERATIONS, Traffic
+
+FAST, SLOW = Wire(1.0, 0.1), Wire(10.0, 1.0)
+
+
+def span(ranks: int, nodes: int) -> Span:
+    return Span(ranks, nodes, FAST, SLOW)
+
+
+@pytest.mark.parametrize(
+    ("operation", "payload_bytes", "ranks", "nodes", "expected_s"),
+    [
+        ("all_reduce", 40, 1, 1, 0),
+        ("all_reduce", 40, 4, 1, min(6 * (1 + 1.0), 2 * (3 + 4.0))),
+        ("all_reduce", 40, 4, 4, min(6 * (10 + 10.0), 2 * (20 + 40.0))),
+        ("all_gather", 10, 4, 1, 3 * (1 + 1.0)),
+        ("reduce_scatter", 40, 4, 1, 3 * (1 + 1.0)),
+        ("broadcast", 40, 4, 1, 2 * (1 + 4.0)),
+        ("reduce", 40, 4, 1, 2 * (1 + 4.0)),
+        ("all_to_all", 40, 4, 2, 3 * (10 + 10.0)),
+        ("send", 40, 2, 1, 1 + 4.0),
+        ("send", 40, 2, 2, 10 + 40.0),
+    ],
+)
+def test_one_call(operation: str, payload_bytes: int, ranks: int, nodes: int, expected_s: float) -> None:
+    call = Traffic(operation=operation, group_size=ranks, payload_bytes=payload_bytes, count=7)
+    assert call_s(call, span(ranks, nodes)) == pytest.approx(expected_s)
+
+
+def test_every_operation_has_a_time() -> None:
+    assert set(TIME_S) == set(OPERATIONS)
+
+
+def test_small_messages_of_many_nodes_go_through_a_tree() -> None:
+    wide = Span(1024, 256, Wire(1e-6, 1e-11), Wire(5e-6, 1e-10))
+    assert tree_all_reduce_s(wide, 1024) < ring_all_reduce_s(wide, 1024) / 10
+
+
+def test_a_shared_link_is_slower_by_the_flows_that_share_it() -> None:
+    assert SLOW.shared(4).message_s(10) == 10 + 40
+
+
+@given(st.sampled_from(OPERATIONS), st.integers(2, 64), st.integers(0, 10**9))
+def test_more_bytes_take_no_less(operation: str, ranks: int, payload_bytes: int) -> None:
+    times = [
+        call_s(Traffic(operation=operation, group_size=ranks, payload_bytes=size), span(ranks, ranks))
+        for size in (payload_bytes, payload_bytes + 1)
+    ]
+    assert times[0] <= times[1]
