@@ -17,7 +17,10 @@ from hpcbench.parallel.entry import Option, Strategy
 from hpcbench.parallel.own_model import is_own
 from hpcbench.parallel.strategies import data, pipeline
 
-REFERENCES = {"data_parallel": "hpcbench.worker.reference:train_reference"}
+REFERENCES = {
+    "data_parallel": "hpcbench.worker.reference:train_reference",
+    "pipeline": "hpcbench.worker.pipeline.reference:train_pipeline",
+}
 """Trainings in one process that strategies are compared with, by name."""
 
 STRATEGIES: dict[str, Strategy] = {**data.STRATEGIES, **pipeline.STRATEGIES}
