@@ -65,6 +65,12 @@ class Pool:
                 process.kill()
 
 
+def _first_or_alone(rank: int, size: int, ranks: int) -> Any:
+    """The group of the first ``size`` ranks, where ``rank`` is one of them."""
+    made = [dist.new_group(members) for members in (list(range(size)), *([other] for other in range(size, ranks)))]
+    return made[0] if rank < size else None
+
+
 def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
     import os
 
@@ -72,7 +78,9 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     store = TCPStore("127.0.0.1", port, None, False, seconds(_WAIT_S), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=seconds(_WAIT_S))
-    groups: dict[int, Any] = {size: dist.new_group(list(range(size))) for size in {2, ranks}}
+    # A rank that is left out of a group makes one of its own: torch names the groups that a part of the ranks makes
+    # later by how many a rank is in already.
+    groups: dict[int, Any] = {size: _first_or_alone(rank, size, ranks) for size in range(2, ranks + 1)}
     while (order := pipe.recv()) is not None:
         size, function, arguments = order
         try:
