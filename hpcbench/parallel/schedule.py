@@ -13,7 +13,7 @@ FORWARD, BACKWARD, INPUT, WEIGHT, UPDATE = "F", "B", "I", "W", "U"
 """Kinds of actions. A backward is whole (``B``), or split into the gradient of the chunk's input (``I``), which the
 chunk before waits for, and those of its weights (``W``), which nobody waits for. ``U`` updates the weights."""
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream")
+SCHEDULES = ("model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream")
 
 
 class Action(NamedTuple):
@@ -143,6 +143,12 @@ def _executable(
     raise AssertionError(f"{layout} cannot be executed with {m} micro-batches")
 
 
+def _model(layout: Layout, rank: int, micro_batches: int, _extra: int) -> list[Action]:
+    """One micro-batch after another, each on one rank at a time: no pipeline."""
+    stage, own = layout.stage_of(rank), layout.micro_batches_of(rank, micro_batches)
+    return [Action(kind, stage, one) for one in own for kind in (FORWARD, BACKWARD)]
+
+
 def _gpipe(layout: Layout, rank: int, micro_batches: int, _extra: int) -> list[Action]:
     """All forward passes, then all backward passes, the last micro-batch's first (Huang et al. 2019)."""
     stage, own = layout.stage_of(rank), layout.micro_batches_of(rank, micro_batches)
@@ -188,6 +194,7 @@ def _zero_bubble(layout: Layout, rank: int, micro_batches: int, extra: int) -> l
 
 
 _ONE_RANK: dict[str, Callable[[Layout, int, int, int], list[Action]]] = {
+    "model": _model,
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,
     "interleaved_1f1b": _interleaved,

@@ -34,7 +34,7 @@ class RecomputedBlocks(Blocks):
         if not torch.is_grad_enabled():
             return super().forward(x)
         for block in self:
-            x = _recomputed(block, x)
+            x = recomputed(block, x)
         return x
 
 
@@ -56,7 +56,8 @@ def arranged(model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
     return kind(OrderedDict(model.named_children())).train(model.training)
 
 
-def _recomputed(block: nn.Module, x: Tensor) -> Tensor:
+def recomputed(block: nn.Module, x: Tensor) -> Tensor:
+    """``block(x)``, of which only ``x`` is kept for the backward pass."""
     if torch.compiler.is_compiling():
         # A compiled graph writes statistics once, in its forward part.
         compiled: Tensor = checkpoint(block, x, use_reentrant=False)

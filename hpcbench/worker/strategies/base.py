@@ -103,11 +103,15 @@ class DataParallel:
         self.spec = spec
         self.replica = place.rank if spec.dp_degree > 1 else 0
         self.arithmetic = Arithmetic(spec.precision, place.device)
-        self.module: nn.Module = model.to(place.device).train()
+        self.module: nn.Module = self.own_part(model, spec).to(place.device).train()
         if spec.compile:
             compile_in_place(self.module)
         self.runner = self.wrap(self.module, spec, place)
         self.optimizer = self.make_optimizer(spec, place)
+
+    def own_part(self, model: nn.Sequential, spec: RunSpec) -> nn.Module:
+        """What this rank holds of ``model``, still on the host: all of it where only the batch is shared."""
+        return model
 
     def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
         """What is called instead of ``module``."""
