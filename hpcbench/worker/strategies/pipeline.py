@@ -34,6 +34,7 @@ class Pipeline(ModelParallel):
 
     axis = "pp"
     module: Staged
+    runtime_kind: type[Runtime] = Runtime
 
     def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
         """As the base; then the runtime, which needs the chunks on their device."""
@@ -43,7 +44,7 @@ class Pipeline(ModelParallel):
         def another(purpose: str) -> Group:
             return make_group(self.mesh, place, "pp", purpose=purpose)
 
-        self.runtime = Runtime(
+        self.runtime = self.runtime_kind(
             layout=self.layout,
             rank=self.own.place,
             chunks={one: Chunk(self.module.chunk(one), spec.strategy == "zero_bubble") for one in self._numbers},
