@@ -15,7 +15,7 @@ LINK ?= 1gbit
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart horovod horovod-if-possible test test-unit test-distributed test-slurm test-docs lint format \
+.PHONY: help quickstart horovod horovod-if-possible test test-here test-unit test-distributed test-slurm test-docs lint format \
 	schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench clean
 
 help: ## list the targets
@@ -47,19 +47,31 @@ horovod: $(VENV)/.horovod ## build Horovod for .venv's torch, or take it from th
 horovod-if-possible: $(VENV)/.dev
 	@$(MAKE) --no-print-directory $(VENV)/.horovod || echo "Horovod is left out: its tests are skipped, or fail where HPCBENCH_REQUIRE names it"
 
-test: test-unit test-distributed test-slurm test-docs ## everything, a real SLURM included where this machine allows
+UNIT := $(BIN)/pytest -m "not distributed and not slurm and not soak and not faults" --ignore=tests/docs
+DISTRIBUTED := $(BIN)/pytest -m "distributed and not slurm and not soak and not faults" --ignore=tests/docs
+SLURM := $(BIN)/pytest -m "slurm and not soak" --ignore=tests/docs -rs
+DOCS := $(BIN)/pytest tests/docs
+
+# The SLURM box waits for its scheduler most of the time, so the other tests run beside it.
+test: horovod-if-possible ## everything, a real SLURM included where this machine allows
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going test-here test-slurm
+
+test-here: horovod-if-possible ## everything but SLURM
+	$(UNIT)
+	$(DISTRIBUTED)
+	$(DOCS)
 
 test-unit: $(VENV)/.dev ## what needs one process
-	$(BIN)/pytest -m "not distributed and not slurm and not soak and not faults" --ignore=tests/docs
+	$(UNIT)
 
 test-distributed: horovod-if-possible ## what needs several ranks
-	$(BIN)/pytest -m "distributed and not slurm and not soak and not faults" --ignore=tests/docs
+	$(DISTRIBUTED)
 
 test-slurm: horovod-if-possible ## what needs the SLURM box, which it starts
-	$(BIN)/pytest -m "slurm and not soak" --ignore=tests/docs -rs
+	$(SLURM)
 
 test-docs: $(VENV)/.dev ## the commands and files that the documentation shows
-	$(BIN)/pytest tests/docs
+	$(DOCS)
 
 lint: $(VENV)/.dev ## formatting, style, types, layering, sizes
 	$(BIN)/ruff format --check .

@@ -15,17 +15,23 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.parallel.entry import Option, Strategy
 from hpcbench.parallel.own_model import is_own
-from hpcbench.parallel.strategies import data, pipedream, pipeline
+from hpcbench.parallel.strategies import channels, data, pipedream, pipeline
 
 REFERENCES = {
     "data_parallel": "hpcbench.worker.reference:train_reference",
+    "pipeline": "hpcbench.worker.pipeline.reference:train_pipeline",
     "pipedream": "hpcbench.worker.reference_pipedream:train_pipedream_reference",
 }
 """Trainings in one process that strategies are compared with, by name."""
 
-STRATEGIES: dict[str, Strategy] = {**data.STRATEGIES, **pipeline.STRATEGIES, **pipedream.STRATEGIES}
+STRATEGIES: dict[str, Strategy] = {
+    **data.STRATEGIES,
+    **channels.STRATEGIES,
+    **pipeline.STRATEGIES,
+    **pipedream.STRATEGIES,
+}
 
-ALIASES: dict[str, str] = {**pipeline.ALIASES}
+ALIASES: dict[str, str] = {**channels.ALIASES, **pipeline.ALIASES}
 """Names of hybrids, each for the strategy that is one as soon as it has replicas; a run knows the latter alone."""
 
 

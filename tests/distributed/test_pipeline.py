@@ -48,3 +48,64 @@ def test_a_transformer(pool: Pool, schedule: str, stages: int) -> None:
         schedule, stages, "gpt", "tokens", input_size=8, steps=2, model_options={"context": 8}, options=chunks
     )
     check(pool.run(case), run_reference(case), TOLERANCE)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble"])
+def test_two_replicas_of_two_stages(pool: Pool, schedule: str) -> None:
+    """Both replicas make as many micro-batches, also of 8 and 7 samples."""
+    case = pipeline_case(schedule, 2, replicas=2, precision="fp64", steps=3)
+    check(pool.run(case), run_reference(case), EXACT)
+
+
+@pytest.mark.parametrize(("schedule", "replicas"), [("gpipe", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1)])
+def test_tied_weights(pool: Pool, schedule: str, replicas: int) -> None:
+    """The first and the last stage hold a copy each; both must stay one weight."""
+    case = pipeline_case(
+        schedule, 2, "gpt", "tokens", replicas, input_size=4, model_options=TIED, optimizer="adam", precision="fp64",
+        batch_size=4, micro_batches=2, steps=2,
+    )  # fmt: skip
+    check(pool.run(case), run_reference(case), EXACT)
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", "except_last"), ("zero_bubble", "always")])
+def test_recomputation(pool: Pool, schedule: str, recompute: str) -> None:
+    """Running statistics count every micro-batch once."""
+    case = pipeline_case(schedule, 2, precision="fp64", steps=2, options={"recompute": recompute})
+    check(pool.run(case), run_reference(case), EXACT)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "more"),
+    [
+        ("1f1b", {"micro_batches": 1}),
+        ("interleaved_1f1b", {"micro_batches": 3, "batch_size": 9}),
+        ("zero_bubble", {"activation_checkpointing": True}),
+        ("gpipe", {"channels_last": True, "model": "mobilenetv2", "steps": 1}),
+        ("1f1b", {"options": {"cuts": "1,2,9"}, "pp_degree": 4, "tasks": 4}),
+        ("1f1b", {"options": {"balance": "memory"}}),
+        ("1f1b", {"options": {"balance": "blocks"}}),
+        ("1f1b", {"optimizer": "adamw", "weight_decay": 1e-3}),
+    ],
+)
+def test_options(pool: Pool, schedule: str, more: dict[str, Any]) -> None:
+    stages = more.pop("tasks", 2)
+    case = pipeline_case(schedule, stages, **{"precision": "fp64", "steps": 2, **more})
+    check(pool.run(case), run_reference(case), EXACT)
+
+
+@pytest.mark.parametrize(("replicas", "recompute"), [(1, "always"), (2, "never")])
+def test_running_statistics_of_whole_mini_batches(pool: Pool, replicas: int, recompute: str) -> None:
+    options = {"batch_norm": "deferred", "recompute": recompute}
+    case = pipeline_case("1f1b", 2, replicas=replicas, precision="fp64", steps=3, options=options)
+    expected = run_reference(case)
+    check(pool.run(case), expected, EXACT)
+    per_micro_batch = run_reference(pipeline_case("1f1b", 2, replicas=replicas, precision="fp64", steps=3))
+    name = "0.1.running_mean"
+    assert (expected.state[name] - per_micro_batch.state[name]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_bf16(pool: Pool, schedule: str) -> None:
+    """What stages pass on is bf16 too, as autocast would hand it on within one process."""
+    case = pipeline_case(schedule, 2, "vgg11", precision="bf16", steps=1, model_options={"batch_norm": False})
+    check(pool.run(case), run_reference(case), 2.0**-6)

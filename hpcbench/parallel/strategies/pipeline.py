@@ -26,6 +26,7 @@ def _entry(description: str, **more: Option) -> Strategy:
         runtime="hpcbench.worker.strategies.pipeline:Pipeline",
         description=description,
         options={**OPTIONS, **more},
+        reference="pipeline",
         hybrid=("dp_degree",),
         limit="hpcbench.parallel.strategies.pipeline:excluded",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from hpcbench.parallel.schedule import Action, actions
 from hpcbench.parallel.strategies.pipeline import layout_of, wrong_cuts
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.groups import Group, make_group
+from hpcbench.worker.pipeline.batch_norm import DeferredStatistics
 from hpcbench.worker.pipeline.boundary import Boundaries
 from hpcbench.worker.pipeline.chunk import Chunk
 from hpcbench.worker.pipeline.cutting import blocks_of_chunks
@@ -55,6 +57,11 @@ class Pipeline(ModelParallel):
             wait_s=place.wait_s,
             reducers=self._reducer_of,
         )
+
+        self._statistics: DeferredStatistics | None = None
+        if self.options.get("batch_norm") == "deferred":
+            self._statistics = DeferredStatistics(self.module)
+            self.runtime.hooks.before = self._statistics.before
 
     def divide(self, model: nn.Sequential, spec: RunSpec) -> Staged:
         """This rank's chunks, with the names that they have in ``model``; the rest is let go."""
@@ -106,9 +113,10 @@ class Pipeline(ModelParallel):
         batch = self.batch(feed, step)
         runtime = self.runtime
         runtime.phases = self.phases
-        runtime.begin(self.schedule(len(batch.sizes)), batch)
-        runtime.execute()
-        loss = runtime.end()
+        with self._statistics.step() if self._statistics is not None else nullcontext():
+            runtime.begin(self.schedule(len(batch.sizes)), batch)
+            runtime.execute()
+            loss = runtime.end()
         with self.phases("backward"):
             sum_tied(self._ties, self.own)
             self.finish_backward()

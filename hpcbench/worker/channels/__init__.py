@@ -1,0 +1,1 @@
+"""Layers whose channels are shared by the ranks of a group."""

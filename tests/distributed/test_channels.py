@@ -1,0 +1,199 @@
+"""Strategies ``filter`` and ``channel`` and their hybrids train what one process trains."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.worker.blocks import arranged
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.evaluate import accuracy
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import Place
+from tests.distributed import cases
+from tests.distributed.cases import CPU, EXACT, TOLERANCE, Case, OfRank, check, make_case, run_parallel, run_reference
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+WHOLE_MODEL = 1e-10
+"""In fp64, of loss and gradients of one step."""
+
+ALL = [(strategy, form) for strategy in ("filter", "channel") for form in ("sharded", "gathered")]
+SHARDED = [("filter", "sharded"), ("channel", "sharded")]
+PLAIN = {"batch_norm": False}
+
+
+def split_case(
+    strategy: str, form: str, tp: int, model: str = "vgg11", dataset: str = "digits", dp: int = 1, **more: Any
+) -> Case:
+    """Four samples a replica; the third batch has one less."""
+    options = {"form": form, **more.pop("options", {})}
+    given = {"strategy": strategy, "dp_degree": dp, "tp_degree": tp, "options": options, "replicated": False}
+    return make_case(tp * dp, model, dataset, **{**given, "batch_size": 4, "steps": 3, **more})
+
+
+def one_step(strategy: str, form: str, tp: int, model: str, dataset: str = "digits", **more: Any) -> Case:
+    return split_case(strategy, form, tp, model, dataset, **{"precision": "fp64", "steps": 1, **more})
+
+
+@pytest.mark.parametrize(("strategy", "form"), SHARDED)
+@pytest.mark.parametrize("model", ["resnet50", "vgg16"])
+def test_large_models(pool: Pool, model: str, strategy: str, form: str) -> None:
+    case = one_step(strategy, form, 2, model)
+    check(pool.run(case), run_reference(case), WHOLE_MODEL)
+
+
+@pytest.mark.parametrize(("strategy", "form"), ALL)
+@pytest.mark.parametrize(
+    ("model", "dataset", "size", "tp"),
+    [
+        pytest.param("mobilenetv2", "cifar10", 16, 3, id="mobilenetv2-uneven"),
+        pytest.param("cosmoflow", "cosmoflow", 8, 4, id="cosmoflow"),
+        pytest.param("resnet50", "digits", None, 4, id="resnet50", marks=pytest.mark.soak),
+        pytest.param("vgg16", "digits", None, 4, id="vgg16", marks=pytest.mark.soak),
+        pytest.param("resnet50", "imagenet", 64, 3, id="resnet50-large-uneven", marks=pytest.mark.soak),
+        pytest.param("vgg16", "imagenet", 64, 2, id="vgg16-large", marks=pytest.mark.soak),
+        pytest.param("mobilenetv2", "imagenet", 64, 4, id="mobilenetv2-large", marks=pytest.mark.soak),
+        pytest.param("cosmoflow", "cosmoflow", 32, 3, id="cosmoflow-uneven", marks=pytest.mark.soak),
+    ],
+)
+def test_whole_models(
+    pool: Pool, model: str, dataset: str, size: int | None, tp: int, strategy: str, form: str
+) -> None:
+    case = one_step(strategy, form, tp, model, dataset, input_size=size)
+    check(pool.run(case), run_reference(case), WHOLE_MODEL)
+
+
+@pytest.mark.parametrize(("strategy", "form"), ALL)
+@pytest.mark.parametrize(("tp", "dp"), [(2, 1), (4, 1), (2, 2)])
+def test_training_in_fp32(pool: Pool, strategy: str, form: str, tp: int, dp: int) -> None:
+    case = split_case(strategy, form, tp, dp=dp, model_options=PLAIN)
+    check(pool.run(case), run_reference(case), TOLERANCE)
+
+
+@pytest.mark.parametrize(("strategy", "form"), ALL)
+def test_hybrids(pool: Pool, strategy: str, form: str) -> None:
+    """Each replica's share in two micro-batches, of which the last step's are uneven."""
+    case = split_case(strategy, form, 2, dp=2, precision="fp64", micro_batches=2, model_options=PLAIN)
+    found = pool.run(case)
+    assert [one.counts for one in found] == [[4, 4, 4], [4, 4, 4], [4, 4, 3], [4, 4, 3]]
+    check(found, run_reference(case), EXACT)
+
+
+@pytest.mark.parametrize(("strategy", "form"), ALL)
+def test_hybrids_with_batch_norm(pool: Pool, strategy: str, form: str) -> None:
+    """Statistics are each replica's own; those of the first one count."""
+    case = one_step(strategy, form, 2, "resnet18", dp=2)
+    check(pool.run(case), run_reference(case), WHOLE_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "form", "more"),
+    [
+        ("filter", "sharded", {"options": {"split_last": True}}),
+        ("channel", "sharded", {"options": {"split_last": True}}),
+        ("filter", "gathered", {"options": {"split_last": True}}),
+        ("channel", "gathered", {"options": {"split_last": True}}),
+        ("filter", "sharded", {"activation_checkpointing": True}),
+        ("channel", "gathered", {"activation_checkpointing": True}),
+        ("channel", "sharded", {"channels_last": True}),
+        ("filter", "gathered", {"channels_last": True}),
+        ("channel", "sharded", {"optimizer": "adam", "weight_decay": 1e-3}),
+    ],
+)
+def test_options_that_change_no_number(pool: Pool, strategy: str, form: str, more: dict[str, Any]) -> None:
+    case = split_case(strategy, form, 3, precision="fp64", model_options=PLAIN, **more)
+    check(pool.run(case), run_reference(case), EXACT)
+
+
+@pytest.mark.parametrize(("strategy", "form"), ALL)
+def test_bf16(pool: Pool, strategy: str, form: str) -> None:
+    """Without BatchNorm over four samples, which makes much of the roundings of partial sums."""
+    case = split_case(strategy, form, 2, model_options=PLAIN, precision="bf16", steps=1)
+    check(pool.run(case), run_reference(case), 2.0**-4)
+
+
+def train_and_evaluate(case: Case, group: dist.ProcessGroup) -> tuple[float | None, dict[str, Tensor]]:
+    """What a rank finds on the held-out samples after a step, and the weights that it would save."""
+    place = Place(dist.get_rank(group), case.spec.ranks, CPU, group)
+    strategy, feed = resolve_runtime(case.spec.strategy)(), make_feed(case.spec, CPU)
+    strategy.setup(arranged(build_model(case.spec), case.spec), case.spec, place)
+    strategy.step(feed, 0)
+    found = accuracy(strategy.module, feed)
+    strategy.step(feed, 1)
+    return found, {name: tensor.clone() for name, tensor in strategy.weights().items()}
+
+
+@pytest.mark.parametrize(("strategy", "form"), ALL)
+def test_every_rank_holds_the_same_model(pool: Pool, strategy: str, form: str) -> None:
+    """Parts and what is replicated alike, within a replica to the last bit; evaluation sees the whole model."""
+    case = split_case(strategy, form, 2, dp=2)
+    (accuracy_of_rank_0, weights), *others = pool.call(4, train_and_evaluate, case)
+    assert accuracy_of_rank_0 is not None
+    assert list(weights) == list(build_model(case.spec).state_dict())
+    for place, (accuracy_of_rank, theirs) in enumerate(others, start=1):
+        parameters = {name for name, _ in build_model(case.spec).named_parameters()}
+        for name, tensor in weights.items():
+            if place == 1 or name in parameters:
+                assert torch.equal(theirs[name], tensor), name
+        if place == 1:
+            assert accuracy_of_rank == accuracy_of_rank_0
+
+
+class Widening(nn.Sequential):
+    """A stranger to the shipped models: grouped convolutions, an odd number of channels, mean over pixels."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 7, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(7, 14, 5, padding=2, groups=7),
+            nn.BatchNorm2d(14, affine=False),
+            nn.SiLU(),
+            nn.AvgPool2d(2),
+            nn.Conv2d(14, 10, 3, groups=2, bias=False),
+            Residual(10),
+            nn.Flatten(),
+            nn.ReLU(),
+            nn.Linear(40, 9),
+            nn.BatchNorm1d(9),
+            nn.Linear(9, 10),
+        )
+
+
+class Residual(nn.Module):
+    """Half of the input, and what a convolution makes of it."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(channels, channels, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.inner(x)) + 0.5 * x
+
+
+def stranger(spec: RunSpec) -> nn.Sequential:
+    torch.manual_seed(spec.seed)
+    return Widening().double()
+
+
+def run_stranger(case: Case, group: dist.ProcessGroup) -> OfRank:
+    with mock.patch.object(cases, "build_model", stranger):
+        return run_parallel(case, group)
+
+
+@pytest.mark.parametrize(("strategy", "form"), ALL)
+@pytest.mark.parametrize("split_last", [False, True])
+def test_a_model_with_odd_channels(pool: Pool, strategy: str, form: str, split_last: bool) -> None:
+    case = split_case(strategy, form, 4, precision="fp64", options={"split_last": split_last}, batch_size=8)
+    with mock.patch.object(cases, "build_model", stranger):
+        expected = run_reference(case)
+    check(pool.call(4, run_stranger, case), expected, EXACT)
