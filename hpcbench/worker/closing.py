@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hpcbench.config.task import Task, TaskHeader
 from hpcbench.errors import HpcbenchError
 from hpcbench.results.attempts import Attempt
-from hpcbench.results.schema import OK, Failure, Phases, RankResult, Verification
+from hpcbench.results.schema import OK, Failure, Phases, Predicted, RankResult, Verification
 from hpcbench.results.store import ClusterTree
 from hpcbench.worker.environ import cpu_mask
 from hpcbench.worker.failure import describe, is_peer_lost
@@ -55,6 +55,7 @@ class Closing:
         self.replica = 0
         self.flops_per_sample: float | None = None
         self.phases: Phases | None = None
+        self.predicted: Predicted | None = None
         self.peak: Peak | None = None
         self.watch: Watch | None = None
         self.to_verify = task.spec.verify
@@ -155,6 +156,7 @@ class Closing:
             accuracy=evaluations[-1].accuracy if evaluations else None,
             evaluations=evaluations,
             phases=self.phases,
+            predicted=self.predicted,
             flops_per_sample=self.flops_per_sample,
             verification=self.verification,
             watched=self.watch.watched if self.watch else None,

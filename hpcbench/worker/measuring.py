@@ -42,6 +42,7 @@ def measure(closing: Closing) -> None:
     try:
         strategy.setup(arranged(build_model(spec, header.model_folder), spec), spec, place)
         closing.replica = strategy.replica
+        closing.predicted = getattr(strategy, "predicted", None)
         _time(closing, strategy, feed, place)
     finally:
         feed.close()
