@@ -15,7 +15,7 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.parallel.entry import Option, Strategy
 from hpcbench.parallel.own_model import is_own
-from hpcbench.parallel.strategies import channels, data, pipedream, pipeline
+from hpcbench.parallel.strategies import channels, data, pipedream, pipeline, tensor
 
 REFERENCES = {
     "data_parallel": "hpcbench.worker.reference:train_reference",
@@ -27,11 +27,12 @@ REFERENCES = {
 STRATEGIES: dict[str, Strategy] = {
     **data.STRATEGIES,
     **channels.STRATEGIES,
+    **tensor.STRATEGIES,
     **pipeline.STRATEGIES,
     **pipedream.STRATEGIES,
 }
 
-ALIASES: dict[str, str] = {**channels.ALIASES, **pipeline.ALIASES}
+ALIASES: dict[str, str] = {**channels.ALIASES, **tensor.ALIASES, **pipeline.ALIASES}
 """Names of hybrids, each for the strategy that is one as soon as it has replicas; a run knows the latter alone."""
 
 
@@ -59,6 +60,11 @@ def strategy(key: str) -> Strategy:
     if key not in STRATEGIES:
         raise ConfigError(f"unknown strategy {key!r}", hint=did_you_mean(key, named()))
     return STRATEGIES[key]
+
+
+def chosen_options(spec: RunSpec) -> dict[str, Any]:
+    """The options of the run's strategy, defaults filled in."""
+    return {name: option.default for name, option in strategy(spec.strategy).options.items()} | spec.options
 
 
 def excluded_by(spec: RunSpec) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -22,6 +22,15 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """Ranks that take part; 2 point to point."""
     payload_bytes: int
     count: int = 1
+
+
+def calls_in(group_size: int) -> Callable[[str, int], Traffic]:
+    """Makes single calls of a group, from the operation and the payload in bytes."""
+
+    def call(operation: str, payload_bytes: int) -> Traffic:
+        return Traffic(operation=operation, group_size=group_size, payload_bytes=payload_bytes)
+
+    return call
 
 
 def merged(calls: Iterable[Traffic]) -> list[Traffic]:

@@ -10,14 +10,33 @@ import pytest
 import torch
 
 from hpcbench.errors import WorkerError
+from hpcbench.parallel.catalog import resolve_cost
+from hpcbench.parallel.layers import Layer, LayerTable, TensorShape
 from hpcbench.worker.strategies.fairscale import fairscale
 from tests.conftest import absent
-from tests.distributed.memory import BLOCKS, STRATEGIES, P, measure, promised, row, spec_of
+from tests.distributed.memory import BLOCKS, STRATEGIES, WIDTH, P, measure, promised, row, spec_of
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.distributed
 
 BLOCK = P // BLOCKS
+
+
+def blocks_table() -> LayerTable:
+    """Of ``memory.build_blocks``, as far as the formulas read it."""
+    rows = [
+        Layer(
+            name=f"{number + 2}", block=number + 2, kind="Linear", input_shape=[WIDTH], output_shape=[WIDTH],
+            parameters=WIDTH * WIDTH, forward_flops=0, backward_flops=0, activation_bytes=4 * WIDTH,
+            activation_fixed_bytes=0, output_bytes=4 * WIDTH, forward_moved_bytes=0, backward_moved_bytes=0,
+        )
+        for number in range(BLOCKS)
+    ]  # fmt: skip
+    tensors = [TensorShape(f"{row.name}.weight", [WIDTH, WIDTH]) for row in rows]
+    return LayerTable(
+        model="blocks", dataset="digits", input_size=8, blocks=BLOCKS + 2, parameter_tensors=tensors, buffers=[],
+        layers=rows,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +66,10 @@ def test_state_is_as_small_as_promised(pool: Pool, key: str, ranks: int) -> None
         assert one.parameters + one.gradients + one.optimizer == pytest.approx(expected, rel=0.1)
         assert one.all_before == pytest.approx(expected, rel=0.1)
         assert one.all_after == pytest.approx(expected, rel=0.1)
+        formula = resolve_cost(key).memory(spec_of(key, ranks), blocks_table(), 0)
+        assert one.parameters == pytest.approx(formula.parameters_bytes, rel=0.1)
+        # Adam's temporaries are those of one block.
+        assert one.optimizer == pytest.approx(formula.optimizer_bytes, rel=0.1, abs=2 * BLOCK)
         if STRATEGIES[key] == 3:
             assert BLOCK <= one.gathered <= 2 * BLOCK
         else:

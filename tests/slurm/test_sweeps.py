@@ -132,7 +132,9 @@ def test_submitits_job_tells_the_state_and_cancels(hpcbench: Command, results: R
     job: SlurmJob[Any] = SlurmJob(folder=tmp_path, job_id=job_ids(tmp_path)[0], tasks=[0])
     wait_for("the job to run", lambda: job.get_info(mode="force").get("State") == "RUNNING")
     wait_for("its ranks to meet", lambda: rank_logs(tmp_path))
-    time.sleep(8)
+    rank = rank_process(next((tmp_path / "results").glob("slurmbox/submissions/*/0.jsonl")), 0)
+    before_s = cpu_time_s(rank)
+    wait_for("its rank to work", lambda: cpu_time_s(rank) > before_s + 10, 300)
     status = hpcbench("status", "long", "--json")
     assert '"state": "running"' in status.stdout
     job.cancel(check=False)
@@ -182,6 +184,12 @@ def rank_process(tasks: Path, rank: int) -> int:
         if f"SLURM_PROCID={rank}".encode() in environment and b"SLURM_STEP_ID=0" in environment:
             return int(pid)
     raise AssertionError(f"no process of rank {rank} among {found.stdout.split()}")
+
+
+def cpu_time_s(process: int) -> float:
+    """What the process has computed so far: other than the time that passed, it does not depend on who else computes."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_out_of_memory_is_called_so(hpcbench: Command, results: Results, tmp_path: Path) -> None:

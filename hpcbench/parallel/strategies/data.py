@@ -15,11 +15,13 @@ STRATEGIES = {
     "single": Strategy(
         own_degree=None,
         runtime="hpcbench.worker.strategies.single:Single",
+        cost="hpcbench.oracle.strategies.data:Single",
         description="one device, no parallelism: the reference of every speed-up",
     ),
     "ddp": Strategy(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.ddp:Ddp",
+        cost="hpcbench.oracle.strategies.data:Ddp",
         description="torch DistributedDataParallel: replicas, gradients all_reduced in buckets",
         options={
             "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
@@ -39,6 +41,7 @@ STRATEGIES = {
     "zero1": Strategy(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.zero1:Zero1",
+        cost="hpcbench.oracle.strategies.data:Zero1",
         description="torch ZeroRedundancyOptimizer over DDP: optimizer state sharded (ZeRO-1)",
         options={
             "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
@@ -49,6 +52,7 @@ STRATEGIES = {
     "fsdp": Strategy(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.fsdp:Fsdp",
+        cost="hpcbench.oracle.strategies.sharded:Fsdp",
         description="torch fully_shard: parameters, gradients and optimizer state sharded (ZeRO-3)",
         options={
             "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
@@ -62,6 +66,7 @@ STRATEGIES = {
     "fairscale_oss": Strategy(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.fairscale:FairscaleOss",
+        cost="hpcbench.oracle.strategies.data:FairscaleOss",
         description="fairscale OSS over DDP: optimizer state sharded (ZeRO-1)",
         options={
             "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
@@ -74,6 +79,7 @@ STRATEGIES = {
     "fairscale_sddp": Strategy(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.fairscale:FairscaleSddp",
+        cost="hpcbench.oracle.strategies.data:FairscaleSddp",
         description="fairscale ShardedDataParallel: optimizer state and gradients sharded (ZeRO-2)",
         options={
             "reduce_buffer_mb": Option(float, 32.0, "size of a gradient bucket in MiB, 0 for none"),
@@ -86,6 +92,7 @@ STRATEGIES = {
     "fairscale_fsdp": Strategy(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.fairscale_fsdp:FairscaleFsdp",
+        cost="hpcbench.oracle.strategies.sharded:FairscaleFsdp",
         description="fairscale FullyShardedDataParallel: everything sharded (ZeRO-3)",
         options={
             "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
@@ -98,6 +105,7 @@ STRATEGIES = {
     "horovod": Strategy(
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.horovod:Horovod",
+        cost="hpcbench.oracle.strategies.data:Horovod",
         description="Horovod: replicas, gradients fused and all_reduced by a background thread",
         options={
             "fusion_threshold_mb": Option(float, 128.0, "gradients are fused up to this many MiB; 0 fuses none"),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import strategy
+from hpcbench.parallel import catalog
 from hpcbench.worker.compiling import compile_in_place
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.losses import sample_losses
@@ -94,7 +94,7 @@ def make_optimizer(spec: RunSpec, module: nn.Module) -> torch.optim.Optimizer:
 
 def chosen_options(spec: RunSpec) -> dict[str, Any]:
     """The options of the run's strategy, defaults filled in."""
-    return {name: option.default for name, option in strategy(spec.strategy).options.items()} | spec.options
+    return catalog.chosen_options(spec)
 
 
 class DataParallel:
@@ -126,6 +126,10 @@ class DataParallel:
     def make_optimizer(self, spec: RunSpec, place: Place) -> torch.optim.Optimizer:
         """Who updates the weights, made after ``wrap``."""
         return make_optimizer(spec, self.module)
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The sum of the samples' losses; another form of it where ``outputs`` are another form of the model's."""
+        return sample_losses(outputs, targets)
 
     def clear_gradients(self) -> None:
         """Before each step."""
@@ -178,14 +182,18 @@ class DataParallel:
     def _accumulate(self, inputs: Tensor, labels: Tensor, part: range, global_count: int) -> None:
         chosen = slice(part.start, part.stop)
         with self.phases("forward"):
-            with self.arithmetic.autocast():
-                outputs = self.runner(inputs[chosen])
-            loss = sample_losses(outputs, labels[chosen]) / global_count
+            loss = self._forward(inputs[chosen], labels[chosen]) / global_count
         with self.phases("backward"):
             # DDP averages over replicas; the sum of shares that were divided by the true count is what is wanted.
             self.arithmetic.backward(loss * self.loss_factor)
         kept = loss.detach()
         self._loss = kept if self._loss is None else self._loss + kept
+
+    def _forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """The sum of the samples' losses. The outputs end here: autograd keeps what it needs of them."""
+        with self.arithmetic.autocast():
+            outputs = self.runner(inputs)
+        return self.losses(outputs, labels)
 
     _loss: Tensor | None = None
 

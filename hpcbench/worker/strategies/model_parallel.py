@@ -104,10 +104,12 @@ def gathered(tensor: Tensor, shard: Shard, group: Group) -> Tensor:
     if group.size == 1:
         return tensor
     widest = max(shard.extents)
-    shape = list(tensor.shape)
-    shape[shard.dim] = widest
-    padded = tensor.new_zeros(shape)
-    padded.narrow(shard.dim, 0, tensor.shape[shard.dim]).copy_(tensor)
+    padded = tensor.contiguous()
+    if tensor.shape[shard.dim] < widest:
+        shape = list(tensor.shape)
+        shape[shard.dim] = widest
+        padded = tensor.new_zeros(shape)
+        padded.narrow(shard.dim, 0, tensor.shape[shard.dim]).copy_(tensor)
     parts = [torch.empty_like(padded) for _ in range(group.size)]
     dist.all_gather(parts, padded, group=group.members())
     return torch.cat(

@@ -1,0 +1,1 @@
+"""What the ranks that share transformer blocks compute and pass to each other."""

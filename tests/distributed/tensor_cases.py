@@ -1,0 +1,219 @@
+"""What the tests of tensor parallelism ask of ranks: whole runs on a small vocabulary, and single layers."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.parallel.datasets import DATASETS
+from hpcbench.worker.blocks import arranged
+from hpcbench.worker.compare import Trained
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.groups import Group
+from hpcbench.worker.losses import sample_losses
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.models.gpt import Embedding, TokenHead
+from hpcbench.worker.models.transformer import Attention, Mlp
+from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.model_parallel import gathered
+from hpcbench.worker.tensor.collectives import Sharing
+from hpcbench.worker.tensor.layers import SplitAttention, SplitMlp
+from hpcbench.worker.tensor.vocabulary import SplitEmbedding, SplitTokenHead, split_losses
+from tests.distributed.cases import CPU, Case, OfRank, make_case, run_parallel, run_reference
+from tests.distributed.memory import storages
+from tests.distributed.pool import Pool
+
+VOCABULARY = 61
+"""A prime: uneven on any number of ranks."""
+
+
+@contextlib.contextmanager
+def small_vocabulary(words: int = VOCABULARY) -> Iterator[None]:
+    """Let ``tokens`` have as few words."""
+    whole = DATASETS["tokens"]
+    DATASETS["tokens"] = whole._replace(outputs=words)
+    try:
+        yield
+    finally:
+        DATASETS["tokens"] = whole
+
+
+def tensor_case(ranks: int, model: str = "gpt", **more: Any) -> Case:
+    """Of ``ranks``, dp_degree share the batch."""
+    replicas = more.get("dp_degree", 1)
+    given: dict[str, Any] = {"strategy": "tensor", "tp_degree": ranks // replicas, "dp_degree": replicas}
+    if model == "gpt":
+        given |= {"input_size": 7, "model_options": {"context": 9}}
+    return make_case(
+        ranks, model, "tokens" if model == "gpt" else "digits",
+        **{**given, "replicated": False, "batch_size": 4, "steps": 3, **more},
+    )  # fmt: skip
+
+
+def _run(case: Case, group: dist.ProcessGroup) -> OfRank:
+    with small_vocabulary():
+        return run_parallel(case, group)
+
+
+def both(pool: Pool, case: Case) -> tuple[list[OfRank], Trained]:
+    """What the ranks have trained, and what one process must."""
+    with small_vocabulary():
+        return pool.call(case.spec.ranks, _run, case), run_reference(case)
+
+
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the tensors that are made within it and still live, whoever holds them: autograd, too."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._note((args, kwargs), is_new=False)
+        out = func(*args, **(kwargs or {}))
+        self._note(out, is_new=True)
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return out
+
+    def _note(self, values: Any, is_new: bool) -> None:
+        """What first appears as an argument was there before."""
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._sizes:
+                self._sizes[storage._cdata] = storage.nbytes() if is_new else 0
+                weakref.finalize(storage, self._sizes.pop, storage._cdata, None)
+
+    def now(self) -> int:
+        """Right now."""
+        gc.collect()
+        return sum(self._sizes.values())
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank."""
+
+    parameters: int
+    optimizer: int
+    activations: int
+    """Made in the forward pass of a step and there when its backward pass begins."""
+    gradients: int
+    """Made in the step and there when the update begins: of hybrids, buckets are gone by then."""
+    peak: int
+    """Most that was made in the step and there at once."""
+
+
+def measure_held(spec: RunSpec, group: dist.ProcessGroup | None) -> Held:
+    """Around the second step."""
+    place = Place(dist.get_rank(group), spec.ranks, CPU, group)
+    with small_vocabulary():
+        strategy = resolve_runtime(spec.strategy)()
+        strategy.setup(arranged(build_model(spec), spec), spec, place)
+        feed = make_feed(spec, CPU)
+        strategy.step(feed, 0)
+        feed.prepare(strategy.replica)
+        live, found = LiveBytes(), list[int]()
+        backward, update = strategy.arithmetic.backward, strategy.update
+
+        def look(then: Any, *arguments: Any) -> None:
+            found.append(live.now())
+            then(*arguments)
+
+        with (
+            live,
+            mock.patch.object(strategy.arithmetic, "backward", partial(look, backward)),
+            mock.patch.object(strategy, "update", partial(look, update)),
+        ):
+            strategy.step(feed, 1)
+    state = [one for values in strategy.optimizer.state.values() for one in values.values()]
+    activations, gradients = found
+    return Held(storages(strategy.module.parameters()), storages(state), activations, gradients, live.peak)
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A layer of the single-device models: ``attention``, ``causal``, ``mlp`` or ``language`` (first, last and loss)."""
+
+    kind: str
+    by_tokens: bool
+    heads: int = 5
+    tokens: int = 7
+
+
+def build_layer(case: LayerCase) -> nn.Module:
+    """In fp64, with weights of the size of one over the root of the width, so that every digit counts."""
+    torch.manual_seed(1)
+    width = case.heads * 4
+    built: nn.Module
+    if case.kind == "language":
+        built = nn.ModuleList([Embedding(VOCABULARY, 9, width, 0.0), TokenHead(width, VOCABULARY)])
+    else:
+        built = Mlp(width, 13) if case.kind == "mlp" else Attention(width, case.heads, case.kind == "causal", 0.0)
+    return built.double()
+
+
+def layer_gradients(case: LayerCase, layer: Any, sharing: Sharing | None, own: Any = None) -> dict[str, Tensor]:
+    """Output, gradients of the input and of all parameters: of the whole layer, or of one that is shared."""
+    torch.manual_seed(2)
+    found: dict[str, Tensor] = {}
+    shape = (3, case.tokens)
+    if case.kind == "language":
+        words, targets = torch.randint(VOCABULARY, shape), torch.randint(VOCABULARY, shape)
+        output = layer[1](layer[0](words))
+        loss = sample_losses(output, targets) if sharing is None else split_losses(output, targets, own, sharing.group)
+        found["loss"] = loss.detach()
+    else:
+        x = torch.randn(*shape, case.heads * 4, dtype=torch.float64, requires_grad=True)
+        is_parted = sharing is not None and sharing.by_tokens
+        output = layer(sharing.part(x) if is_parted and sharing else x)
+        output = sharing.join(output) if is_parted and sharing else output
+        loss = (output * torch.randn_like(output)).sum()
+        found["output"] = output.detach()
+    loss.backward()  # type: ignore[no-untyped-call]
+    if case.kind != "language":
+        assert x.grad is not None
+        found["input"] = x.grad
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad
+    return found
+
+
+def split_layer(case: LayerCase, pool_group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """As ``layer_gradients``, of the shared layer, with its parts put together."""
+    ranks, place = dist.get_world_size(pool_group), dist.get_rank(pool_group)
+    group = Group(tuple(range(ranks)), place, pool_group)
+    sharing, whole, own = Sharing(group, case.by_tokens), build_layer(case), None
+    layer: Any
+    if isinstance(whole, nn.ModuleList):
+        first, last = whole
+        assert isinstance(first, Embedding)
+        assert isinstance(last, TokenHead)
+        head = SplitTokenHead(last, sharing)
+        layer, own = nn.ModuleList([SplitEmbedding(first, sharing), head]), head.ranges[place]
+    else:
+        layer = SplitMlp(whole, sharing) if isinstance(whole, Mlp) else SplitAttention(cast(Attention, whole), sharing)
+    found = layer_gradients(case, layer, sharing, own)
+    for name in [name for name, _ in layer.named_parameters()]:
+        owner = layer.get_submodule(name.rpartition(".")[0])
+        own_name = name.rpartition(".")[2]
+        if own_name in getattr(owner, "partial_gradients", ()):
+            dist.all_reduce(found[name], group=pool_group)
+        shard = getattr(owner, "shards", {}).get(own_name)
+        if shard is not None:
+            found[name] = gathered(found[name], shard, group)
+    return found

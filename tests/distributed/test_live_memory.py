@@ -1,0 +1,94 @@
+"""What a rank holds at its peak is what the formulas say, within a tenth: every byte that torch's allocator gave out.
+
+In a world that is not there, where all that a rank takes and gives back happens in one thread, so that nothing is missed.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.catalog import resolve_cost, resolve_runtime
+from hpcbench.worker.blocks import arranged
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.ddp import Ddp
+from tests.distributed.cases import CPU
+from tests.distributed.fake import fake_world
+from tests.distributed.test_traffic import at_once, spec_of, table_of
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 3
+"""The first ones make buckets and the optimizer's state."""
+LARGE = {"batch_size": 128}
+
+
+def peak_bytes(spec: RunSpec, rank: int) -> int:
+    """The most that is allocated at once within a steady step, of all that was allocated since the model was built."""
+    gc.collect()
+    with fake_world(rank, spec.ranks) as place:
+        feed = make_feed(spec, CPU)
+        feed.batch(0, rank)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            strategy = resolve_runtime(spec.strategy)()
+            strategy.setup(arranged(build_model(spec), spec), spec, place)
+            if isinstance(strategy, Ddp):
+                strategy.runner.register_comm_hook(dist.group.WORLD, at_once)
+            for step in range(STEPS):
+                with record_function(f"step {step}"):
+                    strategy.step(feed, step)
+    events = profiler.profiler.kineto_results.events()
+    last = next(event for event in events if event.name() == f"step {STEPS - 1}")
+    begin, end = last.start_ns(), last.start_ns() + last.duration_ns()
+    held = most = 0
+    for when, size in sorted((one.start_ns(), one.nbytes()) for one in events if one.name() == "[memory]"):
+        held += size
+        most = max(most, held) if begin <= when <= end else most
+    return most
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("key", "ranks", "model", "more"),
+    [
+        ("single", 1, "vgg11", {"batch_size": 64}),
+        ("single", 1, "vit", {**LARGE, "optimizer": "sgd"}),
+        ("ddp", 2, "vit", {}),
+        ("ddp", 2, "vit", {**LARGE, "micro_batches": 4}),
+        ("ddp", 2, "vgg11", {**LARGE, "options": {"gradient_as_bucket_view": True}}),
+        ("ddp", 2, "vit", {"batch_size": 256, "activation_checkpointing": True}),
+        ("ddp", 2, "vit", {**LARGE, "precision": "fp64"}),
+        ("zero1", 2, "vit", {}),
+        ("fairscale_oss", 4, "vgg11", {"batch_size": 64}),
+        ("fairscale_sddp", 2, "vit", {}),
+        ("fairscale_sddp", 2, "vit", {"options": {"reduce_buffer_mb": 0.0}}),
+        ("fsdp", 2, "vit", {}),
+        ("fsdp", 4, "vit", LARGE),
+        ("fsdp", 8, "vgg11", LARGE),
+        ("fsdp", 4, "vit", {"options": {"reshard_after_forward": False}}),
+        ("fsdp", 4, "vit", {"options": {"shard_degree": 2}}),
+        ("fsdp", 4, "vit", {"options": {"mixed_precision": True}}),
+        ("fsdp", 4, "vit", {**LARGE, "micro_batches": 4}),
+        ("fairscale_fsdp", 4, "vit", {}),
+        ("fairscale_fsdp", 8, "vgg11", LARGE),
+        ("fairscale_fsdp", 4, "vit", {**LARGE, "options": {"reshard_after_forward": False}}),
+        ("fairscale_fsdp", 4, "vit", {**LARGE, "micro_batches": 4}),
+    ],
+)
+def test_the_peak(key: str, ranks: int, model: str, more: dict[str, Any]) -> None:
+    spec = spec_of(key, ranks, model, **{"optimizer": "adam", **more})
+    found = resolve_cost(key).memory(spec, table_of(spec), ranks - 1)
+    measured = peak_bytes(spec, ranks - 1)
+    print(f"{found.total_bytes / measured:.3f}", key, model, more, found)
+    assert found.total_bytes == pytest.approx(measured, rel=0.1)

@@ -1,0 +1,162 @@
+"""What tensor-parallel ranks pass to collectives and hold is what the formulas say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.strategies.tensor import TensorCost
+from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.parallel.layers import LayerRequest, LayerTable
+from hpcbench.parallel.traffic import Traffic
+from hpcbench.worker.blocks import arranged
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.layers import layer_table
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.traffic import recorded
+from tests.distributed.cases import CPU
+from tests.distributed.fake import fake_traffic, fake_world
+from tests.distributed.pool import Pool
+from tests.distributed.tensor_cases import measure_held, small_vocabulary, tensor_case
+
+pytestmark = pytest.mark.distributed
+
+SEQUENCE = {"sequence_parallel": True}
+WHOLE_WORDS = {"vocabulary_parallel": False}
+BOTH = {**SEQUENCE, **WHOLE_WORDS}
+DROPS = {"context": 9, "dropout": 0.1}
+
+
+def table_of(spec: RunSpec) -> LayerTable:
+    request = LayerRequest(
+        model=spec.model, dataset=spec.dataset, input_size=spec.input_size, model_options=spec.model_options
+    )
+    return layer_table(request)
+
+
+def real_traffic(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
+    with small_vocabulary():
+        strategy = resolve_runtime(spec.strategy)()
+        strategy.setup(arranged(build_model(spec), spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+        feed = make_feed(spec, CPU)
+        strategy.step(feed, 0)
+        return recorded(lambda: strategy.step(feed, 1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "more"),
+    [
+        (2, "gpt", {}),
+        (2, "gpt", {"options": SEQUENCE, "precision": "bf16"}),
+        (3, "gpt", {"options": SEQUENCE}),
+        (4, "gpt", {"options": WHOLE_WORDS}),
+        (4, "gpt", {"dp_degree": 2, "options": SEQUENCE, "micro_batches": 2}),
+        (2, "vit", {"activation_checkpointing": True, "options": SEQUENCE}),
+        (4, "vit", {"dp_degree": 2, "precision": "fp64"}),
+    ],
+)
+def test_real_ranks_pass_what_the_formulas_say(pool: Pool, ranks: int, model: str, more: dict[str, Any]) -> None:
+    spec = tensor_case(ranks, model, **more).spec
+    found = pool.call(ranks, real_traffic, spec)
+    with small_vocabulary():
+        table = table_of(spec)
+    assert found == [TensorCost.traffic(spec, table, rank) for rank in range(ranks)]
+    assert found[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "more"),
+    [
+        (2, "gpt", {"options": BOTH}),
+        (2, "gpt", {"model_options": {"context": 9, "tied": True}}),
+        (2, "gpt", {"precision": "bf16"}),
+        (4, "vit", {"precision": "bf16", "options": SEQUENCE, "micro_batches": 2}),
+        (2, "gpt", {"activation_checkpointing": True}),
+        (2, "gpt", {"activation_checkpointing": True, "options": SEQUENCE}),
+        (2, "gpt", {"activation_checkpointing": True, "options": BOTH, "model_options": DROPS}),
+        (2, "gpt", {"activation_checkpointing": True, "options": SEQUENCE, "model_options": DROPS}),
+        (64, "gpt", {"dp_degree": 16}),
+        (64, "gpt", {"dp_degree": 16, "options": SEQUENCE, "precision": "bf16"}),
+        (64, "vit", {"dp_degree": 32, "options": SEQUENCE}),
+        (1024, "gpt", {"dp_degree": 256, "options": SEQUENCE, "micro_batches": 2}),
+        (1024, "gpt", {"dp_degree": 512, "batch_size": 2, "options": BOTH}),
+        (1024, "vit", {"dp_degree": 256, "batch_size": 1}),
+    ],
+)
+def test_ranks_of_a_world_that_is_not_there(ranks: int, model: str, more: dict[str, Any]) -> None:
+    with small_vocabulary():
+        spec = tensor_case(ranks, model, **more).spec
+        table = table_of(spec)
+        for rank in (0, ranks - 1):
+            assert fake_traffic(spec, rank) == TensorCost.traffic(spec, table, rank)
+
+
+def test_a_replica_on_one_rank_sends_gradients_alone() -> None:
+    with small_vocabulary():
+        spec = tensor_case(2, "vit", dp_degree=2, options=SEQUENCE).spec
+        expected = TensorCost.traffic(spec, table_of(spec), 1)
+        assert fake_traffic(spec, 1) == expected
+        assert {(call.operation, call.group_size) for call in expected} == {("all_reduce", 2)}
+
+
+BIG: dict[str, Any] = {"input_size": 64, "model_options": {"context": 64}, "optimizer": "adam"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "more"),
+    [
+        (2, "gpt", BIG),
+        (4, "gpt", BIG),
+        (3, "gpt", {**BIG, "options": SEQUENCE}),
+        (4, "gpt", {**BIG, "options": SEQUENCE}),
+        (2, "gpt", {**BIG, "options": BOTH}),
+        (2, "gpt", {**BIG, "precision": "fp64"}),
+        (2, "gpt", {**BIG, "precision": "bf16"}),
+        (2, "gpt", {**BIG, "model_options": {"context": 64, "dropout": 0.1}, "options": SEQUENCE}),
+        (4, "vit", {"options": SEQUENCE}),
+        (4, "vit", {"dp_degree": 2, "precision": "bf16"}),
+    ],
+)
+def test_a_rank_holds_what_the_formulas_say(ranks: int, model: str, more: dict[str, Any]) -> None:
+    """Every part of it, within one per cent; all tensors are counted, whoever holds them."""
+    with small_vocabulary():
+        spec = tensor_case(ranks, model, **more).spec
+        table = table_of(spec)
+        for rank in (0, ranks - 1):
+            with fake_world(rank, ranks):
+                held = measure_held(spec, None)
+            expected = TensorCost.memory(spec, table, rank)
+            assert held.parameters == expected.parameters_bytes
+            assert held.optimizer == pytest.approx(expected.optimizer_bytes, rel=0.01)
+            assert held.gradients == pytest.approx(expected.gradients_bytes, rel=0.01)
+            assert held.activations == pytest.approx(expected.activations_bytes, rel=0.01)
+
+
+def test_more_ranks_hold_less() -> None:
+    """Parameters nearly by their number; activations down to what every rank has whole, unless tokens are split."""
+    with small_vocabulary():
+        specs = [tensor_case(ranks, **BIG).spec for ranks in (1, 2, 4)]
+        one, two, four = [TensorCost.memory(spec, table_of(spec), 0) for spec in specs]
+        parted = tensor_case(4, **BIG, options=SEQUENCE).spec
+        by_tokens = TensorCost.memory(parted, table_of(parted), 0)
+    assert two.parameters_bytes < 0.52 * one.parameters_bytes
+    assert four.parameters_bytes < 0.27 * one.parameters_bytes
+    assert 0.4 < four.activations_bytes / one.activations_bytes < 0.5
+    assert 0.3 < by_tokens.activations_bytes / one.activations_bytes < 0.4
+
+
+@pytest.mark.parametrize("options", [{}, SEQUENCE])
+def test_recomputation_holds_inputs_of_blocks_and_one_block(options: dict[str, Any]) -> None:
+    """Together with gradients the most that a step makes, within a tenth."""
+    with small_vocabulary():
+        more: dict[str, Any] = {"batch_size": 500, "activation_checkpointing": True, "options": options}
+        spec = tensor_case(2, "vit", **more).spec
+        with fake_world(0, 2):
+            held = measure_held(spec, None)
+        expected = TensorCost.memory(spec, table_of(spec), 0)
+    most = expected.activations_bytes + expected.gradients_bytes
+    assert held.peak == pytest.approx(most, rel=0.1)
