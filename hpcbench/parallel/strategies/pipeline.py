@@ -27,6 +27,7 @@ def _entry(description: str, **more: Option) -> Strategy:
         description=description,
         options={**OPTIONS, **more},
         reference="pipeline",
+        cost="hpcbench.oracle.strategies.pipeline:PipelineCost",
         hybrid=("dp_degree",),
         limit="hpcbench.parallel.strategies.pipeline:excluded",
     )

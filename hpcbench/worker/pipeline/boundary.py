@@ -88,10 +88,10 @@ class Boundaries:
             raise
         except Exception as error:
             raise WorkerError(
-                f"what the stages of {spec.model} pass on cannot be told from fake tensors: "
+                f"the stages of {spec.model} cannot be tried with fake tensors on a micro-batch of {samples}: "
                 f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
                 status="unsupported",
-                hint="a pipeline needs blocks whose shapes do not depend on values",
+                hint="a pipeline needs blocks whose shapes do not depend on values; BatchNorm needs two values",
             ) from error
         return found
 
