@@ -15,11 +15,12 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.parallel.entry import Option, Strategy
 from hpcbench.parallel.own_model import is_own
-from hpcbench.parallel.strategies import channels, data, pipeline, tensor
+from hpcbench.parallel.strategies import channels, data, pipedream, pipeline, tensor
 
 REFERENCES = {
     "data_parallel": "hpcbench.worker.reference:train_reference",
     "pipeline": "hpcbench.worker.pipeline.reference:train_pipeline",
+    "pipedream": "hpcbench.worker.reference_pipedream:train_pipedream_reference",
 }
 """Trainings in one process that strategies are compared with, by name."""
 
@@ -28,6 +29,7 @@ STRATEGIES: dict[str, Strategy] = {
     **channels.STRATEGIES,
     **tensor.STRATEGIES,
     **pipeline.STRATEGIES,
+    **pipedream.STRATEGIES,
 }
 
 ALIASES: dict[str, str] = {**channels.ALIASES, **tensor.ALIASES, **pipeline.ALIASES}

@@ -29,14 +29,16 @@ def chunk_blocks(cuts: str, balance: str, chunks: int, table: LayerTable) -> lis
 
 
 def block_costs(table: LayerTable, balance: str) -> list[int]:
-    """What each block costs: the FLOPs of both passes for ``time``; for ``memory`` bytes of parameters with gradient
-    and momentum, and of one sample's activations; its ``parameters``; or 1.
+    """What each block costs.
+
+    The FLOPs of both passes for ``time`` (and for ``measured``: what a run will measure is not known here); for
+    ``memory`` bytes of parameters with gradient and momentum, and of one sample's activations; ``parameters``; or 1.
     """
     costs = [1 if balance == "blocks" else 0] * table.blocks
     for layer in table.layers:
         # The loss is computed where the last block is.
         block = min(layer.block, table.blocks - 1)
-        if balance == "time":
+        if balance in ("time", "measured"):
             costs[block] += layer.forward_flops + layer.backward_flops
         elif balance == "memory":
             costs[block] += 3 * BYTES * layer.parameters + layer.activation_bytes

@@ -146,6 +146,17 @@ class Verification(Comparison, kw_only=True):
     notes: list[str] = []
 
 
+class Predicted(_Record, kw_only=True):
+    """A pipeline's step as its schedule gives it with measured times of blocks: no communication, no updates."""
+
+    step_time_s: float
+    bubble_fraction: float
+    cuts: list[int] = []
+    """First block of every stage (or chunk) but the first."""
+    stage_times_s: list[float] = []
+    """What each of them computes for one micro-batch."""
+
+
 class Watched(_Record, kw_only=True):
     """What happened around a rank between the edges of its timed steps; what could not be read is absent."""
 
@@ -238,6 +249,7 @@ class RankResult(_Record, kw_only=True):
     energy_source: str | None = None
     flops_per_sample: float | None = None
     """Forward and backward, of the whole model."""
+    predicted: Predicted | None = None
     verification: Verification | None = None
     watched: Watched | None = None
     warnings: list[str] = []
@@ -256,6 +268,8 @@ class RunResult(_Record, kw_only=True):
     status: str
     spec: RunSpec
     metrics: Metrics = msgspec.field(default_factory=Metrics)
+    predicted: Predicted | None = None
+    """Where the run has measured its blocks: to stand beside ``metrics``."""
     ranks: list[dict[str, Any]] = []
     step_times_s: list[float] = []
     """Of every timed step, the slowest rank's."""

@@ -32,6 +32,7 @@ from hpcbench.parallel.chain import (
     chain_digest,
     decode_chain,
 )
+from hpcbench.parallel.own_model import is_own
 from hpcbench.parallel.pairs import pair
 from hpcbench.parallel.resolve import Dropped
 from hpcbench.paths import cache_folder
@@ -48,9 +49,11 @@ _FEWEST, _MOST = 3, 20
 _BUDGET_S = 0.5
 
 
-def measured_chain(request: ChainRequest, refresh: bool = False) -> MeasuredChain:
+def measured_chain(request: ChainRequest, refresh: bool = False, shapes: nn.Sequential | None = None) -> MeasuredChain:
     """The chain from the user's cache, or measured here and now and put there.
 
+    ``shapes`` is the model on the meta device, where it is at hand; then a user's own model, whose text nobody names,
+    is measured in any case.
     Raises ``WorkerError`` where the model cannot take the data set or be built, or calls more than its blocks in order.
     """
     device = torch.device(request.device)
@@ -58,7 +61,8 @@ def measured_chain(request: ChainRequest, refresh: bool = False) -> MeasuredChai
     name, version = _device_name(device), str(torch.__version__)
     digest = chain_digest(request, name, version, threads)
     path = cache_folder() / "chains" / f"{digest}.json"
-    if not refresh:
+    is_cached = shapes is None or not is_own(request.model)
+    if is_cached and not refresh:
         with contextlib.suppress(OSError, ConfigError):
             return decode_chain(path.read_bytes(), str(path))
     found = MeasuredChain(
@@ -66,8 +70,10 @@ def measured_chain(request: ChainRequest, refresh: bool = False) -> MeasuredChai
         device_name=name,
         torch=version,
         threads=threads,
-        blocks=_measure(request, device),
+        blocks=_measure(request, device, shapes),
     )
+    if not is_cached:
+        return found
     with contextlib.suppress(OSError, HpcbenchError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, msgspec.json.encode(found))
@@ -93,12 +99,13 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
 
 
-def _measure(request: ChainRequest, device: torch.device) -> list[MeasuredBlock]:
+def _measure(request: ChainRequest, device: torch.device, shapes: nn.Sequential | None) -> list[MeasuredBlock]:
     spec = pair(request.model, request.dataset, request.input_size, request.model_options)
     if isinstance(spec, Dropped):
         raise WorkerError(spec.reason)
     spec = msgspec.structs.replace(spec, precision=request.precision, channels_last=request.channels_last)
-    shapes = build_shapes(spec, request.model_folder)
+    if shapes is None:
+        shapes = build_shapes(spec, request.model_folder)
     if type(shapes).forward is not nn.Sequential.forward:
         raise WorkerError(
             f"{request.model} has a forward of its own: its blocks cannot be measured one by one",

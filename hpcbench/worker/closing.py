@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hpcbench.config.task import Task, TaskHeader
 from hpcbench.errors import HpcbenchError
 from hpcbench.results.attempts import Attempt
-from hpcbench.results.schema import OK, Failure, Phases, RankResult, TimelineSpan, Verification
+from hpcbench.results.schema import OK, Failure, Phases, Predicted, RankResult, TimelineSpan, Verification
 from hpcbench.results.store import ClusterTree
 from hpcbench.worker.environ import cpu_mask
 from hpcbench.worker.failure import describe, is_peer_lost
@@ -59,6 +59,7 @@ class Closing:
         self.timeline: list[TimelineSpan] = []
         self.state: Callable[[], str] | None = None
         """Where a pipeline's rank stands, in words."""
+        self.predicted: Predicted | None = None
         self.peak: Peak | None = None
         self.watch: Watch | None = None
         self.to_verify = task.spec.verify
@@ -161,6 +162,7 @@ class Closing:
             phases=self.phases,
             timeline=self.timeline,
             state=self.state() if failure is not None and self.state is not None else None,
+            predicted=self.predicted,
             flops_per_sample=self.flops_per_sample,
             verification=self.verification,
             watched=self.watch.watched if self.watch else None,

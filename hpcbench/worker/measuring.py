@@ -44,6 +44,7 @@ def measure(closing: Closing) -> None:
         strategy.setup(arranged(build_model(spec, header.model_folder), spec), spec, place)
         closing.replica = strategy.replica
         closing.state = getattr(strategy, "state", None)
+        closing.predicted = getattr(strategy, "predicted", None)
         _time(closing, strategy, feed, place)
     finally:
         feed.close()

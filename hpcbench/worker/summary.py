@@ -57,6 +57,7 @@ def summarise(
         status=status,
         spec=spec,
         metrics=metrics,
+        predicted=next((one.predicted for one in ranks.values() if one.predicted is not None), None),
         ranks=[_rank_entry(rank, ranks.get(rank), measured.skipped) for rank in range(spec.ranks)],
         step_times_s=slowest,
         warnings=[

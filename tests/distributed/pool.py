@@ -32,6 +32,8 @@ class Pool:
             context.Process(target=_serve, args=(rank, ranks, self._store.port, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
+        self._groups = 0
+        """The most process groups that a rank is in."""
         for process in self._processes:
             process.start()
 
@@ -46,12 +48,13 @@ class Pool:
         """
         pipes = self._pipes[:ranks]
         for pipe in pipes:
-            pipe.send((ranks, function, arguments))
-        answers: list[tuple[bool, Any]] = [
-            pipe.recv() if pipe.poll(_WAIT_S) else (False, f"no answer in {_WAIT_S} s") for pipe in pipes
+            pipe.send((ranks, function, arguments, self._groups))
+        answers: list[tuple[bool, Any, int]] = [
+            pipe.recv() if pipe.poll(_WAIT_S) else (False, f"no answer in {_WAIT_S} s", 0) for pipe in pipes
         ]
+        self._groups = max(count for _, _, count in answers)
         found: list[T] = []
-        for rank, (ok, data) in enumerate(answers):
+        for rank, (ok, data, _) in enumerate(answers):
             assert ok, f"rank {rank} of the pool raised\n{data}"
             found.append(torch.load(io.BytesIO(bytes(data)), weights_only=False))
         return found
@@ -82,11 +85,14 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
     # later by how many a rank is in already.
     groups: dict[int, Any] = {size: _first_or_alone(rank, size, ranks) for size in range(2, ranks + 1)}
     while (order := pipe.recv()) is not None:
-        size, function, arguments = order
+        size, function, arguments, wanted = order
+        while len(dist.distributed_c10d._world.pg_names) < wanted:
+            # As above, for the groups of calls that this rank was not in.
+            dist.new_group([rank], use_local_synchronization=True)
         try:
             buffer = io.BytesIO()
             torch.save(function(*arguments, groups[size]), buffer)
-            pipe.send((True, buffer.getvalue()))
+            pipe.send((True, buffer.getvalue(), len(dist.distributed_c10d._world.pg_names)))
         except Exception:  # noqa: BLE001 - the test shows it
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), len(dist.distributed_c10d._world.pg_names)))
     os._exit(0)

@@ -9,10 +9,10 @@ from hpcbench.parallel.schedule import Layout
 from hpcbench.parallel.stages import given_cuts
 
 RECOMPUTE = ("never", "except_last", "always")
-BALANCES = ("time", "memory", "parameters", "blocks")
+BALANCES = ("time", "memory", "parameters", "blocks", "measured")
 
 OPTIONS = {
-    "balance": Option(str, "time", "what stages share evenly, by the table of layers", BALANCES),
+    "balance": Option(str, "time", "what stages share evenly, by the table of layers or by a measurement", BALANCES),
     "cuts": Option(str, "", "first block of every stage but the first, such as 3,7: instead of balance"),
     "recompute": Option(str, "never", "micro-batches whose activations are computed again backward", RECOMPUTE),
     "batch_norm": Option(str, "micro_batch", "what BatchNorm's running statistics are of", ("micro_batch", "deferred")),

@@ -14,6 +14,7 @@ from hpcbench.parallel.partition import balanced, ranges
 from hpcbench.parallel.stages import chunk_blocks, given_cuts
 from hpcbench.worker.layers import table_of
 from hpcbench.worker.pipeline.boundary import skeleton
+from hpcbench.worker.pipeline.measured import measured_blocks
 
 
 def blocks_of_chunks(model: nn.Sequential, spec: RunSpec, options: Mapping[str, Any], chunks: int) -> list[range]:
@@ -25,6 +26,8 @@ def blocks_of_chunks(model: nn.Sequential, spec: RunSpec, options: Mapping[str, 
         return [range(len(model))]
     if options["cuts"]:
         return ranges(given_cuts(options["cuts"]) or (), len(model))
+    if options["balance"] == "measured":
+        return measured_blocks(spec, chunks)
     if options["balance"] == "blocks":
         return ranges(balanced([1] * len(model), chunks), len(model))
     return chunk_blocks("", options["balance"], chunks, _table(model, spec))

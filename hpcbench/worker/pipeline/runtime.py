@@ -60,8 +60,7 @@ class Hooks:
 class Runtime:
     """One rank of one pipeline.
 
-    A step is ``begin``, ``execute`` for its actions, and ``end``. A pipeline that stays full across steps
-    (``pipedream``) leaves out the latter and takes up the next window's messages by ``begin`` alone.
+    A step is ``begin``, ``execute`` for its actions, and ``end``.
     """
 
     layout: Layout
@@ -126,7 +125,7 @@ class Runtime:
                 partial(self._loss_of, one) if is_last else None,
             )
         if is_last:
-            kept = outputs[0].detach()
+            kept = outputs[0].detach() * self._loss_weight(one)
             self._loss = kept if self._loss is None else self._loss + kept
         else:
             self._pass_on(action, tuple(tensor.detach() for tensor in outputs))
@@ -159,6 +158,10 @@ class Runtime:
 
     def _loss_of(self, micro_batch: int, output: Tensor) -> Tensor:
         return sample_losses(output, self._batch.targets[micro_batch]) / self._batch.global_count
+
+    def _loss_weight(self, _micro_batch: int) -> float:
+        """What the loss of a micro-batch counts in the step's."""
+        return 1.0
 
     def _recomputes(self, micro_batch: int) -> bool:
         """Of the last micro-batch the backward pass follows at once (gpipe), or soon."""

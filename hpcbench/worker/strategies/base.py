@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,6 +52,12 @@ class Strategy(Protocol):
 
     def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
         """Take ``model`` (built on the host, the same on every rank) apart or wrap it. May communicate."""
+
+    def announce(self, steps: Sequence[int]) -> None:
+        """Before the first step: the numbers that ``step`` will be called with, where they do not follow one another.
+
+        A pipeline that runs across steps begins the next one before this one has ended.
+        """
 
     def step(self, feed: Feed, step: int) -> Tensor:
         """Forward, backward and update for step ``step``.
@@ -149,6 +155,9 @@ class DataParallel:
         with self.phases("optimizer"):
             self.update()
         return self._take_loss()
+
+    def announce(self, steps: Sequence[int]) -> None:
+        """Every step is complete in itself."""
 
     def finish_backward(self) -> None:
         """Between the last backward pass of a step and its update."""

@@ -21,6 +21,7 @@ from hpcbench.worker.pipeline.boundary import Boundaries
 from hpcbench.worker.pipeline.chunk import Chunk
 from hpcbench.worker.pipeline.cutting import blocks_of_chunks
 from hpcbench.worker.pipeline.mail import Mail, make_channels
+from hpcbench.worker.pipeline.measured import is_measured, measure_blocks, predicted
 from hpcbench.worker.pipeline.runtime import Batch, Runtime
 from hpcbench.worker.pipeline.staged import Staged, gathered, slots, take_chunks, tied_names
 from hpcbench.worker.pipeline.tied import Tie, sum_tied
@@ -36,6 +37,7 @@ class Pipeline(ModelParallel):
 
     axis = "pp"
     module: Staged
+    runtime_kind: type[Runtime] = Runtime
 
     def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
         """As the base; then the runtime, which needs the chunks on their device."""
@@ -45,7 +47,7 @@ class Pipeline(ModelParallel):
         def another(purpose: str) -> Group:
             return make_group(self.mesh, place, "pp", purpose=purpose)
 
-        self.runtime = Runtime(
+        self.runtime = self.runtime_kind(
             layout=self.layout,
             rank=self.own.place,
             chunks={one: Chunk(self.module.chunk(one), spec.strategy == "zero_bubble") for one in self._numbers},
@@ -58,7 +60,7 @@ class Pipeline(ModelParallel):
         )
 
         self._statistics: DeferredStatistics | None = None
-        if self.options["batch_norm"] == "deferred":
+        if self.options.get("batch_norm") == "deferred":
             self._statistics = DeferredStatistics(self.module)
             self.runtime.hooks.before = self._statistics.before
 
@@ -68,7 +70,9 @@ class Pipeline(ModelParallel):
         reason = wrong_cuts(spec, self.layout, len(model))
         if reason is not None:
             raise WorkerError(reason, status="unsupported", hint="fewer stages, or other cuts")
+        measured = measure_blocks(model, spec, self._place) if is_measured(self.options) else None
         blocks = self.blocks = blocks_of_chunks(model, spec, self.options, self.layout.chunks)
+        self.predicted = None if measured is None else predicted(measured, spec, self.layout, blocks)
         self.boundaries = Boundaries(model, blocks, spec, self._place.device)
         self._state = slots(model.state_dict().items(), model, blocks)
         self._parameters = slots(model.named_parameters(), model, blocks)
