@@ -19,6 +19,7 @@ BENCHMARKS = {
     "strategies": [*_TORCHRUN, "benchmarks.strategies_cost"],
     "pipelines": [*_TORCHRUN, "benchmarks.pipelines", "peers"],
     "bubbles": [*_FOUR, "benchmarks.pipelines", "bubbles"],
+    "spatial": [*_TORCHRUN, "benchmarks.spatial_cost"],
 }
 
 

@@ -29,11 +29,13 @@ class Excluded:
 def expand(sweep: Sweep) -> Iterator[Point | Excluded]:
     """The points of a sweep: the last axis moves fastest, includes follow the product, repeats are fastest of all.
 
-    Points share the tables that they have in common; nobody may change them in place.
+    A sweep without axes is its includes, or else the one point of its fixed parameters. Points share the tables that
+    they have in common; nobody may change them in place.
     """
     fixed = _nested(sweep.fixed)
     axes = [[_nested(step) for step in axis.steps] for axis in sweep.axes]
-    product = (_joined(fixed, steps) for steps in itertools.product(*axes))
+    steps_of_product = itertools.product(*axes) if sweep.has_product else ()
+    product = (_joined(fixed, steps) for steps in steps_of_product)
     includes = (_joined(fixed, [_nested(include)]) for include in sweep.includes)
     for point in itertools.chain(product, includes):
         _derive(sweep, point)
@@ -45,7 +47,7 @@ def expand(sweep: Sweep) -> Iterator[Point | Excluded]:
 
 def count_points(sweep: Sweep) -> int:
     """How many points ``expand`` gives, those that are excluded among them."""
-    product = 1
+    product = int(sweep.has_product)
     for axis in sweep.axes:
         product *= len(axis.steps)
     return (product + len(sweep.includes)) * sweep.repeats

@@ -64,6 +64,11 @@ class Sweep:
     model_folder: Path | None = None
     """Absolute."""
 
+    @property
+    def has_product(self) -> bool:
+        """Whether the fixed parameters and the axes make points: where there are includes alone, they do not."""
+        return bool(self.axes) or not self.includes
+
     def settings(self) -> Iterator[tuple[tuple[str | int, ...], Settings]]:
         """Every table of the file that sets parameters, and what it sets."""
         yield ("fixed",), self.fixed
@@ -89,7 +94,7 @@ class Sweep:
     def kinds_of_points(self) -> Iterator[tuple[tuple[str | int, ...], set[Parameter]]]:
         """The tables that points come from, and which parameters are set in all points from there."""
         everywhere = {*self.fixed, *self.derived}
-        if self.axes or not self.includes:
+        if self.has_product:
             yield (), everywhere.union(*(step for axis in self.axes for step in axis.steps))
         for number, include in enumerate(self.includes):
             yield ("include", number), everywhere | include.keys()

@@ -76,7 +76,11 @@ def _problem(model: type[BaseModel], key_path: tuple[str | int, ...], detail: An
         parent, wrong = key_path[:-1], str(key_path[-1])
         table = ".".join(str(step) for step in parent)
         message = f"unknown key {wrong!r}" + (f" in [{table}]" if table else "")
-        return ConfigError(message, where=source.where(key_path), hint=did_you_mean(wrong, known_keys(model, parent)))
+        known = known_keys(model, parent)
+        hint = did_you_mean(wrong, known)
+        if "options" in known and not hint.startswith("did"):
+            hint += "; what a strategy alone knows goes into options = { ... }"
+        return ConfigError(message, where=source.where(key_path), hint=hint)
     if detail["type"] == "missing":
         return ConfigError(f"{name} is missing", where=source.where(key_path[:-1]))
     text = detail["msg"].removeprefix("Value error, ")

@@ -47,12 +47,20 @@ def state_bytes(spec: RunSpec, owned: list[int]) -> int:
     return sum(owned) * _STATES.get(spec.optimizer, int(spec.momentum > 0))
 
 
-def held_at_peak(spec: RunSpec, table: LayerTable, kept: Kept, underway: Sequence[int] = ()) -> Memory:
+def held_at_peak(
+    spec: RunSpec,
+    table: LayerTable,
+    kept: Kept,
+    underway: Sequence[int] = (),
+    saved: Sequence[int] = (),
+    left_over: int = 0,
+) -> Memory:
     """The moment of a steady step at which ``kept`` and all that comes and goes are most.
 
-    ``underway``: while each row runs backwards, copies that are to be sent or were just received.
+    ``underway``: while each row runs backwards, copies that are to be sent or were just received; ``left_over`` is what
+    of them is there when the backward pass has ended. ``saved``: as ``saved_bytes`` says, where layers are shared.
     """
-    saved, optimizer = saved_bytes(spec, table), state_bytes(spec, kept.owned)
+    saved, optimizer = saved or saved_bytes(spec, table), state_bytes(spec, kept.owned)
     made = [0] * (len(table.layers) + 1)
     for size, row in zip(kept.gradients, kept.made_at, strict=True):
         made[row] += size
@@ -62,6 +70,7 @@ def held_at_peak(spec: RunSpec, table: LayerTable, kept: Kept, underway: Sequenc
         copies = underway[number] if underway else 0
         moments.append((saved[number], gradients, optimizer, kept.communication + copies))
     temporaries = max(kept.owned, default=0) * _TEMPORARIES.get(spec.optimizer, 0)
+    moments.append((0, sum(kept.gradients), optimizer, kept.communication + left_over))
     moments.append((0, sum(kept.gradients), optimizer + temporaries, kept.communication))
     activations, gradients, optimizer, communication = max(moments, key=sum)
     return Memory(

@@ -15,7 +15,7 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.parallel.entry import Option, Strategy
 from hpcbench.parallel.own_model import is_own
-from hpcbench.parallel.strategies import channels, data, fairscale_pipe, pipedream, pipeline, tensor
+from hpcbench.parallel.strategies import channels, data, fairscale_pipe, pipedream, pipeline, spatial, tensor
 
 REFERENCES = {
     "data_parallel": "hpcbench.worker.reference:train_reference",
@@ -27,13 +27,14 @@ REFERENCES = {
 STRATEGIES: dict[str, Strategy] = {
     **data.STRATEGIES,
     **channels.STRATEGIES,
+    **spatial.STRATEGIES,
     **tensor.STRATEGIES,
     **pipeline.STRATEGIES,
     **pipedream.STRATEGIES,
     **fairscale_pipe.STRATEGIES,
 }
 
-ALIASES: dict[str, str] = {**channels.ALIASES, **tensor.ALIASES, **pipeline.ALIASES}
+ALIASES: dict[str, str] = {**channels.ALIASES, **spatial.ALIASES, **tensor.ALIASES, **pipeline.ALIASES}
 """Names of hybrids, each for the strategy that is one as soon as it has replicas; a run knows the latter alone."""
 
 

@@ -58,6 +58,16 @@ class Split(NamedTuple):
     enter: Step = KEEP
     leave: Step = KEEP
 
+    @property
+    def weight_dim(self) -> int | None:
+        """The dim of the weight that is split: 0 as the outputs are, 1 as the inputs are."""
+        return {"": None, "channels": 1}.get(self.by, 0)
+
+    @property
+    def is_bias_split(self) -> bool:
+        """Whether a rank holds the biases of its own outputs alone."""
+        return self.weight_dim == 0 or self.leave.forward == "reduce_scatter"
+
 
 class Scheme(NamedTuple):
     """A strategy with its options."""

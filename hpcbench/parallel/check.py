@@ -100,9 +100,23 @@ def _option_problems(
             continue
         for value in sweep.values(table, name):
             if not _fits(known[name], value):
-                wanted = f"one of {known[name].choices}" if known[name].choices else known[name].kind.__name__
-                problems.append(ConfigError(f"{table}.{name}: {wanted} expected, not {value!r}", where=where))
+                problems.append(
+                    ConfigError(f"{table}.{name}: {_wanted(known[name])} expected, not {_as_toml(value)}", where=where)
+                )
     return problems
+
+
+_WANTED = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def _wanted(option: Option) -> str:
+    return " or ".join(_as_toml(choice) for choice in option.choices) if option.choices else _WANTED[option.kind]
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
 
 
 def _fits(option: Option, value: Any) -> bool:

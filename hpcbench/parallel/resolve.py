@@ -11,7 +11,7 @@ import msgspec
 from hpcbench.config.spec import DEGREES, RunSpec
 from hpcbench.parallel.catalog import ALIASES, excluded_by, model, strategy
 from hpcbench.parallel.datasets import DATASETS, ONE_SIZE, input_shape
-from hpcbench.parallel.entry import Option
+from hpcbench.parallel.entry import Option, Strategy
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _fill_degrees(point: dict[str, Any]) -> None:
         if devices % prod(given.values()) == 0:
             given[degree] = devices // prod(given.values())
     if prod(given.values()) != devices:
-        raise _Excluded(f"{_world(point)}, but {_degrees(point['strategy'], own, given)}")
+        raise _Excluded(f"{_world(point)}, but {_degrees(point['strategy'], entry, given, devices)}")
     point.update(given)
 
 
@@ -129,10 +129,15 @@ def _world(point: dict[str, Any]) -> str:
     return f"{' x '.join(named) or 'nodes 1'} = {devices} device{'s' if devices > 1 else ''}"
 
 
-def _degrees(key: str, own: str | None, given: dict[str, int]) -> str:
-    if own is None:
+def _degrees(key: str, entry: Strategy, given: dict[str, int], devices: int) -> str:
+    if entry.own_degree is None:
         return f"{key} runs on 1"
-    return " x ".join(f"{degree} {value}" for degree, value in given.items()) + " is not as many"
+    product = prod(given.values())
+    said = " x ".join(f"{degree} {value}" for degree, value in given.items()) + " is not as many"
+    if product < devices and devices % product:
+        return f"{said} and does not divide them"
+    open_degree = next((name for name in (*entry.hybrid, entry.own_degree) if name not in given), None)
+    return f"{said}: {open_degree} {devices // product} as well is right" if product < devices and open_degree else said
 
 
 def _check_batch(spec: RunSpec) -> None:

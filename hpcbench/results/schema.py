@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.traffic import Traffic
 
 SCHEMA_VERSION = 1
 
@@ -213,6 +214,13 @@ class Timeline(_Record, kw_only=True):
     ranks: list[RankTimeline] = []
 
 
+class RankTraffic(_Record, kw_only=True):
+    """What one rank passed to collectives and to single others in one step."""
+
+    rank: int
+    calls: list[Traffic]
+
+
 class RankResult(_Record, kw_only=True):
     """What one rank measured; written by that rank alone."""
 
@@ -245,6 +253,8 @@ class RankResult(_Record, kw_only=True):
     """Of a pipeline's rank: an untimed step, seconds since the ranks began it together."""
     state: str | None = None
     """What a rank of a pipeline was doing when it could not go on."""
+    traffic: list[Traffic] = []
+    """Of one step with a whole batch, equal calls as one."""
     energy_j: float | None = None
     energy_source: str | None = None
     flops_per_sample: float | None = None
@@ -273,6 +283,8 @@ class RunResult(_Record, kw_only=True):
     ranks: list[dict[str, Any]] = []
     step_times_s: list[float] = []
     """Of every timed step, the slowest rank's."""
+    traffic: RankTraffic | None = None
+    """Of one step with a whole batch, the rank's that passes most bytes."""
     warnings: list[str] = []
     verification: Verification | None = None
     timeline: Timeline | None = None

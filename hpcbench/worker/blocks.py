@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -53,7 +53,19 @@ def arranged(model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
             hint="put what it does into a block",
         )
     kind = RecomputedBlocks if spec.activation_checkpointing else Blocks
+    if spec.activation_checkpointing:
+        keep_inputs(model)
     return kind(OrderedDict(model.named_children())).train(model.training)
+
+
+def keep_inputs(model: Iterable[nn.Module]) -> None:
+    """Let no block overwrite what it is given: it is to be computed from that once more."""
+    for block in model:
+        first = block
+        while isinstance(first, nn.Sequential) and len(first):
+            first = first[0]
+        if getattr(first, "inplace", False):
+            first.inplace = False  # type: ignore[assignment]
 
 
 def recomputed(block: nn.Module, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpcbench.config.task import Task, TaskHeader
 from hpcbench.errors import HpcbenchError
+from hpcbench.parallel.traffic import Traffic
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.schema import OK, Failure, Phases, Predicted, RankResult, TimelineSpan, Verification
 from hpcbench.results.store import ClusterTree
@@ -60,6 +61,7 @@ class Closing:
         self.state: Callable[[], str] | None = None
         """Where a pipeline's rank stands, in words."""
         self.predicted: Predicted | None = None
+        self.traffic: list[Traffic] = []
         self.peak: Peak | None = None
         self.watch: Watch | None = None
         self.to_verify = task.spec.verify
@@ -163,6 +165,7 @@ class Closing:
             timeline=self.timeline,
             state=self.state() if failure is not None and self.state is not None else None,
             predicted=self.predicted,
+            traffic=self.traffic,
             flops_per_sample=self.flops_per_sample,
             verification=self.verification,
             watched=self.watch.watched if self.watch else None,

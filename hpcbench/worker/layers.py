@@ -62,9 +62,9 @@ def layer_table(request: LayerRequest) -> LayerTable:
 
 
 def table_of(model: nn.Sequential, spec: RunSpec) -> LayerTable:
-    """The table of a model in fp32 on the meta device, which then holds fake tensors.
+    """The table of ``model``, which lies on the meta device and is changed.
 
-    Raises ``WorkerError`` where it cannot be run with those.
+    Raises ``WorkerError`` where it cannot be run with fake tensors.
     """
     with _fake_tensors(spec):
         give_storage(model)

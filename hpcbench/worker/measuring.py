@@ -20,6 +20,7 @@ from hpcbench.worker.models.build import build_model
 from hpcbench.worker.pipeline.measure import run_timeline, watch_pipeline
 from hpcbench.worker.profiling import run_profiled
 from hpcbench.worker.provenance import collect, environment_digest
+from hpcbench.worker.recording import run_recorded
 from hpcbench.worker.sample_flops import flops_per_sample
 from hpcbench.worker.strategies.base import Place, Strategy
 from hpcbench.worker.verify import Given, verify
@@ -91,6 +92,11 @@ def _time(closing: Closing, strategy: Strategy, feed: Feed, place: Place) -> Non
     profiled = run_profiled(strategy, feed, spec, device, stop, agree, len(progress.losses))
     closing.phases = profiled.phases
     closing.warnings += profiled.warnings
-    closing.timeline = run_timeline(strategy, feed, spec, place, agree, len(progress.losses) + spec.profile_steps)
+    recorded = run_recorded(strategy, feed, spec, device, stop, agree, len(progress.losses) + spec.profile_steps)
+    closing.traffic = recorded.calls
+    closing.warnings += recorded.warnings
+    closing.timeline = run_timeline(
+        strategy, feed, spec, place, stop, agree, len(progress.losses) + spec.profile_steps + 2
+    )
     if info.rank == 0:
         closing.flops_per_sample = flops_per_sample(spec, closing.header.model_folder, closing.warnings)

@@ -12,7 +12,8 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.config.task import Task, TaskHeader
 from hpcbench.parallel.datasets import DATASETS
 from hpcbench.parallel.shard import dropped_samples
-from hpcbench.results.schema import OK, Failure, Metrics, RankResult, RunResult
+from hpcbench.parallel.traffic import total_bytes
+from hpcbench.results.schema import OK, Failure, Metrics, RankResult, RankTraffic, RunResult
 from hpcbench.results.steady import warmup_found, warmup_warning
 from hpcbench.worker.guards import guard_warnings
 from hpcbench.worker.metrics import Measured, metrics_of
@@ -60,6 +61,7 @@ def summarise(
         predicted=next((one.predicted for one in ranks.values() if one.predicted is not None), None),
         ranks=[_rank_entry(rank, ranks.get(rank), measured.skipped) for rank in range(spec.ranks)],
         step_times_s=slowest,
+        traffic=_most_traffic(ranks),
         warnings=[
             *notes,
             *_batch_warnings(spec, len(slowest), samples),
@@ -116,6 +118,15 @@ def _run_provenance(ranks: Mapping[int, RankResult]) -> dict[str, Any]:
     fullest = next((one for one in left if "environment_digest" in one), left[0] if left else {})
     hosts = list(dict.fromkeys(ranks[rank].host for rank in sorted(ranks)))
     return {**fullest, "hosts": hosts} if ranks else {}
+
+
+def _most_traffic(ranks: Mapping[int, RankResult]) -> RankTraffic | None:
+    """That of the rank that passes most bytes, the first of equal ones."""
+    passed = {rank: total_bytes(ranks[rank].traffic) for rank in sorted(ranks) if ranks[rank].traffic}
+    if not passed:
+        return None
+    rank = max(passed, key=passed.__getitem__)
+    return RankTraffic(rank=rank, calls=ranks[rank].traffic)
 
 
 def _rank_entry(rank: int, result: RankResult | None, skipped: int) -> dict[str, Any]:

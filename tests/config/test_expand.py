@@ -61,6 +61,20 @@ def test_includes_are_further_points_over_the_fixed_ones(write_sweep: Write) -> 
     assert [(point["nodes"], point["steps"]) for point in kept(sweep)] == [(1, 5), (8, 1)]
 
 
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("", [5]),
+        ("[[include]]\nnodes = 8\n[[include]]\nnodes = 9\n", [8, 9]),
+        ("[grid]\nsteps = [1]\n[[include]]\nnodes = 8\n", [5, 8]),
+    ],
+)
+def test_includes_without_axes_are_all_points(write_sweep: Write, text: str, nodes: list[int]) -> None:
+    sweep = write_sweep(f'name = "s"\n[fixed]\nnodes = 5\n{text}')
+    assert [point["nodes"] for point in kept(sweep)] == nodes
+    assert count_points(sweep) == len(nodes)
+
+
 def test_excludes_by_keys_by_expression_and_by_both(write_sweep: Write) -> None:
     sweep = write_sweep(
         'name = "s"\n[grid]\nmodel = ["a", "b"]\nnodes = [1, 2, 4]\n[[exclude]]\nmodel = "a"\nnodes = [2, 4]\n[[exclude]]\nmodel = "b"\nwhen = "nodes > 2"\n'
@@ -112,6 +126,10 @@ def test_scaling(write_sweep: Write) -> None:
             r"sweep.toml:3: expression 'stepps \* 2': unknown name 'stepps'\n  did you mean 'steps'",
         ),
         ("[[exclude]]\nwhen = 'nodes >'", r"sweep.toml:3: expression 'nodes >': no expression"),
+        (
+            "[[include]]\nform = 'x'",
+            r"sweep.toml:3: unknown key 'form' in \[include.0\]\n  .*; what .* goes into options",
+        ),
         ("[[exclude]]\nnodse = 3", r"sweep.toml:3: unknown key 'nodse' in \[exclude.0\]\n  did you mean 'nodes'"),
         ("[[exclude]]", r"sweep.toml:2: an \[\[exclude\]\] without keys"),
         ("[scaling]\nkind = 'strong'\nnodes = [1]", "strong scaling needs global_batch_size"),

@@ -19,6 +19,7 @@ from hpcbench.worker.models.build import build_model
 from hpcbench.worker.reference import train_reference
 from tests.conftest import require_horovod
 from tests.distributed.cases import (
+    BATCH,
     CPU,
     EXACT,
     Case,
@@ -66,7 +67,7 @@ def run_fresh(case: Case) -> list[OfRank]:
 
 
 def horovod_case(ranks: int, model: str, dataset: str, model_options: Any = None, steps: int = 5, **more: Any) -> Case:
-    case = make_case(ranks, model, dataset, model_options, steps)
+    case = make_case(ranks, model, dataset, model_options, steps, batch_size=more.get("batch_size", BATCH))
     # A longer cycle than the default: ranks that wait for the reference to be computed ask each other less often.
     more["options"] = {"cycle_time_ms": 10.0, **more.get("options", {})}
     return dataclasses.replace(case, spec=msgspec.structs.replace(case.spec, strategy="horovod", **more))
@@ -86,6 +87,21 @@ def test_two_ranks_equal_the_reference(pools: dict[int, Pool], model: str, datas
     found = run(pools, case)
     assert [one.counts for one in found] == [[8, 8, 8, 8, 8], [8, 8, 7, 8, 8]]
     check(found, run_reference(case))
+
+
+# The output layer of the second one uses the weights of the embedding: one gradient of two layers.
+@pytest.mark.parametrize(
+    ("ranks", "model", "dataset", "more"),
+    [
+        (4, "vit", "digits", {"batch_size": 4}),
+        (2, "gpt", "tokens", {"batch_size": 2, "input_size": 8, "model_options": {"tied": True, "context": 8}}),
+    ],
+)
+def test_transformers_equal_the_reference(
+    pools: dict[int, Pool], ranks: int, model: str, dataset: str, more: dict[str, Any]
+) -> None:
+    case = horovod_case(ranks, model, dataset, steps=2, **more)
+    check(run(pools, case), run_reference(case))
 
 
 def test_four_ranks_equal_the_reference_in_fp64(pools: dict[int, Pool]) -> None:

@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.catalog import resolve_cost, resolve_runtime
+from hpcbench.parallel.mesh import Mesh
 from hpcbench.worker.blocks import arranged
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.models.build import build_model
@@ -35,7 +36,7 @@ def peak_bytes(spec: RunSpec, rank: int) -> int:
     gc.collect()
     with fake_world(rank, spec.ranks) as place:
         feed = make_feed(spec, CPU)
-        feed.batch(0, rank)
+        feed.batch(0, Mesh.of(spec).coordinates(rank).dp)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             strategy = resolve_runtime(spec.strategy)()
             strategy.setup(arranged(build_model(spec), spec), spec, place)

@@ -55,5 +55,5 @@ def test_option_of_the_wrong_type(write_sweep: Callable[[str], Sweep]) -> None:
     sweep = write_sweep(
         'name = "s"\n[fixed]\nmodel = "resnet18"\ndataset = "digits"\nstrategy = "ddp"\nbatch_size = 8\noptions = { static_graph = 1 }\n'
     )
-    with pytest.raises(ConfigErrors, match="options.static_graph: bool expected, not 1"):
+    with pytest.raises(ConfigErrors, match="options.static_graph: true or false expected, not 1"):
         check_names(sweep)

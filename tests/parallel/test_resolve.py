@@ -32,6 +32,9 @@ def test_own_degree_takes_what_the_world_leaves() -> None:
 def test_degrees_that_do_not_fit_are_dropped_with_both_numbers() -> None:
     assert reason(strategy="single", nodes=2) == "nodes 2 = 2 devices, but single runs on 1"
     assert reason(strategy="ddp", nodes=2, dp_degree=4) == "nodes 2 = 2 devices, but dp_degree 4 is not as many"
+    assert reason(strategy="ddp", nodes=4, dp_degree=3).endswith("dp_degree 3 is not as many and does not divide them")
+    said = "nodes 4 = 4 devices, but tp_degree 2 is not as many: dp_degree 2 as well is right"
+    assert reason(strategy="filter", model="vgg11", nodes=4, tp_degree=2) == said
     assert reason(strategy="ddp", tp_degree=2) == "ddp has no tp_degree: 2 given, 1 is right"
 
 

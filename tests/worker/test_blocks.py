@@ -86,3 +86,15 @@ def test_a_model_with_a_forward_of_its_own_is_refused() -> None:
 
     with pytest.raises(WorkerError, match="Twice has a forward of its own"):
         arranged(Twice(nn.Linear(2, 2)), make_spec(activation_checkpointing=True))
+
+
+def test_a_block_that_would_overwrite_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchvision's VGG has them: the block is computed again from what it was given."""
+
+    def overwriting() -> nn.Sequential:
+        torch.manual_seed(0)
+        behind = nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(144, 10))
+        return nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.Sigmoid(), behind)
+
+    monkeypatch.setattr(f"{__name__}.small", overwriting)
+    assert train(activation_checkpointing=True).losses == train().losses

@@ -31,7 +31,7 @@ def divide(model: nn.Module, shape: tuple[int, ...], scheme: Scheme, group: Grou
             split = split_of(layers[call.name], scheme, group.size)
             if split.by or split.enter.forward:
                 part = SplitLayer(call.module, layers[call.name], split, group)
-                _replace(model, call.name, part)
+                _replace(model, call.module, part)
         elif scheme.form == "sharded" and not _is_whole(call, found):
             _divide_between(model, call, group)
 
@@ -41,7 +41,7 @@ def _divide_between(model: nn.Module, call: Call, group: Group) -> None:
     if isinstance(call.module, NORMS):
         split_norm(call.module, shares)
     elif isinstance(call.module, DROPOUTS):
-        _replace(model, call.name, SplitDropout(call.module, shares))
+        _replace(model, call.module, SplitDropout(call.module, shares))
 
 
 def _is_whole(call: Call, found: Probed) -> bool:
@@ -50,9 +50,12 @@ def _is_whole(call: Call, found: Probed) -> bool:
     return call.channels == 0 or found.calls.index(call) > places[-1]
 
 
-def _replace(model: nn.Module, name: str, part: nn.Module) -> None:
-    owner, _, own_name = name.rpartition(".")
-    setattr(model.get_submodule(owner), own_name, part)
+def _replace(model: nn.Module, old: nn.Module, part: nn.Module) -> None:
+    """Everywhere: a layer may be called under several names."""
+    for owner in list(model.modules()):
+        for name, child in list(owner._modules.items()):
+            if child is old:
+                owner._modules[name] = part
 
 
 def _refuse(model: nn.Module, found: Probed, layers: dict[str, Layer], scheme: Scheme, degree: int) -> None:

@@ -55,14 +55,11 @@ class SplitLayer(nn.Module):
 
     def _slice(self, whole: Whole, split: Split) -> None:
         weight, bias = whole.weight.detach(), None if whole.bias is None else whole.bias.detach()
-        if split.by == "channels":
-            self.shards["weight"] = Shard(1, self._in.extents)
-            weight = weight.narrow(1, self._in.own.start, len(self._in.own))
-        elif split.by:
-            self.shards["weight"] = Shard(0, self._out.extents)
-            weight = weight.narrow(0, self._out.own.start, len(self._out.own))
-        is_bias_split = split.by in ("filters", "groups") or split.leave.forward == "reduce_scatter"
-        if bias is not None and is_bias_split:
+        if split.weight_dim is not None:
+            shares = self._in if split.weight_dim else self._out
+            self.shards["weight"] = Shard(split.weight_dim, shares.extents)
+            weight = weight.narrow(split.weight_dim, shares.own.start, len(shares.own))
+        if bias is not None and split.is_bias_split:
             self.shards["bias"] = Shard(0, self._out.extents)
             bias = bias.narrow(0, self._out.own.start, len(self._out.own))
         self.weight = nn.Parameter(weight.clone(), whole.weight.requires_grad)

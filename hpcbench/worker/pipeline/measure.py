@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch.distributed as dist
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.strategies.pipeline import STRATEGIES
 from hpcbench.results.schema import TimelineSpan
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.pipeline.timeline import Recorder
 from hpcbench.worker.pipeline.watchdog import SHARE, watched
+from hpcbench.worker.stop import Stop
 from hpcbench.worker.strategies.base import Place, Strategy
 
 
@@ -27,14 +29,15 @@ def watch_pipeline(
 
 
 def run_timeline(
-    strategy: Strategy, feed: Feed, spec: RunSpec, place: Place, any_rank: Callable[[bool], bool], step: int
+    strategy: Strategy, feed: Feed, spec: RunSpec, place: Place, stop: Stop, any_rank: Callable[[bool], bool], step: int
 ) -> list[TimelineSpan]:
-    """The spans of this rank in ``step``; none where the run is no pipeline, or profiles nothing.
+    """The spans of this rank in ``step``; none where the run is no pipeline of single steps, or profiles nothing.
 
-    A whole batch is taken. The ranks begin together, as closely as a barrier parts them.
+    A whole batch is taken. A rank that is told to stop leaves it out on all of them. The ranks begin
+    together, as closely as a barrier parts them.
     """
     runtime = getattr(strategy, "runtime", None)
-    if spec.profile_steps == 0 or runtime is None or any_rank(False):
+    if spec.profile_steps == 0 or runtime is None or spec.strategy not in STRATEGIES or any_rank(stop.due()):
         return []
     while feed.global_count(step) < feed.global_batch_size and feed.steps_per_epoch > 1:
         step += 1

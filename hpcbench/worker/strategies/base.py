@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel import catalog
 from hpcbench.worker.compiling import compile_in_place
-from hpcbench.worker.data.feed import Feed
+from hpcbench.worker.data.feed import Batch, Feed
 from hpcbench.worker.losses import sample_losses
 from hpcbench.worker.phases import Phases, unmarked
 from hpcbench.worker.precision import Arithmetic
@@ -102,6 +102,8 @@ class DataParallel:
 
     loss_factor = 1.0
     forward_is_collective = False
+    traffic_is_seen = True
+    """Whether all that is passed goes through torch's operators, on threads that a recorder follows."""
     phases: Phases = staticmethod(unmarked)
 
     def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
@@ -143,7 +145,7 @@ class DataParallel:
         """See ``Strategy.step``. Micro-batches accumulate gradients."""
         global_count = feed.global_count(step)
         with self.phases("data"):
-            inputs, labels = feed.batch(step, self.replica)
+            inputs, labels = self.batch(feed, step)
         self.clear_gradients()
         parts = feed.micro_shares(step, self.replica)
         for part in parts[:-1]:
@@ -158,6 +160,10 @@ class DataParallel:
 
     def announce(self, steps: Sequence[int]) -> None:
         """Every step is complete in itself."""
+
+    def batch(self, feed: Feed, step: int) -> Batch:
+        """What this rank keeps of its replica's samples for the length of a step."""
+        return feed.batch(step, self.replica)
 
     def finish_backward(self) -> None:
         """Between the last backward pass of a step and its update."""

@@ -129,7 +129,7 @@ class Pipeline(ModelParallel):
     def step(self, feed: Feed, step: int) -> Tensor:
         """See ``Strategy.step``: the loss is the last stage's to tell."""
         self.clear_gradients()
-        batch = self.batch(feed, step)
+        batch = self.samples_of(feed, step)
         runtime = self.runtime
         runtime.phases = self.phases
         with self._statistics.step() if self._statistics is not None else nullcontext():
@@ -152,7 +152,7 @@ class Pipeline(ModelParallel):
         """What every rank of the pipeline does in a step of so many micro-batches."""
         return scheduled(self.spec.strategy, self.layout, micro_batches)
 
-    def batch(self, feed: Feed, step: int) -> Batch:
+    def samples_of(self, feed: Feed, step: int) -> Batch:
         """The replica's samples of ``step``, on the ranks that read them."""
         parts = [slice(part.start, part.stop) for part in feed.micro_shares(step, self.replica)]
         sizes = [part.stop - part.start for part in parts]

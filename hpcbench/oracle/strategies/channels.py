@@ -1,0 +1,187 @@
+"""What ``filter``, ``channel`` and their hybrids pass to collectives in a step, and what a rank of them holds.
+
+``docs/formulas.md`` derives the formulas; ``tests/distributed/test_channel_costs.py`` compares them with real ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.cost import Memory
+from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, bucket_bytes
+from hpcbench.parallel.channel_limits import scheme_of
+from hpcbench.parallel.channel_table import Row, rows
+from hpcbench.parallel.channels import Step, extents
+from hpcbench.parallel.layers import LayerTable
+from hpcbench.parallel.mesh import Mesh
+from hpcbench.parallel.traffic import Traffic, merged
+
+_SENT_BYTES = {"fp64": 8, "bf16": 2, "fp16": 2}
+_STATE = {"adam": 2, "adamw": 2}
+_KEEPING_NOTHING = ("Flatten", "Identity")
+
+
+class _Side(NamedTuple):
+    """A layer's input or output: ``unit`` entries a channel and sample."""
+
+    channels: int
+    unit: int
+
+
+class ChannelSplit:
+    """Both strategies: ``parallel.channels`` knows what differs."""
+
+    @classmethod
+    def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
+        """Around every layer once a micro-batch, and a hybrid's buckets once."""
+        calls: list[Traffic] = []
+        if spec.tp_degree > 1:
+            found = rows(table)
+            for place, one in enumerate(found):
+                again = spec.activation_checkpointing and _is_kept_after(found, place)
+                calls += _calls_of(spec, one, enter_again=spec.activation_checkpointing, leave_again=again)
+        if spec.dp_degree > 1:
+            sizes = bucket_bytes(_parameter_bytes(spec, table, rank), int(BUCKET_CAP_MB * MIB))
+            calls += [Traffic(operation="all_reduce", group_size=spec.dp_degree, payload_bytes=size) for size in sizes]
+        return merged(calls)
+
+    @classmethod
+    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> Memory:
+        """As if gradients, activations and buckets were all there together: no more than that at any time."""
+        parameters = sum(_parameter_bytes(spec, table, rank))
+        state = _STATE.get(spec.optimizer, 1 if spec.momentum else 0)
+        shapes = _shard_fractions(spec, table, rank)
+        scale = _element_bytes(spec) / 4
+        buffers = sum(
+            prod(one.shape) * (one.bytes_per_element if one.bytes_per_element > 4 else _element_bytes(spec)) * fraction
+            for one in table.buffers
+            for fraction in [shapes.get(one.name.rpartition(".")[0], 1.0) if one.shape else 1.0]
+        )
+        return Memory(
+            parameters_bytes=parameters,
+            gradients_bytes=parameters,
+            optimizer_bytes=state * parameters,
+            activations_bytes=round(_activations(spec, table, rank) * (scale if spec.precision != "bf16" else 0.5)),
+            buffers_bytes=round(buffers),
+            communication_bytes=parameters if spec.dp_degree > 1 else 0,
+        )
+
+
+class Filter(ChannelSplit):
+    """Output channels shared by the ranks along ``tp``."""
+
+
+class Channel(ChannelSplit):
+    """Input channels shared by the ranks along ``tp``."""
+
+
+def _element_bytes(spec: RunSpec) -> int:
+    """Of parameters and of what is computed of them."""
+    return 8 if spec.precision == "fp64" else 4
+
+
+def _calls_of(spec: RunSpec, one: Row, enter_again: bool, leave_again: bool) -> Iterator[Traffic]:
+    """What is passed for one layer in a step; ``again``: the forward operation is repeated in the backward pass."""
+    split = one.split(scheme_of(spec), spec.tp_degree)
+    if one.layer is None or split is None:
+        return
+    has_gradient = not one.layer.is_first
+    into = _Side(one.layer.in_channels, one.layer.features * prod(one.row.input_shape[1:]))
+    out = _Side(one.layer.out_channels, prod(one.row.output_shape[1:]))
+    yield from _calls(spec, split.enter, into, 1 + enter_again, int(has_gradient))
+    yield from _calls(spec, split.leave, out, 1 + leave_again, 1)
+
+
+def _calls(spec: RunSpec, step: Step, side: _Side, forward: int, backward: int) -> Iterator[Traffic]:
+    degree, samples = spec.tp_degree, spec.batch_size // spec.micro_batches
+    one_channel = samples * side.unit * _SENT_BYTES.get(spec.precision, 4)
+    part = max(extents(side.channels, degree)) * one_channel
+    payloads = {"all_gather": part, "reduce_scatter": degree * part, "all_reduce": side.channels * one_channel}
+    for operation, times in ((step.forward, forward), (step.backward, backward)):
+        if operation in payloads and times:
+            yield Traffic(
+                operation=operation,
+                group_size=degree,
+                payload_bytes=payloads[operation],
+                count=times * spec.micro_batches,
+            )
+
+
+def _is_kept_after(found: list[Row], place: int) -> bool:
+    """Whether its block keeps anything behind the row at ``place``: else it is not computed again."""
+    block = found[place].row.block
+    return any(one.row.block == block and one.row.kind not in _KEEPING_NOTHING for one in found[place + 1 :])
+
+
+def _shard_fractions(spec: RunSpec, table: LayerTable, rank: int) -> dict[str, float]:
+    """By module: the rank's share of vectors over channels, of what lies between split layers."""
+    if spec.tp_degree == 1 or scheme_of(spec).form == "gathered":
+        return {}
+    place = Mesh.of(spec).coordinates(rank).tp
+    return {
+        one.row.name: extents(one.channels, spec.tp_degree)[place] / one.channels
+        for one in rows(table)
+        if one.channels and one.layer is None
+    }
+
+
+def _parameter_bytes(spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
+    """Of every parameter, in the model's order, what ``rank`` holds."""
+    place, degree, scheme = Mesh.of(spec).coordinates(rank).tp, spec.tp_degree, scheme_of(spec)
+    between = _shard_fractions(spec, table, rank)
+    layers = {one.row.name: one for one in rows(table) if one.layer is not None}
+    found = []
+    for tensor in table.parameter_tensors:
+        owner, _, own_name = tensor.name.rpartition(".")
+        shape = list(tensor.shape)
+        one = layers.get(owner)
+        split = one.split(scheme, degree) if one is not None and degree > 1 else None
+        if one is not None and one.layer is not None and split is not None:
+            outs = extents(one.layer.out_channels, degree)[place]
+            ins = extents(one.layer.in_channels, degree, one.layer.features)[place]
+            if own_name == "weight" and split.weight_dim is not None:
+                shape[split.weight_dim] = ins if split.weight_dim else outs
+            elif own_name == "bias" and split.is_bias_split:
+                shape[0] = outs
+        elif owner in between:
+            shape[0] = round(shape[0] * between[owner])
+        found.append(prod(shape) * _element_bytes(spec))
+    return found
+
+
+def _activations(spec: RunSpec, table: LayerTable, rank: int) -> float:
+    """What autograd keeps of one micro-batch, in fp32. Recomputed blocks keep their inputs, and one block its own."""
+    found = rows(table)
+    if not spec.activation_checkpointing:
+        return sum(_kept(spec, one, rank) for one in found)
+    samples, blocks = spec.batch_size // spec.micro_batches, dict[int, float]()
+    inputs, channels = 0.0, 0
+    for one in found:
+        if one.row.block not in blocks:
+            inputs += 4 * samples * prod(one.row.input_shape) * _fraction(spec, channels, rank)
+        blocks[one.row.block] = blocks.get(one.row.block, 0.0) + _kept(spec, one, rank)
+        channels = one.channels
+    return inputs + max(blocks.values())
+
+
+def _kept(spec: RunSpec, one: Row, rank: int) -> float:
+    samples = spec.batch_size // spec.micro_batches
+    split = one.split(scheme_of(spec), spec.tp_degree) if spec.tp_degree > 1 else None
+    if split is not None and split.enter.forward == "all_gather":
+        # What was gathered is a copy of its own, whoever keeps the parts.
+        return 4.0 * samples * prod(one.row.input_shape)
+    table_bytes = samples * one.row.activation_bytes + one.row.activation_fixed_bytes
+    if one.layer is not None:
+        channels = 0 if one.layer.is_first else one.layer.in_channels
+        return table_bytes * _fraction(spec, channels, rank)
+    return table_bytes * _fraction(spec, one.channels, rank)
+
+
+def _fraction(spec: RunSpec, channels: int, rank: int) -> float:
+    """The rank's share of a tensor of so many channels between layers; all of it where there is none to share."""
+    if not channels or spec.tp_degree == 1 or scheme_of(spec).form == "gathered":
+        return 1.0
+    return extents(channels, spec.tp_degree)[Mesh.of(spec).coordinates(rank).tp] / channels

@@ -1,0 +1,128 @@
+"""What the formulas say ranks send and hold is what real ranks send and hold, and what 64 and 1,024 would send."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import saved_tensors_hooks
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.cost import Memory
+from hpcbench.parallel.catalog import resolve_cost, resolve_runtime
+from hpcbench.parallel.layers import LayerRequest, LayerTable
+from hpcbench.parallel.traffic import Traffic
+from hpcbench.worker.blocks import arranged
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.layers import layer_table
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.traffic import recorded
+from tests.distributed.cases import CPU
+from tests.distributed.fake import fake_traffic
+from tests.distributed.memory import state_of, storages
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+ALL = [(strategy, form) for strategy in ("filter", "channel") for form in ("sharded", "gathered")]
+
+
+def spec_of(strategy: str, form: str, tp: int, dp: int = 1, **more: Any) -> RunSpec:
+    given: dict[str, Any] = {"model": "resnet18", "dataset": "digits", "batch_size": 4, **more}
+    options = {"form": form, **given.pop("options", {})}
+    return RunSpec(strategy=strategy, tasks_per_node=tp * dp, tp_degree=tp, dp_degree=dp, options=options, **given)
+
+
+def table_of(spec: RunSpec) -> LayerTable:
+    return layer_table(
+        LayerRequest(
+            model=spec.model, dataset=spec.dataset, input_size=spec.input_size, model_options=spec.model_options
+        )
+    )
+
+
+def sent(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
+    """In the second step, as a strategy is used."""
+    strategy = resolve_runtime(spec.strategy)()
+    strategy.setup(arranged(build_model(spec), spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+    feed = make_feed(spec, CPU)
+    strategy.step(feed, 0)
+    return recorded(lambda: strategy.step(feed, 1))
+
+
+@pytest.mark.parametrize(("strategy", "form"), ALL)
+@pytest.mark.parametrize(
+    ("tp", "dp", "more"),
+    [
+        (2, 1, {}),
+        (4, 1, {"model": "mobilenetv2", "options": {"split_last": True}, "micro_batches": 2}),
+        (3, 1, {"model": "cosmoflow", "dataset": "cosmoflow", "input_size": 8}),
+        (2, 2, {"model": "vgg11", "precision": "bf16"}),
+        (2, 1, {"model": "mobilenetv2", "activation_checkpointing": True}),
+        pytest.param(
+            *(2, 1, {"model": "vgg11", "dataset": "imagenet", "input_size": 64, "activation_checkpointing": True}),
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_payloads_on_real_ranks(pool: Pool, strategy: str, form: str, tp: int, dp: int, more: dict[str, Any]) -> None:
+    spec = spec_of(strategy, form, tp, dp, **more)
+    table, cost = table_of(spec), resolve_cost(strategy)
+    for rank, found in enumerate(pool.call(spec.ranks, sent, spec)):
+        assert found == cost.traffic(spec, table, rank)
+        assert found
+
+
+@pytest.mark.parametrize(("strategy", "form"), ALL)
+@pytest.mark.parametrize(("tp", "dp", "rank"), [(64, 1, 63), (32, 2, 17), (64, 16, 1000), (4, 256, 3)])
+def test_payloads_of_many_ranks(strategy: str, form: str, tp: int, dp: int, rank: int) -> None:
+    spec = spec_of(strategy, form, tp, dp, batch_size=2)
+    assert fake_traffic(spec, rank) == resolve_cost(strategy).traffic(spec, table_of(spec), rank)
+
+
+def held(spec: RunSpec, group: dist.ProcessGroup) -> Memory:
+    """Right before the second update; what autograd keeps for that step."""
+    strategy = resolve_runtime(spec.strategy)()
+    strategy.setup(arranged(build_model(spec), spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+    feed = make_feed(spec, CPU)
+    strategy.step(feed, 0)
+    own = {one.untyped_storage()._cdata for one in (*strategy.module.parameters(), *strategy.module.buffers())}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage()._cdata not in own:
+            saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        strategy.step(feed, 1)
+    parameters = list(strategy.module.parameters())
+    return Memory(
+        parameters_bytes=storages(parameters),
+        gradients_bytes=storages(one.grad for one in parameters),
+        optimizer_bytes=storages(one for one in state_of(strategy.optimizer) if one.dim()),
+        buffers_bytes=storages(strategy.module.buffers()),
+        activations_bytes=storages(saved.values()),
+    )
+
+
+@pytest.mark.parametrize(("strategy", "form"), ALL)
+@pytest.mark.parametrize(
+    ("tp", "more"),
+    [
+        (2, {"batch_size": 32, "optimizer": "adam"}),
+        (4, {"batch_size": 32, "dataset": "cifar10", "input_size": 16, "model": "mobilenetv2"}),
+        (3, {"batch_size": 8, "model": "vgg11", "dataset": "mnist", "model_options": {"batch_norm": False}}),
+    ],
+)
+def test_memory_on_real_ranks(pool: Pool, strategy: str, form: str, tp: int, more: dict[str, Any]) -> None:
+    spec = spec_of(strategy, form, tp, **more)
+    table = table_of(spec)
+    for rank, found in enumerate(pool.call(tp, held, spec)):
+        expected = resolve_cost(strategy).memory(spec, table, rank)
+        for name in ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes"):
+            assert getattr(found, name) == getattr(expected, name), name
+        assert found.activations_bytes == pytest.approx(expected.activations_bytes, rel=0.1)
