@@ -184,6 +184,35 @@ class Watched(_Record, kw_only=True):
     """The higher of the clocks before and after, and the most that it can have."""
 
 
+class TimelineSpan(NamedTuple):
+    """One action of a pipeline's schedule: ``F``, ``B``, ``I``, ``W``, and when it was under way."""
+
+    kind: str
+    chunk: int
+    micro_batch: int
+    begin_s: float
+    end_s: float
+
+
+class RankTimeline(_Record, kw_only=True):
+    """What one rank of a pipeline did in an untimed step."""
+
+    rank: int
+    planned: list[TimelineSpan] = []
+    measured: list[TimelineSpan] = []
+
+
+class Timeline(_Record, kw_only=True):
+    """An untimed step of a pipeline's first replica, action by action, over what its schedule makes of the measured
+    durations (each chunk's median) where messages cost nothing."""
+
+    bubble_fraction: float | None = None
+    planned_bubble_fraction: float | None = None
+    measured_s: float | None = None
+    planned_s: float | None = None
+    ranks: list[RankTimeline] = []
+
+
 class RankResult(_Record, kw_only=True):
     """What one rank measured; written by that rank alone."""
 
@@ -212,6 +241,10 @@ class RankResult(_Record, kw_only=True):
     evaluations: list[Evaluation] = []
     phases: Phases | None = None
     """Of one profiled step: the median of all."""
+    timeline: list[TimelineSpan] = []
+    """Of a pipeline's rank: an untimed step, seconds since the ranks began it together."""
+    state: str | None = None
+    """What a rank of a pipeline was doing when it could not go on."""
     energy_j: float | None = None
     energy_source: str | None = None
     flops_per_sample: float | None = None
@@ -242,6 +275,7 @@ class RunResult(_Record, kw_only=True):
     """Of every timed step, the slowest rank's."""
     warnings: list[str] = []
     verification: Verification | None = None
+    timeline: Timeline | None = None
     provenance: dict[str, Any] = {}
     environment_digest: str | None = None
     error: Failure | None = None

@@ -127,6 +127,10 @@ class Pipeline(ModelParallel):
             self.update()
         return loss
 
+    def state(self) -> str:
+        """For a person: where this rank stands in the schedule."""
+        return self.runtime.state()
+
     def schedule(self, micro_batches: int) -> list[list[Action]]:
         """What every rank of the pipeline does in a step of so many micro-batches."""
         return scheduled(self.spec.strategy, self.layout, micro_batches)
