@@ -16,6 +16,7 @@ BENCHMARKS = {
     "submit": [sys.executable, "-m", "benchmarks.submit"],
     "loop": [*_TORCHRUN, "benchmarks.loop_cost"],
     "strategies": [*_TORCHRUN, "benchmarks.strategies_cost"],
+    "pipedream": [*_TORCHRUN, "benchmarks.pipedream"],
 }
 
 
