@@ -17,7 +17,7 @@ from hpcbench.worker.evaluate import make_evaluate
 from hpcbench.worker.loop import Progress, run_loop
 from hpcbench.worker.memory import peak
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.pipeline.measure import run_timeline
+from hpcbench.worker.pipeline.measure import run_timeline, watch_pipeline
 from hpcbench.worker.profiling import run_profiled
 from hpcbench.worker.provenance import collect, environment_digest
 from hpcbench.worker.sample_flops import flops_per_sample
@@ -45,7 +45,8 @@ def measure(closing: Closing) -> None:
         closing.replica = strategy.replica
         closing.state = getattr(strategy, "state", None)
         closing.predicted = getattr(strategy, "predicted", None)
-        _time(closing, strategy, feed, place)
+        with watch_pipeline(strategy, place, closing.abandon):
+            _time(closing, strategy, feed, place)
     finally:
         feed.close()
     if spec.verify:

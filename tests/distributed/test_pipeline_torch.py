@@ -30,9 +30,9 @@ def spec_of(strategy: str, stages: int, model: str, dataset: str, **more: Any) -
     )  # fmt: skip
 
 
-def set_up(spec: RunSpec, group: dist.ProcessGroup, wait_s: float = 60.0) -> Pipeline:
+def set_up(spec: RunSpec, group: dist.ProcessGroup, **more: float) -> Pipeline:
     strategy = Pipeline()
-    strategy.setup(build_model(spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group, wait_s))
+    strategy.setup(build_model(spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group, **more))
     return strategy
 
 
@@ -54,7 +54,7 @@ def differences(spec: RunSpec, group: dist.ProcessGroup) -> dict[str, float]:
     if spec.strategy == "interleaved_1f1b":
         schedule: Any = ScheduleInterleaved1F1B(stages, spec.micro_batches, **arguments)
     else:
-        kind: Any = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[spec.strategy]
+        kind: Any = ScheduleGPipe if spec.strategy == "gpipe" else Schedule1F1B
         schedule = kind(stages[0], spec.micro_batches, **arguments)
     is_first, is_last = ours.own.place == 0, ours.own.place == ours.own.size - 1
     schedule.step(*([inputs] if is_first else []), **({"target": targets} if is_last else {}))
@@ -68,6 +68,7 @@ def differences(spec: RunSpec, group: dist.ProcessGroup) -> dict[str, float]:
     [
         spec_of("gpipe", 2, "resnet18", "digits", precision="fp64"),
         spec_of("1f1b", 4, "mobilenetv2", "digits", precision="fp64"),
+        spec_of("zero_bubble", 4, "gpt", "tokens", input_size=8, model_options={"context": 8}),
         spec_of("interleaved_1f1b", 2, "gpt", "tokens", input_size=8, model_options={"context": 8}),
     ],
     ids=lambda spec: f"{spec.strategy}-{spec.model}",

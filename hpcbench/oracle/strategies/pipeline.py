@@ -38,11 +38,11 @@ class PipelineCost:
                 calls += [Traffic(operation="send", group_size=2, payload_bytes=names.bytes)] * (names.holders - 1)
             elif run.holds(names):
                 calls.append(Traffic(operation="send", group_size=2, payload_bytes=names.bytes))
-        if spec.dp_degree > 1:
+        if run.replicas > 1:
             late = [names.bytes for names in run.ties if run.holds(names)]
             groups = [run.own_tensors(chunk) for chunk in run.chunks]
             calls += [
-                Traffic(operation="all_reduce", group_size=spec.dp_degree, payload_bytes=payload)
+                Traffic(operation="all_reduce", group_size=run.replicas, payload_bytes=payload)
                 for sizes in [*groups, late]
                 for payload in bucket_bytes(sizes, int(BUCKET_CAP_MB * MIB))
             ]
@@ -68,6 +68,11 @@ class PipelineCost:
         )
 
 
+def boundary_bytes(table: LayerTable, blocks: range) -> int:
+    """What a chunk of ``blocks`` hands on for one sample, in fp32."""
+    return [row for row in table.layers if row.block == blocks.stop - 1][-1].output_bytes
+
+
 class _Tie:
     """A weight that several chunks use."""
 
@@ -84,6 +89,8 @@ class PipelineRun:
         self.layout: Layout = layout_of(spec)
         self.place = Mesh.of(spec).coordinates(rank).pp
         self.chunks = self.layout.chunks_of(self.place)
+        self.replicas = spec.dp_degree * self.layout.widths[self.layout.stage_of(self.place)]
+        """Ranks that hold the same chunks."""
         options = {name: option.default for name, option in OPTIONS.items()} | spec.options
         self.recompute = options["recompute"]
         self.blocks = chunk_blocks(str(options["cuts"]), str(options["balance"]), self.layout.chunks, table)
@@ -94,8 +101,7 @@ class PipelineRun:
 
     def boundary_bytes(self, chunk: int) -> int:
         """What ``chunk`` hands on, per sample: the output of the last row of its last block."""
-        last = self.blocks[chunk].stop - 1
-        return self.scale * [row for row in self.table.layers if row.block == last][-1].output_bytes
+        return self.scale * boundary_bytes(self.table, self.blocks[chunk])
 
     def message_bytes(self, action: Action) -> int:
         """Activations behind the chunk, or the gradient of what is before it."""

@@ -46,9 +46,13 @@ class Channels(NamedTuple):
 
     def of(self, message: Message) -> Group:
         """The group that carries ``message``."""
-        if message.is_forward:
-            return self.down if message.source < message.target else self.around_down
-        return self.up if message.source > message.target else self.around_up
+        return self.between(message.source, message.target, message.is_forward)
+
+    def between(self, source: int, target: int, is_forward: bool) -> Group:
+        """The group that carries activations, or gradients, from one place of the pipeline to another."""
+        if is_forward:
+            return self.down if source < target else self.around_down
+        return self.up if source > target else self.around_up
 
 
 def make_channels(group: Group, layout: Layout, another: Callable[[str], Group]) -> Channels:
@@ -75,6 +79,26 @@ class _Link:
     def __init__(self, messages: Iterable[Message]) -> None:
         self.awaited = deque(messages)
         self.posted: dict[Message, _Posted] = {}
+
+
+def open_links(channels: Channels, links: Iterable[Message], place: int, device: torch.device) -> None:
+    """Let one number pass on every link of the schedule, called by all ranks with the same ``links``.
+
+    NCCL makes the communicator of two ranks with their first message, and both sit in the call until the other one
+    comes. Receives that are posted ahead would wait there in a ring; one link after another, in one order, cannot.
+    """
+    for one in dict.fromkeys((link.source, link.target, link.is_forward) for link in links):
+        source, target, _ = one
+        if place not in (source, target):
+            continue
+        group = channels.between(*one).members()
+        number = torch.zeros(1, device=device)
+        if place == source:
+            dist.send(number, group=group, group_dst=target)
+        else:
+            dist.recv(number, group=group, group_src=source)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Mail:

@@ -1,8 +1,9 @@
-"""One untimed step of a pipeline, action by action."""
+"""What is done with a pipeline beside its steps: it is watched, and one untimed step is told action by action."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch.distributed as dist
 
@@ -11,7 +12,19 @@ from hpcbench.parallel.strategies.pipeline import STRATEGIES
 from hpcbench.results.schema import TimelineSpan
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.pipeline.timeline import Recorder
+from hpcbench.worker.pipeline.watchdog import SHARE, watched
 from hpcbench.worker.strategies.base import Place, Strategy
+
+
+def watch_pipeline(
+    strategy: Strategy, place: Place, abandon: Callable[[BaseException], None]
+) -> AbstractContextManager[None]:
+    """On cuda, ``abandon`` the run from a thread when the schedule is stuck. Elsewhere, and for whatever is no
+    pipeline, nothing is to be watched."""
+    runtime = getattr(strategy, "runtime", None)
+    if runtime is None or place.device.type != "cuda":
+        return nullcontext()
+    return watched(runtime.progress, runtime.state, SHARE * place.wait_s, abandon)
 
 
 def run_timeline(

@@ -29,7 +29,7 @@ from hpcbench.worker.phases import Phases, unmarked
 from hpcbench.worker.pipeline.boundary import Boundaries, Shape
 from hpcbench.worker.pipeline.chunk import Chunk, backward_from
 from hpcbench.worker.pipeline.mail import Mail, MailLate
-from hpcbench.worker.pipeline.timeline import Recorder
+from hpcbench.worker.pipeline.timeline import Asked, Recorder
 from hpcbench.worker.precision import Arithmetic
 from hpcbench.worker.reducer import GradientReducer
 
@@ -78,10 +78,18 @@ class Runtime:
     recorder: Recorder | None = None
     doing: tuple[str, Action | None] = ("before its first action", None)
     """What this rank is at, see ``state``."""
+    made: int = 0
+    """Actions of all steps so far; on cuda those that were asked for."""
+
+    def __post_init__(self) -> None:
+        self._asked = Asked(self.boundaries.device)
+        self._is_under_way = False
 
     def begin(self, ranks: list[list[Action]], batch: Batch) -> None:
         """Get ready for the actions of all ranks in this step: receives are posted from here on."""
         self._own, self._batch = ranks[self.rank], batch
+        self._is_under_way = True
+        self._asked.forget_done()
         self._local: dict[Action, tuple[Tensor, ...]] = {}
         self._loss: Tensor | None = None
         self._last = {
@@ -94,6 +102,8 @@ class Runtime:
         for place, action in enumerate(self._own):
             self.hooks.before(action)
             _DO[action.kind](self, action)
+            self.made += 1
+            self._asked.add(action)
             if self._last.get(action.chunk) == place:
                 reducer = self.reducers.get(action.chunk)
                 if reducer is not None:
@@ -108,6 +118,7 @@ class Runtime:
         except RuntimeError as error:
             raise self._stuck("its last messages to be taken", error) from error
         self.doing = ("between steps", None)
+        self._is_under_way = False
         return torch.zeros((), device=self.boundaries.device) if self._loss is None else self._loss
 
     def _forward(self, action: Action) -> None:
@@ -197,11 +208,17 @@ class Runtime:
             return boundary.shapes
         return [boundary.shapes[place] for place in boundary.with_gradient]
 
+    def progress(self) -> int | None:
+        """Grows while this rank, or its device, gets on; ``None`` where nothing is under way."""
+        left = self._asked.forget_done()
+        return self.made - left if left or self._is_under_way else None
+
     def state(self) -> str:
         """For a person: where this rank stands."""
         what, action = self.doing
         where = f"stage {self.layout.stage_of(self.rank)} of {self.layout.stages}"
-        return f"{where}: {what}{'' if action is None else f' {action}'}"
+        device = f"; its device is not done with {self._asked.first()}" if self._asked.forget_done() else ""
+        return f"{where}: {what}{'' if action is None else f' {action}'}{device}"
 
     def _stuck(self, what: str, error: RuntimeError) -> RuntimeError | WorkerError:
         """A wait that ran into its limit is told as what it is; anything else (another rank is gone) as it came."""

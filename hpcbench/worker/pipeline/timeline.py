@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -49,6 +51,33 @@ class Recorder:
             Span(action, self._zero.elapsed_time(begun) / 1e3, self._zero.elapsed_time(ended) / 1e3)
             for action, begun, ended in self._events
         ]
+
+
+class Asked:
+    """Actions that a device was asked for and is not done with. On a cpu there are none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._left: deque[tuple[Action, torch.cuda.Event]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, action: Action) -> None:
+        """The host has asked for all of ``action``."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            self._left.append((action, event))
+
+    def forget_done(self) -> int:
+        """How many are left; from any thread, and without waiting."""
+        with self._lock:
+            while self._left and self._left[0][1].query():  # type: ignore[no-untyped-call]
+                self._left.popleft()
+            return len(self._left)
+
+    def first(self) -> Action | None:
+        """The first that is left."""
+        return next((action for action, _ in tuple(self._left)), None)
 
 
 def _event(device: torch.device) -> torch.cuda.Event:

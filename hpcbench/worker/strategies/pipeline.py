@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.schedule import Action, actions
+from hpcbench.parallel.schedule import Action, actions, message_after
 from hpcbench.parallel.strategies.pipeline import layout_of, wrong_cuts
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.groups import Group, make_group
@@ -20,7 +20,7 @@ from hpcbench.worker.pipeline.batch_norm import DeferredStatistics
 from hpcbench.worker.pipeline.boundary import Boundaries
 from hpcbench.worker.pipeline.chunk import Chunk
 from hpcbench.worker.pipeline.cutting import blocks_of_chunks
-from hpcbench.worker.pipeline.mail import Mail, make_channels
+from hpcbench.worker.pipeline.mail import Mail, make_channels, open_links
 from hpcbench.worker.pipeline.measured import is_measured, measure_blocks, predicted
 from hpcbench.worker.pipeline.runtime import Batch, Runtime
 from hpcbench.worker.pipeline.staged import Staged, gathered, slots, take_chunks, tied_names
@@ -47,11 +47,14 @@ class Pipeline(ModelParallel):
         def another(purpose: str) -> Group:
             return make_group(self.mesh, place, "pp", purpose=purpose)
 
+        channels = make_channels(self.own, self.layout, another)
+        every = (message_after(action, self.layout) for own in self.schedule(spec.micro_batches) for action in own)
+        open_links(channels, [one for one in every if one is not None], self.own.place, place.device)
         self.runtime = self.runtime_kind(
             layout=self.layout,
             rank=self.own.place,
             chunks={one: Chunk(self.module.chunk(one), spec.strategy == "zero_bubble") for one in self._numbers},
-            mail=Mail(make_channels(self.own, self.layout, another), place.device, place.wait_s),
+            mail=Mail(channels, place.device, place.wait_s),
             boundaries=self.boundaries,
             arithmetic=self.arithmetic,
             recompute=self.options["recompute"],
