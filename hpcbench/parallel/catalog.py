@@ -15,7 +15,7 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.parallel.entry import Option, Strategy
 from hpcbench.parallel.own_model import is_own
-from hpcbench.parallel.strategies import channels, data, pipedream, pipeline, tensor
+from hpcbench.parallel.strategies import channels, data, fairscale_pipe, pipedream, pipeline, tensor
 
 REFERENCES = {
     "data_parallel": "hpcbench.worker.reference:train_reference",
@@ -30,6 +30,7 @@ STRATEGIES: dict[str, Strategy] = {
     **tensor.STRATEGIES,
     **pipeline.STRATEGIES,
     **pipedream.STRATEGIES,
+    **fairscale_pipe.STRATEGIES,
 }
 
 ALIASES: dict[str, str] = {**channels.ALIASES, **tensor.ALIASES, **pipeline.ALIASES}

@@ -18,7 +18,7 @@ def schedule_picture(schedule: str, layout: Layout, micro_batches: int, width: i
     chunk before it where it has several (``2F3``), dots where the action goes on, blanks where the rank waits.
     """
     walked = walk(actions(schedule, layout, micro_batches), layout, lambda action: UNITS.get(action.kind, 0))
-    names = [f"stage {layout.stage_of(rank)} " for rank in range(layout.ranks)]
+    names = [_stage(layout, rank) for rank in range(layout.ranks)]
     cell = len(str(micro_batches - 1)) + 2 + (layout.virtual_stages > 1)
     rows = [_row(walked, rank, layout, cell) for rank in range(layout.ranks)]
     start = max(len(name) for name in names) + 1
@@ -30,6 +30,13 @@ def schedule_picture(schedule: str, layout: Layout, micro_batches: int, width: i
         lines += [f"{name:<{start}}|{row}" for name, row in zip(names, cut, strict=True)]
         lines += [""] if first + fold < total else []
     return lines
+
+
+def _stage(layout: Layout, rank: int) -> str:
+    """With the letter of the replica where the stage has several."""
+    stage = layout.stage_of(rank)
+    ranks = layout.ranks_of(stage)
+    return f"stage {stage}{chr(ord('a') + rank - ranks.start) if 1 < len(ranks) <= 26 else ''} "
 
 
 def _row(walked: Walk, rank: int, layout: Layout, cell: int) -> str:

@@ -67,11 +67,11 @@ def recomputed(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _kept_statistics(block)
+    return nullcontext(), kept_statistics(block)
 
 
 @contextlib.contextmanager
-def _kept_statistics(block: nn.Module) -> Iterator[None]:
+def kept_statistics(block: nn.Module) -> Iterator[None]:
     """BatchNorm computes as in training, but its running statistics stay: the first pass has counted the batch."""
     norms = [
         module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -48,6 +48,12 @@ def make_group(mesh: Mesh, place: Place, *axes: str, purpose: str = "") -> Group
     assert mesh.size == place.world_size, f"{mesh} of {place.world_size} ranks"
     ranks = tuple(mesh.group(place.rank, *axes))
     return Group(ranks, ranks.index(place.rank), _process_group(ranks, place, purpose))
+
+
+def make_group_of(ranks: Iterable[int], place: Place, purpose: str = "") -> Group:
+    """The group of just those ``ranks`` of the run, ``place`` among them; each of them calls it."""
+    chosen = tuple(sorted(ranks))
+    return Group(chosen, chosen.index(place.rank), _process_group(chosen, place, purpose))
 
 
 def make_groups(mesh: Mesh, place: Place) -> dict[str, Group]:

@@ -74,6 +74,39 @@ def test_recomputation(pool: Pool, schedule: str, recompute: str) -> None:
     check(pool.run(case), run_reference(case), EXACT)
 
 
+@pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", "except_last"), ("interleaved_1f1b", "always")])
+def test_recomputation_in_four_stages(pool: Pool, schedule: str, recompute: str) -> None:
+    case = pipeline_case(schedule, 4, "vgg11", precision="fp64", steps=1, options={"recompute": recompute})
+    check(pool.run(case), run_reference(case), EXACT)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "replicas", "more"),
+    [
+        ("gpipe", "2-1", {"model": "resnet18", "steps": 1}),
+        ("1f1b", "2-1-1", {"model": "vgg11", "model_options": {"batch_norm": False}}),
+        ("1f1b", "1-3", {"model": "vgg11", "model_options": {"batch_norm": False}, "recompute": "except_last"}),
+    ],
+)
+def test_uneven_replicas(pool: Pool, schedule: str, replicas: str, more: dict[str, Any]) -> None:
+    """Micro-batches go round the replicas, three of them in the epoch's last step: none is lost, none counts twice.
+    Running statistics are those of a stage's first replica."""
+    options = {"stage_replicas": replicas, **({"recompute": more.pop("recompute")} if "recompute" in more else {})}
+    ranks = sum(int(one) for one in replicas.split("-"))
+    case = pipeline_case(schedule, ranks, precision="fp64", options=options, **more)
+    check(pool.run(case), run_reference(case), EXACT)
+
+
+@pytest.mark.parametrize(("schedule", "model_options"), [("1f1b", {}), ("zero_bubble", {"tied": True})])
+def test_stages_whose_layers_are_shared(pool: Pool, schedule: str, model_options: dict[str, Any]) -> None:
+    """Two stages of two ranks each: heads and features are split within a stage."""
+    case = pipeline_case(
+        schedule, 2, "gpt", "tokens", input_size=4, precision="fp64", steps=2, tp_degree=2, tasks_per_node=4,
+        model_options={"context": 4, **model_options},
+    )  # fmt: skip
+    check(pool.run(case), run_reference(case), EXACT)
+
+
 @pytest.mark.parametrize(
     ("schedule", "more"),
     [

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.strategies.pipeline import layout_of
 from hpcbench.worker.compare import Trained
 from hpcbench.worker.data.feed import Feed
+from hpcbench.worker.pipeline.cutting import blocks_of_chunks
 from hpcbench.worker.reference import train_reference
+from hpcbench.worker.strategies.base import chosen_options
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
@@ -19,6 +24,15 @@ def train_pipeline(
     model: nn.Module, spec: RunSpec, feed: Feed, steps: Iterable[int], tick: Callable[[], None] = lambda: None
 ) -> Trained:
     """As ``train_reference``; with ``batch_norm = "deferred"`` running statistics are of replica 0's whole share."""
+    if spec.options.get("stage_replicas"):
+        assert isinstance(model, nn.Sequential), "a pipeline of no sequence"
+        first = _FirstReplicas(model, spec)
+
+        def after_step() -> None:
+            first.begin()
+            tick()
+
+        return train_reference(model, spec, feed, steps, after_step)
     if spec.options.get("batch_norm") != "deferred":
         return train_reference(model, spec, feed, steps, tick)
     norms = [one for one in model.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]
@@ -32,6 +46,33 @@ def train_pipeline(
         tick()
 
     return train_reference(model, spec, feed, steps, after_replica)
+
+
+class _FirstReplicas:
+    """Of a stage with ``n`` replicas every ``n``-th micro-batch alone moves running statistics: the first one's."""
+
+    def __init__(self, model: nn.Sequential, spec: RunSpec) -> None:
+        layout = layout_of(spec)
+        self._seen: dict[nn.Module, int] = {}
+        self._kept: list[Tensor] = []
+        for stage, held in enumerate(blocks_of_chunks(model, spec, chosen_options(spec), layout.stages)):
+            for block in list(model)[held.start : held.stop]:
+                block.register_forward_pre_hook(self._before)
+                block.register_forward_hook(partial(self._after, layout.widths[stage]))
+        self.begin()
+
+    def begin(self) -> None:
+        """The next micro-batch is a step's first."""
+        self._seen.clear()
+
+    def _before(self, block: nn.Module, _given: Any) -> None:
+        self._kept = [one.clone() for one in block.buffers()]
+
+    def _after(self, width: int, block: nn.Module, _given: Any, _output: Any) -> None:
+        seen = self._seen[block] = self._seen.get(block, -1) + 1
+        if seen % width:
+            for buffer, kept in zip(block.buffers(), self._kept, strict=True):
+                buffer.data.copy_(kept)
 
 
 class _WholeShares:

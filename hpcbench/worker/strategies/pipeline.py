@@ -15,7 +15,7 @@ from hpcbench.errors import WorkerError
 from hpcbench.parallel.schedule import Action, actions, message_after
 from hpcbench.parallel.strategies.pipeline import layout_of, wrong_cuts
 from hpcbench.worker.data.feed import Feed
-from hpcbench.worker.groups import Group, make_group
+from hpcbench.worker.groups import Group, make_group, make_group_of
 from hpcbench.worker.pipeline.batch_norm import DeferredStatistics
 from hpcbench.worker.pipeline.boundary import Boundaries
 from hpcbench.worker.pipeline.chunk import Chunk
@@ -27,7 +27,10 @@ from hpcbench.worker.pipeline.staged import Staged, gathered, slots, take_chunks
 from hpcbench.worker.pipeline.tied import Tie, sum_tied
 from hpcbench.worker.reducer import GradientReducer
 from hpcbench.worker.strategies.base import Place, make_optimizer
-from hpcbench.worker.strategies.model_parallel import ModelParallel
+from hpcbench.worker.strategies.model_parallel import ModelParallel, Shard
+from hpcbench.worker.strategies.model_parallel import gathered as whole
+from hpcbench.worker.tensor.collectives import Sharing
+from hpcbench.worker.tensor.layers import split_blocks
 
 scheduled = cache(actions)
 
@@ -86,7 +89,10 @@ class Pipeline(ModelParallel):
             Tie(tuple(dict.fromkeys(self.layout.rank(everywhere[name].chunk, 0) for name in names)), every[names[0]])
             for names in tied_names(model, everywhere)
         ]
-        return Staged(take_chunks(model, blocks, self._numbers), self.layout, self.own, self.boundaries)
+        chunks = take_chunks(model, blocks, self._numbers)
+        if spec.tp_degree > 1:
+            split_blocks(chunks.values(), Sharing(self.groups["tp"], by_tokens=False), spec)
+        return Staged(chunks, self.layout, self.own, self.boundaries)
 
     def make_reducers(self, module: nn.Module) -> list[GradientReducer]:
         """One for each chunk, so that it can send when the chunk is done; one for tied weights, after their sum."""
@@ -95,7 +101,7 @@ class Pipeline(ModelParallel):
         self._ties = [tie if id(tie.parameter) in mine else Tie(tie.places, None) for tie in self._ties]
         tied = [tie.parameter for tie in self._ties if tie.parameter is not None]
         self._reducer_of: dict[int, GradientReducer] = {}
-        group = self.groups["dp"]
+        group = self._replicas()
         if group.size == 1:
             return []
         for number in self._numbers:
@@ -106,6 +112,13 @@ class Pipeline(ModelParallel):
         for reducer in late:
             reducer.is_paused = True
         return [*self._reducer_of.values(), *late]
+
+    def _replicas(self) -> Group:
+        """The ranks that hold the same chunks."""
+        if not self.layout.replicas:
+            return self.groups["dp"]
+        stage = self.layout.ranks_of(self.layout.stage_of(self.own.place))
+        return make_group_of((self.own.ranks[place] for place in stage), self._place)
 
     def make_optimizer(self, spec: RunSpec, place: Place) -> torch.optim.Optimizer:
         """A stage of pooling and flattening alone has nothing to update."""
@@ -128,7 +141,8 @@ class Pipeline(ModelParallel):
             self.finish_backward()
         with self.phases("optimizer"):
             self.update()
-        return loss
+        # The ranks that share layers have all computed it: one of them says it.
+        return loss if self.groups["tp"].place == 0 else torch.zeros_like(loss)
 
     def state(self) -> str:
         """For a person: where this rank stands in the schedule."""
@@ -163,9 +177,15 @@ class Pipeline(ModelParallel):
         return self._gathered({name: one.grad for name, one in named if one.grad is not None}, self._parameters)
 
     def _gathered(self, tensors: dict[str, Tensor], places: dict[str, Any]) -> dict[str, Tensor]:
-        mine = {own_name(name): one for name, one in tensors.items()}
+        mine = {own_name(name): self._whole(name, one) for name, one in tensors.items()}
         held = {name: one for name, one in mine.items() if name in places}
         return gathered(held, places, self.layout, self.own, self._place.device)
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """Put together by the ranks that share a layer."""
+        owner, _, own = name.rpartition(".")
+        shards: dict[str, Shard] = getattr(self.module.get_submodule(owner), "shards", {})
+        return whole(tensor.detach(), shards[own], self.groups["tp"]) if own in shards else tensor
 
     def _know_shapes(self, feed: Feed, sizes: Iterable[int]) -> None:
         """Of the partial batch too, so that no timed step has to find them out."""
