@@ -56,6 +56,16 @@ def arranged(model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
     return kind(OrderedDict(model.named_children())).train(model.training)
 
 
+def spare_input(block: nn.Module) -> None:
+    """Let ``block`` not begin by writing over its input, which is a leaf of autograd's graph where the block is a cut
+    piece of a model: VGG's in-place ReLUs are blocks of their own."""
+    for module in block.modules():
+        if next(module.children(), None) is None and not isinstance(module, nn.Flatten | nn.Identity):
+            if getattr(module, "inplace", False):
+                module.inplace = False
+            return
+
+
 def recomputed(block: nn.Module, x: Tensor) -> Tensor:
     """``block(x)``, of which only ``x`` is kept for the backward pass."""
     if torch.compiler.is_compiling():

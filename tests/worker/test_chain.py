@@ -86,10 +86,12 @@ class Lasting(nn.Module):
 def test_every_block_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hpcbench.worker.chain.time.perf_counter", lambda: Lasting.clock[0])
     with torch.device("meta"):
-        model = nn.Sequential(nn.Flatten(), Lasting(3.0, 0.0), Lasting(1.0, 2.0), nn.Linear(64, 10))
+        model = nn.Sequential(
+            nn.Flatten(), Lasting(3.0, 0.0), Lasting(1.0, 2.0), nn.ReLU(inplace=True), nn.Linear(64, 10)
+        )
     found = measured_chain(ChainRequest(model="vit", dataset="digits", micro_batch_size=2), shapes=model)
-    assert [(one.forward_s, one.backward_s) for one in found.blocks] == [(0, 0), (3, 0), (1, 2), (0, 0)]
-    assert [one.name for one in found.blocks] == ["0", "1", "2", "3"]
+    assert [(one.forward_s, one.backward_s) for one in found.blocks] == [(0, 0), (3, 0), (1, 2), (0, 0), (0, 0)]
+    assert [one.name for one in found.blocks] == ["0", "1", "2", "3", "4"]
 
 
 def test_one_block_is_in_memory_at_a_time() -> None:
