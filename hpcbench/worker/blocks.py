@@ -62,7 +62,7 @@ def spare_input(block: nn.Module) -> None:
     for module in block.modules():
         if next(module.children(), None) is None and not isinstance(module, nn.Flatten | nn.Identity):
             if getattr(module, "inplace", False):
-                module.inplace = False
+                module.inplace = False  # type: ignore[assignment]
             return
 
 
