@@ -20,6 +20,7 @@ BENCHMARKS = {
     "pipelines": [*_TORCHRUN, "benchmarks.pipelines", "peers"],
     "bubbles": [*_FOUR, "benchmarks.pipelines", "bubbles"],
     "spatial": [*_TORCHRUN, "benchmarks.spatial_cost"],
+    "pipedream": [*_TORCHRUN, "benchmarks.pipedream"],
 }
 
 

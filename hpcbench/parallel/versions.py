@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from hpcbench.parallel.schedule import BACKWARD, FORWARD, UPDATE, Action
+from hpcbench.parallel.schedule import BACKWARD, FORWARD, UPDATE, Action, Layout, pipedream_window
 
 WEIGHT_VERSIONS = ("stash", "2bw")
 
@@ -72,3 +72,25 @@ def double_buffered_window(
         forwards = max(forwards, until)
         found.append(Action(BACKWARD, stage, number))
     return [*found, Action(UPDATE, stage, micro_batches - 1)]
+
+
+def step_window(
+    layout: Layout, delay: Delay, stage: int, micro_batches: int, next_micro_batches: int, is_first: bool
+) -> list[Action]:
+    """What ``stage`` does in one step; ``next_micro_batches`` are those of the step after it.
+
+    Micro-batches are numbered from 0 in the step, those of steps to come follow. The first step fills the pipeline.
+    """
+    if not delay.double_buffered:
+        return pipedream_window(layout, stage, micro_batches, is_first, False)
+    done = 0 if is_first else ahead_at_end(delay, stage, micro_batches)
+    return double_buffered_window(stage, layout.stages - 1 - stage, micro_batches, next_micro_batches, done)
+
+
+def steps_of(layout: Layout, delay: Delay, stage: int, micro_batches: int, steps: int) -> list[Action]:
+    """What ``stage`` does in the first ``steps`` steps, micro-batches numbered on from step to step."""
+    return [
+        one._replace(micro_batch=one.micro_batch + step * micro_batches)
+        for step in range(steps)
+        for one in step_window(layout, delay, stage, micro_batches, micro_batches, step == 0)
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -54,18 +54,19 @@ def arranged(model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
         )
     kind = RecomputedBlocks if spec.activation_checkpointing else Blocks
     if spec.activation_checkpointing:
-        keep_inputs(model)
+        for block in model:
+            spare_input(block)
     return kind(OrderedDict(model.named_children())).train(model.training)
 
 
-def keep_inputs(model: Iterable[nn.Module]) -> None:
-    """Let no block overwrite what it is given: it is to be computed from that once more."""
-    for block in model:
-        first = block
-        while isinstance(first, nn.Sequential) and len(first):
-            first = first[0]
-        if getattr(first, "inplace", False):
-            first.inplace = False  # type: ignore[assignment]
+def spare_input(block: nn.Module) -> None:
+    """Let ``block`` not begin by writing over its input, which is a leaf of autograd's graph where the block is a cut
+    piece of a model: VGG's in-place ReLUs are blocks of their own."""
+    for module in block.modules():
+        if next(module.children(), None) is None and not isinstance(module, nn.Flatten | nn.Identity):
+            if getattr(module, "inplace", False):
+                module.inplace = False  # type: ignore[assignment]
+            return
 
 
 def recomputed(block: nn.Module, x: Tensor) -> Tensor:

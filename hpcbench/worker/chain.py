@@ -36,6 +36,7 @@ from hpcbench.parallel.own_model import is_own
 from hpcbench.parallel.pairs import pair
 from hpcbench.parallel.resolve import Dropped
 from hpcbench.paths import cache_folder
+from hpcbench.worker.blocks import spare_input
 from hpcbench.worker.layers import blank_batch
 from hpcbench.worker.losses import sample_losses
 from hpcbench.worker.models.build import build_shapes
@@ -144,6 +145,7 @@ def materialised(block: nn.Module, device: torch.device) -> nn.Module:
         reset = getattr(module, "reset_parameters", None)
         if callable(reset):
             reset()
+    spare_input(made)
     return made.train()
 
 

@@ -10,7 +10,8 @@ from torch.func import functional_call
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.partition import ranges
-from hpcbench.parallel.versions import Delay, ahead_at_end
+from hpcbench.parallel.strategies.pipedream import delay_of
+from hpcbench.parallel.versions import ahead_at_end
 from hpcbench.worker.compare import Trained, on_host
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.losses import sample_losses
@@ -22,12 +23,6 @@ from hpcbench.worker.strategies.base import chosen_options, make_optimizer
 
 def _nothing() -> None:
     pass
-
-
-def delay_of(spec: RunSpec) -> Delay:
-    """How old a run's weights are."""
-    options = chosen_options(spec)
-    return Delay(spec.pp_degree, bool(options["vertical_sync"]), options["weight_versions"] == "2bw")
 
 
 def train_pipedream_reference(

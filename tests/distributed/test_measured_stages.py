@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +15,7 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.bounds import Check
 from hpcbench.parallel.catalog import resolve_reference, resolve_runtime
-from hpcbench.parallel.chain import ChainRequest, MeasuredBlock, MeasuredChain
+from hpcbench.parallel.chain import ChainRequest, MeasuredBlock, MeasuredChain, decode_chain
 from hpcbench.results.schema import Predicted
 from hpcbench.worker import chain
 from hpcbench.worker.compare import Trained, compare
@@ -53,8 +54,8 @@ def cut_and_train(
     os.environ["XDG_CACHE_HOME"] = cache or "nowhere"
     place = Place(dist.get_rank(group), spec.ranks, CPU, group)
     wide = for_comparison(spec, "fp64")
-    given = {"measured_chain": planned if place.rank == 0 else None} if cache is None else {}
-    with mock.patch.multiple(chain, **given) if given else mock.patch.object(chain, "_BUDGET_S", 0.0):
+    name, value = ("_BUDGET_S", 0.0) if cache else ("measured_chain", planned if place.rank == 0 else None)
+    with mock.patch.object(chain, name, value):
         first = resolve_runtime(spec.strategy)()
         first.setup(build_model(spec), spec, place)
     again = resolve_runtime(spec.strategy)()
@@ -68,7 +69,13 @@ def cut_and_train(
 
 
 def measured_spec(strategy: str, batch_size: int) -> RunSpec:
-    more = {"strategy": strategy, "pp_degree": 2, "dp_degree": 1, "micro_batches": 2, "batch_size": batch_size}
+    more: dict[str, Any] = {
+        "strategy": strategy,
+        "pp_degree": 2,
+        "dp_degree": 1,
+        "micro_batches": 2,
+        "batch_size": batch_size,
+    }
     return make_case(2, "vit", "digits", options={"balance": "measured"}, **more).spec
 
 
@@ -96,7 +103,7 @@ def test_blocks_are_really_measured(pool: Pool, tmp_path: Path) -> None:
     assert len(cuts) == 2
     assert predicted.step_time_s >= max(predicted.stage_times_s) * 2 > 0
     (file,) = (tmp_path / "hpcbench" / "chains").iterdir()
-    assert chain.decode_chain(file.read_bytes(), str(file)).request.micro_batch_size == 6
+    assert decode_chain(file.read_bytes(), str(file)).request.micro_batch_size == 6
 
 
 def fail(spec: RunSpec, group: dist.ProcessGroup) -> str:

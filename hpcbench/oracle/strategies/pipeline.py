@@ -27,7 +27,7 @@ class PipelineCost:
     @classmethod
     def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
         """Activations and gradients by the schedule, gradients of weights by the buckets of each chunk."""
-        run = _Run(spec, table, rank)
+        run = PipelineRun(spec, table, rank)
         calls = [
             Traffic(operation="send", group_size=2, payload_bytes=run.message_bytes(action))
             for action in run.schedule[run.place]
@@ -51,7 +51,7 @@ class PipelineCost:
     @classmethod
     def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> Memory:
         """The stage's weights, and the activations of the micro-batches that are alive together when most are."""
-        run = _Run(spec, table, rank)
+        run = PipelineRun(spec, table, rank)
         parameters = sum(sum(run.own_tensors(chunk)) for chunk in run.chunks)
         parameters += sum(names.bytes for names in run.ties if run.holds(names))
         copies = {"sgd": 1 if spec.momentum else 0}.get(spec.optimizer, 2)
@@ -81,7 +81,7 @@ class _Tie:
         self.first, self.holders = places[0], len(places)
 
 
-class _Run:
+class PipelineRun:
     """One rank of one run, by the table."""
 
     def __init__(self, spec: RunSpec, table: LayerTable, rank: int) -> None:

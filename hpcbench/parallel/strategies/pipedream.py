@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.entry import Option, Strategy
 from hpcbench.parallel.strategies import pipeline
-from hpcbench.parallel.versions import WEIGHT_VERSIONS
+from hpcbench.parallel.versions import WEIGHT_VERSIONS, Delay
 
 STRATEGIES = {
     "pipedream": Strategy(
@@ -24,10 +24,17 @@ STRATEGIES = {
             "vertical_sync": Option(bool, False, "all stages compute a minibatch with the first one's version"),
         },
         reference="pipedream",
+        cost="hpcbench.oracle.strategies.pipedream:PipedreamCost",
         hybrid=("dp_degree",),
         limit="hpcbench.parallel.strategies.pipedream:excluded",
     ),
 }
+
+
+def delay_of(spec: RunSpec) -> Delay:
+    """How old a run's weights are."""
+    versions = spec.options.get("weight_versions", WEIGHT_VERSIONS[0])
+    return Delay(spec.pp_degree, bool(spec.options.get("vertical_sync")), versions == "2bw")
 
 
 def excluded(spec: RunSpec) -> str | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
-from hpcbench.worker.blocks import recomputed
+from hpcbench.worker.blocks import recomputed, spare_input
 from hpcbench.worker.pipeline.boundary import Boundary
 from hpcbench.worker.pipeline.deferred import Late, defer_weights
 
@@ -30,6 +30,7 @@ class Chunk:
     def __init__(self, module: nn.Module, splits: bool) -> None:
         """``splits``: its backward passes come in halves."""
         self.module = module
+        spare_input(module)
         self._deferral = defer_weights(module) if splits else None
         self._alive: dict[int, _Alive] = {}
         self._late: dict[int, Late] = {}

@@ -15,6 +15,7 @@ from hpcbench.parallel.chain import ChainAnswer, MeasuredChain
 from hpcbench.parallel.partition import balanced, ranges
 from hpcbench.parallel.predict import step_time
 from hpcbench.parallel.schedule import Layout
+from hpcbench.parallel.strategies.pipedream import delay_of
 from hpcbench.results.schema import Predicted
 from hpcbench.worker.strategies.base import Place
 
@@ -53,7 +54,9 @@ def measured_blocks(spec: RunSpec, chunks: int) -> list[range]:
 def predicted(measured: MeasuredChain, spec: RunSpec, layout: Layout, blocks: list[range]) -> Predicted:
     """A step of the run by its schedule and the measured times."""
     chain = measured.chain()
-    found = step_time(spec.strategy, layout, spec.micro_batches, [[chain[place] for place in held] for held in blocks])
+    delay = delay_of(spec) if spec.strategy == "pipedream" else None
+    chunks = [[chain[place] for place in held] for held in blocks]
+    found = step_time(spec.strategy, layout, spec.micro_batches, chunks, delay)
     return Predicted(
         step_time_s=found.step_time_s,
         bubble_fraction=found.bubble_fraction,

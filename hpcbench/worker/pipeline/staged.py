@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from hpcbench.parallel.schedule import Layout
-from hpcbench.worker.blocks import keep_inputs
 from hpcbench.worker.groups import Group
 from hpcbench.worker.pipeline.boundary import Boundaries
 
@@ -84,9 +83,6 @@ def take_chunks(model: nn.Sequential, blocks: Sequence[range], numbers: Iterable
     """The chunks of ``model`` with those numbers: slices, whose modules keep their names."""
     found = {number: model[blocks[number].start : blocks[number].stop] for number in numbers}
     assert all(isinstance(one, nn.Sequential) for one in found.values()), "a slice of a sequence"
-    for chunk in found.values():
-        # What it receives is a leaf of its graph, and what a backward pass may compute it from again.
-        keep_inputs([next(chunk.children())])
     return found  # type: ignore[return-value]
 
 

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.schedule import BACKWARD, UPDATE, Action, pipedream_window
-from hpcbench.parallel.versions import Delay, ahead_at_end, double_buffered_window
+from hpcbench.parallel.schedule import BACKWARD, UPDATE, Action
+from hpcbench.parallel.strategies.pipedream import delay_of
+from hpcbench.parallel.versions import Delay, step_window
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.minibatches import Minibatches
 from hpcbench.worker.pipeline.endless import EndlessRuntime, Numbered
 from hpcbench.worker.pipeline.runtime import Batch, Hooks
 from hpcbench.worker.pipeline.stash import WeightStash
-from hpcbench.worker.reference_pipedream import delay_of
 from hpcbench.worker.strategies.base import Place
 from hpcbench.worker.strategies.pipeline import Pipeline
 
@@ -73,12 +73,7 @@ class Pipedream(Pipeline):
     def _window(self, known: Minibatches, place: int, stage: int) -> list[Action]:
         """What ``stage`` does in the step at ``place``, in numbers over all steps."""
         count, following = known.count(place), known.count(place + 1)
-        if self._delay.double_buffered:
-            done = ahead_at_end(self._delay, stage, count) if place else 0
-            ahead = self.layout.stages - 1 - stage
-            found = double_buffered_window(stage, ahead, count, following, done)
-        else:
-            found = pipedream_window(self.layout, stage, count, place == 0, False)
+        found = step_window(self.layout, self._delay, stage, count, following, place == 0)
         first = known.first(place)
         return [one._replace(micro_batch=one.micro_batch + first) for one in found]
 
