@@ -12,6 +12,7 @@ from tests.distributed.pool import Pool
 pytestmark = pytest.mark.distributed
 
 SCHEDULES = ["model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+SOAK = pytest.mark.soak
 TIED = {"tied": True, "context": 8}
 
 
@@ -40,8 +41,22 @@ def test_four_stages_with_batch_norm(pool: Pool, schedule: str) -> None:
     check(pool.run(case), run_reference(case), EXACT)
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "stages"),
+    [
+        ("model", 2),
+        ("gpipe", 4),
+        ("1f1b", 2),
+        ("interleaved_1f1b", 2),
+        ("zero_bubble", 4),
+        *(
+            pytest.param(schedule, stages, marks=SOAK)
+            for schedule, stages in [
+                ("model", 4), ("gpipe", 2), ("1f1b", 4), ("interleaved_1f1b", 4), ("zero_bubble", 2)
+            ]
+        ),
+    ],
+)  # fmt: skip
 def test_a_transformer(pool: Pool, schedule: str, stages: int) -> None:
     chunks = {"virtual_stages": 1} if (schedule, stages) == ("interleaved_1f1b", 4) else {}
     case = pipeline_case(
@@ -50,7 +65,7 @@ def test_a_transformer(pool: Pool, schedule: str, stages: int) -> None:
     check(pool.run(case), run_reference(case), TOLERANCE)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved_1f1b", marks=SOAK), "zero_bubble"])
 def test_two_replicas_of_two_stages(pool: Pool, schedule: str) -> None:
     """Both replicas make as many micro-batches, also of 8 and 7 samples."""
     case = pipeline_case(schedule, 2, replicas=2, precision="fp64", steps=3)
@@ -115,9 +130,9 @@ def test_stages_whose_layers_are_shared(pool: Pool, schedule: str, model_options
         ("zero_bubble", {"activation_checkpointing": True}),
         ("gpipe", {"channels_last": True, "model": "mobilenetv2", "steps": 1}),
         ("1f1b", {"options": {"cuts": "1,2,9"}, "pp_degree": 4, "tasks": 4}),
-        ("1f1b", {"options": {"balance": "memory"}}),
-        ("1f1b", {"options": {"balance": "blocks"}}),
-        ("1f1b", {"optimizer": "adamw", "weight_decay": 1e-3}),
+        pytest.param("1f1b", {"options": {"balance": "memory"}}, marks=SOAK),
+        pytest.param("1f1b", {"options": {"balance": "blocks"}}, marks=SOAK),
+        pytest.param("1f1b", {"optimizer": "adamw", "weight_decay": 1e-3}, marks=SOAK),
     ],
 )
 def test_options(pool: Pool, schedule: str, more: dict[str, Any]) -> None:
@@ -137,8 +152,18 @@ def test_running_statistics_of_whole_mini_batches(pool: Pool, replicas: int, rec
     assert (expected.state[name] - per_micro_batch.state[name]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=SOAK), "zero_bubble"])
 def test_bf16(pool: Pool, schedule: str) -> None:
     """What stages pass on is bf16 too, as autocast would hand it on within one process."""
     case = pipeline_case(schedule, 2, "vgg11", precision="bf16", steps=1, model_options={"batch_norm": False})
     check(pool.run(case), run_reference(case), 2.0**-6)
+
+
+@SOAK
+@pytest.mark.parametrize(
+    ("model", "dataset"), [("mobilenetv2", "imagenet"), ("mobilenetv2", "highres"), ("resnet152", "imagenet")]
+)
+def test_large_images(pool: Pool, model: str, dataset: str) -> None:
+    """One step, of two micro-batches of two samples. In fp64, as all whole models with BatchNorm."""
+    case = pipeline_case("1f1b", 2, model, dataset, batch_size=4, micro_batches=2, steps=1, precision="fp64")
+    check(pool.run(case), run_reference(case), EXACT)
