@@ -58,6 +58,11 @@ def measured(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
             "1f1b", 2, "gpt", "tokens", dp_degree=2, input_size=4, batch_size=2, micro_batches=2,
             model_options={"tied": True, "context": 4},
         ),
+        spec_of("gpipe", 3, options={"stage_replicas": "2-1"}),
+        spec_of(
+            "zero_bubble", 2, "gpt", "tokens", tp_degree=2, tasks_per_node=4, input_size=4, batch_size=3,
+            micro_batches=2, model_options={"context": 4},
+        ),
     ],
     ids=lambda spec: f"{spec.strategy}-{spec.model}-{spec.ranks}",
 )  # fmt: skip

@@ -7,10 +7,11 @@ from math import prod
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.cost import Memory
+from hpcbench.oracle.strategies.tensor import SplitModel
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, bucket_bytes
 from hpcbench.parallel.layers import LayerTable
 from hpcbench.parallel.mesh import Mesh
-from hpcbench.parallel.schedule import FORWARD, Action, Layout, actions, message_after
+from hpcbench.parallel.schedule import FORWARD, WEIGHT, Action, Layout, actions, message_after
 from hpcbench.parallel.shard import even_ranges
 from hpcbench.parallel.stages import chunk_blocks
 from hpcbench.parallel.strategies.pipeline import OPTIONS, layout_of
@@ -33,6 +34,7 @@ class PipelineCost:
             for action in run.schedule[run.place]
             if message_after(action, run.layout) is not None
         ]
+        calls += run.shared_layers()
         for names in run.ties:
             if run.place == names.first:
                 calls += [Traffic(operation="send", group_size=2, payload_bytes=names.bytes)] * (names.holders - 1)
@@ -96,6 +98,7 @@ class PipelineRun:
         self.blocks = chunk_blocks(str(options["cuts"]), str(options["balance"]), self.layout.chunks, table)
         self.sizes = [len(part) for part in even_ranges(spec.batch_size, spec.micro_batches)]
         self.schedule = actions(spec.strategy, self.layout, spec.micro_batches)
+        self.split = SplitModel(spec, table, rank) if spec.tp_degree > 1 else None
         self.scale = 2 if spec.precision == "fp64" else 1
         """Of the table's bytes, which are of fp32; lower precisions keep weights in it, and are an exception."""
 
@@ -136,9 +139,26 @@ class PipelineRun:
         tied = {tie.name for tie in self.ties}
         return [
             self.scale * one.bytes_per_element * prod(one.shape)
+            if self.split is None
+            else self.split.parameter_bytes(one.name, one.shape)
             for one in self.table.parameter_tensors
             if one.name not in tied and self._chunk_of(one.name) == chunk
         ]
+
+    def shared_layers(self) -> list[Traffic]:
+        """Of transformer blocks that a stage's ranks share: two all_reduces in either pass (Shoeybi et al. 2019)."""
+        if self.split is None:
+            return []
+        found = []
+        for action in self.schedule[self.place]:
+            held = sum(int(name) in self.blocks[action.chunk] for name in self.split.blocks)
+            payload = self.sizes[action.micro_batch] * self.split.tokens * self.split.width * self.split.sent_bytes
+            if held and action.kind != WEIGHT:
+                one = Traffic(
+                    operation="all_reduce", group_size=self.spec.tp_degree, payload_bytes=payload, count=2 * held
+                )
+                found.append(one)
+        return found
 
     def buffer_bytes(self) -> int:
         """BatchNorm's, of all chunks; counters are integers in every precision."""
