@@ -103,6 +103,8 @@ def _fill_degrees(point: dict[str, Any]) -> None:
     for degree, value in given.items():
         if value > 1 and degree not in (own, *entry.hybrid):
             raise _Excluded(f"{point['strategy']} has no {degree}: {value} given, 1 is right")
+    if point["strategy"] == "data_tensor_pipeline" and given.get("tp_degree", 1) == 1:
+        raise _Excluded("data_tensor_pipeline shares layers, too: set tp_degree to 2 or more, or use data_pipeline")
     is_alias = point["strategy"] in ALIASES
     open_degrees = [name for name in (own, "dp_degree" if is_alias else None) if name and name not in given]
     if len(open_degrees) == 2:

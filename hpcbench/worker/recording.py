@@ -37,6 +37,9 @@ def run_recorded(
         return Recorded([], [])
     whole = feed.global_count(first) == feed.global_batch_size
     recorder = TrafficRecorder()
+    if not whole:
+        # Made all the same: a pipeline that runs across steps has begun it.
+        strategy.step(feed, first)
     with recorder:
         strategy.step(feed, first if whole else first + 1)
     synchronize(device)

@@ -17,6 +17,7 @@ from hpcbench.results.schema import OK, Failure, Metrics, RankResult, RankTraffi
 from hpcbench.results.steady import warmup_found, warmup_warning
 from hpcbench.worker.guards import guard_warnings
 from hpcbench.worker.metrics import Measured, metrics_of
+from hpcbench.worker.timelines import timeline_of
 from hpcbench.worker.verdict import listed
 
 _FROM_PROVENANCE = ("threads", "gpu_model", "gpu_uuid")
@@ -42,6 +43,8 @@ def summarise(
     measured = Measured(spec, header, ranks, slowest, found or 0, samples)
     metrics = metrics_of(measured, notes) if ranks else Metrics()
     metrics.warmup_found_steps = found
+    timeline = timeline_of(spec, ranks)
+    metrics.bubble_fraction = timeline.bubble_fraction if timeline is not None else None
     if found:
         notes.append(warmup_warning(found, len(slowest), spec.warmup_steps))
     if slowest and len(ranks) < spec.ranks:
@@ -55,6 +58,7 @@ def summarise(
         status=status,
         spec=spec,
         metrics=metrics,
+        predicted=next((one.predicted for one in ranks.values() if one.predicted is not None), None),
         ranks=[_rank_entry(rank, ranks.get(rank), measured.skipped) for rank in range(spec.ranks)],
         step_times_s=slowest,
         traffic=_most_traffic(ranks),
@@ -64,6 +68,7 @@ def summarise(
             *guard_warnings(spec, ranks),
             *_rank_warnings(ranks),
         ],
+        timeline=timeline,
         verification=next((one.verification for one in ranks.values() if one.verification is not None), None),
         provenance=provenance,
         environment_digest=provenance.pop("environment_digest", None),
@@ -143,6 +148,7 @@ def _rank_entry(rank: int, result: RankResult | None, skipped: int) -> dict[str,
         "peak_reserved_bytes": result.peak_reserved_bytes,
         "time_to_first_step_s": result.time_to_first_step_s,
         "phases": msgspec.to_builtins(result.phases) if result.phases else None,
+        "state": result.state,
         "error": result.error.message if result.error else None,
         **{key: result.provenance.get(key) for key in _FROM_PROVENANCE},
     }

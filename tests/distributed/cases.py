@@ -77,8 +77,8 @@ def make_case(ranks: int, model: str, dataset: str, model_options: Any = None, s
     given: dict[str, Any] = {"strategy": "ddp", "dp_degree": ranks, "batch_size": BATCH}
     kept = {name: more.pop(name) for name in ("replicated", "narrow") if name in more}
     spec = RunSpec(
-        model=model, dataset=dataset, tasks_per_node=ranks, learning_rate=0.01, momentum=0.9,
-        model_options=model_options or {}, **{**given, **more},
+        model=model, dataset=dataset, learning_rate=0.01, momentum=0.9, model_options=model_options or {},
+        **{"tasks_per_node": ranks, **given, **more},
     )  # fmt: skip
     return Case(spec, samples=3 * spec.global_batch_size - 1, steps=steps, **kept)
 

@@ -37,6 +37,8 @@ class Pool:
             context.Process(target=_serve, args=(rank, ranks, self._store.port, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
+        self._groups = 0
+        """The most process groups that a rank is in."""
         for process in self._processes:
             process.start()
 
@@ -52,22 +54,23 @@ class Pool:
         pipes = self._pipes[:ranks]
         self._calls += 1
         for pipe in pipes:
-            pipe.send((self._calls, ranks, function, arguments))
+            pipe.send((self._calls, ranks, function, arguments, self._groups))
         answers = [self._answer(pipe) for pipe in pipes]
+        self._groups = max(self._groups, *(count for _, _, count in answers))
         found: list[T] = []
-        for rank, (ok, data) in enumerate(answers):
+        for rank, (ok, data, _) in enumerate(answers):
             assert ok, f"rank {rank} of the pool raised\n{data}"
             found.append(torch.load(io.BytesIO(bytes(data)), weights_only=False))
         return found
 
-    def _answer(self, pipe: Connection) -> tuple[bool, Any]:
-        """What a rank says to this call; late answers to one that has been given up are dropped."""
+    def _answer(self, pipe: Connection) -> tuple[bool, Any, int]:
+        """What a rank says to this call, and how many groups it is in; late answers to one that has been given up are dropped."""
         deadline = time.monotonic() + _WAIT_S
         while pipe.poll(max(deadline - time.monotonic(), 0.0)):
-            call, ok, data = pipe.recv()
+            call, ok, data, groups = pipe.recv()
             if call == self._calls:
-                return ok, data
-        return False, f"no answer in {_WAIT_S} s"
+                return ok, data, groups
+        return False, f"no answer in {_WAIT_S} s", 0
 
     def close(self) -> None:
         """End the processes."""
@@ -97,11 +100,15 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
     # later by how many a rank is in already.
     groups: dict[int, Any] = {size: _first_or_alone(rank, size, ranks) for size in range(2, ranks + 1)}
     while (order := pipe.recv()) is not None:
-        call, size, function, arguments = order
+        call, size, function, arguments, wanted = order
+        while len(dist.distributed_c10d._world.pg_names) < wanted:
+            # As above, for the groups of calls that this rank was not in.
+            dist.new_group([rank], use_local_synchronization=True)
         try:
             buffer = io.BytesIO()
             torch.save(function(*arguments, groups[size]), buffer)
-            pipe.send((call, True, buffer.getvalue()))
+            answer: tuple[bool, bytes | str] = True, buffer.getvalue()
         except Exception:  # noqa: BLE001 - the test shows it
-            pipe.send((call, False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
+        pipe.send((call, *answer, len(dist.distributed_c10d._world.pg_names)))
     os._exit(0)
