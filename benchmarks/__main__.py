@@ -14,6 +14,7 @@ _FOUR = [*_TORCHRUN[:-2], "--nproc-per-node=4", "-m"]
 BENCHMARKS = {
     "startup": [sys.executable, "-m", "benchmarks.startup"],
     "scale": [sys.executable, "-m", "benchmarks.scale"],
+    "collection": [sys.executable, "-m", "benchmarks.collection"],
     "submit": [sys.executable, "-m", "benchmarks.submit"],
     "loop": [*_TORCHRUN, "benchmarks.loop_cost"],
     "strategies": [*_TORCHRUN, "benchmarks.strategies_cost"],

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from hpcbench.config.spec import RunSpec, as_dict
-from hpcbench.errors import ConfigError
 from hpcbench.fileio import write_atomic
+from hpcbench.report.files import encoder
 from hpcbench.report.rows import Row
+from hpcbench.report.view import Column, View
 from hpcbench.results.schema import RunResult, result_json
-
-FORMATS = (".json", ".csv", ".parquet")
 
 
 def export(results: list[RunResult], path: Path) -> None:
     """Write ``results`` in the format that the file's ending names. Nested values become columns ``a.b``."""
-    if path.suffix not in FORMATS:
-        raise ConfigError(f"cannot write {path}: unknown ending {path.suffix!r}", hint=f"choices: {', '.join(FORMATS)}")
+    encode = encoder(path)
     if path.suffix == ".json":
         document = {"results": [result_json(result) for result in results]}
         write_atomic(path, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
@@ -28,12 +25,10 @@ def export(results: list[RunResult], path: Path) -> None:
     import polars
 
     frame = polars.DataFrame([flat(result) for result in results], infer_schema_length=None, strict=False)
-    buffer = io.BytesIO()
-    if path.suffix == ".csv":
-        frame.write_csv(buffer)
-    else:
-        frame.write_parquet(buffer)
-    write_atomic(path, buffer.getvalue())
+    columns = [Column(name, name, is_number=dtype.is_numeric()) for name, dtype in frame.schema.items()]
+    raw = [list(row) for row in frame.iter_rows()]
+    cells = [["" if value is None else str(value) for value in row] for row in raw]
+    write_atomic(path, encode(View("results", columns, raw, cells)))
 
 
 def flat(result: RunResult) -> dict[str, Any]:
