@@ -3,8 +3,9 @@
 Both take the same micro-batches through the same stages; a pair is one block of each, and the order within a pair
 changes from pair to pair. gpipe waits p - 1 of m + p - 1 units, pipedream none, so the ratio of their times should be
 that of their schedules. A block of pipedream's ends once all stages before the last have gone backward too, which in a
-long run overlaps with what follows: that is in the expected ratio. Stages that sleep for a fixed time show the schedules alone, with any number of ranks; the
-network is real work and needs a core per rank. Rank 0 prints one line of JSON.
+long run overlaps with what follows: that is in the expected ratio. Stages that sleep for a fixed time show the
+schedules alone, with any number of ranks; the network is real work and needs a core per rank. Rank 0 prints one line
+of JSON.
 """
 
 from __future__ import annotations
