@@ -13,10 +13,13 @@ _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--n
 BENCHMARKS = {
     "startup": [sys.executable, "-m", "benchmarks.startup"],
     "scale": [sys.executable, "-m", "benchmarks.scale"],
+    "collection": [sys.executable, "-m", "benchmarks.collection"],
     "submit": [sys.executable, "-m", "benchmarks.submit"],
     "loop": [*_TORCHRUN, "benchmarks.loop_cost"],
     "strategies": [*_TORCHRUN, "benchmarks.strategies_cost"],
     "spatial": [*_TORCHRUN, "benchmarks.spatial_cost"],
+    "tensor": [*_TORCHRUN, "benchmarks.tensor_cost"],
+    "channels": [*_TORCHRUN, "benchmarks.channels_cost"],
 }
 
 

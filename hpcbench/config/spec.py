@@ -92,11 +92,17 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         return self.batch_size * self.dp_degree
 
 
+def strategy_label(spec: RunSpec) -> str:
+    """The strategy, of a hybrid with its degrees: ``filter dp2 tp4``."""
+    degrees = [f"{name.removesuffix('_degree')}{getattr(spec, name)}" for name in DEGREES if getattr(spec, name) > 1]
+    return " ".join([spec.strategy, *degrees]) if len(degrees) > 1 else spec.strategy
+
+
 def label(spec: RunSpec) -> str:
     """A run in a few words: ``ddp on 2 ranks, resnet18, batch 16``."""
     repeat = f", repeat {spec.repeat}" if spec.repeat else ""
     ranks = f"{spec.ranks} rank" + ("s" if spec.ranks > 1 else "")
-    return f"{spec.strategy} on {ranks}, {spec.model}, batch {spec.batch_size}{repeat}"
+    return f"{strategy_label(spec)} on {ranks}, {spec.model}, batch {spec.batch_size}{repeat}"
 
 
 _NOT_IDENTITY = frozenset({"time_limit_min"})

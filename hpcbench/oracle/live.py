@@ -9,6 +9,7 @@ from typing import NamedTuple
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.cost import Memory
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, buffer_bytes
+from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, buckets, total
 from hpcbench.parallel.gradients import first_rows
 from hpcbench.parallel.layers import Layer, LayerTable
 
@@ -32,6 +33,17 @@ class Kept(NamedTuple):
     """Buckets, all the time."""
 
 
+class Row(NamedTuple):
+    """What one row of the table costs a rank in the backward pass of a micro-batch, in bytes."""
+
+    kept: int
+    """For it, since the forward pass."""
+    works_with: int
+    """Beside that, while it runs."""
+    block_input: int
+    """What is kept for its block to be computed again, where the row is the block's first."""
+
+
 def in_turn(spec: RunSpec, table: LayerTable) -> list[int]:
     """Gradients that are cleared before a step come one after another; accumulated ones are there."""
     return first_rows(table) if spec.micro_batches == 1 else from_the_start(table)
@@ -47,20 +59,36 @@ def state_bytes(spec: RunSpec, owned: list[int]) -> int:
     return sum(owned) * _STATES.get(spec.optimizer, int(spec.momentum > 0))
 
 
+def sent_at_once(table: LayerTable, sizes: Sequence[int]) -> list[int]:
+    """While each row runs backwards: the buckets on their way that hold gradients of ``sizes``, 0 where none is sent.
+
+    As ``worker.reducer`` fills them: one after another from the model's last tensor on, held until all are there.
+    """
+    places = [place for place, size in enumerate(sizes) if size]
+    chosen, made_at, underway = [sizes[place] for place in places], first_rows(table), [0] * len(table.layers)
+    sent_at = len(table.layers) - 1
+    for bucket in buckets(chosen, int(BUCKET_CAP_MB * MIB)):
+        sent_at = min(sent_at, *(made_at[places[one]] for one in bucket))
+        for row in range(sent_at + 1):
+            underway[row] += total(chosen, bucket)
+    return underway
+
+
 def held_at_peak(
     spec: RunSpec,
     table: LayerTable,
     kept: Kept,
     underway: Sequence[int] = (),
-    saved: Sequence[int] = (),
-    left_over: int = 0,
+    rows: Sequence[Row] | None = None,
+    buffers: int | None = None,
 ) -> Memory:
     """The moment of a steady step at which ``kept`` and all that comes and goes are most.
 
-    ``underway``: while each row runs backwards, copies that are to be sent or were just received; ``left_over`` is what
-    of them is there when the backward pass has ended. ``saved``: as ``saved_bytes`` says, where layers are shared.
+    ``underway``: while each row runs backwards, copies that are to be sent or were just received. ``rows`` and
+    ``buffers``: of ranks that have less of them than the whole.
     """
-    saved, optimizer = saved or saved_bytes(spec, table), state_bytes(spec, kept.owned)
+    saved = saved_bytes(spec, table, whole_rows(spec, table) if rows is None else rows)
+    optimizer = state_bytes(spec, kept.owned)
     made = [0] * (len(table.layers) + 1)
     for size, row in zip(kept.gradients, kept.made_at, strict=True):
         made[row] += size
@@ -70,7 +98,6 @@ def held_at_peak(
         copies = underway[number] if underway else 0
         moments.append((saved[number], gradients, optimizer, kept.communication + copies))
     temporaries = max(kept.owned, default=0) * _TEMPORARIES.get(spec.optimizer, 0)
-    moments.append((0, sum(kept.gradients), optimizer, kept.communication + left_over))
     moments.append((0, sum(kept.gradients), optimizer + temporaries, kept.communication))
     activations, gradients, optimizer, communication = max(moments, key=sum)
     return Memory(
@@ -78,31 +105,47 @@ def held_at_peak(
         gradients_bytes=gradients,
         optimizer_bytes=optimizer,
         activations_bytes=activations,
-        buffers_bytes=sum(buffer_bytes(spec, table)),
+        buffers_bytes=sum(buffer_bytes(spec, table)) if buffers is None else buffers,
         communication_bytes=communication,
     )
 
 
-def saved_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
+def saved_bytes(spec: RunSpec, table: LayerTable, rows: Sequence[Row]) -> list[int]:
     """Of every row: what autograd still keeps while it runs backwards, and what the row itself works with.
 
-    That is the gradients of its output and input, and a convolution's weight in the library's own layout. Recomputed
-    blocks keep their inputs; the one that runs has been computed again.
+    Recomputed blocks keep their inputs; the one that runs has been computed again.
     """
-    samples = spec.batch_size // spec.micro_batches
-    wide = FP64_BYTES // FP32_BYTES if spec.precision == "fp64" else 1
-    own = [(layer.activation_bytes * samples + layer.activation_fixed_bytes) * wide for layer in table.layers]
     found, alive, block_inputs, block = [], 0, 0, -1
-    for layer, size in zip(table.layers, own, strict=True):
+    for layer, row in zip(table.layers, rows, strict=True):
         if spec.activation_checkpointing and layer.block != block:
-            block_inputs += _input_bytes(layer) * samples * wide
+            block_inputs += row.block_input
             alive, block = block_inputs, layer.block
-        alive += size
-        flows = (layer.output_bytes + _input_bytes(layer)) * samples
-        laid_out = layer.parameters * FP32_BYTES if layer.kind.startswith("Conv") else 0
-        found.append(alive + (flows + laid_out) * wide)
+        alive += row.kept
+        found.append(alive + row.works_with)
     return found
 
 
-def _input_bytes(layer: Layer) -> int:
+def whole_rows(spec: RunSpec, table: LayerTable) -> list[Row]:
+    """Of a rank that has all of every layer.
+
+    A row works with the gradients of its output and input, and a convolution with its weight in the library's layout.
+    """
+    samples = spec.batch_size // spec.micro_batches
+    wide = FP64_BYTES // FP32_BYTES if spec.precision == "fp64" else 1
+    found = []
+    for layer in table.layers:
+        flows = (layer.output_bytes + input_bytes(layer)) * samples
+        laid_out = layer.parameters * FP32_BYTES * layouts(layer)
+        own = (layer.activation_bytes * samples + layer.activation_fixed_bytes) * wide
+        found.append(Row(own, (flows + laid_out) * wide, input_bytes(layer) * samples * wide))
+    return found
+
+
+def layouts(layer: Layer) -> int:
+    """How often the library holds a layer's weight in a layout of its own: in 3-D, gradients of it too (measured)."""
+    return {"Conv3d": 4}.get(layer.kind, int(layer.kind.startswith("Conv")))
+
+
+def input_bytes(layer: Layer) -> int:
+    """Of the row's input, per sample, in fp32."""
     return prod(layer.input_shape) * FP32_BYTES

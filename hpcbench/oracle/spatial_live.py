@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.cost import Memory
-from hpcbench.oracle.live import Kept, held_at_peak, in_turn
+from hpcbench.oracle.live import Kept, Row, held_at_peak, in_turn, saved_bytes
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, parameter_bytes
 from hpcbench.parallel.catalog import chosen_options
 from hpcbench.parallel.gradients import first_rows
@@ -50,27 +50,12 @@ def peak(spec: RunSpec, table: LayerTable, split: Split | None, place: int, redu
     for bucket in reduced:
         sent[min(rows[one] for one in bucket)] += sum(sizes[one] for one in bucket)
     buckets = list(accumulate(reversed(sent)))[::-1]
-    received = _alive(spec, table, [one.received for one in held], [0] * len(held))
+    received = saved_bytes(spec, table, [Row(one.received, 0, 0) for one in held])
+    inputs = _block_inputs(spec, table, split, place)
+    own = [Row(one.activations, one.working, arriving) for one, arriving in zip(held, inputs, strict=True)]
     kept = Kept(sum(sizes), sizes, in_turn(spec, table), sizes)
-    saved = _alive(spec, table, [one.activations for one in held], _block_inputs(spec, table, split, place))
-    working = [alive + one.working for alive, one in zip(saved, held, strict=True)]
     underway = [one + other for one, other in zip(received, buckets, strict=True)]
-    return held_at_peak(spec, table, kept, underway, working, sum(sent))
-
-
-def _alive(spec: RunSpec, table: LayerTable, own: list[int], inputs: list[int]) -> list[int]:
-    """Of every row: what is kept while it runs backwards. Recomputed blocks keep their ``inputs``, the running one all.
-
-    ``inputs``: at the first row of each block.
-    """
-    found, alive, block_inputs, block = [], 0, 0, -1
-    for layer, size, arriving in zip(table.layers, own, inputs, strict=True):
-        if spec.activation_checkpointing and layer.block != block:
-            block_inputs += arriving
-            alive, block = block_inputs, layer.block
-        alive += size
-        found.append(alive)
-    return found
+    return held_at_peak(spec, table, kept, underway, own)
 
 
 def _block_inputs(spec: RunSpec, table: LayerTable, split: Split | None, place: int) -> list[int]:

@@ -10,6 +10,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpcbench.config.spec import strategy_label
 from hpcbench.fileio import brief, printable
 from hpcbench.report.tables import split_parameters
 from hpcbench.submit.packing import JobGroup
@@ -72,7 +73,7 @@ def _arrays(plan: Plan, groups: list[JobGroup]) -> Table:
     table.add_column("partition")
     table.add_column("strategies")
     for group in groups:
-        strategies = Counter(plan.runs[key].strategy for key in group.run_ids)
+        strategies = Counter(strategy_label(plan.runs[key]) for key in group.run_ids)
         table.add_row(
             str(len(group.run_ids)),
             str(group.jobs),

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcbench.config.spec import RunSpec, as_dict, config_id, run_id
+from hpcbench.config.spec import RunSpec, as_dict, config_id, label, run_id
 from hpcbench.config.task import Task, TaskHeader, read_task, write_lines
 from hpcbench.errors import WorkerError
 
@@ -70,3 +72,9 @@ def test_task_file_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-def]
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(WorkerError, match="is not a task file"):
         read_task(path, 2)
+
+
+def test_a_hybrid_is_told_with_its_degrees() -> None:
+    given: dict[str, Any] = {"model": "vgg11", "dataset": "digits", "batch_size": 4, "strategy": "filter"}
+    assert label(RunSpec(tasks_per_node=4, tp_degree=4, **given)) == "filter on 4 ranks, vgg11, batch 4"
+    assert label(RunSpec(tasks_per_node=4, dp_degree=2, tp_degree=2, **given)).startswith("filter dp2 tp2 on 4 ranks")

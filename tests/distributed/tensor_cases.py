@@ -81,13 +81,11 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sizes: dict[int, int] = {}
-        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._note((args, kwargs), is_new=False)
         out = func(*args, **(kwargs or {}))
         self._note(out, is_new=True)
-        self.peak = max(self.peak, sum(self._sizes.values()))
         return out
 
     def _note(self, values: Any, is_new: bool) -> None:
@@ -113,8 +111,6 @@ class Held:
     """Made in the forward pass of a step and there when its backward pass begins."""
     gradients: int
     """Made in the step and there when the update begins: of hybrids, buckets are gone by then."""
-    peak: int
-    """Most that was made in the step and there at once."""
 
 
 def measure_held(spec: RunSpec, group: dist.ProcessGroup | None) -> Held:
@@ -141,7 +137,7 @@ def measure_held(spec: RunSpec, group: dist.ProcessGroup | None) -> Held:
             strategy.step(feed, 1)
     state = [one for values in strategy.optimizer.state.values() for one in values.values()]
     activations, gradients = found
-    return Held(storages(strategy.module.parameters()), storages(state), activations, gradients, live.peak)
+    return Held(storages(strategy.module.parameters()), storages(state), activations, gradients)
 
 
 @dataclass(frozen=True)

@@ -93,3 +93,40 @@ def test_the_peak(key: str, ranks: int, model: str, more: dict[str, Any]) -> Non
     measured = peak_bytes(spec, ranks - 1)
     print(f"{found.total_bytes / measured:.3f}", key, model, more, found)
     assert found.total_bytes == pytest.approx(measured, rel=0.1)
+
+
+def shared(key: str, tp: int, model: str, dataset: str = "digits", dp: int = 1, **more: Any) -> RunSpec:
+    return RunSpec(
+        model=model, dataset=dataset, strategy=key, tasks_per_node=tp * dp, tp_degree=tp, dp_degree=dp, **more
+    )  # fmt: skip
+
+
+VOLUMES: dict[str, Any] = {"model": "cosmoflow", "dataset": "cosmoflow", "input_size": 16, "batch_size": 8}
+GATHERED, SEQUENCE = {"form": "gathered"}, {"sequence_parallel": True}
+AGAIN: dict[str, Any] = {"batch_size": 256, "activation_checkpointing": True}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        RunSpec(strategy="single", **VOLUMES),
+        shared("filter", 4, **VOLUMES),
+        shared("channel", 3, "mobilenetv2", "cifar10", batch_size=8),
+        shared("filter", 3, "mobilenetv2", "cifar10", batch_size=8),
+        shared("channel", 2, "vgg11", dp=2, batch_size=64, options=GATHERED),
+        shared("filter", 2, "vgg11", batch_size=64, options=GATHERED, optimizer="adam"),
+        shared("channel", 2, "vgg11", batch_size=64, activation_checkpointing=True),
+        shared("tensor", 2, "vit", batch_size=64),
+        shared("tensor", 2, "vit", dp=2, batch_size=64, options=SEQUENCE, optimizer="adam"),
+        shared("tensor", 4, "vit", batch_size=64, micro_batches=4, precision="fp64"),
+        shared("tensor", 2, "vit", **AGAIN),
+        shared("tensor", 2, "vit", **AGAIN, options=SEQUENCE),
+        shared("tensor", 2, "gpt", "tokens", input_size=16, batch_size=2, optimizer="adam"),
+    ],
+    ids=lambda spec: f"{spec.strategy}-{spec.model}",
+)
+def test_the_peak_where_layers_are_shared(spec: RunSpec) -> None:
+    found = resolve_cost(spec.strategy).memory(spec, table_of(spec), spec.ranks - 1)
+    measured = peak_bytes(spec, spec.ranks - 1)
+    print(f"{found.total_bytes / measured:.3f}", found)
+    assert found.total_bytes == pytest.approx(measured, rel=0.1)

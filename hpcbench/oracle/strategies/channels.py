@@ -10,7 +10,10 @@ from math import prod
 from typing import NamedTuple
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.channel_rows import channel_rows
 from hpcbench.oracle.cost import Memory
+from hpcbench.oracle.live import Kept, held_at_peak, in_turn, sent_at_once
+from hpcbench.oracle.tensors import buffer_bytes
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, bucket_bytes
 from hpcbench.parallel.channel_limits import scheme_of
 from hpcbench.parallel.channel_table import Row, rows
@@ -20,7 +23,6 @@ from hpcbench.parallel.mesh import Mesh
 from hpcbench.parallel.traffic import Traffic, merged
 
 _SENT_BYTES = {"fp64": 8, "bf16": 2, "fp16": 2}
-_STATE = {"adam": 2, "adamw": 2}
 _KEEPING_NOTHING = ("Flatten", "Identity")
 
 
@@ -50,24 +52,11 @@ class ChannelSplit:
 
     @classmethod
     def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> Memory:
-        """As if gradients, activations and buckets were all there together: no more than that at any time."""
-        parameters = sum(_parameter_bytes(spec, table, rank))
-        state = _STATE.get(spec.optimizer, 1 if spec.momentum else 0)
-        shapes = _shard_fractions(spec, table, rank)
-        scale = _element_bytes(spec) / 4
-        buffers = sum(
-            prod(one.shape) * (one.bytes_per_element if one.bytes_per_element > 4 else _element_bytes(spec)) * fraction
-            for one in table.buffers
-            for fraction in [shapes.get(one.name.rpartition(".")[0], 1.0) if one.shape else 1.0]
-        )
-        return Memory(
-            parameters_bytes=parameters,
-            gradients_bytes=parameters,
-            optimizer_bytes=state * parameters,
-            activations_bytes=round(_activations(spec, table, rank) * (scale if spec.precision != "bf16" else 0.5)),
-            buffers_bytes=round(buffers),
-            communication_bytes=parameters if spec.dp_degree > 1 else 0,
-        )
+        """Shares of what is split, at the moment at which they are most."""
+        sizes = _parameter_bytes(spec, table, rank)
+        kept = Kept(sum(sizes), sizes, in_turn(spec, table), sizes)
+        underway = sent_at_once(table, sizes) if spec.dp_degree > 1 else ()
+        return held_at_peak(spec, table, kept, underway, channel_rows(spec, table, rank), _buffers(spec, table, rank))
 
 
 class Filter(ChannelSplit):
@@ -128,6 +117,16 @@ def _shard_fractions(spec: RunSpec, table: LayerTable, rank: int) -> dict[str, f
     }
 
 
+def _buffers(spec: RunSpec, table: LayerTable, rank: int) -> int:
+    shares = _shard_fractions(spec, table, rank)
+    return round(
+        sum(
+            size * (shares.get(one.name.rpartition(".")[0], 1.0) if one.shape else 1.0)
+            for one, size in zip(table.buffers, buffer_bytes(spec, table), strict=True)
+        )
+    )
+
+
 def _parameter_bytes(spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
     """Of every parameter, in the model's order, what ``rank`` holds."""
     place, degree, scheme = Mesh.of(spec).coordinates(rank).tp, spec.tp_degree, scheme_of(spec)
@@ -150,38 +149,3 @@ def _parameter_bytes(spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
             shape[0] = round(shape[0] * between[owner])
         found.append(prod(shape) * _element_bytes(spec))
     return found
-
-
-def _activations(spec: RunSpec, table: LayerTable, rank: int) -> float:
-    """What autograd keeps of one micro-batch, in fp32. Recomputed blocks keep their inputs, and one block its own."""
-    found = rows(table)
-    if not spec.activation_checkpointing:
-        return sum(_kept(spec, one, rank) for one in found)
-    samples, blocks = spec.batch_size // spec.micro_batches, dict[int, float]()
-    inputs, channels = 0.0, 0
-    for one in found:
-        if one.row.block not in blocks:
-            inputs += 4 * samples * prod(one.row.input_shape) * _fraction(spec, channels, rank)
-        blocks[one.row.block] = blocks.get(one.row.block, 0.0) + _kept(spec, one, rank)
-        channels = one.channels
-    return inputs + max(blocks.values())
-
-
-def _kept(spec: RunSpec, one: Row, rank: int) -> float:
-    samples = spec.batch_size // spec.micro_batches
-    split = one.split(scheme_of(spec), spec.tp_degree) if spec.tp_degree > 1 else None
-    if split is not None and split.enter.forward == "all_gather":
-        # What was gathered is a copy of its own, whoever keeps the parts.
-        return 4.0 * samples * prod(one.row.input_shape)
-    table_bytes = samples * one.row.activation_bytes + one.row.activation_fixed_bytes
-    if one.layer is not None:
-        channels = 0 if one.layer.is_first else one.layer.in_channels
-        return table_bytes * _fraction(spec, channels, rank)
-    return table_bytes * _fraction(spec, one.channels, rank)
-
-
-def _fraction(spec: RunSpec, channels: int, rank: int) -> float:
-    """The rank's share of a tensor of so many channels between layers; all of it where there is none to share."""
-    if not channels or spec.tp_degree == 1 or scheme_of(spec).form == "gathered":
-        return 1.0
-    return extents(channels, spec.tp_degree)[Mesh.of(spec).coordinates(rank).tp] / channels

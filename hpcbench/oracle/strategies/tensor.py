@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.cost import Memory
+from hpcbench.oracle.live import Kept, Row, held_at_peak, in_turn, input_bytes, layouts, sent_at_once
+from hpcbench.oracle.tensors import FP32_BYTES
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, bucket_bytes
 from hpcbench.parallel.catalog import strategy
 from hpcbench.parallel.layers import LOSS, Layer, LayerTable
@@ -18,6 +21,7 @@ from hpcbench.parallel.traffic import Traffic, merged
 _CAP_BYTES = int(BUCKET_CAP_MB * MIB)
 _COLUMNS = ("attention.query", "attention.key", "attention.value", "mlp.up")
 _ROWS = ("attention.output", "mlp.down")
+_LAST_LAYERS = {"attention": "output", "mlp": "down"}
 _NORMS = ("norm1", "norm2")
 _LOWERED = ("Linear", "Conv2d", "Attention", "Mlp")
 """Kinds of layers that autocast computes in bf16."""
@@ -35,17 +39,22 @@ class TensorCost:
 
     @classmethod
     def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> Memory:
-        """Parts of what is split, all of the rest."""
+        """Parts of what is split, all of the rest, at the moment at which they are most."""
         model = _Split(spec, table, rank)
-        parameters = sum(model.parameter_bytes(name, shape) for name, shape, _ in table.parameter_tensors)
-        states = 2 if spec.optimizer != "sgd" else int(spec.momentum > 0)
-        return Memory(
-            parameters_bytes=parameters,
-            gradients_bytes=parameters,
-            optimizer_bytes=states * parameters,
-            activations_bytes=model.activations_kept(),
-            communication_bytes=sum(call.payload_bytes * call.count for call in model.gradients_sent()),
-        )
+        sizes = [model.parameter_bytes(name, shape) for name, shape, _ in table.parameter_tensors]
+        kept = Kept(sum(sizes), sizes, in_turn(spec, table), sizes)
+        underway = [0] * len(table.layers)
+        for is_sent in model.sent_gradients():
+            for row, size in enumerate(
+                sent_at_once(table, [size * sent for size, sent in zip(sizes, is_sent, strict=True)])
+            ):
+                underway[row] += size
+        return held_at_peak(spec, table, kept, underway, model.backward_rows())
+
+
+def activations_kept(spec: RunSpec, table: LayerTable, rank: int) -> int:
+    """What is kept from the forward pass of a micro-batch when its backward pass begins, without recomputation."""
+    return sum(row.kept for row in _Split(spec, table, rank).backward_rows())
 
 
 class _Split:
@@ -88,13 +97,17 @@ class _Split:
 
     def gradients_sent(self) -> Iterator[Traffic]:
         """Once a step: whole gradients across replicas, those of own tokens among all ranks."""
-        tensors = self.table.parameter_tensors
-        sizes = [(self._is_partial(name), self.parameter_bytes(name, shape)) for name, shape, _ in tensors]
-        for is_partial, group_size in ((False, self.spec.dp_degree), (True, self.spec.dp_degree * self.ranks)):
-            chosen = [size for partial, size in sizes if partial == is_partial]
-            if group_size > 1:
-                for payload in bucket_bytes(chosen, _CAP_BYTES):
-                    yield Traffic(operation="all_reduce", group_size=group_size, payload_bytes=payload)
+        sizes = [self.parameter_bytes(name, shape) for name, shape, _ in self.table.parameter_tensors]
+        group_sizes = (self.spec.dp_degree, self.spec.dp_degree * self.ranks)
+        for is_sent, group_size in zip(self.sent_gradients(), group_sizes, strict=True):
+            chosen = [size for size, sent in zip(sizes, is_sent, strict=True) if sent]
+            for payload in bucket_bytes(chosen, _CAP_BYTES):
+                yield Traffic(operation="all_reduce", group_size=group_size, payload_bytes=payload)
+
+    def sent_gradients(self) -> tuple[list[bool], list[bool]]:
+        """Of every tensor: whether its gradient goes across replicas, and whether it goes among all ranks."""
+        partial = [self._is_partial(name) for name, _, _ in self.table.parameter_tensors]
+        return [not one and self.spec.dp_degree > 1 for one in partial], partial
 
     def parameter_bytes(self, name: str, shape: list[int]) -> int:
         """Of the rank's part of a parameter."""
@@ -109,31 +122,58 @@ class _Split:
             return numbers // shape[0] * len(self._words()) * self.wide_bytes
         return numbers * self.wide_bytes
 
-    def activations_kept(self) -> int:
-        """From the forward pass for the backward pass of one micro-batch, the largest moment of both."""
-        kept = [0] * (self.table.blocks + 1)
-        for layer in self.table.layers:
-            kept[layer.block] += self._kept_bytes(layer) * self.samples + layer.activation_fixed_bytes
-        if self.spec.precision == "bf16":
-            for block, cast_bytes in self._cast_weights():
-                kept[block] += cast_bytes
-        if not self.spec.activation_checkpointing:
-            return sum(kept)
-        of_block = max(kept[self.rows[name].block] for name in self.blocks)
-        own_input = self._own_numbers() * self.wide_bytes
-        inner = max(len(self._features(f"{name}.mlp.up")) for name in self.blocks)
-        # The backward pass of a block begins with these gradients, while all that it keeps is still there.
-        gradients = self.samples * self.tokens * (inner + self.width) * self.sent_bytes
-        inputs = len(self.blocks) * own_input
-        return inputs + max(of_block - own_input + gradients, own_input + kept[-2] + kept[-1])
+    def backward_rows(self) -> list[Row]:
+        """What every row costs the rank; see ``oracle.live``.
 
-    def _cast_weights(self) -> Iterator[tuple[int, int]]:
-        """Block and bytes of autocast's copy of a weight, which lives as long as what it was multiplied with."""
+        What attention and MLP keep between their layers is there until the last of these has run backwards.
+        """
+        cast = dict(self._cast_weights()) if self.spec.precision == "bf16" else {}
+        kept = {
+            layer.name: self._kept_bytes(layer) * self.samples + layer.activation_fixed_bytes + cast.get(layer.name, 0)
+            for layer in self.table.layers
+        }
+        for inner, last in ((f"{name}.{one}", last) for name in self.blocks for one, last in _LAST_LAYERS.items()):
+            kept[f"{inner}.{last}"] += kept[inner]
+            kept[inner] = 0
+        return [self._backward_row(layer, kept[layer.name]) for layer in self.table.layers]
+
+    def _backward_row(self, layer: Layer, kept: int) -> Row:
+        given, made = self._flow_shares(layer)
+        number_bytes = self.sent_bytes if layer.kind.startswith(_LOWERED) else self.wide_bytes
+        scale = self.samples * Fraction(number_bytes, FP32_BYTES)
+        flows = (input_bytes(layer) * given + layer.output_bytes * made) * scale
+        # Activations that blocks share by tokens without an embedding that parts them are parted within the first one.
+        is_whole = self.head is None and layer.name.startswith(f"{self.blocks[0]}.")
+        first = input_bytes(layer) * (1 if is_whole else given)
+        laid_out = layer.parameters * self.wide_bytes * layouts(layer)
+        return Row(kept, int(flows) + laid_out, int(first * self.samples * Fraction(self.wide_bytes, FP32_BYTES)))
+
+    def _flow_shares(self, layer: Layer) -> tuple[Fraction, Fraction]:
+        """The rank's parts of a row's input and output."""
+        whole, inner = Fraction(1), layer.name.partition(".")[2]
+        tokens = Fraction(len(self._own_tokens()), self.tokens)
+        if self._block_of(layer.name) is not None:
+            if not inner.startswith(("attention", "mlp")):
+                return tokens, tokens
+            kind = "attention" if inner.startswith("attention") else "mlp"
+            features = Fraction(len(self._features(layer.name)), self._features_of_all(layer.name, kind))
+            if inner in _COLUMNS:
+                return whole, features
+            return features, whole if inner in _ROWS else features
+        if self.head is not None and layer.name == f"{self.head}.norm":
+            return tokens, whole
+        if self.head is not None and layer.name in (f"{self.head}.output", LOSS):
+            words = Fraction(len(self._words()), self.rows["0.tokens"].attributes["num_embeddings"])
+            return (words, whole) if layer.name == LOSS else (whole, words)
+        return whole, whole
+
+    def _cast_weights(self) -> Iterator[tuple[str, int]]:
+        """Row and bytes of autocast's copy of a weight, which lives as long as what it was multiplied with."""
         for name, shape, _ in self.table.parameter_tensors:
             layer, _, kind = name.rpartition(".")
             row = self.rows.get(layer)
             if kind == "weight" and row is not None and row.kind in ("Linear", "Conv2d"):
-                yield row.block, self.parameter_bytes(name, shape) // 2
+                yield layer, self.parameter_bytes(name, shape) // 2
 
     def _call(self, operation: str, payload_bytes: int) -> Traffic:
         return Traffic(operation=operation, group_size=self.ranks, payload_bytes=payload_bytes)
