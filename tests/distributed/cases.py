@@ -96,6 +96,25 @@ def check(ranks: list[OfRank], expected: Trained, tolerance: float = TOLERANCE) 
     return found
 
 
+def distance(a: Tensor, b: Tensor) -> float:
+    """max|a - b| / max|b|. Of what is nothing but rounding (a key's bias changes no softmax) the difference itself."""
+    assert a.shape == b.shape
+    scale = b.abs().max().item()
+    return (a - b).abs().max().item() / (scale if scale > 1e-9 else 1.0)
+
+
+def check_exactly(found: list[OfRank], expected: Trained, bound: float = 1e-10) -> None:
+    """Losses, first and last gradients and weights, each by its own size: gradients here are far smaller than one."""
+    ours = found[0].trained
+    losses = [torch.tensor(one.losses, dtype=torch.float64) for one in (ours, expected)]
+    assert distance(*losses) <= bound
+    for kind in ("first_gradients", "gradients", "state"):
+        mine, theirs = getattr(ours, kind), getattr(expected, kind)
+        assert mine.keys() == theirs.keys() != set()
+        worst = {name: distance(mine[name], theirs[name]) for name in theirs}
+        assert max(worst.values()) <= bound, (kind, max(worst.items(), key=lambda item: item[1]))
+
+
 @contextlib.contextmanager
 def short_epoch(dataset: str, samples: int) -> Iterator[None]:
     """Make an epoch of ``dataset`` that many samples long."""

@@ -16,7 +16,6 @@ from torch import Tensor
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.bounds import ONE_STEP
 from hpcbench.parallel.catalog import resolve_runtime
-from hpcbench.worker.compare import Trained
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.evaluate import accuracy
 from hpcbench.worker.models.build import build_model
@@ -24,7 +23,18 @@ from hpcbench.worker.strategies.base import Place
 from hpcbench.worker.strategies.tensor import TensorParallel
 from hpcbench.worker.tensor.collectives import Sharing
 from hpcbench.worker.tensor.layers import RowLinear
-from tests.distributed.cases import CPU, TOLERANCE, Case, OfRank, check, make_case, run_parallel, run_reference
+from tests.distributed.cases import (
+    CPU,
+    TOLERANCE,
+    Case,
+    OfRank,
+    check,
+    check_exactly,
+    distance,
+    make_case,
+    run_parallel,
+    run_reference,
+)  # fmt: skip
 from tests.distributed.pool import Pool
 from tests.distributed.tensor_cases import (
     LayerCase,
@@ -41,25 +51,6 @@ pytestmark = pytest.mark.distributed
 SEQUENCE = {"sequence_parallel": True}
 WHOLE_WORDS = {"vocabulary_parallel": False}
 TIED = {"tied": True, "context": 9}
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    """max|a - b| / max|b|. Of what is nothing but rounding (a key's bias changes no softmax) the difference itself."""
-    assert a.shape == b.shape
-    scale = b.abs().max().item()
-    return (a - b).abs().max().item() / (scale if scale > 1e-9 else 1.0)
-
-
-def check_exactly(found: list[OfRank], expected: Trained, bound: float = 1e-10) -> None:
-    """Losses, first and last gradients and weights, each by its own size: gradients here are far smaller than one."""
-    ours = found[0].trained
-    losses = [torch.tensor(one.losses, dtype=torch.float64) for one in (ours, expected)]
-    assert distance(*losses) <= bound
-    for kind in ("first_gradients", "gradients", "state"):
-        mine, theirs = getattr(ours, kind), getattr(expected, kind)
-        assert mine.keys() == theirs.keys() != set()
-        worst = {name: distance(mine[name], theirs[name]) for name in theirs}
-        assert max(worst.values()) <= bound, (kind, max(worst.items(), key=lambda item: item[1]))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
