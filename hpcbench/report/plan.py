@@ -89,9 +89,16 @@ def _arrays(plan: Plan, groups: list[JobGroup]) -> Table:
             format_seconds(group.limit_s),
             f"{group.node_hours:.2f}",
             Text(printable(group.shape.partition or "default")),
-            Text(printable(", ".join(f"{count} {name}" for name, count in strategies.items()))),
+            Text(printable(_listed(strategies))),
         )
     return table
+
+
+def _listed(strategies: Counter[str]) -> str:
+    """Each with its number of runs, which stays on its line; many are only counted."""
+    if len(strategies) > 4:
+        return f"{len(strategies)} of them"
+    return ", ".join(f"{count}\u00a0{name}" for name, count in strategies.items())
 
 
 def _schedules(plan: Plan) -> Iterator[str]:

@@ -35,7 +35,22 @@ MODEL = [
     ("tensor", 2, {**IMAGES, "tp_degree": 2}),
     ("tensor", 4, {**IMAGES, "dp_degree": 2, "tp_degree": 2}),
 ]
-RUNS: list[dict[str, Any]] = [{"strategy": key, "nodes": nodes, **more} for key, nodes, more in (*DATA, *MODEL)]
+STAGES = {**IMAGES, "micro_batches": 4}
+PIPELINES = [
+    ("model", 2, IMAGES),
+    ("gpipe", 2, STAGES),
+    ("1f1b", 4, STAGES),
+    ("interleaved_1f1b", 2, STAGES),
+    ("zero_bubble", 4, STAGES),
+    ("pipedream", 2, STAGES),
+    ("pipedream", 4, STAGES),
+    ("1f1b", 4, {**STAGES, "dp_degree": 2}),
+    ("1f1b", 4, {**STAGES, "options.stage_replicas": "2-1-1"}),
+    ("1f1b", 4, {**STAGES, "tp_degree": 2}),
+]
+RUNS: list[dict[str, Any]] = [
+    {"strategy": key, "nodes": nodes, **more} for key, nodes, more in (*DATA, *MODEL, *PIPELINES)
+]
 FIXED = {"batch_size": 4, "warmup_steps": 1, "profile_steps": 0, "verify": True, "time_limit_min": 5}
 
 
