@@ -10,14 +10,20 @@ from rich.console import Console
 from rich.table import Table
 
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+_FOUR = [*_TORCHRUN[:-2], "--nproc-per-node=4", "-m"]
 BENCHMARKS = {
     "startup": [sys.executable, "-m", "benchmarks.startup"],
     "scale": [sys.executable, "-m", "benchmarks.scale"],
+    "collection": [sys.executable, "-m", "benchmarks.collection"],
     "submit": [sys.executable, "-m", "benchmarks.submit"],
     "loop": [*_TORCHRUN, "benchmarks.loop_cost"],
     "strategies": [*_TORCHRUN, "benchmarks.strategies_cost"],
+    "pipelines": [*_TORCHRUN, "benchmarks.pipelines", "peers"],
+    "bubbles": [*_FOUR, "benchmarks.pipelines", "bubbles"],
+    "spatial": [*_TORCHRUN, "benchmarks.spatial_cost"],
     "tensor": [*_TORCHRUN, "benchmarks.tensor_cost"],
     "channels": [*_TORCHRUN, "benchmarks.channels_cost"],
+    "pipedream": [*_TORCHRUN, "benchmarks.pipedream"],
 }
 
 

@@ -6,17 +6,15 @@ Every sweep has 20 shapes, a derived parameter and a rule that leaves points out
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
+from benchmarks.processes import Measured, timed
 from benchmarks.ratios import median_interval
 
 BUDGET_S = 15.0
@@ -47,15 +45,6 @@ when = "batch_size > 512 and nodes >= 1"
 """
 
 
-class Measured(NamedTuple):
-    """Processes that ran one after another: their time, their largest peak, the files that they left."""
-
-    seconds: float
-    cpu_s: float
-    peak_mib: float
-    files: int
-
-
 def sweep_file(folder: Path, runs: int) -> Path:
     path = folder / f"scale-{runs}.toml"
     path.write_text(SWEEP.format(rates=[number / 10_000 for number in range(1, runs // 200 + 1)]))
@@ -67,7 +56,7 @@ def ours(sweep: Path, place: Path | None = None) -> Measured:
         command = [sys.executable, "-m", "hpcbench"]
         on = ["--cluster", "generic-slurm", "--results", str(folder / "results")]
         parts = (["plan", str(sweep), *on, "--json"], ["render", str(sweep), *on, "--out", str(folder / "out")])
-        ran = [_run([*command, *part]) for part in parts]
+        ran = [timed([*command, *part]) for part in parts]
         files = sum(1 for path in folder.rglob("*") if path.is_file())
         return Measured(
             sum(one.seconds for one in ran), sum(one.cpu_s for one in ran), max(one.peak_mib for one in ran), files
@@ -76,7 +65,7 @@ def ours(sweep: Path, place: Path | None = None) -> Measured:
 
 def naive(runs: int, place: Path | None = None) -> Measured:
     with _emptied(place) as folder:
-        ran = _run([sys.executable, "benchmarks/naive_sweep.py", str(folder), str(runs // 200)])
+        ran = timed([sys.executable, "benchmarks/naive_sweep.py", str(folder), str(runs // 200)])
         return ran._replace(files=2 * runs)
 
 
@@ -85,17 +74,6 @@ def _emptied(place: Path | None) -> Iterator[Path]:
     """A new folder in ``place`` or where temporary files lie, removed outside what is timed."""
     with tempfile.TemporaryDirectory(dir=place) as name:
         yield Path(name)
-
-
-def _run(command: list[str]) -> Measured:
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - began
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        raise SystemExit(f"exit code {process.returncode}: {' '.join(command)}")
-    return Measured(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, 0)
 
 
 def main() -> None:

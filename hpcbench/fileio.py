@@ -132,9 +132,14 @@ class UnsafeFileError(OSError):
 
 def read_regular(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     """The bytes of a plain file; ``UnsafeFileError`` for a link, a pipe, a device, or more than ``limit_bytes``."""
-    descriptor = open_regular(path)
+    return read_with_state(path, limit_bytes)[0]
+
+
+def read_with_state(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> tuple[bytes, os.stat_result]:
+    """As ``read_regular``, with the file's state before it was read."""
+    descriptor, state = _open_regular(path)
     try:
-        size = os.fstat(descriptor).st_size
+        size = state.st_size
         if size > limit_bytes:
             raise UnsafeFileError(errno.EFBIG, f"it has {size} bytes, more than {limit_bytes} are not read", path)
         data = os.read(descriptor, size + 1)
@@ -143,25 +148,33 @@ def read_regular(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
             data += more
         if len(data) > limit_bytes:
             raise UnsafeFileError(errno.EFBIG, f"it grew beyond {limit_bytes} bytes while it was read", path)
-        return data
+        return data, state
     finally:
         os.close(descriptor)
 
 
 def open_regular(path: Path | str) -> int:
     """A descriptor of a plain file for reading. Opening never waits, as a pipe that somebody put there would."""
+    return _open_regular(path)[0]
+
+
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def _open_regular(path: Path | str) -> tuple[int, os.stat_result]:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        descriptor = os.open(path, _READ_FLAGS)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise UnsafeFileError(errno.ELOOP, "it is a link, which is not followed", path) from None
         if error.errno == errno.ENXIO:
             raise UnsafeFileError(errno.ENXIO, "it is no plain file", path) from None
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    state = os.fstat(descriptor)
+    if not stat.S_ISREG(state.st_mode):
         os.close(descriptor)
         raise UnsafeFileError(errno.EINVAL, "it is no plain file", path)
-    return descriptor
+    return descriptor, state
 
 
 def refuse_links(root: Path, *parts: str) -> Path:

@@ -78,3 +78,8 @@ def results_folder(given: str | None = None) -> Path:
     """``--results``, else ``$HPCBENCH_RESULTS``, else ``results`` in the project."""
     chosen = given or os.environ.get("HPCBENCH_RESULTS")
     return Path(chosen).absolute() if chosen else project_folder() / "results"
+
+
+def beside(file: Path, folder: str) -> Path:
+    """A folder that ``file`` names; links stay, since a node may see only the path that was written."""
+    return Path(os.path.abspath(file.parent / Path(folder).expanduser()))  # noqa: PTH100 - resolve() follows links

@@ -122,6 +122,7 @@ def _plan_json(made: Plan) -> dict[str, Any]:
 def render(sweep: str, cluster_name: str, out: Path | None, results: str | None) -> None:
     """Show the exact bytes that submit would send for SWEEP: job scripts and task files."""
     from hpcbench.fileio import make_folder, write_atomic
+    from hpcbench.submit.record import write_sweep
     from hpcbench.submit.submission import render_submission
     from hpcbench.submit.submission_record import next_submission_folder
 
@@ -130,14 +131,19 @@ def render(sweep: str, cluster_name: str, out: Path | None, results: str | None)
         say(f"nothing to submit: all {len(made.runs)} runs of {made.sweep.name} have results")
         return
     cluster_tree = tree(results).cluster(made.profile.name)
-    rendered = render_submission(
-        made, made.missing, cluster_tree, next_submission_folder(cluster_tree, made.sweep.name)
-    )
+    if made.profile.account_required and made.profile.account is None:
+        say(f"cluster {made.profile.name} takes no job without an account, and none is set")
+    runs_from_here = out is not None and made.profile.scheduler.kind == "pbs"
+    folder = out.absolute() if out and runs_from_here else next_submission_folder(cluster_tree, made.sweep.name)
+    rendered = render_submission(made, made.missing, cluster_tree, folder)
     if out is not None:
         make_folder(out)
         for name, data in rendered.files.items():
             write_atomic(out / name, data)
         say(f"{len(rendered.files)} files written to {out}")
+        if runs_from_here:
+            write_sweep(made, cluster_tree)
+            say("\n".join(f"next: qsub {out / name}" for name in rendered.files if name.endswith(".sh")))
         return
     for name, data in rendered.files.items():
         if name.endswith(".sh"):

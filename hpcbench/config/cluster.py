@@ -2,147 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from hpcbench.config.quantity import Bytes, BytesPerSecond, FlopsPerSecond, Minutes, Seconds
+from hpcbench.config.hardware import Device, Link, Links, Network, Node
+from hpcbench.config.jobs import Binding, Container, Environment, Partition, Request, Scheduler
+from hpcbench.config.quantity import Minutes
+from hpcbench.config.table import NAME, Directives, OneLine, Table, Variable, Variables
 
-NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
-OneLine = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
-Variables = dict[Annotated[str, Field(pattern=VARIABLE)], str]
-Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+__all__ = [
+    "NAME", "Binding", "ClusterProfile", "Container", "Device", "Environment", "Link", "Links", "Match", "Network",
+    "Node", "Partition", "Request", "Scheduler", "Table",
+]  # fmt: skip
 
-
-class Table(BaseModel):
-    """A TOML table: typed, and closed to keys that nobody knows."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
-
-
-class Scheduler(Table):
-    """Who starts the jobs."""
-
-    kind: Literal["slurm", "local"] = "slurm"
-    """`local` runs the job scripts on this machine, without a scheduler."""
-    config_file: OneLine | None = None
-    """The scheduler's configuration file (SLURM_CONF), where it is not the site's default."""
-    bin_folder: OneLine | None = None
-    """Where sbatch, squeue, sacct and scancel are, if not on PATH."""
-    max_array_size: Annotated[int, Field(ge=1)] | None = None
-    """Largest array; read from the scheduler when absent."""
-    max_submitted_jobs: Annotated[int, Field(ge=1)] | None = None
-    """Jobs that one person may have queued or running; the rest is sent later. Found by trying when absent."""
-    max_running_jobs: Annotated[int, Field(ge=1)] | None = None
-    """Jobs of one submission that may run at the same time."""
-    retry_s: Seconds = 60.0
-    """How long a scheduler that cannot answer just now is asked again."""
-    warning_s: Seconds = 60.0
-    """How long before the time limit the ranks are told (--signal), to leave what they measured."""
+_T = TypeVar("_T", bound=Table)
 
 
-class Node(Table):
-    """One node, as jobs see it."""
+class Match(Table):
+    """How this machine is known to be a login node of the cluster: any of these is enough."""
 
-    cores: Annotated[int, Field(ge=1)] | None = None
-    """Cores that jobs may use; this machine's for `local`. Absent: no limit is checked."""
-    memory_bytes: Bytes | None = None
-    """Memory that jobs may use."""
-    devices: Annotated[int, Field(ge=0)] | None = None
-    """Accelerators. Absent: no limit is checked."""
-    device_type: str | None = None
-    """A key of `devices`."""
+    hosts: list[str] = []
+    """Regular expressions for the whole host name, with or without its domain."""
+    variables: Variables = {}
+    """Variables of the environment and their values."""
+    files: dict[str, OneLine] = {}
+    """Files and what they hold."""
 
-
-class Device(Table):
-    """One accelerator, or one core set, for the oracle and for MFU."""
-
-    memory_bytes: Bytes | None = None
-    memory_bandwidth_bytes_per_s: BytesPerSecond | None = None
-    peak_flops_per_s: dict[Precision, FlopsPerSecond] = {}
-    """Per precision, dense; MFU is left out where it is absent."""
-
-
-class Link(Table):
-    """What one rank sends over."""
-
-    latency_s: Seconds
-    bandwidth_bytes_per_s: BytesPerSecond
-    mark: Literal["nominal", "measured"] = "nominal"
-    """Where the numbers are from."""
-
-
-class Links(Table):
-    """Inside a node and between nodes."""
-
-    intra_node: Link | None = None
-    inter_node: Link | None = None
-
-
-class Network(Table):
-    """How ranks find each other."""
-
-    interface: OneLine | None = None
-    """Name or prefix of the interface that ranks meet on; the first one that is up when absent."""
-    host_suffix: OneLine = ""
-    """Appended to rank 0's host name to reach it over the fast network."""
-    wait_s: Seconds = 300.0
-    """How long a rank waits for the others."""
-
-
-class Request(Table):
-    """How a job asks for what it needs."""
-
-    gpus: Literal["gpus-per-node", "gpus-per-task", "gres", "gres-typed", "none"] = "none"
-    """How accelerators are asked for; `none` where they come with the partition."""
-    memory: Literal["none", "all", "node"] = "none"
-    """`none` asks for no memory, `all` is --mem=0, `node` is --mem with the node's memory."""
-    memory_bytes: Bytes | None = None
-    """Memory per node to ask for, instead of the node's."""
-    cpus_per_task: Annotated[int, Field(ge=1)] | None = None
-    """Cores of one rank; the node's, shared among its ranks, when absent."""
-    exclusive: bool = False
-    """Whole nodes."""
-    drop: list[OneLine] = []
-    """Directives that the site refuses, by name: "nodes", "signal"."""
-
-
-class Partition(Table):
-    """One queue. The key is its name here; `name` its name at the scheduler if that differs."""
-
-    name: OneLine | None = None
-    qos: OneLine | None = None
-    constraint: OneLine | None = None
-    max_nodes: Annotated[int, Field(ge=1)] | None = None
-    max_time_min: Minutes | None = None
-    time_limit_min: Minutes | None = None
-    """Limit of a run that names none."""
-    node: Node | None = None
-    """Where this partition's nodes differ from the cluster's."""
-    directives: dict[str, str | int | bool | list[str]] = {}
-
-
-class Container(Table):
-    """Wraps the worker's command."""
-
-    command: Annotated[list[OneLine], Field(min_length=1)]
-    """For instance `["apptainer", "exec", "--nv", "image.sif"]`."""
-
-
-class Environment(Table):
-    """A named environment for the jobs: modules, a virtual environment or an image."""
-
-    modules: list[OneLine] = []
-    """Loaded in this order after `module purge`."""
-    setup: list[str] = []
-    """Shell lines of the profile's author, run as they stand."""
-    venv: OneLine | None = None
-    """A virtual environment; its python runs the ranks."""
-    python: OneLine | None = None
-    """The interpreter that runs the ranks; the submitter's own when absent."""
-    container: Container | None = None
-    env: Variables = {}
+    @field_validator("hosts")
+    @classmethod
+    def _compiles(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            try:
+                re.compile(host)
+            except re.error as error:
+                raise ValueError(f"{host!r} is no regular expression: {error}") from None
+        return hosts
 
 
 _NO_PARTITION = Partition()
@@ -153,19 +49,27 @@ class ClusterProfile(Table):
     """What hpcbench must know to run on a cluster, and the oracle to predict it."""
 
     name: Annotated[str, Field(pattern=NAME)]
+    extends: Annotated[str, Field(pattern=NAME)] | None = None
+    """Another profile, whose tables this one is laid over, key by key."""
     description: str = ""
     verified: Literal["none", "docs", "run"] = "none"
     """How sure the values are: never checked, read in the site's documentation, or run there."""
     source: str = ""
+    """Where the values are from."""
     date: str = ""
+    """When they were looked up."""
+    match: Match = Match()
     device: Literal["cpu", "cuda"] = "cpu"
-    """What the ranks compute on."""
-    launcher: Literal["srun", "torchrun", "mpirun"] = "srun"
-    """What starts the ranks inside a job."""
+    """What the ranks compute on; torch calls AMD's devices cuda, too."""
+    launcher: Literal["srun", "torchrun", "mpirun", "ibrun"] = "srun"
+    """What starts the ranks inside a job; ibrun is TACC's."""
     launcher_args: list[OneLine] = []
     """More arguments for the launcher, one word each."""
     scheduler: Scheduler = Scheduler()
     account: OneLine | None = None
+    """Keep yours out of profiles that are shared: `[accounts]` in `~/.config/hpcbench/config.toml` is the place."""
+    account_required: bool = False
+    """The site takes no job without an account."""
     default_partition: str | None = None
     """A key of `partitions`; without one the scheduler's own default is used."""
     partitions: dict[Annotated[str, Field(pattern=NAME)], Partition] = {}
@@ -176,16 +80,21 @@ class ClusterProfile(Table):
     links: Links = Links()
     network: Network = Network()
     request: Request = Request()
-    directives: dict[str, str | int | bool | list[str]] = {}
+    binding: Binding = Binding()
+    directives: Directives = {}
     """More #SBATCH directives: `true` writes one without a value, a list repeats it."""
     environments: dict[Annotated[str, Field(pattern=NAME)], Environment] = {}
     default_environment: str | None = None
+    setup: list[str] = []
+    """Shell lines of the profile's author that every job runs before its environment's modules."""
     env: Variables = {}
     """Variables that every job gets."""
+    env_unset: list[Variable] = []
+    """Variables that no job must have."""
     model_folder: Annotated[OneLine, Field(min_length=1)] | None = None
     """Where `model = "module:function"` of a sweep finds its module, from this file on."""
     time_limit_min: Minutes = 30.0
-    """Limit of a run that names none, nor its partition."""
+    """Limit of a run that names none, nor its partition; never more than its partition allows."""
     budget_node_hours: Annotated[float, Field(gt=0)] | None = None
     """The most that one submit may cost, at the runs' time limits, unless it is told `--yes`."""
 
@@ -195,6 +104,21 @@ class ClusterProfile(Table):
             chosen, known = getattr(self, key), getattr(self, table)
             if chosen is not None and chosen not in known:
                 raise ValueError(f"{key} = {chosen!r} is not among the {table}: {', '.join(sorted(known)) or 'none'}")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ClusterProfile:
+        for key in (None, *self.partitions):
+            request, node = self.request_of(key), self.node_of(key)
+            if request.gpus == "gres-typed" and not (node.gres_type or node.device_type):
+                raise ValueError("request.gpus = 'gres-typed' needs node.gres_type or node.device_type")
+            if request.gpus_on != "job" and self.launcher in ("mpirun", "ibrun"):
+                raise ValueError(
+                    f"request.gpus_on = {request.gpus_on!r} speaks to srun, but launcher = {self.launcher!r}"
+                )
+        order, devices = self.binding.device_order, self.node.devices
+        if order and devices is not None and sorted(order) != list(range(devices)):
+            raise ValueError(f"binding.device_order = {order} does not name each of the {devices} devices once")
         return self
 
     def partition(self, key: str | None) -> Partition:
@@ -209,7 +133,19 @@ class ClusterProfile(Table):
 
     def node_of(self, key: str | None) -> Node:
         """The nodes of a partition: its own values over the cluster's."""
-        own = self.partition(key).node
-        if own is None:
-            return self.node
-        return self.node.model_copy(update=own.model_dump(exclude_unset=True))
+        return _laid_over(self.node, self.partition(key).node)
+
+    def request_of(self, key: str | None) -> Request:
+        """How jobs of a partition ask: its own words over the cluster's."""
+        return _laid_over(self.request, self.partition(key).request)
+
+    def variables(self, key: str | None) -> dict[str, str]:
+        """What jobs in the environment called ``key`` have set: the network's, the cluster's, the environment's own."""
+        return {**self.network.variables, **self.env, **self.environment(key).env}
+
+
+def _laid_over(base: _T, own: _T | None) -> _T:
+    if own is None:
+        return base
+    set_there: dict[str, Any] = {name: getattr(own, name) for name in own.model_fields_set}
+    return base.model_copy(update=set_there)

@@ -77,6 +77,8 @@ class Expression:
     def __call__(self, values: Values) -> Value:
         """The value over ``values``; a parameter that is absent there is ``None``.
 
+        ``a.b`` is the value of that whole name, else the entry ``b`` of the table ``a``.
+
         Raises ``ConfigError`` where it cannot be computed (a division by zero, text plus a number).
         """
         try:
@@ -182,6 +184,8 @@ def _dotted(node: ast.expr) -> str | None:
 
 
 def _lookup(values: Values, name: str) -> Value:
+    if name in values:
+        return values[name]
     node: Any = values
     for key in name.split("."):
         node = node.get(key) if isinstance(node, Mapping) else None

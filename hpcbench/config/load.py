@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpcbench.config.cluster import NAME, ClusterProfile
 from hpcbench.config.expression import Expression
+from hpcbench.config.profiles import cluster_paths, load_cluster, load_cluster_file
 from hpcbench.config.stops import StopRule, stop_rules
 from hpcbench.config.sweep import NESTED, SubmitTable, SweepFile, parameter_types
 from hpcbench.config.tomlfile import read_toml
 from hpcbench.config.validate import Source, validate
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
-from hpcbench.paths import search_folders
+from hpcbench.paths import beside
+
+__all__ = ["Sweep", "cluster_paths", "load_cluster", "load_cluster_file", "load_sweep"]
 
 Parameter = tuple[str, ...]
 """``("nodes",)`` or, inside a table, ``("options", "bucket_cap_mb")``."""
@@ -123,17 +123,12 @@ def load_sweep(path: Path) -> Sweep:
         derived=_derived(file, source, problems),
         stops=stop_rules(file.stop, varied, source, problems),
         submit=file.submit,
-        model_folder=_beside(path, file.model_folder) if file.model_folder else None,
+        model_folder=beside(path, file.model_folder) if file.model_folder else None,
     )
     problems += _set_twice(sweep)
     if problems:
         raise ConfigErrors(problems)
     return sweep
-
-
-def _beside(file: Path, folder: str) -> Path:
-    """A folder that ``file`` names; links stay, since a node may see only the path that was written."""
-    return Path(os.path.abspath(file.parent / Path(folder).expanduser()))  # noqa: PTH100 - resolve() follows links
 
 
 def _flat(values: dict[str, Any]) -> Settings:
@@ -239,37 +234,3 @@ def _parameters_of(sweep: Sweep, place: tuple[str | int, ...]) -> list[Parameter
 
 def _dotted(parameter: Parameter) -> str:
     return ".".join(parameter)
-
-
-def cluster_paths() -> dict[str, Path]:
-    """Every profile that can be named, the one that wins: the project's, the user's, the shipped."""
-    found: dict[str, Path] = {}
-    for folder in search_folders("clusters"):
-        for path in sorted(folder.glob("*.toml")):
-            found.setdefault(path.stem, path)
-    return found
-
-
-def load_cluster(name: str) -> tuple[ClusterProfile, Source]:
-    """The profile called ``name``. Raises ``ConfigError`` with the nearest name where there is none."""
-    known = cluster_paths()
-    if not re.match(NAME, name) or name not in known:
-        folders = ", ".join(str(folder) for folder in search_folders("clusters"))
-        raise ConfigError(f"unknown cluster {name!r}", hint=f"{did_you_mean(name, known)} (looked in {folders})")
-    return load_cluster_file(known[name])
-
-
-def load_cluster_file(path: Path) -> tuple[ClusterProfile, Source]:
-    """The profile in a file; its name must be the file's."""
-    data, text = read_toml(path)
-    source = Source(path, text)
-    profile = validate(ClusterProfile, data, source)
-    if profile.name != path.stem:
-        raise ConfigError(
-            f"name = {profile.name!r}, but the file is called {path.name}",
-            where=source.where(("name",)),
-            hint="results are stored under the name: give both the same",
-        )
-    if profile.model_folder:
-        profile = profile.model_copy(update={"model_folder": str(_beside(path, profile.model_folder))})
-    return profile, source

@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 from pydantic import ConfigDict, Field, create_model, model_validator
 
-from hpcbench.config.cluster import NAME, Table
 from hpcbench.config.quantity import Minutes
 from hpcbench.config.spec import RunSpec
+from hpcbench.config.table import NAME, Table
 
 _SET_BY_US = {"spec_version", "repeat"}
 NESTED = ("options", "model_options", "env")

@@ -24,6 +24,8 @@ class TaskHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Network interface of the rendezvous and of gloo; found by the worker where absent."""
     host_suffix: str = ""
     """Appended to rank 0's host name (JUWELS' ``i``)."""
+    meet_by_host_name: bool = False
+    """The others reach rank 0 by what its host name stands for, not by ``interface``."""
     wait_s: float = 300.0
     """How long a rank waits for the others before it gives up."""
     data_folder: str | None = None

@@ -15,14 +15,26 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.parallel.entry import Option, Strategy
 from hpcbench.parallel.own_model import is_own
-from hpcbench.parallel.strategies import channels, data, tensor
+from hpcbench.parallel.strategies import channels, data, fairscale_pipe, pipedream, pipeline, spatial, tensor
 
-REFERENCES = {"data_parallel": "hpcbench.worker.reference:train_reference"}
+REFERENCES = {
+    "data_parallel": "hpcbench.worker.reference:train_reference",
+    "pipeline": "hpcbench.worker.pipeline.reference:train_pipeline",
+    "pipedream": "hpcbench.worker.reference_pipedream:train_pipedream_reference",
+}
 """Trainings in one process that strategies are compared with, by name."""
 
-STRATEGIES: dict[str, Strategy] = {**data.STRATEGIES, **channels.STRATEGIES, **tensor.STRATEGIES}
+STRATEGIES: dict[str, Strategy] = {
+    **data.STRATEGIES,
+    **channels.STRATEGIES,
+    **spatial.STRATEGIES,
+    **tensor.STRATEGIES,
+    **pipeline.STRATEGIES,
+    **pipedream.STRATEGIES,
+    **fairscale_pipe.STRATEGIES,
+}
 
-ALIASES: dict[str, str] = {**channels.ALIASES, **tensor.ALIASES}
+ALIASES: dict[str, str] = {**channels.ALIASES, **spatial.ALIASES, **tensor.ALIASES, **pipeline.ALIASES}
 """Names of hybrids, each for the strategy that is one as soon as it has replicas; a run knows the latter alone."""
 
 

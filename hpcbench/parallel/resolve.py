@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from hpcbench.config.limits import longest_min
 from hpcbench.config.spec import DEGREES, RunSpec
 from hpcbench.parallel.catalog import ALIASES, excluded_by, model, strategy
 from hpcbench.parallel.datasets import DATASETS, ONE_SIZE, input_shape
@@ -24,6 +25,12 @@ class Limits:
     cpus_per_task: int | None = None
     devices_per_node: int | None = None
     max_time_min: float | None = None
+    min_nodes: int | None = None
+    time_steps: tuple[tuple[int, float], ...] = ()
+    """Largest number of nodes, and the minutes that jobs up to it may take."""
+    max_node_hours: float | None = None
+    all_devices_across_nodes: bool = False
+    """Runs over several nodes must take all devices of each."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,8 @@ def _fill_degrees(point: dict[str, Any]) -> None:
     for degree, value in given.items():
         if value > 1 and degree not in (own, *entry.hybrid):
             raise _Excluded(f"{point['strategy']} has no {degree}: {value} given, 1 is right")
+    if point["strategy"] == "data_tensor_pipeline" and given.get("tp_degree", 1) == 1:
+        raise _Excluded("data_tensor_pipeline shares layers, too: set tp_degree to 2 or more, or use data_pipeline")
     is_alias = point["strategy"] in ALIASES
     open_degrees = [name for name in (own, "dp_degree" if is_alias else None) if name and name not in given]
     if len(open_degrees) == 2:
@@ -180,12 +189,25 @@ def _check_target(spec: RunSpec) -> None:
 
 
 def _check_limits(spec: RunSpec, limits: Limits) -> None:
+    longest = longest_min(spec.nodes, limits.max_time_min, limits.time_steps, limits.max_node_hours)
     checks = (
         (spec.nodes, limits.max_nodes, "nodes"),
         (spec.tasks_per_node * spec.devices_per_task, limits.devices_per_node, "devices per node"),
         (spec.tasks_per_node * (limits.cpus_per_task or 1), limits.cores_per_node, "cores per node"),
-        (spec.time_limit_min, limits.max_time_min, "minutes of time limit"),
+        (spec.time_limit_min, longest, f"minutes of time limit{_on_nodes(spec, limits)}"),
     )
     for wanted, allowed, what in checks:
         if wanted is not None and allowed is not None and wanted > allowed:
             raise _Excluded(f"{wanted:g} {what}, but {limits.partition} allows {allowed:g}")
+    if limits.min_nodes is not None and spec.nodes < limits.min_nodes:
+        raise _Excluded(f"{spec.nodes} nodes, but {limits.partition} takes jobs from {limits.min_nodes} on")
+    taken, there = spec.tasks_per_node * spec.devices_per_task, limits.devices_per_node
+    if limits.all_devices_across_nodes and spec.nodes > 1 and there is not None and taken < there:
+        raise _Excluded(
+            f"{taken} of {there} devices on each of {spec.nodes} nodes, but {limits.partition} wants all of them"
+        )
+
+
+def _on_nodes(spec: RunSpec, limits: Limits) -> str:
+    depends = limits.time_steps or limits.max_node_hours is not None
+    return f" on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if depends else ""

@@ -38,7 +38,9 @@ class TemplateEngine:
             lstrip_blocks=True,
             keep_trailing_newline=True,
         )
-        self._environment.filters.update(raw=Markup, directive=_directive, variable=_variable, comment=_comment)
+        self._environment.filters.update(
+            raw=Markup, directive=_directive, variable=_variable, comment=_comment, expandable=_expandable
+        )
 
     def render(self, name: str, context: dict[str, Any]) -> str:
         """The text of the template ``name``. Raises ``RenderError`` with the template's file and line."""
@@ -92,6 +94,13 @@ def _variable(value: Any) -> Markup:
     if not _VARIABLE.fullmatch(str(value)):
         raise ValueError(f"{printable(str(value))!r} is no name of an environment variable")
     return Markup(str(value))  # noqa: S704
+
+
+def _expandable(value: Any) -> Markup:
+    """A path as one word in which ``$VARIABLES`` are the job's; nothing else in it means anything to the shell."""
+    text = str(value)
+    parts = re.split(r"(\$[A-Za-z_][A-Za-z0-9_]*)", text)
+    return Markup("".join(f'"{part}"' if part.startswith("$") else shlex.quote(part) for part in parts if part))  # noqa: S704
 
 
 def _comment(value: Any) -> Markup:

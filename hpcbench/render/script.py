@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import hpcbench
 from hpcbench.config.cluster import ClusterProfile, Environment
-from hpcbench.render.directives import Shape, cpus_per_task, directives, job_limit_s
+from hpcbench.render import pbs
+from hpcbench.render.container import command_prefix
+from hpcbench.render.directives import directives
 from hpcbench.render.engine import TemplateEngine
+from hpcbench.render.shape import Shape, cpus_per_task, job_limit_s
+from hpcbench.render.steps import container_words, job_variables, rank_wrapper, step_words
 
 NOTHING_TO_DO = 10
 """Exit code of the worker's ``begin`` where the run needs no attempt."""
@@ -46,9 +51,12 @@ def context(
         "scheduler": profile.scheduler.kind,
         "launcher": profile.launcher,
         "launcher_args": profile.launcher_args,
+        "step_words": step_words(shape, profile) if is_slurm else [],
+        "container_words": container_words(shape, profile) if is_slurm else [],
+        "rank_wrapper": rank_wrapper(shape, profile) if is_slurm else [],
         # A scheduler signals the ranks itself; without one the script passes on what it is told.
         "forward_signals": not is_slurm,
-        "directives": directives(shape, profile, name, str(folder), number, pack) if is_slurm else [],
+        "directives": _directives(shape, profile, name, folder, number, pack, runs),
         "task_file": str(folder / f"{number}.jsonl"),
         "nodes": shape.nodes,
         "tasks_per_node": shape.tasks_per_node,
@@ -60,21 +68,36 @@ def context(
         "runs": runs,
         "job_limit_s": math.ceil(job_limit_s(shape, pack)),
         "modules": environment.modules,
+        "modules_start": environment.modules_start,
+        "cluster_setup": profile.setup,
         "setup": environment.setup,
-        "env": {**profile.env, **environment.env},
-        "container": environment.container.command if environment.container else [],
+        "env": job_variables(shape, profile),
+        "env_unset": [*profile.env_unset, *environment.env_unset],
+        "container": command_prefix(environment.container),
         "python": python_of(environment),
         "nothing_to_do": NOTHING_TO_DO,
         "preempted": PREEMPTED,
     }
 
 
+def _directives(
+    shape: Shape, profile: ClusterProfile, name: str, folder: Path, number: int, pack: int, runs: int
+) -> Sequence[tuple[str, str | int | bool]]:
+    if profile.scheduler.kind == "slurm":
+        return directives(shape, profile, name, str(folder), number, pack)
+    if profile.scheduler.kind == "pbs":
+        return pbs.directives(shape, profile, name, str(folder), pack, runs)
+    return []
+
+
 def python_of(environment: Environment) -> str:
-    """The interpreter that runs the ranks: the environment's, else the submitter's own."""
+    """The interpreter that runs the ranks: the environment's, else the image's or the submitter's own."""
     if environment.python:
         return environment.python
     if environment.venv:
         return f"{environment.venv}/bin/python"
+    if environment.container and environment.container.kind:
+        return "python3"
     return sys.executable
 
 

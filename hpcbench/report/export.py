@@ -1,64 +1,66 @@
-"""Results as files for other programs, and the table as data."""
+"""Results as files and JSON documents. Tables and CSV files are for people; JSON and Parquet keep every value."""
 
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hpcbench.config.spec import RunSpec, as_dict
-from hpcbench.errors import ConfigError
-from hpcbench.fileio import write_atomic
+from hpcbench.config.spec import as_dict
+from hpcbench.fileio import atomic_file, write_atomic
+from hpcbench.report.files import encoder, excel
+from hpcbench.report.load import with_options
 from hpcbench.report.rows import Row
+from hpcbench.report.view import Column, View
+from hpcbench.results.columns import FILE_COLUMNS
 from hpcbench.results.schema import RunResult, result_json
 
-FORMATS = (".json", ".csv", ".parquet")
-
-
-def export(results: list[RunResult], path: Path) -> None:
-    """Write ``results`` in the format that the file's ending names. Nested values become columns ``a.b``."""
-    if path.suffix not in FORMATS:
-        raise ConfigError(f"cannot write {path}: unknown ending {path.suffix!r}", hint=f"choices: {', '.join(FORMATS)}")
-    if path.suffix == ".json":
-        document = {"results": [result_json(result) for result in results]}
-        write_atomic(path, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
-        return
+if TYPE_CHECKING:
     import polars
 
-    frame = polars.DataFrame([flat(result) for result in results], infer_schema_length=None, strict=False)
-    buffer = io.BytesIO()
-    if path.suffix == ".csv":
-        frame.write_csv(buffer)
-    else:
-        frame.write_parquet(buffer)
-    write_atomic(path, buffer.getvalue())
+
+def export_json(results: Iterable[RunResult], path: Path) -> int:
+    """Write ``{"results": [...]}``, whole results one by one as they come; how many there were."""
+    count = 0
+    with atomic_file(path) as file:
+        file.write(b'{"results": [')
+        for result in results:
+            text = msgspec.json.format(msgspec.json.encode(result_json(result)), indent=1)
+            file.write(b",\n" + text if count else b"\n" + text)
+            count += 1
+        file.write(b"\n]}\n")
+    return count
 
 
-def flat(result: RunResult) -> dict[str, Any]:
-    """One row per run: every parameter of the spec, defaults included, and every metric; no raw step times."""
-    row: dict[str, Any] = {
-        name: getattr(result, name) for name in ("run_id", "config_id", "attempt", "sweep", "cluster", "status")
-    }
-    for name in RunSpec.__struct_fields__:
-        row |= _columns(f"spec.{name}", getattr(result.spec, name))
-    row |= _columns("metrics", msgspec.to_builtins(result.metrics))
-    verification = msgspec.to_builtins(result.verification) if result.verification else {}
-    row |= _columns("verification", {name: value for name, value in verification.items() if name != "notes"})
-    row |= _columns("error", msgspec.to_builtins(result.error) if result.error else {})
-    row["environment_digest"] = result.environment_digest
-    row["warnings"] = "; ".join(result.warnings)
-    return row
+def export_table(frame: polars.DataFrame, path: Path) -> None:
+    """Write results in the format that the file's ending names: one row a run, as ``load`` gives it, lists as text."""
+    import polars as pl
+
+    encode = encoder(path)
+    frame = with_options(frame.drop(FILE_COLUMNS)).with_columns(pl.col("warnings").list.join("; "))
+    nested = [name for name, dtype in frame.schema.items() if dtype.is_nested()]
+    frame = frame.with_columns(
+        pl.Series(name, [None if one is None else str(one) for one in frame[name].to_list()], dtype=pl.String)
+        for name in nested
+    )
+    if path.suffix in _WRITERS:
+        buffer = io.BytesIO()
+        _WRITERS[path.suffix](frame, buffer)
+        write_atomic(path, buffer.getvalue())
+        return
+    columns = [Column(name, name, is_number=dtype.is_numeric()) for name, dtype in frame.schema.items()]
+    raw = [list(row) for row in frame.iter_rows()]
+    cells = [["" if value is None else str(value) for value in row] for row in raw]
+    write_atomic(path, encode(View("results", columns, raw, cells)))
 
 
-def _columns(name: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, dict):
-        found: dict[str, Any] = {}
-        for key, inner in value.items():
-            found |= _columns(f"{name}.{key}", inner)
-        return found
-    return {name: value}
+_WRITERS: dict[str, Any] = {
+    ".csv": lambda frame, file: frame.write_csv(file), ".parquet": lambda frame, file: frame.write_parquet(file),
+    ".xlsx": lambda frame, file: file.write(excel(frame)),
+}  # fmt: skip
 
 
 def table_json(rows: list[Row]) -> dict[str, Any]:

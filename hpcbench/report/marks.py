@@ -5,21 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from string import ascii_lowercase
+from typing import Protocol
 
 from rich.table import Table
 from rich.text import Text
 
 from hpcbench.fileio import brief
-from hpcbench.report.rows import Row
 
 _STYLE = "yellow"
 _MOST_IN_A_ROW = 3
 
 
+class HasWarnings(Protocol):
+    """A row or a cell."""
+
+    @property
+    def warnings(self) -> list[str]:
+        """The texts, as results hold them."""
+
+
 class Marks:
     """The kinds of warnings that ``rows`` have, each with a letter as far as letters go."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[HasWarnings]) -> None:
         self._texts: dict[str, list[str]] = {}
         """By kind: of every row that has it, its first text."""
         for row in rows:
@@ -30,7 +38,7 @@ class Marks:
                 self._texts.setdefault(kind, []).append(text)
         self._letters = dict(zip(self._texts, ascii_lowercase, strict=False))
 
-    def of(self, row: Row) -> str:
+    def of(self, row: HasWarnings) -> str:
         """``*a,c`` behind a row's status, ``+`` for more than three; nothing where it has no warnings."""
         letters = sorted({self._letters.get(kind_of(text), "+") for text in row.warnings})
         shown = [letter for letter in letters if letter != "+"][:_MOST_IN_A_ROW]
@@ -52,6 +60,10 @@ class Marks:
         if beyond > 0:
             table.add_row(Text("*+", style=_STYLE), Text(f"{beyond} more kinds: see `hpcbench collect`", style=_STYLE))
         return [table]
+
+    def texts(self) -> list[str]:
+        """As ``explained``, a plain text for each letter."""
+        return [f"*{letter}: {brief(self._texts[kind][0])}" for kind, letter in self._letters.items()]
 
 
 def kind_of(text: str) -> str:

@@ -12,10 +12,15 @@ from rich.text import Text
 
 from hpcbench.config.spec import strategy_label
 from hpcbench.fileio import brief, printable
+from hpcbench.parallel.strategies.pipeline import STRATEGIES as PIPELINES
+from hpcbench.parallel.strategies.pipeline import layout_of
+from hpcbench.report.schedule import schedule_picture
 from hpcbench.report.tables import split_parameters
 from hpcbench.submit.packing import JobGroup
 from hpcbench.submit.plan import Plan
 from hpcbench.units import format_seconds
+
+MOST_PICTURES, MOST_STAGES = 3, 16
 
 
 def plan_tables(plan: Plan) -> list[RenderableType]:
@@ -35,6 +40,7 @@ def plan_tables(plan: Plan) -> list[RenderableType]:
     ]
     if missing:
         parts.append(_arrays(plan, groups))
+    parts += [Text(printable(line), style="dim") for line in _schedules(plan)]
     if plan.dropped:
         parts.append(_dropped(plan))
     return parts
@@ -86,6 +92,21 @@ def _arrays(plan: Plan, groups: list[JobGroup]) -> Table:
             Text(printable(", ".join(f"{count} {name}" for name, count in strategies.items()))),
         )
     return table
+
+
+def _schedules(plan: Plan) -> Iterator[str]:
+    """Pictures of the pipelines' schedules, of the smallest ones where there are many."""
+    kinds = {
+        (spec.strategy, layout_of(spec), spec.micro_batches)
+        for spec in plan.missing.values()
+        if spec.strategy in PIPELINES and 1 < spec.pp_degree <= MOST_STAGES
+    }
+    shown = sorted(kinds, key=lambda kind: (kind[1].ranks * kind[2], kind[0]))[:MOST_PICTURES]
+    for schedule, layout, micro_batches in shown:
+        yield ""
+        yield from schedule_picture(schedule, layout, micro_batches)
+    if len(kinds) > len(shown):
+        yield f"{len(kinds) - len(shown)} more schedules are not drawn"
 
 
 def _dropped(plan: Plan) -> Table:

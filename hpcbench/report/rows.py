@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.report.groups import STEP, Scaling, configurations, with_speedups
 from hpcbench.results.collect import Collected
-from hpcbench.results.schema import OK, RunResult
+from hpcbench.results.columns import JSON, collected_frame, schema
+from hpcbench.results.schema import BROKEN
+
+if TYPE_CHECKING:
+    import polars
+
+    from hpcbench.report.names import Condition
+
+
+ORDER = (
+    "spec.model", "spec.dataset", "spec.strategy", "spec.nodes", "spec.tasks_per_node", "spec.batch_size", "config_id",
+)  # fmt: skip
+"""How rows follow each other where nothing else orders them."""
 
 
 @dataclass
@@ -44,85 +58,65 @@ class Row:
 
 def make_rows(collected: Iterable[Collected]) -> list[Row]:
     """Rows in the order in which their configurations first appear; what failed is a row with its reason."""
-    groups: dict[tuple[str, ...], list[RunResult]] = {}
-    rows: list[Row] = []
-    for entry in collected:
-        if entry.result is None:
-            rows.append(Row(entry.cluster, "", None, "broken", entry.problem, run_ids=[entry.run_id]))
-            continue
-        result = entry.result
-        status = "" if result.status == OK else f"{result.status} {result.run_id}"
-        key = (entry.cluster, result.config_id, result.environment_digest or "", status)
-        groups.setdefault(key, []).append(result)
-    measured = [_row(key[0], results) for key, results in groups.items()]
-    _add_speedups(measured)
-    return measured + rows
+    return rows_of(collected_frame(collected))
 
 
-def _row(cluster: str, results: list[RunResult]) -> Row:
-    first = results[0]
+def rows_of(frame: polars.DataFrame, baseline: Condition | None = None, scaling: Scaling = "weak") -> list[Row]:
+    """As ``make_rows``, of a frame with all columns; broken files are at its end."""
+    grouped = with_speedups(configurations(frame), baseline, scaling)
+    made = [_row(values) for values in grouped.iter_rows(named=True)]
+    return sorted(made, key=lambda row: row.status == BROKEN)
+
+
+def sort_rows(rows: list[Row], by: str) -> list[Row]:
+    """``rows`` by one of their fields or parameters; ``-name`` has the largest first, what has none comes last."""
+    name = by.removeprefix("-")
+    fields = {*Row.__dataclass_fields__, *RunSpec.__struct_fields__, "ranks", "devices"}
+    if name not in fields:
+        raise ConfigError(f"--sort {name}: no column of this table", hint=did_you_mean(name, fields))
+    known = [(value, row) for row in rows if isinstance(value := _value(row, name), (int, float, str))]
+    known.sort(key=lambda pair: pair[0], reverse=by.startswith("-"))
+    there = {id(row) for _, row in known}
+    return [row for _, row in known] + [row for row in rows if id(row) not in there]
+
+
+def _value(row: Row, name: str) -> Any:
+    return getattr(row, name) if name in Row.__dataclass_fields__ else getattr(row.spec, name, None)
+
+
+def _row(values: dict[str, Any]) -> Row:
+    launches = values["launches"]
     row = Row(
-        cluster=cluster,
-        config_id=first.config_id,
-        spec=first.spec,
-        status=first.status,
-        reason=first.error.message if first.error else "",
-        launches=len(results),
-        warnings=list(dict.fromkeys(warning for result in results for warning in result.warnings)),
-        run_ids=[result.run_id for result in results],
+        cluster=values["cluster"],
+        config_id=values["config_id"] or "",
+        spec=None if values["status"] == BROKEN else spec_of(values),
+        status=values["status"],
+        reason=values["error.message"] or "",
+        launches=0 if values["status"] == BROKEN else launches,
+        warnings=list(dict.fromkeys(text for texts in values["warnings"] for text in msgspec.json.decode(texts))),
+        run_ids=values["run_ids"],
+        verified=values["verified"],
     )
-    _add_times(row, results)
-    metrics = [result.metrics for result in results]
-    row.samples_per_s = _median(one.samples_per_s for one in metrics)
-    row.mfu = _median(one.mfu for one in metrics)
-    row.peak_memory_bytes = max((one.peak_memory_bytes for one in metrics if one.peak_memory_bytes), default=None)
-    row.loss_first = _median(one.loss.first for one in metrics if one.loss)
-    row.loss_last = _median(one.loss.last for one in metrics if one.loss)
-    verifications = [result.verification for result in results if result.verification is not None]
-    row.verified = all(one.passed for one in verifications) if verifications else None
-    row.accuracy = _median(one.accuracy for one in metrics)
+    row.step_time_s, row.low_s, row.high_s = values[STEP], values[f"{STEP}:low"], values[f"{STEP}:high"]
+    if row.step_time_s is not None:
+        row.spread = "within one launch" if launches < 2 else f"between {launches} launches"
+    for name, column in _FIGURES.items():
+        setattr(row, name, values[column])
     return row
 
 
-def _add_times(row: Row, results: list[RunResult]) -> None:
-    spreads = [result.metrics.step_time_s for result in results if result.metrics.step_time_s]
-    if not spreads:
-        return
-    medians = [spread.median for spread in spreads]
-    row.step_time_s = statistics.median(medians)
-    if len(spreads) == 1:
-        row.low_s, row.high_s = spreads[0].ci95_low, spreads[0].ci95_high
-        row.spread = "within one launch"
-    else:
-        row.low_s, row.high_s = min(medians), max(medians)
-        row.spread = f"between {len(medians)} launches"
+_FIGURES = {
+    "samples_per_s": "metrics.samples_per_s", "speedup": "speedup", "efficiency": "efficiency", "mfu": "metrics.mfu",
+    "peak_memory_bytes": "metrics.peak_memory_bytes", "loss_first": "metrics.loss.first",
+    "loss_last": "metrics.loss.last", "accuracy": "metrics.accuracy",
+}  # fmt: skip
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return statistics.median(present) if present else None
-
-
-def _add_speedups(rows: list[Row]) -> None:
-    """Throughput over that of one rank with the same model, data, batch per replica and arithmetic.
-
-    ``single`` is the baseline where it was run, else the strategy's own run on one device.
-    """
-    baselines: dict[bytes, Row] = {}
-    for row in rows:
-        if row.spec is not None and row.spec.devices == 1 and row.status == OK and row.samples_per_s:
-            key = _workload(row)
-            if key not in baselines or row.spec.strategy == "single":
-                baselines[key] = row
-    for row in rows:
-        base = baselines.get(_workload(row)) if row.spec is not None else None
-        if row.spec is not None and base is not None and base.samples_per_s and row.samples_per_s and row.status == OK:
-            row.speedup = row.samples_per_s / base.samples_per_s
-            row.efficiency = row.speedup / row.spec.devices
-
-
-def _workload(row: Row) -> bytes:
-    spec = row.spec
-    assert spec is not None
-    same = (spec.model, spec.model_options, spec.dataset, spec.input_size, spec.batch_size, spec.precision, spec.data)
-    return msgspec.json.encode((row.cluster, *same, spec.optimizer, spec.channels_last), order="deterministic")
+def spec_of(values: dict[str, Any]) -> RunSpec:
+    """The specification that a row of a results frame holds."""
+    given: dict[str, Any] = {}
+    for name in RunSpec.__struct_fields__:
+        value = values[f"spec.{name}"]
+        if value is not None:
+            given[name] = msgspec.json.decode(value) if schema()[f"spec.{name}"] == JSON else value
+    return RunSpec(**given)

@@ -15,6 +15,9 @@ from hpcbench.fileio import brief, printable
 from hpcbench.report.marks import Marks
 from hpcbench.report.rows import Row
 from hpcbench.report.styles import STATUS_STYLE
+from hpcbench.report.view import Column as Heading
+from hpcbench.report.view import View
+from hpcbench.results.columns import as_json
 from hpcbench.results.schema import OK
 from hpcbench.units import format_bytes, format_rate
 
@@ -37,7 +40,7 @@ def results_table(rows: list[Row], title: str) -> RenderableType:
     """The rows as a table, what they share above it, what needs explaining below it."""
     varying, shared = split_parameters([row.spec for row in rows if row.spec is not None])
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    columns = [*_identity_columns(rows, varying), *_metric_columns(rows)]
+    columns = [*identity_columns(rows, varying), *_metric_columns(rows)]
     for column in columns:
         justify: Literal["left", "right"] = "right" if column.is_number else "left"
         table.add_column(column.heading, justify=justify, no_wrap=not column.folds, overflow="fold")
@@ -50,6 +53,44 @@ def results_table(rows: list[Row], title: str) -> RenderableType:
     if shared:
         headline.append(Text(f"all runs: {shared}", style="dim"))
     return Group(*headline, Text(""), table, Text(""), *_notes(rows), *marks.explained())
+
+
+def text_view(rows: list[Row], title: str) -> View:
+    """The table's texts for documents."""
+    varying, shared = split_parameters([row.spec for row in rows if row.spec is not None])
+    columns = [*identity_columns(rows, varying), *_metric_columns(rows)]
+    marks = Marks(rows)
+    headings = [*(column.heading.replace("-\n", "").replace("\n", "") for column in columns), "status"]
+    numbers = [*(column.is_number for column in columns), False]
+    shown: list[list[str]] = [[*(column.cell(row) for column in columns), row.status + marks.of(row)] for row in rows]
+    heads = [Heading(name, name, is_number=number) for name, number in zip(headings, numbers, strict=True)]
+    notes = [*([f"all runs: {shared}"] if shared else []), *(text.plain for text in _notes(rows))]
+    return View(title, heads, [[*row] for row in shown], shown, notes, marks.texts())
+
+
+_FIGURES = [name for name in Row.__dataclass_fields__ if name not in {"spec", "warnings", "run_ids"}]
+
+
+def data_view(rows: list[Row], title: str) -> View:
+    """The table's figures for programs: every parameter that differs or is always told, and all figures in SI units."""
+    varying, _ = split_parameters([row.spec for row in rows if row.spec is not None])
+    always = ("model", "dataset", "strategy", "nodes", "tasks_per_node", "batch_size", "precision")
+    names = [*always, *(name for name in varying if name not in always)]
+    heads = [Heading(name, name) for name in [*names, *_FIGURES, "warnings", "run_ids"]]
+    raw = [
+        [
+            *(_plain(getattr(row.spec, name, None)) for name in names),
+            *(getattr(row, name) for name in _FIGURES),
+            "; ".join(row.warnings),
+            " ".join(row.run_ids),
+        ]
+        for row in rows
+    ]
+    return View(title, heads, raw, [["" if value is None else str(value) for value in row] for row in raw])
+
+
+def _plain(value: Any) -> Any:
+    return as_json(value) if isinstance(value, dict) else value
 
 
 def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
@@ -78,7 +119,8 @@ def _is_set(spec: RunSpec, name: str) -> bool:
     return bool(value) and value != fields.get(name)
 
 
-def _identity_columns(rows: list[Row], varying: list[str]) -> list[Column]:
+def identity_columns(rows: list[Row], varying: list[str]) -> list[Column]:
+    """What tells ``rows`` from each other: strategy, ranks, and ``varying`` parameters."""
     columns = [
         Column("strategy", lambda row: strategy_label(row.spec) if row.spec else row.run_ids[0], is_number=False)
     ]
@@ -161,14 +203,20 @@ def _loss(row: Row) -> str:
     return f"{row.loss_first:.2g}>{last}"
 
 
+_NAMED = 5
+"""So many failures of one reason are named one by one."""
+
+
 def _notes(rows: list[Row]) -> list[Text]:
     notes = []
-    spreads = sorted({row.spread for row in rows if row.spread})
+    launches = sorted({row.launches for row in rows if row.step_time_s is not None})
+    spreads = ["95 % block bootstrap of the median over the steps of one launch"] if 1 in launches[:1] else []
+    if launches and launches[-1] > 1:
+        several = [count for count in launches if count > 1]
+        counts = str(several[0]) if len(several) == 1 else f"{several[0]} to {several[-1]}"
+        spreads.append(f"lowest and highest median between {counts} launches")
     if spreads:
-        kinds = {"within one launch": "95 % block bootstrap of the median over the steps of one launch"}
-        notes.append(
-            f"spread: {'; '.join(kinds.get(spread, f'lowest and highest median {spread}') for spread in spreads)}"
-        )
+        notes.append(f"spread: {'; '.join(spreads)}")
     if any(row.speedup for row in rows):
         notes.append("speed-up: samples/s over one rank's with the same batch per replica; eff.: speed-up per device")
     if any(row.mfu is not None for row in rows):
@@ -176,9 +224,14 @@ def _notes(rows: list[Row]) -> list[Text]:
     if any(row.verified is not None for row in rows):
         notes.append("verified: trains as one process does, in a launch of this row with verify = true")
     texts = [Text(note, style="dim") for note in notes]
+    alike: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.status != OK:
-            texts.append(Text(brief(f"{_label(row)}: {row.status}: {row.reason or 'no reason was left'}")))
+            alike.setdefault((row.status, row.reason or "no reason was left"), []).append(row)
+    for (status, reason), failed in alike.items():
+        named = failed if len(failed) <= _NAMED else failed[:1]
+        more = f" (the first of {len(failed)} rows alike)" if len(failed) > _NAMED else ""
+        texts += [Text(brief(f"{_label(row)}: {status}: {reason}{more}")) for row in named]
     return texts
 
 

@@ -28,9 +28,7 @@ def collect(tree: ClusterTree, run_ids: Iterable[str] | None = None) -> Iterator
     A result that cannot be read, and a link where a run should be, are entries with the reason.
     """
     if run_ids is None:
-        for link in tree.links():
-            name = link.relative_to(tree.root).as_posix()
-            yield Collected(tree.root.name, name, None, f"{link} is a link: none is followed inside a results tree")
+        yield from link_entries(tree)
     for run_id in tree.run_ids() if run_ids is None else run_ids:
         try:
             result = tree.read_result(run_id)
@@ -42,3 +40,10 @@ def collect(tree: ClusterTree, run_ids: Iterable[str] | None = None) -> Iterator
             continue
         if result is not None:
             yield Collected(tree.root.name, run_id, result)
+
+
+def link_entries(tree: ClusterTree) -> Iterator[Collected]:
+    """An entry for every link in place of the folders that hold runs."""
+    for link in tree.links():
+        name = link.relative_to(tree.root).as_posix()
+        yield Collected(tree.root.name, name, None, f"{link} is a link: none is followed inside a results tree")

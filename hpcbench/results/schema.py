@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.traffic import Traffic
 
 SCHEMA_VERSION = 1
 
@@ -146,6 +147,17 @@ class Verification(Comparison, kw_only=True):
     notes: list[str] = []
 
 
+class Predicted(_Record, kw_only=True):
+    """A pipeline's step as its schedule gives it with measured times of blocks: no communication, no updates."""
+
+    step_time_s: float
+    bubble_fraction: float
+    cuts: list[int] = []
+    """First block of every stage (or chunk) but the first."""
+    stage_times_s: list[float] = []
+    """What each of them computes for one micro-batch."""
+
+
 class Watched(_Record, kw_only=True):
     """What happened around a rank between the edges of its timed steps; what could not be read is absent."""
 
@@ -171,6 +183,42 @@ class Watched(_Record, kw_only=True):
     """How long it was: ``power``, ``thermal``."""
     gpu_sm_hz: list[float] = []
     """The higher of the clocks before and after, and the most that it can have."""
+
+
+class TimelineSpan(NamedTuple):
+    """One action of a pipeline's schedule: ``F``, ``B``, ``I``, ``W``, and when it was under way."""
+
+    kind: str
+    chunk: int
+    micro_batch: int
+    begin_s: float
+    end_s: float
+
+
+class RankTimeline(_Record, kw_only=True):
+    """What one rank of a pipeline did in an untimed step."""
+
+    rank: int
+    planned: list[TimelineSpan] = []
+    measured: list[TimelineSpan] = []
+
+
+class Timeline(_Record, kw_only=True):
+    """An untimed step of a pipeline's first replica, action by action, over what its schedule makes of the measured
+    durations (each chunk's median) where messages cost nothing."""
+
+    bubble_fraction: float | None = None
+    planned_bubble_fraction: float | None = None
+    measured_s: float | None = None
+    planned_s: float | None = None
+    ranks: list[RankTimeline] = []
+
+
+class RankTraffic(_Record, kw_only=True):
+    """What one rank passed to collectives and to single others in one step."""
+
+    rank: int
+    calls: list[Traffic]
 
 
 class RankResult(_Record, kw_only=True):
@@ -201,10 +249,17 @@ class RankResult(_Record, kw_only=True):
     evaluations: list[Evaluation] = []
     phases: Phases | None = None
     """Of one profiled step: the median of all."""
+    timeline: list[TimelineSpan] = []
+    """Of a pipeline's rank: an untimed step, seconds since the ranks began it together."""
+    state: str | None = None
+    """What a rank of a pipeline was doing when it could not go on."""
+    traffic: list[Traffic] = []
+    """Of one step with a whole batch, equal calls as one."""
     energy_j: float | None = None
     energy_source: str | None = None
     flops_per_sample: float | None = None
     """Forward and backward, of the whole model."""
+    predicted: Predicted | None = None
     verification: Verification | None = None
     watched: Watched | None = None
     warnings: list[str] = []
@@ -223,11 +278,16 @@ class RunResult(_Record, kw_only=True):
     status: str
     spec: RunSpec
     metrics: Metrics = msgspec.field(default_factory=Metrics)
+    predicted: Predicted | None = None
+    """Where the run has measured its blocks: to stand beside ``metrics``."""
     ranks: list[dict[str, Any]] = []
     step_times_s: list[float] = []
     """Of every timed step, the slowest rank's."""
+    traffic: RankTraffic | None = None
+    """Of one step with a whole batch, the rank's that passes most bytes."""
     warnings: list[str] = []
     verification: Verification | None = None
+    timeline: Timeline | None = None
     provenance: dict[str, Any] = {}
     environment_digest: str | None = None
     error: Failure | None = None

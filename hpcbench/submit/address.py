@@ -40,6 +40,7 @@ class _Scheduler(msgspec.Struct, frozen=True):
 
 class _Profile(msgspec.Struct, frozen=True):
     scheduler: _Scheduler = _Scheduler()
+    extends: str | None = None
 
 
 def read_address(cluster: str) -> Reachable:
@@ -51,7 +52,9 @@ def read_address(cluster: str) -> Reachable:
     path = next((path for path in paths if path.is_file()), None)
     if path is not None:
         try:
-            return msgspec.convert(read_toml(path)[0], _Profile)
+            profile = msgspec.convert(read_toml(path)[0], _Profile)
+            if profile.extends is None:
+                return profile
         except msgspec.ValidationError:
             pass  # The whole check finds better words for it.
     from hpcbench.config.load import load_cluster

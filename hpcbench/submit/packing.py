@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.sweep import SubmitTable
-from hpcbench.render.directives import LAUNCH_S, Shape, job_limit_s
+from hpcbench.render.shape import LAUNCH_S, Shape, job_limit_s
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def pack_size(shape: Shape, table: SubmitTable, profile: ClusterProfile) -> int:
     wanted = table.pack or 1
     if table.pack_minutes is not None:
         wanted = int(table.pack_minutes * 60 // launch_s)
-    longest_min = profile.partition(shape.partition).max_time_min
+    longest_min = profile.partition(shape.partition).longest_min(shape.nodes)
     if longest_min is not None:
         wanted = min(wanted, int(longest_min * 60 // launch_s))
     return max(1, wanted)

@@ -16,7 +16,7 @@ from hpcbench.config.spec import RunSpec, run_id
 from hpcbench.errors import ConfigError
 from hpcbench.parallel.check import check_names
 from hpcbench.parallel.resolve import Dropped, Limits, resolve
-from hpcbench.render.directives import Shape, shape_of
+from hpcbench.render.shape import Shape, shape_of
 from hpcbench.results.schema import BROKEN, OK, ResultHead
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.packing import JobGroup, group_jobs
@@ -155,14 +155,18 @@ def limits_of(profile: ClusterProfile, partition: str | None) -> Limits:
     """What a partition of ``profile`` allows. A local machine takes more ranks than cores, but is one node."""
     is_local = profile.scheduler.kind == "local"
     queue = profile.partition(partition)
-    node = profile.node_of(partition)
+    node, request = profile.node_of(partition), profile.request_of(partition)
     return Limits(
         partition=partition or profile.name,
         max_nodes=1 if is_local else queue.max_nodes,
         cores_per_node=None if is_local else node.cores,
-        cpus_per_task=profile.request.cpus_per_task,
+        cpus_per_task=request.cpus_per_task or request.cpus_per_device,
         devices_per_node=node.devices if profile.device != "cpu" else None,
         max_time_min=queue.max_time_min,
+        min_nodes=queue.min_nodes,
+        time_steps=tuple((step.nodes, step.max_time_min) for step in queue.max_time_by_nodes),
+        max_node_hours=queue.max_node_hours,
+        all_devices_across_nodes=queue.all_devices_across_nodes,
     )
 
 

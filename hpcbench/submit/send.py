@@ -107,10 +107,16 @@ class _Sender:
             arrays = count_arrays((array.jobs for array in self._record.arrays), self._largest)
             self._widths = lane_widths(self._record.max_running_jobs, arrays)
             self._take_up_lanes([chunk for chunk in chunks if chunk.job_id is not None])
-        limit = self._profile.scheduler.max_submitted_jobs
+        limit = self._limit()
         if limit is not None:
             queued = scheduler.queued_jobs(self._profile)
             self._free = None if queued is None else max(0, limit - queued)
+
+    def _limit(self) -> int | None:
+        """Jobs that may be submitted: the least of the cluster's and of the partitions' that this is about."""
+        partitions = (self._profile.partition(array.partition).max_submitted_jobs for array in self._record.arrays)
+        limits = (self._profile.scheduler.max_submitted_jobs, *partitions)
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _take_up_lanes(self, sent: list[Chunk]) -> None:
         """Go on where an earlier process stopped, without depending on a job that the scheduler may have forgotten."""
@@ -160,12 +166,13 @@ class _Sender:
             if self._free is not None:
                 size = min(size, self._free)
                 if size == 0:
-                    limit = self._profile.scheduler.max_submitted_jobs
-                    self._outcome.reason = f"the profile allows {limit} submitted jobs"
+                    self._outcome.reason = f"the profile allows {self._limit()} submitted jobs"
                     return False
             chunk = self._chunk(array, first, size)
             try:
-                job_id = self._desk.offer(chunk, self._options(chunk), self._profile.scheduler.retry_s, self._tell)
+                job_id = self._desk.offer(
+                    chunk, self._options(chunk, array.partition), self._profile.scheduler.retry_s, self._tell
+                )
             except SbatchError as error:
                 if error.answer is not Answer.LIMIT:
                     raise
@@ -194,8 +201,8 @@ class _Sender:
             is_array=array.jobs > 1,
         )
 
-    def _options(self, chunk: Chunk) -> list[str]:
-        drop = self._profile.request.drop
+    def _options(self, chunk: Chunk, partition: str | None) -> list[str]:
+        drop = self._profile.request_of(partition).drop
         options = [f"--{name}={chunk.name}" for name in ("job-name", "comment") if name not in drop]
         if chunk.is_array:
             width = self._widths[chunk.lane] if self._widths else chunk.count

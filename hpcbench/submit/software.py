@@ -7,11 +7,12 @@ import os
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 import hpcbench
-from hpcbench.config.cluster import ClusterProfile
+from hpcbench.config.cluster import ClusterProfile, Container
 from hpcbench.render.script import python_of
 
 _PACKAGES = ("torch", "torchvision", "numpy", "scikit_learn", "horovod", "fairscale")
@@ -30,12 +31,21 @@ def environment_key(profile: ClusterProfile, name: str | None) -> str:
         "hpcbench": hpcbench.__version__,
         "python": python,
         "modules": environment.modules,
-        "setup": environment.setup,
-        "container": environment.container.command if environment.container else [],
-        "env": {**profile.env, **environment.env},
+        "setup": [*profile.setup, *environment.setup],
+        "container": _container(environment.container),
+        "env": profile.variables(name),
         "versions": {} if environment.container else installed_versions(Path(python)),
     }
+    unset = [*profile.env_unset, *environment.env_unset]
+    if unset:
+        known["env_unset"] = unset
     return hashlib.sha256(msgspec.json.encode(known, order="deterministic")).hexdigest()[:12]
+
+
+def _container(container: Container | None) -> Any:
+    if container is None:
+        return []
+    return container.command or container.model_dump(exclude_defaults=True)
 
 
 def installed_versions(python: Path) -> dict[str, str]:

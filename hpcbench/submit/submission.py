@@ -18,9 +18,9 @@ from hpcbench.config.task import Task, TaskHeader, write_lines
 from hpcbench.fileio import make_folder, storage_error, write_atomic
 from hpcbench.parallel.check import model_folder
 from hpcbench.paths import data_folder
-from hpcbench.render.directives import Shape, cpus_per_task
 from hpcbench.render.engine import TemplateEngine
 from hpcbench.render.script import render_script
+from hpcbench.render.shape import Shape, cpus_per_task
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.environment import scrubbed_names
 from hpcbench.submit.packing import JobGroup
@@ -81,7 +81,8 @@ def render_submission(
 
 
 def _record(plan: Plan, folder: Path, arrays: list[Array]) -> Submission:
-    limits = (plan.sweep.submit.max_running_jobs, plan.profile.scheduler.max_running_jobs)
+    partitions = [plan.profile.partition(array.partition).max_running_jobs for array in arrays]
+    limits = (plan.sweep.submit.max_running_jobs, plan.profile.scheduler.max_running_jobs, *partitions)
     return Submission(
         submission=folder.name,
         token=secrets.token_hex(4),
@@ -100,7 +101,7 @@ ALL_CORES = 2**20
 
 def _cores_per_run(shape: Shape, profile: ClusterProfile) -> int:
     """What the local queue counts. Runs on an accelerator, which has no cores to count, are alone on the machine."""
-    if profile.request.exclusive or profile.device != "cpu":
+    if profile.request_of(shape.partition).exclusive or profile.device != "cpu":
         return ALL_CORES
     return shape.tasks_per_node * cpus_per_task(shape, profile)
 
@@ -128,6 +129,7 @@ def _header(plan: Plan, tree: ClusterTree, folder: Path, group: JobGroup) -> Tas
         submission=folder.name,
         interface=profile.network.interface,
         host_suffix=profile.network.host_suffix,
+        meet_by_host_name=profile.network.meet_by == "host-name",
         wait_s=profile.network.wait_s,
         data_folder=data_folder(None, profile.data_folder),
         peak_flops_per_s={str(key): value for key, value in device.peak_flops_per_s.items()} if device else {},

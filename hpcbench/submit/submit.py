@@ -15,6 +15,7 @@ from hpcbench.fileio import make_folder
 from hpcbench.results.schema import Failure, RunResult
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit import scheduler
+from hpcbench.submit.account import check_account
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.lock import exclusive
 from hpcbench.submit.offer import Tell
@@ -136,10 +137,25 @@ def check_budget(plan: Plan, chosen: dict[str, RunSpec]) -> None:
         )
 
 
+_NOT_SENT = {
+    "pbs": (
+        "is run by PBS, which hpcbench writes for but does not submit to",
+        "hpcbench render SWEEP --cluster NAME --out DIR writes complete jobs: qsub DIR/0.sh, and so on",
+    ),
+    "none": ("is only predicted for: no job reaches it", "plan and predict take it; hpcbench cluster list has others"),
+}
+
+
 def check_scheduler(profile: ClusterProfile) -> None:
-    """Raise ``SubmitError`` where the scheduler is not here, before anything is written."""
+    """Raise ``SubmitError`` where the scheduler is not here, before anything is written; ``ConfigError`` where it would
+    take no job for want of an account.
+    """
     if profile.scheduler.kind == "local":
         return
+    if profile.scheduler.kind in _NOT_SENT:
+        why, hint = _NOT_SENT[profile.scheduler.kind]
+        raise ConfigError(f"cluster {profile.name} {why}", hint=hint)
+    check_account(profile)
     config = profile.scheduler.config_file
     if config and not Path(config).exists():
         hint = "is the cluster up? the profile's scheduler.config_file names it"

@@ -34,7 +34,7 @@ class RecomputedBlocks(Blocks):
         if not torch.is_grad_enabled():
             return super().forward(x)
         for block in self:
-            x = _recomputed(block, x)
+            x = recomputed(block, x)
         return x
 
 
@@ -54,21 +54,23 @@ def arranged(model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
         )
     kind = RecomputedBlocks if spec.activation_checkpointing else Blocks
     if spec.activation_checkpointing:
-        _keep_inputs(model)
+        for block in model:
+            spare_input(block)
     return kind(OrderedDict(model.named_children())).train(model.training)
 
 
-def _keep_inputs(model: nn.Sequential) -> None:
-    """Let no block overwrite what it is given: it is to be computed from that once more."""
-    for block in model:
-        first = block
-        while isinstance(first, nn.Sequential) and len(first):
-            first = first[0]
-        if getattr(first, "inplace", False):
-            first.inplace = False  # type: ignore[assignment]
+def spare_input(block: nn.Module) -> None:
+    """Let ``block`` not begin by writing over its input, which is a leaf of autograd's graph where the block is a cut
+    piece of a model: VGG's in-place ReLUs are blocks of their own."""
+    for module in block.modules():
+        if next(module.children(), None) is None and not isinstance(module, nn.Flatten | nn.Identity):
+            if getattr(module, "inplace", False):
+                module.inplace = False  # type: ignore[assignment]
+            return
 
 
-def _recomputed(block: nn.Module, x: Tensor) -> Tensor:
+def recomputed(block: nn.Module, x: Tensor) -> Tensor:
+    """``block(x)``, of which only ``x`` is kept for the backward pass."""
     if torch.compiler.is_compiling():
         # A compiled graph writes statistics once, in its forward part.
         compiled: Tensor = checkpoint(block, x, use_reentrant=False)
@@ -78,11 +80,11 @@ def _recomputed(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _kept_statistics(block)
+    return nullcontext(), kept_statistics(block)
 
 
 @contextlib.contextmanager
-def _kept_statistics(block: nn.Module) -> Iterator[None]:
+def kept_statistics(block: nn.Module) -> Iterator[None]:
     """BatchNorm computes as in training, but its running statistics stay: the first pass has counted the batch."""
     norms = [
         module

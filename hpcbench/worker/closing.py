@@ -8,13 +8,15 @@ import socket
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcbench.config.task import Task, TaskHeader
 from hpcbench.errors import HpcbenchError
+from hpcbench.parallel.traffic import Traffic
 from hpcbench.results.attempts import Attempt
-from hpcbench.results.schema import OK, Failure, Phases, RankResult, Verification
+from hpcbench.results.schema import OK, Failure, Phases, Predicted, RankResult, TimelineSpan, Verification
 from hpcbench.results.store import ClusterTree
 from hpcbench.worker.environ import cpu_mask
 from hpcbench.worker.failure import describe, is_peer_lost
@@ -55,6 +57,11 @@ class Closing:
         self.replica = 0
         self.flops_per_sample: float | None = None
         self.phases: Phases | None = None
+        self.timeline: list[TimelineSpan] = []
+        self.state: Callable[[], str] | None = None
+        """Where a pipeline's rank stands, in words."""
+        self.predicted: Predicted | None = None
+        self.traffic: list[Traffic] = []
         self.peak: Peak | None = None
         self.watch: Watch | None = None
         self.to_verify = task.spec.verify
@@ -155,6 +162,10 @@ class Closing:
             accuracy=evaluations[-1].accuracy if evaluations else None,
             evaluations=evaluations,
             phases=self.phases,
+            timeline=self.timeline,
+            state=self.state() if failure is not None and self.state is not None else None,
+            predicted=self.predicted,
+            traffic=self.traffic,
             flops_per_sample=self.flops_per_sample,
             verification=self.verification,
             watched=self.watch.watched if self.watch else None,

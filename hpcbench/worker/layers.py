@@ -36,6 +36,8 @@ from hpcbench.parallel.resolve import Dropped
 from hpcbench.worker.layer_trace import Traced, trace
 from hpcbench.worker.models.build import build_shapes
 
+HOST = torch.device("cpu")
+
 _BATCHES = (2, 4)
 """What grows with the batch is told from what does not by two sizes; BatchNorm needs more than one value."""
 
@@ -56,9 +58,16 @@ def layer_table(request: LayerRequest) -> LayerTable:
     spec = pair(request.model, request.dataset, request.input_size, request.model_options)
     if isinstance(spec, Dropped):
         raise WorkerError(spec.reason)
-    model = build_shapes(spec, request.model_folder)
+    return table_of(build_shapes(spec, request.model_folder), spec)
+
+
+def table_of(model: nn.Sequential, spec: RunSpec) -> LayerTable:
+    """The table of ``model``, which lies on the meta device and is changed.
+
+    Raises ``WorkerError`` where it cannot be run with fake tensors.
+    """
     with _fake_tensors(spec):
-        _give_storage(model)
+        give_storage(model)
         rows = [_trace(model, spec, batch) for batch in _BATCHES]
     names = {id(module): name for name, module in model.named_modules()}
     return LayerTable(
@@ -89,13 +98,13 @@ def _fake_tensors(spec: RunSpec) -> Iterator[None]:
         ) from error
 
 
-def _give_storage(model: nn.Module) -> None:
-    """From the meta device to fake tensors of the host: attention and others choose what they do by the device."""
+def give_storage(model: nn.Module, device: torch.device = HOST) -> None:
+    """From the meta device to fake tensors of a real one: attention and others choose what they do by the device."""
     made: dict[int, Tensor] = {}
 
     def on_host(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             is_parameter = isinstance(tensor, nn.Parameter)
             made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
         return made[id(tensor)]

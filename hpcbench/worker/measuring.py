@@ -17,8 +17,10 @@ from hpcbench.worker.evaluate import make_evaluate
 from hpcbench.worker.loop import Progress, run_loop
 from hpcbench.worker.memory import peak
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.pipeline.measure import run_timeline, watch_pipeline
 from hpcbench.worker.profiling import run_profiled
 from hpcbench.worker.provenance import collect, environment_digest
+from hpcbench.worker.recording import run_recorded
 from hpcbench.worker.sample_flops import flops_per_sample
 from hpcbench.worker.strategies.base import Place, Strategy
 from hpcbench.worker.verify import Given, verify
@@ -42,11 +44,15 @@ def measure(closing: Closing) -> None:
     try:
         strategy.setup(arranged(build_model(spec, header.model_folder), spec), spec, place)
         closing.replica = strategy.replica
-        _time(closing, strategy, feed, place)
+        closing.state = getattr(strategy, "state", None)
+        closing.predicted = getattr(strategy, "predicted", None)
+        with watch_pipeline(strategy, place, closing.abandon):
+            _time(closing, strategy, feed, place)
     finally:
         feed.close()
     if spec.verify:
         # The measured model must be gone before two others are there.
+        closing.state = None
         del strategy, feed
         given = Given(source, header.model_folder)
         closing.verification = verify(spec, place, given, closing.stop, closing.link, header.wait_s)
@@ -86,5 +92,11 @@ def _time(closing: Closing, strategy: Strategy, feed: Feed, place: Place) -> Non
     profiled = run_profiled(strategy, feed, spec, device, stop, agree, len(progress.losses))
     closing.phases = profiled.phases
     closing.warnings += profiled.warnings
+    recorded = run_recorded(strategy, feed, spec, device, stop, agree, len(progress.losses) + spec.profile_steps)
+    closing.traffic = recorded.calls
+    closing.warnings += recorded.warnings
+    closing.timeline = run_timeline(
+        strategy, feed, spec, place, stop, agree, len(progress.losses) + spec.profile_steps + 2
+    )
     if info.rank == 0:
         closing.flops_per_sample = flops_per_sample(spec, closing.header.model_folder, closing.warnings)

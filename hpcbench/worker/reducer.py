@@ -29,7 +29,8 @@ class GradientReducer:
             [parameters[place] for place in places] for places in buckets(sizes, max(int(bucket_cap_mb * MIB), 1))
         ]
         self._bucket_of = {id(one): number for number, bucket in enumerate(self._buckets) for one in bucket}
-        self._is_paused = False
+        self.is_paused = False
+        """Gradients stay unsent, to be sent with those of a later backward pass."""
         self._hooks = [
             one.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
             for one in parameters
@@ -39,16 +40,15 @@ class GradientReducer:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Backward passes in here leave their gradients to be sent with the next one's."""
-        self._is_paused = True
+        self.is_paused = True
         try:
             yield
         finally:
-            self._is_paused = False
+            self.is_paused = False
 
     def finish(self) -> None:
-        """Send what was not ready by itself (a parameter that got no gradient counts as zero), and wait for all."""
-        while self._next < len(self._buckets):
-            self._send()
+        """Send what is left, and wait for all."""
+        self.send_rest()
         for bucket, (flat, work) in zip(self._buckets, self._under_way, strict=True):
             work.wait()
             for parameter, part in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
@@ -58,13 +58,18 @@ class GradientReducer:
                     parameter.grad.copy_(part.view_as(parameter))
         self._begin()
 
+    def send_rest(self) -> None:
+        """Send what was not ready by itself; a parameter that got no gradient counts as zero."""
+        while self._next < len(self._buckets):
+            self._send()
+
     def _begin(self) -> None:
         self._missing = [len(bucket) for bucket in self._buckets]
         self._next = 0
         self._under_way: list[tuple[Tensor, dist.Work]] = []
 
     def _ready(self, parameter: Tensor) -> None:
-        if self._is_paused:
+        if self.is_paused:
             return
         self._missing[self._bucket_of[id(parameter)]] -= 1
         while self._next < len(self._buckets) and self._missing[self._next] == 0:

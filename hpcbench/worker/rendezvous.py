@@ -41,6 +41,8 @@ def join(info: RankInfo, header: TaskHeader, path: Path, launch: str, single_nod
     """
     interface, address = own_address(single_node, header.interface, header.host_suffix)
     name_interfaces(interface, header.interface is not None, single_node)
+    if header.meet_by_host_name:
+        _, address = own_address(single_node, None, header.host_suffix)
     store = _open(address, path, launch, header.wait_s) if info.rank == 0 else _find(path, launch, header.wait_s)
     store.set(f"joined/{info.rank}", socket.gethostname())
     if info.rank == 0:

@@ -12,10 +12,12 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.config.task import Task, TaskHeader
 from hpcbench.parallel.datasets import DATASETS
 from hpcbench.parallel.shard import dropped_samples
-from hpcbench.results.schema import OK, Failure, Metrics, RankResult, RunResult
+from hpcbench.parallel.traffic import total_bytes
+from hpcbench.results.schema import OK, Failure, Metrics, RankResult, RankTraffic, RunResult
 from hpcbench.results.steady import warmup_found, warmup_warning
 from hpcbench.worker.guards import guard_warnings
 from hpcbench.worker.metrics import Measured, metrics_of
+from hpcbench.worker.timelines import timeline_of
 from hpcbench.worker.verdict import listed
 
 _FROM_PROVENANCE = ("threads", "gpu_model", "gpu_uuid")
@@ -41,6 +43,8 @@ def summarise(
     measured = Measured(spec, header, ranks, slowest, found or 0, samples)
     metrics = metrics_of(measured, notes) if ranks else Metrics()
     metrics.warmup_found_steps = found
+    timeline = timeline_of(spec, ranks)
+    metrics.bubble_fraction = timeline.bubble_fraction if timeline is not None else None
     if found:
         notes.append(warmup_warning(found, len(slowest), spec.warmup_steps))
     if slowest and len(ranks) < spec.ranks:
@@ -54,14 +58,17 @@ def summarise(
         status=status,
         spec=spec,
         metrics=metrics,
+        predicted=next((one.predicted for one in ranks.values() if one.predicted is not None), None),
         ranks=[_rank_entry(rank, ranks.get(rank), measured.skipped) for rank in range(spec.ranks)],
         step_times_s=slowest,
+        traffic=_most_traffic(ranks),
         warnings=[
             *notes,
             *_batch_warnings(spec, len(slowest), samples),
             *guard_warnings(spec, ranks),
             *_rank_warnings(ranks),
         ],
+        timeline=timeline,
         verification=next((one.verification for one in ranks.values() if one.verification is not None), None),
         provenance=provenance,
         environment_digest=provenance.pop("environment_digest", None),
@@ -113,6 +120,15 @@ def _run_provenance(ranks: Mapping[int, RankResult]) -> dict[str, Any]:
     return {**fullest, "hosts": hosts} if ranks else {}
 
 
+def _most_traffic(ranks: Mapping[int, RankResult]) -> RankTraffic | None:
+    """That of the rank that passes most bytes, the first of equal ones."""
+    passed = {rank: total_bytes(ranks[rank].traffic) for rank in sorted(ranks) if ranks[rank].traffic}
+    if not passed:
+        return None
+    rank = max(passed, key=passed.__getitem__)
+    return RankTraffic(rank=rank, calls=ranks[rank].traffic)
+
+
 def _rank_entry(rank: int, result: RankResult | None, skipped: int) -> dict[str, Any]:
     if result is None:
         return {"rank": rank, "left_file": False}
@@ -132,6 +148,7 @@ def _rank_entry(rank: int, result: RankResult | None, skipped: int) -> dict[str,
         "peak_reserved_bytes": result.peak_reserved_bytes,
         "time_to_first_step_s": result.time_to_first_step_s,
         "phases": msgspec.to_builtins(result.phases) if result.phases else None,
+        "state": result.state,
         "error": result.error.message if result.error else None,
         **{key: result.provenance.get(key) for key in _FROM_PROVENANCE},
     }

@@ -72,6 +72,7 @@ def train(
     """What ``strategy``, which is set up, makes of ``steps``; tensors on rank 0 alone. Called on every rank."""
     trained, parts = Trained(), []
     feed.prepare(strategy.replica)
+    strategy.announce(steps)
     for step in steps:
         check()
         parts.append(strategy.step(feed, step).double())

@@ -107,7 +107,7 @@ def test_render_writes_what_it_prints(sweep: Path, tmp_path: Path) -> None:
         (GOOD, ["submit", "{}", "--cluster", "generic-slurm"], 3, "sbatch is not on PATH"),
         (GOOD, ["plan", "nowhere.toml", "--cluster", "local"], 2, "no sweep file 'nowhere.toml'"),
         (GOOD, ["status", "nothing"], 2, "sweep 'nothing' has nothing in"),
-        (GOOD, ["collect", "--out", "x.doc"], 2, "unknown ending '.doc'\n  choices: .json, .csv, .parquet"),
+        (GOOD, ["collect", "--out", "x.doc"], 2, "unknown ending '.doc'\n  choices: .csv, .json, .md, .parquet"),
         (GOOD, ["pln"], 2, "did you mean 'plan'?"),
         (GOOD, ["plan", "{}"], 2, "Missing option '--cluster'"),
     ],

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.bounds import Check
@@ -19,13 +21,14 @@ from hpcbench.parallel.datasets import DATASETS
 from hpcbench.results.schema import Comparison
 from hpcbench.worker.blocks import arranged
 from hpcbench.worker.compare import Trained, compare
-from hpcbench.worker.data.feed import NOWHERE, Source, make_feed
+from hpcbench.worker.data.feed import NOWHERE, Feed, Source, make_feed
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.profiling import Profiled, run_profiled
 from hpcbench.worker.reference import train_full_batch, train_reference
 from hpcbench.worker.stop import Stop
 from hpcbench.worker.strategies.base import Place, Strategy
 from hpcbench.worker.verify import train
+from tests.distributed.narrow import build_narrow
 
 CPU = torch.device("cpu")
 
@@ -41,6 +44,7 @@ class Case:
     """``samples`` makes the epoch so short that it ends within the steps.
 
     ``in_rank_order``: gradients are summed from rank 0 on, as the reference sums its shares, not as gloo's ring does.
+    ``narrow``: networks with an eighth of their channels, where what is proved is not about their size.
     ``late_s``: after the steps others are profiled, in which rank 1 comes so much later to every all_reduce.
     ``replicated``: every rank holds all parameters, so they must be alike; not so where the state is sharded.
     """
@@ -52,6 +56,7 @@ class Case:
     source: Source = NOWHERE
     late_s: float | None = None
     replicated: bool = True
+    narrow: bool = False
 
 
 @dataclass
@@ -70,12 +75,17 @@ def make_case(ranks: int, model: str, dataset: str, model_options: Any = None, s
     Epochs have three steps, whose last batch lacks one sample: the last replica takes one fewer than the others.
     """
     given: dict[str, Any] = {"strategy": "ddp", "dp_degree": ranks, "batch_size": BATCH}
-    replicated = more.pop("replicated", True)
+    kept = {name: more.pop(name) for name in ("replicated", "narrow") if name in more}
     spec = RunSpec(
-        model=model, dataset=dataset, tasks_per_node=ranks, learning_rate=0.01, momentum=0.9,
-        model_options=model_options or {}, **{**given, **more},
+        model=model, dataset=dataset, learning_rate=0.01, momentum=0.9, model_options=model_options or {},
+        **{"tasks_per_node": ranks, **given, **more},
     )  # fmt: skip
-    return Case(spec, samples=3 * spec.global_batch_size - 1, steps=steps, replicated=replicated)
+    return Case(spec, samples=3 * spec.global_batch_size - 1, steps=steps, **kept)
+
+
+def build(case: Case) -> nn.Sequential:
+    """The case's model, the same on every rank."""
+    return build_narrow(case.spec) if case.narrow else build_model(case.spec)
 
 
 def check(ranks: list[OfRank], expected: Trained, tolerance: float = TOLERANCE) -> Comparison:
@@ -122,7 +132,7 @@ def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
     with short_epoch(case.spec.dataset, case.samples):
         feed = make_feed(case.spec, CPU, case.source)
         strategy = resolve_runtime(case.spec.strategy)()
-        strategy.setup(arranged(build_model(case.spec), case.spec), case.spec, place)
+        strategy.setup(arranged(build(case), case.spec), case.spec, place)
         if case.in_rank_order:
             strategy.runner.register_comm_hook(group, sum_in_rank_order)
         trained = train(strategy, feed, tuple(range(case.steps)), place)
@@ -172,16 +182,41 @@ def sum_in_rank_order(state, bucket):  # type: ignore[no-untyped-def]  # torch r
 
 
 def run_reference(case: Case, backwards: bool = False) -> Trained:
-    """The same training in this process, each replica's share by itself; ``backwards`` sums the last replica first."""
-    with short_epoch(case.spec.dataset, case.samples):
-        feed, model = make_feed(case.spec, CPU, case.source), build_model(case.spec)
-        if backwards:
-            return train_reference(model, case.spec, feed, range(case.steps), backwards=True)
-        found: Trained = resolve_reference(case.spec.strategy)(model, case.spec, feed, range(case.steps))
-        return found
+    """The same training in this process, each replica's share by itself; ``backwards`` sums the last replica first.
+
+    Data-parallel strategies are compared with one and the same, which knows nothing of theirs.
+    """
+    spec, reference = case.spec, resolve_reference(case.spec.strategy)
+    if reference is train_reference:
+        spec = msgspec.structs.replace(
+            spec, strategy="single", options={}, nodes=1, tasks_per_node=1, tp_degree=1, compile=False,
+            activation_checkpointing=False,
+        )  # fmt: skip
+        reference = _backwards if backwards else train_reference
+    builder = build_narrow if case.narrow else build_model
+    with short_epoch(spec.dataset, case.samples):
+        return _trained(reference, builder, DATASETS[spec.dataset], msgspec.json.encode(spec), case.steps, case.source)
+
+
+def _backwards(model: nn.Module, spec: RunSpec, feed: Feed, steps: range) -> Trained:
+    return train_reference(model, spec, feed, steps, backwards=True)
+
+
+@lru_cache(maxsize=4)
+def _trained(
+    reference: Callable[..., Trained],
+    builder: Callable[..., Any],
+    _dataset: object,
+    spec: bytes,
+    steps: int,
+    source: Source,
+) -> Trained:
+    """Trained once for all tests in a row that ask for the very same; what they may have patched is an argument."""
+    run = msgspec.json.decode(spec, type=RunSpec)
+    return reference(builder(run), run, make_feed(run, CPU, source), range(steps))
 
 
 def run_full_batch(case: Case) -> Trained:
     """The plain run on the whole global batch."""
     with short_epoch(case.spec.dataset, case.samples):
-        return train_full_batch(build_model(case.spec), case.spec, make_feed(case.spec, CPU), range(case.steps))
+        return train_full_batch(build(case), case.spec, make_feed(case.spec, CPU), range(case.steps))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -17,6 +19,8 @@ from tests.distributed.cases import Case, OfRank, run_parallel
 
 RANKS = 4
 T = TypeVar("T")
+IMPORTED = ["__main__", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim", "tests.distributed.cases"]
+"""Imported once, by a process with a single thread from which ranks are forked: four processor seconds less for each."""
 _WAIT_S = 120
 
 
@@ -24,14 +28,17 @@ class Pool:
     """``run`` hands a case to the first ranks and returns what each of them found."""
 
     def __init__(self, ranks: int = RANKS) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(IMPORTED)
         self._store = TCPStore("127.0.0.1", 0, None, True, seconds(_WAIT_S), wait_for_workers=False)
         pipes = [context.Pipe() for _ in range(ranks)]
-        self._pipes = [ours for ours, _ in pipes]
+        self._pipes, self._calls = [ours for ours, _ in pipes], 0
         self._processes = [
             context.Process(target=_serve, args=(rank, ranks, self._store.port, theirs), daemon=True)
             for rank, (_, theirs) in enumerate(pipes)
         ]
+        self._groups = 0
+        """The most process groups that a rank is in."""
         for process in self._processes:
             process.start()
 
@@ -45,16 +52,25 @@ class Pool:
         A rank that raises fails the test with its traceback.
         """
         pipes = self._pipes[:ranks]
+        self._calls += 1
         for pipe in pipes:
-            pipe.send((ranks, function, arguments))
-        answers: list[tuple[bool, Any]] = [
-            pipe.recv() if pipe.poll(_WAIT_S) else (False, f"no answer in {_WAIT_S} s") for pipe in pipes
-        ]
+            pipe.send((self._calls, ranks, function, arguments, self._groups))
+        answers = [self._answer(pipe) for pipe in pipes]
+        self._groups = max(self._groups, *(count for _, _, count in answers))
         found: list[T] = []
-        for rank, (ok, data) in enumerate(answers):
+        for rank, (ok, data, _) in enumerate(answers):
             assert ok, f"rank {rank} of the pool raised\n{data}"
             found.append(torch.load(io.BytesIO(bytes(data)), weights_only=False))
         return found
+
+    def _answer(self, pipe: Connection) -> tuple[bool, Any, int]:
+        """What a rank says to this call, and how many groups it is in; late answers to one that has been given up are dropped."""
+        deadline = time.monotonic() + _WAIT_S
+        while pipe.poll(max(deadline - time.monotonic(), 0.0)):
+            call, ok, data, groups = pipe.recv()
+            if call == self._calls:
+                return ok, data, groups
+        return False, f"no answer in {_WAIT_S} s", 0
 
     def close(self) -> None:
         """End the processes."""
@@ -76,17 +92,23 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    # What was imported stays: no collection, and no search for tensors, need look at it.
+    gc.freeze()
     store = TCPStore("127.0.0.1", port, None, False, seconds(_WAIT_S), wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=seconds(_WAIT_S))
     # A rank that is left out of a group makes one of its own: torch names the groups that a part of the ranks makes
     # later by how many a rank is in already.
     groups: dict[int, Any] = {size: _first_or_alone(rank, size, ranks) for size in range(2, ranks + 1)}
     while (order := pipe.recv()) is not None:
-        size, function, arguments = order
+        call, size, function, arguments, wanted = order
+        while len(dist.distributed_c10d._world.pg_names) < wanted:
+            # As above, for the groups of calls that this rank was not in.
+            dist.new_group([rank], use_local_synchronization=True)
         try:
             buffer = io.BytesIO()
             torch.save(function(*arguments, groups[size]), buffer)
-            pipe.send((True, buffer.getvalue()))
+            answer: tuple[bool, bytes | str] = True, buffer.getvalue()
         except Exception:  # noqa: BLE001 - the test shows it
-            pipe.send((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
+        pipe.send((call, *answer, len(dist.distributed_c10d._world.pg_names)))
     os._exit(0)

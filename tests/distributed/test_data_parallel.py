@@ -1,8 +1,12 @@
-"""A data-parallel run computes what one process computes: losses, weights, running statistics."""
+"""A data-parallel run computes what one process computes: losses, weights, running statistics.
+
+Narrow networks, but for two steps of whole ones.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
@@ -12,6 +16,8 @@ from tests.distributed.cases import BATCH, EXACT, TOLERANCE, check, make_case, r
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.distributed
+
+make_narrow = functools.partial(make_case, narrow=True)
 
 PLAIN = {"batch_norm": False}
 NORMED: list[tuple[str, str, Any]] = [
@@ -28,9 +34,17 @@ PLAINS: list[tuple[str, str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("model", ["resnet18", "vgg11"])
+def test_whole_networks_in_buckets_of_the_default_size(pool: Pool, model: str, ranks: int) -> None:
+    """DDP makes its buckets anew after the first step."""
+    case = make_case(ranks, model, "digits", steps=2, precision="fp64")
+    check(pool.run(case), run_reference(case), EXACT)
+
+
 @pytest.mark.parametrize(("model", "dataset", "model_options"), NORMED + PLAINS)
 def test_two_ranks_equal_the_reference(pool: Pool, model: str, dataset: str, model_options: Any) -> None:
-    case = make_case(2, model, dataset, model_options)
+    case = make_narrow(2, model, dataset, model_options)
     found = pool.run(case)
     assert [one.counts for one in found] == [[8, 8, 8, 8, 8], [8, 8, 7, 8, 8]], "the third step's shares are uneven"
     check(found, run_reference(case))
@@ -46,7 +60,7 @@ def test_two_ranks_equal_the_reference(pool: Pool, model: str, dataset: str, mod
     [("resnet18", "digits", None), ("resnet18", "cifar10", None), ("vgg11", "digits", None)],
 )
 def test_four_ranks_equal_the_reference_in_fp64(pool: Pool, model: str, dataset: str, model_options: Any) -> None:
-    case = make_case(4, model, dataset, model_options, precision="fp64", batch_size=4)
+    case = make_narrow(4, model, dataset, model_options, precision="fp64", batch_size=4)
     found = pool.run(case)
     assert [one.counts[2] for one in found] == [4, 4, 4, 3]
     check(found, run_reference(case), EXACT)
@@ -54,7 +68,7 @@ def test_four_ranks_equal_the_reference_in_fp64(pool: Pool, model: str, dataset:
 
 @pytest.mark.parametrize(("model", "dataset", "model_options"), NORMED)
 def test_four_ranks_equal_the_reference_over_one_step(pool: Pool, model: str, dataset: str, model_options: Any) -> None:
-    case = make_case(4, model, dataset, model_options, steps=1)
+    case = make_narrow(4, model, dataset, model_options, steps=1)
     check(pool.run(case), run_reference(case))
 
 
@@ -62,7 +76,7 @@ def test_four_ranks_equal_the_reference_over_one_step(pool: Pool, model: str, da
 def test_four_ranks_equal_the_reference_over_an_uneven_step(
     pool: Pool, model: str, dataset: str, model_options: Any
 ) -> None:
-    case = make_case(4, model, dataset, model_options, steps=1)
+    case = make_narrow(4, model, dataset, model_options, steps=1)
     case = dataclasses.replace(case, samples=case.spec.global_batch_size - 1)
     found = pool.run(case)
     assert [one.counts for one in found] == [[8], [8], [8], [7]]
@@ -74,7 +88,7 @@ def test_four_ranks_equal_the_reference_where_the_order_of_the_sum_is_the_same(
     pool: Pool, model: str, dataset: str, model_options: Any
 ) -> None:
     """Five steps in fp32, uneven ones among them: replicas, buckets and updates are right but for that order."""
-    case = dataclasses.replace(make_case(4, model, dataset, model_options), in_rank_order=True)
+    case = dataclasses.replace(make_narrow(4, model, dataset, model_options), in_rank_order=True)
     found = pool.run(case)
     assert [one.counts[2] for one in found] == [8, 8, 8, 7]
     check(found, run_reference(case))
@@ -84,12 +98,12 @@ def test_four_ranks_equal_the_reference_where_the_order_of_the_sum_is_the_same(
 def test_four_ranks_without_batch_norm_equal_the_reference(
     pool: Pool, model: str, dataset: str, model_options: Any
 ) -> None:
-    case = make_case(4, model, dataset, model_options)
+    case = make_narrow(4, model, dataset, model_options)
     check(pool.run(case), run_reference(case))
 
 
 def test_four_ranks_equal_the_reference_in_fp32_where_the_network_does_not_amplify(pool: Pool) -> None:
-    case = make_case(4, "vgg11", "mnist", batch_size=32)
+    case = make_narrow(4, "vgg11", "mnist", batch_size=32)
     check(pool.run(case), run_reference(case))
 
 
@@ -101,44 +115,44 @@ def test_the_order_of_a_sum() -> None:
     assert worst > TOLERANCE
 
 
-@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 1.0}])
+@pytest.mark.parametrize("options", [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": 0.1}])
 def test_options_of_ddp_change_no_number(pool: Pool, options: dict[str, Any]) -> None:
-    case = make_case(2, "resnet18", "digits", options=options)
+    case = make_narrow(2, "resnet18", "digits", options=options)
     check(pool.run(case), run_reference(case))
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
 def test_gradient_accumulation(pool: Pool, micro_batches: int) -> None:
-    case = make_case(2, "resnet18", "digits", micro_batches=micro_batches)
+    case = make_narrow(2, "resnet18", "digits", micro_batches=micro_batches)
     check(pool.run(case), run_reference(case))
 
 
 def test_gradient_accumulation_on_four_ranks(pool: Pool) -> None:
-    case = make_case(4, "resnet18", "mnist", micro_batches=2, precision="fp64", batch_size=4)
+    case = make_narrow(4, "resnet18", "mnist", micro_batches=2, precision="fp64", batch_size=4)
     check(pool.run(case), run_reference(case), EXACT)
 
 
 @pytest.mark.parametrize("dataset", ["digits", "cifar10"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_without_batch_norm_it_also_equals_the_full_batch(pool: Pool, ranks: int, dataset: str) -> None:
-    case = make_case(ranks, "vgg11", dataset, PLAIN)
+    case = make_narrow(ranks, "vgg11", dataset, PLAIN)
     check(pool.run(case), run_full_batch(case))
 
 
 def test_gradient_accumulation_without_batch_norm_equals_the_full_batch(pool: Pool) -> None:
-    case = make_case(2, "vgg11", "digits", PLAIN, micro_batches=4)
+    case = make_narrow(2, "vgg11", "digits", PLAIN, micro_batches=4)
     check(pool.run(case), run_full_batch(case))
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_other_optimizers(pool: Pool, optimizer: str) -> None:
-    case = make_case(2, "resnet18", "digits", precision="fp64", optimizer=optimizer, weight_decay=1e-3)
+    case = make_narrow(2, "resnet18", "digits", precision="fp64", optimizer=optimizer, weight_decay=1e-3)
     check(pool.run(case), run_reference(case), EXACT)
 
 
 def test_a_wrong_divisor_would_be_seen(pool: Pool) -> None:
     """The tolerance is not so wide that dividing an uneven batch by the full batch's size would pass."""
-    case = make_case(2, "resnet18", "digits")
+    case = make_narrow(2, "resnet18", "digits")
     found = pool.run(case)
     found[0].trained.losses[2] *= (2 * BATCH - 1) / (2 * BATCH)
     with pytest.raises(AssertionError, match="loss of step 3"):

@@ -15,14 +15,15 @@ import torch
 
 from hpcbench.worker.compare import Trained, largest_relative_difference
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.models.build import build_model
 from hpcbench.worker.reference import train_reference
 from tests.conftest import require_horovod
 from tests.distributed.cases import (
+    BATCH,
     CPU,
     EXACT,
     Case,
     OfRank,
+    build,
     check,
     make_case,
     run_full_batch,
@@ -34,6 +35,7 @@ from tests.distributed.test_data_parallel import PLAIN
 
 pytestmark = pytest.mark.distributed
 
+CONVOLUTIONS = ("resnet18", "vgg11")
 HALF = 1e-3
 """Gradients that travel as fp16 have 11 bits: 5e-4 of each of them, five times, at a learning rate of 0.01."""
 
@@ -66,7 +68,9 @@ def run_fresh(case: Case) -> list[OfRank]:
 
 
 def horovod_case(ranks: int, model: str, dataset: str, model_options: Any = None, steps: int = 5, **more: Any) -> Case:
-    case = make_case(ranks, model, dataset, model_options, steps)
+    """Narrow, where the network has channels, unless ``narrow`` says otherwise."""
+    given = {"batch_size": more.get("batch_size", BATCH), "narrow": more.pop("narrow", model in CONVOLUTIONS)}
+    case = make_case(ranks, model, dataset, model_options, steps, **given)
     # A longer cycle than the default: ranks that wait for the reference to be computed ask each other less often.
     more["options"] = {"cycle_time_ms": 10.0, **more.get("options", {})}
     return dataclasses.replace(case, spec=msgspec.structs.replace(case.spec, strategy="horovod", **more))
@@ -88,6 +92,21 @@ def test_two_ranks_equal_the_reference(pools: dict[int, Pool], model: str, datas
     check(found, run_reference(case))
 
 
+# The output layer of the second one uses the weights of the embedding: one gradient of two layers.
+@pytest.mark.parametrize(
+    ("ranks", "model", "dataset", "more"),
+    [
+        (4, "vit", "digits", {"batch_size": 4}),
+        (2, "gpt", "tokens", {"batch_size": 2, "input_size": 8, "model_options": {"tied": True, "context": 8}}),
+    ],
+)
+def test_transformers_equal_the_reference(
+    pools: dict[int, Pool], ranks: int, model: str, dataset: str, more: dict[str, Any]
+) -> None:
+    case = horovod_case(ranks, model, dataset, steps=2, **more)
+    check(run(pools, case), run_reference(case))
+
+
 def test_four_ranks_equal_the_reference_in_fp64(pools: dict[int, Pool]) -> None:
     """Of four gradients the order of the sum shows in fp32: see decision 7."""
     case = horovod_case(4, "resnet18", "digits", precision="fp64")
@@ -97,7 +116,8 @@ def test_four_ranks_equal_the_reference_in_fp64(pools: dict[int, Pool]) -> None:
 
 
 def test_four_ranks_equal_the_reference_over_an_uneven_step(pools: dict[int, Pool]) -> None:
-    case = horovod_case(4, "resnet18", "digits", steps=1)
+    """A whole network."""
+    case = horovod_case(4, "resnet18", "digits", steps=1, narrow=False)
     case = dataclasses.replace(case, samples=case.spec.global_batch_size - 1)
     check(run(pools, case), run_reference(case))
 
@@ -153,7 +173,7 @@ def with_rates(case: Case, rates: list[float]) -> Trained:
     """The reference, one step after another, each with its own rate. Without momentum no step knows of the last."""
     trained = Trained()
     with short_epoch(case.spec.dataset, case.samples):
-        feed, model = make_feed(case.spec, CPU), build_model(case.spec)
+        feed, model = make_feed(case.spec, CPU), build(case)
         for step, rate in enumerate(rates):
             one = train_reference(model, msgspec.structs.replace(case.spec, learning_rate=rate), feed, [step])
             trained.losses += one.losses

@@ -15,8 +15,10 @@ import msgspec
 import pytest
 
 from hpcbench.config.spec import RunSpec, run_id
+from hpcbench.oracle.strategies.data import Ddp
+from hpcbench.parallel.layers import read_table
 from hpcbench.results.attempts import Attempt
-from hpcbench.results.schema import RunResult
+from hpcbench.results.schema import RankTraffic, RunResult
 from tests.distributed.launching import HOOKED, Launch, wait_until, worker
 from tests.worker.helpers import make_spec, tree_of, write_tasks
 
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.distributed
 
 LONE = make_spec()
 PAIR = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2)
+PROFILED = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, profile_steps=1)
 ENDLESS = make_spec(steps=1_000_000)
 ENDLESS_PAIR = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, steps=1_000_000)
 FROZEN_WAIT_S = 60.0
@@ -73,26 +76,31 @@ def test_a_lone_process(tmp_path: Path, launch: Launch) -> None:
 
 
 def test_begin_ranks_end_as_a_job_script_does_it(tmp_path: Path, launch: Launch) -> None:
-    tasks = write_tasks(tmp_path, PAIR)
+    tasks = write_tasks(tmp_path, PROFILED)
     began = worker("begin", "--tasks", str(tasks), "--index", "0")
     folder = Path(began.stdout.rstrip("\n"))
-    assert folder == attempt_of(tmp_path, PAIR).folder
+    assert folder == attempt_of(tmp_path, PROFILED).folder
     assert launch.torchrun(2, tasks, attempt=1).wait() == [0], launch.logs()
-    before = tree_of(tmp_path).result_path(run_id(PAIR)).read_bytes()
+    before = tree_of(tmp_path).result_path(run_id(PROFILED)).read_bytes()
     ended = worker("end", "--tasks", str(tasks), "--index", "0", "--attempt", "1", "--exit-code", "0", "--received", "")
     assert ended.returncode == 0
-    assert tree_of(tmp_path).result_path(run_id(PAIR)).read_bytes() == before
-    result = result_of(tmp_path, PAIR)
+    assert tree_of(tmp_path).result_path(run_id(PROFILED)).read_bytes() == before
+    result = result_of(tmp_path, PROFILED)
     assert result.status == "ok"
-    files = attempt_of(tmp_path, PAIR).read_ranks()
+    files = attempt_of(tmp_path, PROFILED).read_ranks()
     assert sorted(files) == [0, 1]
     assert result.step_times_s == [max(pair) for pair in zip(*(files[r].step_times_s for r in (0, 1)), strict=True)]
-    assert result.metrics.samples_per_s == pytest.approx(PAIR.steps * 16 / math.fsum(result.step_times_s))
+    assert result.metrics.samples_per_s == pytest.approx(PROFILED.steps * 16 / math.fsum(result.step_times_s))
     assert result.metrics.loss is not None
     assert result.metrics.loss.last == pytest.approx(sum(one.losses[-1] or 0.0 for one in files.values()))
     assert result.metrics.peak_memory_bytes == max(one.peak_memory_bytes or 0 for one in files.values())
     assert [rank["replica"] for rank in result.ranks] == [0, 1]
     assert "step_times_s" not in result.ranks[0]
+    assert result.traffic is not None
+    assert result.traffic == RankTraffic(rank=0, calls=files[0].traffic)
+    table = read_table(PROFILED.model, PROFILED.dataset)
+    assert table is not None
+    assert result.traffic.calls == Ddp.traffic(PROFILED, table, 0)
 
 
 def test_the_runs_own_variables_are_there_when_torch_starts(tmp_path: Path, launch: Launch) -> None:

@@ -21,7 +21,6 @@ from hpcbench.worker.compare import Trained
 from hpcbench.worker.compiling import compile_in_place
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.evaluate import accuracy
-from hpcbench.worker.models.build import build_model
 from hpcbench.worker.reference import train_reference
 from hpcbench.worker.strategies import base
 from hpcbench.worker.strategies.base import Place
@@ -33,6 +32,7 @@ from tests.distributed.cases import (
     TOLERANCE,
     Case,
     OfRank,
+    build,
     check,
     make_case,
     run_full_batch,
@@ -48,6 +48,7 @@ SHARDED = ["fsdp", "fairscale_fsdp"]
 ALL = [*REPLICATED, *SHARDED]
 WIDE = [key for key in ALL if STRATEGIES[key].widest == "fp64"]
 PLAIN = {"batch_norm": False}
+CONVOLUTIONS = ("resnet18", "vgg11")
 TIED = {"tied": True, "context": 8}
 
 
@@ -61,7 +62,7 @@ def _fairscale() -> None:
 
 def sharded_case(key: str, ranks: int, model: str = "vit", dataset: str = "digits", **more: Any) -> Case:
     """Four samples a replica; the last one of every third step has three."""
-    given = {"strategy": key, "replicated": key in REPLICATED, "batch_size": 4}
+    given = {"strategy": key, "replicated": key in REPLICATED, "batch_size": 4, "narrow": model in CONVOLUTIONS}
     return make_case(ranks, model, dataset, **{**given, **more})
 
 
@@ -227,7 +228,7 @@ def train_and_evaluate(case: Case, group: dist.ProcessGroup) -> tuple[list[float
     """What every rank finds on the held-out samples between two steps, and the weights after the second one."""
     place = Place(dist.get_rank(group), case.spec.ranks, CPU, group)
     strategy, feed, found = resolve_runtime(case.spec.strategy)(), make_feed(case.spec, CPU), Trained()
-    strategy.setup(arranged(build_model(case.spec), case.spec), case.spec, place)
+    strategy.setup(arranged(build(case), case.spec), case.spec, place)
     accuracies = []
     for step in range(2):
         strategy.step(feed, step)
@@ -241,10 +242,10 @@ def train_and_evaluate(case: Case, group: dist.ProcessGroup) -> tuple[list[float
 def test_evaluation_between_steps(pool: Pool, key: str) -> None:
     """It does not hang where the forward pass is collective, and training goes on as if it had not been."""
     case = sharded_case(key, 4, "vgg11", model_options=PLAIN)
-    model, feed = build_model(case.spec), make_feed(case.spec, CPU)
+    model, feed = build(case), make_feed(case.spec, CPU)
     expected: list[float | None] = []
     for step in range(2):
-        after = train_reference(build_model(case.spec), case.spec, feed, range(step + 1))
+        after = train_reference(build(case), case.spec, feed, range(step + 1))
         model.load_state_dict(after.state)
         expected.append(accuracy(model, feed))
     (ours, trained), *others = pool.call(4, train_and_evaluate, case)

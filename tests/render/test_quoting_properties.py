@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.errors import RenderError
 from hpcbench.paths import shared_folder
-from hpcbench.render.directives import Shape
 from hpcbench.render.engine import TemplateEngine
 from hpcbench.render.script import render_script
+from hpcbench.render.shape import Shape
 
 TEXT = st.text(alphabet=st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=30)
 LINE = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc"]), max_size=30)

@@ -14,9 +14,10 @@ import pytest
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.load import load_cluster
 from hpcbench.paths import shared_folder
-from hpcbench.render.directives import Shape, directives, job_limit_s
+from hpcbench.render.directives import directives
 from hpcbench.render.engine import TemplateEngine
 from hpcbench.render.script import context, render_script
+from hpcbench.render.shape import Shape, job_limit_s
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 FOLDER = Path("/shared/results/cluster/submissions/sweep-0001")

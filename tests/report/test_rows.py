@@ -8,10 +8,10 @@ import pytest
 from rich.console import Console
 
 from hpcbench.config.spec import RunSpec, config_id, run_id
-from hpcbench.report.export import flat
 from hpcbench.report.rows import make_rows
 from hpcbench.report.tables import results_table
 from hpcbench.results.collect import Collected
+from hpcbench.results.columns import collected_frame
 from hpcbench.results.schema import Failure, Loss, Metrics, RunResult, Spread, Verification
 
 BASE = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=16)
@@ -173,8 +173,8 @@ def test_a_verified_launch_is_a_launch_of_the_same_row() -> None:
     plain, verified = collected(), collected(verify=True)
     assert verified.result is not None
     verified.result.verification = Verification(passed=True, precision="fp64", tolerance=1e-7, steps=5)
-    columns = flat(verified.result)
-    assert (columns["verification.passed"], columns["verification.tolerance"]) == (True, 1e-7)
+    frame = collected_frame([verified])
+    assert frame["verification.passed", "verification.tolerance"].row(0) == (True, 1e-7)
     (row,) = make_rows([plain, verified])
     assert (row.launches, row.verified) == (2, True)
     other = collected(**DDP2)

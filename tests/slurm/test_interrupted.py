@@ -19,9 +19,9 @@ from hpcbench.config.load import load_cluster
 from hpcbench.config.spec import RunSpec, run_id
 from hpcbench.config.task import write_lines
 from hpcbench.paths import shared_folder
-from hpcbench.render.directives import Shape
 from hpcbench.render.engine import TemplateEngine
 from hpcbench.render.script import render_script
+from hpcbench.render.shape import Shape
 from hpcbench.results.attempts import Attempt, AttemptStart
 from hpcbench.results.schema import RunResult
 from tests.slurm.box import Box

@@ -7,7 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -29,6 +32,8 @@ nodes = 2
 tasks_per_node = 2
 time_limit_min = 5
 """
+# As it was when the tests were collected: launches run in threads, while tests change and restore variables.
+ENVIRONMENT = dict(os.environ)
 INTERFACE = '["--allow-run-as-root", "--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0"]'
 
 
@@ -44,41 +49,66 @@ def install_mpirun() -> None:
         absent("mpirun", f"apt-get could not install openmpi-bin: {done.stderr.strip()[-200:]}")
 
 
-@pytest.mark.usefixtures("box")
+class Launch(NamedTuple):
+    """How a run is started, and what it trains with."""
+
+    launcher: str
+    arguments: str
+    strategy: str
+
+    def run(self, folder: Path) -> dict[str, Any]:
+        """The result of a sweep of one run, in a project in ``folder``."""
+        if self.launcher == "mpirun":
+            install_mpirun()
+        if self.strategy == "horovod":
+            require_horovod()
+        for name in ("clusters", "sweeps"):
+            (folder / name).mkdir()
+        text = load_cluster("slurmbox")[1].text
+        text = text.replace('name = "slurmbox"', 'name = "launched"')
+        text = text.replace('launcher = "srun"', f'launcher = "{self.launcher}"\nlauncher_args = {self.arguments}')
+        (folder / "clusters" / "launched.toml").write_text(text)
+        (folder / "sweeps" / "four.toml").write_text(SWEEP.format(strategy=self.strategy))
+        env = {**ENVIRONMENT, "HPCBENCH_RESULTS": str(folder / "results"), "XDG_CONFIG_HOME": str(folder / "xdg")}
+        command = [sys.executable, "-m", "hpcbench", "run", "four", "--cluster", "launched"]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr + done.stdout
+        (path,) = (folder / "results" / "launched" / "runs").glob("*/*/result.json")
+        result: dict[str, Any] = json.loads(path.read_bytes())
+        return result
+
+
+@pytest.fixture(scope="module")
+def started(
+    request: pytest.FixtureRequest, box: Box, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Launch, Future[dict[str, Any]]]]:
+    """All that are selected, at once: two of them fill the box, and each waits for the scheduler much of the time."""
+    items = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    params = [getattr(getattr(item, "callspec", None), "params", {}) for item in items]
+    launches = [one["launch"] for one in params if "launch" in one]
+    with ThreadPoolExecutor(len(launches)) as pool:
+        yield {one: pool.submit(one.run, tmp_path_factory.mktemp(one.launcher)) for one in launches}
+
+
 @pytest.mark.parametrize(
-    ("launcher", "arguments", "strategy"),
+    "launch",
     [
-        ("srun", "[]", "ddp"),
-        ("torchrun", "[]", "ddp"),
-        ("mpirun", INTERFACE, "ddp"),
-        ("srun", "[]", "horovod"),
-        pytest.param("mpirun", INTERFACE, "horovod", marks=pytest.mark.soak),
+        Launch("srun", "[]", "ddp"),
+        Launch("torchrun", "[]", "ddp"),
+        Launch("mpirun", INTERFACE, "ddp"),
+        Launch("srun", "[]", "horovod"),
+        pytest.param(Launch("mpirun", INTERFACE, "horovod"), marks=pytest.mark.soak),
     ],
+    ids=lambda launch: f"{launch.launcher}-{launch.strategy}",
 )
-def test_two_nodes_with_two_ranks_each(launcher: str, arguments: str, strategy: str, tmp_path: Path) -> None:
-    if launcher == "mpirun":
-        install_mpirun()
-    if strategy == "horovod":
-        require_horovod()
-    for folder in ("clusters", "sweeps"):
-        (tmp_path / folder).mkdir()
-    text = load_cluster("slurmbox")[1].text
-    text = text.replace('name = "slurmbox"', 'name = "launched"')
-    text = text.replace('launcher = "srun"', f'launcher = "{launcher}"\nlauncher_args = {arguments}')
-    (tmp_path / "clusters" / "launched.toml").write_text(text)
-    (tmp_path / "sweeps" / "four.toml").write_text(SWEEP.format(strategy=strategy))
-    env = {**os.environ, "HPCBENCH_RESULTS": str(tmp_path / "results")}
-    command = [sys.executable, "-m", "hpcbench", "run", "four", "--cluster", "launched"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr + done.stdout
-    (path,) = (tmp_path / "results" / "launched" / "runs").glob("*/*/result.json")
-    result = json.loads(path.read_bytes())
+def test_two_nodes_with_two_ranks_each(launch: Launch, started: dict[Launch, Future[dict[str, Any]]]) -> None:
+    result = started[launch].result()
     places = [(rank["rank"], rank["node_rank"], rank["local_rank"]) for rank in result["ranks"]]
     assert places == [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
     hosts = [rank["host"] for rank in result["ranks"]]
     assert hosts[0] == hosts[1] != hosts[2] == hosts[3]
-    assert result["provenance"]["launcher"] == launcher
-    assert ("horovod" in result["provenance"]) == (strategy == "horovod")
+    assert result["provenance"]["launcher"] == launch.launcher
+    assert ("horovod" in result["provenance"]) == (launch.strategy == "horovod")
 
 
 def test_the_box_is_what_the_shipped_profile_says(box: Box) -> None:

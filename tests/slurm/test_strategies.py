@@ -1,9 +1,10 @@
-"""Every data-parallel strategy over nodes that shaped links connect, and compared with the reference there."""
+"""Every strategy over nodes that shaped links connect, and compared with the reference there."""
 
 from __future__ import annotations
 
 import json
 import subprocess
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,43 +20,53 @@ from tests.slurm.test_sweeps import job_ids
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
-FAMILY = [key for key in data.STRATEGIES if key != "single"]
 NODES = (2, 4)
-SWEEP = f"""name = "family"
-[fixed]
-model = "vit"
-dataset = "mnist"
-input_size = 8
-batch_size = 4
-warmup_steps = 1
-steps = 4
-profile_steps = 0
-verify = true
-time_limit_min = 5
-[grid]
-nodes = {list(NODES)}
-strategy = {json.dumps(FAMILY)}
-[submit]
-pack = {len(FAMILY)}
-"""
+IMAGES = {"model": "vit", "dataset": "mnist", "input_size": 8, "steps": 4}
+VOLUMES = {"model": "cosmoflow", "dataset": "cosmoflow", "input_size": 8, "steps": 3}
+DATA = [(key, nodes, IMAGES) for key in data.STRATEGIES if key != "single" for nodes in NODES]
+MODEL = [
+    ("filter", 2, {**VOLUMES, "tp_degree": 2}),
+    ("channel", 2, {**VOLUMES, "tp_degree": 2, "options.form": "gathered"}),
+    ("channel", 4, {**VOLUMES, "tp_degree": 4}),
+    ("filter", 4, {**VOLUMES, "dp_degree": 2, "tp_degree": 2}),
+    ("spatial", 2, {**VOLUMES, "sp_degree": 2}),
+    ("spatial", 4, {**VOLUMES, "sp_degree": 4, "options.grid": "1x2x2"}),
+    ("spatial", 4, {**VOLUMES, "dp_degree": 2, "sp_degree": 2}),
+    ("tensor", 2, {**IMAGES, "tp_degree": 2}),
+    ("tensor", 4, {**IMAGES, "dp_degree": 2, "tp_degree": 2}),
+]
+RUNS: list[dict[str, Any]] = [{"strategy": key, "nodes": nodes, **more} for key, nodes, more in (*DATA, *MODEL)]
+FIXED = {"batch_size": 4, "warmup_steps": 1, "profile_steps": 0, "verify": True, "time_limit_min": 5}
 
 
-def test_the_family_over_two_and_four_nodes(
+def sweep() -> str:
+    parts: list[tuple[str, dict[str, Any]]] = [
+        ("fixed", FIXED),
+        *(("[include]", run) for run in RUNS),
+        ("submit", {"pack": len(RUNS)}),
+    ]
+    lines = ['name = "strategies"']
+    for title, keys in parts:
+        lines += [f"[{title}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items())]
+    return "\n".join(lines)
+
+
+def test_every_strategy_over_two_and_four_nodes(
     box: Box,
     hpcbench: Callable[..., subprocess.CompletedProcess[str]],
     results: Callable[[], list[dict[str, Any]]],
     tmp_path: Path,
 ) -> None:
-    """Two jobs, of as many runs each as there are strategies."""
+    """Two jobs, of as many runs each as there are for that number of nodes."""
     require_horovod()
-    path = tmp_path / "family.toml"
-    path.write_text(SWEEP)
+    path = tmp_path / "strategies.toml"
+    path.write_text(sweep())
     done = hpcbench("run", str(path), "--cluster", "slurmbox")
     found = results()
     problems = {(one["spec"]["strategy"], len(one["ranks"])): one.get("error") for one in found if one.get("error")}
     assert done.returncode == 0, (problems, done.stderr)
-    ran = {(one["spec"]["strategy"], one["spec"]["nodes"]) for one in found}
-    assert ran == {(key, nodes) for key in FAMILY for nodes in NODES}
+    ran = Counter((one["spec"]["strategy"], one["spec"]["nodes"]) for one in found)
+    assert ran == Counter((str(run["strategy"]), run["nodes"]) for run in RUNS)
     for one in found:
         hosts = {rank["host"] for rank in one["ranks"]}
         assert len(hosts) == one["spec"]["nodes"], one["ranks"]

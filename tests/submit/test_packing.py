@@ -9,7 +9,7 @@ from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.load import Sweep
 from hpcbench.config.sweep import SubmitTable
 from hpcbench.errors import ConfigError, ConfigErrors
-from hpcbench.render.directives import LAUNCH_S, Shape, job_limit_s
+from hpcbench.render.shape import LAUNCH_S, Shape, job_limit_s
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.packing import group_jobs, pack_size
 from hpcbench.submit.plan import make_plan

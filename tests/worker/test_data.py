@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.errors import WorkerError
 from hpcbench.parallel.shard import step_shares
-from hpcbench.worker.data import synthetic
+from hpcbench.worker.data import digits, synthetic
 from hpcbench.worker.data.feed import Feed, make_feed
 from hpcbench.worker.data.synthetic import SLOTS
 from tests.worker.helpers import make_spec
@@ -32,6 +36,27 @@ def test_counts_are_those_of_the_shares(replicas: int, batch_size: int) -> None:
         assert feed.global_count(step) == sum(len(share) for share in shares)
         if step % feed.steps_per_epoch in (0, feed.steps_per_epoch - 1):
             assert [len(feed.batch(step, r)[1]) for r in range(replicas)] == [len(share) for share in shares]
+
+
+def test_digits_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_digits
+
+    inputs, labels = digits._load()
+    bunch = load_digits()
+    assert torch.equal(inputs, torch.from_numpy(bunch.images).unsqueeze(1))
+    assert torch.equal(labels, torch.from_numpy(bunch.target))
+    assert inputs.is_contiguous()
+    assert labels.dtype == torch.int64
+
+
+def test_a_scikit_learn_without_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = ModuleSpec("sklearn", None, is_package=True)
+    assert package.submodule_search_locations is not None
+    package.submodule_search_locations.append(str(tmp_path))
+    monkeypatch.setattr(digits, "find_spec", {"sklearn": package}.get)
+    with pytest.raises(WorkerError, match=rf"this scikit-learn has no {tmp_path}") as caught:
+        feed_of()
+    assert caught.value.status == "unsupported"
 
 
 def test_an_epoch_of_digits_takes_every_sample_once_and_the_next_in_another_order() -> None:

@@ -32,6 +32,9 @@ class Recorder:
     def setup(self, model: Any, spec: Any, place: Any) -> None:
         raise AssertionError("the loop does not set up")
 
+    def announce(self, steps: Any) -> None:
+        raise AssertionError("the loop's steps follow one another")
+
     def step(self, feed: Feed, step: int) -> torch.Tensor:
         self.calls.append(step)
         if step == self._stop_after:

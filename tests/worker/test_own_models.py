@@ -119,7 +119,7 @@ def test_a_sweep_of_ones_own_model_on_this_machine(folder: Path) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "own.toml").write_text(
         'name = "own"\nmodel_folder = ".."\n[fixed]\ndataset = "digits"\nbatch_size = 4\nwarmup_steps = 1\nsteps = 2\n'
-        'profile_steps = 0\nmodel = "hpcbench_test_net:build"\nstrategy = "ddp"\ntasks_per_node = 2\n'
+        'profile_steps = 0\nstrategy = "ddp"\ntasks_per_node = 2\n'
         "model_options = { width = 6 }\n"
         '[[include]]\nmodel = "hpcbench_test_net:raises"\nstrategy = "single"\ntasks_per_node = 1\n'
         '[[include]]\nmodel = "hpcbench_test_net:build"\n'

@@ -17,9 +17,9 @@ from hpcbench.config.load import load_cluster
 from hpcbench.config.spec import RunSpec, run_id
 from hpcbench.config.task import write_lines
 from hpcbench.paths import shared_folder
-from hpcbench.render.directives import Shape
 from hpcbench.render.engine import TemplateEngine
 from hpcbench.render.script import render_script
+from hpcbench.render.shape import Shape
 from tests.distributed.launching import environment
 from tests.worker.helpers import make_header, make_spec, make_task, tree_of
 

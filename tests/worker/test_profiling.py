@@ -33,6 +33,9 @@ class Multiplier:
     def setup(self, model: Any, spec: Any, place: Any) -> None:
         raise AssertionError("profiling does not set up")
 
+    def announce(self, steps: Any) -> None:
+        raise AssertionError("the loop's steps follow one another")
+
     def step(self, feed: Feed, step: int) -> torch.Tensor:
         self._before_step(step)
         self.steps.append(step)

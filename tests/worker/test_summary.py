@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.results.schema import Evaluation, Phases, RankResult, RunResult
+from hpcbench.parallel.traffic import Traffic
+from hpcbench.results.schema import Evaluation, Phases, Predicted, RankResult, RankTraffic, RunResult
 from hpcbench.worker.metrics import epoch_samples, global_step_samples
 from hpcbench.worker.summary import slowest_rank_times_s, summarise
 from tests.worker.helpers import failure, make_header, make_rank, make_spec, make_task
@@ -224,3 +225,23 @@ def test_the_time_to_an_accuracy_is_that_of_the_first_evaluation_at_it(
     spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, steps=3, target_accuracy=target)
     metrics = summary(ranks, spec).metrics
     assert (metrics.time_to_accuracy_s, metrics.steps_to_accuracy) == (time_s, steps)
+
+
+def test_what_was_predicted_stands_in_the_result() -> None:
+    spec = make_spec()
+    found = Predicted(step_time_s=0.5, bubble_fraction=0.25, cuts=[3])
+    result = summarise(make_header(Path("x")), make_task(spec), 1, {0: make_rank(predicted=found)}, "ok")
+    assert result.predicted == found
+
+
+def test_the_traffic_is_that_of_the_rank_that_passes_most_bytes() -> None:
+    few, many = passed(10, 3), passed(40, 1)
+    ranks = two_ranks(traffic=[many])
+    assert summary(ranks).traffic == RankTraffic(rank=1, calls=[many])
+    ranks[0].traffic = [few, few]
+    assert summary(ranks).traffic == RankTraffic(rank=0, calls=[few, few])
+    assert summary(two_ranks()).traffic is None
+
+
+def passed(payload_bytes: int, count: int) -> Traffic:
+    return Traffic(operation="all_reduce", group_size=2, payload_bytes=payload_bytes, count=count)

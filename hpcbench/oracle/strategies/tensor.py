@@ -33,14 +33,14 @@ class TensorCost:
     @classmethod
     def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
         """Collectives of the forward and backward passes, micro-batch by micro-batch, and the gradients' buckets."""
-        model = _Split(spec, table, rank)
+        model = SplitModel(spec, table, rank)
         calls = list(model.activations_sent()) * spec.micro_batches if model.ranks > 1 else []
         return merged([*calls, *model.gradients_sent()])
 
     @classmethod
     def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> Memory:
         """Parts of what is split, all of the rest, at the moment at which they are most."""
-        model = _Split(spec, table, rank)
+        model = SplitModel(spec, table, rank)
         sizes = [model.parameter_bytes(name, shape) for name, shape, _ in table.parameter_tensors]
         kept = Kept(sum(sizes), sizes, in_turn(spec, table), sizes)
         underway = [0] * len(table.layers)
@@ -54,21 +54,21 @@ class TensorCost:
 
 def activations_kept(spec: RunSpec, table: LayerTable, rank: int) -> int:
     """What is kept from the forward pass of a micro-batch when its backward pass begins, without recomputation."""
-    return sum(row.kept for row in _Split(spec, table, rank).backward_rows())
+    return sum(row.kept for row in SplitModel(spec, table, rank).backward_rows())
 
 
-class _Split:
+class SplitModel:
     """One rank's view of a table of layers."""
 
     def __init__(self, spec: RunSpec, table: LayerTable, rank: int) -> None:
         options = {name: one.default for name, one in strategy(spec.strategy).options.items()} | spec.options
         self.spec, self.table = spec, table
         self.place, self.ranks = Mesh.of(spec).coordinates(rank).tp, spec.tp_degree
-        self.by_tokens = bool(options["sequence_parallel"]) and self.ranks > 1
+        self.by_tokens = bool(options.get("sequence_parallel")) and self.ranks > 1
         self.rows = {layer.name: layer for layer in table.layers}
         self.blocks = [layer.name for layer in table.layers if layer.kind == BLOCK]
         self.tokens, self.width = self.rows[self.blocks[0]].input_shape
-        self.head = _language_head(table) if options["vocabulary_parallel"] and self.ranks > 1 else None
+        self.head = _language_head(table) if options.get("vocabulary_parallel") and self.ranks > 1 else None
         self.wide_bytes = 8 if spec.precision == "fp64" else 4
         self.sent_bytes = 2 if spec.precision == "bf16" else self.wide_bytes
         self.samples = spec.batch_size // spec.micro_batches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel import catalog
 from hpcbench.worker.compiling import compile_in_place
-from hpcbench.worker.data.feed import Feed
+from hpcbench.worker.data.feed import Batch, Feed
 from hpcbench.worker.losses import sample_losses
 from hpcbench.worker.phases import Phases, unmarked
 from hpcbench.worker.precision import Arithmetic
@@ -52,6 +52,12 @@ class Strategy(Protocol):
 
     def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
         """Take ``model`` (built on the host, the same on every rank) apart or wrap it. May communicate."""
+
+    def announce(self, steps: Sequence[int]) -> None:
+        """Before the first step: the numbers that ``step`` will be called with, where they do not follow one another.
+
+        A pipeline that runs across steps begins the next one before this one has ended.
+        """
 
     def step(self, feed: Feed, step: int) -> Tensor:
         """Forward, backward and update for step ``step``.
@@ -96,6 +102,8 @@ class DataParallel:
 
     loss_factor = 1.0
     forward_is_collective = False
+    traffic_is_seen = True
+    """Whether all that is passed goes through torch's operators, on threads that a recorder follows."""
     phases: Phases = staticmethod(unmarked)
 
     def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
@@ -103,11 +111,15 @@ class DataParallel:
         self.spec = spec
         self.replica = place.rank if spec.dp_degree > 1 else 0
         self.arithmetic = Arithmetic(spec.precision, place.device)
-        self.module: nn.Module = model.to(place.device).train()
+        self.module: nn.Module = self.own_part(model, spec).to(place.device).train()
         if spec.compile:
             compile_in_place(self.module)
         self.runner = self.wrap(self.module, spec, place)
         self.optimizer = self.make_optimizer(spec, place)
+
+    def own_part(self, model: nn.Sequential, spec: RunSpec) -> nn.Module:
+        """What this rank holds of ``model``, still on the host: all of it where only the batch is shared."""
+        return model
 
     def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
         """What is called instead of ``module``."""
@@ -133,7 +145,7 @@ class DataParallel:
         """See ``Strategy.step``. Micro-batches accumulate gradients."""
         global_count = feed.global_count(step)
         with self.phases("data"):
-            inputs, labels = feed.batch(step, self.replica)
+            inputs, labels = self.batch(feed, step)
         self.clear_gradients()
         parts = feed.micro_shares(step, self.replica)
         for part in parts[:-1]:
@@ -145,6 +157,13 @@ class DataParallel:
         with self.phases("optimizer"):
             self.update()
         return self._take_loss()
+
+    def announce(self, steps: Sequence[int]) -> None:
+        """Every step is complete in itself."""
+
+    def batch(self, feed: Feed, step: int) -> Batch:
+        """What this rank keeps of its replica's samples for the length of a step."""
+        return feed.batch(step, self.replica)
 
     def finish_backward(self) -> None:
         """Between the last backward pass of a step and its update."""

@@ -28,6 +28,8 @@ class Ddp(DataParallel):
         """``module`` in DDP, with the run's options."""
         options = chosen_options(spec)
         self.loss_factor = float(spec.dp_degree)
+        # PowerSGD goes on in threads of the process group.
+        self.traffic_is_seen = options.get("compression") != "powersgd"
         wrapped = DistributedDataParallel(
             module,
             device_ids=[place.device] if place.device.type == "cuda" else None,

@@ -25,6 +25,7 @@ class Horovod(DataParallel):
     """
 
     optimizer: Any
+    traffic_is_seen = False
     _hvd: Any = None
 
     def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:

@@ -40,10 +40,14 @@ class ModelParallel(DataParallel):
         self.options = chosen_options(spec)
         self.groups = make_groups(self.mesh, place)
         self.own = self.groups[self.axis]
-        super().setup(self.divide(model, spec), spec, place)
+        super().setup(model, spec, place)
         self.replica = self.mesh.coordinates(place.rank).dp
 
-    def divide(self, model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
+    def own_part(self, model: nn.Sequential, spec: RunSpec) -> nn.Module:
+        """What the subclass makes of it."""
+        return self.divide(model, spec)
+
+    def divide(self, model: nn.Sequential, spec: RunSpec) -> nn.Module:
         """``model`` (on the host) with this rank's parts in place of what is shared."""
         raise NotImplementedError
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
+from hpcbench.config.spec import RunSpec
+from hpcbench.errors import WorkerError
 from hpcbench.parallel.shard import even_ranges
 from hpcbench.parallel.tensor import head_ranges
-from hpcbench.worker.models.transformer import Attention, Mlp
+from hpcbench.worker.models.transformer import Attention, Mlp, TransformerBlock
 from hpcbench.worker.strategies.model_parallel import Shard
 from hpcbench.worker.tensor.collectives import Sharing
 from hpcbench.worker.tensor.draws import own_draws
@@ -92,3 +94,21 @@ class SplitMlp(Mlp):
     def forward(self, x: Tensor) -> Tensor:
         """One collective before, one after."""
         return super().forward(self.sharing.enter(x))
+
+
+def split_blocks(models: Iterable[nn.Sequential], sharing: Sharing, spec: RunSpec) -> None:
+    """Replace attention and MLP of every transformer block in ``models`` by this rank's part of it.
+
+    ``WorkerError`` (``unsupported``) where a block has fewer heads than there are ranks.
+    """
+    for block in (block for model in models for block in model):
+        if not isinstance(block, TransformerBlock):
+            continue
+        heads = block.attention.query.out_features // block.attention.head_width
+        if heads < sharing.group.size:
+            raise WorkerError(
+                f"a transformer block of {spec.model} has {heads} heads, tp_degree is {spec.tp_degree}",
+                status="unsupported",
+                hint=f"set tp_degree to at most {heads}",
+            )
+        block.attention, block.mlp = SplitAttention(block.attention, sharing), SplitMlp(block.mlp, sharing)

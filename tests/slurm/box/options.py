@@ -28,6 +28,8 @@ class Options:
     nodes: int = 4
     gpus: int = 4
     """Pretend GPUs of each node."""
+    gpu_type: str = ""
+    """What SLURM calls them beside `gpu`, as `a100` in `gpu:a100:4`."""
     cpus: float = 0.4
     """Cores of the machine that each node may use, enforced by a cgroup quota."""
     mem: int = 3 * GIB

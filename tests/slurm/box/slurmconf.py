@@ -111,7 +111,8 @@ def slurm_conf(options: Options, host: str) -> str:
 
 
 def _node_line(options: Options, node: str) -> str:
-    gres = f" Gres=gpu:{options.gpus}" if options.gpus else ""
+    kind = f"{options.gpu_type}:" if options.gpu_type else ""
+    gres = f" Gres=gpu:{kind}{options.gpus}" if options.gpus else ""
     return (
         f"NodeName={node} NodeAddr={options.address(node)} CPUs={options.slots} Boards=1 SocketsPerBoard=1 "
         f"CoresPerSocket={options.slots} ThreadsPerCore=1 RealMemory={options.mem // MIB}{gres} State=UNKNOWN\n"
@@ -124,7 +125,8 @@ def gres_conf(options: Options) -> str:
         return ""
     numbers = "0" if options.gpus == 1 else f"[0-{options.gpus - 1}]"
     nodes = "n1" if options.nodes == 1 else f"n[1-{options.nodes}]"
-    return f"NodeName={nodes} Name=gpu File={paths.DEVICES}/nvidia{numbers}\n"
+    kind = f" Type={options.gpu_type}" if options.gpu_type else ""
+    return f"NodeName={nodes} Name=gpu{kind} File={paths.DEVICES}/nvidia{numbers}\n"
 
 
 def slurmdbd_conf(options: Options) -> str:

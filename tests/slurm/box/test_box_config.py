@@ -162,6 +162,10 @@ def test_slurm_conf() -> None:
     assert not [line for line in text.splitlines() if "{" in line]
 
 
+def test_a_box_with_gpus_of_a_type() -> None:
+    assert " Gres=gpu:a100:4 State" in slurmconf.slurm_conf(Options(gpu_type="a100"), "laptop")
+
+
 def test_a_box_without_gpus_says_nothing_of_them() -> None:
     options = Options(gpus=0)
     assert "gpu" not in slurmconf.slurm_conf(options, "laptop").lower()
@@ -172,6 +176,7 @@ def test_a_box_without_gpus_says_nothing_of_them() -> None:
     ("options", "line"),
     [
         (Options(), "NodeName=n[1-4] Name=gpu File=/run/hpcbench-slurmbox/dev/nvidia[0-3]\n"),
+        (Options(gpu_type="a100"), "NodeName=n[1-4] Name=gpu Type=a100 File=/run/hpcbench-slurmbox/dev/nvidia[0-3]\n"),
         (Options(nodes=1, gpus=1), "NodeName=n1 Name=gpu File=/run/hpcbench-slurmbox/dev/nvidia0\n"),
     ],
 )

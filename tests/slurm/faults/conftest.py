@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,12 +18,39 @@ from tests.slurm.faults.truth import find_truth
 _ROWS = pytest.StashKey[list[Row]]()
 
 Verify = Callable[..., None]
+Scenario = Callable[[Path, Box], Any]
 
 
 @pytest.fixture
 def project(box: Box, tmp_path: Path) -> Project:
     """A project on the box, with a tree of its own."""
     return Project(tmp_path / "project", box)
+
+
+@pytest.fixture(scope="session")
+def started(
+    request: pytest.FixtureRequest, box: Box, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Scenario, Future[Any]]]:
+    """What the selected tests ask of ``scenario``, all of it at once: most of the time each waits for the scheduler.
+
+    Only what breaks nothing but its own runs may be among them.
+    """
+    params = [getattr(getattr(item, "callspec", None), "params", {}) for item in request.session.items]
+    wanted = list(dict.fromkeys(one["scenario"] for one in params if "scenario" in one))
+    with ThreadPoolExecutor(max(len(wanted), 1)) as pool:
+        yield {one: pool.submit(one, tmp_path_factory.mktemp(one.__name__), box) for one in wanted}
+
+
+@pytest.fixture
+def scenario(request: pytest.FixtureRequest, started: dict[Scenario, Future[Any]]) -> Any:
+    """What the function that is the test's parameter has returned."""
+    return started[request.param].result()
+
+
+@pytest.fixture
+def alone(started: dict[Scenario, Future[Any]]) -> None:
+    """For tests that take from others what they need: all scenarios have ended."""
+    wait(started.values())
 
 
 @pytest.fixture
@@ -49,8 +78,8 @@ def verify(request: pytest.FixtureRequest, box: Box) -> Iterator[Verify]:
 
 
 @pytest.fixture
-def small_arrays(request: pytest.FixtureRequest, box: Box) -> Iterator[None]:
-    """The scheduler takes arrays of at most as many jobs as the test's parameter says."""
+def small_arrays(request: pytest.FixtureRequest, box: Box, alone: None) -> Iterator[None]:
+    """The scheduler takes arrays of at most as many jobs as the test's parameter says; it is started anew for that."""
     text = paths.SLURM_CONF.read_text()
     options = box.options
     assert options is not None

@@ -29,6 +29,10 @@ batch_size = 4
 warmup_steps = 1
 steps = {steps}
 """
+# As it was when the tests were collected: scenarios run in threads, while tests change and restore variables.
+ENVIRONMENT = {
+    name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "HPCBENCH_"))
+}
 LIMITED = '[partitions.limited]\nname = "normal"\nqos = "limited"\n'
 
 
@@ -57,8 +61,7 @@ class Project:
         return [sys.executable, "-m", "hpcbench", *arguments]
 
     def environment(self) -> dict[str, str]:
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "HPCBENCH_"))}
-        return {**env, "PYTHONPATH": str(ROOT)}
+        return {**ENVIRONMENT, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": str(self.folder / "xdg")}
 
     def start(self, *arguments: str, command: list[str] | None = None) -> subprocess.Popen[str]:
         self.remember()
@@ -131,7 +134,7 @@ class Project:
 
     def slurm(self, *command: str, check: bool = True) -> str:
         """A command of SLURM, and what it printed."""
-        env = {**os.environ, "SLURM_CONF": str(self.box.slurm_conf)}
+        env = {**ENVIRONMENT, "SLURM_CONF": str(self.box.slurm_conf)}
         return subprocess.run(command, env=env, capture_output=True, text=True, check=check).stdout
 
     def jobs(self, *states: str) -> list[str]:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
+from tests.slurm.box import Box
 from tests.slurm.faults.conftest import Verify
 from tests.slurm.faults.project import Project, rank_process, wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.faults, pytest.mark.timeout(900)]
 
 BAD_BYTES = b'{"schema_version": 1, "run_id": "\xff\xfe", "status": "ok\xff"}'
 
 
-def test_broken_results_are_lost_runs_that_retry_measures_again(project: Project, verify: Verify) -> None:
-    """result.json cut short, empty, garbage; a writer's temporary file and lock left behind."""
+def broken_results(folder: Path, box: Box) -> Project:
+    project = Project(folder / "project", box)
     project.add_sweep("four", "[grid]\nseed = [1, 2, 3, 4]\n")
     project.finish("four")
-    wait_for("the jobs to be gone", lambda: not project.slurm("squeue", "-h").strip())
+    wait_for("the jobs to be gone", lambda: not project.jobs())
     cut, empty, garbage, whole = project.run_ids("four")
     data = project.tree.result_path(cut).read_bytes()
     project.spoil(cut, data[: len(data) // 2])
@@ -41,14 +44,21 @@ def test_broken_results_are_lost_runs_that_retry_measures_again(project: Project
     assert "3 runs submitted again" in project.retry("four").stderr
     project.finish("four")
     assert project.begun() == 7
-    verify(project, "four")
+    project.ended_s = time.monotonic()
+    return project
 
 
-def test_a_pack_with_a_run_that_crashes(project: Project, verify: Verify) -> None:
-    """the second of a pack of three has its rank killed."""
+@pytest.mark.parametrize("scenario", [broken_results], indirect=True)
+def test_broken_results_are_lost_runs_that_retry_measures_again(scenario: Project, verify: Verify) -> None:
+    """result.json cut short, empty, garbage; a writer's temporary file and lock left behind."""
+    verify(scenario, "four")
+
+
+def crashing_pack(folder: Path, box: Box) -> Project:
+    project = Project(folder / "project", box)
     project.add_sweep("pack", "[grid]\nseed = [1, 2, 3]\n[submit]\npack = 3\n")
     waiting = project.start("submit", "pack", "--cluster", "faulty", "--wait")
-    os.kill(wait_for("the second run", lambda: rank_process(project, index=1)), signal.SIGKILL)
+    os.kill(wait_for("the second run", lambda: rank_process(project, index=1), 600), signal.SIGKILL)
     _, err = waiting.communicate()
     assert waiting.returncode == 1, err
     assert [result["status"] for result in project.results("pack")] == ["ok", "failed", "ok"]
@@ -56,4 +66,11 @@ def test_a_pack_with_a_run_that_crashes(project: Project, verify: Verify) -> Non
     assert project.begun() == 3
     assert "1 submitted, 2 done before" in project.finish("pack").stderr
     assert project.begun() == 4
-    verify(project, "pack")
+    project.ended_s = time.monotonic()
+    return project
+
+
+@pytest.mark.parametrize("scenario", [crashing_pack], indirect=True)
+def test_a_pack_with_a_run_that_crashes(scenario: Project, verify: Verify) -> None:
+    """the second of a pack of three has its rank killed."""
+    verify(scenario, "pack")

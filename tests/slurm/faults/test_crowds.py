@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from tests.slurm.box import Box
 from tests.slurm.faults.conftest import Verify
 from tests.slurm.faults.project import CLUSTER, ROOT, Project, wait_for
 
-pytestmark = [pytest.mark.slurm, pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.faults, pytest.mark.timeout(900)]
 
 USERS = ("boxuser1", "boxuser2")
 
@@ -90,16 +91,23 @@ def test_more_runs_than_an_array_may_have(small_arrays: None, project: Project, 
     verify(project, "dozen")
 
 
-def test_more_jobs_than_a_user_may_submit(project: Project, verify: Verify) -> None:
-    """MaxSubmitJobs 5 and 7 runs: the rest goes out with the next submit and with --wait."""
+def too_many_jobs(folder: Path, box: Box) -> Project:
+    project = Project(folder / "project", box)
     project.add_sweep("seven", f'partition = "limited"\n[grid]\nseed = {list(range(7))}\n')
     first = project.submit("seven")
     assert (first.returncode, "2 jobs wait to be sent" in first.stderr) == (0, True), first.stderr
     assert list(project.states("seven").values()).count("waiting") == 2
-    wait_for("a place in the queue", lambda: len(project.jobs()) < 5)
+    wait_for("a place in the queue", lambda: len(project.jobs()) < 5, 600)
     second = project.submit("seven")
     assert second.returncode == 0, second.stderr
     assert "0 submitted" in second.stderr
     assert list(project.states("seven").values()).count("waiting") < 2
     project.finish("seven")
-    verify(project, "seven")
+    project.ended_s = time.monotonic()
+    return project
+
+
+@pytest.mark.parametrize("scenario", [too_many_jobs], indirect=True)
+def test_more_jobs_than_a_user_may_submit(scenario: Project, verify: Verify) -> None:
+    """MaxSubmitJobs 5 and 7 runs: the rest goes out with the next submit and with --wait."""
+    verify(scenario, "seven")

@@ -16,7 +16,7 @@ from tests.slurm.box.daemons import is_alive
 from tests.slurm.faults.conftest import Verify
 from tests.slurm.faults.project import CLUSTER, ROOT, Project, rank_process, wait_for
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.faults, pytest.mark.timeout(900)]
 
 THREE = "[grid]\nseed = [1, 2, 3]\n"
 

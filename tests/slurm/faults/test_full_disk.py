@@ -13,7 +13,7 @@ import pytest
 from tests.slurm.faults.conftest import Verify
 from tests.slurm.faults.project import CLUSTER, Project, rank_process, wait_for
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.faults, pytest.mark.timeout(600)]
 
 
 @pytest.fixture

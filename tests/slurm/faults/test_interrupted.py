@@ -11,7 +11,7 @@ import pytest
 from tests.slurm.faults.conftest import Verify
 from tests.slurm.faults.project import CLUSTER, Project, rank_process, wait_for
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.usefixtures("alone"), pytest.mark.faults, pytest.mark.timeout(900)]
 
 
 def test_preempted_jobs_finish_later(project: Project, verify: Verify) -> None:

@@ -15,7 +15,7 @@ from tests.slurm.box import Box
 from tests.slurm.faults.conftest import Verify
 from tests.slurm.faults.project import CLUSTER, Project
 
-pytestmark = [pytest.mark.slurm, pytest.mark.faults, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.faults, pytest.mark.timeout(900)]
 
 # Two shapes, so two calls of sbatch.
 TWO = '[grid]\npartition = ["normal", "low"]\n'
@@ -67,10 +67,8 @@ def with_sbatch(folder: Path, box: Box, when: str, call: int) -> Project:
     return project
 
 
-@pytest.fixture(scope="module")
-def killed(box: Box, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Project]:
+def killed_submits(folder: Path, box: Box) -> dict[str, Project]:
     """All of them at once, in trees of their own: each is killed, and submitted again until it is done."""
-    folder = tmp_path_factory.mktemp("killed")
     projects: dict[str, Project] = {}
     commands: dict[str, list[str] | None] = {}
     for step, fault in IN_PYTHON.items():
@@ -98,8 +96,9 @@ def killed(box: Box, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Proj
     return projects
 
 
+@pytest.mark.parametrize("scenario", [killed_submits], indirect=True)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_submit_that_is_killed_is_submitted_again(fault: str, killed: dict[str, Project], verify: Verify) -> None:
-    project = killed[fault]
+def test_a_submit_that_is_killed_is_submitted_again(fault: str, scenario: dict[str, Project], verify: Verify) -> None:
+    project = scenario[fault]
     assert "0 submitted, 2 done before" in project.finish("two").stderr
     verify(project, "two", fault)

@@ -1,0 +1,131 @@
+"""``cluster list|show|init``: the profiles of clusters."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpcbench.cli.common import console, json_option, print_json, say, shorten, show_text
+from hpcbench.fileio import printable
+
+
+@click.group()
+def cluster() -> None:
+    """List, show and write cluster profiles."""
+
+
+@cluster.command("list")
+@click.option("--here", "only_here", is_flag=True, help="Only those whose login nodes this machine is one of.")
+@json_option
+def list_clusters(only_here: bool, as_json: bool) -> None:
+    """List every profile that --cluster takes: the project's, yours, the shipped ones.
+
+    Those whose login nodes this machine is one of, as far as its name tells, come first and are marked.
+    """
+    entries = sorted(_entries(), key=lambda entry: not entry["here"])
+    if only_here:
+        entries = [entry for entry in entries if entry["here"]]
+        if not entries:
+            say(f"no profile knows this machine, {socket.getfqdn()}, as its login node: see docs/add-a-cluster.md")
+    if as_json:
+        print_json({"clusters": entries})
+    if as_json or not entries:
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    headings = ("name", "here", "verified", "description", "file")
+    for heading in headings:
+        table.add_column(heading)
+    for entry in entries:
+        shown = {**entry, "here": "here" if entry["here"] else ""}
+        table.add_row(*(Text(printable(shown[key])) for key in headings))
+    console().print(table)
+
+
+def _entries() -> list[dict[str, Any]]:
+    from hpcbench.config.load import cluster_paths, load_cluster_file
+    from hpcbench.errors import HpcbenchError
+    from hpcbench.submit.site.here import is_here
+
+    entries: list[dict[str, Any]] = []
+    for name, path in cluster_paths().items():
+        entry: dict[str, Any] = {"name": name, "file": shorten(path), "verified": "", "here": False}
+        try:
+            profile, _ = load_cluster_file(path)
+        except HpcbenchError as error:
+            entries.append({**entry, "description": f"broken: {error}"})
+            continue
+        here = is_here(profile.match)
+        entries.append({**entry, "description": profile.description, "verified": profile.verified, "here": here})
+    return entries
+
+
+@cluster.command("show")
+@click.argument("name")
+@json_option
+def show_cluster(name: str, as_json: bool) -> None:
+    """Show a profile as it was written; --json fills in every default, and what it extends."""
+    from hpcbench.config.load import load_cluster
+
+    profile, source = load_cluster(name)
+    if as_json:
+        print_json(profile.model_dump(mode="json"))
+        return
+    say(f"# {source.path}")
+    show_text(source.text)
+
+
+@cluster.command("init")
+@click.argument("name")
+@click.option("--probe", "probes", is_flag=True, help="Also run a short job that looks at a node from inside.")
+def init_cluster(name: str, probes: bool) -> None:
+    """Write clusters/NAME.toml from the live scheduler: partitions, limits, nodes, devices, accounts.
+
+    What the scheduler cannot know is there as a comment. A file that exists is left alone.
+    """
+    from hpcbench.config.load import load_cluster_file
+    from hpcbench.errors import HpcbenchError
+    from hpcbench.fileio import make_folder, write_atomic
+    from hpcbench.paths import project_folder
+    from hpcbench.submit.site.query import ask_site
+    from hpcbench.submit.site.write import write_toml
+
+    path = project_folder() / "clusters" / f"{name}.toml"
+    base = _bare_profile(name, path)
+    facts = ask_site(base)
+    config_file = base.scheduler.config_file
+    text = write_toml(name, facts, config_file=config_file)
+    make_folder(path.parent)
+    write_atomic(path, text.encode())
+    if probes:
+        from hpcbench.submit.site.probe import run_probe
+
+        # The job asks as the profile says that was just written.
+        try:
+            probe = run_probe(load_cluster_file(path)[0], say)
+        except HpcbenchError:
+            say(f"wrote {shorten(path)} from the scheduler alone; to look at a node after all, move it away first")
+            raise
+        write_atomic(path, write_toml(name, facts, probe, config_file).encode())
+    load_cluster_file(path)
+    say(f"wrote {shorten(path)}")
+    say(f"next: hpcbench check {shorten(path)} && hpcbench doctor --cluster {name}")
+
+
+def _bare_profile(name: str, path: Path) -> Any:
+    """A profile that only says how the scheduler is reached: as this shell does."""
+    from hpcbench.config.cluster import ClusterProfile
+    from hpcbench.config.validate import Source, validate
+    from hpcbench.errors import ConfigError
+
+    if path.exists():
+        raise ConfigError(f"{path} exists", hint="choose another name, or move it away")
+    config_file = os.environ.get("SLURM_CONF")
+    data = {"name": name, "scheduler": {"config_file": config_file} if config_file else {}}
+    return validate(ClusterProfile, data, Source(path, ""))

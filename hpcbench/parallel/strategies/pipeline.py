@@ -1,0 +1,116 @@
+"""The pipeline family: consecutive layers on consecutive ranks, and micro-batches that pass through them."""
+
+from __future__ import annotations
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel import tensor
+from hpcbench.parallel.entry import Option, Strategy
+from hpcbench.parallel.layers import read_table
+from hpcbench.parallel.schedule import Layout
+from hpcbench.parallel.stages import given_cuts
+
+RECOMPUTE = ("never", "except_last", "always")
+OF_THE_TABLE = ("time", "memory", "parameters", "blocks")
+BALANCES = (*OF_THE_TABLE, "measured")
+
+OPTIONS = {
+    "balance": Option(str, "time", "what stages share evenly, by the table of layers or by a measurement", BALANCES),
+    "cuts": Option(str, "", "first block of every stage but the first, such as 3,7: instead of balance"),
+    "recompute": Option(str, "never", "micro-batches whose activations are computed again backward", RECOMPUTE),
+    "batch_norm": Option(str, "micro_batch", "what BatchNorm's running statistics are of", ("micro_batch", "deferred")),
+}
+VIRTUAL_STAGES = Option(int, 2, "chunks that every rank holds")
+STAGE_REPLICAS = Option(str, "", "ranks of every stage, such as 2-1-1: their sum is pp_degree, micro-batches go round")
+
+
+def _entry(description: str, **more: Option) -> Strategy:
+    return Strategy(
+        own_degree="pp_degree",
+        runtime="hpcbench.worker.strategies.pipeline:Pipeline",
+        description=description,
+        options={**OPTIONS, **more},
+        reference="pipeline",
+        cost="hpcbench.oracle.strategies.pipeline:PipelineCost",
+        hybrid=("dp_degree", "tp_degree"),
+        limit="hpcbench.parallel.strategies.pipeline:excluded",
+    )
+
+
+STRATEGIES = {
+    "model": _entry("layers split over ranks, one micro-batch at a time: what pipelines are measured against"),
+    "gpipe": _entry("pipeline: all micro-batches forward, then all backward (GPipe)", stage_replicas=STAGE_REPLICAS),
+    "1f1b": _entry("pipeline: one micro-batch forward, one backward (PipeDream-Flush)", stage_replicas=STAGE_REPLICAS),
+    "interleaved_1f1b": _entry("1f1b with several chunks of the model on every rank", virtual_stages=VIRTUAL_STAGES),
+    "zero_bubble": _entry("1f1b whose gradients of weights fill the bubble (ZB-H1)"),
+}
+
+ALIASES = {"data_pipeline": "1f1b", "data_tensor_pipeline": "1f1b"}
+
+
+def layout_of(spec: RunSpec) -> Layout:
+    """The pipeline of one replica of the run."""
+    virtual = spec.options.get("virtual_stages", VIRTUAL_STAGES.default) if spec.strategy == "interleaved_1f1b" else 1
+    assert isinstance(virtual, int)
+    replicas = given_replicas(str(spec.options.get("stage_replicas", "")))
+    return Layout(len(replicas), 1, replicas) if replicas else Layout(spec.pp_degree, virtual)
+
+
+def given_replicas(text: str) -> tuple[int, ...] | None:
+    """``"2-1-1"`` as ``(2, 1, 1)``; ``None`` where it is no list of ranks per stage."""
+    parts = [part.strip() for part in text.split("-")]
+    return tuple(map(int, parts)) if all(part.isdecimal() and int(part) for part in parts) else None
+
+
+def excluded(spec: RunSpec) -> str | None:
+    """More chunks than blocks, cuts and replicas that are none, and fp16."""
+    reason = _wrong_replicas(spec)
+    if reason is not None:
+        return reason
+    layout = layout_of(spec)
+    if layout.virtual_stages < 1:
+        return f"{spec.strategy} with virtual_stages {layout.virtual_stages}: 1 or more is right"
+    if spec.tp_degree > 1 and (why := tensor.excluded(spec)) is not None:
+        return why
+    if spec.precision == "fp16":
+        return f"{spec.strategy} with fp16 would need a loss scale that all stages agree on: use bf16"
+    table = read_table(spec.model, spec.dataset, spec.input_size, spec.model_options)
+    return wrong_cuts(spec, layout, table.blocks if table is not None else None)
+
+
+def wrong_cuts(spec: RunSpec, layout: Layout, blocks: int | None) -> str | None:
+    """Why the model, of that many blocks where known, cannot be cut as the run asks for."""
+    if blocks is not None and layout.chunks > blocks:
+        pieces = f"{layout.stages} stages" + f" x {layout.virtual_stages} chunks" * (layout.virtual_stages > 1)
+        return f"{spec.strategy} on {pieces}, but {spec.model} on {spec.dataset} has {blocks} blocks: each needs one"
+    text = str(spec.options.get("cuts", ""))
+    if not text:
+        return None
+    cuts = given_cuts(text)
+    if cuts is None:
+        return f"options.cuts {text!r}: the first blocks of all stages but the first, ascending, such as 3,7"
+    if len(cuts) != layout.chunks - 1:
+        return f"options.cuts {text!r} makes {len(cuts) + 1} pieces, the run has {layout.chunks}"
+    if blocks is not None and cuts and cuts[-1] >= blocks:
+        return f"options.cuts {text!r}: {spec.model} on {spec.dataset} has {blocks} blocks, 0 to {blocks - 1}"
+    return None
+
+
+def _wrong_replicas(spec: RunSpec) -> str | None:
+    """Why ``stage_replicas`` cannot be had."""
+    text = str(spec.options.get("stage_replicas", ""))
+    if not text:
+        return None
+    replicas, named = given_replicas(text), f"options.stage_replicas {text!r}"
+    if replicas is None:
+        return f"{named}: the ranks of every stage, 1 or more, such as 2-1-1"
+    if sum(replicas) != spec.pp_degree:
+        return f"{named} is {sum(replicas)} ranks, pp_degree is {spec.pp_degree}: as many are right"
+    if spec.dp_degree > 1:
+        return f"{named} with dp_degree {spec.dp_degree}: stages have their own replicas, dp_degree 1 is right"
+    if spec.micro_batches < max(replicas):
+        return f"{named} with micro_batches {spec.micro_batches}: {max(replicas)} replicas need one each"
+    if spec.model_options.get("tied") and max(replicas) > 1:
+        return f"{named}: stages with replicas cannot share tied weights"
+    if spec.options.get("batch_norm") == "deferred":
+        return f"{named} with batch_norm deferred: a replica sees a part of the mini-batch alone, use micro_batch"
+    return None

@@ -1,0 +1,173 @@
+"""What people call columns (``strategy`` for ``spec.strategy``), and expressions over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from hpcbench.config.expression import Expression
+from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.results.columns import JSON, schema
+
+if TYPE_CHECKING:
+    import polars
+
+DERIVED: dict[str, tuple[str, ...]] = {
+    "ranks": ("spec.nodes", "spec.tasks_per_node"),
+    "devices": ("spec.nodes", "spec.tasks_per_node", "spec.devices_per_task"),
+    "global_batch_size": ("spec.batch_size", "spec.dp_degree"),
+}
+"""Products of parameters that have a name."""
+COMPUTED = ("speedup", "efficiency")
+"""Figures of a table, against its baseline."""
+_SHORT = ("", "spec.", "metrics.", "provenance.")
+
+
+def column_of(name: str) -> str:
+    """The column that ``name`` means; ``ConfigError`` with the nearest where there is none."""
+    known = schema()
+    if name in DERIVED or name in COMPUTED:
+        return name
+    for prefix in _SHORT:
+        for ending in ("", ".median"):
+            if f"{prefix}{name}{ending}" in known:
+                return f"{prefix}{name}{ending}"
+    if option_of(f"spec.{name.removeprefix('spec.')}"):
+        return f"spec.{name.removeprefix('spec.')}"
+    raise ConfigError(f"no column {name!r}", hint=did_you_mean(name, short_names()))
+
+
+def option_of(column: str) -> tuple[str, str] | None:
+    """``spec.options.bucket_mb -> (spec.options, bucket_mb)``; ``None`` for what is no entry of a table of options."""
+    _, _, name = column.partition("spec.")
+    table, _, key = name.partition(".")
+    return (f"spec.{table}", key) if key and schema().get(f"spec.{table}") == JSON else None
+
+
+def short_names() -> list[str]:
+    """What can be asked for, without prefixes."""
+    return [*DERIVED, *COMPUTED, *(short_of(name) for name in schema() if not name.startswith("file."))]
+
+
+def short_of(column: str) -> str:
+    """``spec.strategy -> strategy``, ``metrics.step_time_s.median -> step_time_s``."""
+    for prefix in ("spec.", "metrics."):
+        if column.startswith(prefix):
+            return column.removeprefix(prefix).removesuffix(".median")
+    return column
+
+
+def sources_of(columns: Iterable[str]) -> list[str]:
+    """The columns of the frame that ``columns`` are made from."""
+    found: dict[str, None] = {}
+    for column in columns:
+        option = option_of(column)
+        if option:
+            found[option[0]] = None
+        elif column not in COMPUTED:
+            found |= dict.fromkeys(DERIVED.get(column, (column,)))
+    return list(found)
+
+
+def with_option(frame: polars.DataFrame, column: str) -> polars.DataFrame:
+    """``frame`` with an entry of a table of options as a column.
+
+    What is a number in one run and a word in another is text in all.
+    """
+    import polars
+
+    option = option_of(column)
+    assert option is not None, f"{column} is no option"
+    table, key = option
+    texts = frame[table].unique().drop_nulls().to_list()
+    values = _alike([msgspec.json.decode(text).get(key) for text in texts])
+    found = polars.DataFrame({table: texts, column: values}, schema_overrides={table: polars.String}, strict=False)
+    return frame.join(found, on=table, how="left", maintain_order="left")
+
+
+def _alike(values: list[Any]) -> list[Any]:
+    kinds = {type(value) for value in values if value is not None}
+    if len(kinds) > 1 and not kinds <= {int, float}:
+        return [None if value is None else str(value) for value in values]
+    if kinds == {int, float}:
+        return [None if value is None else float(value) for value in values]
+    return values
+
+
+def with_derived(frame: polars.DataFrame) -> polars.DataFrame:
+    """``frame`` with the named products whose parameters it has."""
+    import polars
+
+    products = [
+        polars.fold(polars.lit(1), lambda one, other: one * other, [polars.col(part) for part in parts]).alias(name)
+        for name, parts in DERIVED.items()
+        if set(parts) <= set(frame.columns)
+    ]
+    return frame.with_columns(products)
+
+
+class Condition:
+    """An expression over the columns of a frame, in the language of sweeps."""
+
+    def __init__(self, text: str, where: str) -> None:
+        """Raises ``ConfigError`` where ``text`` is no expression or names what is no column."""
+        self.expression = Expression(text, where=where)
+        self._columns = {name: self._column(name) for name in sorted(self.expression.names)}
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of a results frame that it reads."""
+        return sources_of(self._columns.values())
+
+    @property
+    def reads_figures(self) -> bool:
+        """Whether it asks for what was measured."""
+        return any(column.startswith("metrics.") for column in self._columns.values())
+
+    def _column(self, name: str) -> str:
+        try:
+            return column_of(name)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{self.expression.text!r:.120}: {error.message}", where=self.expression.where, hint=error.hint
+            ) from None
+
+    def mask(self, frame: polars.DataFrame) -> polars.Series:
+        """Of every row whether it holds. Each combination of values is looked at once.
+
+        Where a figure is missing that it needs, it does not hold.
+        """
+        import polars
+
+        columns = list(dict.fromkeys(_source(name) for name in self._columns.values()))
+        if not columns:
+            return polars.Series("holds", [self.expression.holds({})] * len(frame), dtype=polars.Boolean)
+        given = with_derived(frame).select(columns)
+        unique = given.unique()
+        holds = [self._holds(row) for row in unique.iter_rows(named=True)]
+        marked = unique.with_columns(polars.Series("holds", holds, dtype=polars.Boolean))
+        return given.join(marked, on=columns, how="left", nulls_equal=True, maintain_order="left")["holds"]
+
+    def _holds(self, row: dict[str, Any]) -> bool:
+        values = {name: _value(column, row) for name, column in self._columns.items()}
+        try:
+            return self.expression.holds(values)
+        except ConfigError:
+            if None in values.values():
+                return False
+            raise
+
+
+def _source(column: str) -> str:
+    option = option_of(column)
+    return option[0] if option else column
+
+
+def _value(column: str, row: dict[str, Any]) -> Any:
+    option = option_of(column)
+    if option is None:
+        return row[column]
+    table, key = option
+    return msgspec.json.decode(row[table]).get(key) if row[table] else None

@@ -1,0 +1,196 @@
+"""``python -m hpcbench.worker.partition``: how PipeDream's partitioner would lay a model over workers.
+
+The model's blocks are measured on this device (``worker.chain``, with its cache); ``--workers`` says what there is,
+from the innermost level outwards, such as "4 x 25 GB/s, 2 x 3 GB/s": nodes of 4 devices, 2 of them. Printed are the
+plan with replicated stages and the one without, and the options that lay a run out alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from math import inf
+
+import msgspec
+import torch
+
+from hpcbench.errors import ConfigError, HpcbenchError
+from hpcbench.parallel.chain import ChainRequest, MeasuredChain
+from hpcbench.parallel.partition import Level, Partition, partition
+from hpcbench.units import format_bytes, format_seconds, parse_quantity
+from hpcbench.worker.chain import measured_chain
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the plans, as ``--json`` has it."""
+
+    replicated: bool
+    """Whether stages may be replicated."""
+    step_s: float = 0.0
+    """Per micro-batch in the steady state: the slowest stage's or link's time."""
+    speed_up: float = 0.0
+    """Over one worker."""
+    cuts: str = ""
+    stage_replicas: str = ""
+    stages: list[dict[str, float]] = []
+    error: str = ""
+    """Why there is none."""
+
+
+def parse_levels(text: str) -> list[Level]:
+    """``"4 x 25 GB/s, 2 x 3 GB/s"``, from the innermost level outwards. ``ConfigError`` where it is none.
+
+    >>> parse_levels("4 x 25 GB/s")
+    [Level(groups=4, bandwidth_bytes_per_s=25000000000.0)]
+    """
+    levels = []
+    for part in text.split(","):
+        count, separator, bandwidth = part.partition("x")
+        if not separator or not count.strip().isdecimal() or not int(count):
+            raise ConfigError(f"{part.strip()!r} is no level: '4 x 25 GB/s' is", where="--workers")
+        levels.append(Level(int(count), _quantity(bandwidth.strip(), "rate", "--workers")))
+    return levels
+
+
+def _quantity(text: str, kind: str, where: str) -> float:
+    try:
+        value = parse_quantity(text, kind)
+    except ValueError as error:
+        raise ConfigError(str(error), where=where) from error
+    if value <= 0:
+        raise ConfigError(f"{text.strip()!r} is nothing", where=where)
+    return value
+
+
+def plan_of(
+    measured: MeasuredChain, levels: Sequence[Level], memory_bytes: float, optimizer_states: int, replicated: bool
+) -> Plan:
+    """The best plan, or why there is none."""
+    chain = measured.chain()
+    try:
+        found = partition(chain, levels, memory_bytes, replicated, optimizer_states)
+    except ConfigError as error:
+        return Plan(replicated=replicated, error=error.message)
+    return Plan(
+        replicated=replicated,
+        step_s=found.bottleneck_s,
+        speed_up=sum(block.compute_s for block in chain) / found.bottleneck_s if found.bottleneck_s else inf,
+        cuts=",".join(map(str, found.cuts)),
+        stage_replicas="-".join(str(stage.replicas) for stage in found.stages),
+        stages=[_stage(measured, found, number) for number in range(len(found.stages))],
+    )
+
+
+def _stage(measured: MeasuredChain, found: Partition, number: int) -> dict[str, float]:
+    stage = found.stages[number]
+    blocks = measured.blocks[stage.first : stage.last]
+    return {
+        **stage._asdict(),
+        "compute_s": sum(one.forward_s + one.backward_s for one in blocks),
+        "parameter_bytes": sum(one.parameter_bytes for one in blocks),
+        "output_bytes": blocks[-1].output_bytes,
+    }
+
+
+def lines_of(measured: MeasuredChain, plans: Sequence[Plan]) -> list[str]:
+    """What a person reads."""
+    request = measured.request
+    alone = sum(one.forward_s + one.backward_s for one in measured.blocks)
+    lines = [
+        f"{request.model} on {request.dataset}, micro-batches of {request.micro_batch_size}, {request.precision} on "
+        f"{measured.device_name}: {len(measured.blocks)} blocks, {format_seconds(alone)} per micro-batch on one worker"
+    ]
+    for plan in plans:
+        lines += ["", "stages may be replicated" if plan.replicated else "one worker per stage"]
+        lines += [f"  {plan.error}"] if plan.error else _plan_lines(plan)
+    return lines
+
+
+def _plan_lines(plan: Plan) -> list[str]:
+    lines = [f"  {format_seconds(plan.step_s)} per micro-batch, {plan.speed_up:.2f} times one worker"]
+    lines.append("  stage  blocks   replicas  in flight  compute  weights   hands on   held by each")
+    for number, stage in enumerate(plan.stages):
+        blocks = f"{stage['first']:.0f}-{stage['last'] - 1:.0f}"
+        lines.append(
+            f"  {number:<6} {blocks:<8} {stage['replicas']:<9.0f} {stage['versions']:<10.0f} "
+            f"{format_seconds(stage['compute_s']):<8} {format_bytes(stage['parameter_bytes']):<9} "
+            f"{format_bytes(stage['output_bytes']):<10} {format_bytes(stage['held_bytes'])}"
+        )
+    return [*lines, f"  {_options(plan)}"]
+
+
+def _options(plan: Plan) -> str:
+    """As a sweep has it."""
+    widths = {stage["replicas"] for stage in plan.stages}
+    if len(plan.stages) == 1:
+        return f'strategy = "ddp", dp_degree = {plan.stages[0]["replicas"]:.0f}'
+    degree = f'strategy = "pipedream", pp_degree = {len(plan.stages)}'
+    cuts = f'options.cuts = "{plan.cuts}"'
+    if len(widths) == 1:
+        replicas = f", dp_degree = {widths.pop():.0f}" if widths != {1} else ""
+        return f"{degree}{replicas}, {cuts}"
+    ranks = sum(int(stage["replicas"]) for stage in plan.stages)
+    return f'strategy = "1f1b", pp_degree = {ranks}, {cuts}, options.stage_replicas = "{plan.stage_replicas}"'
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, plan, print; returns the exit code."""
+    given = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    try:
+        if given.micro_batch_size < 1 or given.optimizer_states < 0:
+            raise ConfigError("--micro-batch-size is 1 or more, --optimizer-states 0 or more")
+        levels = parse_levels(given.workers)
+        memory_bytes = _quantity(given.memory, "size", "--memory") if given.memory else inf
+        request = ChainRequest(
+            model=given.model,
+            dataset=given.dataset,
+            micro_batch_size=given.micro_batch_size,
+            input_size=given.input_size,
+            model_options=msgspec.json.decode(given.model_options),
+            model_folder=given.model_folder,
+            precision=given.precision,
+            device=given.device,
+        )
+        measured = measured_chain(request, given.refresh)
+    except msgspec.MsgspecError as error:
+        print(f"hpcbench: --model-options {given.model_options!r}: no JSON: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    except HpcbenchError as error:
+        print(f"hpcbench: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    plans = [
+        plan_of(measured, levels, memory_bytes, given.optimizer_states, replicated) for replicated in (True, False)
+    ]
+    text = msgspec.json.encode({"plans": plans}).decode() if given.json else "\n".join(lines_of(measured, plans))
+    print(text)  # noqa: T201
+    return 2 if all(plan.error for plan in plans) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m hpcbench.worker.partition",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dataset", required=True)
+    parser.add_argument("--micro-batch-size", type=int, required=True, metavar="N", help="samples of one micro-batch")
+    parser.add_argument("--workers", required=True, help='levels, the innermost first: "4 x 25 GB/s, 2 x 3 GB/s"')
+    parser.add_argument("--memory", help='of each worker, such as "16 GiB"')
+    parser.add_argument(
+        "--optimizer-states", type=int, default=1, metavar="N", help="tensors per parameter: 1 for momentum, 2 for Adam"
+    )
+    parser.add_argument("--input-size", type=int, metavar="N")
+    parser.add_argument("--model-options", default="{}", metavar="JSON")
+    parser.add_argument("--model-folder", metavar="DIR", help="where a model of your own is")
+    parser.add_argument("--precision", default="fp32", choices=("fp64", "fp32", "tf32", "bf16"))
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--refresh", action="store_true", help="measure anew, whatever the cache holds")
+    parser.add_argument("--json", action="store_true", help="the plans as one JSON document")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

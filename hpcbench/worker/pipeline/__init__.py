@@ -1,0 +1,1 @@
+"""The point-to-point runtime that executes ``parallel.schedule``."""

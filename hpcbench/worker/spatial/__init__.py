@@ -1,0 +1,1 @@
+"""Layers whose feature maps are cut along their spatial dims."""

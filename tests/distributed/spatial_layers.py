@@ -1,0 +1,139 @@
+"""One layer whole and cut, on the same numbers: what ``test_spatial_layers`` runs on every rank."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpcbench.parallel.halo import Box, own_box
+from hpcbench.parallel.layers import Layer as Row
+from hpcbench.parallel.spatial import window_layer
+from hpcbench.worker.groups import Group
+from hpcbench.worker.layers import _attributes
+from hpcbench.worker.spatial.batch_norm import SplitBatchNorm
+from hpcbench.worker.spatial.convolution import SplitConvolution
+from hpcbench.worker.spatial.exchange import Cut, part
+from hpcbench.worker.spatial.pooling import SplitAveragePool, SplitMaxPool
+from hpcbench.worker.spatial.switch import Gather, SplitGlobalPool
+
+
+class LayerCase(NamedTuple):
+    """``layer`` by its class and arguments, on [2, channels, *extents]."""
+
+    kind: str
+    arguments: dict[str, Any]
+    extents: tuple[int, ...]
+    grid: tuple[int, ...]
+    channels: int = 4
+    overlap: bool = True
+    channels_last: bool = False
+
+
+def row_of(layer: nn.Module, case: LayerCase, outputs: tuple[int, ...]) -> Row:
+    shape = [case.channels, *case.extents]
+    numbers = dict.fromkeys((
+        "block", "parameters", "forward_flops", "backward_flops", "activation_bytes", "activation_fixed_bytes",
+        "output_bytes", "forward_moved_bytes", "backward_moved_bytes",
+    ), 0)  # fmt: skip
+    return Row(
+        name="layer", kind=case.kind, input_shape=shape, output_shape=[1, *outputs], attributes=_attributes(layer),
+        **numbers,
+    )  # fmt: skip
+
+
+def cut_layer(layer: Any, case: LayerCase, cut: Cut, outputs: tuple[int, ...]) -> nn.Module:
+    if "Norm" in case.kind:
+        shares = [own_box(case.extents, cut.grid, place) for place in range(cut.group.size)]
+        counts = tuple(int(torch.tensor([len(one) for one in box]).prod()) for box in shares)
+        return SplitBatchNorm(layer, counts, cut.group)
+    if "Adaptive" in case.kind:
+        return SplitGlobalPool(cut, case.extents)
+    if case.kind == "Identity":
+        return Gather(cut, case.extents)
+    geometry = window_layer(row_of(layer, case, outputs))
+    if "Conv" in case.kind:
+        return SplitConvolution(layer, cut, geometry, case.overlap)
+    return SplitMaxPool(cut, geometry) if "Max" in case.kind else SplitAveragePool(layer, cut, geometry)
+
+
+def image(extents: tuple[int, ...]) -> Box:
+    return tuple(range(extent) for extent in extents)
+
+
+def difference(ours: Tensor, whole: Tensor) -> float:
+    """Of the largest number, not of 1 where all are small."""
+    assert ours.shape == whole.shape, f"{ours.shape} is not {whole.shape}"
+    return ((ours - whole).abs().max() / whole.abs().max().clamp(min=1e-3)).item()
+
+
+class Whole(NamedTuple):
+    """A layer that has run forward and backward on whole feature maps, and its twin that has not."""
+
+    layer: Any
+    twin: Any
+    x: Tensor
+    output: Tensor
+    gradient: Tensor
+
+
+def run_whole(case: LayerCase) -> Whole:
+    torch.manual_seed(3)
+    wide = torch.float64
+    # Values far from 0 show a variance made of squares; negative ones, padding that is taken for a largest value.
+    offset = 3.0 if "Norm" in case.kind else -2.0
+    x = (offset + torch.randn(2, case.channels, *case.extents, dtype=wide)).requires_grad_()
+    layer = getattr(nn, case.kind)(**case.arguments).to(wide)
+    twin = copy.deepcopy(layer)
+    output = layer(x)
+    gradient = torch.randn_like(output)
+    output.backward(gradient)
+    return Whole(layer, twin, x, output.detach(), gradient)
+
+
+def differences(case: LayerCase, whole: Whole, cut: Cut, add_up: Callable[[Tensor], object]) -> dict[str, float]:
+    """Of the output, the gradient of the input and those of the parameters, and buffers after the step.
+
+    ``add_up`` makes of a tensor the sum of all ranks'.
+    """
+    place, same, outputs = cut.group.place, copy.deepcopy(whole.twin), tuple(whole.output.shape[2:])
+    split = cut_layer(same, case, cut, outputs)
+    is_switch = case.kind == "Identity" or "Adaptive" in case.kind
+    own_in = own_box(case.extents, case.grid, place)
+    own_out = image(outputs) if is_switch else own_box(outputs, case.grid, place)
+    mine = part(whole.x.detach(), own_in, image(case.extents)).clone()
+    if case.channels_last:
+        mine = mine.contiguous(memory_format=torch.channels_last)
+    mine.requires_grad_()
+    found = split(mine)
+    kept = found.detach().clone()
+    found.backward(part(whole.gradient, own_out, image(outputs)))
+    assert mine.grad is not None
+    assert whole.x.grad is not None
+    result = {
+        "output": difference(kept, part(whole.output, own_out, image(outputs))),
+        "input": difference(mine.grad, part(whole.x.grad, own_in, image(case.extents))),
+    }
+    for (name, one), other in zip(split.named_parameters(), whole.layer.parameters(), strict=True):
+        assert one.grad is not None
+        add_up(one.grad)
+        result[name] = difference(one.grad, other.grad)
+    for (name, buffer), expected_buffer in zip(same.named_buffers(), whole.layer.buffers(), strict=True):
+        result[name] = difference(buffer.double(), expected_buffer.double())
+    return result
+
+
+def all_differences(cases: list[LayerCase], group: dist.ProcessGroup) -> list[dict[str, float]]:
+    """Many at once: a call of the pool takes longer than a layer."""
+    ranks, place = tuple(range(dist.get_world_size(group))), dist.get_rank(group)
+    return [
+        differences(
+            case, run_whole(case), Cut(Group(ranks, place, group), case.grid), partial(dist.all_reduce, group=group)
+        )
+        for case in cases
+    ]

@@ -1,0 +1,120 @@
+"""``balance = "measured"``: all ranks cut where rank 0's measurement says, and the result predicts the step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.errors import WorkerError
+from hpcbench.parallel.bounds import Check
+from hpcbench.parallel.catalog import resolve_reference, resolve_runtime
+from hpcbench.parallel.chain import ChainRequest, MeasuredBlock, MeasuredChain, decode_chain
+from hpcbench.results.schema import Predicted
+from hpcbench.worker import chain
+from hpcbench.worker.compare import Trained, compare
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.verify import for_comparison, train
+from tests.distributed.cases import CPU, EXACT, make_case
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+SECONDS = [5.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+"""Of the forward passes of vit's six blocks; backward passes take twice as long."""
+
+
+def planned(request: ChainRequest, *_refresh: bool, shapes: nn.Sequential) -> MeasuredChain:
+    assert len(shapes) == len(SECONDS)
+    blocks = [
+        MeasuredBlock(
+            name=str(place), forward_s=seconds, forward_iqr_s=0.0, backward_s=2 * seconds, backward_iqr_s=0.0,
+            output_bytes=0, parameter_bytes=0, kept_bytes=0,
+        )
+        for place, seconds in enumerate(SECONDS)
+    ]  # fmt: skip
+    return MeasuredChain(request=request, device_name="d", torch="t", threads=1, blocks=blocks)
+
+
+def cut_and_train(
+    spec: RunSpec, cache: str | None, group: dist.ProcessGroup
+) -> tuple[list[int], Predicted, Trained, Trained | None]:
+    """First blocks of the stages, the prediction, what was trained in fp64, and on rank 0 the reference.
+
+    Without a ``cache`` rank 0 "measures" what the test says, and any other rank would fail.
+    """
+    os.environ["XDG_CACHE_HOME"] = cache or "nowhere"
+    place = Place(dist.get_rank(group), spec.ranks, CPU, group)
+    wide = for_comparison(spec, "fp64")
+    name, value = ("_BUDGET_S", 0.0) if cache else ("measured_chain", planned if place.rank == 0 else None)
+    with mock.patch.object(chain, name, value):
+        first = resolve_runtime(spec.strategy)()
+        first.setup(build_model(spec), spec, place)
+    again = resolve_runtime(spec.strategy)()
+    again.setup(build_model(wide), wide, place)
+    assert again.blocks == first.blocks, "verified with other stages than those that were measured"
+    trained = train(again, make_feed(wide, CPU), (0, 1, 2), place)
+    reference = None
+    if place.rank == 0:
+        reference = resolve_reference(spec.strategy)(build_model(wide), wide, make_feed(wide, CPU), (0, 1, 2))
+    return [held.start for held in first.blocks], first.predicted, trained, reference
+
+
+def measured_spec(strategy: str, batch_size: int) -> RunSpec:
+    more: dict[str, Any] = {
+        "strategy": strategy,
+        "pp_degree": 2,
+        "dp_degree": 1,
+        "micro_batches": 2,
+        "batch_size": batch_size,
+    }
+    return make_case(2, "vit", "digits", options={"balance": "measured"}, **more).spec
+
+
+@pytest.mark.parametrize(
+    ("strategy", "batch_size", "step_time_s", "bubble"), [("gpipe", 4, 45.0, 1 / 3), ("pipedream", 8, 30.0, 0.0)]
+)
+def test_all_ranks_cut_where_rank_0_has_measured(
+    pool: Pool, strategy: str, batch_size: int, step_time_s: float, bubble: float
+) -> None:
+    """Two stages of 5 s forward and 10 s backward; gpipe fills and empties, pipedream does not."""
+    found = pool.call(2, cut_and_train, measured_spec(strategy, batch_size), None)
+    for cuts, predicted, _, _ in found:
+        assert cuts == [0, 1]
+        assert predicted.step_time_s == pytest.approx(step_time_s)
+        assert predicted.bubble_fraction == pytest.approx(bubble)
+        assert (predicted.cuts, predicted.stage_times_s) == ([1], [15.0, 15.0])
+    _, _, trained, reference = found[0]
+    assert reference is not None
+    assert compare(trained, reference, Check("as run", 3, EXACT)).passed
+
+
+def test_blocks_are_really_measured(pool: Pool, tmp_path: Path) -> None:
+    (cuts, predicted, *_), (others, *_) = pool.call(2, cut_and_train, measured_spec("1f1b", 12), str(tmp_path))
+    assert cuts == others
+    assert len(cuts) == 2
+    assert predicted.step_time_s >= max(predicted.stage_times_s) * 2 > 0
+    (file,) = (tmp_path / "hpcbench" / "chains").iterdir()
+    assert decode_chain(file.read_bytes(), str(file)).request.micro_batch_size == 6
+
+
+def fail(spec: RunSpec, group: dist.ProcessGroup) -> str:
+    def cannot(*_: object, **__: object) -> MeasuredChain:
+        raise WorkerError("no such thing")
+
+    place = Place(dist.get_rank(group), spec.ranks, CPU, group)
+    with mock.patch.object(chain, "measured_chain", cannot), pytest.raises(WorkerError) as raised:
+        resolve_runtime(spec.strategy)().setup(build_model(spec), spec, place)
+    return raised.value.message
+
+
+def test_what_rank_0_cannot_measure_ends_all_ranks(pool: Pool) -> None:
+    assert pool.call(2, fail, measured_spec("gpipe", 16)) == ["balance = measured: no such thing"] * 2

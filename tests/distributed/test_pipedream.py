@@ -1,0 +1,180 @@
+"""PipeDream on two and four ranks computes what its simulation in one process computes."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.bounds import Check
+from hpcbench.parallel.catalog import STRATEGIES, excluded_by, resolve_runtime
+from hpcbench.parallel.versions import Delay
+from hpcbench.worker.compare import Trained, compare
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.reference_pipedream import train_pipedream_reference
+from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.pipedream import Pipedream
+from hpcbench.worker.verify import train
+from tests.distributed.cases import (
+    CPU,
+    EXACT,
+    TOLERANCE,
+    Case,
+    OfRank,
+    check,
+    make_case,
+    run_parallel,
+    run_reference,
+)
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+
+STACK_CUTS = {2: "2", 4: "1,2,4"}
+"""Of ``small_stack``: every stage has weights and, but for the last of two, BatchNorm."""
+
+
+def small_stack(spec: RunSpec, _model_folder: str | None = None) -> nn.Sequential:
+    """Five blocks with BatchNorm that train in no time; all stages but the first begin with a layer in place."""
+    torch.manual_seed(spec.seed)
+
+    def block(inner: int, pool: int) -> list[nn.Module]:
+        return [nn.Conv2d(inner, 4, 3, padding=1), nn.BatchNorm2d(4), nn.MaxPool2d(pool)]
+
+    model = nn.Sequential(
+        nn.Sequential(*block(1, 1)),
+        nn.Sequential(nn.ReLU(inplace=True), *block(4, 2)),
+        nn.Sequential(nn.ReLU(inplace=True), *block(4, 1)),
+        nn.Flatten(),
+        nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(64), nn.Linear(64, 10)),
+    )
+    return model.to(torch.float64 if spec.precision == "fp64" else torch.float32)
+
+
+def pipedream_case(stages: int, model: str = "vit", dataset: str = "digits", replicas: int = 1, **more: Any) -> Case:
+    """Steps of 8 samples in 2 minibatches; the third step of an epoch has one sample fewer."""
+    given = {
+        "strategy": "pipedream", "pp_degree": stages, "dp_degree": replicas, "micro_batches": 2, "replicated": False,
+        "weight_decay": 0.01,
+    }  # fmt: skip
+    return make_case(stages * replicas, model, dataset, **{**given, **more})
+
+
+def stack_case(stages: int, options: dict[str, Any] | None = None, **more: Any) -> Case:
+    """Of ``small_stack`` in fp64, with momentum."""
+    cuts = {"cuts": STACK_CUTS[stages]}
+    return pipedream_case(stages, "vgg11", options={**cuts, **(options or {})}, precision="fp64", **more)
+
+
+def run_stack(case: Case, group: dist.ProcessGroup) -> OfRank:
+    """As ``run_parallel``, with ``small_stack``."""
+    with mock.patch("tests.distributed.cases.build_model", small_stack):
+        return run_parallel(case, group)
+
+
+def check_stack(pool: Pool, case: Case) -> list[OfRank]:
+    """The ranks compute what the simulation does."""
+    found = pool.call(case.spec.ranks, run_stack, case)
+    with mock.patch("tests.distributed.cases.build_model", small_stack):
+        check(found, run_reference(case), EXACT)
+    return found
+
+
+VERSIONS: list[dict[str, Any]] = [{}, {"vertical_sync": True}, {"weight_versions": "2bw"}]
+
+
+@pytest.mark.parametrize("options", VERSIONS)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_stages_equal_the_simulation(pool: Pool, stages: int, options: dict[str, Any]) -> None:
+    """Running statistics of BatchNorm too, which have seen the minibatches that a stage was ahead."""
+    check_stack(pool, stack_case(stages, options))
+
+
+@pytest.mark.parametrize(
+    ("stages", "model", "precision", "tolerance"), [(2, "resnet18", "fp64", EXACT), (4, "vit", "fp32", 1e-6)]
+)
+def test_whole_models(pool: Pool, stages: int, model: str, precision: str, tolerance: float) -> None:
+    case = pipedream_case(stages, model, precision=precision, steps=4)
+    check(pool.run(case), run_reference(case), tolerance)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("options", VERSIONS)
+def test_any_number_of_minibatches_in_a_step(pool: Pool, micro_batches: int, options: dict[str, Any]) -> None:
+    """With one in a step, stages are up to three steps ahead."""
+    check_stack(pool, stack_case(4, options, micro_batches=micro_batches))
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_versions": "2bw"}])
+def test_replicas(pool: Pool, options: dict[str, Any]) -> None:
+    found = check_stack(pool, stack_case(2, options, replicas=2))
+    assert [one.counts[2] for one in found] == [8, 8, 7, 7]
+
+
+@pytest.mark.parametrize("more", [{"options": {"recompute": "always"}}, {"optimizer": "adam"}])
+def test_what_else_a_run_may_ask_for(pool: Pool, more: dict[str, Any]) -> None:
+    check_stack(pool, stack_case(4, **more))
+
+
+def test_activation_checkpointing(pool: Pool) -> None:
+    case = pipedream_case(2, activation_checkpointing=True, precision="fp64", steps=3)
+    check(pool.run(case), run_reference(case), EXACT)
+
+
+class OtherVersions(Pipedream):
+    """Takes another version than its options say."""
+
+    def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
+        super().setup(model, spec, place)
+        self._stash._delay = Delay(spec.pp_degree, vertical_sync=True)
+
+
+def run_other(case: Case, group: dist.ProcessGroup) -> OfRank:
+    wrong = STRATEGIES["pipedream"]._replace(runtime=f"{__name__}:OtherVersions")
+    with mock.patch.dict(STRATEGIES, {"pipedream": wrong}):
+        return run_stack(case, group)
+
+
+def test_a_wrong_version_is_seen(pool: Pool) -> None:
+    case = stack_case(2)
+    found = pool.call(2, run_other, case)
+    with mock.patch("tests.distributed.cases.build_model", small_stack):
+        expected = run_reference(case)
+    with pytest.raises(AssertionError, match="passed=False"):
+        check(found, expected, EXACT)
+
+
+def test_steps_that_do_not_follow_one_another(pool: Pool) -> None:
+    """As ``verify`` takes the partial batch last: what is forwarded ahead must be of the step that really comes."""
+    case = pipedream_case(4)
+    spec = msgspec.structs.replace(case.spec, micro_batches=1)
+    found = pool.call(4, train_steps, spec, (0, 1, 4))
+    feed = make_feed(spec, CPU)
+    expected = train_pipedream_reference(build_model(spec), spec, feed, (0, 1, 4))
+    assert compare(found[0], expected, Check("as run", 3, TOLERANCE)).passed
+
+
+def train_steps(spec: RunSpec, steps: tuple[int, ...], group: dist.ProcessGroup) -> Trained:
+    place = Place(dist.get_rank(group), spec.ranks, CPU, group)
+    strategy = resolve_runtime(spec.strategy)()
+    strategy.setup(build_model(spec), spec, place)
+    return train(strategy, make_feed(spec, CPU), steps, place)
+
+
+def test_what_it_cannot_do() -> None:
+    def reason(**more: Any) -> str | None:
+        return excluded_by(pipedream_case(2, "gpt", "tokens", **more).spec)
+
+    assert reason() is None
+    assert "compile = false" in str(reason(compile=True))
+    assert "tied weights" in str(reason(model_options={"tied": True}))
+    assert "vertical_sync adds nothing" in str(reason(options={"vertical_sync": True, "weight_versions": "2bw"}))
+    assert "fp16" in str(reason(precision="fp16"))

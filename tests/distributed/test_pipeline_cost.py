@@ -1,0 +1,125 @@
+"""What a stage sends is what the oracle says, call by call; what it keeps is what the schedule says."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.strategies.pipeline import PipelineCost
+from hpcbench.parallel.layers import LayerRequest, LayerTable
+from hpcbench.parallel.traffic import Traffic
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.layers import layer_table
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.pipeline import Pipeline
+from hpcbench.worker.traffic import recorded
+from tests.distributed.cases import CPU
+from tests.distributed.fake import fake_traffic
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+
+def spec_of(strategy: str, stages: int, model: str = "vgg11", dataset: str = "digits", **more: Any) -> RunSpec:
+    given: dict[str, Any] = {"batch_size": 8, "micro_batches": 3, "tasks_per_node": stages * more.get("dp_degree", 1)}
+    return RunSpec(model=model, dataset=dataset, strategy=strategy, pp_degree=stages, **{**given, **more})
+
+
+def table_of(spec: RunSpec) -> LayerTable:
+    request = LayerRequest(
+        model=spec.model, dataset=spec.dataset, input_size=spec.input_size, model_options=spec.model_options
+    )
+    return layer_table(request)
+
+
+def measured(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
+    strategy, feed = Pipeline(), make_feed(spec, CPU)
+    strategy.setup(build_model(spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+    strategy.step(feed, 0)
+    return recorded(lambda: strategy.step(feed, 1))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        spec_of("gpipe", 2),
+        spec_of("1f1b", 4),
+        spec_of("interleaved_1f1b", 2, precision="fp64"),
+        spec_of("zero_bubble", 2, dp_degree=2),
+        spec_of("model", 2, "resnet18", options={"cuts": "4"}),
+        spec_of(
+            "1f1b", 2, "gpt", "tokens", dp_degree=2, input_size=4, batch_size=2, micro_batches=2,
+            model_options={"tied": True, "context": 4},
+        ),
+        spec_of("gpipe", 3, options={"stage_replicas": "2-1"}),
+        spec_of(
+            "zero_bubble", 2, "gpt", "tokens", tp_degree=2, tasks_per_node=4, input_size=4, batch_size=3,
+            micro_batches=2, model_options={"context": 4},
+        ),
+    ],
+    ids=lambda spec: f"{spec.strategy}-{spec.model}-{spec.ranks}",
+)  # fmt: skip
+def test_traffic(pool: Pool, spec: RunSpec) -> None:
+    """Micro-batches of 8 samples are 3, 3 and 2; the sends differ accordingly."""
+    table = table_of(spec)
+    found = pool.call(spec.ranks, measured, spec)
+    assert found == [PipelineCost.traffic(spec, table, rank) for rank in range(spec.ranks)]
+
+
+@pytest.mark.parametrize("rank", [0, 13, 63])
+def test_traffic_of_64_ranks(rank: int) -> None:
+    spec = spec_of("1f1b", 8, nodes=8, tasks_per_node=8, dp_degree=8, batch_size=8)
+    assert fake_traffic(spec, rank) == PipelineCost.traffic(spec, table_of(spec), rank)
+
+
+class _Kept:
+    """Bytes of the distinct storages that autograd keeps, at most; ``own`` and tokens (views of a batch) left out."""
+
+    def __init__(self, own: list[Tensor]) -> None:
+        self._own = {one.untyped_storage().data_ptr() for one in own}
+        self._alive: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        self.peak = 0
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_floating_point() and storage.data_ptr() not in self._own:
+            kept = tensor.detach()
+            self._alive[id(kept)] = (weakref.ref(kept), storage.data_ptr(), storage.nbytes())
+            return kept
+        return tensor
+
+    def look(self, _action: object) -> None:
+        self._alive = {key: one for key, one in self._alive.items() if one[0]() is not None}
+        self.peak = max(self.peak, sum(dict(one[1:] for one in self._alive.values()).values()))
+
+
+def peak_kept(spec: RunSpec, group: dist.ProcessGroup) -> int:
+    strategy, feed = Pipeline(), make_feed(spec, CPU)
+    strategy.setup(build_model(spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+    kept = _Kept([*strategy.module.parameters(), *strategy.module.buffers()])
+    strategy.runtime.hooks.after = kept.look
+    with saved_tensors_hooks(kept.pack, lambda tensor: tensor):
+        strategy.step(feed, 0)
+    return kept.peak
+
+
+@pytest.mark.parametrize("schedule", ["model", "gpipe", "1f1b"])
+def test_kept_activations(pool: Pool, schedule: str) -> None:
+    """A transformer's blocks keep what they are given themselves, so the copy that was received is in their rows: the
+    formula, which adds it, may be as much too high, and no more."""
+    spec = spec_of(
+        schedule, 4, "gpt", "tokens", batch_size=8, micro_batches=8, input_size=16, model_options={"context": 16}
+    )
+    table = table_of(spec)
+    boundary = 128 * 16 * 4 + 16 * 8
+    for rank, found in enumerate(pool.call(4, peak_kept, spec)):
+        alive = {"model": 1, "gpipe": 8, "1f1b": 4 - rank}[schedule]
+        promised = PipelineCost.memory(spec, table, rank).activations_bytes
+        assert found <= promised <= found + alive * boundary

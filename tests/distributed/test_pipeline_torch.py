@@ -1,0 +1,99 @@
+"""torch's own schedules on the same stages give the same gradients; a pipeline that is stuck says where."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.errors import WorkerError
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.losses import sample_losses
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.pipeline import Pipeline
+from tests.distributed.cases import CPU
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+
+def spec_of(strategy: str, stages: int, model: str, dataset: str, **more: Any) -> RunSpec:
+    return RunSpec(
+        model=model, dataset=dataset, strategy=strategy, pp_degree=stages, tasks_per_node=stages, batch_size=8,
+        micro_batches=4, **more,
+    )  # fmt: skip
+
+
+def set_up(spec: RunSpec, group: dist.ProcessGroup, **more: float) -> Pipeline:
+    strategy = Pipeline()
+    strategy.setup(build_model(spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group, **more))
+    return strategy
+
+
+def loss_of(count: int, output: Tensor, target: Tensor) -> Tensor:
+    return sample_losses(output, target) / count
+
+
+def differences(spec: RunSpec, group: dist.ProcessGroup) -> dict[str, float]:
+    """Of every gradient of this rank: ours less torch's."""
+    ours, theirs = set_up(spec, group), set_up(spec, group)
+    feed = make_feed(spec, CPU)
+    ours.step(feed, 0)
+    inputs, targets = feed.batch(0, 0)
+    stages: list[Any] = [
+        PipelineStage(theirs.module.chunk(number), number, theirs.layout.chunks, CPU, group=group)
+        for number in theirs.layout.chunks_of(theirs.own.place)
+    ]
+    arguments: dict[str, Any] = {"loss_fn": partial(loss_of, len(inputs)), "scale_grads": False}
+    if spec.strategy == "interleaved_1f1b":
+        schedule: Any = ScheduleInterleaved1F1B(stages, spec.micro_batches, **arguments)
+    else:
+        kind: Any = ScheduleGPipe if spec.strategy == "gpipe" else Schedule1F1B
+        schedule = kind(stages[0], spec.micro_batches, **arguments)
+    is_first, is_last = ours.own.place == 0, ours.own.place == ours.own.size - 1
+    schedule.step(*([inputs] if is_first else []), **({"target": targets} if is_last else {}))
+    found = zip(ours.module.named_parameters(), theirs.module.parameters(), strict=True)
+    gradients = ((name, a.grad, b.grad) for (name, a), b in found)
+    return {name: (a - b).abs().max().item() for name, a, b in gradients if a is not None and b is not None}
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        spec_of("gpipe", 2, "resnet18", "digits", precision="fp64"),
+        spec_of("1f1b", 4, "mobilenetv2", "digits", precision="fp64"),
+        spec_of("zero_bubble", 4, "gpt", "tokens", input_size=8, model_options={"context": 8}),
+        spec_of("interleaved_1f1b", 2, "gpt", "tokens", input_size=8, model_options={"context": 8}),
+    ],
+    ids=lambda spec: f"{spec.strategy}-{spec.model}",
+)
+def test_gradients_equal_those_of_torchs_own_schedules(pool: Pool, spec: RunSpec) -> None:
+    for found in pool.call(spec.ranks, differences, spec):
+        assert len(found) > 2
+        assert max(found.values()) <= 1e-6
+
+
+def only_the_first_steps(spec: RunSpec, group: dist.ProcessGroup) -> str:
+    strategy = set_up(spec, group, wait_s=1.0)
+    if dist.get_rank(group):
+        return strategy.state()
+    with pytest.raises(WorkerError) as caught:
+        strategy.step(make_feed(spec, CPU), 0)
+    assert caught.value.status == "failed"
+    return str(caught.value)
+
+
+def test_a_pipeline_whose_other_stage_does_nothing_says_what_it_waits_for() -> None:
+    """Ranks of their own: what was sent stays on its way."""
+    pool = Pool(2)
+    first, second = pool.call(2, only_the_first_steps, spec_of("1f1b", 2, "vgg11", "digits"))
+    pool.close()
+    assert "waited 1 s for the result of B(chunk 1, micro-batch 0) from rank 1" in first
+    assert "stage 0 of 2: waiting for what it needs before B(chunk 0, micro-batch 0)" in first
+    assert second == "stage 1 of 2: before its first action"

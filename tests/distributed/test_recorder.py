@@ -1,0 +1,151 @@
+"""The recorder sees every way of talking that strategies use, and what it has seen becomes a run's traffic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
+
+from hpcbench.parallel.traffic import Traffic, merged, total_bytes
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.recording import Recorded, run_recorded
+from hpcbench.worker.stop import Stop, Stopped
+from hpcbench.worker.traffic import TrafficRecorder
+from tests.distributed.cases import CPU
+from tests.distributed.pool import Pool
+from tests.distributed.test_traffic import expected, spec_of, started
+from tests.worker.helpers import make_spec
+
+pytestmark = pytest.mark.distributed
+
+
+def passed(operation: str, payload_bytes: int, group_size: int = 4, count: int = 1) -> Traffic:
+    return Traffic(operation=operation, group_size=group_size, payload_bytes=payload_bytes, count=count)
+
+
+def talk(group: dist.ProcessGroup) -> list[Traffic]:
+    """Each operation once, with buffers of as many numbers as the comments say."""
+    rank, recorder = dist.get_rank(group), TrafficRecorder()
+    halves = torch.zeros(6, dtype=torch.bfloat16)
+    with recorder:
+        dist.all_reduce(torch.zeros(3), group=group)
+        dist.broadcast(halves, 0, group=group)
+        dist.reduce(torch.zeros(5, dtype=torch.float64), 1, group=group)
+        dist.all_gather([torch.zeros(2) for _ in range(4)], torch.zeros(2), group=group)
+        dist.all_gather_into_tensor(torch.zeros(28), torch.zeros(7), group=group)
+        dist.reduce_scatter_tensor(torch.zeros(2), torch.zeros(8), group=group)
+        dist.all_to_all_single(torch.zeros(4), torch.zeros(4), group=group)
+        dist.send(torch.zeros(9), (rank + 1) % 4) if rank % 2 else dist.recv(torch.zeros(9), (rank - 1) % 4)
+        dist.barrier(group=group)
+    return recorder.calls
+
+
+def test_every_operation_of_its_own_and_its_group(pool: Pool) -> None:
+    alike = [
+        passed("all_reduce", 12),
+        passed("broadcast", 12),
+        passed("reduce", 40),
+        passed("all_gather", 8),
+        passed("all_gather", 28),
+        passed("reduce_scatter", 32),
+        passed("all_to_all", 16),
+    ]
+    for rank, calls in enumerate(pool.call(4, talk)):
+        # What is received from a single other is the sender's.
+        assert calls == [*alike, *([passed("send", 36, 2)] if rank % 2 else [])]
+
+
+def talk_functionally(group: dist.ProcessGroup) -> list[Traffic]:
+    """As DTensor and autograd do; the backward pass communicates too."""
+    recorder, leaf = TrafficRecorder(), torch.ones(3, requires_grad=True)
+    with recorder:
+        functional.all_reduce(torch.zeros(2), "sum", group).sum()
+        functional.all_gather_tensor(torch.zeros(3), 0, group).sum()
+        functional.reduce_scatter_tensor(torch.zeros(4), "sum", 0, group).sum()
+        all_reduce_with_gradient(leaf, group=group).sum().backward()  # type: ignore[no-untyped-call]
+    return recorder.merged()
+
+
+def test_functional_operators_and_those_of_a_backward_pass(pool: Pool) -> None:
+    for calls in pool.call(2, talk_functionally):
+        assert calls == merged(
+            [
+                passed("all_reduce", 8, 2),
+                passed("all_gather", 12, 2),
+                passed("reduce_scatter", 16, 2),
+                passed("all_reduce", 12, 2),
+                passed("all_reduce", 12, 2),
+            ]
+        )
+
+
+def test_an_operator_that_is_not_known_is_not_left_out_in_silence() -> None:
+    recorder = TrafficRecorder()
+    recorder._note("scatter_", ())
+    with pytest.raises(AssertionError, match="scatter_"):
+        recorder.merged()
+
+
+def recorded_step(spec: Any, group: dist.ProcessGroup) -> Recorded:
+    strategy, feed = started(spec, group)
+    return run_recorded(strategy, feed, spec, CPU, Stop(), bool, first=3)
+
+
+@pytest.mark.parametrize("key", ["zero1", "fsdp"])
+def test_a_runs_traffic_is_that_of_one_whole_step(pool: Pool, key: str) -> None:
+    spec = spec_of(key, 2, "vit", options={"bucket_cap_mb": 0.5} if key == "zero1" else {})
+    found = pool.call(2, recorded_step, spec)
+    assert found == [Recorded(expected(spec, rank), []) for rank in range(2)]
+    assert total_bytes(found[0].calls) > 0
+
+
+class Counted:
+    """A strategy that says which steps it was asked for, and passes nothing."""
+
+    replica = 0
+    module: nn.Module = nn.Identity()
+    forward_is_collective = False
+    traffic_is_seen = True
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def step(self, feed: Any, step: int) -> Tensor:
+        self.steps.append(step)
+        return torch.zeros(())
+
+
+@pytest.mark.parametrize(
+    ("more", "seen", "told", "steps"),
+    [
+        ({}, True, False, [6]),
+        ({"profile_steps": 0}, True, False, []),
+        ({"compile": True}, True, False, []),
+        ({"tasks_per_node": 1, "dp_degree": 1}, True, False, []),
+        ({}, False, False, []),
+        ({}, True, True, []),
+    ],
+)
+def test_who_makes_the_step(more: dict[str, Any], seen: bool, told: bool, steps: list[int]) -> None:
+    spec = make_spec(**{"strategy": "ddp", "tasks_per_node": 2, "dp_degree": 2, "profile_steps": 3, **more})
+    strategy: Any = Counted()
+    strategy.traffic_is_seen = seen
+    stop = Stop()
+    stop.reason = Stopped("timeout", "told") if told else None
+    assert run_recorded(strategy, make_feed(spec, CPU), spec, CPU, stop, bool, first=6) == Recorded([], [])
+    assert strategy.steps == steps
+
+
+def test_a_partial_batch_is_passed_over() -> None:
+    spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, profile_steps=1)
+    feed, strategy = make_feed(spec, CPU), Counted()
+    last = feed.steps_per_epoch - 1
+    assert feed.global_count(last) < feed.global_batch_size
+    stepped: Any = strategy
+    run_recorded(stepped, feed, spec, CPU, Stop(), bool, first=last)
+    assert strategy.steps == [last + 1]

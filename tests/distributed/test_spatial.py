@@ -1,0 +1,146 @@
+"""Whole models under spatial parallelism and its hybrid compute what one device computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from hpcbench.parallel.bounds import lossy_bound
+from hpcbench.worker.compare import Trained
+from tests.distributed.cases import EXACT, TOLERANCE, Case, check, make_case, run_reference
+from tests.distributed.pool import Pool
+
+pytestmark = pytest.mark.distributed
+
+BOUND = 1e-10
+"""Of the loss and the gradients of the first step in fp64, where nothing but the order of sums differs."""
+PLAIN = {"batch_norm": False}
+FP32_BOUND = 1e-4
+"""Of the gradients of the first step, each of its own size."""
+BF16_BOUND = 2.0**-6
+
+
+def spatial_case(ranks: int, model: str, dataset: str = "digits", dp: int = 1, **more: Any) -> Case:
+    """``ranks`` share each of ``dp`` samples' images; fp64 and one step unless said otherwise."""
+    given = {"strategy": "spatial", "dp_degree": dp, "sp_degree": ranks, "batch_size": 4, "precision": "fp64"}
+    return make_case(ranks * dp, model, dataset, **{**given, "steps": 1, **more})
+
+
+def grid(text: str, **more: Any) -> dict[str, Any]:
+    return {"grid": text, **more}
+
+
+def gradients_differ(ours: dict[str, Tensor], whole: dict[str, Tensor]) -> float:
+    """Relative to each tensor's own size. Of a bias before BatchNorm, whose gradient is 0, there is rounding alone."""
+    assert ours.keys() == whole.keys()
+    floor = 1e-3 * max(one.abs().max().item() for one in whole.values())
+    return max(
+        ((ours[name] - one).abs().max() / max(one.abs().max().item(), floor)).item() for name, one in whole.items()
+    )
+
+
+def check_first_step(pool: Pool, case: Case) -> Trained:
+    """Loss and every gradient, and all ranks' weights alike."""
+    ranks, expected = pool.run(case), run_reference(case)
+    found = ranks[0].trained
+    assert abs(found.losses[0] - expected.losses[0]) <= BOUND * abs(expected.losses[0])
+    assert gradients_differ(found.first_gradients, expected.first_gradients) <= BOUND
+    check(ranks, expected, EXACT)
+    return found
+
+
+SMALL_VOLUME: dict[str, Any] = {"model": "cosmoflow", "dataset": "cosmoflow", "input_size": 10, "batch_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "model", "more"),
+    [
+        (2, "resnet50", {"dataset": "imagenet", "input_size": 48, "batch_size": 2}),
+        pytest.param(4, "resnet50", {"dataset": "imagenet", "input_size": 64, "batch_size": 2, "options": grid("2x2")},
+                     marks=pytest.mark.soak),
+        (2, "vgg16", {"dataset": "cifar10", "batch_size": 2}),
+        (2, "mobilenetv2", {}),
+        (4, "mobilenetv2", {"dataset": "imagenet", "input_size": 40, "batch_size": 2, "options": grid("1x4"),
+                            "model_options": {"dropout": 0.0}}),
+        (4, "cosmoflow", {**SMALL_VOLUME, "options": grid("1x2x2"), "model_options": {"dropout": 0.0}}),
+        (2, "cosmoflow", {**SMALL_VOLUME, "options": grid("1x1x2"), "model_options": {"dropout": 0.0}}),
+    ],
+)  # fmt: skip
+def test_models_equal_the_single_device(pool: Pool, ranks: int, model: str, more: dict[str, Any]) -> None:
+    check_first_step(pool, spatial_case(ranks, **{"model": model, **more}))
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("resnet18", {"options": grid("1x2"), "micro_batches": 2}),
+        ("vgg11", {"options": {"bucket_cap_mb": 0.05}}),
+        ("cosmoflow", {**SMALL_VOLUME, "model_options": {"dropout": 0.0}}),
+    ],
+)
+def test_hybrids_equal_the_reference_of_two_replicas(pool: Pool, model: str, more: dict[str, Any]) -> None:
+    check_first_step(pool, spatial_case(2, dp=2, **{"model": model, **more}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overlap": False, "global_pool": "gather"},
+        {"until": 4, "grid": "1x4", "bucket_cap_mb": 0.05},
+    ],
+)
+def test_options_that_change_no_number(pool: Pool, options: dict[str, Any]) -> None:
+    case = spatial_case(4, "resnet18", "mnist", batch_size=2, options=options)
+    check_first_step(pool, case)
+
+
+def test_statistics_of_a_part_are_another_function(pool: Pool) -> None:
+    case = spatial_case(2, "resnet18", options={"batch_norm": "local"})
+    found = check(pool.run(case), run_reference(case), lossy_bound(case.spec))
+    assert found.worst_rel is not None
+    assert found.worst_rel > EXACT, "the same as over the group: was the option heeded?"
+
+
+def test_activation_checkpointing(pool: Pool) -> None:
+    """Halos are exchanged once more when a block is computed again; running statistics move once."""
+    check_first_step(pool, spatial_case(2, "resnet18", activation_checkpointing=True, options=grid("1x2")))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dp", "model", "more"),
+    [
+        (4, 1, "vgg11", {"model_options": PLAIN}),
+        (2, 2, "cosmoflow", {**SMALL_VOLUME, "model_options": {"dropout": 0.0}}),
+        (2, 1, "resnet18", {"dataset": "mnist", "steps": 3}),
+    ],
+)
+def test_training_in_fp32(pool: Pool, ranks: int, dp: int, model: str, more: dict[str, Any]) -> None:
+    """Five steps, the last batch of an epoch among them."""
+    case = spatial_case(ranks, dp=dp, **{"model": model, "precision": "fp32", "steps": 5, **more})
+    ours, expected = pool.run(case), run_reference(case)
+    print(f"{model} on {ranks} x {dp}: {check(ours, expected, TOLERANCE)}")
+    of_gradients = gradients_differ(ours[0].trained.first_gradients, expected.first_gradients)
+    print(f"of their own size: {of_gradients:.2g}")
+    assert of_gradients <= FP32_BOUND
+
+
+def test_bf16(pool: Pool) -> None:
+    """One step without BatchNorm, which makes too much of what is rounded: sums of parts are, where the whole is not."""
+    case = spatial_case(2, "vgg11", model_options=PLAIN, precision="bf16")
+    ours, expected = pool.run(case), run_reference(case)
+    assert ours[0].trained.losses[0] == pytest.approx(expected.losses[0], rel=BF16_BOUND)
+    of_gradients = gradients_differ(ours[0].trained.first_gradients, expected.first_gradients)
+    print(f"bf16: {of_gradients:.2g}")
+    assert of_gradients <= BF16_BOUND
+
+
+def test_channels_last(pool: Pool) -> None:
+    check_first_step(pool, spatial_case(4, "resnet18", options=grid("2x2"), channels_last=True))
+
+
+def test_dropout_after_the_switch_is_alike_on_all_ranks(pool: Pool) -> None:
+    """Else replicated weights would drift apart."""
+    case = spatial_case(2, dp=1, **SMALL_VOLUME, steps=3)
+    assert all(one.differs_from_rank_0 == 0 for one in pool.run(case))

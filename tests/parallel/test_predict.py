@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+
+from hpcbench.parallel.partition import ChainBlock
+from hpcbench.parallel.predict import step_time
+from hpcbench.parallel.schedule import Layout
+from hpcbench.parallel.versions import Delay
+
+DELAYS = {"pipedream": Delay(4), "2bw": Delay(4, double_buffered=True)}
+EVEN = [[ChainBlock(1.0, 2.0, 0, 0, 0)]] * 4
+
+
+@pytest.mark.parametrize(
+    ("schedule", "micro_batches", "step_time_s", "bubble_fraction"),
+    [
+        ("gpipe", 1, 12.0, 0.75),
+        ("gpipe", 8, 33.0, 3 / 11),
+        ("1f1b", 8, 33.0, 3 / 11),
+        ("zero_bubble", 8, 27.0, 1 / 9),
+        ("pipedream", 1, 3.0, 0.0),
+        ("pipedream", 3, 9.0, 0.0),
+        ("2bw", 4, 12.0, 0.0),
+        ("2bw", 1, 9.0, 2 / 3),
+    ],
+)
+def test_equal_stages(schedule: str, micro_batches: int, step_time_s: float, bubble_fraction: float) -> None:
+    found = step_time(schedule, Layout(4), micro_batches, EVEN, DELAYS.get(schedule))
+    assert found.step_time_s == pytest.approx(step_time_s)
+    assert found.bubble_fraction == pytest.approx(bubble_fraction)
+    assert found.stage_times_s == [3.0] * 4
+
+
+@pytest.mark.parametrize(("schedule", "step_time_s"), [("gpipe", 23.0), ("pipedream", 20.0)])
+def test_the_slowest_stage_sets_the_pace(schedule: str, step_time_s: float) -> None:
+    """Four micro-batches over stages that take 3 and 5: PipeDream takes the slowest one's time of each."""
+    uneven = [[ChainBlock(1.0, 2.0, 0, 0, 0)], [ChainBlock(1.0, 1.0, 0, 0, 0), ChainBlock(1.0, 2.0, 0, 0, 0)]]
+    delay = Delay(2) if schedule == "pipedream" else None
+    assert step_time(schedule, Layout(2), 4, uneven, delay).step_time_s == pytest.approx(step_time_s)

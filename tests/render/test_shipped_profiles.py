@@ -1,0 +1,252 @@
+"""The shipped profiles of real clusters, against what their sites want: typed from the sites' documentation."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import tomli
+
+from hpcbench.config.cluster import ClusterProfile
+from hpcbench.config.profiles import load_cluster_file
+from hpcbench.config.spec import RunSpec
+from hpcbench.paths import shared_folder
+from hpcbench.render.engine import TemplateEngine
+from hpcbench.render.script import render_script
+from hpcbench.render.shape import shape_of
+from hpcbench.submit.plan import limits_of
+
+FOLDER = Path("/shared/submissions/sweep-0001")
+ENGINE = TemplateEngine([shared_folder("templates")])
+FILES = {path.stem: path for pattern in ("*.toml", "*/*.toml") for path in shared_folder("clusters").glob(pattern)}
+OURS = {"local", "slurmbox", "generic-slurm"}
+SITES = sorted(FILES.keys() - OURS)
+
+
+class Case(NamedTuple):
+    """A job on two nodes with all their devices, unless ``spec`` says otherwise, and lines of its script."""
+
+    cluster: str
+    contains: tuple[str, ...]
+    lacks: tuple[str, ...] = ()
+    spec: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+CASES = [
+    Case(
+        "snellius",
+        ("#SBATCH --partition=gpu_a100", "#SBATCH --gpus-per-node=4", "#SBATCH --cpus-per-task=18"),
+        ("--account", "--mem"),
+    ),
+    Case(
+        "snellius",
+        ("#SBATCH --partition=gpu_h100", "#SBATCH --gpus-per-node=4", "#SBATCH --cpus-per-task=16"),
+        spec={"partition": "gpu_h100"},
+    ),
+    Case(
+        "perlmutter",
+        (
+            "#SBATCH --constraint=gpu", "#SBATCH --qos=regular", "#SBATCH --gpus-per-node=4", "#SBATCH --ntasks-per-node=4",
+            "#SBATCH --cpus-per-task=32", "#SBATCH --account=project", "--cpu-bind=cores", "--gpu-bind=none",
+            "export CUDA_VISIBLE_DEVICES=3,2,1,0", "export FI_MR_CACHE_MONITOR=userfaultfd",
+        ),
+        ("--partition", "--mem", "--gres"),
+    ),
+    Case("perlmutter", ("#SBATCH --constraint='gpu&hbm80g'",), ("--partition",), {"partition": "regular_hbm80g"}),
+    Case("perlmutter", ("#SBATCH --qos=debug",), ("--partition",), {"partition": "debug"}),
+    Case(
+        "perlmutter",
+        ("#SBATCH --image=nersc/pytorch:25.02.01", "#SBATCH --module=gpu,nccl-plugin", "python=(shifter python3)"),
+        spec={"environment": "shifter"},
+    ),
+    Case("perlmutter", (), ("CUDA_VISIBLE_DEVICES",), {"tasks_per_node": 1, "nodes": 1}),
+    Case(
+        "juwels-booster",
+        (
+            "#SBATCH --partition=booster", "#SBATCH --gres=gpu:4", "#SBATCH --hint=nomultithread", "#SBATCH --cpus-per-task=12",
+            "#SBATCH --account=project", "--cpu-bind=sockets", "--cpus-per-task=12", "export CUDA_VISIBLE_DEVICES=0,1,2,3",
+            "export NCCL_SOCKET_IFNAME=ib0", "export GLOO_SOCKET_IFNAME=ib0", "export NCCL_IB_TIMEOUT=50",
+            "export NCCL_IB_RETRY_CNT=10", "export UCX_RC_TIMEOUT=4s",
+        ),
+        ("--gpus-per-node", "torch.distributed.run"),
+    ),
+    Case(
+        "jupiter",
+        ("#SBATCH --partition=booster", "#SBATCH --gres=gpu:4", "#SBATCH --cpus-per-task=72", "export NCCL_SOCKET_IFNAME=ib0"),
+        ("--mem",),
+    ),
+    Case(
+        "lumi-g",
+        (
+            "#SBATCH --partition=standard-g", "#SBATCH --gpus-per-node=8", "#SBATCH --ntasks-per-node=8",
+            "#SBATCH --cpus-per-task=7", "#SBATCH --account=project",
+            "--cpu-bind=mask_cpu:7e000000000000,7e00000000000000,7e0000,7e000000,7e,7e00,7e00000000,7e0000000000",
+            "export ROCR_VISIBLE_DEVICES=$SLURM_LOCALID", "export NCCL_SOCKET_IFNAME=hsn", "export NCCL_NET_GDR_LEVEL=3",
+            "export CXI_FORK_SAFE=1", "export CXI_FORK_SAFE_HP=1", "export FI_CXI_DISABLE_CQ_HUGETLB=1",
+        ),
+    ),
+    Case("lumi-g", ("#SBATCH --partition=small-g",), ("mask_cpu",), {"partition": "small-g"}),
+    Case("lumi-g", (), ("mask_cpu",), {"tasks_per_node": 4, "nodes": 1}),
+    Case(
+        "leonardo",
+        (
+            "#SBATCH --partition=boost_usr_prod", "#SBATCH --qos=normal", "#SBATCH --gres=gpu:4", "#SBATCH --ntasks-per-node=4",
+            "#SBATCH --cpus-per-task=8", "#SBATCH --account=project",
+        ),
+    ),
+    Case(
+        "leonardo",
+        ("#SBATCH --partition=boost_usr_prod", "#SBATCH --qos=boost_qos_dbg", "#SBATCH --time=0-00:30:00"),
+        spec={"partition": "debug"},
+    ),
+    Case(
+        "marenostrum5",
+        (
+            "#SBATCH --partition=acc", "#SBATCH --qos=acc_ehpc", "#SBATCH --gres=gpu:4", "#SBATCH --cpus-per-task=20",
+            "export NCCL_SOCKET_IFNAME=ib0,ib1,ib2,ib3", "export NCCL_IB_HCA=mlx5_0,mlx5_1,mlx5_4,mlx5_5",
+        ),
+        ("--mem", "--partition=acc_ehpc"),
+    ),
+    Case(
+        "alps-daint",
+        ("#SBATCH --partition=normal", "#SBATCH --gpus-per-task=1", "#SBATCH --ntasks-per-node=4", "ulimit -c 0"),
+        ("--gres", "--mem", "--uenv", "NCCL_NET_PLUGIN"),
+    ),
+    Case(
+        "alps-daint",
+        (
+            "#SBATCH --uenv=pytorch/v2.8.0:/user-environment", "#SBATCH --view=default", "export NCCL_NET='AWS Libfabric'",
+            "export NCCL_PROTO='^LL128'", "export MPICH_GPU_SUPPORT_ENABLED=0",
+        ),
+        ("NCCL_NET_PLUGIN",),
+        {"environment": "uenv"},
+    ),
+    Case("alps-clariden", ("#SBATCH --partition=normal", "#SBATCH --gpus-per-task=1", "ulimit -c 0"), ("--gres",)),
+    Case("alps-clariden", ("#SBATCH --time=0-00:22:30",), spec={"partition": "debug", "nodes": 4}),
+    Case(
+        "frontier",
+        (
+            "#SBATCH --partition=batch", "#SBATCH --account=project", "--gpus-per-task=1", "--gpu-bind=closest",
+            "--cpus-per-task=7", "export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3", "export NCCL_CROSS_NIC=1",
+            "export FI_MR_CACHE_MONITOR=kdreg2",
+        ),
+        ("#SBATCH --gpus", "#SBATCH --gres", "torch.distributed.run"),
+    ),
+    Case(
+        "vista",
+        ("#SBATCH --partition=gh", "#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1"),
+        ("--gres", "--gpus", "--mem", "--export", "--nodelist", "--account"),
+    ),
+    Case("vista", ("#SBATCH --partition=gh-dev",), ("--gres", "--mem"), {"partition": "gh-dev"}),
+    Case(
+        "delta",
+        (
+            "#SBATCH --partition=gpuA100x4", "#SBATCH --gpus-per-node=4", "#SBATCH --mem=0", "#SBATCH --exclusive",
+            "#SBATCH --account=project", "--gpu-bind=none", "export NCCL_SOCKET_IFNAME=hsn",
+        ),
+    ),
+    Case("delta", ("#SBATCH --gpus-per-node=8", "#SBATCH --cpus-per-task=12"), spec={"partition": "gpuH200x8", "nodes": 1}),
+    Case(
+        "generic-pyxis",
+        (
+            "#SBATCH --gpus-per-node=8", "#SBATCH --ntasks-per-node=8", "#SBATCH --exclusive", "#SBATCH --mem=0",
+            "'--container-image=nvcr.io#nvidia/pytorch:25.02-py3'", "--no-container-mount-home",
+        ),
+        ("#SBATCH --container",),
+    ),
+    Case(
+        "abci-3",
+        (
+            "#PBS -P project", "#PBS -q rt_HF", "#PBS -l select=2:mpiprocs=8", "#PBS -l walltime=00:30:00", "#PBS -v USE_SSH=1",
+            "source /etc/profile.d/modules.sh", "module load hpcx", '-hostfile "$PBS_NODEFILE"',
+        ),
+        ("#SBATCH", "srun", "scontrol"),
+    ),
+]  # fmt: skip
+
+
+def job(cluster: str, **given: Any) -> str:
+    """The script of a job with all devices of two nodes, in an account called project where the site wants one."""
+    profile, _ = load_cluster_file(FILES[cluster])
+    if profile.account_required:
+        profile = profile.model_copy(update={"account": "project"})
+    return render_script(ENGINE, profile, shape_of(spec_for(profile, **given), profile), "sweep", FOLDER, 0)
+
+
+def spec_for(profile: ClusterProfile, **given: Any) -> RunSpec:
+    devices = profile.node_of(given.get("partition")).devices or 1
+    values: dict[str, Any] = {"nodes": 2, "tasks_per_node": devices, **given}
+    return RunSpec(model="resnet18", dataset="digits", strategy="ddp", batch_size=8, **values)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.cluster}-{'-'.join(map(str, case.spec.values()))}")
+def test_what_the_site_wants(case: Case) -> None:
+    script = job(case.cluster, **case.spec)
+    assert [text for text in case.contains if text not in script] == []
+    assert [text for text in case.lacks if text in script] == []
+
+
+def test_every_site_is_in_the_table() -> None:
+    historic = {path.stem for path in (shared_folder("clusters") / "historic").glob("*.toml")}
+    assert historic == {"lisa", "abci-v100", "selene"}
+    assert {load_cluster_file(FILES[name])[0].scheduler.kind for name in historic} == {"none"}
+    assert {case.cluster for case in CASES} == set(SITES) - historic
+
+
+@pytest.mark.parametrize("name", SITES)
+def test_a_shipped_profile_says_where_it_is_from_and_names_nobody(name: str) -> None:
+    data = tomli.loads(FILES[name].read_text(encoding="utf-8"))
+    profile, _ = load_cluster_file(FILES[name])
+    assert profile.source
+    assert re.fullmatch(r"20\d\d-\d\d-\d\d", profile.date)
+    assert profile.verified in ("none", "docs")
+    assert "account" not in data
+    device = profile.node.device_type
+    types = {device} | {profile.node_of(key).device_type for key in profile.partitions}
+    assert types <= {None, *profile.devices}
+
+
+def test_what_only_the_ranks_are_told() -> None:
+    """JUWELS' InfiniBand names end in i; Frontier's rank 0 is reached by its host name."""
+    assert load_cluster_file(FILES["juwels-booster"])[0].network.host_suffix == "i"
+    assert load_cluster_file(FILES["jupiter"])[0].network.host_suffix == ""
+    assert load_cluster_file(FILES["frontier"])[0].network.meet_by == "host-name"
+
+
+@pytest.mark.parametrize(
+    ("cluster", "nodes", "minutes"),
+    [("frontier", 91, 120.0), ("frontier", 92, 360.0), ("frontier", 183, 360.0), ("frontier", 184, 720.0),
+     ("lumi-g", 1, 2880.0), ("alps-clariden", 1, 720.0), ("alps-daint", 1, 1440.0), ("abci-3", 128, 10080.0),
+     ("marenostrum5", 1, 4320.0), ("vista", 1, 2880.0), ("snellius", 1, 7200.0)],
+)  # fmt: skip
+def test_how_long_jobs_may_take(cluster: str, nodes: int, minutes: float) -> None:
+    assert load_cluster_file(FILES[cluster])[0].partition(None).longest_min(nodes) == minutes
+
+
+@pytest.mark.parametrize(
+    ("cluster", "partition", "submitted", "running"),
+    [("vista", "gh", 40, 20), ("vista", "gh-dev", 3, 1), ("lumi-g", "standard-g", 210, 200), ("lumi-g", "dev-g", 2, 1),
+     ("marenostrum5", "acc", 366, None), ("alps-clariden", "debug", 2, 1)],
+)  # fmt: skip
+def test_how_many_jobs_a_person_may_have(cluster: str, partition: str, submitted: int, running: int | None) -> None:
+    found = load_cluster_file(FILES[cluster])[0].partitions[partition]
+    assert (found.max_submitted_jobs, found.max_running_jobs) == (submitted, running)
+
+
+def test_snellius_refuses_part_of_a_node_on_several() -> None:
+    from hpcbench.parallel.resolve import Dropped, resolve
+
+    profile, _ = load_cluster_file(FILES["snellius"])
+    point = {
+        "model": "resnet18",
+        "dataset": "digits",
+        "strategy": "ddp",
+        "batch_size": 8,
+        "nodes": 2,
+        "tasks_per_node": 1,
+    }
+    dropped = resolve(point, limits_of(profile, "gpu_a100"))
+    assert isinstance(dropped, Dropped)
+    assert dropped.reason == "1 of 4 devices on each of 2 nodes, but gpu_a100 wants all of them"

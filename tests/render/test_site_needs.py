@@ -1,0 +1,225 @@
+"""What sites want said in their own way: devices on the step, binding, containers, limits, PBS."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcbench.config.cluster import ClusterProfile
+from hpcbench.config.spec import RunSpec
+from hpcbench.paths import shared_folder
+from hpcbench.render.engine import TemplateEngine
+from hpcbench.render.script import render_script
+from hpcbench.render.shape import Shape, cpus_per_task, shape_of
+from hpcbench.submit.plan import limits_of
+
+FOLDER = Path("/shared/submissions/sweep-0001")
+ENGINE = TemplateEngine([shared_folder("templates")])
+WHOLE = Shape("p", None, nodes=2, tasks_per_node=4, devices_per_task=1, time_limit_s=600.0)
+PART = Shape("p", None, nodes=1, tasks_per_node=2, devices_per_task=1, time_limit_s=600.0)
+
+
+def profile(**values: Any) -> ClusterProfile:
+    node = {"cores": 64, "devices": 4, "device_type": "a100", **values.pop("node", {})}
+    partition = {"whole_nodes": True, **values.pop("partition", {})}
+    return ClusterProfile.model_validate({"name": "c", "node": node, "partitions": {"p": partition}, **values})
+
+
+def contained(kind: str, **values: Any) -> dict[str, Any]:
+    environment = {"container": {"kind": kind, "image": "im:age", **values}}
+    return {"environments": {"e": environment}, "default_environment": "e"}
+
+
+def script(shape: Shape, made: ClusterProfile, runs: int = 1) -> str:
+    text = render_script(ENGINE, made, shape, "sweep", FOLDER, 0, runs=runs)
+    checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
+    assert checked.returncode == 0, checked.stderr
+    # A word may hold commas: masks of cores, lists of mounts.
+    shellcheck = [
+        str(Path(sys.executable).with_name("shellcheck")),
+        "--shell=bash",
+        "--severity=warning",
+        "--exclude=SC2054",
+        "-",
+    ]
+    done = subprocess.run(shellcheck, input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    return text
+
+
+def launch(text: str) -> list[str]:
+    """The words of the command that starts the ranks."""
+    body = text.split("ranks_command=(", 1)[1].split("-m hpcbench.worker)", 1)[0]
+    return [word.rstrip(")") for word in shlex.split(body)]
+
+
+MASKS = "mask_cpu:fe,fe00"
+
+
+@pytest.mark.parametrize(
+    ("shape", "values", "words", "absent"),
+    [
+        (WHOLE, {"request": {"gpus": "gpus-per-task", "gpus_on": "step"}}, ["--gpus-per-task=1"], []),
+        (WHOLE, {"request": {"gpus": "gpus", "gpus_on": "both"}}, ["--gpus=8"], []),
+        (PART, {"request": {"gpus": "gres", "gpus_on": "step"}}, ["--gres=gpu:2"], []),
+        (WHOLE, {"request": {"gpus": "gpus-per-node"}}, [], ["--gpus-per-node=4"]),
+        (
+            WHOLE,
+            {"launcher": "torchrun", "request": {"gpus": "gpus-per-task", "gpus_on": "step"}},
+            ["--gpus-per-task=4"],
+            ["--gpus-per-task=1"],
+        ),
+        (WHOLE, {"binding": {"cpu_bind": "cores", "gpu_bind": "none"}}, ["--cpu-bind=cores", "--gpu-bind=none"], []),
+        (WHOLE, {"binding": {"cpu_bind": "cores", "whole_node_cpu_bind": MASKS}}, [f"--cpu-bind={MASKS}"], []),
+        (PART, {"binding": {"whole_node_cpu_bind": MASKS}}, [], [f"--cpu-bind={MASKS}"]),
+        (
+            WHOLE,
+            {"binding": {"whole_node_cpu_bind": MASKS}, "partition": {"whole_nodes": False}},
+            [],
+            [f"--cpu-bind={MASKS}"],
+        ),
+        (WHOLE, {"launcher": "torchrun", "binding": {"cpu_bind": "cores"}}, [], ["--cpu-bind=cores"]),
+        (
+            WHOLE,
+            {"binding": {"one_device_per_rank": True, "device_variable": "ROCR_VISIBLE_DEVICES"}},
+            ["bash", 'export ROCR_VISIBLE_DEVICES=$SLURM_LOCALID; exec "$@"'],
+            [],
+        ),
+        (
+            WHOLE,
+            {"binding": {"one_device_per_rank": True, "device_order": [3, 2, 1, 0]}},
+            ['order=(3 2 1 0); export CUDA_VISIBLE_DEVICES=${order[SLURM_LOCALID]}; exec "$@"'],
+            [],
+        ),
+        (WHOLE, {"launcher_args": ["--mpi=pmix"], "binding": {"cpu_bind": "cores"}}, ["--cpu-bind=cores", "--mpi=pmix"], []),
+        (
+            WHOLE,
+            {**contained("pyxis", mounts=["/a:/b", "/c:/d:ro"], options=["--no-container-mount-home"]), "env": {"A": "1"}},
+            ["--container-image=im:age", "--container-mounts=/a:/b,/c:/d:ro", "--container-env=A", "--no-container-mount-home"],
+            [],
+        ),
+        (WHOLE, {"launcher": "ibrun", "launcher_args": ["-o", "0"]}, ["ibrun", "-o", "0"], ["srun", "--cpu-bind"]),
+        (WHOLE, contained("cscs-engine"), ["--environment=im:age"], []),
+    ],
+)  # fmt: skip
+def test_the_words_of_a_step(shape: Shape, values: dict[str, Any], words: list[str], absent: list[str]) -> None:
+    found = launch(script(shape, profile(**values)))
+    assert [word for word in words if word not in found] == []
+    assert [word for word in absent if word in found] == []
+
+
+def test_a_rank_is_shown_its_own_device(tmp_path: Path) -> None:
+    made = profile(binding={"one_device_per_rank": True, "device_order": [3, 2, 1, 0]})
+    words = launch(script(WHOLE, made))
+    wrapper = words[words.index("bash") :][:4]
+    env = {"SLURM_LOCALID": "1", "PATH": "/usr/bin:/bin"}
+    show = [*wrapper, "bash", "-c", "echo $CUDA_VISIBLE_DEVICES $1", "x", "a b"]
+    assert subprocess.run(show, env=env, capture_output=True, text=True, check=True).stdout == "2 a b\n"
+
+
+def directives(text: str) -> list[str]:
+    return [line.split(" ", 1)[1] for line in text.splitlines() if line.startswith(("#SBATCH ", "#PBS "))]
+
+
+@pytest.mark.parametrize(
+    ("values", "lines", "absent"),
+    [
+        ({"request": {"gpus": "gpus-per-task", "gpus_on": "step"}}, [], ["--gpus-per-task"]),
+        ({"request": {"gpus": "gpus", "gpus_on": "both"}}, ["--gpus=8"], []),
+        ({"request": {"gpus": "gres-typed"}, "node": {"gres_type": "A100_sxm4"}}, ["--gres=gpu:A100_sxm4:4"], []),
+        ({"request": {"cpus_per_device": 7}}, ["--cpus-per-task=7"], []),
+        ({"request": {"exclude_nodes": ["n[1-3]", "n7"]}}, ["--exclude='n[1-3],n7'"], []),
+        ({"request": {"drop": ["partition"]}}, [], ["--partition"]),
+        ({"partition": {"request": {"memory": "all"}}, "request": {"gpus": "gres"}}, ["--mem=0", "--gres=gpu:4"], []),
+        (contained("shifter", modules=["gpu", "nccl-plugin"]), ["--image=im:age", "--module=gpu,nccl-plugin"], []),
+        (contained("uenv", modules=["default"]), ["--uenv=im:age", "--view=default"], []),
+        ({"directives": {"uenv": True, "network": ["a", "b"]}}, ["--uenv", "--network=a", "--network=b"], []),
+    ],
+)  # fmt: skip
+def test_the_lines_of_a_job(values: dict[str, Any], lines: list[str], absent: list[str]) -> None:
+    found = directives(script(WHOLE, profile(**values)))
+    assert [line for line in lines if line not in found] == []
+    assert [name for name in absent if any(line.startswith(name) for line in found)] == []
+
+
+@pytest.mark.parametrize(
+    ("container", "prefix"),
+    [
+        ({"kind": "apptainer", "options": ["--nv"], "mounts": ["/a:/b"]}, "apptainer exec --nv --bind /a:/b im:age python3"),
+        ({"kind": "singularity", "options": ["--rocm"]}, "singularity exec --rocm im:age python3"),
+        ({"kind": "shifter"}, "shifter python3"),
+        ({"kind": "podman-hpc", "options": ["--gpu"]}, "podman-hpc run --rm --env-host --gpu im:age python3"),
+        ({"kind": "pyxis"}, "python3"),
+        ({"kind": "uenv"}, "python3"),
+    ],
+)  # fmt: skip
+def test_the_words_before_the_interpreter(container: dict[str, Any], prefix: str) -> None:
+    text = script(WHOLE, profile(**contained(**container)))
+    assert f"\npython=({prefix})\n" in text
+
+
+def test_short_steps_run_where_the_container_is() -> None:
+    text = script(WHOLE, profile(**contained("pyxis")))
+    start = "worker=(srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --container-image=im:age "
+    assert f'\n{start}"${{python[@]}}" -m hpcbench.worker)\n' in text
+    alone = Shape("p", None, 1, 1, 1, 600.0)
+    assert "--container-image=im:age" in launch(script(alone, profile(launcher="torchrun", **contained("pyxis"))))
+
+
+def test_the_order_of_devices_is_said_where_a_job_has_all() -> None:
+    made = profile(binding={"device_order": [3, 2, 1, 0]})
+    assert "\nexport CUDA_VISIBLE_DEVICES=3,2,1,0\n" in script(WHOLE, made)
+    assert "CUDA_VISIBLE_DEVICES" not in script(PART, made)
+
+
+def test_the_environment_of_a_job_is_prepared_in_order() -> None:
+    made = profile(
+        setup=["source /etc/profile.d/modules.sh"], env={"A": "1"}, env_unset=["B"],
+        network={"nccl_interfaces": ["hsn0", "hsn1"], "nccl_hcas": ["mlx5_0"], "gloo_interface": "hsn0"},
+        environments={"e": {"modules": ["m"], "modules_start": "reset", "env": {"A": "2"}, "env_unset": ["C"]}},
+        default_environment="e",
+    )  # fmt: skip
+    lines = [
+        "source /etc/profile.d/modules.sh", "module reset", "module load m", "unset B", "unset C",
+        "export NCCL_SOCKET_IFNAME=hsn0,hsn1", "export NCCL_IB_HCA=mlx5_0", "export GLOO_SOCKET_IFNAME=hsn0", "export A=2",
+    ]  # fmt: skip
+    assert "\n".join(lines) in script(WHOLE, made)
+
+
+def spec(**values: Any) -> RunSpec:
+    return RunSpec(model="resnet18", dataset="digits", strategy="ddp", batch_size=8, **values)
+
+
+def test_a_limit_that_nobody_named_is_what_the_partition_allows() -> None:
+    steps = [{"nodes": 2, "max_time_min": "10 min"}]
+    made = profile(partition={"max_time_by_nodes": steps, "max_time_min": "20 min"}, default_partition="p")
+    assert shape_of(spec(nodes=2), made).time_limit_s == 600.0
+    assert shape_of(spec(nodes=3), made).time_limit_s == 1200.0
+    assert limits_of(made, "p").time_steps == ((2, 10.0),)
+
+
+def test_cpus_come_with_the_devices() -> None:
+    assert cpus_per_task(Shape("p", None, 1, 2, 2, 60.0), profile(request={"cpus_per_device": 20})) == 40
+
+
+def test_a_script_for_pbs() -> None:
+    made = profile(
+        scheduler={"kind": "pbs"}, launcher="mpirun", account="group1", partition={"name": "rt_HF"},
+        env={"NCCL_DEBUG": "WARN"}, directives={"v": "USE_SSH=1"},
+    )  # fmt: skip
+    text = script(WHOLE, made, runs=8)
+    assert directives(text) == [
+        "-N hpcbench-sweep-0001-0", "-P group1", "-q rt_HF", "-l select=2:mpiprocs=4", "-l walltime=00:10:00",
+        "-J 0-7", "-S /bin/bash", "-j oe", "-o /shared/submissions/sweep-0001/", "-v USE_SSH=1",
+    ]  # fmt: skip
+    assert "#SBATCH" not in text
+    assert "SLURM" not in text
+    assert "${PBS_ARRAY_INDEX:-0}" in text
+    assert '-hostfile "$PBS_NODEFILE"' in text
+    assert "variables=(-x PATH -x PYTHONSAFEPATH -x NCCL_DEBUG)" in text
+    assert not [line for line in directives(script(WHOLE, made)) if line.startswith("-J")]

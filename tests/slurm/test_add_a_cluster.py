@@ -1,0 +1,22 @@
+"""The page "add a cluster", followed to the letter on the box by somebody who has nothing but the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.docs.add_a_cluster import follow
+from tests.slurm.box import Box
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.mark.soak
+def test_the_page_followed_to_the_letter(box: Box, tmp_path: Path) -> None:
+    done = follow(tmp_path, lambda step: True, SLURM_CONF=str(box.slurm_conf))
+    assert done.returncode == 0, done.stderr
+    assert "clusters/my-cluster.toml: a cluster profile, in order, and the scheduler agrees" in done.stderr
+    paths = list((tmp_path / "my-project" / "results" / "my-cluster" / "runs").glob("*/*/result.json"))
+    assert [json.loads(path.read_bytes())["status"] for path in paths] == ["ok"] * 6

@@ -1,0 +1,38 @@
+"""The largest images of the largest models, cut and tried without a number of them: shapes alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.strategies.pipeline import boundary_bytes
+from hpcbench.parallel.layers import read_table
+from hpcbench.worker.models.build import build_shapes
+from hpcbench.worker.pipeline.boundary import Boundaries
+from hpcbench.worker.pipeline.cutting import blocks_of_chunks
+from tests.distributed.cases import CPU
+
+OPTIONS = {"cuts": "", "balance": "time"}
+
+
+@pytest.mark.parametrize("dataset", ["imagenet", "highres"])
+@pytest.mark.parametrize("model", ["resnet152", "mobilenetv2"])
+def test_stages_of_large_images(model: str, dataset: str) -> None:
+    """Every boundary of eight chunks is what the table of layers says, which was found by running single layers."""
+    spec = RunSpec(
+        model=model, dataset=dataset, strategy="interleaved_1f1b", pp_degree=4, tasks_per_node=4, batch_size=8
+    )
+    table = read_table(model, dataset, None, {})
+    assert table is not None
+    whole = build_shapes(spec)
+    blocks = blocks_of_chunks(whole, spec, OPTIONS, 8)
+    assert [len(part) > 0 for part in blocks] == [True] * 8
+    boundaries = Boundaries(whole, blocks, spec, CPU)
+    for chunk in range(7):
+        (shape,) = boundaries.after(chunk, 3).shapes
+        assert shape.dtype == torch.float32
+        assert shape.sizes[0] == 3
+        assert 4 * torch.Size(shape.sizes).numel() == 3 * boundary_bytes(table, blocks[chunk])
+    (logits,) = boundaries.after(7, 3).shapes
+    assert logits.sizes == (3, 1000)

@@ -1,0 +1,175 @@
+"""The simulation of delayed gradients: against arithmetic by hand, and against the plain training where nothing waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.bounds import Check
+from hpcbench.parallel.versions import Delay
+from hpcbench.worker.compare import Trained, compare
+from hpcbench.worker.data.feed import Feed, make_feed
+from hpcbench.worker.minibatches import Minibatches
+from hpcbench.worker.reference import train_reference
+from hpcbench.worker.reference_pipedream import train_delayed
+from tests.distributed.cases import short_epoch
+from tests.worker.helpers import make_spec
+
+CPU = torch.device("cpu")
+
+
+class Numbers(Feed):
+    """Inputs and targets of one number each."""
+
+    def prepare(self, replica: int) -> None:
+        pass
+
+    def batch(self, step: int, replica: int) -> tuple[Tensor, Tensor]:
+        chosen = self.chosen(step, replica).double()[:, None]
+        return torch.cos(chosen), torch.sin(3 * chosen)
+
+
+def numbers_spec(**more: Any) -> RunSpec:
+    given = {"strategy": "pipedream", "pp_degree": 3, "tasks_per_node": 3, "precision": "fp64", "batch_size": 4,
+             "learning_rate": 0.05, "momentum": 0.8, "weight_decay": 0.1}  # fmt: skip
+    return make_spec(**{**given, **more})
+
+
+def chain_of_products(weights: list[float]) -> nn.Sequential:
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False, dtype=torch.float64) for _ in weights))
+    with torch.no_grad():
+        for layer, weight in zip(model, weights, strict=True):
+            layer.weight.fill_(weight)  # type: ignore[operator]
+    return model
+
+
+START = [0.7, -1.1, 0.9]
+
+
+def by_hand(spec: RunSpec, batches: list[tuple[list[float], list[float]]], versions: list[list[int]]) -> list[float]:
+    """Three weights after as many updates as ``batches``; ``versions[t][s]`` is the one of weight s in batch t."""
+    history = [list(START)]
+    speed = [0.0] * 3
+    for (inputs, targets), used in zip(batches, versions, strict=True):
+        a, b, c = (history[version][stage] for stage, version in enumerate(used))
+        errors = [2 * (a * b * c * x - y) * x / len(inputs) for x, y in zip(inputs, targets, strict=True)]
+        gradients = [b * c * sum(errors), a * c * sum(errors), a * b * sum(errors)]
+        decayed = [g + spec.weight_decay * w for g, w in zip(gradients, history[-1], strict=True)]
+        speed = [d if len(history) == 1 else spec.momentum * v + d for v, d in zip(speed, decayed, strict=True)]
+        history.append([w - spec.learning_rate * v for w, v in zip(history[-1], speed, strict=True)])
+    return history[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "micro_batches", "versions"),
+    [
+        ({}, 1, [[0, 0, 0], [0, 0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]),
+        ({}, 2, [[0, 0, 0], [0, 0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5]]),
+        ({"vertical_sync": True}, 1, [[0] * 3, [0] * 3, [0] * 3, [1] * 3, [2] * 3, [3] * 3]),
+        ({"weight_versions": "2bw"}, 4, [[0] * 3, [0] * 3, [1] * 3]),
+    ],
+)
+def test_versions_by_hand(options: dict[str, Any], micro_batches: int, versions: list[list[int]]) -> None:
+    """Three stages; a step is one minibatch, two minibatches, or (2bw) one batch of four micro-batches."""
+    spec = numbers_spec(options=options, micro_batches=micro_batches)
+    feed = Numbers(spec, CPU)
+    per_step = 2 if micro_batches == 2 else 1
+    steps = range(len(versions) // per_step)
+    trained = train_delayed(chain_of_products(START), spec, feed, steps, (1, 2))
+    batches = []
+    for step in steps:
+        inputs, targets = feed.batch(step, 0)
+        for part in torch.arange(4).chunk(per_step):
+            batches.append((inputs[part, 0].tolist(), targets[part, 0].tolist()))
+    expected = by_hand(spec, batches, versions)
+    assert [trained.state[f"{place}.weight"].item() for place in range(3)] == pytest.approx(expected, abs=1e-13)
+
+
+def small_network() -> nn.Sequential:
+    """Three blocks for digits, BatchNorm in each."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(4, 4, 3, stride=2), nn.BatchNorm2d(4), nn.ReLU()),
+        nn.Sequential(nn.Flatten(), nn.BatchNorm1d(16), nn.Linear(16, 10)),
+    ).double()
+
+
+def small_spec(**more: Any) -> RunSpec:
+    return make_spec(**{"strategy": "pipedream", "precision": "fp64", "weight_decay": 0.01, **more})
+
+
+def close(ours: Trained, reference: Trained, tolerance: float = 1e-12) -> None:
+    found = compare(ours, reference, Check("as run", len(reference.losses), tolerance))
+    assert found.passed, found
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_one_stage_is_the_plain_training(replicas: int) -> None:
+    """Nothing is delayed; momentum, weight decay, and a last batch that is smaller."""
+    spec = small_spec(dp_degree=replicas, batch_size=4)
+    with short_epoch("digits", 3 * spec.global_batch_size - 1):
+        feed = make_feed(spec, CPU)
+        plain = train_reference(small_network(), spec, feed, range(5))
+        close(train_delayed(small_network(), spec, feed, range(5), ()), plain)
+
+
+def test_minibatches_of_a_step_are_steps_of_their_own_on_one_stage() -> None:
+    """Six micro-batches in three steps are six plain steps: the same weights, running statistics and last gradient."""
+    spec, plain = small_spec(micro_batches=2), small_spec(strategy="single", batch_size=4)
+    ours = train_delayed(small_network(), spec, make_feed(spec, CPU), range(3), ())
+    expected = train_reference(small_network(), plain, make_feed(plain, CPU), range(6))
+    expected.losses = [(a + b) / 2 for a, b in zip(expected.losses[::2], expected.losses[1::2], strict=True)]
+    ours.first_gradients = expected.first_gradients = {}
+    close(ours, expected)
+
+
+def test_without_learning_it_makes_no_difference_how_old_weights_are() -> None:
+    """But on three stages the first two have forwarded minibatches that the plain training has not seen yet."""
+    spec = small_spec(learning_rate=0.0, pp_degree=3, tasks_per_node=3)
+    feed = make_feed(spec, CPU)
+    plain = train_reference(small_network(), spec, feed, range(3))
+    ours = train_delayed(small_network(), spec, feed, range(3), (1, 2))
+    further = train_reference(small_network(), spec, feed, range(5)).state
+    for name in list(plain.state):
+        if "running" in name or "tracked" in name:
+            plain.state[name] = plain.state[name] if name.startswith("2.") else ours.state[name]
+    close(ours, plain)
+    assert torch.equal(ours.state["0.1.running_mean"], further["0.1.running_mean"])
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [({}, [6, 5, 4]), ({"vertical_sync": True}, [6, 5, 4]), ({"weight_versions": "2bw"}, [6, 5, 4])],
+)
+def test_running_statistics_have_seen_what_the_stage_has_forwarded(options: dict[str, Any], seen: list[int]) -> None:
+    """After four minibatches stage s of three has forwarded 2 - s more."""
+    spec = small_spec(pp_degree=3, tasks_per_node=3, micro_batches=2, options=options)
+    trained = train_delayed(small_network(), spec, make_feed(spec, CPU), range(2), (1, 2))
+    assert [trained.state[f"{block}.1.num_batches_tracked"].item() for block in range(3)] == seen
+
+
+def test_versions_that_are_held() -> None:
+    assert [Delay(4, vertical_sync=True).held(stage) for stage in range(4)] == [4, 4, 4, 4]
+    assert [Delay(4, double_buffered=True).held(stage) for stage in range(4)] == [2, 2, 2, 2]
+
+
+def test_minibatches_follow_the_announced_steps() -> None:
+    """Steps 0, 1 and the partial 3, then 4 and on; the partial one has 2 samples, so one micro-batch."""
+    spec = make_spec(strategy="pipedream", batch_size=4, micro_batches=2)
+    with short_epoch("digits", 14):
+        feed = make_feed(spec, CPU)
+        found = Minibatches(feed, (0, 1, 3))
+        assert [found.at(number)[:2] for number in range(8)] == [
+            (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1), (4, 0)
+        ]  # fmt: skip
+        assert [found.step(place) for place in range(5)] == [0, 1, 3, 4, 5]
+        assert [found.at(number).samples for number in range(6)] == [2, 2, 2, 2, 2, 2]
+        assert [found.samples(place) for place in range(4)] == [4, 4, 2, 4]
+        inputs, _ = found.batch(3, 0)
+        assert torch.equal(inputs, feed.batch(1, 0)[0][2:])
+        assert torch.equal(found.batch(4, 0)[0], feed.batch(3, 0)[0])

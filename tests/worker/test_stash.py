@@ -1,0 +1,94 @@
+"""Versions of weights in one process: which a minibatch sees, what its gradient is, how many there are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcbench.parallel.versions import Delay
+from hpcbench.worker.pipeline.stash import WeightStash
+
+
+def make(stages: int, stage: int, **more: bool) -> tuple[nn.Linear, WeightStash, torch.optim.Optimizer]:
+    module = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(module.weight)
+    return module, WeightStash(module, Delay(stages, **more), stage), torch.optim.SGD(module.parameters(), lr=1.0)
+
+
+def forward(module: nn.Linear, stash: WeightStash, number: int, update: int | None = None) -> Tensor:
+    with stash.installed(number, number if update is None else update):
+        found: Tensor = module(torch.ones(1, 1)) ** 2
+    return found
+
+
+def update(module: nn.Linear, stash: WeightStash, optimizer: torch.optim.Optimizer) -> None:
+    stash.before_update()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def test_a_minibatch_goes_back_through_the_weights_that_it_came_through() -> None:
+    """y = w^2, dy/dw = 2 w of the version that the forward pass used; learning rate 1."""
+    module, stash, optimizer = make(stages=3, stage=0)
+    outputs = [forward(module, stash, number) for number in range(3)]
+    assert [one.item() for one in outputs] == [1, 1, 1]
+    weights, peak = [], 0
+    for number in range(4):
+        torch.autograd.backward(outputs[number].sum())
+        stash.collect(number)
+        update(module, stash, optimizer)
+        peak = max(peak, stash.versions)
+        weights.append(module.weight.item())
+        outputs.append(forward(module, stash, number + 3))
+    # 1 - 2*1, - 2*1, - 2*1, then minibatch 3 used version 1, which is -1.
+    assert weights == [-1, -3, -5, -3]
+    assert [one.item() for one in outputs] == [1, 1, 1, 1, 9, 25, 9]
+    assert peak == 3
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("vertical", [False, True])
+def test_as_many_versions_as_the_formula_says_and_no_more_memory(stage: int, vertical: bool) -> None:
+    module, stash, optimizer = make(4, stage, vertical_sync=vertical)
+    ahead = 3 - stage
+    outputs = {number: forward(module, stash, number) for number in range(ahead)}
+    peak = 0
+    for number in range(8):
+        outputs[number + ahead] = forward(module, stash, number + ahead)
+        torch.autograd.backward(outputs.pop(number).sum())
+        stash.collect(number)
+        update(module, stash, optimizer)
+        memory = {one.data_ptr() for held in stash._older.values() for one in held} | {module.weight.data_ptr()}
+        assert len(memory) == stash.versions
+        peak = max(peak, stash.versions)
+    assert peak == Delay(4, vertical).held(stage)
+
+
+def test_double_buffers_sum_a_steps_gradients() -> None:
+    module, stash, optimizer = make(2, 0, double_buffered=True)
+    weights = []
+    for step in range(4):
+        for number in (2 * step, 2 * step + 1):
+            torch.autograd.backward(forward(module, stash, number, step).sum())
+            stash.collect(number)
+        update(module, stash, optimizer)
+        weights.append(module.weight.item())
+        assert stash.versions == 2
+    # Two gradients of 2 w each, w being one update older than what they change: 1 - 4, - 4, then + 12, + 28.
+    assert weights == [-3, -7, 5, 33]
+
+
+def test_tied_weights_of_a_stage_stay_tied() -> None:
+    first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    second.weight = first.weight
+    module = nn.Sequential(first, second)
+    nn.init.constant_(first.weight, 3.0)
+    stash = WeightStash(module, Delay(2), 0)
+    with stash.installed(0, 0):
+        y = module(torch.ones(1, 1))
+    torch.autograd.backward(y.sum())
+    stash.collect(0)
+    assert first.weight is second.weight
+    assert first.weight.grad is not None
+    assert first.weight.grad.item() == 6.0
