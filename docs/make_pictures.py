@@ -10,7 +10,7 @@ from rich.console import Console
 from hpcbench.paths import results_folder
 from hpcbench.report.rows import make_rows
 from hpcbench.report.select import select_sweeps
-from hpcbench.report.tables import results_table
+from hpcbench.report.tables import ResultsTable
 from hpcbench.results.collect import collect
 from hpcbench.results.store import ResultsTree
 
@@ -23,7 +23,7 @@ def main() -> None:
     ((cluster, record),) = select_sweeps(tree, ["quickstart"], "local")
     rows = make_rows(collect(tree.cluster(cluster), record.run_ids))
     console = Console(width=80, record=True, file=io.StringIO(), force_terminal=True, highlight=False, markup=False)
-    console.print(results_table(rows, "quickstart on local"))
+    console.print(ResultsTable(rows, "quickstart on local"))
     PICTURES.mkdir(exist_ok=True)
     console.save_svg(str(PICTURES / "quickstart.svg"), title="make quickstart", unique_id="quickstart")
 

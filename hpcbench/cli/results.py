@@ -155,10 +155,10 @@ def show_table(
     if not rows:
         say(f"no results yet in {', '.join(sources) or results.root}")
         return
-    from hpcbench.report.tables import results_table
+    from hpcbench.report.tables import ResultsTable
 
     where = sorted({row.cluster for row in rows})
-    _page(results_table(rows, f"{_title(results, sources)} on {', '.join(where)}"), len(rows))
+    _page(ResultsTable(rows, f"{_title(results, sources)} on {', '.join(where)}"), len(rows))
 
 
 def _title(results: ResultsTree, sources: Sequence[str]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +16,7 @@ from hpcbench.config.spec import RunSpec, label, strategy_label
 from hpcbench.fileio import brief, printable
 from hpcbench.report.marks import Marks
 from hpcbench.report.rows import Row
+from hpcbench.report.show import view_renderable
 from hpcbench.report.styles import STATUS_STYLE
 from hpcbench.report.view import Column as Heading
 from hpcbench.report.view import View
@@ -36,23 +39,55 @@ _NAMED_APART = {"nodes", "tasks_per_node", "devices_per_task", "repeat", "seed",
 _DEGREES = {"dp_degree", "tp_degree", "sp_degree", "pp_degree", "spec_version"}
 
 
-def results_table(rows: list[Row], title: str) -> RenderableType:
-    """The rows as a table, what they share above it, what needs explaining below it."""
-    varying, shared = split_parameters([row.spec for row in rows if row.spec is not None])
-    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    columns = [*identity_columns(rows, varying), *_metric_columns(rows)]
-    for column in columns:
-        justify: Literal["left", "right"] = "right" if column.is_number else "left"
-        table.add_column(column.heading, justify=justify, no_wrap=not column.folds, overflow="fold")
-    table.add_column("status", no_wrap=True)
-    marks = Marks(rows)
-    for row in rows:
-        cells = [Text(brief(column.cell(row))) for column in columns]
-        table.add_row(*cells, Text(row.status + marks.of(row), style=STATUS_STYLE.get(row.status, "")))
-    headline = [Text(printable(title), style="bold")]
-    if shared:
-        headline.append(Text(f"all runs: {shared}", style="dim"))
-    return Group(*headline, Text(""), table, Text(""), *_notes(rows), *marks.explained())
+_FOLDED_WIDTH = 12
+"""A column that may be folded keeps so many characters."""
+
+
+@dataclass(frozen=True)
+class ResultsTable:
+    """The rows as a table, what they share above it, what needs explaining below it.
+
+    Where it is wider than the terminal it goes on in further blocks that repeat what tells the rows from each other.
+    """
+
+    rows: list[Row]
+    title: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """See the class."""
+        varying, shared = split_parameters([row.spec for row in self.rows if row.spec is not None])
+        columns = [*identity_columns(self.rows, varying), *_metric_columns(self.rows)]
+        marks = Marks(self.rows)
+        columns.append(Column("status", lambda row: row.status + marks.of(row), is_number=False))
+        if _width(columns, self.rows) > options.max_width:
+            yield view_renderable(text_view(self.rows, self.title), options.max_width)
+            return
+        table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+        for column in columns:
+            justify: Literal["left", "right"] = "right" if column.is_number else "left"
+            table.add_column(
+                column.heading, justify=justify, no_wrap=not column.folds, overflow="fold",
+                min_width=_least(column, self.rows),
+            )  # fmt: skip
+        for row in self.rows:
+            *cells, status = (brief(column.cell(row)) for column in columns)
+            table.add_row(*map(Text, cells), Text(status, style=STATUS_STYLE.get(row.status, "")))
+        yield Text(printable(self.title), style="bold")
+        if shared:
+            yield Text(f"all runs: {shared}", style="dim")
+        below: list[RenderableType] = [Text(""), table, Text(""), *_notes(self.rows), *marks.explained()]
+        yield from below
+
+
+def _least(column: Column, rows: list[Row]) -> int:
+    """The narrowest that ``column`` may be."""
+    heading = max(cell_len(line) for line in column.heading.split("\n"))
+    widest = max([heading, *(cell_len(brief(column.cell(row))) for row in rows)])
+    return min(widest, _FOLDED_WIDTH) if column.folds else widest
+
+
+def _width(columns: list[Column], rows: list[Row]) -> int:
+    return sum(_least(column, rows) + 1 for column in columns) - 1
 
 
 def text_view(rows: list[Row], title: str) -> View:
@@ -63,7 +98,11 @@ def text_view(rows: list[Row], title: str) -> View:
     headings = [*(column.heading.replace("-\n", "").replace("\n", "") for column in columns), "status"]
     numbers = [*(column.is_number for column in columns), False]
     shown: list[list[str]] = [[*(column.cell(row) for column in columns), row.status + marks.of(row)] for row in rows]
-    heads = [Heading(name, name, is_number=number) for name, number in zip(headings, numbers, strict=True)]
+    keys = len(identity_columns(rows, varying))
+    heads = [
+        Heading(name, name, is_key=place < keys, is_number=number)
+        for place, (name, number) in enumerate(zip(headings, numbers, strict=True))
+    ]
     notes = [*([f"all runs: {shared}"] if shared else []), *(text.plain for text in _notes(rows))]
     return View(title, heads, [[*row] for row in shown], shown, notes, marks.texts())
 

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hpcbench.config.spec import RunSpec, config_id, run_id
 from hpcbench.report.rows import make_rows
-from hpcbench.report.tables import results_table
+from hpcbench.report.tables import ResultsTable
 from hpcbench.results.collect import Collected
 from hpcbench.results.columns import collected_frame
 from hpcbench.results.schema import Failure, Loss, Metrics, RunResult, Spread, Verification
@@ -85,8 +85,23 @@ def test_a_broken_file_is_a_row_with_its_reason() -> None:
 
 def shown(rows: list[Collected], width: int = 80) -> str:
     console = Console(width=width, color_system=None, record=True, markup=False, highlight=False, file=io.StringIO())
-    console.print(results_table(make_rows(rows), "title"))
+    console.print(ResultsTable(make_rows(rows), "title"))
     return console.export_text()
+
+
+def test_a_table_wider_than_the_terminal_goes_on_below() -> None:
+    """What tells rows from each other is in every block, and nothing is cut."""
+    wide = [
+        collected(model=model, options={"bucket_cap_mb": cap}, optimizer="adamw", dataset=dataset, micro_batches=2)
+        for model, cap, dataset in (("resnet18", 1.0, "cifar10"), ("mobilenetv2", 25.0, "imagenet"))
+    ]
+    text = shown(wide)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    blocks = [block for block in text.split("\n\n") if "strategy" in block.split("\n", 1)[0]]
+    assert len(blocks) > 1
+    for block in blocks:
+        assert all(part in block for part in ("resnet18", "mobilenetv2", "bucket_cap_mb=25.0", "imagenet"))
+    assert all(heading in text for heading in ("samples/s", "memory", "status"))
 
 
 def test_the_table_fits_80_columns_and_says_everything() -> None:
@@ -161,7 +176,7 @@ def test_mfu_is_a_column_where_any_run_has_it() -> None:
             assert entry.result is not None
             entry.result.metrics.mfu = mfu
         stream = io.StringIO()
-        Console(file=stream, width=120).print(results_table(make_rows(entries), "title"))
+        Console(file=stream, width=120).print(ResultsTable(make_rows(entries), "title"))
         return stream.getvalue()
 
     assert "MFU" not in shown(None, None)
@@ -179,7 +194,7 @@ def test_a_verified_launch_is_a_launch_of_the_same_row() -> None:
     assert (row.launches, row.verified) == (2, True)
     other = collected(**DDP2)
     out = io.StringIO()
-    Console(file=out, width=120).print(results_table(make_rows([plain, verified, other]), "t"))
+    Console(file=out, width=120).print(ResultsTable(make_rows([plain, verified, other]), "t"))
     assert "fied" in out.getvalue()
     assert "True" not in out.getvalue()
     assert [line.split()[-2:] for line in out.getvalue().splitlines() if line.startswith("single")] == [["yes", "ok"]]
