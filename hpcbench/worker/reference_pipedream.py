@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.partition import ranges
+from hpcbench.parallel.schedule import Layout
 from hpcbench.parallel.strategies.pipedream import delay_of
 from hpcbench.parallel.versions import ahead_at_end
 from hpcbench.worker.compare import Trained, on_host
@@ -29,7 +30,7 @@ def train_pipedream_reference(
     model: nn.Sequential, spec: RunSpec, feed: Feed, steps: Iterable[int], tick: Callable[[], None] = _nothing
 ) -> Trained:
     """``train_delayed`` with the stages that the run itself would have."""
-    blocks = blocks_of_chunks(model, spec, chosen_options(spec), spec.pp_degree)
+    blocks = blocks_of_chunks(model, spec, chosen_options(spec), Layout(spec.pp_degree))
     return train_delayed(model, spec, feed, steps, [one.start for one in blocks[1:]], tick)
 
 

@@ -8,6 +8,7 @@ import torch
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.strategies.pipeline import boundary_bytes
 from hpcbench.parallel.layers import read_table
+from hpcbench.parallel.schedule import Layout
 from hpcbench.worker.models.build import build_shapes
 from hpcbench.worker.pipeline.boundary import Boundaries
 from hpcbench.worker.pipeline.cutting import blocks_of_chunks
@@ -26,7 +27,7 @@ def test_stages_of_large_images(model: str, dataset: str) -> None:
     table = read_table(model, dataset, None, {})
     assert table is not None
     whole = build_shapes(spec)
-    blocks = blocks_of_chunks(whole, spec, OPTIONS, 8)
+    blocks = blocks_of_chunks(whole, spec, OPTIONS, Layout(4, 2))
     assert [len(part) > 0 for part in blocks] == [True] * 8
     boundaries = Boundaries(whole, blocks, spec, CPU)
     for chunk in range(7):

@@ -9,11 +9,11 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.cost import Memory
 from hpcbench.oracle.strategies.tensor import SplitModel
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, bucket_bytes
+from hpcbench.parallel.cutting import chunk_blocks
 from hpcbench.parallel.layers import LayerTable
 from hpcbench.parallel.mesh import Mesh
 from hpcbench.parallel.schedule import FORWARD, WEIGHT, Action, Layout, actions, message_after
 from hpcbench.parallel.shard import even_ranges
-from hpcbench.parallel.stages import chunk_blocks
 from hpcbench.parallel.strategies.pipeline import OPTIONS, layout_of
 from hpcbench.parallel.traffic import Traffic, merged
 from hpcbench.parallel.walk import live
@@ -95,7 +95,7 @@ class PipelineRun:
         """Ranks that hold the same chunks."""
         options = {name: option.default for name, option in OPTIONS.items()} | spec.options
         self.recompute = options["recompute"]
-        self.blocks = chunk_blocks(str(options["cuts"]), str(options["balance"]), self.layout.chunks, table)
+        self.blocks = chunk_blocks(spec, options, self.layout, table)
         self.sizes = [len(part) for part in even_ranges(spec.batch_size, spec.micro_batches)]
         self.schedule = actions(spec.strategy, self.layout, spec.micro_batches)
         self.split = SplitModel(spec, table, rank) if spec.tp_degree > 1 else None

@@ -9,19 +9,22 @@ from typing import Any
 from torch import nn
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.cutting import chunk_blocks
 from hpcbench.parallel.layers import LayerTable, read_table
 from hpcbench.parallel.partition import balanced, ranges
-from hpcbench.parallel.stages import chunk_blocks, given_cuts
+from hpcbench.parallel.schedule import Layout
+from hpcbench.parallel.stages import given_cuts
 from hpcbench.worker.layers import table_of
 from hpcbench.worker.pipeline.boundary import skeleton
 from hpcbench.worker.pipeline.measured import measured_blocks
 
 
-def blocks_of_chunks(model: nn.Sequential, spec: RunSpec, options: Mapping[str, Any], chunks: int) -> list[range]:
+def blocks_of_chunks(model: nn.Sequential, spec: RunSpec, options: Mapping[str, Any], layout: Layout) -> list[range]:
     """The blocks of every chunk, as ``options.cuts`` or ``options.balance`` say.
 
     ``WorkerError`` where a balance needs a table of layers and fake tensors cannot give one.
     """
+    chunks = layout.chunks
     if chunks == 1:
         return [range(len(model))]
     if options["cuts"]:
@@ -30,7 +33,7 @@ def blocks_of_chunks(model: nn.Sequential, spec: RunSpec, options: Mapping[str, 
         return measured_blocks(spec, chunks)
     if options["balance"] == "blocks":
         return ranges(balanced([1] * len(model), chunks), len(model))
-    return chunk_blocks("", options["balance"], chunks, _table(model, spec))
+    return chunk_blocks(spec, options, layout, _table(model, spec))
 
 
 def _table(model: nn.Sequential, spec: RunSpec) -> LayerTable:

@@ -55,7 +55,7 @@ class _FirstReplicas:
         layout = layout_of(spec)
         self._seen: dict[nn.Module, int] = {}
         self._kept: list[Tensor] = []
-        for stage, held in enumerate(blocks_of_chunks(model, spec, chosen_options(spec), layout.stages)):
+        for stage, held in enumerate(blocks_of_chunks(model, spec, chosen_options(spec), layout)):
             for block in list(model)[held.start : held.stop]:
                 block.register_forward_pre_hook(self._before)
                 block.register_forward_hook(partial(self._after, layout.widths[stage]))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.errors import WorkerError
+from hpcbench.parallel.schedule import Layout
 from hpcbench.worker.blocks import kept_statistics
 from hpcbench.worker.data.feed import Feed
 from hpcbench.worker.pipeline.cutting import blocks_of_chunks
@@ -70,7 +71,7 @@ class FairscalePipe(DataParallel):
         """``module`` in Pipe."""
         assert isinstance(module, nn.Sequential), "a pipeline of no sequence"
         options = chosen_options(spec)
-        blocks = blocks_of_chunks(module, spec, options, spec.pp_degree)
+        blocks = blocks_of_chunks(module, spec, options, Layout(spec.pp_degree))
         pipe = fairscale("nn").Pipe(
             module,
             balance=[len(held) for held in blocks],

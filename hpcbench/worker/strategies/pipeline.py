@@ -77,7 +77,7 @@ class Pipeline(ModelParallel):
         if reason is not None:
             raise WorkerError(reason, status="unsupported", hint="fewer stages, or other cuts")
         measured = measure_blocks(model, spec, self._place) if is_measured(self.options) else None
-        blocks = self.blocks = blocks_of_chunks(model, spec, self.options, self.layout.chunks)
+        blocks = self.blocks = blocks_of_chunks(model, spec, self.options, self.layout)
         self.predicted = None if measured is None else predicted(measured, spec, self.layout, blocks)
         self.boundaries = Boundaries(model, blocks, spec, self._place.device)
         self._state = slots(model.state_dict().items(), model, blocks)

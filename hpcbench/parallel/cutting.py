@@ -1,0 +1,87 @@
+"""Which blocks of a model each chunk of a pipeline holds: one answer for the worker and the oracle."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.layers import LayerTable
+from hpcbench.parallel.partition import balanced, cut_chain, ranges
+from hpcbench.parallel.schedule import BACKWARD, FORWARD, WEIGHT, Layout, actions, ahead
+from hpcbench.parallel.shard import even_ranges
+from hpcbench.parallel.stages import BYTES, block_costs, given_cuts
+from hpcbench.parallel.strategies.pipedream import delay_of
+
+_STATES = {"adam": 2, "adamw": 2}
+
+
+def chunk_blocks(spec: RunSpec, options: Mapping[str, Any], layout: Layout, table: LayerTable) -> list[range]:
+    """The blocks of every chunk: cut as ``options.cuts`` says, or else so that the largest cost of a chunk is smallest.
+
+    ``options`` are all of the strategy's, defaults filled in.
+    """
+    if layout.chunks == 1:
+        return [range(table.blocks)]
+    if options["cuts"]:
+        chosen = given_cuts(options["cuts"])
+        assert chosen is not None, "cuts that were not checked"
+        return ranges(chosen, table.blocks)
+    if options["balance"] == "memory":
+        return ranges(cut_chain(table.blocks, layout.chunks, held_bytes(spec, options, layout, table)), table.blocks)
+    return ranges(balanced(block_costs(table, options["balance"]), layout.chunks), table.blocks)
+
+
+def held_bytes(
+    spec: RunSpec, options: Mapping[str, Any], layout: Layout, table: LayerTable
+) -> Callable[[int, int, int], float]:
+    """What a chunk holds, in fp32, as a function of its number, first block and last block + 1.
+
+    Parameters with gradient, optimizer state and stashed versions, and the activations of as many micro-batches as are
+    under way there, each with a copy of what was received: early stages have more of both.
+    """
+    parameters, activations, fixed = [0] * table.blocks, [0] * table.blocks, [0] * table.blocks
+    received: dict[int, int] = {}
+    for layer in table.layers:
+        block = min(layer.block, table.blocks - 1)
+        received.setdefault(block, BYTES * prod(layer.input_shape) if block else 0)
+        parameters[block] += BYTES * layer.parameters
+        activations[block] += layer.activation_bytes
+        fixed[block] += layer.activation_fixed_bytes
+    sums = [[0, *accumulate(one)] for one in (parameters, activations, fixed)]
+    samples = max(len(part) for part in even_ranges(spec.batch_size, spec.micro_batches))
+    alive = under_way(spec, layout)
+    whole = [1] * layout.chunks if options.get("recompute") == "always" else alive
+    states = _STATES.get(spec.optimizer, int(spec.momentum > 0))
+    copies = [1 + states + versions for versions in _versions(spec, layout)]
+
+    def cost(chunk: int, first: int, last: int) -> float:
+        weights, kept, once = (one[last] - one[first] for one in sums)
+        arrived = alive[chunk] * samples * received.get(first, 0)
+        return copies[chunk] * weights + whole[chunk] * (samples * kept + once) + arrived
+
+    return cost
+
+
+def under_way(spec: RunSpec, layout: Layout) -> list[int]:
+    """Of each chunk, the most micro-batches whose activations a rank keeps at the same time."""
+    if spec.strategy == "pipedream":
+        return [ahead(layout, stage) + 1 for stage in range(layout.stages)]
+    schedule = "gpipe" if spec.strategy == "fairscale_pipe" else spec.strategy
+    most = [0] * layout.chunks
+    for own in actions(schedule, layout, spec.micro_batches):
+        kept: Counter[int] = Counter()
+        for kind, chunk, _ in own:
+            kept[chunk] += {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}.get(kind, 0)
+            most[chunk] = max(most[chunk], kept[chunk])
+    return most
+
+
+def _versions(spec: RunSpec, layout: Layout) -> list[int]:
+    """Versions of its weights that each chunk holds."""
+    if spec.strategy != "pipedream":
+        return [1] * layout.chunks
+    return [delay_of(spec).held(stage) for stage in range(layout.stages)]
