@@ -6,11 +6,11 @@ import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from hpcbench.errors import StorageError
 from hpcbench.fileio import UnsafeFileError, read_with_state, reading_error
 from hpcbench.results.collect import Collected
 from hpcbench.results.columns import broken_rows, frame_of
@@ -18,8 +18,6 @@ from hpcbench.results.decode import decode_bulk, decode_result
 from hpcbench.results.store import RUN_ID, ClusterTree
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import polars
 
     from hpcbench.results.schema import RunResult
@@ -125,7 +123,7 @@ class FolderReader:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise StorageError(f"cannot read {folder}: {error.strerror or error}") from error
+            raise reading_error(error, Path(folder)) from error
         return sorted(changed)
 
     def _read(self, path: str, run_id: str) -> None:
@@ -138,7 +136,10 @@ class FolderReader:
             self._note(run_id, f"result.json is broken: {error.strerror}", state_of(path))
             return
         except OSError as error:
-            self._note(run_id, f"cannot read {path}: {error.strerror or error}", state_of(path))
+            failure = reading_error(error, Path(path))
+            self._note(
+                run_id, f"{failure.message}; {failure.hint}" if failure.hint else failure.message, state_of(path)
+            )
             return
         seen = (state.st_mtime_ns, state.st_size)
         try:
