@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.errors import ConfigError
+from hpcbench.parallel.channel_table import has_attention
 from hpcbench.parallel.datasets import DATASETS, input_shape
 from hpcbench.parallel.layers import LayerTable, is_shipped, read_table
 from hpcbench.parallel.spatial import Split, largest, parse_grid, split
@@ -63,6 +64,8 @@ def split_of(spec: RunSpec, table: LayerTable) -> Split:
 
 def cannot(table: LayerTable, grid: tuple[int, ...], until: int) -> str | None:
     """Why a model cannot be cut like this, with the largest degree that works."""
+    if has_attention(table):
+        return f"spatial cuts what convolutions look at; {table.model} is a transformer: use tensor"
     try:
         split(table, grid, until)
     except ConfigError as error:

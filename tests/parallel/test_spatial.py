@@ -118,7 +118,7 @@ def test_hybrids() -> None:
     ("point", "reason"),
     [
         ({"model": "gpt", "dataset": "tokens"}, "cuts images and volumes; tokens holds tokens"),
-        ({"model": "vit", "dataset": "cifar10"}, "nothing of vit can be cut: layer 0.dropout"),
+        ({"model": "vit", "dataset": "cifar10"}, "vit is a transformer: use tensor"),
         ({"compile": True}, "compile = false is right"),
         ({"precision": "fp16"}, "use bf16"),
         ({"options": {"grid": "3x2"}}, "'3x2' is of 6 ranks, sp_degree is 4"),

@@ -18,7 +18,7 @@ from tests.slurm.box import Box
 from tests.slurm.box.paths import netns
 from tests.slurm.test_sweeps import job_ids
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 
 NODES = (2, 4)
 IMAGES = {"model": "vit", "dataset": "mnist", "input_size": 8, "steps": 4}
@@ -48,10 +48,12 @@ PIPELINES = [
     ("1f1b", 4, {**STAGES, "options.stage_replicas": "2-1-1"}),
     ("1f1b", 4, {**STAGES, "tp_degree": 2}),
 ]
+LISTED = (*DATA, *MODEL, *PIPELINES)
+MOST_NODES = {key: max(nodes for other, nodes, _ in LISTED if other == key) for key, _, _ in LISTED}
 RUNS: list[dict[str, Any]] = [
-    {"strategy": key, "nodes": nodes, **more} for key, nodes, more in (*DATA, *MODEL, *PIPELINES)
+    {"strategy": key, "nodes": nodes, "verify": nodes == MOST_NODES[key], **more} for key, nodes, more in LISTED
 ]
-FIXED = {"batch_size": 4, "warmup_steps": 1, "profile_steps": 0, "verify": True, "time_limit_min": 5}
+FIXED = {"batch_size": 4, "warmup_steps": 1, "profile_steps": 0, "time_limit_min": 5}
 
 
 def sweep() -> str:
@@ -72,7 +74,7 @@ def test_every_strategy_over_two_and_four_nodes(
     results: Callable[[], list[dict[str, Any]]],
     tmp_path: Path,
 ) -> None:
-    """Two jobs, of as many runs each as there are for that number of nodes."""
+    """Two jobs, of as many runs each as there are for that number of nodes; verified where a strategy has most nodes."""
     require_horovod()
     path = tmp_path / "strategies.toml"
     path.write_text(sweep())
@@ -87,8 +89,10 @@ def test_every_strategy_over_two_and_four_nodes(
         assert len(hosts) == one["spec"]["nodes"], one["ranks"]
         assert hosts <= set(box.nodes)
         assert one["status"] == "ok"
-        assert one["verification"]["passed"], one["verification"]
-        assert one["verification"]["precision"] == STRATEGIES[one["spec"]["strategy"]].widest
+        if one["spec"].get("verify"):
+            assert one["verification"]["passed"], one["verification"]
+            assert one["verification"]["precision"] == STRATEGIES[one["spec"]["strategy"]].widest
+    assert {one["spec"]["strategy"] for one in found if one["spec"].get("verify")} == MOST_NODES.keys()
     assert len(job_ids(tmp_path)) == len(NODES)
 
 
