@@ -36,10 +36,10 @@ def run_recorded(
     if spec.profile_steps == 0 or spec.ranks == 1 or spec.compile or not seen or any_rank(stop.due()):
         return Recorded([], [])
     whole = feed.global_count(first) == feed.global_batch_size
-    recorder = TrafficRecorder()
     if not whole:
         # Made all the same: a pipeline that runs across steps has begun it.
         strategy.step(feed, first)
+    recorder = TrafficRecorder()
     with recorder:
         strategy.step(feed, first if whole else first + 1)
     synchronize(device)

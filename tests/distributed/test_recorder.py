@@ -141,11 +141,20 @@ def test_who_makes_the_step(more: dict[str, Any], seen: bool, told: bool, steps:
     assert strategy.steps == steps
 
 
-def test_a_partial_batch_is_passed_over() -> None:
+def test_a_partial_batch_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step is made all the same: what a pipeline has begun across steps ends there."""
     spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, profile_steps=1)
     feed, strategy = make_feed(spec, CPU), Counted()
+    made_before: list[int] = []
+
+    def recorder() -> TrafficRecorder:
+        made_before.extend(strategy.steps)
+        return TrafficRecorder()
+
+    monkeypatch.setattr("hpcbench.worker.recording.TrafficRecorder", recorder)
     last = feed.steps_per_epoch - 1
     assert feed.global_count(last) < feed.global_batch_size
     stepped: Any = strategy
     run_recorded(stepped, feed, spec, CPU, Stop(), bool, first=last)
-    assert strategy.steps == [last + 1]
+    assert made_before == [last]
+    assert strategy.steps == [last, last + 1]
