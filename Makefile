@@ -115,7 +115,7 @@ faults: $(VENV)/.dev ## every fault on the SLURM box, as a table
 	$(BIN)/pytest -m faults
 
 bench: $(VENV)/.worker ## our own costs against floors and peers
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(ONLY)
 
 clean: ## remove the virtual environment and caches; results stay
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,4 +1,4 @@
-"""``make bench``: every benchmark, one after another, as one table."""
+"""``make bench``: every benchmark, or those that are named (``make bench ONLY="loop spatial"``), as one table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ BENCHMARKS = {
 def main() -> int:
     table = Table("benchmark", "figure", "measured", "goal", "")
     failed = False
-    for name, command in BENCHMARKS.items():
+    for name in sys.argv[1:] or BENCHMARKS:
+        command = BENCHMARKS[name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             failed = True
