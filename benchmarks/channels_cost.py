@@ -8,7 +8,6 @@ smaller layers, copies and what is computed twice cost. Rank 0 prints one line o
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks.ratios import Block, paired
+from benchmarks.ratios import Block, paired, tell
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.catalog import resolve_runtime
 from hpcbench.worker.channels import collectives
@@ -104,10 +103,7 @@ def main() -> None:
         for strategy in ("filter", "channel")
         for form in ("sharded", "gathered")
     ]
-    if rank == 0:
-        print(json.dumps(rows), flush=True)
-    dist.barrier()
-    os._exit(0)
+    tell(rows)
 
 
 if __name__ == "__main__":

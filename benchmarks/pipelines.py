@@ -8,7 +8,6 @@ pipeline is one process with two threads, and the other rank waits meanwhile. Ra
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from benchmarks.ratios import median_interval
+from benchmarks.ratios import median_interval, tell
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.timeline import bubble_fraction
 from hpcbench.parallel.walk import Span
@@ -220,10 +219,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     rows = bubbles(rank) if sys.argv[1:] == ["bubbles"] else peers(rank)
-    if rank == 0:
-        print(json.dumps(rows), flush=True)
-    dist.barrier()
-    os._exit(0)
+    tell(rows)
 
 
 if __name__ == "__main__":

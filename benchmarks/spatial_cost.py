@@ -8,7 +8,6 @@ none of them, so that the parts add up. Rank 0 alone runs the whole step. Prints
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
@@ -20,6 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks.ratios import tell
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.catalog import resolve_runtime
 from hpcbench.worker.data.feed import make_feed
@@ -154,10 +154,7 @@ def main() -> None:
                     "met": None,
                 }
             )
-    if rank == 0:
-        print(json.dumps(rows), flush=True)
-    dist.barrier()
-    os._exit(0)
+    tell(rows)
 
 
 if __name__ == "__main__":

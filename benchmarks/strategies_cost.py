@@ -8,7 +8,6 @@ by the clock and in processor time, which other processes hardly touch. Rank 0 p
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import time
@@ -23,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.ratios import median_interval
+from benchmarks.ratios import median_interval, tell
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.catalog import resolve_runtime
 from hpcbench.worker.data.feed import Feed, make_feed
@@ -214,10 +213,7 @@ def main() -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     # Horovod last: its thread goes on asking for work.
     rows = [compare(key, rank, world) for key in BY_HAND]
-    if rank == 0:
-        print(json.dumps(rows), flush=True)
-    dist.barrier()
-    os._exit(0)
+    tell(rows)
 
 
 if __name__ == "__main__":
