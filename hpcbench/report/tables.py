@@ -160,10 +160,7 @@ def _is_set(spec: RunSpec, name: str) -> bool:
 
 def identity_columns(rows: list[Row], varying: list[str]) -> list[Column]:
     """What tells ``rows`` from each other: strategy, ranks, and ``varying`` parameters."""
-    columns = [
-        Column("strategy", lambda row: strategy_label(row.spec) if row.spec else row.run_ids[0], is_number=False)
-    ]
-    columns.append(Column("ranks", _ranks))
+    columns = [Column("strategy", _strategy, is_number=False), Column("ranks", _ranks)]
     if len({row.cluster for row in rows}) > 1:
         columns.insert(0, Column("cluster", lambda row: row.cluster, is_number=False, folds=True))
     for name in varying:

@@ -42,6 +42,12 @@ def test_whole_networks_in_buckets_of_the_default_size(pool: Pool, model: str, r
     check(pool.run(case), run_reference(case), EXACT)
 
 
+@pytest.mark.parametrize("model", ["resnet18", "vgg11"])
+def test_whole_networks_in_fp32(pool: Pool, model: str) -> None:
+    case = make_case(2, model, "digits")
+    check(pool.run(case), run_reference(case))
+
+
 @pytest.mark.parametrize(("model", "dataset", "model_options"), NORMED + PLAINS)
 def test_two_ranks_equal_the_reference(pool: Pool, model: str, dataset: str, model_options: Any) -> None:
     case = make_narrow(2, model, dataset, model_options)

@@ -46,8 +46,3 @@ def gpipe_comm_s(transfers_s: Sequence[float], micro_batches: int) -> float:
     filling_s = sum(max(transfers_s[: i + 1]) for i in range(links - 1))
     draining_s = sum(max(transfers_s[i:]) for i in range(1, links))
     return 2 * (filling_s + (micro_batches - (links - 1)) * max(transfers_s) + draining_s)
-
-
-def transfer_s(link: Link, micro_batch_size: int, activation_bytes_per_sample: float) -> float:
-    """One micro-batch over ``link`` (section 6.1)."""
-    return link.latency_s + micro_batch_size * activation_bytes_per_sample / link.bandwidth_bytes_per_s
