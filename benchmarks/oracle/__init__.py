@@ -1,0 +1,1 @@
+"""How right the oracle is: predictions that were written down before, against what was measured after."""
