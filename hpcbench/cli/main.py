@@ -27,6 +27,7 @@ COMMANDS = {
     "compare": ("hpcbench.cli.compare:compare", "Compare two sets of results; exit code 1 for a regression."),
     "bundle": ("hpcbench.cli.bundle:bundle", "Pack a sweep into one file for handing over."),
     "cluster": ("hpcbench.cli.cluster:cluster", "List, show and write cluster profiles."),
+    "predict": ("hpcbench.cli.oracle:predict", "Say how long a sweep's runs will take and whether they fit."),
     "models": ("hpcbench.cli.models:models", "Show parameters, FLOPs, activations and layers of the models."),
     "data": ("hpcbench.cli.data:data", "Make samples in files, and list what is there."),
     "schema": ("hpcbench.cli.project:schema", "Print a JSON Schema for editors and scripts."),
