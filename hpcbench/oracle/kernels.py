@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.live import input_bytes
+from hpcbench.oracle.remembered import remembered
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, HALF_BYTES
 from hpcbench.parallel.layers import Layer, LayerTable
 
@@ -85,6 +86,7 @@ def row_pass(spec: RunSpec, layer: Layer, samples: float, share: Share = WHOLE) 
     return Pass(*kernels)
 
 
+@remembered("batch_size", "micro_batches", "precision")
 def whole_passes(spec: RunSpec, table: LayerTable) -> list[Pass]:
     """Of a rank that has all of every layer, for one micro-batch."""
     samples = spec.batch_size / spec.micro_batches

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.memory import Memory
+from hpcbench.oracle.remembered import remembered
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, buffer_bytes
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, buckets, total
 from hpcbench.parallel.gradients import first_rows
@@ -125,6 +126,7 @@ def saved_bytes(spec: RunSpec, table: LayerTable, rows: Sequence[Row]) -> list[i
     return found
 
 
+@remembered("batch_size", "micro_batches", "precision")
 def whole_rows(spec: RunSpec, table: LayerTable) -> list[Row]:
     """Of a rank that has all of every layer.
 
