@@ -17,7 +17,7 @@ _MOST = 64
 
 
 def remembered(*parameters: str) -> Callable[[_Made[_Entry]], _Made[_Entry]]:
-    """For a function whose list depends on the table and, of the run, on ``parameters`` alone; every caller's is new."""
+    """For a function whose list depends on the table and on ``parameters`` of the run alone; every caller's is new."""
     chosen = attrgetter(*parameters)
 
     def around(function: _Made[_Entry]) -> _Made[_Entry]:

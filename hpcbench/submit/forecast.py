@@ -60,11 +60,13 @@ class Forecast:
         self._machines: dict[tuple[str | None, int], Machine] = {}
         self._found: dict[Any, Prediction | Unpriced] = {}
 
-    def of(self, spec: RunSpec) -> Prediction | Unpriced:
-        """The prediction for ``spec``, or why there is none."""
+    def of(self, spec: RunSpec, most: int | None = None) -> Prediction | Unpriced:
+        """The prediction for ``spec``, or why there is none; beyond ``most`` different ones none is made."""
         key = (_PRICED(spec), _frozen(spec.options), _frozen(spec.model_options))
         found = self._found.get(key)
         if found is None:
+            if most is not None and len(self._found) >= most:
+                return Unpriced(f"more than {most} different ones")
             found = self._found[key] = self._priced(spec)
         return found
 
