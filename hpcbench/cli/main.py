@@ -28,6 +28,7 @@ COMMANDS = {
     "bundle": ("hpcbench.cli.bundle:bundle", "Pack a sweep into one file for handing over."),
     "cluster": ("hpcbench.cli.cluster:cluster", "List, show and write cluster profiles."),
     "predict": ("hpcbench.cli.oracle:predict", "Say how long a sweep's runs will take and whether they fit."),
+    "recommend": ("hpcbench.cli.oracle:recommend", "Rank all strategies for a model on a cluster."),
     "models": ("hpcbench.cli.models:models", "Show parameters, FLOPs, activations and layers of the models."),
     "data": ("hpcbench.cli.data:data", "Make samples in files, and list what is there."),
     "schema": ("hpcbench.cli.project:schema", "Print a JSON Schema for editors and scripts."),

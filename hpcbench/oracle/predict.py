@@ -55,7 +55,7 @@ def predict(spec: RunSpec, table: LayerTable, machine: Machine) -> Prediction:
     """What a run will take. ``table`` is of its model, data set, input size and options."""
     cost: Cost = resolve_cost(spec.strategy)
     step = cost.step(spec, table, Clock(machine, spec))
-    memory = max((cost.memory(spec, table, rank) for rank in telling_ranks(spec)), key=lambda one: one.total_bytes)
+    memory = fullest(spec, table)
     peak = memory.total_bytes + round(machine.base_bytes)
     fits = None if machine.memory_bytes is None else peak <= machine.memory_bytes
     spread = combined_spread(
@@ -78,6 +78,12 @@ def predict(spec: RunSpec, table: LayerTable, machine: Machine) -> Prediction:
         depth=machine.depth,
         source=machine.source,
     )
+
+
+def fullest(spec: RunSpec, table: LayerTable) -> Memory:
+    """What the rank holds that holds most."""
+    cost: Cost = resolve_cost(spec.strategy)
+    return max((cost.memory(spec, table, rank) for rank in telling_ranks(spec)), key=lambda one: one.total_bytes)
 
 
 def bound_by(step: StepTime) -> str:

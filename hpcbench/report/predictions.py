@@ -13,12 +13,13 @@ from hpcbench.config.expand import names
 from hpcbench.config.expression import Expression
 from hpcbench.config.load import COMPUTED
 from hpcbench.config.spec import RunSpec, as_dict, config_id
+from hpcbench.oracle.answers import Unpriced
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.predict import Prediction
 from hpcbench.report.rows import Row
 from hpcbench.report.tables import identity_columns, split_parameters
 from hpcbench.report.view import Column, View
-from hpcbench.submit.forecast import Forecast, Unpriced
+from hpcbench.submit.forecast import Forecast
 from hpcbench.units import format_bytes, format_rate, format_seconds
 
 FIGURES = (

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import psutil
 
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.spec import RunSpec
 from hpcbench.errors import HpcbenchError
+from hpcbench.oracle.answers import Room, Unpriced
 from hpcbench.oracle.calibration.choose import machine_for
 from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.predict import Prediction, predict
+from hpcbench.oracle.predict import Prediction, fullest, predict
 from hpcbench.parallel.catalog import resolve_cost, strategy
 from hpcbench.parallel.layers import LayerRequest, LayerTable
 from hpcbench.parallel.own_model import is_own
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.layers import layer_table_of
 from hpcbench.submit.plan import local_cores
+
+_Said = TypeVar("_Said", Prediction, Room)
 
 STARTUP_S = {"cpu": 15.0, "cuda": 45.0}
 """From a launch to its first step, and from its last step to the next launch: interpreters, libraries, the model, the
@@ -32,12 +36,6 @@ _PRICED = attrgetter(
     "activation_checkpointing", "channels_last", "optimizer", "momentum", "data", "partition",
 )  # fmt: skip
 """What a step's time and memory depend on, beside the options: runs that differ in nothing else are alike."""
-
-
-class Unpriced(NamedTuple):
-    """Why nothing can be said of a run."""
-
-    reason: str
 
 
 class Forecast:
@@ -107,14 +105,27 @@ class Forecast:
                 self._tables[key] = Unpriced(error.message)
         return self._tables[key]
 
+    def room(self, spec: RunSpec) -> Room | Unpriced:
+        """What the fullest rank holds, and how much there is."""
+        machine = self.machine(spec)
+
+        def told(table: LayerTable) -> Room:
+            peak = fullest(spec, table).total_bytes + round(machine.base_bytes)
+            return Room(peak, None if machine.memory_bytes is None else round(machine.memory_bytes))
+
+        return self._told(spec, told)
+
     def _priced(self, spec: RunSpec) -> Prediction | Unpriced:
+        return self._told(spec, lambda table: predict(spec, table, self.machine(spec)))
+
+    def _told(self, spec: RunSpec, tell: Callable[[LayerTable], _Said]) -> _Said | Unpriced:
         if strategy(spec.strategy).cost is None or not hasattr(resolve_cost(spec.strategy), "step"):
             return Unpriced(f"the oracle has no formulas for {spec.strategy}")
         table = self.table(spec)
         if isinstance(table, Unpriced):
             return table
         try:
-            return predict(spec, table, self.machine(spec))
+            return tell(table)
         except HpcbenchError as error:
             return Unpriced(error.message)
         except (ArithmeticError, AssertionError, LookupError, ValueError) as error:

@@ -6,10 +6,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from hpcbench.config.spec import RunSpec, label
+from hpcbench.oracle.answers import Unpriced
 from hpcbench.oracle.predict import Prediction
 from hpcbench.parallel.check import model_folder
 from hpcbench.results.store import ClusterTree
-from hpcbench.submit.forecast import Forecast, Unpriced
+from hpcbench.submit.forecast import Forecast
 from hpcbench.submit.plan import Plan
 from hpcbench.units import format_bytes
 
