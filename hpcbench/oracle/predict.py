@@ -98,7 +98,11 @@ def bound_by(step: StepTime) -> str:
 
 
 def telling_ranks(spec: RunSpec) -> list[int]:
-    """Ranks of one replica that differ in what they hold: of a long axis its ends and its middle."""
+    """Ranks of one replica that differ in what they hold: of a long axis its ends and its middle.
+
+    Of layers, heads and channels that are shared along ``tp`` the first rank has most.
+    """
     mesh = Mesh.of(spec)
-    places = [range(1), *(sorted({0, 1, degree // 2, degree - 1} & set(range(degree))) for degree in mesh[1:])]
+    axes = [sorted({0, 1, degree // 2, degree - 1} & set(range(degree))) for degree in (mesh.pp, mesh.sp)]
+    places = [range(1), *axes, range(1)]
     return sorted({mesh.rank(Mesh(*coordinates)) for coordinates in product(*places)})

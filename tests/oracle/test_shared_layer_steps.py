@@ -27,6 +27,11 @@ BATCH = 8
 
 SHARED = [
     *(("vgg11-digits", one, {"form": form}) for one in ("filter", "channel") for form in ("sharded", "gathered")),
+    ("gpt-tokens", "tensor", {}),
+    ("gpt-tokens", "tensor", {"sequence_parallel": True}),
+    ("gpt-tokens", "tensor", {"sequence_parallel": True, "vocabulary_parallel": False}),
+    ("vit-digits", "tensor", {}),
+    ("vit-digits", "tensor", {"sequence_parallel": True}),
 ]
 """Table, strategy and options."""
 VARIANTS: list[dict[str, Any]] = [
