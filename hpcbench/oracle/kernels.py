@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.live import input_bytes
-from hpcbench.oracle.remembered import remembered
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, HALF_BYTES
 from hpcbench.parallel.kernel import BACKWARD, FORWARD, UPDATE, Kernel
 from hpcbench.parallel.layers import Layer, LayerTable
+from hpcbench.parallel.memo import of_run
 
 __all__ = ["BACKWARD", "FORWARD", "UPDATE", "Kernel", "Pass", "Share", "row_pass", "update_kernels", "whole_passes"]
 
@@ -70,7 +70,7 @@ def row_pass(spec: RunSpec, layer: Layer, samples: float, share: Share = WHOLE) 
     return Pass(*kernels)
 
 
-@remembered("batch_size", "micro_batches", "precision")
+@of_run("batch_size", "micro_batches", "precision")
 def whole_passes(spec: RunSpec, table: LayerTable) -> list[Pass]:
     """Of a rank that has all of every layer, for one micro-batch."""
     samples = spec.batch_size / spec.micro_batches
