@@ -29,6 +29,7 @@ COMMANDS = {
     "cluster": ("hpcbench.cli.cluster:cluster", "List, show and write cluster profiles."),
     "predict": ("hpcbench.cli.oracle:predict", "Say how long a sweep's runs will take and whether they fit."),
     "recommend": ("hpcbench.cli.oracle:recommend", "Rank all strategies for a model on a cluster."),
+    "validate": ("hpcbench.cli.oracle:validate", "Compare what was measured with what was predicted."),
     "models": ("hpcbench.cli.models:models", "Show parameters, FLOPs, activations and layers of the models."),
     "data": ("hpcbench.cli.data:data", "Make samples in files, and list what is there."),
     "schema": ("hpcbench.cli.project:schema", "Print a JSON Schema for editors and scripts."),

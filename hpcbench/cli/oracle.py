@@ -20,7 +20,9 @@ from hpcbench.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from hpcbench.oracle.cases import Case
     from hpcbench.oracle.recommend import Recommendation
+    from hpcbench.report.scored import Scored
     from hpcbench.report.view import View
     from hpcbench.submit.forecast import Forecast
     from hpcbench.submit.plan import Plan
@@ -111,6 +113,73 @@ def _show_recommendations(found: list[Recommendation], forecast: Forecast, top: 
         console().print("", refused_table(found), sep="\n")
     if text:
         show_text(f"\n# a sweep that measures the best (--out FILE writes it)\n{text}")
+
+
+@click.command()
+@click.argument("sources", metavar="[SWEEP|TREE|BUNDLE]...", nargs=-1)
+@click.option("--cluster", "cluster_name", metavar="NAME", help="Only this cluster.")
+@click.option("--where", metavar="EXPR", help="Only runs for which it holds: 'nodes == 4 and strategy != \"single\"'.")
+@click.option("--cases", "every", is_flag=True, help="Every configuration, too.")
+@click.option("--out", metavar="FILE", type=click.Path(path_type=Path),
+              help=".json: everything; .csv .md .tex .xlsx .parquet: every configuration.")  # fmt: skip
+@results_option
+@json_option
+def validate(
+    sources: tuple[str, ...], cluster_name: str | None, where: str | None, every: bool, out: Path | None,
+    results: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Compare what was measured with what the oracle and simpler baselines say of it.
+
+    Nothing is fitted to these results. What failed counts as a misprediction unless it was said not to fit.
+    """
+    from hpcbench.report.load import gather
+    from hpcbench.report.names import Condition
+    from hpcbench.report.scored import scored
+    from hpcbench.report.validation import COLUMNS
+    from hpcbench.report.validation_view import validation_json
+
+    condition = Condition(where, "--where") if where else None
+    columns = [*COLUMNS, *(condition.columns if condition else [])]
+    frame = gather(tree(results), sources, [cluster_name] if cluster_name else None, columns)
+    if condition:
+        frame = frame.filter(condition.mask(frame))
+    found = scored(frame, tree(results))
+    document = validation_json(found.cases, found.scores, found.notes)
+    if out is not None:
+        _write_validation(out, found.cases, document)
+    if as_json:
+        print_json(document)
+    elif not found.cases:
+        say("\n".join([f"no results to validate in {', '.join(sources) or tree(results).root}", *found.notes]))
+    elif out is None or every:
+        _show_validation(found, every)
+
+
+def _write_validation(out: Path, cases: list[Case], document: dict[str, Any]) -> None:
+    from hpcbench.report.files import write_view
+    from hpcbench.report.validation_view import cases_view
+
+    if out.suffix == ".json":
+        import msgspec
+
+        from hpcbench.fileio import write_atomic
+
+        write_atomic(out, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+    else:
+        write_view(cases_view(cases), out)
+    say(f"{len(cases)} configurations written to {out}")
+
+
+def _show_validation(found: Scored, every: bool) -> None:
+    from hpcbench.report.predictions import machine_notes
+    from hpcbench.report.validation_view import cases_view, parts_view, predictors_view, strategies_view
+
+    ours, *_ = found.scores
+    _show(strategies_view(ours), [*machine_notes(found.machines), *found.notes, ""])
+    _show(parts_view(ours), [""])
+    _show(predictors_view(found.scores), [""])
+    if every:
+        _show(cases_view(found.cases), [""])
 
 
 def _forecast(made: Plan, results: str | None) -> Forecast:

@@ -67,7 +67,7 @@ def spread_points(base: Point, world: World) -> Iterator[Point]:
     """Every strategy but the pipelines, at every degree that is tried. ``base`` says model, data set and precision."""
     placed = {**base, **world.batch, "nodes": world.nodes, "tasks_per_node": world.tasks_per_node}
     for key, entry in STRATEGIES.items():
-        if key in PIPELINES or key in PIPEDREAM:
+        if key in PIPELINES or key in PIPEDREAM or entry.cost is None:
             continue
         if entry.own_degree is None:
             if world.devices == 1:
