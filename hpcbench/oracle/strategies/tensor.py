@@ -138,7 +138,7 @@ class SplitModel:
         return [self._backward_row(layer, kept[layer.name]) for layer in self.table.layers]
 
     def _backward_row(self, layer: Layer, kept: int) -> Row:
-        given, made = self._flow_shares(layer)
+        given, made = self.flow_shares(layer)
         number_bytes = self.sent_bytes if layer.kind.startswith(_LOWERED) else self.wide_bytes
         scale = self.samples * Fraction(number_bytes, FP32_BYTES)
         flows = (input_bytes(layer) * given + layer.output_bytes * made) * scale
@@ -148,7 +148,7 @@ class SplitModel:
         laid_out = layer.parameters * self.wide_bytes * layouts(layer)
         return Row(kept, int(flows) + laid_out, int(first * self.samples * Fraction(self.wide_bytes, FP32_BYTES)))
 
-    def _flow_shares(self, layer: Layer) -> tuple[Fraction, Fraction]:
+    def flow_shares(self, layer: Layer) -> tuple[Fraction, Fraction]:
         """The rank's parts of a row's input and output."""
         whole, inner = Fraction(1), layer.name.partition(".")[2]
         tokens = Fraction(len(self._own_tokens()), self.tokens)
