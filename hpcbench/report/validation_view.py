@@ -28,8 +28,8 @@ def strategies_view(one: Score) -> View:
     """Accuracy of the step time, a row a strategy and one for all."""
     view = _summaries("step time, by strategy", "strategy", {**one.strategies, "all": one.total})
     view.notes = [
-        "accuracy: 1 - |predicted - measured| / measured in percent, not clipped; signed: mean of (predicted - measured)"
-        " / measured",
+        "accuracy: 1 - |predicted - measured| / measured, in percent, not clipped; signed: mean of (predicted - "
+        "measured) / measured",
         "noise: spread between launches of the same configuration (standard deviation of logarithms); no prediction "
         "can be better; ? where there was one launch",
     ]

@@ -128,7 +128,7 @@ class Forecast:
             return tell(table)
         except HpcbenchError as error:
             return Unpriced(error.message)
-        except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
+        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
             # A hole in a formula must not keep anybody from planning or looking at the other runs.
             return Unpriced(f"the oracle's formulas fail: {type(error).__name__}: {error}")
 
