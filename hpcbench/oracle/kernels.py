@@ -10,6 +10,7 @@ from hpcbench.oracle.live import input_bytes
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, HALF_BYTES
 from hpcbench.parallel.kernel import BACKWARD, FORWARD, UPDATE, Kernel
 from hpcbench.parallel.layers import Layer, LayerTable
+from hpcbench.parallel.memo import of_run
 
 __all__ = ["BACKWARD", "FORWARD", "UPDATE", "Kernel", "Pass", "Share", "row_pass", "update_kernels", "whole_passes"]
 
@@ -69,6 +70,31 @@ def row_pass(spec: RunSpec, layer: Layer, samples: float, share: Share = WHOLE) 
     return Pass(*kernels)
 
 
+_ALIKE: dict[int, tuple[LayerTable, list[int]]] = {}
+_TABLES = 64
+
+
+def first_alike(table: LayerTable) -> list[int]:
+    """Of every row the first one that computes the same: a transformer's blocks are alike. Remembered."""
+    found = _ALIKE.get(id(table))
+    if found is None or found[0] is not table:
+        seen: dict[tuple[object, ...], int] = {}
+        rows = [seen.setdefault(_computed(layer), number) for number, layer in enumerate(table.layers)]
+        while len(_ALIKE) >= _TABLES:
+            _ALIKE.pop(next(iter(_ALIKE)))
+        found = _ALIKE[id(table)] = table, rows
+    return found[1]
+
+
+def _computed(layer: Layer) -> tuple[object, ...]:
+    """What a row's kernels depend on, and the name that it has within its block, by which some are split."""
+    return (
+        layer.kind, layer.name.partition(".")[2], tuple(layer.input_shape), layer.output_bytes, layer.parameters,
+        layer.forward_flops, layer.backward_flops, layer.forward_moved_bytes, layer.backward_moved_bytes,
+    )  # fmt: skip
+
+
+@of_run("batch_size", "micro_batches", "precision")
 def whole_passes(spec: RunSpec, table: LayerTable) -> list[Pass]:
     """Of a rank that has all of every layer, for one micro-batch."""
     samples = spec.batch_size / spec.micro_batches

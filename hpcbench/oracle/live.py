@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, buffer_bytes
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, buckets, total
 from hpcbench.parallel.gradients import first_rows
 from hpcbench.parallel.layers import Layer, LayerTable
+from hpcbench.parallel.memo import of_run
 
 _STATES = {"adam": 2, "adamw": 2}
 _TEMPORARIES = {"adam": 2, "adamw": 2}
@@ -46,7 +48,7 @@ class Row(NamedTuple):
 
 def in_turn(spec: RunSpec, table: LayerTable) -> list[int]:
     """Gradients that are cleared before a step come one after another; accumulated ones are there."""
-    return first_rows(table) if spec.micro_batches == 1 else from_the_start(table)
+    return list(first_rows(table)) if spec.micro_batches == 1 else from_the_start(table)
 
 
 def from_the_start(table: LayerTable) -> list[int]:
@@ -65,13 +67,12 @@ def sent_at_once(table: LayerTable, sizes: Sequence[int]) -> list[int]:
     As ``worker.reducer`` fills them: one after another from the model's last tensor on, held until all are there.
     """
     places = [place for place, size in enumerate(sizes) if size]
-    chosen, made_at, underway = [sizes[place] for place in places], first_rows(table), [0] * len(table.layers)
+    chosen, made_at, sent = [sizes[place] for place in places], first_rows(table), [0] * len(table.layers)
     sent_at = len(table.layers) - 1
     for bucket in buckets(chosen, int(BUCKET_CAP_MB * MIB)):
         sent_at = min(sent_at, *(made_at[places[one]] for one in bucket))
-        for row in range(sent_at + 1):
-            underway[row] += total(chosen, bucket)
-    return underway
+        sent[sent_at] += total(chosen, bucket)
+    return list(accumulate(reversed(sent)))[::-1]
 
 
 def held_at_peak(
@@ -125,6 +126,7 @@ def saved_bytes(spec: RunSpec, table: LayerTable, rows: Sequence[Row]) -> list[i
     return found
 
 
+@of_run("batch_size", "micro_batches", "precision")
 def whole_rows(spec: RunSpec, table: LayerTable) -> list[Row]:
     """Of a rank that has all of every layer.
 

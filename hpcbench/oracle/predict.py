@@ -55,7 +55,7 @@ def predict(spec: RunSpec, table: LayerTable, machine: Machine) -> Prediction:
     """What a run will take. ``table`` is of its model, data set, input size and options."""
     cost: Cost = resolve_cost(spec.strategy)
     step = cost.step(spec, table, Clock(machine, spec))
-    memory = max((cost.memory(spec, table, rank) for rank in telling_ranks(spec)), key=lambda one: one.total_bytes)
+    memory = fullest(spec, table)
     peak = memory.total_bytes + round(machine.base_bytes)
     fits = None if machine.memory_bytes is None else peak <= machine.memory_bytes
     spread = combined_spread(
@@ -80,6 +80,12 @@ def predict(spec: RunSpec, table: LayerTable, machine: Machine) -> Prediction:
     )
 
 
+def fullest(spec: RunSpec, table: LayerTable) -> Memory:
+    """What the rank holds that holds most."""
+    cost: Cost = resolve_cost(spec.strategy)
+    return max((cost.memory(spec, table, rank) for rank in telling_ranks(spec)), key=lambda one: one.total_bytes)
+
+
 def bound_by(step: StepTime) -> str:
     """What takes most of the step."""
     parts = {
@@ -92,7 +98,11 @@ def bound_by(step: StepTime) -> str:
 
 
 def telling_ranks(spec: RunSpec) -> list[int]:
-    """Ranks of one replica that differ in what they hold: of a long axis its ends and its middle."""
+    """Ranks of one replica that differ in what they hold: of a long axis its ends and its middle.
+
+    Of layers, heads and channels that are shared along ``tp`` the first rank has most.
+    """
     mesh = Mesh.of(spec)
-    places = [range(1), *(sorted({0, 1, degree // 2, degree - 1} & set(range(degree))) for degree in mesh[1:])]
+    axes = [sorted({0, 1, degree // 2, degree - 1} & set(range(degree))) for degree in (mesh.pp, mesh.sp)]
+    places = [range(1), *axes, range(1)]
     return sorted({mesh.rank(Mesh(*coordinates)) for coordinates in product(*places)})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from hpcbench.parallel.layers import LayerTable
+from hpcbench.parallel.memo import of_table
 
 _BIAS_FIRST = frozenset({"Linear"})
 """Autograd hands out the gradients of an operator's inputs in their order: ``addmm`` has the bias first, but under
@@ -31,6 +33,7 @@ def ready_order(table: LayerTable, precision: str = "fp32") -> list[int]:
     return order
 
 
+@of_table
 def first_rows(table: LayerTable) -> list[int]:
     """Of every tensor of ``table.parameter_tensors``: the row of ``table.layers`` that uses it first."""
     rows: dict[str, int] = {}
@@ -60,11 +63,11 @@ def owners(elements: Sequence[int], ranks: int, largest_first: bool) -> list[lis
     if largest_first:
         order.sort(key=lambda place: elements[place], reverse=True)
     owned: list[list[int]] = [[] for _ in range(ranks)]
-    held = [0] * ranks
+    held = [(0, rank) for rank in range(ranks)]
     for place in order:
-        rank = held.index(min(held))
+        least, rank = held[0]
         owned[rank].append(place)
-        held[rank] += elements[place]
+        heapq.heapreplace(held, (least + elements[place], rank))
     return owned
 
 

@@ -1,0 +1,41 @@
+"""Who can be asked about runs: what the oracle's own questions need of whoever finds tables and machines."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.machine import Machine
+from hpcbench.oracle.predict import Prediction
+
+
+class Unpriced(NamedTuple):
+    """Why nothing can be said of a run."""
+
+    reason: str
+
+
+class Room(NamedTuple):
+    """What the fullest rank of a run holds, and how much there is."""
+
+    peak_memory_bytes: int
+    memory_limit_bytes: int | None
+    """``None`` where nobody says."""
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether it fits, as far as is known."""
+        return self.memory_limit_bytes is None or self.peak_memory_bytes <= self.memory_limit_bytes
+
+
+class Answers(Protocol):
+    """Predictions for runs on one cluster."""
+
+    def of(self, spec: RunSpec) -> Prediction | Unpriced:
+        """The prediction, or why there is none."""
+
+    def room(self, spec: RunSpec) -> Room | Unpriced:
+        """Its memory alone, which is quick to tell."""
+
+    def machine(self, spec: RunSpec) -> Machine:
+        """What times on the run's nodes are made of."""
