@@ -51,11 +51,14 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     source: str
 
 
-def predict(spec: RunSpec, table: LayerTable, machine: Machine) -> Prediction:
-    """What a run will take. ``table`` is of its model, data set, input size and options."""
+def predict(spec: RunSpec, table: LayerTable, machine: Machine, memory: Memory | None = None) -> Prediction:
+    """What a run will take. ``table`` is of its model, data set, input size and options.
+
+    ``memory`` is what ``fullest`` says of them, for who knows it already.
+    """
     cost: Cost = resolve_cost(spec.strategy)
     step = cost.step(spec, table, Clock(machine, spec))
-    memory = fullest(spec, table)
+    memory = memory or fullest(spec, table)
     peak = memory.total_bytes + round(machine.base_bytes)
     fits = None if machine.memory_bytes is None else peak <= machine.memory_bytes
     spread = combined_spread(
