@@ -7,7 +7,7 @@ from functools import cached_property
 from math import prod
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.strategies.tensor import SplitModel
+from hpcbench.oracle.split_model import SplitModel
 from hpcbench.parallel.cutting import chunk_blocks
 from hpcbench.parallel.layers import LayerTable
 from hpcbench.parallel.mesh import Mesh
