@@ -22,6 +22,7 @@ from hpcbench.worker.pipeline.measure import run_timeline, watch_pipeline
 from hpcbench.worker.profiling import run_profiled
 from hpcbench.worker.provenance import collect, environment_digest
 from hpcbench.worker.recording import run_recorded
+from hpcbench.worker.rehearsal.install import rehearse
 from hpcbench.worker.sample_flops import flops_per_sample
 from hpcbench.worker.stop import PeerEnded, Stop
 from hpcbench.worker.strategies.base import Measures, Place, Strategy
@@ -45,6 +46,7 @@ def measure(closing: Closing) -> None:
     closing.provenance["data"] = feed.described()
     try:
         strategy.setup(arranged(build_model(spec, header.model_folder), spec), spec, place)
+        rehearse(closing, strategy, device)
         closing.replica = strategy.replica
         closing.state = getattr(strategy, "state", None)
         closing.predicted = getattr(strategy, "predicted", None)
@@ -94,7 +96,7 @@ def _time(closing: Closing, strategy: Strategy, feed: Feed, place: Place) -> Non
         barrier(place)
 
     agree = partial(any_rank, place)
-    evaluate = make_evaluate(strategy, feed, spec, progress, info.rank, agree)
+    evaluate = None if spec.rehearse else make_evaluate(strategy, feed, spec, progress, info.rank, agree)
     run_loop(strategy, feed, spec, progress, stop, edge, evaluate, watch.end)
     arithmetic = getattr(strategy, "arithmetic", None)
     closing.warnings += [*progress.notes(), *(arithmetic.notes() if arithmetic is not None else [])]

@@ -32,8 +32,8 @@ class Evidence(NamedTuple):
 
 
 def usable(runs: Iterable[Evidence]) -> list[Evidence]:
-    """Those that ended well and timed their steps."""
-    return [one for one in runs if one.result.status == OK and one.step_s > 0]
+    """Those that ended well and timed steps that were computed, not rehearsed."""
+    return [one for one in runs if one.result.status == OK and one.step_s > 0 and not one.spec.rehearse]
 
 
 def of_strategy(runs: Sequence[Evidence], *keys: str) -> list[Evidence]:

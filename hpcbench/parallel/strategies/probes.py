@@ -61,5 +61,7 @@ def messages(spec: RunSpec) -> str | None:
 def _measures(spec: RunSpec) -> str | None:
     if spec.verify:
         return f"{spec.strategy} is no training that could be verified"
+    if spec.rehearse:
+        return f"{spec.strategy} measures this machine: it rehearses no other"
     budget_s = spec.options.get("budget_s", _BUDGET.default)
     return None if isinstance(budget_s, int | float) and budget_s > 0 else f"{spec.strategy} with budget_s {budget_s}"
