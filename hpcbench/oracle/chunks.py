@@ -10,6 +10,7 @@ from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.kernels import WHOLE, Pass, Share, first_alike, row_pass, update_kernels
 from hpcbench.oracle.pipeline_run import PipelineRun
 from hpcbench.oracle.placement import group_of, is_within_node, pair_of
+from hpcbench.oracle.steps.tensor import share_of
 from hpcbench.oracle.streams import Call
 from hpcbench.parallel.course import Prices
 from hpcbench.parallel.layers import Layer
@@ -72,9 +73,7 @@ class ChunkTimes:
         """Of ranks that share a stage's transformer blocks the one with most heads and features."""
         if self.plan.split is None:
             return WHOLE
-        given, made = (part.own / part.whole for part in self.plan.split.flow_shares(layer))
-        own = min(given, made)
-        return Share(flops=own, inputs=given, outputs=made, weights=own)
+        return share_of(self.plan.split, layer)
 
     def _sends(self, kind: str, chunk: int, samples: float) -> Call | None:
         """The message after an action for so many samples.

@@ -59,7 +59,7 @@ class Clock:
     def _priced(self, operation: str, payload_bytes: float, group: Group) -> tuple[float, float]:
         if group.ranks < 2:
             return 0.0, 0.0
-        span = corrected(self._span(group), operation, self.machine.comm.collectives)
+        span = corrected(self._span(group), operation, self.machine.comm.collectives, payload_bytes)
         issue_s = self.machine.comm.call_s
         return time_s(operation, span, payload_bytes) + issue_s, time_s(operation, span, 0.0) + issue_s
 
@@ -71,7 +71,7 @@ class Clock:
         flows = group.rivals * lanes / comm.links_per_node
         phi = _contended(comm.contention, flows)
         inter = Wire(comm.inter_node.latency_s, comm.inter_node.beta_s_per_byte * phi / lanes)
-        return Span(group.ranks, group.nodes, comm.intra_node, inter)
+        return Span(group.ranks, group.nodes, comm.intra_node, inter, trees=self.machine.device == "cuda")
 
     def straggler_s(self, compute_s: float) -> float:
         """How much longer than the mean the slowest of all ranks computes, ranks being independent."""

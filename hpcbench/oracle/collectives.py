@@ -34,6 +34,8 @@ class Span(NamedTuple):
     nodes: int
     intra_node: Wire
     inter_node: Wire
+    trees: bool = True
+    """Whether the library reduces along trees, too: NCCL does, gloo goes round a ring whatever the size."""
 
     @property
     def slowest(self) -> Wire:
@@ -48,6 +50,8 @@ class Span(NamedTuple):
 
 def all_reduce_s(span: Span, size_bytes: float) -> float:
     """The faster of a ring and a tree, between which libraries choose by size and number of ranks."""
+    if not span.trees:
+        return ring_all_reduce_s(span, size_bytes)
     return min(ring_all_reduce_s(span, size_bytes), tree_all_reduce_s(span, size_bytes))
 
 

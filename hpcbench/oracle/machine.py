@@ -27,6 +27,8 @@ class CollectiveSample(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float
     beta_ratio: float
     spread: float = 0.0
+    from_bytes: float = 0.0
+    """The smallest payload that it is for: of those for the same ranks the one with the largest that is not above."""
 
 
 class Comm(msgspec.Struct, frozen=True, kw_only=True):

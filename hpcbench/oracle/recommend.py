@@ -7,7 +7,7 @@ and communication have the same part in both steps it cancels, and what is left 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from math import exp, sqrt
+from math import exp, inf, sqrt
 from typing import Any, NamedTuple
 
 import msgspec
@@ -205,21 +205,29 @@ def largest_batch_size(spec: RunSpec, answers: Answers) -> int | None:
     """The largest batch per replica that fits, cut into as many micro-batches; ``None`` where no limit is known."""
     most = DATASETS[spec.dataset].samples // spec.dp_degree // spec.micro_batches
 
-    def fits(size: int) -> bool:
-        room = answers.room(msgspec.structs.replace(spec, batch_size=size * spec.micro_batches))
-        return isinstance(room, Room) and room.memory_limit_bytes is not None and room.is_enough
+    def room(size: int) -> float:
+        """Bytes that are left with micro-batches of ``size``."""
+        found = answers.room(msgspec.structs.replace(spec, batch_size=size * spec.micro_batches))
+        if isinstance(found, Unpriced) or found.memory_limit_bytes is None:
+            return -inf
+        return found.memory_limit_bytes - found.peak_memory_bytes
 
     low = spec.batch_size // spec.micro_batches
-    if not fits(low):
+    left = room(low)
+    if left < 0:
         return None
-    high = low
-    while high < most and fits(min(2 * high, most)):
-        high = min(2 * high, most)
-    low, high = high, min(2 * high, most)
-    while high - low > max(1, low // 64):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return (high if high != low and fits(high) else low) * spec.micro_batches
+    high, is_proved = most + 1, False
+    # Memory grows in proportion to the batch but for what is there anyway: a line through two sizes is nearly right.
+    guess = min(2 * low, most)
+    while low < most and high - low > max(1, low // 64):
+        there = room(guess)
+        slope = (left - there) / (guess - low)
+        low, left = (guess, there) if there >= 0 else (low, left)
+        high, is_proved = (high, is_proved) if there >= 0 else (guess, True)
+        margin = max(1, low // 64, (high - low) // 8 if is_proved else 0)
+        guess = low + int(left / slope) if slope > 0 else most
+        guess = max(low + 1, min(max(guess, low + margin), high - margin if is_proved else most))
+    return low * spec.micro_batches
 
 
 def sweep_points(candidates: Iterable[Candidate]) -> Iterator[dict[str, Any]]:

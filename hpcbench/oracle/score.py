@@ -64,6 +64,8 @@ class Score(msgspec.Struct, kw_only=True):
     parts: dict[str, Summary]
     ranking: Ranking
     fits: Fits
+    other: float | None = None
+    """Mean accuracy, over the same configurations, of the predictor that it is compared with."""
 
 
 def accuracy(predicted: float, measured: float) -> float:
@@ -71,9 +73,14 @@ def accuracy(predicted: float, measured: float) -> float:
     return 1 - abs(predicted - measured) / measured
 
 
-def score(cases: Sequence[Case], predictor: str) -> Score:
-    """Of the cases that count."""
+def score(cases: Sequence[Case], predictor: str, beside: str | None = None) -> Score:
+    """Of the cases that count.
+
+    ``beside`` another predictor: of those alone that ``predictor`` says something of, for both.
+    """
     counted = [one for one in cases if one.measured.status == OK or one.measured.status in COUNTED]
+    if beside is not None:
+        counted = [one for one in counted if one.said.get(predictor, Said()).step_time_s is not None]
     strategies = dict.fromkeys(one.measured.spec.strategy for one in counted)
     by_strategy = {
         name: summary([one for one in counted if one.measured.spec.strategy == name], predictor) for name in strategies
@@ -86,6 +93,7 @@ def score(cases: Sequence[Case], predictor: str) -> Score:
         parts={name: one for name, one in parts.items() if one is not None},
         ranking=ranking(counted, predictor),
         fits=fits(counted, predictor),
+        other=there.mean if beside and (there := summary(counted, beside)) else None,
     )
 
 

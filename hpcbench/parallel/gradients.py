@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 from hpcbench.parallel.layers import LayerTable
-from hpcbench.parallel.memo import of_table
+from hpcbench.parallel.memo import once_per
 
 _BIAS_FIRST = frozenset({"Linear"})
 """Autograd hands out the gradients of an operator's inputs in their order: ``addmm`` has the bias first, but under
@@ -33,7 +33,7 @@ def ready_order(table: LayerTable, precision: str = "fp32") -> list[int]:
     return order
 
 
-@of_table
+@once_per(32)
 def first_rows(table: LayerTable) -> list[int]:
     """Of every tensor of ``table.parameter_tensors``: the row of ``table.layers`` that uses it first."""
     rows: dict[str, int] = {}

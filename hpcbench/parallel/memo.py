@@ -1,4 +1,4 @@
-"""What is worked out of a table of layers once, however often it is asked for."""
+"""What is worked out of a table of layers, or of one of its rows, once, however often it is asked for."""
 
 from __future__ import annotations
 
@@ -6,32 +6,38 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import wraps
 from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.layers import LayerTable
 
-Result = TypeVar("Result")
 Entry = TypeVar("Entry")
-_TABLES = 32
-"""So many tables are remembered at a time: each by itself, since tables are not hashable."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def of_table(function: Callable[[LayerTable], Result]) -> Callable[[LayerTable], Result]:
-    """``function`` of a table, which asks it once for each; what it returns is everybody's, and not to be changed."""
-    known: OrderedDict[int, tuple[LayerTable, Result]] = OrderedDict()
+def once_per(size: int) -> Callable[[Function], Function]:
+    """Ask the function once for each first argument, by identity, and each of the others, which are hashable.
 
-    @wraps(function)
-    def remembered(table: LayerTable) -> Result:
-        found = known.get(id(table))
-        if found is not None and found[0] is table:
+    The last ``size`` answers are remembered. They are everybody's, and not to be changed.
+    """
+
+    def decorate(function: Function) -> Function:
+        known: OrderedDict[tuple[Hashable, ...], tuple[Any, Any]] = OrderedDict()
+
+        @wraps(function)
+        def remembered(first: Any, *others: Hashable, **named: Hashable) -> Any:
+            key = (id(first), *others, *sorted(named.items()))
+            found = known.get(key)
+            # An identity may come again when its first owner is gone: not while that is kept here.
+            if found is None:
+                found = known[key] = (first, function(first, *others, **named))
+                if len(known) > size:
+                    known.popitem(last=False)
             return found[1]
-        known[id(table)] = (table, function(table))
-        if len(known) > _TABLES:
-            known.popitem(last=False)
-        return known[id(table)][1]
 
-    return remembered
+        return remembered  # type: ignore[return-value]
+
+    return decorate
 
 
 _Lists = Callable[[RunSpec, LayerTable], list[Entry]]

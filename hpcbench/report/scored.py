@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from hpcbench.oracle.cases import Case
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.score import Score, score
-from hpcbench.report.validation import OURS, Forecasts, cases_of, said_by_us
+from hpcbench.report.validation import OURS, Forecasts, cases_of
 from hpcbench.results.store import ResultsTree
 
 if TYPE_CHECKING:
@@ -26,8 +26,9 @@ class Scored(NamedTuple):
 def scored(frame: polars.DataFrame, results: ResultsTree) -> Scored:
     """``frame`` has ``validation.COLUMNS``; calibrations are ``results``'."""
     forecasts = Forecasts(results)
-    found = cases_of(frame, {OURS: said_by_us(forecasts)})
-    scores = [score(found.cases, name) for name in (found.cases[0].said if found.cases else [])]
+    found = cases_of(frame, forecasts)
+    names = found.cases[0].said if found.cases else []
+    scores = [score(found.cases, name, None if name == OURS else OURS) for name in names]
     machines = [machine for one in forecasts.made() for machine in one.machines()]
     reasons = {one.said[OURS].reason for one in found.cases} - {""}
     return Scored(found.cases, scores, machines, [*found.notes, *(f"not predicted: {one}" for one in sorted(reasons))])

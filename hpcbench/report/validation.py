@@ -12,7 +12,9 @@ from hpcbench.config.load import load_cluster
 from hpcbench.config.spec import RunSpec, config_id
 from hpcbench.errors import HpcbenchError
 from hpcbench.oracle.answers import Unpriced
+from hpcbench.oracle.baselines import BASELINES
 from hpcbench.oracle.cases import COUNTED, PARTS, Case, Measured, Said
+from hpcbench.oracle.estimates import Asked, Estimate, Known
 from hpcbench.oracle.predict import Prediction
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.report.groups import STEP
@@ -101,6 +103,7 @@ def _measured(rows: Sequence[dict[str, Any]]) -> Measured:
 
 
 Predictor = Callable[[Measured], Said]
+Baseline = Callable[[Asked], Estimate]
 
 
 def said_by_us(forecasts: Forecasts) -> Predictor:
@@ -121,8 +124,37 @@ def said_by_us(forecasts: Forecasts) -> Predictor:
     return say
 
 
-def cases_of(frame: polars.DataFrame, predictors: dict[str, Predictor]) -> Cases:
-    """Every configuration that trained, or should have, with what each of ``predictors`` says of it."""
+def said_by_baseline(forecasts: Forecasts, baseline: Baseline, measured: Sequence[Measured]) -> Predictor:
+    """One of ``BASELINES`` as a predictor, that may look at all that was ``measured`` on fewer devices."""
+    known: dict[str, list[Known]] = {}
+    for one in measured:
+        if one.step_time_s is not None:
+            known.setdefault(one.cluster, []).append(Known(one.spec, one.step_time_s))
+
+    def say(measured: Measured) -> Said:
+        forecast = forecasts.of(measured.cluster)
+        if isinstance(forecast, Unpriced):
+            return Said(reason=forecast.reason)
+        table = forecast.table(measured.spec)
+        if isinstance(table, Unpriced):
+            return Said(reason=table.reason)
+        asked = Asked(measured.spec, table, forecast.machine(measured.spec), known.get(measured.cluster, []))
+        try:
+            found = baseline(asked)
+        except (ArithmeticError, AssertionError, HpcbenchError, LookupError, ValueError) as error:
+            return Said(reason=f"{type(error).__name__}: {error}")
+        figures = {"compute_s": found.compute_s, "comm_s": found.comm_s, "peak_memory_bytes": found.memory_bytes}
+        return Said(
+            step_time_s=found.step_time_s,
+            figures={name: value for name, value in figures.items() if value is not None},
+            reason=found.reason,
+        )
+
+    return say
+
+
+def cases_of(frame: polars.DataFrame, forecasts: Forecasts) -> Cases:
+    """Every configuration that trained, or should have, with what the oracle and each baseline say of it."""
     measured = measured_configurations(frame)
     counted = [one for one in measured if (one.status == OK and one.launches_s) or one.status in COUNTED]
     # A probe measures, it does not train; computation that is slept through is no computation.
@@ -134,6 +166,8 @@ def cases_of(frame: polars.DataFrame, predictors: dict[str, Predictor]) -> Cases
         "that were rehearsed, which is no measurement of this cluster": len(trained) - len(real),
     }
     notes = [f"not scored: {count} configurations {what}" for what, count in left_out.items() if count]
+    predictors = {OURS: said_by_us(forecasts)}
+    predictors |= {name: said_by_baseline(forecasts, one, real) for name, one in BASELINES.items()}
     return Cases([Case(one, {name: say(one) for name, say in predictors.items()}) for one in real], notes)
 
 

@@ -82,31 +82,37 @@ def predictors_view(scores: Sequence[Score]) -> View:
         Column("predictor", "predictor", is_key=True, is_number=False),
         Column("count", "n"),
         Column("mean", "accuracy [95 %]"),
+        Column("other", "ours there"),
         Column("signed", "signed"),
         Column("tau", "tau"),
         Column("regret", "regret"),
         Column("worst_regret", "worst"),
-        Column("false_fits", "false fits"),
     ]
-    view = View("against the baselines, over the same configurations", columns, [], [])
+    view = View("against the baselines", columns, [], [])
     for one in scores:
-        total, rank, fits = one.total, one.ranking, one.fits
+        total, rank = one.total, one.ranking
         view.raw.append([
-            one.predictor, total.count if total else 0, total.mean if total else None,
-            total.signed if total else None, rank.tau, rank.regret, rank.worst_regret, fits.false_fits,
+            one.predictor, total.count if total else 0, total.mean if total else None, one.other,
+            total.signed if total else None, rank.tau, rank.regret, rank.worst_regret
         ])  # fmt: skip
         texts = _texts(total) if total else [""] * len(_SUMMARY)
         view.cells.append([
-            one.predictor, texts[0], texts[1], texts[5], "" if rank.tau is None else f"{rank.tau:.2f}",
+            one.predictor, texts[0] or "0", texts[1], "" if one.other is None else _percent(one.other), texts[5],
+            "" if rank.tau is None else f"{rank.tau:.2f}",
             _share(rank.regret), _share(rank.worst_regret),
-            f"{fits.false_fits} of {fits.said_to_fit}" if fits.count else "",
         ])  # fmt: skip
     groups = max((one.ranking.groups for one in scores), default=0)
     view.notes = [
+        f"n: configurations that it says something of; ours there: accuracy of {OURS} over the same ones",
         f"tau: Kendall's, of configurations ranked by time per sample, mean over {groups} groups of the same model and "
         "devices; regret: how much slower than the measured best the predicted best is, mean and worst",
-        "false fits: said to fit, but out of memory",
     ]
+    fits = scores[0].fits if scores else None
+    if fits is not None and fits.count:
+        view.notes.append(
+            f"memory: of {fits.said_to_fit} said to fit {fits.false_fits} did not, of "
+            f"{fits.count - fits.said_to_fit} said not to fit {fits.false_alarms} did"
+        )
     failed = sum(one.ranking.failed for one in scores if one.predictor == OURS)
     if failed:
         view.notes.append(f"in {failed} groups the predicted best did not run")

@@ -16,6 +16,7 @@ from hpcbench.errors import HpcbenchError
 from hpcbench.oracle.answers import Room, Unpriced
 from hpcbench.oracle.calibration.choose import machine_for
 from hpcbench.oracle.machine import Machine
+from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.predict import Prediction, fullest, predict
 from hpcbench.parallel.catalog import resolve_cost, strategy
 from hpcbench.parallel.layers import LayerRequest, LayerTable
@@ -24,7 +25,7 @@ from hpcbench.results.store import ClusterTree
 from hpcbench.submit.layers import layer_table_of
 from hpcbench.submit.plan import local_cores
 
-_Said = TypeVar("_Said", Prediction, Room)
+_Said = TypeVar("_Said", Prediction, Memory)
 
 STARTUP_S = {"cpu": 15.0, "cuda": 45.0}
 """From a launch to its first step, and from its last step to the next launch: interpreters, libraries, the model, the
@@ -56,11 +57,12 @@ class Forecast:
         self._model_folder = str(model_folder.resolve()) if model_folder else None
         self._tables: dict[Any, LayerTable | Unpriced] = {}
         self._machines: dict[tuple[str | None, int], Machine] = {}
+        self._held: dict[Any, Memory | Unpriced] = {}
         self._found: dict[Any, Prediction | Unpriced] = {}
 
     def of(self, spec: RunSpec, most: int | None = None) -> Prediction | Unpriced:
         """The prediction for ``spec``, or why there is none; beyond ``most`` different ones none is made."""
-        key = (_PRICED(spec), _frozen(spec.options), _frozen(spec.model_options))
+        key = _key(spec)
         found = self._found.get(key)
         if found is None:
             if most is not None and len(self._found) >= most:
@@ -109,14 +111,23 @@ class Forecast:
         """What the fullest rank holds, and how much there is."""
         machine = self.machine(spec)
 
-        def told(table: LayerTable) -> Room:
-            peak = fullest(spec, table).total_bytes + round(machine.base_bytes)
-            return Room(peak, None if machine.memory_bytes is None else round(machine.memory_bytes))
+        held = self._fullest(spec)
+        if isinstance(held, Unpriced):
+            return held
+        limit = None if machine.memory_bytes is None else round(machine.memory_bytes)
+        return Room(held.total_bytes + round(machine.base_bytes), limit)
 
-        return self._told(spec, told)
+    def _fullest(self, spec: RunSpec) -> Memory | Unpriced:
+        key = _key(spec)
+        if key not in self._held:
+            self._held[key] = self._told(spec, lambda table: fullest(spec, table))
+        return self._held[key]
 
     def _priced(self, spec: RunSpec) -> Prediction | Unpriced:
-        return self._told(spec, lambda table: predict(spec, table, self.machine(spec)))
+        held = self._fullest(spec)
+        if isinstance(held, Unpriced):
+            return held
+        return self._told(spec, lambda table: predict(spec, table, self.machine(spec), held))
 
     def _told(self, spec: RunSpec, tell: Callable[[LayerTable], _Said]) -> _Said | Unpriced:
         if strategy(spec.strategy).cost is None or not hasattr(resolve_cost(spec.strategy), "step"):
@@ -140,6 +151,10 @@ def _with_this_machine(profile: ClusterProfile) -> ClusterProfile:
     node = profile.node
     here = {"cores": node.cores or local_cores(), "memory_bytes": node.memory_bytes or psutil.virtual_memory().total}
     return profile.model_copy(update={"node": node.model_copy(update=here)})
+
+
+def _key(spec: RunSpec) -> Any:
+    return _PRICED(spec), _frozen(spec.options), _frozen(spec.model_options)
 
 
 def _frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:

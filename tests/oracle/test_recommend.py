@@ -176,6 +176,25 @@ def test_the_largest_batch_that_fits(limit: int) -> None:
     assert largest_batch_size(spec, Answers(by_samples, 10**9)) == 25_000
 
 
+@pytest.mark.parametrize("bend", [10, 300, 20_000])
+def test_few_sizes_are_tried_where_memory_grows_in_bends(bend: int) -> None:
+    asked = []
+
+    class Bent(Answers):
+        def room(self, spec: RunSpec) -> Room:
+            asked.append(spec.batch_size)
+            return Room(spec.batch_size + 1000 * max(0, spec.batch_size - bend), 20_000)
+
+    found = largest_batch_size(RunSpec(**RESNET, strategy="ddp", batch_size=8, dp_degree=2, nodes=2), Bent(by_samples))
+    assert found is not None
+    assert (
+        found + 1000 * max(0, found - bend)
+        <= 20_000
+        < found + found // 64 + 1 + 1000 * (found // 64 + 1 + found - bend)
+    )
+    assert len(asked) < 40
+
+
 def test_points_of_a_sweep_say_what_differs_from_the_defaults() -> None:
     answers = Answers(by_samples, limit=2)
     found = recommend(RESNET, World(1, 2, {"batch_size": 8}), NOWHERE, answers)
