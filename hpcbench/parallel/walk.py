@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hpcbench.parallel.schedule import BACKWARD, FORWARD, WEIGHT, Action, Layout, needs
+from hpcbench.parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Layout
 
 
 class Span(NamedTuple):
@@ -33,6 +33,58 @@ class Walk(NamedTuple):
         return 1.0 - busy / (len(self.ranks) * self.end) if self.end else 0.0
 
 
+class Turn(NamedTuple):
+    """An action in an order in which every one finds done what it needs."""
+
+    rank: int
+    action: Action
+    awaited: int
+    """Place in the order of the action of another rank that this one waits for; -1 where it waits for none."""
+    is_sent: bool
+    """Whether another rank waits for the result."""
+
+
+def in_order(ranks: Sequence[Sequence[Action]], layout: Layout) -> list[Turn]:
+    """The actions of all ranks, each rank's in its own order."""
+    done: dict[Action, int] = {}
+    waiting: dict[Action, int] = {}
+    places = [0] * len(ranks)
+    found: list[tuple[int, Action, int]] = []
+    sent: set[int] = set()
+    ready = list(range(len(ranks) - 1, -1, -1))
+    while ready:
+        rank = ready.pop()
+        own = ranks[rank]
+        while places[rank] < len(own):
+            action = own[places[rank]]
+            awaited = _awaited(action, layout)
+            if awaited is not None and awaited not in done:
+                waiting[awaited] = rank
+                break
+            other = -1 if awaited is None else done[awaited]
+            if other >= 0 and found[other][0] == rank:
+                other = -1
+            if other >= 0:
+                sent.add(other)
+            if action in waiting:
+                ready.append(waiting.pop(action))
+            done[action] = len(found)
+            found.append((rank, action, other))
+            places[rank] += 1
+    assert all(place == len(own) for place, own in zip(places, ranks, strict=True)), "a schedule that gets stuck"
+    return [Turn(*one, place in sent) for place, one in enumerate(found)]
+
+
+def _awaited(action: Action, layout: Layout) -> Action | None:
+    """What the neighbouring chunk must have done; what the own chunk has done comes earlier in the own order."""
+    kind, chunk, one = action
+    if kind == FORWARD and chunk > 0:
+        return Action(FORWARD, chunk - 1, one)
+    if kind in (BACKWARD, INPUT) and chunk < layout.chunks - 1:
+        return Action(kind, chunk + 1, one)
+    return None
+
+
 def walk(
     ranks: list[list[Action]],
     layout: Layout,
@@ -41,32 +93,39 @@ def walk(
 ) -> Walk:
     """Every rank does its next action as soon as it is done with the one before and has what the action needs.
 
-    ``transfer`` is the time from an action's end until the rank that waits for its result has it, where that is
-    another rank. Sending costs the sender nothing.
+    ``transfer`` is the time that the result of an action takes to another rank that waits for it. A rank sends one
+    message after another, which costs it no time of its own.
     """
-    ends: dict[Action, float] = {}
+    turns = in_order(ranks, layout)
     found: list[list[Span]] = [[] for _ in ranks]
-    moved = True
-    while moved:
-        moved = False
-        for rank, own in enumerate(ranks):
-            spans = found[rank]
-            while len(spans) < len(own):
-                action = own[len(spans)]
-                before = needs(action, layout)
-                if not all(one in ends for one in before):
-                    break
-                arrived = [ends[one] + (transfer(one) if _is_elsewhere(one, action, layout) else 0.0) for one in before]
-                begin = max([spans[-1].end if spans else 0.0, *arrived])
-                ends[action] = begin + duration(action)
-                spans.append(Span(action, begin, ends[action]))
-                moved = True
-    assert all(len(spans) == len(own) for spans, own in zip(found, ranks, strict=True)), "a schedule that gets stuck"
+    for turn, begin, end in zip(turns, *times(turns, len(ranks), duration, transfer), strict=True):
+        found[turn.rank].append(Span(turn.action, begin, end))
     return Walk(found)
 
 
-def _is_elsewhere(one: Action, action: Action, layout: Layout) -> bool:
-    return layout.rank(one.chunk, one.micro_batch) != layout.rank(action.chunk, action.micro_batch)
+def times(
+    turns: Sequence[Turn], ranks: int, duration: Callable[[Action], float], transfer: Callable[[Action], float]
+) -> tuple[list[float], list[float]]:
+    """When each of the actions of so many ranks, ``in_order``, begins and ends; see ``walk``."""
+    begins: list[float] = []
+    ends: list[float] = []
+    arrivals: list[float] = []
+    free, gone = [0.0] * ranks, [0.0] * ranks
+    for rank, action, awaited, is_sent in turns:
+        begin = free[rank]
+        if awaited >= 0 and arrivals[awaited] > begin:
+            begin = arrivals[awaited]
+        end = arrival = begin + duration(action)
+        free[rank] = end
+        if is_sent:
+            if gone[rank] > end:
+                arrival = gone[rank]
+            arrival += transfer(action)
+            gone[rank] = arrival
+        begins.append(begin)
+        ends.append(end)
+        arrivals.append(arrival)
+    return begins, ends
 
 
 def live(own: Sequence[Action]) -> list[list[Action]]:
