@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +13,7 @@ import msgspec
 
 from hpcbench.config.spec import RunSpec, config_id
 from hpcbench.fileio import write_atomic
-from hpcbench.oracle.cases import Said
+from hpcbench.oracle.cases import Measured, Said
 from hpcbench.report.validation import Predictor
 
 HERE = Path(__file__).parent
@@ -30,7 +32,7 @@ class Foretold(msgspec.Struct, kw_only=True):
 class Register(msgspec.Struct, kw_only=True):
     """The file of predictions."""
 
-    source: str
+    sources: list[str]
     """What they were made from."""
     made_unix_s: float
     configurations: list[Foretold]
@@ -43,9 +45,24 @@ class Commit(NamedTuple):
     unix_s: float
 
 
-def write(source: str, specs: list[RunSpec], say: dict[str, Predictor], measured_of: dict[str, object]) -> Register:
-    """Write what ``say`` says of each of ``specs``."""
-    raise NotImplementedError
+class Look(msgspec.Struct, kw_only=True):
+    """Somebody saw how predictions compare with measurements. A new set of predictions after that is a new look."""
+
+    predictions: str
+    """The beginning of the file's SHA-256."""
+    unix_s: float
+
+
+def write(cluster: str, specs: Sequence[RunSpec], predictors: dict[str, Predictor], sources: list[str]) -> None:
+    """Write what the predictors say of each of ``specs``."""
+    found = []
+    for spec in specs:
+        asked = Measured(cluster=cluster, config_id=config_id(spec), spec=spec)
+        found.append(
+            Foretold(config_id=asked.config_id, spec=spec, said={name: say(asked) for name, say in predictors.items()})
+        )
+    register = Register(sources=sources, made_unix_s=time.time(), configurations=found)
+    write_atomic(PREDICTIONS, msgspec.json.format(msgspec.json.encode(register), indent=1) + b"\n")
 
 
 def read() -> Register:
@@ -61,6 +78,16 @@ def commit() -> Commit | None:
         return None
     name, unix_s = found.split()
     return Commit(name, float(unix_s))
+
+
+def looks() -> list[Look]:
+    """Every set of predictions that was compared with measurements, in order, this one included from now on."""
+    before = msgspec.json.decode(LOOKS.read_bytes(), type=list[Look]) if LOOKS.exists() else []
+    now = hashlib.sha256(PREDICTIONS.read_bytes()).hexdigest()[:12]
+    if all(one.predictions != now for one in before):
+        before.append(Look(predictions=now, unix_s=time.time()))
+        write_atomic(LOOKS, msgspec.json.format(msgspec.json.encode(before), indent=1) + b"\n")
+    return before
 
 
 def _git(*arguments: str) -> str:

@@ -1,4 +1,4 @@
-"""The SLURM box as a cluster whose links have one rate while it is calibrated and another while the oracle is scored."""
+"""The SLURM box as a cluster whose links have one rate while it is calibrated and another for the score."""
 
 from __future__ import annotations
 
