@@ -64,7 +64,7 @@ def _head(cases: Sequence[Case], register: Register, commit: Commit | None, look
     launches = sum(len(one.measured.launches_s) for one in cases)
     yield f"{len(cases)} of {len(register.configurations)} configurations, {launches} launches that ended well"
     yield f"predicted from: {'; '.join(register.sources)}"
-    when = datetime.datetime.fromtimestamp(register.made_unix_s, datetime.UTC)
+    when = datetime.datetime.fromtimestamp(register.made_unix_s, datetime.timezone.utc)
     yield (
         f"predictions of {when:%Y-%m-%d %H:%M} UTC, committed as {commit.name}"
         if commit
