@@ -237,5 +237,5 @@ def sweep_points(candidates: Iterable[Candidate]) -> Iterator[dict[str, Any]]:
         "pp_degree", "activation_checkpointing", "options",
     )  # fmt: skip
     for one in candidates:
-        given = {name: getattr(one.spec, name) for name in names}
-        yield {name: value for name, value in given.items() if value not in (1, False, {}) or name == "batch_size"}
+        given = msgspec.to_builtins(one.spec)
+        yield {name: given[name] for name in names if name in given}

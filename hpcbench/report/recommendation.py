@@ -169,6 +169,7 @@ def sweep_toml(found: Sequence[Recommendation], name: str) -> str:
     spec = best[0].spec
     shared = {"model": spec.model, "dataset": spec.dataset, "precision": spec.precision}
     shared |= {key: value for key in ("input_size", "partition") if (value := getattr(spec, key)) is not None}
+    shared |= {"optimizer": spec.optimizer} if spec.optimizer != "sgd" else {}
     lines = [f"name = {_toml(name)}", f"repeats = {REPEATS}", "", "[fixed]"]
     lines += [f"{key} = {_toml(value)}" for key, value in shared.items()]
     for point in sweep_points(best):

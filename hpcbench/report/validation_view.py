@@ -136,7 +136,7 @@ def cases_view(cases: Sequence[Case]) -> View:
         Column("accuracy", "acc."),
         Column("noise", "noise"),
         Column("status", "status", is_number=False),
-        *(Column(f"{name}_s", name) for name in names),
+        *(Column(f"{name}_s", name, can_go=True) for name in names),
     ]
     view = View("every configuration", columns, [], [])
     for one in cases:
