@@ -11,8 +11,10 @@ from hpcbench.report.plots.scales import Axis, figures, log_ticks
 
 if TYPE_CHECKING:
     import polars
+    from rich.text import Text
 
-COLUMNS = ("panel", "series", "role", "x", "y", "low", "high", "label", "spread")
+_NUMBERS = ("x", "y", "low", "high")
+COLUMNS = ("panel", "series", "role", *_NUMBERS, "label", "launches")
 MEASURED, PREDICTED, IDEAL, CROSSING, BAND = "measured", "predicted", "ideal", "crossing", "band"
 """What a row is. An ideal is a thin line, a crossing a ring where two lines meet, a band the space around an ideal."""
 _WIDTH, _HEIGHT = 560, 340
@@ -59,6 +61,12 @@ class Lines:
         unit = {"layer": layers, "encoding": {"x": self._x(frame), "tooltip": self._tooltip()}}
         return facets(self._values(frame), unit, frame["panel"].unique(maintain_order=True).to_list(), _WIDTH, _HEIGHT)
 
+    def text(self, frame: polars.DataFrame, width: int, *, plain: bool) -> list[Text]:
+        """As ``Drawing``."""
+        from hpcbench.report.plots.grid import grid_text
+
+        return grid_text(self, frame, width, plain=plain)
+
     def _values(self, frame: polars.DataFrame) -> list[dict[str, Any]]:
         rows = []
         for row in frame.iter_rows(named=True):
@@ -102,8 +110,25 @@ class Lines:
         return [
             *({"field": field, "type": "nominal", "title": title or field} for field, title in named),
             *({"field": field, "type": "quantitative", "title": title, "format": "~g"} for field, title in numbers),
-            {"field": "spread", "type": "nominal", "title": "interval"},
+            {"field": "launches", "type": "quantitative", "title": "launches"},
         ]
+
+
+def rows_for(rows: polars.DataFrame, role: str) -> polars.DataFrame:
+    """``rows`` with ``panel``, ``x`` and ``y`` at least, as ``COLUMNS``; what they lack is null, a name the role's."""
+    import polars as pl
+
+    lacking = [
+        pl.lit(role).alias(name) if name in ("series", "label") else pl.lit(None).alias(name)
+        for name in COLUMNS
+        if name not in (*rows.columns, "role")
+    ]
+    return rows.with_columns(*lacking, pl.lit(role).alias("role")).select(
+        *(
+            pl.col(name).cast(pl.Float64 if name in _NUMBERS else pl.Int64 if name == "launches" else pl.String)
+            for name in COLUMNS
+        )
+    )
 
 
 def _of(role: str, mark: dict[str, Any], encoding: dict[str, Any], *, plain: bool = False) -> dict[str, Any]:

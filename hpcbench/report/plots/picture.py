@@ -1,4 +1,4 @@
-"""What is drawn: the plotted figures, and a drawing that turns them into Vega-Lite."""
+"""What is drawn: the plotted figures, and a drawing that turns them into Vega-Lite or into a terminal's lines."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hpcbench.results.schema import RunResult
 
 if TYPE_CHECKING:
     import polars
+    from rich.text import Text
 
 Whole = Callable[[Sequence[tuple[str, str]]], Iterable[RunResult]]
 """Gives the whole results of (cluster, run_id) pairs: what is in files alone, such as single steps."""
@@ -32,6 +33,10 @@ class Drawing(Protocol):
 
     def vega(self, frame: polars.DataFrame) -> dict[str, Any]:
         """Data, marks and scales in Vega-Lite, without title and ``config``."""
+        ...
+
+    def text(self, frame: polars.DataFrame, width: int, *, plain: bool) -> list[Text]:
+        """Lines of at most ``width`` characters, of ASCII alone where ``plain``."""
         ...
 
 

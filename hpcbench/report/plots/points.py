@@ -44,8 +44,8 @@ COLUMNS = (
 
 
 class Points(NamedTuple):
-    """``frame``: rows of ``configurations`` with ``speedup`` and ``efficiency``, ``panel``, ``series``, ``label`` (the
-    strategy with its degrees), ``devices`` and ``spread`` (what an interval is)."""
+    """``frame``: rows of ``configurations`` with ``speedup`` and ``efficiency``, ``panel``, ``series``, ``devices`` and
+    ``label`` (the strategy with its degrees)."""
 
     frame: polars.DataFrame
     shared: str
@@ -75,9 +75,6 @@ def points(frame: polars.DataFrame, by: Sequence[str] = (), metric: str = RATE) 
         notes.append(f"without {short_of(metric)}: {len(rows) - len(there)} configurations")
     there = _per_device(there).with_columns(
         pl.format(text, _rounded(batch)).alias("_batch"),
-        pl.when(pl.col("launches") > 1)
-        .then(pl.format("least and most of {} launches", pl.col("launches")))
-        .otherwise(pl.lit("95 % within one launch")).alias("spread"),
         _label().alias("label"),
     )  # fmt: skip
     there, shared = _with_panels(_with_series(there, by))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hpcbench.report.groups import HIGH, LOW, RATE
-from hpcbench.report.plots.lines import IDEAL, MEASURED, Lines
+from hpcbench.report.plots.lines import IDEAL, MEASURED, Lines, rows_for
 from hpcbench.report.plots.picture import Asked, Picture
 from hpcbench.report.plots.points import points
 from hpcbench.report.plots.scales import axis, counted
@@ -24,15 +24,16 @@ def throughput(frame: polars.DataFrame, asked: Asked) -> Picture:
     found = points(frame, asked.by)
     if found.nothing:
         return Picture(NAME, TITLE, nothing=found.nothing, notes=found.notes)
-    rows = found.frame.select(
-        "panel", "series", pl.lit(MEASURED).alias("role"), pl.col("devices").cast(pl.Float64).alias("x"),
-        pl.col(RATE).alias("y"), pl.col(f"{RATE}:{LOW}").alias("low"), pl.col(f"{RATE}:{HIGH}").alias("high"), "label",
-        "spread",
-    )  # fmt: skip
+    rows = rows_for(
+        found.frame.select(
+            "panel", "series", "label", "launches", x="devices", y=RATE, low=f"{RATE}:{LOW}", high=f"{RATE}:{HIGH}"
+        ),
+        MEASURED,
+    )
     ideal = _ideal(found.frame)
     x = counted("devices", rows["x"])
     y = axis("{}samples/s", "/s", rows["y"], log=bool(x.log))
-    drawn = pl.concat([rows, ideal.select(rows.columns)])
+    drawn = pl.concat([rows, ideal])
     notes = [*spreads(rows), *(["dotted: as many times one device's rate as there are devices"] if len(ideal) else [])]
     return Picture(
         NAME, TITLE, found.shared, over_devices(rows, "throughput", lambda value: f"{value:.4g} samples/s", most=True),
@@ -51,9 +52,4 @@ def _ideal(rows: polars.DataFrame) -> polars.DataFrame:
         pl.col("_each").first(), pl.concat_list(pl.col("devices").min(), pl.col("devices").max()).alias("x")
     )
     ends = ends.explode("x").unique(maintain_order=True)
-    empty = pl.lit(None, dtype=pl.Float64)
-    return ends.select(
-        "panel", pl.lit("ideal").alias("series"), pl.lit(IDEAL).alias("role"), pl.col("x").cast(pl.Float64),
-        (pl.col("_each") * pl.col("x")).alias("y"), empty.alias("low"), empty.alias("high"),
-        pl.lit("ideal").alias("label"), pl.lit("").alias("spread"),
-    )  # fmt: skip
+    return rows_for(ends.with_columns((pl.col("_each") * pl.col("x")).alias("y")), IDEAL)

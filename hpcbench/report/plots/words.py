@@ -20,11 +20,15 @@ def legend_of(by: Sequence[str]) -> str:
 
 
 def spreads(rows: polars.DataFrame, more: str = "") -> list[str]:
-    """What the whiskers of ``rows`` (columns ``low``, ``spread``) are; nothing where there are none."""
-    kinds = rows.filter(rows["low"].is_not_null())["spread"].unique().sort().to_list()
-    if not kinds:
-        return ["no interval: every point is one launch without one"]
-    return [f"whiskers: {'; '.join(kinds)}{f'; {more}' if more else ''}"]
+    """What the whiskers of ``rows`` (columns ``low``, ``launches``) are; nothing where there are none."""
+    given = rows.filter(rows["low"].is_not_null())
+    counts = sorted({int(count) for count in given["launches"].to_list()})
+    kinds = ["95 % of the median within one launch"] if counts[:1] == [1] else []
+    several = [count for count in counts if count > 1]
+    if several:
+        span = str(several[0]) if len(several) == 1 else f"{several[0]} to {several[-1]}"
+        kinds.append(f"least and most of {span} launches")
+    return [f"whiskers: {'; '.join([*kinds, *([more] if more else [])])}"] if kinds else ["no intervals"]
 
 
 def plural(count: int, word: str) -> str:
