@@ -210,6 +210,11 @@ def _label() -> polars.Expr:
     return _degrees(" {}{}")
 
 
+def labelled(frame: polars.DataFrame, by: Sequence[str]) -> polars.DataFrame:
+    """Rows of a results frame with ``series``, ``label`` and ``devices``, as ``points`` names them."""
+    return _with_series(with_derived(_with_keys(frame, by)), by).with_columns(_label().alias("label"))
+
+
 def _with_series(rows: polars.DataFrame, by: Sequence[str]) -> polars.DataFrame:
     """A hybrid is one line however large its degrees are: ``filter dp tp``."""
     import polars as pl
