@@ -23,7 +23,7 @@ COMPUTE, HIDDEN, EXPOSED, BUBBLE, REST = (
 )  # fmt: skip
 PARTS = {
     COMPUTE: Part(theme.BLUE, "#FFFFFF", "█", "#"), HIDDEN: Part(theme.SKY, "#000000", "▓", "="),
-    EXPOSED: Part(theme.VERMILLION, "#FFFFFF", "▒", "+"), BUBBLE: Part(theme.LIGHT, "#000000", "░", "."),
+    EXPOSED: Part(theme.VERMILLION, "#000000", "▒", "+"), BUBBLE: Part(theme.LIGHT, "#000000", "░", "."),
     REST: Part("#FFFFFF", "#000000", "·", " "),
 }  # fmt: skip
 _TOLD = 6

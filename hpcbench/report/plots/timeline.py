@@ -20,11 +20,13 @@ NAME, TITLE = "timeline", "Timeline of a pipeline's step"
 _MOST_RUNS = 4
 _MOST_SPANS = 3000
 """A step of more actions than anybody can tell apart is cut after so many."""
+_MOST_SECONDS, _MOST_COUNT = 1e9, 10**9
+"""Beyond them somebody has written what nobody measured."""
 _BUBBLE = "metrics.bubble_fraction"
 
 
 def timeline(frame: polars.DataFrame, asked: Asked) -> Picture:
-    """The untimed step whose actions were noted, of the first launch of up to four configurations."""
+    """The untimed step whose actions were noted, of one launch of up to four configurations each."""
     found = points(frame, asked.by, _BUBBLE)
     if found.nothing:
         nothing = found.nothing.replace("none has it measured", "none is a pipeline whose step was noted")
@@ -69,7 +71,8 @@ def _spans(timeline_: Timeline) -> list[dict[str, Any]]:
         for source in ("measured", "planned")
         for rank in sorted(timeline_.ranks, key=lambda one: one.rank)
         for one in getattr(rank, source)
-        if 0 <= one.begin_s <= one.end_s < 1e9
+        if 0 <= one.begin_s <= one.end_s < _MOST_SECONDS
+        and max(abs(value) for value in (rank.rank, one.chunk, one.micro_batch)) < _MOST_COUNT
     ]
 
 
