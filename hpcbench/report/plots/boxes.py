@@ -140,7 +140,7 @@ class Boxes:
         box, rule, median = _CHARACTERS[plain]
         key = [f"{box} middle half", f"{median} median", f"{rule} {self.whiskers}"]
         if self.bars:
-            key = [f"{median} up to the least", f"{box} {self.whiskers}"]
+            key = [f"{_BAR[plain]} up to the least", f"{box} {self.whiskers}"]
         return [*lines, Text(""), *flowed([Text(one) for one in key], width)]
 
     def _drawn(
@@ -160,7 +160,7 @@ class Boxes:
         one = inside.filter(inside["role"] == BOX).row(0, named=True)
         if self.bars:
             least = place(one["low"]) + 1
-            return Text(median * least + box * (place(one["high"]) + 1 - least), style=known[one["series"]].colour)
+            return Text(_BAR[plain] * least + box * (place(one["high"]) + 1 - least), style=known[one["series"]].colour)
         for start, end, character in (("low", "high", rule), ("quarter", "three_quarters", box)):
             for cell in range(place(one[start]), place(one[end]) + 1):
                 line[cell] = character
@@ -170,6 +170,7 @@ class Boxes:
 
 _CHARACTERS = {False: ("▒", "─", "█"), True: ("=", "-", "|")}
 """The box, the whiskers, the median."""
+_BAR = {False: "█", True: "#"}
 
 
 def _of(role: str, mark: dict[str, Any], encoding: dict[str, Any]) -> dict[str, Any]:
