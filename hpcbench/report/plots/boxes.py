@@ -158,14 +158,15 @@ class Boxes:
             return round((value / self.x.factor - ends[0]) / (ends[1] - ends[0]) * (cells - 1))
 
         one = inside.filter(inside["role"] == BOX).row(0, named=True)
+        style = theme.terminal_colour(known[one["series"]].colour)
         if self.bars:
             least = place(one["low"]) + 1
-            return Text(_BAR[plain] * least + box * (place(one["high"]) + 1 - least), style=known[one["series"]].colour)
+            return Text(_BAR[plain] * least + box * (place(one["high"]) + 1 - least), style=style)
         for start, end, character in (("low", "high", rule), ("quarter", "three_quarters", box)):
             for cell in range(place(one[start]), place(one[end]) + 1):
                 line[cell] = character
         line[place(one["median"])] = median
-        return Text("".join(line).rstrip(), style=known[one["series"]].colour)
+        return Text("".join(line).rstrip(), style=style)
 
 
 _CHARACTERS = {False: ("▒", "─", "█"), True: ("=", "-", "|")}

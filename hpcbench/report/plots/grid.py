@@ -75,7 +75,7 @@ def grid_text(drawing: Lines, frame: polars.DataFrame, width: int, *, plain: boo
     series = frame.filter(frame["role"].is_in([MEASURED, PREDICTED]))["series"].unique(maintain_order=True).to_list()
     known = theme.styles(series)
     marks = {
-        name: (_PLAIN[place % len(_PLAIN)] if plain else style.character, style.colour)
+        name: (_PLAIN[place % len(_PLAIN)] if plain else style.character, theme.terminal_colour(style.colour))
         for place, (name, style) in enumerate(known.items())
     }
     lines: list[Text] = []
@@ -89,7 +89,7 @@ def grid_text(drawing: Lines, frame: polars.DataFrame, width: int, *, plain: boo
     if CROSSING in frame["role"].to_list():
         entries.append(Text("X lines cross"))
     if IDEAL in frame["role"].to_list():
-        entries.append(Text(f"{_IDEAL[plain]} ideal", style="dim"))
+        entries.append(Text(f"{_IDEAL[plain]} {drawing.ideal}", style="dim"))
     return [*lines, Text(""), *flowed(entries, width)]
 
 
@@ -114,7 +114,7 @@ def _panel(
     side, corner, flat = ("|", "+", "-") if plain else ("│", "└", "─")
     lines = [cut(drawing.y.heading, width)]
     for row in range(_HEIGHT):
-        lines.append(Text(f"{labels.get(row, ''):>{margin}}{side}", style="dim").append_text(grid.row(row)))
+        lines.append(Text.assemble((f"{labels.get(row, ''):>{margin}}{side}", "dim"), grid.row(row)))
     lines.append(Text(" " * margin + corner + flat * cells, style="dim"))
     each = sorted(set(x_values))
     counts = len(each) <= MOST_VALUES and all(value == int(value) for value in each)
