@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import polars
@@ -264,6 +265,21 @@ def test_workloads_are_panels_and_intervals_say_what_they_are() -> None:
     assert values(found, "low", "high", panel="vgg11, batch 8 per replica", series="zero1", x=2.0) == [
         (round(16 / 0.125 / 1.1, 4), round(16 / 0.125 / 0.9, 4)),
     ]
+
+
+def test_rows_of_two_clusters_are_counted_and_drawn_apart(tmp_path: Path) -> None:
+    for cluster in ("a", "b"):
+        write_planted(tmp_path / cluster)
+    tree = ResultsTree(tmp_path)
+    asked = "strategy in ['ddp', 'filter'] and nodes < 4"
+    memory, distribution = (picture(tree, name, asked) for name in ("memory", "distribution"))
+    assert memory.alt.startswith("Peak memory of 8 configurations, the fullest rank: on a, ddp, 1 device 20.0 GiB;")
+    assert values(memory, "panel", "row", role="lost") == [
+        ("out of memory", "filter, 2 devices, batch 32, resnet50 on a"),
+        ("out of memory", "filter, 2 devices, batch 32, resnet50 on b"),
+    ]
+    assert distribution.alt.startswith("Step times of 8 configurations, medians: on a, ddp, 1 device ")
+    assert distribution.subtitle == "resnet50, imagenet, batch 32 per replica"
 
 
 def test_parameters_tell_lines_apart_when_asked() -> None:

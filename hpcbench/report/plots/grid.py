@@ -148,7 +148,9 @@ def _draw(
         x, low = place(row["x"], max(row["low"], up.low * drawing.y.factor))
         for y in range(low, place(row["x"], row["high"])[1] + 1):
             grid.put(x, y, bar, marks[row["series"]][1])
-    for row in points.iter_rows(named=True):
+    # Where nothing was measured of a series its line has the marks.
+    alone = (inside["role"] == PREDICTED) & ~inside["series"].is_in(points["series"].to_list())
+    for row in [*points.iter_rows(named=True), *inside.filter(alone).iter_rows(named=True)]:
         character, colour = marks[row["series"]]
         several = _SEVERAL_PLAIN if plain else _SEVERAL
         grid.mark(*place(row["x"], row["y"]), row["series"], character, colour, several=several)
