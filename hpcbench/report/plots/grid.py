@@ -84,8 +84,9 @@ def grid_text(drawing: Lines, frame: polars.DataFrame, width: int, *, plain: boo
             lines += [Text(""), cut(panel, width, "bold")]
         lines += _panel(drawing, frame.filter(frame["panel"] == panel), frame, marks, (width, plain))
     entries = [Text.assemble((mark, colour), f" {name}") for name, (mark, colour) in marks.items()]
-    if len(marks) > 1:
-        entries.append(Text(f"{_SEVERAL_PLAIN if plain else _SEVERAL} several"))
+    several = _SEVERAL_PLAIN if plain else _SEVERAL
+    if any(several in line.plain for line in lines):
+        entries.append(Text(f"{several} several"))
     if CROSSING in frame["role"].to_list():
         entries.append(Text("X lines cross"))
     if IDEAL in frame["role"].to_list():
