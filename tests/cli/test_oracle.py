@@ -193,10 +193,12 @@ def test_wrong_input(tiny: Path, tmp_path: Path, arguments: list[str], message: 
 def planted(tree: Path, strategy: str, factor: float, launches: int = 3, status: str = "ok", **more: Any) -> None:
     """Results that take ``factor`` times what is predicted, the launches 1 % apart."""
     profile, _ = load_cluster("slurmbox")
+    placed: dict[str, Any] = {} if strategy == "single" else {"nodes": 2, "dp_degree": 2}
     for repeat in range(launches):
         spec = RunSpec(
             model="resnet18", dataset="digits", strategy=strategy, batch_size=8, repeat=repeat, seed=repeat,
-            **({} if strategy == "single" else {"nodes": 2, "dp_degree": 2}), **more,
+            **placed,
+            **more,
         )  # fmt: skip
         found = Forecast(profile).of(spec)
         assert isinstance(found, Prediction)

@@ -9,12 +9,13 @@ from rich.console import Console
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.answers import Unpriced
+from hpcbench.oracle.predict import Interval
 from hpcbench.oracle.recommend import Candidate, Recommendation, Refused
 from hpcbench.report.predictions import Predicted, interval_text, predictions_view
 from hpcbench.report.recommendation import ranking_view, refused_table, scales_view, sweep_toml
 from hpcbench.report.show import view_renderable
 from hpcbench.report.view import View
-from tests.oracle.test_recommend import Interval, told
+from tests.oracle.test_recommend import told
 
 GIB = 2**30
 
