@@ -290,8 +290,11 @@ def test_parameters_tell_lines_apart_when_asked() -> None:
     assert any("1 slower ones are not drawn" in note for note in draw("throughput", frame).notes)
     found = draw("throughput", frame, Asked(("spec.options.bucket_mb",)))
     assert [row["series"] for row in found.rows] == ["bucket_mb 1", "bucket_mb 25"]
-    with pytest.raises(ConfigError, match="a measured figure tells no lines apart"):
-        draw("throughput", frame, Asked(("metrics.accuracy",)))
+    for column in ("metrics.accuracy", "run_id", "warnings", "speedup"):
+        with pytest.raises(ConfigError, match="it tells no lines apart"):
+            draw("throughput", frame, Asked((column,)))
+    for column in ("devices", "sweep", "spec.options", "environment_digest", "spec.compile"):
+        assert draw("throughput", frame, Asked((column,))).rows
 
 
 def test_a_hybrid_is_one_line_however_large_it_is() -> None:
