@@ -18,6 +18,8 @@ from hpcbench.report.names import Condition
 from hpcbench.report.plots.catalog import PLOTS, columns_of, draw
 from hpcbench.report.plots.picture import Asked, Picture
 from hpcbench.report.plots.save import validated
+from hpcbench.report.plots.scales import Axis
+from hpcbench.report.plots.spans import COLUMNS, Spans
 from hpcbench.report.whole import whole_results
 from hpcbench.results.columns import collected_frame
 from hpcbench.results.schema import RunResult
@@ -188,6 +190,19 @@ def test_timeline(tree: ResultsTree) -> None:
     assert found.alt.endswith("bubble 20%.")
 
 
+def test_colours_mean_the_same_in_timelines_of_other_actions() -> None:
+    rows = [
+        dict(zip(COLUMNS, (run, "measured", 0, kind, kind, 0, 0, float(place), place + 1.0), strict=True))
+        for run, kinds in {"1f1b": "FB", "zero_bubble": "FIW"}.items()
+        for place, kind in enumerate(kinds)
+    ]
+    spans = Spans({"1f1b": Axis("time"), "zero_bubble": Axis("time")})
+    drawn = spans.vega(polars.DataFrame(rows))["vconcat"]
+    one, other = (run["spec"]["layer"][0]["encoding"]["color"]["scale"] for run in drawn)
+    assert one == other
+    assert len(one["domain"]) == len(set(one["range"])) == 4
+
+
 def test_predicted_over_measured(tree: ResultsTree) -> None:
     found = picture(tree, "predicted")
     assert values(found, "label", "x", "y", series="1f1b") == [
@@ -290,8 +305,11 @@ def test_parameters_tell_lines_apart_when_asked() -> None:
     assert any("1 slower ones are not drawn" in note for note in draw("throughput", frame).notes)
     found = draw("throughput", frame, Asked(("spec.options.bucket_mb",)))
     assert [row["series"] for row in found.rows] == ["bucket_mb 1", "bucket_mb 25"]
-    with pytest.raises(ConfigError, match="a measured figure tells no lines apart"):
-        draw("throughput", frame, Asked(("metrics.accuracy",)))
+    for column in ("metrics.accuracy", "run_id", "warnings", "speedup"):
+        with pytest.raises(ConfigError, match="it tells no lines apart"):
+            draw("throughput", frame, Asked((column,)))
+    for column in ("devices", "sweep", "spec.options", "environment_digest", "spec.compile"):
+        assert draw("throughput", frame, Asked((column,))).rows
 
 
 def test_a_hybrid_is_one_line_however_large_it_is() -> None:
