@@ -75,7 +75,7 @@ def _notes(found: Recommendation, most: int) -> Iterable[str]:
         yield f"~: cannot be told apart from the first ({len(alike)}): only measuring them can tell"
     yield "to best: the ratio's own interval; what the machine's numbers do to both of two steps is not in it"
     if len(found.candidates) > most:
-        yield f"{len(found.candidates) - most} more are slower; --top shows them, --json all"
+        yield f"{len(found.candidates) - most} more rank behind; --top shows them, --json all"
     limits = {one.predicted.memory_limit_bytes for one in found.candidates}
     known = next(iter(limits), None)
     if known is not None:
