@@ -9,7 +9,7 @@ import msgspec
 
 from hpcbench.config.spec import strategy_label
 from hpcbench.oracle.cases import Case, Said
-from hpcbench.oracle.score import GOOD, Score, Summary, accuracy
+from hpcbench.oracle.score import GOOD, LEAST_SHARE, Score, Summary, accuracy
 from hpcbench.report.validation import OURS, case_json
 from hpcbench.report.view import Column, View
 from hpcbench.units import format_seconds
@@ -45,7 +45,9 @@ def strategies_view(one: Score) -> View:
 def parts_view(one: Score) -> View:
     """Computation, communication and memory apart: errors of opposite sign cancel in the step time."""
     view = _summaries("parts, each by itself", "part", {_PARTS[name]: found for name, found in one.parts.items()})
-    view.notes = ["over configurations where the part was measured and is not 0"]
+    view.notes = [
+        f"over configurations where the part was measured, times that are {LEAST_SHARE:.0%} of the step or more"
+    ]
     return view
 
 
