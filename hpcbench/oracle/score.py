@@ -117,7 +117,8 @@ def summary(cases: Sequence[Case], predictor: str, part: str | None = None) -> S
     low, high = bootstrap(
         _by_model([(one.measured.spec.model, a) for (one, _, _), a in zip(found, accuracies, strict=True)]), fmean
     )
-    noise = [value for one, _, _ in found if (value := one.measured.noise) is not None]
+    spreads = [one.measured.noise if part is None else one.measured.figures_noise.get(part) for one, _, _ in found]
+    noise = [value for value in spreads if value is not None]
     return Summary(
         count=len(found),
         failed=len(found) - len(compared),
@@ -129,7 +130,7 @@ def summary(cases: Sequence[Case], predictor: str, part: str | None = None) -> S
         good=sum(value >= GOOD for value in accuracies) / len(accuracies),
         signed=_mean([(told - there) / there for told, there in compared]),
         abs_log=_mean([abs(log(told / there)) for told, there in compared if told > 0]),
-        noise=median(noise) if noise and part is None else None,
+        noise=median(noise) if noise else None,
         covered=_covered([one for one, _, _ in found], predictor) if part is None else None,
     )
 

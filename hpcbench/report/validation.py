@@ -13,7 +13,7 @@ from hpcbench.config.spec import RunSpec, config_id
 from hpcbench.errors import HpcbenchError
 from hpcbench.oracle.answers import Unpriced
 from hpcbench.oracle.baselines import BASELINES
-from hpcbench.oracle.cases import COUNTED, PARTS, Case, Measured, Said
+from hpcbench.oracle.cases import COUNTED, PARTS, Case, Measured, Said, noise_of
 from hpcbench.oracle.estimates import Asked, Estimate, Known
 from hpcbench.oracle.predict import Prediction
 from hpcbench.parallel.catalog import STRATEGIES
@@ -88,10 +88,13 @@ def measured_configurations(frame: polars.DataFrame) -> list[Measured]:
 def _measured(rows: Sequence[dict[str, Any]]) -> Measured:
     spec = spec_of(rows[0])
     figures: dict[str, float] = {}
+    noise: dict[str, float] = {}
     for part in PARTS:
         values = [value for row in rows if (value := row[f"metrics.{part}"]) is not None]
         if values:
             figures[part] = max(values) if part == _MOST else median(values)
+        if (spread := noise_of(values)) is not None:
+            noise[part] = spread
     return Measured(
         cluster=rows[0]["cluster"],
         config_id=config_id(spec),
@@ -99,6 +102,7 @@ def _measured(rows: Sequence[dict[str, Any]]) -> Measured:
         status=rows[0]["status"],
         launches_s=[row[STEP] for row in rows if row["status"] == OK and row[STEP]],
         figures=figures,
+        figures_noise=noise,
     )
 
 

@@ -232,6 +232,8 @@ def test_validation_of_planted_results(tmp_path: Path) -> None:
     assert ours["strategies"]["ddp"]["noise"] == pytest.approx(0.01, rel=0.01)
     assert (ours["total"]["count"], ours["total"]["failed"]) == (4, 1)
     assert ours["parts"]["compute_s"]["mean"] == pytest.approx(1.0)
+    # All launches were planted alike but for their step times.
+    assert ours["parts"]["compute_s"]["noise"] == 0.0
     assert ours["parts"]["peak_memory_bytes"]["mean"] == pytest.approx(0.5)
     assert (ours["fits"]["said_to_fit"], ours["fits"]["false_fits"]) == (4, 1)
     assert ours["ranking"]["groups"] == 1
