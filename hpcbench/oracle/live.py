@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 def in_turn(spec: RunSpec, table: LayerTable) -> list[int]:
     """Gradients that are cleared before a step come one after another; accumulated ones are there."""
-    return first_rows(table) if spec.micro_batches == 1 else from_the_start(table)
+    return list(first_rows(table)) if spec.micro_batches == 1 else from_the_start(table)
 
 
 def from_the_start(table: LayerTable) -> list[int]:
