@@ -15,6 +15,8 @@ from hpcbench.parallel.kernel import BACKWARD, UPDATE, Compute, Kernel, KernelSa
 _NEIGHBOURS = 6
 _NEAR = 0.25
 """Distance (of the logarithms) below which two kernels are as good as equal."""
+_FAR = 1.5
+"""Distance at which a measured kernel says half of what it says of itself."""
 _UNKNOWN = "*"
 
 
@@ -25,7 +27,7 @@ class Alike:
         self._compute = compute
         self._known: dict[tuple[str, str, str], list[tuple[tuple[float, ...], float]]] = defaultdict(list)
         for sample in compute.samples:
-            kernel = _kernel(sample)
+            kernel = kernel_of(sample)
             entry = (_features(kernel), log(max(sample.seconds, 1e-9) / self.roofline_s(kernel)))
             self._known[kernel.kind, kernel.direction, kernel.precision].append(entry)
             self._known[_UNKNOWN, kernel.direction, kernel.precision].append(entry)
@@ -65,7 +67,8 @@ class Alike:
 _MADE: dict[int, Alike] = {}
 
 
-def _kernel(sample: KernelSample) -> Kernel:
+def kernel_of(sample: KernelSample) -> Kernel:
+    """What was measured."""
     return Kernel(*(getattr(sample, name) for name in Kernel._fields))
 
 
@@ -87,7 +90,9 @@ def _correction(at: tuple[float, ...], known: list[tuple[tuple[float, ...], floa
     if not distances:
         return 0.0
     weighted = [(1.0 / (_NEAR * _NEAR / 16 + distance * distance), value) for distance, value in distances]
-    return sum(weight * value for weight, value in weighted) / sum(weight for weight, _ in weighted)
+    mean = sum(weight * value for weight, value in weighted) / sum(weight for weight, _ in weighted)
+    # What is unlike all that was measured is judged by the roofline.
+    return mean / (1.0 + (distances[0][0] / _FAR) ** 2)
 
 
 def _distance(left: tuple[float, ...], right: tuple[float, ...]) -> float:
