@@ -10,6 +10,7 @@ import msgspec
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.clock import Clock, combined_spread
 from hpcbench.oracle.cost import Cost
+from hpcbench.oracle.fitting.propagate import spreads
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.step import StepTime
@@ -58,12 +59,9 @@ def predict(spec: RunSpec, table: LayerTable, machine: Machine) -> Prediction:
     memory = max((cost.memory(spec, table, rank) for rank in telling_ranks(spec)), key=lambda one: one.total_bytes)
     peak = memory.total_bytes + round(machine.base_bytes)
     fits = None if machine.memory_bytes is None else peak <= machine.memory_bytes
-    spread = combined_spread(
-        [(step.compute_s, machine.compute.spread), (step.exposed_comm_s, machine.comm.spread)], step.step_time_s
-    )
     return Prediction(
         step_time_s=step.step_time_s,
-        interval=Interval(low=step.step_time_s * exp(-_Z90 * spread), high=step.step_time_s * exp(_Z90 * spread)),
+        interval=_interval(spec, table, machine, step),
         compute_s=step.compute_s,
         comm_s=step.comm_s,
         exposed_comm_s=step.exposed_comm_s,
@@ -78,6 +76,16 @@ def predict(spec: RunSpec, table: LayerTable, machine: Machine) -> Prediction:
         depth=machine.depth,
         source=machine.source,
     )
+
+
+def _interval(spec: RunSpec, table: LayerTable, machine: Machine, step: StepTime) -> Interval:
+    """By what runs left uncertain where the machine was fitted with runs, else by what its parts' numbers are."""
+    if machine.posterior is not None:
+        below, above = spreads(spec, table, machine, machine.posterior, step.step_time_s)
+    else:
+        parts = [(step.compute_s, machine.compute.spread), (step.exposed_comm_s, machine.comm.spread)]
+        below = above = combined_spread(parts, step.step_time_s)
+    return Interval(low=step.step_time_s * exp(-_Z90 * below), high=step.step_time_s * exp(_Z90 * above))
 
 
 def bound_by(step: StepTime) -> str:
