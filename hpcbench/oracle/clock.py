@@ -9,12 +9,12 @@ from statistics import NormalDist
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle import streams
-from hpcbench.oracle.alike import Alike
 from hpcbench.oracle.collectives import Span, Wire, time_s
 from hpcbench.oracle.corrections import corrected
 from hpcbench.oracle.kernels import Kernel
 from hpcbench.oracle.machine import Machine, Strategy
 from hpcbench.oracle.placement import Group
+from hpcbench.parallel.alike import Alike
 from hpcbench.parallel.traffic import Traffic
 
 

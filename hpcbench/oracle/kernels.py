@@ -8,30 +8,14 @@ from typing import NamedTuple
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.live import input_bytes
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, HALF_BYTES
+from hpcbench.parallel.kernel import BACKWARD, FORWARD, UPDATE, Kernel
 from hpcbench.parallel.layers import Layer, LayerTable
 
-FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+__all__ = ["BACKWARD", "FORWARD", "UPDATE", "Kernel", "Pass", "Share", "row_pass", "update_kernels", "whole_passes"]
+
 _UPDATE_TENSORS = {"sgd": 3, "adam": 7, "adamw": 7}
 """Tensors of a parameter's size that an update reads and writes: of plain SGD the weight, its gradient, the weight."""
 _MOMENTUM_TENSORS = 2
-
-
-class Kernel(NamedTuple):
-    """One computation of one rank. Equal kernels take equal time; sizes are those of the whole micro-batch."""
-
-    kind: str
-    """The layer's class; of an update the optimizer."""
-    direction: str
-    """``forward``, ``backward`` or ``update``."""
-    precision: str
-    flops: float
-    """Two per multiply-add."""
-    moved_bytes: float
-    """Activations read and written, as if nothing stayed in a cache."""
-    weight_bytes: float
-    """Of the parameters at hand."""
-    input_bytes: float
-    output_bytes: float
 
 
 class Share(NamedTuple):

@@ -7,48 +7,12 @@ from typing import Literal
 import msgspec
 
 from hpcbench.oracle.collectives import Wire
+from hpcbench.parallel.kernel import Compute, KernelSample
+
+__all__ = ["CollectiveSample", "Comm", "Compute", "Depth", "KernelSample", "Machine", "Strategy"]
 
 Depth = Literal["nominal", "calibrated", "fitted"]
 """By the profile; by measurements of parts; by whole runs."""
-
-
-class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A kernel (see ``oracle.kernels.Kernel``) and how long it took: the median, and the spread between launches."""
-
-    kind: str
-    direction: str
-    precision: str
-    flops: float
-    moved_bytes: float
-    weight_bytes: float
-    input_bytes: float
-    output_bytes: float
-    seconds: float
-    spread: float = 0.0
-    """Relative."""
-
-
-class Compute(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank's device."""
-
-    peak_flops_per_s: dict[str, float]
-    """Per precision."""
-    memory_bandwidth_bytes_per_s: float
-    launch_s: float
-    """What a kernel takes at least."""
-    flops_efficiency: float = 0.6
-    """Of the peak, that large matrix products reach."""
-    bandwidth_efficiency: float = 0.8
-    samples: list[KernelSample] = []
-    """Measured kernels: others are judged by those that are most alike."""
-    factors: dict[str, float] = {}
-    """By model: what a whole step takes over the sum of its kernels; ``""`` is any other model's."""
-    spread: float = 0.35
-    """Relative uncertainty (one standard deviation of the logarithm) of a step's computation."""
-    step_s: float = 0.0
-    """What a step takes beside its kernels: the loop, the library's hooks."""
-    crowding: dict[int, float] = {}
-    """By ranks on a node: how much slower each computes than alone."""
 
 
 class CollectiveSample(msgspec.Struct, frozen=True, kw_only=True):

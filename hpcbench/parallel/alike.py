@@ -10,14 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from math import exp, log, sqrt
 
-from hpcbench.oracle.kernels import BACKWARD, UPDATE, Kernel
-from hpcbench.oracle.machine import Compute, KernelSample
+from hpcbench.parallel.kernel import BACKWARD, UPDATE, Compute, Kernel, KernelSample
 
 _NEIGHBOURS = 6
 _NEAR = 0.25
 """Distance (of the logarithms) below which two kernels are as good as equal."""
-_FAR = 1.5
-"""Distance at which a measured kernel says half of what it says of itself."""
 _UNKNOWN = "*"
 
 
