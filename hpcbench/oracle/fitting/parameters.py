@@ -5,7 +5,8 @@ What is 0 stays 0. Widths (one standard deviation of the logarithm):
 
 - computation 0.35: vendors' peaks against the 40 to 80 % of them that steps reach; one model against another 0.15, the
   spread of such efficiencies between networks on one device;
-- bandwidth 0.7: half to a quarter of the nominal number is common where transfers are staged through the host;
+- bandwidth 0.7: half to a quarter of the nominal number is common where transfers are staged through the host; half of
+  that variance is the library's, which all links share: one that is slow inside a node is no better between nodes;
 - latency 0.7: a factor of 2 either way, vendors state none;
 - a strategy's own computation 0.35 and time per step 1.0: what its library adds;
 - straggling and delays 1.0: known by their order of magnitude.
@@ -21,9 +22,9 @@ from msgspec.structs import replace
 from hpcbench.oracle.collectives import Wire
 from hpcbench.oracle.machine import Machine, Strategy
 
-COMPUTE, STRAGGLING, DELAY = "compute", "straggling", "delay"
+COMPUTE, BANDWIDTH, STRAGGLING, DELAY = "compute", "bandwidth", "straggling", "delay"
 DELAY_WIDTH = 1.0
-_WIDTHS = {"bandwidth": 0.7, "latency": 0.7, STRAGGLING: 1.0, COMPUTE: 0.35}
+_WIDTHS = {BANDWIDTH: 0.5, "latency": 0.7, STRAGGLING: 1.0, COMPUTE: 0.35}
 _OWN_WIDTHS = {"compute": 0.35, "step": 1.0}
 _MODEL_WIDTH = 0.15
 
@@ -38,8 +39,9 @@ def parameters_of(
     """
     found = {COMPUTE: _WIDTHS[COMPUTE]}
     found |= {f"{COMPUTE}.{model}": _MODEL_WIDTH for model in sorted(set(models))}
+    found[BANDWIDTH] = _WIDTHS[BANDWIDTH]
     for link, wire in (("intra_node", machine.comm.intra_node), ("inter_node", machine.comm.inter_node)):
-        found[f"{link}.bandwidth"] = _WIDTHS["bandwidth"]
+        found[f"{link}.bandwidth"] = _WIDTHS[BANDWIDTH]
         if wire.latency_s:
             found[f"{link}.latency"] = _WIDTHS["latency"]
     if machine.straggling:
@@ -83,7 +85,7 @@ def _model_factors(known: Mapping[str, float], factors: Mapping[str, float]) -> 
 def _wire(wire: Wire, link: str, factors: Mapping[str, float]) -> Wire:
     return Wire(
         wire.latency_s * factors.get(f"{link}.latency", 1.0),
-        wire.beta_s_per_byte / factors.get(f"{link}.bandwidth", 1.0),
+        wire.beta_s_per_byte / (factors.get(BANDWIDTH, 1.0) * factors.get(f"{link}.bandwidth", 1.0)),
     )
 
 

@@ -7,12 +7,14 @@ from math import hypot, log, log2
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.fitting.parameters import applied
-from hpcbench.oracle.machine import Machine, Posterior
+from hpcbench.oracle.machine import Machine, Posterior, Strategy
 from hpcbench.parallel.catalog import resolve_cost
 from hpcbench.parallel.layers import LayerTable
 
 _FAR = 1.645
 """Standard deviations at which the model is asked: where it is not linear, the ends of the interval are what counts."""
+_UNEXPLAINED = 0.1
+"""What a strategy adds to every step is of no known form: by so much a doubling it may grow or shrink."""
 
 
 def spreads(
@@ -21,12 +23,13 @@ def spreads(
     """Standard deviations of the logarithm of ``spec``'s step time, downwards and upwards.
 
     Along every independent direction of the posterior the model is computed anew on both sides; to that come a run's
-    own scatter and, beyond the scale of the runs that were fitted, the uncertainty of the model's form.
+    own scatter and, beyond the scale of the runs that were fitted, the uncertainty of the model's form, and of what the
+    strategy adds to a step without the model knowing why.
     """
     names = [one.name for one in posterior.parameters]
     doublings = max(log2(spec.ranks / posterior.ranks), 0.0)
-    own = hypot(posterior.run_spread, posterior.doubling_spread * doublings**0.5)
-    below, above = own, own
+    unknown = _UNEXPLAINED * machine.strategies.get(spec.strategy, Strategy()).step_s / step_time_s
+    below = above = hypot(posterior.run_spread, hypot(posterior.doubling_spread, unknown) * doublings**0.5)
     for direction in zip(*posterior.roots, strict=True):
         ends = [0.0]
         for side in (-_FAR, _FAR):
