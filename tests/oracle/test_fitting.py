@@ -7,6 +7,7 @@ from math import exp, log
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
@@ -76,6 +77,14 @@ def test_what_was_put_in_comes_out() -> None:
     assert fitted.compute.factors["vgg11"] == pytest.approx(exp(0.4), rel=0.02)
     for one in posterior_of(fitted).residuals:
         assert one.predicted_s == pytest.approx(one.measured_s, rel=0.02)
+
+
+def test_a_fitted_machine_can_be_written_and_read() -> None:
+    fitted = fit(NOMINAL, made(NOMINAL, ranks=[1, 2]))
+    assert msgspec.json.decode(msgspec.json.encode(fitted), type=Machine) == fitted
+    # Who does not ask the posterior is as sure of what runs have shown, and no surer of what they have not.
+    assert fitted.compute.spread < 0.1 < NOMINAL.compute.spread
+    assert fitted.comm.spread == NOMINAL.comm.spread
 
 
 def test_what_no_run_shows_stays_nominal() -> None:

@@ -12,7 +12,7 @@ from hpcbench.config.spec import RunSpec, label
 from hpcbench.errors import ConfigError
 from hpcbench.oracle.clock import Clock, harmonic
 from hpcbench.oracle.fitting.least_squares import Mode, Vector, mode, root, weight
-from hpcbench.oracle.fitting.parameters import DELAY, DELAY_WIDTH, applied, parameters_of
+from hpcbench.oracle.fitting.parameters import BANDWIDTH, COMPUTE, DELAY, DELAY_WIDTH, applied, parameters_of
 from hpcbench.oracle.machine import Fitted, Machine, Posterior, Residual
 from hpcbench.parallel.catalog import resolve_cost
 from hpcbench.parallel.layers import LayerTable
@@ -54,7 +54,7 @@ def fit(machine: Machine, observations: Sequence[Observation], prior: Mapping[st
     for _ in range(_ROUNDS):
         found = _mode(calm, observations, widths, run_spread, found.at)
         run_spread = _scale(observations, found.residuals, run_spread)
-    fitted = applied(calm, names, found.at)
+    fitted = _narrowed(applied(calm, names, found.at), names, found.covariance)
     covariance = found.covariance
     delay_s = _delay_s(observations)
     if delay_s:
@@ -111,6 +111,19 @@ def _scale(observations: Sequence[Observation], residuals: Vector, run_spread: f
         for one, value, count in zip(observations, residuals, counts, strict=True)
     ]
     return sqrt((_RUN_WEIGHT * RUN_SPREAD**2 + sum(squares)) / (_RUN_WEIGHT + sum(counts)))
+
+
+def _narrowed(machine: Machine, names: Sequence[str], covariance: Sequence[Sequence[float]]) -> Machine:
+    """``machine`` with its parts' spreads as the runs left them, for who does not ask its posterior."""
+
+    def spread(wanted: set[str]) -> float:
+        places = [place for place, name in enumerate(names) if name in wanted]
+        return sqrt(sum(covariance[row][column] for row in places for column in places))
+
+    models = [name for name in names if name.startswith(f"{COMPUTE}.")] or [COMPUTE]
+    compute = min(machine.compute.spread, max(spread({COMPUTE, one}) for one in models))
+    comm = min(machine.comm.spread, spread({BANDWIDTH, f"inter_node.{BANDWIDTH}"}))
+    return replace(machine, compute=replace(machine.compute, spread=compute), comm=replace(machine.comm, spread=comm))
 
 
 def _delay_s(observations: Sequence[Observation]) -> float:
