@@ -32,6 +32,8 @@ GPUS = (16, 32, 64, 128, 256, 512, 1024)
 ASKED = (
     ("ResNet-50", "data", 64),
     ("VGG16", "data", 32),
+    ("ResNet-50", "data+spatial", 16),
+    ("ResNet-50", "data+spatial", 64),
     ("ResNet-50", "data+filter", 16),
 )
 """Model, strategy, samples a GPU."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.moves import NOTHING, Around, Move
 from hpcbench.parallel.channel_limits import scheme_of
 from hpcbench.parallel.channel_table import Row, rows
 from hpcbench.parallel.channels import extents
@@ -15,39 +15,6 @@ from hpcbench.parallel.traffic import Traffic
 
 _SENT_BYTES = {"fp64": 8, "bf16": 2, "fp16": 2}
 _KEEPING_NOTHING = ("Flatten", "Identity")
-
-
-class Move(NamedTuple):
-    """One operation of ``parallel.channels.Step`` on a tensor of one micro-batch."""
-
-    operation: str
-    copied_bytes: int
-    """Of the tensor that is laid together or taken apart: the whole, or what is narrowed."""
-    traffic: Traffic | None
-    """``None`` where nothing is sent."""
-
-
-class Around(NamedTuple):
-    """The operations around one row of the table, once a micro-batch, each in this order."""
-
-    enter: list[Move]
-    leave: list[Move]
-    leave_backward: list[Move]
-    enter_backward: list[Move]
-    is_left_again: bool
-    """Whether a block that is computed again comes as far as behind this row."""
-
-    def calls(self, recomputes: bool) -> Iterator[Traffic]:
-        """What is passed in all."""
-        moves = [*self.enter, *self.leave, *self.leave_backward, *self.enter_backward]
-        if recomputes:
-            moves += self.again
-        yield from (one.traffic for one in moves if one.traffic is not None)
-
-    @property
-    def again(self) -> list[Move]:
-        """Of a row that is computed again."""
-        return [*self.enter, *(self.leave if self.is_left_again else ())]
 
 
 def around_rows(spec: RunSpec, table: LayerTable) -> list[Around]:
@@ -72,7 +39,7 @@ class _Side(NamedTuple):
 def _around(spec: RunSpec, one: Row, keeps: bool) -> Around:
     split = one.split(scheme_of(spec), spec.tp_degree)
     if one.layer is None or split is None:
-        return Around([], [], [], [], is_left_again=False)
+        return NOTHING
     into = _Side(one.layer.in_channels, one.layer.features * prod(one.row.input_shape[1:]))
     out = _Side(one.layer.out_channels, prod(one.row.output_shape[1:]))
     # The sample has no gradient.

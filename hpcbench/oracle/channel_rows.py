@@ -10,7 +10,7 @@ from hpcbench.oracle.live import Row, input_bytes, layouts
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, HALF_BYTES
 from hpcbench.parallel import channel_table, layers
 from hpcbench.parallel.channel_limits import scheme_of
-from hpcbench.parallel.channels import Split, extents
+from hpcbench.parallel.channels import Split
 from hpcbench.parallel.mesh import Mesh
 
 _SCALE = {"fp64": FP64_BYTES / FP32_BYTES, "bf16": HALF_BYTES / FP32_BYTES}
@@ -57,7 +57,8 @@ class RankParts:
 
     def of(self, channels: int) -> float:
         """The rank's part of what is split into shares of ``channels``."""
-        return extents(channels, self.degree)[self.place] / channels
+        small, larger = divmod(channels, self.degree)
+        return (small + (self.place < larger)) / channels
 
     def split(self, one: channel_table.Row) -> Split | None:
         """How the row's layer is split, if it is one and there is somebody to share it with."""

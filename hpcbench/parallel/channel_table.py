@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from hpcbench.parallel import layers
 from hpcbench.parallel.channels import Layer, Scheme, Split, split_of
+from hpcbench.parallel.memo import once_per
 
 
 class Row(NamedTuple):
@@ -21,6 +22,7 @@ class Row(NamedTuple):
         return None if self.layer is None else split_of(self.layer, scheme, degree)
 
 
+@once_per(32)
 def rows(table: layers.LayerTable) -> list[Row]:
     """Every row of ``table`` with the channels that it has to do with.
 

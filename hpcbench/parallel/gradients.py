@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcbench.parallel.layers import LayerTable
+from hpcbench.parallel.memo import once_per
 
 _BIAS_FIRST = frozenset({"Linear"})
 """Autograd hands out the gradients of an operator's inputs in their order: ``addmm`` has the bias first, but under
@@ -31,6 +32,7 @@ def ready_order(table: LayerTable, precision: str = "fp32") -> list[int]:
     return order
 
 
+@once_per(32)
 def first_rows(table: LayerTable) -> list[int]:
     """Of every tensor of ``table.parameter_tensors``: the row of ``table.layers`` that uses it first."""
     rows: dict[str, int] = {}

@@ -64,3 +64,12 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True):
     """What a step takes beside its kernels: the loop, the library's hooks."""
     crowding: dict[int, float] = {}
     """By ranks on a node: how much slower each computes than alone."""
+
+
+class Rehearsed(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker that computes nothing has to know of the cluster that it rehearses."""
+
+    cluster: str
+    source: str
+    """Where the numbers are from, in words."""
+    compute: Compute

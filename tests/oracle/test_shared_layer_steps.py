@@ -15,11 +15,14 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.collectives import Wire
 from hpcbench.oracle.machine import Machine
+from hpcbench.oracle.neighbours import neighbours_of
 from hpcbench.oracle.nominal import nominal_machine
+from hpcbench.oracle.placement import group_of
 from hpcbench.oracle.step import StepTime
 from hpcbench.oracle.strategies.channels import Filter
 from hpcbench.parallel.catalog import resolve_cost
 from hpcbench.parallel.layers import Layer, LayerTable, TensorShape, read_table
+from hpcbench.parallel.spatial_limits import grid_of
 from tests.oracle.heard import heard
 
 MACHINE = nominal_machine(load_cluster("slurmbox")[0])
@@ -27,6 +30,15 @@ BATCH = 8
 
 SHARED = [
     *(("vgg11-digits", one, {"form": form}) for one in ("filter", "channel") for form in ("sharded", "gathered")),
+    ("gpt-tokens", "tensor", {}),
+    ("gpt-tokens", "tensor", {"sequence_parallel": True}),
+    ("gpt-tokens", "tensor", {"sequence_parallel": True, "vocabulary_parallel": False}),
+    ("vit-digits", "tensor", {}),
+    ("vit-digits", "tensor", {"sequence_parallel": True}),
+    ("resnet18-cifar10", "spatial", {}),
+    ("resnet18-cifar10", "spatial", {"overlap": False, "batch_norm": "local", "global_pool": "gather"}),
+    ("vgg11-cifar10", "spatial", {"grid": "1xN"}),
+    ("cosmoflow-cosmoflow", "spatial", {}),
 ]
 """Table, strategy and options."""
 VARIANTS: list[dict[str, Any]] = [
@@ -49,7 +61,11 @@ def spec_of(table: str, strategy: str, options: dict[str, Any], degree: int, dp:
     model, dataset = table.split("-")
     own = {"sp_degree" if strategy == "spatial" else "tp_degree": degree}
     given_ = {"batch_size": BATCH, "tasks_per_node": degree, "nodes": dp, "dp_degree": dp, **own, **more}
-    return RunSpec(model=model, dataset=dataset, strategy=strategy, options=options, **given_)
+    # Of however many ranks.
+    own_options = {
+        name: value.replace("N", str(degree)) if name == "grid" else value for name, value in options.items()
+    }
+    return RunSpec(model=model, dataset=dataset, strategy=strategy, options=own_options, **given_)
 
 
 def step(spec: RunSpec, machine: Machine = MACHINE) -> StepTime:
@@ -69,7 +85,8 @@ def test_what_is_priced_is_the_traffic(
     table: str, strategy: str, options: dict[str, Any], degree: int, dp: int, more: dict[str, Any]
 ) -> None:
     spec = spec_of(table, strategy, options, degree, dp, **more)
-    assert heard(spec, table_of(table), MACHINE) == resolve_cost(strategy).traffic(spec, table_of(table), 0)
+    rank = neighbours_of(grid_of(spec), group_of(spec, "sp")).place if strategy == "spatial" else 0
+    assert heard(spec, table_of(table), MACHINE) == resolve_cost(strategy).traffic(spec, table_of(table), rank)
 
 
 @pytest.mark.parametrize("more", VARIANTS)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.channel_calls import Move, around_rows
+from hpcbench.oracle.channel_calls import around_rows
 from hpcbench.oracle.channel_rows import RankParts
 from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.kernels import Share, row_pass
 from hpcbench.oracle.placement import group_of
 from hpcbench.oracle.step import StepTime
 from hpcbench.oracle.steps.model_parallel import (
-    Plain,
     RowEvents,
-    called,
     copied,
+    moved,
     replica_reducer,
     step_of_rows,
     whole_rows,
@@ -23,8 +22,6 @@ from hpcbench.oracle.steps.model_parallel import (
 from hpcbench.oracle.streams import Compute
 from hpcbench.parallel import channel_table
 from hpcbench.parallel.layers import LayerTable
-
-_LANE = "tp"
 
 
 def step_of_channels(clock: Clock, spec: RunSpec, table: LayerTable, sizes: Sequence[int]) -> StepTime:
@@ -34,29 +31,20 @@ def step_of_channels(clock: Clock, spec: RunSpec, table: LayerTable, sizes: Sequ
 
 
 def _rows(clock: Clock, spec: RunSpec, table: LayerTable) -> list[RowEvents]:
-    parts = RankParts(spec, 0)
+    parts, group = RankParts(spec, 0), group_of(spec, "tp")
     with_bias = {one.name.rpartition(".")[0] for one in table.parameter_tensors if one.name.endswith(".bias")}
     found, channels = [], 0
     for one, around in zip(channel_table.rows(table), around_rows(spec, table), strict=True):
         computed = row_pass(spec, one.row, parts.samples, _share(parts, one, channels))
         channels, split = one.channels, parts.split(one)
-        enter, leave = _moved(clock, spec, around.enter), _moved(clock, spec, around.leave)
+        enter, leave = moved(clock, spec, around.enter, group), moved(clock, spec, around.leave, group)
         if split is not None and split.by == "channels" and one.row.name in with_bias:
             # Added to what has been summed over the ranks.
             leave.append(copied(clock, spec, computed.forward.output_bytes * parts.share(channels)))
         forward, backward = (Compute(clock.kernel_s(kernel)) for kernel in computed)
-        before, after = (_moved(clock, spec, moves) for moves in (around.leave_backward, around.enter_backward))
+        before, after = (moved(clock, spec, moves, group) for moves in (around.leave_backward, around.enter_backward))
         again = [*enter, forward, *(leave if around.is_left_again else ())]
         found.append(RowEvents([*enter, forward, *leave], [*before, backward, *after], again))
-    return found
-
-
-def _moved(clock: Clock, spec: RunSpec, moves: Iterable[Move]) -> list[Plain]:
-    found: list[Plain] = []
-    for one in moves:
-        found.append(copied(clock, spec, one.copied_bytes))
-        if one.traffic is not None:
-            found += called(clock, [one.traffic], group_of(spec, _LANE), _LANE)
     return found
 
 

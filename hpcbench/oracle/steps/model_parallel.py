@@ -8,6 +8,7 @@ from typing import NamedTuple
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.kernels import FORWARD, Kernel, Pass, whole_passes
+from hpcbench.oracle.moves import Move
 from hpcbench.oracle.placement import Group, group_of
 from hpcbench.oracle.step import StepTime, of_events
 from hpcbench.oracle.steps.passes import update
@@ -15,7 +16,6 @@ from hpcbench.oracle.streams import Call, Compute, Event, Repeat, Wait
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, buckets
 from hpcbench.parallel.gradients import first_rows
 from hpcbench.parallel.layers import LayerTable
-from hpcbench.parallel.traffic import Traffic
 
 COPY = "copy"
 """Kind of the kernels that lay tensors side by side, pad them or take them apart."""
@@ -57,10 +57,11 @@ def _events(
     if spec.micro_batches > 1:
         yield Repeat(spec.micro_batches - 1, list(_micro_batch(spec, table, rows, {})))
     yield from _micro_batch(spec, table, rows, _sends(clock, spec, table, sizes, reducers))
+    copies = {size: copied(clock, spec, size) for size in set(sizes)} if reducers else {}
     for reducer in reducers:
         for number, places in enumerate(reducer.buckets):
             yield Wait(_key(reducer, number))
-            yield from (copied(clock, spec, sizes[place]) for place in places)
+            yield Compute(sum(copies[sizes[place]].seconds for place in places))
     yield from update(clock, spec, sizes)
 
 
@@ -117,11 +118,15 @@ def copied(clock: Clock, spec: RunSpec, size_bytes: float) -> Compute:
     return Compute(clock.kernel_s(kernel))
 
 
-def called(clock: Clock, traffic: Iterable[Traffic], group: Group, lane: str) -> list[Plain]:
-    """Calls of ``group`` that are waited for at once."""
-    return [
-        clock.call(one.operation, one.payload_bytes, group, None, lane) for one in traffic for _ in range(one.count)
-    ]
+def moved(clock: Clock, spec: RunSpec, moves: Iterable[Move], group: Group, lane: str = "tp") -> list[Plain]:
+    """Copies and calls of ``group``, each waited for."""
+    found: list[Plain] = []
+    for one in moves:
+        if one.copied_bytes:
+            found.append(copied(clock, spec, one.copied_bytes))
+        if one.traffic is not None:
+            found.append(clock.call(one.traffic.operation, one.traffic.payload_bytes, group, None, lane))
+    return found
 
 
 def alone(clock: Clock, one: Pass) -> RowEvents:
