@@ -54,7 +54,7 @@ class Clock:
 
     def overhead_s(self) -> float:
         """What a step takes of the computing thread beside kernels and calls."""
-        return self.machine.compute.step_s + self.own.step_s
+        return self.machine.compute.step_s + self.own.step_s + self.own.sample_s * self.spec.batch_size
 
     def _priced(self, operation: str, payload_bytes: float, group: Group) -> tuple[float, float]:
         if group.ranks < 2:

@@ -58,6 +58,8 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
 
     compute_factor: float = 1.0
     step_s: float = 0.0
+    sample_s: float = 0.0
+    """Per sample of a replica: where one rank reads and hands out what its group computes on."""
 
 
 class Fitted(msgspec.Struct, frozen=True, kw_only=True):

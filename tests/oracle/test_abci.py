@@ -18,7 +18,7 @@ def machine() -> Machine:
 
 
 def test_the_committed_file_is_reproduced(machine: Machine) -> None:
-    assert abci.predictions_csv(machine) == abci.PREDICTIONS.read_text(encoding="utf-8")
+    assert abci.is_same(abci.predictions_csv(machine), abci.PREDICTIONS.read_text(encoding="utf-8"))
 
 
 def test_all_that_is_asked_is_there() -> None:
@@ -53,7 +53,8 @@ def test_vgg16_has_the_weights_of_chainers_pools() -> None:
 
 def test_a_changed_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machine: Machine) -> None:
     text, changed = abci.PREDICTIONS.read_text(encoding="utf-8"), tmp_path / "abci_predictions.csv"
-    changed.write_text(text.replace("16,64", "16,65"), encoding="utf-8")
+    changed.write_text(text.replace("VGG16,data,16,32,0.4", "VGG16,data,16,32,0.5"), encoding="utf-8")
+    assert changed.read_text(encoding="utf-8") != text
     monkeypatch.setattr(abci, "PREDICTIONS", changed)
     monkeypatch.setattr(abci, "fitted_machine", lambda: machine)
     monkeypatch.setattr(abci, "predictions_csv", lambda machine: text)

@@ -15,10 +15,11 @@ from hpcbench.config.profiles import load_cluster
 from hpcbench.config.spec import RunSpec, config_id, run_id
 from hpcbench.errors import ConfigError
 from hpcbench.oracle.clock import harmonic
-from hpcbench.oracle.fitting.fit import Observation, fit, step_time_s
+from hpcbench.oracle.fitting.fit import Observation, fit
 from hpcbench.oracle.fitting.least_squares import mode, root, solve
 from hpcbench.oracle.fitting.observe import observations_of
 from hpcbench.oracle.fitting.parameters import applied
+from hpcbench.oracle.fitting.propagate import step_time_s
 from hpcbench.oracle.machine import Machine, Posterior, Strategy
 from hpcbench.oracle.nominal import nominal_machine
 from hpcbench.oracle.predict import predict

@@ -13,8 +13,8 @@ from hpcbench.errors import ConfigError
 from hpcbench.oracle.clock import Clock, harmonic
 from hpcbench.oracle.fitting.least_squares import Mode, Vector, mode, root, weight
 from hpcbench.oracle.fitting.parameters import BANDWIDTH, COMPUTE, DELAY, DELAY_WIDTH, applied, parameters_of
+from hpcbench.oracle.fitting.propagate import ClockOf, step_time_s
 from hpcbench.oracle.machine import Fitted, Machine, Posterior, Residual
-from hpcbench.parallel.catalog import resolve_cost
 from hpcbench.parallel.layers import LayerTable
 
 RUN_SPREAD = 0.03
@@ -38,11 +38,16 @@ class Observation(NamedTuple):
     """With the steps that were held up."""
 
 
-def fit(machine: Machine, observations: Sequence[Observation], prior: Mapping[str, float] | None = None) -> Machine:
+def fit(
+    machine: Machine,
+    observations: Sequence[Observation],
+    prior: Mapping[str, float] | None = None,
+    clock_of: ClockOf = Clock,
+) -> Machine:
     """``machine`` with its numbers moved to where ``observations`` are most probable, and how sure they are.
 
-    ``prior`` replaces widths of the prior by a parameter's name (see ``oracle.fitting.parameters``). ``ConfigError``
-    where there is nothing to fit.
+    ``prior`` replaces widths of the prior by a parameter's name (see ``oracle.fitting.parameters``); ``clock_of``
+    prices runs of another library. ``ConfigError`` where there is nothing to fit.
     """
     if not observations:
         raise ConfigError("no run to fit a machine with", hint="name sweeps of this cluster that have results")
@@ -52,7 +57,7 @@ def fit(machine: Machine, observations: Sequence[Observation], prior: Mapping[st
     names, run_spread = list(widths), RUN_SPREAD
     found = Mode([0.0] * len(names), [], [])
     for _ in range(_ROUNDS):
-        found = _mode(calm, observations, widths, run_spread, found.at)
+        found = _mode(calm, observations, widths, run_spread, found.at, clock_of)
         run_spread = _scale(observations, found.residuals, run_spread)
     fitted = _narrowed(applied(calm, names, found.at), names, found.covariance)
     covariance = found.covariance
@@ -72,15 +77,9 @@ def fit(machine: Machine, observations: Sequence[Observation], prior: Mapping[st
             run_spread=run_spread,
             ranks=_most_ranks(observations),
             doubling_spread=_DOUBLING_SPREAD,
-            residuals=_residuals(fitted, observations, found.residuals),
+            residuals=_residuals(fitted, observations, found.residuals, clock_of),
         ),
     )
-
-
-def step_time_s(machine: Machine, spec: RunSpec, table: LayerTable) -> float:
-    """What the oracle says of a run on ``machine``."""
-    time_s: float = resolve_cost(spec.strategy).step(spec, table, Clock(machine, spec)).step_time_s
-    return time_s
 
 
 def _mode(
@@ -89,6 +88,7 @@ def _mode(
     widths: Mapping[str, float],
     run_spread: float,
     start: Sequence[float],
+    clock_of: ClockOf,
 ) -> Mode:
     scales = [hypot(one.spread, run_spread) for one in observations]
     names = list(widths)
@@ -96,7 +96,7 @@ def _mode(
     def residuals(at: Vector) -> Vector:
         there = applied(machine, names, at)
         return [
-            log(one.step_time_s / step_time_s(there, one.spec, one.table)) / scale
+            log(one.step_time_s / step_time_s(there, one.spec, one.table, clock_of)) / scale
             for one, scale in zip(observations, scales, strict=True)
         ]
 
@@ -146,12 +146,14 @@ def _parameters(
     ]
 
 
-def _residuals(machine: Machine, observations: Sequence[Observation], residuals: Vector) -> list[Residual]:
+def _residuals(
+    machine: Machine, observations: Sequence[Observation], residuals: Vector, clock_of: ClockOf
+) -> list[Residual]:
     return [
         Residual(
             run=label(one.spec),
             measured_s=one.step_time_s,
-            predicted_s=step_time_s(machine, one.spec, one.table),
+            predicted_s=step_time_s(machine, one.spec, one.table, clock_of),
             weight=weight(value),
         )
         for one, value in zip(observations, residuals, strict=True)

@@ -8,7 +8,7 @@ What is 0 stays 0. Widths (one standard deviation of the logarithm):
 - bandwidth 0.7: half to a quarter of the nominal number is common where transfers are staged through the host; half of
   that variance is the library's, which all links share: one that is slow inside a node is no better between nodes;
 - latency 0.7: a factor of 2 either way, vendors state none;
-- a strategy's own computation 0.35 and time per step 1.0: what its library adds;
+- a strategy's own computation 0.35, time per step and per sample 1.0: what its library adds;
 - straggling and delays 1.0: known by their order of magnitude.
 """
 
@@ -25,7 +25,8 @@ from hpcbench.oracle.machine import Machine, Strategy
 COMPUTE, BANDWIDTH, STRAGGLING, DELAY = "compute", "bandwidth", "straggling", "delay"
 DELAY_WIDTH = 1.0
 _WIDTHS = {BANDWIDTH: 0.5, "latency": 0.7, STRAGGLING: 1.0, COMPUTE: 0.35}
-_OWN_WIDTHS = {"compute": 0.35, "step": 1.0}
+_OWN_WIDTHS = {"compute": 0.35, "step": 1.0, "sample": 1.0}
+_FIELDS = {"compute": "compute_factor", "step": "step_s", "sample": "sample_s"}
 _MODEL_WIDTH = 0.15
 
 
@@ -35,7 +36,7 @@ def parameters_of(
     """Names and prior widths of what runs of these models and strategies may move.
 
     ``widths`` replaces widths by name; a width of 0 leaves a number as it is. A strategy's own numbers are moved only
-    where ``machine.strategies`` or ``widths`` names them: else they cannot be told from the device's.
+    where ``machine.strategies`` names the strategy: else they cannot be told from the device's.
     """
     found = {COMPUTE: _WIDTHS[COMPUTE]}
     found |= {f"{COMPUTE}.{model}": _MODEL_WIDTH for model in sorted(set(models))}
@@ -49,9 +50,8 @@ def parameters_of(
     for strategy in sorted(set(strategies)):
         own = machine.strategies.get(strategy)
         for number, width in _OWN_WIDTHS.items():
-            name = f"strategy.{strategy}.{number}"
-            if (own is not None or name in widths) and (number == "compute" or (own is not None and own.step_s)):
-                found[name] = width
+            if own is not None and getattr(own, _FIELDS[number]):
+                found[f"strategy.{strategy}.{number}"] = width
     return {name: widths.get(name, width) for name, width in found.items() if widths.get(name, width) > 0}
 
 
@@ -96,10 +96,6 @@ def _strategies(known: Mapping[str, Strategy], factors: Mapping[str, float]) -> 
         if scope != "strategy":
             continue
         strategy, _, number = rest.rpartition(".")
-        own = found.get(strategy, Strategy())
-        found[strategy] = (
-            replace(own, compute_factor=own.compute_factor * factor)
-            if number == "compute"
-            else replace(own, step_s=own.step_s * factor)
-        )
+        own, field = found.get(strategy, Strategy()), _FIELDS[number]
+        found[strategy] = replace(own, **{field: getattr(own, field) * factor})
     return found
