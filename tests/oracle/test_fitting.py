@@ -20,9 +20,11 @@ from hpcbench.oracle.fitting.least_squares import mode, root, solve
 from hpcbench.oracle.fitting.observe import observations_of
 from hpcbench.oracle.fitting.parameters import applied
 from hpcbench.oracle.fitting.propagate import step_time_s
+from hpcbench.oracle.kernels import whole_passes
 from hpcbench.oracle.machine import Machine, Posterior, Strategy
 from hpcbench.oracle.nominal import nominal_machine
 from hpcbench.oracle.predict import predict
+from hpcbench.parallel.alike import Alike
 from hpcbench.parallel.layers import LayerTable, read_table
 from hpcbench.results.schema import Metrics, RunResult, Spread
 
@@ -202,3 +204,12 @@ def test_results_become_observations() -> None:
     assert [seen.mean_s for seen in found] == pytest.approx([1.2, 2.5])
     assert found[0].spread == pytest.approx(1.2533 * 0.0913 / 3**0.5, rel=0.01)
     assert found[1].spread == pytest.approx(0.01 / 1.96)
+
+
+def test_measured_kernels_are_sorted_in_once_for_copies_of_a_machine() -> None:
+    compute = NOMINAL.compute
+    assert Alike.of(compute) is Alike.of(replace(compute, factors={"": 2.0}))
+    slower = replace(compute, launch_s=2 * compute.launch_s)
+    assert Alike.of(slower) is not Alike.of(compute)
+    kernel = whole_passes(spec_of("vgg11", 1), TABLES["vgg11"])[0].forward
+    assert Alike.of(slower).seconds(kernel) == pytest.approx(Alike.of(compute).seconds(kernel) + compute.launch_s)

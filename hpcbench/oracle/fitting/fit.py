@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import hypot, log, sqrt
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from hpcbench.config.spec import RunSpec, label
 from hpcbench.errors import ConfigError
 from hpcbench.oracle.clock import Clock, harmonic
 from hpcbench.oracle.fitting.least_squares import Mode, Vector, mode, root, weight
-from hpcbench.oracle.fitting.parameters import BANDWIDTH, COMPUTE, DELAY, DELAY_WIDTH, applied, parameters_of
+from hpcbench.oracle.fitting.parameters import BANDWIDTH, COMPUTE, DELAY, DELAY_WIDTH, applied, concerns, parameters_of
 from hpcbench.oracle.fitting.propagate import ClockOf, step_time_s
 from hpcbench.oracle.machine import Fitted, Machine, Posterior, Residual
 from hpcbench.parallel.layers import LayerTable
@@ -92,13 +93,16 @@ def _mode(
 ) -> Mode:
     scales = [hypot(one.spread, run_spread) for one in observations]
     names = list(widths)
+    own_places = [[place for place, name in enumerate(names) if concerns(name, one.spec)] for one in observations]
+
+    @cache
+    def residual(number: int, own: tuple[float, ...]) -> float:
+        one, own_names = observations[number], [names[place] for place in own_places[number]]
+        there = applied(machine, own_names, own)
+        return log(one.step_time_s / step_time_s(there, one.spec, one.table, clock_of)) / scales[number]
 
     def residuals(at: Vector) -> Vector:
-        there = applied(machine, names, at)
-        return [
-            log(one.step_time_s / step_time_s(there, one.spec, one.table, clock_of)) / scale
-            for one, scale in zip(observations, scales, strict=True)
-        ]
+        return [residual(number, tuple(at[place] for place in places)) for number, places in enumerate(own_places)]
 
     return mode(residuals, list(widths.values()), start)
 

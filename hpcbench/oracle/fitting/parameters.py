@@ -19,6 +19,7 @@ from math import exp
 
 from msgspec.structs import replace
 
+from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.collectives import Wire
 from hpcbench.oracle.machine import Machine, Strategy
 
@@ -53,6 +54,16 @@ def parameters_of(
             if own is not None and getattr(own, _FIELDS[number]):
                 found[f"strategy.{strategy}.{number}"] = width
     return {name: widths.get(name, width) for name, width in found.items() if widths.get(name, width) > 0}
+
+
+def concerns(name: str, spec: RunSpec) -> bool:
+    """Whether the number can change ``spec``'s step."""
+    scope, _, rest = name.partition(".")
+    if scope == COMPUTE:
+        return rest in ("", spec.model)
+    if scope == "strategy":
+        return rest.rpartition(".")[0] == spec.strategy
+    return spec.devices > 1 and (scope != "inter_node" or spec.nodes > 1)
 
 
 def applied(machine: Machine, names: Sequence[str], logs: Sequence[float]) -> Machine:
