@@ -40,7 +40,7 @@ class Repeat(NamedTuple):
     """``events`` so many times, one after another. Nothing is under way when it begins, nor between two times."""
 
     times: int
-    events: Sequence[Compute | Call | Wait]
+    events: Sequence[Event]
 
 
 Event = Compute | Call | Wait | Repeat

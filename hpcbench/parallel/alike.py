@@ -41,10 +41,12 @@ class Alike:
 
     @classmethod
     def of(cls, compute: Compute) -> Alike:
-        """The one for ``compute``; samples are sorted in once."""
-        found = _MADE.get(id(compute))
-        if found is None or found._compute is not compute:
-            found = _MADE[id(compute)] = cls(compute)
+        """The one for ``compute``; samples are sorted in once, also for copies with other factors."""
+        found = _MADE.get(id(compute.samples))
+        if found is None or found._compute.samples is not compute.samples or _rates(found._compute) != _rates(compute):
+            if len(_MADE) >= _KEPT:
+                _MADE.clear()
+            found = _MADE[id(compute.samples)] = cls(compute)
         return found
 
     def seconds(self, kernel: Kernel) -> float:
@@ -72,6 +74,12 @@ class Alike:
 
 
 _MADE: dict[int, Alike] = {}
+_KEPT = 16
+
+
+def _rates(compute: Compute) -> tuple[object, ...]:
+    efficiencies = (compute.flops_efficiency, compute.bandwidth_efficiency)
+    return (compute.peak_flops_per_s, compute.memory_bandwidth_bytes_per_s, compute.launch_s, *efficiencies)
 
 
 def kernel_of(sample: KernelSample) -> Kernel:

@@ -20,12 +20,12 @@ def once_per(size: int) -> Callable[[Function], Function]:
         known: OrderedDict[tuple[Hashable, ...], tuple[Any, Any]] = OrderedDict()
 
         @wraps(function)
-        def remembered(first: Any, *others: Hashable) -> Any:
-            key = (id(first), *others)
+        def remembered(first: Any, *others: Hashable, **named: Hashable) -> Any:
+            key = (id(first), *others, *sorted(named.items()))
             found = known.get(key)
             # An identity may come again when its first owner is gone: not while that is kept here.
             if found is None:
-                found = known[key] = (first, function(first, *others))
+                found = known[key] = (first, function(first, *others, **named))
                 if len(known) > size:
                     known.popitem(last=False)
             return found[1]

@@ -33,7 +33,7 @@ def laid_over(nominal: Machine, stored: Stored, problems: list[str]) -> Machine:
     """The calibrated machine with today's links and memory: a measured collective corrects its link's numbers."""
     calibration = stored.calibration
     machine = calibration.machine
-    links = ("intra_node", "inter_node", "links_per_node", "striped")
+    links = ("intra_node", "inter_node", "links_per_node", "striped", "trees", "by_hop")
     comm: Comm = msgspec.structs.replace(machine.comm, **{name: getattr(nominal.comm, name) for name in links})
     return msgspec.structs.replace(
         machine,

@@ -67,7 +67,7 @@ def _fit_comm(nominal: Machine, runs: Sequence[Evidence]) -> tuple[Comm, list[Re
     overlaps: list[OverlapProbe] = [one for probe in probes for one in probe.overlaps]
     collectives = [one for probe in probes for one in probe.collectives]
     call_s = fit_call_s(overlaps)
-    samples, residuals, notes = fit_collectives(nominal.comm, collectives, call_s, nominal.device == "cuda")
+    samples, residuals, notes = fit_collectives(nominal.comm, collectives, call_s, nominal.comm.trees)
     if not samples:
         return nominal.comm, residuals, notes
     points = sum(one.points for one in residuals)
