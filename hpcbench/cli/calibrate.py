@@ -71,10 +71,12 @@ def fit_given(
 def fit_and_keep(
     profile: ClusterProfile, partition: str | None, found: tuple[Sequence[Any], Sequence[str]], results: str | None
 ) -> tuple[Calibration, Path]:
-    """``ConfigError`` where no run can be used."""
+    """Part by part where the runs have probes, else as whole runs; ``ConfigError`` where no run can be used."""
     from hpcbench.errors import ConfigError
+    from hpcbench.oracle.calibration.choose import machine_for
     from hpcbench.oracle.calibration.evidence import usable
     from hpcbench.oracle.calibration.fit import calibrate
+    from hpcbench.oracle.calibration.from_runs import fit_runs
     from hpcbench.oracle.calibration.store import write_calibration
 
     evidence, problems = found
@@ -83,8 +85,12 @@ def fit_and_keep(
     if not usable(evidence):
         hint = "hpcbench status shows how they ended, hpcbench logs RUN_ID why"
         raise ConfigError(f"no run of {profile.name} that was given or made ended well: nothing to fit", hint=hint)
-    calibration = calibrate(profile, partition, evidence)
-    return calibration, write_calibration(calibration, tree(results).cluster(profile.name))
+    here = tree(results).cluster(profile.name)
+    if any(one.result.probe is not None for one in evidence):
+        calibration = calibrate(profile, partition, evidence)
+    else:
+        calibration = fit_runs(profile, partition, machine_for(profile, here, partition), evidence)
+    return calibration, write_calibration(calibration, here)
 
 
 def show(calibration: Calibration, path: Path, *, as_json: bool) -> None:

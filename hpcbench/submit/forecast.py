@@ -127,7 +127,7 @@ class Forecast:
         held = self._fullest(spec)
         if isinstance(held, Unpriced):
             return held
-        return self._told(spec, lambda table: predict(spec, table, self.machine(spec), held))
+        return self._told(spec, lambda table: predict(spec, table, self.machine(spec), memory=held))
 
     def _told(self, spec: RunSpec, tell: Callable[[LayerTable], _Said]) -> _Said | Unpriced:
         if strategy(spec.strategy).cost is None or not hasattr(resolve_cost(spec.strategy), "step"):

@@ -1,0 +1,1 @@
+"""What the oracle is scored on: its predictions, made before anybody compared them."""
