@@ -87,7 +87,7 @@ def test_a_ranking_marks_what_cannot_be_told_apart() -> None:
     assert "recomputing" in shown
     assert "zero1" not in shown
     assert "~: cannot be told apart from the first (1)" in shown
-    assert "1 more are slower" in shown
+    assert "1 more rank behind" in shown
     assert "whether these fit is not known" in shown
 
 
