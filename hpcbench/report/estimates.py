@@ -55,12 +55,13 @@ def duration(timed: Iterable[Timed]) -> Duration | None:
 
 
 def runs_per_hour(snapshot: Snapshot) -> tuple[float, int] | None:
-    """Runs that ended per hour up to now, and of how many; of arrays that are under way, from the last ``RATE_RUNS``.
+    """Runs that ended per hour up to now, and of how many: the last ``RATE_RUNS`` of submissions that are under way.
 
     ``None`` before two runs have ended.
     """
-    active = [array for array in snapshot.arrays if _active(array)]
-    ended = sorted((one for array in active for one in array.timed), key=lambda one: one.ended_unix_s)
+    under_way = {array.submission for array in snapshot.arrays if _active(array)}
+    timed = (one for array in snapshot.arrays if array.submission in under_way for one in array.timed)
+    ended = sorted(timed, key=lambda one: one.ended_unix_s)
     if len(ended) < 2:
         return None
     last = ended[-RATE_RUNS:]

@@ -57,7 +57,9 @@ def _sweep(snapshot: Snapshot, width: int, ascii_only: bool, most_arrays: int) -
     if not _is_active(counts):
         yield from _failures(snapshot)
         return
-    arrays = sorted(snapshot.arrays, key=lambda array: not _is_active(array.counts))
+    arrays = list(snapshot.arrays)
+    if len(arrays) > most_arrays:
+        arrays.sort(key=lambda array: not _is_active(array.counts))
     shown, more = arrays[:most_arrays], arrays[most_arrays:]
     yield from _arrays(shown, width, ascii_only)
     if more:
@@ -131,9 +133,12 @@ def _ending(array: ArrayLook) -> str:
 
 
 def _took(took: Duration) -> str:
-    if took.runs == 1:
-        return f"{_calm(took.median_s)} a run"
-    return f"{_calm(took.median_s)} a run ({_calm(took.low_s)} to {_calm(took.high_s)})"
+    return f"{_calm(took.median_s)} a run{_between(took.low_s, took.high_s)}"
+
+
+def _between(low_s: float, high_s: float) -> str:
+    low, high = _calm(low_s), _calm(high_s)
+    return f" ({low} to {high})" if low != high else ""
 
 
 def _bar(counts: Mapping[str, int], width: int, ascii_only: bool) -> Text:
@@ -168,9 +173,8 @@ def _shared_out(parts: Sequence[int], width: int) -> list[int]:
 def _figures(snapshot: Snapshot) -> Iterator[str]:
     found = end(snapshot)
     if found is not None:
-        spread = f" ({_calm(found.low_s)} to {_calm(found.high_s)})" if found.high_s > found.low_s else ""
         until = _clock(snapshot.now_unix_s + found.left_s, found.left_s)
-        yield f"about {_calm(found.left_s)} left{spread}, until {until}"
+        yield f"about {_calm(found.left_s)} left{_between(found.low_s, found.high_s)}, until {until}"
         yield f"  {found.basis}"
     elif not snapshot.counts.get("running"):
         yield "nothing runs now: when it will end cannot be told"

@@ -61,6 +61,11 @@ class ArrayLook(msgspec.Struct, frozen=True, kw_only=True):
     running_since_unix_s: tuple[float, ...] = ()
     """Of those running runs that have left a start marker."""
 
+    @property
+    def submission(self) -> str:
+        """The submission that it belongs to."""
+        return self.name.partition("/")[0]
+
 
 class FailedRun(msgspec.Struct, frozen=True):
     """A run that did not end well."""
@@ -110,6 +115,8 @@ class Watcher:
     ) -> None:
         self.tree = RememberingTree(root)
         self.sweeps = sweeps
+        self.predicted_s: dict[str, float] = {}
+        """Per sweep, where somebody has predicted how long it takes: what is shown until runs have ended."""
         self._profile, self._clock = profile, clock
         self._timed: dict[tuple[str, float], Timed | None] = {}
         self._since: dict[str, float] = {}
@@ -153,6 +160,7 @@ class Watcher:
             arrays=tuple(self._array(key, grouped[key], states, places) for key in sorted(grouped, key=_newest_last)),
             failures=tuple(self._failure(key, states[key]) for key in newest),
             failed=len(failed),
+            predicted_s=self.predicted_s.get(sweep),
             silence=next((reason for reason in reasons if "scheduler does not answer" in reason), ""),
         )
 

@@ -51,6 +51,12 @@ def test_runs_per_hour(timed: tuple[Timed, ...], expected: tuple[float, int] | N
     assert runs_per_hour(look(array(timed=timed, ok=len(timed)))) is None
 
 
+def test_the_rate_is_that_of_all_arrays_of_the_submissions_that_are_under_way() -> None:
+    done = array(timed=TOOK[:2], ok=2)
+    earlier = ArrayLook(name="s-0000/0", shape=ONE, counts={"ok": 3}, timed=TOOK)
+    assert runs_per_hour(look(done, earlier, array(timed=(), running=1))) == (18.0, 2)
+
+
 def test_the_end_of_a_queue_that_keeps_its_width() -> None:
     # 4 queued at 120 s; one that runs since 60 s has 60 left, one since 200 s a tenth: 552 s of runs, two at a time.
     found = end(look(array(running=2, pending=4, since=(340.0, 200.0))))

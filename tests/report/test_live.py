@@ -132,9 +132,11 @@ def test_a_sweep_that_has_ended_is_its_counts_and_its_failures() -> None:
     ]
 
 
-def test_many_arrays_are_cut_and_active_ones_come_first() -> None:
+def test_few_arrays_stay_in_their_order_and_of_many_the_active_ones_come_first() -> None:
     done = [ArrayLook(name=f"s-0001/{number}", shape=Shape(1, 1), counts={"ok": 1}) for number in range(12)]
     active = ArrayLook(name="s-0002/0", shape=Shape(1, 1), counts={"running": 1})
+    few = [line.split()[0] for line in lines_of(*done[:3], active)[2:6]]
+    assert few == ["s-0001/0", "s-0001/1", "s-0001/2", "s-0002/0"]
     found = lines_of(*done, active)
     assert found[2].startswith("  s-0002/0  1 node, 1 rank")
     assert "  and 5 more arrays with 5 runs" in found
