@@ -87,8 +87,9 @@ format: $(VENV)/.dev ## let ruff format and mend what it can
 docs: reference ## build the documentation as a site, into build/docs/site
 	$(BIN)/python docs/make_site.py
 
-reference: $(VENV)/.dev ## write the pages about commands, catalog and schemas anew
+reference: $(VENV)/.dev ## write the pages about commands, catalog and schemas anew, and the live screen
 	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_live_picture.py
 
 schemas: $(VENV)/.dev ## write docs/schemas anew
 	@for kind in cluster sweep result; do $(BIN)/hpcbench schema $$kind > docs/schemas/$$kind.json; done
@@ -102,7 +103,7 @@ check-layers: $(VENV)/.dev ## compare all of hpcbench/layers with what is measur
 golden: $(VENV)/.dev ## write the rendered scripts in tests/golden anew; review the diff
 	HPCBENCH_GOLDEN=write $(BIN)/pytest tests/render
 
-pictures: $(VENV)/.worker ## draw the documentation's pictures; needs the quickstart's results
+pictures: $(VENV)/.worker ## draw the table of the README from the quickstart's results
 	$(BIN)/python docs/make_pictures.py
 
 slurm-up: ## start the SLURM box (root; NODES GPUS CPUS MEM LINK)

@@ -45,6 +45,8 @@ SMALLER = {"data make": ["--samples", "2", "--workers", "1"], "doctor": ["--no-j
 """What is added to commands that would write gigabytes, or wait for a node."""
 DONE = (("quickstart", "local"), ("quickstart", "my-cluster"), ("spread", "local"))
 """Sweeps and clusters whose runs have all ended."""
+ALSO_CALLED = ("scaling", "pipelines")
+"""Other names that pages have for a sweep whose runs have ended."""
 
 
 def block_id(block: Block) -> str:
@@ -111,9 +113,12 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for module in ("nets/wide.py", "my-models/nets.py"):
         (folder / module).parent.mkdir()
         (folder / module).write_text(wide.text + ("\n\nsmall = build\n" if module.endswith("nets.py") else ""))
-    for sweep, cluster in DONE:
+    for name in ALSO_CALLED:
+        text = (ROOT / "sweeps" / "quickstart.toml").read_text().replace('"quickstart"', f'"{name}"')
+        (folder / "sweeps" / f"{name}.toml").write_text(text)
+    for sweep, cluster in (*DONE, *((name, "local") for name in ALSO_CALLED)):
         plant(folder, sweep, cluster)
-    for copy in ("results-of-october", "results-of-2025", "old", "new"):
+    for copy in ("results-of-october", "results-of-2025", "old", "new", "other-tree"):
         shutil.copytree(folder / "results", folder / copy)
     return folder
 
