@@ -99,6 +99,7 @@ if (location.protocol === "file:") {
 }
 """
 _SHIM = re.compile(r'<script src="https://unpkg\.com/iframe-worker/shim"[^>]*></script>')
+_FONTS = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 _LINK = re.compile(r"(\]\()([^)#:\s]+)((?:#[^)\s]*)?\))")
 
 
@@ -108,6 +109,8 @@ def stage(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     pages.mkdir(parents=True)
     shutil.copytree(DOCS / "pictures", pages / "pictures")
+    for picture in (pages / "pictures").glob("*.svg"):
+        picture.write_text(_FONTS.sub("", picture.read_text(encoding="utf-8")), encoding="utf-8")
     shutil.copytree(DOCS / "schemas", pages / "schemas")
     for source, target in sources().items():
         place = pages / target
@@ -193,6 +196,11 @@ def loaded_from_elsewhere(site: Path) -> Iterator[str]:
             r'<(?:script|img|link|iframe|source)\b[^>]*?\b(?:src|href)="?((?:https?:)?//[^" >]+)', text
         ):
             yield f"{page.relative_to(site)}: {address}"
+    for picture in sorted(site.rglob("*.svg")):
+        for address in re.findall(
+            r"(?:href=|url\()[\"']?((?:https?:)?//[^\"')]+)", picture.read_text(encoding="utf-8")
+        ):
+            yield f"{picture.relative_to(site)}: {address}"
 
 
 def main() -> None:

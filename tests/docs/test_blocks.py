@@ -157,6 +157,9 @@ def call(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     monkeypatch.setenv("FAKE_STATE", str(tmp_path / "fake"))
     monkeypatch.setenv("PATH", f"{ROOT / 'tests' / 'fakes' / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(project)
+    bundled = CliRunner().invoke(cli, ["bundle", "quickstart", "--cluster", "local"])
+    assert bundled.exit_code == 0, bundled.output
+    Path("quickstart.hpcbench.tar.gz").rename("theirs.hpcbench.tar.gz")
     spread = read_sweep(ResultsTree(project / "results").cluster("local"), "spread")
     assert spread is not None
 

@@ -39,8 +39,10 @@ def test_nothing_is_loaded_from_elsewhere(built: Path) -> None:
     assert (built / "frame-worker.js").exists()
     assert 'src="../frame-worker.js"' in (built / "decisions" / "index.html").read_text(encoding="utf-8")
     (built / "page.html").write_text('<img src="//cdn.example/x.png"><script src=https://cdn.example/x.js></script>')
-    assert len(list(make_site.loaded_from_elsewhere(built))) == 2
+    (built / "drawn.svg").write_text('<style>@font-face { src: url("https://cdn.example/x.woff") }</style>')
+    assert len(list(make_site.loaded_from_elsewhere(built))) == 3
     (built / "page.html").unlink()
+    (built / "drawn.svg").unlink()
 
 
 def test_links_out_of_the_pages_lead_to_copies(built: Path) -> None:
