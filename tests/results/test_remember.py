@@ -94,6 +94,22 @@ def test_two_changes_within_one_modification_time_are_both_seen(tmp_path: Path, 
     assert planted[-1].run_id in tree.look(ids, after_s=0.5)
 
 
+def test_a_change_that_a_look_at_other_runs_met_first_is_seen(tmp_path: Path, planted: list[RunResult]) -> None:
+    tree = Counting(tmp_path / "c")
+    ids = [one.run_id for one in planted]
+    for _ in range(3):
+        tree.look(ids)
+    again = planted[9]
+    again.status, again.error, again.attempt = "ok", None, again.attempt + 1
+    tree.write_result(again)
+    others = [one.run_id for one in planted[RUNS * 2 // 3 :]]
+    for _ in range(3):
+        tree.look(others)
+    reads = tree.look(ids)
+    assert again.run_id in reads
+    assert {run_id[:2] for run_id in reads} == {again.run_id[:2]}
+
+
 def test_runs_that_were_not_asked_for_before_are_looked_up_in_a_quiet_tree(
     tmp_path: Path, planted: list[RunResult]
 ) -> None:
