@@ -158,6 +158,13 @@ def _watch(made: Plan, results: str | None, superseded: Mapping[str, str]) -> di
 
     root = tree(results).cluster(made.profile.name).root
     watcher = Watcher(root, made.profile, {made.sweep.name: list(made.runs)}, superseded=superseded)
+    if made.profile.scheduler.kind == "local":
+        # What others have in a cluster's queue nobody can foretell.
+        from hpcbench.submit.outlook import outlook
+        from hpcbench.submit.plan import local_cores
+
+        left_s = outlook(made, tree(results).cluster(made.profile.name)).left_s(made.missing, local_cores())
+        watcher.predicted_s |= {} if left_s is None else {made.sweep.name: left_s}
     try:
         with _shown(made, watcher) as tell:
             return wait(watcher, made.profile, tell)

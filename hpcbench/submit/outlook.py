@@ -34,6 +34,13 @@ class Outlook:
         priced = [spec.nodes * self.run_time_s[key] for key, spec in runs.items() if key in self.run_time_s]
         return sum(priced) / 3600 if priced else None
 
+    def left_s(self, runs: dict[str, RunSpec], cores: int) -> float | None:
+        """How long this machine's ``cores`` will take for ``runs``; ``None`` where one of them is not priced."""
+        if not runs or any(key not in self.run_time_s for key in runs):
+            return None
+        work = sum(self.run_time_s[key] * min(spec.ranks, cores) for key, spec in runs.items())
+        return max(work / cores, *(self.run_time_s[key] for key in runs))
+
     def unfit(self, runs: dict[str, RunSpec]) -> list[str]:
         """Those of ``runs`` that will probably not fit into memory."""
         return [key for key in runs if key in self.found and self.found[key].fits is False]
