@@ -40,7 +40,7 @@ def _run(plan: Plan, cluster_tree: ClusterTree, results: str | None, over_budget
     say_submitted(plan, submitted)
     check_sent(submitted.sent, waits=True)
     try:
-        return watch(plan, results)
+        return watch(plan, results, {})
     except KeyboardInterrupt:
         say(f"hpcbench cluster calibrate {plan.profile.name} goes on with it")
         raise

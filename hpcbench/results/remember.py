@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from hpcbench.results.folders import folders
 from hpcbench.results.schema import OK, ResultHead
@@ -25,9 +26,15 @@ class RememberingTree(ClusterTree):
     ``head`` of one run alone always reads its file.
     """
 
-    def __init__(self, root: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        root: Path,
+        clock: Callable[[], float] = time.monotonic,
+        superseded: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``superseded``: of runs that are measured again, the environment key of the result that is replaced."""
         super().__init__(root)
-        self._clock = clock
+        self._clock, self._superseded = clock, superseded
         self._heads: dict[str, ResultHead] = {}
         self._ended: dict[str, float] = {}
         self._seen: dict[str, tuple[int, float]] = {}
@@ -47,7 +54,11 @@ class RememberingTree(ClusterTree):
 
     def _is_ok(self, run_id: str) -> bool:
         known = self._heads.get(run_id)
-        return known is not None and known.status == OK
+        return known is not None and known.status == OK and not self.is_superseded(run_id, known)
+
+    def is_superseded(self, run_id: str, head: ResultHead) -> bool:
+        """Whether it is still the result that a new measurement is to replace."""
+        return head.environment_key is not None and head.environment_key == self._superseded.get(run_id)
 
     def _look_for(self, wanted: Collection[str]) -> None:
         """Read those of ``wanted`` that are in folders that have changed since each was read last."""

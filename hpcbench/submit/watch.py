@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -112,12 +113,14 @@ class Watcher:
         profile: Reachable,
         sweeps: Mapping[str, Sequence[str]],
         clock: Callable[[], float] = time.time,
+        superseded: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.tree = RememberingTree(root)
+        """``superseded``: of runs that are measured again, the environment key of the result that does not count."""
+        self.tree = RememberingTree(root, superseded=superseded)
         self.sweeps = sweeps
         self.predicted_s: dict[str, float] = {}
         """Per sweep, where somebody has predicted how long it takes: what is shown until runs have ended."""
-        self._profile, self._clock = profile, clock
+        self._profile, self._clock, self._superseded = profile, clock, superseded
         self._timed: dict[tuple[str, float], Timed | None] = {}
         self._since: dict[str, float] = {}
         self._labels: dict[str, str] = {}
@@ -126,7 +129,7 @@ class Watcher:
     def ask(self) -> dict[str, RunState]:
         """The state of every run; what only the scheduler knows is written down on the way."""
         wanted = dict.fromkeys(run_id for run_ids in self.sweeps.values() for run_id in run_ids)
-        states = run_states(self.tree, wanted, self._profile, self._clock())
+        states = run_states(self.tree, wanted, self._profile, self._clock(), self._stale())
         if any(state.ended_unix_s is not None for state in states.values()):
             settle(self.tree, states)
         return states
@@ -134,8 +137,13 @@ class Watcher:
     def look(self, states: Mapping[str, RunState]) -> dict[str, RunState]:
         """``states`` with the ok results that have come since, without asking the scheduler."""
         heads = self.tree.heads([key for key, state in states.items() if state.state in ACTIVE])
-        done = {key for key, head in heads.items() if head.status == OK}
+        done = {key for key, head in heads.items() if head.status == OK} - self._stale()
         return {key: RunState(OK) if key in done else state for key, state in states.items()}
+
+    def _stale(self) -> set[str]:
+        """Runs whose result is still the one that is being replaced."""
+        heads = self.tree.heads(self._superseded)
+        return {key for key, head in heads.items() if self.tree.is_superseded(key, head)}
 
     def snapshots(self, states: Mapping[str, RunState]) -> list[Snapshot]:
         """Everything that there is to show about ``states``, sweep by sweep."""
