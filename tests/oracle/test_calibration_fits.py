@@ -15,7 +15,7 @@ from hpcbench.oracle.calibration.evidence import Evidence, explained, log_error,
 from hpcbench.oracle.calibration.fit import calibrate
 from hpcbench.oracle.calibration.fit_collectives import Point, fit_bands, fit_collectives, fit_line, non_negative, words
 from hpcbench.oracle.calibration.fit_kernels import fit_roofline, kernel_samples, share_of
-from hpcbench.oracle.calibration.fit_rest import fit_contention, fit_neighbours, fit_overlap
+from hpcbench.oracle.calibration.fit_rest import fit_alone, fit_contention, fit_crowding, fit_overlap
 from hpcbench.oracle.clock import Clock, expected_largest
 from hpcbench.oracle.collectives import Span, Wire, time_s
 from hpcbench.oracle.kernels import Share, row_pass, update_kernels
@@ -314,7 +314,17 @@ def test_nobody_computes_faster_under_communication_or_beside_others() -> None:
                            both_s=1.0, issue_s=0.0, repeats=3)  # fmt: skip
     assert fit_overlap([overlap]) == 1.0
     runs = [run_of("single", 1.0), run_of("probe_collectives", 0.9, tasks_per_node=2, dp_degree=2)]
-    assert fit_neighbours(runs) == (0.0, {2: 1.0})
+    assert fit_alone(runs).straggling == 0.0
+    assert fit_crowding(runs, fit_alone(runs)) == {2: 1.0}
+
+
+def test_a_lone_launch_that_was_held_up_is_one_of_several() -> None:
+    runs = [run_of("probe_layers", 2.0), run_of("probe_layers", 4.0, "vgg11")]
+    runs += [run_of("probe_collectives", 1.0, nodes=2, dp_degree=2, seed=seed) for seed in range(5)]
+    found = fit_alone(runs)
+    assert found.straggling == 0.0
+    assert found.steps_s["vit", "cifar10", 8, "fp32"] == pytest.approx(1.0, rel=0.1)
+    assert found.steps_s["vgg11", "cifar10", 8, "fp32"] == 4.0
 
 
 def test_what_residuals_are() -> None:

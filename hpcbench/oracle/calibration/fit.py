@@ -12,10 +12,11 @@ from hpcbench.oracle.calibration.evidence import Evidence, usable
 from hpcbench.oracle.calibration.fit_collectives import fit_collectives
 from hpcbench.oracle.calibration.fit_kernels import LEAST_SPREAD, fit_kernels
 from hpcbench.oracle.calibration.fit_rest import (
+    fit_alone,
     fit_base_bytes,
     fit_call_s,
     fit_contention,
-    fit_neighbours,
+    fit_crowding,
     fit_overlap,
     fit_strategies,
 )
@@ -31,9 +32,10 @@ def calibrate(
     """What ``runs`` say of the cluster; whatever they do not say stays as the profile has it, and is noted."""
     good = usable(runs)
     nominal = nominal_machine(profile, partition)
-    compute, residuals, notes = fit_kernels(nominal, good)
+    alone = fit_alone(good)
+    compute, residuals, notes = fit_kernels(nominal, good, alone.steps_s)
     comm, of_comm, more = _fit_comm(nominal, good)
-    straggling, crowding = fit_neighbours(good)
+    crowding = fit_crowding(good, alone)
     if crowding:
         compute = msgspec.structs.replace(compute, crowding={1: 1.0, **crowding})
     base_bytes, of_memory = fit_base_bytes(good)
@@ -43,7 +45,7 @@ def calibrate(
         source="",
         compute=compute,
         comm=comm,
-        straggling=straggling,
+        straggling=alone.straggling,
         base_bytes=nominal.base_bytes if base_bytes is None else base_bytes,
         notes=[],
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import exp, log
 
 import msgspec
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.calibration.evidence import PROBE_LAYERS, Evidence, explained, log_error, of_strategy
+from hpcbench.oracle.calibration.fit_rest import Workload, workload
 from hpcbench.oracle.calibration.store import Residual
 from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.kernels import Kernel, Share, row_pass, update_kernels
@@ -57,8 +58,13 @@ def _sample(kernel: Kernel, seconds: float, spread: float) -> KernelSample:
     return KernelSample(**kernel._asdict(), seconds=seconds, spread=spread)
 
 
-def fit_kernels(machine: Machine, runs: Sequence[Evidence]) -> tuple[Compute, list[Residual], list[str]]:
-    """The device with measured kernels and every model's factor; without a measured layer as it was."""
+def fit_kernels(
+    machine: Machine, runs: Sequence[Evidence], alone_s: Mapping[Workload, float]
+) -> tuple[Compute, list[Residual], list[str]]:
+    """The device with measured kernels and every model's factor; without a measured layer as it was.
+
+    ``alone_s`` is what whole steps take.
+    """
     probed = [one for one in of_strategy(runs, PROBE_LAYERS) if one.result.probe and one.result.probe.kernels]
     if not probed:
         return machine.compute, [], ["no kernel was measured: a step's computation is the profile's"]
@@ -67,7 +73,7 @@ def fit_kernels(machine: Machine, runs: Sequence[Evidence]) -> tuple[Compute, li
     plain = msgspec.structs.replace(machine.compute, factors={}, crowding={})
     bare = fit_roofline(plain, samples)
     sums = [(_sum_s(machine, bare, one), one) for one in probed]
-    factors = _factors([(one, one.step_s / sum_s) for sum_s, one in sums])
+    factors = _factors([(one, alone_s[workload(one)] / sum_s) for sum_s, one in sums])
     compute = msgspec.structs.replace(bare, factors=factors, crowding=machine.compute.crowding)
     pairs = [(sum_s * factors[one.spec.model], one.step_s) for sum_s, one in sums]
     residuals = [
