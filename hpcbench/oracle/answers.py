@@ -31,8 +31,8 @@ class Room(NamedTuple):
 class Answers(Protocol):
     """Predictions for runs on one cluster."""
 
-    def of(self, spec: RunSpec) -> Prediction | Unpriced:
-        """The prediction, or why there is none."""
+    def of(self, spec: RunSpec, *, quick: bool = False) -> Prediction | Unpriced:
+        """The prediction, or why there is none; ``quick`` may be less exact about its interval."""
 
     def room(self, spec: RunSpec) -> Room | Unpriced:
         """Its memory alone, which is quick to tell."""

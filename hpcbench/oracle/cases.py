@@ -29,6 +29,7 @@ class Measured(msgspec.Struct, kw_only=True):
     spec: RunSpec
     status: str = OK
     """``ok`` where any launch ended well, else how the first one ended."""
+    run_ids: list[str] = []
     launches_s: list[float] = []
     """Median step time of every launch."""
     figures: dict[str, float] = {}

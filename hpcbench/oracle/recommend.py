@@ -27,6 +27,8 @@ FORMULA_SPREAD = {"nominal": 0.10, "calibrated": 0.04, "fitted": 0.04}
 assumption, to be replaced by what ``validate`` finds."""
 FOLLOWED = 3
 """Pipelines whose degrees are tried with the other schedules."""
+SHOWN = 10
+"""Of so many of the best the interval is worked out in full."""
 DETAILED = 3
 """Of so many of the best the largest batch is looked for."""
 OBJECTIVES: dict[str, Callable[[RunSpec, Prediction], float]] = {
@@ -89,6 +91,9 @@ def recommend(
     ranked = sorted(search.found, key=search.value)
     for one in ranked:
         _compare(one, ranked[0], search.value, answers.machine(one.spec))
+    for one in ranked[:SHOWN]:
+        whole = answers.of(one.spec)
+        one.predicted = one.predicted if isinstance(whole, Unpriced) else whole
     for one in ranked[:DETAILED]:
         one.largest_batch_size = largest_batch_size(one.spec, answers)
     return Recommendation(
@@ -126,7 +131,7 @@ class _Search:
             if fitting is None or config_id(fitting[1]) in self._seen:
                 continue
             self._seen.add(config_id(fitting[1]))
-            found = self._answers.of(fitting[1])
+            found = self._answers.of(fitting[1], quick=True)
             self.priced += 1
             if isinstance(found, Unpriced):
                 self._refuse(point["strategy"], "formulas", found.reason)

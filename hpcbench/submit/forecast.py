@@ -8,6 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import psutil
 
 from hpcbench.config.cluster import ClusterProfile
@@ -57,22 +58,29 @@ class Forecast:
         self._model_folder = str(model_folder.resolve()) if model_folder else None
         self._tables: dict[Any, LayerTable | Unpriced] = {}
         self._machines: dict[tuple[str | None, int], Machine] = {}
+        self._plain: dict[int, Machine] = {}
         self._held: dict[Any, Memory | Unpriced] = {}
         self._found: dict[Any, Prediction | Unpriced] = {}
 
-    def of(self, spec: RunSpec, most: int | None = None) -> Prediction | Unpriced:
-        """The prediction for ``spec``, or why there is none; beyond ``most`` different ones none is made."""
-        key = _key(spec)
+    def of(self, spec: RunSpec, *, quick: bool = False, most: int | None = None) -> Prediction | Unpriced:
+        """The prediction for ``spec``, or why there is none; beyond ``most`` different ones none is made.
+
+        ``quick``: where the machine was fitted its interval is not worked out anew for every number that is uncertain.
+        """
+        machine = self.machine(spec)
+        if quick and machine.posterior is not None:
+            machine = self._without_posterior(machine)
+        key = (*_key(spec), machine.posterior is None)
         found = self._found.get(key)
         if found is None:
             if most is not None and len(self._found) >= most:
                 return Unpriced(f"more than {most} different ones")
-            found = self._found[key] = self._priced(spec)
+            found = self._found[key] = self._priced(spec, machine)
         return found
 
     def run_time_s(self, spec: RunSpec) -> float | None:
         """How long a launch takes, its start included; evaluation, checks and the queue are not. ``None``: unknown."""
-        found = self.of(spec)
+        found = self.of(spec, quick=True)
         if isinstance(found, Unpriced):
             return None
         steps = spec.warmup_steps + spec.steps + spec.profile_steps
@@ -84,6 +92,12 @@ class Forecast:
         if key not in self._machines:
             self._machines[key] = machine_for(self.profile, self._tree, *key)
         return self._machines[key]
+
+    def _without_posterior(self, machine: Machine) -> Machine:
+        # Clocks know machines by their parts: one copy of each is enough.
+        if id(machine) not in self._plain:
+            self._plain[id(machine)] = msgspec.structs.replace(machine, posterior=None)
+        return self._plain[id(machine)]
 
     def machines(self) -> list[Machine]:
         """Those that have been asked for."""
@@ -123,11 +137,11 @@ class Forecast:
             self._held[key] = self._told(spec, lambda table: fullest(spec, table))
         return self._held[key]
 
-    def _priced(self, spec: RunSpec) -> Prediction | Unpriced:
+    def _priced(self, spec: RunSpec, machine: Machine) -> Prediction | Unpriced:
         held = self._fullest(spec)
         if isinstance(held, Unpriced):
             return held
-        return self._told(spec, lambda table: predict(spec, table, self.machine(spec), memory=held))
+        return self._told(spec, lambda table: predict(spec, table, machine, memory=held))
 
     def _told(self, spec: RunSpec, tell: Callable[[LayerTable], _Said]) -> _Said | Unpriced:
         if strategy(spec.strategy).cost is None or not hasattr(resolve_cost(spec.strategy), "step"):

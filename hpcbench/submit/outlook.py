@@ -69,7 +69,7 @@ def outlook(plan: Plan, tree: ClusterTree) -> Outlook:
     """The runs of ``plan``, priced by ``tree``'s calibrations. Nothing is measured for it, and it never fails."""
     made = Outlook(Forecast(plan.profile, tree, model_folder(plan.sweep, plan.profile), python=None))
     for key, spec in plan.runs.items():
-        found = made.forecast.of(spec, most=MOST_PRICED)
+        found = made.forecast.of(spec, quick=True, most=MOST_PRICED)
         if isinstance(found, Unpriced):
             made.unpriced[found.reason] += 1
             continue

@@ -17,9 +17,12 @@ from hpcbench.config.load import load_sweep
 from hpcbench.config.profiles import load_cluster
 from hpcbench.config.spec import RunSpec, config_id, run_id
 from hpcbench.errors import HpcbenchError
+from hpcbench.oracle.calibration.store import Calibration, write_calibration
+from hpcbench.oracle.nominal import nominal_machine
 from hpcbench.oracle.predict import Prediction
 from hpcbench.parallel.check import check_names
 from hpcbench.results.schema import Metrics, RunResult, Spread, result_json
+from hpcbench.results.store import ResultsTree
 from hpcbench.submit.forecast import Forecast
 
 SWEEP = """name = "tiny"
@@ -241,6 +244,36 @@ def test_validation_of_planted_results(tmp_path: Path) -> None:
     assert len(document["cases"]) == 4
     assert [len(one.get("launches_s", [])) for one in document["cases"]].count(3) == 3
     assert document["notes"] == ["not scored: 1 configurations that were skipped, cancelled, preempted or unsupported"]
+
+
+def test_a_calibration_is_taken_and_its_own_runs_are_not_scored(tmp_path: Path) -> None:
+    tree = tmp_path / "results"
+    planted(tree, "ddp", 1.25)
+    planted(tree, "fsdp", 1.0)
+    profile, _ = load_cluster("slurmbox")
+    nominal = nominal_machine(profile)
+    slower = msgspec.structs.replace(nominal.compute, factors={"": 2.0})
+    seen = [
+        json.loads(path.read_text())["run_id"] for path in tree.rglob("result.json") if '"fsdp"' in path.read_text()
+    ]
+    made = Calibration(
+        cluster="slurmbox", made_at="2026-11-21T20:00:00Z", partition="normal", intra_node=nominal.comm.intra_node,
+        inter_node=nominal.comm.inter_node, run_ids=seen,
+        machine=msgspec.structs.replace(nominal, compute=slower, depth="calibrated"),
+    )  # fmt: skip
+    write_calibration(made, ResultsTree(tree).cluster("slurmbox"))
+    document = said(tmp_path, "validate")
+    (case,) = document["cases"]
+    assert case["spec"]["strategy"] == "ddp"
+    assert document["notes"] == ["not scored: 1 configurations that the cluster's calibration was fitted to"]
+    (tmp_path / "tiny.toml").write_text(SWEEP)
+    found = said(tmp_path, "predict", tmp_path / "tiny.toml", "--cluster", "slurmbox")
+    assert found["machines"][0]["depth"] == "calibrated"
+    assert found["machines"][0]["source"].startswith("calibration of 2026-11-21")
+    single = next(one for one in found["predictions"] if one["spec"]["strategy"] == "single")
+    alone = Forecast(profile).of(msgspec.convert(single["spec"], RunSpec))
+    assert isinstance(alone, Prediction)
+    assert single["predicted"]["compute_s"] == pytest.approx(2 * alone.compute_s)
 
 
 def test_the_tables_of_a_validation(tmp_path: Path) -> None:
