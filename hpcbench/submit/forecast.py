@@ -81,8 +81,10 @@ class Forecast:
     def run_time_s(self, spec: RunSpec) -> float | None:
         """How long a launch takes, its start included; evaluation, checks and the queue are not. ``None``: unknown."""
         found = self.of(spec, quick=True)
-        if isinstance(found, Unpriced):
-            return None
+        return None if isinstance(found, Unpriced) else self.launch_s(spec, found)
+
+    def launch_s(self, spec: RunSpec, found: Prediction) -> float:
+        """As ``run_time_s``, by the run's prediction."""
         steps = spec.warmup_steps + spec.steps + spec.profile_steps
         return STARTUP_S[self.profile.device] + steps * found.step_time_s
 
@@ -172,4 +174,4 @@ def _key(spec: RunSpec) -> Any:
 
 
 def _frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(options.items()))
+    return tuple(sorted(options.items())) if options else ()

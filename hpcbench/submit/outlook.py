@@ -74,5 +74,5 @@ def outlook(plan: Plan, tree: ClusterTree) -> Outlook:
             made.unpriced[found.reason] += 1
             continue
         made.found[key] = found
-        made.run_time_s[key] = min(made.forecast.run_time_s(spec) or 0.0, plan.shape(spec).time_limit_s)
+        made.run_time_s[key] = min(made.forecast.launch_s(spec, found), plan.shape(spec).time_limit_s)
     return made
