@@ -197,13 +197,14 @@ def _zero_bubble(layout: Layout, rank: int, micro_batches: int, extra: int) -> l
     """
     found: list[Action] = []
     waiting: list[Action] = []
+    stage = layout.stage_of(rank)
     for one in _one_f_one_b(layout, rank, micro_batches, extra):
         if one.kind == FORWARD:
             found.append(one)
             continue
-        found.append(one._replace(kind=INPUT))
-        waiting.append(one._replace(kind=WEIGHT))
-        if len(waiting) > layout.stage_of(rank):
+        found.append(Action(INPUT, one.chunk, one.micro_batch))
+        waiting.append(Action(WEIGHT, one.chunk, one.micro_batch))
+        if len(waiting) > stage:
             found.append(waiting.pop(0))
     return found + waiting
 
