@@ -28,13 +28,14 @@ class Busy(NamedTuple):
     """With the forward pass before it where that is done again."""
     weights_s: float
     """Of ``backward_s``, the gradients of weights that can be put off."""
-    shared: Sequence[Call]
-    """Calls in either pass among ranks that share its layers."""
+    shared_forward: Sequence[Call]
+    """Calls among ranks that share its layers."""
+    shared_backward: Sequence[Call]
 
     @property
-    def shared_s(self) -> float:
-        """Of all calls of one pass."""
-        return sum(call.seconds for call in self.shared)
+    def shared(self) -> list[Call]:
+        """In both passes."""
+        return [*self.shared_forward, *self.shared_backward]
 
 
 class ChunkTimes:
@@ -58,8 +59,11 @@ class ChunkTimes:
             forward += self.clock.kernel_s(one.forward)
             backward += spent
             weights += spent * weights_part(self.plan.table.layers[row])
-        shared = [call for one in self.plan.shared(chunk, samples) for call in self.clock.calls(one, self._tensor)]
-        return Busy(forward, backward + (forward if again else 0.0), weights, shared)
+        shared = [
+            [call for one in self.plan.shared(chunk, samples, repeats) for call in self.clock.calls(one, self._tensor)]
+            for repeats in (False, again)
+        ]
+        return Busy(forward, backward + (forward if again else 0.0), weights, *shared)
 
     def _passes(self, chunk: int, samples: float) -> list[Pass]:
         """Of the chunk's rows."""
@@ -125,11 +129,14 @@ class ChunkTimes:
 
     def _durations(self, chunk: int, samples: float, again: bool, with_comm: bool) -> dict[str, float]:
         busy = self.busy(chunk, samples, again)
-        shared = busy.shared_s if with_comm else 0.0
+        forward, backward = (
+            sum(call.seconds for call in calls) if with_comm else 0.0
+            for calls in (busy.shared_forward, busy.shared_backward)
+        )
         return {
-            FORWARD: busy.forward_s + shared,
-            BACKWARD: busy.backward_s + shared,
-            INPUT: busy.backward_s - busy.weights_s + shared,
+            FORWARD: busy.forward_s + forward,
+            BACKWARD: busy.backward_s + backward,
+            INPUT: busy.backward_s - busy.weights_s + backward,
             WEIGHT: busy.weights_s,
             UPDATE: 0.0,
         }

@@ -128,21 +128,29 @@ class PipelineRun:
         ]
 
     def shared_layers(self) -> list[Traffic]:
-        """Of transformer blocks that a stage's ranks share: two all_reduces in either pass (Shoeybi et al. 2019)."""
-        return [
-            one
-            for action in self.actions
-            if action.kind != WEIGHT
-            for one in self.shared(action.chunk, self.sizes[action.micro_batch])
-        ]
+        """All_reduces of transformer blocks that a stage's ranks share, by the rank's actions."""
+        found = []
+        for kind, chunk, one in self.actions:
+            if kind != WEIGHT:
+                again = kind != FORWARD and self.is_recomputed(one, len(self.sizes))
+                found += self.shared(chunk, self.sizes[one], again)
+        return found
 
-    def shared(self, chunk: int, samples: float) -> list[Traffic]:
-        """Of one of its passes through a chunk."""
+    def shared(self, chunk: int, samples: float, again: bool = False) -> list[Traffic]:
+        """Of one pass through a chunk: two for each of its blocks (Shoeybi et al. 2019).
+
+        ``again``: with the forward pass that is repeated before, which ends with the last layer that keeps something.
+        """
         if self.split is None:
             return []
-        held = sum(int(name) in self.blocks[chunk] for name in self.split.blocks)
+        held = [name for name in self.split.blocks if int(name) in self.blocks[chunk]]
+        count = 2 * len(held)
+        if again and held:
+            is_at_end = int(held[-1]) == self.blocks[chunk].stop - 1
+            drops = self.split.rows[f"{held[-1]}.dropout2"].attributes["p"] > 0
+            count += 2 * len(held) - (is_at_end and not drops)
         payload = round(samples * self.split.tokens * self.split.width * self.split.sent_bytes)
-        one = Traffic(operation="all_reduce", group_size=self.spec.tp_degree, payload_bytes=payload, count=2 * held)
+        one = Traffic(operation="all_reduce", group_size=self.spec.tp_degree, payload_bytes=payload, count=count)
         return [one] if held else []
 
     def buffer_bytes(self) -> int:

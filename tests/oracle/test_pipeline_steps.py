@@ -137,6 +137,9 @@ PRICED = [
         "1f1b", 2, 3, dp_degree=2, model="gpt", dataset="tokens", batch_size=8, model_options={"tied": True}
     ),
     spec_of("zero_bubble", 2, 2, tp_degree=2, model="gpt", dataset="tokens", batch_size=8),
+    spec_of(
+        "1f1b", 2, 4, tp_degree=2, model="gpt", dataset="tokens", batch_size=8, options={"recompute": "except_last"}
+    ),
 ]  # fmt: skip
 
 
@@ -206,7 +209,7 @@ def test_ranks_that_share_a_stage_compute_less() -> None:
         found.append(ChunkTimes(PipelineRun(spec, table, 0), Clock(NOMINAL, spec)).busy(0, 4, False))
     one, two, four = found
     assert four.backward_s < two.backward_s < one.backward_s < 2 * two.backward_s
-    assert [len(busy.shared) for busy in found] == [0, 8, 8]
+    assert [len(busy.shared) for busy in found] == [0, 16, 16]
 
 
 def test_halves_of_a_backward_pass_by_what_they_compute() -> None:
