@@ -188,6 +188,17 @@ def test_every_call_of_pipedream_is_priced(versions: str) -> None:
     assert min(abs(found.comm_s / one - 1) for one in priced) < 1e-6
 
 
+@pytest.mark.parametrize("strategy", EVERY)
+def test_messages_slow_what_is_computed_beside_them(strategy: str) -> None:
+    """By no more than if all of it were computed beside them."""
+    comm = msgspec.structs.replace(NOMINAL.comm, overlap_slowdown=1.2)
+    slowed = step(spec_of(strategy, 4), machine=msgspec.structs.replace(NOMINAL, comm=comm))
+    plain = step(spec_of(strategy, 4))
+    assert slowed.compute_s == pytest.approx(plain.compute_s)
+    assert plain.step_time_s < slowed.step_time_s < 1.2 * plain.step_time_s
+    assert slowed.bubble_s == pytest.approx(plain.bubble_s)
+
+
 def test_recomputation_is_a_forward_pass_more() -> None:
     never, last, always = (
         step(spec_of("gpipe", 2, options={"recompute": recompute})) for recompute in ("never", "except_last", "always")

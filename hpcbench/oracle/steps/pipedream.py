@@ -47,8 +47,8 @@ def _stage(pipeline: Pipeline, place: int, with_comm: bool) -> Stage:
         return Stage(busy.forward_s, busy.backward_s, update_s)
     forward, backward = (times.sends(kind, place, samples) for kind in (FORWARD, BACKWARD))
     return Stage(
-        busy.forward_s,
-        busy.backward_s,
+        times.beside_messages_s(FORWARD, place, samples, busy.forward_s),
+        times.beside_messages_s(BACKWARD, place, samples, busy.backward_s),
         update_s + sum(call.seconds for call in pipeline.buckets(place, place)),
         0.0 if forward is None else forward.seconds,
         0.0 if backward is None else backward.seconds,
