@@ -189,6 +189,46 @@ def test_every_call_of_pipedream_is_priced(versions: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", EVERY)
+def test_a_machine_twice_as_fast_takes_half_as_long(strategy: str) -> None:
+    compute, comm = NOMINAL.compute, NOMINAL.comm
+    quick = msgspec.structs.replace(
+        NOMINAL,
+        compute=msgspec.structs.replace(
+            compute,
+            peak_flops_per_s={name: 2 * peak for name, peak in compute.peak_flops_per_s.items()},
+            memory_bandwidth_bytes_per_s=2 * compute.memory_bandwidth_bytes_per_s,
+            launch_s=compute.launch_s / 2,
+        ),
+        comm=msgspec.structs.replace(
+            comm,
+            intra_node=Wire(*(part / 2 for part in comm.intra_node)),
+            inter_node=Wire(*(part / 2 for part in comm.inter_node)),
+        ),
+    )
+    spec = spec_of(strategy, 4, dp_degree=2)
+    assert [2 * part for part in step(spec, machine=quick)] == pytest.approx(list(step(spec)))
+
+
+@pytest.mark.parametrize("strategy", EVERY)
+def test_slower_links_take_longer(strategy: str) -> None:
+    comms = [
+        msgspec.structs.replace(NOMINAL.comm, inter_node=Wire(1e-4, beta_s)) for beta_s in (1e-10, 1e-9, 1e-8, 1e-7)
+    ]
+    steps = [step(spec_of(strategy, 4), machine=msgspec.structs.replace(NOMINAL, comm=comm)) for comm in comms]
+    assert [one.step_time_s for one in steps] == sorted(one.step_time_s for one in steps)
+    assert steps[0].step_time_s < steps[-1].step_time_s
+    assert len({round(one.compute_s, 12) for one in steps}) == 1
+
+
+@pytest.mark.parametrize("strategy", ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
+def test_more_micro_batches_of_a_size_have_a_smaller_bubble(strategy: str) -> None:
+    steps = [step(spec_of(strategy, 4, count, batch_size=4 * count), machine=FREE) for count in (4, 8, 16, 64)]
+    shares = [one.bubble_s / one.step_time_s for one in steps]
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-1] < shares[0] / 2
+
+
+@pytest.mark.parametrize("strategy", EVERY)
 def test_messages_slow_what_is_computed_beside_them(strategy: str) -> None:
     """By no more than if all of it were computed beside them."""
     comm = msgspec.structs.replace(NOMINAL.comm, overlap_slowdown=1.2)
