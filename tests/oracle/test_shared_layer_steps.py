@@ -20,6 +20,7 @@ from hpcbench.oracle.nominal import nominal_machine
 from hpcbench.oracle.placement import group_of
 from hpcbench.oracle.step import StepTime
 from hpcbench.oracle.strategies.channels import Filter
+from hpcbench.oracle.strategies.spatial import Spatial
 from hpcbench.parallel.catalog import resolve_cost
 from hpcbench.parallel.layers import Layer, LayerTable, TensorShape, read_table
 from hpcbench.parallel.spatial_limits import grid_of
@@ -160,21 +161,31 @@ def faster_machine(faster: float) -> Machine:
     )
 
 
-def test_filter_passes_what_paradl_says() -> None:
-    channels, positions, ranks, samples, latency_s, beta = [4, 8, 16, 8, 4], 16, 4, 8, 1e-6, 1e-9
+def chain(*channels: int) -> LayerTable:
+    """3 x 3 convolutions of 4 x 4 positions, and a loss."""
     layers = [
         Layer(
             name=str(number), block=number, kind="Conv2d", input_shape=[ins, 4, 4], output_shape=[outs, 4, 4],
-            parameters=9 * ins * outs, forward_flops=1, backward_flops=1, activation_bytes=1, activation_fixed_bytes=0,
-            output_bytes=64 * outs, forward_moved_bytes=1, backward_moved_bytes=1,
-            attributes={"in_channels": ins, "out_channels": outs, "groups": 1},
+            parameters=9 * ins * outs, forward_flops=10_000, backward_flops=20_000 if number else 10_000,
+            activation_bytes=1, activation_fixed_bytes=0, output_bytes=64 * outs, forward_moved_bytes=1,
+            backward_moved_bytes=1,
+            attributes={
+                "in_channels": ins, "out_channels": outs, "groups": 1, "kernel_size": [3, 3], "stride": [1, 1],
+                "padding": [1, 1], "dilation": [1, 1],
+            },
         )
         for number, (ins, outs) in enumerate(pairwise(channels))
     ]  # fmt: skip
+    loss = replace(layers[-1], name="loss", block=len(layers), kind="Loss", parameters=0, attributes={})
     tensors = [TensorShape(f"{one.name}.weight", [one.parameters]) for one in layers]
-    table = LayerTable(
-        model="chain", dataset="digits", input_size=4, blocks=4, parameter_tensors=tensors, buffers=[], layers=layers
-    )
+    return LayerTable(
+        model="chain", dataset="digits", input_size=4, blocks=len(layers), parameter_tensors=tensors, buffers=[],
+        layers=[*layers, loss],
+    )  # fmt: skip
+
+
+def test_filter_passes_what_paradl_says() -> None:
+    channels, positions, ranks, samples, latency_s, beta = [4, 8, 16, 8, 4], 16, 4, 8, 1e-6, 1e-9
     spec = RunSpec(
         model="chain", dataset="digits", strategy="filter", batch_size=samples, tasks_per_node=ranks, tp_degree=ranks,
         options={"form": "gathered"},
@@ -183,6 +194,26 @@ def test_filter_passes_what_paradl_says() -> None:
     outputs = [positions * each for each in channels[1:-1]]
     paradl = 3 * (ranks - 1) * sum(latency_s + samples * one * 4 * beta / ranks for one in outputs)
     of_the_last_input = 2 * (ranks - 1) * (latency_s + samples * outputs[-1] * 4 * beta / ranks)
-    found = Filter.step(spec, table, Clock(machine, spec))
+    found = Filter.step(spec, chain(*channels), Clock(machine, spec))
     assert found.comm_s == pytest.approx(paradl - of_the_last_input)
     assert found.comm_s == pytest.approx(51.72e-6)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_spatial_passes_halos_together(overlap: bool) -> None:
+    spec = RunSpec(
+        model="chain", dataset="digits", strategy="spatial", batch_size=2, nodes=4, sp_degree=4,
+        options={"overlap": overlap},
+    )  # fmt: skip
+    # So little latency that rings are faster than trees.
+    latency_s, beta = 1e-7, 1e-9
+    machine = replace(MACHINE, comm=replace(MACHINE.comm, inter_node=Wire(latency_s, beta)))
+    # Of 4 channels a row of 4 positions to either side; three layers forward, two backward; the whole, and gradients.
+    exchange = latency_s + 2 * (2 * 4 * 4 * 4) * beta
+    gather = 3 * (latency_s + 2 * 4 * 4 * 4 * beta)
+    gradients = 6 * (latency_s + 3 * 9 * 16 * 4 / 4 * beta)
+    found = Spatial.step(spec, chain(4, 4, 4, 4), Clock(machine, spec))
+    assert found.comm_s == pytest.approx(5 * exchange + gather + gradients)
+    assert found.comm_s == pytest.approx(5.656e-6)
+    # With a row a rank no output can do without its halo, but the weights' gradients can.
+    assert found.exposed_comm_s < found.comm_s if overlap else found.exposed_comm_s == pytest.approx(found.comm_s)

@@ -12,7 +12,7 @@ from hpcbench.oracle.moves import Move
 from hpcbench.oracle.placement import Group, group_of
 from hpcbench.oracle.step import StepTime, of_events
 from hpcbench.oracle.steps.passes import update
-from hpcbench.oracle.streams import Call, Compute, Event, Repeat, Wait
+from hpcbench.oracle.streams import Compute, Event, Repeat, Wait
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, buckets
 from hpcbench.parallel.gradients import first_rows
 from hpcbench.parallel.layers import LayerTable
@@ -21,16 +21,15 @@ COPY = "copy"
 """Kind of the kernels that lay tensors side by side, pad them or take them apart."""
 
 
-Plain = Compute | Call | Wait
-
-
 class RowEvents(NamedTuple):
     """What a rank does for one row of the table in one micro-batch."""
 
-    forward: Sequence[Plain]
-    backward: Sequence[Plain]
-    again: Sequence[Plain]
+    forward: Sequence[Event]
+    backward: Sequence[Event]
+    again: Sequence[Event]
     """When the row is computed again for the backward pass (``activation_checkpointing``)."""
+    behind: Sequence[Event] = ()
+    """After ``backward``, once what is made of its gradients is on its way."""
 
 
 class Reducer(NamedTuple):
@@ -66,8 +65,8 @@ def _events(
 
 
 def _micro_batch(
-    spec: RunSpec, table: LayerTable, rows: Sequence[RowEvents], sends: dict[int, list[Plain]]
-) -> Iterator[Plain]:
+    spec: RunSpec, table: LayerTable, rows: Sequence[RowEvents], sends: dict[int, list[Event]]
+) -> Iterator[Event]:
     """Forward and backward; ``sends`` are what follows the backward pass of a row."""
     for row in rows:
         yield from row.forward
@@ -81,14 +80,15 @@ def _micro_batch(
             yield from rows[other].again
         yield from rows[number].backward
         yield from sends.get(number, ())
+        yield from rows[number].behind
 
 
 def _sends(
     clock: Clock, spec: RunSpec, table: LayerTable, sizes: Sequence[int], reducers: Sequence[Reducer]
-) -> dict[int, list[Plain]]:
+) -> dict[int, list[Event]]:
     """By row: the buckets whose last gradient it makes, laid together and handed over in the buckets' order."""
     made_at = first_rows(table)
-    due: dict[int, list[Plain]] = {}
+    due: dict[int, list[Event]] = {}
     for reducer in reducers:
         row = len(table.layers)
         for number, places in enumerate(reducer.buckets):
@@ -118,9 +118,9 @@ def copied(clock: Clock, spec: RunSpec, size_bytes: float) -> Compute:
     return Compute(clock.kernel_s(kernel))
 
 
-def moved(clock: Clock, spec: RunSpec, moves: Iterable[Move], group: Group, lane: str = "tp") -> list[Plain]:
+def moved(clock: Clock, spec: RunSpec, moves: Iterable[Move], group: Group, lane: str = "tp") -> list[Event]:
     """Copies and calls of ``group``, each waited for."""
-    found: list[Plain] = []
+    found: list[Event] = []
     for one in moves:
         if one.copied_bytes:
             found.append(copied(clock, spec, one.copied_bytes))

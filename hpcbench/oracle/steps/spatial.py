@@ -21,7 +21,6 @@ from hpcbench.oracle.spatial_calls import (
 )
 from hpcbench.oracle.step import StepTime
 from hpcbench.oracle.steps.model_parallel import (
-    Plain,
     Reducer,
     RowEvents,
     alone,
@@ -30,7 +29,7 @@ from hpcbench.oracle.steps.model_parallel import (
     step_of_rows,
     whole_rows,
 )
-from hpcbench.oracle.streams import Compute, Wait
+from hpcbench.oracle.streams import Compute, Event, Wait
 from hpcbench.oracle.tensors import parameter_bytes
 from hpcbench.parallel.catalog import chosen_options
 from hpcbench.parallel.halo import Box, Halo, Message, halo, own_box, shared, volume
@@ -118,7 +117,7 @@ class _Rank:
         is_convolution = row.kind in CONVOLUTIONS
         sends, waits = self._exchange(moves.enter, needs.sends)
         hides = is_convolution and self.overlaps and bool(needs.sends or needs.receives) and volume(needs.interior) > 0
-        forward: list[Plain] = [*sends]
+        forward: list[Event] = [*sends]
         if hides:
             forward += [*self._part(row, needs, needs.interior), *waits]
             for box in strips_around(needs.outputs, needs.interior):
@@ -128,7 +127,7 @@ class _Rank:
             forward += [*waits, *self._assembled(row, needs), *self._computed(row, whole).forward]
         return RowEvents(forward, self._backward(number, row, needs, moves.enter_backward), forward)
 
-    def _backward(self, number: int, row: Layer, needs: Halo, moves: Sequence[Move]) -> list[Plain]:
+    def _backward(self, number: int, row: Layer, needs: Halo, moves: Sequence[Move]) -> list[Event]:
         """The input's gradient first, so that what others own of it is on its way during the weight's."""
         computed = self._computed(row, self._share(row, needs.needed, needs.outputs)).backward
         is_convolution = row.kind in CONVOLUTIONS
@@ -144,7 +143,7 @@ class _Rank:
             return [*assembled, *halves, *sends, *halves, *waits, *own]
         return [*assembled, *halves, *sends, *waits, *halves, *own]
 
-    def _part(self, row: Layer, needs: Halo, box: Box) -> list[Plain]:
+    def _part(self, row: Layer, needs: Halo, box: Box) -> list[Event]:
         """Some of the outputs by themselves: what they look at put together, and what comes out put in its place."""
         layer = window_layer(row)
         feeds = tuple(
@@ -155,7 +154,7 @@ class _Rank:
         given = [] if box == needs.interior else self._copy(row.input_shape[0] * volume(feeds))
         return [*given, *computed, *self._copy(row.output_shape[0] * volume(box))]
 
-    def _assembled(self, row: Layer, needs: Halo) -> list[Plain]:
+    def _assembled(self, row: Layer, needs: Halo) -> list[Event]:
         """Own and received side by side."""
         return [] if needs.needed == needs.own else self._copy(row.input_shape[0] * volume(needs.needed))
 
@@ -171,10 +170,10 @@ class _Rank:
         again = [*found.forward, *(leave if moves.is_left_again else ())]
         return RowEvents([*found.forward, *leave], [*before, *found.backward], again)
 
-    def _exchange(self, moves: Sequence[Move], messages: Sequence[Message]) -> tuple[list[Plain], list[Plain]]:
+    def _exchange(self, moves: Sequence[Move], messages: Sequence[Message]) -> tuple[list[Event], list[Event]]:
         """Messages at a time: of those that share a wire the first one's latency is the only one. And the waiting."""
-        copies: list[Plain] = [copied(self.clock, self.spec, one.copied_bytes) for one in moves]
-        calls: list[Plain] = []
+        copies: list[Event] = [copied(self.clock, self.spec, one.copied_bytes) for one in moves]
+        calls: list[Event] = []
         keys: list[str] = []
         for move, message in zip(moves, messages, strict=True):
             assert move.traffic is not None, "a message of nothing"
@@ -191,10 +190,10 @@ class _Rank:
     def _computed(self, row: Layer, share: Share) -> RowEvents:
         return alone(self.clock, row_pass(self.spec, row, self.samples, share))
 
-    def _moved(self, moves: Sequence[Move]) -> list[Plain]:
+    def _moved(self, moves: Sequence[Move]) -> list[Event]:
         return moved(self.clock, self.spec, moves, self.group, _LANE)
 
-    def _copy(self, numbers: float) -> list[Plain]:
+    def _copy(self, numbers: float) -> list[Event]:
         """Of so many numbers per sample."""
         return [copied(self.clock, self.spec, numbers * self.unit)] if numbers else []
 
