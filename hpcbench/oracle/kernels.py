@@ -10,6 +10,7 @@ from hpcbench.oracle.live import input_bytes
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, HALF_BYTES
 from hpcbench.parallel.kernel import BACKWARD, FORWARD, UPDATE, Kernel
 from hpcbench.parallel.layers import Layer, LayerTable
+from hpcbench.parallel.memo import once_per
 
 __all__ = ["BACKWARD", "FORWARD", "UPDATE", "Kernel", "Pass", "Share", "row_pass", "update_kernels", "whole_passes"]
 
@@ -67,6 +68,21 @@ def row_pass(spec: RunSpec, layer: Layer, samples: float, share: Share = WHOLE) 
         )
     ]
     return Pass(*kernels)
+
+
+@once_per(64)
+def first_alike(table: LayerTable) -> list[int]:
+    """Of every row the first one that computes the same: a transformer's blocks are alike."""
+    seen: dict[tuple[object, ...], int] = {}
+    return [seen.setdefault(_computed(layer), number) for number, layer in enumerate(table.layers)]
+
+
+def _computed(layer: Layer) -> tuple[object, ...]:
+    """What a row's kernels depend on, and the name that it has within its block, by which some are split."""
+    return (
+        layer.kind, layer.name.partition(".")[2], tuple(layer.input_shape), layer.output_bytes, layer.parameters,
+        layer.forward_flops, layer.backward_flops, layer.forward_moved_bytes, layer.backward_moved_bytes,
+    )  # fmt: skip
 
 
 def whole_passes(spec: RunSpec, table: LayerTable) -> list[Pass]:
