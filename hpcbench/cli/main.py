@@ -25,6 +25,7 @@ COMMANDS = {
     "collect": ("hpcbench.cli.results:collect", "Gather results into one file."),
     "table": ("hpcbench.cli.results:table", "Print results as a table."),
     "compare": ("hpcbench.cli.compare:compare", "Compare two sets of results; exit code 1 for a regression."),
+    "report": ("hpcbench.cli.report:report", "Say what results show, and how sure that is."),
     "bundle": ("hpcbench.cli.bundle:bundle", "Pack a sweep into one file for handing over."),
     "cluster": ("hpcbench.cli.cluster:cluster", "List, show and write cluster profiles."),
     "models": ("hpcbench.cli.models:models", "Show parameters, FLOPs, activations and layers of the models."),
