@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from hpcbench.cli.common import console, json_option, print_json, results_option, say, tree
+from hpcbench.errors import ConfigError
+
+if TYPE_CHECKING:
+    import polars
+
+    from hpcbench.report.page.build import Subject
+    from hpcbench.results.schema import RunResult
+    from hpcbench.results.store import ResultsTree
 
 
 @click.command()
@@ -17,6 +28,7 @@ from hpcbench.cli.common import console, json_option, print_json, results_option
     "--bound", metavar="SHARE", type=click.FloatRange(0, 1, min_open=True), default=0.8, show_default=True,
     help="The least efficiency that is good enough.",
 )  # fmt: skip
+@click.option("--out", metavar="FILE.html", type=click.Path(path_type=Path), help="One page that needs no network.")
 @results_option
 @json_option
 def report(
@@ -25,6 +37,7 @@ def report(
     cluster_name: str | None,
     where: str | None,
     bound: float,
+    out: Path | None,
     results: str | None,
     as_json: bool,
 ) -> None:
@@ -38,14 +51,42 @@ def report(
     from hpcbench.report.load import gather
     from hpcbench.report.names import Condition
 
+    if out is not None and out.suffix not in _PAGES:
+        raise ConfigError(f"cannot write {out}: a report is a page", hint=f"endings: {', '.join(_PAGES)}")
     condition = Condition(where, "--where") if where else None
-    frame = gather(tree(results), sources, [cluster_name] if cluster_name else None)
-    findings = find(frame, condition, bound)
+    clusters = [cluster_name] if cluster_name else None
+    frame = gather(tree(results), sources, clusters)
     title = ", ".join(Path(one).name for one in sources) if sources else str(tree(results).root)
+    if out is not None:
+        from hpcbench.report.page.build import Subject
+
+        whole = partial(_whole, tree(results), sources, clusters)
+        _write_page(out, frame, Subject(title, sources, condition, bound, whole))
+        say(f"report on {len(frame)} runs written to {out}")
+    if out is not None and not as_json:
+        return
+    findings = find(frame, condition, bound)
     if as_json:
         print_json(findings_json(findings, [*sources]))
-        return
-    if not findings.answers:
+    elif not findings.answers:
         say(f"no results yet in {title}")
-        return
-    console().print(renderable(findings, f"{title}{f', {where}' if where else ''}"))
+    else:
+        console().print(renderable(findings, f"{title}{f', {where}' if where else ''}"))
+
+
+_PAGES = (".html", ".htm")
+
+
+def _write_page(out: Path, frame: polars.DataFrame, subject: Subject) -> None:
+    from hpcbench.fileio import write_atomic
+    from hpcbench.report.page.build import page
+
+    write_atomic(out, page(frame, subject).encode())
+
+
+def _whole(
+    results: ResultsTree, sources: Sequence[str], clusters: Sequence[str] | None, wanted: Sequence[tuple[str, str]]
+) -> list[RunResult]:
+    from hpcbench.report.whole import whole_results
+
+    return whole_results(results, sources, clusters, wanted)
