@@ -28,6 +28,18 @@ _HERE = "hpcbench.report.plots"
 PLOTS: dict[str, Kind] = {
     "throughput": Kind("samples per second over devices", f"{_HERE}.throughput:throughput"),
     "efficiency": Kind("speed-up per device over devices", f"{_HERE}.efficiency:efficiency"),
+    "scaling": Kind("step time over devices, and where lines cross", f"{_HERE}.scaling:scaling"),
+    "predicted": Kind("measured over predicted step time", f"{_HERE}.predicted:predicted", ("spec.options",)),
+    "energy": Kind(
+        "energy per sample over devices",
+        f"{_HERE}.energy:energy",
+        (
+            "metrics.energy_j",
+            "metrics.energy_source",
+            "metrics.step_time_s.mean",
+            "spec.steps",
+        ),
+    ),
 }
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 _HEIGHT = 14
 _WIDEST = 72
 """Columns of the grid itself."""
+MOST_VALUES = 10
+"""On an axis each of so many whole numbers is a tick."""
 _PLAIN = "ox+*@%&=~$^v"
 _SEVERAL, _SEVERAL_PLAIN = "▣", "#"
 
@@ -98,7 +100,7 @@ def _panel(
     bottom, top, y_marks = _ends(drawing.y, y_values, from_zero=drawing.from_zero)
     margin = max(cell_len(number(one)) for one in y_marks) + 1
     cells = max(8, min(width - margin - 2, _WIDEST))
-    x_values = [one / drawing.x.factor for one in figures(frame, "x")]
+    x_values = [one / drawing.x.factor for one in figures(frame.filter(frame["role"] != "crossing"), "x")]
     # A point on the very edge would sit on the axis.
     room = 2 if min(x_values) < max(x_values) else 0
     across = _Scale(min(x_values), max(x_values), cells - 2 * room, bool(drawing.x.log))
@@ -111,7 +113,9 @@ def _panel(
     for row in range(_HEIGHT):
         lines.append(Text(f"{labels.get(row, ''):>{margin}}{side}", style="dim").append_text(grid.row(row)))
     lines.append(Text(" " * margin + corner + flat * cells, style="dim"))
-    shown = sorted(set(x_values)) if len(set(x_values)) <= 10 else _ends(drawing.x, x_values, from_zero=False)[2]
+    each = sorted(set(x_values))
+    counts = len(each) <= MOST_VALUES and all(value == int(value) for value in each)
+    shown = each if counts else _ends(drawing.x, x_values, from_zero=False)[2]
     lines.append(Text(" " * (margin + 1) + _below(shown, across, room, cells), style="dim"))
     lines.append(cut(drawing.x.heading.rjust(margin + 1 + cells), width, "dim"))
     return lines

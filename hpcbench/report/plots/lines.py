@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpcbench.report.plots import theme
+from hpcbench.report.plots.grid import MOST_VALUES, grid_text
 from hpcbench.report.plots.panels import facets
 from hpcbench.report.plots.scales import Axis, figures, log_ticks
 
@@ -18,7 +19,6 @@ COLUMNS = ("panel", "series", "role", *_NUMBERS, "label", "launches")
 MEASURED, PREDICTED, IDEAL, CROSSING, BAND = "measured", "predicted", "ideal", "crossing", "band"
 """What a row is. An ideal is a thin line, a crossing a ring where two lines meet, a band the space around an ideal."""
 _WIDTH, _HEIGHT = 560, 340
-_MOST_VALUES = 10
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,14 @@ class Lines:
             layer["encoding"].setdefault("y", self._y(frame))
             if "color" not in layer["encoding"]:
                 layer["encoding"]["color"] = _scaled("color", known, self.legend)
-        unit = {"layer": layers, "encoding": {"x": self._x(frame), "tooltip": self._tooltip()}}
+        unit = {
+            "layer": layers, "encoding": {"x": self._x(frame), "tooltip": self._tooltip()},
+            "resolve": {"legend": {"strokeDash": "independent"}},
+        }  # fmt: skip
         return facets(self._values(frame), unit, frame["panel"].unique(maintain_order=True).to_list(), _WIDTH, _HEIGHT)
 
     def text(self, frame: polars.DataFrame, width: int, *, plain: bool) -> list[Text]:
         """As ``Drawing``."""
-        from hpcbench.report.plots.grid import grid_text
-
         return grid_text(self, frame, width, plain=plain)
 
     def _values(self, frame: polars.DataFrame) -> list[dict[str, Any]]:
@@ -82,12 +83,12 @@ class Lines:
 
     def _x(self, frame: polars.DataFrame) -> dict[str, Any]:
         given: dict[str, Any] = {"field": "x", "type": "quantitative", "title": self.x.heading}
-        values = sorted({value / self.x.factor for value in figures(frame, "x")})
+        values = sorted({value / self.x.factor for value in figures(frame.filter(frame["role"] != CROSSING), "x")})
         whole = all(value == int(value) for value in values)
         scale: dict[str, Any] = {"padding": 14, "nice": False, "zero": False}
         if self.x.log:
             scale = {"type": "log", "base": self.x.log, "padding": 14, "nice": False}
-        if whole and len(values) <= _MOST_VALUES:
+        if whole and len(values) <= MOST_VALUES:
             return {**given, "scale": scale, "axis": {"values": values, "format": "d"}}
         marks = {"values": log_ticks(values[0], values[-1])} if self.x.log else {}
         return {**given, "scale": scale, "axis": {**marks, "format": "~g"}}
@@ -150,5 +151,5 @@ def _scaled(channel: str, known: dict[str, theme.Style], legend: str = "strategy
 
 
 def _dashed(known: dict[str, theme.Style]) -> dict[str, Any]:
-    # The legend has the shape; dashes around a small symbol only spoil it.
+    # The legend shows the shape; dashes around a small symbol would only spoil it.
     return {"strokeDash": {**_scaled("strokeDash", known), "legend": None}}

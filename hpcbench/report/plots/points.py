@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MOST_PANELS = 9
 MOST_SERIES = 12
+_BEYOND = 1e18
 _LONGEST = 60
 """Characters of a name; who writes longer ones has the whole in the table."""
 _PANELS = {
@@ -55,8 +56,11 @@ class Points(NamedTuple):
     """Why there is no point."""
 
 
-def points(frame: polars.DataFrame, by: Sequence[str] = (), metric: str = RATE) -> Points:
-    """The measured configurations of ``frame`` that have a ``metric``; of several for one point the fastest."""
+def points(frame: polars.DataFrame, by: Sequence[str] = (), metric: str = RATE, *, every: bool = False) -> Points:
+    """The measured configurations of ``frame`` that have a ``metric``; of several for one point the fastest.
+
+    With ``every`` all of them, however many.
+    """
     import polars as pl
 
     ended = measured(frame)
@@ -66,7 +70,12 @@ def points(frame: polars.DataFrame, by: Sequence[str] = (), metric: str = RATE) 
     rows = with_derived(configurations(_with_keys(ended, by)))
     batch, text, scaling = _batch_kind(rows)
     rows = with_speedups(_with_rate_bounds(rows), scaling=scaling)
-    there = rows.filter(pl.col(metric).is_not_null())
+    # What nobody can have measured would only stretch an axis.
+    there = rows.filter((pl.col(metric) > 0) & (pl.col(metric) < _BEYOND)).with_columns(
+        pl.when((pl.col(name) > 0) & (pl.col(name) < _BEYOND)).then(name).alias(name)
+        for name in [f"{name}:{side}" for name in {metric, RATE, STEP, "speedup"} for side in (LOW, HIGH)]
+        if name in rows.columns
+    )
     if there.is_empty():
         count = f"{len(rows)} configuration{'s' * (len(rows) > 1)}"
         why = "no baseline of one device with the same workload" if metric == "efficiency" else "none has it measured"
@@ -78,7 +87,7 @@ def points(frame: polars.DataFrame, by: Sequence[str] = (), metric: str = RATE) 
         _label().alias("label"),
     )  # fmt: skip
     there, shared = _with_panels(_with_series(there, by))
-    return _readable(there, shared, notes)
+    return Points(there, shared, notes) if every else _readable(there, shared, notes)
 
 
 def _readable(rows: polars.DataFrame, shared: str, notes: list[str]) -> Points:

@@ -54,12 +54,12 @@ STRATEGIES = {
     "spatial": _style(GREEN, "square", "dash-dot"),
     "tensor": _style(VERMILLION, "right", "solid"),
     "model": _style(BLACK, "square", "dots"),
-    "gpipe": _style(ORANGE, "circle", "long"),
+    "gpipe": _style(ORANGE, "right", "long"),
     "fairscale_pipe": _style(SKY, "circle", "dots"),
-    "1f1b": _style(BLUE, "left", "long"),
+    "1f1b": _style(VERMILLION, "left", "long"),
     "interleaved_1f1b": _style(PURPLE, "up", "short"),
     "zero_bubble": _style(GREEN, "cross", "dash-dot"),
-    "pipedream": _style(VERMILLION, "star", "dash-dot"),
+    "pipedream": _style(BLUE, "star", "dash-dot"),
 }
 """The same colour, shape and dash for a strategy in every plot."""
 
@@ -71,12 +71,15 @@ _OTHERS = [
 
 
 def styles(series: Sequence[str]) -> dict[str, Style]:
-    """The style of each of ``series``: a strategy's own, in their order the first that is free for anything else."""
+    """The style of each of ``series``: a strategy's own, for anything else the first that is free.
+
+    Strategies come first, in their order here, the others as they are given.
+    """
     found = {name: STRATEGIES[name] for name in series if name in STRATEGIES}
     free = [style for style in _OTHERS if style[:3] not in {one[:3] for one in found.values()}]
     rest = [name for name in series if name not in found]
     found |= {name: (free or _OTHERS)[number % len(free or _OTHERS)] for number, name in enumerate(rest)}
-    return {name: found[name] for name in series}
+    return {name: found[name] for name in [*(one for one in STRATEGIES if one in found), *rest]}
 
 
 def config() -> dict[str, Any]:
@@ -97,5 +100,5 @@ def config() -> dict[str, Any]:
             "fontSize": 15, "subtitleFontSize": 12, "anchor": "start", "offset": 12, "subtitleColor": "#444444",
             "limit": 900,
         },
-        "line": {"strokeWidth": 2}, "point": {"size": 70, "opacity": 1},
+        "line": {"strokeWidth": 2}, "point": {"size": 85, "opacity": 1},
     }  # fmt: skip
