@@ -22,6 +22,7 @@ from hpcbench.parallel.resolve import Dropped, Limits, resolve
 from hpcbench.report.page.grid import MOST_ROWS, Cell, grid
 from hpcbench.report.page.render import TEMPLATES
 from hpcbench.report.page.reproduce import commands, sweep_text
+from hpcbench.results.schema import Failure
 from tests.report import planted
 from tests.report.planted import launch, launches
 
@@ -171,7 +172,7 @@ def test_all_text_stands_out() -> None:
 
 
 def test_whatever_results_say_stays_text(tmp_path: Path) -> None:
-    error = planted.Failure(type=EVIL, message=EVIL, hint=EVIL)
+    error = Failure(type=EVIL, message=EVIL, hint=EVIL)
     results = [
         *launches(
             0.1, 2, strategy="single", model=EVIL, dataset=EVIL, warnings=[EVIL], digest=EVIL, options={EVIL: EVIL}
@@ -203,7 +204,7 @@ def test_a_large_tree_is_cut_and_says_so() -> None:
 
 
 def test_tables_show_units_and_sort_by_figures() -> None:
-    rows = [[4, 0.012, 3 * 2**30, None], [16, 0.0012, 2**20, None], [8, None, None, None]]
+    rows: list[list[Any]] = [[4, 0.012, 3 * 2**30, None], [16, 0.0012, 2**20, None], [8, None, None, None]]
     found = grid(
         "t",
         "c",

@@ -18,10 +18,14 @@ _MOST_LAUNCHES = 100
 
 @dataclass(frozen=True)
 class Duel:
-    """The launches of the one that was found best, and of each of its rivals; the next best is the first."""
+    """The launches of the one that was found best, and of each of its rivals; the next best is the first.
+
+    ``choices`` is among how many that are one to the reader (configurations of a strategy) the winner was the best.
+    """
 
     winner: Sequence[float]
     rivals: Sequence[Sequence[float]]
+    choices: int = 1
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,15 @@ def judge(duels: Sequence[Duel], threshold: float) -> list[Verdict]:
     """A verdict for each duel; ``threshold`` is the least difference that counts, as a share (0.02).
 
     A winner is told where it beats every rival: the least sure of these comparisons counts, doubled since the winner
-    was chosen by the same launches (Gutmann and Maymin 1987: no more is needed, however many the rivals are), and on
-    ``LEVEL`` for all duels together (Holm 1979).
+    was chosen by the same launches (Gutmann and Maymin 1987: no more is needed, however many the rivals are), times the
+    ``choices`` that it was (Bonferroni), and on ``LEVEL`` for all duels together (Holm 1979).
     """
     shifts = [_hardest(duel) for duel in duels]
     chances = iter(together([one for one in shifts if one is not None], more=True))
     return [
-        _untested(duel) if found is None else _verdict(duel, found, min(1.0, 2 * next(chances)), threshold)
+        _untested(duel)
+        if found is None
+        else _verdict(duel, found, min(1.0, 2 * duel.choices * next(chances)), threshold)
         for duel, found in zip(duels, shifts, strict=True)
     ]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hpcbench.report.answers.answer import CANNOT_TELL, TOLD, Answer
 from hpcbench.report.answers.contest import Duel, Verdict, judge
-from hpcbench.report.answers.fastest import Table
+from hpcbench.report.answers.fastest import Table, choices
 from hpcbench.report.answers.measured import Measured, Place, Scale, Subjects, best_of_each
 
 BOUND = 0.8
@@ -19,7 +19,7 @@ def efficiencies(table: Table, subjects: Subjects, bound: float = BOUND) -> list
     batch per replica. It is told where launches differ by more than chance from ``bound`` times the ideal throughput.
     """
     found = [(place, *entry) for place, by_scale in table.items() for entry in _turning_points(by_scale, bound)]
-    verdicts = judge([_duel(row, bound) for _, _, row, _ in found], threshold=0)
+    verdicts = judge([_duel(row, bound, table[place][row.scale]) for place, _, row, _ in found], threshold=0)
     answers = [
         _answer(place, row, rows, _believed(row, verdict), bound, subjects)
         for (place, _, row, rows), verdict in zip(found, verdicts, strict=True)
@@ -46,11 +46,12 @@ def _turning_points(by_scale: dict[Scale, list[Measured]], bound: float) -> list
     return found
 
 
-def _duel(row: Measured, bound: float) -> Duel:
+def _duel(row: Measured, bound: float, rows: list[Measured]) -> Duel:
     """What was measured, against the least that ``bound`` allows; the larger one first."""
     factor = bound * row.scale.devices / (row.baseline_devices or 1)
     least = [rate * factor for rate in row.baseline_rates]
-    return Duel(least, [row.rates]) if (row.efficiency or 0) < bound else Duel(row.rates, [least])
+    # Where the best of a strategy is under the bound, all of it are: nothing was gained by choosing.
+    return Duel(least, [row.rates]) if (row.efficiency or 0) < bound else Duel(row.rates, [least], choices(row, rows))
 
 
 def _believed(row: Measured, verdict: Verdict) -> Verdict:

@@ -38,11 +38,13 @@ def _who_fits(rows: list[Measured], alike: list[Measured], gone: list[str], batc
         best = fits.get(row.label)
         if row.is_ok and (best is None or (row.peak_memory_bytes or 0) < (best.peak_memory_bytes or 0)):
             fits[row.label] = row
-    text = f"with batch {batch_size} {listed(gone)} ran out of memory"
     both = [name for name in gone if name in fits]
+    never = [name for name in gone if name not in fits]
     others = [_need(name, row) for name, row in fits.items() if name not in gone]
+    said = [f"{listed(never)} ran out of memory"] if never else []
     if both:
-        text += f", {listed(both)} not with all settings or in all launches"
+        said.append(f"{listed(both)} ran out of memory with some settings or in some launches")
+    text = f"with batch {batch_size} {'; '.join(said)}"
     if others:
         return f"{text}; {listed(others)} fit{'s' * (len(others) == 1)}"
     smaller = [row for row in rows if row.is_ok and row.spec.batch_size < batch_size]

@@ -26,7 +26,13 @@ def fastest(table: Table, subjects: Subjects) -> list[Answer]:
         if (ranking := best_of_each(rows))
     ]
     rankings = [_in_one_environment(ranking, table[place][scale]) for place, scale, ranking in contests]
-    verdicts = judge([Duel(first.rates, [one.rates for one in rest]) for first, *rest in rankings], THRESHOLD)
+    verdicts = judge(
+        [
+            Duel(first.rates, [one.rates for one in rest], choices(first, table[place][scale]))
+            for (place, scale, _), (first, *rest) in zip(contests, rankings, strict=True)
+        ],
+        THRESHOLD,
+    )
     return [
         _answer(subjects.of(place, scale), ranking, _believed(ranking, verdict))
         if len(ranking) > 1
@@ -40,6 +46,11 @@ def _in_one_environment(ranking: list[Measured], rows: list[Measured]) -> list[M
     first = ranking[0]
     alike = {row.label: row for row in best_of_each([row for row in rows if _same_environment(row, first)])}
     return [first, *(alike.get(row.label, row) for row in ranking[1:])]
+
+
+def choices(best: Measured, rows: list[Measured]) -> int:
+    """Of how many configurations of its strategy ``best`` is the one with the highest throughput."""
+    return sum(row.is_ok and row.label == best.label for row in rows)
 
 
 def _same_environment(one: Measured, other: Measured) -> bool:
@@ -119,11 +130,15 @@ def crossovers(table: Table, subjects: Subjects) -> list[Answer]:
             if before[0].spec.strategy != after[0].spec.strategy:
                 changes.append((place, small, before, large, after))
     duels, known = [], []
-    for _, _, before, _, after in changes:
-        sides = [(before, after[0]), (after, before[0])]
-        pairs = [(ranking[0], _found(ranking, other)) for ranking, other in sides]
+    for place, small, before, large, after in changes:
+        sides = [(before, after[0], small), (after, before[0], large)]
+        pairs = [(ranking[0], _found(ranking, other)) for ranking, other, _ in sides]
         known.append(pairs)
-        duels += [Duel(winner.rates, [rival.rates]) for winner, rival in pairs if rival is not None]
+        duels += [
+            Duel(winner.rates, [rival.rates], choices(winner, table[place][scale]))
+            for (winner, rival), (_, _, scale) in zip(pairs, sides, strict=True)
+            if rival is not None
+        ]
     verdicts = iter(judge(duels, THRESHOLD))
     return [
         _crossover(subjects.of(place), small, large, [

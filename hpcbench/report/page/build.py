@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hpcbench.fileio import brief
-from hpcbench.report.answers.answer import KINDS, Answer, counted
+from hpcbench.report.answers.answer import CANNOT_TELL, KINDS, Answer, counted
 from hpcbench.report.answers.find import Findings, find
 from hpcbench.report.answers.show import grounds, overview
 from hpcbench.report.groups import chosen
@@ -79,7 +79,9 @@ def _findings(findings: Findings) -> Section:
 
 def _item(ident: str, answer: Answer) -> Item:
     evidence = evidence_grid(f"rows-{ident}", answer.evidence) if answer.evidence else None
-    return Item(answer.subject, answer.text, answer.sure, grounds(answer), evidence)
+    # The certainty stands before it.
+    text = answer.text.removeprefix(f"{CANNOT_TELL}; ").removeprefix(f"{CANNOT_TELL}: ")
+    return Item(answer.subject, text, answer.sure, grounds(answer), evidence)
 
 
 def _unsettled(findings: Findings) -> list[str]:
