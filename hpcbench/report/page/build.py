@@ -20,7 +20,7 @@ from hpcbench.report.page.render import Block, Group, Item, Section, render
 from hpcbench.report.page.reproduce import MOST_POINTS, commands, sweep_text
 from hpcbench.report.page.results import evidence_grid, failures_grid, results_grid
 from hpcbench.report.plots.picture import Asked, Whole
-from hpcbench.report.rows import Row, rows_of
+from hpcbench.report.rows import Row, order, rows_of
 
 if TYPE_CHECKING:
     import polars
@@ -56,6 +56,7 @@ def page(frame: polars.DataFrame, subject: Subject) -> str:
     asked = {run_id for row in findings.rows for run_id in row.run_ids}
     rows = [row for row in rows_of(frame) if subject.where is None or row.run_ids[0] in asked]
     narrowed = chosen(frame, subject.where)
+    rows = sorted(rows, key=order)
     plots = figures(narrowed, Asked(whole=subject.whole))
     sections = [
         _findings(findings), _glance(findings), _predicted(subject.predicted), _plots(plots), _results(narrowed, rows),
@@ -94,18 +95,17 @@ def _unsettled(findings: Findings) -> list[str]:
 
 def _glance(findings: Findings) -> Section | None:
     """The fastest strategies as a table: scales, workloads and clusters side by side."""
-    names = ["workload", "nodes", "devices", "cluster", "spec.strategy", "metrics.samples_per_s", "ratio", "low",
-             "high", "rival", "sure"]  # fmt: skip
+    names = ["workload", "nodes", "devices", "cluster", "spec.strategy", "metrics.samples_per_s", "rival", "ratio",
+             "low", "high", "sure"]  # fmt: skip
     table = [
-        [_workload(one), one.nodes, one.devices, one.cluster, one.strategy, one.evidence[0].samples_per_s,
-         *map(_change, (one.ratio, one.ratio_low, one.ratio_high)), one.rival, one.sure]
+        [_workload(one), one.nodes, one.devices, one.cluster, one.strategy, one.evidence[0].samples_per_s, one.rival,
+         *map(_change, (one.ratio, one.ratio_low, one.ratio_high)), one.sure]
         for one in findings.of("fastest")
     ]  # fmt: skip
     if not table:
         return None
     headings = {
-        "spec.strategy": "most samples/s", "ratio": "more than the next, %", "low": "from, %", "high": "to, %",
-        "rival": "the next",
+        "spec.strategy": "most samples/s", "rival": "next", "ratio": "ahead %", "low": "from %", "high": "to %",
     }  # fmt: skip
     caption = "The fastest strategy per workload, scale and cluster"
     keys = ("workload", "nodes", "devices", "cluster", "spec.strategy", "sure")

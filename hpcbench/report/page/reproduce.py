@@ -7,10 +7,13 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import structs
+
 from hpcbench.config.spec import RunSpec, as_dict
 from hpcbench.config.sweep import NESTED
 
 MOST_POINTS = 200
+_DEFAULTS = {one.name: one.default for one in structs.fields(RunSpec) if not one.required}
 
 
 def sweep_text(specs: Sequence[RunSpec], repeats: int, name: str = "again") -> str | None:
@@ -20,9 +23,11 @@ def sweep_text(specs: Sequence[RunSpec], repeats: int, name: str = "again") -> s
     """
     points: dict[str, dict[str, Any]] = {}
     for spec in specs:
-        point = as_dict(spec)
-        for name_of_launch in ("spec_version", "repeat"):
-            point.pop(name_of_launch, None)
+        point = {
+            key: value
+            for key, value in as_dict(spec).items()
+            if key not in ("spec_version", "repeat") and value != _DEFAULTS.get(key)
+        }
         points[json.dumps(point, sort_keys=True)] = point
     if not points or len(points) > MOST_POINTS:
         return None

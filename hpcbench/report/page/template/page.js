@@ -60,6 +60,7 @@
     });
 
     heads.forEach((head, place) => {
+      if (rows.length < 2) return;
       const button = element("button", { type: "button", title: "sort" }, [...head.childNodes]);
       head.append(button);
       button.addEventListener("click", () => {
