@@ -14,32 +14,28 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """``make`` is ``module:function``, resolved when drawn; ``columns`` it reads of a frame beside ``COLUMNS``."""
+    """``module`` of this package and the function of that name in it; ``columns`` it reads beside ``COLUMNS``."""
 
     summary: str
-    make: str
+    module: str
     columns: tuple[str, ...] = ()
     whole: bool = False
     """Whether it needs ``Asked.whole``: figures that are in result files alone."""
 
 
 COLUMNS = points.COLUMNS
-_HERE = "hpcbench.report.plots"
+_PARTS = ("metrics.compute_s", "metrics.comm_s", "metrics.exposed_comm_s", "metrics.bubble_fraction")
+_ENERGY = ("metrics.energy_j", "metrics.energy_source", "metrics.step_time_s.mean", "spec.steps")
 PLOTS: dict[str, Kind] = {
-    "throughput": Kind("samples per second over devices", f"{_HERE}.throughput:throughput"),
-    "efficiency": Kind("speed-up per device over devices", f"{_HERE}.efficiency:efficiency"),
-    "scaling": Kind("step time over devices, and where lines cross", f"{_HERE}.scaling:scaling"),
-    "predicted": Kind("measured over predicted step time", f"{_HERE}.predicted:predicted", ("spec.options",)),
-    "energy": Kind(
-        "energy per sample over devices",
-        f"{_HERE}.energy:energy",
-        (
-            "metrics.energy_j",
-            "metrics.energy_source",
-            "metrics.step_time_s.mean",
-            "spec.steps",
-        ),
-    ),
+    "throughput": Kind("samples per second over devices", "throughput"),
+    "efficiency": Kind("speed-up per device over devices", "efficiency"),
+    "scaling": Kind("step time over devices, and where lines cross", "scaling"),
+    "parts": Kind("computation, communication and bubble of a step", "parts", _PARTS),
+    "memory": Kind("peak memory of every rank", "memory", ("metrics.peak_memory_bytes",), whole=True),
+    "distribution": Kind("single steps of every configuration", "distribution", whole=True),
+    "timeline": Kind("a pipeline's step, rank by rank", "timeline", ("metrics.bubble_fraction",), whole=True),
+    "predicted": Kind("measured over predicted step time", "predicted", ("spec.options",), whole=True),
+    "energy": Kind("energy per sample over devices", "energy", _ENERGY),
 }
 
 
@@ -52,8 +48,9 @@ def kind(name: str) -> Kind:
 
 def draw(name: str, frame: polars.DataFrame, asked: Asked | None = None) -> Picture:
     """The picture ``name`` of a frame of ``report.load.gather`` with ``columns_of(name)`` at least."""
-    module, _, function = kind(name).make.partition(":")
-    picture: Picture = getattr(importlib.import_module(module), function)(frame, asked or Asked())
+    module = kind(name).module
+    make = getattr(importlib.import_module(f"hpcbench.report.plots.{module}"), module)
+    picture: Picture = make(frame, asked or Asked())
     return picture
 
 

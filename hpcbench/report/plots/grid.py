@@ -187,6 +187,16 @@ def _below(values: list[float], across: _Scale, room: int, cells: int) -> str:
     return line
 
 
+def tick_line(low: float, high: float, cells: int, *, plain: bool) -> tuple[str, str]:
+    """A horizontal axis and the labels below it, for a linear scale whose ends are the first and the last cell."""
+    across = _Scale(low, high, cells, log=False)
+    marks = [value for value in ticks(low, high) if low <= value <= high]
+    flat, tick = ("-", "+") if plain else ("─", "┴")
+    places = {across.place(value) for value in marks}
+    axis = "".join(tick if place in places else flat for place in range(cells))
+    return axis, _below(marks, across, 0, cells)
+
+
 def cut(text: str, width: int, style: str = "") -> Text:
     """``text`` in one line of at most ``width`` characters."""
     made = Text(text, style=style)

@@ -71,7 +71,8 @@ def points(frame: polars.DataFrame, by: Sequence[str] = (), metric: str = RATE, 
     batch, text, scaling = _batch_kind(rows)
     rows = with_speedups(_with_rate_bounds(rows), scaling=scaling)
     # What nobody can have measured would only stretch an axis.
-    there = rows.filter((pl.col(metric) > 0) & (pl.col(metric) < _BEYOND)).with_columns(
+    possible = (pl.col(metric) > 0) & (pl.col(metric) < _BEYOND) & (pl.col("devices") > 0)
+    there = rows.filter(possible).with_columns(
         pl.when((pl.col(name) > 0) & (pl.col(name) < _BEYOND)).then(name).alias(name)
         for name in [f"{name}:{side}" for name in {metric, RATE, STEP, "speedup"} for side in (LOW, HIGH)]
         if name in rows.columns
@@ -86,6 +87,7 @@ def points(frame: polars.DataFrame, by: Sequence[str] = (), metric: str = RATE, 
         pl.format(text, _rounded(batch)).alias("_batch"),
         _label().alias("label"),
     )  # fmt: skip
+    there = _clean(there, "label")
     there, shared = _with_panels(_with_series(there, by))
     return Points(there, shared, notes) if every else _readable(there, shared, notes)
 
@@ -208,6 +210,11 @@ def _degrees(template: str) -> polars.Expr:
 def _label() -> polars.Expr:
     """As ``config.spec.strategy_label``."""
     return _degrees(" {}{}")
+
+
+def labelled(frame: polars.DataFrame, by: Sequence[str]) -> polars.DataFrame:
+    """Rows of a results frame with ``series``, ``label`` and ``devices``, as ``points`` names them."""
+    return _clean(_with_series(with_derived(_with_keys(frame, by)), by).with_columns(_label().alias("label")), "label")
 
 
 def _with_series(rows: polars.DataFrame, by: Sequence[str]) -> polars.DataFrame:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 NAME, TITLE = "predicted", "Measured over predicted step time"
 _WITHIN = 0.1
 _MOST_READ = 500
+_MOST_SECONDS = 1e9
 _MEASURED_BLOCKS = '"measured"'
 """What options of runs hold that have timed their blocks: results of others have no prediction of their own."""
 
@@ -38,7 +39,10 @@ def predicted(frame: polars.DataFrame, asked: Asked) -> Picture:
         rows, shared, notes, nothing = _own(frame, asked)
         if nothing:
             return Picture(NAME, TITLE, nothing=nothing, notes=notes)
-    rows = rows.filter((pl.col("x") > 0) & (pl.col("y") > 0))
+    rows = rows.filter(
+        pl.col("x").is_between(0, _MOST_SECONDS, closed="none")
+        & pl.col("y").is_between(0, _MOST_SECONDS, closed="none")
+    )
     if rows.is_empty():
         return Picture(NAME, TITLE, nothing="no run is both measured and predicted", notes=notes)
     rows = rows_for(rows, MEASURED)
@@ -81,7 +85,7 @@ def _own(frame: polars.DataFrame, asked: Asked) -> tuple[polars.DataFrame, str, 
     found = points(own, asked.by, STEP, every=True)
     if found.nothing:
         return own, "", found.notes, found.nothing
-    rows, notes = found.frame, found.notes
+    rows, notes = found.frame.sort("series", "devices", "config_id"), found.notes
     if len(rows) > _MOST_READ:
         notes = [*notes, f"the first {_MOST_READ} configurations of {len(rows)}; others can be chosen with --where"]
         rows = rows.head(_MOST_READ)

@@ -5,6 +5,7 @@ The colours are those of Okabe and Ito (2008), "Color Universal Design", without
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,13 +14,24 @@ PURPLE, SKY, ORANGE = "#CC79A7", "#56B4E9", "#E69F00"
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
 GREY, LIGHT = "#6B6B6B", "#D9D9D9"
 
-_STAR = "M0,-1L.26,-.36L.95,-.31L.42,.14L.59,.81L0,.44L-.59,.81L-.42,.14L-.95,-.31L-.26,-.36Z"
-_SHAPES = {
-    "circle": ("circle", "●"), "square": ("square", "■"), "up": ("triangle-up", "▲"), "diamond": ("diamond", "◆"),
-    "cross": ("cross", "✚"), "down": ("triangle-down", "▼"), "left": ("triangle-left", "◀"),
-    "right": ("triangle-right", "▶"), "star": (_STAR, "★"),
+_STAR = ((0, -1), (0.26, -0.36), (0.95, -0.31), (0.42, 0.14), (0.59, 0.81), (0, 0.44), (-0.59, 0.81), (-0.42, 0.14),
+         (-0.95, -0.31), (-0.26, -0.36))  # fmt: skip
+_CROSS = ((-0.3, -0.9), (0.3, -0.9), (0.3, -0.3), (0.9, -0.3), (0.9, 0.3), (0.3, 0.3), (0.3, 0.9), (-0.3, 0.9),
+          (-0.3, 0.3), (-0.9, 0.3), (-0.9, -0.3), (-0.3, -0.3))  # fmt: skip
+_SHAPES: dict[str, tuple[Sequence[tuple[float, float]], str, str]] = {
+    "circle": ([(math.sin(n * math.pi / 12), -math.cos(n * math.pi / 12)) for n in range(24)], "●", "○"),
+    "square": (((-0.85, -0.85), (0.85, -0.85), (0.85, 0.85), (-0.85, 0.85)), "■", "□"),
+    "up": (((0, -1), (1, 0.8), (-1, 0.8)), "▲", "△"), "down": (((0, 1), (-1, -0.8), (1, -0.8)), "▼", "▽"),
+    "left": (((-1, 0), (0.8, -1), (0.8, 1)), "◀", "◁"), "right": (((1, 0), (-0.8, 1), (-0.8, -1)), "▶", "▷"),
+    "diamond": (((0, -1.1), (0.9, 0), (0, 1.1), (-0.9, 0)), "◆", "◇"), "cross": (_CROSS, "✚", "╬"),
+    "star": (_STAR, "★", "☆"),
 }  # fmt: skip
-"""Vega's name or path of each, and its character in a terminal."""
+"""The outline of each, clockwise, and its character in a terminal, filled and hollow."""
+_VEGA = {
+    **{name: name for name in ("circle", "square", "diamond", "cross")},
+    **{name: f"triangle-{name}" for name in ("up", "down", "left", "right")},
+}
+"""Names of shapes that Vega draws itself, filled."""
 _DASHES: dict[str, list[float]] = {
     "solid": [1, 0], "long": [9, 3], "short": [4, 2.5], "dots": [1.5, 2.5], "dash-dot": [9, 2.5, 2, 2.5],
 }  # fmt: skip
@@ -35,51 +47,77 @@ class Style(NamedTuple):
     dash: list[float]
 
 
-def _style(colour: str, shape: str, dash: str) -> Style:
-    vega, character = _SHAPES[shape]
-    return Style(colour, vega, character, _DASHES[dash])
+def _style(colour: str, shape: str, dash: str, *, hollow: bool = False) -> Style:
+    outline, filled, empty = _SHAPES[shape]
+    if not hollow:
+        return Style(colour, _VEGA.get(shape) or _path(outline), filled, _DASHES[dash])
+    # The other way round within: what both enclose is left out.
+    inner = [(x * _HOLE, y * _HOLE) for x, y in reversed(outline)]
+    return Style(colour, _path(outline) + _path(inner), empty, _DASHES[dash])
 
 
-STRATEGIES = {
-    "single": _style(BLACK, "star", "solid"),
-    "ddp": _style(BLUE, "circle", "solid"),
-    "horovod": _style(VERMILLION, "square", "solid"),
-    "zero1": _style(GREEN, "up", "long"),
-    "fsdp": _style(PURPLE, "diamond", "solid"),
-    "fairscale_oss": _style(ORANGE, "down", "long"),
-    "fairscale_sddp": _style(SKY, "left", "short"),
-    "fairscale_fsdp": _style(BLACK, "diamond", "short"),
-    "filter": _style(ORANGE, "up", "solid"),
-    "channel": _style(SKY, "down", "solid"),
-    "spatial": _style(GREEN, "square", "dash-dot"),
-    "tensor": _style(VERMILLION, "right", "solid"),
-    "model": _style(BLACK, "square", "dots"),
-    "gpipe": _style(ORANGE, "right", "long"),
-    "fairscale_pipe": _style(SKY, "circle", "dots"),
-    "1f1b": _style(VERMILLION, "left", "long"),
-    "interleaved_1f1b": _style(PURPLE, "up", "short"),
-    "zero_bubble": _style(GREEN, "cross", "dash-dot"),
-    "pipedream": _style(BLUE, "star", "dash-dot"),
+_HOLE = 0.6
+
+
+def _path(outline: Sequence[tuple[float, float]]) -> str:
+    return f"M{'L'.join(f'{x:.3g},{y:.3g}' for x, y in outline)}Z"
+
+
+_STRATEGIES = {
+    "single": (BLACK, "star", "solid"),
+    "ddp": (BLUE, "circle", "solid"),
+    "horovod": (VERMILLION, "square", "solid"),
+    "zero1": (GREEN, "up", "long"),
+    "fsdp": (PURPLE, "diamond", "solid"),
+    "fairscale_oss": (ORANGE, "down", "long"),
+    "fairscale_sddp": (SKY, "left", "short"),
+    "fairscale_fsdp": (BLACK, "diamond", "short"),
+    "filter": (ORANGE, "up", "solid"),
+    "channel": (SKY, "down", "solid"),
+    "spatial": (GREEN, "square", "dash-dot"),
+    "tensor": (VERMILLION, "right", "solid"),
+    "model": (BLACK, "square", "dots"),
+    "gpipe": (ORANGE, "right", "long"),
+    "fairscale_pipe": (SKY, "circle", "dots"),
+    "1f1b": (VERMILLION, "left", "long"),
+    "interleaved_1f1b": (PURPLE, "up", "short"),
+    "zero_bubble": (GREEN, "cross", "dash-dot"),
+    "pipedream": (BLUE, "star", "dash-dot"),
 }
-"""The same colour, shape and dash for a strategy in every plot."""
-
+STRATEGIES = {name: _style(*parts) for name, parts in _STRATEGIES.items()}
+"""The same colour, shape and dash for a strategy in every plot; of a hybrid the shape is hollow."""
+_DEGREES = frozenset({"dp", "tp", "sp", "pp"})
+_OWN = {style[:3] for style in STRATEGIES.values()}
 _OTHERS = [
-    _style(colour, shape, dash)
-    for dash in ("solid", "short", "dash-dot", "long", "dots")
-    for colour, shape in zip(COLOURS, ("circle", "square", "up", "diamond", "cross", "down", "left"), strict=True)
+    style
+    for turn, dash in enumerate(_DASHES)
+    for place, colour in enumerate(COLOURS)
+    if (style := _style(colour, tuple(_SHAPES)[(place + turn) % len(_SHAPES)], dash))[:3] not in _OWN
 ]
 
 
 def styles(series: Sequence[str]) -> dict[str, Style]:
-    """The style of each of ``series``: a strategy's own, for anything else the first that is free.
+    """The style of each of ``series``: a strategy's own, a hybrid's, for anything else the first that is free.
 
     Strategies come first, in their order here, the others as they are given.
     """
-    found = {name: STRATEGIES[name] for name in series if name in STRATEGIES}
-    free = [style for style in _OTHERS if style[:3] not in {one[:3] for one in found.values()}]
+    found = {name: style for name, style in STRATEGIES.items() if name in series}
     rest = [name for name in series if name not in found]
-    found |= {name: (free or _OTHERS)[number % len(free or _OTHERS)] for number, name in enumerate(rest)}
-    return {name: found[name] for name in [*(one for one in STRATEGIES if one in found), *rest]}
+    for name in rest:
+        taken = list(found.values())
+        hybrid = _hybrid(name)
+        free = [style for style in _OTHERS if style not in taken] or _OTHERS
+        found[name] = hybrid if hybrid and hybrid not in taken else free[0]
+    return found
+
+
+def _hybrid(name: str) -> Style | None:
+    """The style of ``filter dp tp``: the strategy's, hollow."""
+    base, *degrees = name.split(" ")
+    if base not in _STRATEGIES or not degrees or not _DEGREES.issuperset(degrees):
+        return None
+    colour, shape, dash = _STRATEGIES[base]
+    return _style(colour, shape, "dots" if len(degrees) > 2 else dash, hollow=True)
 
 
 def config() -> dict[str, Any]:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import polars
 
 _PANELS_TOLD = 4
+_LISTED = 12
 
 
 def legend_of(by: Sequence[str]) -> str:
@@ -31,9 +32,15 @@ def spreads(rows: polars.DataFrame, more: str = "") -> list[str]:
     return [f"whiskers: {'; '.join([*kinds, *([more] if more else [])])}"] if kinds else ["no intervals"]
 
 
-def plural(count: int, word: str) -> str:
+def plural(count: int, word: str, many: str = "") -> str:
     """``1 line``, ``2 lines``."""
-    return f"{count} {word}{'s' * (count != 1)}"
+    return f"{count} {word if count == 1 else many or f'{word}s'}"
+
+
+def listed(texts: Sequence[str]) -> str:
+    """``texts`` one after another, as many as anybody listens to."""
+    more = [f"{len(texts) - _LISTED} more"] if len(texts) > _LISTED else []
+    return "; ".join([*texts[:_LISTED], *more])
 
 
 def over_devices(rows: polars.DataFrame, what: str, shown: Callable[[float], str], *, most: bool) -> str:
