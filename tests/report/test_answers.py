@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hpcbench.errors import ConfigError
 from hpcbench.report.answers.answer import ALIKE, CANNOT_TELL, COUNTED, TOLD, Answer, listed, percent
 from hpcbench.report.answers.contest import Duel, judge, launches_needed
 from hpcbench.report.answers.find import Findings, find
+from hpcbench.report.answers.show import settlements
 from hpcbench.report.names import Condition
 from hpcbench.results.schema import RunResult
 from tests.report import planted
@@ -225,6 +227,29 @@ def test_launches_needed() -> None:
     assert launches_needed(wide, [value * (1 + sd) for value in wide]) in (16, 17, 18)
     assert launches_needed(wide, [value * (1 + sd / 2) for value in wide]) in range(60, 70)
     assert launches_needed(wide, wide) is None
+
+
+def test_what_would_settle_is_summed_up() -> None:
+    noise = (0.0, 0.02, -0.02, 0.01, -0.01)
+    pairs = [(0.10, 0.101, 2, 5), (0.10, 0.1005, 4, 5), (0.10, 0.12, 8, 1)]
+    results = [
+        one
+        for ddp_s, fsdp_s, nodes, count in pairs
+        for strategy, step_s in (("ddp", ddp_s), ("fsdp", fsdp_s))
+        for one in launches(step_s, count, noise, nodes=nodes, strategy=strategy)
+    ]
+    found = [one for one in findings(results).unsettled if one.kind == "fastest"]
+    numbers = [one.settle for one in found]
+    assert numbers[0] == "some 41 launches each, if the difference is as measured"
+    assert settlements(Findings(found, [], {}, None, None)) == [
+        ("some 41 launches each, if the difference is as measured", 1),
+        ("more than 100 launches each, if the difference is as measured: take either", 1),
+        ("repeats = 5 in the sweep", 1),
+    ]
+    closer = [replace(found[0], settle=numbers[0].replace("41", "9")), *found]
+    assert settlements(Findings(closer, [], {}, None, None))[0] == (
+        "some 9 to 41 launches each, if the difference is as measured", 2
+    )  # fmt: skip
 
 
 def test_words() -> None:

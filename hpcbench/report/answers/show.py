@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from datetime import datetime
 from typing import Any
@@ -11,7 +12,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from hpcbench.fileio import brief, printable
-from hpcbench.report.answers.answer import ALIKE, CANNOT_TELL, KINDS, TOLD, Answer, as_json, counted, listed
+from hpcbench.report.answers.answer import ALIKE, CANNOT_TELL, KINDS, TOLD, Answer, as_json, counted
 from hpcbench.report.answers.find import Findings
 
 _MOST_OF_A_KIND = 12
@@ -81,7 +82,7 @@ def grounds(answer: Answer) -> list[str]:
     if answer.why:
         texts.append(f"{'why: ' if answer.sure == CANNOT_TELL else ''}{answer.why}")
     if answer.settle:
-        texts.append(f"{'to settle it: ' if answer.sure == CANNOT_TELL else ''}{answer.settle}")
+        texts.append(f"{'to settle it' if answer.sure == CANNOT_TELL else 'hint'}: {answer.settle}")
     return [*texts, *(f"but {text}" for text in answer.doubts)]
 
 
@@ -89,18 +90,24 @@ def _unsettled(findings: Findings) -> list[RenderableType]:
     """What would settle what cannot be told, the most helpful first."""
     if not findings.unsettled:
         return []
-    wanted = Counter(one.settle for one in findings.unsettled)
     judged = sum(one.sure in _STYLES for one in findings.answers)
     parts: list[RenderableType] = [Text(""), Text("What cannot be told", style="bold")]
     parts.append(Padding(Text(f"{len(findings.unsettled)} of {counted(judged, 'finding')}; what would settle"), (0, 2)))
-    shown = [f"{count}: {settle}" for settle, count in wanted.most_common()]
-    return [*parts, *(Padding(Text(text), (0, 0, 0, 4)) for text in shown)]
+    return [*parts, *(Padding(Text(f"{count}: {text}"), (0, 0, 0, 4)) for text, count in settlements(findings))]
 
 
-def headline(findings: Findings) -> str:
-    """The fastest strategies in one line: what a page begins with."""
-    told = [one for one in findings.of("fastest") if one.sure == TOLD]
-    names = list(dict.fromkeys(one.strategy for one in told))
-    if not told:
-        return "no strategy can be told to be the fastest"
-    return f"told to be the fastest somewhere: {listed(names)}"
+def settlements(findings: Findings) -> list[tuple[str, int]]:
+    """What would settle what cannot be told, and of how many findings, the most helpful first.
+
+    Texts that differ in a number alone are one: ``some 14 to 56 launches each``.
+    """
+    wanted = Counter(part for one in findings.unsettled for part in dict.fromkeys(one.settle.split("; ")) if part)
+    alike: dict[str, list[str]] = {}
+    for text in wanted:
+        alike.setdefault(re.sub(r"\d+", "#", text, count=1), []).append(text)
+    found = []
+    for pattern, texts in alike.items():
+        numbers = sorted({int(match[0]) for text in texts if (match := re.search(r"\d+", text))})
+        shown = pattern.replace("#", " to ".join(map(str, dict.fromkeys(numbers[:1] + numbers[-1:]))), 1)
+        found.append((shown, sum(wanted[text] for text in texts)))
+    return sorted(found, key=lambda one: -one[1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hpcbench.fileio import brief
 from hpcbench.report.answers.answer import CANNOT_TELL, KINDS, Answer, counted
 from hpcbench.report.answers.find import Findings, find
-from hpcbench.report.answers.show import grounds, overview
+from hpcbench.report.answers.show import grounds, overview, settlements
 from hpcbench.report.groups import chosen
 from hpcbench.report.marks import kind_of
 from hpcbench.report.page.figures import Figures, figures
@@ -86,10 +85,9 @@ def _item(ident: str, answer: Answer) -> Item:
 
 
 def _unsettled(findings: Findings) -> list[str]:
-    wanted = Counter(one.settle for one in findings.unsettled)
-    if not wanted:
+    if not findings.unsettled:
         return []
-    settled = "; ".join(f"{settle} ({count})" for settle, count in wanted.most_common())
+    settled = "; ".join(f"{text} ({count})" for text, count in settlements(findings))
     return [f"What cannot be told: {counted(len(findings.unsettled), 'finding')}. What would settle them: {settled}."]
 
 

@@ -120,7 +120,7 @@
         try {
           // "ast": expressions are walked, never compiled, so that the page's policy needs no exception.
           const options = {
-            mode: "vega-lite", ast: true, actions: false, renderer: "svg", defaultStyle: false,
+            mode: "vega-lite", ast: true, actions: false, logLevel: vega.Error, renderer: "svg", defaultStyle: false,
             tooltip: { disableDefaultStyle: true },
           };
           await vegaEmbed(place, JSON.parse(held.textContent), options);
