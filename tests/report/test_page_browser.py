@@ -197,13 +197,16 @@ def test_it_prints(browser: Browser, folder: Path) -> None:
     browser.driver.find_element(By.CSS_SELECTOR, ".explore").click()
     WebDriverWait(browser.driver, 30).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, ".explored svg text"))
     browser.tell("Emulation.setEmulatedMedia", media="print")
+    browser.tell("Emulation.setDeviceMetricsOverride", width=720, height=1000, deviceScaleFactor=1, mobile=False)
     try:
+        assert browser.run("return document.documentElement.scrollWidth") <= 720
         shown = browser.run("return [...document.images].filter((one) => one.offsetHeight > 0).length")
         assert shown == len(browser.driver.find_elements(By.TAG_NAME, "img"))
         for gone in (".controls", ".explored", "nav", ".explore"):
             assert not browser.driver.find_element(By.CSS_SELECTOR, gone).is_displayed()
     finally:
         browser.tell("Emulation.setEmulatedMedia", media="")
+        browser.tell("Emulation.clearDeviceMetricsOverride")
     paper = base64.b64decode(browser.tell("Page.printToPDF")["data"])
     assert paper.startswith(b"%PDF")
     assert len(paper) > 20_000

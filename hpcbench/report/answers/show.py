@@ -44,7 +44,7 @@ def renderable(findings: Findings, title: str) -> RenderableType:
             subject = answer.subject
         if len(answers) > _MOST_OF_A_KIND:
             more = f"and {len(answers) - _MOST_OF_A_KIND} more: narrow with --where, or see all with --out or --json"
-            parts.append(Padding(Text(more, style="dim"), (0, 0, 0, 2)))
+            parts.append(Padding.indent(Text(more, style="dim"), 2))
     return Group(*parts, *_unsettled(findings))
 
 
@@ -70,9 +70,9 @@ def _minute(moment: datetime) -> str:
 
 
 def _shown(answer: Answer, *, with_subject: bool) -> list[RenderableType]:
-    lines: list[RenderableType] = [Padding(Text(answer.subject), (0, 0, 0, 2))] if with_subject else []
-    lines.append(Padding(Text(answer.text, style=_STYLES.get(answer.sure, "")), (0, 0, 0, 4)))
-    lines += [Padding(Text(text, style="dim"), (0, 0, 0, 6)) for text in grounds(answer)]
+    lines: list[RenderableType] = [Padding.indent(Text(answer.subject), 2)] if with_subject else []
+    lines.append(Padding.indent(Text(answer.text, style=_STYLES.get(answer.sure, "")), 4))
+    lines += [Padding.indent(Text(text, style="dim"), 6) for text in grounds(answer)]
     return lines
 
 
@@ -92,8 +92,9 @@ def _unsettled(findings: Findings) -> list[RenderableType]:
         return []
     judged = sum(one.sure in _STYLES for one in findings.answers)
     parts: list[RenderableType] = [Text(""), Text("What cannot be told", style="bold")]
-    parts.append(Padding(Text(f"{len(findings.unsettled)} of {counted(judged, 'finding')}; what would settle"), (0, 2)))
-    return [*parts, *(Padding(Text(f"{count}: {text}"), (0, 0, 0, 4)) for text, count in settlements(findings))]
+    heading = f"{len(findings.unsettled)} of {counted(judged, 'finding')}; what would settle"
+    parts.append(Padding.indent(Text(heading), 2))
+    return [*parts, *(Padding.indent(Text(f"{count}: {text}"), 4) for text, count in settlements(findings))]
 
 
 def settlements(findings: Findings) -> list[tuple[str, int]]:

@@ -34,7 +34,8 @@ def results_grid(rows: Sequence[Row], sweeps: Mapping[str, str]) -> Grid:
         "sweep", *_KEYS[:-1], *(f"spec.{name}" for name in others), *_FIGURES, "launches", "status", "warnings", "run",
     ]  # fmt: skip
     table = [[sweeps.get(row.run_ids[0]), *_line(row, others)] for row in known]
-    for place in (1, 0):
+    # What all have in common is told once, below.
+    for place in (3, 2, 1, 0):
         if len({line[place] for line in table}) == 1:
             names, table = (
                 [*names[:place], *names[place + 1 :]],

@@ -118,9 +118,10 @@
       if (pressed && !begun) {
         begun = true;
         try {
-          // "ast": expressions are walked, never compiled, so that the page's policy needs no exception.
+          // Errors alone are logged. "ast": expressions are walked, never compiled, so that the page's policy needs no
+          // exception.
           const options = {
-            mode: "vega-lite", ast: true, actions: false, logLevel: vega.Error, renderer: "svg", defaultStyle: false,
+            mode: "vega-lite", ast: true, actions: false, logLevel: 1, renderer: "svg", defaultStyle: false,
             tooltip: { disableDefaultStyle: true },
           };
           await vegaEmbed(place, JSON.parse(held.textContent), options);
