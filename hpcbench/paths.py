@@ -43,6 +43,12 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "hpcbench"
 
 
+def user_data_folder() -> Path:
+    """``~/.local/share/hpcbench``, or where XDG_DATA_HOME says: what was measured and has no tree to lie in."""
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "share") / "hpcbench"
+
+
 def search_folders(kind: str) -> list[Path]:
     """The folders of ``kind`` that exist, the one that wins first."""
     folders = [project_folder() / kind, user_folder() / kind, shared_folder(kind)]

@@ -43,8 +43,9 @@ def require_horovod() -> None:
 
 @pytest.fixture(autouse=True)
 def _own_world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No test reads the user's profiles or the shell's results tree."""
+    """No test reads the user's profiles and calibrations, or the shell's results tree."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "xdg-data"))
     monkeypatch.delenv("HPCBENCH_RESULTS", raising=False)
 
 

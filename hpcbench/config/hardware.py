@@ -56,6 +56,8 @@ class Link(Table):
 
     latency_s: Seconds
     bandwidth_bytes_per_s: BytesPerSecond
+    per_node: Count = 1
+    """How many such links a node has to other nodes; groups of ranks that send at the same time share them."""
     mark: Mark = "nominal"
     """Where the numbers are from. Vendors state no latency: a nominal link's is a usual one of its kind."""
 

@@ -68,6 +68,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
         None
     )
     verify: Annotated[bool, Meta(description="also train the single-device reference and compare")] = False
+    rehearse: Annotated[str, Meta(description="a cluster whose devices' computation is timed sleeps here")] | None = (
+        None
+    )
     seed: Annotated[int, Meta(ge=0, description="of weights and data; a repeat adds its number")] = 0
     repeat: Annotated[int, Meta(ge=0, description="which launch of the same configuration")] = 0
 
@@ -102,7 +105,8 @@ def label(spec: RunSpec) -> str:
     """A run in a few words: ``ddp on 2 ranks, resnet18, batch 16``."""
     repeat = f", repeat {spec.repeat}" if spec.repeat else ""
     ranks = f"{spec.ranks} rank" + ("s" if spec.ranks > 1 else "")
-    return f"{strategy_label(spec)} on {ranks}, {spec.model}, batch {spec.batch_size}{repeat}"
+    rehearsed = f", rehearsed as {spec.rehearse}" if spec.rehearse else ""
+    return f"{strategy_label(spec)} on {ranks}, {spec.model}, batch {spec.batch_size}{rehearsed}{repeat}"
 
 
 _NOT_IDENTITY = frozenset({"time_limit_min"})

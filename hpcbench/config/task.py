@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -30,6 +31,8 @@ class TaskHeader(msgspec.Struct, frozen=True, kw_only=True):
     """How long a rank waits for the others before it gives up."""
     data_folder: str | None = None
     """Where samples lie in files; ``~`` and variables are the job's."""
+    rehearsed: dict[str, Any] = {}
+    """By the clusters that runs rehearse: how fast these compute, see ``parallel.kernel.Rehearsed``."""
     peak_flops_per_s: dict[str, float] = {}
     """Per precision, of one device; empty where the profile does not say."""
     cores_per_task: int | None = None

@@ -105,6 +105,11 @@ TIME_S = {
 }
 
 
+def time_s(operation: str, span: Span, payload_bytes: float) -> float:
+    """One call with that payload."""
+    return TIME_S[operation](span, payload_bytes)
+
+
 def call_s(call: Traffic, span: Span) -> float:
     """One of the equal calls that ``call`` stands for."""
-    return TIME_S[call.operation](span, call.payload_bytes)
+    return time_s(call.operation, span, call.payload_bytes)

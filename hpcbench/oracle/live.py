@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.cost import Memory
+from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, buffer_bytes
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, buckets, total
 from hpcbench.parallel.gradients import first_rows

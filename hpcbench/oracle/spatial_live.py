@@ -7,8 +7,8 @@ from math import prod
 from typing import NamedTuple
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.cost import Memory
 from hpcbench.oracle.live import Kept, Row, held_at_peak, in_turn, saved_bytes
+from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, parameter_bytes
 from hpcbench.parallel.catalog import chosen_options
 from hpcbench.parallel.gradients import first_rows

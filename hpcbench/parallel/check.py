@@ -8,6 +8,7 @@ from typing import Any
 
 from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.load import Sweep
+from hpcbench.config.profiles import cluster_paths
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.parallel.catalog import models, named
 from hpcbench.parallel.datasets import DATASETS
@@ -21,6 +22,8 @@ BATCH_SIZES = ("batch_size", "global_batch_size")
 def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
     """Raise ``ConfigErrors`` with every name in ``sweep`` that does not exist and every parameter that is missing."""
     known: dict[str, Iterable[str]] = {"model": models(), "dataset": DATASETS, "strategy": named()}
+    if sweep.values("rehearse"):
+        known["rehearse"] = cluster_paths()
     if profile is not None:
         known |= {"partition": profile.partitions, "environment": profile.environments}
     problems = [*_missing(sweep), *_own_models(sweep, profile)]

@@ -35,5 +35,7 @@ class Strategy(NamedTuple):
     """``module:function``: what excludes a run (a ``RunSpec``) for this strategy in particular, or ``None``."""
     hybrid: tuple[str, ...] = ()
     """Other degrees that may be more than 1: the strategy is then a hybrid with those."""
+    rehearsable: bool = True
+    """Whether all that it computes and passes goes through torch's operators."""
     cost: str | None = None
     """``module:Class`` of ``hpcbench.oracle``: what a rank passes to whom, and what it holds."""

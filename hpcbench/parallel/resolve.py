@@ -63,6 +63,7 @@ def resolve(point: dict[str, Any], limits: Limits) -> RunSpec | Dropped:
         _check_batch(spec)
         _check_input(spec)
         _check_target(spec)
+        _check_rehearsal(spec)
         _check_limits(spec, limits)
         if reason := excluded_by(spec):
             raise _Excluded(reason)
@@ -186,6 +187,17 @@ def _check_target(spec: RunSpec) -> None:
         raise _Excluded(
             f"target_accuracy needs samples that are held out; {spec.dataset} is made up where data is {spec.data!r}"
         )
+
+
+def _check_rehearsal(spec: RunSpec) -> None:
+    """What computes nothing has nothing to compare, to compile or to evaluate."""
+    if spec.rehearse is None:
+        return
+    if not strategy(spec.strategy).rehearsable:
+        raise _Excluded(f"{spec.strategy} talks past torch's operators: it cannot be rehearsed")
+    for name in ("verify", "compile", "target_accuracy"):
+        if getattr(spec, name):
+            raise _Excluded(f"a rehearsal computes nothing: it excludes {name}")
 
 
 def _check_limits(spec: RunSpec, limits: Limits) -> None:

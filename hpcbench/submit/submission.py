@@ -25,6 +25,7 @@ from hpcbench.results.store import ClusterTree
 from hpcbench.submit.environment import scrubbed_names
 from hpcbench.submit.packing import JobGroup
 from hpcbench.submit.plan import Plan
+from hpcbench.submit.rehearsal import rehearsed_clusters
 from hpcbench.submit.stop import StopGroups
 from hpcbench.submit.submission_record import Array, Submission
 
@@ -132,6 +133,7 @@ def _header(plan: Plan, tree: ClusterTree, folder: Path, group: JobGroup) -> Tas
         meet_by_host_name=profile.network.meet_by == "host-name",
         wait_s=profile.network.wait_s,
         data_folder=data_folder(None, profile.data_folder),
+        rehearsed=rehearsed_clusters((plan.runs[key] for key in group.run_ids if key in plan.runs), tree),
         peak_flops_per_s={str(key): value for key, value in device.peak_flops_per_s.items()} if device else {},
         cores_per_task=cpus_per_task(shape, profile),
         pack=group.pack,

@@ -21,6 +21,7 @@ from hpcbench.worker.pipeline.measure import run_timeline, watch_pipeline
 from hpcbench.worker.profiling import run_profiled
 from hpcbench.worker.provenance import collect, environment_digest
 from hpcbench.worker.recording import run_recorded
+from hpcbench.worker.rehearsal.install import rehearse
 from hpcbench.worker.sample_flops import flops_per_sample
 from hpcbench.worker.strategies.base import Place, Strategy
 from hpcbench.worker.verify import Given, verify
@@ -43,6 +44,7 @@ def measure(closing: Closing) -> None:
     closing.provenance["data"] = feed.described()
     try:
         strategy.setup(arranged(build_model(spec, header.model_folder), spec), spec, place)
+        rehearse(closing, strategy, device)
         closing.replica = strategy.replica
         closing.state = getattr(strategy, "state", None)
         closing.predicted = getattr(strategy, "predicted", None)
@@ -84,7 +86,7 @@ def _time(closing: Closing, strategy: Strategy, feed: Feed, place: Place) -> Non
         barrier(place)
 
     agree = partial(any_rank, place)
-    evaluate = make_evaluate(strategy, feed, spec, progress, info.rank, agree)
+    evaluate = None if spec.rehearse else make_evaluate(strategy, feed, spec, progress, info.rank, agree)
     run_loop(strategy, feed, spec, progress, stop, edge, evaluate, watch.end)
     arithmetic = getattr(strategy, "arithmetic", None)
     closing.warnings += [*progress.notes(), *(arithmetic.notes() if arithmetic is not None else [])]

@@ -62,10 +62,19 @@ def metrics_of(measured: Measured, warnings: list[str]) -> Metrics:
         drift=drift(steady),
         **_energy(spec, ranks),
     )
+    if spec.rehearse is not None:
+        for name in _NOT_REHEARSED:
+            setattr(metrics, name, None)
     split = _slowest_split(ranks)
     for name in _PARTS if split else ():
         setattr(metrics, name, getattr(split, name))
     return metrics
+
+
+_NOT_REHEARSED = (
+    "loss", "accuracy", "flops_per_s", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "energy_j", "energy_source",
+)  # fmt: skip
+"""What a run that computed nothing has not measured."""
 
 
 def _largest(values: Iterable[_Number | None]) -> _Number | None:

@@ -62,7 +62,7 @@ def test_throughput(tree: ResultsTree) -> None:
     )
     assert found.subtitle == "resnet50, imagenet, 32 samples per device, on made-up"
     assert found.notes == [
-        "whiskers: least and most of 3 launches", "dotted: as many times one device's rate as there are devices",
+        "whiskers: least and most of 3 launches", "ideal: as many times one device's rate as there are devices",
         "not drawn: 1 run that did not end well (1 oom)",
     ]  # fmt: skip
 

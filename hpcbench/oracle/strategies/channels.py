@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.channel_rows import channel_rows
-from hpcbench.oracle.cost import Memory
 from hpcbench.oracle.live import Kept, held_at_peak, in_turn, sent_at_once
+from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.tensors import buffer_bytes
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, bucket_bytes
 from hpcbench.parallel.channel_limits import scheme_of

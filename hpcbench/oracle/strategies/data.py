@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.cost import Memory
+from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.gradient_buckets import (
     coalesced_buffer_bytes,
     compressed_bytes,
@@ -18,11 +18,18 @@ from hpcbench.oracle.gradient_buckets import (
     sddp_reduced_bytes,
 )
 from hpcbench.oracle.live import Kept, from_the_start, held_at_peak, in_turn
+from hpcbench.oracle.memory import Memory
+from hpcbench.oracle.step import StepTime
+from hpcbench.oracle.steps.replicas import Bucket, step_of_replica
 from hpcbench.oracle.tensors import HALF_BYTES, buffer_bytes, elements, parameter_bytes, tensor_bytes
-from hpcbench.parallel.buckets import MIB, total
+from hpcbench.parallel.buckets import MIB, buckets, total
 from hpcbench.parallel.catalog import chosen_options
+from hpcbench.parallel.gradients import ready_order
 from hpcbench.parallel.layers import LayerTable
 from hpcbench.parallel.traffic import Traffic, calls_in, merged
+
+_ASKED = 64
+"""So many replicas are asked which of them updates most: owners beyond them hold less."""
 
 
 class Single:
@@ -39,6 +46,11 @@ class Single:
         sizes = parameter_bytes(spec, table)
         return held_at_peak(spec, table, Kept(sum(sizes), sizes, in_turn(spec, table), sizes))
 
+    @classmethod
+    def step(cls, spec: RunSpec, table: LayerTable, clock: Clock) -> StepTime:
+        """Computation alone."""
+        return step_of_replica(clock, spec, table)
+
 
 class Ddp:
     """Every replica holds everything; gradients are all_reduced in buckets (Li et al. 2020)."""
@@ -51,11 +63,38 @@ class Ddp:
     @classmethod
     def calls(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
         """As ``traffic``, call by call."""
+        return [*cls.before(spec, table), *(call for _, sent in cls.buckets(spec, table) for call in sent)]
+
+    @classmethod
+    def before(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
+        """Of rank 0's buffers."""
+        return [calls_in(spec.dp_degree)("broadcast", size) for size in coalesced_buffer_bytes(spec, table)]
+
+    @classmethod
+    def buckets(cls, spec: RunSpec, table: LayerTable) -> list[Bucket]:
+        """Of the gradients."""
         call = calls_in(spec.dp_degree)
-        calls = [call("broadcast", size) for size in coalesced_buffer_bytes(spec, table)]
-        for places in ddp_buckets(spec, table):
-            calls += [call("all_reduce", size) for size in compressed_bytes(spec, table, places)]
-        return calls
+        return [
+            (places, [call("all_reduce", size) for size in compressed_bytes(spec, table, places)])
+            for places in ddp_buckets(spec, table)
+        ]
+
+    @classmethod
+    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
+        """What owners pass on: here nothing."""
+        return []
+
+    @classmethod
+    def step(cls, spec: RunSpec, table: LayerTable, clock: Clock) -> StepTime:
+        """Buckets are sent under the backward pass; the replica that updates most sets the pace."""
+        most = max(range(min(spec.dp_degree, _ASKED)), key=lambda rank: sum(cls.updated(spec, table, rank)))
+        return step_of_replica(
+            clock, spec, table,
+            before=cls.before(spec, table),
+            buckets=cls.buckets(spec, table),
+            after_update=cls.after_update(spec, table),
+            updated=cls.updated(spec, table, most),
+        )  # fmt: skip
 
     @classmethod
     def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> Memory:
@@ -78,10 +117,15 @@ class Zero1(Ddp):
     @classmethod
     def calls(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
         """One broadcast a tensor, or one an owner."""
+        return [*super().calls(spec, table), *cls.after_update(spec, table)]
+
+    @classmethod
+    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
+        """From each owner to all."""
         call, sizes = calls_in(spec.dp_degree), parameter_bytes(spec, table)
         if chosen_options(spec)["parameters_as_bucket_view"]:
             sizes = [total(sizes, places) for places in owned_places(spec, table)]
-        return [*super().calls(spec, table), *(call("broadcast", size) for size in sizes)]
+        return [call("broadcast", size) for size in sizes]
 
     @classmethod
     def updated(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
@@ -95,9 +139,13 @@ class FairscaleOss(Ddp):
     @classmethod
     def calls(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
         """``broadcast_fp16`` halves them."""
-        call = calls_in(spec.dp_degree)
+        return [*super().calls(spec, table), *cls.after_update(spec, table)]
+
+    @classmethod
+    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
+        """From each owner to all."""
         sent = owner_bytes(spec, table, half=chosen_options(spec)["broadcast_fp16"])
-        return [*super().calls(spec, table), *(call("broadcast", size) for size in sent)]
+        return [calls_in(spec.dp_degree)("broadcast", size) for size in sent]
 
     @classmethod
     def updated(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
@@ -136,6 +184,26 @@ class FairscaleSddp:
         underway = [sum(waiting[row:]) for row in range(len(table.layers))]
         return held_at_peak(spec, table, Kept(sum(sizes), left, made_at, owned), underway)
 
+    @classmethod
+    def step(cls, spec: RunSpec, table: LayerTable, clock: Clock) -> StepTime:
+        """Reductions under the backward pass, each as soon as its gradients are there."""
+        call, (filled, alone) = calls_in(spec.dp_degree), sddp_buckets(spec, table)
+        sizes = parameter_bytes(spec, table)
+        half = bool(chosen_options(spec)["reduce_fp16"])
+        groups = [[place] for place in range(len(sizes))] if half else [*filled, *([place] for place in alone)]
+        reduced = sddp_reduced_bytes(spec, table)
+        made_at = in_turn(spec, table)
+        buckets = [(places, [call("reduce", size)]) for places, size in zip(groups, reduced, strict=True)]
+        buckets.sort(key=lambda one: -min((made_at[place] for place in one[0]), default=0))
+        most = max(range(min(spec.dp_degree, _ASKED)), key=lambda rank: sum(owned_bytes(spec, table, rank)))
+        return step_of_replica(
+            clock, spec, table,
+            before=[call("broadcast", size) for size in buffer_bytes(spec, table)],
+            buckets=buckets,
+            after_update=[call("broadcast", size) for size in owner_bytes(spec, table)],
+            updated=owned_bytes(spec, table, most),
+        )  # fmt: skip
+
 
 class Horovod:
     """Gradients are fused by timing: one all_reduce of them all stands for those that are made (their sum is exact)."""
@@ -155,3 +223,18 @@ class Horovod:
         sizes = parameter_bytes(spec, table)
         fusion = int(float(chosen_options(spec)["fusion_threshold_mb"]) * MIB)
         return held_at_peak(spec, table, Kept(sum(sizes), sizes, in_turn(spec, table), sizes, fusion))
+
+    @classmethod
+    def step(cls, spec: RunSpec, table: LayerTable, clock: Clock) -> StepTime:
+        """Gradients are fused in the order in which they are ready, up to the threshold, under the backward pass."""
+        half = chosen_options(spec)["compression"] == "fp16"
+        threshold = int(float(chosen_options(spec)["fusion_threshold_mb"]) * MIB)
+        order = ready_order(table, spec.precision)[::-1]
+        tensors = [table.parameter_tensors[place] for place in order]
+        sizes = [elements(one) * HALF_BYTES if half else tensor_bytes(spec, one) for one in tensors]
+        call = calls_in(spec.dp_degree)
+        fused = [
+            ([order[one] for one in places], [call("all_reduce", total(sizes, places))])
+            for places in buckets(sizes, threshold, threshold)
+        ]
+        return step_of_replica(clock, spec, table, buckets=fused)

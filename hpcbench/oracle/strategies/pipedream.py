@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.cost import Memory
+from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.strategies.pipeline import PipelineCost, PipelineRun
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, bucket_bytes
 from hpcbench.parallel.layers import LayerTable

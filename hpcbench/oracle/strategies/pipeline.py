@@ -6,7 +6,7 @@ from functools import cached_property
 from math import prod
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.cost import Memory
+from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.strategies.tensor import SplitModel
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, bucket_bytes
 from hpcbench.parallel.cutting import chunk_blocks

@@ -5,9 +5,13 @@ from __future__ import annotations
 from math import prod
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.cost import Memory
+from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.gathered import Gathered, Units
 from hpcbench.oracle.live import Kept, held_at_peak
+from hpcbench.oracle.memory import Memory
+from hpcbench.oracle.placement import parts_of
+from hpcbench.oracle.step import StepTime
+from hpcbench.oracle.steps.gathered import Plan, Unit, step_of_shards
 from hpcbench.oracle.tensors import FP32_BYTES, HALF_BYTES, element_bytes, elements, parameter_bytes
 from hpcbench.parallel.catalog import chosen_options
 from hpcbench.parallel.gradients import sharded_units
@@ -59,6 +63,30 @@ class Fsdp:
         made_at = Units.of(table).made_at(len(shards))
         return held_at_peak(spec, table, Kept(sum(shards), shards, made_at, shards), gathered.by_row(table))
 
+    @classmethod
+    def step(cls, spec: RunSpec, table: LayerTable, clock: Clock) -> StepTime:
+        """The next unit is gathered while one computes; gradients are reduced under the backward pass."""
+        options, degree = chosen_options(spec), shard_degree(spec)
+        within, across = parts_of(spec, "dp", degree)
+        half = bool(options["mixed_precision"])
+        units = []
+        for places in (places for places in sharded_units(table) if places):
+            tensors = [table.parameter_tensors[place] for place in places]
+            shard = sum(shard_elements(tensor, degree) for tensor in tensors)
+            wide = element_bytes(spec, tensors[0])
+            summed = shard * (FP32_BYTES if half else wide)
+            units.append(
+                Unit(
+                    places,
+                    [shard * (HALF_BYTES if half else wide)] if degree > 1 else [],
+                    [summed * degree] if degree > 1 else [],
+                    [summed] if degree < spec.dp_degree else [],
+                )
+            )
+        updated = [shard_elements(one, degree) * element_bytes(spec, one) for one in table.parameter_tensors]
+        regathers = bool(options["reshard_after_forward"])
+        return step_of_shards(clock, spec, table, units, Plan(within, across, regathers, True, True, updated))
+
 
 class FairscaleFsdp:
     """fairscale's FullyShardedDataParallel: a unit is flat, cut into equal parts and padded at its end."""
@@ -94,6 +122,26 @@ class FairscaleFsdp:
         )
         made_at = Units.of(table).made_at(len(shards))
         return held_at_peak(spec, table, Kept(sum(shards), shards, made_at, shards), gathered.by_row(table))
+
+    @classmethod
+    def step(cls, spec: RunSpec, table: LayerTable, clock: Clock) -> StepTime:
+        """Each unit is gathered when its turn comes."""
+        regathers = bool(chosen_options(spec)["reshard_after_forward"])
+        wide = element_bytes(spec, table.parameter_tensors[0])
+        parts, places = fairscale_parts(spec, table), sharded_units(table)
+        units = [
+            Unit(
+                own,
+                [part * wide for part in sizes],
+                [part * wide * spec.dp_degree for part in sizes],
+                stays=number == len(parts) - 1,
+            )
+            for number, (own, sizes) in enumerate(zip(places, parts, strict=True))
+            if own
+        ]
+        whole, alone = parts_of(spec, "dp", spec.dp_degree)
+        updated = [part * wide for sizes in parts for part in sizes]
+        return step_of_shards(clock, spec, table, units, Plan(whole, alone, regathers, regathers, False, updated))
 
 
 def shard_degree(spec: RunSpec) -> int:

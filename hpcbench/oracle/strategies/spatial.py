@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.cost import Memory
+from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.spatial_live import peak
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, HALF_BYTES, parameter_bytes
 from hpcbench.parallel.buckets import MIB, buckets

@@ -7,8 +7,8 @@ from fractions import Fraction
 from typing import Any
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.cost import Memory
 from hpcbench.oracle.live import Kept, Row, held_at_peak, in_turn, input_bytes, layouts, sent_at_once
+from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.tensors import FP32_BYTES
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, bucket_bytes
 from hpcbench.parallel.catalog import strategy

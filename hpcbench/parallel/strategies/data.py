@@ -103,6 +103,7 @@ STRATEGIES = {
         widest="fp32",
     ),
     "horovod": Strategy(
+        rehearsable=False,
         own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.horovod:Horovod",
         cost="hpcbench.oracle.strategies.data:Horovod",

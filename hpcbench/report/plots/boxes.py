@@ -140,7 +140,7 @@ class Boxes:
         box, rule, median = _CHARACTERS[plain]
         key = [f"{box} middle half", f"{median} median", f"{rule} {self.whiskers}"]
         if self.bars:
-            key = [f"{median} up to the least", f"{box} {self.whiskers}"]
+            key = [f"{_BAR[plain]} up to the least", f"{box} {self.whiskers}"]
         return [*lines, Text(""), *flowed([Text(one) for one in key], width)]
 
     def _drawn(
@@ -158,18 +158,20 @@ class Boxes:
             return round((value / self.x.factor - ends[0]) / (ends[1] - ends[0]) * (cells - 1))
 
         one = inside.filter(inside["role"] == BOX).row(0, named=True)
+        style = theme.terminal_colour(known[one["series"]].colour)
         if self.bars:
             least = place(one["low"]) + 1
-            return Text(median * least + box * (place(one["high"]) + 1 - least), style=known[one["series"]].colour)
+            return Text(_BAR[plain] * least + box * (place(one["high"]) + 1 - least), style=style)
         for start, end, character in (("low", "high", rule), ("quarter", "three_quarters", box)):
             for cell in range(place(one[start]), place(one[end]) + 1):
                 line[cell] = character
         line[place(one["median"])] = median
-        return Text("".join(line).rstrip(), style=known[one["series"]].colour)
+        return Text("".join(line).rstrip(), style=style)
 
 
 _CHARACTERS = {False: ("▒", "─", "█"), True: ("=", "-", "|")}
 """The box, the whiskers, the median."""
+_BAR = {False: "█", True: "#"}
 
 
 def _of(role: str, mark: dict[str, Any], encoding: dict[str, Any]) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def distribution(frame: polars.DataFrame, asked: Asked) -> Picture:
     more = [
         f"box: the middle half of {sum(counts)} steps of {plural(len(counts), 'launch', 'launches')}; whiskers: from "
         "10 % to 90 % of them",
-        f"thin marks: single steps, at most {MOST_DOTS} a row, the fastest and the slowest among them",
+        f"thin marks (of files): single steps, at most {MOST_DOTS} a row, the fastest and the slowest among them",
     ]
     return Picture(
         NAME, TITLE, found.shared, alt, Boxes(axis("step time", "s", drawn["median"]), "10 % to 90 % of the steps"),

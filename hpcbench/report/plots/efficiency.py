@@ -37,8 +37,7 @@ def efficiency(frame: polars.DataFrame, asked: Asked) -> Picture:
     )
     ideal = rows_for(ends.explode("x").unique(maintain_order=True).with_columns(y=pl.lit(1.0)), IDEAL)
     drawn = pl.concat([rows, ideal])
-    dotted = "dotted: the ideal, 100 % of the baseline's rate per device"
-    notes = [*spreads(rows, "the baseline's own is in them"), dotted]
+    notes = [*spreads(rows, "the baseline's own is in them"), "ideal: the baseline's rate from each of its devices"]
     return Picture(
         NAME, TITLE, found.shared, over_devices(rows, "efficiency", lambda value: f"{value:.0%}", most=True),
         Lines(counted("devices", rows["x"]), axis("efficiency", "%", rows["y"]), legend=legend_of(asked.by)), drawn,

@@ -24,6 +24,7 @@ MOST_VALUES = 10
 """On an axis each of so many whole numbers is a tick."""
 _PLAIN = "ox+*@%&=~$^v"
 _SEVERAL, _SEVERAL_PLAIN = "▣", "#"
+_IDEAL = {False: "╌", True: "-"}
 
 
 class _Scale(NamedTuple):
@@ -69,12 +70,12 @@ class _Grid:
 
 def grid_text(drawing: Lines, frame: polars.DataFrame, width: int, *, plain: bool) -> list[Text]:
     """A grid for each panel with its axes, and the meaning of the characters below the last one."""
-    from hpcbench.report.plots.lines import IDEAL, MEASURED, PREDICTED
+    from hpcbench.report.plots.lines import CROSSING, IDEAL, MEASURED, PREDICTED
 
     series = frame.filter(frame["role"].is_in([MEASURED, PREDICTED]))["series"].unique(maintain_order=True).to_list()
     known = theme.styles(series)
     marks = {
-        name: (_PLAIN[place % len(_PLAIN)] if plain else style.character, style.colour)
+        name: (_PLAIN[place % len(_PLAIN)] if plain else style.character, theme.terminal_colour(style.colour))
         for place, (name, style) in enumerate(known.items())
     }
     lines: list[Text] = []
@@ -85,8 +86,10 @@ def grid_text(drawing: Lines, frame: polars.DataFrame, width: int, *, plain: boo
     entries = [Text.assemble((mark, colour), f" {name}") for name, (mark, colour) in marks.items()]
     if len(marks) > 1:
         entries.append(Text(f"{_SEVERAL_PLAIN if plain else _SEVERAL} several"))
+    if CROSSING in frame["role"].to_list():
+        entries.append(Text("X lines cross"))
     if IDEAL in frame["role"].to_list():
-        entries.append(Text(f"{'.' if plain else '·'} ideal", style="dim"))
+        entries.append(Text(f"{_IDEAL[plain]} {drawing.ideal}", style="dim"))
     return [*lines, Text(""), *flowed(entries, width)]
 
 
@@ -111,7 +114,7 @@ def _panel(
     side, corner, flat = ("|", "+", "-") if plain else ("│", "└", "─")
     lines = [cut(drawing.y.heading, width)]
     for row in range(_HEIGHT):
-        lines.append(Text(f"{labels.get(row, ''):>{margin}}{side}", style="dim").append_text(grid.row(row)))
+        lines.append(Text.assemble((f"{labels.get(row, ''):>{margin}}{side}", "dim"), grid.row(row)))
     lines.append(Text(" " * margin + corner + flat * cells, style="dim"))
     each = sorted(set(x_values))
     counts = len(each) <= MOST_VALUES and all(value == int(value) for value in each)
@@ -139,7 +142,7 @@ def _draw(
         for (name,), rows in inside.filter(inside["role"] == role).group_by(["series"], maintain_order=True):
             ends = [place(x, y) for x, y in rows.sort("x").select("x", "y").iter_rows()]
             for x, y in _between(ends):
-                grid.put(x, y, dot, "dim" if role == IDEAL else marks[str(name)][1])
+                grid.put(x, y, *((_IDEAL[plain], "dim") if role == IDEAL else (dot, marks[str(name)][1])))
     points = inside.filter(inside["role"] == MEASURED)
     for row in points.filter(points["low"].is_not_null()).iter_rows(named=True):
         x, low = place(row["x"], max(row["low"], up.low * drawing.y.factor))

@@ -31,6 +31,8 @@ class Lines:
     """Whether lines join what was measured; where something is predicted they join that."""
     from_zero: bool = True
     legend: str = "strategy"
+    ideal: str = "ideal"
+    """What a thin line is."""
 
     def vega(self, frame: polars.DataFrame) -> dict[str, Any]:
         """As ``Drawing``."""

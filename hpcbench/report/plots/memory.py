@@ -48,7 +48,7 @@ def memory(frame: polars.DataFrame, asked: Asked) -> Picture:
     return Picture(
         NAME, TITLE, found.shared, alt,
         Boxes(axis("peak memory", "B", drawn["high"]), "from the emptiest rank to the fullest", bars=True), drawn,
-        ["bar: the fullest rank; thin marks: single ranks", *unread, *notes],
+        ["bar: the fullest rank; thin marks (of files): single ranks", *unread, *notes],
     )  # fmt: skip
 
 

@@ -57,8 +57,9 @@ def predicted(frame: polars.DataFrame, asked: Asked) -> Picture:
     )
     return Picture(
         NAME, TITLE, shared, f"Measured over predicted step times: {said}.",
-        Lines(x, y, joined=False, from_zero=False, legend=legend_of(asked.by)), pl.concat([rows, *_equal(rows)]),
-        [f"dotted: equal; grey: within {_WITHIN:.0%}", said, *spreads(rows), *notes],
+        Lines(x, y, joined=False, from_zero=False, ideal="equal", legend=legend_of(asked.by)),
+        pl.concat([rows, *_equal(rows)]),
+        [f"dotted: equal; grey (of files): within {_WITHIN:.0%}", said, *spreads(rows), *notes],
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def encoded(picture: Picture, ending: str) -> bytes:
         return ascii_escapes(text).encode() + b"\n"
     convert = _package("vl_convert", "vl-convert-python")
     if ending == ".html":
-        return _page(picture, specification, convert.javascript_bundle()).encode()
+        return _page(picture, convert.javascript_bundle()).encode()
     # Without addresses nothing can be fetched, whatever a specification says.
     options: dict[str, Any] = {"allowed_base_urls": []}
     if ending == ".svg":
@@ -83,8 +83,8 @@ def _package(module: str, name: str) -> ModuleType:
         raise ConfigError(f"plots as files need the package {name}", hint=_INSTALL) from None
 
 
-def _page(picture: Picture, specification: dict[str, Any], scripts: str) -> str:
-    data = msgspec.json.encode(specification).decode()
+def _page(picture: Picture, scripts: str) -> str:
+    data = msgspec.json.encode(picture.specification).decode()
     # Within a script's text only this could end it.
     data = ascii_escapes(data).replace("<", "\\u003c")
     title, alt = html.escape(picture.title), html.escape(picture.alt)

@@ -40,13 +40,13 @@ class Axis(NamedTuple):
 
 
 def axis(title: str, kind: str, values: Iterable[float | None], *, log: bool = False) -> Axis:
-    """An axis for ``values`` of ``kind`` (a key of ``_UNITS``): the largest unit that the middle one reaches.
+    """An axis for ``values`` of ``kind`` (a key of ``_UNITS``): the largest unit that one of them reaches.
 
     ``title`` may hold ``{}`` where the unit belongs (``{}samples/s``). ``log`` where they are spread widely.
     """
     known = sorted(value for value in values if value is not None and math.isfinite(value) and value > 0)
-    middle = known[len(known) // 2] if known else 1.0
-    factor, unit = next((one for one in _UNITS[kind] if middle >= one[0]), _UNITS[kind][-1])
+    most = known[-1] if known else 1.0
+    factor, unit = next((one for one in _UNITS[kind] if most >= one[0]), _UNITS[kind][-1])
     base = 10 if log and known and known[-1] / known[0] >= _LOG_FROM else 0
     if "{}" in title:
         return Axis(title.format(f"{unit} " if unit else ""), factor, "", base)

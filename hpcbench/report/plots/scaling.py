@@ -44,9 +44,7 @@ def scaling(frame: polars.DataFrame, asked: Asked) -> Picture:
     if predicted is not None:
         notes.insert(0, "lines: predicted, with their interval; points: measured")
     if told:
-        notes.append(
-            f"rings: lines cross ({'predicted' if predicted is not None else 'between medians'}): {'; '.join(told)}"
-        )
+        notes.append(f"lines cross ({'predicted' if predicted is not None else 'between medians'}): {'; '.join(told)}")
     return Picture(
         NAME, TITLE, found.shared, f"{alt} Lines cross: {'; '.join(told)}." if told else alt,
         Lines(x, y, from_zero=False, legend=legend_of(asked.by)), pl.concat([drawn, crossed]), [*notes, *found.notes],

@@ -122,7 +122,7 @@ def _line(spans: polars.DataFrame, longest: float, cells: int) -> Text:
         first = min(round(begin / longest * cells), cells - 1)
         count = max(1, round(end / longest * cells) - first)
         shown = name if len(name) <= count else name[:1]
-        colour = KINDS.get(kind, _OTHER).colour
+        colour = theme.terminal_colour(KINDS.get(kind, _OTHER).colour)
         for place, character in enumerate(shown.ljust(count, ".")[: cells - first]):
             line[first + place] = (character, colour)
     text = Text()

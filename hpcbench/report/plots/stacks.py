@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.text import Text
 
+from hpcbench.report.plots import theme
 from hpcbench.report.plots.grid import cut, flowed
 from hpcbench.report.plots.rows import margin, row_axis, row_panels
 from hpcbench.report.plots.scales import Axis, figures
@@ -94,11 +95,11 @@ class Stacks:
             for name, begin, end in parts.select("part", "begin", "end").iter_rows():
                 part = self.parts[name]
                 count = round(end / longest * cells) - round(begin / longest * cells)
-                line.append((part.plain if plain else part.character) * count, part.colour)
+                line.append((part.plain if plain else part.character) * count, theme.terminal_colour(part.colour))
             line.pad_right(left + 1 + cells - line.cell_len)
             lines.append(line.append(f"{totals[parts['total'][0]]:>{right}}"))
         entries = [
-            Text.assemble(((one.plain if plain else one.character) * 2, one.colour), f" {name}")
+            Text.assemble(((one.plain if plain else one.character) * 2, theme.terminal_colour(one.colour)), f" {name}")
             for name, one in self.parts.items()
             if name in self._used(frame)
         ]

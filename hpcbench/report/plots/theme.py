@@ -120,6 +120,11 @@ def _hybrid(name: str) -> Style | None:
     return _style(colour, shape, "dots" if len(degrees) > 2 else dash, hollow=True)
 
 
+def terminal_colour(colour: str) -> str:
+    """A style for rich: what is as dark or as light as a terminal's ground is left to the terminal."""
+    return "" if colour in (BLACK, LIGHT, "#FFFFFF") else colour
+
+
 def config() -> dict[str, Any]:
     """Vega-Lite's ``config``: type that can be read in a column of a paper, few lines, text never cut short unseen."""
     return {

@@ -34,7 +34,7 @@ def throughput(frame: polars.DataFrame, asked: Asked) -> Picture:
     x = counted("devices", rows["x"])
     y = axis("{}samples/s", "/s", rows["y"], log=bool(x.log))
     drawn = pl.concat([rows, ideal])
-    notes = [*spreads(rows), *(["dotted: as many times one device's rate as there are devices"] if len(ideal) else [])]
+    notes = [*spreads(rows), *(["ideal: as many times one device's rate as there are devices"] if len(ideal) else [])]
     return Picture(
         NAME, TITLE, found.shared, over_devices(rows, "throughput", lambda value: f"{value:.4g} samples/s", most=True),
         Lines(x, y, legend=legend_of(asked.by)), drawn, [*notes, *found.notes],

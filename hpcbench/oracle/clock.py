@@ -1,0 +1,103 @@
+"""How long a kernel and a collective take on a machine."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import pairwise
+from math import sqrt
+from statistics import NormalDist
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.oracle import streams
+from hpcbench.oracle.collectives import Span, Wire, time_s
+from hpcbench.oracle.corrections import corrected
+from hpcbench.oracle.kernels import Kernel
+from hpcbench.oracle.machine import Machine, Strategy
+from hpcbench.oracle.placement import Group
+from hpcbench.parallel.alike import Alike
+from hpcbench.parallel.traffic import Traffic
+
+
+class Clock:
+    """One machine's times for one run's placement. Remembers what it was asked."""
+
+    def __init__(self, machine: Machine, spec: RunSpec) -> None:
+        self.machine, self.spec = machine, spec
+        self._alike = Alike.of(machine.compute)
+        compute = machine.compute
+        self.own = machine.strategies.get(spec.strategy, Strategy())
+        self._factor = compute.factors.get(spec.model, compute.factors.get("", 1.0)) * self.own.compute_factor
+        self._factor *= _crowded(compute.crowding, spec.tasks_per_node)
+        self.kernel_s = lru_cache(maxsize=None)(self._kernel_s)
+        self._call = lru_cache(maxsize=None)(self._priced)
+
+    def _kernel_s(self, kernel: Kernel) -> float:
+        """Seconds of one kernel of one rank."""
+        return self._factor * self._alike.seconds(kernel)
+
+    def call(self, operation: str, payload_bytes: float, group: Group, key: str | None = None) -> streams.Call:
+        """One collective of ``group``, whose payload is counted as ``parallel.traffic.Traffic`` counts it."""
+        seconds, latency_s = self._call(operation, payload_bytes, group)
+        return streams.Call(seconds, latency_s, key)
+
+    def calls(self, traffic: Traffic, group: Group) -> list[streams.Call]:
+        """Those that ``traffic`` stands for, each waited for."""
+        return [self.call(traffic.operation, traffic.payload_bytes, group)] * traffic.count
+
+    def overhead_s(self) -> float:
+        """What a step takes of the computing thread beside kernels and calls."""
+        return self.machine.compute.step_s + self.own.step_s
+
+    def _priced(self, operation: str, payload_bytes: float, group: Group) -> tuple[float, float]:
+        if group.ranks < 2:
+            return 0.0, 0.0
+        span = corrected(self._span(group), operation, self.machine.comm.collectives)
+        issue_s = self.machine.comm.call_s
+        return time_s(operation, span, payload_bytes) + issue_s, time_s(operation, span, 0.0) + issue_s
+
+    def _span(self, group: Group) -> Span:
+        """The links as the group sees them beside its rivals."""
+        comm = self.machine.comm
+        lanes = min(group.ranks_per_node, comm.links_per_node) if comm.striped else 1
+        # Rivals share what links there are; one group alone uses no more than its lanes.
+        flows = group.rivals * lanes / comm.links_per_node
+        phi = _contended(comm.contention, flows)
+        inter = Wire(comm.inter_node.latency_s, comm.inter_node.beta_s_per_byte * phi / lanes)
+        return Span(group.ranks, group.nodes, comm.intra_node, inter)
+
+    def straggler_s(self, compute_s: float) -> float:
+        """How much longer than the mean the slowest of all ranks computes, ranks being independent."""
+        return compute_s * self.machine.straggling * expected_largest(self.spec.ranks)
+
+
+def expected_largest(count: int) -> float:
+    """Of ``count`` draws from the standard normal distribution the expected largest (Blom 1958's approximation)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def _crowded(crowding: dict[int, float], ranks: int) -> float:
+    return _interpolated(crowding, ranks) if crowding else 1.0
+
+
+def _contended(contention: dict[int, float], flows: float) -> float:
+    """What nobody measured shares fairly."""
+    return max(1.0, _interpolated({1: 1.0, **contention}, flows) if contention else flows)
+
+
+def _interpolated(figures: dict[int, float], at: float) -> float:
+    """Between two figures in proportion, beyond the last one as the last two go on."""
+    known = sorted(figures.items())
+    if len(known) == 1 or at <= known[0][0]:
+        return known[0][1]
+    for (left, low), (right, high) in pairwise(known):
+        if at <= right:
+            return low + (high - low) * (at - left) / (right - left)
+    (left, low), (right, high) = known[-2:]
+    return max(high + (high - low) * (at - right) / (right - left), high)
+
+
+def combined_spread(parts: list[tuple[float, float]], whole_s: float) -> float:
+    """Relative uncertainty of a sum of independent parts (seconds, relative uncertainty)."""
+    if not whole_s:
+        return 0.0
+    return sqrt(sum((seconds * spread) ** 2 for seconds, spread in parts)) / whole_s

@@ -1,0 +1,40 @@
+"""Measured collectives laid over the formulas: what a call of this operation among so many ranks takes on its links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, log
+
+from hpcbench.oracle.collectives import Span, Wire
+from hpcbench.oracle.machine import CollectiveSample
+
+
+def corrected(span: Span, operation: str, samples: Sequence[CollectiveSample]) -> Span:
+    """``span`` with the latency and the time per byte that were measured for ``operation`` on links of that kind.
+
+    Between two measured numbers of ranks both go in proportion to the logarithms; beyond them the nearest holds. An
+    operation that was not measured is taken to be as all_reduce.
+    """
+    crosses = span.nodes > 1
+    there = [one for one in samples if (one.nodes > 1) == crosses]
+    known = [one for one in there if one.operation == operation] or [
+        one for one in there if one.operation == "all_reduce"
+    ]
+    if not known:
+        return span
+    latency_s, ratio = _between(sorted(known, key=lambda one: one.ranks), span.ranks)
+    wire = span.inter_node if crosses else span.intra_node
+    measured = Wire(latency_s, wire.beta_s_per_byte * ratio)
+    return span._replace(inter_node=measured) if crosses else span._replace(intra_node=measured)
+
+
+def _between(known: Sequence[CollectiveSample], ranks: int) -> tuple[float, float]:
+    below = [one for one in known if one.ranks <= ranks]
+    above = [one for one in known if one.ranks >= ranks]
+    if not below or not above or below[-1].ranks == above[0].ranks:
+        one = below[-1] if below else above[0]
+        return one.latency_s, one.beta_ratio
+    low, high = below[-1], above[0]
+    part = log(ranks / low.ranks) / log(high.ranks / low.ranks)
+    latency_s = low.latency_s + (high.latency_s - low.latency_s) * part
+    return latency_s, exp(log(low.beta_ratio) * (1 - part) + log(high.beta_ratio) * part)

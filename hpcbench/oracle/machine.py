@@ -1,0 +1,78 @@
+"""What times are made of: a machine's rates and latencies, from its profile or from measurements on it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from hpcbench.oracle.collectives import Wire
+from hpcbench.parallel.kernel import Compute, KernelSample
+
+__all__ = ["CollectiveSample", "Comm", "Compute", "Depth", "KernelSample", "Machine", "Strategy"]
+
+Depth = Literal["nominal", "calibrated", "fitted"]
+"""By the profile; by measurements of parts; by whole runs."""
+
+
+class CollectiveSample(msgspec.Struct, frozen=True, kw_only=True):
+    """A measured collective, as a correction of its formula in ``oracle.collectives``.
+
+    ``latency_s`` replaces the link's, ``beta_ratio`` multiplies its time per byte.
+    """
+
+    operation: str
+    ranks: int
+    nodes: int
+    latency_s: float
+    beta_ratio: float
+    spread: float = 0.0
+
+
+class Comm(msgspec.Struct, frozen=True, kw_only=True):
+    """How ranks reach each other."""
+
+    intra_node: Wire
+    inter_node: Wire
+    links_per_node: int = 1
+    """Links between nodes that a node has; groups that send at the same time share them."""
+    striped: bool = False
+    """Whether one group uses all links of a node (NCCL does, gloo does not)."""
+    collectives: list[CollectiveSample] = []
+    contention: dict[int, float] = {}
+    """By flows that share a link: how much longer each takes (ParaDL's phi); without a figure their number."""
+    overlap_slowdown: float = 1.0
+    """How much slower a rank computes while a collective is under way (kappa of facts on Galvatron: 1.0 to 1.3)."""
+    spread: float = 0.4
+    """Relative uncertainty of a step's communication."""
+    call_s: float = 0.0
+    """What issuing a collective takes of the computing thread."""
+
+
+class Strategy(msgspec.Struct, frozen=True, kw_only=True):
+    """What a strategy's library adds on this machine, found in runs of the calibration."""
+
+    compute_factor: float = 1.0
+    step_s: float = 0.0
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster as the oracle sees it. ``depth`` says where the numbers come from."""
+
+    cluster: str
+    device: str
+    """``cpu`` or ``cuda``."""
+    depth: Depth = "nominal"
+    source: str = ""
+    """The profile, or the calibration with its date and hash."""
+    compute: Compute
+    comm: Comm
+    strategies: dict[str, Strategy] = {}
+    straggling: float = 0.0
+    """Relative spread of one rank's step around its mean: of p ranks the slowest counts."""
+    base_bytes: float = 0.0
+    """What a rank's process holds on the device before any tensor of the run."""
+    memory_bytes: float | None = None
+    """Of one rank: the device's, or its part of the node's."""
+    notes: list[str] = []
+    """What had to be guessed."""

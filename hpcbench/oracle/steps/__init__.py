@@ -1,0 +1,1 @@
+"""How long a step takes, a family of strategies a module."""

@@ -1,0 +1,1 @@
+"""Steps whose computation is timed sleeps: another machine, rehearsed here with real communication."""

@@ -1,0 +1,125 @@
+"""Calibrations are kept whole, found by date, and named when they are damaged."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from hpcbench.config.profiles import load_cluster
+from hpcbench.errors import StorageError
+from hpcbench.oracle.calibration.choose import machine_for
+from hpcbench.oracle.calibration.store import (
+    Calibration,
+    own_folder,
+    read_calibration,
+    read_calibrations,
+    write_calibration,
+)
+from hpcbench.oracle.collectives import Wire
+from hpcbench.oracle.machine import CollectiveSample
+from hpcbench.oracle.nominal import nominal_machine
+from hpcbench.results.store import ClusterTree
+
+PROFILE, _ = load_cluster("slurmbox")
+
+
+def calibration(made_at: str = "2026-11-21T20:00:00Z", straggling: float = 0.02, **more: Any) -> Calibration:
+    nominal = nominal_machine(PROFILE)
+    found = CollectiveSample(operation="all_reduce", ranks=2, nodes=2, latency_s=3e-4, beta_ratio=1.1)
+    comm = msgspec.structs.replace(nominal.comm, collectives=[found])
+    machine = msgspec.structs.replace(nominal, depth="calibrated", comm=comm, straggling=straggling)
+    links = {"intra_node": nominal.comm.intra_node, "inter_node": nominal.comm.inter_node}
+    return Calibration(cluster="slurmbox", made_at=made_at, machine=machine, **(links | {"partition": "normal"} | more))
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    path = write_calibration(calibration(), ClusterTree(tmp_path))
+    assert path.parent == tmp_path / "calibrations"
+    assert path.name.startswith("2026-11-21-")
+    assert read_calibration(path) == calibration()
+    assert os.listdir(path.parent) == [path.name]
+
+
+def test_the_same_is_kept_once(tmp_path: Path) -> None:
+    assert write_calibration(calibration(), ClusterTree(tmp_path)) == write_calibration(
+        calibration(), ClusterTree(tmp_path)
+    )
+
+
+def test_a_tree_that_may_not_be_written_leaves_the_users_folder(tmp_path: Path) -> None:
+    # Root may write anywhere: a file in the folder's place refuses root, too.
+    (tmp_path / "calibrations").write_text("")
+    path = write_calibration(calibration(), ClusterTree(tmp_path))
+    assert path.parent == own_folder("slurmbox")
+    assert machine_for(PROFILE, ClusterTree(tmp_path)).straggling == 0.02
+
+
+def test_the_newest_is_taken(tmp_path: Path) -> None:
+    tree = ClusterTree(tmp_path)
+    for made_at, straggling in (
+        ("2026-11-21T20:00:00Z", 0.02),
+        ("2026-11-21T21:00:00Z", 0.03),
+        ("2025-12-31T23:00:00Z", 0.04),
+    ):
+        write_calibration(calibration(made_at, straggling), tree)
+    machine = machine_for(PROFILE, tree)
+    assert (machine.straggling, machine.depth) == (0.03, "calibrated")
+    newest = read_calibrations(tree, "slurmbox")[0][0]
+    assert machine.source == f"calibration of 2026-11-21 ({newest.digest})"
+    assert machine.notes == []
+
+
+def test_without_one_the_profile_speaks(tmp_path: Path) -> None:
+    assert machine_for(PROFILE, ClusterTree(tmp_path), None, 2) == nominal_machine(PROFILE, None, 2)
+    assert machine_for(PROFILE, None) == nominal_machine(PROFILE)
+
+
+def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
+    tree = ClusterTree(tmp_path)
+    write_calibration(calibration(), tree)
+    newer = write_calibration(calibration("2026-11-22T20:00:00Z"), tree)
+    newer.write_bytes(newer.read_bytes().replace(b'"ranks": 2', b'"ranks": 4'))
+    with pytest.raises(StorageError, match="damaged"):
+        read_calibration(newer)
+    machine = machine_for(PROFILE, tree)
+    assert machine.source.startswith("calibration of 2026-11-21")
+    assert [str(newer) in note for note in machine.notes] == [True]
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"{", "is no calibration"),
+        (b'{"cluster": 3}', "is no calibration"),
+        (msgspec.json.encode(calibration(calibration_version=7)), "another version"),
+    ],
+)
+def test_what_is_no_calibration(tmp_path: Path, data: bytes, said: str) -> None:
+    path = tmp_path / "given.json"
+    path.write_bytes(data)
+    with pytest.raises(StorageError, match=said):
+        read_calibration(path)
+
+
+def test_a_link_that_has_changed_is_told_and_scales(tmp_path: Path) -> None:
+    tree = ClusterTree(tmp_path)
+    write_calibration(calibration(inter_node=Wire(1e-4, 1 / 1e9)), tree)
+    machine = machine_for(PROFILE, tree)
+    assert machine.comm.inter_node == nominal_machine(PROFILE).comm.inter_node
+    assert [note.partition(":")[0] for note in machine.notes] == [
+        "the profile's link between nodes has changed since the calibration"
+    ]
+
+
+def test_another_partition_of_the_same_nodes_is_as_good(tmp_path: Path) -> None:
+    tree = ClusterTree(tmp_path)
+    write_calibration(calibration(partition="low"), tree)
+    assert machine_for(PROFILE, tree, "high").depth == "calibrated"
+    own = PROFILE.model_copy(update={"partitions": {**PROFILE.partitions, "big": PROFILE.partitions["low"].model_copy(
+        update={"node": PROFILE.node.model_copy(update={"cores": 64})}
+    )}})  # fmt: skip
+    assert machine_for(own, tree, "big").depth == "nominal"

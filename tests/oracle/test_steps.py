@@ -1,0 +1,82 @@
+"""Properties of every strategy's step on a nominal machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcbench.config.profiles import load_cluster
+from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.clock import Clock
+from hpcbench.oracle.nominal import nominal_machine
+from hpcbench.oracle.placement import group_of
+from hpcbench.oracle.predict import predict
+from hpcbench.oracle.step import StepTime
+from hpcbench.parallel.catalog import resolve_cost
+from hpcbench.parallel.layers import LayerTable, read_table
+
+REPLICAS = ("ddp", "zero1", "fsdp", "fairscale_oss", "fairscale_sddp", "fairscale_fsdp", "horovod")
+PROFILE, _ = load_cluster("slurmbox")
+
+
+def table_of(model: str = "resnet18", dataset: str = "cifar10") -> LayerTable:
+    found = read_table(model, dataset)
+    assert found is not None
+    return found
+
+
+TABLE = table_of()
+
+
+def spec_of(strategy: str, dp_degree: int, **more: Any) -> RunSpec:
+    return RunSpec(
+        model="resnet18", dataset="cifar10", strategy=strategy, batch_size=8, nodes=dp_degree, dp_degree=dp_degree,
+        **more,
+    )  # fmt: skip
+
+
+def step(spec: RunSpec) -> StepTime:
+    found: StepTime = resolve_cost(spec.strategy).step(spec, TABLE, Clock(nominal_machine(PROFILE), spec))
+    return found
+
+
+@pytest.mark.parametrize("strategy", REPLICAS)
+def test_one_replica_takes_what_one_device_takes(strategy: str) -> None:
+    alone = step(spec_of("single", 1))
+    # Flat parameters are fewer tensors to update.
+    assert step(spec_of(strategy, 1)).step_time_s == pytest.approx(alone.step_time_s, rel=1e-3)
+    assert step(spec_of(strategy, 1)).comm_s == 0
+
+
+@pytest.mark.parametrize("strategy", REPLICAS)
+def test_a_step_is_the_sum_of_its_parts(strategy: str) -> None:
+    one = step(spec_of(strategy, 4))
+    parts = one.compute_s + one.exposed_comm_s + one.bubble_s + one.straggler_s
+    assert one.step_time_s == pytest.approx(parts)
+    assert 0 < one.exposed_comm_s <= one.comm_s * (1 + 1e-9)
+    assert 0 < one.latency_s <= one.exposed_comm_s
+
+
+@pytest.mark.parametrize("strategy", REPLICAS)
+def test_more_replicas_take_longer(strategy: str) -> None:
+    times = [step(spec_of(strategy, degree)).step_time_s for degree in (2, 4, 8, 64)]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("strategy", REPLICAS)
+def test_every_call_of_the_traffic_is_priced(strategy: str) -> None:
+    spec = spec_of(strategy, 4)
+    clock = Clock(nominal_machine(PROFILE), spec)
+    traffic = resolve_cost(strategy).traffic(spec, TABLE, 0)
+    priced = sum(call.seconds for one in traffic for call in clock.calls(one, group_of(spec, "dp")))
+    assert step(spec).comm_s == pytest.approx(priced, rel=0.2 if strategy == "horovod" else 1e-9)
+
+
+def test_a_prediction_names_its_depth_and_its_bounds() -> None:
+    found = predict(spec_of("ddp", 4), TABLE, nominal_machine(PROFILE))
+    assert found.depth == "nominal"
+    assert found.interval.low < found.step_time_s < found.interval.high
+    assert found.bound_by == "compute"
+    assert found.fits
+    assert found.samples_per_s == pytest.approx(32 / found.step_time_s)

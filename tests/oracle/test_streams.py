@@ -1,0 +1,31 @@
+"""Steps of a few events, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpcbench.oracle.streams import Busy, Call, Compute, Event, Wait, run
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], Busy(0, 0, 0, 0, 0)),
+        ([Compute(2), Compute(3)], Busy(5, 5, 0, 0, 0)),
+        ([Compute(2), Call(3, 1)], Busy(5, 2, 3, 3, 1)),
+        # Hidden, half hidden, and one behind the other.
+        ([Compute(1), Call(2, 0, "a"), Compute(4), Wait("a")], Busy(5, 5, 2, 0, 0)),
+        ([Compute(1), Call(4, 0, "a"), Compute(2), Wait("a")], Busy(5, 3, 4, 2, 0)),
+        ([Call(2, 0, "a"), Call(2, 0, "b"), Wait("a"), Compute(1), Wait()], Busy(4, 1, 4, 3, 0)),
+        # The last call of a name counts; a name that nobody called is not waited for.
+        ([Call(1, 0, "a"), Call(1, 0, "a"), Wait("a"), Wait("b")], Busy(2, 0, 2, 2, 0)),
+    ],
+)
+def test_a_step(events: list[Event], expected: Busy) -> None:
+    assert run(events) == expected
+
+
+def test_computation_under_communication_is_slower() -> None:
+    assert run([Call(4, 0, "a"), Compute(1), Wait()], slowdown=2).compute_s == 2
+    # 4 s of communication cover 2 s of what is computed.
+    assert run([Call(4, 0, "a"), Compute(3)], slowdown=2).end_s == 5
