@@ -34,7 +34,7 @@ def told(answers: list[Answer]) -> list[tuple[str, str, str]]:
 def test_a_crossover() -> None:
     found = findings(planted.crossover())
     assert [(one.devices, one.strategy, one.rival, one.sure) for one in found.of("fastest")] == [
-        (1, "single", "", COUNTED), (2, "ddp", "fsdp", TOLD), (4, "fsdp", "ddp", TOLD), (8, "fsdp", "ddp", TOLD),
+        (2, "ddp", "fsdp", TOLD), (4, "fsdp", "ddp", TOLD), (8, "fsdp", "ddp", TOLD),
     ]  # fmt: skip
     (change,) = found.of("crossover")
     assert (change.text, change.sure) == ("from 2 nodes to 4 nodes the fastest changes from ddp to fsdp", TOLD)
@@ -275,7 +275,6 @@ def test_the_command(tmp_path: Path) -> None:
     document = json.loads(call(tmp_path, "--json").stdout)
     assert document["runs"] == {"ok": 35}
     assert [one["strategy"] for one in document["findings"] if one["kind"] == "fastest"] == [
-        "single",
         "ddp",
         "fsdp",
         "fsdp",

@@ -13,8 +13,10 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
+from benchmarks.planted_results import write_planted
 from benchmarks.results_tree import write_results
 from hpcbench.cli.main import cli
+from hpcbench.report.plots.catalog import PLOTS
 from tests.browser import Browser, browsers
 from tests.report import planted
 from tests.report.planted import launches
@@ -39,7 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hostile = [*launches(0.1, 2, model=EVIL), *launches(0.1, 2, nodes=2, model=EVIL, strategy="fsdp", warnings=[EVIL])]
     planted.write(hostile, folder / "hostile")
     write_results(folder / "large" / "made-up", 1100)
-    for name in ("planted", "hostile", "large"):
+    write_planted(folder / "every" / "made-up")
+    for name in ("planted", "hostile", "large", "every"):
         done = CliRunner().invoke(cli, ["report", f"{folder / name}/", "--out", str(folder / f"{name}.html")])
         assert done.exception is None
     return folder
@@ -130,9 +133,9 @@ def test_tables_filter(browser: Browser, folder: Path) -> None:
 
 
 def test_plots_are_shown_and_can_be_explored(browser: Browser, folder: Path) -> None:
-    browser.open(folder / "planted.html")
+    browser.open(folder / "every.html")
     sizes = browser.run("return [...document.images].map((one) => [one.complete, one.naturalWidth, one.offsetWidth])")
-    assert len(sizes) >= 2
+    assert len(sizes) == len(PLOTS)
     assert all(done and natural > 300 and shown > 300 for done, natural, shown in sizes)
     figures = browser.driver.find_elements(By.CSS_SELECTOR, "figure")
     for figure in figures:
@@ -148,7 +151,7 @@ def test_plots_are_shown_and_can_be_explored(browser: Browser, folder: Path) -> 
     figures[0].find_element(By.CSS_SELECTOR, ".explore").click()
     assert figures[0].find_element(By.TAG_NAME, "img").is_displayed()
     assert browser.complaints() == []
-    assert browser.requests() == {(folder / "planted.html").as_uri(): ""}
+    assert browser.requests() == {(folder / "every.html").as_uri(): ""}
 
 
 def test_whatever_results_say_is_inert(browser: Browser, folder: Path) -> None:

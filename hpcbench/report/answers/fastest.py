@@ -18,12 +18,15 @@ THRESHOLD = 0.02
 
 
 def fastest(table: Table, subjects: Subjects) -> list[Answer]:
-    """The strategy with the most samples/s for each workload and scale, against the best of every other strategy."""
+    """The strategy with the most samples/s for each workload and scale, against the best of every other strategy.
+
+    On one device there is no parallelism to choose: it is left out where there are larger scales.
+    """
     contests = [
         (place, scale, ranking)
         for place, by_scale in table.items()
         for scale, rows in by_scale.items()
-        if (ranking := best_of_each(rows))
+        if (scale.devices > 1 or max(by_scale).devices == 1) and (ranking := best_of_each(rows))
     ]
     rankings = [_in_one_environment(ranking, table[place][scale]) for place, scale, ranking in contests]
     verdicts = judge(
