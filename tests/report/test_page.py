@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import polars
 import pytest
 import tomli
 from click.testing import CliRunner, Result
@@ -19,9 +20,15 @@ from hpcbench.config.load import load_sweep
 from hpcbench.config.spec import RunSpec, run_id
 from hpcbench.errors import ConfigError
 from hpcbench.parallel.resolve import Dropped, Limits, resolve
-from hpcbench.report.page.grid import MOST_ROWS, Cell, grid
+from hpcbench.report.marks import Marks
+from hpcbench.report.page.build import Subject
+from hpcbench.report.page.build import page as page_of
+from hpcbench.report.page.grid import MOST_ROWS, Cell, Grid, grid
+from hpcbench.report.page.provenance import environments_grid, runs_grid, sampled
 from hpcbench.report.page.render import TEMPLATES
 from hpcbench.report.page.reproduce import commands, sweep_text
+from hpcbench.report.page.results import results_grid, warnings_grid
+from hpcbench.report.rows import rows_of
 from hpcbench.results.schema import Failure
 from tests.report import planted
 from tests.report.planted import launch, launches
@@ -194,6 +201,51 @@ def test_whatever_results_say_stays_text(tmp_path: Path) -> None:
         svg = base64.b64decode((image["src"] or "").partition(",")[2]).decode()
         assert "<script" not in svg
         assert "\u202e" not in svg
+
+
+def texts(found: Grid) -> list[list[str]]:
+    return [[one.text for one in row] for row in found.rows]
+
+
+def test_warnings_are_letters_that_are_explained() -> None:
+    noise = ["noise above 10%: much", "drift above 5%: more"]
+    rows = rows_of(
+        planted.frame_of([*launches(0.1, 1, warnings=noise), *launches(0.1, 1, nodes=2, warnings=noise[1:])])
+    )
+    marks = Marks(rows)
+    found = results_grid(rows, {}, marks)
+    (place,) = [number for number, column in enumerate(found.columns) if column.name == "warnings"]
+    assert [line[place] for line in texts(found)] == ["a,b", "b"]
+    explained = warnings_grid(rows, marks)
+    assert explained is not None
+    assert [line[:3] for line in texts(explained)] == [["a", "1", noise[0]], ["b", "2", noise[1]]]
+
+
+def test_provenance_is_grouped() -> None:
+    results = [*launches(0.1, 2), *launches(0.1, 1, nodes=2, digest="e2"), launch(None, status="oom", nodes=4)]
+    for number, one in enumerate(results[:2]):
+        one.provenance = {"hosts": [f"n{number}", "n7"], "torch": "2.13.0", "memory_bytes": 2**34, "cores": 4}
+    results[2].provenance = {"torch": "2.12.0", "job": {"partition": "gpu"}, "packages": {"numpy": "2.4"}}
+    frame = planted.frame_of(results)
+    assert texts(runs_grid(frame)) == [
+        ["c", "planted", "e1", "3", "2", "1 oom"], ["c", "planted", "e2", "1", "1", ""],
+    ]  # fmt: skip
+    found = environments_grid(results, len(results))
+    assert found is not None
+    assert [column.heading for column in found.columns] == ["fact", "c e1", "c e2"]
+    assert texts(found) == [
+        ["hosts", "n0, n7 and n1", ""], ["logical cores", "4", ""], ["memory of a host", "16.0 GiB", ""],
+        ["partition", "", "gpu"], ["torch", "2.13.0", "2.12.0"], ["packages", "", "numpy 2.4"],
+    ]  # fmt: skip
+    assert len(sampled(frame)) == 4
+
+
+def test_predictions_have_a_place() -> None:
+    predicted = polars.DataFrame({"run": ["ddp"], "predicted_step_time_s": [0.09], "measured_step_time_s": [0.1]})
+    frame = planted.frame_of(launches(0.1, 1))
+    text = page_of(frame, Subject("t", ["t"], predicted=predicted))
+    assert "Predicted and measured" in text
+    assert "90.0 ms" in text
 
 
 def test_a_large_tree_is_cut_and_says_so() -> None:

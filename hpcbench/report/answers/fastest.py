@@ -117,8 +117,10 @@ def _doubts(first: Measured, second: Measured | None = None) -> tuple[str, ...]:
             f"{second.spec.global_batch_size} with {second.label}"
         )
     for row in filter(None, (first, second)):
-        kinds = dict.fromkeys(kind_of(text) for text in row.warnings)
-        found += [f"{row.label} has a warning: {kind}" for kind in kinds]
+        kinds = {kind_of(text): brief(text.partition(": ")[0]) for text in reversed(row.warnings)}
+        if kinds:
+            said = listed(list(reversed(kinds.values())), 3)
+            found.append(f"{row.label} has {'warnings' if len(kinds) > 1 else 'a warning'}: {said}")
     return tuple(found)
 
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hpcbench.fileio import brief
 from hpcbench.report.answers.answer import CANNOT_TELL, KINDS, Answer, counted
 from hpcbench.report.answers.find import Findings, find
 from hpcbench.report.answers.show import grounds, overview, settlements
 from hpcbench.report.groups import chosen
-from hpcbench.report.marks import kind_of
+from hpcbench.report.marks import Marks
 from hpcbench.report.page.figures import Figures, figures
-from hpcbench.report.page.grid import Grid, grid
+from hpcbench.report.page.grid import grid
 from hpcbench.report.page.provenance import environments_grid, runs_grid, sampled
 from hpcbench.report.page.render import Block, Group, Item, Section, render
 from hpcbench.report.page.reproduce import MOST_POINTS, commands, sweep_text
-from hpcbench.report.page.results import evidence_grid, failures_grid, results_grid
+from hpcbench.report.page.results import evidence_grid, failures_grid, results_grid, warnings_grid
 from hpcbench.report.plots.picture import Asked, Whole
 from hpcbench.report.rows import Row, order, rows_of
 
@@ -53,13 +53,14 @@ def page(frame: polars.DataFrame, subject: Subject) -> str:
     """The HTML of a report on a results frame with all columns (``load.gather``)."""
     findings = find(frame, subject.where, subject.bound)
     asked = {run_id for row in findings.rows for run_id in row.run_ids}
-    rows = [row for row in rows_of(frame) if subject.where is None or row.run_ids[0] in asked]
+    rows = sorted((row for row in rows_of(frame) if subject.where is None or row.run_ids[0] in asked), key=order)
     narrowed = chosen(frame, subject.where)
-    rows = sorted(rows, key=order)
+    marks = Marks(rows)
     plots = figures(narrowed, Asked(whole=subject.whole))
     sections = [
-        _findings(findings), _glance(findings), _predicted(subject.predicted), _plots(plots), _results(narrowed, rows),
-        _warnings(rows), _provenance(narrowed, subject.whole), _reproduce(findings, subject),
+        _findings(findings), _glance(findings), _predicted(subject.predicted), _plots(plots),
+        _results(narrowed, rows, marks), _warnings(rows, marks), _provenance(narrowed, subject.whole),
+        _reproduce(findings, subject),
     ]  # fmt: skip
     where = subject.where.expression.text if subject.where else None
     return render(subject.title, overview(findings), where, [one for one in sections if one is not None], plots.scripts)
@@ -137,26 +138,15 @@ def _plots(plots: Figures) -> Section:
     return Section("plots", "Plots", figures=plots.drawn, notes=notes)
 
 
-def _results(frame: polars.DataFrame, rows: Sequence[Row]) -> Section:
+def _results(frame: polars.DataFrame, rows: Sequence[Row], marks: Marks) -> Section:
     sweeps = dict(frame.select("run_id", "sweep").drop_nulls().iter_rows())
-    failed = failures_grid(rows)
-    return Section("configurations", "All results", grids=[results_grid(rows, sweeps), *([failed] if failed else [])])
+    grids = [results_grid(rows, sweeps, marks), failures_grid(rows)]
+    return Section("configurations", "All results", grids=[one for one in grids if one is not None])
 
 
-def _warnings(rows: Sequence[Row]) -> Section | None:
-    kinds: dict[str, list[tuple[Row, str]]] = {}
-    for row in rows:
-        for text in row.warnings:
-            kinds.setdefault(kind_of(text), []).append((row, text))
-    if not kinds:
-        return None
-    table: list[list[Any]] = [
-        [kind, len({row.run_ids[0] for row, _ in having}), having[0][1], having[0][0].run_ids[0]]
-        for kind, having in sorted(kinds.items(), key=lambda item: -len(item[1]))
-    ]
-    names = ["warning", "configurations", "first", "run"]
-    found: Grid = grid("warned", "Warnings by kind, with the first of each", names, table)
-    return Section("warnings", "Warnings", grids=[found])
+def _warnings(rows: Sequence[Row], marks: Marks) -> Section | None:
+    found = warnings_grid(rows, marks)
+    return None if found is None else Section("warnings", "Warnings", grids=[found])
 
 
 def _provenance(frame: polars.DataFrame, whole: Whole | None) -> Section:

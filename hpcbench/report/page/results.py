@@ -7,6 +7,7 @@ from typing import Any
 
 from hpcbench.config.spec import DEGREES, RunSpec, strategy_label
 from hpcbench.report.answers.answer import Evidence
+from hpcbench.report.marks import Marks
 from hpcbench.report.page.grid import Grid, grid
 from hpcbench.report.rows import Row
 from hpcbench.report.tables import split_parameters
@@ -25,7 +26,7 @@ _HEADINGS = {
 }  # fmt: skip
 
 
-def results_grid(rows: Sequence[Row], sweeps: Mapping[str, str]) -> Grid:
+def results_grid(rows: Sequence[Row], sweeps: Mapping[str, str], marks: Marks) -> Grid:
     """Every configuration with its figures; of parameters those that differ. ``sweeps`` names that of each run."""
     known = [row for row in rows if row.spec is not None]
     varying, shared = split_parameters([row.spec for row in known if row.spec is not None])
@@ -33,7 +34,7 @@ def results_grid(rows: Sequence[Row], sweeps: Mapping[str, str]) -> Grid:
     names = [
         "sweep", *_KEYS[:-1], *(f"spec.{name}" for name in others), *_FIGURES, "launches", "status", "warnings", "run",
     ]  # fmt: skip
-    table = [[sweeps.get(row.run_ids[0]), *_line(row, others)] for row in known]
+    table = [[sweeps.get(row.run_ids[0]), *_line(row, others, marks)] for row in known]
     # What all have in common is told once, below.
     for place in (3, 2, 1, 0):
         if len({line[place] for line in table}) == 1:
@@ -45,6 +46,8 @@ def results_grid(rows: Sequence[Row], sweeps: Mapping[str, str]) -> Grid:
     notes.append(
         "step time: the median; from, to: the least and the most of several launches, or the 95 % interval within one"
     )
+    if any(row.warnings for row in known):
+        notes.append("warnings: their letters are those of the table below")
     if any(row.speedup for row in known):
         notes.append("speed-up: samples/s over that of one device with the same batch per replica")
     return grid(
@@ -53,13 +56,13 @@ def results_grid(rows: Sequence[Row], sweeps: Mapping[str, str]) -> Grid:
     )  # fmt: skip
 
 
-def _line(row: Row, others: Sequence[str]) -> list[Any]:
+def _line(row: Row, others: Sequence[str], marks: Marks) -> list[Any]:
     spec = row.spec
     assert spec is not None
     return [
         row.cluster, spec.model, spec.dataset, strategy_label(spec), spec.nodes, spec.devices, spec.batch_size,
         *(_plain(getattr(spec, name)) for name in others), *(getattr(row, name) for name in _FIGURES.values()),
-        row.launches if row.status == OK else None, row.status, "; ".join(row.warnings), row.run_ids[0],
+        row.launches if row.status == OK else None, row.status, marks.of(row).removeprefix("*"), row.run_ids[0],
     ]  # fmt: skip
 
 
@@ -84,6 +87,17 @@ def evidence_grid(ident: str, rows: Sequence[Evidence]) -> Grid:
     return grid(
         ident, "What it rests on", list(_EVIDENCE), table, headings=headings, filters=False,
     )  # fmt: skip
+
+
+def warnings_grid(rows: Sequence[Row], marks: Marks) -> Grid | None:
+    """What the letters of ``results_grid`` mean; ``None`` where there are none."""
+    kinds = marks.kinds()
+    if not kinds:
+        return None
+    having = [next(row for row in rows if texts[0] in row.warnings) for _, texts in kinds]
+    table = [[letter, len(texts), texts[0], row.run_ids[0]] for (letter, texts), row in zip(kinds, having, strict=True)]
+    names = ["letter", "configurations", "warning, of several the first", "run"]
+    return grid("warned", "Warnings by kind", names, table, filters=False)
 
 
 def failures_grid(rows: Sequence[Row]) -> Grid | None:
