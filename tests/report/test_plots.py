@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import polars
@@ -266,6 +267,21 @@ def test_workloads_are_panels_and_intervals_say_what_they_are() -> None:
     ]
 
 
+def test_rows_of_two_clusters_are_counted_and_drawn_apart(tmp_path: Path) -> None:
+    for cluster in ("a", "b"):
+        write_planted(tmp_path / cluster)
+    tree = ResultsTree(tmp_path)
+    asked = "strategy in ['ddp', 'filter'] and nodes < 4"
+    memory, distribution = (picture(tree, name, asked) for name in ("memory", "distribution"))
+    assert memory.alt.startswith("Peak memory of 8 configurations, the fullest rank: on a, ddp, 1 device 20.0 GiB;")
+    assert values(memory, "panel", "row", role="lost") == [
+        ("out of memory", "filter, 2 devices, batch 32, resnet50 on a"),
+        ("out of memory", "filter, 2 devices, batch 32, resnet50 on b"),
+    ]
+    assert distribution.alt.startswith("Step times of 8 configurations, medians: on a, ddp, 1 device ")
+    assert distribution.subtitle == "resnet50, imagenet, batch 32 per replica"
+
+
 def test_parameters_tell_lines_apart_when_asked() -> None:
     entries = [entry(ms, nodes=2, options={"bucket_mb": size}) for ms, size in ((100, 1), (90, 25))]
     frame = collected_frame(entries)
@@ -274,8 +290,11 @@ def test_parameters_tell_lines_apart_when_asked() -> None:
     assert any("1 slower ones are not drawn" in note for note in draw("throughput", frame).notes)
     found = draw("throughput", frame, Asked(("spec.options.bucket_mb",)))
     assert [row["series"] for row in found.rows] == ["bucket_mb 1", "bucket_mb 25"]
-    with pytest.raises(ConfigError, match="a measured figure tells no lines apart"):
-        draw("throughput", frame, Asked(("metrics.accuracy",)))
+    for column in ("metrics.accuracy", "run_id", "warnings", "speedup"):
+        with pytest.raises(ConfigError, match="it tells no lines apart"):
+            draw("throughput", frame, Asked((column,)))
+    for column in ("devices", "sweep", "spec.options", "environment_digest", "spec.compile"):
+        assert draw("throughput", frame, Asked((column,))).rows
 
 
 def test_a_hybrid_is_one_line_however_large_it_is() -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import polars
 import pytest
 from rich.console import Console
 
@@ -81,6 +82,13 @@ def test_panels_follow_each_other_with_the_same_scales() -> None:
     ]  # fmt: skip
     margins = [[line[:5] for line in lines[place + 2 : place + 16]] for place in headings]
     assert all(one == margins[0] for one in margins)
+
+
+def test_a_line_that_is_only_predicted_has_marks() -> None:
+    times = {"step_time_s": [0.1, 0.2], "step_time_low_s": [0.1, 0.2], "step_time_high_s": [0.1, 0.2]}
+    rows = polars.DataFrame({"strategy": ["ddp", "ddp"], "devices": [1, 2], **times})
+    shown = text(draw("scaling", collected_frame([]), Asked(predicted=rows)), 60, "ascii")
+    assert len([line for line in shown.splitlines() if "o" in line.partition("|")[2]]) == 2
 
 
 def test_nothing_to_draw_is_said() -> None:

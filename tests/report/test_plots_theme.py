@@ -83,8 +83,8 @@ def test_every_strategy_has_a_style_of_its_own_also_in_black_and_white() -> None
     assert len(set(without_colour)) == len(without_colour)
     families = (("ddp", "horovod", "zero1", "fsdp"), ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream"))
     for family in (*families, ("filter", "channel", "spatial", "tensor")):
-        for place in (0, 1):
-            drawn = [theme.STRATEGIES[name][place] for name in family]
+        for place in (0, 1, 3):
+            drawn = [str(theme.STRATEGIES[name][place]) for name in family]
             assert len(set(drawn)) == len(drawn), family
 
 

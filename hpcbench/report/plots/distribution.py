@@ -42,7 +42,7 @@ def distribution(frame: polars.DataFrame, asked: Asked) -> Picture:
     drawn = table(made)
     counts = [len(one) for one in steps.values()]
     told = listed([f"{name} {format_seconds(value)}" for name, value in medians(drawn)])
-    alt = f"Step times of {plural(drawn['row'].n_unique(), 'configuration')}, medians: {told}."
+    alt = f"Step times of {plural(len(medians(drawn)), 'configuration')}, medians: {told}."
     more = [
         f"box: the middle half of {sum(counts)} steps of {plural(len(counts), 'launch', 'launches')}; whiskers: from "
         "10 % to 90 % of them",

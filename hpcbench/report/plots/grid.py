@@ -84,8 +84,9 @@ def grid_text(drawing: Lines, frame: polars.DataFrame, width: int, *, plain: boo
             lines += [Text(""), cut(panel, width, "bold")]
         lines += _panel(drawing, frame.filter(frame["panel"] == panel), frame, marks, (width, plain))
     entries = [Text.assemble((mark, colour), f" {name}") for name, (mark, colour) in marks.items()]
-    if len(marks) > 1:
-        entries.append(Text(f"{_SEVERAL_PLAIN if plain else _SEVERAL} several"))
+    several = _SEVERAL_PLAIN if plain else _SEVERAL
+    if any(several in line.plain for line in lines):
+        entries.append(Text(f"{several} several"))
     if CROSSING in frame["role"].to_list():
         entries.append(Text("X lines cross"))
     if IDEAL in frame["role"].to_list():
@@ -148,7 +149,9 @@ def _draw(
         x, low = place(row["x"], max(row["low"], up.low * drawing.y.factor))
         for y in range(low, place(row["x"], row["high"])[1] + 1):
             grid.put(x, y, bar, marks[row["series"]][1])
-    for row in points.iter_rows(named=True):
+    # Where nothing was measured of a series its line has the marks.
+    alone = (inside["role"] == PREDICTED) & ~inside["series"].is_in(points["series"].to_list())
+    for row in [*points.iter_rows(named=True), *inside.filter(alone).iter_rows(named=True)]:
         character, colour = marks[row["series"]]
         several = _SEVERAL_PLAIN if plain else _SEVERAL
         grid.mark(*place(row["x"], row["y"]), row["series"], character, colour, several=several)

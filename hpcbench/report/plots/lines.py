@@ -19,6 +19,8 @@ COLUMNS = ("panel", "series", "role", *_NUMBERS, "label", "launches")
 MEASURED, PREDICTED, IDEAL, CROSSING, BAND = "measured", "predicted", "ideal", "crossing", "band"
 """What a row is. An ideal is a thin line, a crossing a ring where two lines meet, a band the space around an ideal."""
 _WIDTH, _HEIGHT = 560, 340
+_SMALL = 24
+"""Area of the points that tell predicted lines apart in print."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,11 @@ class Lines:
             layers.append(_of(IDEAL, mark, {"detail": {"field": "series"}}, plain=True))
         if PREDICTED in roles:
             band = {"type": "area", "opacity": 0.15}
-            layers += [_of(PREDICTED, band, self._ends()), _of(PREDICTED, {"type": "line"}, _dashed(known))]
+            small = {"type": "point", "filled": True, "size": _SMALL}
+            layers += [
+                _of(PREDICTED, band, self._ends()), _of(PREDICTED, {"type": "line"}, _dashed(known)),
+                _of(PREDICTED, small, {"shape": _scaled("shape", known)}),
+            ]  # fmt: skip
         elif self.joined:
             layers.append(_of(MEASURED, {"type": "line"}, _dashed(known)))
         layers.append(_of(MEASURED, {"type": "rule", "strokeWidth": 1.5}, self._ends()))

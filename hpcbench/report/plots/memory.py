@@ -87,13 +87,13 @@ def _lost(frame: polars.DataFrame, asked: Asked, panels: set[str]) -> list[dict[
         return []
     rows = labelled(oom, asked.by)
     rows = rows.with_columns(row_name(asked.by)).sort("devices", maintain_order=True)
-    different = rows.unique(["spec.model", "row", "spec.batch_size"], keep="first", maintain_order=True)
+    different = rows.unique(["cluster", "spec.model", "row", "spec.batch_size"], keep="first", maintain_order=True)
     panel = next(iter(panels)) if len(panels) == 1 else "out of memory"
     return [
         {
             "panel": panel, "series": row["series"], "role": LOST, "note": "out of memory",
             "row": f"{row['row']}, batch {row['spec.batch_size']}"
-            + ("" if len(panels) == 1 else f", {name_of(row['spec.model'])}"),
+            + ("" if len(panels) == 1 else f", {name_of(row['spec.model'])} on {name_of(row['cluster'])}"),
         }
         for row in different.iter_rows(named=True)
     ]  # fmt: skip

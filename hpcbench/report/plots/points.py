@@ -12,7 +12,7 @@ from hpcbench.config.spec import DEGREES
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import printable
 from hpcbench.report.groups import HIGH, LOW, RATE, STEP, Scaling, configurations, measured, with_speedups
-from hpcbench.report.names import option_of, short_of, with_derived, with_option
+from hpcbench.report.names import DERIVED, option_of, short_of, with_derived, with_option
 from hpcbench.results.schema import OK
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ _PANELS = {
 }  # fmt: skip
 """What points in one panel have in common, and how it is said."""
 _SAID_ALWAYS = ("spec.model", "spec.dataset", "_batch", "cluster")
+_KEYS = frozenset({"cluster", "sweep", "environment_digest", *DERIVED})
+"""What tells lines apart beside parameters and provenance."""
 _BATCHES: tuple[tuple[str, str, Scaling], ...] = (
     ("spec.batch_size", "batch {} per replica", "weak"), ("global_batch_size", "global batch {}", "strong"),
     ("_per_device", "{} samples per device", "weak"),
@@ -136,18 +138,16 @@ def _not_ok(frame: polars.DataFrame) -> list[str]:
 
 
 def _counts(frame: polars.DataFrame) -> str:
-    counts = frame["status"].value_counts(sort=True).iter_rows()
-    return ", ".join(f"{count} {printable(status)[:_LONGEST]}" for status, count in counts)
+    counts = frame.group_by("status", maintain_order=True).len().sort("len", descending=True, maintain_order=True)
+    return ", ".join(f"{count} {printable(status)[:_LONGEST]}" for status, count in counts.iter_rows())
 
 
 def _with_keys(frame: polars.DataFrame, by: Sequence[str]) -> polars.DataFrame:
     for column in by:
         if option_of(column):
             frame = with_option(frame, column)
-        elif column.startswith("metrics.") or column in ("speedup", "efficiency"):
-            raise ConfigError(
-                f"--by {short_of(column)}: a measured figure tells no lines apart", hint="name a parameter"
-            )
+        elif not column.startswith(("spec.", "provenance.")) and column not in _KEYS:
+            raise ConfigError(f"--by {short_of(column)}: it tells no lines apart", hint="name a parameter of runs")
     return frame
 
 

@@ -66,23 +66,23 @@ def _path(outline: Sequence[tuple[float, float]]) -> str:
 _STRATEGIES = {
     "single": (BLACK, "star", "solid"),
     "ddp": (BLUE, "circle", "solid"),
-    "horovod": (VERMILLION, "square", "solid"),
+    "horovod": (VERMILLION, "square", "short"),
     "zero1": (GREEN, "up", "long"),
-    "fsdp": (PURPLE, "diamond", "solid"),
-    "fairscale_oss": (ORANGE, "down", "long"),
+    "fsdp": (PURPLE, "diamond", "dash-dot"),
+    "fairscale_oss": (ORANGE, "down", "dots"),
     "fairscale_sddp": (SKY, "left", "short"),
     "fairscale_fsdp": (BLACK, "diamond", "short"),
     "filter": (ORANGE, "up", "solid"),
-    "channel": (SKY, "down", "solid"),
+    "channel": (SKY, "down", "long"),
     "spatial": (GREEN, "square", "dash-dot"),
-    "tensor": (VERMILLION, "right", "solid"),
+    "tensor": (VERMILLION, "right", "short"),
     "model": (BLACK, "square", "dots"),
     "gpipe": (ORANGE, "right", "long"),
     "fairscale_pipe": (SKY, "circle", "dots"),
-    "1f1b": (VERMILLION, "left", "long"),
+    "1f1b": (VERMILLION, "left", "solid"),
     "interleaved_1f1b": (PURPLE, "up", "short"),
     "zero_bubble": (GREEN, "cross", "dash-dot"),
-    "pipedream": (BLUE, "star", "dash-dot"),
+    "pipedream": (BLUE, "star", "dots"),
 }
 STRATEGIES = {name: _style(*parts) for name, parts in _STRATEGIES.items()}
 """The same colour, shape and dash for a strategy in every plot; of a hybrid the shape is hollow."""
@@ -136,7 +136,8 @@ def config() -> dict[str, Any]:
         },
         "legend": {
             "labelFontSize": 12, "titleFontSize": 13, "titleFontWeight": "normal", "symbolSize": 110,
-            "symbolStrokeWidth": 2, "labelLimit": 320, "labelColor": "#222222", "titleColor": "#222222",
+            "symbolStrokeWidth": 2, "symbolOpacity": 1, "labelLimit": 320, "labelColor": "#222222",
+            "titleColor": "#222222",
         },
         "header": {"labelFontSize": 12, "labelFontWeight": "bold", "labelLimit": 380, "title": None},
         "title": {
