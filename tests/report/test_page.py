@@ -241,11 +241,15 @@ def test_provenance_is_grouped() -> None:
 
 
 def test_predictions_have_a_place() -> None:
-    predicted = polars.DataFrame({"run": ["ddp"], "predicted_step_time_s": [0.09], "measured_step_time_s": [0.1]})
+    predicted = polars.DataFrame({"strategy": ["ddp"], "predicted": [0.09], "measured": [0.1]})
     frame = planted.frame_of(launches(0.1, 1))
-    text = page_of(frame, Subject("t", ["t"], predicted=predicted))
-    assert "Predicted and measured" in text
-    assert "90.0 ms" in text
+    parts = Parts(page_of(frame, Subject("t", ["t"], predicted=predicted)))
+    assert "Predicted and measured" in [text.strip() for text in parts.texts["h2"]]
+    cells = [text.strip() for text in parts.texts["td"]]
+    place = cells.index("90.0 ms")
+    assert cells[place - 1 : place + 2] == ["ddp", "90.0 ms", "100 ms"]
+    assert "plot-predicted" in [one["id"] for one in parts.named("figure")]
+    assert "plot-predicted" not in page_of(frame, Subject("t", ["t"]))
 
 
 def test_a_large_tree_is_cut_and_says_so() -> None:

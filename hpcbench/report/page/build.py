@@ -46,7 +46,8 @@ class Subject:
     whole: Whole | None = None
     """Reads whole results, for provenance and for plots of what is in files alone."""
     predicted: polars.DataFrame | None = None
-    """Rows of an oracle, a run each: ``predicted_step_time_s``, ``measured_step_time_s``, and what names the run."""
+    """What was both predicted and measured: ``strategy, predicted, measured`` (s), as the plot ``predicted`` reads it,
+    and any other columns that tell the rows from each other."""
 
 
 def page(frame: polars.DataFrame, subject: Subject) -> str:
@@ -56,7 +57,7 @@ def page(frame: polars.DataFrame, subject: Subject) -> str:
     rows = sorted((row for row in rows_of(frame) if subject.where is None or row.run_ids[0] in asked), key=order)
     narrowed = chosen(frame, subject.where)
     marks = Marks(rows)
-    plots = figures(narrowed, Asked(whole=subject.whole))
+    plots = figures(narrowed, Asked(whole=subject.whole), subject.predicted)
     sections = [
         _findings(findings), _glance(findings), _predicted(subject.predicted), _plots(plots),
         _results(narrowed, rows, marks), _warnings(rows, marks), _provenance(narrowed, subject.whole),
@@ -124,13 +125,15 @@ def _change(ratio: float | None) -> float | None:
 def _predicted(frame: polars.DataFrame | None) -> Section | None:
     if frame is None or frame.is_empty():
         return None
-    table = grid(
-        "predicted-rows",
-        "Step times as predicted and as measured",
-        frame.columns,
-        [[*row] for row in frame.iter_rows()],
-    )
+    names = [_PREDICTED.get(name, name) for name in frame.columns]
+    headings = {column: name for name, column in _PREDICTED.items()}
+    rows = [[*row] for row in frame.iter_rows()]
+    caption = "Step times as predicted and as measured"
+    table = grid("predicted-rows", caption, names, rows, keys=("spec.strategy",), headings=headings)
     return Section("predicted", "Predicted and measured", grids=[table])
+
+
+_PREDICTED = {"strategy": "spec.strategy", "predicted": "predicted_step_time_s", "measured": "measured_step_time_s"}
 
 
 def _plots(plots: Figures) -> Section:

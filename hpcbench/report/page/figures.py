@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -19,6 +19,7 @@ from hpcbench.report.plots.save import encoded
 if TYPE_CHECKING:
     import polars
 
+PREDICTED = "predicted"
 _MOST_ROWS = 300
 _LARGEST_SPECIFICATION = 500_000
 """Characters; a larger plot is shown as a picture only."""
@@ -47,9 +48,14 @@ class Figures:
     """The library that makes them explorable; nothing where there are none."""
 
 
-def figures(frame: polars.DataFrame, asked: Asked) -> Figures:
-    """Every kind of plot of a results frame that has something to show; none where a package is missing."""
-    pictures = [draw(name, frame, asked) for name in PLOTS]
+def figures(frame: polars.DataFrame, asked: Asked, predicted: polars.DataFrame | None = None) -> Figures:
+    """Every kind of plot of a results frame that has something to show; none where a package is missing.
+
+    ``predicted`` is for the plot of that name alone; lines over devices need others.
+    """
+    pictures = [
+        draw(name, frame, replace(asked, predicted=predicted) if name == PREDICTED else asked) for name in PLOTS
+    ]
     left_out = [brief(f"{one.name}: {one.nothing}") for one in pictures if one.drawing is None]
     try:
         drawn = [figure(one) for one in pictures if one.drawing is not None]
