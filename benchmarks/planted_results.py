@@ -94,14 +94,25 @@ def _ended(spec: RunSpec, source: random.Random) -> RunResult:
                 median=step, mean=step, std=step * 0.015, p10=step * 0.98, p90=step * 1.02, min=step * 0.96,
                 max=step * 1.05, ci95_low=step * 0.995, ci95_high=step * 1.005,
             ),
-            samples_per_s=32 * spec.devices / step, compute_s=compute, exposed_comm_s=exposed or None,
+            samples_per_s=32 * spec.devices / step, compute_s=compute * (1.1 if piped else 1),
+            exposed_comm_s=exposed or None,
             comm_s=exposed + 0.01 if exposed else None, bubble_fraction=walked.bubble_fraction if walked else None,
             peak_memory_bytes=max(memory), loss=Loss(first=6.9, last=6.1),
             energy_j=(250 + 5 * spec.devices) * spec.devices * step * STEPS, energy_source="nobody",
         ),
         predicted=Predicted(step_time_s=step * (0.96 if spec.strategy == "1f1b" else 0.87), bubble_fraction=0.2)
         if piped else None,
-        ranks=[{"rank": rank, "peak_memory_bytes": each} for rank, each in enumerate(memory)],
+        ranks=[
+            {
+                "rank": rank, "peak_memory_bytes": each,
+                # Half of the ranks compute longer, the others shorter.
+                "phases": {
+                    "step_s": step, "compute_s": compute * (0.9 if rank % 2 else 1.1), "exposed_comm_s": exposed,
+                    "comm_s": exposed + 0.01,
+                },
+            }
+            for rank, each in enumerate(memory)
+        ],
         timeline=_timeline(walked, step, source) if walked else None,
     )  # fmt: skip
 

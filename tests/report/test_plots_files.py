@@ -151,6 +151,7 @@ def test_strange_results_end_no_plot(data: dict[str, Any], tmp_path: Path) -> No
     extra = {
         "timeline": {"ranks": [{"rank": 10**12, "measured": [["F", 0, 10**12, 0.0, 1e300], ["\x1b", -1, 0, -1.0, 2.0]]}]},
         "step_times_s": [-1.0, 1e308, 0.0], "predicted": {"step_time_s": 1e308, "bubble_fraction": -5.0},
+        "ranks": [{"rank": 0, "peak_memory_bytes": EVIL, "phases": {"compute_s": EVIL}}, {EVIL: EVIL, "phases": EVIL}],
     }  # fmt: skip
     metrics = {
         "compute_s": 1e308, "comm_s": -1.0, "exposed_comm_s": 1e308, "bubble_fraction": 7.0, "energy_j": -1.0,

@@ -30,7 +30,7 @@ PLOTS: dict[str, Kind] = {
     "throughput": Kind("samples per second over devices", "throughput"),
     "efficiency": Kind("speed-up per device over devices", "efficiency"),
     "scaling": Kind("step time over devices, and where lines cross", "scaling"),
-    "parts": Kind("computation, communication and bubble of a step", "parts", _PARTS),
+    "parts": Kind("computation, communication and bubble of a step", "parts", _PARTS, whole=True),
     "memory": Kind("peak memory of every rank", "memory", ("metrics.peak_memory_bytes",), whole=True),
     "distribution": Kind("single steps of every configuration", "distribution", whole=True),
     "timeline": Kind("a pipeline's step, rank by rank", "timeline", ("metrics.bubble_fraction",), whole=True),
