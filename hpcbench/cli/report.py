@@ -15,6 +15,7 @@ from hpcbench.errors import ConfigError
 if TYPE_CHECKING:
     import polars
 
+    from hpcbench.report.answers.doubts import Unfinished
     from hpcbench.report.page.build import Subject
     from hpcbench.results.schema import RunResult
     from hpcbench.results.store import ResultsTree
@@ -57,19 +58,20 @@ def report(
     clusters = [cluster_name] if cluster_name else None
     frame = gather(tree(results), sources, clusters)
     title = ", ".join(Path(one).name for one in sources) if sources else str(tree(results).root)
+    sweeps = _unfinished(tree(results), sources, clusters, frame)
     if out is not None:
         from hpcbench.report.page.build import Subject
 
         whole = partial(_whole, tree(results), sources, clusters)
-        _write_page(out, frame, Subject(title, sources, condition, bound, whole))
+        _write_page(out, frame, Subject(title, sources, condition, bound, sweeps, whole))
         say(f"report on {len(frame)} runs written to {out}")
     if out is not None and not as_json:
         return
-    findings = find(frame, condition, bound)
+    findings = find(frame, condition, bound, sweeps)
     if as_json:
         print_json(findings_json(findings, [*sources]))
     elif not findings.answers:
-        say(f"no results yet in {title}")
+        say(f"no results {f'for which {where}' if where else 'yet'} in {title}")
     else:
         console().print(renderable(findings, f"{title}{f', {where}' if where else ''}"))
 
@@ -82,6 +84,24 @@ def _write_page(out: Path, frame: polars.DataFrame, subject: Subject) -> None:
     from hpcbench.report.page.build import page
 
     write_atomic(out, page(frame, subject).encode())
+
+
+def _unfinished(
+    results: ResultsTree, sources: Sequence[str], clusters: Sequence[str] | None, frame: polars.DataFrame
+) -> list[Unfinished]:
+    """How many runs of the sweeps that are named have no result."""
+    from hpcbench.report.answers.doubts import Unfinished
+    from hpcbench.report.load import is_place
+    from hpcbench.report.select import select_sweeps
+
+    named = [one for one in sources if not is_place(one)]
+    chosen: list[str | None] = [*clusters] if clusters else [None]
+    there = set(frame.select("cluster", "run_id").iter_rows())
+    return [
+        Unfinished(record.sweep, name, sum((name, one) not in there for one in record.run_ids), len(record.run_ids))
+        for cluster in (chosen if named else [])
+        for name, record in select_sweeps(results, named, cluster)
+    ]
 
 
 def _whole(

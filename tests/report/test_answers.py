@@ -265,6 +265,20 @@ def call(tree: Path, *arguments: str) -> Result:
     return done
 
 
+def test_a_sweep_that_has_not_ended_says_so(tmp_path: Path) -> None:
+    results = planted.crossover()
+    planted.write(results[5:], tmp_path)
+    record = {"sweep": "s", "cluster": "c", "description": "", "run_ids": [one.run_id for one in results], "dropped": 0}
+    (tmp_path / "c" / "sweeps").mkdir()
+    (tmp_path / "c" / "sweeps" / "s.json").write_text(json.dumps({**record, "written_unix_s": 0}))
+    found = json.loads(call(tmp_path, "s", "--json").stdout)["findings"]
+    assert [(one["subject"], one["text"]) for one in found if one["kind"] == "doubt"] == [
+        ("sweep s on c", "5 of 35 runs have no result yet")
+    ]
+    call(tmp_path, "s", "--out", str(tmp_path / "r.html"))
+    assert "5 of 35 runs have no result yet" in (tmp_path / "r.html").read_text()
+
+
 def test_the_command(tmp_path: Path) -> None:
     planted.write(planted.crossover(), tmp_path)
     lines = call(tmp_path, "--where", "nodes == 4").stdout.splitlines()
@@ -279,6 +293,6 @@ def test_the_command(tmp_path: Path) -> None:
         "fsdp",
         "fsdp",
     ]
-    assert call(tmp_path, "--where", "nodes == 3").stderr.startswith("no results")
+    assert call(tmp_path, "--where", "nodes == 3").stderr.startswith("no results for which nodes == 3 in")
     with pytest.raises(ConfigError, match="no column 'node'"):
         call(tmp_path, "--where", "node == 4")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from hpcbench.fileio import brief
 from hpcbench.report.answers.answer import COUNTED, Answer, counted, listed
 from hpcbench.report.answers.measured import Measured
@@ -15,6 +18,29 @@ _MOST_EVIDENCE = 50
 def doubts(rows: list[Measured]) -> list[Answer]:
     """Warnings by kind, configurations whose launches differ widely, clusters with several environments."""
     return [*_warnings(rows), *_spreads(rows), *_environments(rows), *_single_launches(rows)]
+
+
+class Unfinished(NamedTuple):
+    """A sweep that means more runs than there are results."""
+
+    sweep: str
+    cluster: str
+    missing: int
+    runs: int
+
+
+def unfinished(sweeps: Sequence[Unfinished]) -> list[Answer]:
+    """What is not known yet: findings may change once these runs have ended."""
+    found = []
+    for one in sweeps:
+        if one.missing:
+            have = "has" if one.missing == 1 else "have"
+            found.append(Answer(
+                "doubt", f"sweep {brief(one.sweep)} on {brief(one.cluster)}",
+                f"{one.missing} of {counted(one.runs, 'run')} {have} no result yet", COUNTED,
+                settle=f"`hpcbench status {brief(one.sweep)}`", cluster=one.cluster,
+            ))  # fmt: skip
+    return found
 
 
 def _warnings(rows: list[Measured]) -> list[Answer]:

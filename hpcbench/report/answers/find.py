@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from hpcbench.report.answers.answer import CANNOT_TELL, KINDS, Answer
-from hpcbench.report.answers.doubts import doubts
+from hpcbench.report.answers.doubts import Unfinished, doubts, unfinished
 from hpcbench.report.answers.efficiency import BOUND, efficiencies
 from hpcbench.report.answers.failures import failures, memory
 from hpcbench.report.answers.fastest import crossovers, fastest
@@ -42,14 +43,22 @@ class Findings:
         return [one for one in self.answers if one.sure == CANNOT_TELL]
 
 
-def find(frame: polars.DataFrame, where: Condition | None = None, bound: float = BOUND) -> Findings:
-    """The answers that the results in ``frame`` give about configurations for which ``where`` holds."""
+def find(
+    frame: polars.DataFrame,
+    where: Condition | None = None,
+    bound: float = BOUND,
+    sweeps: Sequence[Unfinished] = (),
+) -> Findings:
+    """The answers that the results in ``frame`` give about configurations for which ``where`` holds.
+
+    ``sweeps`` are those whose runs they are, as far as not all have ended.
+    """
     rows, broken = measured_of(frame, where)
     table = places(rows)
     subjects = Subjects(table)
     answers = [
         *fastest(table, subjects), *crossovers(table, subjects), *efficiencies(table, subjects, bound),
-        *memory(table, subjects), *failures(rows, broken), *doubts(rows),
+        *memory(table, subjects), *failures(rows, broken), *unfinished(sweeps), *doubts(rows),
     ]  # fmt: skip
     order = list(KINDS)
     answers.sort(key=lambda one: order.index(one.kind))

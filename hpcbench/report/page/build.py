@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpcbench.fileio import brief
 from hpcbench.report.answers.answer import CANNOT_TELL, KINDS, Answer, counted
+from hpcbench.report.answers.doubts import Unfinished
 from hpcbench.report.answers.find import Findings, find
 from hpcbench.report.answers.show import grounds, overview, settlements
 from hpcbench.report.groups import chosen
@@ -43,6 +44,7 @@ class Subject:
     sources: Sequence[str]
     where: Condition | None = None
     bound: float = 0.8
+    unfinished: Sequence[Unfinished] = ()
     whole: Whole | None = None
     """Reads whole results, for provenance and for plots of what is in files alone."""
     predicted: polars.DataFrame | None = None
@@ -52,7 +54,7 @@ class Subject:
 
 def page(frame: polars.DataFrame, subject: Subject) -> str:
     """The HTML of a report on a results frame with all columns (``load.gather``)."""
-    findings = find(frame, subject.where, subject.bound)
+    findings = find(frame, subject.where, subject.bound, subject.unfinished)
     asked = {run_id for row in findings.rows for run_id in row.run_ids}
     rows = sorted((row for row in rows_of(frame) if subject.where is None or row.run_ids[0] in asked), key=order)
     narrowed = chosen(frame, subject.where)
