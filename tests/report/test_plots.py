@@ -18,6 +18,8 @@ from hpcbench.report.names import Condition
 from hpcbench.report.plots.catalog import PLOTS, columns_of, draw
 from hpcbench.report.plots.picture import Asked, Picture
 from hpcbench.report.plots.save import validated
+from hpcbench.report.plots.scales import Axis
+from hpcbench.report.plots.spans import COLUMNS, Spans
 from hpcbench.report.whole import whole_results
 from hpcbench.results.columns import collected_frame
 from hpcbench.results.schema import RunResult
@@ -186,6 +188,19 @@ def test_timeline(tree: ResultsTree) -> None:
     ][:3] == [("F0", 1, 2), ("B0", 2, 4), ("F1", 4, 5)]
     assert len(found.rows) == 2 * 2 * 8
     assert found.alt.endswith("bubble 20%.")
+
+
+def test_colours_mean_the_same_in_timelines_of_other_actions() -> None:
+    rows = [
+        dict(zip(COLUMNS, (run, "measured", 0, kind, kind, 0, 0, float(place), place + 1.0), strict=True))
+        for run, kinds in {"1f1b": "FB", "zero_bubble": "FIW"}.items()
+        for place, kind in enumerate(kinds)
+    ]
+    spans = Spans({"1f1b": Axis("time"), "zero_bubble": Axis("time")})
+    drawn = spans.vega(polars.DataFrame(rows))["vconcat"]
+    one, other = (run["spec"]["layer"][0]["encoding"]["color"]["scale"] for run in drawn)
+    assert one == other
+    assert len(one["domain"]) == len(set(one["range"])) == 4
 
 
 def test_predicted_over_measured(tree: ResultsTree) -> None:

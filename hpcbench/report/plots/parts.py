@@ -121,7 +121,8 @@ def _alt(drawn: polars.DataFrame) -> str:
     said = []
     groups = list(drawn.group_by(["panel", "row"], maintain_order=True))
     for (panel, row), inside in groups[-_TOLD:]:
-        shares = [f"{value / total:.0%} {part}" for part, value, total in inside["part", "value", "total"].iter_rows()]
+        whole = inside["end"][-1]
+        shares = [f"{value / whole:.0%} {part}" for part, value in inside["part", "value"].iter_rows()]
         where = f"{panel}, " if panel else ""
         said.append(f"{where}{row}: {format_seconds(inside['total'][0])}, {', '.join(shares)}.")
     more = f" {len(groups) - _TOLD} more." if len(groups) > _TOLD else ""

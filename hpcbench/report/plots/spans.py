@@ -32,7 +32,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "F": Kind("forward", theme.SKY, "#000000"), "B": Kind("backward", theme.BLUE, "#FFFFFF"),
-    "I": Kind("backward of inputs", theme.BLUE, "#FFFFFF"), "W": Kind("backward of weights", theme.ORANGE, "#000000"),
+    "I": Kind("backward of inputs", theme.GREEN, "#000000"), "W": Kind("backward of weights", theme.ORANGE, "#000000"),
 }  # fmt: skip
 _OTHER = Kind("other", theme.LIGHT, "#000000")
 
@@ -46,10 +46,13 @@ class Spans:
 
     def vega(self, frame: polars.DataFrame) -> dict[str, Any]:
         """As ``Drawing``."""
-        runs = [self._run(run, frame.filter(frame["panel"] == run), heading=len(self.axes) > 1) for run in self.axes]
+        there = {KINDS.get(kind, _OTHER) for kind in frame["kind"].to_list()}
+        # The same for all runs: their scales become one.
+        kinds = [one for one in (*KINDS.values(), _OTHER) if one in there]
+        runs = [self._run(run, frame.filter(frame["panel"] == run), kinds) for run in self.axes]
         return runs[0] if len(runs) == 1 else {"vconcat": runs}
 
-    def _run(self, run: str, frame: polars.DataFrame, *, heading: bool) -> dict[str, Any]:
+    def _run(self, run: str, frame: polars.DataFrame, kinds: list[Kind]) -> dict[str, Any]:
         axis = self.axes[run]
         longest = max(figures(frame, "end_s"))
         values = [
@@ -61,8 +64,6 @@ class Spans:
             }
             for row in frame.iter_rows(named=True)
         ]  # fmt: skip
-        kinds = [one for kind, one in [*KINDS.items(), ("", _OTHER)] if one.title in {row["action"] for row in values}]
-        kinds = list(dict.fromkeys(kinds))
         colour = {"domain": [one.title for one in kinds], "range": [one.colour for one in kinds]}
         ranks = list(dict.fromkeys(row["rank"] for row in sorted(values, key=lambda row: int(row["rank"][5:]))))
         x = {"type": "quantitative", "title": axis.heading}
@@ -80,7 +81,7 @@ class Spans:
         ]  # fmt: skip
         return {
             "data": {"values": values},
-            **({"title": {"text": run, "fontSize": 13, "anchor": "start"}} if heading else {}),
+            **({"title": {"text": run, "fontSize": 13, "anchor": "start"}} if len(self.axes) > 1 else {}),
             "facet": {"row": {"field": "source", "type": "nominal", "sort": ["measured", "planned"], "title": None}},
             "spec": {
                 "width": _WIDTH, "height": {"step": STEP_PX}, "layer": layers, "encoding": {"y": y},

@@ -44,13 +44,16 @@ class Stacks:
         """As ``Drawing``."""
         used = self._used(frame)
         longest = max(figures(frame, "end"))
+        ends = {(panel, row): end for panel, row, end in frame["panel", "row", "end"].iter_rows()}
         values = [
             {
                 **{name: row[name] for name in ("panel", "row", "part", "label")},
                 **{name: self.x.shown(row[name]) for name in ("value", "begin", "end", "total")},
                 "ink": self.parts[row["part"]].ink,
                 "middle": self.x.shown((row["begin"] + row["end"]) / 2),
-                "share": f"{row['value'] / row['total']:.0%}" if row["value"] >= _READABLE * longest else "",
+                "share": f"{row['value'] / ends[row['panel'], row['row']]:.0%}"
+                if row["value"] >= _READABLE * longest
+                else "",
             }
             for row in frame.iter_rows(named=True)
         ]
