@@ -117,6 +117,21 @@ def test_what_speaks_against_a_finding_stands_beside_it() -> None:
     assert told(found.of("doubt")) == [("warning, 1 configuration of 2", warned[0], COUNTED)]
 
 
+def test_launches_that_failed_stand_beside_those_that_did_not() -> None:
+    gone = [launch(None, status="failed", nodes=2, repeat=number) for number in (7, 8)]
+    found = findings([*launches(0.1, nodes=2), *gone, *launches(0.2, nodes=2, strategy="fsdp")])
+    assert found.of("fastest")[0].doubts == ("other launches of ddp did not end well: 2 failed",)
+
+
+def test_what_was_stopped_is_no_loser() -> None:
+    (answer,) = findings([*launches(0.1, nodes=2), launch(None, status="cancelled", nodes=2, strategy="fsdp")]).of(
+        "fastest"
+    )
+    assert (answer.sure, answer.why, answer.settle) == (
+        CANNOT_TELL, "fsdp (cancelled) did not", "submit the sweep again: it runs what was stopped"
+    )  # fmt: skip
+
+
 def test_doubts() -> None:
     wide = launches(0.1, noise=(0, 0.3), strategy="fsdp")
     found = findings([*launches(0.1), *launches(0.1, 1, digest="e2", optimizer="adam"), *wide])

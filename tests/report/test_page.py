@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,15 @@ def test_predictions_have_a_place() -> None:
     assert cells[place - 1 : place + 2] == ["ddp", "90.0 ms", "100 ms"]
     assert "plot-predicted" in [one["id"] for one in parts.named("figure")]
     assert "plot-predicted" not in page_of(frame, Subject("t", ["t"]))
+
+
+def test_without_the_plots_package_the_rest_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    text = page_of(planted.frame_of(launches(0.1)), Subject("t", ["t"]))
+    assert "no plots: plots as files need the package vl-convert-python; install it with: pip install" in text
+    parts = Parts(text)
+    assert (len(parts.named("figure")), len(parts.named("script"))) == (0, 1)
+    assert "Every configuration" in [caption.strip() for caption in parts.texts["caption"]]
 
 
 def test_a_large_tree_is_cut_and_says_so() -> None:

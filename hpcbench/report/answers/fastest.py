@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 from hpcbench.fileio import brief
@@ -10,6 +11,7 @@ from hpcbench.report.answers.answer import CANNOT_TELL, COUNTED, TOLD, Answer, c
 from hpcbench.report.answers.contest import Duel, Verdict, judge
 from hpcbench.report.answers.measured import Measured, Place, Scale, Subjects, best_of_each
 from hpcbench.report.marks import kind_of
+from hpcbench.results.schema import OK
 from hpcbench.units import format_rate
 
 Table = dict[Place, dict[Scale, list[Measured]]]
@@ -37,7 +39,7 @@ def fastest(table: Table, subjects: Subjects) -> list[Answer]:
         THRESHOLD,
     )
     return [
-        _answer(subjects.of(place, scale), ranking, _believed(ranking, verdict))
+        _answer(subjects.of(place, scale), ranking, table[place][scale], _believed(ranking, verdict))
         if len(ranking) > 1
         else _alone(subjects.of(place, scale), ranking[0], table[place][scale])
         for (place, scale, _), ranking, verdict in zip(contests, rankings, verdicts, strict=True)
@@ -48,7 +50,8 @@ def _in_one_environment(ranking: list[Measured], rows: list[Measured]) -> list[M
     """``ranking`` with its rivals in the winner's environment where they were measured there too."""
     first = ranking[0]
     alike = {row.label: row for row in best_of_each([row for row in rows if _same_environment(row, first)])}
-    return [first, *(alike.get(row.label, row) for row in ranking[1:])]
+    rest = [alike.get(row.label, row) for row in ranking[1:]]
+    return [first, *sorted(rest, key=lambda row: row.rate or 0, reverse=True)]
 
 
 def choices(best: Measured, rows: list[Measured]) -> int:
@@ -71,23 +74,30 @@ def _believed(ranking: list[Measured], verdict: Verdict) -> Verdict:
 
 def _alone(subject: str, only: Measured, rows: list[Measured]) -> Answer:
     """Where one strategy has a throughput: there is no other on one device, or the others did not end well."""
-    gone = dict.fromkeys(f"{row.label} ({brief(row.status)})" for row in rows if not row.is_ok)
-    others = [name for name in gone if not name.startswith(f"{only.label} (")]
+    gone = [row for row in rows if not row.is_ok and row.label != only.label]
+    others = list(dict.fromkeys(f"{row.label} ({brief(row.status)})" for row in gone))
     text = f"only {only.label} {'ended well' if others else 'was measured'}: {format_rate(only.rate or 0)} samples/s"
     why = f"{listed(others)} did not" if others else counted(len(only.rates), "launch", "launches")
-    is_answer = bool(others) or only.scale.devices == 1
+    settle = "" if only.scale.devices == 1 or gone else "another strategy at this scale"
+    if any(row.status in _STOPPED for row in gone):
+        settle = "submit the sweep again: it runs what was stopped"
     return Answer(
-        "fastest", subject, text, COUNTED if is_answer else CANNOT_TELL, why,
-        "" if is_answer else "another strategy at this scale", doubts=_doubts(only), cluster=only.cluster,
+        "fastest", subject, text, CANNOT_TELL if settle else COUNTED, why, settle,
+        doubts=_doubts([only], rows), cluster=only.cluster,
         nodes=only.scale.nodes, devices=only.scale.devices, strategy=only.label, evidence=(only.evidence(),),
     )  # fmt: skip
 
 
-def _answer(subject: str, ranking: list[Measured], verdict: Verdict) -> Answer:
+_STOPPED = frozenset({"cancelled", "preempted"})
+"""Ends that say nothing of a strategy."""
+
+
+def _answer(subject: str, ranking: list[Measured], rows: list[Measured], verdict: Verdict) -> Answer:
     first, second, *_ = ranking
     return Answer(
         "fastest", subject, _text(first, second, verdict), verdict.sure, verdict.why, verdict.settle,
-        doubts=_doubts(first, second), cluster=first.cluster, nodes=first.scale.nodes, devices=first.scale.devices,
+        doubts=_doubts([first, second], rows), cluster=first.cluster, nodes=first.scale.nodes,
+        devices=first.scale.devices,
         strategy=first.label, rival=second.label, ratio=verdict.ratio, ratio_low=verdict.ratio_low,
         ratio_high=verdict.ratio_high, evidence=tuple(row.evidence() for row in ranking),
     )  # fmt: skip
@@ -109,14 +119,19 @@ def _interval(verdict: Verdict) -> str:
     return f" [{percent(verdict.ratio_low)}, {percent(verdict.ratio_high)}]"
 
 
-def _doubts(first: Measured, second: Measured | None = None) -> tuple[str, ...]:
-    found = []
-    if second is not None and first.spec.global_batch_size != second.spec.global_batch_size:
-        found.append(
-            f"a step takes {first.spec.global_batch_size} samples with {first.label}, "
-            f"{second.spec.global_batch_size} with {second.label}"
-        )
-    for row in filter(None, (first, second)):
+def _doubts(compared: list[Measured], rows: list[Measured]) -> tuple[str, ...]:
+    """What speaks against a comparison: unequal batches, launches that did not end well, warnings."""
+    first, *rest = compared
+    found = [
+        f"a step takes {first.spec.global_batch_size} samples with {first.label}, "
+        f"{row.spec.global_batch_size} with {row.label}"
+        for row in rest if row.spec.global_batch_size != first.spec.global_batch_size
+    ]  # fmt: skip
+    for row in compared:
+        ends = Counter(one.status for one in rows if one.config_id == row.config_id and one.status != OK)
+        if ends:
+            said = listed([f"{count} {brief(status)}" for status, count in sorted(ends.items())])
+            found.append(f"other launches of {row.label} did not end well: {said}")
         kinds = {kind_of(text): brief(text.partition(": ")[0]) for text in reversed(row.warnings)}
         if kinds:
             said = listed(list(reversed(kinds.values())), 3)
