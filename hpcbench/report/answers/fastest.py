@@ -75,7 +75,7 @@ def _believed(ranking: list[Measured], verdict: Verdict) -> Verdict:
 def _alone(subject: str, only: Measured, rows: list[Measured]) -> Answer:
     """Where one strategy has a throughput: there is no other on one device, or the others did not end well."""
     gone = [row for row in rows if not row.is_ok and row.label != only.label]
-    others = list(dict.fromkeys(f"{row.label} ({brief(row.status)})" for row in gone))
+    others = list(dict.fromkeys(f"{row.label} ({_end(row)})" for row in gone))
     text = f"only {only.label} {'ended well' if others else 'was measured'}: {format_rate(only.rate or 0)} samples/s"
     why = f"{listed(others)} did not" if others else counted(len(only.rates), "launch", "launches")
     settle = "" if only.scale.devices == 1 or gone else "another strategy at this scale"
@@ -86,6 +86,10 @@ def _alone(subject: str, only: Measured, rows: list[Measured]) -> Answer:
         doubts=_doubts([only], rows), cluster=only.cluster,
         nodes=only.scale.nodes, devices=only.scale.devices, strategy=only.label, evidence=(only.evidence(),),
     )  # fmt: skip
+
+
+def _end(row: Measured) -> str:
+    return "without a throughput" if row.status == OK else brief(row.status)
 
 
 _STOPPED = frozenset({"cancelled", "preempted"})

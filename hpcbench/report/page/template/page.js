@@ -107,6 +107,10 @@
     const image = figure.querySelector("img");
     const place = element("div", { className: "explored", hidden: true });
     const title = figure.querySelector("strong").textContent;
+    // It may be wider than the window: whoever has no pointer scrolls it by keys.
+    place.tabIndex = 0;
+    place.setAttribute("role", "region");
+    place.setAttribute("aria-label", title);
     const button = element("button", { type: "button", className: "explore", textContent: "Explore this plot" });
     button.setAttribute("aria-pressed", "false");
     button.setAttribute("aria-label", `Explore this plot: ${title}`);
