@@ -112,7 +112,7 @@ def test_what_speaks_against_a_finding_stands_beside_it() -> None:
     (answer,) = found.of("fastest")
     assert answer.doubts == (
         "a step takes 16 samples with ddp, 8 with gpipe",
-        "ddp has a warning: other processes used the cores",
+        "warning of ddp: other processes used the cores",
     )
     assert told(found.of("doubt")) == [("warning, 1 configuration of 2", warned[0], COUNTED)]
 

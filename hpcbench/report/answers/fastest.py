@@ -131,16 +131,16 @@ def _doubts(compared: list[Measured], rows: list[Measured]) -> tuple[str, ...]:
         f"{row.spec.global_batch_size} with {row.label}"
         for row in rest if row.spec.global_batch_size != first.spec.global_batch_size
     ]  # fmt: skip
+    warned: dict[str, tuple[dict[str, None], str]] = {}
     for row in compared:
         ends = Counter(one.status for one in rows if one.config_id == row.config_id and one.status != OK)
         if ends:
             said = listed([f"{count} {brief(status)}" for status, count in sorted(ends.items())])
             found.append(f"other launches of {row.label} did not end well: {said}")
-        kinds = {kind_of(text): brief(text.partition(": ")[0]) for text in reversed(row.warnings)}
-        if kinds:
-            said = listed(list(reversed(kinds.values())), 3)
-            found.append(f"{row.label} has {'warnings' if len(kinds) > 1 else 'a warning'}: {said}")
-    return tuple(found)
+        for text in row.warnings:
+            named, said = warned.setdefault(kind_of(text), ({}, brief(text.partition(": ")[0])))
+            named[row.label] = None
+    return *found, *(f"warning of {listed(list(named))}: {said}" for named, said in warned.values())
 
 
 def crossovers(table: Table, subjects: Subjects) -> list[Answer]:
