@@ -136,18 +136,3 @@ def enlarged(spec: RunSpec, factor: int, *, is_strong: bool = False) -> RunSpec 
         point["global_batch_size"] = spec.global_batch_size
     made = resolve(point, Limits("anywhere"))
     return None if isinstance(made, Dropped) else made
-
-
-def rows_for_report(frame: polars.DataFrame, forecasts: Forecasts) -> polars.DataFrame:
-    """For the report: a row for each measured configuration, with what names it."""
-    import polars as pl
-
-    found = points(frame, (), STEP, every=True)
-    if found.nothing:
-        return pl.DataFrame()
-    rows = with_predictions(found.frame, forecasts).filter(pl.col("predicted_step_time_s").is_not_null())
-    return rows.select(
-        "cluster", pl.col("label").alias("strategy"), pl.col("spec.model").alias("model"), "devices",
-        pl.col("spec.batch_size").alias("batch_size"), "predicted_step_time_s",
-        pl.col(STEP).alias("measured_step_time_s"), "prediction_error",
-    )  # fmt: skip

@@ -89,19 +89,21 @@ def predictors_view(scores: Sequence[Score]) -> View:
         Column("tau", "tau"),
         Column("regret", "regret"),
         Column("worst_regret", "worst"),
+        *(Column(name, _SUMMARY[name], can_go=True) for name in ("median", "least", "good")),
     ]
     view = View("against the baselines", columns, [], [])
     for one in scores:
         total, rank = one.total, one.ranking
         view.raw.append([
             one.predictor, total.count if total else 0, total.mean if total else None, one.other,
-            total.signed if total else None, rank.tau, rank.regret, rank.worst_regret
+            total.signed if total else None, rank.tau, rank.regret, rank.worst_regret,
+            *((total.median, total.least, total.good) if total else (None, None, None)),
         ])  # fmt: skip
         texts = _texts(total) if total else [""] * len(_SUMMARY)
         view.cells.append([
             one.predictor, texts[0] or "0", texts[1], "" if one.other is None else _percent(one.other), texts[5],
             "" if rank.tau is None else f"{rank.tau:.2f}",
-            _share(rank.regret), _share(rank.worst_regret),
+            _share(rank.regret), _share(rank.worst_regret), *texts[2:5],
         ])  # fmt: skip
     groups = max((one.ranking.groups for one in scores), default=0)
     view.notes = [

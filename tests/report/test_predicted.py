@@ -17,7 +17,6 @@ from hpcbench.report.predicted import (
     compared_frame,
     enlarged,
     on_scales,
-    rows_for_report,
     scaling_frame,
 )
 from hpcbench.report.validation import Forecasts
@@ -59,8 +58,6 @@ def test_points_of_the_plot_are_what_was_measured_over_what_was_said(place: Path
     }
     assert ratios == {"single": pytest.approx(1.0), "ddp": pytest.approx(1.25), "fsdp": pytest.approx(0.8)}
     assert frame["launches"].to_list() == [3, 3, 3]
-    report = rows_for_report(gather(tree, []), Forecasts(tree))
-    assert report["measured_step_time_s"].to_list() == frame["measured"].to_list()
 
 
 def test_lines_go_on_beyond_what_was_measured(place: Path) -> None:
@@ -78,6 +75,13 @@ def test_plots_of_predictions(place: Path, kind: str) -> None:
     roles = {row["role"] for row in picture["rows"]}
     assert ("predicted" in roles) if kind == "scaling" else (len(picture["rows"]) > 3)
     assert "measured" in roles
+
+
+def test_a_report_with_predictions(place: Path, tmp_path: Path) -> None:
+    call(place, "report", "--predict", "--out", tmp_path / "page.html")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Predicted and measured" in text
+    assert "lines: predicted, with their interval" in text
 
 
 def test_only_plots_that_show_predictions_take_them(place: Path) -> None:
