@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from math import hypot
 from statistics import fmean
 from typing import NamedTuple
 
@@ -168,7 +169,7 @@ def _overhead(pairs: Sequence[tuple[Evidence, StepTime]]) -> Strategy:
     scale_s = fmean(step.compute_s for _, step in pairs)
     aa, ab, bb, at, bt = 1 / _PRIOR**2, 0.0, 1 / _PRIOR**2, 0.0, 0.0
     for run, step in pairs:
-        weight = 1 / (_NOISE * run.step_s / scale_s) ** 2
+        weight = 1 / (hypot(_NOISE, run.doubt) * run.step_s / scale_s) ** 2
         share, missing = step.compute_s / scale_s, (run.step_s - step.step_time_s) / scale_s
         aa, ab, bb = aa + weight * share * share, ab + weight * share, bb + weight
         at, bt = at + weight * share * missing, bt + weight * missing
