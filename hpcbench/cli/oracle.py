@@ -104,8 +104,13 @@ def _show_recommendations(found: list[Recommendation], forecast: Forecast, top: 
     above = machine_notes(forecast.machines())
     for one in found:
         world = f"{one.nodes} node{'s' * (one.nodes > 1)} x {one.tasks_per_node} = {one.nodes * one.tasks_per_node}"
-        title = f"{world} device{'s' * (one.nodes * one.tasks_per_node > 1)}: {len(one.candidates)} can run"
-        _show(ranking_view(one, title, top), above)
+        title = (
+            f"{world} device{'s' * (one.nodes * one.tasks_per_node > 1)}: {len(one.candidates) or 'nothing'} can run"
+        )
+        if one.candidates:
+            _show(ranking_view(one, title, top), above)
+        else:
+            _lines([*above, title])
         above = [""]
     if len(found) > 1:
         _show(scales_view(found), above)
@@ -190,12 +195,17 @@ def _forecast(made: Plan, results: str | None) -> Forecast:
 
 
 def _show(view: View, above: list[str]) -> None:
+    from hpcbench.report.show import view_renderable
+
+    _lines(above)
+    screen = console()
+    screen.print(view_renderable(view, screen.width))
+
+
+def _lines(texts: list[str]) -> None:
     from rich.text import Text
 
     from hpcbench.fileio import brief
-    from hpcbench.report.show import view_renderable
 
-    screen = console()
-    for line in above:
-        screen.print(Text(brief(line), style="dim"))
-    screen.print(view_renderable(view, screen.width))
+    for line in texts:
+        console().print(Text(brief(line), style="dim"))

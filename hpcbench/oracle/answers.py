@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.predict import Prediction
+from hpcbench.units import format_bytes
 
 
 class Unpriced(NamedTuple):
@@ -26,6 +27,12 @@ class Room(NamedTuple):
     def is_enough(self) -> bool:
         """Whether it fits, as far as is known."""
         return self.memory_limit_bytes is None or self.peak_memory_bytes <= self.memory_limit_bytes
+
+
+def need_and_limit(need_bytes: int, limit_bytes: int) -> tuple[str, str]:
+    """Both as text, to the MiB where they would look the same otherwise."""
+    texts = format_bytes(need_bytes), format_bytes(limit_bytes)
+    return texts if texts[0] != texts[1] else (f"{need_bytes / 2**20:.0f} MiB", f"{limit_bytes / 2**20:.0f} MiB")
 
 
 class Answers(Protocol):

@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcbench.config.spec import RunSpec, config_id, strategy_label
-from hpcbench.oracle.answers import Answers, Room, Unpriced
+from hpcbench.oracle.answers import Answers, Room, Unpriced, need_and_limit
 from hpcbench.oracle.candidates import Point, World, following_points, leading_points, smaller_points, spread_points
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.predict import Prediction
 from hpcbench.parallel.datasets import DATASETS
 from hpcbench.parallel.resolve import Dropped, Limits, resolve
-from hpcbench.units import format_bytes
 
 _Z90 = 1.645
 FORMULA_SPREAD = {"nominal": 0.10, "calibrated": 0.04, "fitted": 0.04}
@@ -178,8 +177,8 @@ class _Search:
 
 
 def _too_much(room: Room) -> str:
-    limit = format_bytes(room.memory_limit_bytes or 0)
-    return f"needs {format_bytes(room.peak_memory_bytes)} a rank at the least, there is {limit}"
+    need, limit = need_and_limit(room.peak_memory_bytes, room.memory_limit_bytes or 0)
+    return f"needs {need} a rank at the least, there is {limit}"
 
 
 def _compare(one: Candidate, best: Candidate, value: Callable[[Candidate], float], machine: Machine) -> None:

@@ -6,13 +6,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from hpcbench.config.spec import RunSpec, label
-from hpcbench.oracle.answers import Unpriced
+from hpcbench.oracle.answers import Unpriced, need_and_limit
 from hpcbench.oracle.predict import Prediction
 from hpcbench.parallel.check import model_folder
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.forecast import Forecast
 from hpcbench.submit.plan import Plan
-from hpcbench.units import format_bytes
 
 MOST_PRICED = 1000
 """Configurations of a plan that are priced, the first ones: a plan is looked at often and must stay quick."""
@@ -51,10 +50,11 @@ class Outlook:
         large = self.unfit(runs)
         if large:
             key = max(large, key=lambda one: self.found[one].peak_memory_bytes)
-            need, limit = self.found[key].peak_memory_bytes, self.found[key].memory_limit_bytes or 0
+            worst = self.found[key]
+            need, limit = need_and_limit(worst.peak_memory_bytes, worst.memory_limit_bytes or 0)
             lines.append(
                 f"{len(large)} of {len(runs)} will probably not fit into memory, by the oracle: {label(runs[key])} "
-                f"needs {format_bytes(need)} a rank, there is {format_bytes(limit)} (predict shows each)"
+                f"needs {need} a rank, there is {limit} (predict shows each)"
             )
         # Counted over all runs of the sweep, those with a result among them.
         total = sum(self.unpriced.values())

@@ -169,6 +169,14 @@ def test_the_table_of_a_recommendation_and_its_sweep(tmp_path: Path) -> None:
     assert len(planned) == 3 * len(best)
 
 
+def test_where_nothing_can_run_the_reasons_are_left(tmp_path: Path) -> None:
+    asked = ("recommend", "--model", "resnet18", "--dataset", "cifar10", "--cluster", "snellius", "--nodes", "3000")
+    text = " ".join(call(tmp_path, *asked, "--global-batch-size", "48", "--out", tmp_path / "x.toml").stdout.split())
+    assert "3000 nodes x 4 = 12000 devices: nothing can run" in text
+    assert "ddp 1 excluded: global_batch_size 48 cannot be shared evenly by 12000 replicas" in text
+    assert not (tmp_path / "x.toml").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -10,7 +10,7 @@ import pytest
 
 from hpcbench.config.profiles import load_cluster
 from hpcbench.config.spec import RunSpec, strategy_label
-from hpcbench.oracle.answers import Room, Unpriced
+from hpcbench.oracle.answers import Room, Unpriced, need_and_limit
 from hpcbench.oracle.candidates import (
     World,
     divisors,
@@ -153,6 +153,14 @@ def test_what_never_fits_says_what_it_needs_and_what_there_is() -> None:
     assert found.candidates == []
     ddp = next(one for one in found.refused if one.strategy == "ddp")
     assert (ddp.kind, ddp.reason) == ("memory", "ddp: needs 1 B a rank at the least, there is 0 B")
+
+
+@pytest.mark.parametrize(
+    ("need_bytes", "limit_bytes", "texts"),
+    [(3 * 2**30, 2**30, ("3.0 GiB", "1.0 GiB")), (1450 * 2**20, 1400 * 2**20, ("1450 MiB", "1400 MiB"))],
+)
+def test_both_numbers_differ_where_they_do(need_bytes: int, limit_bytes: int, texts: tuple[str, str]) -> None:
+    assert need_and_limit(need_bytes, limit_bytes) == texts
 
 
 def test_limits_of_the_cluster_and_of_strategies_are_told() -> None:
