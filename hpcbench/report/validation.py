@@ -33,6 +33,8 @@ COLUMNS = (
     "cluster", "run_id", "config_id", "environment_digest", "status", STEP, *(f"metrics.{part}" for part in PARTS),
     *(f"spec.{name}" for name in RunSpec.__struct_fields__),
 )  # fmt: skip
+_BEYOND = 1e18
+"""What nobody can have measured."""
 _MOST = "peak_memory_bytes"
 """Of this the largest of all launches counts."""
 
@@ -104,7 +106,7 @@ def _measured(rows: Sequence[dict[str, Any]]) -> Measured:
     figures: dict[str, float] = {}
     noise: dict[str, float] = {}
     for part in PARTS:
-        values = [value for row in rows if (value := row[f"metrics.{part}"]) is not None]
+        values = [value for row in rows if (value := row[f"metrics.{part}"]) is not None and 0 <= value < _BEYOND]
         if values:
             figures[part] = max(values) if part == _MOST else median(values)
         if (spread := noise_of(values)) is not None:
@@ -115,7 +117,7 @@ def _measured(rows: Sequence[dict[str, Any]]) -> Measured:
         spec=spec,
         status=rows[0]["status"],
         run_ids=[row["run_id"] for row in rows],
-        launches_s=[row[STEP] for row in rows if row["status"] == OK and row[STEP]],
+        launches_s=[row[STEP] for row in rows if row["status"] == OK and row[STEP] and 0 < row[STEP] < _BEYOND],
         figures=figures,
         figures_noise=noise,
     )

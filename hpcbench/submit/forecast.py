@@ -19,7 +19,8 @@ from hpcbench.oracle.calibration.choose import machine_for
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.predict import Prediction, fullest, predict
-from hpcbench.parallel.catalog import resolve_cost, strategy
+from hpcbench.parallel.catalog import STRATEGIES, models
+from hpcbench.parallel.datasets import DATASETS
 from hpcbench.parallel.layers import LayerRequest, LayerTable
 from hpcbench.parallel.own_model import is_own
 from hpcbench.results.store import ClusterTree
@@ -31,6 +32,9 @@ _Said = TypeVar("_Said", Prediction, Memory)
 STARTUP_S = {"cpu": 15.0, "cuda": 45.0}
 """From a launch to its first step, and from its last step to the next launch: interpreters, libraries, the model, the
 first call of every kernel. A usual time; nothing is measured for it."""
+
+MOST_DEVICES, MOST_MICRO_BATCHES = 10_000_000, 20_000
+"""What is priced at most: results that somebody else has written may say anything."""
 
 _PRICED = attrgetter(
     "model", "dataset", "input_size", "strategy", "batch_size", "nodes", "tasks_per_node", "devices_per_task",
@@ -117,11 +121,18 @@ class Forecast:
                 model_options={name: value for name, value in spec.model_options.items() if name != "dropout"},
                 model_folder=self._model_folder if is_own(spec.model) else None,
             )
-            try:
-                self._tables[key] = layer_table_of(request, self._python)
-            except HpcbenchError as error:
-                self._tables[key] = Unpriced(error.message)
+            self._tables[key] = self._table(request)
         return self._tables[key]
+
+    def _table(self, request: LayerRequest) -> LayerTable | Unpriced:
+        """What somebody else's result names is looked up; a module of theirs is never run."""
+        own = is_own(request.model)
+        if (not own and request.model not in models()) or request.dataset not in DATASETS:
+            return Unpriced(f"there is no model {request.model!r:.60} here that takes {request.dataset!r:.60}")
+        try:
+            return layer_table_of(request, None if own and self._model_folder is None else self._python)
+        except HpcbenchError as error:
+            return Unpriced(error.message)
 
     def room(self, spec: RunSpec) -> Room | Unpriced:
         """What the fullest rank holds, and how much there is."""
@@ -146,8 +157,10 @@ class Forecast:
         return self._told(spec, lambda table: predict(spec, table, machine, memory=held))
 
     def _told(self, spec: RunSpec, tell: Callable[[LayerTable], _Said]) -> _Said | Unpriced:
-        if strategy(spec.strategy).cost is None or not hasattr(resolve_cost(spec.strategy), "step"):
-            return Unpriced(f"the oracle has no formulas for {spec.strategy}")
+        if spec.strategy not in STRATEGIES or STRATEGIES[spec.strategy].cost is None:
+            return Unpriced(f"the oracle has no formulas for {spec.strategy!r:.60}")
+        if spec.devices > MOST_DEVICES or spec.micro_batches > MOST_MICRO_BATCHES:
+            return Unpriced(f"more than {MOST_DEVICES:,} devices or {MOST_MICRO_BATCHES:,} micro_batches")
         table = self.table(spec)
         if isinstance(table, Unpriced):
             return table
