@@ -10,7 +10,7 @@ from hpcbench.oracle.live import Row, input_bytes, layouts
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, HALF_BYTES
 from hpcbench.parallel import channel_table, layers
 from hpcbench.parallel.channel_limits import scheme_of
-from hpcbench.parallel.channels import Split, extents
+from hpcbench.parallel.channels import Split
 from hpcbench.parallel.mesh import Mesh
 
 _SCALE = {"fp64": FP64_BYTES / FP32_BYTES, "bf16": HALF_BYTES / FP32_BYTES}
@@ -18,7 +18,7 @@ _SCALE = {"fp64": FP64_BYTES / FP32_BYTES, "bf16": HALF_BYTES / FP32_BYTES}
 
 def channel_rows(spec: RunSpec, table: layers.LayerTable, rank: int) -> list[Row]:
     """Of every row of ``table``, on ``rank``. bf16 is counted as half of fp32, weights in any layout as fp32."""
-    own, scale = _Rank(spec, rank), _SCALE.get(spec.precision, 1.0)
+    own, scale = RankParts(spec, rank), _SCALE.get(spec.precision, 1.0)
     wide = max(scale, 1.0)
     found, channels = [], 0
     for one in channel_table.rows(table):
@@ -31,7 +31,7 @@ def channel_rows(spec: RunSpec, table: layers.LayerTable, rank: int) -> list[Row
     return found
 
 
-class _Moments(NamedTuple):
+class Moments(NamedTuple):
     """Bytes in fp32 that come and go with a row."""
 
     backward: float
@@ -42,7 +42,7 @@ class _Moments(NamedTuple):
     """While that of the input is made into what goes to the layer before; the row keeps nothing any more."""
 
 
-class _Rank:
+class RankParts:
     """The shares of one rank."""
 
     def __init__(self, spec: RunSpec, rank: int) -> None:
@@ -57,7 +57,8 @@ class _Rank:
 
     def of(self, channels: int) -> float:
         """The rank's part of what is split into shares of ``channels``."""
-        return extents(channels, self.degree)[self.place] / channels
+        small, larger = divmod(channels, self.degree)
+        return (small + (self.place < larger)) / channels
 
     def split(self, one: channel_table.Row) -> Split | None:
         """How the row's layer is split, if it is one and there is somebody to share it with."""
@@ -70,7 +71,7 @@ class _Rank:
             return self.share(one.channels) if one.layer is None else 1.0
         return self.of(one.layer.in_channels if split.weight_dim else one.layer.out_channels)
 
-    def costs(self, one: channel_table.Row, channels: int) -> tuple[float, _Moments]:
+    def costs(self, one: channel_table.Row, channels: int) -> tuple[float, Moments]:
         """What is kept for the row, and what comes and goes; ``channels`` are those of what is given to it."""
         whole_in, whole_out = self.samples * input_bytes(one.row), self.samples * one.row.output_bytes
         table_bytes = self.samples * one.row.activation_bytes + one.row.activation_fixed_bytes
@@ -78,7 +79,7 @@ class _Rank:
         split = self.split(one)
         if one.layer is None or split is None:
             kept_share = self.share(channels if one.layer is not None else one.channels)
-            return table_bytes * kept_share, _Moments(given + made, 0.0, 0.0)
+            return table_bytes * kept_share, Moments(given + made, 0.0, 0.0)
         # What was gathered is a copy of its own, whoever keeps the parts.
         is_gathered = split.enter.forward == "all_gather"
         kept = float(FP32_BYTES * self.samples * prod(one.row.input_shape)) if is_gathered else table_bytes
@@ -94,4 +95,4 @@ class _Rank:
             split.enter.backward, 2 * whole_in if split.enter.backward == "all_reduce" else 0.0
         )
         inside_out = max(inside_out, whole_out if split.leave.backward == "narrow" else 0.0)
-        return kept, _Moments(inside_in + inside_out, before, 0.0 if one.layer.is_first else after)
+        return kept, Moments(inside_in + inside_out, before, 0.0 if one.layer.is_first else after)

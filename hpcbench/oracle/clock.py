@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 from math import sqrt
@@ -29,20 +30,27 @@ class Clock:
         self._factor = compute.factors.get(spec.model, compute.factors.get("", 1.0)) * self.own.compute_factor
         self._factor *= _crowded(compute.crowding, spec.tasks_per_node)
         self.kernel_s = lru_cache(maxsize=None)(self._kernel_s)
-        self._call = lru_cache(maxsize=None)(self._priced)
+        self.call = lru_cache(maxsize=None)(self._call)
 
     def _kernel_s(self, kernel: Kernel) -> float:
         """Seconds of one kernel of one rank."""
         return self._factor * self._alike.seconds(kernel)
 
-    def call(self, operation: str, payload_bytes: float, group: Group, key: str | None = None) -> streams.Call:
+    def _call(
+        self, operation: str, payload_bytes: float, group: Group, key: str | None = None, lane: str = ""
+    ) -> streams.Call:
         """One collective of ``group``, whose payload is counted as ``parallel.traffic.Traffic`` counts it."""
-        seconds, latency_s = self._call(operation, payload_bytes, group)
-        return streams.Call(seconds, latency_s, key)
+        seconds, latency_s = self._priced(operation, payload_bytes, group)
+        traffic = Traffic(operation=operation, group_size=group.ranks, payload_bytes=round(payload_bytes))
+        return streams.Call(seconds, latency_s, key, lane, "out" if group.nodes > 1 else "in", traffic)
 
     def calls(self, traffic: Traffic, group: Group) -> list[streams.Call]:
         """Those that ``traffic`` stands for, each waited for."""
         return [self.call(traffic.operation, traffic.payload_bytes, group)] * traffic.count
+
+    def run(self, events: Iterable[streams.Event]) -> streams.Busy:
+        """What becomes of a step."""
+        return streams.run(events, self.machine.comm.overlap_slowdown)
 
     def overhead_s(self) -> float:
         """What a step takes of the computing thread beside kernels and calls."""

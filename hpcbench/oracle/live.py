@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -65,13 +66,12 @@ def sent_at_once(table: LayerTable, sizes: Sequence[int]) -> list[int]:
     As ``worker.reducer`` fills them: one after another from the model's last tensor on, held until all are there.
     """
     places = [place for place, size in enumerate(sizes) if size]
-    chosen, made_at, underway = [sizes[place] for place in places], first_rows(table), [0] * len(table.layers)
+    chosen, made_at, sent = [sizes[place] for place in places], first_rows(table), [0] * len(table.layers)
     sent_at = len(table.layers) - 1
     for bucket in buckets(chosen, int(BUCKET_CAP_MB * MIB)):
         sent_at = min(sent_at, *(made_at[places[one]] for one in bucket))
-        for row in range(sent_at + 1):
-            underway[row] += total(chosen, bucket)
-    return underway
+        sent[sent_at] += total(chosen, bucket)
+    return list(accumulate(reversed(sent)))[::-1]
 
 
 def held_at_peak(

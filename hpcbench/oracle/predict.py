@@ -12,10 +12,13 @@ from hpcbench.oracle.clock import Clock, combined_spread
 from hpcbench.oracle.cost import Cost
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.memory import Memory
+from hpcbench.oracle.neighbours import neighbours_of
+from hpcbench.oracle.placement import group_of
 from hpcbench.oracle.step import StepTime
 from hpcbench.parallel.catalog import resolve_cost
 from hpcbench.parallel.layers import LayerTable
 from hpcbench.parallel.mesh import Mesh
+from hpcbench.parallel.spatial_limits import grid_of
 
 _Z90 = 1.645
 """Of the standard normal distribution: 90 % lie within."""
@@ -92,7 +95,13 @@ def bound_by(step: StepTime) -> str:
 
 
 def telling_ranks(spec: RunSpec) -> list[int]:
-    """Ranks of one replica that differ in what they hold: of a long axis its ends and its middle."""
+    """Ranks of one replica that differ in what they hold: of stages the first, the last and the middle.
+
+    Of layers, heads and channels that are shared along ``tp`` the first rank has most. Of images it has the largest
+    part, and a rank with neighbours on all sides the most halos.
+    """
     mesh = Mesh.of(spec)
-    places = [range(1), *(sorted({0, 1, degree // 2, degree - 1} & set(range(degree))) for degree in mesh[1:])]
+    stages = sorted({0, 1, mesh.pp // 2, mesh.pp - 1} & set(range(mesh.pp)))
+    parts = {0, neighbours_of(grid_of(spec), group_of(spec, "sp")).place} if mesh.sp > 1 else {0}
+    places = [range(1), stages, sorted(parts), range(1)]
     return sorted({mesh.rank(Mesh(*coordinates)) for coordinates in product(*places)})

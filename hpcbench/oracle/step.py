@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from hpcbench.oracle.clock import Clock
-from hpcbench.oracle.streams import Busy, Call, Event, Wait, run
+from hpcbench.oracle.streams import Busy, Call, Event, Wait
 
 
 class StepTime(NamedTuple):
@@ -28,7 +28,7 @@ class StepTime(NamedTuple):
 
 def of_events(clock: Clock, events: Iterable[Event]) -> StepTime:
     """The step that ``events`` make, with the overhead of a step and the wait for the slowest rank."""
-    return of_busy(clock, run(events, clock.machine.comm.overlap_slowdown))
+    return of_busy(clock, clock.run(events))
 
 
 def of_busy(clock: Clock, busy: Busy) -> StepTime:

@@ -1,9 +1,11 @@
-"""A rank's step as two streams: what it computes, and what it passes meanwhile."""
+"""A rank's step as streams: what it computes, and what it passes meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+from hpcbench.parallel.traffic import Traffic
 
 
 class Compute(NamedTuple):
@@ -13,13 +15,19 @@ class Compute(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A collective is handed to the communication stream, which takes one after another."""
+    """A collective is handed to the communication stream of its lane, which takes one after another."""
 
     seconds: float
     latency_s: float = 0.0
     """The part of it that no bandwidth would shorten."""
     key: str | None = None
     """``Wait`` waits for it by this name; without one the computing stream waits at once."""
+    lane: str = ""
+    """Process groups have lanes of their own: a call does not queue behind another group's."""
+    wire: str = ""
+    """Lanes whose calls are under way on one wire share it evenly."""
+    traffic: Traffic | None = None
+    """What is passed."""
 
 
 class Wait(NamedTuple):
@@ -28,7 +36,14 @@ class Wait(NamedTuple):
     key: str = ""
 
 
-Event = Compute | Call | Wait
+class Repeat(NamedTuple):
+    """``events`` so many times, one after another. Nothing is under way when it begins, nor between two times."""
+
+    times: int
+    events: Sequence[Event]
+
+
+Event = Compute | Call | Wait | Repeat
 
 
 class Busy(NamedTuple):
@@ -46,27 +61,69 @@ class Busy(NamedTuple):
 
 def run(events: Iterable[Event], slowdown: float = 1.0) -> Busy:
     """Walk through ``events``, in program order. Under communication computation is ``slowdown`` times slower."""
-    now = busy_until = compute = comm = exposed = latency = 0.0
-    ends: dict[str, float] = {}
+    now = compute = comm = exposed = latency = 0.0
+    lanes = _Lanes()
     for event in events:
         if isinstance(event, Compute):
-            spent = _computed(event.seconds, busy_until - now, slowdown)
+            spent = event.seconds if slowdown <= 1.0 else _computed(event.seconds, lanes.last() - now, slowdown)
             now += spent
             compute += spent
             continue
+        if isinstance(event, Repeat):
+            once, times = run(event.events, slowdown), event.times
+            now += times * once.end_s
+            compute += times * once.compute_s
+            comm += times * once.comm_s
+            exposed += times * once.exposed_comm_s
+            latency += times * once.latency_s
+            continue
         if isinstance(event, Call):
-            busy_until = max(now, busy_until) + event.seconds
+            until = lanes.add(event, now)
             comm += event.seconds
             latency += event.latency_s
             if event.key is not None:
-                ends[event.key] = busy_until
                 continue
-            until = busy_until
         else:
-            until = ends.get(event.key, now) if event.key else max(now, busy_until)
+            until = lanes.keys.get(event.key, ("", now))[1] if event.key else max(now, lanes.last())
         exposed += max(until - now, 0.0)
         now = max(now, until)
     return Busy(now, compute, comm, exposed, latency)
+
+
+class _Lanes:
+    """What is under way until when."""
+
+    def __init__(self) -> None:
+        self._ends: dict[tuple[str, str], float] = {}
+        """By lane and wire."""
+        self.keys: dict[str, tuple[tuple[str, str] | str, float]] = {}
+        """Of the last call of each name: where it is, and its end."""
+
+    def last(self) -> float:
+        """When all of it is through."""
+        return max(self._ends.values(), default=0.0)
+
+    def add(self, call: Call, now: float) -> float:
+        """The end of one more call."""
+        own = (call.lane, call.wire)
+        begin = max(now, self._ends.get(own, 0.0))
+        end = begin + call.seconds
+        for other, until in list(self._ends.items()):
+            if other != own and other[1] == call.wire and until > begin:
+                # Two that share a wire evenly: the shorter one takes twice its time, the longer one both.
+                both = min(until - begin, call.seconds)
+                end += both
+                self._delay(other, begin, call.seconds)
+        self._ends[own] = end
+        if call.key is not None:
+            self.keys[call.key] = (own, end)
+        return end
+
+    def _delay(self, lane: tuple[str, str], begin: float, seconds: float) -> None:
+        self._ends[lane] += min(self._ends[lane] - begin, seconds)
+        for key, (where, until) in self.keys.items():
+            if where == lane and until > begin:
+                self.keys[key] = (where, until + min(until - begin, seconds))
 
 
 def _computed(seconds: float, under_comm_s: float, slowdown: float) -> float:

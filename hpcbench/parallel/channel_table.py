@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from hpcbench.parallel import layers
 from hpcbench.parallel.channels import Layer, Scheme, Split, split_of
+from hpcbench.parallel.memo import once_per
 
 
 class Row(NamedTuple):
@@ -21,7 +22,8 @@ class Row(NamedTuple):
         return None if self.layer is None else split_of(self.layer, scheme, degree)
 
 
-def rows(table: layers.LayerTable) -> list[Row]:
+@once_per(32)
+def rows(table: layers.LayerTable) -> tuple[Row, ...]:
     """Every row of ``table`` with the channels that it has to do with.
 
     What was flattened keeps the channels that it had before. The first layer is the one that takes the sample.
@@ -37,7 +39,7 @@ def rows(table: layers.LayerTable) -> list[Row]:
         elif channels and len(row.output_shape) > 1:
             channels = row.output_shape[0]
         found.append(Row(row, layer, channels))
-    return found
+    return tuple(found)
 
 
 def split_layers(table: layers.LayerTable) -> list[Layer]:

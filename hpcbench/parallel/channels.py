@@ -7,6 +7,7 @@ the form in which every rank holds whole activations between layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from hpcbench.parallel.shard import even_ranges
@@ -121,6 +122,7 @@ def divided(layer: Layer, split: Split) -> list[int]:
     return taken + (outputs if split.leave not in (KEEP, SUM) or split.by in ("filters", "groups") else [])
 
 
+@lru_cache(maxsize=4096)
 def extents(channels: int, degree: int, features: int = 1) -> tuple[int, ...]:
     """Every rank's share of ``channels`` that have ``features`` entries each.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcbench.parallel.layers import LayerTable
+from hpcbench.parallel.memo import once_per
 
 _BIAS_FIRST = frozenset({"Linear"})
 """Autograd hands out the gradients of an operator's inputs in their order: ``addmm`` has the bias first, but under
@@ -33,10 +34,15 @@ def ready_order(table: LayerTable, precision: str = "fp32") -> list[int]:
 
 def first_rows(table: LayerTable) -> list[int]:
     """Of every tensor of ``table.parameter_tensors``: the row of ``table.layers`` that uses it first."""
+    return list(_first_rows(table))
+
+
+@once_per(32)
+def _first_rows(table: LayerTable) -> tuple[int, ...]:
     rows: dict[str, int] = {}
     for number, layer in enumerate(table.layers):
         rows.setdefault(layer.name, number)
-    return [_row_of(tensor.name, rows) for tensor in table.parameter_tensors]
+    return tuple(_row_of(tensor.name, rows) for tensor in table.parameter_tensors)
 
 
 def _row_of(name: str, rows: dict[str, int]) -> int:

@@ -89,6 +89,7 @@ class Halo(NamedTuple):
         return not self.sends and not self.receives and self.own == self.needed
 
 
+@lru_cache(maxsize=4096)
 def own_box(extents: tuple[int, ...], grid: tuple[int, ...], place: int) -> Box:
     """The part of a feature map that the rank at ``place`` owns; places go through the grid row by row.
 

@@ -5,7 +5,7 @@ Read from the table of layers, so that the worker cuts what the oracle prices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from hpcbench.errors import ConfigError
 from hpcbench.parallel.halo import Layer, Window
 from hpcbench.parallel.layers import Layer as Row
 from hpcbench.parallel.layers import LayerTable
+from hpcbench.parallel.memo import once_per
 
 CONVOLUTIONS = frozenset({"Conv2d", "Conv3d"})
 MAX_POOLS = frozenset({"MaxPool2d", "MaxPool3d"})
@@ -65,13 +66,20 @@ class Split(NamedTuple):
 
     def is_cut(self, tensor: str) -> bool:
         """Whether a parameter or buffer, by its name in the model, belongs to the cut part."""
+        return self.are_cut([tensor])[0]
+
+    def are_cut(self, tensors: Iterable[str]) -> list[bool]:
+        """``is_cut`` of each."""
         first: dict[str, int] = {}
         for number, row in enumerate(self.rows):
             first.setdefault(row.name, number)
-        owner = tensor.rpartition(".")[0]
-        while owner and owner not in first:
-            owner = owner.rpartition(".")[0]
-        return first.get(owner, self.end) < self.end
+        found = []
+        for tensor in tensors:
+            owner = tensor.rpartition(".")[0]
+            while owner and owner not in first:
+                owner = owner.rpartition(".")[0]
+            found.append(first.get(owner, self.end) < self.end)
+        return found
 
 
 def positions(shape: Sequence[int]) -> tuple[int, ...]:
@@ -97,6 +105,7 @@ def parse_grid(text: str, degree: int, dims: int) -> tuple[int, ...]:
     return (*numbers, *[1] * (dims - len(numbers)))
 
 
+@once_per(4096)
 def window_layer(row: Row) -> Layer:
     """The geometry of a convolution or pool."""
     extents, of = positions(row.input_shape), row.attributes
@@ -117,6 +126,7 @@ def _each(value: Any, dims: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value)
 
 
+@once_per(256)
 def split(table: LayerTable, grid: tuple[int, ...], until: int = 0) -> Split:
     """What of a model is cut over ``grid``.
 

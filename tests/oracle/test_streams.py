@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.oracle.streams import Busy, Call, Compute, Event, Wait, run
+from hpcbench.oracle.streams import Busy, Call, Compute, Event, Repeat, Wait, run
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,26 @@ def test_computation_under_communication_is_slower() -> None:
     assert run([Call(4, 0, "a"), Compute(1), Wait()], slowdown=2).compute_s == 2
     # 4 s of communication cover 2 s of what is computed.
     assert run([Call(4, 0, "a"), Compute(3)], slowdown=2).end_s == 5
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        # Of two lanes on wires of their own neither waits for the other.
+        ([Call(4, 0, "a", "x", "in"), Call(1, 0, None, "y", "out"), Wait()], Busy(4, 0, 5, 4, 0)),
+        # On one wire the short call takes twice its time, and the long one both.
+        ([Call(4, 0, "a", "x", "in"), Call(1, 0, None, "y", "in")], Busy(2, 0, 5, 2, 0)),
+        ([Call(4, 0, "a", "x", "in"), Call(1, 0, None, "y", "in"), Wait("a")], Busy(5, 0, 5, 5, 0)),
+        ([Call(1, 0, "a", "x", "in"), Call(4, 0, "b", "y", "in"), Wait("a")], Busy(2, 0, 5, 2, 0)),
+        ([Call(1, 0, "a", "x", "in"), Call(4, 0, "b", "y", "in"), Wait("b")], Busy(5, 0, 5, 5, 0)),
+        # What had ended before is not delayed.
+        ([Call(1, 0, "a", "x"), Compute(3), Call(4, 0, "b", "y"), Wait("b")], Busy(7, 3, 5, 4, 0)),
+    ],
+)
+def test_lanes(events: list[Event], expected: Busy) -> None:
+    assert run(events) == expected
+
+
+def test_repeated_events() -> None:
+    events: list[Compute | Call | Wait] = [Call(3, 1, "a"), Compute(1), Wait("a")]
+    assert run([Compute(1), Repeat(4, events), Call(1, 1)]) == run([Compute(1), *events * 4, Call(1, 1)])

@@ -12,7 +12,7 @@ from hpcbench.oracle.kernels import whole_passes
 from hpcbench.oracle.placement import Group
 from hpcbench.oracle.step import ALL, StepTime, of_events
 from hpcbench.oracle.steps.passes import backward, forward, nothing, update
-from hpcbench.oracle.streams import Call, Event, Wait
+from hpcbench.oracle.streams import Call, Event, Repeat, Wait
 from hpcbench.parallel.gradients import first_rows
 from hpcbench.parallel.layers import LayerTable
 
@@ -58,6 +58,7 @@ def step_of_shards(clock: Clock, spec: RunSpec, table: LayerTable, units: Sequen
 class _Walk:
     def __init__(self, clock: Clock, spec: RunSpec, table: LayerTable, units: Sequence[Unit], plan: Plan) -> None:
         self.clock, self.spec, self.table, self.units, self.plan = clock, spec, table, units, plan
+        self.passes = whole_passes(spec, table)
         made_at = first_rows(table)
         self.first_row = [min((made_at[place] for place in unit.places), default=0) for unit in units]
         blocks = [table.layers[row].block for row in self.first_row]
@@ -66,22 +67,28 @@ class _Walk:
 
     def events(self) -> Iterator[Event]:
         """All of the step."""
-        passes = whole_passes(self.spec, self.table)
-        for micro_batch in range(self.spec.micro_batches):
-            is_first, is_last = micro_batch == 0, micro_batch == self.spec.micro_batches - 1
-            fresh = is_first or self.plan.every_micro_batch
-            again = self.plan.regathers and fresh
-            yield from forward(self.clock, passes, before=partial(self._forward, fresh=fresh, first=is_first))
-            yield from backward(
-                self.clock,
-                self.spec,
-                self.table,
-                passes,
-                before=partial(self._backward, again=again),
-                after=self._reduce if is_last else nothing,
-            )
+        last = self.spec.micro_batches - 1
+        if last:
+            yield from self._micro_batch(is_first=True, is_last=False)
+        if last > 1:
+            # Those between the first and the last are alike, and wait for all that they ask for.
+            yield Repeat(last - 1, list(self._micro_batch(is_first=False, is_last=False)))
+        yield from self._micro_batch(is_first=not last, is_last=True)
         yield ALL
         yield from update(self.clock, self.spec, self.plan.updated)
+
+    def _micro_batch(self, is_first: bool, is_last: bool) -> Iterator[Event]:
+        fresh = is_first or self.plan.every_micro_batch
+        again = self.plan.regathers and fresh
+        yield from forward(self.clock, self.passes, before=partial(self._forward, fresh=fresh, first=is_first))
+        yield from backward(
+            self.clock,
+            self.spec,
+            self.table,
+            self.passes,
+            before=partial(self._backward, again=again),
+            after=self._reduce if is_last else nothing,
+        )
 
     def _forward(self, row: int, fresh: bool, first: bool) -> Sequence[Event]:
         """Before a row: the unit that begins there is waited for, the next one asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from hpcbench.config.spec import RunSpec
@@ -55,4 +56,6 @@ def backward(
 
 def update(clock: Clock, spec: RunSpec, parameter_bytes: Sequence[float]) -> Iterator[Event]:
     """The optimizer's pass over what the rank updates."""
-    yield Compute(sum(clock.kernel_s(kernel) for kernel in update_kernels(spec, parameter_bytes)))
+    counts = Counter(size for size in parameter_bytes if size)
+    each = (clock.kernel_s(kernel) for kernel in update_kernels(spec, counts))
+    yield Compute(sum(seconds * count for seconds, count in zip(each, counts.values(), strict=True)))

@@ -9,8 +9,8 @@ from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.kernels import whole_passes
 from hpcbench.oracle.placement import Group, group_of
 from hpcbench.oracle.step import ALL, StepTime, later, of_events
-from hpcbench.oracle.steps.passes import Around, backward, forward, nothing, update
-from hpcbench.oracle.streams import Event
+from hpcbench.oracle.steps.passes import Around, backward, forward, update
+from hpcbench.oracle.streams import Event, Repeat
 from hpcbench.oracle.tensors import parameter_bytes
 from hpcbench.parallel.gradients import first_rows
 from hpcbench.parallel.layers import LayerTable
@@ -39,11 +39,12 @@ def step_of_replica(
 
     def events() -> Iterator[Event]:
         yield from _waited(clock, before, group)
-        for micro_batch in range(spec.micro_batches):
-            is_last = micro_batch == spec.micro_batches - 1
-            yield from forward(clock, passes)
-            sends = sent_when_ready(clock, table, buckets, group) if is_last else nothing
-            yield from backward(clock, spec, table, passes, after=sends)
+        if spec.micro_batches > 1:
+            once = [*forward(clock, passes), *backward(clock, spec, table, passes)]
+            yield Repeat(spec.micro_batches - 1, once)
+        yield from forward(clock, passes)
+        sends = sent_when_ready(clock, table, buckets, group)
+        yield from backward(clock, spec, table, passes, after=sends)
         yield ALL
         yield from update(clock, spec, parameter_bytes(spec, table) if updated is None else updated)
         yield from _waited(clock, after_update, group)

@@ -5,32 +5,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
-from typing import NamedTuple
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.channel_calls import around_rows
 from hpcbench.oracle.channel_rows import channel_rows
+from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.live import Kept, held_at_peak, in_turn, sent_at_once
 from hpcbench.oracle.memory import Memory
+from hpcbench.oracle.step import StepTime
+from hpcbench.oracle.steps.channels import step_of_channels
 from hpcbench.oracle.tensors import buffer_bytes
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, bucket_bytes
 from hpcbench.parallel.channel_limits import scheme_of
-from hpcbench.parallel.channel_table import Row, rows
-from hpcbench.parallel.channels import Step, extents
+from hpcbench.parallel.channel_table import rows
+from hpcbench.parallel.channels import extents
 from hpcbench.parallel.layers import LayerTable
 from hpcbench.parallel.mesh import Mesh
 from hpcbench.parallel.traffic import Traffic, merged
-
-_SENT_BYTES = {"fp64": 8, "bf16": 2, "fp16": 2}
-_KEEPING_NOTHING = ("Flatten", "Identity")
-
-
-class _Side(NamedTuple):
-    """A layer's input or output: ``unit`` entries a channel and sample."""
-
-    channels: int
-    unit: int
 
 
 class ChannelSplit:
@@ -41,10 +33,9 @@ class ChannelSplit:
         """Around every layer once a micro-batch, and a hybrid's buckets once."""
         calls: list[Traffic] = []
         if spec.tp_degree > 1:
-            found = rows(table)
-            for place, one in enumerate(found):
-                again = spec.activation_checkpointing and _is_kept_after(found, place)
-                calls += _calls_of(spec, one, enter_again=spec.activation_checkpointing, leave_again=again)
+            around = around_rows(spec, table)
+            calls += [call for one in around for call in one.calls(spec.activation_checkpointing)]
+            calls *= spec.micro_batches
         if spec.dp_degree > 1:
             sizes = bucket_bytes(_parameter_bytes(spec, table, rank), int(BUCKET_CAP_MB * MIB))
             calls += [Traffic(operation="all_reduce", group_size=spec.dp_degree, payload_bytes=size) for size in sizes]
@@ -58,6 +49,11 @@ class ChannelSplit:
         underway = sent_at_once(table, sizes) if spec.dp_degree > 1 else ()
         return held_at_peak(spec, table, kept, underway, channel_rows(spec, table, rank), _buffers(spec, table, rank))
 
+    @classmethod
+    def step(cls, spec: RunSpec, table: LayerTable, clock: Clock) -> StepTime:
+        """The rank with the first shares, the largest, sets the pace."""
+        return step_of_channels(clock, spec, table, _parameter_bytes(spec, table, 0))
+
 
 class Filter(ChannelSplit):
     """Output channels shared by the ranks along ``tp``."""
@@ -70,39 +66,6 @@ class Channel(ChannelSplit):
 def _element_bytes(spec: RunSpec) -> int:
     """Of parameters and of what is computed of them."""
     return 8 if spec.precision == "fp64" else 4
-
-
-def _calls_of(spec: RunSpec, one: Row, enter_again: bool, leave_again: bool) -> Iterator[Traffic]:
-    """What is passed for one layer in a step; ``again``: the forward operation is repeated in the backward pass."""
-    split = one.split(scheme_of(spec), spec.tp_degree)
-    if one.layer is None or split is None:
-        return
-    has_gradient = not one.layer.is_first
-    into = _Side(one.layer.in_channels, one.layer.features * prod(one.row.input_shape[1:]))
-    out = _Side(one.layer.out_channels, prod(one.row.output_shape[1:]))
-    yield from _calls(spec, split.enter, into, 1 + enter_again, int(has_gradient))
-    yield from _calls(spec, split.leave, out, 1 + leave_again, 1)
-
-
-def _calls(spec: RunSpec, step: Step, side: _Side, forward: int, backward: int) -> Iterator[Traffic]:
-    degree, samples = spec.tp_degree, spec.batch_size // spec.micro_batches
-    one_channel = samples * side.unit * _SENT_BYTES.get(spec.precision, 4)
-    part = max(extents(side.channels, degree)) * one_channel
-    payloads = {"all_gather": part, "reduce_scatter": degree * part, "all_reduce": side.channels * one_channel}
-    for operation, times in ((step.forward, forward), (step.backward, backward)):
-        if operation in payloads and times:
-            yield Traffic(
-                operation=operation,
-                group_size=degree,
-                payload_bytes=payloads[operation],
-                count=times * spec.micro_batches,
-            )
-
-
-def _is_kept_after(found: list[Row], place: int) -> bool:
-    """Whether its block keeps anything behind the row at ``place``: else it is not computed again."""
-    block = found[place].row.block
-    return any(one.row.block == block and one.row.kind not in _KEEPING_NOTHING for one in found[place + 1 :])
 
 
 def _shard_fractions(spec: RunSpec, table: LayerTable, rank: int) -> dict[str, float]:

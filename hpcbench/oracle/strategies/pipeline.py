@@ -7,7 +7,7 @@ from math import prod
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.memory import Memory
-from hpcbench.oracle.strategies.tensor import SplitModel
+from hpcbench.oracle.split_model import SplitModel
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, bucket_bytes
 from hpcbench.parallel.cutting import chunk_blocks
 from hpcbench.parallel.layers import LayerTable

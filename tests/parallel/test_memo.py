@@ -1,0 +1,31 @@
+"""What is asked once and what is asked again."""
+
+from __future__ import annotations
+
+from hpcbench.parallel.gradients import first_rows
+from hpcbench.parallel.layers import read_table
+from hpcbench.parallel.memo import once_per
+
+
+def test_a_question_is_asked_once_for_each_object_and_each_argument() -> None:
+    asked: list[tuple[int, int]] = []
+
+    @once_per(3)
+    def size(of: list[int], more: int = 0) -> int:
+        asked.append((len(of), more))
+        return len(of) + more
+
+    one, other = [1], [1, 2]
+    assert [size(one), size(one), size(one, 1), size(one, more=1), size(other), size(other)] == [1, 1, 2, 2, 2, 2]
+    assert asked == [(1, 0), (1, 1), (1, 1), (2, 0)]
+    # An equal object is another one; the oldest answer was given up for the fourth.
+    assert (size(list(one)), size(one)) == (1, 1)
+    assert len(asked) == 6
+
+
+def test_what_somebody_does_with_an_answer_is_his_own_affair() -> None:
+    table = read_table("vgg11", "digits")
+    assert table is not None
+    rows = first_rows(table)
+    rows[0] = 1_000
+    assert first_rows(table)[0] == 0
