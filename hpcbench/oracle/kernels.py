@@ -69,6 +69,30 @@ def row_pass(spec: RunSpec, layer: Layer, samples: float, share: Share = WHOLE) 
     return Pass(*kernels)
 
 
+_ALIKE: dict[int, tuple[LayerTable, list[int]]] = {}
+_TABLES = 64
+
+
+def first_alike(table: LayerTable) -> list[int]:
+    """Of every row the first one that computes the same: a transformer's blocks are alike. Remembered."""
+    found = _ALIKE.get(id(table))
+    if found is None or found[0] is not table:
+        seen: dict[tuple[object, ...], int] = {}
+        rows = [seen.setdefault(_computed(layer), number) for number, layer in enumerate(table.layers)]
+        while len(_ALIKE) >= _TABLES:
+            _ALIKE.pop(next(iter(_ALIKE)))
+        found = _ALIKE[id(table)] = table, rows
+    return found[1]
+
+
+def _computed(layer: Layer) -> tuple[object, ...]:
+    """What a row's kernels depend on, and the name that it has within its block, by which some are split."""
+    return (
+        layer.kind, layer.name.partition(".")[2], tuple(layer.input_shape), layer.output_bytes, layer.parameters,
+        layer.forward_flops, layer.backward_flops, layer.forward_moved_bytes, layer.backward_moved_bytes,
+    )  # fmt: skip
+
+
 def whole_passes(spec: RunSpec, table: LayerTable) -> list[Pass]:
     """Of a rank that has all of every layer, for one micro-batch."""
     samples = spec.batch_size / spec.micro_batches

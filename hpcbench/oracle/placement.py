@@ -54,10 +54,30 @@ def _lying(spec: RunSpec, steps: list[tuple[int, int]]) -> Group:
     return Group(ranks, nodes, per_node, rivals=max(here // per_node, 1) if nodes > 1 else 1)
 
 
-def pair_of(spec: RunSpec, axis: str) -> Group:
-    """Two neighbours along ``axis``: of all such pairs those that are furthest apart, who set the pace."""
+def pair_of(spec: RunSpec, axis: str, is_far: bool | None = None) -> Group:
+    """Two neighbours along ``axis``, on one node or on two.
+
+    Where nobody says which: of all such pairs those that are furthest apart, who set the pace.
+    """
     whole = group_of(spec, axis)
-    if whole.nodes == 1:
+    if is_far is None:
+        is_far = whole.nodes > 1
+    if not is_far:
         return Group(2, 1, 2, 1)
     # Every rank of a node whose neighbour lies elsewhere sends at the same time.
     return Group(2, 2, 1, rivals=whole.rivals)
+
+
+def is_within_node(spec: RunSpec, axis: str, left: int, right: int) -> bool:
+    """Whether the ranks at two places on ``axis`` have a node in common, in every replica of the run."""
+    mesh = Mesh.of(spec)
+    place = AXES.index(axis)
+    stride = prod(mesh[place + 1 :])
+    here = spec.tasks_per_node * spec.devices_per_task
+    # Where groups do not fill nodes evenly, each begins elsewhere on its node; after as many as fit they come round.
+    firsts = {
+        outer * stride * mesh[place] + inner
+        for outer in range(min(prod(mesh[:place]), here))
+        for inner in {0, stride - 1}
+    }
+    return all((first + left * stride) // here == (first + right * stride) // here for first in firsts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -32,7 +33,10 @@ def chunk_blocks(spec: RunSpec, options: Mapping[str, Any], layout: Layout, tabl
         return ranges(chosen, table.blocks)
     if options["balance"] == "memory":
         return ranges(cut_chain(table.blocks, layout.chunks, held_bytes(spec, options, layout, table)), table.blocks)
-    return ranges(balanced(block_costs(table, options["balance"]), layout.chunks), table.blocks)
+    return ranges(_balanced(tuple(block_costs(table, options["balance"])), layout.chunks), table.blocks)
+
+
+_balanced = lru_cache(maxsize=256)(balanced)
 
 
 def held_bytes(

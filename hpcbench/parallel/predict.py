@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpcbench.parallel.partition import ChainBlock
 from hpcbench.parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Layout, actions
-from hpcbench.parallel.versions import Delay, steps_of
+from hpcbench.parallel.steady import Stage, steady_step_s
+from hpcbench.parallel.versions import Delay
 from hpcbench.parallel.walk import walk
 
 
@@ -45,16 +46,7 @@ def step_time(
         assert schedule != "pipedream", "an endless schedule without its delay"
         walked = walk(actions(schedule, layout, micro_batches), layout, duration)
         return StepTime(walked.end, walked.bubble_fraction, times)
-    # A step depends on no more than as many earlier ones as there are stages: then all steps are alike.
-    many = 2 * layout.stages + 2
-    shorter, longer = (_ended(layout, delay, micro_batches, steps, duration) for steps in (many, 2 * many))
-    step_time_s = (longer - shorter) / many
+    stages = [Stage(f, b, 0.0) for f, b in zip(forward, backward, strict=True)]
+    step_time_s = steady_step_s(stages, delay, micro_batches)
     busy = sum(times) * micro_batches
     return StepTime(step_time_s, 1 - busy / (layout.stages * step_time_s) if step_time_s else 0.0, times)
-
-
-def _ended(layout: Layout, delay: Delay, micro_batches: int, steps: int, duration: Callable[[Action], float]) -> float:
-    """When the last of so many steps has ended, on the last stage; what is forwarded of later ones is left out."""
-    last = steps * micro_batches
-    every = [steps_of(layout, delay, stage, micro_batches, steps) for stage in range(layout.stages)]
-    return walk([[one for one in own if one.micro_batch < last] for own in every], layout, duration).end

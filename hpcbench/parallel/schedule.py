@@ -92,6 +92,15 @@ def actions(schedule: str, layout: Layout, micro_batches: int) -> list[list[Acti
     return _executable(_ONE_RANK[schedule], layout, micro_batches)
 
 
+def rank_actions(schedule: str, layout: Layout, rank: int, micro_batches: int) -> list[Action]:
+    """What one rank of ``actions`` does; the lists of the others are made only where they decide on this one."""
+    if schedule == "pipedream":
+        return pipedream_window(layout, rank, micro_batches, True, True)
+    if _is_executable(layout, micro_batches):
+        return _ONE_RANK[schedule](layout, rank, micro_batches, 0)
+    return actions(schedule, layout, micro_batches)[rank]
+
+
 def pipedream_window(layout: Layout, rank: int, micro_batches: int, is_first: bool, is_last: bool) -> list[Action]:
     """What ``rank`` does between the updates of one step and those of the next (Narayanan et al. 2019, figure 8).
 
@@ -138,9 +147,15 @@ def _executable(
     """
     for extra in range(layout.chunks * m + 1):
         found = [one_rank(layout, rank, m, extra) for rank in range(layout.ranks)]
-        if not stuck(found, layout):
+        if _is_executable(layout, m) or not stuck(found, layout):
             return found
     raise AssertionError(f"{layout} cannot be executed with {m} micro-batches")
+
+
+def _is_executable(layout: Layout, micro_batches: int) -> bool:
+    """Whether the shortest warm-up of every schedule is known to do."""
+    is_even = layout.virtual_stages == 1 or micro_batches % layout.stages == 0
+    return is_even and max(layout.widths) == 1
 
 
 def _model(layout: Layout, rank: int, micro_batches: int, _extra: int) -> list[Action]:
@@ -182,13 +197,14 @@ def _zero_bubble(layout: Layout, rank: int, micro_batches: int, extra: int) -> l
     """
     found: list[Action] = []
     waiting: list[Action] = []
+    stage = layout.stage_of(rank)
     for one in _one_f_one_b(layout, rank, micro_batches, extra):
         if one.kind == FORWARD:
             found.append(one)
             continue
-        found.append(one._replace(kind=INPUT))
-        waiting.append(one._replace(kind=WEIGHT))
-        if len(waiting) > layout.stage_of(rank):
+        found.append(Action(INPUT, one.chunk, one.micro_batch))
+        waiting.append(Action(WEIGHT, one.chunk, one.micro_batch))
+        if len(waiting) > stage:
             found.append(waiting.pop(0))
     return found + waiting
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hpcbench.parallel.schedule import BACKWARD, FORWARD, WEIGHT, Action, Layout, needs
+from hpcbench.parallel.schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Layout
 
 
 class Span(NamedTuple):
@@ -33,6 +33,63 @@ class Walk(NamedTuple):
         return 1.0 - busy / (len(self.ranks) * self.end) if self.end else 0.0
 
 
+class Order(NamedTuple):
+    """All ranks' actions in an order in which every one finds done what it needs; an entry an action in each list."""
+
+    ranks: list[int]
+    actions: list[Action]
+    awaited: list[int]
+    """Place of the action of another rank that this one waits for; -1 where it waits for none."""
+    sent: list[bool]
+    """Whether another rank waits for the result."""
+
+
+def in_order(ranks: Sequence[Sequence[Action]], layout: Layout) -> Order:
+    """The actions of all ranks, each rank's in its own order."""
+    found = Order([], [], [], [])
+    width = 1 + max((one.micro_batch for own in ranks for one in own), default=0)
+    backwards, last = layout.chunks * width, (2 * layout.chunks - 1) * width
+    done: dict[int, int] = {}
+    waiting: dict[int, int] = {}
+    places = [0] * len(ranks)
+    ready = list(range(len(ranks) - 1, -1, -1))
+    while ready:
+        rank = ready.pop()
+        own, place = ranks[rank], places[rank]
+        while place < len(own):
+            kind, chunk, one = action = own[place]
+            # What the neighbouring chunk must have done; what the own one has done comes earlier in the own order.
+            slot, needed = -1, -1
+            if kind == FORWARD:
+                slot = chunk * width + one
+                needed = slot - width
+            elif kind in (BACKWARD, INPUT):
+                slot = backwards + chunk * width + one
+                needed = slot + width if slot < last else -1
+            other = -1
+            if needed >= 0:
+                if needed not in done:
+                    waiting[needed] = rank
+                    break
+                other = done[needed]
+                if found.ranks[other] == rank:
+                    other = -1
+                else:
+                    found.sent[other] = True
+            if slot >= 0:
+                done[slot] = len(found.ranks)
+                if slot in waiting:
+                    ready.append(waiting.pop(slot))
+            found.ranks.append(rank)
+            found.actions.append(action)
+            found.awaited.append(other)
+            found.sent.append(False)
+            place += 1
+        places[rank] = place
+    assert all(place == len(own) for place, own in zip(places, ranks, strict=True)), "a schedule that gets stuck"
+    return found
+
+
 def walk(
     ranks: list[list[Action]],
     layout: Layout,
@@ -41,32 +98,40 @@ def walk(
 ) -> Walk:
     """Every rank does its next action as soon as it is done with the one before and has what the action needs.
 
-    ``transfer`` is the time from an action's end until the rank that waits for its result has it, where that is
-    another rank. Sending costs the sender nothing.
+    ``transfer`` is the time that the result of an action takes to another rank that waits for it. A rank sends one
+    message after another, which costs it no time of its own.
     """
-    ends: dict[Action, float] = {}
+    order = in_order(ranks, layout)
     found: list[list[Span]] = [[] for _ in ranks]
-    moved = True
-    while moved:
-        moved = False
-        for rank, own in enumerate(ranks):
-            spans = found[rank]
-            while len(spans) < len(own):
-                action = own[len(spans)]
-                before = needs(action, layout)
-                if not all(one in ends for one in before):
-                    break
-                arrived = [ends[one] + (transfer(one) if _is_elsewhere(one, action, layout) else 0.0) for one in before]
-                begin = max([spans[-1].end if spans else 0.0, *arrived])
-                ends[action] = begin + duration(action)
-                spans.append(Span(action, begin, ends[action]))
-                moved = True
-    assert all(len(spans) == len(own) for spans, own in zip(found, ranks, strict=True)), "a schedule that gets stuck"
+    spent = times(order, len(ranks), duration, transfer)
+    for rank, action, begin, end in zip(order.ranks, order.actions, *spent, strict=True):
+        found[rank].append(Span(action, begin, end))
     return Walk(found)
 
 
-def _is_elsewhere(one: Action, action: Action, layout: Layout) -> bool:
-    return layout.rank(one.chunk, one.micro_batch) != layout.rank(action.chunk, action.micro_batch)
+def times(
+    order: Order, ranks: int, duration: Callable[[Action], float], transfer: Callable[[Action], float]
+) -> tuple[list[float], list[float]]:
+    """When each of the actions of so many ranks begins and ends; see ``walk``."""
+    begins: list[float] = []
+    ends: list[float] = []
+    arrivals: list[float] = []
+    free, gone = [0.0] * ranks, [0.0] * ranks
+    for rank, action, awaited, is_sent in zip(*order, strict=True):
+        begin = free[rank]
+        if awaited >= 0 and arrivals[awaited] > begin:
+            begin = arrivals[awaited]
+        end = arrival = begin + duration(action)
+        free[rank] = end
+        if is_sent:
+            if gone[rank] > end:
+                arrival = gone[rank]
+            arrival += transfer(action)
+            gone[rank] = arrival
+        begins.append(begin)
+        ends.append(end)
+        arrivals.append(arrival)
+    return begins, ends
 
 
 def live(own: Sequence[Action]) -> list[list[Action]]:

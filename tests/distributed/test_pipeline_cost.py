@@ -63,8 +63,16 @@ def measured(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
             "zero_bubble", 2, "gpt", "tokens", tp_degree=2, tasks_per_node=4, input_size=4, batch_size=3,
             micro_batches=2, model_options={"context": 4},
         ),
+        spec_of(
+            "1f1b", 2, "gpt", "tokens", tp_degree=2, tasks_per_node=4, input_size=4, batch_size=4, micro_batches=2,
+            model_options={"context": 4, "dropout": 0.1}, options={"recompute": "always", "cuts": "3"},
+        ),
+        spec_of(
+            "zero_bubble", 2, "gpt", "tokens", tp_degree=2, tasks_per_node=4, input_size=4, batch_size=4,
+            micro_batches=2, model_options={"context": 4}, options={"recompute": "except_last", "cuts": "3"},
+        ),
     ],
-    ids=lambda spec: f"{spec.strategy}-{spec.model}-{spec.ranks}",
+    ids=lambda spec: f"{spec.strategy}-{spec.model}-{spec.ranks}-{spec.options.get('recompute', '')}",
 )  # fmt: skip
 def test_traffic(pool: Pool, spec: RunSpec) -> None:
     """Micro-batches of 8 samples are 3, 3 and 2; the sends differ accordingly."""

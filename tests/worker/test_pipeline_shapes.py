@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.strategies.pipeline import boundary_bytes
+from hpcbench.oracle.pipeline_run import PipelineRun
 from hpcbench.parallel.layers import read_table
 from hpcbench.parallel.schedule import Layout
 from hpcbench.worker.models.build import build_shapes
@@ -29,11 +29,12 @@ def test_stages_of_large_images(model: str, dataset: str) -> None:
     whole = build_shapes(spec)
     blocks = blocks_of_chunks(whole, spec, OPTIONS, Layout(4, 2))
     assert [len(part) > 0 for part in blocks] == [True] * 8
-    boundaries = Boundaries(whole, blocks, spec, CPU)
+    boundaries, run = Boundaries(whole, blocks, spec, CPU), PipelineRun(spec, table, 0)
+    assert run.blocks == blocks
     for chunk in range(7):
         (shape,) = boundaries.after(chunk, 3).shapes
         assert shape.dtype == torch.float32
         assert shape.sizes[0] == 3
-        assert 4 * torch.Size(shape.sizes).numel() == 3 * boundary_bytes(table, blocks[chunk])
+        assert 4 * torch.Size(shape.sizes).numel() == 3 * run.boundary_bytes(chunk)
     (logits,) = boundaries.after(7, 3).shapes
     assert logits.sizes == (3, 1000)

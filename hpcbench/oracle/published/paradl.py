@@ -39,8 +39,8 @@ class Layer(NamedTuple):
 class Job(NamedTuple):
     """What is trained: ``D`` samples an epoch in global batches of ``B``, ``delta`` bytes an item."""
 
-    samples: int
-    batch: int
+    samples: float
+    batch: float
     layers: Sequence[Layer]
     item_bytes: int = 4
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import msgspec
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.memory import Memory
-from hpcbench.oracle.strategies.pipeline import PipelineCost, PipelineRun
+from hpcbench.oracle.pipeline_run import PipelineRun
+from hpcbench.oracle.step import StepTime
+from hpcbench.oracle.steps.pipedream import step_of_pipedream
+from hpcbench.oracle.strategies.pipeline import PipelineCost
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, bucket_bytes
 from hpcbench.parallel.layers import LayerTable
 from hpcbench.parallel.schedule import UPDATE, message_after
 from hpcbench.parallel.strategies.pipedream import delay_of
 from hpcbench.parallel.traffic import Traffic, merged
 from hpcbench.parallel.versions import step_window, steps_of
-from hpcbench.parallel.walk import live
 
 
 class PipedreamCost:
@@ -46,12 +49,16 @@ class PipedreamCost:
         run, delay, m = PipelineRun(spec, table, rank), delay_of(spec), spec.micro_batches
         plain = PipelineCost.memory(spec, table, rank)
         actions = steps_of(run.layout, delay, run.place, m, 2 + spec.pp_degree // m)
-        alive = max(sum(run.kept_bytes(run.place, one.micro_batch % m) for one in kept) for kept in live(actions))
         early = max(run.sizes) * run.boundary_bytes(run.place - 1) if run.place else 0
         return msgspec.structs.replace(
             plain,
             gradients_bytes=plain.gradients_bytes * (2 if delay.double_buffered and m > 1 else 1),
-            activations_bytes=alive + run.recomputed_bytes(),
+            activations_bytes=run.alive_bytes(actions) + run.recomputed_bytes(),
             communication_bytes=run.waiting_bytes() + early,
             stashed_bytes=(delay.held(run.place) - 1) * plain.parameters_bytes,
         )
+
+    @classmethod
+    def step(cls, spec: RunSpec, table: LayerTable, clock: Clock) -> StepTime:
+        """By what bounds the steady state."""
+        return step_of_pipedream(clock, PipelineRun(spec, table, 0))

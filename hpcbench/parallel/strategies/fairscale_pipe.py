@@ -18,6 +18,7 @@ STRATEGIES = {
             "cuts": pipeline.OPTIONS["cuts"],
             "recompute": pipeline.OPTIONS["recompute"],
         },
+        cost="hpcbench.oracle.strategies.fairscale_pipe:FairscalePipeCost",
         limit="hpcbench.parallel.strategies.fairscale_pipe:excluded",
     ),
 }

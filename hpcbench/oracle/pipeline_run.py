@@ -1,0 +1,212 @@
+"""One rank of one pipeline, by the table of layers: what it computes, sends and keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import prod
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.split_model import SplitModel
+from hpcbench.parallel.cutting import chunk_blocks
+from hpcbench.parallel.layers import LayerTable
+from hpcbench.parallel.mesh import Mesh
+from hpcbench.parallel.schedule import BACKWARD, FORWARD, WEIGHT, Action, Layout, rank_actions
+from hpcbench.parallel.shard import even_ranges
+from hpcbench.parallel.strategies.pipeline import OPTIONS, layout_of
+from hpcbench.parallel.traffic import Traffic
+
+_PREFETCH = 2
+"""As ``worker.pipeline.mail.PREFETCH``."""
+
+
+class Tie:
+    """A weight that several chunks use."""
+
+    def __init__(self, places: tuple[int, ...], size: int, name: str) -> None:
+        self.places, self.bytes, self.name = places, size, name
+        self.first, self.holders = places[0], len(places)
+
+
+class PipelineRun:
+    """One rank of one run, by the table."""
+
+    def __init__(self, spec: RunSpec, table: LayerTable, rank: int) -> None:
+        self.spec, self.table = spec, table
+        self.layout: Layout = layout_of(spec)
+        self.place = Mesh.of(spec).coordinates(rank).pp
+        self.chunks = self.layout.chunks_of(self.place)
+        self.replicas = spec.dp_degree * self.layout.widths[self.layout.stage_of(self.place)]
+        """Ranks that hold the same chunks."""
+        options = {name: option.default for name, option in OPTIONS.items()} | spec.options
+        self.recompute = options["recompute"]
+        self.blocks = chunk_blocks(spec, options, self.layout, table)
+        self.sizes = [len(part) for part in even_ranges(spec.batch_size, spec.micro_batches)]
+        self.split = SplitModel(spec, table, rank) if spec.tp_degree > 1 else None
+        self._sizes: dict[int, list[int]] = {}
+        self.scale = 2 if spec.precision == "fp64" else 1
+        """Of the table's bytes, which are of fp32; lower precisions keep weights in it, and are an exception."""
+
+    @cached_property
+    def actions(self) -> list[Action]:
+        """What this rank does in a step."""
+        return rank_actions(self.spec.strategy, self.layout, self.place, self.spec.micro_batches)
+
+    def boundary_bytes(self, chunk: int) -> int:
+        """What ``chunk`` hands on, per sample: the output of the last row of its last block."""
+        return self._boundaries[chunk]
+
+    @cached_property
+    def _boundaries(self) -> list[int]:
+        return [self.scale * self.table.layers[own[-1]].output_bytes for own in self.rows]
+
+    def message_bytes(self, action: Action) -> int:
+        """Activations behind the chunk, or the gradient of what is before it."""
+        chunk = action.chunk if action.kind == FORWARD else action.chunk - 1
+        return self.sizes[action.micro_batch] * self.boundary_bytes(chunk)
+
+    @cached_property
+    def _chunk_of_block(self) -> list[int]:
+        return [chunk for chunk, held in enumerate(self.blocks) for _ in held]
+
+    def _chunk_of(self, tensor: str) -> int:
+        return self._chunk_of_block[int(tensor.partition(".")[0])]
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """Of every chunk its rows of the table; the loss is the last one's."""
+        found: list[list[int]] = [[] for _ in self.blocks]
+        for number, row in enumerate(self.table.layers):
+            found[self._chunk_of_block[min(row.block, self.table.blocks - 1)]].append(number)
+        return found
+
+    @cached_property
+    def _places(self) -> list[list[int]]:
+        tied = {tie.name for tie in self.ties}
+        found: list[list[int]] = [[] for _ in self.blocks]
+        for place, one in enumerate(self.table.parameter_tensors):
+            if one.name not in tied:
+                found[self._chunk_of(one.name)].append(place)
+        return found
+
+    def own_places(self, chunk: int) -> list[int]:
+        """Of the chunk's parameters in the table's, tied ones left out."""
+        return self._places[chunk]
+
+    @cached_property
+    def ties(self) -> list[Tie]:
+        """Linear layers without weights of their own use an earlier block's of the same shape."""
+        found: list[Tie] = []
+        for row in self.table.layers:
+            shape = [row.attributes.get("out_features"), row.attributes.get("in_features")]
+            if row.kind != "Linear" or row.parameters >= prod(one or 0 for one in shape):
+                continue
+            owner = next(one for one in self.table.parameter_tensors if one.shape == shape)
+            chunks = (self._chunk_of(owner.name), self._chunk_of(row.name))
+            places = tuple(dict.fromkeys(self.layout.rank(chunk, 0) for chunk in chunks))
+            if chunks[0] != chunks[1]:
+                found.append(Tie(places, self.scale * owner.bytes_per_element * prod(owner.shape), owner.name))
+        return found
+
+    def holds(self, tie: Tie) -> bool:
+        """Whether this rank has a copy."""
+        return self.place in tie.places
+
+    def own_tensors(self, chunk: int) -> list[int]:
+        """Bytes of the chunk's parameters, tied ones left out."""
+        if chunk not in self._sizes:
+            self._sizes[chunk] = self._sizes_of(chunk)
+        return self._sizes[chunk]
+
+    def _sizes_of(self, chunk: int) -> list[int]:
+        chosen = [self.table.parameter_tensors[place] for place in self._places[chunk]]
+        return [
+            self.scale * one.bytes_per_element * prod(one.shape)
+            if self.split is None
+            else self.split.parameter_bytes(one.name, one.shape)
+            for one in chosen
+        ]
+
+    def shared_layers(self) -> list[Traffic]:
+        """All_reduces of transformer blocks that a stage's ranks share, by the rank's actions."""
+        found = []
+        for kind, chunk, one in self.actions:
+            if kind != WEIGHT:
+                again = kind != FORWARD and self.is_recomputed(one, len(self.sizes))
+                found += self.shared(chunk, self.sizes[one], again)
+        return found
+
+    def shared(self, chunk: int, samples: float, again: bool = False) -> list[Traffic]:
+        """Of one pass through a chunk: two for each of its blocks (Shoeybi et al. 2019).
+
+        ``again``: with the forward pass that is repeated before, which ends with the last layer that keeps something.
+        """
+        if self.split is None:
+            return []
+        held = [name for name in self.split.blocks if int(name) in self.blocks[chunk]]
+        count = 2 * len(held)
+        if again and held:
+            is_at_end = int(held[-1]) == self.blocks[chunk].stop - 1
+            drops = self.split.rows[f"{held[-1]}.dropout2"].attributes["p"] > 0
+            count += 2 * len(held) - (is_at_end and not drops)
+        payload = round(samples * self.split.tokens * self.split.width * self.split.sent_bytes)
+        one = Traffic(operation="all_reduce", group_size=self.spec.tp_degree, payload_bytes=payload, count=count)
+        return [one] if held else []
+
+    def buffer_bytes(self) -> int:
+        """BatchNorm's, of all chunks; counters are integers in every precision."""
+        return sum(
+            (self.scale if one.bytes_per_element == 4 else 1) * one.bytes_per_element * prod(one.shape)
+            for one in self.table.buffers
+            if self._chunk_of(one.name) in self.chunks
+        )
+
+    def _kept_bytes(self, chunk: int, micro_batch: int) -> int:
+        """Of one micro-batch between its forward and its backward pass."""
+        received = self.sizes[micro_batch] * self.boundary_bytes(chunk - 1) if chunk else 0
+        if self.is_recomputed(micro_batch, len(self.sizes)):
+            return received
+        return received + self._activation_bytes(chunk, self.sizes[micro_batch])
+
+    def is_recomputed(self, micro_batch: int, micro_batches: int) -> bool:
+        """Whether a micro-batch's backward pass begins with another forward pass."""
+        return self.recompute == "always" or (self.recompute == "except_last" and micro_batch < micro_batches - 1)
+
+    def alive_bytes(self, own: Sequence[Action]) -> int:
+        """Of the micro-batches that are between their passes when these are most, as ``own`` actions go on.
+
+        From ``F`` until ``B``, or ``W`` of a split backward pass (``parallel.walk.live``).
+        """
+        alive = most = 0
+        for kind, chunk, one in own:
+            if kind == FORWARD:
+                alive += self._kept_bytes(chunk, one % len(self.sizes))
+                most = max(most, alive)
+            elif kind in (BACKWARD, WEIGHT):
+                alive -= self._kept_bytes(chunk, one % len(self.sizes))
+        return most
+
+    def recomputed_bytes(self) -> int:
+        """The largest chunk, whole again for one backward pass."""
+        if self.recompute == "never":
+            return 0
+        return max(self._activation_bytes(chunk, max(self.sizes)) for chunk in self.chunks)
+
+    def waiting_bytes(self) -> int:
+        """Receives that stand ready: activations from before, gradients from behind."""
+        ready = min(_PREFETCH, len(self.sizes)) * max(self.sizes)
+        before = max((self.boundary_bytes(chunk - 1) for chunk in self.chunks if chunk), default=0)
+        behind = max((self.boundary_bytes(one) for one in self.chunks if one < self.layout.chunks - 1), default=0)
+        return ready * (before + behind) if self.layout.ranks > 1 else 0
+
+    def _activation_bytes(self, chunk: int, samples: int) -> int:
+        per_sample, fixed = self._activations[chunk]
+        return self.scale * (samples * per_sample + fixed)
+
+    @cached_property
+    def _activations(self) -> list[tuple[int, int]]:
+        """Of every chunk's rows: bytes per sample, and of the batch."""
+        rows = [[self.table.layers[row] for row in own] for own in self.rows]
+        return [
+            (sum(one.activation_bytes for one in own), sum(one.activation_fixed_bytes for one in own)) for own in rows
+        ]
