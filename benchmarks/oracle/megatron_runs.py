@@ -97,10 +97,9 @@ def held() -> dict[str, Held]:
 
 
 def machine() -> Machine:
-    """Selene by its profile, with the cited figures of parts."""
-    figures = _data()
+    """Selene by its profile, with the cited figures of links."""
+    links = _data()["links"]
     found = nominal_machine(load_cluster("selene")[0], None, _DEVICES_OF_NODE)
-    device, links = figures["device"], figures["links"]
     inside = found.comm.intra_node
     all_reduce = CollectiveSample(
         operation="all_reduce",
@@ -109,19 +108,12 @@ def machine() -> Machine:
         latency_s=inside.latency_s,
         beta_ratio=1 / (inside.beta_s_per_byte * links["all_reduce_bytes_per_s"]),
     )
-    return msgspec.structs.replace(
-        found,
-        compute=msgspec.structs.replace(
-            found.compute,
-            flops_efficiency=product_efficiency(found.compute.peak_flops_per_s["bf16"], device["processors"]),
-            **device,
-        ),
-        comm=msgspec.structs.replace(
-            found.comm,
-            collectives=[all_reduce],
-            inter_node=Wire(found.comm.inter_node.latency_s, 1 / links["adapter_bytes_per_s"]),
-        ),
+    comm = msgspec.structs.replace(
+        found.comm,
+        collectives=[all_reduce],
+        inter_node=Wire(found.comm.inter_node.latency_s, 1 / links["adapter_bytes_per_s"]),
     )
+    return msgspec.structs.replace(found, comm=comm)
 
 
 def measured_all_reduces() -> list[tuple[float, float]]:

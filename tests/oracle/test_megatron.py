@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.oracle.megatron import amounts, left, summary, times
-from benchmarks.oracle.megatron_runs import machine, measured_all_reduces, plan_of, published
+from benchmarks.oracle.megatron_runs import machine, measured_all_reduces, plan_of, product_efficiency, published
 from benchmarks.oracle.megatron_table import Gpt, kept_in_block, table_of
 from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.placement import group_of
@@ -89,6 +89,13 @@ def test_flops_are_counted_as_published() -> None:
     seconds = run.published_s("selective", 312e12)
     assert seconds == 71.49
     assert run.model_flops() / (seconds * run.devices * 312e12) == pytest.approx(0.563, abs=5e-4)
+
+
+def test_the_profile_has_what_measured_products_reach() -> None:
+    compute = machine().compute
+    measured = product_efficiency(compute.peak_flops_per_s["bf16"], compute.processors)
+    assert compute.processors == 108
+    assert compute.flops_efficiency == round(measured, 3) == 0.778
 
 
 def test_an_all_reduce_takes_what_one_did_on_such_a_node() -> None:
