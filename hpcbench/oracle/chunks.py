@@ -129,17 +129,32 @@ class ChunkTimes:
 
     def _durations(self, chunk: int, samples: float, again: bool, with_comm: bool) -> dict[str, float]:
         busy = self.busy(chunk, samples, again)
-        forward, backward = (
-            sum(call.seconds for call in calls) if with_comm else 0.0
-            for calls in (busy.shared_forward, busy.shared_backward)
-        )
-        return {
-            FORWARD: busy.forward_s + forward,
-            BACKWARD: busy.backward_s + backward,
-            INPUT: busy.backward_s - busy.weights_s + backward,
+        computed = {
+            FORWARD: busy.forward_s,
+            BACKWARD: busy.backward_s,
+            INPUT: busy.backward_s - busy.weights_s,
             WEIGHT: busy.weights_s,
             UPDATE: 0.0,
         }
+        if not with_comm:
+            return computed
+        shared = dict.fromkeys((BACKWARD, INPUT), busy.shared_backward) | {FORWARD: busy.shared_forward}
+        return {
+            kind: self.beside_messages_s(kind, chunk, samples, seconds)
+            + sum(call.seconds for call in shared.get(kind, ()))
+            for kind, seconds in computed.items()
+        }
+
+    def beside_messages_s(self, kind: str, chunk: int, samples: float, computed_s: float) -> float:
+        """What is computed in ``computed_s``, with messages under way meanwhile: those that it waited for and sends."""
+        slowdown = self.clock.machine.comm.overlap_slowdown
+        if slowdown <= 1.0 or kind in (WEIGHT, UPDATE):
+            return computed_s
+        before = chunk - 1 if kind == FORWARD else chunk + 1
+        received = self.sends(kind, before, samples) if 0 <= before < self.plan.layout.chunks else None
+        calls = (received, self.sends(kind, chunk, samples))
+        under_way_s = sum(call.seconds for call in calls if call is not None)
+        return computed_s + min((1.0 - 1.0 / slowdown) * under_way_s, (slowdown - 1.0) * computed_s)
 
 
 def weights_part(layer: Layer) -> float:

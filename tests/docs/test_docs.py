@@ -1,4 +1,4 @@
-"""What the documentation shows exists and works: links, shipped files, TOML, commands."""
+"""What the documentation shows exists: links, shipped files, names of commands; its blocks are run by test_blocks."""
 
 from __future__ import annotations
 
@@ -32,14 +32,6 @@ def page_id(path: Path) -> str:
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     assert [link for link in links if not (page.parent / link).exists()] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
-def test_toml_on_pages_is_a_sweep_that_checks(page: Path, tmp_path: Path) -> None:
-    for number, block in enumerate(re.findall(r"```toml\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)):
-        path = tmp_path / f"{number}.toml"
-        path.write_text(block)
-        check_names(load_sweep(path))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
