@@ -1,0 +1,1 @@
+"""What the oracle says of runs that others published."""
