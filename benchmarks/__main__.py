@@ -26,6 +26,7 @@ BENCHMARKS = {
     "tensor": [*_TORCHRUN, "benchmarks.tensor_cost"],
     "channels": [*_TORCHRUN, "benchmarks.channels_cost"],
     "pipedream": [*_TORCHRUN, "benchmarks.pipedream"],
+    "megatron": [sys.executable, "-m", "benchmarks.oracle.megatron"],
 }
 
 

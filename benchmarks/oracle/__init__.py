@@ -1,1 +1,1 @@
-"""What the oracle is scored on: its predictions, made before anybody compared them."""
+"""What the oracle says of runs that others published, before anybody compared it."""

@@ -10,7 +10,7 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.pieces import pieces_of
 from hpcbench.oracle.split_model import SplitModel
 from hpcbench.parallel.cutting import chunk_blocks
-from hpcbench.parallel.layers import LayerTable
+from hpcbench.parallel.layers import Layer, LayerTable
 from hpcbench.parallel.mesh import Mesh
 from hpcbench.parallel.schedule import BACKWARD, FORWARD, WEIGHT, Action, Layout, rank_actions
 from hpcbench.parallel.shard import even_ranges
@@ -166,5 +166,18 @@ class PipelineRun:
         return ready * (before + behind) if self.layout.ranks > 1 else 0
 
     def _activation_bytes(self, chunk: int, samples: int) -> int:
-        per_sample, fixed = self._pieces.activations_bytes[chunk]
+        per_sample, fixed = self._activations[chunk]
         return self.scale * (samples * per_sample + fixed)
+
+    @cached_property
+    def _activations(self) -> Sequence[tuple[int, int]]:
+        """Of every chunk: bytes per sample, and of the batch. Ranks that share blocks keep their part of each row."""
+        if self.split is None:
+            return self._pieces.activations_bytes
+        kept = [[self._kept_of(self.split, self.table.layers[row]) for row in own] for own in self.rows]
+        return [(sum(own), fixed) for own, (_, fixed) in zip(kept, self._pieces.activations_bytes, strict=True)]
+
+    @staticmethod
+    def _kept_of(split: SplitModel, layer: Layer) -> int:
+        share = split.kept_share(layer)
+        return layer.activation_bytes * share.own // share.whole

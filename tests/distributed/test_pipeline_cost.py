@@ -131,3 +131,17 @@ def test_kept_activations(pool: Pool, schedule: str) -> None:
         alive = {"model": 1, "gpipe": 8, "1f1b": 4 - rank}[schedule]
         promised = PipelineCost.memory(spec, table, rank).activations_bytes
         assert found <= promised <= found + alive * boundary
+
+
+def test_kept_activations_of_ranks_that_share_blocks(pool: Pool) -> None:
+    """Heads and features are shared, norms and what is between blocks is not."""
+    spec = spec_of(
+        "1f1b", 2, "gpt", "tokens", tp_degree=2, tasks_per_node=4, batch_size=4, micro_batches=4, input_size=16,
+        model_options={"context": 16},
+    )  # fmt: skip
+    table = table_of(spec)
+    boundary = 128 * 16 * 4 + 16 * 8
+    for rank, found in enumerate(pool.call(4, peak_kept, spec)):
+        alive = 2 - rank // 2
+        promised = PipelineCost.memory(spec, table, rank).activations_bytes
+        assert found <= promised <= found + alive * boundary
