@@ -11,7 +11,7 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.answers import Unpriced
 from hpcbench.oracle.predict import Interval
 from hpcbench.oracle.recommend import Candidate, Recommendation, Refused
-from hpcbench.report.predictions import Predicted, interval_text, predictions_view
+from hpcbench.report.predictions import Predicted, interval_text, predictions, predictions_view
 from hpcbench.report.recommendation import ranking_view, refused_table, scales_view, sweep_toml
 from hpcbench.report.show import view_renderable
 from hpcbench.report.view import View
@@ -65,6 +65,32 @@ def test_a_table_of_predictions() -> None:
 )  # fmt: skip
 def test_intervals_are_in_the_unit_of_the_step(seconds: float, text: str) -> None:
     assert interval_text(told(seconds)) == text
+
+
+class Told:
+    """Says that a second replica does not fit, and nothing of pipelines."""
+
+    def of(self, spec: RunSpec) -> Any:
+        return Unpriced("no") if spec.strategy == "gpipe" else told(1.0, fits=spec.nodes == 1)
+
+
+@pytest.mark.parametrize(
+    ("where", "left"),
+    [
+        (None, ["ddp 1", "ddp 2", "gpipe 2"]),
+        ("fits", ["ddp 1"]),
+        ("not fits and nodes == 2", ["ddp 2", "gpipe 2"]),
+        ("step_time_s < 2 and ranks > 1", ["ddp 2"]),
+    ],
+)
+def test_conditions_ask_for_figures_too(where: str | None, left: list[str]) -> None:
+    runs = {str(place): one for place, one in enumerate([
+        spec("ddp"), spec("ddp", repeat=1, seed=1), spec("ddp", 2, dp_degree=2), spec("gpipe", 2, pp_degree=2)
+    ])}  # fmt: skip
+    found = predictions(runs, Told(), where)  # type: ignore[arg-type]
+    assert [f"{one.spec.strategy} {one.spec.nodes}" for one in found] == left
+    # Launches of one configuration are one row.
+    assert found[0].run_ids == (["0", "1"] if left[0] == "ddp 1" else ["2"])
 
 
 def recommendation() -> Recommendation:
