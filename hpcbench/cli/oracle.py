@@ -85,7 +85,9 @@ def recommend(
 
     wish = Wish(nodes=nodes or (1,), objective=objective, **asked)
     found, forecast = fulfilled(wish, cluster_name, tree(results), model_folder)
-    text = sweep_toml(found, f"measure-{asked['model'].rpartition(':')[2]}") if any(f.candidates for f in found) else ""
+    module, _, model = asked["model"].rpartition(":")
+    folder = str(model_folder.resolve()) if module else None
+    text = sweep_toml(found, f"measure-{model}", folder) if any(one.candidates for one in found) else ""
     if out is not None and text:
         from hpcbench.fileio import write_atomic
 

@@ -23,6 +23,7 @@ from hpcbench.parallel.catalog import STRATEGIES, models
 from hpcbench.parallel.datasets import DATASETS
 from hpcbench.parallel.layers import LayerRequest, LayerTable
 from hpcbench.parallel.own_model import is_own
+from hpcbench.parallel.table_limits import excluded_by_table
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.layers import layer_table_of
 from hpcbench.submit.plan import local_cores
@@ -35,6 +36,10 @@ first call of every kernel. A usual time; nothing is measured for it."""
 
 MOST_DEVICES, MOST_MICRO_BATCHES = 10_000_000, 20_000
 """What is priced at most: results that somebody else has written may say anything."""
+
+_HOLES = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError,
+)  # fmt: skip
 
 _PRICED = attrgetter(
     "model", "dataset", "input_size", "strategy", "batch_size", "nodes", "tasks_per_node", "devices_per_task",
@@ -164,11 +169,13 @@ class Forecast:
         table = self.table(spec)
         if isinstance(table, Unpriced):
             return table
+        if is_own(spec.model) and (reason := excluded_by_table(spec, table)):
+            return Unpriced(reason)
         try:
             return tell(table)
         except HpcbenchError as error:
             return Unpriced(error.message)
-        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except _HOLES as error:
             # A hole in a formula must not keep anybody from planning or looking at the other runs.
             return Unpriced(f"the oracle's formulas fail: {type(error).__name__}: {error}")
 

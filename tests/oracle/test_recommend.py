@@ -27,6 +27,7 @@ from hpcbench.oracle.nominal import nominal_machine
 from hpcbench.oracle.predict import Interval, Prediction
 from hpcbench.oracle.recommend import Recommendation, largest_batch_size, ratio_spread, recommend, sweep_points
 from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.parallel.layers import LayerTable, read_table
 from hpcbench.parallel.resolve import Limits
 from hpcbench.submit.forecast import Forecast
 
@@ -226,6 +227,20 @@ def test_a_hundred_thousand_devices_take_few_evaluations() -> None:
     assert {one.kind for one in many.refused} == {"limit", "memory"}
     ddp = next(one for one in many.refused if one.strategy == "ddp")
     assert ddp.reason.endswith("a rank at the least, there is 74.5 GiB")
+
+
+@pytest.mark.parametrize(("like", "dataset"), [("vgg11", "cifar10"), ("gpt", "tokens")])
+def test_a_model_of_ones_own_is_looked_at_by_its_layers(like: str, dataset: str) -> None:
+    class Looked(Forecast):
+        def table(self, spec: RunSpec) -> LayerTable | Unpriced:
+            return read_table(like, dataset) or Unpriced("no table")
+
+    base = {"model": "mine:net", "dataset": dataset, "precision": "fp32"}
+    found = recommend(base, World(2, 2, {"batch_size": 8}), NOWHERE, Looked(SELENE))
+    assert not [one.reason for one in found.refused if "formulas fail" in one.reason]
+    ran = {one.spec.strategy for one in found.candidates}
+    assert {"ddp", "1f1b"} <= ran
+    assert ({"filter", "spatial"} <= ran, "tensor" in ran) == (like == "vgg11", like == "gpt")
 
 
 def test_asking_about_one_strategy_changes_nothing_of_another() -> None:

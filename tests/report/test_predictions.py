@@ -135,4 +135,7 @@ def test_a_sweep_of_the_best() -> None:
         '[fixed]\nmodel = "resnet18"\ndataset = "cifar10"\nprecision = "fp32"',
         '[[include]]\nstrategy = "ddp"\nnodes = 2\nbatch_size = 8\ndp_degree = 2',
     ]
+    assert sweep_toml([recommendation()], "best", "/nets").startswith(
+        'name = "best"\nrepeats = 3\nmodel_folder = "/nets"\n'
+    )
     assert "activation_checkpointing = true\noptions = { shard_degree = 2 }" in sweep_toml([recommendation()], "best")
