@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -37,9 +38,10 @@ MOST_BYTES = 60_000
 
 
 def main() -> None:
-    """Write ``docs/pictures/*.svg``."""
+    """Write ``docs/pictures/*.svg``, and the screenshots where there is a browser."""
     quickstart()
     plots()
+    subprocess.run([sys.executable, PICTURES.parent / "make_screenshot.py"], check=True)
 
 
 def plots() -> None:

@@ -26,6 +26,7 @@ COMMANDS = {
     "table": ("hpcbench.cli.results:table", "Print results as a table."),
     "plot": ("hpcbench.cli.plot:plot", "Draw results in the terminal or into a file."),
     "compare": ("hpcbench.cli.compare:compare", "Compare two sets of results; exit code 1 for a regression."),
+    "report": ("hpcbench.cli.report:report", "Say what results show, and how sure that is."),
     "bundle": ("hpcbench.cli.bundle:bundle", "Pack a sweep into one file for handing over."),
     "cluster": ("hpcbench.cli.cluster:cluster", "List, show and write cluster profiles."),
     "models": ("hpcbench.cli.models:models", "Show parameters, FLOPs, activations and layers of the models."),

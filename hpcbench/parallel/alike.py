@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
-from math import dist, exp, inf, log
+from math import ceil, dist, exp, inf, log
 
 from hpcbench.parallel.kernel import BACKWARD, UPDATE, Compute, Kernel, KernelSample
 
@@ -20,6 +20,9 @@ _NEAR = 0.25
 _FAR = 1.5
 """Distance at which a measured kernel says half of what it says of itself."""
 _UNKNOWN = "*"
+_PRODUCTS = ("Linear", "Product")
+_TILE = 256 * 128
+_NUMBER_BYTES = {"fp64": 8, "bf16": 2, "fp16": 2}
 
 _Features = tuple[float, ...]
 _Entry = tuple[_Features, float]
@@ -63,7 +66,7 @@ class Alike:
         """By the device's peaks alone."""
         compute = self._compute
         peak = compute.peak_flops_per_s.get(kernel.precision) or max(compute.peak_flops_per_s.values())
-        flops_s = kernel.flops / (peak * compute.flops_efficiency)
+        flops_s = kernel.flops / (peak * compute.flops_efficiency * whole_waves(kernel, compute.processors))
         # The backward pass writes the weights' gradients beside reading the weights.
         weights = kernel.weight_bytes * (2 if kernel.direction == BACKWARD else int(kernel.direction != UPDATE))
         bytes_s = (kernel.moved_bytes + weights) / (compute.memory_bandwidth_bytes_per_s * compute.bandwidth_efficiency)
@@ -79,7 +82,26 @@ _KEPT = 16
 
 def _rates(compute: Compute) -> tuple[object, ...]:
     efficiencies = (compute.flops_efficiency, compute.bandwidth_efficiency)
-    return (compute.peak_flops_per_s, compute.memory_bandwidth_bytes_per_s, compute.launch_s, *efficiencies)
+    rates = (compute.peak_flops_per_s, compute.memory_bandwidth_bytes_per_s, compute.launch_s, compute.processors)
+    return (*rates, *efficiencies)
+
+
+def whole_waves(kernel: Kernel, processors: int) -> float:
+    """The share of ``processors`` that is busy: the last wave of a matrix product's tiles is seldom full.
+
+    Wave quantization of NVIDIA's "Matrix Multiplication Background User's Guide", with its largest tiles; a product of
+    less than one wave is cut into smaller ones. A backward pass has two products, as large as the input and the
+    weights. A kernel without weights or FLOPs is none.
+    """
+    if not processors or not kernel.flops or kernel.kind not in _PRODUCTS:
+        return 1.0
+    wide = _NUMBER_BYTES.get(kernel.precision, 4)
+    if kernel.direction == BACKWARD:
+        made = [kernel.input_bytes / wide, kernel.weight_bytes / 4 or kernel.input_bytes / wide]
+    else:
+        made = [kernel.output_bytes / wide]
+    waves = [numbers / (_TILE * processors) for numbers in made]
+    return len(made) / sum(ceil(one) / one if one > 1.0 else 1.0 for one in waves)
 
 
 def kernel_of(sample: KernelSample) -> Kernel:

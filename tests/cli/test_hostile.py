@@ -114,7 +114,8 @@ def test_strange_results_are_shown_without_their_codes(tree: ClusterTree, data: 
     files = [hpcbench(tree, "collect", "--out", str(tmp_path / f"x.{ending}")) for ending in ("csv", "parquet", "json")]
     status = hpcbench(tree, "status")
     assert status.returncode == (1 if data["status"] == "failed" else 0)
-    for done in (status, hpcbench(tree, "table", "s"), hpcbench(tree, "table", "--json"), *files):
+    tables = [hpcbench(tree, *options) for options in (["table", "s"], ["table", "--json"], ["report", "s"])]
+    for done in (status, *tables, *files):
         assert done.returncode == 0 or done is status, done.stderr
         assert "Traceback" not in done.stderr
         assert CONTROL.findall(done.stdout + done.stderr) == []

@@ -79,7 +79,7 @@ def test_the_commands_of_the_readme_work_in_a_new_project(tmp_path: Path) -> Non
     commands = [
         line
         for line in commands
-        if not line.startswith("pip") and not re.search(r"hpcbench (submit|status|table|plot|bundle)", line)
+        if not line.startswith("pip") and not re.search(r"hpcbench (submit|status|table|report|plot|bundle)", line)
     ]
     script = "\n".join(commands).replace(
         "hpcbench check", "sed -i 's/^name = .*/name = \"my-cluster\"/' clusters/my-cluster.toml\nhpcbench check", 1
@@ -119,6 +119,7 @@ def test_the_wheel_carries_templates_clusters_and_sweeps(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(tmp_path / "site"))
     assert "#SBATCH --job-name=hpcbench-quickstart-0001-0" in done.stdout
+    assert (tmp_path / "site" / "hpcbench" / "report" / "page" / "template" / "page.html.j2").is_file()
     listed = subprocess.run(
         [sys.executable, "-c", code, "models", "--model", "resnet18", "--dataset", "imagenet"],
         cwd=tmp_path, env=env, capture_output=True, text=True, check=False,
