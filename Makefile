@@ -93,10 +93,10 @@ layers: $(VENV)/.worker ## measure the layers of all shipped models anew, into h
 check-layers: $(VENV)/.dev ## compare all of hpcbench/layers with what is measured now
 	$(BIN)/pytest tests/worker/test_layers.py -m soak --timeout 1200
 
-golden: $(VENV)/.dev ## write the rendered scripts in tests/golden anew; review the diff
-	HPCBENCH_GOLDEN=write $(BIN)/pytest tests/render
+golden: $(VENV)/.dev ## write the scripts and terminal plots in tests/golden anew; review the diff
+	HPCBENCH_GOLDEN=write $(BIN)/pytest tests/render tests/report/test_plots_terminal.py
 
-pictures: $(VENV)/.worker ## draw the table of the README from the quickstart's results
+pictures: $(VENV)/.worker ## draw what the documentation shows: the quickstart's table, and plots
 	$(BIN)/python docs/make_pictures.py
 
 slurm-up: ## start the SLURM box (root; NODES GPUS CPUS MEM LINK)

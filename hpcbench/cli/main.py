@@ -24,6 +24,7 @@ COMMANDS = {
     "retry": ("hpcbench.cli.life:retry", "Submit again what failed, timed out or was lost."),
     "collect": ("hpcbench.cli.results:collect", "Gather results into one file."),
     "table": ("hpcbench.cli.results:table", "Print results as a table."),
+    "plot": ("hpcbench.cli.plot:plot", "Draw results in the terminal or into a file."),
     "compare": ("hpcbench.cli.compare:compare", "Compare two sets of results; exit code 1 for a regression."),
     "bundle": ("hpcbench.cli.bundle:bundle", "Pack a sweep into one file for handing over."),
     "cluster": ("hpcbench.cli.cluster:cluster", "List, show and write cluster profiles."),

@@ -87,7 +87,7 @@ def test_the_commands_of_the_readme_work_in_a_new_project(tmp_path: Path) -> Non
     commands = [
         line
         for line in commands
-        if not line.startswith("pip") and not re.search(r"hpcbench (submit|status|table|bundle)", line)
+        if not line.startswith("pip") and not re.search(r"hpcbench (submit|status|table|plot|bundle)", line)
     ]
     script = "\n".join(commands).replace(
         "hpcbench check", "sed -i 's/^name = .*/name = \"my-cluster\"/' clusters/my-cluster.toml\nhpcbench check", 1
