@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hpcbench.parallel.gradients import first_rows
+from hpcbench.parallel.layers import read_table
 from hpcbench.parallel.memo import once_per
 
 
@@ -19,3 +21,11 @@ def test_a_question_is_asked_once_for_each_object_and_each_argument() -> None:
     # An equal object is another one; the oldest answer was given up for the fourth.
     assert (size(list(one)), size(one)) == (1, 1)
     assert len(asked) == 6
+
+
+def test_what_somebody_does_with_an_answer_is_his_own_affair() -> None:
+    table = read_table("vgg11", "digits")
+    assert table is not None
+    rows = first_rows(table)
+    rows[0] = 1_000
+    assert first_rows(table)[0] == 0
