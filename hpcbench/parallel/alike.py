@@ -81,8 +81,9 @@ _KEPT = 16
 
 
 def _rates(compute: Compute) -> tuple[object, ...]:
-    efficiencies = (compute.flops_efficiency, compute.bandwidth_efficiency, compute.processors)
-    return (compute.peak_flops_per_s, compute.memory_bandwidth_bytes_per_s, compute.launch_s, *efficiencies)
+    efficiencies = (compute.flops_efficiency, compute.bandwidth_efficiency)
+    rates = (compute.peak_flops_per_s, compute.memory_bandwidth_bytes_per_s, compute.launch_s, compute.processors)
+    return (*rates, *efficiencies)
 
 
 def whole_waves(kernel: Kernel, processors: int) -> float:

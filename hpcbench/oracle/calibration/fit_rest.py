@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from math import hypot
+from itertools import combinations
+from math import hypot, log
 from statistics import fmean
 from typing import NamedTuple
 
@@ -19,7 +20,6 @@ from hpcbench.oracle.calibration.evidence import (
     median,
     of_strategy,
 )
-from hpcbench.oracle.calibration.fit_collectives import non_negative
 from hpcbench.oracle.calibration.store import Residual
 from hpcbench.oracle.clock import Clock, expected_largest
 from hpcbench.oracle.machine import Machine, Strategy
@@ -72,7 +72,7 @@ def fit_alone(runs: Sequence[Evidence]) -> Alone:
     """From ranks on nodes of their own: of p that train side by side without a word, the slowest takes
     (1 + straggling z(p)) as long as one, z(p) being the expected largest of p normal draws.
 
-    All launches of a workload count alike, those of one rank as those of several.
+    All launches of a workload count alike, those of one rank as those of several; one that was held up moves neither.
     """
     found: dict[Workload, list[tuple[float, float]]] = defaultdict(list)
     for one in of_strategy(runs, PROBE_LAYERS, PROBE_COLLECTIVES, "single"):
@@ -80,11 +80,24 @@ def fit_alone(runs: Sequence[Evidence]) -> Alone:
             found[workload(one)].append((expected_largest(one.spec.ranks), one.step_s))
     steps_s, scatters = {}, []
     for key, points in found.items():
-        step_s, grown_s = non_negative([(1.0, largest, taken, taken**-2) for largest, taken in points])
-        if len({largest for largest, _ in points}) > 1 and step_s > 0:
+        step_s, grown_s = _typical_line(points)
+        if len({largest for largest, _ in points}) > 1:
             scatters.append(grown_s / step_s)
         steps_s[key] = step_s
     return Alone(steps_s, median(scatters) if scatters else _own_scatter(runs))
+
+
+def _typical_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """a > 0 and b >= 0 of the line a + b x from which the points (x, y) lie off least, in absolute logarithms of y.
+
+    Such a line goes through two of the points, or is level and goes through one.
+    """
+    lines = [(y, 0.0) for _, y in points]
+    for (x, y), (further, higher) in combinations(sorted(points), 2):
+        slope = (higher - y) / (further - x) if further > x else -1.0
+        if slope >= 0 and y - slope * x > 0:
+            lines.append((y - slope * x, slope))
+    return min(lines, key=lambda line: sum(abs(log((line[0] + line[1] * x) / y)) for x, y in points))
 
 
 def fit_crowding(runs: Sequence[Evidence], alone: Alone) -> dict[int, float]:

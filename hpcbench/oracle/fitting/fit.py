@@ -23,7 +23,8 @@ RUN_SPREAD = 0.03
 _RUN_WEIGHT = 4
 """``RUN_SPREAD`` counts as much as so many runs."""
 _DOUBLING_SPREAD = 0.03
-_ROUNDS = 3
+_ROUNDS = 4
+_SAME = 0.1
 
 
 class Observation(NamedTuple):
@@ -59,7 +60,9 @@ def fit(
     found = Mode([0.0] * len(names), [], [])
     for _ in range(_ROUNDS):
         found = _mode(calm, observations, widths, run_spread, found.at, clock_of)
-        run_spread = _scale(observations, found.residuals, run_spread)
+        before, run_spread = run_spread, _scale(observations, found.residuals, run_spread)
+        if abs(run_spread / before - 1) < _SAME:
+            break
     fitted = _narrowed(applied(calm, names, found.at), names, found.covariance)
     covariance = found.covariance
     delay_s = _delay_s(observations)

@@ -18,7 +18,7 @@ FREEDOM = 4.0
 """Degrees of freedom of Student's t: what lies four standard deviations off counts a fifth."""
 _STEP = 1e-3
 _ROUNDS = 60
-_TOLERANCE = 1e-4
+_TOLERANCE = 1e-3
 _STUCK = 1e8
 
 
