@@ -16,6 +16,7 @@ BENCHMARKS = {
     "scale": [sys.executable, "-m", "benchmarks.scale"],
     "collection": [sys.executable, "-m", "benchmarks.collection"],
     "submit": [sys.executable, "-m", "benchmarks.submit"],
+    "recommend": [sys.executable, "-m", "benchmarks.recommend"],
     "loop": [*_TORCHRUN, "benchmarks.loop_cost"],
     "strategies": [*_TORCHRUN, "benchmarks.strategies_cost"],
     "pipelines": [*_TORCHRUN, "benchmarks.pipelines", "peers"],

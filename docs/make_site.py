@@ -21,7 +21,7 @@ SECTIONS = {
     "Begin": ["index", "tour", "tutorial", "glossary"],
     "Use": ["sweeps", "life", "data", "results", "plots", "report", "cli"],
     "Choose": ["strategies", "pipelines", "pipedream", "partition", "horovod", "models", "layers", "catalog"],
-    "Predict": ["oracle", "calibration", "rehearsal", "formulas"],
+    "Predict": ["oracle", "oracle-figures", "calibration", "rehearsal", "formulas"],
     "Trust": ["numbers", "measurement", "verification", "warnings", "provenance", "figures", "megatron", "peers"],
     "Extend": ["add-a-cluster", "add-a-strategy", "add-a-model", "templates", "contributing"],
     "Look up": ["schema-sweep", "schema-cluster", "schema-result", "results-tree", "changelog"],

@@ -1,1 +1,1 @@
-"""What the oracle says of runs that others published."""
+"""What the oracle is scored on: runs that others published, and predictions made before anybody compared them."""

@@ -1,15 +1,26 @@
-"""``cluster list|show|init``: the profiles of clusters."""
+"""``cluster list|show|init|calibrate``: the profiles of clusters, and what was measured on them."""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from hpcbench.cli.common import console, json_option, print_json, say, shorten, show_text
+from hpcbench.cli.common import (
+    console,
+    exit_code,
+    json_option,
+    print_json,
+    results_option,
+    say,
+    shorten,
+    show_text,
+    tree,
+)
 from hpcbench.fileio import printable
 
 
@@ -129,3 +140,80 @@ def _bare_profile(name: str, path: Path) -> Any:
     config_file = os.environ.get("SLURM_CONF")
     data = {"name": name, "scheduler": {"config_file": config_file} if config_file else {}}
     return validate(ClusterProfile, data, Source(path, ""))
+
+
+@cluster.command("calibrate")
+@click.argument("name")
+@click.option("--partition", metavar="NAME", help="The partition to measure. (default: the profile's)")
+@click.option(
+    "--from",
+    "given",
+    multiple=True,
+    metavar="SWEEP|TREE",
+    help="Measure nothing: fit from these sweeps' runs, or from all of a results tree. May be repeated.",
+)
+@click.option(
+    "--out",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="x.toml: write the sweep that would be run, and stop. x.json: write the calibration there, too.",
+)
+@click.option(
+    "--budget",
+    "budget_s",
+    default=20.0,
+    show_default=True,
+    type=click.FloatRange(min=0.1),
+    help="Seconds that the measurements of one run may take, about.",
+)
+@click.option(
+    "--yes", "over_budget", is_flag=True, help="Measure even if that may cost more than the cluster's budget."
+)
+@results_option
+@json_option
+def calibrate_cluster(
+    name: str,
+    partition: str | None,
+    given: tuple[str, ...],
+    out: Path | None,
+    budget_s: float,
+    over_budget: bool,
+    results: str | None,
+    as_json: bool,
+) -> None:
+    """Measure a cluster: a sweep of ordinary runs, submitted, waited for and fitted.
+
+    What is interrupted goes on when the same command is given again. Predictions then take the newest calibration.
+    """
+    from hpcbench.cli import calibrate
+    from hpcbench.config.load import load_cluster
+    from hpcbench.submit.calibrate import copy_to, text_of
+
+    profile, _ = load_cluster(name)
+    _check(profile, partition, out)
+    if out is not None and out.suffix == ".toml":
+        copy_to(out, text_of(tree(results).cluster(profile.name), profile, partition, budget_s)[1].encode())
+        say(f"wrote {shorten(out)}: hpcbench submit {out} --cluster {name} runs it")
+        return
+    states: dict[str, Any] = {}
+    if given:
+        found, path = calibrate.fit_given(profile, results, partition, given)
+    else:
+        found, path, states = calibrate.measure_and_fit(profile, results, partition, budget_s, over_budget)
+    if out is not None:
+        copy_to(out, path.read_bytes())
+    calibrate.show(found, path, as_json=as_json)
+    sys.exit(exit_code(states))
+
+
+def _check(profile: Any, partition: str | None, out: Path | None) -> None:
+    from hpcbench.errors import ConfigError, did_you_mean
+
+    if partition is not None and partition not in profile.partitions:
+        raise ConfigError(
+            f"cluster {profile.name} has no partition {partition!r}", hint=did_you_mean(partition, profile.partitions)
+        )
+    if out is not None and out.suffix not in (".toml", ".json"):
+        raise ConfigError(
+            f"--out {out}: what kind of file is that?", hint="x.toml for the sweep, x.json for the calibration"
+        )

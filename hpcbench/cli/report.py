@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import polars
 
     from hpcbench.report.answers.doubts import Unfinished
+    from hpcbench.report.names import Condition
     from hpcbench.report.page.build import Subject
     from hpcbench.results.schema import RunResult
     from hpcbench.results.store import ResultsTree
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     "--bound", metavar="SHARE", type=click.FloatRange(0, 1, min_open=True), default=0.8, show_default=True,
     help="The least efficiency that is good enough.",
 )  # fmt: skip
+@click.option("--predict", is_flag=True, help="On the page, what the oracle says beside what was measured.")
 @click.option("--out", metavar="FILE.html", type=click.Path(path_type=Path), help="One page that needs no network.")
 @results_option
 @json_option
@@ -38,6 +40,7 @@ def report(
     cluster_name: str | None,
     where: str | None,
     bound: float,
+    predict: bool,
     out: Path | None,
     results: str | None,
     as_json: bool,
@@ -63,7 +66,8 @@ def report(
         from hpcbench.report.page.build import Subject
 
         whole = partial(_whole, tree(results), sources, clusters)
-        _write_page(out, frame, Subject(title, sources, condition, bound, sweeps, whole))
+        foretold = _foretold(frame, condition, tree(results)) if predict else {}
+        _write_page(out, frame, Subject(title, sources, condition, bound, sweeps, whole, **foretold))
         say(f"report on {len(frame)} runs written to {out}")
     if out is not None and not as_json:
         return
@@ -77,6 +81,15 @@ def report(
 
 
 _PAGES = (".html", ".htm")
+
+
+def _foretold(frame: polars.DataFrame, where: Condition | None, results: ResultsTree) -> dict[str, polars.DataFrame]:
+    from hpcbench.report.groups import chosen
+    from hpcbench.report.predicted import compared_frame, scaling_frame
+    from hpcbench.report.validation import Forecasts
+
+    forecasts, narrowed = Forecasts(results), chosen(frame, where)
+    return {"predicted": compared_frame(narrowed, forecasts), "lines": scaling_frame(narrowed, forecasts)}
 
 
 def _write_page(out: Path, frame: polars.DataFrame, subject: Subject) -> None:

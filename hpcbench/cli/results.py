@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from hpcbench.report.ask import Question
+    from hpcbench.report.grouped import Foretold
     from hpcbench.report.view import View
     from hpcbench.results.collect import Collected
     from hpcbench.results.schema import RunResult
@@ -119,7 +120,16 @@ def table(
     from hpcbench.report.load import gather
 
     frame = gather(tree(results), sources, clusters, wanted.columns())
-    _show(grouped_view(frame, wanted, _title(tree(results), sources)), as_json=as_json, out=out)
+    foretold = _foretold(tree(results)) if wanted.predictions else None
+    _show(grouped_view(frame, wanted, _title(tree(results), sources), foretold), as_json=as_json, out=out)
+
+
+def _foretold(results: ResultsTree) -> Foretold:
+    from hpcbench.report.predicted import with_predictions
+    from hpcbench.report.validation import Forecasts
+
+    forecasts = Forecasts(results)
+    return lambda rows: with_predictions(rows, forecasts)
 
 
 def show_table(

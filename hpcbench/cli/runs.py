@@ -67,7 +67,7 @@ def submit(
         print_json(_submitted_json(made, submitted))
     check_sent(submitted.sent, waits=waits)
     if waits:
-        sys.exit(exit_code(_watch(made, results, made.elsewhere if remeasure else {})))
+        sys.exit(exit_code(watch(made, results, made.elsewhere if remeasure else {})))
 
 
 def _submitted_json(made: Plan, submitted: Submitted) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def run(sweep: str, cluster_name: str, over_budget: bool, remeasure: bool, resul
 
     made, submitted = _submit(sweep, cluster_name, results, over_budget=over_budget, remeasure=remeasure)
     check_sent(submitted.sent, waits=True)
-    states = _watch(made, results, made.elsewhere if remeasure else {})
+    states = watch(made, results, made.elsewhere if remeasure else {})
     show_table(tree(results), [made.sweep.name], [made.profile.name], as_json=as_json)
     sys.exit(exit_code(states))
 
@@ -151,13 +151,20 @@ def _reasons(made: Plan) -> dict[str, int]:
     return counted
 
 
-def _watch(made: Plan, results: str | None, superseded: Mapping[str, str]) -> dict[str, RunState]:
+def watch(made: Plan, results: str | None, superseded: Mapping[str, str]) -> dict[str, RunState]:
     """Wait until no run is on its way; whoever leaves earlier is told how to come back."""
     from hpcbench.submit.wait import wait
     from hpcbench.submit.watch import Watcher
 
     root = tree(results).cluster(made.profile.name).root
     watcher = Watcher(root, made.profile, {made.sweep.name: list(made.runs)}, superseded=superseded)
+    if made.profile.scheduler.kind == "local":
+        # What others have in a cluster's queue nobody can foretell.
+        from hpcbench.submit.outlook import outlook
+        from hpcbench.submit.plan import local_cores
+
+        left_s = outlook(made, tree(results).cluster(made.profile.name)).left_s(made.missing, local_cores())
+        watcher.predicted_s |= {} if left_s is None else {made.sweep.name: left_s}
     try:
         with _shown(made, watcher) as tell:
             return wait(watcher, made.profile, tell)

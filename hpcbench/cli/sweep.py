@@ -21,6 +21,7 @@ from hpcbench.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from hpcbench.submit.outlook import Outlook
     from hpcbench.submit.plan import Plan
 
 
@@ -69,19 +70,25 @@ def _check_one(given: str) -> str:
 @results_option
 @json_option
 def plan(sweep: str, cluster_name: str, results: str | None, as_json: bool) -> None:
-    """Show what SWEEP would run on a cluster: runs, jobs, what is done, what is dropped and why."""
+    """Show what SWEEP would run on a cluster: runs, jobs, what is done, what is dropped and why.
+
+    The oracle says beside it how long the runs will probably take, and which of them will not fit.
+    """
+    from hpcbench.submit.outlook import outlook
+
     made = load_plan(sweep, cluster_name, results)
+    ahead = outlook(made, tree(results).cluster(made.profile.name))
     if as_json:
-        print_json(_plan_json(made))
+        print_json(_plan_json(made, ahead))
         return
     from hpcbench.report.plan import plan_tables
 
     screen = console()
-    for part in plan_tables(made):
+    for part in plan_tables(made, ahead):
         screen.print(part)
 
 
-def _plan_json(made: Plan) -> dict[str, Any]:
+def _plan_json(made: Plan, ahead: Outlook) -> dict[str, Any]:
     from hpcbench.config.spec import as_dict
 
     missing = made.missing
@@ -89,7 +96,12 @@ def _plan_json(made: Plan) -> dict[str, Any]:
         "sweep": made.sweep.name,
         "cluster": made.profile.name,
         "runs": [
-            {"run_id": key, "spec": as_dict(spec), "time_limit_s": made.shape(spec).time_limit_s}
+            {
+                "run_id": key,
+                "spec": as_dict(spec),
+                "time_limit_s": made.shape(spec).time_limit_s,
+                **_predicted(key, ahead),
+            }
             for key, spec in made.runs.items()
         ],
         "done": list(made.finished),
@@ -111,7 +123,22 @@ def _plan_json(made: Plan) -> dict[str, Any]:
             for group in made.jobs(missing)
         ],
         "node_hours": made.node_hours(missing),
+        "predicted": {
+            "node_hours": ahead.node_hours(missing),
+            "does_not_fit": ahead.unfit(missing),
+            "not_priced": dict(ahead.unpriced),
+            "machines": [{"depth": one.depth, "source": one.source} for one in ahead.forecast.machines()],
+        },
     }
+
+
+def _predicted(key: str, ahead: Outlook) -> dict[str, Any]:
+    if key not in ahead.found:
+        return {}
+    found = ahead.found[key]
+    figures = ("step_time_s", "peak_memory_bytes", "fits", "bound_by")
+    said = {name: getattr(found, name) for name in figures}
+    return {"predicted": {**said, "run_time_s": ahead.run_time_s[key]}}
 
 
 @click.command()

@@ -9,8 +9,12 @@ from hpcbench.oracle.collectives import Span, Wire
 from hpcbench.oracle.machine import CollectiveSample
 
 
-def corrected(span: Span, operation: str, samples: Sequence[CollectiveSample]) -> Span:
+def corrected(
+    span: Span, operation: str, samples: Sequence[CollectiveSample], payload_bytes: float = float("inf")
+) -> Span:
     """``span`` with the latency and the time per byte that were measured for ``operation`` on links of that kind.
+
+    Of several measured for the same ranks, each for its own sizes, the one for ``payload_bytes`` counts.
 
     Between two measured numbers of ranks both go in proportion to the logarithms; beyond them the nearest holds. An
     operation that was not measured is taken to be as all_reduce.
@@ -20,12 +24,22 @@ def corrected(span: Span, operation: str, samples: Sequence[CollectiveSample]) -
     known = [one for one in there if one.operation == operation] or [
         one for one in there if one.operation == "all_reduce"
     ]
+    known = _in_band(known, payload_bytes)
     if not known:
         return span
     latency_s, ratio = _between(sorted(known, key=lambda one: one.ranks), span.ranks)
     wire = span.inter_node if crosses else span.intra_node
     measured = Wire(latency_s, wire.beta_s_per_byte * ratio)
-    return span._replace(inter_node=measured) if crosses else span._replace(intra_node=measured)
+    # What was measured is a step's latency, whichever link it crosses.
+    return span._replace(inter_node=measured, by_hop=False) if crosses else span._replace(intra_node=measured)
+
+
+def _in_band(known: Sequence[CollectiveSample], payload_bytes: float) -> list[CollectiveSample]:
+    chosen: dict[int, CollectiveSample] = {}
+    for one in sorted(known, key=lambda one: one.from_bytes):
+        if one.from_bytes <= payload_bytes or one.ranks not in chosen:
+            chosen[one.ranks] = one
+    return list(chosen.values())
 
 
 def _between(known: Sequence[CollectiveSample], ranks: int) -> tuple[float, float]:

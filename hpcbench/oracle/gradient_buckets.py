@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import prod
 
 from hpcbench.config.spec import RunSpec
@@ -45,9 +46,14 @@ def coalesced_buffer_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
 
 
 def owned_places(spec: RunSpec, table: LayerTable) -> list[list[int]]:
-    """Places of the parameters that each replica updates."""
-    counts = [elements(tensor) for tensor in table.parameter_tensors]
-    return owners(counts, spec.dp_degree, largest_first=spec.strategy == "zero1")
+    """Places of the parameters that each replica updates; of replicas beyond the last one of these: none."""
+    counts = tuple(elements(tensor) for tensor in table.parameter_tensors)
+    return _owners(counts, min(spec.dp_degree, len(counts)), spec.strategy == "zero1")
+
+
+@lru_cache(maxsize=256)
+def _owners(elements: tuple[int, ...], ranks: int, largest_first: bool) -> list[list[int]]:
+    return owners(elements, ranks, largest_first)
 
 
 def owner_bytes(spec: RunSpec, table: LayerTable, half: bool = False) -> list[int]:
@@ -59,7 +65,7 @@ def owner_bytes(spec: RunSpec, table: LayerTable, half: bool = False) -> list[in
 
 def owned_bytes(spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
     """Of every parameter: its bytes where ``rank`` owns it, 0 elsewhere."""
-    owned = set(owned_places(spec, table)[rank])
+    owned = {place for places in owned_places(spec, table)[rank : rank + 1] for place in places}
     return [size if place in owned else 0 for place, size in enumerate(parameter_bytes(spec, table))]
 
 

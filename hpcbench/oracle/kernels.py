@@ -10,7 +10,7 @@ from hpcbench.oracle.live import input_bytes
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, HALF_BYTES
 from hpcbench.parallel.kernel import BACKWARD, FORWARD, UPDATE, Kernel
 from hpcbench.parallel.layers import Layer, LayerTable
-from hpcbench.parallel.memo import once_per
+from hpcbench.parallel.memo import of_run, once_per
 
 __all__ = ["BACKWARD", "FORWARD", "UPDATE", "Kernel", "Pass", "Share", "row_pass", "update_kernels", "whole_passes"]
 
@@ -85,6 +85,7 @@ def _computed(layer: Layer) -> tuple[object, ...]:
     )  # fmt: skip
 
 
+@of_run("batch_size", "micro_batches", "precision")
 def whole_passes(spec: RunSpec, table: LayerTable) -> list[Pass]:
     """Of a rank that has all of every layer, for one micro-batch."""
     samples = spec.batch_size / spec.micro_batches

@@ -13,6 +13,7 @@ from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, buffer_bytes
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, buckets, total
 from hpcbench.parallel.gradients import first_rows
 from hpcbench.parallel.layers import Layer, LayerTable
+from hpcbench.parallel.memo import of_run
 
 _STATES = {"adam": 2, "adamw": 2}
 _TEMPORARIES = {"adam": 2, "adamw": 2}
@@ -47,7 +48,7 @@ class Row(NamedTuple):
 
 def in_turn(spec: RunSpec, table: LayerTable) -> list[int]:
     """Gradients that are cleared before a step come one after another; accumulated ones are there."""
-    return first_rows(table) if spec.micro_batches == 1 else from_the_start(table)
+    return list(first_rows(table)) if spec.micro_batches == 1 else from_the_start(table)
 
 
 def from_the_start(table: LayerTable) -> list[int]:
@@ -125,6 +126,7 @@ def saved_bytes(spec: RunSpec, table: LayerTable, rows: Sequence[Row]) -> list[i
     return found
 
 
+@of_run("batch_size", "micro_batches", "precision")
 def whole_rows(spec: RunSpec, table: LayerTable) -> list[Row]:
     """Of a rank that has all of every layer.
 

@@ -81,6 +81,8 @@ def _comm(profile: ClusterProfile, notes: list[str]) -> Comm:
         inter_node=wire_of(inter) if inter else guessed_inter,
         links_per_node=inter.per_node if inter else 1,
         striped=profile.device == "cuda",
+        trees=profile.device == "cuda",
+        by_hop=profile.device == "cuda",
         spread=0.4 if intra and inter else _GUESS_SPREAD,
     )
 

@@ -6,6 +6,7 @@ from math import prod
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.layers import LayerTable, TensorShape
+from hpcbench.parallel.memo import of_run
 
 FP32_BYTES = 4
 FP64_BYTES = 8
@@ -28,11 +29,13 @@ def tensor_bytes(spec: RunSpec, tensor: TensorShape) -> int:
     return elements(tensor) * element_bytes(spec, tensor)
 
 
+@of_run("precision")
 def parameter_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
     """Sizes of the table's ``parameter_tensors``."""
     return [tensor_bytes(spec, tensor) for tensor in table.parameter_tensors]
 
 
+@of_run("precision")
 def buffer_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
     """Sizes of the table's ``buffers``."""
     return [tensor_bytes(spec, tensor) for tensor in table.buffers]

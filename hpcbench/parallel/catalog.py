@@ -15,7 +15,7 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.parallel.entry import Option, Strategy
 from hpcbench.parallel.own_model import is_own
-from hpcbench.parallel.strategies import channels, data, fairscale_pipe, pipedream, pipeline, spatial, tensor
+from hpcbench.parallel.strategies import channels, data, fairscale_pipe, pipedream, pipeline, probes, spatial, tensor
 
 REFERENCES = {
     "data_parallel": "hpcbench.worker.reference:train_reference",
@@ -34,13 +34,16 @@ STRATEGIES: dict[str, Strategy] = {
     **fairscale_pipe.STRATEGIES,
 }
 
+PROBES: dict[str, Strategy] = probes.PROBES
+"""Runs of a calibration; nobody would train with them."""
+
 ALIASES: dict[str, str] = {**channels.ALIASES, **spatial.ALIASES, **tensor.ALIASES, **pipeline.ALIASES}
 """Names of hybrids, each for the strategy that is one as soon as it has replicas; a run knows the latter alone."""
 
 
 def named() -> dict[str, Strategy]:
     """Every name that a sweep may use, with the strategy that it stands for."""
-    return {**STRATEGIES, **{alias: STRATEGIES[key] for alias, key in ALIASES.items()}}
+    return {**STRATEGIES, **PROBES, **{alias: STRATEGIES[key] for alias, key in ALIASES.items()}}
 
 
 class Model(NamedTuple):
@@ -59,9 +62,10 @@ class Model(NamedTuple):
 def strategy(key: str) -> Strategy:
     """The entry of ``key``; ``ConfigError`` with the nearest key where there is none."""
     key = ALIASES.get(key, key)
-    if key not in STRATEGIES:
+    found = STRATEGIES.get(key) or PROBES.get(key)
+    if found is None:
         raise ConfigError(f"unknown strategy {key!r}", hint=did_you_mean(key, named()))
-    return STRATEGIES[key]
+    return found
 
 
 def chosen_options(spec: RunSpec) -> dict[str, Any]:

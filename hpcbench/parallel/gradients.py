@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from hpcbench.parallel.layers import LayerTable
@@ -66,11 +67,11 @@ def owners(elements: Sequence[int], ranks: int, largest_first: bool) -> list[lis
     if largest_first:
         order.sort(key=lambda place: elements[place], reverse=True)
     owned: list[list[int]] = [[] for _ in range(ranks)]
-    held = [0] * ranks
+    held = [(0, rank) for rank in range(ranks)]
     for place in order:
-        rank = held.index(min(held))
+        least, rank = held[0]
         owned[rank].append(place)
-        held[rank] += elements[place]
+        heapq.heapreplace(held, (least + elements[place], rank))
     return owned
 
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from functools import wraps
+from operator import attrgetter
 from typing import Any, TypeVar
 
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.layers import LayerTable
+
+Entry = TypeVar("Entry")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -33,3 +38,30 @@ def once_per(size: int) -> Callable[[Function], Function]:
         return remembered  # type: ignore[return-value]
 
     return decorate
+
+
+_Lists = Callable[[RunSpec, LayerTable], list[Entry]]
+_LISTS = 64
+
+
+def of_run(*parameters: str) -> Callable[[_Lists[Entry]], _Lists[Entry]]:
+    """For a function whose list depends on the table and on ``parameters`` of the run alone; every caller's is new."""
+    chosen = attrgetter(*parameters)
+
+    def around(function: _Lists[Entry]) -> _Lists[Entry]:
+        # The table is kept beside the list, so that no other takes its id.
+        known: OrderedDict[Hashable, tuple[LayerTable, list[Entry]]] = OrderedDict()
+
+        @wraps(function)
+        def remembered(spec: RunSpec, table: LayerTable) -> list[Entry]:
+            key = (id(table), chosen(spec))
+            found = known.get(key)
+            if found is None:
+                found = known[key] = (table, function(spec, table))
+                if len(known) > _LISTS:
+                    known.popitem(last=False)
+            return list(found[1])
+
+        return remembered
+
+    return around

@@ -16,6 +16,7 @@ from hpcbench.parallel.strategies.pipeline import STRATEGIES as PIPELINES
 from hpcbench.parallel.strategies.pipeline import layout_of
 from hpcbench.report.schedule import schedule_picture
 from hpcbench.report.tables import split_parameters
+from hpcbench.submit.outlook import Outlook
 from hpcbench.submit.packing import JobGroup
 from hpcbench.submit.plan import Plan
 from hpcbench.units import format_seconds
@@ -23,8 +24,11 @@ from hpcbench.units import format_seconds
 MOST_PICTURES, MOST_STAGES = 3, 16
 
 
-def plan_tables(plan: Plan) -> list[RenderableType]:
-    """Headlines, a table of the arrays that submit would send, and the dropped points by reason."""
+def plan_tables(plan: Plan, ahead: Outlook | None = None) -> list[RenderableType]:
+    """Headlines, a table of the arrays that submit would send, and the dropped points by reason.
+
+    ``ahead`` is what the oracle says of them.
+    """
     missing = plan.missing
     groups = plan.jobs(missing)
     headline = (
@@ -32,14 +36,20 @@ def plan_tables(plan: Plan) -> list[RenderableType]:
         f"{counted(sum(group.jobs for group in groups), 'job')} of {counted(len(groups), 'array')}, "
         f"at most {plan.node_hours(missing):.2f} node-hours"
     )
+    expected = ahead.node_hours(missing) if ahead else None
+    if expected is not None and ahead is not None:
+        depths = ", ".join(dict.fromkeys(machine.depth for machine in ahead.forecast.machines()))
+        headline += f", predicted {_hours(expected)} ({depths} numbers)"
     _, shared = split_parameters(list(plan.runs.values()))
     parts: list[RenderableType] = [
         Text(printable(headline), style="bold"),
         Text(printable(f"all runs: {shared}"), style="dim"),
         *(Text(printable(note)) for note in _notes(plan, groups)),
     ]
+    if ahead is not None and missing:
+        parts += [Text(printable(line), style="yellow") for line in ahead.warnings(missing)]
     if missing:
-        parts.append(_arrays(plan, groups))
+        parts.append(_arrays(plan, groups, ahead))
     parts += [Text(printable(line), style="dim") for line in _schedules(plan)]
     if plan.dropped:
         parts.append(_dropped(plan))
@@ -72,14 +82,20 @@ def _notes(plan: Plan, groups: list[JobGroup]) -> Iterator[str]:
         yield f"of these {len(plan.elsewhere)} ok in another environment: submit --remeasure runs them again"
 
 
-def _arrays(plan: Plan, groups: list[JobGroup]) -> Table:
+def _hours(node_hours: float) -> str:
+    return f"{node_hours:.2f}" if node_hours >= 0.1 else f"{node_hours:.2g}"
+
+
+def _arrays(plan: Plan, groups: list[JobGroup], ahead: Outlook | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("runs", "jobs", "nodes", "ranks", "run limit", "job limit", "node-h"):
+    predicted = ("pred.",) if ahead is not None and ahead.found else ()
+    for heading in ("runs", "jobs", "nodes", "ranks", "run\nlimit", "job\nlimit", "node-h", *predicted):
         table.add_column(heading, justify="right")
-    table.add_column("partition")
+    table.add_column("parti-\ntion")
     table.add_column("strategies")
     for group in groups:
         strategies = Counter(strategy_label(plan.runs[key]) for key in group.run_ids)
+        hours = ahead.node_hours({key: plan.runs[key] for key in group.run_ids}) if ahead is not None else None
         table.add_row(
             str(len(group.run_ids)),
             str(group.jobs),
@@ -88,6 +104,7 @@ def _arrays(plan: Plan, groups: list[JobGroup]) -> Table:
             format_seconds(group.shape.time_limit_s),
             format_seconds(group.limit_s),
             f"{group.node_hours:.2f}",
+            *([_hours(hours) if hours is not None else ""] if predicted else []),
             Text(printable(group.shape.partition or "default")),
             Text(printable(_listed(strategies))),
         )

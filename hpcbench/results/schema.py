@@ -185,6 +185,82 @@ class Watched(_Record, kw_only=True):
     """The higher of the clocks before and after, and the most that it can have."""
 
 
+class KernelProbe(_Record, kw_only=True):
+    """One layer called by itself, between others as in a step: medians of seconds.
+
+    On a cpu with one thread these are its processor seconds.
+    """
+
+    row: str
+    """Name of the row in the model's table of layers; of equal ones the first."""
+    kind: str
+    split: str = "whole"
+    """What it was cut by: ``samples``, ``outputs`` (output channels), ``inputs``, ``positions``."""
+    parts: int = 1
+    samples: int
+    forward_s: float
+    backward_s: float | None = None
+    """Absent where nothing flows back."""
+    spread: float
+    """Relative: half of what lies between the 16th and the 84th percentile."""
+    repeats: int
+
+
+class UpdateProbe(_Record, kw_only=True):
+    """The optimizer on one tensor."""
+
+    optimizer: str
+    parameter_bytes: int
+    seconds: float
+    spread: float
+    repeats: int
+
+
+class CollectiveProbe(_Record, kw_only=True):
+    """One call of many that followed each other: the slowest rank's seconds, the median of all repeats."""
+
+    operation: str
+    """One of ``parallel.traffic.OPERATIONS``, or ``exchange``: both neighbours send to each other at the same time."""
+    ranks: int
+    """Of one group."""
+    nodes: int
+    payload_bytes: int
+    """As ``parallel.traffic.Traffic`` counts it."""
+    groups: int = 1
+    """That did the same at the same time."""
+    seconds: float
+    spread: float
+    repeats: int
+
+
+class OverlapProbe(_Record, kw_only=True):
+    """Computation and an all_reduce, each alone and both together, in seconds; medians of the slowest rank."""
+
+    ranks: int
+    nodes: int
+    payload_bytes: int
+    compute_s: float
+    comm_s: float
+    compute_under_comm_s: float
+    """The same computation while the all_reduce was under way."""
+    both_s: float
+    """Until both had ended."""
+    issue_s: float
+    """Until the call that begins the all_reduce returned."""
+    repeats: int
+
+
+class Probe(_Record, kw_only=True):
+    """What a run of a calibration measured."""
+
+    base_memory_bytes: int | None = None
+    """Peak of the process before it had any tensor of the run, counted as ``peak_memory_bytes``."""
+    kernels: list[KernelProbe] = []
+    updates: list[UpdateProbe] = []
+    collectives: list[CollectiveProbe] = []
+    overlaps: list[OverlapProbe] = []
+
+
 class TimelineSpan(NamedTuple):
     """One action of a pipeline's schedule: ``F``, ``B``, ``I``, ``W``, and when it was under way."""
 
@@ -260,6 +336,7 @@ class RankResult(_Record, kw_only=True):
     flops_per_sample: float | None = None
     """Forward and backward, of the whole model."""
     predicted: Predicted | None = None
+    probe: Probe | None = None
     verification: Verification | None = None
     watched: Watched | None = None
     warnings: list[str] = []
@@ -287,6 +364,8 @@ class RunResult(_Record, kw_only=True):
     """Of one step with a whole batch, the rank's that passes most bytes."""
     warnings: list[str] = []
     verification: Verification | None = None
+    probe: Probe | None = None
+    """Of a run of a calibration."""
     timeline: Timeline | None = None
     provenance: dict[str, Any] = {}
     environment_digest: str | None = None

@@ -32,11 +32,11 @@ _LIMIT_S = 600
 _INSTALL = "python -m pip install 'hpcbench[worker]', or ask where torch is installed, for instance in a job"
 
 
-def layer_table_of(request: LayerRequest, python: str = sys.executable) -> LayerTable:
+def layer_table_of(request: LayerRequest, python: str | None = sys.executable) -> LayerTable:
     """The table that ``request`` asks for.
 
-    ``python`` runs the worker's module where the table is neither shipped nor cached. ``ConfigError`` where the request
-    makes no sense, ``WorkerError`` where no table can be made.
+    ``python`` runs the worker's module where the table is neither shipped nor cached; without one that is left.
+    ``ConfigError`` where the request makes no sense, ``WorkerError`` where no table can be made.
     """
     shipped = read_table(request.model, request.dataset, request.input_size, request.model_options)
     if shipped is not None:
@@ -44,6 +44,8 @@ def layer_table_of(request: LayerRequest, python: str = sys.executable) -> Layer
     path = cache_folder() / "layers" / f"{_digest(request)}.json"
     with contextlib.suppress(OSError, ConfigError):
         return decode_table(path.read_bytes(), str(path))
+    if python is None:
+        raise WorkerError(f"{request.model} on {request.dataset} is neither shipped nor measured yet")
     table = _made(request, python)
     with contextlib.suppress(OSError, HpcbenchError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from hpcbench.config.task import Task, TaskHeader
 from hpcbench.errors import HpcbenchError
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.results.attempts import Attempt
-from hpcbench.results.schema import OK, Failure, Phases, Predicted, RankResult, TimelineSpan, Verification
+from hpcbench.results.schema import OK, Failure, Phases, Predicted, Probe, RankResult, TimelineSpan, Verification
 from hpcbench.results.store import ClusterTree
 from hpcbench.worker.environ import cpu_mask
 from hpcbench.worker.failure import describe, is_peer_lost
@@ -61,11 +61,13 @@ class Closing:
         self.state: Callable[[], str] | None = None
         """Where a pipeline's rank stands, in words."""
         self.predicted: Predicted | None = None
+        self.probe: Probe | None = None
         self.traffic: list[Traffic] = []
         self.peak: Peak | None = None
         self.watch: Watch | None = None
-        self.to_verify = task.spec.verify
-        """Without its verification such a run is not what was asked for, however well it was measured."""
+        self.owes = task.spec.verify
+        """Without its verification, or what else it is to measure, such a run is not what was asked for, however well
+        its steps were timed."""
         self.verification: Verification | None = None
         self.provenance: dict[str, Any] = {}
         self.warnings: list[str] = []
@@ -94,7 +96,7 @@ class Closing:
             error = self.stop.reason
         wait_s = self.header.wait_s if error is None else GATHER_S
         measured = self.progress is not None and self.progress.complete
-        if measured and not self.to_verify and _comes_too_late(error):
+        if measured and not self.owes and _comes_too_late(error):
             self.warnings.append(f"after the last timed step: {error}")
             error = None
         status, failure = self._own(error)
@@ -165,6 +167,7 @@ class Closing:
             timeline=self.timeline,
             state=self.state() if failure is not None and self.state is not None else None,
             predicted=self.predicted,
+            probe=self.probe,
             traffic=self.traffic,
             flops_per_sample=self.flops_per_sample,
             verification=self.verification,

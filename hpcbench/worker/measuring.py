@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -23,7 +24,8 @@ from hpcbench.worker.provenance import collect, environment_digest
 from hpcbench.worker.recording import run_recorded
 from hpcbench.worker.rehearsal.install import rehearse
 from hpcbench.worker.sample_flops import flops_per_sample
-from hpcbench.worker.strategies.base import Place, Strategy
+from hpcbench.worker.stop import PeerEnded, Stop
+from hpcbench.worker.strategies.base import Measures, Place, Strategy
 from hpcbench.worker.verify import Given, verify
 from hpcbench.worker.watch import Watch
 from hpcbench.worker.world import any_rank, barrier, enter_world
@@ -58,7 +60,7 @@ def measure(closing: Closing) -> None:
         del strategy, feed
         given = Given(source, header.model_folder)
         closing.verification = verify(spec, place, given, closing.stop, closing.link, header.wait_s)
-        closing.to_verify = False
+        closing.owes = False
     runtime.close()
 
 
@@ -71,10 +73,18 @@ def _describe(closing: Closing, device: torch.device) -> None:
         closing.provenance["environment_digest"] = digest
 
 
+def _check(stop: Stop, agree: Callable[[bool], bool]) -> None:
+    """Raise on all ranks where one was told to stop."""
+    if agree(stop.due()):
+        stop.check()
+        raise PeerEnded("another rank was told to stop")
+
+
 def _time(closing: Closing, strategy: Strategy, feed: Feed, place: Place) -> None:
     """Timed steps first; whatever else is to be known comes after them."""
     spec, info, stop, device = closing.task.spec, closing.info, closing.stop, place.device
     closing.progress = progress = Progress(spec, device)
+    closing.owes = closing.owes or isinstance(strategy, Measures)
     watch = closing.watch = Watch(device, info)
     if watch.energy_absent is not None:
         closing.provenance["energy_absent"] = watch.energy_absent
@@ -100,5 +110,8 @@ def _time(closing: Closing, strategy: Strategy, feed: Feed, place: Place) -> Non
     closing.timeline = run_timeline(
         strategy, feed, spec, place, stop, agree, len(progress.losses) + spec.profile_steps + 2
     )
+    if isinstance(strategy, Measures):
+        closing.probe = strategy.measure(feed, partial(_check, stop, agree))
+        closing.owes = False
     if info.rank == 0:
         closing.flops_per_sample = flops_per_sample(spec, closing.header.model_folder, closing.warnings)

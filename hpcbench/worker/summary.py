@@ -68,6 +68,7 @@ def summarise(
             *guard_warnings(spec, ranks),
             *_rank_warnings(ranks),
         ],
+        probe=next((one.probe for one in ranks.values() if one.probe is not None), None),
         timeline=timeline,
         verification=next((one.verification for one in ranks.values() if one.verification is not None), None),
         provenance=provenance,

@@ -37,6 +37,8 @@ ALL = [block for page in pages() for block in blocks(page)]
 FOLLOWED = {
     "docs/add-a-cluster.md": "tests/slurm/test_add_a_cluster.py",
     "docs/add-a-strategy.md": "tests/docs/test_add_a_strategy.py",
+    "docs/calibration.md": "tests/cli/test_calibrate.py",
+    "docs/oracle-figures.md": "tests/oracle/test_abci.py",
     "docs/tutorial.md": "tests/slurm/test_tutorial.py",
 }
 """Pages that a test of their own follows from top to bottom."""

@@ -124,7 +124,8 @@ class Zero1(Ddp):
         """From each owner to all."""
         call, sizes = calls_in(spec.dp_degree), parameter_bytes(spec, table)
         if chosen_options(spec)["parameters_as_bucket_view"]:
-            sizes = [total(sizes, places) for places in owned_places(spec, table)]
+            owned = [total(sizes, places) for places in owned_places(spec, table)]
+            sizes = owned + [0] * (spec.dp_degree - len(owned))
         return [call("broadcast", size) for size in sizes]
 
     @classmethod

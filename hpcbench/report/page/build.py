@@ -50,6 +50,8 @@ class Subject:
     predicted: polars.DataFrame | None = None
     """What was both predicted and measured: ``strategy, predicted, measured`` (s), as the plot ``predicted`` reads it,
     and any other columns that tell the rows from each other."""
+    lines: polars.DataFrame | None = None
+    """Predicted step times over devices, as the plot ``scaling`` reads them."""
 
 
 def page(frame: polars.DataFrame, subject: Subject) -> str:
@@ -59,7 +61,7 @@ def page(frame: polars.DataFrame, subject: Subject) -> str:
     rows = sorted((row for row in rows_of(frame) if subject.where is None or row.run_ids[0] in asked), key=order)
     narrowed = chosen(frame, subject.where)
     marks = Marks(rows)
-    plots = figures(narrowed, Asked(whole=subject.whole), subject.predicted)
+    plots = figures(narrowed, Asked(whole=subject.whole), subject.predicted, subject.lines)
     sections = [
         _findings(findings), _glance(findings), _predicted(subject.predicted), _plots(plots),
         _results(narrowed, rows, marks), _warnings(rows, marks), _provenance(narrowed, subject.whole),

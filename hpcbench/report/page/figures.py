@@ -19,7 +19,7 @@ from hpcbench.report.plots.save import encoded
 if TYPE_CHECKING:
     import polars
 
-PREDICTED = "predicted"
+PREDICTED, SCALING = "predicted", "scaling"
 _MOST_ROWS = 300
 _LARGEST_SPECIFICATION = 500_000
 """Characters; a larger plot is shown as a picture only."""
@@ -48,14 +48,18 @@ class Figures:
     """The library that makes them explorable; nothing where there are none."""
 
 
-def figures(frame: polars.DataFrame, asked: Asked, predicted: polars.DataFrame | None = None) -> Figures:
+def figures(
+    frame: polars.DataFrame,
+    asked: Asked,
+    predicted: polars.DataFrame | None = None,
+    lines: polars.DataFrame | None = None,
+) -> Figures:
     """Every kind of plot of a results frame that has something to show; none where a package is missing.
 
-    ``predicted`` is for the plot of that name alone; lines over devices need others.
+    ``predicted`` is for the plot of that name alone, ``lines`` for ``scaling``.
     """
-    pictures = [
-        draw(name, frame, replace(asked, predicted=predicted) if name == PREDICTED else asked) for name in PLOTS
-    ]
+    foretold = {PREDICTED: predicted, SCALING: lines}
+    pictures = [draw(name, frame, replace(asked, predicted=foretold.get(name))) for name in PLOTS]
     left_out = [brief(f"{one.name}: {one.nothing}") for one in pictures if one.drawing is None]
     try:
         drawn = [figure(one) for one in pictures if one.drawing is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel import catalog
+from hpcbench.results.schema import Probe
 from hpcbench.worker.compiling import compile_in_place
 from hpcbench.worker.data.feed import Batch, Feed
 from hpcbench.worker.losses import sample_losses
@@ -75,6 +76,14 @@ class Strategy(Protocol):
     @staticmethod
     def close() -> None:
         """Called once in every rank's process after all else, when no instance is left; not after an error."""
+
+
+@runtime_checkable
+class Measures(Protocol):
+    """A strategy that has more to measure than its steps."""
+
+    def measure(self, feed: Feed, check: Callable[[], None]) -> Probe:
+        """After all steps, on all ranks together; rank 0's counts. ``check`` raises where a rank was told to stop."""
 
 
 def optimizer_kind(spec: RunSpec) -> tuple[type[torch.optim.Optimizer], dict[str, float]]:

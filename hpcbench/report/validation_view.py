@@ -1,0 +1,172 @@
+"""How right the oracle was, as tables: by strategy, by predictor, by part of the step, and every configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from hpcbench.config.spec import strategy_label
+from hpcbench.oracle.cases import Case, Said
+from hpcbench.oracle.score import GOOD, LEAST_SHARE, Score, Summary, accuracy
+from hpcbench.report.validation import OURS, case_json
+from hpcbench.report.view import Column, View
+from hpcbench.units import format_seconds
+
+_PARTS = {
+    "compute_s": "computation", "comm_s": "communication", "exposed_comm_s": "communication not hidden",
+    "peak_memory_bytes": "memory",
+}  # fmt: skip
+_SUMMARY = {
+    "count": "n", "mean": "accuracy [95 %]", "median": "median", "least": "least", "good": f">={GOOD:.0%}",
+    "signed": "signed", "noise": "noise",
+}  # fmt: skip
+
+
+def strategies_view(one: Score) -> View:
+    """Accuracy of the step time, a row a strategy and one for all."""
+    view = _summaries("step time, by strategy", "strategy", {**one.strategies, "all": one.total})
+    view.notes = [
+        "accuracy: 1 - |predicted - measured| / measured, in percent, not clipped; signed: mean of (predicted - "
+        "measured) / measured",
+        "noise: spread between launches of the same configuration (standard deviation of logarithms); no prediction "
+        "can be better; ? where there was one launch",
+    ]
+    failed = one.total.failed if one.total else 0
+    if failed:
+        view.notes.append(f"{failed} failed unpredicted or were not predicted: accuracy 0")
+    covered = one.total.covered if one.total else None
+    if covered is not None:
+        view.notes.append(f"{covered:.0%} of the measured medians lie within their predicted 90 % interval")
+    return view
+
+
+def parts_view(one: Score) -> View:
+    """Computation, communication and memory apart: errors of opposite sign cancel in the step time."""
+    view = _summaries("parts, each by itself", "part", {_PARTS[name]: found for name, found in one.parts.items()})
+    view.notes = [
+        f"over configurations where the part was measured, times that are {LEAST_SHARE:.0%} of the step or more"
+    ]
+    return view
+
+
+def _summaries(title: str, key: str, rows: dict[str, Summary | None]) -> View:
+    columns = [Column(key, key, is_key=True, is_number=False)]
+    columns += [Column(name, heading, can_go=name == "least") for name, heading in _SUMMARY.items()]
+    view = View(title, columns, [], [])
+    for name, found in rows.items():
+        if found is not None:
+            view.raw.append([name, *(getattr(found, column) for column in _SUMMARY)])
+            view.cells.append([name, *_texts(found)])
+    return view
+
+
+def _texts(found: Summary) -> list[str]:
+    return [
+        str(found.count),
+        _percent(found.mean) + (f" [{_percent(found.low)} {_percent(found.high)}]" if found.count > 1 else ""),
+        _percent(found.median),
+        _percent(found.least),
+        f"{found.good:.0%}",
+        "" if found.signed is None else f"{found.signed * 100:+.1f}",
+        "?" if found.noise is None else f"{found.noise * 100:.1f}",
+    ]
+
+
+def _percent(value: float) -> str:
+    return f"{value * 100:.1f}"
+
+
+def predictors_view(scores: Sequence[Score]) -> View:
+    """The oracle and the baselines side by side."""
+    columns = [
+        Column("predictor", "predictor", is_key=True, is_number=False),
+        Column("count", "n"),
+        Column("mean", "accuracy [95 %]"),
+        Column("other", "ours there"),
+        Column("signed", "signed"),
+        Column("tau", "tau"),
+        Column("regret", "regret"),
+        Column("worst_regret", "worst"),
+        *(Column(name, _SUMMARY[name], can_go=True) for name in ("median", "least", "good")),
+    ]
+    view = View("against the baselines", columns, [], [])
+    for one in scores:
+        total, rank = one.total, one.ranking
+        view.raw.append([
+            one.predictor, total.count if total else 0, total.mean if total else None, one.other,
+            total.signed if total else None, rank.tau, rank.regret, rank.worst_regret,
+            *((total.median, total.least, total.good) if total else (None, None, None)),
+        ])  # fmt: skip
+        texts = _texts(total) if total else [""] * len(_SUMMARY)
+        view.cells.append([
+            one.predictor, texts[0] or "0", texts[1], "" if one.other is None else _percent(one.other), texts[5],
+            "" if rank.tau is None else f"{rank.tau:.2f}",
+            _share(rank.regret), _share(rank.worst_regret), *texts[2:5],
+        ])  # fmt: skip
+    groups = max((one.ranking.groups for one in scores), default=0)
+    view.notes = [
+        f"n: configurations that it says something of; ours there: accuracy of {OURS} over the same ones",
+        f"tau: Kendall's, of configurations ranked by time per sample, mean over {groups} groups of the same model and "
+        "devices; regret: how much slower than the measured best the predicted best is, mean and worst",
+    ]
+    fits = scores[0].fits if scores else None
+    if fits is not None and fits.count:
+        view.notes.append(
+            f"memory: of {fits.said_to_fit} said to fit {fits.false_fits} did not, of "
+            f"{fits.count - fits.said_to_fit} said not to fit {fits.false_alarms} did"
+        )
+    failed = sum(one.ranking.failed for one in scores if one.predictor == OURS)
+    if failed:
+        view.notes.append(f"in {failed} groups the predicted best did not run")
+    return view
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def cases_view(cases: Sequence[Case]) -> View:
+    """Every configuration, measured and predicted; raw columns for every predictor."""
+    names = [name for name in cases[0].said if name != OURS] if cases else []
+    columns = [
+        Column("strategy", "strategy", is_key=True, is_number=False),
+        Column("model", "model", is_key=True, is_number=False),
+        Column("ranks", "ranks", is_key=True),
+        Column("batch_size", "batch", is_key=True),
+        Column("measured_s", "measured"),
+        Column("predicted_s", "predicted"),
+        Column("accuracy", "acc."),
+        Column("noise", "noise"),
+        Column("status", "status", is_number=False),
+        *(Column(f"{name}_s", name, can_go=True) for name in names),
+    ]
+    view = View("every configuration", columns, [], [])
+    for one in cases:
+        spec, there, said = one.measured.spec, one.measured.step_time_s, one.said.get(OURS, Said())
+        right = accuracy(said.step_time_s, there) if said.step_time_s and there else None
+        others = [one.said[name].step_time_s for name in names]
+        key = [strategy_label(spec), spec.model, spec.ranks, spec.batch_size]
+        view.raw.append([
+            *key, there, said.step_time_s, right, one.measured.noise, one.measured.status, *others,
+        ])  # fmt: skip
+        view.cells.append([
+            *map(str, key), _time(there), _time(said.step_time_s), "" if right is None else _percent(right),
+            "?" if one.measured.noise is None else _percent(one.measured.noise), one.measured.status,
+            *map(_time, others),
+        ])  # fmt: skip
+    return view
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else format_seconds(seconds)
+
+
+def validation_json(cases: Sequence[Case], scores: Sequence[Score], notes: Sequence[str]) -> dict[str, Any]:
+    """``{"scores", "cases", "notes"}``: everything, so that it can be checked line by line."""
+    return {
+        "scores": [msgspec.to_builtins(one) for one in scores],
+        "cases": [case_json(one) for one in cases],
+        "notes": list(notes),
+    }

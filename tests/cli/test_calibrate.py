@@ -1,0 +1,141 @@
+"""``cluster calibrate``: what it writes, what it takes, what it says where nothing can be measured."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hpcbench.cli.main import cli
+from hpcbench.config.profiles import load_cluster
+from hpcbench.config.spec import RunSpec
+from hpcbench.errors import HpcbenchError
+from hpcbench.oracle.calibration.choose import machine_for
+from hpcbench.oracle.calibration.sweep import sweep_text
+from hpcbench.oracle.clock import Clock
+from hpcbench.oracle.nominal import nominal_machine
+from hpcbench.oracle.predict import predict
+from hpcbench.parallel.catalog import resolve_cost
+from hpcbench.results.store import ClusterTree
+from hpcbench.submit.calibrate import calibration_number
+from hpcbench.submit.plan import local_cores
+from tests.oracle.test_calibration_fits import everything, run_of, table_of
+
+
+@pytest.fixture
+def calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: str) -> Result:
+        return CliRunner().invoke(cli, ["cluster", "calibrate", *words])
+
+    return call
+
+
+def test_the_sweep_can_be_had_without_running_it(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    done = calibrate("local", "--out", "x.toml", "--budget", "3")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "x.toml").read_text() == sweep_text(load_cluster("local")[0], None, local_cores(), 0, 3.0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.toml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "nowhere"),
+        (["slurmbox", "--partition", "hihg"], "did you mean 'high'"),
+        (["local", "--out", "x.yaml"], "what kind of file is that"),
+        (["abci-3"], "run by PBS"),
+        (["lisa"], "only predicted for"),
+        (["local", "--from", "nothing"], "no results of cluster 'local'"),
+        (["local", "--from", "."], "nothing to fit"),
+    ],
+)
+def test_wrong_input_says_what_is_right_and_leaves_nothing(
+    calibrate: Callable[..., Result], tmp_path: Path, words: list[str], said: str
+) -> None:
+    done = calibrate(*words)
+    assert isinstance(done.exception, HpcbenchError), done.output
+    assert said in str(done.exception)
+    assert list(tmp_path.iterdir()) == []
+
+
+def written(tmp_path: Path) -> ClusterTree:
+    tree = ClusterTree(tmp_path / "results" / "slurmbox")
+    for run in everything(random.Random(5)):
+        tree.write_result(run.result)
+    return tree
+
+
+def test_a_fit_of_given_runs_is_kept_and_taken(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    tree = written(tmp_path)
+    profile, _ = load_cluster("slurmbox")
+    assert calibration_number(tree, profile, None) == 0
+    done = calibrate("slurmbox", "--from", "results", "--out", "c.json", "--json")
+    assert done.exit_code == 0, done.output
+    document: dict[str, Any] = json.loads(done.stdout)
+    path = Path(document["path"])
+    assert path.parent == tree.root / "calibrations"
+    assert path.read_bytes() == (tmp_path / "c.json").read_bytes()
+    assert document["calibration"]["machine"]["depth"] == "calibrated"
+    machine = machine_for(profile, tree)
+    assert machine.depth == "calibrated"
+    assert machine.compute.factors["vit"] == pytest.approx(1.5, rel=0.1)
+    # The next one has runs of its own.
+    assert calibration_number(tree, profile, None) == 1
+
+
+def test_what_was_found_is_a_table(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    written(tmp_path)
+    done = calibrate("slurmbox", "--from", "results")
+    assert done.exit_code == 0, done.output
+    for said in (
+        "2 ranks on a node",
+        "each computes 1.25 times as long",
+        "computing under a collective",
+        "all_reduce, ",
+        "nominal: contention was not measured",
+        "predictions for slurmbox are made from it",
+    ):
+        assert said in done.output, said
+
+
+def test_whole_runs_without_a_probe_move_the_profiles_numbers(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    profile, _ = load_cluster("slurmbox")
+    nominal = nominal_machine(profile)
+    tree = ClusterTree(tmp_path / "results" / "slurmbox")
+    for nodes in (1, 2, 4):
+        strategy = "ddp" if nodes > 1 else "single"
+        run = run_of(strategy, 1.0, "resnet18", nodes=nodes, dp_degree=nodes)
+        step = resolve_cost(strategy).step(run.spec, run.table, Clock(nominal, run.spec))
+        run = run_of(strategy, step.step_time_s + 0.5 * step.compute_s, "resnet18", nodes=nodes, dp_degree=nodes)
+        tree.write_result(run.result)
+    done = calibrate("slurmbox", "--from", "results")
+    assert done.exit_code == 0, done.output
+    assert "of it from the runs" in done.output
+    assert "nominal: the runs say nothing of intra_node" in done.output
+    machine = machine_for(profile, tree)
+    assert machine.depth == "fitted"
+    assert machine.source.startswith("fit of whole runs of ")
+    assert machine.comm.inter_node.beta_s_per_byte == pytest.approx(nominal.comm.inter_node.beta_s_per_byte, rel=0.2)
+    alone = RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=8)
+    before, after = (predict(alone, table_of("resnet18"), one).step_time_s for one in (nominal, machine))
+    assert after == pytest.approx(1.5 * before, rel=0.05)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1500)
+def test_a_whole_calibration_of_this_machine(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    done = calibrate("local", "--budget", "0.5", "--json")
+    document = json.loads(done.stdout)
+    machine = document["calibration"]["machine"]
+    assert machine["compute"]["samples"]
+    assert machine["compute"]["factors"]["vit"] > 0
+    assert set(machine["strategies"]) >= {"ddp", "fsdp"}
+    again = calibrate("local", "--from", "calibration-0", "--json")
+    assert json.loads(again.stdout)["calibration"]["run_ids"] == document["calibration"]["run_ids"]

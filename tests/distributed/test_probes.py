@@ -1,0 +1,164 @@
+"""What runs of a calibration measure: every row of the table, with its own operations, and every collective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.catalog import excluded_by
+from hpcbench.parallel.layers import read_table
+from hpcbench.parallel.traffic import OPERATIONS
+from hpcbench.results.schema import CollectiveProbe, OverlapProbe, Probe
+from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.probes.captured import callable_alone, capture
+from hpcbench.worker.probes.collectives import EXCHANGE, measure_collectives, message_sizes
+from hpcbench.worker.probes.watches import median, quantile, spread
+from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.probes import ProbeLayers
+from tests.distributed.pool import Pool
+
+CPU = torch.device("cpu")
+
+
+def spec_of(strategy: str = "probe_layers", **more: Any) -> RunSpec:
+    given: dict[str, Any] = {"model": "vit", "dataset": "digits", "batch_size": 4, "options": {"budget_s": 0.01}}
+    return RunSpec(strategy=strategy, **(given | more))
+
+
+def probed(spec: RunSpec) -> Probe:
+    strategy = ProbeLayers()
+    strategy.setup(build_model(spec), spec, Place(0, 1, CPU))
+    return strategy.measure(make_feed(spec, CPU), lambda: None)
+
+
+@pytest.mark.parametrize("model", ["vit", "vgg11"])
+def test_every_row_that_computes_is_measured(model: str) -> None:
+    spec = spec_of(model=model, options={"shares": "1,2", "budget_s": 0.01})
+    found = probed(spec)
+    table = read_table(model, "digits")
+    assert table is not None
+    rows = {(layer.name, layer.kind): layer for layer in table.layers}
+    whole = [one for one in found.kernels if one.split == "whole"]
+    measured = {(one.row, one.kind) for one in whole}
+    assert {kind for _, kind in rows} == {kind for _, kind in measured}
+    known = [rows[one.row, one.kind] for one in whole if (one.row, one.kind) in rows]
+    # Every other row of the table is as one of these.
+    shapes = {(one.kind, *one.input_shape, 0, *one.output_shape, 0, one.parameters) for one in known}
+    assert {(one.kind, *one.input_shape, 0, *one.output_shape, 0, one.parameters) for one in table.layers} == shapes
+    assert all(one.forward_s > 0 and one.repeats >= 3 for one in found.kernels)
+    backward = {(one.row, one.kind) for one in whole if one.backward_s is not None}
+    assert {(row, kind) for (row, kind), layer in rows.items() if layer.backward_flops} & measured <= backward
+    assert {one.split for one in found.kernels} == {"whole", "samples", "outputs", "inputs", "positions"}
+    sizes = {4 * one.numel() for one in build_model(spec).parameters()}
+    assert {one.parameter_bytes for one in found.updates} == sizes
+    assert (found.base_memory_bytes or 0) > 2**26
+
+
+class _Named(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_module_around_children_runs_its_own_operations_alone() -> None:
+    spec = spec_of()
+    model = build_model(spec)
+    batch, _ = make_feed(spec, CPU).batch(0, 0)
+    found, outputs = capture(model, batch, model)
+    assert torch.equal(outputs, model(batch))
+    blocks = [one for one in found if one.kind in ("Attention.other", "Mlp.other")]
+    expected = {
+        "Attention.other": (["scaled_dot_product"], ["scaled_dot_product"]),
+        "Mlp.other": (["gelu"], ["gelu_backward"]),
+    }
+    for one in blocks:
+        alone, x = callable_alone(one), one.inputs[0].requires_grad_()
+        forward, backward = _Named(), _Named()
+        with forward:
+            output = alone(x)
+        assert output.shape == x.shape
+        with backward:
+            torch.autograd.backward(output, torch.ones_like(output))
+        for seen, parts in zip((forward, backward), expected[one.kind], strict=True):
+            assert all(any(part in name for name in seen.names) for part in parts), seen.names
+            assert not any("mm" in name or "linear" in name for name in seen.names)
+
+
+def test_children_of_a_module_keep_their_place_in_the_model() -> None:
+    spec = spec_of()
+    model = build_model(spec)
+    batch, _ = make_feed(spec, CPU).batch(0, 0)
+    before = model(batch)
+    for one in capture(model, batch, model)[0]:
+        callable_alone(one)
+    assert torch.equal(model(batch), before)
+
+
+def collectives(spec: RunSpec, largest_bytes: int, budget_s: float, group: Any) -> Any:
+    rank = torch.distributed.get_rank()
+    place = Place(rank, spec.ranks, CPU, group)
+    return measure_collectives(spec, place, largest_bytes, budget_s, lambda: None)
+
+
+def test_two_ranks_measure_every_operation_at_every_size(pool: Pool) -> None:
+    spec = spec_of("probe_collectives", tasks_per_node=2, dp_degree=2)
+    answers: list[tuple[list[CollectiveProbe], list[OverlapProbe]]] = pool.call(2, collectives, spec, 2**16, 3.0)
+    found, overlaps = answers[0]
+    assert found == answers[1][0]
+    expected = {(operation, size) for operation in (*OPERATIONS, EXCHANGE) for size in message_sizes(2**16)}
+    assert {(one.operation, one.payload_bytes) for one in found} == expected
+    assert all(one.seconds > 0 and one.repeats >= 3 and (one.ranks, one.nodes) == (2, 1) for one in found)
+    (overlap,) = overlaps
+    assert overlap.both_s >= overlap.compute_under_comm_s > 0
+    assert overlap.comm_s >= overlap.issue_s > 0
+
+
+def test_two_ranks_a_node_measure_how_groups_share_the_way_out(pool: Pool) -> None:
+    spec = spec_of("probe_collectives", nodes=2, tasks_per_node=2, dp_degree=4)
+    found, overlaps = pool.call(4, collectives, spec, 2**20, 2.0)[0]
+    assert [(one.payload_bytes, one.groups) for one in found] == [(2**18, 1), (2**18, 2), (2**20, 1), (2**20, 2)]
+    assert all((one.ranks, one.nodes) == (2, 2) for one in found)
+    assert overlaps == []
+
+
+def test_sizes_grow_to_the_largest() -> None:
+    assert message_sizes(2**24)[0] == 1024
+    assert message_sizes(2**24)[-1] == 2**24
+    assert len(message_sizes(2**24)) == 12
+    assert message_sizes(512) == [1024, 2048]
+
+
+def test_quantiles() -> None:
+    assert median([3.0, 1.0, 2.0]) == 2.0
+    assert median([1.0, 2.0]) == 1.5
+    assert quantile([0.0, 10.0], 0.84) == pytest.approx(8.4)
+    assert spread([2.0, 2.0, 2.0]) == 0.0
+    assert spread([float(one) for one in range(101)]) == pytest.approx(34 / 50)
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        (spec_of(), None),
+        (spec_of(verify=True), "no training"),
+        (spec_of(compile=True), "one by one"),
+        (spec_of(micro_batches=2), "micro_batches 2, 1 is right"),
+        (spec_of(options={"shares": "1,x"}), "whole numbers"),
+        (spec_of(options={"shares": "0"}), "whole numbers"),
+        (spec_of(options={"budget_s": 0.0}), "budget_s 0"),
+        (spec_of("probe_collectives"), "2 ranks or more"),
+        (spec_of("probe_collectives", tasks_per_node=2, dp_degree=2), None),
+    ],
+)
+def test_what_probes_do_not_take(spec: RunSpec, said: str | None) -> None:
+    reason = excluded_by(spec)
+    assert reason is None if said is None else said in (reason or "")

@@ -1,0 +1,337 @@
+"""Fits find what simulated runs were made with."""
+
+from __future__ import annotations
+
+import random
+from datetime import datetime, timezone
+from typing import Any
+
+import msgspec
+import pytest
+
+from hpcbench.config.profiles import load_cluster
+from hpcbench.config.spec import RunSpec, config_id, run_id
+from hpcbench.oracle.calibration.evidence import Evidence, explained, log_error, median
+from hpcbench.oracle.calibration.fit import calibrate
+from hpcbench.oracle.calibration.fit_collectives import Point, fit_bands, fit_collectives, fit_line, non_negative, words
+from hpcbench.oracle.calibration.fit_kernels import fit_roofline, kernel_samples, share_of
+from hpcbench.oracle.calibration.fit_rest import fit_alone, fit_contention, fit_crowding, fit_overlap
+from hpcbench.oracle.clock import Clock, expected_largest
+from hpcbench.oracle.collectives import Span, Wire, time_s
+from hpcbench.oracle.kernels import Share, row_pass, update_kernels
+from hpcbench.oracle.machine import KernelSample, Machine
+from hpcbench.oracle.nominal import nominal_machine
+from hpcbench.oracle.predict import predict
+from hpcbench.oracle.tensors import parameter_bytes
+from hpcbench.parallel.alike import Alike
+from hpcbench.parallel.catalog import resolve_cost
+from hpcbench.parallel.layers import LayerTable, read_table
+from hpcbench.results.schema import (
+    CollectiveProbe,
+    KernelProbe,
+    Metrics,
+    OverlapProbe,
+    Probe,
+    RunResult,
+    Spread,
+    UpdateProbe,
+)
+
+PROFILE, _ = load_cluster("slurmbox")
+NOMINAL = nominal_machine(PROFILE)
+TRUE = Wire(3e-4, 1.2 / 125e6)
+SIZES = [1024 * 4**power for power in range(8)]
+
+
+def table_of(model: str) -> LayerTable:
+    found = read_table(model, "cifar10")
+    assert found is not None
+    return found
+
+
+def spread_of(seconds: float, scatter: float = 0.0) -> Spread:
+    wide = 1.28 * scatter * seconds
+    return Spread(
+        median=seconds, mean=seconds, std=scatter * seconds, p10=seconds - wide, p90=seconds + wide,
+        min=seconds, max=seconds, ci95_low=seconds, ci95_high=seconds,
+    )  # fmt: skip
+
+
+def run_of(strategy: str, step_s: float, model: str = "vit", probe: Probe | None = None, **more: Any) -> Evidence:
+    spec = RunSpec(model=model, dataset="cifar10", strategy=strategy, **({"batch_size": 8} | more))
+    peak = more.pop("peak_memory_bytes", None)
+    metrics = Metrics(step_time_s=spread_of(step_s), peak_memory_bytes=peak)
+    result = RunResult(
+        run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep="s", cluster="slurmbox", status="ok",
+        spec=spec, metrics=metrics, probe=probe, environment_digest="e",
+    )  # fmt: skip
+    return Evidence(result, table_of(model))
+
+
+def true_s(kernel: Any) -> float:
+    """Convolutions reach half of what the roofline says, all else three quarters."""
+    return Alike(NOMINAL.compute).roofline_s(kernel) * (2.0 if kernel.kind == "Conv2d" else 1.33)
+
+
+def layers_probe(model: str, noise: random.Random, relative: float = 0.03) -> tuple[Probe, float]:
+    """What a probe would find, and the sum of all kernels of a step."""
+    spec, table = RunSpec(model=model, dataset="cifar10", strategy="single", batch_size=8), table_of(model)
+
+    def about(seconds: float) -> float:
+        return seconds * noise.lognormvariate(0, relative)
+
+    kernels, total = [], 0.0
+    for layer in table.layers:
+        for split, parts in (("whole", 1), ("outputs", 2), ("positions", 4)):
+            share = share_of(KernelProbe(row="", kind="", split=split, parts=parts, samples=8, forward_s=0.0, spread=0.0, repeats=1))  # fmt: skip
+            one = row_pass(spec, layer, 8, share)
+            seconds = [true_s(one.forward), true_s(one.backward)]
+            total += sum(seconds) if parts == 1 else 0.0
+            kernels.append(
+                KernelProbe(row=layer.name, kind=layer.kind, split=split, parts=parts, samples=8,
+                            forward_s=about(seconds[0]), backward_s=about(seconds[1]), spread=relative, repeats=9)
+            )  # fmt: skip
+    updates = []
+    for size in parameter_bytes(spec, table):
+        (kernel,) = update_kernels(spec, [size])
+        total += true_s(kernel)
+        updates.append(UpdateProbe(optimizer="sgd", parameter_bytes=size, seconds=about(true_s(kernel)),
+                                   spread=relative, repeats=5))  # fmt: skip
+    return Probe(base_memory_bytes=200 * 2**20, kernels=kernels, updates=updates), total
+
+
+def collectives_probe(ranks: int, noise: random.Random, relative: float = 0.03, **more: Any) -> Probe:
+    span = Span(ranks, ranks, Wire(1e-6, 1e-10), TRUE, trees=False)
+    found = [
+        CollectiveProbe(
+            operation=operation, ranks=ranks, nodes=ranks, payload_bytes=size, spread=relative, repeats=30,
+            seconds=time_s(operation, span, size) * noise.lognormvariate(0, relative) + 5e-5,
+        )
+        for operation in ("all_reduce", "all_gather", "broadcast")
+        for size in SIZES
+    ]  # fmt: skip
+    overlap = OverlapProbe(ranks=ranks, nodes=ranks, payload_bytes=2**20, compute_s=0.01, comm_s=0.02,
+                           compute_under_comm_s=0.0125, both_s=0.03, issue_s=5e-5, repeats=7)  # fmt: skip
+    return Probe(collectives=found, overlaps=[overlap], **more)
+
+
+def everything(noise: random.Random, ddp: bool = True) -> list[Evidence]:
+    """Runs on a machine whose steps take 1.5 times the sum of their kernels."""
+    runs = []
+    for model in ("vit", "vgg11", "resnet18"):
+        probe, total = layers_probe(model, noise)
+        runs.append(run_of("probe_layers", 1.5 * total, model, probe))
+    alone_s = runs[0].step_s
+    for nodes in (2, 4):
+        step_s = alone_s * (1 + 0.04 * expected_largest(nodes))
+        probe = collectives_probe(nodes, noise)
+        runs.append(run_of("probe_collectives", step_s, probe=probe, nodes=nodes, dp_degree=nodes))
+    beside = alone_s * (1 + 0.04 * expected_largest(2)) * 1.25
+    runs.append(run_of("probe_collectives", beside, probe=Probe(), tasks_per_node=2, dp_degree=2))
+    return runs
+
+
+def test_kernels_of_a_probe_are_asked_for_as_predictions_ask() -> None:
+    spec, table = RunSpec(model="vgg11", dataset="cifar10", strategy="probe_layers", batch_size=8), table_of("vgg11")
+    row = next(layer for layer in table.layers if layer.kind == "Conv2d" and layer.attributes["in_channels"] > 3)
+    given: dict[str, Any] = {
+        "row": row.name,
+        "kind": "Conv2d",
+        "samples": 8,
+        "forward_s": 1e-3,
+        "spread": 0.0,
+        "repeats": 3,
+    }
+    probe = Probe(kernels=[
+        KernelProbe(**given, split="inputs", parts=4, backward_s=2e-3),
+        KernelProbe(**(given | {"row": "nowhere"}), backward_s=2e-3),
+    ])  # fmt: skip
+    found = kernel_samples(spec, table, probe)
+    expected = row_pass(spec, row, 8, Share(flops=0.25, inputs=0.25, weights=0.25))
+    assert [(one.direction, one.seconds) for one in found] == [("forward", 1e-3), ("backward", 2e-3)]
+    assert [one.flops for one in found] == [expected.forward.flops, expected.backward.flops]
+    assert found[0].weight_bytes == row.parameters  # a quarter of four bytes each
+
+
+def test_a_roofline_is_found_in_what_was_measured() -> None:
+    true = msgspec.structs.replace(NOMINAL.compute, flops_efficiency=2.4, bandwidth_efficiency=0.2, launch_s=5e-5)
+    spec, noise = RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=8), random.Random(4)
+    samples = []
+    for layer in table_of("resnet18").layers:
+        for one in row_pass(spec, layer, 8):
+            if one.moved_bytes:
+                seconds = Alike(true).roofline_s(one) * noise.lognormvariate(0, 0.05)
+                samples.append(KernelSample(**one._asdict(), seconds=seconds))
+    found = fit_roofline(NOMINAL.compute, samples)
+    assert found.samples == samples
+    assert found.flops_efficiency == pytest.approx(2.4, rel=0.1)
+    assert found.bandwidth_efficiency == pytest.approx(0.2, rel=0.1)
+    assert found.launch_s == pytest.approx(5e-5, rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def calibrated() -> tuple[Any, list[Evidence]]:
+    runs = everything(random.Random(7))
+    when = datetime(2026, 11, 21, 20, 0, tzinfo=timezone.utc)
+    return calibrate(PROFILE, None, runs, when), runs
+
+
+def test_factors_and_other_models(calibrated: Any) -> None:
+    calibration, runs = calibrated
+    factors = calibration.machine.compute.factors
+    assert factors == {name: pytest.approx(1.5, rel=0.1) for name in ("vit", "vgg11", "resnet18", "")}
+    by_others = next(one for one in calibration.residuals if "other models" in one.what)
+    assert by_others.points == 3
+    assert 0 < by_others.error < 0.35
+    for run in runs[:3]:
+        spec = msgspec.structs.replace(run.spec, strategy="single")
+        found = predict(spec, run.table, calibration.machine)
+        assert found.compute_s == pytest.approx(run.step_s, rel=0.05)
+        assert found.interval.low < run.step_s < found.interval.high
+
+
+def test_neighbours_and_overlap(calibrated: Any) -> None:
+    calibration, _ = calibrated
+    machine = calibration.machine
+    assert machine.straggling == pytest.approx(0.04, rel=1e-6)
+    assert machine.compute.crowding == {1: 1.0, 2: pytest.approx(1.25)}
+    assert machine.comm.overlap_slowdown == pytest.approx(1.25)
+    assert machine.comm.call_s == pytest.approx(5e-5)
+
+
+def test_links_and_what_was_left_out(calibrated: Any) -> None:
+    calibration, runs = calibrated
+    clock = Clock(calibration.machine, RunSpec(model="vit", dataset="cifar10", strategy="ddp", batch_size=8, nodes=4, dp_degree=4))  # fmt: skip
+    span = Span(4, 4, Wire(0, 0), TRUE, trees=False)
+    from hpcbench.oracle.placement import Group
+
+    for operation in ("all_reduce", "all_gather", "broadcast"):
+        for size in SIZES:
+            priced = clock.call(operation, size, Group(4, 4, 1, 1)).seconds
+            assert priced == pytest.approx(time_s(operation, span, size) + 5e-5, rel=0.1)
+    assert calibration.made_at == "2026-11-21T20:00:00Z"
+    assert calibration.partition == "normal"
+    assert calibration.run_ids == sorted(one.result.run_id for one in runs)
+    assert calibration.environment_digests == ["e"]
+    assert "not measured: reduce_scatter, all_to_all, reduce, send; taken to be as all_reduce" in calibration.notes
+    assert any("contention was not measured" in note for note in calibration.notes)
+    assert calibration.machine.depth == "calibrated"
+    decoded = msgspec.json.decode(msgspec.json.encode(calibration), type=type(calibration))
+    assert decoded == calibration
+
+
+def test_runs_of_a_strategy_give_its_overhead_and_the_memory_of_a_process(calibrated: Any) -> None:
+    calibration, runs = calibrated
+    machine: Machine = msgspec.structs.replace(calibration.machine, strategies={})
+    trained = []
+    for number, nodes in enumerate((2, 4)):
+        more: dict[str, Any] = {"nodes": nodes, "dp_degree": nodes, "batch_size": 8 * (number + 1)}
+        spec = RunSpec(model="vit", dataset="cifar10", strategy="ddp", **more)
+        cost, table = resolve_cost("ddp"), table_of("vit")
+        step = cost.step(spec, table, Clock(machine, spec))
+        run = run_of("ddp", step.step_time_s + 0.02 * step.compute_s + 0.004, **more)
+        run.result.metrics.peak_memory_bytes = cost.memory(spec, table, 0).total_bytes + 222 * 2**20
+        trained.append(run)
+    found = calibrate(PROFILE, None, [*runs, *trained])
+    own = found.machine.strategies["ddp"]
+    predicted = [predict(one.spec, one.table, found.machine) for one in trained]
+    assert [one.step_time_s for one in predicted] == [pytest.approx(one.step_s, rel=0.02) for one in trained]
+    assert own.step_s > 0
+    assert found.machine.base_bytes == pytest.approx(222 * 2**20)
+    before, after = (one for one in found.residuals if one.part == "strategies")
+    assert after.error < before.error
+
+
+def test_without_runs_of_a_kind_the_profile_speaks() -> None:
+    found = calibrate(PROFILE, None, [])
+    assert msgspec.structs.replace(found.machine, depth="nominal", source=NOMINAL.source) == msgspec.structs.replace(
+        NOMINAL, notes=[]
+    )
+    assert found.notes[0] == "no kernel was measured: a step's computation is the profile's"
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_line_is_found_in_noise(operation: str, ranks: int) -> None:
+    noise = random.Random(3)
+    span = Span(ranks, ranks, Wire(0, 0), TRUE, trees=False)
+    points = [Point(size, time_s(operation, span, size) * noise.lognormvariate(0, 0.03), 0.03) for size in SIZES]
+    found = fit_line(operation, span, points, Wire(1e-5, 1e-9))
+    assert found.latency_s == pytest.approx(TRUE.latency_s, rel=0.06)
+    assert found.beta_s_per_byte == pytest.approx(TRUE.beta_s_per_byte, rel=0.06)
+    assert len(fit_bands(operation, span, points, TRUE)) == 1
+
+
+def test_rings_and_trees_are_told_apart() -> None:
+    span = Span(16, 16, Wire(0, 0), TRUE, trees=True)
+    points = [Point(size, time_s("all_reduce", span, size), 0.01) for size in SIZES]
+    found = fit_line("all_reduce", span, points, Wire(1e-5, 1e-9))
+    assert tuple(found) == pytest.approx(tuple(TRUE))
+
+
+def test_sizes_that_one_line_does_not_fit_get_bands() -> None:
+    span = Span(2, 2, Wire(0, 0), TRUE, trees=False)
+    fast = span._replace(inter_node=Wire(1e-4, 1e-10))
+    sizes = [1024 * 2**power for power in range(14)]
+    points = [Point(size, time_s("all_reduce", fast if size < 131072 else span, size), 0.01) for size in sizes]
+    lines = fit_bands("all_reduce", span, points, TRUE)
+    assert [line.from_bytes for line in lines] == [0.0, 131072]
+    assert tuple(lines[1].wire) == pytest.approx(tuple(TRUE))
+    assert lines[0].wire.latency_s == pytest.approx(1e-4)
+
+
+def test_neither_latency_nor_bandwidth_is_negative() -> None:
+    assert non_negative([(1.0, 1.0, 1.0, 1.0), (1.0, 2.0, 3.0, 1.0)]) == pytest.approx((0.0, 1.4))
+    assert non_negative([(1.0, 1.0, 3.0, 1.0), (1.0, 2.0, 1.0, 1.0)]) == pytest.approx((2.0, 0.0))
+    assert non_negative([(1.0, 1.0, 3.0, 1.0), (1.0, 2.0, 5.0, 1.0)]) == pytest.approx((1.0, 2.0))
+    assert non_negative([(1.0, 0.0, 3.0, 1.0)]) == (3.0, 0.0)
+
+
+def test_a_ratio_is_over_the_links_nominal_time_per_byte() -> None:
+    probes = collectives_probe(2, random.Random(1), 0.0).collectives
+    samples, residuals, _ = fit_collectives(NOMINAL.comm, probes, 5e-5, trees=False)
+    assert [(one.operation, one.ranks, one.nodes) for one in samples] == [
+        ("all_gather", 2, 2), ("all_reduce", 2, 2), ("broadcast", 2, 2),
+    ]  # fmt: skip
+    # The profile says 1 Gbit/s; the runs were made with 1.2 times its time per byte.
+    assert [one.beta_ratio for one in samples] == [pytest.approx(1.2, rel=1e-6)] * 3
+    assert [one.r2 for one in residuals] == [pytest.approx(1.0)] * 3
+    assert residuals[0].what == "all_gather, 2 ranks on 2 nodes, 1 KiB to 16 MiB"
+
+
+def test_contention_is_over_one_group_alone() -> None:
+    def probe(groups: int, seconds: float, size: int = 2**20) -> CollectiveProbe:
+        return CollectiveProbe(operation="all_reduce", ranks=2, nodes=2, payload_bytes=size, groups=groups,
+                               seconds=seconds, spread=0.0, repeats=9)  # fmt: skip
+
+    found = fit_contention([probe(2, 1.9), probe(4, 3.6), probe(1, 1.0), probe(2, 7.0, 2**10), probe(1, 1.0, 2**10)])
+    assert found == {2: 1.9, 4: 3.6}
+    assert fit_contention([probe(2, 1.9)]) == {}
+
+
+def test_nobody_computes_faster_under_communication_or_beside_others() -> None:
+    overlap = OverlapProbe(ranks=2, nodes=2, payload_bytes=1, compute_s=1.0, comm_s=1.0, compute_under_comm_s=0.9,
+                           both_s=1.0, issue_s=0.0, repeats=3)  # fmt: skip
+    assert fit_overlap([overlap]) == 1.0
+    runs = [run_of("single", 1.0), run_of("probe_collectives", 0.9, tasks_per_node=2, dp_degree=2)]
+    assert fit_alone(runs).straggling == 0.0
+    assert fit_crowding(runs, fit_alone(runs)) == {2: 1.0}
+
+
+def test_a_lone_launch_that_was_held_up_is_one_of_several() -> None:
+    runs = [run_of("probe_layers", 2.0), run_of("probe_layers", 4.0, "vgg11")]
+    runs += [run_of("probe_collectives", 1.0, nodes=2, dp_degree=2, seed=seed) for seed in range(5)]
+    found = fit_alone(runs)
+    assert found.straggling == 0.0
+    assert found.steps_s["vit", "cifar10", 8, "fp32"] == pytest.approx(1.0, rel=0.1)
+    assert found.steps_s["vgg11", "cifar10", 8, "fp32"] == 4.0
+
+
+def test_what_residuals_are() -> None:
+    assert median([4.0, 1.0, 2.0]) == 2.0
+    assert log_error([(1.0, 1.0), (1.1, 1.1)]) == 0.0
+    assert log_error([(1.1, 1.0)]) == pytest.approx(0.0953, rel=1e-3)
+    assert explained([(1.0, 1.0), (2.0, 2.0)]) == 1.0
+    assert explained([(1.0, 1.0)]) is None
+    assert words(1024) == "1 KiB"
+    assert words(3 * 2**20) == "3 MiB"

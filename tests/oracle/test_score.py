@@ -1,0 +1,156 @@
+"""Scores by hand: two accuracies, a failure, a foretold one, ranks with ties, what following a prediction costs."""
+
+from __future__ import annotations
+
+from math import log
+from typing import Any
+
+import pytest
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.cases import Case, Measured, Said, bootstrap
+from hpcbench.oracle.ranking import kendall_tau
+from hpcbench.oracle.score import accuracy, score
+
+NAME = "we"
+
+
+def case(
+    strategy: str = "ddp", launches_s: tuple[float, ...] = (1.0,), said: Said | None = None, *, status: str = "ok",
+    model: str = "resnet18", batch_size: int = 8, **figures: float,
+) -> Case:  # fmt: skip
+    spec = RunSpec(model=model, dataset="cifar10", strategy=strategy, batch_size=batch_size, nodes=2, dp_degree=2)
+    measured = Measured(
+        cluster="c", config_id=strategy, spec=spec, status=status, launches_s=list(launches_s), figures=figures
+    )
+    return Case(measured, {} if said is None else {NAME: said})
+
+
+def says(step_time_s: float | None, fits: bool | None = None, **more: Any) -> Said:
+    return Said(step_time_s=step_time_s, fits=fits, **more)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "right"), [(1.0, 1.0, 1.0), (0.9, 1.0, 0.9), (1.2, 1.0, 0.8), (3.0, 1.0, -1.0), (0.0, 1.0, 0.0)]
+)  # fmt: skip
+def test_accuracy_is_not_clipped(predicted: float, measured: float, right: float) -> None:
+    assert accuracy(predicted, measured) == pytest.approx(right)
+
+
+def test_a_strategys_figures() -> None:
+    cases = [
+        case("ddp", (1.0, 1.2, 1.1), says(1.21, low_s=1.0, high_s=1.3)),
+        case("ddp", (2.0,), says(1.0, low_s=0.9, high_s=1.1), batch_size=16),
+        case("fsdp", (4.0,), says(4.0)),
+    ]
+    found = score(cases, NAME)
+    ddp = found.strategies["ddp"]
+    assert (ddp.count, ddp.failed) == (2, 0)
+    assert (ddp.mean, ddp.median, ddp.least, ddp.good) == pytest.approx((0.7, 0.7, 0.5, 0.5))
+    assert ddp.signed == pytest.approx((0.1 - 0.5) / 2)
+    assert ddp.abs_log == pytest.approx((log(1.1) + log(2)) / 2)
+    # The launches 1.0, 1.2, 1.1 alone have a spread: the standard deviation of their logarithms.
+    assert ddp.noise == pytest.approx(0.0912, abs=1e-4)
+    assert ddp.covered == 0.5
+    assert found.total is not None
+    assert (found.total.count, found.total.mean) == pytest.approx((3, 0.8))
+    assert found.strategies["fsdp"].noise is None
+
+
+def test_failures_count_unless_they_were_foretold() -> None:
+    cases = [
+        case("ddp", (1.0,), says(1.0, fits=True)),
+        case("zero1", (), says(1.0, fits=True), status="oom"),
+        case("fsdp", (), says(1.0, fits=False), status="oom"),
+        case("filter", (), says(1.0, fits=True), status="failed"),
+        case("gpipe", (1.0,), Said(reason="no formulas")),
+        case("1f1b", (), says(1.0), status="skipped"),
+        case("channel", (1.0,), says(1.0, fits=False)),
+    ]
+    found = score(cases, NAME)
+    assert found.total is not None
+    assert (found.total.count, found.total.failed) == (5, 3)
+    assert found.total.mean == pytest.approx(2 / 5)
+    assert "fsdp" not in found.strategies
+    assert "1f1b" not in found.strategies
+    assert found.strategies["gpipe"].mean == 0.0
+    assert (found.fits.count, found.fits.false_fits, found.fits.said_to_fit, found.fits.false_alarms) == (4, 1, 2, 1)
+
+
+def test_parts_are_scored_where_both_are_there() -> None:
+    cases = [
+        case("ddp", (1.0,), says(1.0, figures={"compute_s": 0.9, "comm_s": 0.3}), compute_s=0.6, comm_s=0.4),
+        case("fsdp", (1.0,), says(1.0, figures={"compute_s": 0.5}), compute_s=0.5, comm_s=0.0),
+    ]
+    # A hundredth of the step is not worth comparing; nothing was said of something is an error of all of it.
+    cases.append(
+        case("ddp", (1.0,), says(1.0, figures={"comm_s": 0.0, "exposed_comm_s": 0.0}), comm_s=0.009, exposed_comm_s=0.1)
+    )
+    parts = score(cases, NAME).parts
+    assert set(parts) == {"compute_s", "comm_s", "exposed_comm_s"}
+    assert (parts["exposed_comm_s"].mean, parts["exposed_comm_s"].abs_log) == (0.0, None)
+    assert (parts["compute_s"].count, parts["compute_s"].mean) == pytest.approx((2, 0.75))
+    assert (parts["comm_s"].count, parts["comm_s"].signed) == pytest.approx((1, -0.25))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "tau"),
+    [
+        ([1, 2, 3, 4], [1, 2, 3, 4], 1.0),
+        ([1, 2, 3, 4], [4, 3, 2, 1], -1.0),
+        ([1, 2, 3], [1, 3, 2], 1 / 3),
+        # Of three pairs one is tied on one side: 2 / sqrt(2 * 3).
+        ([1, 1, 2], [1, 2, 3], 2 / 6**0.5),
+        ([1, 1], [1, 2], None),
+    ],
+)
+def test_kendalls_tau_counts_ties(one: list[float], other: list[float], tau: float | None) -> None:
+    assert kendall_tau(one, other) == (None if tau is None else pytest.approx(tau))
+
+
+def test_ranking_is_by_time_per_sample_within_a_model_and_its_devices() -> None:
+    cases = [
+        # Per sample 1/16, 2/16 and, with twice the batch, 1.5/32: the last is the best, the first was chosen.
+        case("ddp", (1.0,), says(1.0)),
+        case("fsdp", (2.0,), says(3.0)),
+        case("zero1", (1.5,), says(4.0), batch_size=16),
+        case("ddp", (1.0,), says(1.0), model="vgg11"),
+    ]
+    found = score(cases, NAME).ranking
+    assert found.groups == 1
+    assert found.tau == pytest.approx(1 / 3)
+    assert found.regret == found.worst_regret == pytest.approx((1 / 16) / (1.5 / 32) - 1)
+    assert found.failed == 0
+
+
+def test_a_chosen_run_that_failed_is_no_small_regret() -> None:
+    cases = [case("ddp", (), says(1.0, fits=True), status="oom"), case("fsdp", (2.0,), says(3.0))]
+    found = score(cases, NAME).ranking
+    assert (found.groups, found.failed, found.regret) == (1, 1, None)
+    # Said not to fit, it would not have been chosen.
+    cases = [case("ddp", (), says(1.0, fits=False), status="oom"), case("fsdp", (2.0,), says(3.0)),
+             case("zero1", (2.2,), says(3.1))]  # fmt: skip
+    assert score(cases, NAME).ranking.regret == 0.0
+
+
+def test_intervals_draw_whole_models() -> None:
+    apart = [
+        case("ddp", (1.0,), says(1.0), model=model, batch_size=size)
+        for model in ("resnet18", "vgg11")
+        for size in (8, 16)
+    ]
+    for one in apart[2:]:
+        one.said = {NAME: says(1.5)}
+    total = score(apart, NAME).total
+    assert total is not None
+    # Of two models one may be drawn twice.
+    assert (total.low, total.high) == (0.5, 1.0)
+    assert bootstrap([[1.0], [1.0]], max) == (1.0, 1.0)
+    assert bootstrap([[1.0], [3.0]], min) == (1.0, 3.0)
+
+
+def test_nothing_measured_is_no_score() -> None:
+    found = score([], NAME)
+    assert found.total is None
+    assert found.strategies == found.parts == {}
+    assert found.ranking.groups == found.fits.count == 0
