@@ -16,7 +16,7 @@ JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart horovod horovod-if-possible test test-here test-unit test-distributed test-slurm test-docs lint format \
-	schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench oracle-score clean
+	docs reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench oracle-score clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -50,7 +50,7 @@ horovod-if-possible: $(VENV)/.dev
 UNIT := $(BIN)/pytest -m "not distributed and not slurm and not soak and not faults" --ignore=tests/docs
 DISTRIBUTED := $(BIN)/pytest -m "distributed and not slurm and not soak and not faults" --ignore=tests/docs
 SLURM := $(BIN)/pytest -m "slurm and not soak" --ignore=tests/docs -rs
-DOCS := $(BIN)/pytest tests/docs
+DOCS := $(BIN)/pytest -m "not slurm and not soak" tests/docs
 
 # The SLURM box waits for its scheduler most of the time, so the other tests run beside it.
 test: horovod-if-possible ## everything, a real SLURM included where this machine allows
@@ -84,6 +84,13 @@ format: $(VENV)/.dev ## let ruff format and mend what it can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: reference ## build the documentation as a site, into build/docs/site
+	$(BIN)/python docs/make_site.py
+
+reference: $(VENV)/.dev ## write the pages about commands, catalog and schemas anew, and the live screen
+	$(BIN)/python docs/make_reference.py
+	$(BIN)/python docs/make_live_picture.py
+
 schemas: $(VENV)/.dev ## write docs/schemas anew
 	@for kind in cluster sweep result; do $(BIN)/hpcbench schema $$kind > docs/schemas/$$kind.json; done
 
@@ -93,10 +100,10 @@ layers: $(VENV)/.worker ## measure the layers of all shipped models anew, into h
 check-layers: $(VENV)/.dev ## compare all of hpcbench/layers with what is measured now
 	$(BIN)/pytest tests/worker/test_layers.py -m soak --timeout 1200
 
-golden: $(VENV)/.dev ## write the rendered scripts in tests/golden anew; review the diff
-	HPCBENCH_GOLDEN=write $(BIN)/pytest tests/render
+golden: $(VENV)/.dev ## write the scripts and terminal plots in tests/golden anew; review the diff
+	HPCBENCH_GOLDEN=write $(BIN)/pytest tests/render tests/report/test_plots_terminal.py
 
-pictures: $(VENV)/.worker ## draw the table of the README from the quickstart's results
+pictures: $(VENV)/.worker ## draw what the documentation shows: the quickstart's table, and plots
 	$(BIN)/python docs/make_pictures.py
 
 slurm-up: ## start the SLURM box (root; NODES GPUS CPUS MEM LINK)

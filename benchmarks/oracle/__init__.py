@@ -1,1 +1,1 @@
-"""How right the oracle is: predictions that were written down before, against what was measured after."""
+"""What the oracle is scored on: runs of others, and our own, predicted before anybody compared them."""

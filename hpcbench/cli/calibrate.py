@@ -27,27 +27,22 @@ def measure_and_fit(
     check_scheduler(profile)
     cluster_tree = tree(results).cluster(profile.name)
     plan = calibration_plan(cluster_tree, profile, partition, budget_s)
-    states = _run(plan, cluster_tree, over_budget)
+    states = _run(plan, cluster_tree, results, over_budget)
     calibration, path = fit_and_keep(profile, partition, evidence_of([runs_named(cluster_tree, plan.runs)]), results)
     return calibration, path, states
 
 
-def _run(plan: Plan, cluster_tree: ClusterTree, over_budget: bool) -> dict[str, RunState]:
-    from hpcbench.cli.runs import check_sent, say_submitted
-    from hpcbench.report.progress import Progress
-    from hpcbench.submit.submit import Choice, stop_local, submit
-    from hpcbench.submit.wait import wait
+def _run(plan: Plan, cluster_tree: ClusterTree, results: str | None, over_budget: bool) -> dict[str, RunState]:
+    from hpcbench.cli.runs import check_sent, say_submitted, watch
+    from hpcbench.submit.submit import Choice, submit
 
     submitted = submit(plan, cluster_tree, Choice(over_budget=over_budget), say)
     say_submitted(plan, submitted)
     check_sent(submitted.sent, waits=True)
     try:
-        with Progress(console(stderr=True), plan.sweep.name, plan.runs, plan.finished) as progress:
-            return wait(cluster_tree, list(plan.runs), plan.profile, progress.update)
+        return watch(plan, results, {})
     except KeyboardInterrupt:
-        if plan.profile.scheduler.kind == "local" and submitted.folder is not None:
-            stop_local(submitted.folder)
-        say("give the same command again to go on: what is done is kept")
+        say(f"hpcbench cluster calibrate {plan.profile.name} goes on with it")
         raise
 
 
@@ -71,10 +66,12 @@ def fit_given(
 def fit_and_keep(
     profile: ClusterProfile, partition: str | None, found: tuple[Sequence[Any], Sequence[str]], results: str | None
 ) -> tuple[Calibration, Path]:
-    """``ConfigError`` where no run can be used."""
+    """Part by part where the runs have probes, else as whole runs; ``ConfigError`` where no run can be used."""
     from hpcbench.errors import ConfigError
+    from hpcbench.oracle.calibration.choose import machine_for
     from hpcbench.oracle.calibration.evidence import usable
     from hpcbench.oracle.calibration.fit import calibrate
+    from hpcbench.oracle.calibration.from_runs import fit_runs
     from hpcbench.oracle.calibration.store import write_calibration
 
     evidence, problems = found
@@ -83,8 +80,12 @@ def fit_and_keep(
     if not usable(evidence):
         hint = "hpcbench status shows how they ended, hpcbench logs RUN_ID why"
         raise ConfigError(f"no run of {profile.name} that was given or made ended well: nothing to fit", hint=hint)
-    calibration = calibrate(profile, partition, evidence)
-    return calibration, write_calibration(calibration, tree(results).cluster(profile.name))
+    here = tree(results).cluster(profile.name)
+    if any(one.result.probe is not None for one in evidence):
+        calibration = calibrate(profile, partition, evidence)
+    else:
+        calibration = fit_runs(profile, partition, machine_for(profile, here, partition), evidence)
+    return calibration, write_calibration(calibration, here)
 
 
 def show(calibration: Calibration, path: Path, *, as_json: bool) -> None:

@@ -85,7 +85,9 @@ def recommend(
 
     wish = Wish(nodes=nodes or (1,), objective=objective, **asked)
     found, forecast = fulfilled(wish, cluster_name, tree(results), model_folder)
-    text = sweep_toml(found, f"measure-{asked['model'].rpartition(':')[2]}") if any(f.candidates for f in found) else ""
+    module, _, model = asked["model"].rpartition(":")
+    folder = str(model_folder.resolve()) if module else None
+    text = sweep_toml(found, f"measure-{model}", folder) if any(one.candidates for one in found) else ""
     if out is not None and text:
         from hpcbench.fileio import write_atomic
 
@@ -104,8 +106,13 @@ def _show_recommendations(found: list[Recommendation], forecast: Forecast, top: 
     above = machine_notes(forecast.machines())
     for one in found:
         world = f"{one.nodes} node{'s' * (one.nodes > 1)} x {one.tasks_per_node} = {one.nodes * one.tasks_per_node}"
-        title = f"{world} device{'s' * (one.nodes * one.tasks_per_node > 1)}: {len(one.candidates)} can run"
-        _show(ranking_view(one, title, top), above)
+        title = (
+            f"{world} device{'s' * (one.nodes * one.tasks_per_node > 1)}: {len(one.candidates) or 'nothing'} can run"
+        )
+        if one.candidates:
+            _show(ranking_view(one, title, top), above)
+        else:
+            _lines([*above, title])
         above = [""]
     if len(found) > 1:
         _show(scales_view(found), above)
@@ -190,12 +197,17 @@ def _forecast(made: Plan, results: str | None) -> Forecast:
 
 
 def _show(view: View, above: list[str]) -> None:
+    from hpcbench.report.show import view_renderable
+
+    _lines(above)
+    screen = console()
+    screen.print(view_renderable(view, screen.width))
+
+
+def _lines(texts: list[str]) -> None:
     from rich.text import Text
 
     from hpcbench.fileio import brief
-    from hpcbench.report.show import view_renderable
 
-    screen = console()
-    for line in above:
-        screen.print(Text(brief(line), style="dim"))
-    screen.print(view_renderable(view, screen.width))
+    for line in texts:
+        console().print(Text(brief(line), style="dim"))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from hpcbench.report.ask import Question
+    from hpcbench.report.grouped import Foretold
     from hpcbench.report.view import View
     from hpcbench.results.collect import Collected
     from hpcbench.results.schema import RunResult
@@ -35,6 +36,7 @@ def collect(
 
     A run that several of them hold is taken from the first.
     """
+    from hpcbench.report.whole import collected
     from hpcbench.results.schema import result_json
 
     clusters = [cluster_name] if cluster_name else None
@@ -42,7 +44,7 @@ def collect(
         count = _write(tree(results), sources, clusters, out)
         say(f"{count} results written to {out}")
     if as_json or out is None:
-        whole = _whole(_collected(tree(results), sources, clusters), quiet=out is not None)
+        whole = _whole(collected(tree(results), sources, clusters), quiet=out is not None)
         print_json({"results": [result_json(result) for result in whole]})
 
 
@@ -51,11 +53,12 @@ def _write(results: ResultsTree, sources: Sequence[str], clusters: list[str] | N
     from hpcbench.report.export import export_json, export_table
     from hpcbench.report.files import encoder
     from hpcbench.report.load import gather
+    from hpcbench.report.whole import collected
     from hpcbench.results.schema import BROKEN
 
     encoder(out)
     if out.suffix == ".json":
-        return export_json(_whole(_collected(results, sources, clusters)), out)
+        return export_json(_whole(collected(results, sources, clusters)), out)
     import polars
 
     frame = gather(results, sources, clusters)
@@ -117,7 +120,16 @@ def table(
     from hpcbench.report.load import gather
 
     frame = gather(tree(results), sources, clusters, wanted.columns())
-    _show(grouped_view(frame, wanted, _title(tree(results), sources)), as_json=as_json, out=out)
+    foretold = _foretold(tree(results)) if wanted.predictions else None
+    _show(grouped_view(frame, wanted, _title(tree(results), sources), foretold), as_json=as_json, out=out)
+
+
+def _foretold(results: ResultsTree) -> Foretold:
+    from hpcbench.report.predicted import with_predictions
+    from hpcbench.report.validation import Forecasts
+
+    forecasts = Forecasts(results)
+    return lambda rows: with_predictions(rows, forecasts)
 
 
 def show_table(
@@ -197,36 +209,3 @@ def _page(shown: RenderableType, rows: int) -> None:
             out.print(shown)
     else:
         out.print(shown)
-
-
-def _collected(results: ResultsTree, sources: Sequence[str], clusters: list[str] | None) -> Iterator[Collected]:
-    """What the sources hold, each run once."""
-    from hpcbench.report.load import clusters_of, is_place, trees_in
-    from hpcbench.report.select import select_sweeps
-    from hpcbench.results.bundle import is_bundle
-    from hpcbench.results.collect import collect as read
-    from hpcbench.results.unbundle import collect_bundle
-
-    if not sources:
-        for one in clusters_of(results, clusters):
-            yield from read(one)
-        return
-    seen: set[tuple[str, str]] = set()
-
-    def fresh(entries: Iterable[Collected]) -> Iterator[Collected]:
-        for entry in entries:
-            if (entry.cluster, entry.run_id) not in seen:
-                seen.add((entry.cluster, entry.run_id))
-                yield entry
-
-    chosen: list[str | None] = [*clusters] if clusters else [None]
-    named = [one for one in sources if not is_place(one)]
-    for cluster in chosen if named else []:
-        for name, record in select_sweeps(results, named, cluster):
-            yield from fresh(read(results.cluster(name), [one for one in record.run_ids if (name, one) not in seen]))
-    for source in filter(is_place, sources):
-        if is_bundle(source):
-            yield from fresh(collect_bundle(Path(source), clusters))
-            continue
-        for tree_of_source in trees_in(source, clusters):
-            yield from fresh(read(tree_of_source))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from hpcbench.cli.common import (
     cluster_option,
-    console,
     exit_code,
     json_option,
     load_plan,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from hpcbench.submit.send import Sent
     from hpcbench.submit.state import RunState
     from hpcbench.submit.submit import Submitted
+    from hpcbench.submit.watch import Watcher
 
 
 def over_budget_option(function: Any) -> Any:
@@ -65,7 +67,7 @@ def submit(
         print_json(_submitted_json(made, submitted))
     check_sent(submitted.sent, waits=waits)
     if waits:
-        sys.exit(exit_code(_watch(made, results)))
+        sys.exit(exit_code(watch(made, results, made.elsewhere if remeasure else {})))
 
 
 def _submitted_json(made: Plan, submitted: Submitted) -> dict[str, Any]:
@@ -101,22 +103,12 @@ def check_sent(sent: Sent, *, waits: bool) -> None:
 @results_option
 @json_option
 def run(sweep: str, cluster_name: str, over_budget: bool, remeasure: bool, results: str | None, as_json: bool) -> None:
-    """Submit SWEEP, wait with a progress bar, print the table."""
+    """Submit SWEEP, wait with a live screen, print the table. Leaving it with Ctrl-C leaves the runs alone."""
     from hpcbench.cli.results import show_table
-    from hpcbench.submit.submit import stop_local
 
     made, submitted = _submit(sweep, cluster_name, results, over_budget=over_budget, remeasure=remeasure)
     check_sent(submitted.sent, waits=True)
-    try:
-        states = _watch(made, results)
-    except KeyboardInterrupt:
-        if made.profile.scheduler.kind == "local" and submitted.folder is not None:
-            say("stopping the runs of this submission ...")
-            stop_local(submitted.folder)
-            say(f"run the same command again to go on: {len(made.runs)} runs, done ones are kept")
-        else:
-            say(f"the jobs go on without this screen: hpcbench status {made.sweep.name}")
-        raise
+    states = watch(made, results, made.elsewhere if remeasure else {})
     show_table(tree(results), [made.sweep.name], [made.profile.name], as_json=as_json)
     sys.exit(exit_code(states))
 
@@ -159,10 +151,38 @@ def _reasons(made: Plan) -> dict[str, int]:
     return counted
 
 
-def _watch(made: Plan, results: str | None) -> dict[str, RunState]:
-    from hpcbench.report.progress import Progress
+def watch(made: Plan, results: str | None, superseded: Mapping[str, str]) -> dict[str, RunState]:
+    """Wait until no run is on its way; whoever leaves earlier is told how to come back."""
     from hpcbench.submit.wait import wait
+    from hpcbench.submit.watch import Watcher
 
-    cluster_tree = tree(results).cluster(made.profile.name)
-    with Progress(console(stderr=True), made.sweep.name, made.runs, made.finished) as progress:
-        return wait(cluster_tree, list(made.runs), made.profile, progress.update)
+    root = tree(results).cluster(made.profile.name).root
+    watcher = Watcher(root, made.profile, {made.sweep.name: list(made.runs)}, superseded=superseded)
+    if made.profile.scheduler.kind == "local":
+        # What others have in a cluster's queue nobody can foretell.
+        from hpcbench.submit.outlook import outlook
+        from hpcbench.submit.plan import local_cores
+
+        left_s = outlook(made, tree(results).cluster(made.profile.name)).left_s(made.missing, local_cores())
+        watcher.predicted_s |= {} if left_s is None else {made.sweep.name: left_s}
+    try:
+        with _shown(made, watcher) as tell:
+            return wait(watcher, made.profile, tell)
+    except KeyboardInterrupt:
+        name = made.sweep.name
+        say(f"the runs go on: hpcbench status {name} --watch shows them again, hpcbench cancel {name} stops them")
+        raise
+
+
+@contextlib.contextmanager
+def _shown(made: Plan, watcher: Watcher) -> Iterator[Callable[[dict[str, RunState]], None]]:
+    """What to call with every look: draws on a terminal, tells every run that has ended elsewhere."""
+    if not sys.stderr.isatty():
+        from hpcbench.report.progress import Progress
+
+        yield Progress(say, made.runs, made.finished).update
+        return
+    from hpcbench.cli.watch import Screen
+
+    with Screen(sys.stderr) as screen:
+        yield lambda states: screen.show(watcher.snapshots(states))

@@ -47,6 +47,12 @@ class Device(Table):
     memory_bandwidth_bytes_per_s: BytesPerSecond | None = None
     peak_flops_per_s: dict[Precision, FlopsPerSecond] = {}
     """Per precision, dense; MFU is left out where it is absent."""
+    flops_efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of the peak, what large matrix products reach where all multiprocessors are busy; for the oracle, which takes a
+    usual share where it is absent."""
+    processors: Count | None = None
+    """Multiprocessors that a matrix product's tiles are dealt out to: the oracle then counts what the last wave of
+    tiles leaves idle."""
     mark: Mark = "nominal"
     """Where the numbers are from: the vendor's, or measured."""
 

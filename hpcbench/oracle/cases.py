@@ -29,10 +29,13 @@ class Measured(msgspec.Struct, kw_only=True):
     spec: RunSpec
     status: str = OK
     """``ok`` where any launch ended well, else how the first one ended."""
+    run_ids: list[str] = []
     launches_s: list[float] = []
     """Median step time of every launch."""
     figures: dict[str, float] = {}
     """Of ``PARTS``: medians over launches, of memory the most."""
+    figures_noise: dict[str, float] = {}
+    """As ``noise``, of these."""
 
     @property
     def step_time_s(self) -> float | None:
@@ -42,13 +45,18 @@ class Measured(msgspec.Struct, kw_only=True):
     @property
     def noise(self) -> float | None:
         """Standard deviation of the launches' logarithms: what no prediction can be better than."""
-        return stdev(map(log, self.launches_s)) if len(self.launches_s) > 1 else None
+        return noise_of(self.launches_s)
 
     def interval(self) -> tuple[float, float] | None:
         """95 % bootstrap interval of the median over launches; ``None`` for a single one."""
         if len(self.launches_s) < 2:
             return None
         return bootstrap([[value] for value in self.launches_s], median)
+
+
+def noise_of(values: Sequence[float]) -> float | None:
+    """Standard deviation of the logarithms; ``None`` of fewer than two, or where one is 0."""
+    return stdev(map(log, values)) if len(values) > 1 and min(values) > 0 else None
 
 
 class Said(msgspec.Struct, kw_only=True, omit_defaults=True):

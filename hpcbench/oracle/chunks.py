@@ -28,13 +28,14 @@ class Busy(NamedTuple):
     """With the forward pass before it where that is done again."""
     weights_s: float
     """Of ``backward_s``, the gradients of weights that can be put off."""
-    shared: Sequence[Call]
-    """Calls in either pass among ranks that share its layers."""
+    shared_forward: Sequence[Call]
+    """Calls among ranks that share its layers."""
+    shared_backward: Sequence[Call]
 
     @property
-    def shared_s(self) -> float:
-        """Of all calls of one pass."""
-        return sum(call.seconds for call in self.shared)
+    def shared(self) -> list[Call]:
+        """In both passes."""
+        return [*self.shared_forward, *self.shared_backward]
 
 
 class ChunkTimes:
@@ -58,8 +59,11 @@ class ChunkTimes:
             forward += self.clock.kernel_s(one.forward)
             backward += spent
             weights += spent * weights_part(self.plan.table.layers[row])
-        shared = [call for one in self.plan.shared(chunk, samples) for call in self.clock.calls(one, self._tensor)]
-        return Busy(forward, backward + (forward if again else 0.0), weights, shared)
+        shared = [
+            [call for one in self.plan.shared(chunk, samples, repeats) for call in self.clock.calls(one, self._tensor)]
+            for repeats in (False, again)
+        ]
+        return Busy(forward, backward + (forward if again else 0.0), weights, *shared)
 
     def _passes(self, chunk: int, samples: float) -> list[Pass]:
         """Of the chunk's rows."""
@@ -125,14 +129,32 @@ class ChunkTimes:
 
     def _durations(self, chunk: int, samples: float, again: bool, with_comm: bool) -> dict[str, float]:
         busy = self.busy(chunk, samples, again)
-        shared = busy.shared_s if with_comm else 0.0
-        return {
-            FORWARD: busy.forward_s + shared,
-            BACKWARD: busy.backward_s + shared,
-            INPUT: busy.backward_s - busy.weights_s + shared,
+        computed = {
+            FORWARD: busy.forward_s,
+            BACKWARD: busy.backward_s,
+            INPUT: busy.backward_s - busy.weights_s,
             WEIGHT: busy.weights_s,
             UPDATE: 0.0,
         }
+        if not with_comm:
+            return computed
+        shared = dict.fromkeys((BACKWARD, INPUT), busy.shared_backward) | {FORWARD: busy.shared_forward}
+        return {
+            kind: self.beside_messages_s(kind, chunk, samples, seconds)
+            + sum(call.seconds for call in shared.get(kind, ()))
+            for kind, seconds in computed.items()
+        }
+
+    def beside_messages_s(self, kind: str, chunk: int, samples: float, computed_s: float) -> float:
+        """What is computed in ``computed_s``, with messages under way meanwhile: those that it waited for and sends."""
+        slowdown = self.clock.machine.comm.overlap_slowdown
+        if slowdown <= 1.0 or kind in (WEIGHT, UPDATE):
+            return computed_s
+        before = chunk - 1 if kind == FORWARD else chunk + 1
+        received = self.sends(kind, before, samples) if 0 <= before < self.plan.layout.chunks else None
+        calls = (received, self.sends(kind, chunk, samples))
+        under_way_s = sum(call.seconds for call in calls if call is not None)
+        return computed_s + min((1.0 - 1.0 / slowdown) * under_way_s, (slowdown - 1.0) * computed_s)
 
 
 def weights_part(layer: Layer) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
-from math import sqrt
+from math import log, sqrt
 from statistics import NormalDist
 
 from hpcbench.config.spec import RunSpec
@@ -54,7 +54,7 @@ class Clock:
 
     def overhead_s(self) -> float:
         """What a step takes of the computing thread beside kernels and calls."""
-        return self.machine.compute.step_s + self.own.step_s
+        return self.machine.compute.step_s + self.own.step_s + self.own.sample_s * self.spec.batch_size
 
     def _priced(self, operation: str, payload_bytes: float, group: Group) -> tuple[float, float]:
         if group.ranks < 2:
@@ -71,16 +71,25 @@ class Clock:
         flows = group.rivals * lanes / comm.links_per_node
         phi = _contended(comm.contention, flows)
         inter = Wire(comm.inter_node.latency_s, comm.inter_node.beta_s_per_byte * phi / lanes)
-        return Span(group.ranks, group.nodes, comm.intra_node, inter, trees=self.machine.device == "cuda")
+        return Span(group.ranks, group.nodes, comm.intra_node, inter, comm.trees, comm.by_hop)
 
     def straggler_s(self, compute_s: float) -> float:
-        """How much longer than the mean the slowest of all ranks computes, ranks being independent."""
-        return compute_s * self.machine.straggling * expected_largest(self.spec.ranks)
+        """How much longer than the mean the slowest of all ranks takes: ranks compute, nodes are held up, by chance."""
+        delayed_s = self.machine.delay_s * harmonic(self.spec.nodes) if self.spec.ranks > 1 else 0.0
+        return compute_s * self.machine.straggling * expected_largest(self.spec.ranks) + delayed_s
 
 
 def expected_largest(count: int) -> float:
     """Of ``count`` draws from the standard normal distribution the expected largest (Blom 1958's approximation)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def harmonic(count: int) -> float:
+    """1 + 1/2 + ... + 1/count: of so many draws from an exponential distribution of mean 1 the expected largest."""
+    if count <= 100:
+        return sum(1.0 / number for number in range(1, count + 1))
+    # Euler's expansion, to 1e-10.
+    return log(count) + 0.5772156649015329 + 1 / (2 * count) - 1 / (12 * count**2)
 
 
 def _crowded(crowding: dict[int, float], ranks: int) -> float:

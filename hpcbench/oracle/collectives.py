@@ -35,7 +35,10 @@ class Span(NamedTuple):
     intra_node: Wire
     inter_node: Wire
     trees: bool = True
-    """Whether the library reduces along trees, too: NCCL does, gloo goes round a ring whatever the size."""
+    """Whether the library knows tree all_reduces: NCCL does, gloo goes round a ring whatever the size."""
+    by_hop: bool = False
+    """Whether the latencies of a ring's links add up, as in NCCL's own model: only what a link carries keeps others
+    waiting. Without it every step of a ring waits for the link with the longest latency."""
 
     @property
     def slowest(self) -> Wire:
@@ -47,17 +50,24 @@ class Span(NamedTuple):
         """On the fullest node."""
         return ceil(self.ranks / self.nodes)
 
+    def ring_step_s(self, size_bytes: float) -> float:
+        """One of the p - 1 steps of a ring, in which every rank passes on that much."""
+        if not self.by_hop or self.nodes == 1:
+            return self.slowest.message_s(size_bytes)
+        inner, outer = self.ranks - self.nodes, self.nodes
+        latency_s = (inner * self.intra_node.latency_s + outer * self.inter_node.latency_s) / self.ranks
+        return latency_s + size_bytes * self.slowest.beta_s_per_byte
+
 
 def all_reduce_s(span: Span, size_bytes: float) -> float:
     """The faster of a ring and a tree, between which libraries choose by size and number of ranks."""
-    if not span.trees:
-        return ring_all_reduce_s(span, size_bytes)
-    return min(ring_all_reduce_s(span, size_bytes), tree_all_reduce_s(span, size_bytes))
+    ring_s = ring_all_reduce_s(span, size_bytes)
+    return min(ring_s, tree_all_reduce_s(span, size_bytes)) if span.trees else ring_s
 
 
 def ring_all_reduce_s(span: Span, size_bytes: float) -> float:
     """A reduce_scatter, then an all_gather: 2 (p - 1) steps of m / p bytes."""
-    return 2 * (span.ranks - 1) * span.slowest.message_s(size_bytes / span.ranks)
+    return 2 * (span.ranks - 1) * span.ring_step_s(size_bytes / span.ranks)
 
 
 def tree_all_reduce_s(span: Span, size_bytes: float) -> float:
@@ -75,12 +85,12 @@ def tree_all_reduce_s(span: Span, size_bytes: float) -> float:
 
 def all_gather_s(span: Span, part_bytes: float) -> float:
     """A ring: p - 1 steps of one rank's part."""
-    return (span.ranks - 1) * span.slowest.message_s(part_bytes)
+    return (span.ranks - 1) * span.ring_step_s(part_bytes)
 
 
 def reduce_scatter_s(span: Span, size_bytes: float) -> float:
     """A ring: p - 1 steps of m / p bytes."""
-    return (span.ranks - 1) * span.slowest.message_s(size_bytes / span.ranks)
+    return (span.ranks - 1) * span.ring_step_s(size_bytes / span.ranks)
 
 
 def broadcast_s(span: Span, size_bytes: float) -> float:

@@ -30,7 +30,8 @@ def corrected(
     latency_s, ratio = _between(sorted(known, key=lambda one: one.ranks), span.ranks)
     wire = span.inter_node if crosses else span.intra_node
     measured = Wire(latency_s, wire.beta_s_per_byte * ratio)
-    return span._replace(inter_node=measured) if crosses else span._replace(intra_node=measured)
+    # What was measured is a step's latency, whichever link it crosses.
+    return span._replace(inter_node=measured, by_hop=False) if crosses else span._replace(intra_node=measured)
 
 
 def _in_band(known: Sequence[CollectiveSample], payload_bytes: float) -> list[CollectiveSample]:

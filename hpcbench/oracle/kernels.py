@@ -10,7 +10,7 @@ from hpcbench.oracle.live import input_bytes
 from hpcbench.oracle.tensors import FP32_BYTES, FP64_BYTES, HALF_BYTES
 from hpcbench.parallel.kernel import BACKWARD, FORWARD, UPDATE, Kernel
 from hpcbench.parallel.layers import Layer, LayerTable
-from hpcbench.parallel.memo import of_run
+from hpcbench.parallel.memo import of_run, once_per
 
 __all__ = ["BACKWARD", "FORWARD", "UPDATE", "Kernel", "Pass", "Share", "row_pass", "update_kernels", "whole_passes"]
 
@@ -70,20 +70,11 @@ def row_pass(spec: RunSpec, layer: Layer, samples: float, share: Share = WHOLE) 
     return Pass(*kernels)
 
 
-_ALIKE: dict[int, tuple[LayerTable, list[int]]] = {}
-_TABLES = 64
-
-
+@once_per(64)
 def first_alike(table: LayerTable) -> list[int]:
-    """Of every row the first one that computes the same: a transformer's blocks are alike. Remembered."""
-    found = _ALIKE.get(id(table))
-    if found is None or found[0] is not table:
-        seen: dict[tuple[object, ...], int] = {}
-        rows = [seen.setdefault(_computed(layer), number) for number, layer in enumerate(table.layers)]
-        while len(_ALIKE) >= _TABLES:
-            _ALIKE.pop(next(iter(_ALIKE)))
-        found = _ALIKE[id(table)] = table, rows
-    return found[1]
+    """Of every row the first one that computes the same: a transformer's blocks are alike."""
+    seen: dict[tuple[object, ...], int] = {}
+    return [seen.setdefault(_computed(layer), number) for number, layer in enumerate(table.layers)]
 
 
 def _computed(layer: Layer) -> tuple[object, ...]:

@@ -49,6 +49,10 @@ class Comm(msgspec.Struct, frozen=True, kw_only=True):
     """Relative uncertainty of a step's communication."""
     call_s: float = 0.0
     """What issuing a collective takes of the computing thread."""
+    trees: bool = True
+    """Whether the library knows tree all_reduces (NCCL from 2.4 on)."""
+    by_hop: bool = False
+    """Whether the latencies of a ring's links add up (NCCL), or every step waits for the longest."""
 
 
 class Strategy(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +60,50 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
 
     compute_factor: float = 1.0
     step_s: float = 0.0
+    sample_s: float = 0.0
+    """Per sample of a replica: where one rank reads and hands out what its group computes on."""
+
+
+class Fitted(msgspec.Struct, frozen=True, kw_only=True):
+    """One number of a machine that whole runs were fitted with (``oracle.fitting``)."""
+
+    name: str
+    log_factor: float
+    """Logarithm of the number found over the one before."""
+    prior_spread: float
+    """Standard deviation of its logarithm before any run was seen."""
+    spread: float
+    """And after."""
+
+    @property
+    def learned(self) -> float:
+        """0: the runs say nothing of it, it is drawn to what it was before. Near 1: they alone decide."""
+        return 1.0 - (self.spread / self.prior_spread) ** 2
+
+
+class Residual(msgspec.Struct, frozen=True, kw_only=True):
+    """A run that was fitted, and what the fitted machine says of it, without delays."""
+
+    run: str
+    measured_s: float
+    predicted_s: float
+    weight: float
+    """1 where it counts fully; less for one that lies far off (Student's t)."""
+
+
+class Posterior(msgspec.Struct, frozen=True, kw_only=True):
+    """How sure the fitted numbers are: logarithms, normally distributed around those that the machine holds."""
+
+    parameters: list[Fitted]
+    roots: list[list[float]]
+    """Lower triangular: its product with its transpose is the covariance of the logarithms."""
+    run_spread: float
+    """Of a run around the model: what launches of the same run differ by, and what the model lacks."""
+    ranks: int
+    """The most that a fitted run had."""
+    doubling_spread: float
+    """Uncertainty of the model's form, for the first doubling beyond; it grows with the root of their number."""
+    residuals: list[Residual] = []
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,9 +120,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     strategies: dict[str, Strategy] = {}
     straggling: float = 0.0
     """Relative spread of one rank's step around its mean: of p ranks the slowest counts."""
+    delay_s: float = 0.0
+    """What others on the machine (network, file system) hold a node up by in a step, on average: exponentially
+    distributed, and of all nodes the one that is held up most counts."""
     base_bytes: float = 0.0
     """What a rank's process holds on the device before any tensor of the run."""
     memory_bytes: float | None = None
     """Of one rank: the device's, or its part of the node's."""
     notes: list[str] = []
     """What had to be guessed."""
+    posterior: Posterior | None = None

@@ -56,6 +56,9 @@ def _compute(profile: ClusterProfile, node: Node, tasks_per_node: int, notes: li
     crowding = {1: 1.0}
     if is_cpu and node.cores and tasks_per_node > node.cores:
         crowding = {1: 1.0, node.cores: 1.0, tasks_per_node: tasks_per_node / node.cores}
+    known = {
+        name: value for name in ("flops_efficiency", "processors") if (value := getattr(device, name, None)) is not None
+    }
     return Compute(
         peak_flops_per_s=peaks or (_CORE_PEAKS if is_cpu else _ACCELERATOR_PEAKS),
         memory_bandwidth_bytes_per_s=bandwidth
@@ -63,6 +66,7 @@ def _compute(profile: ClusterProfile, node: Node, tasks_per_node: int, notes: li
         launch_s=_LAUNCH_S[profile.device],
         crowding=crowding,
         spread=_GUESS_SPREAD if is_guess else 0.35,
+        **known,
     )
 
 
@@ -77,6 +81,8 @@ def _comm(profile: ClusterProfile, notes: list[str]) -> Comm:
         inter_node=wire_of(inter) if inter else guessed_inter,
         links_per_node=inter.per_node if inter else 1,
         striped=profile.device == "cuda",
+        trees=profile.device == "cuda",
+        by_hop=profile.device == "cuda",
         spread=0.4 if intra and inter else _GUESS_SPREAD,
     )
 

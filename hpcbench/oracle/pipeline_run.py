@@ -7,9 +7,10 @@ from functools import cached_property
 from math import prod
 
 from hpcbench.config.spec import RunSpec
+from hpcbench.oracle.pieces import pieces_of
 from hpcbench.oracle.split_model import SplitModel
 from hpcbench.parallel.cutting import chunk_blocks
-from hpcbench.parallel.layers import LayerTable
+from hpcbench.parallel.layers import Layer, LayerTable
 from hpcbench.parallel.mesh import Mesh
 from hpcbench.parallel.schedule import BACKWARD, FORWARD, WEIGHT, Action, Layout, rank_actions
 from hpcbench.parallel.shard import even_ranges
@@ -23,8 +24,8 @@ _PREFETCH = 2
 class Tie:
     """A weight that several chunks use."""
 
-    def __init__(self, places: tuple[int, ...], size: int, name: str) -> None:
-        self.places, self.bytes, self.name = places, size, name
+    def __init__(self, places: tuple[int, ...], size: int) -> None:
+        self.places, self.bytes = places, size
         self.first, self.holders = places[0], len(places)
 
 
@@ -41,6 +42,9 @@ class PipelineRun:
         options = {name: option.default for name, option in OPTIONS.items()} | spec.options
         self.recompute = options["recompute"]
         self.blocks = chunk_blocks(spec, options, self.layout, table)
+        self._pieces = pieces_of(table, tuple(self.blocks))
+        self.rows = self._pieces.rows
+        """Of every chunk its rows of the table; the loss is the last one's."""
         self.sizes = [len(part) for part in even_ranges(spec.batch_size, spec.micro_batches)]
         self.split = SplitModel(spec, table, rank) if spec.tp_degree > 1 else None
         self._sizes: dict[int, list[int]] = {}
@@ -54,59 +58,22 @@ class PipelineRun:
 
     def boundary_bytes(self, chunk: int) -> int:
         """What ``chunk`` hands on, per sample: the output of the last row of its last block."""
-        return self._boundaries[chunk]
-
-    @cached_property
-    def _boundaries(self) -> list[int]:
-        return [self.scale * self.table.layers[own[-1]].output_bytes for own in self.rows]
+        return self.scale * self._pieces.outputs_bytes[chunk]
 
     def message_bytes(self, action: Action) -> int:
         """Activations behind the chunk, or the gradient of what is before it."""
         chunk = action.chunk if action.kind == FORWARD else action.chunk - 1
         return self.sizes[action.micro_batch] * self.boundary_bytes(chunk)
 
-    @cached_property
-    def _chunk_of_block(self) -> list[int]:
-        return [chunk for chunk, held in enumerate(self.blocks) for _ in held]
-
-    def _chunk_of(self, tensor: str) -> int:
-        return self._chunk_of_block[int(tensor.partition(".")[0])]
-
-    @cached_property
-    def rows(self) -> list[list[int]]:
-        """Of every chunk its rows of the table; the loss is the last one's."""
-        found: list[list[int]] = [[] for _ in self.blocks]
-        for number, row in enumerate(self.table.layers):
-            found[self._chunk_of_block[min(row.block, self.table.blocks - 1)]].append(number)
-        return found
-
-    @cached_property
-    def _places(self) -> list[list[int]]:
-        tied = {tie.name for tie in self.ties}
-        found: list[list[int]] = [[] for _ in self.blocks]
-        for place, one in enumerate(self.table.parameter_tensors):
-            if one.name not in tied:
-                found[self._chunk_of(one.name)].append(place)
-        return found
-
     def own_places(self, chunk: int) -> list[int]:
         """Of the chunk's parameters in the table's, tied ones left out."""
-        return self._places[chunk]
+        return self._pieces.tensors[chunk]
 
     @cached_property
     def ties(self) -> list[Tie]:
-        """Linear layers without weights of their own use an earlier block's of the same shape."""
-        found: list[Tie] = []
-        for row in self.table.layers:
-            shape = [row.attributes.get("out_features"), row.attributes.get("in_features")]
-            if row.kind != "Linear" or row.parameters >= prod(one or 0 for one in shape):
-                continue
-            owner = next(one for one in self.table.parameter_tensors if one.shape == shape)
-            chunks = (self._chunk_of(owner.name), self._chunk_of(row.name))
-            places = tuple(dict.fromkeys(self.layout.rank(chunk, 0) for chunk in chunks))
-            if chunks[0] != chunks[1]:
-                found.append(Tie(places, self.scale * owner.bytes_per_element * prod(owner.shape), owner.name))
-        return found
+        """Weights that several ranks have."""
+        placed = [(one, (self.layout.rank(chunk, 0) for chunk in one.chunks)) for one in self._pieces.ties]
+        return [Tie(tuple(dict.fromkeys(places)), self.scale * one.size_bytes) for one, places in placed]
 
     def holds(self, tie: Tie) -> bool:
         """Whether this rank has a copy."""
@@ -119,7 +86,7 @@ class PipelineRun:
         return self._sizes[chunk]
 
     def _sizes_of(self, chunk: int) -> list[int]:
-        chosen = [self.table.parameter_tensors[place] for place in self._places[chunk]]
+        chosen = [self.table.parameter_tensors[place] for place in self._pieces.tensors[chunk]]
         return [
             self.scale * one.bytes_per_element * prod(one.shape)
             if self.split is None
@@ -128,29 +95,36 @@ class PipelineRun:
         ]
 
     def shared_layers(self) -> list[Traffic]:
-        """Of transformer blocks that a stage's ranks share: two all_reduces in either pass (Shoeybi et al. 2019)."""
-        return [
-            one
-            for action in self.actions
-            if action.kind != WEIGHT
-            for one in self.shared(action.chunk, self.sizes[action.micro_batch])
-        ]
+        """All_reduces of transformer blocks that a stage's ranks share, by the rank's actions."""
+        found = []
+        for kind, chunk, one in self.actions:
+            if kind != WEIGHT:
+                again = kind != FORWARD and self.is_recomputed(one, len(self.sizes))
+                found += self.shared(chunk, self.sizes[one], again)
+        return found
 
-    def shared(self, chunk: int, samples: float) -> list[Traffic]:
-        """Of one of its passes through a chunk."""
+    def shared(self, chunk: int, samples: float, again: bool = False) -> list[Traffic]:
+        """Of one pass through a chunk: two for each of its blocks (Shoeybi et al. 2019).
+
+        ``again``: with the forward pass that is repeated before, which ends with the last layer that keeps something.
+        """
         if self.split is None:
             return []
-        held = sum(int(name) in self.blocks[chunk] for name in self.split.blocks)
+        held = [name for name in self.split.blocks if int(name) in self.blocks[chunk]]
+        count = 2 * len(held)
+        if again and held:
+            is_at_end = int(held[-1]) == self.blocks[chunk].stop - 1
+            drops = self.split.rows[f"{held[-1]}.dropout2"].attributes["p"] > 0
+            count += 2 * len(held) - (is_at_end and not drops)
         payload = round(samples * self.split.tokens * self.split.width * self.split.sent_bytes)
-        one = Traffic(operation="all_reduce", group_size=self.spec.tp_degree, payload_bytes=payload, count=2 * held)
+        one = Traffic(operation="all_reduce", group_size=self.spec.tp_degree, payload_bytes=payload, count=count)
         return [one] if held else []
 
     def buffer_bytes(self) -> int:
         """BatchNorm's, of all chunks; counters are integers in every precision."""
+        held = [self.table.buffers[place] for chunk in self.chunks for place in self._pieces.buffers[chunk]]
         return sum(
-            (self.scale if one.bytes_per_element == 4 else 1) * one.bytes_per_element * prod(one.shape)
-            for one in self.table.buffers
-            if self._chunk_of(one.name) in self.chunks
+            (self.scale if one.bytes_per_element == 4 else 1) * one.bytes_per_element * prod(one.shape) for one in held
         )
 
     def _kept_bytes(self, chunk: int, micro_batch: int) -> int:
@@ -196,9 +170,14 @@ class PipelineRun:
         return self.scale * (samples * per_sample + fixed)
 
     @cached_property
-    def _activations(self) -> list[tuple[int, int]]:
-        """Of every chunk's rows: bytes per sample, and of the batch."""
-        rows = [[self.table.layers[row] for row in own] for own in self.rows]
-        return [
-            (sum(one.activation_bytes for one in own), sum(one.activation_fixed_bytes for one in own)) for own in rows
-        ]
+    def _activations(self) -> Sequence[tuple[int, int]]:
+        """Of every chunk: bytes per sample, and of the batch. Ranks that share blocks keep their part of each row."""
+        if self.split is None:
+            return self._pieces.activations_bytes
+        kept = [[self._kept_of(self.split, self.table.layers[row]) for row in own] for own in self.rows]
+        return [(sum(own), fixed) for own, (_, fixed) in zip(kept, self._pieces.activations_bytes, strict=True)]
+
+    @staticmethod
+    def _kept_of(split: SplitModel, layer: Layer) -> int:
+        share = split.kept_share(layer)
+        return layer.activation_bytes * share.own // share.whole

@@ -10,6 +10,7 @@ import msgspec
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.clock import Clock, combined_spread
 from hpcbench.oracle.cost import Cost
+from hpcbench.oracle.fitting.propagate import ClockOf, spreads
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.neighbours import neighbours_of
@@ -54,22 +55,22 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     source: str
 
 
-def predict(spec: RunSpec, table: LayerTable, machine: Machine, memory: Memory | None = None) -> Prediction:
+def predict(
+    spec: RunSpec, table: LayerTable, machine: Machine, clock_of: ClockOf = Clock, memory: Memory | None = None
+) -> Prediction:
     """What a run will take. ``table`` is of its model, data set, input size and options.
 
-    ``memory`` is what ``fullest`` says of them, for who knows it already.
+    ``clock_of`` prices it where the runs are another library's; ``memory`` is what ``fullest`` says of them, for who
+    knows it already.
     """
     cost: Cost = resolve_cost(spec.strategy)
-    step = cost.step(spec, table, Clock(machine, spec))
+    step = cost.step(spec, table, clock_of(machine, spec))
     memory = memory or fullest(spec, table)
     peak = memory.total_bytes + round(machine.base_bytes)
     fits = None if machine.memory_bytes is None else peak <= machine.memory_bytes
-    spread = combined_spread(
-        [(step.compute_s, machine.compute.spread), (step.exposed_comm_s, machine.comm.spread)], step.step_time_s
-    )
     return Prediction(
         step_time_s=step.step_time_s,
-        interval=Interval(low=step.step_time_s * exp(-_Z90 * spread), high=step.step_time_s * exp(_Z90 * spread)),
+        interval=_interval(spec, table, machine, step, clock_of),
         compute_s=step.compute_s,
         comm_s=step.comm_s,
         exposed_comm_s=step.exposed_comm_s,
@@ -84,6 +85,16 @@ def predict(spec: RunSpec, table: LayerTable, machine: Machine, memory: Memory |
         depth=machine.depth,
         source=machine.source,
     )
+
+
+def _interval(spec: RunSpec, table: LayerTable, machine: Machine, step: StepTime, clock_of: ClockOf) -> Interval:
+    """By what runs left uncertain where the machine was fitted with runs, else by what its parts' numbers are."""
+    if machine.posterior is not None:
+        below, above = spreads(spec, table, machine, machine.posterior, clock_of)
+    else:
+        parts = [(step.compute_s, machine.compute.spread), (step.exposed_comm_s, machine.comm.spread)]
+        below = above = combined_spread(parts, step.step_time_s)
+    return Interval(low=step.step_time_s * exp(-_Z90 * below), high=step.step_time_s * exp(_Z90 * above))
 
 
 def fullest(spec: RunSpec, table: LayerTable) -> Memory:

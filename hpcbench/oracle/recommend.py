@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from hpcbench.config.spec import RunSpec, config_id, strategy_label
-from hpcbench.oracle.answers import Answers, Room, Unpriced
+from hpcbench.oracle.answers import Answers, Room, Unpriced, need_and_limit
 from hpcbench.oracle.candidates import Point, World, following_points, leading_points, smaller_points, spread_points
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.predict import Prediction
 from hpcbench.parallel.datasets import DATASETS
 from hpcbench.parallel.resolve import Dropped, Limits, resolve
-from hpcbench.units import format_bytes
 
 _Z90 = 1.645
 FORMULA_SPREAD = {"nominal": 0.10, "calibrated": 0.04, "fitted": 0.04}
@@ -27,6 +26,8 @@ FORMULA_SPREAD = {"nominal": 0.10, "calibrated": 0.04, "fitted": 0.04}
 assumption, to be replaced by what ``validate`` finds."""
 FOLLOWED = 3
 """Pipelines whose degrees are tried with the other schedules."""
+SHOWN = 10
+"""Of so many of the best the interval is worked out in full."""
 DETAILED = 3
 """Of so many of the best the largest batch is looked for."""
 OBJECTIVES: dict[str, Callable[[RunSpec, Prediction], float]] = {
@@ -89,6 +90,9 @@ def recommend(
     ranked = sorted(search.found, key=search.value)
     for one in ranked:
         _compare(one, ranked[0], search.value, answers.machine(one.spec))
+    for one in ranked[:SHOWN]:
+        whole = answers.of(one.spec)
+        one.predicted = one.predicted if isinstance(whole, Unpriced) else whole
     for one in ranked[:DETAILED]:
         one.largest_batch_size = largest_batch_size(one.spec, answers)
     return Recommendation(
@@ -126,7 +130,7 @@ class _Search:
             if fitting is None or config_id(fitting[1]) in self._seen:
                 continue
             self._seen.add(config_id(fitting[1]))
-            found = self._answers.of(fitting[1])
+            found = self._answers.of(fitting[1], quick=True)
             self.priced += 1
             if isinstance(found, Unpriced):
                 self._refuse(point["strategy"], "formulas", found.reason)
@@ -173,8 +177,8 @@ class _Search:
 
 
 def _too_much(room: Room) -> str:
-    limit = format_bytes(room.memory_limit_bytes or 0)
-    return f"needs {format_bytes(room.peak_memory_bytes)} a rank at the least, there is {limit}"
+    need, limit = need_and_limit(room.peak_memory_bytes, room.memory_limit_bytes or 0)
+    return f"needs {need} a rank at the least, there is {limit}"
 
 
 def _compare(one: Candidate, best: Candidate, value: Callable[[Candidate], float], machine: Machine) -> None:
@@ -237,5 +241,5 @@ def sweep_points(candidates: Iterable[Candidate]) -> Iterator[dict[str, Any]]:
         "pp_degree", "activation_checkpointing", "options",
     )  # fmt: skip
     for one in candidates:
-        given = {name: getattr(one.spec, name) for name in names}
-        yield {name: value for name, value in given.items() if value not in (1, False, {}) or name == "batch_size"}
+        given = msgspec.to_builtins(one.spec)
+        yield {name: given[name] for name in names if name in given}

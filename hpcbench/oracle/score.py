@@ -17,6 +17,8 @@ from hpcbench.oracle.ranking import Ranking, ranking
 from hpcbench.results.schema import OK
 
 GOOD = 0.9
+LEAST_SHARE = 0.01
+"""Of a step: what is less of it is not compared."""
 
 
 class Summary(msgspec.Struct, kw_only=True):
@@ -105,7 +107,7 @@ def summary(cases: Sequence[Case], predictor: str, part: str | None = None) -> S
         measured = one.measured.step_time_s if part is None else one.measured.figures.get(part)
         predicted = said.step_time_s if part is None else said.figures.get(part)
         is_foretold = one.measured.status != OK and said.fits is False
-        if is_foretold or (part is not None and (not measured or predicted is None)):
+        if is_foretold or (part is not None and (predicted is None or not _counts(one, part, measured))):
             continue
         found.append((one, predicted, measured))
     if not found:
@@ -115,7 +117,8 @@ def summary(cases: Sequence[Case], predictor: str, part: str | None = None) -> S
     low, high = bootstrap(
         _by_model([(one.measured.spec.model, a) for (one, _, _), a in zip(found, accuracies, strict=True)]), fmean
     )
-    noise = [value for one, _, _ in found if (value := one.measured.noise) is not None]
+    spreads = [one.measured.noise if part is None else one.measured.figures_noise.get(part) for one, _, _ in found]
+    noise = [value for value in spreads if value is not None]
     return Summary(
         count=len(found),
         failed=len(found) - len(compared),
@@ -125,11 +128,23 @@ def summary(cases: Sequence[Case], predictor: str, part: str | None = None) -> S
         median=median(accuracies),
         least=min(accuracies),
         good=sum(value >= GOOD for value in accuracies) / len(accuracies),
-        signed=fmean((told - there) / there for told, there in compared) if compared else None,
-        abs_log=fmean(abs(log(told / there)) for told, there in compared if told > 0) if compared else None,
-        noise=median(noise) if noise and part is None else None,
+        signed=_mean([(told - there) / there for told, there in compared]),
+        abs_log=_mean([abs(log(told / there)) for told, there in compared if told > 0]),
+        noise=median(noise) if noise else None,
         covered=_covered([one for one, _, _ in found], predictor) if part is None else None,
     )
+
+
+def _counts(one: Case, part: str, measured: float | None) -> bool:
+    """Whether a part is large enough to be compared: of a step's times those of ``LEAST_SHARE`` of it."""
+    step_time_s = one.measured.step_time_s
+    if not measured or not step_time_s:
+        return False
+    return not part.endswith("_s") or measured >= LEAST_SHARE * step_time_s
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return fmean(values) if values else None
 
 
 def _by_model(values: Iterable[tuple[str, float]]) -> list[list[float]]:

@@ -264,22 +264,26 @@ class SplitModel:
 
     def _kept_bytes(self, layer: Layer) -> int:
         """What autograd keeps of one call, per sample: of the whole layer's by the share of it that the rank has."""
-        kept, inner = layer.activation_bytes * self.wide_bytes // 4, layer.name.partition(".")[2]
+        kept = layer.activation_bytes * self.wide_bytes // 4
         if self.spec.precision == "bf16" and layer.kind.startswith(_LOWERED):
             kept //= 2
-        by_tokens = (len(self._own_tokens), self.tokens)
-        parts, whole = 1, 1
+        share = self.kept_share(layer)
+        return kept * share.own // share.whole
+
+    def kept_share(self, layer: Layer) -> Part:
+        """Of what autograd keeps of one call on one device, the rank's."""
+        inner, by_tokens = layer.name.partition(".")[2], Part(len(self._own_tokens), self.tokens)
         if self._block_of(layer.name) is not None:
             if inner in ("attention", "attention.output", "mlp", "mlp.down"):
                 kind = "attention" if inner.startswith("attention") else "mlp"
-                parts, whole = len(self._features(layer.name)), self._features_of_all(layer.name, kind)
-            elif inner in (*_NORMS, "dropout1", "dropout2"):
-                parts, whole = by_tokens
+                return Part(len(self._features(layer.name)), self._features_of_all(layer.name, kind))
+            if inner in (*_NORMS, "dropout1", "dropout2"):
+                return by_tokens
         elif self.head is not None and layer.name in ("0.dropout", f"{self.head}.norm"):
-            parts, whole = by_tokens
+            return by_tokens
         elif self.head is not None and layer.name == LOSS:
-            parts, whole = len(self._words), layer.input_shape[-1]
-        return kept * parts // whole
+            return Part(len(self._words), layer.input_shape[-1])
+        return Part(1, 1)
 
     def _features_of_all(self, layer: str, kind: str) -> int:
         block = layer.partition(".")[0]

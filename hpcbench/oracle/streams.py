@@ -53,6 +53,7 @@ class Busy(NamedTuple):
     compute_s: float
     """As computed, slowed down by communication or not."""
     comm_s: float
+    """While anything was under way: calls of two lanes at a time count once."""
     exposed_comm_s: float
     """While the computing stream waited."""
     latency_s: float
@@ -61,7 +62,7 @@ class Busy(NamedTuple):
 
 def run(events: Iterable[Event], slowdown: float = 1.0) -> Busy:
     """Walk through ``events``, in program order. Under communication computation is ``slowdown`` times slower."""
-    now = compute = comm = exposed = latency = 0.0
+    now = compute = comm = called = exposed = latency = 0.0
     lanes = _Lanes()
     for event in events:
         if isinstance(event, Compute):
@@ -74,12 +75,15 @@ def run(events: Iterable[Event], slowdown: float = 1.0) -> Busy:
             now += times * once.end_s
             compute += times * once.compute_s
             comm += times * once.comm_s
+            called += times * once.comm_s
             exposed += times * once.exposed_comm_s
             latency += times * once.latency_s
             continue
         if isinstance(event, Call):
+            before = max(lanes.last(), now)
             until = lanes.add(event, now)
-            comm += event.seconds
+            comm += max(lanes.last() - before, 0.0)
+            called += event.seconds
             latency += event.latency_s
             if event.key is not None:
                 continue
@@ -87,7 +91,7 @@ def run(events: Iterable[Event], slowdown: float = 1.0) -> Busy:
             until = lanes.keys.get(event.key, ("", now))[1] if event.key else max(now, lanes.last())
         exposed += max(until - now, 0.0)
         now = max(now, until)
-    return Busy(now, compute, comm, exposed, latency)
+    return Busy(now, compute, comm, exposed, latency * comm / called if called else 0.0)
 
 
 class _Lanes:

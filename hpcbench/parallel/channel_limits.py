@@ -21,10 +21,11 @@ def excluded(spec: RunSpec) -> str | None:
         return f"{spec.strategy} communicates inside the layers, which torch.compile cannot trace: compile = false"
     # Channels depend neither on the input's size nor on the options of the shipped models.
     table = read_table(spec.model, spec.dataset)
-    return None if table is None else _excluded_by(spec, table)
+    return None if table is None else excluded_by(spec, table)
 
 
-def _excluded_by(spec: RunSpec, table: LayerTable) -> str | None:
+def excluded_by(spec: RunSpec, table: LayerTable) -> str | None:
+    """Why the model of ``table`` cannot be split as the run asks for."""
     if has_attention(table):
         return (
             f"{spec.strategy} splits convolutions and what lies between them; {spec.model} is a transformer: use tensor"

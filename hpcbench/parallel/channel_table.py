@@ -23,7 +23,7 @@ class Row(NamedTuple):
 
 
 @once_per(32)
-def rows(table: layers.LayerTable) -> list[Row]:
+def rows(table: layers.LayerTable) -> tuple[Row, ...]:
     """Every row of ``table`` with the channels that it has to do with.
 
     What was flattened keeps the channels that it had before. The first layer is the one that takes the sample.
@@ -39,7 +39,7 @@ def rows(table: layers.LayerTable) -> list[Row]:
         elif channels and len(row.output_shape) > 1:
             channels = row.output_shape[0]
         found.append(Row(row, layer, channels))
-    return found
+    return tuple(found)
 
 
 def split_layers(table: layers.LayerTable) -> list[Layer]:

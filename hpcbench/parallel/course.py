@@ -8,7 +8,7 @@ from math import lcm
 from typing import NamedTuple
 
 from hpcbench.parallel.schedule import BACKWARD, WEIGHT, Action, Layout, actions
-from hpcbench.parallel.walk import Turn, in_order, times
+from hpcbench.parallel.walk import Order, in_order, times
 
 _WALKED = 20_000
 """So many actions are walked through as they are."""
@@ -54,11 +54,11 @@ def courses(schedule: str, layout: Layout, micro_batches: int, prices: Callable[
 
 
 def _walked(schedule: str, layout: Layout, micro_batches: int, prices: Callable[[int], Prices]) -> list[Course]:
-    order = _ordered(schedule, layout, micro_batches)
-    begins, ends = times(order.turns, layout.ranks, *prices(micro_batches))
+    known = _ordered(schedule, layout, micro_batches)
+    begins, ends = times(known.order, layout.ranks, *prices(micro_batches))
     return [
         Course(begins[one.first], ends[one.final], {chunk: (begins[at], ends[at]) for chunk, at in one.last.items()})
-        for one in order.ranks
+        for one in known.ranks
     ]
 
 
@@ -70,23 +70,23 @@ class _Places(NamedTuple):
     last: dict[int, int]
 
 
-class _Order(NamedTuple):
-    turns: list[Turn]
+class _Known(NamedTuple):
+    order: Order
     ranks: list[_Places]
 
 
 @lru_cache(maxsize=64)
-def _ordered(schedule: str, layout: Layout, micro_batches: int) -> _Order:
-    turns = in_order(actions(schedule, layout, micro_batches), layout)
+def _ordered(schedule: str, layout: Layout, micro_batches: int) -> _Known:
+    order = in_order(actions(schedule, layout, micro_batches), layout)
     first, final = [-1] * layout.ranks, [-1] * layout.ranks
     last: list[dict[int, int]] = [{} for _ in range(layout.ranks)]
-    for place, turn in enumerate(turns):
-        final[turn.rank] = place
-        if first[turn.rank] < 0:
-            first[turn.rank] = place
-        if turn.action.kind in (BACKWARD, WEIGHT):
-            last[turn.rank][turn.action.chunk] = place
-    return _Order(turns, [_Places(*one) for one in zip(first, final, last, strict=True)])
+    for place, (rank, action) in enumerate(zip(order.ranks, order.actions, strict=True)):
+        final[rank] = place
+        if first[rank] < 0:
+            first[rank] = place
+        if action.kind in (BACKWARD, WEIGHT):
+            last[rank][action.chunk] = place
+    return _Known(order, [_Places(*one) for one in zip(first, final, last, strict=True)])
 
 
 def _later(one: Course, shift: float) -> Course:

@@ -33,13 +33,17 @@ def ready_order(table: LayerTable, precision: str = "fp32") -> list[int]:
     return order
 
 
-@once_per(32)
 def first_rows(table: LayerTable) -> list[int]:
     """Of every tensor of ``table.parameter_tensors``: the row of ``table.layers`` that uses it first."""
+    return list(_first_rows(table))
+
+
+@once_per(32)
+def _first_rows(table: LayerTable) -> tuple[int, ...]:
     rows: dict[str, int] = {}
     for number, layer in enumerate(table.layers):
         rows.setdefault(layer.name, number)
-    return [_row_of(tensor.name, rows) for tensor in table.parameter_tensors]
+    return tuple(_row_of(tensor.name, rows) for tensor in table.parameter_tensors)
 
 
 def _row_of(name: str, rows: dict[str, int]) -> int:

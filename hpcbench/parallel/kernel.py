@@ -64,6 +64,8 @@ class Compute(msgspec.Struct, frozen=True, kw_only=True):
     """What a step takes beside its kernels: the loop, the library's hooks."""
     crowding: dict[int, float] = {}
     """By ranks on a node: how much slower each computes than alone."""
+    processors: int = 0
+    """Multiprocessors that tiles of a matrix product are dealt out to; 0 where nothing is lost in the last wave."""
 
 
 class Rehearsed(msgspec.Struct, frozen=True, kw_only=True):

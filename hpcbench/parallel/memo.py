@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def once_per(size: int) -> Callable[[Function], Function]:
     """Ask the function once for each first argument, by identity, and each of the others, which are hashable.
 
-    The last ``size`` answers are remembered. They are everybody's, and not to be changed.
+    The last ``size`` answers are remembered. They are everybody's, and must be of a kind that cannot be changed.
     """
 
     def decorate(function: Function) -> Function:

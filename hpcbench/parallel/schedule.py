@@ -7,6 +7,7 @@ in them: they follow, because a rank sends what the next chunk needs as soon as 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 FORWARD, BACKWARD, INPUT, WEIGHT, UPDATE = "F", "B", "I", "W", "U"
@@ -89,16 +90,15 @@ def actions(schedule: str, layout: Layout, micro_batches: int) -> list[list[Acti
     assert layout.virtual_stages == 1 or schedule == "interleaved_1f1b", f"{schedule} has one chunk per rank"
     if schedule == "pipedream":
         return [pipedream_window(layout, rank, micro_batches, True, True) for rank in range(layout.ranks)]
-    return _executable(_ONE_RANK[schedule], layout, micro_batches)
+    extra = _longer(schedule, layout, micro_batches)
+    return [_ONE_RANK[schedule](layout, rank, micro_batches, extra) for rank in range(layout.ranks)]
 
 
 def rank_actions(schedule: str, layout: Layout, rank: int, micro_batches: int) -> list[Action]:
-    """What one rank of ``actions`` does; the lists of the others are made only where they decide on this one."""
+    """What one rank of ``actions`` does."""
     if schedule == "pipedream":
         return pipedream_window(layout, rank, micro_batches, True, True)
-    if _is_executable(layout, micro_batches):
-        return _ONE_RANK[schedule](layout, rank, micro_batches, 0)
-    return actions(schedule, layout, micro_batches)[rank]
+    return _ONE_RANK[schedule](layout, rank, micro_batches, _longer(schedule, layout, micro_batches))
 
 
 def pipedream_window(layout: Layout, rank: int, micro_batches: int, is_first: bool, is_last: bool) -> list[Action]:
@@ -137,18 +137,18 @@ _Orders = tuple[list[Action], list[Action], int]
 """Forward passes and backward passes, each in order, and how many of the former come first."""
 
 
-def _executable(
-    one_rank: Callable[[Layout, int, int, int], list[Action]], layout: Layout, m: int
-) -> list[list[Action]]:
-    """The schedule, its ranks going as far ahead as it takes.
+@lru_cache(maxsize=1024)
+def _longer(schedule: str, layout: Layout, m: int) -> int:
+    """How many forward passes longer than the formula's the warm-up is that can be executed.
 
-    Where micro-batches do not share evenly into rounds or replicas, the shortest warm-up that can be executed may be
-    longer than the formula's. All forward passes first can always be.
+    Where micro-batches do not share evenly into rounds or replicas, the shortest one that can be may be longer. All
+    forward passes first can always be.
     """
+    if _is_executable(layout, m):
+        return 0
     for extra in range(layout.chunks * m + 1):
-        found = [one_rank(layout, rank, m, extra) for rank in range(layout.ranks)]
-        if _is_executable(layout, m) or not stuck(found, layout):
-            return found
+        if not stuck([_ONE_RANK[schedule](layout, rank, m, extra) for rank in range(layout.ranks)], layout):
+            return extra
     raise AssertionError(f"{layout} cannot be executed with {m} micro-batches")
 
 
@@ -197,13 +197,14 @@ def _zero_bubble(layout: Layout, rank: int, micro_batches: int, extra: int) -> l
     """
     found: list[Action] = []
     waiting: list[Action] = []
+    stage = layout.stage_of(rank)
     for one in _one_f_one_b(layout, rank, micro_batches, extra):
         if one.kind == FORWARD:
             found.append(one)
             continue
-        found.append(one._replace(kind=INPUT))
-        waiting.append(one._replace(kind=WEIGHT))
-        if len(waiting) > layout.stage_of(rank):
+        found.append(Action(INPUT, one.chunk, one.micro_batch))
+        waiting.append(Action(WEIGHT, one.chunk, one.micro_batch))
+        if len(waiting) > stage:
             found.append(waiting.pop(0))
     return found + waiting
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hpcbench.parallel.schedule import BACKWARD, FORWARD, UPDATE, Action, Layout
 from hpcbench.parallel.versions import Delay, steps_of
-from hpcbench.parallel.walk import Turn, in_order, times
+from hpcbench.parallel.walk import Order, in_order, times
 
 
 class Stage(NamedTuple):
@@ -84,19 +84,19 @@ def walked_step_s(stages: Sequence[Stage], delay: Delay, micro_batches: int) -> 
         return sends[action.kind][action.chunk]
 
     shorter_s, longer_s = (
-        _ended(_turns(layout, delay, micro_batches, steps), layout, duration, transfer) for steps in (many, 2 * many)
+        _ended(_order(layout, delay, micro_batches, steps), layout, duration, transfer) for steps in (many, 2 * many)
     )
     return (longer_s - shorter_s) / many
 
 
 def _ended(
-    turns: Sequence[Turn], layout: Layout, duration: Callable[[Action], float], transfer: Callable[[Action], float]
+    order: Order, layout: Layout, duration: Callable[[Action], float], transfer: Callable[[Action], float]
 ) -> float:
-    return max(times(turns, layout.ranks, duration, transfer)[1])
+    return max(times(order, layout.ranks, duration, transfer)[1])
 
 
 @lru_cache(maxsize=64)
-def _turns(layout: Layout, delay: Delay, micro_batches: int, steps: int) -> list[Turn]:
+def _order(layout: Layout, delay: Delay, micro_batches: int, steps: int) -> Order:
     """What is forwarded of later steps is left out."""
     every = [steps_of(layout, delay, stage, micro_batches, steps) for stage in range(layout.stages)]
     return in_order([[one for one in own if one.micro_batch < steps * micro_batches] for own in every], layout)

@@ -33,56 +33,61 @@ class Walk(NamedTuple):
         return 1.0 - busy / (len(self.ranks) * self.end) if self.end else 0.0
 
 
-class Turn(NamedTuple):
-    """An action in an order in which every one finds done what it needs."""
+class Order(NamedTuple):
+    """All ranks' actions in an order in which every one finds done what it needs; an entry an action in each list."""
 
-    rank: int
-    action: Action
-    awaited: int
-    """Place in the order of the action of another rank that this one waits for; -1 where it waits for none."""
-    is_sent: bool
+    ranks: list[int]
+    actions: list[Action]
+    awaited: list[int]
+    """Place of the action of another rank that this one waits for; -1 where it waits for none."""
+    sent: list[bool]
     """Whether another rank waits for the result."""
 
 
-def in_order(ranks: Sequence[Sequence[Action]], layout: Layout) -> list[Turn]:
+def in_order(ranks: Sequence[Sequence[Action]], layout: Layout) -> Order:
     """The actions of all ranks, each rank's in its own order."""
-    done: dict[Action, int] = {}
-    waiting: dict[Action, int] = {}
+    found = Order([], [], [], [])
+    width = 1 + max((one.micro_batch for own in ranks for one in own), default=0)
+    backwards, last = layout.chunks * width, (2 * layout.chunks - 1) * width
+    done: dict[int, int] = {}
+    waiting: dict[int, int] = {}
     places = [0] * len(ranks)
-    found: list[tuple[int, Action, int]] = []
-    sent: set[int] = set()
     ready = list(range(len(ranks) - 1, -1, -1))
     while ready:
         rank = ready.pop()
-        own = ranks[rank]
-        while places[rank] < len(own):
-            action = own[places[rank]]
-            awaited = _awaited(action, layout)
-            if awaited is not None and awaited not in done:
-                waiting[awaited] = rank
-                break
-            other = -1 if awaited is None else done[awaited]
-            if other >= 0 and found[other][0] == rank:
-                other = -1
-            if other >= 0:
-                sent.add(other)
-            if action in waiting:
-                ready.append(waiting.pop(action))
-            done[action] = len(found)
-            found.append((rank, action, other))
-            places[rank] += 1
+        own, place = ranks[rank], places[rank]
+        while place < len(own):
+            kind, chunk, one = action = own[place]
+            # What the neighbouring chunk must have done; what the own one has done comes earlier in the own order.
+            slot, needed = -1, -1
+            if kind == FORWARD:
+                slot = chunk * width + one
+                needed = slot - width
+            elif kind in (BACKWARD, INPUT):
+                slot = backwards + chunk * width + one
+                needed = slot + width if slot < last else -1
+            other = -1
+            if needed >= 0:
+                if needed not in done:
+                    waiting[needed] = rank
+                    break
+                other = done[needed]
+                if found.ranks[other] == rank:
+                    other = -1
+                else:
+                    found.sent[other] = True
+            if slot >= 0:
+                done[slot] = len(found.ranks)
+                if slot in waiting:
+                    ready.append(waiting.pop(slot))
+            found.ranks.append(rank)
+            found.actions.append(action)
+            found.awaited.append(other)
+            found.sent.append(False)
+            place += 1
+        places[rank] = place
     assert all(place == len(own) for place, own in zip(places, ranks, strict=True)), "a schedule that gets stuck"
-    return [Turn(*one, place in sent) for place, one in enumerate(found)]
-
-
-def _awaited(action: Action, layout: Layout) -> Action | None:
-    """What the neighbouring chunk must have done; what the own chunk has done comes earlier in the own order."""
-    kind, chunk, one = action
-    if kind == FORWARD and chunk > 0:
-        return Action(FORWARD, chunk - 1, one)
-    if kind in (BACKWARD, INPUT) and chunk < layout.chunks - 1:
-        return Action(kind, chunk + 1, one)
-    return None
+    return found
 
 
 def walk(
@@ -96,22 +101,23 @@ def walk(
     ``transfer`` is the time that the result of an action takes to another rank that waits for it. A rank sends one
     message after another, which costs it no time of its own.
     """
-    turns = in_order(ranks, layout)
+    order = in_order(ranks, layout)
     found: list[list[Span]] = [[] for _ in ranks]
-    for turn, begin, end in zip(turns, *times(turns, len(ranks), duration, transfer), strict=True):
-        found[turn.rank].append(Span(turn.action, begin, end))
+    spent = times(order, len(ranks), duration, transfer)
+    for rank, action, begin, end in zip(order.ranks, order.actions, *spent, strict=True):
+        found[rank].append(Span(action, begin, end))
     return Walk(found)
 
 
 def times(
-    turns: Sequence[Turn], ranks: int, duration: Callable[[Action], float], transfer: Callable[[Action], float]
+    order: Order, ranks: int, duration: Callable[[Action], float], transfer: Callable[[Action], float]
 ) -> tuple[list[float], list[float]]:
-    """When each of the actions of so many ranks, ``in_order``, begins and ends; see ``walk``."""
+    """When each of the actions of so many ranks begins and ends; see ``walk``."""
     begins: list[float] = []
     ends: list[float] = []
     arrivals: list[float] = []
     free, gone = [0.0] * ranks, [0.0] * ranks
-    for rank, action, awaited, is_sent in turns:
+    for rank, action, awaited, is_sent in zip(*order, strict=True):
         begin = free[rank]
         if awaited >= 0 and arrivals[awaited] > begin:
             begin = arrivals[awaited]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hpcbench.config.spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
-from hpcbench.report.groups import RATE, Scaling, needed
-from hpcbench.report.names import COMPUTED, DERIVED, Condition, column_of, short_of, sources_of
+from hpcbench.report.groups import RATE, STEP, Scaling, needed
+from hpcbench.report.names import COMPUTED, DERIVED, PREDICTED, Condition, column_of, short_of, sources_of
 from hpcbench.results.columns import schema
 
 
@@ -35,12 +36,18 @@ class Question:
         """Whether a figure against the baseline is asked for."""
         return any(name in COMPUTED for name in self.metrics)
 
+    @property
+    def predictions(self) -> bool:
+        """Whether a figure of the oracle is asked for."""
+        return any(name in PREDICTED for name in self.metrics)
+
     def columns(self) -> list[str]:
         """The columns of a results frame that answer it."""
         named = [*self.by, *([self.pivot] if self.pivot else []), *self.metrics]
         asked = [column for one in (self.where, self.baseline) if one for column in one.columns]
         rank = [RATE] if self.best else []
-        return needed([*sources_of(named), *asked, *rank, "warnings"], speedups=self.speedups)
+        whole = [STEP, *(f"spec.{name}" for name in RunSpec.__struct_fields__)] if self.predictions else []
+        return needed([*sources_of(named), *asked, *rank, *whole, "warnings"], speedups=self.speedups)
 
 
 def complete(question: Question) -> Question:
@@ -52,7 +59,9 @@ def complete(question: Question) -> Question:
     if not question.metrics:
         question = replace(question, metrics=("metrics.step_time_s.median", RATE))
     if not question.by:
-        question = replace(question, by=("spec.strategy",))
+        question = replace(question, by=("devices",) if question.pivot == "spec.strategy" else ("spec.strategy",))
+    if question.pivot in question.by:
+        raise ConfigError(f"--by and --pivot name the same: {short_of(question.pivot)}", hint="keep one of them")
     return question
 
 
@@ -87,7 +96,7 @@ def question(**asked: Any) -> Question:
         if asked.get(option):
             given[option] = tuple(column_of(name.strip()) for name in asked[option].split(","))
     for name in given.get("metrics", ()):
-        if name not in {*COMPUTED, *DERIVED} and schema().get(name) not in ("Float64", "Int64"):
+        if name not in {*COMPUTED, *DERIVED, *PREDICTED} and schema().get(name) not in ("Float64", "Int64"):
             raise ConfigError(f"--metric {short_of(name)}: no figure", hint=f"choices: {', '.join(figures())}")
     if asked.get("pivot"):
         given["pivot"] = column_of(asked["pivot"])
@@ -103,4 +112,4 @@ def question(**asked: Any) -> Question:
 
 def figures() -> list[str]:
     """What the cells of a table can hold, by their short names."""
-    return [*COMPUTED, *(short_of(name) for name in schema() if name.startswith("metrics."))]
+    return [*COMPUTED, *PREDICTED, *(short_of(name) for name in schema() if name.startswith("metrics."))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from math import exp
 from typing import TYPE_CHECKING
 
 from hpcbench.fileio import printable
@@ -14,17 +15,12 @@ from hpcbench.units import format_seconds
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_PARTS = {
-    "kernels": "computation",
-    "collectives": "collectives",
-    "memory": "memory",
-    "strategies": "libraries",
-}
-
 
 def findings(machine: Machine) -> Iterator[tuple[str, str]]:
     """What of the machine was found, in two columns."""
     compute, comm = machine.compute, machine.comm
+    for moved in machine.posterior.parameters if machine.posterior is not None else []:
+        yield moved.name, f"{exp(moved.log_factor):.2f} times; {_percent(moved.learned)} of it from the runs"
     if compute.samples:
         factors = ", ".join(f"{name} {value:.2f}" for name, value in sorted(compute.factors.items()) if name)
         yield "kernels", f"{len(compute.samples)}; a step takes so many times their sum: {factors}"

@@ -153,7 +153,7 @@ def judge(pairs: Sequence[Pair], column: str, threshold: float) -> None:
     least = math.log1p(threshold)
     larger_is_better = short_of(column) in LARGER_IS_BETTER
     for direction in (True, False):
-        chances = _together([found_shift for _, found_shift in found], more=direction)
+        chances = together([found_shift for _, found_shift in found], more=direction)
         for (pair, moved), chance in zip(found, chances, strict=True):
             size = moved.estimate if direction else -moved.estimate
             if size > 0:
@@ -180,7 +180,7 @@ def _first_look(pair: Pair) -> None:
     pair.reason = "the interval reaches over the threshold"
 
 
-def _together(shifts: Sequence[Shift], *, more: bool) -> list[float]:
+def together(shifts: Sequence[Shift], *, more: bool) -> list[float]:
     """Of every shift the chance of it, or one as unlikely, among all of them where none is real.
 
     By Holm over Welch's tests and, of those with ranks, over the rank tests: the better of the two, doubled where both

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -11,7 +12,7 @@ from hpcbench.fileio import printable
 from hpcbench.report.ask import Question
 from hpcbench.report.groups import RATE, chosen, configurations, measured, with_speedups
 from hpcbench.report.marks import Marks
-from hpcbench.report.names import COMPUTED, column_of, option_of, short_of, with_derived, with_option
+from hpcbench.report.names import COMPUTED, PREDICTED, column_of, option_of, short_of, with_derived, with_option
 from hpcbench.report.view import Column, View, format_spread, format_value, heading_of
 from hpcbench.results.schema import OK
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     import polars
 
 MOST_COLUMNS = 60
+Foretold = Callable[["polars.DataFrame"], "polars.DataFrame"]
 
 
 class _Cell(NamedTuple):
@@ -28,14 +30,15 @@ class _Cell(NamedTuple):
     warnings: list[str]
 
 
-def grouped_view(frame: polars.DataFrame, question: Question, title: str) -> View:
+def grouped_view(frame: polars.DataFrame, question: Question, title: str, foretold: Foretold | None = None) -> View:
     """The cells of ``question`` over ``frame``: each the median of its configurations, or of ``best`` its fastest.
 
+    ``foretold`` adds the oracle's figures to rows of configurations, where the question asks for some.
     Raises ``ConfigError`` where a pivot has too many values to be columns.
     """
     frame = chosen(frame, question.where)
     keys = [*question.by, *([question.pivot] if question.pivot else [])]
-    cells = _cells(frame, question, keys)
+    cells = _cells(frame, question, keys, foretold)
     failed = _failed(frame, keys)
     found = [_Cell(row, _warnings(row)) for row in cells.iter_rows(named=True)]
     marks = Marks(found)
@@ -53,11 +56,14 @@ def grouped_view(frame: polars.DataFrame, question: Question, title: str) -> Vie
     return _sorted(view, question.sort)
 
 
-def _cells(frame: polars.DataFrame, question: Question, keys: list[str]) -> polars.DataFrame:
+def _cells(frame: polars.DataFrame, question: Question, keys: list[str], foretold: Foretold | None) -> polars.DataFrame:
     """A row for each combination of keys that was measured."""
     import polars as pl
 
     rows = measured(configurations(frame))
+    if question.predictions:
+        assert foretold is not None, "a question for predictions and nobody to make them"
+        rows = foretold(rows)
     if question.speedups:
         rows = with_speedups(rows, question.baseline, question.scaling or "weak")
     rows = _with_keys(rows, keys)
@@ -193,6 +199,10 @@ def _notes(cells: list[_Cell], question: Question) -> list[str]:
         notes.append("of each cell's configurations the one with the most samples/s")
     if any(row.get(f"{name}:low") is not None for name in question.metrics for row in rows):
         notes.append("[ ]: the least and the most of several launches, or the 95 % interval within the only one")
+    if question.predictions:
+        notes.append("predicted: by the oracle, see predict; error: (predicted - measured) / measured step time")
+        if any(row[name] is None for name in question.metrics if name in PREDICTED for row in rows):
+            notes.append("without a prediction: validate says why")
     if question.speedups:
         same = "the same global batch" if question.scaling == "strong" else "the same batch per replica"
         base = f"the row with {question.baseline.expression.text}" if question.baseline else "one device"

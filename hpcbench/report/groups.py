@@ -95,14 +95,17 @@ def _one_launch(grouped: polars.DataFrame) -> polars.DataFrame:
 
 
 def with_speedups(
-    rows: polars.DataFrame, baseline: Condition | None = None, scaling: Scaling = "weak"
+    rows: polars.DataFrame,
+    baseline: Condition | None = None,
+    scaling: Scaling = "weak",
+    carried: Sequence[str] = (),
 ) -> polars.DataFrame:
     """``rows`` of ``configurations`` with ``speedup`` and ``efficiency``, and the least and most that spreads allow.
 
     The speed-up is the throughput over that of the baseline: a row for which ``baseline`` holds (without one: a run on
     one device), with the same workload and, weak, the same batch per replica or, strong, the same global batch. Of
     several that fit it is ``single``'s, else that on the fewest devices, else the fastest. Efficiency is the speed-up
-    per device, the baseline's devices counted alike.
+    per device, the baseline's devices counted alike. Columns ``carried`` of the baseline become ``baseline.<name>``.
 
     Raises ``ConfigError`` where no measured row fits ``baseline``.
     """
@@ -118,8 +121,9 @@ def with_speedups(
     order = [pl.col("spec.strategy") != "single", pl.col("devices"), -pl.col(RATE)]
     bounds = [pl.col(RATE), pl.col(f"{RATE}:{LOW}"), pl.col(f"{RATE}:{HIGH}"), pl.col("devices")]
     names = ["_rate", "_low", "_high", "_devices"]
+    kept = [pl.col(name).first().alias(f"baseline.{name}") for name in carried]
     base = fit.sort(order).group_by(keys).agg(
-        column.first().alias(name) for column, name in zip(bounds, names, strict=True)
+        *(column.first().alias(name) for column, name in zip(bounds, names, strict=True)), *kept
     )  # fmt: skip
     joined = rows.join(base, on=keys, how="left", nulls_equal=True, maintain_order="left")
     ok = pl.when(pl.col("status") == OK)

@@ -44,6 +44,10 @@ class Marks:
         shown = [letter for letter in letters if letter != "+"][:_MOST_IN_A_ROW]
         return "*" + ",".join([*shown, "+"] if len(shown) < len(letters) else shown) if letters else ""
 
+    def kinds(self) -> list[tuple[str, list[str]]]:
+        """Letter (``+`` where letters have ended) and the first texts of the rows that have it, for every kind."""
+        return [(self._letters.get(kind, "+"), texts) for kind, texts in self._texts.items()]
+
     def explained(self) -> list[Table]:
         """A line or more for each letter, to be printed below the table."""
         if not self._texts:

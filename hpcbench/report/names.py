@@ -22,13 +22,18 @@ DERIVED: dict[str, tuple[str, ...]] = {
 """Products of parameters that have a name."""
 COMPUTED = ("speedup", "efficiency")
 """Figures of a table, against its baseline."""
+PREDICTED = (
+    "predicted_step_time_s", "predicted_samples_per_s", "predicted_compute_s", "predicted_exposed_comm_s",
+    "predicted_peak_memory_bytes", "prediction_error",
+)  # fmt: skip
+"""Figures of the oracle, for the runs of the table; the error is (predicted - measured) / measured step time."""
 _SHORT = ("", "spec.", "metrics.", "provenance.")
 
 
 def column_of(name: str) -> str:
     """The column that ``name`` means; ``ConfigError`` with the nearest where there is none."""
     known = schema()
-    if name in DERIVED or name in COMPUTED:
+    if name in DERIVED or name in COMPUTED or name in PREDICTED:
         return name
     for prefix in _SHORT:
         for ending in ("", ".median"):
@@ -48,7 +53,7 @@ def option_of(column: str) -> tuple[str, str] | None:
 
 def short_names() -> list[str]:
     """What can be asked for, without prefixes."""
-    return [*DERIVED, *COMPUTED, *(short_of(name) for name in schema() if not name.startswith("file."))]
+    return [*DERIVED, *COMPUTED, *PREDICTED, *(short_of(name) for name in schema() if not name.startswith("file."))]
 
 
 def short_of(column: str) -> str:
@@ -66,7 +71,7 @@ def sources_of(columns: Iterable[str]) -> list[str]:
         option = option_of(column)
         if option:
             found[option[0]] = None
-        elif column not in COMPUTED:
+        elif column not in COMPUTED and column not in PREDICTED:
             found |= dict.fromkeys(DERIVED.get(column, (column,)))
     return list(found)
 

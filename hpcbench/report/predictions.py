@@ -52,7 +52,12 @@ def predictions(runs: dict[str, RunSpec], forecast: Forecast, where: str | None 
         by_config[key].run_ids.append(run_id)
     if condition is None:
         return list(by_config.values())
-    return [one for one in by_config.values() if condition.holds(_values(one))]
+    return [one for one in by_config.values() if _holds(condition, _values(one))]
+
+
+def _holds(condition: Expression, values: dict[str, Any]) -> bool:
+    """A figure that nobody knows makes no condition true."""
+    return condition(values) is not None and condition.holds(values)
 
 
 def _values(one: Predicted) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def _notes(found: Recommendation, most: int) -> Iterable[str]:
         yield f"~: cannot be told apart from the first ({len(alike)}): only measuring them can tell"
     yield "to best: the ratio's own interval; what the machine's numbers do to both of two steps is not in it"
     if len(found.candidates) > most:
-        yield f"{len(found.candidates) - most} more are slower; --top shows them, --json all"
+        yield f"{len(found.candidates) - most} more rank behind; --top shows them, --json all"
     limits = {one.predicted.memory_limit_bytes for one in found.candidates}
     known = next(iter(limits), None)
     if known is not None:
@@ -162,14 +162,20 @@ def _one_json(found: Recommendation) -> dict[str, Any]:
     }
 
 
-def sweep_toml(found: Sequence[Recommendation], name: str) -> str:
-    """A sweep that measures the best few of every number of nodes, each in several launches."""
+def sweep_toml(found: Sequence[Recommendation], name: str, model_folder: str | None = None) -> str:
+    """A sweep that measures the best few of every number of nodes, each in several launches.
+
+    ``model_folder`` is where a model of one's own is.
+    """
     best = [one for recommendation in found for one in recommendation.candidates[:MEASURED]]
     assert best, "a sweep of no candidates"
     spec = best[0].spec
     shared = {"model": spec.model, "dataset": spec.dataset, "precision": spec.precision}
     shared |= {key: value for key in ("input_size", "partition") if (value := getattr(spec, key)) is not None}
-    lines = [f"name = {_toml(name)}", f"repeats = {REPEATS}", "", "[fixed]"]
+    shared |= {"optimizer": spec.optimizer} if spec.optimizer != "sgd" else {}
+    lines = [f"name = {_toml(name)}", f"repeats = {REPEATS}"]
+    lines += [f"model_folder = {_toml(model_folder)}"] if model_folder else []
+    lines += ["", "[fixed]"]
     lines += [f"{key} = {_toml(value)}" for key, value in shared.items()]
     for point in sweep_points(best):
         lines += ["", "[[include]]"]

@@ -68,6 +68,14 @@ def rows_of(frame: polars.DataFrame, baseline: Condition | None = None, scaling:
     return sorted(made, key=lambda row: row.status == BROKEN)
 
 
+def order(row: Row) -> tuple[Any, ...]:
+    """As ``ORDER`` has it, clusters first; what has no specification comes last."""
+    if row.spec is None:
+        return (True, row.cluster, *row.run_ids)
+    values = (getattr(row.spec, name.removeprefix("spec.")) for name in ORDER if name.startswith("spec."))
+    return (False, row.cluster, *values, row.config_id, *row.run_ids)
+
+
 def sort_rows(rows: list[Row], by: str) -> list[Row]:
     """``rows`` by one of their fields or parameters; ``-name`` has the largest first, what has none comes last."""
     name = by.removeprefix("-")

@@ -13,7 +13,8 @@ from hpcbench.config.spec import RunSpec, config_id
 from hpcbench.errors import HpcbenchError
 from hpcbench.oracle.answers import Unpriced
 from hpcbench.oracle.baselines import BASELINES
-from hpcbench.oracle.cases import COUNTED, PARTS, Case, Measured, Said
+from hpcbench.oracle.calibration.store import read_calibrations
+from hpcbench.oracle.cases import COUNTED, PARTS, Case, Measured, Said, noise_of
 from hpcbench.oracle.estimates import Asked, Estimate, Known
 from hpcbench.oracle.predict import Prediction
 from hpcbench.parallel.catalog import STRATEGIES
@@ -32,6 +33,8 @@ COLUMNS = (
     "cluster", "run_id", "config_id", "environment_digest", "status", STEP, *(f"metrics.{part}" for part in PARTS),
     *(f"spec.{name}" for name in RunSpec.__struct_fields__),
 )  # fmt: skip
+_BEYOND = 1e18
+"""What nobody can have measured."""
 _MOST = "peak_memory_bytes"
 """Of this the largest of all launches counts."""
 
@@ -49,6 +52,7 @@ class Forecasts:
     def __init__(self, results: ResultsTree) -> None:
         self._results = results
         self._known: dict[str, Forecast | Unpriced] = {}
+        self._seen: dict[str, frozenset[str]] = {}
 
     def of(self, cluster: str) -> Forecast | Unpriced:
         """The forecast for a cluster; why there is none where its profile cannot be read."""
@@ -64,6 +68,18 @@ class Forecasts:
         """As ``Forecast.of``."""
         found = self.of(cluster)
         return found if isinstance(found, Unpriced) else found.of(spec)
+
+    def fitted_from(self, cluster: str, spec: RunSpec) -> frozenset[str]:
+        """The runs that the numbers behind a prediction were fitted to."""
+        forecast = self.of(cluster)
+        if isinstance(forecast, Unpriced):
+            return frozenset()
+        source = forecast.machine(spec).source
+        if source not in self._seen:
+            stored, _ = read_calibrations(self._results.cluster(cluster), cluster)
+            ids = [one.calibration.run_ids for one in stored if one.digest in source]
+            self._seen[source] = frozenset(run_id for own in ids for run_id in own)
+        return self._seen[source]
 
     def made(self) -> list[Forecast]:
         """Those that there are."""
@@ -88,17 +104,22 @@ def measured_configurations(frame: polars.DataFrame) -> list[Measured]:
 def _measured(rows: Sequence[dict[str, Any]]) -> Measured:
     spec = spec_of(rows[0])
     figures: dict[str, float] = {}
+    noise: dict[str, float] = {}
     for part in PARTS:
-        values = [value for row in rows if (value := row[f"metrics.{part}"]) is not None]
+        values = [value for row in rows if (value := row[f"metrics.{part}"]) is not None and 0 <= value < _BEYOND]
         if values:
             figures[part] = max(values) if part == _MOST else median(values)
+        if (spread := noise_of(values)) is not None:
+            noise[part] = spread
     return Measured(
         cluster=rows[0]["cluster"],
         config_id=config_id(spec),
         spec=spec,
         status=rows[0]["status"],
-        launches_s=[row[STEP] for row in rows if row["status"] == OK and row[STEP]],
+        run_ids=[row["run_id"] for row in rows],
+        launches_s=[row[STEP] for row in rows if row["status"] == OK and row[STEP] and 0 < row[STEP] < _BEYOND],
         figures=figures,
+        figures_noise=noise,
     )
 
 
@@ -160,15 +181,17 @@ def cases_of(frame: polars.DataFrame, forecasts: Forecasts) -> Cases:
     # A probe measures, it does not train; computation that is slept through is no computation.
     trained = [one for one in counted if one.spec.strategy in STRATEGIES and STRATEGIES[one.spec.strategy].cost]
     real = [one for one in trained if not one.spec.rehearse]
+    unseen = [one for one in real if not forecasts.fitted_from(one.cluster, one.spec) & {*one.run_ids}]
     left_out = {
         "that were skipped, cancelled, preempted or unsupported": len(measured) - len(counted),
         "of strategies that the oracle has no formulas for": len(counted) - len(trained),
         "that were rehearsed, which is no measurement of this cluster": len(trained) - len(real),
+        "that the cluster's calibration was fitted to": len(real) - len(unseen),
     }
     notes = [f"not scored: {count} configurations {what}" for what, count in left_out.items() if count]
     predictors = {OURS: said_by_us(forecasts)}
     predictors |= {name: said_by_baseline(forecasts, one, real) for name, one in BASELINES.items()}
-    return Cases([Case(one, {name: say(one) for name, say in predictors.items()}) for one in real], notes)
+    return Cases([Case(one, {name: say(one) for name, say in predictors.items()}) for one in unseen], notes)
 
 
 def case_json(one: Case) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import msgspec
 
 from hpcbench.config.spec import strategy_label
 from hpcbench.oracle.cases import Case, Said
-from hpcbench.oracle.score import GOOD, Score, Summary, accuracy
+from hpcbench.oracle.score import GOOD, LEAST_SHARE, Score, Summary, accuracy
 from hpcbench.report.validation import OURS, case_json
 from hpcbench.report.view import Column, View
 from hpcbench.units import format_seconds
@@ -45,7 +45,9 @@ def strategies_view(one: Score) -> View:
 def parts_view(one: Score) -> View:
     """Computation, communication and memory apart: errors of opposite sign cancel in the step time."""
     view = _summaries("parts, each by itself", "part", {_PARTS[name]: found for name, found in one.parts.items()})
-    view.notes = ["over configurations where the part was measured and is not 0"]
+    view.notes = [
+        f"over configurations where the part was measured, times that are {LEAST_SHARE:.0%} of the step or more"
+    ]
     return view
 
 
@@ -87,19 +89,21 @@ def predictors_view(scores: Sequence[Score]) -> View:
         Column("tau", "tau"),
         Column("regret", "regret"),
         Column("worst_regret", "worst"),
+        *(Column(name, _SUMMARY[name], can_go=True) for name in ("median", "least", "good")),
     ]
     view = View("against the baselines", columns, [], [])
     for one in scores:
         total, rank = one.total, one.ranking
         view.raw.append([
             one.predictor, total.count if total else 0, total.mean if total else None, one.other,
-            total.signed if total else None, rank.tau, rank.regret, rank.worst_regret
+            total.signed if total else None, rank.tau, rank.regret, rank.worst_regret,
+            *((total.median, total.least, total.good) if total else (None, None, None)),
         ])  # fmt: skip
         texts = _texts(total) if total else [""] * len(_SUMMARY)
         view.cells.append([
             one.predictor, texts[0] or "0", texts[1], "" if one.other is None else _percent(one.other), texts[5],
             "" if rank.tau is None else f"{rank.tau:.2f}",
-            _share(rank.regret), _share(rank.worst_regret),
+            _share(rank.regret), _share(rank.worst_regret), *texts[2:5],
         ])  # fmt: skip
     groups = max((one.ranking.groups for one in scores), default=0)
     view.notes = [
@@ -136,7 +140,7 @@ def cases_view(cases: Sequence[Case]) -> View:
         Column("accuracy", "acc."),
         Column("noise", "noise"),
         Column("status", "status", is_number=False),
-        *(Column(f"{name}_s", name) for name in names),
+        *(Column(f"{name}_s", name, can_go=True) for name in names),
     ]
     view = View("every configuration", columns, [], [])
     for one in cases:

@@ -36,7 +36,12 @@ class View:
     """What marks in the cells mean."""
 
 
-HEADINGS = {"metrics.samples_per_s": "samples/s", "speedup": "speed-up", "efficiency": "eff."}
+HEADINGS = {
+    "metrics.samples_per_s": "samples/s",
+    "speedup": "speed-up",
+    "efficiency": "eff.",
+    "prediction_error": "error",
+}
 _SHARES = ("efficiency", "metrics.mfu", "metrics.bubble_fraction", "metrics.accuracy", "metrics.drift")
 
 
@@ -45,7 +50,7 @@ def heading_of(column: str) -> str:
     if column in HEADINGS:
         return HEADINGS[column]
     name = short_of(column)
-    if not column.startswith("metrics."):
+    if not column.startswith(("metrics.", "predicted_")):
         return name
     for unit in ("_s", "_bytes", "_j"):
         name = name.removesuffix(unit)
@@ -60,6 +65,8 @@ def format_value(column: str, value: Any) -> str:
         return str(value)
     if column in _SHARES:
         return f"{value:.1%}" if column == "metrics.mfu" else f"{value:.0%}"
+    if column == "prediction_error":
+        return f"{value:+.1%}"
     if column == "speedup":
         return f"{value:.2f}"
     return _with_unit(column.removesuffix(".median"), value)

@@ -17,14 +17,19 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.config.task import Task, TaskHeader
 from hpcbench.results.attempts import AttemptStart
 from hpcbench.results.schema import (
+    CollectiveProbe,
     Evaluation,
     Failure,
+    KernelProbe,
     Loss,
     Metrics,
+    OverlapProbe,
     Phases,
+    Probe,
     RankResult,
     RunResult,
     Spread,
+    UpdateProbe,
     Verification,
     Watched,
 )
@@ -50,6 +55,11 @@ _FIELDS = frozenset(
         Phases,
         Evaluation,
         Verification,
+        Probe,
+        KernelProbe,
+        UpdateProbe,
+        CollectiveProbe,
+        OverlapProbe,
         RunSpec,
         AttemptStart,
         TaskHeader,

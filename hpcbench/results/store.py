@@ -108,12 +108,13 @@ class ClusterTree:
         found: dict[str, ResultHead] = {}
         for run_id in run_ids:
             if run_id in begun:
-                head = self._read_head(run_id)
+                head = self.head(run_id)
                 if head is not None:
                     found[run_id] = head
         return found
 
-    def _read_head(self, run_id: str) -> ResultHead | None:
+    def head(self, run_id: str) -> ResultHead | None:
+        """The head of one run's result, or ``None`` where there is none."""
         try:
             result = self.read_result(run_id)
         except (msgspec.MsgspecError, StorageError) as error:

@@ -8,6 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import psutil
 
 from hpcbench.config.cluster import ClusterProfile
@@ -18,9 +19,11 @@ from hpcbench.oracle.calibration.choose import machine_for
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.predict import Prediction, fullest, predict
-from hpcbench.parallel.catalog import resolve_cost, strategy
+from hpcbench.parallel.catalog import STRATEGIES, models
+from hpcbench.parallel.datasets import DATASETS
 from hpcbench.parallel.layers import LayerRequest, LayerTable
 from hpcbench.parallel.own_model import is_own
+from hpcbench.parallel.table_limits import excluded_by_table
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.layers import layer_table_of
 from hpcbench.submit.plan import local_cores
@@ -30,6 +33,13 @@ _Said = TypeVar("_Said", Prediction, Memory)
 STARTUP_S = {"cpu": 15.0, "cuda": 45.0}
 """From a launch to its first step, and from its last step to the next launch: interpreters, libraries, the model, the
 first call of every kernel. A usual time; nothing is measured for it."""
+
+MOST_DEVICES, MOST_MICRO_BATCHES = 10_000_000, 20_000
+"""What is priced at most: results that somebody else has written may say anything."""
+
+_HOLES = (
+    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError,
+)  # fmt: skip
 
 _PRICED = attrgetter(
     "model", "dataset", "input_size", "strategy", "batch_size", "nodes", "tasks_per_node", "devices_per_task",
@@ -57,24 +67,33 @@ class Forecast:
         self._model_folder = str(model_folder.resolve()) if model_folder else None
         self._tables: dict[Any, LayerTable | Unpriced] = {}
         self._machines: dict[tuple[str | None, int], Machine] = {}
+        self._plain: dict[int, Machine] = {}
         self._held: dict[Any, Memory | Unpriced] = {}
         self._found: dict[Any, Prediction | Unpriced] = {}
 
-    def of(self, spec: RunSpec, most: int | None = None) -> Prediction | Unpriced:
-        """The prediction for ``spec``, or why there is none; beyond ``most`` different ones none is made."""
-        key = _key(spec)
+    def of(self, spec: RunSpec, *, quick: bool = False, most: int | None = None) -> Prediction | Unpriced:
+        """The prediction for ``spec``, or why there is none; beyond ``most`` different ones none is made.
+
+        ``quick``: where the machine was fitted its interval is not worked out anew for every number that is uncertain.
+        """
+        machine = self.machine(spec)
+        if quick and machine.posterior is not None:
+            machine = self._without_posterior(machine)
+        key = (*_key(spec), machine.posterior is None)
         found = self._found.get(key)
         if found is None:
             if most is not None and len(self._found) >= most:
                 return Unpriced(f"more than {most} different ones")
-            found = self._found[key] = self._priced(spec)
+            found = self._found[key] = self._priced(spec, machine)
         return found
 
     def run_time_s(self, spec: RunSpec) -> float | None:
         """How long a launch takes, its start included; evaluation, checks and the queue are not. ``None``: unknown."""
-        found = self.of(spec)
-        if isinstance(found, Unpriced):
-            return None
+        found = self.of(spec, quick=True)
+        return None if isinstance(found, Unpriced) else self.launch_s(spec, found)
+
+    def launch_s(self, spec: RunSpec, found: Prediction) -> float:
+        """As ``run_time_s``, by the run's prediction."""
         steps = spec.warmup_steps + spec.steps + spec.profile_steps
         return STARTUP_S[self.profile.device] + steps * found.step_time_s
 
@@ -84,6 +103,12 @@ class Forecast:
         if key not in self._machines:
             self._machines[key] = machine_for(self.profile, self._tree, *key)
         return self._machines[key]
+
+    def _without_posterior(self, machine: Machine) -> Machine:
+        # Clocks know machines by their parts: one copy of each is enough.
+        if id(machine) not in self._plain:
+            self._plain[id(machine)] = msgspec.structs.replace(machine, posterior=None)
+        return self._plain[id(machine)]
 
     def machines(self) -> list[Machine]:
         """Those that have been asked for."""
@@ -101,11 +126,18 @@ class Forecast:
                 model_options={name: value for name, value in spec.model_options.items() if name != "dropout"},
                 model_folder=self._model_folder if is_own(spec.model) else None,
             )
-            try:
-                self._tables[key] = layer_table_of(request, self._python)
-            except HpcbenchError as error:
-                self._tables[key] = Unpriced(error.message)
+            self._tables[key] = self._table(request)
         return self._tables[key]
+
+    def _table(self, request: LayerRequest) -> LayerTable | Unpriced:
+        """What somebody else's result names is looked up; a module of theirs is never run."""
+        own = is_own(request.model)
+        if (not own and request.model not in models()) or request.dataset not in DATASETS:
+            return Unpriced(f"there is no model {request.model!r:.60} here that takes {request.dataset!r:.60}")
+        try:
+            return layer_table_of(request, None if own and self._model_folder is None else self._python)
+        except HpcbenchError as error:
+            return Unpriced(error.message)
 
     def room(self, spec: RunSpec) -> Room | Unpriced:
         """What the fullest rank holds, and how much there is."""
@@ -123,23 +155,27 @@ class Forecast:
             self._held[key] = self._told(spec, lambda table: fullest(spec, table))
         return self._held[key]
 
-    def _priced(self, spec: RunSpec) -> Prediction | Unpriced:
+    def _priced(self, spec: RunSpec, machine: Machine) -> Prediction | Unpriced:
         held = self._fullest(spec)
         if isinstance(held, Unpriced):
             return held
-        return self._told(spec, lambda table: predict(spec, table, self.machine(spec), held))
+        return self._told(spec, lambda table: predict(spec, table, machine, memory=held))
 
     def _told(self, spec: RunSpec, tell: Callable[[LayerTable], _Said]) -> _Said | Unpriced:
-        if strategy(spec.strategy).cost is None or not hasattr(resolve_cost(spec.strategy), "step"):
-            return Unpriced(f"the oracle has no formulas for {spec.strategy}")
+        if spec.strategy not in STRATEGIES or STRATEGIES[spec.strategy].cost is None:
+            return Unpriced(f"the oracle has no formulas for {spec.strategy!r:.60}")
+        if spec.devices > MOST_DEVICES or spec.micro_batches > MOST_MICRO_BATCHES:
+            return Unpriced(f"more than {MOST_DEVICES:,} devices or {MOST_MICRO_BATCHES:,} micro_batches")
         table = self.table(spec)
         if isinstance(table, Unpriced):
             return table
+        if is_own(spec.model) and (reason := excluded_by_table(spec, table)):
+            return Unpriced(reason)
         try:
             return tell(table)
         except HpcbenchError as error:
             return Unpriced(error.message)
-        except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except _HOLES as error:
             # A hole in a formula must not keep anybody from planning or looking at the other runs.
             return Unpriced(f"the oracle's formulas fail: {type(error).__name__}: {error}")
 
@@ -158,4 +194,4 @@ def _key(spec: RunSpec) -> Any:
 
 
 def _frozen(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(options.items()))
+    return tuple(sorted(options.items())) if options else ()

@@ -77,7 +77,7 @@ def run_states(
         found = look.state(key, ticket, is_absent=head is None) if ticket else _PLANNED
         if head is None and found.state not in _OPEN and key not in stale:
             # It may have left its result since the tree was looked at.
-            head = tree.heads((key,)).get(key)
+            head = tree.head(key)
         if head is None:
             states[key] = _unless_stale(key, found, stale)
         elif found.state in ACTIVE and ticket is not None and _is_newer(tree, key, head, found, ticket):
@@ -101,12 +101,6 @@ def _arrays_of(places: Iterable[Place]) -> set[str]:
 def _unless_stale(run_id: str, found: RunState, stale: Collection[str]) -> RunState:
     """A stale run's old job has ended long ago; only an active one is measuring it anew."""
     return _PLANNED if run_id in stale and found.state not in ACTIVE else found
-
-
-def result_state(tree: ClusterTree, run_id: str) -> RunState | None:
-    """What a run's result says; ``None`` without one; ``lost`` where its file is broken."""
-    head = tree.heads((run_id,)).get(run_id)
-    return _of_head(head) if head is not None else None
 
 
 def _of_head(head: ResultHead) -> RunState:

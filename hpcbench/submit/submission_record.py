@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +16,9 @@ from hpcbench.results.store import ClusterTree
 
 if TYPE_CHECKING:
     from hpcbench.config.spec import RunSpec
+
+
+_REMEMBERED = 1000
 
 
 class Array(msgspec.Struct, kw_only=True):
@@ -67,9 +72,20 @@ def next_submission_folder(tree: ClusterTree, sweep: str) -> Path:
 
 
 def read_record(folder: Path) -> Submission | None:
-    """The record of a submission; ``None`` where it is absent or broken."""
+    """The record of a submission; ``None`` where it is absent or broken. Not to be changed: it may be given again."""
+    path = f"{folder}/submission.json"
     try:
-        return decode(read_regular(folder / "submission.json"), Submission)
+        state = os.lstat(path)
+    except OSError:
+        return None
+    return _record_of(path, state.st_mtime_ns, state.st_size, state.st_ino)
+
+
+@functools.lru_cache(maxsize=_REMEMBERED)
+def _record_of(path: str, *_state: int) -> Submission | None:
+    """As ``read_record``; a file in the same state, which is written once, is not read again by a watcher."""
+    try:
+        return decode(read_regular(path), Submission)
     except (OSError, msgspec.MsgspecError):
         return None
 

@@ -20,7 +20,7 @@ from hpcbench.submit.journal import read_journal
 from hpcbench.submit.lock import exclusive
 from hpcbench.submit.offer import Tell
 from hpcbench.submit.plan import RERUN_ON_SUBMIT, Plan
-from hpcbench.submit.queue_state import queue_process, start_queue, was_started
+from hpcbench.submit.queue_state import start_queue, was_started
 from hpcbench.submit.record import write_sweep
 from hpcbench.submit.send import Sent, send, unsent
 from hpcbench.submit.settle import settle
@@ -204,17 +204,3 @@ def forget_if_empty(folder: Path) -> None:
     """Remove a submission of which the scheduler took nothing and will be offered nothing again."""
     if all(chunk.refused for chunk in read_journal(folder).chunks):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def stop_local(folder: Path, wait_s: float = 90.0) -> None:
-    """Tell the local queue of a submission to stop its runs, and wait until it has."""
-    process = queue_process(folder)
-    if process is None:
-        return
-    import psutil
-
-    process.terminate()
-    try:
-        process.wait(wait_s)
-    except psutil.TimeoutExpired:
-        process.kill()

@@ -13,13 +13,18 @@ from click.testing import CliRunner, Result
 
 from hpcbench.cli.main import cli
 from hpcbench.config.profiles import load_cluster
+from hpcbench.config.spec import RunSpec
 from hpcbench.errors import HpcbenchError
 from hpcbench.oracle.calibration.choose import machine_for
 from hpcbench.oracle.calibration.sweep import sweep_text
+from hpcbench.oracle.clock import Clock
+from hpcbench.oracle.nominal import nominal_machine
+from hpcbench.oracle.predict import predict
+from hpcbench.parallel.catalog import resolve_cost
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.calibrate import calibration_number
 from hpcbench.submit.plan import local_cores
-from tests.oracle.test_calibration_fits import everything
+from tests.oracle.test_calibration_fits import everything, run_of, table_of
 
 
 @pytest.fixture
@@ -98,6 +103,29 @@ def test_what_was_found_is_a_table(calibrate: Callable[..., Result], tmp_path: P
         "predictions for slurmbox are made from it",
     ):
         assert said in done.output, said
+
+
+def test_whole_runs_without_a_probe_move_the_profiles_numbers(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    profile, _ = load_cluster("slurmbox")
+    nominal = nominal_machine(profile)
+    tree = ClusterTree(tmp_path / "results" / "slurmbox")
+    for nodes in (1, 2, 4):
+        strategy = "ddp" if nodes > 1 else "single"
+        run = run_of(strategy, 1.0, "resnet18", nodes=nodes, dp_degree=nodes)
+        step = resolve_cost(strategy).step(run.spec, run.table, Clock(nominal, run.spec))
+        run = run_of(strategy, step.step_time_s + 0.5 * step.compute_s, "resnet18", nodes=nodes, dp_degree=nodes)
+        tree.write_result(run.result)
+    done = calibrate("slurmbox", "--from", "results")
+    assert done.exit_code == 0, done.output
+    assert "of it from the runs" in done.output
+    assert "nominal: the runs say nothing of intra_node" in done.output
+    machine = machine_for(profile, tree)
+    assert machine.depth == "fitted"
+    assert machine.source.startswith("fit of whole runs of ")
+    assert machine.comm.inter_node.beta_s_per_byte == pytest.approx(nominal.comm.inter_node.beta_s_per_byte, rel=0.2)
+    alone = RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=8)
+    before, after = (predict(alone, table_of("resnet18"), one).step_time_s for one in (nominal, machine))
+    assert after == pytest.approx(1.5 * before, rel=0.05)
 
 
 @pytest.mark.soak

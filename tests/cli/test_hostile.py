@@ -114,7 +114,9 @@ def test_strange_results_are_shown_without_their_codes(tree: ClusterTree, data: 
     files = [hpcbench(tree, "collect", "--out", str(tmp_path / f"x.{ending}")) for ending in ("csv", "parquet", "json")]
     status = hpcbench(tree, "status")
     assert status.returncode == (1 if data["status"] == "failed" else 0)
-    for done in (status, hpcbench(tree, "table", "s"), hpcbench(tree, "table", "--json"), *files):
+    asked = (["table", "s"], ["table", "--json"], ["report", "s"], ["validate"])
+    tables = [hpcbench(tree, *options) for options in asked]
+    for done in (status, *tables, *files):
         assert done.returncode == 0 or done is status, done.stderr
         assert "Traceback" not in done.stderr
         assert CONTROL.findall(done.stdout + done.stderr) == []
@@ -167,6 +169,10 @@ def test_names_of_files_and_folders_carry_no_codes(tree: ClusterTree) -> None:
         ["collect"],
         ["table", EVIL],
         ["table", "--cluster", EVIL],
+        ["validate", EVIL],
+        ["validate", "--where", EVIL],
+        ["predict", EVIL, "--cluster", "local"],
+        ["recommend", "--model", EVIL, "--dataset", EVIL, "--cluster", "local"],
         ["logs", EVIL],
     ):
         done = hpcbench(tree, *arguments)

@@ -65,6 +65,7 @@ def test_values_reach_the_ranks_as_they_were_written_and_nobody_else(project: Pa
             ["check", "hostile.toml", "clusters/mine.toml"],
             ["plan", "hostile.toml", "--cluster", "mine"],
             ["plan", "hostile.toml", "--cluster", "mine", "--json"],
+            ["predict", "hostile.toml", "--cluster", "mine"],
             ["run", "hostile.toml", "--cluster", "mine"],
             ["status", "hostile"],
             ["table", "hostile"],

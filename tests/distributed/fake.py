@@ -20,7 +20,7 @@ from hpcbench.worker.blocks import arranged
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.traffic import recorded
+from hpcbench.worker.traffic import TrafficRecorder
 
 CPU = torch.device("cpu")
 
@@ -38,10 +38,19 @@ def fake_world(rank: int, world_size: int) -> Iterator[Place]:
 
 def fake_traffic(spec: RunSpec, rank: int, warmup_steps: int = 1) -> list[Traffic]:
     """What ``rank`` of the run passes to collectives in the step after ``warmup_steps``."""
+    recorder = fake_calls(spec, rank, warmup_steps)
+    return recorder.merged()
+
+
+def fake_calls(spec: RunSpec, rank: int, warmup_steps: int = 1) -> TrafficRecorder:
+    """The same, with the order."""
     with fake_world(rank, spec.ranks) as place:
         strategy = resolve_runtime(spec.strategy)()
         strategy.setup(arranged(build_model(spec), spec), spec, place)
         feed = make_feed(spec, CPU)
         for step in range(warmup_steps):
             strategy.step(feed, step)
-        return recorded(lambda: strategy.step(feed, warmup_steps))
+        recorder = TrafficRecorder()
+        with recorder:
+            strategy.step(feed, warmup_steps)
+        return recorder

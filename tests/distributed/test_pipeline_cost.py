@@ -63,8 +63,16 @@ def measured(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
             "zero_bubble", 2, "gpt", "tokens", tp_degree=2, tasks_per_node=4, input_size=4, batch_size=3,
             micro_batches=2, model_options={"context": 4},
         ),
+        spec_of(
+            "1f1b", 2, "gpt", "tokens", tp_degree=2, tasks_per_node=4, input_size=4, batch_size=4, micro_batches=2,
+            model_options={"context": 4, "dropout": 0.1}, options={"recompute": "always", "cuts": "3"},
+        ),
+        spec_of(
+            "zero_bubble", 2, "gpt", "tokens", tp_degree=2, tasks_per_node=4, input_size=4, batch_size=4,
+            micro_batches=2, model_options={"context": 4}, options={"recompute": "except_last", "cuts": "3"},
+        ),
     ],
-    ids=lambda spec: f"{spec.strategy}-{spec.model}-{spec.ranks}",
+    ids=lambda spec: f"{spec.strategy}-{spec.model}-{spec.ranks}-{spec.options.get('recompute', '')}",
 )  # fmt: skip
 def test_traffic(pool: Pool, spec: RunSpec) -> None:
     """Micro-batches of 8 samples are 3, 3 and 2; the sends differ accordingly."""
@@ -121,5 +129,19 @@ def test_kept_activations(pool: Pool, schedule: str) -> None:
     boundary = 128 * 16 * 4 + 16 * 8
     for rank, found in enumerate(pool.call(4, peak_kept, spec)):
         alive = {"model": 1, "gpipe": 8, "1f1b": 4 - rank}[schedule]
+        promised = PipelineCost.memory(spec, table, rank).activations_bytes
+        assert found <= promised <= found + alive * boundary
+
+
+def test_kept_activations_of_ranks_that_share_blocks(pool: Pool) -> None:
+    """Heads and features are shared, norms and what is between blocks is not."""
+    spec = spec_of(
+        "1f1b", 2, "gpt", "tokens", tp_degree=2, tasks_per_node=4, batch_size=4, micro_batches=4, input_size=16,
+        model_options={"context": 16},
+    )  # fmt: skip
+    table = table_of(spec)
+    boundary = 128 * 16 * 4 + 16 * 8
+    for rank, found in enumerate(pool.call(4, peak_kept, spec)):
+        alive = 2 - rank // 2
         promised = PipelineCost.memory(spec, table, rank).activations_bytes
         assert found <= promised <= found + alive * boundary

@@ -36,6 +36,13 @@ def heard(spec: RunSpec, table: LayerTable, machine: Machine) -> list[Traffic]:
     return merged(clock.heard)
 
 
+def heard_in_order(spec: RunSpec, table: LayerTable, machine: Machine) -> list[Traffic]:
+    """The same, call by call."""
+    clock = Listener(machine, spec)
+    resolve_cost(spec.strategy).step(spec, table, clock)
+    return [replace(one, count=1) for one in clock.heard for _ in range(one.count)]
+
+
 def _calls(events: Iterable[Event], times: int = 1) -> Iterator[Traffic]:
     for event in events:
         if isinstance(event, Repeat):

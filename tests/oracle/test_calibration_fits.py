@@ -14,12 +14,12 @@ from hpcbench.config.spec import RunSpec, config_id, run_id
 from hpcbench.oracle.calibration.evidence import Evidence, explained, log_error, median
 from hpcbench.oracle.calibration.fit import calibrate
 from hpcbench.oracle.calibration.fit_collectives import Point, fit_bands, fit_collectives, fit_line, non_negative, words
-from hpcbench.oracle.calibration.fit_kernels import kernel_samples, share_of
-from hpcbench.oracle.calibration.fit_rest import fit_contention, fit_neighbours, fit_overlap
+from hpcbench.oracle.calibration.fit_kernels import fit_roofline, kernel_samples, share_of
+from hpcbench.oracle.calibration.fit_rest import fit_alone, fit_contention, fit_crowding, fit_overlap
 from hpcbench.oracle.clock import Clock, expected_largest
 from hpcbench.oracle.collectives import Span, Wire, time_s
 from hpcbench.oracle.kernels import Share, row_pass, update_kernels
-from hpcbench.oracle.machine import Machine
+from hpcbench.oracle.machine import KernelSample, Machine
 from hpcbench.oracle.nominal import nominal_machine
 from hpcbench.oracle.predict import predict
 from hpcbench.oracle.tensors import parameter_bytes
@@ -151,6 +151,22 @@ def test_kernels_of_a_probe_are_asked_for_as_predictions_ask() -> None:
     assert [(one.direction, one.seconds) for one in found] == [("forward", 1e-3), ("backward", 2e-3)]
     assert [one.flops for one in found] == [expected.forward.flops, expected.backward.flops]
     assert found[0].weight_bytes == row.parameters  # a quarter of four bytes each
+
+
+def test_a_roofline_is_found_in_what_was_measured() -> None:
+    true = msgspec.structs.replace(NOMINAL.compute, flops_efficiency=2.4, bandwidth_efficiency=0.2, launch_s=5e-5)
+    spec, noise = RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=8), random.Random(4)
+    samples = []
+    for layer in table_of("resnet18").layers:
+        for one in row_pass(spec, layer, 8):
+            if one.moved_bytes:
+                seconds = Alike(true).roofline_s(one) * noise.lognormvariate(0, 0.05)
+                samples.append(KernelSample(**one._asdict(), seconds=seconds))
+    found = fit_roofline(NOMINAL.compute, samples)
+    assert found.samples == samples
+    assert found.flops_efficiency == pytest.approx(2.4, rel=0.1)
+    assert found.bandwidth_efficiency == pytest.approx(0.2, rel=0.1)
+    assert found.launch_s == pytest.approx(5e-5, rel=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +314,17 @@ def test_nobody_computes_faster_under_communication_or_beside_others() -> None:
                            both_s=1.0, issue_s=0.0, repeats=3)  # fmt: skip
     assert fit_overlap([overlap]) == 1.0
     runs = [run_of("single", 1.0), run_of("probe_collectives", 0.9, tasks_per_node=2, dp_degree=2)]
-    assert fit_neighbours(runs) == (0.0, {2: 1.0})
+    assert fit_alone(runs).straggling == 0.0
+    assert fit_crowding(runs, fit_alone(runs)) == {2: 1.0}
+
+
+def test_a_lone_launch_that_was_held_up_is_one_of_several() -> None:
+    runs = [run_of("probe_layers", 2.0), run_of("probe_layers", 4.0, "vgg11")]
+    runs += [run_of("probe_collectives", 1.0, nodes=2, dp_degree=2, seed=seed) for seed in range(5)]
+    found = fit_alone(runs)
+    assert found.straggling == 0.0
+    assert found.steps_s["vit", "cifar10", 8, "fp32"] == pytest.approx(1.0, rel=0.1)
+    assert found.steps_s["vgg11", "cifar10", 8, "fp32"] == 4.0
 
 
 def test_what_residuals_are() -> None:

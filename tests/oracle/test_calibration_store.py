@@ -30,9 +30,9 @@ PROFILE, _ = load_cluster("slurmbox")
 def calibration(made_at: str = "2026-11-21T20:00:00Z", straggling: float = 0.02, **more: Any) -> Calibration:
     nominal = nominal_machine(PROFILE)
     found = CollectiveSample(operation="all_reduce", ranks=2, nodes=2, latency_s=3e-4, beta_ratio=1.1)
-    comm = msgspec.structs.replace(nominal.comm, collectives=[found])
+    links = {"intra_node": nominal.comm.intra_node, "inter_node": more.pop("inter_node", nominal.comm.inter_node)}
+    comm = msgspec.structs.replace(nominal.comm, collectives=[found], **links)
     machine = msgspec.structs.replace(nominal, depth="calibrated", comm=comm, straggling=straggling)
-    links = {"intra_node": nominal.comm.intra_node, "inter_node": nominal.comm.inter_node}
     return Calibration(cluster="slurmbox", made_at=made_at, machine=machine, **(links | {"partition": "normal"} | more))
 
 
@@ -113,6 +113,18 @@ def test_a_link_that_has_changed_is_told_and_scales(tmp_path: Path) -> None:
     assert [note.partition(":")[0] for note in machine.notes] == [
         "the profile's link between nodes has changed since the calibration"
     ]
+
+
+def test_a_link_that_runs_were_fitted_with_moves_with_the_profiles(tmp_path: Path) -> None:
+    tree = ClusterTree(tmp_path)
+    then, today = Wire(1e-4, 1 / 1e9), nominal_machine(PROFILE).comm.inter_node
+    found = calibration(inter_node=then)
+    comm = msgspec.structs.replace(found.machine.comm, inter_node=Wire(3e-4, 2 / 1e9))
+    machine = msgspec.structs.replace(found.machine, depth="fitted", comm=comm)
+    write_calibration(msgspec.structs.replace(found, machine=machine), tree)
+    chosen = machine_for(PROFILE, tree)
+    assert tuple(chosen.comm.inter_node) == pytest.approx((3 * today.latency_s, 2 * today.beta_s_per_byte))
+    assert chosen.source.startswith("fit of whole runs of 2026-11-21")
 
 
 def test_another_partition_of_the_same_nodes_is_as_good(tmp_path: Path) -> None:

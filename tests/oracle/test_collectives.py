@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcbench.oracle.collectives import TIME_S, Span, Wire, call_s, ring_all_reduce_s, tree_all_reduce_s
+from hpcbench.oracle.clock import harmonic
+from hpcbench.oracle.collectives import TIME_S, Span, Wire, call_s, ring_all_reduce_s, time_s, tree_all_reduce_s
 from hpcbench.parallel.traffic import OPERATIONS, Traffic
 
 FAST, SLOW = Wire(1.0, 0.1), Wire(10.0, 1.0)
@@ -56,3 +57,25 @@ def test_more_bytes_take_no_less(operation: str, ranks: int, payload_bytes: int)
         for size in (payload_bytes, payload_bytes + 1)
     ]
     assert times[0] <= times[1]
+
+
+def test_a_ring_whose_latencies_add_up() -> None:
+    nodes = Span(8, 2, Wire(1e-6, 1e-10), Wire(1e-5, 1e-9), trees=False, by_hop=True)
+    # Of the ring's eight links two lie between nodes.
+    step_s = (6 * 1e-6 + 2 * 1e-5) / 8 + 1e3 * 1e-9
+    assert time_s("all_reduce", nodes, 8e3) == pytest.approx(14 * step_s)
+    assert time_s("reduce_scatter", nodes, 8e3) == pytest.approx(7 * step_s)
+    assert time_s("all_gather", nodes, 1e3) == pytest.approx(7 * step_s)
+    inside = nodes._replace(ranks=4, nodes=1)
+    assert time_s("all_reduce", inside, 4e3) == pytest.approx(6 * (1e-6 + 1e3 * 1e-10))
+
+
+def test_without_trees_a_small_all_reduce_is_a_ring() -> None:
+    nodes = Span(64, 64, Wire(1e-6, 0.0), Wire(1e-5, 0.0))
+    assert time_s("all_reduce", nodes, 8.0) == pytest.approx(2 * 6 * 1e-5)
+    assert time_s("all_reduce", nodes._replace(trees=False), 8.0) == pytest.approx(126 * 1e-5)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 1.0), (4, 25 / 12), (256, 6.124344962817)])
+def test_the_largest_of_exponential_delays(count: int, expected: float) -> None:
+    assert harmonic(count) == pytest.approx(expected, rel=1e-11)

@@ -10,7 +10,7 @@ import pytest
 
 from hpcbench.config.profiles import load_cluster
 from hpcbench.config.spec import RunSpec, strategy_label
-from hpcbench.oracle.answers import Room, Unpriced
+from hpcbench.oracle.answers import Room, Unpriced, need_and_limit
 from hpcbench.oracle.candidates import (
     World,
     divisors,
@@ -27,6 +27,7 @@ from hpcbench.oracle.nominal import nominal_machine
 from hpcbench.oracle.predict import Interval, Prediction
 from hpcbench.oracle.recommend import Recommendation, largest_batch_size, ratio_spread, recommend, sweep_points
 from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.parallel.layers import LayerTable, read_table
 from hpcbench.parallel.resolve import Limits
 from hpcbench.submit.forecast import Forecast
 
@@ -53,7 +54,7 @@ class Answers:
     def __init__(self, price: Callable[[RunSpec], Prediction | Unpriced], limit: int | None = None) -> None:
         self.price, self.limit, self.asked = price, limit, 0
 
-    def of(self, spec: RunSpec) -> Prediction | Unpriced:
+    def of(self, spec: RunSpec, *, quick: bool = False) -> Prediction | Unpriced:
         self.asked += 1
         return self.price(spec)
 
@@ -155,6 +156,14 @@ def test_what_never_fits_says_what_it_needs_and_what_there_is() -> None:
     assert (ddp.kind, ddp.reason) == ("memory", "ddp: needs 1 B a rank at the least, there is 0 B")
 
 
+@pytest.mark.parametrize(
+    ("need_bytes", "limit_bytes", "texts"),
+    [(3 * 2**30, 2**30, ("3.0 GiB", "1.0 GiB")), (1450 * 2**20, 1400 * 2**20, ("1450 MiB", "1400 MiB"))],
+)
+def test_both_numbers_differ_where_they_do(need_bytes: int, limit_bytes: int, texts: tuple[str, str]) -> None:
+    assert need_and_limit(need_bytes, limit_bytes) == texts
+
+
 def test_limits_of_the_cluster_and_of_strategies_are_told() -> None:
     found = recommend(RESNET, World(4, 2, {"batch_size": 8}), Limits("small", max_nodes=2), Answers(by_samples))
     assert found.candidates == []
@@ -218,6 +227,20 @@ def test_a_hundred_thousand_devices_take_few_evaluations() -> None:
     assert {one.kind for one in many.refused} == {"limit", "memory"}
     ddp = next(one for one in many.refused if one.strategy == "ddp")
     assert ddp.reason.endswith("a rank at the least, there is 74.5 GiB")
+
+
+@pytest.mark.parametrize(("like", "dataset"), [("vgg11", "cifar10"), ("gpt", "tokens")])
+def test_a_model_of_ones_own_is_looked_at_by_its_layers(like: str, dataset: str) -> None:
+    class Looked(Forecast):
+        def table(self, spec: RunSpec) -> LayerTable | Unpriced:
+            return read_table(like, dataset) or Unpriced("no table")
+
+    base = {"model": "mine:net", "dataset": dataset, "precision": "fp32"}
+    found = recommend(base, World(2, 2, {"batch_size": 8}), NOWHERE, Looked(SELENE))
+    assert not [one.reason for one in found.refused if "formulas fail" in one.reason]
+    ran = {one.spec.strategy for one in found.candidates}
+    assert {"ddp", "1f1b"} <= ran
+    assert ({"filter", "spatial"} <= ran, "tensor" in ran) == (like == "vgg11", like == "gpt")
 
 
 def test_asking_about_one_strategy_changes_nothing_of_another() -> None:

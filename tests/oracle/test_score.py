@@ -82,8 +82,13 @@ def test_parts_are_scored_where_both_are_there() -> None:
         case("ddp", (1.0,), says(1.0, figures={"compute_s": 0.9, "comm_s": 0.3}), compute_s=0.6, comm_s=0.4),
         case("fsdp", (1.0,), says(1.0, figures={"compute_s": 0.5}), compute_s=0.5, comm_s=0.0),
     ]
+    # A hundredth of the step is not worth comparing; nothing was said of something is an error of all of it.
+    cases.append(
+        case("ddp", (1.0,), says(1.0, figures={"comm_s": 0.0, "exposed_comm_s": 0.0}), comm_s=0.009, exposed_comm_s=0.1)
+    )
     parts = score(cases, NAME).parts
-    assert set(parts) == {"compute_s", "comm_s"}
+    assert set(parts) == {"compute_s", "comm_s", "exposed_comm_s"}
+    assert (parts["exposed_comm_s"].mean, parts["exposed_comm_s"].abs_log) == (0.0, None)
     assert (parts["compute_s"].count, parts["compute_s"].mean) == pytest.approx((2, 0.75))
     assert (parts["comm_s"].count, parts["comm_s"].signed) == pytest.approx((1, -0.25))
 

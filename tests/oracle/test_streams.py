@@ -35,7 +35,8 @@ def test_computation_under_communication_is_slower() -> None:
     ("events", "expected"),
     [
         # Of two lanes on wires of their own neither waits for the other.
-        ([Call(4, 0, "a", "x", "in"), Call(1, 0, None, "y", "out"), Wait()], Busy(4, 0, 5, 4, 0)),
+        ([Call(4, 0, "a", "x", "in"), Call(1, 0, None, "y", "out"), Wait()], Busy(4, 0, 4, 4, 0)),
+        ([Call(2, 1, "a", "x", "in"), Compute(1), Call(4, 2, None, "y", "out")], Busy(5, 1, 5, 4, 2.5)),
         # On one wire the short call takes twice its time, and the long one both.
         ([Call(4, 0, "a", "x", "in"), Call(1, 0, None, "y", "in")], Busy(2, 0, 5, 2, 0)),
         ([Call(4, 0, "a", "x", "in"), Call(1, 0, None, "y", "in"), Wait("a")], Busy(5, 0, 5, 5, 0)),

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from hpcbench.parallel.memo import once_per
+import msgspec
+
+from hpcbench.config.spec import RunSpec
+from hpcbench.parallel.gradients import first_rows
+from hpcbench.parallel.layers import LayerTable, read_table
+from hpcbench.parallel.memo import of_run, once_per
 
 
 def test_a_question_is_asked_once_for_each_object_and_each_argument() -> None:
@@ -19,3 +24,33 @@ def test_a_question_is_asked_once_for_each_object_and_each_argument() -> None:
     # An equal object is another one; the oldest answer was given up for the fourth.
     assert (size(list(one)), size(one)) == (1, 1)
     assert len(asked) == 6
+
+
+def test_what_somebody_does_with_an_answer_is_his_own_affair() -> None:
+    table = read_table("vgg11", "digits")
+    assert table is not None
+    rows = first_rows(table)
+    rows[0] = 1_000
+    assert first_rows(table)[0] == 0
+
+
+def test_lists_of_a_run_are_made_once_for_what_they_depend_on() -> None:
+    made: list[int] = []
+
+    @of_run("batch_size", "precision")
+    def sizes(spec: RunSpec, table: LayerTable) -> list[int]:
+        made.append(spec.batch_size)
+        return [spec.batch_size, len(table.layers)]
+
+    one, other = read_table("resnet18", "cifar10"), read_table("vgg11", "cifar10")
+    assert one is not None
+    assert other is not None
+    spec = RunSpec(model="resnet18", dataset="cifar10", strategy="ddp", batch_size=8)
+    first = sizes(spec, one)
+    first.append(0)
+    # Who gets a list may change it.
+    assert sizes(msgspec.structs.replace(spec, nodes=2, dp_degree=2), one) == first[:2]
+    assert made == [8]
+    assert sizes(spec, other) != first[:2]
+    assert sizes(msgspec.structs.replace(spec, batch_size=16), one)[0] == 16
+    assert made == [8, 8, 16]

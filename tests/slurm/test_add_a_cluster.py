@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.add_a_cluster import follow
+from tests.docs.following import follow
 from tests.slurm.box import Box
 
 pytestmark = pytest.mark.slurm
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slurm
 
 @pytest.mark.soak
 def test_the_page_followed_to_the_letter(box: Box, tmp_path: Path) -> None:
-    done = follow(tmp_path, lambda step: True, SLURM_CONF=str(box.slurm_conf))
+    done = follow(tmp_path, "add-a-cluster.md", lambda step: True, SLURM_CONF=str(box.slurm_conf))
     assert done.returncode == 0, done.stderr
     assert "clusters/my-cluster.toml: a cluster profile, in order, and the scheduler agrees" in done.stderr
     paths = list((tmp_path / "my-project" / "results" / "my-cluster" / "runs").glob("*/*/result.json"))

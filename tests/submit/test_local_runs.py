@@ -1,9 +1,11 @@
-"""Real training on this machine, stopped by a person: submitit's job cancels it, Ctrl-C stops a whole submission."""
+"""Real training on this machine, stopped by a person: submitit's job cancels it, and a screen that goes away."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -23,6 +25,8 @@ from hpcbench.submit.submission_record import submissions_of
 pytestmark = pytest.mark.distributed
 
 ENDLESS = 'name = "endless"\n[fixed]\nmodel = "resnet18"\ndataset = "digits"\nstrategy = "ddp"\nbatch_size = 4\nwarmup_steps = 1\nsteps = 1000000\ntasks_per_node = 2\n[grid]\nseed = [1, 2]\n'
+
+SHORT = 'name = "short"\n[fixed]\nmodel = "resnet18"\ndataset = "digits"\nstrategy = "single"\nbatch_size = 4\nwarmup_steps = 1\nsteps = 2\n[grid]\nseed = [1, 2]\n'
 
 
 def wait_for(what: str, found: Callable[[], Any], limit_s: float = 120.0) -> Any:
@@ -77,16 +81,48 @@ def test_submitits_job_cancels_a_run_and_the_queue_goes_on(tree: ClusterTree, tm
     wait_for("the queue to end", lambda: queue_process(folder) is None)
 
 
-def test_ctrl_c_in_run_stops_what_it_started(tree: ClusterTree, tmp_path: Path) -> None:
+def test_ctrl_c_in_run_leaves_the_runs_alone_and_cancel_stops_them(tree: ClusterTree, tmp_path: Path) -> None:
     command = hpcbench("run", str(tmp_path / "endless.toml"))
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         wait_for("the first run to train", lambda: training(tree))
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert "run the same command again to go on" in said
+    assert "the runs go on: hpcbench status endless --watch shows them again" in said
     ((folder, _),) = submissions_of(tree)
-    assert queue_process(folder) is None
+    assert queue_process(folder) is not None
+    assert results(tree) == []
+    subprocess.run(hpcbench("cancel", "endless"), check=True, capture_output=True)
+    wait_for("the queue to end", lambda: queue_process(folder) is None)
     assert [result["status"] for result in results(tree)] == ["cancelled"]
     left = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True, check=False).stdout.split()
     assert [pid for pid in left if int(pid) != os.getpid()] == []
+
+
+def on_a_terminal(*arguments: str, until: str) -> tuple[int, str]:
+    """Call hpcbench on a terminal of its own, hang up once it has shown ``until``; how it ended, and the screen."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ |= {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
+        os.execv(sys.executable, hpcbench(*arguments))
+    shown = b""
+    with contextlib.suppress(OSError):
+        while until.encode() not in shown and (part := os.read(terminal, 65536)):
+            shown += part
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
+
+
+def test_a_terminal_that_is_closed_takes_no_run_with_it(tree: ClusterTree, tmp_path: Path) -> None:
+    (tmp_path / "short.toml").write_text(SHORT)
+    ended, shown = on_a_terminal("run", str(tmp_path / "short.toml"), until=" running")
+    assert (ended, "short on local: 2 runs" in shown) == (-signal.SIGHUP, True)
+    ((folder, _),) = submissions_of(tree)
+    assert queue_process(folder) is not None
+    _, shown = on_a_terminal("status", "short", "--watch", until="2 ok")
+    assert "2 ok" in shown
+    wait_for("the queue to end", lambda: queue_process(folder) is None)
+    assert [result["status"] for result in results(tree)] == ["ok", "ok"]
+    assert [len(list(run.glob("attempts/*"))) for run in tree.root.glob("runs/*/*")] == [1, 1]
+    again = subprocess.run(hpcbench("run", str(tmp_path / "short.toml")), capture_output=True, text=True, check=True)
+    assert "2 runs, 0 submitted, 2 done before" in again.stderr

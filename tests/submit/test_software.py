@@ -15,6 +15,7 @@ from hpcbench.submit.plan import Plan, make_plan
 from hpcbench.submit.software import environment_key, installed_versions
 from hpcbench.submit.state import run_states
 from hpcbench.submit.submit import Choice, submit
+from hpcbench.submit.watch import Watcher
 
 
 @pytest.fixture
@@ -75,6 +76,21 @@ def test_what_was_measured_elsewhere_is_told_and_run_again_when_asked(
     # Until they are measured anew, the results that are there count.
     states = run_states(cluster_tree, plan.runs, plan.profile, 0.0)
     assert {state.state for state in states.values()} == {"ok"}
+
+    # Whoever waits for the new ones is not told that all is done.
+    watcher = Watcher(cluster_tree.root, plan.profile, {"small": list(plan.runs)}, superseded=again.elsewhere)
+    first, *others = plan.runs
+    states = watcher.ask()
+    assert "ok" not in {state.state for state in states.values()}
+    assert states[first].state == "pending"
+    spec = plan.runs[first]
+    result = RunResult(
+        run_id=first, config_id=config_id(spec), attempt=1, sweep="small", cluster="test", status="ok", spec=spec,
+        provenance={"environment_key": plan.environment_key(None)},
+    )  # fmt: skip
+    assert cluster_tree.write_result(result, "0123456789ab")
+    assert {key for key, state in watcher.look(states).items() if state.state == "ok"} == {first}
+    assert {watcher.ask()[key].state for key in others[:1]} == {"pending"}
 
 
 @pytest.mark.parametrize("key", ["today", None])

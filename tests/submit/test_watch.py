@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,9 +16,15 @@ import pytest
 from click.testing import CliRunner
 
 from hpcbench.cli import status
+from hpcbench.config.spec import label
+from hpcbench.results.attempts import begin_attempt
+from hpcbench.results.schema import Failure, RunResult
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.plan import Plan
+from hpcbench.submit.submission_record import submissions_of
 from hpcbench.submit.submit import submit
+from hpcbench.submit.wait import pause_s
+from hpcbench.submit.watch import Shape, Watcher
 
 
 @pytest.fixture
@@ -44,12 +51,71 @@ def test_one_block_a_change_until_nothing_is_on_its_way(
         lambda: None,
         lambda: answer(fake_slurm, "TIMEOUT|None"),
     ]
-    clock = SimpleNamespace(time=time.time, sleep=lambda seconds: looks.pop(0)())
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: looks.pop(0)())
     monkeypatch.setattr("hpcbench.cli.status.time", clock)
     done = CliRunner().invoke(status.status, ["small", "--watch"])
     blocks = [line for line in done.output.splitlines() if line.startswith("small on test")]
     assert [line.partition("4 runs: ")[2] for line in blocks] == ["4 pending", "4 running", "4 timeout"]
     assert (looks, done.exit_code) == ([], 1)
+
+
+def test_a_look_at_several_sweeps_of_a_cluster_is_one_question(project: Path, fake_slurm: Path) -> None:
+    tree = ClusterTree(project / "results" / "test")
+    record = json.loads(tree.sweep_path("small").read_text())
+    tree.sweep_path("other").write_text(json.dumps({**record, "sweep": "other", "run_ids": record["run_ids"][:2]}))
+    (fake_slurm / "queries").unlink()
+    done = CliRunner().invoke(status.status, ["--json"])
+    assert [(one["sweep"], one["counts"]) for one in json.loads(done.output)["sweeps"]] == [
+        ("other", {"pending": 2}),
+        ("small", {"pending": 4}),
+    ]
+    assert (fake_slurm / "queries").read_text().count("squeue") == 1
+
+
+@pytest.mark.parametrize(
+    ("every_s", "took_s", "expected_s"), [(10.0, 0.2, 10.0), (10.0, 2.0, 18.0), (0.5, 0.1, 0.9), (10.0, 60.0, 120.0)]
+)
+def test_who_is_slow_to_answer_is_asked_less_often(every_s: float, took_s: float, expected_s: float) -> None:
+    assert pause_s(every_s, took_s) == pytest.approx(expected_s)
+
+
+def test_a_watcher_knows_arrays_times_and_failures(project: Path, plan: Plan, fake_slurm: Path) -> None:
+    """Of two arrays with two runs each, one has a run that is ok and one that failed."""
+    tree = ClusterTree(project / "results" / "test")
+    watcher = Watcher(tree.root, plan.profile, {"small": list(plan.runs)})
+    answer(fake_slurm, "RUNNING|None")
+    ((_, record),) = submissions_of(tree)
+    good, bad = record.arrays[0].run_ids
+    for run_id, state in ((good, "ok"), (bad, "failed")):
+        began = begin_attempt(
+            tree.run_folder(run_id),
+            launch="1",
+            host="h",
+            started_unix_s=time.time() - 30,
+            task_file=f"{record.submission}/0.jsonl",
+        )
+        spec = plan.runs[run_id]
+        error = Failure(type="RuntimeError", message="first line\nsecond") if state == "failed" else None
+        made = RunResult(
+            run_id=run_id,
+            config_id="c",
+            attempt=began.number,
+            sweep="small",
+            cluster="test",
+            status=state,
+            spec=spec,
+            error=error,
+        )
+        tree.write_result(made)
+    (fake_slurm / "squeue").write_text("4711_0|COMPLETED|None|N/A|\n4711_1|FAILED|None|N/A|\n")
+    (look,) = watcher.snapshots(watcher.ask())
+    first, second = look.arrays
+    assert (first.name, first.shape, first.counts) == ("small-0001/0", Shape(1, 1), {"ok": 1, "failed": 1})
+    assert [(one.is_ok, round(one.took_s, -1)) for one in first.timed] == [(True, 30.0), (False, 30.0)]
+    assert sum(second.counts.values()) == 2
+    failure = look.failures[-1]
+    assert (failure.run_id, failure.label, failure.reason) == (bad, label(plan.runs[bad]), "first line\nsecond")
+    assert look.counts["ok"] == 1
 
 
 def test_ctrl_c_leaves_without_a_traceback(project: Path) -> None:

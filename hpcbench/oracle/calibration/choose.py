@@ -11,6 +11,8 @@ from hpcbench.oracle.machine import Comm, Machine
 from hpcbench.oracle.nominal import nominal_machine
 from hpcbench.results.store import ClusterTree
 
+_KINDS = {"calibrated": "calibration", "fitted": "fit of whole runs", "nominal": "nominal numbers"}
+
 
 def machine_for(
     profile: ClusterProfile, tree: ClusterTree | None, partition: str | None = None, tasks_per_node: int = 1
@@ -33,15 +35,30 @@ def laid_over(nominal: Machine, stored: Stored, problems: list[str]) -> Machine:
     """The calibrated machine with today's links and memory: a measured collective corrects its link's numbers."""
     calibration = stored.calibration
     machine = calibration.machine
-    links = ("intra_node", "inter_node", "links_per_node", "striped")
-    comm: Comm = msgspec.structs.replace(machine.comm, **{name: getattr(nominal.comm, name) for name in links})
+    today = ("links_per_node", "striped", "trees", "by_hop")
+    comm: Comm = msgspec.structs.replace(
+        machine.comm,
+        intra_node=_moved(machine.comm.intra_node, calibration.intra_node, nominal.comm.intra_node),
+        inter_node=_moved(machine.comm.inter_node, calibration.inter_node, nominal.comm.inter_node),
+        **{name: getattr(nominal.comm, name) for name in today},
+    )
     return msgspec.structs.replace(
         machine,
         comm=comm,
         memory_bytes=nominal.memory_bytes,
-        source=f"calibration of {calibration.made_at[:10]} ({stored.digest})",
+        source=f"{_KINDS[machine.depth]} of {calibration.made_at[:10]} ({stored.digest})",
         notes=[*calibration.notes, *_changed(calibration, nominal.comm), *problems],
     )
+
+
+def _moved(found: Wire, then: Wire, now: Wire) -> Wire:
+    """``found`` when the profile said ``then``, as far off what it says now."""
+    if then == now:
+        return found
+    if found == then:
+        return now
+    latency = found.latency_s / then.latency_s if then.latency_s else 1.0
+    return Wire(latency * now.latency_s, found.beta_s_per_byte / then.beta_s_per_byte * now.beta_s_per_byte)
 
 
 def _of_partition(found: list[Stored], profile: ClusterProfile, partition: str | None) -> Stored | None:

@@ -10,6 +10,7 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.layers import LayerTable
 from hpcbench.results.schema import OK, RunResult
 
+_Z95 = 1.96
 PROBE_LAYERS, PROBE_COLLECTIVES = "probe_layers", "probe_collectives"
 
 
@@ -29,6 +30,12 @@ class Evidence(NamedTuple):
         """The median of its timed steps, of which each time the slowest rank counts."""
         times = self.result.metrics.step_time_s
         return times.median if times is not None else 0.0
+
+    @property
+    def doubt(self) -> float:
+        """Relative uncertainty of ``step_s`` within the launch: one deviation."""
+        times = self.result.metrics.step_time_s
+        return 0.0 if times is None else (times.ci95_high - times.ci95_low) / (2 * _Z95 * times.median)
 
 
 def usable(runs: Iterable[Evidence]) -> list[Evidence]:

@@ -12,10 +12,11 @@ from hpcbench.oracle.calibration.evidence import Evidence, usable
 from hpcbench.oracle.calibration.fit_collectives import fit_collectives
 from hpcbench.oracle.calibration.fit_kernels import LEAST_SPREAD, fit_kernels
 from hpcbench.oracle.calibration.fit_rest import (
+    fit_alone,
     fit_base_bytes,
     fit_call_s,
     fit_contention,
-    fit_neighbours,
+    fit_crowding,
     fit_overlap,
     fit_strategies,
 )
@@ -31,9 +32,10 @@ def calibrate(
     """What ``runs`` say of the cluster; whatever they do not say stays as the profile has it, and is noted."""
     good = usable(runs)
     nominal = nominal_machine(profile, partition)
-    compute, residuals, notes = fit_kernels(nominal, good)
+    alone = fit_alone(good)
+    compute, residuals, notes = fit_kernels(nominal, good, alone.steps_s)
     comm, of_comm, more = _fit_comm(nominal, good)
-    straggling, crowding = fit_neighbours(good)
+    crowding = fit_crowding(good, alone)
     if crowding:
         compute = msgspec.structs.replace(compute, crowding={1: 1.0, **crowding})
     base_bytes, of_memory = fit_base_bytes(good)
@@ -43,14 +45,14 @@ def calibrate(
         source="",
         compute=compute,
         comm=comm,
-        straggling=straggling,
+        straggling=alone.straggling,
         base_bytes=nominal.base_bytes if base_bytes is None else base_bytes,
         notes=[],
     )
     strategies, of_strategies, unknown = fit_strategies(machine, good)
     return Calibration(
         cluster=profile.name,
-        made_at=(made_at or datetime.now(timezone.utc)).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        made_at=utc(made_at),
         partition=partition or profile.default_partition,
         intra_node=nominal.comm.intra_node,
         inter_node=nominal.comm.inter_node,
@@ -58,8 +60,18 @@ def calibrate(
         residuals=[*residuals, *of_comm, *of_memory, *of_strategies],
         notes=[*notes, *more, *unknown, *_unmeasured(crowding, comm)],
         run_ids=sorted(one.result.run_id for one in good),
-        environment_digests=sorted({digest for one in good if (digest := one.result.environment_digest) is not None}),
+        environment_digests=digests(good),
     )
+
+
+def utc(made_at: datetime | None = None) -> str:
+    """``made_at``, or now, in ISO 8601."""
+    return (made_at or datetime.now(timezone.utc)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def digests(runs: Sequence[Evidence]) -> list[str]:
+    """Of all environments that were measured in."""
+    return sorted({digest for one in runs if (digest := one.result.environment_digest) is not None})
 
 
 def _fit_comm(nominal: Machine, runs: Sequence[Evidence]) -> tuple[Comm, list[Residual], list[str]]:
@@ -67,7 +79,7 @@ def _fit_comm(nominal: Machine, runs: Sequence[Evidence]) -> tuple[Comm, list[Re
     overlaps: list[OverlapProbe] = [one for probe in probes for one in probe.overlaps]
     collectives = [one for probe in probes for one in probe.collectives]
     call_s = fit_call_s(overlaps)
-    samples, residuals, notes = fit_collectives(nominal.comm, collectives, call_s, nominal.device == "cuda")
+    samples, residuals, notes = fit_collectives(nominal.comm, collectives, call_s, nominal.comm.trees)
     if not samples:
         return nominal.comm, residuals, notes
     points = sum(one.points for one in residuals)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import exp, log
 
 import msgspec
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.calibration.evidence import PROBE_LAYERS, Evidence, explained, log_error, of_strategy
+from hpcbench.oracle.calibration.fit_rest import Workload, workload
 from hpcbench.oracle.calibration.store import Residual
 from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.kernels import Kernel, Share, row_pass, update_kernels
 from hpcbench.oracle.machine import Compute, KernelSample, Machine
 from hpcbench.oracle.strategies.data import Single
+from hpcbench.parallel.alike import Alike, kernel_of
 from hpcbench.parallel.layers import LayerTable
 from hpcbench.results.schema import KernelProbe, Probe
 
@@ -56,16 +58,22 @@ def _sample(kernel: Kernel, seconds: float, spread: float) -> KernelSample:
     return KernelSample(**kernel._asdict(), seconds=seconds, spread=spread)
 
 
-def fit_kernels(machine: Machine, runs: Sequence[Evidence]) -> tuple[Compute, list[Residual], list[str]]:
-    """The device with measured kernels and every model's factor; without a measured layer as it was."""
+def fit_kernels(
+    machine: Machine, runs: Sequence[Evidence], alone_s: Mapping[Workload, float]
+) -> tuple[Compute, list[Residual], list[str]]:
+    """The device with measured kernels and every model's factor; without a measured layer as it was.
+
+    ``alone_s`` is what whole steps take.
+    """
     probed = [one for one in of_strategy(runs, PROBE_LAYERS) if one.result.probe and one.result.probe.kernels]
     if not probed:
         return machine.compute, [], ["no kernel was measured: a step's computation is the profile's"]
     by_run = {one.result.run_id: _samples_of(one) for one in probed}
     samples = [sample for found in by_run.values() for sample in found]
-    bare = msgspec.structs.replace(machine.compute, samples=samples, factors={}, crowding={})
+    plain = msgspec.structs.replace(machine.compute, factors={}, crowding={})
+    bare = fit_roofline(plain, samples)
     sums = [(_sum_s(machine, bare, one), one) for one in probed]
-    factors = _factors([(one, one.step_s / sum_s) for sum_s, one in sums])
+    factors = _factors([(one, alone_s[workload(one)] / sum_s) for sum_s, one in sums])
     compute = msgspec.structs.replace(bare, factors=factors, crowding=machine.compute.crowding)
     pairs = [(sum_s * factors[one.spec.model], one.step_s) for sum_s, one in sums]
     residuals = [
@@ -75,7 +83,7 @@ def fit_kernels(machine: Machine, runs: Sequence[Evidence]) -> tuple[Compute, li
     models = sorted({one.spec.model for one in probed})
     notes = []
     if len(models) > 1:
-        others = [_by_others(machine, bare, probed, by_run, one) for one in probed]
+        others = [_by_others(machine, plain, probed, by_run, one) for one in probed]
         error = log_error(others)
         residuals.append(Residual(part="kernels", what="whole steps by the kernels and factors of the other models",
                                   points=len(others), error=error, r2=explained(others)))  # fmt: skip
@@ -83,6 +91,32 @@ def fit_kernels(machine: Machine, runs: Sequence[Evidence]) -> tuple[Compute, li
         error = _ONE_MODEL_SPREAD
         notes.append(f"kernels of {models[0]} alone were measured: what other models compute is guessed from it")
     return msgspec.structs.replace(compute, spread=max(error, LEAST_SPREAD)), residuals, notes
+
+
+def fit_roofline(compute: Compute, samples: Sequence[KernelSample]) -> Compute:
+    """``compute`` with ``samples``, and with those efficiencies and that launch that lie nearest to them.
+
+    What is unlike every measured kernel is judged by these alone. Nearest is the least mean of absolute logarithms,
+    which a few odd kernels do not move, looked for along one number after another in ever smaller steps.
+    """
+    best = msgspec.structs.replace(compute, samples=list(samples))
+    least = _miss(best)
+    for step in (4.0, 2.0, 1.4, 1.2, 1.1, 1.05):
+        moved = True
+        while moved:
+            moved = False
+            for name in ("flops_efficiency", "bandwidth_efficiency", "launch_s"):
+                for factor in (step, 1.0 / step):
+                    tried = msgspec.structs.replace(best, **{name: getattr(best, name) * factor})
+                    miss = _miss(tried)
+                    if miss < least * (1 - 1e-9):
+                        best, least, moved = tried, miss, True
+    return best
+
+
+def _miss(compute: Compute) -> float:
+    judge = Alike(msgspec.structs.replace(compute, samples=[]))
+    return sum(abs(log(judge.roofline_s(kernel_of(one)) / one.seconds)) for one in compute.samples)
 
 
 def _samples_of(run: Evidence) -> list[KernelSample]:
@@ -109,7 +143,7 @@ def _factors(ratios: Iterable[tuple[Evidence, float]]) -> dict[str, float]:
 
 def _by_others(
     machine: Machine,
-    bare: Compute,
+    plain: Compute,
     probed: Sequence[Evidence],
     by_run: dict[str, list[KernelSample]],
     left_out: Evidence,
@@ -117,6 +151,6 @@ def _by_others(
     """A step as predicted without any kernel of its model, and as measured."""
     others = [one for one in probed if one.spec.model != left_out.spec.model]
     samples = [sample for one in others for sample in by_run[one.result.run_id]]
-    compute = msgspec.structs.replace(bare, samples=samples)
+    compute = fit_roofline(plain, samples)
     factor = _factors([(one, one.step_s / _sum_s(machine, compute, one)) for one in others])[""]
     return factor * _sum_s(machine, compute, left_out), left_out.step_s

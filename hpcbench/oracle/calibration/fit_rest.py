@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from itertools import combinations
+from math import hypot, log
 from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 
@@ -29,6 +32,9 @@ _NOISE = 0.03
 _PRIOR = 0.1
 """A library's overhead is thought to be about a tenth of a step, as a factor of its computation or by the step."""
 _LEAST_CONTENDED_BYTES = 2**18
+
+Workload = tuple[str, str, int, str]
+"""Model, data set, batch size, precision."""
 
 
 def fit_call_s(overlaps: Sequence[OverlapProbe]) -> float:
@@ -55,33 +61,58 @@ def fit_contention(probes: Iterable[CollectiveProbe]) -> dict[int, float]:
     return {groups: max(1.0, median(ratios)) for groups, ratios in together.items()}
 
 
-def fit_neighbours(runs: Sequence[Evidence]) -> tuple[float, dict[int, float]]:
-    """(straggling, crowding) from replicas that train side by side without a word, against one alone.
+class Alone(NamedTuple):
+    """How long a rank's step takes when nobody is in its way, by workload, and how far ranks scatter."""
 
-    One a node tells how far ranks scatter: the slowest of p is so much slower than one alone. Several on a node tell
-    beside that how they are in each other's way.
+    steps_s: dict[Workload, float]
+    straggling: float
+
+
+def fit_alone(runs: Sequence[Evidence]) -> Alone:
+    """From ranks on nodes of their own: of p that train side by side without a word, the slowest takes
+    (1 + straggling z(p)) as long as one, z(p) being the expected largest of p normal draws.
+
+    All launches of a workload count alike, those of one rank as those of several; one that was held up moves neither.
     """
-    alone: dict[tuple[str, str, int], list[float]] = defaultdict(list)
-    for one in of_strategy(runs, PROBE_LAYERS, "single"):
-        alone[_workload(one)].append(one.step_s)
-    beside = [one for one in of_strategy(runs, PROBE_COLLECTIVES) if _workload(one) in alone]
-    ratios = {one.result.run_id: one.step_s / median(alone[_workload(one)]) for one in beside}
-    apart = [
-        (ratios[one.result.run_id] - 1) / expected_largest(one.spec.ranks)
-        for one in beside
-        if one.spec.tasks_per_node == 1
-    ]
-    straggling = max(0.0, median(apart)) if apart else _own_scatter(runs)
+    found: dict[Workload, list[tuple[float, float]]] = defaultdict(list)
+    for one in of_strategy(runs, PROBE_LAYERS, PROBE_COLLECTIVES, "single"):
+        if one.spec.tasks_per_node == 1:
+            found[workload(one)].append((expected_largest(one.spec.ranks), one.step_s))
+    steps_s, scatters = {}, []
+    for key, points in found.items():
+        step_s, grown_s = _typical_line(points)
+        if len({largest for largest, _ in points}) > 1:
+            scatters.append(grown_s / step_s)
+        steps_s[key] = step_s
+    return Alone(steps_s, median(scatters) if scatters else _own_scatter(runs))
+
+
+def _typical_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """a > 0 and b >= 0 of the line a + b x from which the points (x, y) lie off least, in absolute logarithms of y.
+
+    Such a line goes through two of the points, or is level and goes through one.
+    """
+    lines = [(y, 0.0) for _, y in points]
+    for (x, y), (further, higher) in combinations(sorted(points), 2):
+        slope = (higher - y) / (further - x) if further > x else -1.0
+        if slope >= 0 and y - slope * x > 0:
+            lines.append((y - slope * x, slope))
+    return min(lines, key=lambda line: sum(abs(log((line[0] + line[1] * x) / y)) for x, y in points))
+
+
+def fit_crowding(runs: Sequence[Evidence], alone: Alone) -> dict[int, float]:
+    """By ranks on a node: how much longer each takes than one alone, beyond what the slowest always takes."""
     crowded: dict[int, list[float]] = defaultdict(list)
-    for one in beside:
-        if one.spec.tasks_per_node > 1:
-            waited = 1 + straggling * expected_largest(one.spec.ranks)
-            crowded[one.spec.tasks_per_node].append(ratios[one.result.run_id] / waited)
-    return straggling, {tasks: max(1.0, median(found)) for tasks, found in crowded.items()}
+    for one in of_strategy(runs, PROBE_COLLECTIVES):
+        if one.spec.tasks_per_node > 1 and workload(one) in alone.steps_s:
+            waited = 1 + alone.straggling * expected_largest(one.spec.ranks)
+            crowded[one.spec.tasks_per_node].append(one.step_s / alone.steps_s[workload(one)] / waited)
+    return {tasks: max(1.0, median(found)) for tasks, found in crowded.items()}
 
 
-def _workload(run: Evidence) -> tuple[str, str, int]:
-    return run.spec.model, run.spec.dataset, run.spec.batch_size
+def workload(run: Evidence) -> Workload:
+    """What a lone rank does in a step of ``run``."""
+    return run.spec.model, run.spec.dataset, run.spec.batch_size, run.spec.precision
 
 
 def _own_scatter(runs: Sequence[Evidence]) -> float:
@@ -151,7 +182,7 @@ def _overhead(pairs: Sequence[tuple[Evidence, StepTime]]) -> Strategy:
     scale_s = fmean(step.compute_s for _, step in pairs)
     aa, ab, bb, at, bt = 1 / _PRIOR**2, 0.0, 1 / _PRIOR**2, 0.0, 0.0
     for run, step in pairs:
-        weight = 1 / (_NOISE * run.step_s / scale_s) ** 2
+        weight = 1 / (hypot(_NOISE, run.doubt) * run.step_s / scale_s) ** 2
         share, missing = step.compute_s / scale_s, (run.step_s - step.step_time_s) / scale_s
         aa, ab, bb = aa + weight * share * share, ab + weight * share, bb + weight
         at, bt = at + weight * share * missing, bt + weight * missing

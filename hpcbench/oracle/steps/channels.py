@@ -44,7 +44,7 @@ def _rows(clock: Clock, spec: RunSpec, table: LayerTable) -> list[RowEvents]:
         forward, backward = (Compute(clock.kernel_s(kernel)) for kernel in computed)
         before, after = (moved(clock, spec, moves, group) for moves in (around.leave_backward, around.enter_backward))
         again = [*enter, forward, *(leave if around.is_left_again else ())]
-        found.append(RowEvents([*enter, forward, *leave], [*before, backward, *after], again))
+        found.append(RowEvents([*enter, forward, *leave], [*before, backward], again, after))
     return found
 
 

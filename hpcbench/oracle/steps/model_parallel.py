@@ -28,6 +28,8 @@ class RowEvents(NamedTuple):
     backward: Sequence[Event]
     again: Sequence[Event]
     """When the row is computed again for the backward pass (``activation_checkpointing``)."""
+    behind: Sequence[Event] = ()
+    """After ``backward``, once what is made of its gradients is on its way."""
 
 
 class Reducer(NamedTuple):
@@ -78,6 +80,7 @@ def _micro_batch(
             yield from rows[other].again
         yield from rows[number].backward
         yield from sends.get(number, ())
+        yield from rows[number].behind
 
 
 def _sends(

@@ -6,6 +6,7 @@ from hpcbench.oracle.chunks import ChunkTimes
 from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.pipeline_run import PipelineRun
 from hpcbench.oracle.step import StepTime
+from hpcbench.oracle.steps.model_parallel import copied
 from hpcbench.oracle.steps.pipeline import Pipeline, Spent, step_of
 from hpcbench.parallel.schedule import BACKWARD, FORWARD
 from hpcbench.parallel.steady import Stage, steady_step_s
@@ -39,12 +40,15 @@ def _stage(pipeline: Pipeline, place: int, with_comm: bool) -> Stage:
     samples = spec.batch_size / spec.micro_batches
     busy = times.busy(place, samples, times.plan.is_recomputed(0, spec.micro_batches))
     update_s = times.update_s(place)
+    if delay_of(spec).updates(place):
+        # Older minibatches still need what the update is about to overwrite.
+        update_s += sum(copied(times.clock, spec, size).seconds for size in times.plan.own_tensors(place))
     if not with_comm:
         return Stage(busy.forward_s, busy.backward_s, update_s)
     forward, backward = (times.sends(kind, place, samples) for kind in (FORWARD, BACKWARD))
     return Stage(
-        busy.forward_s,
-        busy.backward_s,
+        times.beside_messages_s(FORWARD, place, samples, busy.forward_s),
+        times.beside_messages_s(BACKWARD, place, samples, busy.backward_s),
         update_s + sum(call.seconds for call in pipeline.buckets(place, place)),
         0.0 if forward is None else forward.seconds,
         0.0 if backward is None else backward.seconds,

@@ -92,7 +92,7 @@ class Pipeline:
         calls: list[tuple[Call | None, int]] = [(call, 1) for call in self._late(place)]
         for chunk in self.layout.chunks_of(place):
             for (samples, again), count in self._own(place).items():
-                calls += [(call, 2 * count) for call in times.busy(chunk, samples, again).shared]
+                calls += [(call, count) for call in times.busy(chunk, samples, again).shared]
                 calls += [(times.sends(kind, chunk, samples), count) for kind in (FORWARD, backward)]
             calls += [(call, 1) for call in self.buckets(place, chunk)]
         for tie in self.plan.ties:

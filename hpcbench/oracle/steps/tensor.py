@@ -68,7 +68,7 @@ def _row_events(clock: Clock, model: SplitModel, layer: Layer) -> RowEvents:
         forward.append(masked)
         backward.append(masked)
     again = [*enter, *forward, *(leave if around.is_left_again else ())]
-    return RowEvents([*enter, *forward, *leave], [*before, *backward, *after], again)
+    return RowEvents([*enter, *forward, *leave], [*before, *backward], again, after)
 
 
 def share_of(model: SplitModel, layer: Layer) -> Share:

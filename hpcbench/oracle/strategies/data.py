@@ -20,11 +20,11 @@ from hpcbench.oracle.gradient_buckets import (
 from hpcbench.oracle.live import Kept, from_the_start, held_at_peak, in_turn
 from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.step import StepTime
+from hpcbench.oracle.steps.fusion import fused
 from hpcbench.oracle.steps.replicas import Bucket, step_of_replica
 from hpcbench.oracle.tensors import HALF_BYTES, buffer_bytes, elements, parameter_bytes, tensor_bytes
-from hpcbench.parallel.buckets import MIB, buckets, total
+from hpcbench.parallel.buckets import MIB, total
 from hpcbench.parallel.catalog import chosen_options
-from hpcbench.parallel.gradients import ready_order
 from hpcbench.parallel.layers import LayerTable
 from hpcbench.parallel.traffic import Traffic, calls_in, merged
 
@@ -227,15 +227,12 @@ class Horovod:
 
     @classmethod
     def step(cls, spec: RunSpec, table: LayerTable, clock: Clock) -> StepTime:
-        """Gradients are fused in the order in which they are ready, up to the threshold, under the backward pass."""
-        half = chosen_options(spec)["compression"] == "fp16"
-        threshold = int(float(chosen_options(spec)["fusion_threshold_mb"]) * MIB)
-        order = ready_order(table, spec.precision)[::-1]
-        tensors = [table.parameter_tensors[place] for place in order]
+        """Gradients are fused as the background thread finds them, and passed under the backward pass."""
+        options, call = chosen_options(spec), calls_in(spec.dp_degree)
+        half = options["compression"] == "fp16"
+        tensors = table.parameter_tensors
         sizes = [elements(one) * HALF_BYTES if half else tensor_bytes(spec, one) for one in tensors]
-        call = calls_in(spec.dp_degree)
-        fused = [
-            ([order[one] for one in places], [call("all_reduce", total(sizes, places))])
-            for places in buckets(sizes, threshold, threshold)
-        ]
-        return step_of_replica(clock, spec, table, buckets=fused)
+        cycle_s, threshold = float(options["cycle_time_ms"]) / 1e3, int(float(options["fusion_threshold_mb"]) * MIB)
+        together = fused(clock, spec, table, sizes, cycle_s, threshold) if spec.dp_degree > 1 else []
+        buckets = [(places, [call("all_reduce", total(sizes, places))]) for places in together]
+        return step_of_replica(clock, spec, table, buckets=buckets)

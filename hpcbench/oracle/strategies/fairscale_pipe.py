@@ -25,9 +25,8 @@ class FairscalePipeCost:
 
     @classmethod
     def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> Memory:
-        """Of the fullest device, as of ``gpipe``'s fullest rank; a cpu, being all of them, holds more."""
-        found = (PipelineCost.memory(_as_gpipe(spec, spec.pp_degree), table, place) for place in range(spec.pp_degree))
-        return max(found, key=lambda one: one.total_bytes)
+        """Of device number ``rank``, as of that rank of ``gpipe``; a cpu, being all of them, holds their sum."""
+        return PipelineCost.memory(_as_gpipe(spec, spec.pp_degree), table, rank)
 
     @classmethod
     def step(cls, spec: RunSpec, table: LayerTable, clock: Clock) -> StepTime:

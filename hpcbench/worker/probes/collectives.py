@@ -207,6 +207,8 @@ def _contention(
         call = calls_of(mine, "all_reduce", payload_bytes)
         for count in counts:
             check()
+            # Groups whose turn it is not wait for those whose it is.
+            team.meet()
             readings = timed(team, call, budget_s / (len(counts) * len(sizes)), is_active=place < count)
             if readings:
                 found.append(_probe("all_reduce", spec.nodes, spec.nodes, payload_bytes, count, readings))

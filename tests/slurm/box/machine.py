@@ -98,7 +98,17 @@ def install_packages() -> None:
         _POLICY.write_text("#!/bin/sh\nexit 101\n")
         _POLICY.chmod(0o755)
     try:
-        install = ["apt-get", "-q", "install", "-y", "--no-install-recommends", *PACKAGES]
+        # Other tests may be installing what they need.
+        install = [
+            "apt-get",
+            "-q",
+            "-o",
+            "DPkg::Lock::Timeout=300",
+            "install",
+            "-y",
+            "--no-install-recommends",
+            *PACKAGES,
+        ]
         run(["env", "DEBIAN_FRONTEND=noninteractive", *install], timeout=900)
     finally:
         if own_policy:

@@ -1,4 +1,4 @@
-"""The page "add a cluster", as somebody follows it: its files written, its commands called, from top to bottom."""
+"""A page as somebody follows it: its files written, its commands called, from top to bottom."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def steps() -> list[str]:
+_BLOCK = re.compile(r"((?:^ {4}[^\n]*\n)+)|^```toml\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def steps(page: str) -> list[str]:
     """Lines for a shell: each command as it stands, and each file that the page shows under the name it gives."""
-    text = (ROOT / "docs" / "add-a-cluster.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     found: list[str] = []
-    for block in re.findall(r"(?:^ {4}.*\n)+", text, re.MULTILINE):
-        lines = [line[4:] for line in block.splitlines()]
+    for indented, fenced in _BLOCK.findall(text):
+        lines = fenced.splitlines() or [line[4:] for line in indented.splitlines()]
         named = re.fullmatch(r"# (\S+\.toml)", lines[0])
         if named:
             found.append(f"mkdir -p $(dirname {named[1]})\ncat > {named[1]} <<'END'\n" + "\n".join(lines[1:]) + "\nEND")
@@ -26,8 +29,10 @@ def steps() -> list[str]:
     return found
 
 
-def follow(folder: Path, wanted: Callable[[str], bool], **variables: str) -> subprocess.CompletedProcess[str]:
-    """The wanted steps in ``folder`` by a new user, who has nothing; the first that fails is the last."""
+def follow(
+    folder: Path, page: str, wanted: Callable[[str], bool], **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The wanted steps of ``page`` in ``folder`` by a new user, who has nothing; the first that fails is the last."""
     bin_folder = folder / "bin"
     bin_folder.mkdir()
     (bin_folder / "hpcbench").write_text(f'#!/bin/sh\nexec {sys.executable} -m hpcbench "$@"\n')
@@ -36,7 +41,7 @@ def follow(folder: Path, wanted: Callable[[str], bool], **variables: str) -> sub
     # One thread a rank: nodes that share two cores have none to wait with.
     kept["OMP_NUM_THREADS"] = "1"
     environment = {**kept, "HOME": str(folder), "PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    script = "\n".join(step for step in steps() if wanted(step))
+    script = "\n".join(step for step in steps(page) if wanted(step))
     return subprocess.run(
         ["bash", "-exc", script], cwd=folder, env={**environment, **variables},
         capture_output=True, text=True, check=False, timeout=3000,

@@ -1,0 +1,230 @@
+"""Write the pages that follow from the code: the commands, the strategies, the fields of the three file formats.
+
+Run by ``make reference`` and ``make docs``. The pages are kept in the tree, so that they can be read without a build;
+``tests/docs/test_site.py`` compares them with what this writes.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from hpcbench.cli.main import COMMANDS, cli
+from hpcbench.parallel.catalog import ALIASES, STRATEGIES, models
+from hpcbench.parallel.datasets import DATASETS
+from hpcbench.parallel.entry import Option
+from hpcbench.results.json_schema import json_schema
+
+DOCS = Path(__file__).resolve().parent
+PACKAGE = DOCS.parent / "hpcbench"
+_WRITTEN_BY = "<!-- Written by docs/make_reference.py: make reference -->\n"
+_FIELD_SOURCES = ("results/schema.py", "config/spec.py", "parallel/traffic.py")
+
+
+_ABOUT = {
+    "sweep": "A sweep is a TOML file; [sweeps.md](sweeps.md) tells how to write one.",
+    "cluster": "A profile is a TOML file; [add a cluster](add-a-cluster.md) tells how to write one.",
+    "result": "A run leaves one `result.json`; [how every number is measured](measurement.md) tells what its figures "
+    "are. What was not measured is absent. Values are in SI units and bytes.",
+}
+
+
+def pages() -> dict[str, str]:
+    """The text of every page, by its name in ``docs/``."""
+    return {
+        "cli.md": _page("Commands", _commands()),
+        "catalog.md": _page("Strategies, models and data sets at a glance", _catalog()),
+        "schema-sweep.md": _page("Keys of a sweep", _schema("sweep")),
+        "schema-cluster.md": _page("Keys of a cluster profile", _schema("cluster")),
+        "schema-result.md": _page("Fields of a result", _schema("result")),
+    }
+
+
+def _page(title: str, parts: Iterable[str]) -> str:
+    return "\n".join([_WRITTEN_BY, f"# {title}\n", *parts]).rstrip() + "\n"
+
+
+def _commands() -> Iterator[str]:
+    yield "Exit codes: 0 done; 1 some runs did not end well, or `compare` found a regression; 2 what was asked for is"
+    yield "wrong; 3 the scheduler or the file system refused. Every command says `--help`.\n"
+    context = click.Context(cli, info_name="hpcbench")
+    for name in COMMANDS:
+        command = cli.get_command(context, name)
+        assert command is not None, name
+        yield from _command(command, click.Context(command, info_name=name, parent=context))
+
+
+def _command(command: click.Command, context: click.Context) -> Iterator[str]:
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None, name
+            yield from _command(inner, click.Context(inner, info_name=name, parent=context))
+        return
+    yield f"## `{context.command_path}`\n"
+    yield f"{_text(inspect.cleandoc(command.help or ''))}\n"
+    usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+    yield f"Usage: `{usage}`\n"
+    records = (parameter.get_help_record(context) for parameter in command.params)
+    rows = [record for record in records if record is not None and record[1]]
+    if rows:
+        yield from _table(("option", "meaning"), ((f"`{names}`", text) for names, text in rows))
+
+
+def _catalog() -> Iterator[str]:
+    yield "## Strategies\n"
+    yield "What each does is told on the pages of [strategies](strategies.md) and [pipelines](pipelines.md)."
+    yield "`options` are written as `[fixed.options]` in a [sweep](sweeps.md).\n"
+    strategies = (
+        (f"`{key}`", one.description, _names(filter(None, [one.own_degree])), _names(one.hybrid), _options(one.options))
+        for key, one in STRATEGIES.items()
+    )
+    yield from _table(("strategy", "what it is", "degree", "hybrid with", "options (default)"), strategies)
+    named = (f"`{alias}` for `{key}`" for alias, key in ALIASES.items())
+    yield f"Other names, for what is a hybrid as soon as several degrees are above 1: {', '.join(named)}.\n"
+    yield "## Models\n"
+    shipped = ((f"`{name}`", one.description, one.kind, _options(one.options)) for name, one in models().items())
+    yield from _table(("model", "what it is", "takes", "options (default)"), shipped)
+    yield "## Data sets\n"
+    sets = (
+        (
+            f"`{name}`",
+            one.description,
+            one.kind,
+            " x ".join(map(str, one.shape)),
+            f"{one.samples:,}",
+            f"{one.held_out:,}",
+        )
+        for name, one in DATASETS.items()
+    )
+    yield from _table(("data set", "what it is", "kind", "one sample", "an epoch", "held out"), sets)
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _options(options: Mapping[str, Option]) -> str:
+    return ", ".join(f"`{name}` ({_value(one.default) or 'none'})" for name, one in options.items())
+
+
+def _schema(kind: str) -> Iterator[str]:
+    document = json_schema(kind)
+    definitions = document.get("$defs", {})
+    yield _ABOUT[kind]
+    yield "The same as JSON Schema, for editors and scripts: "
+    yield f"`hpcbench schema {kind}`, [{kind}.json](schemas/{kind}.json).\n"
+    said = _field_docstrings() if kind == "result" else {}
+    if "properties" in document:
+        yield "## The file\n"
+        yield from _fields(document, {})
+    first = document.get("$ref", "").rpartition("/")[2]
+    for name in sorted(definitions, key=lambda name: (name != first, name)):
+        found = definitions[name]
+        yield f"## {name}\n"
+        yield f"{_text(inspect.cleandoc(found.get('description', '')))}\n"
+        if "prefixItems" in found:
+            yield f"An array of {len(found['prefixItems'])} values.\n"
+        elif kind == "sweep" and name in ("Grid", "Exclude"):
+            shared = definitions["Fixed"]["properties"]
+            yield f"The parameters of `Fixed`{', each with the list of its values' if name == 'Grid' else ''}.\n"
+            own = {key: value for key, value in found["properties"].items() if key not in shared}
+            yield from _fields({**found, "properties": own}, {})
+        else:
+            yield from _fields(found, said.get(name, {}))
+
+
+def _fields(found: dict[str, Any], said: dict[str, str]) -> Iterator[str]:
+    required = set(found.get("required", ()))
+    rows = []
+    for name, entry in found.get("properties", {}).items():
+        default = "required" if name in required else _value(entry.get("default"))
+        rows.append((f"`{name}`", _kind(entry), default, said.get(name) or _description(entry)))
+    if rows:
+        yield from _table(("key", "type", "default", "meaning"), rows)
+
+
+def _description(entry: dict[str, Any]) -> str:
+    """Of the value, or of what it may be."""
+    if own := str(entry.get("description", "")):
+        return own
+    return next(filter(None, map(_description, entry.get("anyOf", ()))), "")
+
+
+def _kind(entry: dict[str, Any]) -> str:
+    if "$ref" in entry:
+        name = entry["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "enum" in entry:
+        values = [f"`{value}`" for value in entry["enum"]]
+        return ", ".join(values) if len(values) < 8 else "a name"
+    if "const" in entry:
+        return f"`{entry['const']}`"
+    if "anyOf" in entry:
+        kinds = dict.fromkeys(_kind(part) for part in entry["anyOf"] if part.get("type") != "null")
+        return " or ".join(kinds)
+    if entry.get("type") == "array":
+        return f"list of {_kind(entry['items'])}" if entry.get("items") else "list"
+    name = str(entry.get("type", "any"))
+    return {"object": "table", "string": "text", "boolean": "true or false"}.get(name, name)
+
+
+def _value(default: Any) -> str:
+    if default is None or default in ("", [], {}):
+        return ""
+    if isinstance(default, bool):
+        return str(default).lower()
+    return "its own defaults" if isinstance(default, dict) else f"{default}"
+
+
+def _field_docstrings() -> dict[str, dict[str, str]]:
+    """What stands below the fields of the record classes, which JSON Schema does not carry."""
+    found: dict[str, dict[str, str]] = {}
+    for source in _FIELD_SOURCES:
+        for node in ast.parse((PACKAGE / source).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                pairs = zip(node.body, node.body[1:], strict=False)
+                found[node.name] = {
+                    field.target.id: str(after.value.value)
+                    for field, after in pairs
+                    if isinstance(field, ast.AnnAssign)
+                    and isinstance(field.target, ast.Name)
+                    and isinstance(after, ast.Expr)
+                    and isinstance(after.value, ast.Constant)
+                }
+    return found
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> Iterator[str]:
+    yield "| " + " | ".join(head) + " |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        yield "| " + " | ".join(_cell(str(value)) for value in row) + " |"
+    yield ""
+
+
+def _cell(text: str) -> str:
+    return " ".join(_text(text).split()).replace("|", "\\|")
+
+
+def _text(text: str) -> str:
+    """Docstrings' double backticks as Markdown's; what is no Markdown stays text."""
+    text = re.sub(r"``(.+?)``", r"`\1`", text)
+    parts = re.split(r"(`[^`]*`|\[\w+\]\(#\w+\))", text)
+    return "".join(part if number % 2 else re.sub(r"([*<>\[\]])", r"\\\1", part) for number, part in enumerate(parts))
+
+
+def main() -> None:
+    """Write all pages."""
+    for name, text in pages().items():
+        (DOCS / name).write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

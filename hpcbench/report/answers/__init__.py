@@ -1,0 +1,1 @@
+"""What a set of results says, in words computed from it, and how sure that is."""

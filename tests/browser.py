@@ -1,0 +1,100 @@
+"""The distribution's Chromium, headless and without a network, for tests of pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+
+from tests.conftest import absent
+
+_PROGRAMS = ("chromium", "chromedriver")
+_PACKAGES = ("chromium", "chromium-driver")
+_SWITCHES = (
+    "--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--window-size=1280,900",
+    "--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files",
+)  # fmt: skip
+
+
+class Browser:
+    """What a page does in a browser: what it says in the console, what it asks the network for."""
+
+    def __init__(self, profile: Path) -> None:
+        options = webdriver.ChromeOptions()
+        options.binary_location = _find("chromium")
+        for switch in (*_SWITCHES, f"--user-data-dir={profile}"):
+            options.add_argument(switch)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=Service(_find("chromedriver")))
+
+    def open(self, path: Path) -> None:
+        """Load a file; what was logged before is forgotten."""
+        self.log("browser")
+        self.log("performance")
+        self.driver.get(path.as_uri())
+
+    def run(self, script: str, *values: Any) -> Any:
+        """The value of a script's ``return``; asked over the debugger, which a page's policy does not bind."""
+        return self.driver.execute_script(script, *values)
+
+    def tell(self, command: str, **given: Any) -> Any:
+        """A command of the DevTools protocol."""
+        return self.driver.execute_cdp_cmd(command, given)
+
+    def log(self, kind: str) -> list[dict[str, Any]]:
+        """What was logged since it was last asked."""
+        found: list[dict[str, Any]] = self.driver.get_log(kind)  # type: ignore[no-untyped-call]
+        return found
+
+    def complaints(self) -> list[str]:
+        """Errors and warnings of the console."""
+        return [entry["message"] for entry in self.log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+    def requests(self) -> dict[str, str]:
+        """Addresses that the page asked for, those that it holds itself aside, and why the browser refused each."""
+        events = [json.loads(entry["message"])["message"] for entry in self.log("performance")]
+        asked = {
+            one["params"]["requestId"]: one["params"]["request"]["url"]
+            for one in events if one["method"] == "Network.requestWillBeSent"
+        }  # fmt: skip
+        refused = {
+            one["params"]["requestId"]: one["params"].get("blockedReason", "")
+            for one in events if one["method"] == "Network.loadingFailed"
+        }  # fmt: skip
+        return {
+            address: refused.get(ident, "") for ident, address in asked.items()
+            if not address.startswith(("data:", "blob:"))
+        }  # fmt: skip
+
+
+def browsers(profile: Path) -> Iterator[Browser]:
+    """One browser, installed where that is allowed; a machine without is as one without SLURM."""
+    if not all(map(_find, _PROGRAMS)):
+        _install()
+    found = Browser(profile)
+    yield found
+    found.driver.quit()
+
+
+def _find(program: str) -> str:
+    return shutil.which(program) or ""
+
+
+def _install() -> None:
+    if os.geteuid() != 0 or not _find("apt-get"):
+        absent("chromium", f"{' and '.join(_PACKAGES)} are not installed, and only root can with apt-get")
+    command = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300"]
+    install = [*command, "install", "-y", "--no-install-recommends", *_PACKAGES]
+    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    subprocess.run([*command, "update"], env=env, capture_output=True, timeout=300, check=False)
+    done = subprocess.run(install, env=env, capture_output=True, text=True, timeout=900, check=False)
+    if not all(map(_find, _PROGRAMS)):
+        absent("chromium", f"apt-get install {' '.join(_PACKAGES)} failed: {done.stderr[-300:]}")

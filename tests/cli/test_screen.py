@@ -1,0 +1,55 @@
+"""The live screen draws what has changed, and outlives its terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+from rich.console import Console
+
+from hpcbench.cli.watch import Screen
+from hpcbench.submit.watch import ArrayLook, Shape, Snapshot
+
+
+class Terminal(io.StringIO):
+    """One that may go away."""
+
+    gone = False
+
+    def write(self, text: str) -> int:
+        if self.gone:
+            raise OSError(5, "Input/output error")
+        return super().write(text)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    file = Terminal()
+    console = Console(file=file, force_terminal=True, width=80, color_system=None)
+    monkeypatch.setattr("hpcbench.cli.watch.console", lambda stderr: console)
+    return file
+
+
+def look(running: int, now_unix_s: float = 1e9) -> Snapshot:
+    array = ArrayLook(name="s-0001/0", shape=Shape(1, 1), counts={"running": running, "pending": 9 - running})
+    return Snapshot(sweep="s", cluster="c", now_unix_s=now_unix_s, arrays=(array,))
+
+
+def test_a_look_that_shows_nothing_new_draws_nothing(terminal: Terminal) -> None:
+    with Screen(sys.stderr) as screen:
+        screen.show([look(1)])
+        drawn = len(terminal.getvalue())
+        screen.show([look(1, now_unix_s=1e9 + 10)])
+        assert len(terminal.getvalue()) == drawn
+        screen.show([look(2)])
+        assert "2 running" in terminal.getvalue()[drawn:]
+
+
+def test_a_terminal_that_is_gone_stops_nothing(terminal: Terminal) -> None:
+    with Screen(sys.stderr) as screen:
+        screen.show([look(1)])
+        terminal.gone = True
+        screen.show([look(2)])
+        screen.show([look(3)])
+    assert "1 running" in terminal.getvalue()

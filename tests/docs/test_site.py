@@ -1,0 +1,70 @@
+"""The documentation as a site: it builds, every page is found, nothing comes over the network, no page is stale."""
+
+from __future__ import annotations
+
+import html
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs import make_reference, make_site
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("docs") / "docs"
+    make_site.stage(folder)
+    return make_site.build(folder).parent
+
+
+def test_every_page_has_its_place(built: Path) -> None:
+    pages = built.parent / "pages"
+    sections = {name: there for section in make_site.navigation(pages) for name, there in section.items()}
+    assert sections.get(make_site.MORE, []) == [], "name them in SECTIONS of docs/make_site.py"
+    listed = [name for there in sections.values() for name in there]
+    assert len(listed) == len(set(listed))
+    text = html.unescape((built / "index.html").read_text(encoding="utf-8"))
+    linked = set(re.findall(r'href="(?:\./)?([^"#]+\.html)', text))
+    wanted = {str(path.relative_to(pages).with_suffix(".html")) for path in pages.rglob("*.md")}
+    assert wanted - linked <= {"index.html"}
+
+
+def test_nothing_is_loaded_from_elsewhere(built: Path) -> None:
+    assert list(make_site.loaded_from_elsewhere(built)) == []
+    assert (built / "frame-worker.js").exists()
+    assert 'src="../frame-worker.js"' in (built / "decisions" / "index.html").read_text(encoding="utf-8")
+    (built / "page.html").write_text('<img src="//cdn.example/x.png"><script src=https://cdn.example/x.js></script>')
+    (built / "drawn.svg").write_text('<style>@font-face { src: url("https://cdn.example/x.woff") }</style>')
+    assert len(list(make_site.loaded_from_elsewhere(built))) == 3
+    (built / "page.html").unlink()
+    (built / "drawn.svg").unlink()
+
+
+def test_links_out_of_the_pages_lead_to_copies(built: Path) -> None:
+    text = (built / "add-a-cluster.html").read_text(encoding="utf-8")
+    assert "files/clusters/lumi-g.toml" in text
+    assert (built / "files" / "clusters" / "lumi-g.toml").read_bytes() == (
+        ROOT / "clusters" / "lumi-g.toml"
+    ).read_bytes()
+
+
+def test_a_broken_link_is_an_error(tmp_path: Path) -> None:
+    make_site.stage(tmp_path / "docs")
+    page = tmp_path / "docs" / "pages" / "tour.md"
+    page.write_text(f"{page.read_text()}\n[no](life.md#no-such-part)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--strict"],
+        cwd=tmp_path / "docs", capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "anchor does not exist" in re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("name", make_reference.pages())
+def test_pages_that_follow_from_the_code_are_not_stale(name: str) -> None:
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == make_reference.pages()[name], "run make reference"

@@ -1,0 +1,71 @@
+"""Kernels by those that were measured: exact where they were, the roofline where nothing is like them."""
+
+from __future__ import annotations
+
+import random
+from math import dist, exp, log
+
+import pytest
+
+from hpcbench.parallel.alike import _NEIGHBOURS, Alike, _nearest
+from hpcbench.parallel.kernel import BACKWARD, FORWARD, Compute, Kernel, KernelSample
+
+BARE = Compute(peak_flops_per_s={"fp32": 1e9}, memory_bandwidth_bytes_per_s=1e9, launch_s=1e-5)
+
+
+def kernel(flops: float, kind: str = "Conv2d", direction: str = FORWARD) -> Kernel:
+    return Kernel(kind, direction, "fp32", flops, 1e4, 1e4, 5e3, 5e3)
+
+
+def sample(of: Kernel, seconds: float) -> KernelSample:
+    return KernelSample(**of._asdict(), seconds=seconds)
+
+
+def measured(*samples: KernelSample) -> Alike:
+    return Alike(
+        Compute(peak_flops_per_s={"fp32": 1e9}, memory_bandwidth_bytes_per_s=1e9, launch_s=1e-5, samples=list(samples))
+    )
+
+
+def test_without_measurements_the_roofline_speaks() -> None:
+    alike = Alike(BARE)
+    assert alike.seconds(kernel(6e8)) == pytest.approx(1.0 + 1e-5)
+    # Bytes: 1e4 moved and twice 1e4 of weights, at 0.8 of the bandwidth; two launches.
+    assert alike.seconds(kernel(1.0, direction=BACKWARD)) == pytest.approx(3e4 / 0.8e9 + 2e-5)
+
+
+def test_what_was_measured_is_known_and_what_lies_near_follows() -> None:
+    alike = measured(sample(kernel(6e8), 3.0))
+    assert alike.seconds(kernel(6e8)) == pytest.approx(3.0)
+    assert alike.seconds(kernel(6.6e8)) == pytest.approx(3.3, rel=0.02)
+    assert alike.seconds(kernel(6e8, kind="Linear")) == pytest.approx(3.0)
+
+
+def test_what_is_unlike_all_is_left_to_the_roofline() -> None:
+    alike, bare = measured(sample(kernel(6e3), 1.0)), Alike(BARE)
+    far = kernel(6e12)
+    assert 1.0 < alike.seconds(far) / bare.seconds(far) < 2.0
+    near = kernel(1.2e4)
+    assert alike.seconds(near) / bare.seconds(near) > 1000
+    # Nothing of the backward pass was measured.
+    assert alike.seconds(kernel(6e3, direction=BACKWARD)) == bare.seconds(kernel(6e3, direction=BACKWARD))
+
+
+def test_the_nearest_are_found_whatever_the_order() -> None:
+    noise = random.Random(2)
+    known = sorted((tuple(noise.gauss(0, 2) for _ in range(5)), noise.random()) for _ in range(200))
+    for _ in range(100):
+        at = tuple(noise.gauss(0, 3) for _ in range(5))
+        expected = sorted((dist(at, features), value) for features, value in known)[:_NEIGHBOURS]
+        assert _nearest(at, known) == expected
+    assert _nearest((0.0,) * 5, []) == []
+
+
+def test_in_between_logarithms_are_weighted() -> None:
+    low, high = kernel(1e8), kernel(1.2e8)
+    alike = measured(sample(low, 1.0), sample(high, 16.0))
+    middle, bare = kernel(1.1e8), Alike(BARE)
+    ratio = log(alike.seconds(middle) / bare.seconds(middle))
+    ends = sorted(log(alike.seconds(one) / bare.seconds(one)) for one in (low, high))
+    assert ends[0] < ratio < ends[1]
+    assert exp(ratio) > 1

@@ -1,0 +1,99 @@
+"""Colours are told apart by people who see no red or no green, and without any colour by what else is drawn."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.report.plots import theme
+from hpcbench.report.plots.parts import PARTS
+from hpcbench.report.plots.spans import KINDS
+
+Colour = tuple[float, float, float]
+
+# Machado, Oliveira, Fernandes 2009, "A physiologically-based model for simulation of color vision deficiency",
+# table 1 at full severity: linear RGB as it is seen.
+SEEN = {
+    "all colours": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+    "no red": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "no green": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
+}
+
+
+def linear(colour: str) -> Colour:
+    channels = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    red, green, blue = (one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in channels)
+    return red, green, blue
+
+
+def lab(rgb: Colour) -> Colour:
+    """CIE L*a*b* of linear sRGB under D65."""
+    matrix = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+    white = (0.9505, 1.0, 1.089)
+    scaled = [sum(a * b for a, b in zip(row, rgb, strict=True)) / w for row, w in zip(matrix, white, strict=True)]
+    x, y, z = (one ** (1 / 3) if one > 0.008856 else 7.787 * one + 16 / 116 for one in scaled)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+def distance(one: str, other: str, seen: tuple[tuple[float, ...], ...]) -> float:
+    labs = []
+    for colour in (one, other):
+        rgb = linear(colour)
+        red, green, blue = (min(1.0, max(0.0, sum(a * b for a, b in zip(row, rgb, strict=True)))) for row in seen)
+        labs.append(lab((red, green, blue)))
+    return float(sum((a - b) ** 2 for a, b in zip(*labs, strict=True)) ** 0.5)
+
+
+def test_the_simulation_finds_what_is_known_to_be_confused() -> None:
+    assert distance("#808000", "#A05000", SEEN["all colours"]) > 30
+    assert distance("#808000", "#A05000", SEEN["no green"]) < 15
+
+
+@pytest.mark.parametrize("seen", SEEN.values(), ids=SEEN.keys())
+def test_colours_are_apart_for_everybody(seen: tuple[tuple[float, ...], ...]) -> None:
+    for one, other in itertools.combinations((*theme.COLOURS, "#FFFFFF"), 2):
+        # Differences of 2.3 are just seen side by side.
+        assert distance(one, other, seen) > 10, (one, other)
+
+
+@pytest.mark.parametrize("colours", [[one.colour for one in PARTS.values()], [KINDS[kind].colour for kind in "BFIWB"]])
+def test_neighbours_in_a_bar_differ_in_lightness(colours: list[str]) -> None:
+    lightness = [lab(linear(colour))[0] for colour in colours]
+    assert all(abs(one - other) > 8 for one, other in itertools.pairwise(lightness)), lightness
+
+
+def contrast(one: str, other: str) -> float:
+    """As WCAG 2.1 defines it."""
+    light, dark = sorted((0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in map(linear, (one, other))), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_what_is_written_on_a_bar_can_be_read() -> None:
+    drawn = [*((one.colour, one.ink) for one in PARTS.values()), *((one.colour, one.ink) for one in KINDS.values())]
+    assert [pair for pair in drawn if contrast(*pair) < 4.5] == []
+
+
+def test_every_strategy_has_a_style_of_its_own_also_in_black_and_white() -> None:
+    assert set(theme.STRATEGIES) == set(STRATEGIES)
+    without_colour = [(style.shape, tuple(style.dash)) for style in theme.STRATEGIES.values()]
+    assert len(set(without_colour)) == len(without_colour)
+    families = (("ddp", "horovod", "zero1", "fsdp"), ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream"))
+    for family in (*families, ("filter", "channel", "spatial", "tensor")):
+        for place in (0, 1, 3):
+            drawn = [str(theme.STRATEGIES[name][place]) for name in family]
+            assert len(set(drawn)) == len(drawn), family
+
+
+def test_styles_stay_where_others_come_and_go() -> None:
+    alone = theme.styles(["fsdp"])["fsdp"]
+    assert theme.styles(["zz", "ddp", "fsdp", "filter dp tp"])["fsdp"] == alone
+    hybrid = theme.styles(["filter dp tp", "filter"])
+    assert hybrid["filter dp tp"].colour == hybrid["filter"].colour
+    assert (hybrid["filter"].character, hybrid["filter dp tp"].character) == ("▲", "△")
+    two = theme.styles(["1f1b dp pp", "1f1b dp tp pp"])
+    assert two["1f1b dp pp"].dash != two["1f1b dp tp pp"].dash
+    assert list(theme.styles(["zz", "fsdp", "ddp"])) == ["ddp", "fsdp", "zz"]
+    many = theme.styles([f"s{number}" for number in range(20)])
+    assert len({style[:3] for style in many.values()}) == 20

@@ -1,0 +1,85 @@
+"""What a plan foretells: sums of what is priced, machines that run several at once, and what is left out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcbench.config.load import load_cluster, load_sweep
+from hpcbench.config.spec import RunSpec
+from hpcbench.results.store import ResultsTree
+from hpcbench.submit import outlook as module
+from hpcbench.submit.forecast import STARTUP_S, Forecast
+from hpcbench.submit.outlook import Outlook, outlook
+from hpcbench.submit.plan import make_plan
+
+PROFILE, _ = load_cluster("slurmbox")
+SWEEP = """name = "tiny"
+[fixed]
+model = "resnet18"
+dataset = "digits"
+batch_size = 8
+warmup_steps = 1
+steps = 2
+profile_steps = 3
+[grid]
+learning_rate = [0.1, 0.2]
+strategy = ["ddp"]
+nodes = [1, 2]
+"""
+
+
+def spec(nodes: int) -> RunSpec:
+    return RunSpec(model="resnet18", dataset="digits", strategy="ddp", batch_size=8, nodes=nodes, dp_degree=nodes)
+
+
+def foreseen(**times: float) -> Outlook:
+    return Outlook(Forecast(PROFILE), run_time_s=times, unpriced=Counter({"no formulas": 2}))
+
+
+def test_node_hours_are_of_what_is_priced() -> None:
+    runs = {"a": spec(1), "b": spec(4), "c": spec(8)}
+    assert foreseen(a=3600.0, b=900.0).node_hours(runs) == 1.0 + 1.0
+    assert foreseen().node_hours(runs) is None
+    assert foreseen().warnings(runs) == ["nothing is predicted for 2 runs: no formulas"]
+
+
+@pytest.mark.parametrize(
+    ("times", "cores", "left_s"),
+    [
+        ({"a": 10.0, "b": 20.0}, 1, 30.0),
+        # Two ranks fill both cores; one rank leaves half of them.
+        ({"a": 10.0, "b": 20.0}, 2, 25.0),
+        ({"a": 10.0, "b": 20.0}, 8, 20.0),
+        ({"a": 10.0}, 2, None),
+    ],
+)
+def test_how_long_a_machine_takes(times: dict[str, float], cores: int, left_s: float | None) -> None:
+    assert foreseen(**times).left_s({"a": spec(1), "b": spec(2)}, cores) == left_s
+
+
+def made(folder: Path, text: str = SWEEP) -> Any:
+    path = folder / "tiny.toml"
+    path.write_text(text)
+    tree = ResultsTree(folder / "results").cluster("slurmbox")
+    return outlook(make_plan(load_sweep(path), PROFILE, tree), tree)
+
+
+def test_a_launch_is_its_start_and_all_its_steps(tmp_path: Path) -> None:
+    found = made(tmp_path)
+    assert len(found.found) == 4
+    for key, told in found.found.items():
+        assert found.run_time_s[key] == pytest.approx(STARTUP_S["cpu"] + (1 + 2 + 3) * told.step_time_s)
+    # The learning rate changes nothing that is priced.
+    assert len({told.step_time_s for told in found.found.values()}) == 2
+    limited = made(tmp_path, SWEEP.replace("steps = 2\n", "steps = 2\ntime_limit_min = 0.1\n", 1))
+    assert set(limited.run_time_s.values()) == {6.0}
+
+
+def test_a_plan_of_very_many_runs_is_priced_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_PRICED", 1)
+    found = made(tmp_path)
+    assert (len(found.found), found.unpriced) == (2, Counter({"more than 1 different ones": 2}))
