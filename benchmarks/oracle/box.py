@@ -45,7 +45,7 @@ def predict(bed: Testbed) -> int:
     profile, _ = load_cluster(CLUSTER)
     plan = make_plan(load_sweep(SWEEP), profile, tree.cluster(CLUSTER))
     specs = list({config_id(spec): spec for spec in plan.runs.values()}.values())
-    forecasts = Forecasts(tree)
+    forecasts = Forecasts(tree, SWEEP.parent)
     predictors: dict[str, Predictor] = {OURS: said_by_us(forecasts)}
     predictors |= {name: said_by_baseline(forecasts, one, ()) for name, one in BASELINES.items()}
     for spec in specs:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from benchmarks.oracle.registered import Commit, Look, Register
+from benchmarks.oracle.testbed import SWEEP
 from hpcbench.config.spec import strategy_label
 from hpcbench.oracle.baselines import BASELINES
 from hpcbench.oracle.cases import Case
@@ -52,7 +53,7 @@ def _cases(frame: polars.DataFrame, results: ResultsTree, register: Register) ->
     """What was measured with what the register says of it; a configuration that was not foretold is not scored."""
     foretold = {one.config_id: one for one in register.configurations}
     measured = [one for one in measured_configurations(frame) if one.config_id in foretold]
-    forecasts = Forecasts(results)
+    forecasts = Forecasts(results, SWEEP.parent)
     later = {name: said_by_baseline(forecasts, BASELINES[name], measured) for name in _SMALLER}
     return [
         Case(one, {**foretold[one.config_id].said, **{name: say(one) for name, say in later.items()}})
