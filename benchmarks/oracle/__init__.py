@@ -1,1 +1,1 @@
-"""What the oracle is scored on: runs that others published, and predictions made before anybody compared them."""
+"""What the oracle is scored on: runs of others, and our own, predicted before anybody compared them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import product
 from math import exp
 
@@ -65,7 +66,7 @@ def predict(
     """
     cost: Cost = resolve_cost(spec.strategy)
     step = cost.step(spec, table, clock_of(machine, spec))
-    memory = memory or fullest(spec, table)
+    memory = memory or fullest(spec, table, machine.device)
     peak = memory.total_bytes + round(machine.base_bytes)
     fits = None if machine.memory_bytes is None else peak <= machine.memory_bytes
     return Prediction(
@@ -97,10 +98,18 @@ def _interval(spec: RunSpec, table: LayerTable, machine: Machine, step: StepTime
     return Interval(low=step.step_time_s * exp(-_Z90 * below), high=step.step_time_s * exp(_Z90 * above))
 
 
-def fullest(spec: RunSpec, table: LayerTable) -> Memory:
-    """What the rank holds that holds most."""
+def fullest(spec: RunSpec, table: LayerTable, device: str = "cuda") -> Memory:
+    """What the device holds that holds most. Devices that one rank drives are one on a ``cpu``."""
     cost: Cost = resolve_cost(spec.strategy)
+    if device == "cpu" and spec.devices_per_task > 1:
+        return together([cost.memory(spec, table, place) for place in range(spec.devices_per_task)])
     return max((cost.memory(spec, table, rank) for rank in telling_ranks(spec)), key=lambda one: one.total_bytes)
+
+
+def together(parts: Sequence[Memory]) -> Memory:
+    """What several devices hold that share their memory."""
+    names = Memory.__struct_fields__
+    return Memory(**{name: sum(getattr(part, name) for part in parts) for name in names})
 
 
 def bound_by(step: StepTime) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -49,8 +50,9 @@ class Cases(NamedTuple):
 class Forecasts:
     """One forecast a cluster."""
 
-    def __init__(self, results: ResultsTree) -> None:
-        self._results = results
+    def __init__(self, results: ResultsTree, model_folder: Path | None = None) -> None:
+        """``model_folder`` is where users' own models are; without one theirs are looked up, never run."""
+        self._results, self._model_folder = results, model_folder
         self._known: dict[str, Forecast | Unpriced] = {}
         self._seen: dict[str, frozenset[str]] = {}
 
@@ -59,7 +61,7 @@ class Forecasts:
         if cluster not in self._known:
             try:
                 profile, _ = load_cluster(cluster)
-                self._known[cluster] = Forecast(profile, self._results.cluster(cluster))
+                self._known[cluster] = Forecast(profile, self._results.cluster(cluster), self._model_folder)
             except HpcbenchError as error:
                 self._known[cluster] = Unpriced(error.message)
         return self._known[cluster]

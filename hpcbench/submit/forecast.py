@@ -19,6 +19,7 @@ from hpcbench.oracle.calibration.choose import machine_for
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.memory import Memory
 from hpcbench.oracle.predict import Prediction, fullest, predict
+from hpcbench.oracle.rehearsing import rehearsing
 from hpcbench.parallel.catalog import STRATEGIES, models
 from hpcbench.parallel.datasets import DATASETS
 from hpcbench.parallel.layers import LayerRequest, LayerTable
@@ -27,6 +28,7 @@ from hpcbench.parallel.table_limits import excluded_by_table
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.layers import layer_table_of
 from hpcbench.submit.plan import local_cores
+from hpcbench.submit.rehearsal import rehearsed_machine
 
 _Said = TypeVar("_Said", Prediction, Memory)
 
@@ -44,7 +46,7 @@ _HOLES = (
 _PRICED = attrgetter(
     "model", "dataset", "input_size", "strategy", "batch_size", "nodes", "tasks_per_node", "devices_per_task",
     "micro_batches", "dp_degree", "tp_degree", "sp_degree", "pp_degree", "precision", "compile",
-    "activation_checkpointing", "channels_last", "optimizer", "momentum", "data", "partition",
+    "activation_checkpointing", "channels_last", "optimizer", "momentum", "data", "partition", "rehearse",
 )  # fmt: skip
 """What a step's time and memory depend on, beside the options: runs that differ in nothing else are alike."""
 
@@ -66,7 +68,7 @@ class Forecast:
         self.profile, self._tree, self._python = _with_this_machine(profile), tree, python
         self._model_folder = str(model_folder.resolve()) if model_folder else None
         self._tables: dict[Any, LayerTable | Unpriced] = {}
-        self._machines: dict[tuple[str | None, int], Machine] = {}
+        self._machines: dict[tuple[str | None, int, str | None], Machine] = {}
         self._plain: dict[int, Machine] = {}
         self._held: dict[Any, Memory | Unpriced] = {}
         self._found: dict[Any, Prediction | Unpriced] = {}
@@ -76,7 +78,10 @@ class Forecast:
 
         ``quick``: where the machine was fitted its interval is not worked out anew for every number that is uncertain.
         """
-        machine = self.machine(spec)
+        try:
+            machine = self.machine(spec)
+        except HpcbenchError as error:
+            return Unpriced(error.message)
         if quick and machine.posterior is not None:
             machine = self._without_posterior(machine)
         key = (*_key(spec), machine.posterior is None)
@@ -99,10 +104,15 @@ class Forecast:
 
     def machine(self, spec: RunSpec) -> Machine:
         """What times on the run's nodes are made of."""
-        key = (spec.partition, spec.tasks_per_node)
+        key = (spec.partition, spec.tasks_per_node, spec.rehearse)
         if key not in self._machines:
-            self._machines[key] = machine_for(self.profile, self._tree, *key)
+            here = machine_for(self.profile, self._tree, *key[:2])
+            self._machines[key] = here if spec.rehearse is None else self._rehearsing(here, spec.rehearse)
         return self._machines[key]
+
+    def _rehearsing(self, here: Machine, cluster: str) -> Machine:
+        """``ConfigError`` where nobody knows that cluster."""
+        return rehearsing(here, rehearsed_machine(cluster, self._tree))
 
     def _without_posterior(self, machine: Machine) -> Machine:
         # Clocks know machines by their parts: one copy of each is enough.
@@ -141,18 +151,20 @@ class Forecast:
 
     def room(self, spec: RunSpec) -> Room | Unpriced:
         """What the fullest rank holds, and how much there is."""
-        machine = self.machine(spec)
-
         held = self._fullest(spec)
         if isinstance(held, Unpriced):
             return held
+        try:
+            machine = self.machine(spec)
+        except HpcbenchError as error:
+            return Unpriced(error.message)
         limit = None if machine.memory_bytes is None else round(machine.memory_bytes)
         return Room(held.total_bytes + round(machine.base_bytes), limit)
 
     def _fullest(self, spec: RunSpec) -> Memory | Unpriced:
         key = _key(spec)
         if key not in self._held:
-            self._held[key] = self._told(spec, lambda table: fullest(spec, table))
+            self._held[key] = self._told(spec, lambda table: fullest(spec, table, self.profile.device))
         return self._held[key]
 
     def _priced(self, spec: RunSpec, machine: Machine) -> Prediction | Unpriced:

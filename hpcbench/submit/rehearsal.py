@@ -21,7 +21,7 @@ def rehearsed_clusters(specs: Iterable[RunSpec], tree: ClusterTree) -> dict[str,
     return {name: msgspec.to_builtins(rehearsed(rehearsed_machine(name, tree))) for name in names}
 
 
-def rehearsed_machine(name: str, tree: ClusterTree) -> Machine:
+def rehearsed_machine(name: str, tree: ClusterTree | None) -> Machine:
     """By the newest calibration of that cluster beside ``tree``, or by its profile. ``ConfigError`` where none is."""
     profile, _ = load_cluster(name)
-    return machine_for(profile, ClusterTree(tree.root.parent / profile.name))
+    return machine_for(profile, ClusterTree(tree.root.parent / profile.name) if tree else None)

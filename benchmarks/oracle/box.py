@@ -1,0 +1,104 @@
+"""``make oracle-score``: calibrate the box, write predictions down, measure, and compare.
+
+    python -m benchmarks.oracle.box calibrate    measure kernels and collectives, at another rate of the links
+    python -m benchmarks.oracle.box predict      write box_predictions.json; commit it before going on
+    python -m benchmarks.oracle.box measure      the sweep box.toml; what is done stays
+    python -m benchmarks.oracle.box table        compare; counts as a look
+    python -m benchmarks.oracle.box all          whatever is missing, in this order
+
+Needs the SLURM box, so root. All but the predictions lies under ``--work``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from benchmarks.oracle import registered, tables
+from benchmarks.oracle.testbed import CALIBRATED_MBIT, CLUSTER, SCORED_MBIT, SWEEP, Testbed
+from hpcbench.config.load import load_sweep
+from hpcbench.config.profiles import load_cluster
+from hpcbench.config.spec import config_id
+from hpcbench.oracle.baselines import BASELINES
+from hpcbench.report.load import gather
+from hpcbench.report.validation import COLUMNS, OURS, Forecasts, Predictor, said_by_baseline, said_by_us
+from hpcbench.results.store import ResultsTree
+from hpcbench.submit.plan import make_plan
+
+_BUSY = 0.3
+"""Load of the machine above which nothing is measured."""
+
+
+def calibrate(bed: Testbed) -> int:
+    """With links of another rate than those of the score."""
+    bed.at(CALIBRATED_MBIT)
+    return bed.hpcbench("cluster", "calibrate", CLUSTER)
+
+
+def predict(bed: Testbed) -> int:
+    """Of every configuration of the sweep, by every predictor that needs no measured runs of it."""
+    bed.describe(SCORED_MBIT)
+    os.chdir(bed.work)
+    tree = ResultsTree(bed.results)
+    profile, _ = load_cluster(CLUSTER)
+    plan = make_plan(load_sweep(SWEEP), profile, tree.cluster(CLUSTER))
+    specs = list({config_id(spec): spec for spec in plan.runs.values()}.values())
+    forecasts = Forecasts(tree, SWEEP.parent)
+    predictors: dict[str, Predictor] = {OURS: said_by_us(forecasts)}
+    predictors |= {name: said_by_baseline(forecasts, one, ()) for name, one in BASELINES.items()}
+    for spec in specs:
+        forecasts.predict(CLUSTER, spec)
+    sources = sorted({machine.source for one in forecasts.made() for machine in one.machines()})
+    registered.write(CLUSTER, specs, predictors, sources)
+    print(f"{registered.PREDICTIONS}: {len(specs)} configurations, from {'; '.join(sources)}")
+    return 0
+
+
+def measure(bed: Testbed, registered_or_not: bool) -> int:
+    """Only after the predictions are committed, and on a machine that does nothing else."""
+    if registered.commit() is None and not registered_or_not:
+        print(f"commit {registered.PREDICTIONS.name} first, or say --unregistered", file=sys.stderr)
+        return 2
+    bed.at(SCORED_MBIT)
+    return bed.hpcbench("run", str(SWEEP), "--cluster", CLUSTER)
+
+
+def table(bed: Testbed) -> int:
+    """The scores, on standard output."""
+    os.chdir(bed.work)
+    frame = gather(ResultsTree(bed.results), [load_sweep(SWEEP).name], [CLUSTER], COLUMNS)
+    tables.show(frame, ResultsTree(bed.results), registered.read(), registered.commit(), registered.looks())
+    return 0
+
+
+def _all(bed: Testbed) -> int:
+    for step in (calibrate, predict):
+        if step is predict and registered.PREDICTIONS.exists():
+            continue
+        if code := step(bed):
+            return code
+    return measure(bed, registered_or_not=True) or table(bed)
+
+
+def main() -> int:
+    """Do one step, or all."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.oracle.box", description=__doc__)
+    parser.add_argument("step", choices=("calibrate", "predict", "measure", "table", "all"))
+    parser.add_argument("--work", type=Path, default=Path(".oracle"), help="(default: %(default)s)")
+    parser.add_argument("--unregistered", action="store_true", help="measure without committed predictions")
+    parser.add_argument("--busy", action="store_true", help="on a machine that has other work, too")
+    given = parser.parse_args()
+    load = os.getloadavg()[0]
+    if given.step in ("calibrate", "measure", "all") and load > _BUSY and not given.busy:
+        print(f"the machine is busy (load {load:.2f}, at most {_BUSY}): wait, or say --busy", file=sys.stderr)
+        return 2
+    bed = Testbed(given.work)
+    if given.step == "measure":
+        return measure(bed, given.unregistered)
+    return {"calibrate": calibrate, "predict": predict, "table": table, "all": _all}[given.step](bed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""What the score prints: the oracle against measurements, against its goals and against simpler predictors."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from benchmarks.oracle.registered import Commit, Look, Register
+from benchmarks.oracle.testbed import SWEEP
+from hpcbench.config.spec import strategy_label
+from hpcbench.oracle.baselines import BASELINES
+from hpcbench.oracle.cases import Case
+from hpcbench.oracle.score import Score, score
+from hpcbench.report.show import view_renderable
+from hpcbench.report.validation import OURS, Forecasts, measured_configurations, said_by_baseline
+from hpcbench.report.validation_view import cases_view, parts_view, predictors_view, strategies_view
+from hpcbench.report.view import Column, View
+from hpcbench.results.store import ResultsTree
+from hpcbench.units import format_seconds
+
+if TYPE_CHECKING:
+    import polars
+
+_DATA_GOAL, _GOAL, _REGRET_GOAL, _MEMORY_GOAL = 0.024, 0.05, 0.02, 0.10
+_DATA = ("ddp", "horovod")
+_SMALLER = ("flat", "perfect", "log_p")
+"""Baselines that look at measured runs on fewer ranks: said when there are some."""
+
+
+def show(
+    frame: polars.DataFrame, results: ResultsTree, register: Register, commit: Commit | None, looks: Sequence[Look]
+) -> None:
+    """Everything, on standard output; tables are as wide as the terminal."""
+    console = Console()
+    cases = _cases(frame, results, register)
+    names = list(cases[0].said) if cases else []
+    scores = [score(cases, name, None if name == OURS else OURS) for name in names]
+    for line in _head(cases, register, commit, looks):
+        console.print(line, highlight=False)
+    ours = scores[0]
+    for view in (
+        _goals(cases, ours), strategies_view(ours), parts_view(ours), predictors_view(scores), cases_view(cases),
+        _terms(cases),
+    ):  # fmt: skip
+        console.print("", view_renderable(view, console.width), sep="\n")
+
+
+def _cases(frame: polars.DataFrame, results: ResultsTree, register: Register) -> list[Case]:
+    """What was measured with what the register says of it; a configuration that was not foretold is not scored."""
+    foretold = {one.config_id: one for one in register.configurations}
+    measured = [one for one in measured_configurations(frame) if one.config_id in foretold]
+    forecasts = Forecasts(results, SWEEP.parent)
+    later = {name: said_by_baseline(forecasts, BASELINES[name], measured) for name in _SMALLER}
+    return [
+        Case(one, {**foretold[one.config_id].said, **{name: say(one) for name, say in later.items()}})
+        for one in measured
+    ]
+
+
+def _head(cases: Sequence[Case], register: Register, commit: Commit | None, looks: Sequence[Look]) -> Iterator[str]:
+    launches = sum(len(one.measured.launches_s) for one in cases)
+    yield f"{len(cases)} of {len(register.configurations)} configurations, {launches} launches that ended well"
+    yield f"predicted from: {'; '.join(register.sources)}"
+    when = datetime.datetime.fromtimestamp(register.made_unix_s, datetime.timezone.utc)
+    yield (
+        f"predictions of {when:%Y-%m-%d %H:%M} UTC, committed as {commit.name}"
+        if commit
+        else f"predictions of {when:%Y-%m-%d %H:%M} UTC, NOT committed: this is no score"
+    )
+    yield f"look {len(looks)}: so many sets of predictions were compared with measurements of this grid"
+
+
+def _goals(cases: Sequence[Case], ours: Score) -> View:
+    columns = [
+        Column("goal", "goal", is_key=True, is_number=False),
+        Column("reached", "reached"),
+        Column("asked", "asked"),
+        Column("noise", "noise"),
+        Column("met", "", is_number=False),
+    ]
+    view = View("goals", columns, [], [])
+    data = [one for one in cases if one.measured.spec.strategy in _DATA and one.measured.spec.dp_degree > 1]
+    rows = [("data parallelism, mean error", *_error(data), _DATA_GOAL)]
+    for name in ours.strategies:
+        own = [one for one in cases if one.measured.spec.strategy == name]
+        rows.append((f"{name}, mean error", *_error(own), _GOAL))
+    for what, reached, noise, goal in rows:
+        asked = max(goal, 2 * noise)
+        _row(view, what, reached, asked, noise)
+    noise = _error(cases)[1]
+    regret = ours.ranking.regret
+    if regret is not None:
+        _row(view, "recommended over best, mean", regret, max(_REGRET_GOAL, noise), noise)
+    memory = ours.parts.get("peak_memory_bytes")
+    if memory is not None:
+        _row(view, "memory, mean error", 1 - memory.mean, _MEMORY_GOAL, 0.0)
+    _row(view, "false fits", float(ours.fits.false_fits), 0.0, 0.0, as_count=True)
+    view.notes = ["asked: the goal, or twice the noise floor (spread between launches) where that is more"]
+    return view
+
+
+def _row(view: View, what: str, reached: float, asked: float, noise: float, as_count: bool = False) -> None:
+    met = "met" if reached <= asked else "missed"
+    view.raw.append([what, reached, asked, noise, met])
+    shown = (f"{reached:.0f}", f"{asked:.0f}", "") if as_count else tuple(f"{v:.1%}" for v in (reached, asked, noise))
+    view.cells.append([what, *shown, met])
+
+
+def _error(cases: Sequence[Case]) -> tuple[float, float]:
+    """Mean relative error and mean noise; what failed or was not predicted counts as an error of 1."""
+    errors = []
+    for one in cases:
+        told, there = one.said[OURS].step_time_s, one.measured.step_time_s
+        errors.append(abs(told - there) / there if told and there else 1.0)
+    noise = [value for one in cases if (value := one.measured.noise) is not None]
+    return fmean(errors) if errors else 1.0, fmean(noise) if noise else 0.0
+
+
+def _terms(cases: Sequence[Case]) -> View:
+    """Which term is wrong: computation and exposed communication, measured and predicted."""
+    columns = [
+        Column("strategy", "strategy", is_key=True, is_number=False),
+        Column("model", "model", is_key=True, is_number=False),
+        Column("ranks", "ranks", is_key=True),
+        Column("compute", "computes"),
+        Column("compute_said", "said"),
+        Column("exposed", "waits"),
+        Column("exposed_said", "said"),
+        Column("rest", "rest"),
+        Column("wrong", "most wrong", is_number=False),
+    ]
+    view = View("where the step times differ", columns, [], [])
+    for one in cases:
+        spec, there, said = one.measured.spec, one.measured.step_time_s, one.said[OURS]
+        if not there or not said.step_time_s:
+            continue
+        measured = [one.measured.figures.get(name, 0.0) for name in ("compute_s", "exposed_comm_s")]
+        told = [said.figures.get(name, 0.0) for name in ("compute_s", "exposed_comm_s")]
+        off = {
+            "computation": told[0] - measured[0],
+            "communication": told[1] - measured[1],
+            "rest": (said.step_time_s - sum(told)) - (there - sum(measured)),
+        }
+        wrong = max(off, key=lambda name: abs(off[name]))
+        key = [strategy_label(spec), spec.model, spec.ranks]
+        rest = there - sum(measured)
+        view.raw.append([*key, measured[0], told[0], measured[1], told[1], rest, wrong])
+        view.cells.append([
+            *map(str, key), *map(format_seconds, (measured[0], told[0], measured[1], told[1], rest)),
+            f"{wrong} {off[wrong] / there:+.0%}",
+        ])  # fmt: skip
+    view.notes = [
+        "computes, waits: of profiled steps, the rank that computes longest; rest: bubbles, waiting for others, what "
+        "lies between; percent of the measured step"
+    ]
+    return view

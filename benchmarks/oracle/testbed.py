@@ -1,0 +1,60 @@
+"""The SLURM box as a cluster whose links have one rate while it is calibrated and another for the score."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.slurm.box import Box, Options
+from tests.slurm.box.options import MIB
+
+CLUSTER = "oraclebox"
+SWEEP = Path(__file__).with_name("box.toml")
+CALIBRATED_MBIT, SCORED_MBIT = 200, 100
+NODES, CORES = 8, 0.22
+"""Together 1.76 cores: the rest of two is the daemons'. With the scored rate the links carry 0.8 Gbit/s in all."""
+MEMORY = 2300 * MIB
+
+_PROFILE = """\
+name = "{name}"
+extends = "slurmbox"
+description = "the box, {nodes} nodes of {cores} cores, links of {rate} Mbit/s"
+
+[partitions.normal]
+max_nodes = {nodes}
+
+[node]
+memory_bytes = {memory}
+
+[links.inter_node]
+latency_s = "100 us"
+bandwidth_bytes_per_s = "{rate} Mbit/s"
+"""
+
+
+class Testbed:
+    """A project folder with the profile, a results tree, and the box that both are about."""
+
+    def __init__(self, work: Path) -> None:
+        self.work = work.resolve()
+        self.results = self.work / "results"
+
+    def at(self, rate_mbit: int) -> None:
+        """Have the box with links of that rate, and the profile that says so."""
+        Box().up(Options(nodes=NODES, gpus=0, cpus=CORES, mem=MEMORY, link=rate_mbit * 10**6))
+        self.describe(rate_mbit)
+
+    def describe(self, rate_mbit: int) -> None:
+        """Write the profile alone."""
+        folder = self.work / "clusters"
+        folder.mkdir(parents=True, exist_ok=True)
+        text = _PROFILE.format(name=CLUSTER, nodes=NODES, cores=CORES, rate=rate_mbit, memory=MEMORY)
+        (folder / f"{CLUSTER}.toml").write_text(text)
+
+    def hpcbench(self, *arguments: str) -> int:
+        """The command as a user calls it, in the project folder; its exit code."""
+        env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        command = [sys.executable, "-m", "hpcbench", *arguments, "--results", str(self.results)]
+        return subprocess.run(command, cwd=self.work, env=env, check=False).returncode
