@@ -50,7 +50,8 @@ class Clock:
 
     def run(self, events: Iterable[streams.Event]) -> streams.Busy:
         """What becomes of a step."""
-        return streams.run(events, self.machine.comm.overlap_slowdown)
+        comm = self.machine.comm
+        return streams.run(events, comm.overlap_slowdown, comm.comm_slowdown)
 
     def overhead_s(self) -> float:
         """What a step takes of the computing thread beside kernels and calls."""

@@ -45,6 +45,8 @@ class Comm(msgspec.Struct, frozen=True, kw_only=True):
     """By flows that share a link: how much longer each takes (ParaDL's phi); without a figure their number."""
     overlap_slowdown: float = 1.0
     """How much slower a rank computes while a collective is under way (kappa of facts on Galvatron: 1.0 to 1.3)."""
+    comm_slowdown: float = 1.0
+    """How much slower a collective is while its rank computes: 1 where somebody else than the processor sends."""
     spread: float = 0.4
     """Relative uncertainty of a step's communication."""
     call_s: float = 0.0

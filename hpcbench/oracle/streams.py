@@ -60,18 +60,26 @@ class Busy(NamedTuple):
     """Of ``comm_s``."""
 
 
-def run(events: Iterable[Event], slowdown: float = 1.0) -> Busy:
-    """Walk through ``events``, in program order. Under communication computation is ``slowdown`` times slower."""
+def run(events: Iterable[Event], slowdown: float = 1.0, comm_slowdown: float = 1.0) -> Busy:
+    """Walk through ``events``, in program order.
+
+    Under communication computation is ``slowdown`` times slower, and under computation communication is
+    ``comm_slowdown`` times slower: libraries that send with the processors that compute.
+    """
     now = compute = comm = called = exposed = latency = 0.0
     lanes = _Lanes()
     for event in events:
         if isinstance(event, Compute):
-            spent = event.seconds if slowdown <= 1.0 else _computed(event.seconds, lanes.last() - now, slowdown)
+            under_way_s = lanes.last() - now
+            spent = _computed(event.seconds, under_way_s * comm_slowdown, slowdown)
+            if under_way_s > 0.0 and comm_slowdown > 1.0:
+                lanes.hold_up(now, spent, comm_slowdown)
+                comm += lanes.last() - now - under_way_s
             now += spent
             compute += spent
             continue
         if isinstance(event, Repeat):
-            once, times = run(event.events, slowdown), event.times
+            once, times = run(event.events, slowdown, comm_slowdown), event.times
             now += times * once.end_s
             compute += times * once.compute_s
             comm += times * once.comm_s
@@ -122,6 +130,16 @@ class _Lanes:
         if call.key is not None:
             self.keys[call.key] = (own, end)
         return end
+
+    def hold_up(self, now: float, seconds: float, slowdown: float) -> None:
+        """For so long from ``now`` on all that is under way goes ``slowdown`` times slower."""
+
+        def later(until: float) -> float:
+            left = until - now
+            return until + min(seconds * (1.0 - 1.0 / slowdown), left * (slowdown - 1.0)) if left > 0.0 else until
+
+        self._ends = {lane: later(until) for lane, until in self._ends.items()}
+        self.keys = {key: (where, later(until)) for key, (where, until) in self.keys.items()}
 
     def _delay(self, lane: tuple[str, str], begin: float, seconds: float) -> None:
         self._ends[lane] += min(self._ends[lane] - begin, seconds)

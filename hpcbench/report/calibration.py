@@ -32,6 +32,7 @@ def findings(machine: Machine) -> Iterator[tuple[str, str]]:
         yield "collectives", f"{len(comm.collectives)} lines; to {_percent(comm.spread)}"
         yield "issuing a collective", format_seconds(comm.call_s)
         yield "computing under a collective", f"{comm.overlap_slowdown:.2f} times as long"
+        yield "a collective under computing", f"{comm.comm_slowdown:.2f} times as long"
     for flows, phi in sorted(comm.contention.items()):
         yield f"{flows} groups on one link", f"each takes {phi:.2f} times as long"
     yield "scatter of ranks", _percent(machine.straggling)

@@ -196,6 +196,7 @@ def test_neighbours_and_overlap(calibrated: Any) -> None:
     assert machine.straggling == pytest.approx(0.04, rel=1e-6)
     assert machine.compute.crowding == {1: 1.0, 2: pytest.approx(1.25)}
     assert machine.comm.overlap_slowdown == pytest.approx(1.25)
+    assert machine.comm.comm_slowdown == pytest.approx(5)
     assert machine.comm.call_s == pytest.approx(5e-5)
 
 

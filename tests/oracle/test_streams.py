@@ -53,3 +53,16 @@ def test_lanes(events: list[Event], expected: Busy) -> None:
 def test_repeated_events() -> None:
     events: list[Compute | Call | Wait] = [Call(3, 1, "a"), Compute(1), Wait("a")]
     assert run([Compute(1), Repeat(4, events), Call(1, 1)]) == run([Compute(1), *events * 4, Call(1, 1)])
+
+
+def test_communication_under_computation_is_slower() -> None:
+    # Of 4 s of communication 1 s passes under 2 s of computation; the rest at its own pace.
+    assert run([Call(4, 0, "a"), Compute(2), Wait()], comm_slowdown=2) == Busy(5, 2, 5, 3, 0)
+    # All of it passes under 6 s, which are slower themselves as long as it lasts.
+    found = run([Call(2, 0, "a"), Compute(6), Wait("a")], slowdown=2, comm_slowdown=2)
+    assert found == Busy(8, 8, 4, 0, 0)
+
+
+def test_what_is_not_hidden_at_all_adds_up() -> None:
+    found = run([Call(3, 0, "a"), Compute(5), Call(1, 0, "a"), Compute(2), Wait()], comm_slowdown=1e9)
+    assert found.end_s == pytest.approx(3 + 5 + 1 + 2)

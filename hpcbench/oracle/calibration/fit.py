@@ -15,6 +15,7 @@ from hpcbench.oracle.calibration.fit_rest import (
     fit_alone,
     fit_base_bytes,
     fit_call_s,
+    fit_comm_slowdown,
     fit_contention,
     fit_crowding,
     fit_overlap,
@@ -89,6 +90,7 @@ def _fit_comm(nominal: Machine, runs: Sequence[Evidence]) -> tuple[Comm, list[Re
         collectives=samples,
         contention=fit_contention(collectives),
         overlap_slowdown=fit_overlap(overlaps),
+        comm_slowdown=fit_comm_slowdown(overlaps),
         spread=max(error, LEAST_SPREAD),
         call_s=call_s,
     )

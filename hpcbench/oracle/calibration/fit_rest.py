@@ -31,6 +31,8 @@ from hpcbench.results.schema import CollectiveProbe, OverlapProbe
 _NOISE = 0.03
 _PRIOR = 0.1
 """A library's overhead is thought to be about a tenth of a step, as a factor of its computation or by the step."""
+_LEAST_HIDDEN = 0.05
+"""Of a computation the share under which an all_reduce goes on: less cannot be told from nothing."""
 _LEAST_CONTENDED_BYTES = 2**18
 
 Workload = tuple[str, str, int, str]
@@ -45,6 +47,20 @@ def fit_call_s(overlaps: Sequence[OverlapProbe]) -> float:
 def fit_overlap(overlaps: Sequence[OverlapProbe]) -> float:
     """kappa: computation under an all_reduce over computation alone, at least 1."""
     return max(1.0, median(one.compute_under_comm_s / one.compute_s for one in overlaps)) if overlaps else 1.0
+
+
+def fit_comm_slowdown(overlaps: Sequence[OverlapProbe]) -> float:
+    """lambda: how much slower an all_reduce is while its rank computes, at least 1 and at most 20.
+
+    Of an all_reduce of m seconds that lasts until ``both_s`` beside c seconds of computation, c / lambda are hidden:
+    both = c + m - c / lambda.
+    """
+    hidden = [
+        (one.compute_under_comm_s + one.comm_s - one.both_s) / one.compute_under_comm_s
+        for one in overlaps
+        if one.compute_under_comm_s > 0
+    ]
+    return 1.0 / min(max(median(hidden), _LEAST_HIDDEN), 1.0) if hidden else 1.0
 
 
 def fit_contention(probes: Iterable[CollectiveProbe]) -> dict[int, float]:

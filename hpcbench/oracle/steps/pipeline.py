@@ -16,7 +16,7 @@ from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.pipeline_run import PipelineRun, Tie
 from hpcbench.oracle.placement import Group, group_of, is_within_node, pair_of, parts_of
 from hpcbench.oracle.step import ALL, StepTime
-from hpcbench.oracle.streams import Call, Compute, Event, run
+from hpcbench.oracle.streams import Call, Compute, Event
 from hpcbench.parallel.buckets import BUCKET_CAP_MB, MIB, bucket_bytes, buckets
 from hpcbench.parallel.course import Course, courses
 from hpcbench.parallel.gradients import first_rows
@@ -147,7 +147,7 @@ class Pipeline:
         if self.replicas(place).ranks < 2:
             return course.end
         begin = min(begin for begin, _ in course.last.values())
-        return begin + run(self._ending(place, course, begin), self.clock.machine.comm.overlap_slowdown).end_s
+        return begin + self.clock.run(self._ending(place, course, begin)).end_s
 
     def _ending(self, place: int, course: Course, begin: float) -> Iterator[Event]:
         """From the first chunk's last backward pass on: what is computed, and each bucket as it fills."""
