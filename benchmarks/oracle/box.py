@@ -4,7 +4,7 @@
     python -m benchmarks.oracle.box predict      write box_predictions.json; commit it before going on
     python -m benchmarks.oracle.box measure      the sweep box.toml; what is done stays
     python -m benchmarks.oracle.box table        compare; counts as a look
-    python -m benchmarks.oracle.box all          whatever is missing, in this order
+    python -m benchmarks.oracle.box all          whatever is missing, in this order, with predictions of its own
 
 Needs the SLURM box, so root. All but the predictions lies under ``--work``.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.oracle import registered, tables
@@ -22,6 +23,7 @@ from hpcbench.config.load import load_sweep
 from hpcbench.config.profiles import load_cluster
 from hpcbench.config.spec import config_id
 from hpcbench.oracle.baselines import BASELINES
+from hpcbench.oracle.calibration.store import read_calibrations
 from hpcbench.report.load import gather
 from hpcbench.report.validation import COLUMNS, OURS, Forecasts, Predictor, said_by_baseline, said_by_us
 from hpcbench.results.store import ResultsTree
@@ -37,7 +39,7 @@ def calibrate(bed: Testbed) -> int:
     return bed.hpcbench("cluster", "calibrate", CLUSTER)
 
 
-def predict(bed: Testbed) -> int:
+def predict(bed: Testbed, path: Path) -> int:
     """Of every configuration of the sweep, by every predictor that needs no measured runs of it."""
     bed.describe(SCORED_MBIT)
     os.chdir(bed.work)
@@ -51,35 +53,35 @@ def predict(bed: Testbed) -> int:
     for spec in specs:
         forecasts.predict(CLUSTER, spec)
     sources = sorted({machine.source for one in forecasts.made() for machine in one.machines()})
-    registered.write(CLUSTER, specs, predictors, sources)
-    print(f"{registered.PREDICTIONS}: {len(specs)} configurations, from {'; '.join(sources)}")
+    registered.write(path, CLUSTER, specs, predictors, sources)
+    print(f"{path}: {len(specs)} configurations, from {'; '.join(sources)}")
     return 0
 
 
-def measure(bed: Testbed, registered_or_not: bool) -> int:
-    """Only after the predictions are committed, and on a machine that does nothing else."""
-    if registered.commit() is None and not registered_or_not:
-        print(f"commit {registered.PREDICTIONS.name} first, or say --unregistered", file=sys.stderr)
-        return 2
+def measure(bed: Testbed) -> int:
+    """What is done stays."""
     bed.at(SCORED_MBIT)
     return bed.hpcbench("run", str(SWEEP), "--cluster", CLUSTER)
 
 
-def table(bed: Testbed) -> int:
+def table(bed: Testbed, path: Path) -> int:
     """The scores, on standard output."""
     os.chdir(bed.work)
-    frame = gather(ResultsTree(bed.results), [load_sweep(SWEEP).name], [CLUSTER], COLUMNS)
-    tables.show(frame, ResultsTree(bed.results), registered.read(), registered.commit(), registered.looks())
+    results = ResultsTree(bed.results)
+    frame = gather(results, [load_sweep(SWEEP).name], [CLUSTER], COLUMNS)
+    tables.show(frame, results, registered.read(path), registered.commit(path), registered.looks(path))
     return 0
 
 
 def _all(bed: Testbed) -> int:
-    for step in (calibrate, predict):
-        if step is predict and registered.PREDICTIONS.exists():
-            continue
-        if code := step(bed):
-            return code
-    return measure(bed, registered_or_not=True) or table(bed)
+    """From nothing, or from where it was interrupted. These predictions are in no commit, and the table says so."""
+    path = bed.work / registered.PREDICTIONS.name
+    stored, _ = read_calibrations(ResultsTree(bed.results).cluster(CLUSTER), CLUSTER)
+    if not stored and (code := calibrate(bed)):
+        return code
+    if not path.exists() and (code := predict(bed, path)):
+        return code
+    return measure(bed) or table(bed, path)
 
 
 def main() -> int:
@@ -94,10 +96,19 @@ def main() -> int:
     if given.step in ("calibrate", "measure", "all") and load > _BUSY and not given.busy:
         print(f"the machine is busy (load {load:.2f}, at most {_BUSY}): wait, or say --busy", file=sys.stderr)
         return 2
+    path = registered.PREDICTIONS
+    if given.step == "measure" and registered.commit(path) is None and not given.unregistered:
+        print(f"commit {path.name} first, or say --unregistered", file=sys.stderr)
+        return 2
     bed = Testbed(given.work)
-    if given.step == "measure":
-        return measure(bed, given.unregistered)
-    return {"calibrate": calibrate, "predict": predict, "table": table, "all": _all}[given.step](bed)
+    steps: dict[str, Callable[[], int]] = {
+        "calibrate": lambda: calibrate(bed),
+        "predict": lambda: predict(bed, path),
+        "measure": lambda: measure(bed),
+        "table": lambda: table(bed, path),
+        "all": lambda: _all(bed),
+    }
+    return steps[given.step]()
 
 
 if __name__ == "__main__":

@@ -53,8 +53,10 @@ class Look(msgspec.Struct, kw_only=True):
     unix_s: float
 
 
-def write(cluster: str, specs: Sequence[RunSpec], predictors: dict[str, Predictor], sources: list[str]) -> None:
-    """Write what the predictors say of each of ``specs``."""
+def write(
+    path: Path, cluster: str, specs: Sequence[RunSpec], predictors: dict[str, Predictor], sources: list[str]
+) -> None:
+    """Write what the predictors say of each of ``specs`` into ``path``."""
     found = []
     for spec in specs:
         asked = Measured(cluster=cluster, config_id=config_id(spec), spec=spec)
@@ -62,28 +64,28 @@ def write(cluster: str, specs: Sequence[RunSpec], predictors: dict[str, Predicto
             Foretold(config_id=asked.config_id, spec=spec, said={name: say(asked) for name, say in predictors.items()})
         )
     register = Register(sources=sources, made_unix_s=time.time(), configurations=found)
-    write_atomic(PREDICTIONS, msgspec.json.format(msgspec.json.encode(register), indent=1) + b"\n")
+    write_atomic(path, msgspec.json.format(msgspec.json.encode(register), indent=1) + b"\n")
 
 
-def read() -> Register:
+def read(path: Path) -> Register:
     """The file of predictions."""
-    return msgspec.json.decode(PREDICTIONS.read_bytes(), type=Register)
+    return msgspec.json.decode(path.read_bytes(), type=Register)
 
 
-def commit() -> Commit | None:
+def commit(path: Path) -> Commit | None:
     """The commit of the file, if it is in one as it stands."""
-    changed = _git("status", "--porcelain", "--", str(PREDICTIONS))
-    found = _git("log", "-1", "--format=%h %ct", "--", str(PREDICTIONS))
+    changed = _git("status", "--porcelain", "--", str(path))
+    found = _git("log", "-1", "--format=%h %ct", "--", str(path))
     if changed or not found:
         return None
     name, unix_s = found.split()
     return Commit(name, float(unix_s))
 
 
-def looks() -> list[Look]:
+def looks(path: Path) -> list[Look]:
     """Every set of predictions that was compared with measurements, in order, this one included from now on."""
     before = msgspec.json.decode(LOOKS.read_bytes(), type=list[Look]) if LOOKS.exists() else []
-    now = hashlib.sha256(PREDICTIONS.read_bytes()).hexdigest()[:12]
+    now = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     if all(one.predictions != now for one in before):
         before.append(Look(predictions=now, unix_s=time.time()))
         write_atomic(LOOKS, msgspec.json.format(msgspec.json.encode(before), indent=1) + b"\n")
