@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from math import ceil, dist, exp, inf, log
 
-from hpcbench.parallel.kernel import BACKWARD, UPDATE, Compute, Kernel, KernelSample
+from hpcbench.parallel.kernel import BACKWARD, UPDATE, Compute, Kernel
 
 _NEIGHBOURS = 6
 _NEAR = 0.25
@@ -35,7 +35,7 @@ class Alike:
         self._compute = compute
         self._known: dict[tuple[str, str, str], list[_Entry]] = defaultdict(list)
         for sample in compute.samples:
-            kernel = kernel_of(sample)
+            kernel = sample.kernel
             entry = (_features(kernel), log(max(sample.seconds, 1e-9) / self.roofline_s(kernel)))
             self._known[kernel.kind, kernel.direction, kernel.precision].append(entry)
             self._known[_UNKNOWN, kernel.direction, kernel.precision].append(entry)
@@ -102,11 +102,6 @@ def whole_waves(kernel: Kernel, processors: int) -> float:
         made = [kernel.output_bytes / wide]
     waves = [numbers / (_TILE * processors) for numbers in made]
     return len(made) / sum(ceil(one) / one if one > 1.0 else 1.0 for one in waves)
-
-
-def kernel_of(sample: KernelSample) -> Kernel:
-    """What was measured."""
-    return Kernel(*(getattr(sample, name) for name in Kernel._fields))
 
 
 def _features(kernel: Kernel) -> _Features:

@@ -28,16 +28,9 @@ class Kernel(NamedTuple):
 
 
 class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
-    """A kernel (see ``oracle.kernels.Kernel``) and how long it took: the median, and the spread between launches."""
+    """A kernel and how long it took: the median, and the spread between launches."""
 
-    kind: str
-    direction: str
-    precision: str
-    flops: float
-    moved_bytes: float
-    weight_bytes: float
-    input_bytes: float
-    output_bytes: float
+    kernel: Kernel
     seconds: float
     spread: float = 0.0
     """Relative."""

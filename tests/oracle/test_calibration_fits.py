@@ -148,9 +148,9 @@ def test_kernels_of_a_probe_are_asked_for_as_predictions_ask() -> None:
     ])  # fmt: skip
     found = kernel_samples(spec, table, probe)
     expected = row_pass(spec, row, 8, Share(flops=0.25, inputs=0.25, weights=0.25))
-    assert [(one.direction, one.seconds) for one in found] == [("forward", 1e-3), ("backward", 2e-3)]
-    assert [one.flops for one in found] == [expected.forward.flops, expected.backward.flops]
-    assert found[0].weight_bytes == row.parameters  # a quarter of four bytes each
+    assert [(one.kernel.direction, one.seconds) for one in found] == [("forward", 1e-3), ("backward", 2e-3)]
+    assert [one.kernel.flops for one in found] == [expected.forward.flops, expected.backward.flops]
+    assert found[0].kernel.weight_bytes == row.parameters  # a quarter of four bytes each
 
 
 def test_a_roofline_is_found_in_what_was_measured() -> None:
@@ -161,7 +161,7 @@ def test_a_roofline_is_found_in_what_was_measured() -> None:
         for one in row_pass(spec, layer, 8):
             if one.moved_bytes:
                 seconds = Alike(true).roofline_s(one) * noise.lognormvariate(0, 0.05)
-                samples.append(KernelSample(**one._asdict(), seconds=seconds))
+                samples.append(KernelSample(kernel=one, seconds=seconds))
     found = fit_roofline(NOMINAL.compute, samples)
     assert found.samples == samples
     assert found.flops_efficiency == pytest.approx(2.4, rel=0.1)

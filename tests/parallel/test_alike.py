@@ -18,7 +18,7 @@ def kernel(flops: float, kind: str = "Conv2d", direction: str = FORWARD) -> Kern
 
 
 def sample(of: Kernel, seconds: float) -> KernelSample:
-    return KernelSample(**of._asdict(), seconds=seconds)
+    return KernelSample(kernel=of, seconds=seconds)
 
 
 def measured(*samples: KernelSample) -> Alike:

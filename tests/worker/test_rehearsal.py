@@ -14,7 +14,7 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.nominal import nominal_machine
 from hpcbench.oracle.predict import predict
 from hpcbench.parallel.catalog import resolve_runtime
-from hpcbench.parallel.kernel import Compute, KernelSample
+from hpcbench.parallel.kernel import Compute, Kernel, KernelSample
 from hpcbench.parallel.layers import read_table
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.models.build import build_model
@@ -107,10 +107,11 @@ def test_halves_of_a_backward_pass_are_one() -> None:
 
 
 def test_time_passes_while_nothing_is_computed() -> None:
-    sample = KernelSample(
+    kernel = Kernel(
         kind="Linear", direction="forward", precision="fp32", flops=2 * 64**3, moved_bytes=2 * 4 * 64**2,
-        weight_bytes=4 * 64**2, input_bytes=4 * 64**2, output_bytes=4 * 64**2, seconds=0.05,
+        weight_bytes=4 * 64**2, input_bytes=4 * 64**2, output_bytes=4 * 64**2,
     )  # fmt: skip
+    sample = KernelSample(kernel=kernel, seconds=0.05)
     mode = rehearsal(
         Compute(peak_flops_per_s={"fp32": 1e12}, memory_bandwidth_bytes_per_s=1e12, launch_s=0.0, samples=[sample])
     )

@@ -13,10 +13,10 @@ from hpcbench.oracle.calibration.evidence import PROBE_LAYERS, Evidence, explain
 from hpcbench.oracle.calibration.fit_rest import Workload, workload
 from hpcbench.oracle.calibration.store import Residual
 from hpcbench.oracle.clock import Clock
-from hpcbench.oracle.kernels import Kernel, Share, row_pass, update_kernels
+from hpcbench.oracle.kernels import Share, row_pass, update_kernels
 from hpcbench.oracle.machine import Compute, KernelSample, Machine
 from hpcbench.oracle.strategies.data import Single
-from hpcbench.parallel.alike import Alike, kernel_of
+from hpcbench.parallel.alike import Alike
 from hpcbench.parallel.layers import LayerTable
 from hpcbench.results.schema import KernelProbe, Probe
 
@@ -45,17 +45,13 @@ def kernel_samples(spec: RunSpec, table: LayerTable, probe: Probe) -> list[Kerne
         if layer is None:
             continue
         passes = row_pass(spec, layer, one.samples, share_of(one))
-        found.append(_sample(passes.forward, one.forward_s, one.spread))
+        found.append(KernelSample(kernel=passes.forward, seconds=one.forward_s, spread=one.spread))
         if one.backward_s is not None:
-            found.append(_sample(passes.backward, one.backward_s, one.spread))
+            found.append(KernelSample(kernel=passes.backward, seconds=one.backward_s, spread=one.spread))
     for update in probe.updates:
         for kernel in update_kernels(spec, [update.parameter_bytes]):
-            found.append(_sample(kernel, update.seconds, update.spread))
-    return [one for one in found if one.moved_bytes + one.flops + one.weight_bytes > 0]
-
-
-def _sample(kernel: Kernel, seconds: float, spread: float) -> KernelSample:
-    return KernelSample(**kernel._asdict(), seconds=seconds, spread=spread)
+            found.append(KernelSample(kernel=kernel, seconds=update.seconds, spread=update.spread))
+    return [one for one in found if one.kernel.moved_bytes + one.kernel.flops + one.kernel.weight_bytes > 0]
 
 
 def fit_kernels(
@@ -116,7 +112,7 @@ def fit_roofline(compute: Compute, samples: Sequence[KernelSample]) -> Compute:
 
 def _miss(compute: Compute) -> float:
     judge = Alike(msgspec.structs.replace(compute, samples=[]))
-    return sum(abs(log(judge.roofline_s(kernel_of(one)) / one.seconds)) for one in compute.samples)
+    return sum(abs(log(judge.roofline_s(one.kernel) / one.seconds)) for one in compute.samples)
 
 
 def _samples_of(run: Evidence) -> list[KernelSample]:
