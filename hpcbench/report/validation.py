@@ -61,7 +61,9 @@ class Forecasts:
         if cluster not in self._known:
             try:
                 profile, _ = load_cluster(cluster)
-                self._known[cluster] = Forecast(profile, self._results.cluster(cluster), self._model_folder)
+                self._known[cluster] = Forecast(
+                    profile, self._results.cluster(cluster), self._model_folder, forgiving=True
+                )
             except HpcbenchError as error:
                 self._known[cluster] = Unpriced(error.message)
         return self._known[cluster]

@@ -60,12 +60,16 @@ class Forecast:
         tree: ClusterTree | None = None,
         model_folder: Path | None = None,
         python: str | None = sys.executable,
+        *,
+        forgiving: bool = False,
     ) -> None:
         """``tree`` is the cluster's, for its calibrations.
 
+        ``forgiving`` makes a hole in a formula a reason, for who looks at more than predictions; else it is raised.
         ``python`` makes tables of layers that are neither shipped nor cached; ``None`` leaves their runs unpriced.
         """
         self.profile, self._tree, self._python = _with_this_machine(profile), tree, python
+        self._forgiving = forgiving
         self._model_folder = str(model_folder.resolve()) if model_folder else None
         self._tables: dict[Any, LayerTable | Unpriced] = {}
         self._machines: dict[tuple[str | None, int, str | None], Machine] = {}
@@ -188,6 +192,8 @@ class Forecast:
         except HpcbenchError as error:
             return Unpriced(error.message)
         except _HOLES as error:
+            if not self._forgiving:
+                raise
             # A hole in a formula must not keep anybody from planning or looking at the other runs.
             return Unpriced(f"the oracle's formulas fail: {type(error).__name__}: {error}")
 

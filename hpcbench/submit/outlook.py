@@ -67,7 +67,7 @@ class Outlook:
 
 def outlook(plan: Plan, tree: ClusterTree) -> Outlook:
     """The runs of ``plan``, priced by ``tree``'s calibrations. Nothing is measured for it, and it never fails."""
-    made = Outlook(Forecast(plan.profile, tree, model_folder(plan.sweep, plan.profile), python=None))
+    made = Outlook(Forecast(plan.profile, tree, model_folder(plan.sweep, plan.profile), python=None, forgiving=True))
     for key, spec in plan.runs.items():
         found = made.forecast.of(spec, quick=True, most=MOST_PRICED)
         if isinstance(found, Unpriced):

@@ -59,3 +59,15 @@ def test_devices_of_one_process_share_a_hosts_memory() -> None:
     parameters = sum(4 * layer.parameters for layer in table.layers)
     assert fullest(one, table, "cpu").parameters_bytes == parameters
     assert fullest(one, table, "cuda").parameters_bytes < parameters
+
+
+def test_a_hole_in_a_formula_is_raised_unless_somebody_looks_at_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hole(*_: object, **__: object) -> Prediction:
+        raise AssertionError("no such layer")
+
+    monkeypatch.setattr("hpcbench.submit.forecast.predict", hole)
+    with pytest.raises(AssertionError, match="no such layer"):
+        Forecast(BOX).of(spec())
+    found = Forecast(BOX, forgiving=True).of(spec())
+    assert isinstance(found, Unpriced)
+    assert "no such layer" in found.reason
