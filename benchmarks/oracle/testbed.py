@@ -24,6 +24,8 @@ description = "the box, {nodes} nodes of {cores} cores, links of {rate} Mbit/s"
 
 [partitions.normal]
 max_nodes = {nodes}
+# All nodes share two cores: more jobs at once would be in each other's way more than the ranks of one are.
+max_running_jobs = 2
 
 [node]
 memory_bytes = {memory}

@@ -27,10 +27,13 @@ class Workload(NamedTuple):
     dataset: str
     batch_size: int
     precision: str = "fp32"
+    input_size: int | None = None
 
     def keys(self, times: int = 1) -> dict[str, Any]:
         """As parameters, with ``times`` the batch."""
-        found = {"model": self.model, "dataset": self.dataset, "batch_size": times * self.batch_size}
+        found: dict[str, Any] = {"model": self.model, "dataset": self.dataset, "batch_size": times * self.batch_size}
+        if self.input_size is not None:
+            found["input_size"] = self.input_size
         return found | ({"precision": self.precision} if self.precision != "fp32" else {})
 
 
@@ -38,17 +41,22 @@ class Workloads(NamedTuple):
     """What suits a device: each step long enough to be timed, and short enough to be repeated."""
 
     layers: tuple[Workload, ...]
+    """Between them every kind of layer that a shipped model has, in two and in three dimensions."""
     transformer: Workload
     """Of ``layers``, too: every strategy but those that split channels."""
     convolutional: Workload
 
 
 _VIT, _VGG = Workload("vit", "cifar10", 8), Workload("vgg11", "cifar10", 4)
+_IMAGES = (Workload("resnet18", "cifar10", 4), Workload("mobilenetv2", "cifar10", 4))
+_VOLUMES = Workload("cosmoflow", "cosmoflow", 2, input_size=16)
 _VIT_B16, _VGG_LARGE = Workload("vit_b16", "imagenet", 32), Workload("vgg11", "imagenet", 32)
+_IMAGES_LARGE = (Workload("resnet18", "imagenet", 64), Workload("mobilenetv2", "imagenet", 64))
+_VOLUMES_LARGE = Workload("cosmoflow", "cosmoflow", 4, input_size=64)
 _HALF = (_VIT_B16._replace(precision="bf16"), Workload("resnet18", "imagenet", 64, "bf16"))
 WORKLOADS = {
-    "cpu": Workloads((_VIT, _VGG, Workload("resnet18", "cifar10", 4)), _VIT, _VGG),
-    "cuda": Workloads((_VIT_B16, _VGG_LARGE, Workload("resnet18", "imagenet", 64), *_HALF), _VIT_B16, _VGG_LARGE),
+    "cpu": Workloads((_VIT, _VGG, *_IMAGES, _VOLUMES), _VIT, _VGG),
+    "cuda": Workloads((_VIT_B16, _VGG_LARGE, *_IMAGES_LARGE, _VOLUMES_LARGE, *_HALF), _VIT_B16, _VGG_LARGE),
 }
 
 
@@ -104,6 +112,7 @@ def sweep_text(
     points = [
         *_probes(size, workloads, fixed["seed"], budget_s),
         *_trainings(strategy_worlds(size, profile.device), workloads),
+        *_one_process(size, workloads.transformer),
     ]
     lines = [
         f'name = "{sweep_name(number, partition)}"',
@@ -155,6 +164,13 @@ def _trainings(worlds: Sequence[World], workloads: Workloads) -> Iterator[dict[s
             yield {"strategy": key, **workloads.transformer.keys(number + 1), **world.keys(), **more}
         for key in _CHANNELS:
             yield {"strategy": key, **workloads.convolutional.keys(number + 1), **world.keys()}
+
+
+def _one_process(size: Size, workload: Workload) -> Iterator[dict[str, Any]]:
+    """A library whose one process drives two devices."""
+    if size.tasks_per_node >= 2:
+        for times in (1, 2):
+            yield {"strategy": "fairscale_pipe", **workload.keys(times), "devices_per_task": 2, "micro_batches": 4}
 
 
 def _toml(value: Any) -> str:
