@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import os
 import statistics
 import sys
 import time
@@ -36,6 +37,7 @@ from hpcbench.parallel.own_model import is_own
 from hpcbench.parallel.pairs import pair
 from hpcbench.parallel.resolve import Dropped
 from hpcbench.paths import cache_folder
+from hpcbench.worker.allocator import keep_freed_memory
 from hpcbench.worker.blocks import spare_input
 from hpcbench.worker.layers import blank_batch
 from hpcbench.worker.losses import sample_losses
@@ -265,6 +267,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="of torch on a cpu, as a rank of the run would have")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    keep_freed_memory(os.environ)
     sys.stdout.buffer.write(msgspec.json.encode(answer(sys.stdin.buffer.read(), given.refresh)) + b"\n")
     return 0
 

@@ -10,6 +10,7 @@ import torch
 from hpcbench.parallel.catalog import resolve_runtime
 from hpcbench.paths import expanded
 from hpcbench.worker import device as devices
+from hpcbench.worker.allocator import keep_freed_memory
 from hpcbench.worker.blocks import arranged
 from hpcbench.worker.closing import Closing
 from hpcbench.worker.data.feed import Feed, Source, make_feed
@@ -36,6 +37,8 @@ def measure(closing: Closing) -> None:
     header, spec, info = closing.header, closing.task.spec, closing.info
     closing.warnings += devices.settle_threads(closing.given_env | spec.env, header, info)
     device = closing.device = devices.choose(header.device, info)
+    if device.type == "cpu":
+        keep_freed_memory(closing.given_env | spec.env)
     place = enter_world(closing, device)
     _describe(closing, device)
     closing.stop.check()

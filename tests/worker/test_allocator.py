@@ -1,0 +1,44 @@
+"""Freed memory is kept: counted in page faults, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+_PROGRAM = """
+import resource, sys, torch
+from torch import nn
+from hpcbench.worker.allocator import keep_freed_memory
+if sys.argv[1] == "keep":
+    assert keep_freed_memory({})
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Conv2d(8, 24, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(24, 24, 3), nn.ReLU())
+x = torch.randn(8, 8, 48, 48)
+for step in range(15):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    model.zero_grad()
+    model(x).square().mean().backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults_of_the_last_step(mode: str) -> int:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run([sys.executable, "-c", _PROGRAM, mode], env=env, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+def test_what_is_freed_is_kept_for_the_next_step() -> None:
+    # Without the call glibc gives it back, else this would show nothing; one activation alone has 400 pages.
+    assert faults_of_the_last_step("as it is") > 400
+    assert faults_of_the_last_step("keep") < 40
+
+
+@pytest.mark.parametrize("name", ["GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_"])
+def test_what_the_user_chose_stays(name: str) -> None:
+    from hpcbench.worker.allocator import keep_freed_memory
+
+    assert not keep_freed_memory({name: "1"})
