@@ -1,8 +1,8 @@
 """Every layer of a model by itself: its forward and its backward pass, whole and in parts, and the optimizer's update.
 
-Layers are not repeated one by one, which would leave each in the caches: rounds go forward through all of them and
-back again, as a step does, with a clock around each. What autograd takes to begin and end a pass is measured with a
-layer that does nothing, and taken off.
+Layers are not repeated one by one, which would leave each in the caches: rounds go forward through all of them, back
+again and through the optimizer, as a step does, with a clock around each. What autograd takes to begin and end a pass
+is measured with a layer that does nothing, and taken off.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +78,8 @@ def measure_kernels(
             groups += [group for split in SPLITS if (group := _split(strategy, groups[0][1], split, parts))]
     pieces = [group for _, _, group in groups if group]
     nothing = Piece("", "", "", 1, 1, given(torch.zeros(1, device=device)))
-    _rounds([*pieces, [nothing]], device, budget_s, check)
+    rounds: list[_Round] = [(group, _optimizer(strategy.spec, group)) for group in pieces]
+    _rounds([*rounds, ([nothing], None)], device, budget_s, check)
     overhead_s = (median(nothing.forward_s), median(nothing.backward_s))
     return [_probe(piece, overhead_s) for group in pieces for piece in group]
 
@@ -136,25 +138,36 @@ def _constant(value: object) -> Callable[[], object]:
     return lambda: value
 
 
-def _rounds(groups: list[list[Piece]], device: torch.device, budget_s: float, check: Callable[[], None]) -> None:
+def _optimizer(spec: RunSpec, group: list[Piece]) -> torch.optim.Optimizer | None:
+    """The run's, for the group's parameters, which it leaves as they are; ``None`` where there are none."""
+    parameters = {id(parameter): parameter for piece in group for parameter in piece.parameters}
+    kind, arguments = optimizer_kind(spec)
+    make: Callable[..., torch.optim.Optimizer] = kind
+    return make(list(parameters.values()), **{**arguments, "lr": 0.0}) if parameters else None
+
+
+_Round = tuple[list[Piece], torch.optim.Optimizer | None]
+
+
+def _rounds(groups: list[_Round], device: torch.device, budget_s: float, check: Callable[[], None]) -> None:
     """The first round is not kept: memory is taken, and libraries choose their algorithms."""
     ends, done = time.perf_counter() + budget_s, 0
     while done < LEAST_ROUNDS + 1 or (done < MOST_ROUNDS and time.perf_counter() < ends):
         check()
         watch = Watch(device)
-        for group in groups:
-            _one_round(group, watch)
+        for group, optimizer in groups:
+            _one_round(group, optimizer, watch)
         watch.settle()
         if done == 0:
-            for group in groups:
+            for group, _ in groups:
                 for piece in group:
                     piece.forward_s.clear()
                     piece.backward_s.clear()
         done += 1
 
 
-def _one_round(group: list[Piece], watch: Watch) -> None:
-    """Forward through all, then back."""
+def _one_round(group: list[Piece], optimizer: torch.optim.Optimizer | None, watch: Watch) -> None:
+    """Forward through all, then back, then the update: of large weights it leaves nothing in the caches."""
     for piece in group:
         piece.clear()
     watch.get_ahead()
@@ -165,6 +178,8 @@ def _one_round(group: list[Piece], watch: Watch) -> None:
     for piece in back:
         watch.time(piece.backward, piece.backward_s)
         piece.output = None
+    if optimizer is not None:
+        optimizer.step()
 
 
 def _probe(piece: Piece, overhead_s: tuple[float, float]) -> KernelProbe:
@@ -187,21 +202,24 @@ def _probe(piece: Piece, overhead_s: tuple[float, float]) -> KernelProbe:
 
 
 def measure_updates(spec: RunSpec, module: nn.Module, repeats: int = 5) -> list[UpdateProbe]:
-    """The run's optimizer on tensors of every size that the model has, all tensors of a size together."""
+    """The run's optimizer on tensors of every size that the model has, all tensors of a size together.
+
+    With what the next step begins with: giving back the gradients, which the allocator may return to the system.
+    """
     by_size: dict[int, list[nn.Parameter]] = {}
     for parameter in module.parameters():
         by_size.setdefault(parameter.numel() * parameter.element_size(), []).append(parameter)
     kind, arguments = optimizer_kind(spec)
     make: Callable[..., torch.optim.Optimizer] = kind
     optimizers = {size: make(parameters, **arguments) for size, parameters in by_size.items()}
-    for parameter in module.parameters():
-        parameter.grad = torch.randn_like(parameter)
     readings: dict[int, list[float]] = {size: [] for size in by_size}
     device = next(module.parameters()).device
     for number in range(repeats + 1):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
         watch = Watch(device)
         for size, optimizer in optimizers.items():
-            watch.time(optimizer.step, readings[size])
+            watch.time(partial(_update, optimizer), readings[size])
         watch.settle()
         if number == 0:
             # The state is made in the first step.
@@ -216,3 +234,8 @@ def measure_updates(spec: RunSpec, module: nn.Module, repeats: int = 5) -> list[
         )
         for size, found in readings.items()
     ]
+
+
+def _update(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
