@@ -2,7 +2,7 @@
 
 Without measurements a kernel takes the longer of its arithmetic and its memory traffic (Williams et al. 2009), and at
 least a launch. Measured kernels say how far off that is where they lie; in between they are weighted by how near they
-are, in logarithms of their sizes.
+are, in logarithms of their sizes. Far from all of them it is as far off as its kind typically is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NEIGHBOURS = 6
 _NEAR = 0.25
 """Distance (of the logarithms) below which two kernels are as good as equal."""
 _FAR = 1.5
-"""Distance at which a measured kernel says half of what it says of itself."""
+"""Distance at which a measured kernel says half of what it says of itself, and its kind the other half."""
 _UNKNOWN = "*"
 _PRODUCTS = ("Linear", "Product")
 _TILE = 256 * 128
@@ -26,6 +26,8 @@ _NUMBER_BYTES = {"fp64": 8, "bf16": 2, "fp16": 2}
 
 _Features = tuple[float, ...]
 _Entry = tuple[_Features, float]
+_Kind = tuple[str, str, str]
+"""Of a layer, the direction, the precision."""
 
 
 class Alike:
@@ -33,14 +35,19 @@ class Alike:
 
     def __init__(self, compute: Compute) -> None:
         self._compute = compute
-        self._known: dict[tuple[str, str, str], list[_Entry]] = defaultdict(list)
+        self._known: dict[_Kind, list[_Entry]] = defaultdict(list)
+        sums: dict[_Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for sample in compute.samples:
-            kernel = sample.kernel
-            entry = (_features(kernel), log(max(sample.seconds, 1e-9) / self.roofline_s(kernel)))
-            self._known[kernel.kind, kernel.direction, kernel.precision].append(entry)
+            kernel, base = sample.kernel, self.roofline_s(sample.kernel)
+            entry = (_features(kernel), log(max(sample.seconds, 1e-9) / base))
+            kind = (kernel.kind, kernel.direction, kernel.precision)
+            self._known[kind].append(entry)
             self._known[_UNKNOWN, kernel.direction, kernel.precision].append(entry)
+            sums[kind] = [sums[kind][0] + sample.seconds, sums[kind][1] + base]
         for entries in self._known.values():
             entries.sort()
+        self._typical = {kind: log(seconds / base) for kind, (seconds, base) in sums.items()}
+        """Of a kind's kernels together, so that the long ones count; of no kind it is the roofline."""
 
     @classmethod
     def of(cls, compute: Compute) -> Alike:
@@ -57,10 +64,10 @@ class Alike:
         base = self.roofline_s(kernel)
         if not self._known or kernel.moved_bytes + kernel.flops + kernel.weight_bytes == 0:
             return base
-        known = self._known.get((kernel.kind, kernel.direction, kernel.precision)) or self._known.get(
-            (_UNKNOWN, kernel.direction, kernel.precision), []
-        )
-        return base * exp(_correction(_features(kernel), known))
+        kind = (kernel.kind, kernel.direction, kernel.precision)
+        if kind not in self._known:
+            kind = (_UNKNOWN, kernel.direction, kernel.precision)
+        return base * exp(_correction(_features(kernel), self._known.get(kind, []), self._typical.get(kind, 0.0)))
 
     def roofline_s(self, kernel: Kernel) -> float:
         """By the device's peaks alone."""
@@ -116,15 +123,14 @@ def _features(kernel: Kernel) -> _Features:
     )
 
 
-def _correction(at: _Features, known: Sequence[_Entry]) -> float:
-    """Weighted mean of the nearest kernels' logarithms of measured over roofline."""
+def _correction(at: _Features, known: Sequence[_Entry], typical: float) -> float:
+    """Weighted mean of the nearest kernels' logarithms of measured over roofline; far from all of them ``typical``."""
     distances = _nearest(at, known)
     if not distances:
         return 0.0
     weighted = [(1.0 / (_NEAR * _NEAR / 16 + distance * distance), value) for distance, value in distances]
     mean = sum(weight * value for weight, value in weighted) / sum(weight for weight, _ in weighted)
-    # What is unlike all that was measured is judged by the roofline.
-    return mean / (1.0 + (distances[0][0] / _FAR) ** 2)
+    return typical + (mean - typical) / (1.0 + (distances[0][0] / _FAR) ** 2)
 
 
 def _nearest(at: _Features, known: Sequence[_Entry]) -> list[tuple[float, float]]:

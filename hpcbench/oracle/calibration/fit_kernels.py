@@ -9,7 +9,7 @@ from math import exp, log
 import msgspec
 
 from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.calibration.evidence import PROBE_LAYERS, Evidence, explained, log_error, of_strategy
+from hpcbench.oracle.calibration.evidence import PROBE_LAYERS, Evidence, explained, log_error, median, of_strategy
 from hpcbench.oracle.calibration.fit_rest import Workload, workload
 from hpcbench.oracle.calibration.store import Residual
 from hpcbench.oracle.clock import Clock
@@ -71,7 +71,7 @@ def fit_kernels(
     sums = [(_sum_s(machine, bare, one), one) for one in probed]
     factors = _factors([(one, alone_s[workload(one)] / sum_s) for sum_s, one in sums])
     compute = msgspec.structs.replace(bare, factors=factors, crowding=machine.compute.crowding)
-    pairs = [(sum_s * factors[one.spec.model], one.step_s) for sum_s, one in sums]
+    pairs = [(sum_s * factors[one.spec.model], alone_s[workload(one)]) for sum_s, one in sums]
     residuals = [
         Residual(part="kernels", what="whole steps of the models that were measured", points=len(pairs),
                  error=log_error(pairs), r2=explained(pairs)),
@@ -79,7 +79,7 @@ def fit_kernels(
     models = sorted({one.spec.model for one in probed})
     notes = []
     if len(models) > 1:
-        others = [_by_others(machine, plain, probed, by_run, one) for one in probed]
+        others = [_by_others(machine, plain, probed, by_run, alone_s, one) for one in probed]
         error = log_error(others)
         residuals.append(Residual(part="kernels", what="whole steps by the kernels and factors of the other models",
                                   points=len(others), error=error, r2=explained(others)))  # fmt: skip
@@ -128,13 +128,13 @@ def _sum_s(machine: Machine, compute: Compute, run: Evidence) -> float:
 
 
 def _factors(ratios: Iterable[tuple[Evidence, float]]) -> dict[str, float]:
-    """Geometric means: of every model, and of these of any other."""
+    """Of every model the geometric mean of its runs, of any other the median of these: an odd model moves it little."""
     by_model: dict[str, list[float]] = defaultdict(list)
     for one, ratio in ratios:
         by_model[one.spec.model].append(log(ratio))
     means = {model: sum(found) / len(found) for model, found in by_model.items()}
     factors = {model: exp(mean) for model, mean in means.items()}
-    return {**factors, "": exp(sum(means.values()) / len(means))}
+    return {**factors, "": median(factors.values())}
 
 
 def _by_others(
@@ -142,11 +142,12 @@ def _by_others(
     plain: Compute,
     probed: Sequence[Evidence],
     by_run: dict[str, list[KernelSample]],
+    alone_s: Mapping[Workload, float],
     left_out: Evidence,
 ) -> tuple[float, float]:
     """A step as predicted without any kernel of its model, and as measured."""
     others = [one for one in probed if one.spec.model != left_out.spec.model]
     samples = [sample for one in others for sample in by_run[one.result.run_id]]
     compute = fit_roofline(plain, samples)
-    factor = _factors([(one, one.step_s / _sum_s(machine, compute, one)) for one in others])[""]
-    return factor * _sum_s(machine, compute, left_out), left_out.step_s
+    factor = _factors([(one, alone_s[workload(one)] / _sum_s(machine, compute, one)) for one in others])[""]
+    return factor * _sum_s(machine, compute, left_out), alone_s[workload(left_out)]
