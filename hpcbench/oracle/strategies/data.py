@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.gradient_buckets import (
@@ -55,6 +57,9 @@ class Single:
 class Ddp:
     """Every replica holds everything; gradients are all_reduced in buckets (Li et al. 2020)."""
 
+    one_an_owner: ClassVar[bool] = False
+    """Whether every owner passes on what it updated in one call; all of them are begun before any is waited for."""
+
     @classmethod
     def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
         """Buckets in the order in which gradients were ready in the first step, and rank 0's buffers."""
@@ -94,6 +99,7 @@ class Ddp:
             buckets=cls.buckets(spec, table),
             after_update=cls.after_update(spec, table),
             updated=cls.updated(spec, table, most),
+            one_an_owner=cls.one_an_owner,
         )  # fmt: skip
 
     @classmethod
@@ -136,6 +142,8 @@ class Zero1(Ddp):
 
 class FairscaleOss(Ddp):
     """As ``Zero1``, one broadcast an owner."""
+
+    one_an_owner = True
 
     @classmethod
     def calls(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
@@ -203,6 +211,7 @@ class FairscaleSddp:
             buckets=buckets,
             after_update=[call("broadcast", size) for size in owner_bytes(spec, table)],
             updated=owned_bytes(spec, table, most),
+            one_an_owner=True,
         )  # fmt: skip
 
 
