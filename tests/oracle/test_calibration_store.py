@@ -115,6 +115,29 @@ def test_a_link_that_has_changed_is_told_and_scales(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("bytes_per_s", "slowdowns", "found"),
+    [
+        (250e6, (3.0, 1.2), (1.5, 1.1)),
+        (250e6, (1.5, 1.0), (1.0, 1.0)),
+        (125e6, (3.0, 1.2), (3.0, 1.2)),
+        (62.5e6, (3.0, 1.2), (6.0, 1.4)),
+        # Somebody else than the processor sends.
+        (62.5e6, (1.0, 1.0), (1.0, 1.0)),
+    ],
+)
+def test_what_processors_lose_to_messages_goes_with_the_links_rate(
+    bytes_per_s: float, slowdowns: tuple[float, float], found: tuple[float, float], tmp_path: Path
+) -> None:
+    then = Wire(1e-4, 1 / bytes_per_s)
+    made = calibration(inter_node=then)
+    comm = msgspec.structs.replace(made.machine.comm, comm_slowdown=slowdowns[0], overlap_slowdown=slowdowns[1])
+    made = msgspec.structs.replace(made, machine=msgspec.structs.replace(made.machine, comm=comm))
+    write_calibration(made, ClusterTree(tmp_path))
+    today = machine_for(PROFILE, ClusterTree(tmp_path)).comm
+    assert (today.comm_slowdown, today.overlap_slowdown) == pytest.approx(found)
+
+
 def test_a_link_that_runs_were_fitted_with_moves_with_the_profiles(tmp_path: Path) -> None:
     tree = ClusterTree(tmp_path)
     then, today = Wire(1e-4, 1 / 1e9), nominal_machine(PROFILE).comm.inter_node

@@ -40,6 +40,7 @@ def laid_over(nominal: Machine, stored: Stored, problems: list[str]) -> Machine:
         machine.comm,
         intra_node=_moved(machine.comm.intra_node, calibration.intra_node, nominal.comm.intra_node),
         inter_node=_moved(machine.comm.inter_node, calibration.inter_node, nominal.comm.inter_node),
+        **_slowdowns(machine.comm, calibration.inter_node, nominal.comm.inter_node),
         **{name: getattr(nominal.comm, name) for name in today},
     )
     return msgspec.structs.replace(
@@ -49,6 +50,19 @@ def laid_over(nominal: Machine, stored: Stored, problems: list[str]) -> Machine:
         source=f"{_KINDS[machine.depth]} of {calibration.made_at[:10]} ({stored.digest})",
         notes=[*calibration.notes, *_changed(calibration, nominal.comm), *problems],
     )
+
+
+def _slowdowns(comm: Comm, then: Wire, now: Wire) -> dict[str, float]:
+    """What computation and collectives take from each other when links between nodes have another rate than ``then``.
+
+    Under computation the processor bounds the rate of a collective, whatever the link's; and what a collective takes
+    of the processor goes with the bytes in a second.
+    """
+    rate = then.beta_s_per_byte / now.beta_s_per_byte if now.beta_s_per_byte else 1.0
+    return {
+        "comm_slowdown": max(1.0, comm.comm_slowdown * rate) if comm.comm_slowdown > 1.0 else 1.0,
+        "overlap_slowdown": 1.0 + (comm.overlap_slowdown - 1.0) * rate,
+    }
 
 
 def _moved(found: Wire, then: Wire, now: Wire) -> Wire:
