@@ -13,6 +13,7 @@ _SEEDS_A_ROUND = 100
 _MOST_NODES = 4
 """Beyond them latency and bandwidth are extrapolated by the algorithms' structure."""
 _LAUNCHES = 3
+_MICRO_BATCHES = 4
 _PACK = 8
 
 _DATA = ("ddp", "zero1", "fsdp", "fairscale_oss", "fairscale_sddp", "fairscale_fsdp", "horovod")
@@ -105,7 +106,7 @@ def sweep_text(
     ``budget_s`` is what the measurements of one run take.
     """
     size, workloads = size_of(profile, partition, local_cores), WORKLOADS[profile.device]
-    fixed: dict[str, Any] = {"warmup_steps": 3, "steps": 10, "profile_steps": 0, "learning_rate": 0.001,
+    fixed: dict[str, Any] = {"warmup_steps": 3, "steps": 20, "profile_steps": 0, "learning_rate": 0.001,
                              "seed": _SEEDS_A_ROUND * number, "time_limit_min": 10}  # fmt: skip
     if partition is not None:
         fixed["partition"] = partition
@@ -129,6 +130,9 @@ def sweep_text(
 def _probes(size: Size, workloads: Workloads, seed: int, budget_s: float) -> Iterator[dict[str, Any]]:
     for workload in workloads.layers:
         yield {"strategy": "probe_layers", **workload.keys(), "options": {"budget_s": budget_s}}
+        # Launches differ by more than steps do, and everything else is told from what a lone rank takes.
+        for launch in range(1, _LAUNCHES):
+            yield {"strategy": "single", **workload.keys(), "seed": seed + launch}
     for world in collective_worlds(size):
         is_between = world.nodes > 1 and world.tasks_per_node == 1
         for launch in range(_LAUNCHES if is_between else 1):
@@ -157,11 +161,12 @@ def strategy_worlds(size: Size, device: str) -> list[World]:
 
 def _trainings(worlds: Sequence[World], workloads: Workloads) -> Iterator[dict[str, Any]]:
     """Every strategy in every world; a larger world with a larger batch, so that what a library takes by the step is
-    told from what it takes of the computation."""
+    told from what it takes of the computation. A pipeline's micro-batch is as large as the others' batch."""
     for number, world in enumerate(worlds):
-        for key in (*_DATA, "tensor", *_PIPELINES):
-            more = {"micro_batches": 4} if key in _PIPELINES and key != "model" else {}
-            yield {"strategy": key, **workloads.transformer.keys(number + 1), **world.keys(), **more}
+        for key in (*_DATA, "tensor"):
+            yield {"strategy": key, **workloads.transformer.keys(number + 1), **world.keys()}
+        for key in _PIPELINES:
+            yield {"strategy": key, **world.keys(), **_micro_batches(workloads.transformer, number + 1, key)}
         for key in _CHANNELS:
             yield {"strategy": key, **workloads.convolutional.keys(number + 1), **world.keys()}
 
@@ -170,7 +175,12 @@ def _one_process(size: Size, workload: Workload) -> Iterator[dict[str, Any]]:
     """A library whose one process drives two devices."""
     if size.tasks_per_node >= 2:
         for times in (1, 2):
-            yield {"strategy": "fairscale_pipe", **workload.keys(times), "devices_per_task": 2, "micro_batches": 4}
+            yield {"strategy": "fairscale_pipe", "devices_per_task": 2, **_micro_batches(workload, times)}
+
+
+def _micro_batches(workload: Workload, times: int, strategy: str = "") -> dict[str, Any]:
+    count = {} if strategy == "model" else {"micro_batches": _MICRO_BATCHES}
+    return workload.keys(times * _MICRO_BATCHES) | count
 
 
 def _toml(value: Any) -> str:
