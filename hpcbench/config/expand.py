@@ -75,10 +75,15 @@ def _joined(fixed: Point, steps: Iterable[Point]) -> Point:
 
 
 def _derive(sweep: Sweep, point: Point) -> None:
-    """In the order of the file, so that one may use another that stands above it. An include's own value wins."""
+    """In the order of the file, so that one may use another that stands above it. An include's own value wins.
+
+    What is ``None`` is left open: an option that only some strategies have, a degree that follows from the others.
+    """
     for parameter, expression in sweep.derived.items():
         if parameter[-1] not in (point if len(parameter) == 1 else point.get(parameter[0], ())):
-            _set(point, parameter, _fitting(parameter, expression(names(point)), expression.where))
+            value = expression(names(point))
+            if value is not None:
+                _set(point, parameter, _fitting(parameter, value, expression.where))
 
 
 def _fitting(parameter: Parameter, value: Any, where: str | None) -> Any:

@@ -100,6 +100,19 @@ def test_derived_parameters_may_use_those_above_them(write_sweep: Write) -> None
     assert seen == [(1, 64, 2, 1.5), (4, 16, 1, 6.0), (2, 3, 1, 3.0)]
 
 
+def test_what_is_derived_as_none_is_left_open(write_sweep: Write) -> None:
+    text = """
+        name = "s"
+        [grid]
+        strategy = ["ddp", "fsdp"]
+        [derive]
+        "options.bucket_cap_mb" = "5 if strategy == 'ddp' else None"
+        dp_degree = "2 if strategy == 'fsdp' else None"
+        """
+    seen = [(point.get("options"), point.get("dp_degree")) for point in kept(write_sweep(text))]
+    assert seen == [({"bucket_cap_mb": 5}, None), (None, 2)]
+
+
 def test_scaling(write_sweep: Write) -> None:
     weak = write_sweep('name = "s"\n[fixed]\nbatch_size = 8\n[scaling]\nkind = "weak"\nnodes = [1, 2]\n')
     assert [(point["nodes"], point["batch_size"]) for point in kept(weak)] == [(1, 8), (2, 8)]
