@@ -179,12 +179,21 @@ def _write_validation(out: Path, cases: list[Case], document: dict[str, Any]) ->
 
 def _show_validation(found: Scored, every: bool) -> None:
     from hpcbench.report.predictions import machine_notes
-    from hpcbench.report.validation_view import cases_view, parts_view, predictors_view, strategies_view
+    from hpcbench.report.validation_view import (
+        cases_view,
+        choices_view,
+        parts_view,
+        predictors_view,
+        strategies_view,
+    )
 
     ours, *_ = found.scores
     _show(strategies_view(ours), [*machine_notes(found.machines), *found.notes, ""])
     _show(parts_view(ours), [""])
     _show(predictors_view(found.scores), [""])
+    chosen = choices_view(found.cases)
+    if chosen.raw:
+        _show(chosen, [""])
     if every:
         _show(cases_view(found.cases), [""])
 

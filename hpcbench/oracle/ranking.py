@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from math import sqrt
 from statistics import fmean
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,33 +26,57 @@ class Ranking(msgspec.Struct, kw_only=True):
     """Groups whose predicted best did not run."""
 
 
-def ranking(cases: Sequence[Case], predictor: str) -> Ranking:
-    """Over groups of two configurations or more that ran and of which something was said."""
-    taus, regrets, failed, count = [], [], 0, 0
+class Choice(NamedTuple):
+    """Of one group of configurations, the one that a predictor would have had run, and the one that was best."""
+
+    best: Case
+    chosen: Case | None
+    """``None`` where it says something of fewer than two."""
+    regret: float | None
+    """How much slower the chosen one is than the best; ``None`` where it did not run."""
+
+
+def choices(cases: Sequence[Case], predictor: str) -> list[Choice]:
+    """For every group of two configurations or more of which any ran: by time per sample."""
+    found = []
     for group in _groups(cases):
-        told = [
-            (one, said.step_time_s / one.measured.spec.global_batch_size)
-            for one in group
-            if (said := one.said.get(predictor)) is not None and said.step_time_s is not None and said.fits is not False
-        ]
-        times = {id(one): _per_sample(one) for one in group}
-        ran = [(predicted, there) for one, predicted in told if (there := times[id(one)]) is not None]
-        if len(told) < 2 or not ran:
+        ran = [(there, one) for one in group if (there := _per_sample(one)) is not None]
+        if len(group) < 2 or not ran:
             continue
-        count += 1
+        least, best = min(ran, key=lambda pair: pair[0])
+        told = _told(group, predictor)
+        chosen = min(told, key=lambda pair: pair[1])[0] if len(told) > 1 else None
+        there = _per_sample(chosen) if chosen is not None else None
+        found.append(Choice(best, chosen, None if there is None else there / least - 1))
+    return found
+
+
+def _told(group: Sequence[Case], predictor: str) -> list[tuple[Case, float]]:
+    """What the predictor thinks fits, with its time per sample."""
+    return [
+        (one, said.step_time_s / one.measured.spec.global_batch_size)
+        for one in group
+        if (said := one.said.get(predictor)) is not None and said.step_time_s is not None and said.fits is not False
+    ]
+
+
+def ranking(cases: Sequence[Case], predictor: str) -> Ranking:
+    """Over groups of two configurations or more of which something was said."""
+    taus = []
+    for group in _groups(cases):
+        ran = [
+            (predicted, there) for one, predicted in _told(group, predictor) if (there := _per_sample(one)) is not None
+        ]
         tau = kendall_tau([one for one, _ in ran], [there for _, there in ran])
         taus += [] if tau is None else [tau]
-        chosen = times[id(min(told, key=lambda pair: pair[1])[0])]
-        if chosen is None:
-            failed += 1
-            continue
-        regrets.append(chosen / min(there for there in times.values() if there is not None) - 1)
+    made = [one for one in choices(cases, predictor) if one.chosen is not None]
+    regrets = [one.regret for one in made if one.regret is not None]
     return Ranking(
-        groups=count,
+        groups=len(made),
         tau=fmean(taus) if taus else None,
         regret=fmean(regrets) if regrets else None,
         worst_regret=max(regrets, default=None),
-        failed=failed,
+        failed=len(made) - len(regrets),
     )
 
 

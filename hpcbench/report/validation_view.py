@@ -9,6 +9,7 @@ import msgspec
 
 from hpcbench.config.spec import strategy_label
 from hpcbench.oracle.cases import Case, Said
+from hpcbench.oracle.ranking import Choice, choices
 from hpcbench.oracle.score import GOOD, LEAST_SHARE, Score, Summary, accuracy
 from hpcbench.report.validation import OURS, case_json
 from hpcbench.report.view import Column, View
@@ -121,6 +122,33 @@ def predictors_view(scores: Sequence[Score]) -> View:
     if failed:
         view.notes.append(f"in {failed} groups the predicted best did not run")
     return view
+
+
+def choices_view(cases: Sequence[Case], predictors: Sequence[str] = (OURS, "paradl", "ddlbench")) -> View:
+    """What each predictor would have had run, beside what was best: by default we and both papers."""
+    columns = [
+        Column("model", "model", is_key=True, is_number=False),
+        Column("dataset", "data", is_key=True, is_number=False),
+        Column("devices", "devices", is_key=True),
+        Column("best", "measured best", is_number=False),
+        *(Column(name, name, is_number=False, can_go=name != OURS) for name in predictors),
+    ]
+    view = View("which strategy each would have chosen", columns, [], [])
+    by_predictor = [choices(cases, name) for name in predictors]
+    for group in zip(*by_predictor, strict=True):
+        best = group[0].best.measured.spec
+        key = [best.model, best.dataset, best.devices]
+        view.raw.append([*key, strategy_label(best), *(_chosen(one)[0] for one in group)])
+        view.cells.append([*map(str, key), strategy_label(best), *(" ".join(_chosen(one)).strip() for one in group)])
+    view.notes = ["+ so much slower than the measured best, by time per sample; ? did not run"]
+    return view
+
+
+def _chosen(one: Choice) -> tuple[str, str]:
+    if one.chosen is None:
+        return "", ""
+    off = "?" if one.regret is None else f"+{one.regret:.0%}" if one.regret >= 0.005 else ""
+    return strategy_label(one.chosen.measured.spec), off
 
 
 def _share(value: float | None) -> str:
