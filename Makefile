@@ -16,7 +16,7 @@ JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart horovod horovod-if-possible test test-here test-unit test-distributed test-slurm test-docs lint format \
-	docs reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench oracle-score clean
+	docs reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -126,6 +126,9 @@ bench: $(VENV)/.worker ## our own costs against floors and peers
 
 oracle-score: $(VENV)/.dev ## score the oracle on the SLURM box: calibrate, predict, measure, compare (root, 2 hours)
 	$(BIN)/python -m benchmarks.oracle.box all
+
+rerun-ddlbench rerun-paradl: rerun-%: $(VENV)/.dev ## rerun a paper's matrix on the SLURM box, and write its pages (root, 75 min)
+	$(BIN)/python -m benchmarks.rerun $*
 
 clean: ## remove the virtual environment and caches; results stay
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

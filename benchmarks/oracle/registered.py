@@ -17,6 +17,7 @@ from hpcbench.oracle.cases import Measured, Said
 from hpcbench.report.validation import Predictor
 
 HERE = Path(__file__).parent
+SWEEP = HERE / "box.toml"
 PREDICTIONS = HERE / "box_predictions.json"
 LOOKS = HERE / "box_looks.json"
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from benchmarks.oracle.registered import Commit, Look, Register
-from benchmarks.oracle.testbed import SWEEP
+from benchmarks.oracle.registered import SWEEP, Commit, Look, Register
 from hpcbench.config.spec import strategy_label
 from hpcbench.oracle.baselines import BASELINES
 from hpcbench.oracle.cases import Case

@@ -1,4 +1,4 @@
-"""The SLURM box as a cluster whose links have one rate while it is calibrated and another for the score."""
+"""The SLURM box as a cluster of eight slow nodes: for the oracle's score and for the papers' matrices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from tests.slurm.box import Box, Options
 from tests.slurm.box.options import MIB
 
 CLUSTER = "oraclebox"
-SWEEP = Path(__file__).with_name("box.toml")
-CALIBRATED_MBIT, SCORED_MBIT = 200, 100
 NODES, CORES = 8, 0.22
-"""Together 1.76 cores: the rest of two is the daemons'. With the scored rate the links carry 0.8 Gbit/s in all."""
+"""Together 1.76 cores: the rest of two is the daemons'."""
 MEMORY = 2300 * MIB
 
 _PROFILE = """\
@@ -24,8 +22,8 @@ description = "the box, {nodes} nodes of {cores} cores, links of {rate} Mbit/s"
 
 [partitions.normal]
 max_nodes = {nodes}
-# All nodes share two cores: more jobs at once would be in each other's way more than the ranks of one are.
-max_running_jobs = 2
+# All nodes share two cores.
+max_running_jobs = {jobs}
 
 [node]
 memory_bytes = {memory}
@@ -43,20 +41,24 @@ class Testbed:
         self.work = work.resolve()
         self.results = self.work / "results"
 
-    def at(self, rate_mbit: int) -> None:
-        """Have the box with links of that rate, and the profile that says so."""
+    def at(self, rate_mbit: int, jobs: int) -> None:
+        """Have the box with links of that rate, and the profile that says so and has ``jobs`` jobs run at once."""
         Box().up(Options(nodes=NODES, gpus=0, cpus=CORES, mem=MEMORY, link=rate_mbit * 10**6))
-        self.describe(rate_mbit)
+        self.describe(rate_mbit, jobs)
 
-    def describe(self, rate_mbit: int) -> None:
+    def describe(self, rate_mbit: int, jobs: int) -> None:
         """Write the profile alone."""
         folder = self.work / "clusters"
         folder.mkdir(parents=True, exist_ok=True)
-        text = _PROFILE.format(name=CLUSTER, nodes=NODES, cores=CORES, rate=rate_mbit, memory=MEMORY)
+        text = _PROFILE.format(name=CLUSTER, nodes=NODES, cores=CORES, rate=rate_mbit, memory=MEMORY, jobs=jobs)
         (folder / f"{CLUSTER}.toml").write_text(text)
 
     def hpcbench(self, *arguments: str) -> int:
         """The command as a user calls it, in the project folder; its exit code."""
+        return self.start(*arguments).wait()
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """The same, without waiting for it."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         command = [sys.executable, "-m", "hpcbench", *arguments, "--results", str(self.results)]
-        return subprocess.run(command, cwd=self.work, env=env, check=False).returncode
+        return subprocess.Popen(command, cwd=self.work, env=env)

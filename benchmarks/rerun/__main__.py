@@ -1,0 +1,73 @@
+"""``make rerun-ddlbench``, ``make rerun-paradl``: a paper's matrix on the SLURM box, from sbatch to pages.
+
+    python -m benchmarks.rerun ddlbench          run it, interrupted once in the middle, check it, write its pages
+    python -m benchmarks.rerun ddlbench check    only look at what is there
+    python -m benchmarks.rerun ddlbench pages    only write docs/reruns/
+
+Needs the SLURM box, so root. Results lie under ``--work``, which may be that of the oracle's score: its calibration is
+then used for what is predicted. What is done stays; without ``--no-interruption`` the sweep is stopped when half of it
+is done, and submitted again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.rerun import check, pages
+from benchmarks.testbed import CLUSTER, Testbed
+from hpcbench.report.load import gather
+from hpcbench.results.store import ResultsTree
+
+RATE_MBIT, JOBS = 1000, 4
+_LOOK_S = 5.0
+
+
+def run(bed: Testbed, sweep: str, interrupted: bool) -> None:
+    """The sweep, to its end."""
+    bed.at(RATE_MBIT, JOBS)
+    path = str(check.SWEEPS / f"{sweep}.toml")
+    begin = time.monotonic()
+    if interrupted and _stopped_half_way(bed, sweep, path):
+        print(f"interrupted after {(time.monotonic() - begin) / 60:.0f} min; submitted again", flush=True)
+    bed.hpcbench("run", path, "--cluster", CLUSTER)
+    print(f"{sweep}: {(time.monotonic() - begin) / 60:.0f} min in all", flush=True)
+
+
+def _stopped_half_way(bed: Testbed, sweep: str, path: str) -> bool:
+    """Ctrl-C and a cancel in the middle of it; false where it was over before."""
+    planned = len(check.planned(bed, sweep).runs)
+    command = bed.start("run", path, "--cluster", CLUSTER)
+    while command.poll() is None:
+        time.sleep(_LOOK_S)
+        if len(gather(ResultsTree(bed.results), [sweep], [CLUSTER], ["status"])) >= planned / 2:
+            command.send_signal(signal.SIGINT)
+            command.wait()
+            bed.hpcbench("cancel", sweep, "--cluster", CLUSTER)
+            return True
+    return False
+
+
+def main() -> int:
+    """All of it, or a part."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rerun", description=__doc__)
+    parser.add_argument("paper", choices=("ddlbench", "paradl"))
+    parser.add_argument("part", nargs="?", choices=("all", "check", "pages"), default="all")
+    parser.add_argument("--work", type=Path, default=Path(".rerun"), help="(default: %(default)s)")
+    parser.add_argument("--no-interruption", action="store_true")
+    given = parser.parse_args()
+    bed, sweep = Testbed(given.work), f"{given.paper}-small"
+    if given.part == "all":
+        run(bed, sweep, not given.no_interruption)
+    else:
+        bed.describe(RATE_MBIT, JOBS)
+    if given.part in ("all", "pages"):
+        pages.write(bed, sweep)
+    return check.show(bed, sweep)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
