@@ -115,7 +115,13 @@ _NOT_CONFIGURATION = _NOT_IDENTITY | {"repeat", "seed", "verify"}
 
 def as_dict(spec: RunSpec) -> dict[str, Any]:
     """``spec`` as plain data, without what stands at its default, with its version."""
-    return {"spec_version": SPEC_VERSION, **msgspec.to_builtins(spec)}
+    # msgspec leaves out what is the default itself, not what equals it, as a word that was read from a file does.
+    values = {name: value for name, value in msgspec.to_builtins(spec).items() if value != _DEFAULTS.get(name, _NONE)}
+    return {"spec_version": SPEC_VERSION, **values}
+
+
+_NONE = object()
+_DEFAULTS = {one.name: one.default for one in msgspec.structs.fields(RunSpec) if one.default is not msgspec.NODEFAULT}
 
 
 def run_id(spec: RunSpec) -> str:

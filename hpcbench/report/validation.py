@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from hpcbench.config.load import load_cluster
-from hpcbench.config.spec import RunSpec, config_id
+from hpcbench.config.spec import RunSpec
 from hpcbench.errors import HpcbenchError
 from hpcbench.oracle.answers import Unpriced
 from hpcbench.oracle.baselines import BASELINES
@@ -117,7 +117,7 @@ def _measured(rows: Sequence[dict[str, Any]]) -> Measured:
             noise[part] = spread
     return Measured(
         cluster=rows[0]["cluster"],
-        config_id=config_id(spec),
+        config_id=rows[0]["config_id"],
         spec=spec,
         status=rows[0]["status"],
         run_ids=[row["run_id"] for row in rows],

@@ -34,6 +34,8 @@ def test_defaults_are_left_out_so_that_a_later_parameter_moves_no_run() -> None:
         "tasks_per_node": 2, "dp_degree": 2,
     }  # fmt: skip
     assert run_id(msgspec.structs.replace(SPEC, steps=20, options={})) == run_id(SPEC)
+    # As read from a file or a table of results: equal to the default, and another object.
+    assert run_id(msgspec.structs.replace(SPEC, precision="".join(["fp", "32"]), weight_decay=0)) == run_id(SPEC)
 
 
 @given(
