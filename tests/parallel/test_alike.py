@@ -1,4 +1,4 @@
-"""Kernels by those that were measured: exact where they were, the roofline where nothing is like them."""
+"""Kernels by those that were measured: exact where they were, as their kind where they are far off, the roofline where nothing is like them."""
 
 from __future__ import annotations
 
@@ -41,11 +41,21 @@ def test_what_was_measured_is_known_and_what_lies_near_follows() -> None:
     assert alike.seconds(kernel(6e8, kind="Linear")) == pytest.approx(3.0)
 
 
-def test_what_is_unlike_all_is_left_to_the_roofline() -> None:
+def test_what_is_unlike_all_of_its_kind_is_as_far_off_as_the_kind() -> None:
+    # Twice and eight times the roofline; of both together the long one decides.
+    alike = measured(sample(kernel(6e6), 2 * 1e-2), sample(kernel(6e9), 8 * 10.0))
+    bare = Alike(BARE)
+    far = kernel(6e15)
+    assert alike.seconds(far) / bare.seconds(far) == pytest.approx(8.0, rel=0.02)
+    near = kernel(7e6)
+    assert 1.9 < alike.seconds(near) / bare.seconds(near) < 3.0
+
+
+def test_a_kind_that_was_not_measured_is_left_to_the_roofline_where_nothing_is_near() -> None:
     alike, bare = measured(sample(kernel(6e3), 1.0)), Alike(BARE)
-    far = kernel(6e12)
+    far = kernel(6e12, kind="Linear")
     assert 1.0 < alike.seconds(far) / bare.seconds(far) < 2.0
-    near = kernel(1.2e4)
+    near = kernel(1.2e4, kind="Linear")
     assert alike.seconds(near) / bare.seconds(near) > 1000
     # Nothing of the backward pass was measured.
     assert alike.seconds(kernel(6e3, direction=BACKWARD)) == bare.seconds(kernel(6e3, direction=BACKWARD))
