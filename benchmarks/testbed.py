@@ -39,6 +39,7 @@ class Testbed:
 
     def __init__(self, work: Path) -> None:
         self.work = work.resolve()
+        self.work.mkdir(parents=True, exist_ok=True)
         self.results = self.work / "results"
 
     def at(self, rate_mbit: int, jobs: int) -> None:
@@ -57,8 +58,16 @@ class Testbed:
         """The command as a user calls it, in the project folder; its exit code."""
         return self.start(*arguments).wait()
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def output(self, *arguments: str) -> bytes:
+        """What it writes to standard output. Raises ``SystemExit`` where it fails."""
+        command = self.start(*arguments, stdout=subprocess.PIPE)
+        text, _ = command.communicate()
+        if command.returncode:
+            raise SystemExit(f"hpcbench {' '.join(arguments)} ended with {command.returncode}")
+        return text
+
+    def start(self, *arguments: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
         """The same, without waiting for it."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         command = [sys.executable, "-m", "hpcbench", *arguments, "--results", str(self.results)]
-        return subprocess.Popen(command, cwd=self.work, env=env)
+        return subprocess.Popen(command, cwd=self.work, env=env, stdout=stdout)

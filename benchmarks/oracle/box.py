@@ -24,6 +24,7 @@ from benchmarks.testbed import CLUSTER, Testbed
 from hpcbench.config.load import load_sweep
 from hpcbench.config.profiles import load_cluster
 from hpcbench.config.spec import config_id
+from hpcbench.errors import HpcbenchError
 from hpcbench.oracle.baselines import BASELINES
 from hpcbench.oracle.calibration.store import read_calibrations
 from hpcbench.report.load import gather
@@ -35,6 +36,8 @@ CALIBRATED_MBIT, SCORED_MBIT = 200, 100
 """With the scored rate the links of eight nodes carry 0.8 Gbit/s in all."""
 _CALIBRATING_JOBS, _SCORED_JOBS = 2, 1
 """At once: more would be in each other's way more than the ranks of one are."""
+_SOME_FAILED = 1
+"""How ``hpcbench run`` ends where runs did: they are cases, too."""
 _BUSY = 0.3
 """Load of the machine above which nothing is measured."""
 
@@ -69,7 +72,6 @@ def measure(bed: Testbed) -> int:
     bed.at(SCORED_MBIT, _SCORED_JOBS)
     launches = load_sweep(SWEEP).repeats
     rounds = (_first_launches(bed, number, launches) for number in range(1, launches + 1))
-    # A failure is a case, too, and does not end it.
     return max(bed.hpcbench("run", str(sweep), "--cluster", CLUSTER) for sweep in rounds)
 
 
@@ -91,8 +93,12 @@ def table(bed: Testbed, path: Path) -> int:
     """The scores, on standard output."""
     os.chdir(bed.work)
     results = ResultsTree(bed.results)
-    frame = gather(results, [load_sweep(SWEEP).name], [CLUSTER], COLUMNS)
-    tables.show(frame, results, registered.read(path), registered.commit(path), registered.looks(path))
+    frame, register = gather(results, [load_sweep(SWEEP).name], [CLUSTER], COLUMNS), registered.read(path)
+    cases = tables.cases_of(frame, results, register)
+    if not cases:
+        print("nothing that was foretold has been measured yet: there is nothing to look at", file=sys.stderr)
+        return 2
+    tables.show(cases, register, registered.commit(path), registered.looks(path))
     return 0
 
 
@@ -104,7 +110,8 @@ def _all(bed: Testbed) -> int:
         return code
     if not path.exists() and (code := predict(bed, path)):
         return code
-    return measure(bed) or table(bed, path)
+    code = measure(bed)
+    return table(bed, path) if code in (0, _SOME_FAILED) else code
 
 
 def main() -> int:
@@ -131,7 +138,11 @@ def main() -> int:
         "table": lambda: table(bed, path),
         "all": lambda: _all(bed),
     }
-    return steps[given.step]()
+    try:
+        return steps[given.step]()
+    except HpcbenchError as error:
+        print(error.message, file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -30,13 +30,10 @@ _SMALLER = ("flat", "perfect", "log_p")
 """Baselines that look at measured runs on fewer ranks: said when there are some."""
 
 
-def show(
-    frame: polars.DataFrame, results: ResultsTree, register: Register, commit: Commit | None, looks: Sequence[Look]
-) -> None:
-    """Everything, on standard output; tables are as wide as the terminal."""
+def show(cases: Sequence[Case], register: Register, commit: Commit | None, looks: Sequence[Look]) -> None:
+    """Everything, on standard output; tables are as wide as the terminal. ``cases`` are at least one."""
     console = Console()
-    cases = _cases(frame, results, register)
-    names = list(cases[0].said) if cases else []
+    names = list(cases[0].said)
     scores = [score(cases, name, None if name == OURS else OURS) for name in names]
     for line in _head(cases, register, commit, looks):
         console.print(line, highlight=False)
@@ -48,7 +45,7 @@ def show(
         console.print("", view_renderable(view, console.width), sep="\n")
 
 
-def _cases(frame: polars.DataFrame, results: ResultsTree, register: Register) -> list[Case]:
+def cases_of(frame: polars.DataFrame, results: ResultsTree, register: Register) -> list[Case]:
     """What was measured with what the register says of it; a configuration that was not foretold is not scored."""
     foretold = {one.config_id: one for one in register.configurations}
     measured = [one for one in measured_configurations(frame) if one.config_id in foretold]

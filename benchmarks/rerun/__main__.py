@@ -19,7 +19,6 @@ from pathlib import Path
 
 from benchmarks.rerun import check, pages
 from benchmarks.testbed import CLUSTER, Testbed
-from hpcbench.report.load import gather
 from hpcbench.results.store import ResultsTree
 
 RATE_MBIT, JOBS = 1000, 4
@@ -39,11 +38,12 @@ def run(bed: Testbed, sweep: str, interrupted: bool) -> None:
 
 def _stopped_half_way(bed: Testbed, sweep: str, path: str) -> bool:
     """Ctrl-C and a cancel in the middle of it; false where it was over before."""
-    planned = len(check.planned(bed, sweep).runs)
+    tree = ResultsTree(bed.results).cluster(CLUSTER)
+    results = [tree.result_path(run_id) for run_id in check.planned(bed, sweep).runs]
     command = bed.start("run", path, "--cluster", CLUSTER)
     while command.poll() is None:
         time.sleep(_LOOK_S)
-        if len(gather(ResultsTree(bed.results), [sweep], [CLUSTER], ["status"])) >= planned / 2:
+        if sum(path.exists() for path in results) >= len(results) / 2:
             command.send_signal(signal.SIGINT)
             command.wait()
             bed.hpcbench("cancel", sweep, "--cluster", CLUSTER)

@@ -67,10 +67,7 @@ def faults(found: Iterable[Cell]) -> Iterator[str]:
     share = sum(cell.is_ok for cell in every) / len(every)
     if share < _LEAST_OK:
         yield f"{share:.1%} of {len(every)} cells are ok, at least {_LEAST_OK:.0%} are asked for"
-    by_strategy: dict[str, list[Cell]] = defaultdict(list)
-    for cell in every:
-        by_strategy[cell.spec.strategy].append(cell)
-    for strategy, own in by_strategy.items():
+    for strategy, own in _grouped(every).items():
         known = [cell.learned for cell in own if cell.is_ok and cell.learned is not None]
         if not any(cell.is_ok for cell in own):
             yield f"{strategy}: no cell is ok"
@@ -99,15 +96,19 @@ def show(bed: Testbed, sweep: str) -> int:
 
 def _by_strategy(found: Iterable[Cell]) -> Table:
     table = Table("strategy", "cells", "ok", "loss falls", "devices", box=None)
-    own: dict[str, list[Cell]] = defaultdict(list)
-    for cell in found:
-        own[cell.spec.strategy].append(cell)
-    for strategy, rows in own.items():
+    for strategy, rows in _grouped(found).items():
         fine = [cell for cell in rows if cell.is_ok]
         scales = sorted({cell.spec.devices for cell in fine})
         fell = sum(bool(cell.learned) for cell in fine)
         table.add_row(strategy, str(len(rows)), str(len(fine)), str(fell), ", ".join(map(str, scales)))
     return table
+
+
+def _grouped(found: Iterable[Cell]) -> dict[str, list[Cell]]:
+    groups: dict[str, list[Cell]] = defaultdict(list)
+    for cell in found:
+        groups[cell.spec.strategy].append(cell)
+    return groups
 
 
 def _label(cell: Cell) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from benchmarks.testbed import CLUSTER, Testbed
@@ -17,23 +15,12 @@ def write(bed: Testbed, sweep: str) -> None:
     """Into ``docs/reruns``; what cannot be drawn from these results is said and left out."""
     HERE.mkdir(exist_ok=True)
     one = ("--cluster", CLUSTER)
-    _must(bed, "report", sweep, *one, "--predict", "--out", f"{HERE}/{sweep}.html")
-    _must(bed, "table", sweep, *one, "--out", f"{HERE}/{sweep}.parquet")
-    _must(bed, "table", sweep, *one, "--layout", _LAYOUTS[sweep], "--out", f"{HERE}/{sweep}.md")
-    _must(bed, "validate", sweep, *one, "--out", f"{HERE}/{sweep}-oracle.json")
+    bed.output("report", sweep, *one, "--predict", "--out", f"{HERE}/{sweep}.html")
+    bed.output("table", sweep, *one, "--out", f"{HERE}/{sweep}.parquet")
+    bed.output("table", sweep, *one, "--layout", _LAYOUTS[sweep], "--out", f"{HERE}/{sweep}.md")
+    bed.output("validate", sweep, *one, "--out", f"{HERE}/{sweep}-oracle.json")
     for kind in _PLOTS:
         predicted = ("--predict",) if kind in ("scaling", "predicted") else ()
         bed.hpcbench("plot", kind, sweep, *one, *predicted, "--out", f"{HERE}/{sweep}-{kind}.svg")
-    for command in (("report",), ("validate",)):
-        text = HERE / f"{sweep}-{command[0]}.txt"
-        text.write_bytes(_output(bed, *command, sweep, *one))
-
-
-def _must(bed: Testbed, *arguments: str) -> None:
-    if code := bed.hpcbench(*arguments):
-        raise SystemExit(f"hpcbench {' '.join(arguments)} ended with {code}")
-
-
-def _output(bed: Testbed, *arguments: str) -> bytes:
-    command = [sys.executable, "-m", "hpcbench", *arguments, "--results", str(bed.results)]
-    return subprocess.run(command, cwd=bed.work, stdout=subprocess.PIPE, check=True).stdout
+    for command in ("report", "validate"):
+        (HERE / f"{sweep}-{command}.txt").write_bytes(bed.output(command, sweep, *one))

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.load import Exclusion, Parameter, Settings, Sweep
-from hpcbench.config.spec import DEGREES, RunSpec
+from hpcbench.config.spec import DEFAULTS, DEGREES, RunSpec
 from hpcbench.config.sweep import NESTED
 from hpcbench.errors import ConfigError
 
@@ -102,14 +102,7 @@ def _fitting(parameter: Parameter, value: Any, where: str | None) -> Any:
 
 
 _TYPES = {one.name: one.type for one in msgspec.structs.fields(RunSpec)}
-_DEFAULTS = {
-    one.name: one.default if one.default is not msgspec.NODEFAULT else one.default_factory()
-    for one in msgspec.structs.fields(RunSpec)
-    if not one.required
-}
-
-
-_OPEN = {**_DEFAULTS, **dict.fromkeys(DEGREES)}
+_OPEN = {**DEFAULTS, **dict.fromkeys(DEGREES)}
 
 
 def excluded_by(sweep: Sweep, point: Mapping[str, Any]) -> str | None:

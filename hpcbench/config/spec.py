@@ -116,12 +116,17 @@ _NOT_CONFIGURATION = _NOT_IDENTITY | {"repeat", "seed", "verify"}
 def as_dict(spec: RunSpec) -> dict[str, Any]:
     """``spec`` as plain data, without what stands at its default, with its version."""
     # msgspec leaves out what is the default itself, not what equals it, as a word that was read from a file does.
-    values = {name: value for name, value in msgspec.to_builtins(spec).items() if value != _DEFAULTS.get(name, _NONE)}
+    values = {name: value for name, value in msgspec.to_builtins(spec).items() if value != DEFAULTS.get(name, _NONE)}
     return {"spec_version": SPEC_VERSION, **values}
 
 
 _NONE = object()
-_DEFAULTS = {one.name: one.default for one in msgspec.structs.fields(RunSpec) if one.default is not msgspec.NODEFAULT}
+DEFAULTS = {
+    one.name: one.default if one.default is not msgspec.NODEFAULT else one.default_factory()
+    for one in msgspec.structs.fields(RunSpec)
+    if not one.required
+}
+"""Of every parameter that has one. Nobody may change them in place."""
 
 
 def run_id(spec: RunSpec) -> str:

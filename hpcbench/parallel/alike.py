@@ -38,12 +38,12 @@ class Alike:
         self._known: dict[_Kind, list[_Entry]] = defaultdict(list)
         sums: dict[_Kind, list[float]] = defaultdict(lambda: [0.0, 0.0])
         for sample in compute.samples:
-            kernel, base = sample.kernel, self.roofline_s(sample.kernel)
-            entry = (_features(kernel), log(max(sample.seconds, 1e-9) / base))
+            kernel, base, seconds = sample.kernel, self.roofline_s(sample.kernel), max(sample.seconds, 1e-9)
+            entry = (_features(kernel), log(seconds / base))
             kind = (kernel.kind, kernel.direction, kernel.precision)
             self._known[kind].append(entry)
             self._known[_UNKNOWN, kernel.direction, kernel.precision].append(entry)
-            sums[kind] = [sums[kind][0] + sample.seconds, sums[kind][1] + base]
+            sums[kind] = [sums[kind][0] + seconds, sums[kind][1] + base]
         for entries in self._known.values():
             entries.sort()
         self._typical = {kind: log(seconds / base) for kind, (seconds, base) in sums.items()}

@@ -192,8 +192,10 @@ def _time(seconds: float | None) -> str:
 
 
 def validation_json(cases: Sequence[Case], scores: Sequence[Score], notes: Sequence[str]) -> dict[str, Any]:
-    """``{"scores", "cases", "notes"}``: everything, so that it can be checked line by line."""
+    """``{"scores", "choices", "cases", "notes"}``: everything, so that it can be checked line by line."""
+    chosen = choices_view(cases)
     return {
+        "choices": [dict(zip((one.name for one in chosen.columns), row, strict=True)) for row in chosen.raw],
         "scores": [msgspec.to_builtins(one) for one in scores],
         "cases": [case_json(one) for one in cases],
         "notes": list(notes),

@@ -9,8 +9,9 @@ import pytest
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.cases import Case, Measured, Said, bootstrap
-from hpcbench.oracle.ranking import kendall_tau
+from hpcbench.oracle.ranking import choices, kendall_tau
 from hpcbench.oracle.score import accuracy, score
+from hpcbench.report.validation_view import choices_view
 
 NAME = "we"
 
@@ -91,6 +92,31 @@ def test_parts_are_scored_where_both_are_there() -> None:
     assert (parts["exposed_comm_s"].mean, parts["exposed_comm_s"].abs_log) == (0.0, None)
     assert (parts["compute_s"].count, parts["compute_s"].mean) == pytest.approx((2, 0.75))
     assert (parts["comm_s"].count, parts["comm_s"].signed) == pytest.approx((1, -0.25))
+
+
+def test_what_a_predictor_would_have_chosen() -> None:
+    cases = [
+        case("ddp", (1.0,), says(0.5)), case("zero1", (2.0,), says(0.4)), case("gpipe", (), says(0.1), status="failed"),
+        case("ddp", (1.0,), says(1.0), model="vgg11"), case("zero1", (2.0,), says(0.5), model="vgg11"),
+        case("ddp", (1.0,), says(1.0), model="alone"),
+        case("ddp", (3.0,), model="untold"), case("zero1", (1.0,), model="untold"),
+        case("ddp", (1.0,), says(2.0), model="full"), case("zero1", (2.0,), says(1.0, fits=False), model="full"),
+        case("fsdp", (3.0,), says(3.0), model="full"),
+    ]  # fmt: skip
+    found = [
+        (one.best.measured.spec.strategy, one.chosen and one.chosen.measured.spec.strategy, one.regret)
+        for one in choices(cases, NAME)
+    ]
+    assert found == [
+        ("ddp", "gpipe", None), ("ddp", "zero1", 1.0), ("zero1", None, None), ("ddp", "ddp", 0.0),
+    ]  # fmt: skip
+    view = choices_view(cases, (NAME,))
+    assert [row[-2:] for row in view.cells] == [
+        ["ddp", "gpipe ?"],
+        ["ddp", "zero1 +100%"],
+        ["zero1", ""],
+        ["ddp", "ddp"],
+    ]
 
 
 @pytest.mark.parametrize(

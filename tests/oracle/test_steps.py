@@ -14,8 +14,12 @@ from hpcbench.oracle.nominal import nominal_machine
 from hpcbench.oracle.placement import group_of
 from hpcbench.oracle.predict import predict
 from hpcbench.oracle.step import StepTime
+from hpcbench.oracle.steps.replicas import sent_when_ready
+from hpcbench.oracle.streams import Call
 from hpcbench.parallel.catalog import resolve_cost
+from hpcbench.parallel.gradients import first_rows
 from hpcbench.parallel.layers import LayerTable, read_table
+from hpcbench.parallel.traffic import Traffic
 
 REPLICAS = ("ddp", "zero1", "fsdp", "fairscale_oss", "fairscale_sddp", "fairscale_fsdp", "horovod")
 PROFILE, _ = load_cluster("slurmbox")
@@ -80,6 +84,17 @@ def test_gloo_has_two_calls_of_different_owners_under_way(strategy: str) -> None
     spec = spec_of(strategy, 4)
     priced = all_calls_s(spec, Clock(nominal_machine(PROFILE), spec))
     assert priced / 2 < step(spec).comm_s < 0.8 * priced
+
+
+def test_owners_take_turns_on_gloos_threads_whichever_row_made_their_gradients() -> None:
+    clock = Clock(nominal_machine(PROFILE), spec_of("fairscale_sddp", 4))
+    made_at = first_rows(TABLE)
+    places = [made_at.index(row) for row in sorted(set(made_at), reverse=True)[:4]]
+    group = group_of(clock.spec, "dp")
+    buckets = [([place], [Traffic(operation="reduce", group_size=4, payload_bytes=2**20)]) for place in places]
+    after = sent_when_ready(clock, TABLE, buckets, group, one_an_owner=True)
+    sent = [call for row in range(len(TABLE.layers) - 1, -1, -1) for call in after(row)]
+    assert [call.lane for call in sent if isinstance(call, Call)] == ["0", "1", "0", "1"]
 
 
 def all_calls_s(spec: RunSpec, clock: Clock) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.clock import Clock
@@ -73,7 +74,9 @@ def sent_when_ready(
         for call in calls:
             due.setdefault(row, []).extend(later(one, "bucket") for one in clock.calls(call, group))
     if one_an_owner:
-        due = {row: list(_side_by_side(clock, calls)) for row, calls in due.items()}
+        # Rows come in the order in which they run backwards.
+        sent = _side_by_side(clock, chain.from_iterable(list(due.values())))
+        due = {row: list(islice(sent, len(calls))) for row, calls in due.items()}
     return lambda number: due.get(number, ())
 
 
