@@ -13,7 +13,7 @@ from tests.slurm.box.options import MIB
 CLUSTER = "oraclebox"
 NODES, CORES = 8, 0.22
 """Together 1.76 cores: the rest of two is the daemons'."""
-MEMORY = 2300 * MIB
+MEMORY = 2500 * MIB
 
 _PROFILE = """\
 name = "{name}"
@@ -22,10 +22,12 @@ description = "the box, {nodes} nodes of {cores} cores, links of {rate} Mbit/s"
 
 [partitions.normal]
 max_nodes = {nodes}
-# All nodes share two cores.
-max_running_jobs = {jobs}
+{limit}
 
 [node]
+memory_bytes = {memory}
+
+[request]
 memory_bytes = {memory}
 
 [links.inter_node]
@@ -42,16 +44,18 @@ class Testbed:
         self.work.mkdir(parents=True, exist_ok=True)
         self.results = self.work / "results"
 
-    def at(self, rate_mbit: int, jobs: int) -> None:
-        """Have the box with links of that rate, and the profile that says so and has ``jobs`` jobs run at once."""
+    def at(self, rate_mbit: int, jobs: int | None = None) -> None:
+        """Have the box with links of that rate, and the profile that says so and has at most ``jobs`` run at once."""
         Box().up(Options(nodes=NODES, gpus=0, cpus=CORES, mem=MEMORY, link=rate_mbit * 10**6))
         self.describe(rate_mbit, jobs)
 
-    def describe(self, rate_mbit: int, jobs: int) -> None:
+    def describe(self, rate_mbit: int, jobs: int | None = None) -> None:
         """Write the profile alone."""
         folder = self.work / "clusters"
         folder.mkdir(parents=True, exist_ok=True)
-        text = _PROFILE.format(name=CLUSTER, nodes=NODES, cores=CORES, rate=rate_mbit, memory=MEMORY, jobs=jobs)
+        # All nodes share two cores.
+        limit = "" if jobs is None else f"max_running_jobs = {jobs}"
+        text = _PROFILE.format(name=CLUSTER, nodes=NODES, cores=CORES, rate=rate_mbit, memory=MEMORY, limit=limit)
         (folder / f"{CLUSTER}.toml").write_text(text)
 
     def hpcbench(self, *arguments: str) -> int:

@@ -21,13 +21,13 @@ from benchmarks.rerun import check, pages
 from benchmarks.testbed import CLUSTER, Testbed
 from hpcbench.results.store import ResultsTree
 
-RATE_MBIT, JOBS = 1000, 4
+RATE_MBIT = 1000
 _LOOK_S = 5.0
 
 
 def run(bed: Testbed, sweep: str, interrupted: bool) -> None:
     """The sweep, to its end."""
-    bed.at(RATE_MBIT, JOBS)
+    bed.at(RATE_MBIT)
     path = str(check.SWEEPS / f"{sweep}.toml")
     begin = time.monotonic()
     if interrupted and _stopped_half_way(bed, sweep, path):
@@ -63,7 +63,7 @@ def main() -> int:
     if given.part == "all":
         run(bed, sweep, not given.no_interruption)
     else:
-        bed.describe(RATE_MBIT, JOBS)
+        bed.describe(RATE_MBIT)
     if given.part in ("all", "pages"):
         pages.write(bed, sweep)
     return check.show(bed, sweep)
