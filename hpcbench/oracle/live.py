@@ -93,11 +93,11 @@ def held_at_peak(
     made = [0] * (len(table.layers) + 1)
     for size, row in zip(kept.gradients, kept.made_at, strict=True):
         made[row] += size
-    moments, gradients = [], made.pop()
+    moments, gradients, added = [], made.pop(), _added(table, kept)
     for number in range(len(made) - 1, -1, -1):
         gradients += made[number]
         copies = underway[number] if underway else 0
-        moments.append((saved[number], gradients, optimizer, kept.communication + copies))
+        moments.append((saved[number], gradients + added[number], optimizer, kept.communication + copies))
     temporaries = max(kept.owned, default=0) * _TEMPORARIES.get(spec.optimizer, 0)
     moments.append((0, sum(kept.gradients), optimizer + temporaries, kept.communication))
     activations, gradients, optimizer, communication = max(moments, key=sum)
@@ -109,6 +109,15 @@ def held_at_peak(
         buffers_bytes=sum(buffer_bytes(spec, table)) if buffers is None else buffers,
         communication_bytes=communication,
     )
+
+
+def _added(table: LayerTable, kept: Kept) -> list[int]:
+    """While each row runs backwards: its new gradients, where they are then added to what is there from the start."""
+    found = [0] * len(table.layers)
+    for size, made_at, row in zip(kept.gradients, kept.made_at, first_rows(table), strict=True):
+        if made_at == len(table.layers):
+            found[row] += size
+    return found
 
 
 def saved_bytes(spec: RunSpec, table: LayerTable, rows: Sequence[Row]) -> list[int]:

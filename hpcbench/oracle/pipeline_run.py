@@ -158,6 +158,15 @@ class PipelineRun:
             return 0
         return max(self._activation_bytes(chunk, max(self.sizes)) for chunk in self.chunks)
 
+    def added_bytes(self) -> int:
+        """Of a tensor's gradients that are added to those of the micro-batches before, what the activations that the
+        first micro-batch has given back by then do not make up for.
+        """
+        if len(self.sizes) == 1:
+            return 0
+        largest = ((max(self.own_tensors(chunk), default=0), self._kept_bytes(chunk, 0)) for chunk in self.chunks)
+        return max(max(0, fresh - kept) for fresh, kept in largest)
+
     def waiting_bytes(self) -> int:
         """Receives that stand ready: activations from before, gradients from behind."""
         ready = min(_PREFETCH, len(self.sizes)) * max(self.sizes)

@@ -6,18 +6,23 @@ In a world that is not there, where all that a rank takes and gives back happens
 from __future__ import annotations
 
 import gc
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.catalog import resolve_cost, resolve_runtime
+from hpcbench.parallel.layers import LayerRequest
 from hpcbench.parallel.mesh import Mesh
 from hpcbench.worker.blocks import arranged
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.layers import layer_table
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.ddp import Ddp
 from tests.distributed.cases import CPU
@@ -29,6 +34,8 @@ pytestmark = pytest.mark.distributed
 STEPS = 3
 """The first ones make buckets and the optimizer's state."""
 LARGE = {"batch_size": 128}
+ROOT = str(Path(__file__).resolve().parents[2])
+"""Where the model below is, as a user's would be."""
 
 
 def peak_bytes(spec: RunSpec, rank: int) -> int:
@@ -39,7 +46,7 @@ def peak_bytes(spec: RunSpec, rank: int) -> int:
         feed.batch(0, Mesh.of(spec).coordinates(rank).dp)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             strategy = resolve_runtime(spec.strategy)()
-            strategy.setup(arranged(build_model(spec), spec), spec, place)
+            strategy.setup(arranged(build_model(spec, ROOT), spec), spec, place)
             if isinstance(strategy, Ddp):
                 strategy.runner.register_comm_hook(dist.group.WORLD, at_once)
             for step in range(STEPS):
@@ -99,6 +106,31 @@ def shared(key: str, tp: int, model: str, dataset: str = "digits", dp: int = 1, 
     return RunSpec(
         model=model, dataset=dataset, strategy=key, tasks_per_node=tp * dp, tp_degree=tp, dp_degree=dp, **more
     )  # fmt: skip
+
+
+def headed(in_shape: tuple[int, ...], outputs: int) -> nn.Sequential:
+    """Nearly all of its weights in one tensor, as VGG's first linear layer has them."""
+    return nn.Sequential(
+        nn.Sequential(nn.Flatten(), nn.Linear(prod(in_shape), 8192), nn.ReLU()), nn.Linear(8192, outputs)
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "ranks", "more"),
+    [
+        ("single", 1, {}),
+        ("single", 1, {"micro_batches": 4}),
+        ("ddp", 2, {"options": {"gradient_as_bucket_view": True}}),
+        ("ddp", 2, {"micro_batches": 2}),
+    ],
+)
+def test_a_gradient_is_whole_before_it_is_added(key: str, ranks: int, more: dict[str, Any]) -> None:
+    spec = spec_of(key, ranks, f"{__name__}:headed", optimizer="sgd", **more)
+    table = layer_table(LayerRequest(model=spec.model, dataset=spec.dataset, model_folder=ROOT))
+    found = resolve_cost(key).memory(spec, table, 0)
+    measured = peak_bytes(spec, 0)
+    print(f"{found.total_bytes / measured:.3f}", key, more, found)
+    assert found.total_bytes == pytest.approx(measured, rel=0.05)
 
 
 VOLUMES: dict[str, Any] = {"model": "cosmoflow", "dataset": "cosmoflow", "input_size": 16, "batch_size": 8}

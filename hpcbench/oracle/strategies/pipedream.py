@@ -52,7 +52,7 @@ class PipedreamCost:
         early = max(run.sizes) * run.boundary_bytes(run.place - 1) if run.place else 0
         return msgspec.structs.replace(
             plain,
-            gradients_bytes=plain.gradients_bytes * (2 if delay.double_buffered and m > 1 else 1),
+            gradients_bytes=plain.parameters_bytes * (2 if delay.double_buffered and m > 1 else 1),
             activations_bytes=run.alive_bytes(actions) + run.recomputed_bytes(),
             communication_bytes=run.waiting_bytes() + early,
             stashed_bytes=(delay.held(run.place) - 1) * plain.parameters_bytes,

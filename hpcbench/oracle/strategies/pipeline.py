@@ -51,7 +51,7 @@ class PipelineCost:
         copies = {"sgd": 1 if spec.momentum else 0}.get(spec.optimizer, 2)
         return Memory(
             parameters_bytes=parameters,
-            gradients_bytes=parameters,
+            gradients_bytes=parameters + run.added_bytes(),
             optimizer_bytes=copies * parameters,
             activations_bytes=run.alive_bytes(run.actions) + run.recomputed_bytes(),
             buffers_bytes=run.buffer_bytes(),
