@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -19,6 +19,8 @@ _PACK = 8
 _DATA = ("ddp", "zero1", "fsdp", "fairscale_oss", "fairscale_sddp", "fairscale_fsdp", "horovod")
 _PIPELINES = ("model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream")
 _CHANNELS = ("filter", "channel", "spatial")
+_ON_CPUS: dict[str, dict[str, Any]] = {"horovod": {"options": {"cycle_time_ms": 10}}}
+"""Negotiating every millisecond, as it does by itself, takes a rank without a spare core more than its computation."""
 
 
 class Workload(NamedTuple):
@@ -48,9 +50,9 @@ class Workloads(NamedTuple):
     convolutional: Workload
 
 
-_VIT, _VGG = Workload("vit", "cifar10", 8), Workload("vgg11", "cifar10", 4)
-_IMAGES = (Workload("resnet18", "cifar10", 4), Workload("mobilenetv2", "cifar10", 4))
-_VOLUMES = Workload("cosmoflow", "cosmoflow", 2, input_size=16)
+_VIT, _VGG = Workload("vit", "cifar10", 32), Workload("vgg11", "cifar10", 16)
+_IMAGES = (Workload("resnet18", "cifar10", 8), Workload("mobilenetv2", "cifar10", 8))
+_VOLUMES = Workload("cosmoflow", "cosmoflow", 8, input_size=16)
 _VIT_B16, _VGG_LARGE = Workload("vit_b16", "imagenet", 32), Workload("vgg11", "imagenet", 32)
 _IMAGES_LARGE = (Workload("resnet18", "imagenet", 64), Workload("mobilenetv2", "imagenet", 64))
 _VOLUMES_LARGE = Workload("cosmoflow", "cosmoflow", 4, input_size=64)
@@ -106,13 +108,13 @@ def sweep_text(
     ``budget_s`` is what the measurements of one run take.
     """
     size, workloads = size_of(profile, partition, local_cores), WORKLOADS[profile.device]
-    fixed: dict[str, Any] = {"warmup_steps": 3, "steps": 20, "profile_steps": 0, "learning_rate": 0.001,
+    fixed: dict[str, Any] = {"warmup_steps": 2, "steps": 8, "profile_steps": 0, "learning_rate": 0.001,
                              "seed": _SEEDS_A_ROUND * number, "time_limit_min": 10}  # fmt: skip
     if partition is not None:
         fixed["partition"] = partition
     points = [
         *_probes(size, workloads, fixed["seed"], budget_s),
-        *_trainings(strategy_worlds(size, profile.device), workloads),
+        *_trainings(strategy_worlds(size, profile.device), workloads, _ON_CPUS if profile.device == "cpu" else {}),
         *_one_process(size, workloads.transformer),
     ]
     lines = [
@@ -159,12 +161,14 @@ def strategy_worlds(size: Size, device: str) -> list[World]:
     return worlds
 
 
-def _trainings(worlds: Sequence[World], workloads: Workloads) -> Iterator[dict[str, Any]]:
+def _trainings(
+    worlds: Sequence[World], workloads: Workloads, more: Mapping[str, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
     """Every strategy in every world; a larger world with a larger batch, so that what a library takes by the step is
     told from what it takes of the computation. A pipeline's micro-batch is as large as the others' batch."""
     for number, world in enumerate(worlds):
         for key in (*_DATA, "tensor"):
-            yield {"strategy": key, **workloads.transformer.keys(number + 1), **world.keys()}
+            yield {"strategy": key, **workloads.transformer.keys(number + 1), **world.keys(), **more.get(key, {})}
         for key in _PIPELINES:
             yield {"strategy": key, **world.keys(), **_micro_batches(workloads.transformer, number + 1, key)}
         for key in _CHANNELS:
