@@ -38,9 +38,9 @@ class MeanHead(nn.Module):
 
 
 def transformer(in_shape: tuple[int, ...], outputs: int) -> nn.Sequential:
-    """6 layers, 96 wide, 4 heads, patches of 4x4."""
-    blocks = [TransformerBlock(96, 4, causal=False, dropout=0.0, epsilon=1e-6) for _ in range(6)]
-    return nn.Sequential(Patches(in_shape[0], in_shape[-1], 96, 4), *blocks, MeanHead(96, outputs))
+    """6 layers, 192 wide, 4 heads, patches of 4x4."""
+    blocks = [TransformerBlock(192, 4, causal=False, dropout=0.0, epsilon=1e-6) for _ in range(6)]
+    return nn.Sequential(Patches(in_shape[0], in_shape[-1], 192, 4), *blocks, MeanHead(192, outputs))
 
 
 def _stage(wide_in: int, wide_out: int) -> nn.Sequential:
@@ -49,7 +49,7 @@ def _stage(wide_in: int, wide_out: int) -> nn.Sequential:
 
 def fat(in_shape: tuple[int, ...], outputs: int) -> nn.Sequential:
     """Four convolutions and, as VGG's, a first linear layer that holds most of the weights."""
-    widths = (in_shape[0], 20, 40, 56)
+    widths = (in_shape[0], 40, 80, 112)
     stages = [_stage(before, after) for before, after in pairwise(widths)]
     features = widths[-1] * prod(extent // 8 for extent in in_shape[1:])
     head = nn.Sequential(nn.Flatten(), nn.Linear(features, 1536), nn.ReLU(), nn.Linear(1536, outputs))
@@ -76,18 +76,18 @@ class Residual(nn.Module):
 
 def residual(in_shape: tuple[int, ...], outputs: int) -> nn.Sequential:
     """A small ResNet of three stages."""
-    blocks: list[nn.Module] = [nn.Sequential(nn.Conv2d(in_shape[0], 24, 3, padding=1, bias=False), nn.BatchNorm2d(24))]
-    for before, width in ((24, 24), (24, 48), (48, 96)):
+    blocks: list[nn.Module] = [nn.Sequential(nn.Conv2d(in_shape[0], 40, 3, padding=1, bias=False), nn.BatchNorm2d(40))]
+    for before, width in ((40, 40), (40, 80), (80, 160)):
         if before != width:
             blocks.append(nn.Sequential(nn.Conv2d(before, width, 2, 2, bias=False), nn.BatchNorm2d(width), nn.ReLU()))
         blocks += [Residual(width), Residual(width)]
-    blocks.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, outputs)))
+    blocks.append(nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(160, outputs)))
     return nn.Sequential(*blocks)
 
 
 def volumes(in_shape: tuple[int, ...], outputs: int) -> nn.Sequential:
     """Four 3-D convolutions, the first three followed by a pool."""
-    widths = (in_shape[0], 24, 40, 64, 96)
+    widths = (in_shape[0], 40, 72, 112, 160)
     blocks: list[nn.Module] = []
     for number, (before, after) in enumerate(pairwise(widths)):
         layers: list[nn.Module] = [nn.Conv3d(before, after, 3, padding=1), nn.LeakyReLU(0.3)]
