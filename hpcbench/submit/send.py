@@ -12,7 +12,7 @@ from hpcbench.submit import scheduler
 from hpcbench.submit.answers import Answer
 from hpcbench.submit.executor import SbatchError, check_parameters
 from hpcbench.submit.journal import Chunk, Journal, dropped_runs, read_journal
-from hpcbench.submit.lanes import count_arrays, lane_widths, next_lane
+from hpcbench.submit.lanes import cut, lane_widths, next_lane
 from hpcbench.submit.lock import LockHeldError, exclusive
 from hpcbench.submit.offer import Desk, Tell
 from hpcbench.submit.submission_record import Array, Submission
@@ -104,7 +104,7 @@ class _Sender:
         if max(count for ranges in todo.values() for _, count in ranges) > 1:
             self._largest = self._desk.ask(lambda: scheduler.max_array_size(self._profile), self._tell)
         if self._record.max_running_jobs is not None:
-            arrays = count_arrays((array.jobs for array in self._record.arrays), self._largest)
+            arrays = cut((array.jobs for array in self._record.arrays), self._largest)
             self._widths = lane_widths(self._record.max_running_jobs, arrays)
             self._take_up_lanes([chunk for chunk in chunks if chunk.job_id is not None])
         limit = self._limit()

@@ -115,7 +115,7 @@ def test_a_profile_may_say_how_many_jobs_are_taken(
     ("cap", "arrays", "dependencies"),
     [
         (100, ["0-3", "0-3", "0-1"], [None, None, None]),
-        (9, ["0-3%3", "0-3%3", "0-1"], [None, None, None]),
+        (9, ["0-3", "0-3%3", "0-1"], [None, None, None]),
         (4, ["0-3%2", "0-3%1", "0-1%1"], [None, None, None]),
         (2, ["0-3%1", "0-3%1", "0-1%1"], [None, None, "afterany:4711"]),
     ],
