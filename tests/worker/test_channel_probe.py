@@ -101,6 +101,29 @@ def test_models_that_cannot_be_split_at_all() -> None:
         divided(nn.Sequential(nn.ReLU()))
 
 
+class Mixed(nn.Module):
+    """Linear layers across places, as a perceptron of patches has them: the second dimension holds no channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.across, self.own = nn.Linear(36, 36), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.across(x.flatten(2)).transpose(1, 2)).transpose(1, 2).reshape(x.shape)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("form", ["sharded", "gathered"])
+def test_linear_layers_of_several_dims(form: str) -> None:
+    with pytest.raises(WorkerError, match="across, a linear layer, is given 3 dims") as caught:
+        divided(around(Mixed()), form=form)
+    assert (caught.value.status, caught.value.hint) == ("unsupported", "use ddp or fsdp")
+
+
+def test_a_last_linear_layer_of_several_dims() -> None:
+    with pytest.raises(WorkerError, match="1, a linear layer, is given 4 dims"):
+        divided(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Linear(8, 4)))
+
+
 def test_too_many_ranks() -> None:
     with pytest.raises(WorkerError, match="filter over 6 ranks") as caught:
         divided(around(nn.ReLU()), ranks=6)

@@ -59,7 +59,7 @@ def _replace(model: nn.Module, old: nn.Module, part: nn.Module) -> None:
 
 
 def _refuse(model: nn.Module, found: Probed, layers: dict[str, Layer], scheme: Scheme, degree: int) -> None:
-    problems = list(found.problems) if scheme.form == "sharded" else []
+    problems = [*found.refused, *(found.problems if scheme.form == "sharded" else ())]
     users = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
     if any(count > 1 for count in users.values()):
         problems.append("layers share a weight")
@@ -75,7 +75,7 @@ def _refuse(model: nn.Module, found: Probed, layers: dict[str, Layer], scheme: S
             f"{scheme.strategy} in its {scheme.form} form cannot split this model: {'; '.join(problems[:3])}",
             status="unsupported",
             hint="use ddp or fsdp"
-            if scheme.form == "gathered"
+            if scheme.form == "gathered" or found.refused
             else 'try options.form = "gathered", or use ddp or fsdp',
         )
     if not fits(list(layers.values()), scheme, degree):

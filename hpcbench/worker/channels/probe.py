@@ -46,6 +46,8 @@ class Probed(NamedTuple):
 
     calls: list[Call]
     problems: list[str]
+    refused: list[str]
+    """What no split is made for, whole activations or not."""
 
     def layers(self) -> dict[str, Layer]:
         """The layers by name, in the order of their calls."""
@@ -87,13 +89,15 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[Call] = []
         self._problems: list[tuple[int, str]] = []
+        self._refused: list[str] = []
         self._inside = 0
         self._kept: list[Any] = []
 
     def found(self) -> Probed:
         """Problems behind the last layer are none: what it gives is whole."""
         last = sum(isinstance(call.module, LAYERS) for call in self._calls)
-        return Probed(self._calls, list(dict.fromkeys(text for layers, text in self._problems if layers < last)))
+        problems = dict.fromkeys(text for layers, text in self._problems if layers < last)
+        return Probed(self._calls, list(problems), list(dict.fromkeys(self._refused)))
 
     def hooks(self, name: str, module: nn.Module) -> list[Any]:
         """Hooks for a module that is known as a whole."""
@@ -108,10 +112,12 @@ class _Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             channels = _channels(args[0])
             self._inside += 1
-            features = args[0].shape[1] // channels if channels else 1
-            self._calls.append(Call(name, module, channels, features))
+            features, left = divmod(args[0].shape[1], channels) if channels else (1, 0)
+            self._calls.append(Call(name, module, channels, max(features, 1)))
+            if left:
+                self._problem(f"{name} is given {channels} channels in {args[0].shape[1]} entries")
             if isinstance(module, nn.Linear) and args[0].dim() != 2:
-                self._problem(f"{name}, a linear layer, is given {args[0].dim()} dims")
+                self._refused.append(f"{name}, a linear layer, is given {args[0].dim()} dims")
             if isinstance(module, CONVOLUTIONS) and features != 1:
                 self._problem(f"{name}, a convolution, is given several entries a channel")
 
