@@ -65,7 +65,7 @@ def test_every_family_is_in_the_sample() -> None:
     from hpcbench.parallel.catalog import models
 
     families = {entry.builder.partition(":")[0] for entry in models().values()}
-    assert {models()[model].builder.partition(":")[0] for model, _ in SAMPLE} == families
+    assert {models()[model].builder.partition(":")[0] for model, _ in SAMPLE} == families, "SAMPLE in this file"
 
 
 # Activation bytes of a batch of 3: what autograd keeps of real tensors is what the table says of fake ones.
