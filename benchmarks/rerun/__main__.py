@@ -59,6 +59,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path(".rerun"), help="(default: %(default)s)")
     parser.add_argument("--no-interruption", action="store_true")
     given = parser.parse_args()
+    # A shell's background jobs ignore Ctrl-C, and so would what they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     bed, sweep = Testbed(given.work), f"{given.paper}-small"
     if given.part == "all":
         run(bed, sweep, not given.no_interruption)
