@@ -100,7 +100,8 @@ def predictions_view(found: Sequence[Predicted], title: str) -> View:
     """A row a configuration."""
     rows = [Row("", config_id(one.spec), one.spec, "planned") for one in found]
     varying, shared = split_parameters([one.spec for one in found])
-    keys = identity_columns(rows, varying)
+    followed = _followed(rows, varying)
+    keys = identity_columns(rows, [name for name in varying if name not in followed])
     columns = [
         *(Column(one.heading, one.heading, is_key=True, is_number=one.is_number) for one in keys),
         *(Column(name, heading, is_number=name != "bound_by") for name, heading in _HEADINGS.items()),
@@ -113,8 +114,24 @@ def predictions_view(found: Sequence[Predicted], title: str) -> View:
         view.raw.append([*named, *raw])
         view.cells.append([*named, *cells])
     view.notes = [*([f"all runs: {shared}"] if shared else []), *_notes(found, limits)]
+    if followed:
+        view.notes.insert(0, f"{', '.join(followed)}: differ, but not between rows that are alike otherwise")
     view.warnings = _unpriced(found)
     return view
+
+
+_TRAINING = ("weight_decay", "momentum", "learning_rate", "optimizer", "options")
+
+
+def _followed(rows: list[Row], varying: list[str]) -> list[str]:
+    """Of what a prediction hardly depends on, that without which the rows are told from each other all the same."""
+    left = list(varying)
+    for name in _TRAINING:
+        others = [one for one in left if one != name]
+        cells = {tuple(column.cell(row) for column in identity_columns(rows, others)) for row in rows}
+        if name in left and len(cells) == len(rows):
+            left = others
+    return [name for name in varying if name not in left]
 
 
 _HEADINGS = {

@@ -59,6 +59,20 @@ def test_a_table_of_predictions() -> None:
     ]
 
 
+def test_columns_that_a_prediction_does_not_depend_on_are_left_out() -> None:
+    def headings(*specs: RunSpec) -> list[str]:
+        shown = predictions_view([Predicted(one, [str(n)], told(1.0)) for n, one in enumerate(specs)], "t")
+        notes = [note for note in shown.notes if "alike otherwise" in note]
+        return [*(column.heading for column in shown.columns if column.is_key), *notes]
+
+    sizes = [spec("ddp", 2, dp_degree=2, learning_rate=rate, micro_batches=many) for rate, many in ((0.1, 1), (0.2, 2))]
+    followed = "learning_rate: differ, but not between rows that are alike otherwise"
+    assert headings(*sizes) == ["strategy", "ranks", "micro-batches", followed]
+    rates = [spec("single", learning_rate=rate, momentum=0.9 * (rate > 0.1)) for rate in (0.1, 0.2)]
+    assert headings(*rates)[2:3] == ["lr"]
+    assert len(headings(*sizes, *rates)) == 5
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(1.5, "1.50 [0.75 3.0] s"), (0.012, "12.0 [6.0 24] ms"), (90.0, "1m30s [45.0 s 3m00s]"), (4e-6, "4.00 [2.0 8.0] µs")],
