@@ -47,9 +47,9 @@ horovod: $(VENV)/.horovod ## build Horovod for .venv's torch, or take it from th
 horovod-if-possible: $(VENV)/.dev
 	@$(MAKE) --no-print-directory $(VENV)/.horovod || echo "Horovod is left out: its tests are skipped, or fail where HPCBENCH_REQUIRE names it"
 
-UNIT := $(BIN)/pytest -m "not distributed and not slurm and not soak and not faults" --ignore=tests/docs
-DISTRIBUTED := $(BIN)/pytest -m "distributed and not slurm and not soak and not faults" --ignore=tests/docs
-SLURM := $(BIN)/pytest -m "slurm and not soak" --ignore=tests/docs -rs
+UNIT := $(BIN)/pytest --durations 10 -m "not distributed and not slurm and not soak and not faults" --ignore=tests/docs
+DISTRIBUTED := $(BIN)/pytest --durations 40 -m "distributed and not slurm and not soak and not faults" --ignore=tests/docs
+SLURM := $(BIN)/pytest --durations 40 -m "slurm and not soak" --ignore=tests/docs -rs
 DOCS := $(BIN)/pytest -m "not slurm and not soak" tests/docs
 
 # The SLURM box waits for its scheduler most of the time, so the other tests run beside it.

@@ -22,7 +22,17 @@ SECTIONS = {
     "Use": ["sweeps", "life", "data", "results", "plots", "report", "cli"],
     "Choose": ["strategies", "pipelines", "pipedream", "partition", "horovod", "models", "layers", "catalog"],
     "Predict": ["oracle", "oracle-figures", "calibration", "rehearsal", "formulas"],
-    "Trust": ["numbers", "measurement", "verification", "warnings", "provenance", "figures", "megatron", "peers"],
+    "Trust": [
+        "numbers",
+        "measurement",
+        "verification",
+        "warnings",
+        "provenance",
+        "figures",
+        "reruns",
+        "megatron",
+        "peers",
+    ],
     "Extend": ["add-a-cluster", "add-a-strategy", "add-a-model", "templates", "contributing"],
     "Look up": ["schema-sweep", "schema-cluster", "schema-result", "results-tree", "changelog"],
 }
@@ -111,7 +121,8 @@ def stage(folder: Path) -> None:
     shutil.copytree(DOCS / "pictures", pages / "pictures")
     for picture in (pages / "pictures").glob("*.svg"):
         picture.write_text(_FONTS.sub("", picture.read_text(encoding="utf-8")), encoding="utf-8")
-    shutil.copytree(DOCS / "schemas", pages / "schemas")
+    for name in ("schemas", "reruns"):
+        shutil.copytree(DOCS / name, pages / name)
     for source, target in sources().items():
         place = pages / target
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -32,6 +32,8 @@ def run(bed: Testbed, sweep: str, interrupted: bool) -> None:
     begin = time.monotonic()
     if interrupted and _stopped_half_way(bed, sweep, path):
         print(f"interrupted after {(time.monotonic() - begin) / 60:.0f} min; submitted again", flush=True)
+        bed.hpcbench("run", path, "--cluster", CLUSTER)
+    # What was being cancelled while it was submitted again, and whatever else did not end by itself.
     bed.hpcbench("run", path, "--cluster", CLUSTER)
     print(f"{sweep}: {(time.monotonic() - begin) / 60:.0f} min in all", flush=True)
 
