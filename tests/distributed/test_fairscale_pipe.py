@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import re
+from concurrent.futures import ProcessPoolExecutor
+from math import prod
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from torch import nn
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.parallel.bounds import Check
-from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.parallel.catalog import resolve_cost, resolve_runtime
+from hpcbench.parallel.layers import LayerRequest
 from hpcbench.parallel.resolve import Dropped, Limits, resolve
 from hpcbench.worker.compare import compare
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.layers import layer_table
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import Place
 from hpcbench.worker.verify import train
 from tests.distributed.cases import CPU, EXACT, Case, make_case, run_reference, short_epoch
 
 POINT = {"model": "resnet18", "dataset": "digits", "strategy": "fairscale_pipe", "batch_size": 8, "micro_batches": 4}
+
+ROOT = str(Path(__file__).resolve().parents[2])
 
 
 @pytest.mark.parametrize(("recompute", "samples"), [("never", 7), ("except_last", 8), ("always", 8)])
@@ -37,6 +48,45 @@ def test_two_stages(recompute: str, samples: int) -> None:
         assert strategy.module.eval()(feed.batch(0, 0)[0]).shape == (samples, 10)
     found = compare(trained, run_reference(case), Check("as run", 1, EXACT))
     assert found.passed, found
+
+
+def headed(in_shape: tuple[int, ...], outputs: int) -> nn.Sequential:
+    """Nearly all of its weights in one tensor of 102 MB, as VGG's first linear layer has them."""
+    return nn.Sequential(nn.Sequential(nn.Flatten(), nn.Linear(prod(in_shape), 400_000)), nn.Linear(400_000, outputs))
+
+
+def resident(name: str) -> int:
+    return int(re.findall(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) * 1024
+
+
+def peak_bytes(spec: RunSpec) -> int:
+    """What three steps take beside the process as it was when the model had been built, and the model."""
+    torch.set_num_threads(1)
+    feed, strategy = make_feed(spec, CPU), resolve_runtime(spec.strategy)()
+    strategy.setup(build_model(spec, ROOT), spec, Place(0, 1, CPU))
+    weights = sum(one.nbytes for one in strategy.weights().values())
+    feed.batch(0, 0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    for step in range(3):
+        strategy.step(feed, step)
+    return int(resident("VmHWM") - before + weights)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_sums_of_gradients_are_made_anew(micro_batches: int) -> None:
+    """In a process of its own: the system counts the pages of all threads."""
+    spec = RunSpec(
+        model=f"{__name__}:headed", dataset="digits", strategy="fairscale_pipe", batch_size=8, devices_per_task=2,
+        pp_degree=2, micro_batches=micro_batches, momentum=0.9,
+    )  # fmt: skip
+    table = layer_table(LayerRequest(model=spec.model, dataset=spec.dataset, model_folder=ROOT))
+    memory = resolve_cost(spec.strategy).memory
+    promised = sum(memory(spec, table, device).total_bytes for device in range(2))
+    with ProcessPoolExecutor(1, get_context("spawn")) as alone:
+        measured = alone.submit(peak_bytes, spec).result()
+    print(promised / measured)
+    assert promised == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize(

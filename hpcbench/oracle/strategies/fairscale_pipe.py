@@ -25,8 +25,17 @@ class FairscalePipeCost:
 
     @classmethod
     def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> Memory:
-        """Of device number ``rank``, as of that rank of ``gpipe``; a cpu, being all of them, holds their sum."""
-        return PipelineCost.memory(_as_gpipe(spec, spec.pp_degree), table, rank)
+        """Of device number ``rank``, as of that rank of ``gpipe``; a cpu, being all of them, holds their sum.
+
+        All micro-batches are one graph, in which autograd sums a tensor's gradients before it hands them out: the sum
+        so far, what is added and the new sum.
+        """
+        gpipe = _as_gpipe(spec, spec.pp_degree)
+        found, run = PipelineCost.memory(gpipe, table, rank), PipelineRun(gpipe, table, rank)
+        if spec.micro_batches == 1:
+            return found
+        largest = max((size for chunk in run.chunks for size in run.own_tensors(chunk)), default=0)
+        return msgspec.structs.replace(found, gradients_bytes=found.gradients_bytes + largest)
 
     @classmethod
     def step(cls, spec: RunSpec, table: LayerTable, clock: Clock) -> StepTime:
