@@ -23,7 +23,7 @@ def write(bed: Testbed, sweep: str) -> None:
     one = ("--cluster", CLUSTER)
     bed.output("report", sweep, *one, "--predict", "--out", f"{HERE}/{sweep}.html")
     bed.output("table", sweep, *one, "--out", f"{HERE}/{sweep}.parquet")
-    bed.output("table", sweep, *one, "--layout", _LAYOUTS[sweep], "--out", f"{HERE}/{sweep}.md")
+    bed.output("table", sweep, *one, "--layout", _LAYOUTS[sweep], "--out", f"{HERE}/{sweep}-paper.md")
     for name, (metric, chosen) in _TABLES.items():
         by = ("--by", "model,dataset,devices", "--pivot", "strategy", "--metric", metric, *chosen)
         bed.output("table", sweep, *one, *by, "--out", f"{HERE}/{sweep}-{name}.md")
