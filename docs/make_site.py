@@ -130,7 +130,8 @@ def stage(folder: Path) -> None:
     (pages / "decisions" / "index.md").write_text(_decisions(pages), encoding="utf-8")
     (pages / "site.css").write_text(_STYLE, encoding="utf-8")
     (pages / "frame-worker.js").write_text(_FRAME_WORKER, encoding="utf-8")
-    nav = json.dumps([*navigation(pages), {"Decisions": sorted(_names(pages, "decisions/*.md"))}])
+    apart = {"Reruns": _names(pages, "reruns/*.md")}, {"Decisions": _names(pages, "decisions/*.md")}
+    nav = json.dumps([*navigation(pages), *apart])
     (folder / "zensical.toml").write_text(_CONFIGURATION.replace("{nav}", nav.replace(": ", " = ")), encoding="utf-8")
 
 
