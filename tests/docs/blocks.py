@@ -82,3 +82,9 @@ def blocks(page: Path) -> Iterator[Block]:
             name, first, fenced[1] if fenced else "", text + "\n", " ".join(excuse[1].split()) if excuse else ""
         )
         paragraph = ""
+
+
+def make_targets() -> set[str]:
+    """What ``make`` can be asked for."""
+    rules = re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return {name for names in rules for name in names.split()}

@@ -30,7 +30,7 @@ from hpcbench.parallel.check import check_names
 from hpcbench.results.store import ResultsTree
 from hpcbench.submit.plan import make_plan
 from hpcbench.submit.record import read_sweep, write_sweep
-from tests.docs.blocks import Block, blocks, pages
+from tests.docs.blocks import Block, blocks, make_targets, pages
 
 ROOT = Path(__file__).resolve().parents[2]
 ALL = [block for page in pages() for block in blocks(page)]
@@ -65,8 +65,7 @@ def is_run(command: str) -> bool:
 
 def is_accounted_for(block: Block, command: str) -> bool:
     """Whether a command is run here, by a test of its page's own, by CI itself, or is excused."""
-    rules = re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    targets = {name for names in rules for name in names.split()}
+    targets = make_targets()
     made = re.fullmatch(r"make ([a-z-]+)(?: +#.*)?", command)
     extras = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     installed = re.fullmatch(r"pip install '(?:\.|hpcbench)\[(\w+)\]'(?: +#.*)?", command)
