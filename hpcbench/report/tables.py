@@ -35,8 +35,9 @@ class Column(NamedTuple):
 
 
 _SHOWN_ALWAYS = ("strategy",)
-_NAMED_APART = {"nodes", "tasks_per_node", "devices_per_task", "repeat", "seed", "verify", "time_limit_min"}
-_DEGREES = {"dp_degree", "tp_degree", "sp_degree", "pp_degree", "spec_version"}
+_PLACES = ("devices_per_task", "dp_degree", "tp_degree", "sp_degree", "pp_degree")
+"""Told by the strategy's label and the ranks where people read, columns of their own for programs."""
+_NAMED_APART = {"nodes", "tasks_per_node", "repeat", "seed", "verify", "time_limit_min", "spec_version", *_PLACES}
 
 
 _FOLDED_WIDTH = 12
@@ -112,9 +113,11 @@ _FIGURES = [name for name in Row.__dataclass_fields__ if name not in {"spec", "w
 
 def data_view(rows: list[Row], title: str) -> View:
     """The table's figures for programs: every parameter that differs or is always told, and all figures in SI units."""
-    varying, _ = split_parameters([row.spec for row in rows if row.spec is not None])
+    specs = [row.spec for row in rows if row.spec is not None]
     always = ("model", "dataset", "strategy", "nodes", "tasks_per_node", "batch_size", "precision")
-    names = [*always, *(name for name in varying if name not in always)]
+    places = [name for name in _PLACES if len({getattr(spec, name) for spec in specs}) > 1]
+    varying = [name for name in split_parameters(specs)[0] if name not in always]
+    names = [*always, *places, *varying]
     heads = [Heading(name, name) for name in [*names, *_FIGURES, "warnings", "run_ids"]]
     raw = [
         [
@@ -134,7 +137,7 @@ def _plain(value: Any) -> Any:
 
 def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
     """Names of the parameters that differ between runs, and in words those that all of them share."""
-    names = [name for name in RunSpec.__struct_fields__ if name not in _DEGREES | _NAMED_APART]
+    names = [name for name in RunSpec.__struct_fields__ if name not in _NAMED_APART]
     values = {name: [getattr(spec, name) for spec in specs] for name in names}
     varying = [name for name in names if any(value != values[name][0] for value in values[name])]
     always = ("model", "dataset", "strategy", "batch_size", "precision")

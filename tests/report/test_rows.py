@@ -9,7 +9,7 @@ from rich.console import Console
 
 from hpcbench.config.spec import RunSpec, config_id, run_id
 from hpcbench.report.rows import make_rows
-from hpcbench.report.tables import ResultsTable
+from hpcbench.report.tables import ResultsTable, data_view
 from hpcbench.results.collect import Collected
 from hpcbench.results.columns import collected_frame
 from hpcbench.results.schema import Failure, Loss, Metrics, RunResult, Spread, Verification
@@ -199,3 +199,14 @@ def test_a_verified_launch_is_a_launch_of_the_same_row() -> None:
     assert "True" not in out.getvalue()
     assert [line.split()[-2:] for line in out.getvalue().splitlines() if line.startswith("single")] == [["yes", "ok"]]
     assert make_rows([plain])[0].verified is None
+
+
+def test_degrees_and_devices_of_a_task_tell_rows_apart_in_files() -> None:
+    places: tuple[dict[str, Any], ...] = ({"tp_degree": 4}, {"tp_degree": 2, "dp_degree": 2}, {"devices_per_task": 2})
+    view = data_view(make_rows([collected(strategy="filter", nodes=4, **one) for one in places]), "files")
+    names = [column.name for column in view.columns]
+    told = [dict(zip(names, row, strict=True)) for row in view.raw]
+    assert [(row["devices_per_task"], row["dp_degree"], row["tp_degree"]) for row in told] == [
+        (1, 1, 4), (1, 2, 2), (2, 1, 1),
+    ]  # fmt: skip
+    assert not {"sp_degree", "pp_degree"} & {*names}
