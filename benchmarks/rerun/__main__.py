@@ -32,8 +32,7 @@ def run(bed: Testbed, sweep: str, interrupted: bool) -> None:
     begin = time.monotonic()
     if interrupted and _stopped_half_way(bed, sweep, path):
         print(f"interrupted after {(time.monotonic() - begin) / 60:.0f} min; submitted again", flush=True)
-        bed.hpcbench("run", path, "--cluster", CLUSTER)
-    # What was being cancelled while it was submitted again, and whatever else did not end by itself.
+    # After no interruption it finds everything done.
     bed.hpcbench("run", path, "--cluster", CLUSTER)
     print(f"{sweep}: {(time.monotonic() - begin) / 60:.0f} min in all", flush=True)
 
@@ -48,7 +47,7 @@ def _stopped_half_way(bed: Testbed, sweep: str, path: str) -> bool:
         if sum(path.exists() for path in results) >= len(results) / 2:
             command.send_signal(signal.SIGINT)
             command.wait()
-            bed.hpcbench("cancel", sweep, "--cluster", CLUSTER)
+            bed.hpcbench("cancel", sweep, "--cluster", CLUSTER, "--wait")
             return True
     return False
 

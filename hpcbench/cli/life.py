@@ -98,15 +98,23 @@ def _print_log(cluster_tree: ClusterTree, path: Path) -> None:
 @click.option("--cluster", "cluster_name", metavar="NAME", help="Only on this cluster.")
 @click.option("--run", "prefix", metavar="RUN_ID", help="Only this run; its first digits are enough.")
 @click.option("--where", metavar="EXPR", help="Only runs for which the expression over their parameters holds.")
+@click.option("--wait", "waits", is_flag=True, help="Stay until they have ended.")
 @results_option
-def cancel(sweep: str, cluster_name: str | None, prefix: str | None, where: str | None, results: str | None) -> None:
-    """Stop the runs of SWEEP that are queued or running. They leave what they measured; submit runs them again."""
+def cancel(
+    sweep: str, cluster_name: str | None, prefix: str | None, where: str | None, waits: bool, results: str | None
+) -> None:
+    """Stop the runs of SWEEP that are queued or running. They leave what they measured; submit runs them again.
+
+    A run that is under way needs a moment to end, and until then submit takes it for one that goes on: wait for it.
+    """
     import time
 
     from hpcbench.config.load import load_cluster
     from hpcbench.report.select import select_sweeps
     from hpcbench.submit.cancel import cancel_runs
     from hpcbench.submit.state import run_states
+    from hpcbench.submit.wait import wait
+    from hpcbench.submit.watch import Watcher
 
     for cluster, record in select_sweeps(tree(results), (sweep,), cluster_name):
         profile, _ = load_cluster(cluster)
@@ -116,7 +124,11 @@ def cancel(sweep: str, cluster_name: str | None, prefix: str | None, where: str 
         if where is not None:
             states = _where(cluster_tree, states, where)
         cancelled = cancel_runs(cluster_tree, states, profile)
-        say(f"{record.sweep} on {cluster}: {len(cancelled)} runs told to stop")
+        running = sum(states[key].state == "running" for key in cancelled)
+        still = f", {running} of them under way: --wait stays until they have ended" if running and not waits else ""
+        say(f"{record.sweep} on {cluster}: {len(cancelled)} runs told to stop{still}")
+        if waits:
+            wait(Watcher(cluster_tree.root, profile, {record.sweep: cancelled}), profile, lambda _: None)
 
 
 def _where(cluster_tree: ClusterTree, states: dict[str, RunState], text: str) -> dict[str, RunState]:

@@ -92,9 +92,13 @@ def test_ctrl_c_in_run_leaves_the_runs_alone_and_cancel_stops_them(tree: Cluster
     ((folder, _),) = submissions_of(tree)
     assert queue_process(folder) is not None
     assert results(tree) == []
-    subprocess.run(hpcbench("cancel", "endless"), check=True, capture_output=True)
-    wait_for("the queue to end", lambda: queue_process(folder) is None)
+    subprocess.run(hpcbench("cancel", "endless", "--wait"), check=True, capture_output=True)
     assert [result["status"] for result in results(tree)] == ["cancelled"]
+    # Whoever has waited can submit at once: nothing is taken to be on its way any more.
+    told = subprocess.run(hpcbench("status", "endless", "--json"), capture_output=True, check=False)
+    (sweep,) = json.loads(told.stdout)["sweeps"]
+    assert sorted(run["state"] for run in sweep["runs"]) == ["cancelled", "planned"]
+    wait_for("the queue to end", lambda: queue_process(folder) is None)
     left = subprocess.run(["pgrep", "-f", str(folder)], capture_output=True, text=True, check=False).stdout.split()
     assert [pid for pid in left if int(pid) != os.getpid()] == []
 
