@@ -19,6 +19,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """Buckets, gathered parameters, halos: copies that exist to be sent or were received."""
     stashed_bytes: int = 0
     """Further versions of the parameters (PipeDream)."""
+    untouched_bytes: int = 0
+    """Asked for and never written to. A CPU has no pages for it, an accelerator keeps it all the same."""
 
     @property
     def total_bytes(self) -> int:

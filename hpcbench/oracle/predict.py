@@ -102,8 +102,10 @@ def fullest(spec: RunSpec, table: LayerTable, device: str = "cuda") -> Memory:
     """What the device holds that holds most. Devices that one rank drives are one on a ``cpu``."""
     cost: Cost = resolve_cost(spec.strategy)
     if device == "cpu" and spec.devices_per_task > 1:
-        return together([cost.memory(spec, table, place) for place in range(spec.devices_per_task)])
-    return max((cost.memory(spec, table, rank) for rank in telling_ranks(spec)), key=lambda one: one.total_bytes)
+        held = together([cost.memory(spec, table, place) for place in range(spec.devices_per_task)])
+    else:
+        held = max((cost.memory(spec, table, rank) for rank in telling_ranks(spec)), key=lambda one: one.total_bytes)
+    return msgspec.structs.replace(held, untouched_bytes=0) if device == "cpu" else held
 
 
 def together(parts: Sequence[Memory]) -> Memory:

@@ -15,6 +15,7 @@ from hpcbench.oracle.calibration.evidence import Evidence, explained, log_error,
 from hpcbench.oracle.calibration.fit import calibrate
 from hpcbench.oracle.calibration.fit_collectives import Point, fit_bands, fit_collectives, fit_line, non_negative, words
 from hpcbench.oracle.calibration.fit_kernels import fit_roofline, kernel_samples, share_of
+from hpcbench.oracle.calibration.fit_kinds import fit_kinds
 from hpcbench.oracle.calibration.fit_rest import fit_alone, fit_contention, fit_crowding, fit_overlap
 from hpcbench.oracle.clock import Clock, expected_largest
 from hpcbench.oracle.collectives import Span, Wire, time_s
@@ -188,6 +189,23 @@ def test_factors_and_other_models(calibrated: Any) -> None:
         found = predict(spec, run.table, calibration.machine)
         assert found.compute_s == pytest.approx(run.step_s, rel=0.05)
         assert found.interval.low < run.step_s < found.interval.high
+
+
+def test_kinds_that_take_longer_within_a_step_are_told_apart() -> None:
+    """Also for a model of other shares: what it takes is neither model's own factor."""
+    true = {"Conv2d": 4.0, "Linear": 5.5, "BatchNorm2d": 4.5}
+    shares = (
+        {"Conv2d": 0.9, "BatchNorm2d": 0.1},
+        {"Conv2d": 0.5, "BatchNorm2d": 0.5},
+        {"Conv2d": 0.05, "Linear": 0.95},
+    )
+    found = fit_kinds([(one, sum(true[kind] * part for kind, part in one.items())) for one in shares])
+    assert found["Linear"] / found["Conv2d"] == pytest.approx(5.5 / 4.0, rel=0.02)
+    assert found["BatchNorm2d"] / found["Conv2d"] == pytest.approx(4.5 / 4.0, rel=0.05)
+
+
+def test_one_model_alone_tells_no_kinds_apart() -> None:
+    assert fit_kinds([({"Conv2d": 0.2, "Linear": 0.1}, 1.4)]) == pytest.approx({"Conv2d": 1.0, "Linear": 1.0})
 
 
 def test_neighbours_and_overlap(calibrated: Any) -> None:

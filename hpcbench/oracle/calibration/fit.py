@@ -39,7 +39,7 @@ def calibrate(
     crowding = fit_crowding(good, alone)
     if crowding:
         compute = msgspec.structs.replace(compute, crowding={1: 1.0, **crowding})
-    base_bytes, of_memory = fit_base_bytes(good)
+    base_bytes, of_memory = fit_base_bytes(good, nominal.device)
     machine = msgspec.structs.replace(
         nominal,
         depth="calibrated",

@@ -10,6 +10,7 @@ import msgspec
 
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.calibration.evidence import PROBE_LAYERS, Evidence, explained, log_error, median, of_strategy
+from hpcbench.oracle.calibration.fit_kinds import fit_kinds, seconds_by_kind, within_steps
 from hpcbench.oracle.calibration.fit_rest import Workload, workload
 from hpcbench.oracle.calibration.store import Residual
 from hpcbench.oracle.clock import Clock
@@ -67,7 +68,7 @@ def fit_kernels(
     by_run = {one.result.run_id: _samples_of(one) for one in probed}
     samples = [sample for found in by_run.values() for sample in found]
     plain = msgspec.structs.replace(machine.compute, factors={}, crowding={})
-    bare = fit_roofline(plain, samples)
+    bare = _within_steps(fit_roofline(plain, samples), probed, alone_s)
     sums = [(_sum_s(machine, bare, one), one) for one in probed]
     factors = _factors([(one, alone_s[workload(one)] / sum_s) for sum_s, one in sums])
     compute = msgspec.structs.replace(bare, factors=factors, crowding=machine.compute.crowding)
@@ -110,6 +111,15 @@ def fit_roofline(compute: Compute, samples: Sequence[KernelSample]) -> Compute:
     return best
 
 
+def _within_steps(compute: Compute, runs: Iterable[Evidence], alone_s: Mapping[Workload, float]) -> Compute:
+    steps = [(seconds_by_kind(compute, _lone(one.spec), one.table), alone_s[workload(one)]) for one in runs]
+    return within_steps(compute, fit_kinds(steps))
+
+
+def _lone(spec: RunSpec) -> RunSpec:
+    return msgspec.structs.replace(spec, strategy="single", options={})
+
+
 def _miss(compute: Compute) -> float:
     judge = Alike(msgspec.structs.replace(compute, samples=[]))
     return sum(abs(log(judge.roofline_s(one.kernel) / one.seconds)) for one in compute.samples)
@@ -122,7 +132,7 @@ def _samples_of(run: Evidence) -> list[KernelSample]:
 
 def _sum_s(machine: Machine, compute: Compute, run: Evidence) -> float:
     """All kernels of a step of a lone device."""
-    spec = msgspec.structs.replace(run.spec, strategy="single", options={})
+    spec = _lone(run.spec)
     bare = msgspec.structs.replace(machine, compute=compute, strategies={}, straggling=0.0)
     return Single.step(spec, run.table, Clock(bare, spec)).compute_s
 
@@ -148,6 +158,6 @@ def _by_others(
     """A step as predicted without any kernel of its model, and as measured."""
     others = [one for one in probed if one.spec.model != left_out.spec.model]
     samples = [sample for one in others for sample in by_run[one.result.run_id]]
-    compute = fit_roofline(plain, samples)
+    compute = _within_steps(fit_roofline(plain, samples), others, alone_s)
     factor = _factors([(one, alone_s[workload(one)] / _sum_s(machine, compute, one)) for one in others])[""]
     return factor * _sum_s(machine, compute, left_out), alone_s[workload(left_out)]

@@ -23,7 +23,7 @@ from hpcbench.oracle.calibration.evidence import (
 from hpcbench.oracle.calibration.store import Residual
 from hpcbench.oracle.clock import Clock, expected_largest
 from hpcbench.oracle.machine import Machine, Strategy
-from hpcbench.oracle.predict import telling_ranks
+from hpcbench.oracle.predict import fullest
 from hpcbench.oracle.step import StepTime
 from hpcbench.parallel.catalog import resolve_cost
 from hpcbench.results.schema import CollectiveProbe, OverlapProbe
@@ -142,11 +142,11 @@ def _own_scatter(runs: Sequence[Evidence]) -> float:
     return median(found) if found else 0.0
 
 
-def fit_base_bytes(runs: Sequence[Evidence]) -> tuple[float | None, list[Residual]]:
+def fit_base_bytes(runs: Sequence[Evidence], device: str) -> tuple[float | None, list[Residual]]:
     """What a process holds beside the tensors that are counted, as measured peaks count."""
     told = [one for one in runs if one.spec.strategy not in (PROBE_LAYERS, PROBE_COLLECTIVES)]
     told = [one for one in told if one.result.metrics.peak_memory_bytes]
-    counted = {one.result.run_id: _tensors_bytes(one) for one in told}
+    counted = {one.result.run_id: float(fullest(one.spec, one.table, device).total_bytes) for one in told}
     peaks = {one.result.run_id: float(one.result.metrics.peak_memory_bytes or 0) for one in told}
     before = [float(one.result.probe.base_memory_bytes or 0) for one in runs if one.result.probe is not None]
     left = [peaks[key] - counted[key] for key in peaks]
@@ -157,11 +157,6 @@ def fit_base_bytes(runs: Sequence[Evidence]) -> tuple[float | None, list[Residua
     residual = Residual(part="memory", what="peak of a rank", points=len(pairs), error=log_error(pairs),
                         r2=explained(pairs))  # fmt: skip
     return base, [residual]
-
-
-def _tensors_bytes(run: Evidence) -> float:
-    cost = resolve_cost(run.spec.strategy)
-    return max(float(cost.memory(run.spec, run.table, rank).total_bytes) for rank in telling_ranks(run.spec))
 
 
 def fit_strategies(machine: Machine, runs: Sequence[Evidence]) -> tuple[dict[str, Strategy], list[Residual], list[str]]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import msgspec
+
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.gradient_buckets import (
@@ -229,10 +231,12 @@ class Horovod:
 
     @classmethod
     def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> Memory:
-        """Everything, and the buffer in which gradients are fused."""
+        """Everything, and the buffer in which gradients are fused, of which they fill no more than they are large."""
         sizes = parameter_bytes(spec, table)
         fusion = int(float(chosen_options(spec)["fusion_threshold_mb"]) * MIB)
-        return held_at_peak(spec, table, Kept(sum(sizes), sizes, in_turn(spec, table), sizes, fusion))
+        filled = min(fusion, sum(sizes))
+        held = held_at_peak(spec, table, Kept(sum(sizes), sizes, in_turn(spec, table), sizes, filled))
+        return msgspec.structs.replace(held, untouched_bytes=fusion - filled)
 
     @classmethod
     def step(cls, spec: RunSpec, table: LayerTable, clock: Clock) -> StepTime:
