@@ -55,6 +55,8 @@ def format_bytes(count: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """``0.0123 -> '12.3 ms'``: three significant digits below a minute, then ``m s`` and ``h m``."""
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
     if seconds >= 3600:
         return f"{int(seconds // 3600)}h{int(seconds % 3600 // 60):02d}m"
     if seconds >= 60:

@@ -57,6 +57,7 @@ def test_format_bytes(count: int, text: str) -> None:
         (1.5, "1.50 s"),
         (61, "1m01s"),
         (3661, "1h01m"),
+        (-0.0123, "-12.3 ms"),
     ],
 )
 def test_format_seconds(seconds: float, text: str) -> None:

@@ -142,7 +142,7 @@ def _terms(cases: Sequence[Case]) -> View:
             "rest": (said.step_time_s - sum(told)) - (there - sum(measured)),
         }
         wrong = max(off, key=lambda name: abs(off[name]))
-        key = [strategy_label(spec), spec.model, spec.ranks]
+        key = [strategy_label(spec), spec.model.rpartition(":")[2], spec.ranks]
         rest = there - sum(measured)
         view.raw.append([*key, measured[0], told[0], measured[1], told[1], rest, wrong])
         view.cells.append([
