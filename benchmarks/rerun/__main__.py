@@ -5,13 +5,14 @@
     python -m benchmarks.rerun ddlbench pages    only write docs/reruns/
 
 Needs the SLURM box, so root. Results lie under ``--work``, which may be that of the oracle's score: its calibration is
-then used for what is predicted. What is done stays; without ``--no-interruption`` the sweep is stopped when half of it
-is done, and submitted again.
+then used for what is predicted, else the one that the last score was made with. What is done stays; without
+``--no-interruption`` the sweep is stopped when half of it is done, and submitted again.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import signal
 import sys
 import time
@@ -19,8 +20,11 @@ from pathlib import Path
 
 from benchmarks.rerun import check, pages
 from benchmarks.testbed import CLUSTER, Testbed
-from hpcbench.results.store import ResultsTree
+from hpcbench.oracle.calibration.store import read_calibrations
+from hpcbench.results.store import ClusterTree, ResultsTree
 
+CALIBRATIONS = Path(__file__).resolve().parents[1] / "oracle" / "calibrations"
+"""Of the machine that the committed score was measured on."""
 RATE_MBIT = 1000
 _LOOK_S = 5.0
 
@@ -52,6 +56,16 @@ def _stopped_half_way(bed: Testbed, sweep: str, path: str) -> bool:
     return False
 
 
+def lend_calibration(tree: ClusterTree) -> None:
+    """Put the committed calibration into ``tree``, where it has none of its own."""
+    folder = tree.path("calibrations")
+    if read_calibrations(tree, CLUSTER)[0]:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in CALIBRATIONS.glob("*.json"):
+        shutil.copy(path, folder)
+
+
 def main() -> int:
     """All of it, or a part."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rerun", description=__doc__)
@@ -68,6 +82,7 @@ def main() -> int:
     else:
         bed.describe(RATE_MBIT)
     if given.part in ("all", "pages"):
+        lend_calibration(ResultsTree(bed.results).cluster(CLUSTER))
         pages.write(bed, sweep)
     return check.show(bed, sweep)
 
