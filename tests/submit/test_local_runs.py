@@ -107,6 +107,8 @@ def on_a_terminal(*arguments: str, until: str) -> tuple[int, str]:
     """Call hpcbench on a terminal of its own, hang up once it has shown ``until``; how it ended, and the screen."""
     pid, terminal = pty.fork()
     if pid == 0:
+        # Tests that are started with nohup ignore it, and so would what they start.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.environ |= {"TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
         os.execv(sys.executable, hpcbench(*arguments))
     shown = b""
