@@ -56,9 +56,13 @@ def test_traffic(pool: Pool, spec: RunSpec) -> None:
     assert found == [PipedreamCost.traffic(spec, table, rank) for rank in range(spec.ranks)]
 
 
-def test_traffic_of_64_ranks() -> None:
-    spec = spec_of("pipedream", 8, nodes=8, tasks_per_node=8, dp_degree=8, batch_size=8)
-    assert fake_traffic(spec, 13) == PipedreamCost.traffic(spec, table_of(spec), 13)
+@pytest.mark.parametrize(("replicas", "rank"), [(8, 0), (8, 13), (8, 63), (128, 0), (128, 509), (128, 1023)])
+def test_ranks_of_large_worlds(replicas: int, rank: int) -> None:
+    """The first stage, one inside, the last; 64 and 1,024 ranks."""
+    spec = spec_of(
+        "pipedream", 8, dataset="cifar10", nodes=replicas, tasks_per_node=8, dp_degree=replicas, batch_size=8
+    )
+    assert fake_traffic(spec, rank) == PipedreamCost.traffic(spec, table_of(spec), rank)
 
 
 def held(spec: RunSpec, group: dist.ProcessGroup) -> tuple[int, int, int, list[float]]:

@@ -138,11 +138,12 @@ def fake_steady(spec: RunSpec, rank: int) -> list[Traffic]:
         return recorded(lambda: strategy.step(feed, 2))
 
 
+@pytest.mark.parametrize(("ranks", "rank"), [(64, 0), (64, 31), (200, 199), (1024, 0), (1024, 511), (1024, 1023)])
 @pytest.mark.parametrize("key", ["ddp", "zero1", "fairscale_oss", "fairscale_sddp", "fsdp", "fairscale_fsdp"])
-def test_a_rank_of_two_hundred(key: str) -> None:
+def test_ranks_of_large_worlds(key: str, ranks: int, rank: int) -> None:
     """More ranks than tensors: some own none, and shards are padding alone."""
-    spec = spec_of(key, 200, "vit", batch_size=2)
-    assert fake_steady(spec, 199) == expected(spec, 199)
+    spec = spec_of(key, ranks, "vit", batch_size=2)
+    assert fake_steady(spec, rank) == expected(spec, rank)
 
 
 def all_threads(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
