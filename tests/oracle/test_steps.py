@@ -12,10 +12,12 @@ from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.nominal import nominal_machine
 from hpcbench.oracle.placement import group_of
-from hpcbench.oracle.predict import predict
+from hpcbench.oracle.predict import fullest, predict
 from hpcbench.oracle.step import StepTime
 from hpcbench.oracle.steps.replicas import sent_when_ready
 from hpcbench.oracle.streams import Call
+from hpcbench.oracle.tensors import parameter_bytes
+from hpcbench.parallel.buckets import MIB
 from hpcbench.parallel.catalog import resolve_cost
 from hpcbench.parallel.gradients import first_rows
 from hpcbench.parallel.layers import LayerTable, read_table
@@ -32,6 +34,7 @@ def table_of(model: str = "resnet18", dataset: str = "cifar10") -> LayerTable:
 
 
 TABLE = table_of()
+GRADIENTS = sum(parameter_bytes(RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=8), TABLE))
 
 
 def spec_of(strategy: str, dp_degree: int, **more: Any) -> RunSpec:
@@ -109,3 +112,13 @@ def test_a_prediction_names_its_depth_and_its_bounds() -> None:
     assert found.bound_by == "compute"
     assert found.fits
     assert found.samples_per_s == pytest.approx(32 / found.step_time_s)
+
+
+@pytest.mark.parametrize(("threshold_mb", "untouched"), [(64.0, 64 * MIB - GRADIENTS), (16.0, 0)])
+def test_what_gradients_never_fill_of_a_fusion_buffer_is_an_accelerators_alone(
+    threshold_mb: float, untouched: int
+) -> None:
+    spec = spec_of("horovod", 2, options={"fusion_threshold_mb": threshold_mb})
+    held, on_a_cpu = fullest(spec, TABLE, "cuda"), fullest(spec, TABLE, "cpu")
+    assert held.total_bytes - on_a_cpu.total_bytes == untouched
+    assert held.communication_bytes + held.untouched_bytes == threshold_mb * MIB

@@ -13,10 +13,8 @@ from hpcbench.oracle.calibration.evidence import PROBE_LAYERS, Evidence, explain
 from hpcbench.oracle.calibration.fit_kinds import fit_kinds, seconds_by_kind, within_steps
 from hpcbench.oracle.calibration.fit_rest import Workload, workload
 from hpcbench.oracle.calibration.store import Residual
-from hpcbench.oracle.clock import Clock
 from hpcbench.oracle.kernels import Share, row_pass, update_kernels
 from hpcbench.oracle.machine import Compute, KernelSample, Machine
-from hpcbench.oracle.strategies.data import Single
 from hpcbench.parallel.alike import Alike
 from hpcbench.parallel.layers import LayerTable
 from hpcbench.results.schema import KernelProbe, Probe
@@ -69,7 +67,7 @@ def fit_kernels(
     samples = [sample for found in by_run.values() for sample in found]
     plain = msgspec.structs.replace(machine.compute, factors={}, crowding={})
     bare = _within_steps(fit_roofline(plain, samples), probed, alone_s)
-    sums = [(_sum_s(machine, bare, one), one) for one in probed]
+    sums = [(_sum_s(bare, one), one) for one in probed]
     factors = _factors([(one, alone_s[workload(one)] / sum_s) for sum_s, one in sums])
     compute = msgspec.structs.replace(bare, factors=factors, crowding=machine.compute.crowding)
     pairs = [(sum_s * factors[one.spec.model], alone_s[workload(one)]) for sum_s, one in sums]
@@ -80,7 +78,7 @@ def fit_kernels(
     models = sorted({one.spec.model for one in probed})
     notes = []
     if len(models) > 1:
-        others = [_by_others(machine, plain, probed, by_run, alone_s, one) for one in probed]
+        others = [_by_others(plain, probed, by_run, alone_s, one) for one in probed]
         error = log_error(others)
         residuals.append(Residual(part="kernels", what="whole steps by the kernels and factors of the other models",
                                   points=len(others), error=error, r2=explained(others)))  # fmt: skip
@@ -112,12 +110,8 @@ def fit_roofline(compute: Compute, samples: Sequence[KernelSample]) -> Compute:
 
 
 def _within_steps(compute: Compute, runs: Iterable[Evidence], alone_s: Mapping[Workload, float]) -> Compute:
-    steps = [(seconds_by_kind(compute, _lone(one.spec), one.table), alone_s[workload(one)]) for one in runs]
+    steps = [(_by_kind(compute, one), alone_s[workload(one)]) for one in runs]
     return within_steps(compute, fit_kinds(steps))
-
-
-def _lone(spec: RunSpec) -> RunSpec:
-    return msgspec.structs.replace(spec, strategy="single", options={})
 
 
 def _miss(compute: Compute) -> float:
@@ -130,11 +124,13 @@ def _samples_of(run: Evidence) -> list[KernelSample]:
     return kernel_samples(run.spec, run.table, run.result.probe)
 
 
-def _sum_s(machine: Machine, compute: Compute, run: Evidence) -> float:
+def _by_kind(compute: Compute, run: Evidence) -> dict[str, float]:
+    return seconds_by_kind(compute, msgspec.structs.replace(run.spec, strategy="single", options={}), run.table)
+
+
+def _sum_s(compute: Compute, run: Evidence) -> float:
     """All kernels of a step of a lone device."""
-    spec = _lone(run.spec)
-    bare = msgspec.structs.replace(machine, compute=compute, strategies={}, straggling=0.0)
-    return Single.step(spec, run.table, Clock(bare, spec)).compute_s
+    return sum(_by_kind(compute, run).values())
 
 
 def _factors(ratios: Iterable[tuple[Evidence, float]]) -> dict[str, float]:
@@ -148,7 +144,6 @@ def _factors(ratios: Iterable[tuple[Evidence, float]]) -> dict[str, float]:
 
 
 def _by_others(
-    machine: Machine,
     plain: Compute,
     probed: Sequence[Evidence],
     by_run: dict[str, list[KernelSample]],
@@ -159,5 +154,5 @@ def _by_others(
     others = [one for one in probed if one.spec.model != left_out.spec.model]
     samples = [sample for one in others for sample in by_run[one.result.run_id]]
     compute = _within_steps(fit_roofline(plain, samples), others, alone_s)
-    factor = _factors([(one, alone_s[workload(one)] / _sum_s(machine, compute, one)) for one in others])[""]
-    return factor * _sum_s(machine, compute, left_out), alone_s[workload(left_out)]
+    factor = _factors([(one, alone_s[workload(one)] / _sum_s(compute, one)) for one in others])[""]
+    return factor * _sum_s(compute, left_out), alone_s[workload(left_out)]
