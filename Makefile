@@ -124,7 +124,7 @@ faults: $(VENV)/.dev ## every fault on the SLURM box, as a table
 bench: $(VENV)/.worker ## our own costs against floors and peers
 	$(BIN)/python -m benchmarks $(ONLY)
 
-oracle-score: $(VENV)/.dev ## score the oracle on the SLURM box: calibrate, predict, measure, compare (root, 2 hours)
+oracle-score: $(VENV)/.dev ## score the oracle on the SLURM box: calibrate, predict, measure, compare (root, 100 min)
 	$(BIN)/python -m benchmarks.oracle.box all
 
 rerun-ddlbench rerun-paradl: rerun-%: $(VENV)/.dev ## rerun a paper's matrix on the SLURM box, and write its pages (root, 75 min)

@@ -113,8 +113,6 @@ def cancel(
     from hpcbench.report.select import select_sweeps
     from hpcbench.submit.cancel import cancel_runs
     from hpcbench.submit.state import run_states
-    from hpcbench.submit.wait import wait
-    from hpcbench.submit.watch import Watcher
 
     for cluster, record in select_sweeps(tree(results), (sweep,), cluster_name):
         profile, _ = load_cluster(cluster)
@@ -128,6 +126,9 @@ def cancel(
         still = f", {running} of them under way: --wait stays until they have ended" if running and not waits else ""
         say(f"{record.sweep} on {cluster}: {len(cancelled)} runs told to stop{still}")
         if waits:
+            from hpcbench.submit.wait import wait
+            from hpcbench.submit.watch import Watcher
+
             wait(Watcher(cluster_tree.root, profile, {record.sweep: cancelled}), profile, lambda _: None)
 
 
