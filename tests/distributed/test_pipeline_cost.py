@@ -81,13 +81,15 @@ def test_traffic(pool: Pool, spec: RunSpec) -> None:
     assert found == [PipelineCost.traffic(spec, table, rank) for rank in range(spec.ranks)]
 
 
-@pytest.mark.parametrize("strategy", ["model", "gpipe", "1f1b", "zero_bubble"])
+@pytest.mark.parametrize("strategy", ["model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
 @pytest.mark.parametrize(("replicas", "rank"), [(8, 0), (8, 13), (8, 63), (128, 0), (128, 509), (128, 1023)])
 def test_ranks_of_large_worlds(strategy: str, replicas: int, rank: int) -> None:
     """The first stage, one inside, the last; `digits` has no two batches for 1,024 ranks."""
+    # Two chunks a stage: vgg11 has blocks for four stages.
+    stages = 4 if strategy == "interleaved_1f1b" else 8
     spec = spec_of(
-        strategy, 8, dataset="cifar10", nodes=replicas, tasks_per_node=8, dp_degree=replicas,
-        micro_batches=1 if strategy == "model" else 3,
+        strategy, stages, dataset="cifar10", nodes=replicas, tasks_per_node=8, dp_degree=replicas * 8 // stages,
+        micro_batches=1 if strategy == "model" else 4,
     )  # fmt: skip
     assert fake_traffic(spec, rank) == PipelineCost.traffic(spec, table_of(spec), rank)
 
