@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import lru_cache
 from math import ceil, dist, exp, inf, log
 
 from hpcbench.parallel.kernel import BACKWARD, UPDATE, Compute, Kernel
@@ -22,6 +23,7 @@ _FAR = 1.5
 _UNKNOWN = "*"
 _PRODUCTS = ("Linear", "Product")
 _TILE = 256 * 128
+_REMEMBERED = 1 << 16
 _NUMBER_BYTES = {"fp64": 8, "bf16": 2, "fp16": 2}
 
 _Features = tuple[float, ...]
@@ -48,6 +50,8 @@ class Alike:
             entries.sort()
         self._typical = {kind: log(seconds / base) for kind, (seconds, base) in sums.items()}
         """Of a kind's kernels together, so that the long ones count; of no kind it is the roofline."""
+        self.seconds = lru_cache(maxsize=_REMEMBERED)(self._seconds)
+        """Of one kernel, alone on the device. A fit asks for the same ones again and again."""
 
     @classmethod
     def of(cls, compute: Compute) -> Alike:
@@ -59,8 +63,7 @@ class Alike:
             found = _MADE[id(compute.samples)] = cls(compute)
         return found
 
-    def seconds(self, kernel: Kernel) -> float:
-        """Of one kernel, alone on the device."""
+    def _seconds(self, kernel: Kernel) -> float:
         base = self.roofline_s(kernel)
         if not self._known or kernel.moved_bytes + kernel.flops + kernel.weight_bytes == 0:
             return base
