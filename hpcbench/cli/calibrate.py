@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from hpcbench.config.cluster import ClusterProfile
     from hpcbench.oracle.calibration.store import Calibration
-    from hpcbench.results.store import ClusterTree
+    from hpcbench.results.store import ClusterTree, ResultsTree
     from hpcbench.submit.plan import Plan
     from hpcbench.submit.state import RunState
 
@@ -47,9 +47,9 @@ def _run(plan: Plan, cluster_tree: ClusterTree, results: str | None, over_budget
 
 
 def fit_given(
-    profile: ClusterProfile, results: str | None, partition: str | None, given: Sequence[str]
+    profile: ClusterProfile, results: str | None, partition: str | None, given: Sequence[str], where: str | None
 ) -> tuple[Calibration, Path]:
-    """From runs that are there: sweeps by name, or whole trees by their folder."""
+    """From runs that are there: sweeps by name, or whole trees by their folder; of these those with ``where``."""
     from hpcbench.report.select import select_sweeps
     from hpcbench.results.store import ResultsTree
     from hpcbench.submit.calibrate import evidence_of, runs_named
@@ -60,7 +60,24 @@ def fit_given(
     names = [one for one in given if one not in folders]
     for _, record in select_sweeps(here, names, profile.name) if names else []:
         sources.append(runs_named(here.cluster(profile.name), record.run_ids))
+    if where is not None:
+        chosen = _chosen(here, profile.name, given, where)
+        sources = [(one, [run_id for run_id in run_ids if run_id in chosen]) for one, run_ids in sources]
     return fit_and_keep(profile, partition, evidence_of(sources), results)
+
+
+def _chosen(here: ResultsTree, cluster: str, given: Sequence[str], where: str) -> set[str]:
+    """The runs of what was ``given`` for which the expression ``where`` holds; ``ConfigError`` where none is."""
+    from hpcbench.errors import ConfigError
+    from hpcbench.report.load import gather
+    from hpcbench.report.names import Condition
+
+    condition = Condition(where, "--where")
+    frame = gather(here, given, [cluster], ["run_id", *condition.columns])
+    found = set(frame.filter(condition.mask(frame))["run_id"])
+    if not found:
+        raise ConfigError(f"none of {frame.height} runs of {cluster} has {where}", where="--where")
+    return found
 
 
 def fit_and_keep(

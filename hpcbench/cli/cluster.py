@@ -152,6 +152,7 @@ def _bare_profile(name: str, path: Path) -> Any:
     metavar="SWEEP|TREE",
     help="Measure nothing: fit from these sweeps' runs, or from all of a results tree. May be repeated.",
 )
+@click.option("--where", metavar="EXPR", help="Of --from, only runs for which it holds: 'devices == 1'.")
 @click.option(
     "--out",
     metavar="FILE",
@@ -172,32 +173,29 @@ def _bare_profile(name: str, path: Path) -> Any:
 @results_option
 @json_option
 def calibrate_cluster(
-    name: str,
-    partition: str | None,
-    given: tuple[str, ...],
-    out: Path | None,
-    budget_s: float,
-    over_budget: bool,
-    results: str | None,
-    as_json: bool,
-) -> None:
+    *, name: str, partition: str | None, given: tuple[str, ...], where: str | None, out: Path | None, budget_s: float,
+    over_budget: bool, results: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Measure a cluster: a sweep of ordinary runs, submitted, waited for and fitted.
 
     What is interrupted goes on when the same command is given again. Predictions then take the newest calibration.
     """
     from hpcbench.cli import calibrate
     from hpcbench.config.load import load_cluster
+    from hpcbench.errors import ConfigError
     from hpcbench.submit.calibrate import copy_to, text_of
 
     profile, _ = load_cluster(name)
     _check(profile, partition, out)
+    if where is not None and not given:
+        raise ConfigError("--where chooses among the runs of --from", hint="name sweeps or a results tree: --from")
     if out is not None and out.suffix == ".toml":
         copy_to(out, text_of(tree(results).cluster(profile.name), profile, partition, budget_s)[1].encode())
         say(f"wrote {shorten(out)}: hpcbench submit {out} --cluster {name} runs it")
         return
     states: dict[str, Any] = {}
     if given:
-        found, path = calibrate.fit_given(profile, results, partition, given)
+        found, path = calibrate.fit_given(profile, results, partition, given, where)
     else:
         found, path, states = calibrate.measure_and_fit(profile, results, partition, budget_s, over_budget)
     if out is not None:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from math import exp
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from hpcbench.fileio import printable
 from hpcbench.oracle.calibration.store import Calibration, Residual
 from hpcbench.oracle.machine import Machine
@@ -63,9 +65,17 @@ def calibration_view(calibration: Calibration) -> RenderableType:
 
 
 def shown(residuals: list[Residual]) -> list[Residual]:
-    """All but those of collectives, of which every operation has one line: its worst."""
+    """One line for every operation of the collectives and for runs of the same words: the worst of them.
+
+    The points of runs are all of theirs; of an operation they are those of its worst band.
+    """
     worst: dict[str, list[Residual]] = defaultdict(list)
     for one in residuals:
         key = one.what.partition(",")[0] if one.part == "collectives" else one.what
         worst[key].append(one)
-    return [max(found, key=lambda one: one.error) for found in worst.values()]
+    return [_worst(found) for found in worst.values()]
+
+
+def _worst(found: list[Residual]) -> Residual:
+    one = max(found, key=lambda one: one.error)
+    return msgspec.structs.replace(one, points=sum(other.points for other in found)) if one.part == "runs" else one

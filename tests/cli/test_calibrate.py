@@ -12,15 +12,19 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hpcbench.cli.main import cli
+from hpcbench.config.cluster import ClusterProfile
 from hpcbench.config.profiles import load_cluster
 from hpcbench.config.spec import RunSpec
 from hpcbench.errors import HpcbenchError
 from hpcbench.oracle.calibration.choose import machine_for
+from hpcbench.oracle.calibration.store import Residual
 from hpcbench.oracle.calibration.sweep import sweep_text
 from hpcbench.oracle.clock import Clock
+from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.nominal import nominal_machine
 from hpcbench.oracle.predict import predict
 from hpcbench.parallel.catalog import resolve_cost
+from hpcbench.report.calibration import shown
 from hpcbench.results.store import ClusterTree
 from hpcbench.submit.calibrate import calibration_number
 from hpcbench.submit.plan import local_cores
@@ -54,6 +58,7 @@ def test_the_sweep_can_be_had_without_running_it(calibrate: Callable[..., Result
         (["lisa"], "only predicted for"),
         (["local", "--from", "nothing"], "no results of cluster 'local'"),
         (["local", "--from", "."], "nothing to fit"),
+        (["local", "--where", "nodes == 1"], "chooses among the runs of --from"),
     ],
 )
 def test_wrong_input_says_what_is_right_and_leaves_nothing(
@@ -105,7 +110,8 @@ def test_what_was_found_is_a_table(calibrate: Callable[..., Result], tmp_path: P
         assert said in done.output, said
 
 
-def test_whole_runs_without_a_probe_move_the_profiles_numbers(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+def whole_runs(tmp_path: Path) -> tuple[ClusterProfile, Machine, ClusterTree]:
+    """On 1, 2 and 4 nodes, whose computation takes half as long again as by the profile's numbers."""
     profile, _ = load_cluster("slurmbox")
     nominal = nominal_machine(profile)
     tree = ClusterTree(tmp_path / "results" / "slurmbox")
@@ -115,6 +121,11 @@ def test_whole_runs_without_a_probe_move_the_profiles_numbers(calibrate: Callabl
         step = resolve_cost(strategy).step(run.spec, run.table, Clock(nominal, run.spec))
         run = run_of(strategy, step.step_time_s + 0.5 * step.compute_s, "resnet18", nodes=nodes, dp_degree=nodes)
         tree.write_result(run.result)
+    return profile, nominal, tree
+
+
+def test_whole_runs_without_a_probe_move_the_profiles_numbers(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    profile, nominal, tree = whole_runs(tmp_path)
     done = calibrate("slurmbox", "--from", "results")
     assert done.exit_code == 0, done.output
     assert "of it from the runs" in done.output
@@ -126,6 +137,27 @@ def test_whole_runs_without_a_probe_move_the_profiles_numbers(calibrate: Callabl
     alone = RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=8)
     before, after = (predict(alone, table_of("resnet18"), one).step_time_s for one in (nominal, machine))
     assert after == pytest.approx(1.5 * before, rel=0.05)
+
+
+def test_where_chooses_the_runs_that_are_fitted(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+    whole_runs(tmp_path)
+    done = calibrate("slurmbox", "--from", "results", "--where", "devices < 4", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)["calibration"]
+    assert len(found["run_ids"]) == 2
+    assert found["machine"]["source"].startswith("2 runs on at most 2 ranks")
+    assert len(found["residuals"]) == 2
+    none = calibrate("slurmbox", "--from", "results", "--where", "devices == 3")
+    assert str(none.exception) == "--where: none of 3 runs of slurmbox has devices == 3"
+
+
+def test_runs_of_the_same_words_are_one_line_with_the_worst_of_them() -> None:
+    runs = [
+        Residual(part="runs", what=what, points=1, error=error) for what, error in (("a", 0.1), ("a", 0.3), ("b", 0.2))
+    ]
+    bands = [Residual(part="collectives", what=f"send, {band}", points=5, error=0.1) for band in ("small", "large")]
+    lines = [(one.what, one.points, one.error) for one in shown([*runs, *bands])]
+    assert lines == [("a", 2, 0.3), ("b", 1, 0.2), ("send, small", 5, 0.1)]
 
 
 @pytest.mark.soak
