@@ -14,6 +14,8 @@ CLUSTER = "oraclebox"
 NODES, CORES = 8, 0.22
 """Together 1.76 cores: the rest of two is the daemons'."""
 MEMORY = 2500 * MIB
+RATE_MBIT = 1000
+"""Of the links of the reruns."""
 
 _PROFILE = """\
 name = "{name}"

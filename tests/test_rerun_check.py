@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.rerun.__main__ import lend_calibration
 from benchmarks.rerun.check import Cell, faults
+from benchmarks.rerun.fits import lend
 from benchmarks.testbed import CLUSTER
 from hpcbench.config.spec import RunSpec
 from hpcbench.oracle.calibration.store import read_calibrations
@@ -58,10 +58,10 @@ def test_models_that_ddlbench_could_not_run_must_run() -> None:
 def test_a_tree_without_a_calibration_gets_the_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     tree = ClusterTree(tmp_path / CLUSTER)
-    lend_calibration(tree)
+    lend(tree)
     ((one,), problems) = read_calibrations(tree, CLUSTER)
     assert (one.calibration.cluster, problems) == (CLUSTER, [])
     one.path.touch()
     before = one.path.stat().st_mtime_ns
-    lend_calibration(tree)
+    lend(tree)
     assert one.path.stat().st_mtime_ns == before

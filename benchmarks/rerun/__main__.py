@@ -12,20 +12,15 @@ then used for what is predicted, else the one that the last score was made with.
 from __future__ import annotations
 
 import argparse
-import shutil
 import signal
 import sys
 import time
 from pathlib import Path
 
-from benchmarks.rerun import check, pages
-from benchmarks.testbed import CLUSTER, Testbed
-from hpcbench.oracle.calibration.store import read_calibrations
-from hpcbench.results.store import ClusterTree, ResultsTree
+from benchmarks.rerun import check, fits, pages
+from benchmarks.testbed import CLUSTER, RATE_MBIT, Testbed
+from hpcbench.results.store import ResultsTree
 
-CALIBRATIONS = Path(__file__).resolve().parents[1] / "oracle" / "calibrations"
-"""Of the machine that the committed score was measured on."""
-RATE_MBIT = 1000
 _LOOK_S = 5.0
 
 
@@ -56,16 +51,6 @@ def _stopped_half_way(bed: Testbed, sweep: str, path: str) -> bool:
     return False
 
 
-def lend_calibration(tree: ClusterTree) -> None:
-    """Put the committed calibration into ``tree``, where it has none of its own."""
-    folder = tree.path("calibrations")
-    if read_calibrations(tree, CLUSTER)[0]:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in CALIBRATIONS.glob("*.json"):
-        shutil.copy(path, folder)
-
-
 def main() -> int:
     """All of it, or a part."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rerun", description=__doc__)
@@ -82,7 +67,7 @@ def main() -> int:
     else:
         bed.describe(RATE_MBIT)
     if given.part in ("all", "pages"):
-        lend_calibration(ResultsTree(bed.results).cluster(CLUSTER))
+        fits.lend(ResultsTree(bed.results).cluster(CLUSTER))
         pages.write(bed, sweep)
     return check.show(bed, sweep)
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import polars
+
+from benchmarks.rerun import figures, fits
 from benchmarks.testbed import CLUSTER, Testbed
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reruns.md"
+_BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 HERE = Path(__file__).resolve().parents[2] / "docs" / "reruns"
 _PLOTS = ("throughput", "scaling", "parts", "memory", "predicted")
 _TABLES = {
@@ -18,9 +27,14 @@ _LAYOUTS = {"ddlbench-small": "ddlbench", "paradl-small": "paradl"}
 
 
 def write(bed: Testbed, sweep: str) -> None:
-    """Into ``docs/reruns``; what cannot be drawn from these results is said and left out."""
+    """Into ``docs/reruns``; what cannot be drawn from these results is said and left out.
+
+    Predictions in them are made from the calibration as the sweep's own runs on one device move it.
+    """
     HERE.mkdir(exist_ok=True)
     one = ("--cluster", CLUSTER)
+    others = {where: fits.elsewhere(bed, sweep, where) for where in (None, fits.PAIRS)}
+    fits.move(bed, sweep, fits.ALONE)
     bed.output("report", sweep, *one, "--predict", "--out", f"{HERE}/{sweep}.html")
     bed.output("table", sweep, *one, "--out", f"{HERE}/{sweep}.parquet")
     bed.output("table", sweep, *one, "--layout", _LAYOUTS[sweep], "--out", f"{HERE}/{sweep}-paper.md")
@@ -33,3 +47,47 @@ def write(bed: Testbed, sweep: str) -> None:
         bed.hpcbench("plot", kind, sweep, *one, *predicted, "--out", f"{HERE}/{sweep}-{kind}.svg")
     for command in ("report", "validate"):
         (HERE / f"{sweep}-{command}.txt").write_bytes(bed.output(command, sweep, *one))
+    for where, name in ((None, "before"), (fits.PAIRS, "pairs")):
+        (HERE / f"{sweep}-{name}.txt").write_bytes(others[where].text)
+    ours = msgspec.json.decode((HERE / f"{sweep}-oracle.json").read_bytes())
+    fill(
+        sweep,
+        {
+            "by the calibration": others[None].document,
+            "moved by the runs on one device": ours,
+            "by those on one and two": others[fits.PAIRS].document,
+        },
+    )
+
+
+def fill(sweep: str, documents: Mapping[str, Any]) -> None:
+    """The tables of ``docs/reruns.md`` that are about ``sweep``."""
+    blocks = blocks_of(sweep, polars.read_parquet(HERE / f"{sweep}.parquet").to_dicts(), documents)
+    PAGE.write_text(filled(PAGE.read_text(), blocks))
+
+
+def blocks_of(sweep: str, rows: Sequence[figures.Row], documents: Mapping[str, Any]) -> dict[str, str]:
+    """Tables by their name on the page."""
+    found = {"accuracy": figures.accuracy(documents), "choices": figures.choices(documents)}
+    if sweep == "ddlbench-small":
+        found |= {
+            "time": figures.families_on_two(rows, figures.TIME),
+            "memory": figures.families_on_two(rows, figures.MEMORY),
+            "scale": figures.families_at_scale(rows),
+            "fastest": figures.fastest(rows),
+        }
+    else:
+        found |= {
+            "time": figures.strategies_by_model(rows, figures.TIME),
+            "memory": figures.strategies_by_model(rows, figures.MEMORY),
+            "fastest": figures.fastest(rows),
+        }
+    return {f"{sweep}-{name}": text for name, text in found.items()}
+
+
+def filled(page: str, blocks: Mapping[str, str]) -> str:
+    """``page`` with ``blocks`` in their places, which must be there; other places stay as they are."""
+    places = [found[2] for found in _BLOCK.finditer(page)]
+    missing = sorted(set(blocks) - set(places))
+    assert not missing, f"the page has no place for {', '.join(missing)}"
+    return _BLOCK.sub(lambda one: f"{one[1]}\n{blocks[one[2]]}\n\n{one[3]}" if one[2] in blocks else one[0], page)

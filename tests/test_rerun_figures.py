@@ -1,0 +1,112 @@
+"""The tables that a rerun writes into its page."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.rerun import figures, pages
+
+
+def row(strategy: str, samples_per_s: float | None, devices: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "model": "vgg11", "dataset": "mnist", "strategy": strategy, "nodes": devices, "tasks_per_node": 1,
+        "devices_per_task": 1, "dp_degree": 1, "status": "ok", "samples_per_s": samples_per_s,
+        "peak_memory_bytes": 100, **more,
+    }  # fmt: skip
+
+
+TWO = [
+    row("single", 10.0),
+    row("ddp", 18.0, 2),
+    row("horovod", 15.0, 2),
+    row("model", 9.0, 2, peak_memory_bytes=60),
+    row("gpipe", 12.0, 2),
+    row("1f1b", 13.0, 2),
+    row("fairscale_pipe", None, status="oom", devices_per_task=2),
+    row("pipedream", 16.0, 2),
+    row("single", 10.0, dataset="cifar10"),
+    row("ddp", 14.0, 2, dataset="cifar10"),
+    row("model", 11.0, 2, dataset="cifar10"),
+    row("gpipe", 10.0, 2, dataset="cifar10"),
+    row("pipedream", 20.0, 2, dataset="cifar10"),
+]
+
+
+def test_of_each_family_the_best_counts_over_one_device() -> None:
+    assert figures.families_on_two(TWO, figures.TIME).splitlines() == [
+        "| model | data | `model` | synchronous pipeline | `pipedream` |",
+        "| --- | --- | --- | --- | --- |",
+        "| vgg11 | 1.60 [1.40, 1.80] | 1.00 [0.90, 1.10] | 1.15 [1.00, 1.30] | 1.80 [1.60, 2.00] |",
+    ]
+    assert figures.families_on_two(TWO, figures.MEMORY).endswith("| vgg11 | 1.00 | 0.80 | 1.00 | 1.00 |")
+
+
+def test_scales_stand_beside_each_other() -> None:
+    rows = [*TWO, row("ddp", 30.0, 4), row("model", 8.0, 4), row("gpipe", 9.0, 4), row("pipedream", 25.0, 4)]
+    assert figures.families_at_scale(rows).splitlines()[2:] == [
+        "| vgg11, mnist | 1.80, 3.00 | 0.90, 0.80 | 1.30, 0.90 | 1.60, 2.50 |"
+    ]
+    assert figures.fastest(rows).splitlines()[2:] == ["| `ddp` | 1 | 1 |", "| `pipedream` | 1 | 0 |"]
+
+
+def test_hybrids_have_names_of_their_own() -> None:
+    rows = [row("single", 10.0), row("filter", 8.0, 2), row("filter", 6.0, 4), row("filter", 9.0, 4, dp_degree=2)]
+    assert figures.strategies_by_model(rows, figures.TIME).splitlines()[2:] == [
+        "| `data+filter` | 0.90 |",
+        "| `filter` | 0.80, 0.60 |",
+    ]
+
+
+def summary(mean: float, signed: float, count: int = 4) -> dict[str, Any]:
+    return {"mean": mean, "signed": signed, "count": count}
+
+
+def document(ours: float) -> dict[str, Any]:
+    ranking = {"groups": 2, "regret": 0.1, "worst_regret": 0.2}
+    parts = {"peak_memory_bytes": summary(0.9, -0.1)}
+    return {
+        "scores": [
+            {"predictor": "hpcbench", "total": summary(ours, 0.1), "strategies": {"ddp": summary(ours, 0.1)},
+             "parts": parts, "ranking": ranking, "other": None},
+            {"predictor": "paradl", "total": summary(0.5, -0.5, 3), "strategies": {}, "parts": {}, "ranking": ranking,
+             "other": 0.75},
+        ],
+        "choices": [
+            {"best": "ddp", "hpcbench": "ddp", "paradl": "horovod"},
+            {"best": "ddp", "hpcbench": "ddp", "paradl": "ddp"},
+        ],
+    }  # fmt: skip
+
+
+def test_predictors_stand_beside_each_other_for_every_calibration() -> None:
+    both = {"before": document(0.7), "in place": document(0.8)}
+    assert figures.accuracy(both).splitlines() == [
+        "|  | before | in place |",
+        "| --- | --- | --- |",
+        "| `ddp` | 70.0%, +10.0% | 80.0%, +10.0% |",
+        "| all of them | 70.0%, +10.0% of 4 | 80.0%, +10.0% of 4 |",
+        "| ParaDL's formulas (ours on the same) | 50.0%, -50.0% (75.0%) of 3 | 50.0%, -50.0% (75.0%) of 3 |",
+        "| memory of a rank | 90.0%, -10.0% | 90.0%, -10.0% |",
+    ]
+    assert figures.choices(both).splitlines()[2:] == [
+        "| hpcbench | 2 of 2; 10.0%, worst 20% | 2 of 2; 10.0%, worst 20% |",
+        "| DDLBench's equations |  |  |",
+        "| ParaDL's formulas | 1 of 2; 10.0%, worst 20% | 1 of 2; 10.0%, worst 20% |",
+    ]
+
+
+def test_a_page_is_filled_where_it_says_so_and_nowhere_else() -> None:
+    page = "a\n\n<!-- figures: one -->\n\nold\n\n<!-- end of figures -->\n\nb <!-- figures: two -->\n\nkept\n\n<!-- end of figures -->"
+    filled = pages.filled(page, {"one": "| new |"})
+    assert filled == page.replace("old", "| new |")
+    with pytest.raises(AssertionError, match="no place for three"):
+        pages.filled(page, {"three": ""})
+
+
+@pytest.mark.parametrize("sweep", ["ddlbench-small", "paradl-small"])
+def test_the_page_has_a_place_for_every_table(sweep: str) -> None:
+    rows = TWO if sweep == "ddlbench-small" else [row("single", 10.0), row("filter", 8.0, 2)]
+    blocks = pages.blocks_of(sweep, rows, {"before": document(0.7)})
+    assert pages.filled(pages.PAGE.read_text(), blocks)
