@@ -15,8 +15,8 @@ LINK ?= 1gbit
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart horovod horovod-if-possible test test-here test-unit test-distributed test-slurm test-docs lint format \
-	docs reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench oracle-score rerun-ddlbench rerun-paradl clean
+.PHONY: help quickstart horovod horovod-if-possible test test-unit test-oracle test-others test-distributed test-slurm test-docs lint \
+	format docs reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -47,22 +47,24 @@ horovod: $(VENV)/.horovod ## build Horovod for .venv's torch, or take it from th
 horovod-if-possible: $(VENV)/.dev
 	@$(MAKE) --no-print-directory $(VENV)/.horovod || echo "Horovod is left out: its tests are skipped, or fail where HPCBENCH_REQUIRE names it"
 
+ORACLE := tests/oracle tests/parallel tests/report
 UNIT := $(BIN)/pytest --durations 10 -m "not distributed and not slurm and not soak and not faults" --ignore=tests/docs
 DISTRIBUTED := $(BIN)/pytest --durations 40 -m "distributed and not slurm and not soak and not faults" --ignore=tests/docs
 SLURM := $(BIN)/pytest --durations 40 -m "slurm and not soak" --ignore=tests/docs -rs
 DOCS := $(BIN)/pytest -m "not slurm and not soak" tests/docs
 
-# The SLURM box waits for its scheduler most of the time, so the other tests run beside it.
+# Two at a time, the longest first, so that two cores are busy to the end.
 test: horovod-if-possible ## everything, a real SLURM included where this machine allows
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going test-here test-slurm
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going \
+		test-slurm test-distributed test-oracle test-others test-docs
 
-test-here: horovod-if-possible ## everything but SLURM
-	$(UNIT)
-	$(DISTRIBUTED)
-	$(DOCS)
+test-unit: test-oracle test-others ## what needs one process
 
-test-unit: $(VENV)/.dev ## what needs one process
-	$(UNIT)
+test-oracle: $(VENV)/.dev
+	$(UNIT) $(ORACLE)
+
+test-others: $(VENV)/.dev
+	$(UNIT) tests $(addprefix --ignore=,$(ORACLE))
 
 test-distributed: horovod-if-possible ## what needs several ranks
 	$(DISTRIBUTED)
