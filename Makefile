@@ -15,8 +15,8 @@ LINK ?= 1gbit
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart horovod horovod-if-possible test test-unit test-oracle test-others test-distributed test-slurm test-docs lint \
-	format docs reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench oracle-score rerun-ddlbench rerun-paradl clean
+.PHONY: help quickstart horovod horovod-if-possible test test-unit test-distributed test-slurm test-docs run-slurm run-distributed run-others \
+	run-oracle run-docs lint format docs reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -53,26 +53,37 @@ DISTRIBUTED := $(BIN)/pytest --durations 40 -m "distributed and not slurm and no
 SLURM := $(BIN)/pytest --durations 40 -m "slurm and not soak" --ignore=tests/docs -rs
 DOCS := $(BIN)/pytest -m "not slurm and not soak" tests/docs
 
-# Two at a time, the longest first, so that two cores are busy to the end.
+# Two at a time, the longest first, so that two cores are busy to the end. What they need is there before: make puts off
+# what still waits for something, and begins with the shortest.
 test: horovod-if-possible ## everything, a real SLURM included where this machine allows
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going \
-		test-slurm test-distributed test-oracle test-others test-docs
+		run-slurm run-distributed run-others run-oracle run-docs
 
-test-unit: test-oracle test-others ## what needs one process
-
-test-oracle: $(VENV)/.dev
-	$(UNIT) $(ORACLE)
-
-test-others: $(VENV)/.dev
-	$(UNIT) tests $(addprefix --ignore=,$(ORACLE))
+test-unit: $(VENV)/.dev ## what needs one process
+	@$(MAKE) --no-print-directory run-oracle run-others
 
 test-distributed: horovod-if-possible ## what needs several ranks
-	$(DISTRIBUTED)
+	@$(MAKE) --no-print-directory run-distributed
 
 test-slurm: horovod-if-possible ## what needs the SLURM box, which it starts
-	$(SLURM)
+	@$(MAKE) --no-print-directory run-slurm
 
 test-docs: $(VENV)/.dev ## the commands and files that the documentation shows
+	@$(MAKE) --no-print-directory run-docs
+
+run-slurm:
+	$(SLURM)
+
+run-distributed:
+	$(DISTRIBUTED)
+
+run-others:
+	$(UNIT) tests $(addprefix --ignore=,$(ORACLE))
+
+run-oracle:
+	$(UNIT) $(ORACLE)
+
+run-docs:
 	$(DOCS)
 
 lint: $(VENV)/.dev ## formatting, style, types, layering, sizes
