@@ -117,7 +117,7 @@ class Condition:
     """An expression over the columns of a frame, in the language of sweeps."""
 
     def __init__(self, text: str, where: str) -> None:
-        """Raises ``ConfigError`` where ``text`` is no expression or names what is no column."""
+        """Raises ``ConfigError`` where ``text`` is no expression, or names no column or what tables make of runs."""
         self.expression = Expression(text, where=where)
         self._columns = {name: self._column(name) for name in sorted(self.expression.names)}
 
@@ -133,7 +133,13 @@ class Condition:
 
     def _column(self, name: str) -> str:
         try:
-            return column_of(name)
+            column = column_of(name)
+            if column in COMPUTED or column in PREDICTED:
+                # A speed-up has a baseline, which may be among the runs that would be left out.
+                raise ConfigError(
+                    f"{name} is made of the runs that are chosen", hint="choose by what was run or measured, as devices"
+                )
+            return column
         except ConfigError as error:
             raise ConfigError(
                 f"{self.expression.text!r:.120}: {error.message}", where=self.expression.where, hint=error.hint

@@ -196,6 +196,15 @@ def test_conditions_read_options_and_figures() -> None:
     assert column_of("bubble_fraction") == "metrics.bubble_fraction"
 
 
+@pytest.mark.parametrize("name", ["speedup", "efficiency", "predicted_step_time_s", "prediction_error"])
+def test_conditions_do_not_read_what_is_made_of_the_chosen(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--where: '{name} > 1': {name} is made of the runs that are chosen"
+    ) as raised:
+        Condition(f"{name} > 1", "--where")
+    assert raised.value.hint
+
+
 def test_options_are_keys() -> None:
     options: tuple[dict[str, Any], ...] = ({"bucket_mb": 5}, {"bucket_mb": 25}, {"stages": [2, 1, 1]}, {})
     frame = collected_frame([entry(100 + number, options=one) for number, one in enumerate(options)])
