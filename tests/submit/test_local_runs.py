@@ -52,9 +52,12 @@ def results(tree: ClusterTree) -> list[dict[str, Any]]:
 
 
 def training(tree: ClusterTree) -> bool:
-    """Whether the ranks of a run have met; a few steps later they have something to leave."""
+    """Whether the ranks of a run have met, and had time for a few steps by what they took to start."""
     met = list(tree.root.glob("runs/*/*/attempts/1/rendezvous.json"))
-    return bool(met) and time.time() - met[0].stat().st_mtime > 5
+    if not met:
+        return False
+    began, joined = (path.stat().st_mtime for path in (met[0].with_name("attempt.json"), met[0]))
+    return time.time() - joined > 5 + 2 * (joined - began)
 
 
 def hpcbench(*arguments: str) -> list[str]:
