@@ -1,8 +1,8 @@
 """What a rank holds at its peak is what the formulas say, within a tenth: every byte that torch's allocator gave out.
 
 In a world that is not there, where all that a rank takes and gives back happens in one thread, so that nothing is missed.
-Of what a convolution takes for itself that much counts which the formulas say: on processors without AVX-512 oneDNN
-takes several more weights for small images.
+Without AVX-512 oneDNN may take several more weights for convolutions of small images, which the formulas do not count
+(docs/formulas.md): there, and only there, of what a convolution takes for itself as much counts as they say.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def peak_bytes(spec: RunSpec, rank: int) -> int:
     held = [0, *accumulate(size for _, size in changes)]
     """Before each change, and after the last."""
     most = list(held)
-    for one in events:
+    for one in events if torch.backends.cpu.get_cpu_capability() != "AVX512" else ():
         if one.name() in _WEIGHT:
             first, after = bisect_left(times, one.start_ns()), bisect_right(times, one.start_ns() + one.duration_ns())
             shape = one.shapes()[_WEIGHT[one.name()]]
