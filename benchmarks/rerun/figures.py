@@ -6,8 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-DATA, PIPELINE = ("ddp", "horovod"), ("gpipe", "1f1b", "fairscale_pipe")
-FAMILIES = {"data": DATA, "`model`": ("model",), "synchronous pipeline": PIPELINE, "`pipedream`": ("pipedream",)}
+FAMILIES = {
+    "data": ("ddp", "horovod"),
+    "`model`": ("model",),
+    "synchronous pipeline": ("gpipe", "1f1b", "fairscale_pipe"),
+    "`pipedream`": ("pipedream",),
+}
 """Systems of each kind of parallelism; of a kind the best of its systems counts."""
 PREDICTORS = {
     "hpcbench": "all of them",

@@ -68,20 +68,15 @@ def fill(sweep: str, documents: Mapping[str, Any]) -> None:
 
 def blocks_of(sweep: str, rows: Sequence[figures.Row], documents: Mapping[str, Any]) -> dict[str, str]:
     """Tables by their name on the page."""
-    found = {"accuracy": figures.accuracy(documents), "choices": figures.choices(documents)}
+    found = {
+        "accuracy": figures.accuracy(documents),
+        "choices": figures.choices(documents),
+        "fastest": figures.fastest(rows),
+    }
+    layout = figures.families_on_two if sweep == "ddlbench-small" else figures.strategies_by_model
+    found |= {"time": layout(rows, figures.TIME), "memory": layout(rows, figures.MEMORY)}
     if sweep == "ddlbench-small":
-        found |= {
-            "time": figures.families_on_two(rows, figures.TIME),
-            "memory": figures.families_on_two(rows, figures.MEMORY),
-            "scale": figures.families_at_scale(rows),
-            "fastest": figures.fastest(rows),
-        }
-    else:
-        found |= {
-            "time": figures.strategies_by_model(rows, figures.TIME),
-            "memory": figures.strategies_by_model(rows, figures.MEMORY),
-            "fastest": figures.fastest(rows),
-        }
+        found["scale"] = figures.families_at_scale(rows)
     return {f"{sweep}-{name}": text for name, text in found.items()}
 
 
