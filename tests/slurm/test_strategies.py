@@ -1,7 +1,4 @@
-"""Every strategy over nodes that shaped links connect, and compared with the reference there.
-
-On two nodes with every change; four of them, which take three times as long, are for ``make soak``.
-"""
+"""Every strategy over nodes that shaped links connect, and compared with the reference there."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ def sweep(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("nodes", [2, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("nodes", NODES)
 def test_every_strategy_over_nodes(
     box: Box,
     hpcbench: Callable[..., subprocess.CompletedProcess[str]],
