@@ -182,7 +182,7 @@ def test_a_signal_to_all_processes_leaves_the_steps_around_the_ranks_alone(
 
 
 def test_a_rank_that_is_stuck_is_killed_at_its_own_limit_and_the_next_run_starts(make: Callable[..., Pack]) -> None:
-    pack = make([endless(0), short(1)], 2, time_limit_s=20.0, **{"--kill-after=40": "--kill-after=1"})
+    pack = make([endless(0), short(1)], 2, time_limit_s=30.0, **{"--kill-after=40": "--kill-after=1"})
     process = pack.start()
     pack.wait_for_steps(0)
     os.kill(rank_process(pack.script.with_suffix(".jsonl"), 0), signal.SIGSTOP)
