@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from tests.conftest import absent
+from tests.packages import require_programs
 
 _PROGRAMS = ("chromium", "chromedriver")
 _PACKAGES = ("chromium", "chromium-driver")
@@ -77,8 +75,7 @@ class Browser:
 
 def browsers(profile: Path) -> Iterator[Browser]:
     """One browser, installed where that is allowed; a machine without is as one without SLURM."""
-    if not all(map(_find, _PROGRAMS)):
-        _install()
+    require_programs("chromium", _PROGRAMS, _PACKAGES)
     found = Browser(profile)
     yield found
     found.driver.quit()
@@ -86,15 +83,3 @@ def browsers(profile: Path) -> Iterator[Browser]:
 
 def _find(program: str) -> str:
     return shutil.which(program) or ""
-
-
-def _install() -> None:
-    if os.geteuid() != 0 or not _find("apt-get"):
-        absent("chromium", f"{' and '.join(_PACKAGES)} are not installed, and only root can with apt-get")
-    command = ["apt-get", "-q", "-o", "DPkg::Lock::Timeout=300"]
-    install = [*command, "install", "-y", "--no-install-recommends", *_PACKAGES]
-    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    subprocess.run([*command, "update"], env=env, capture_output=True, timeout=300, check=False)
-    done = subprocess.run(install, env=env, capture_output=True, text=True, timeout=900, check=False)
-    if not all(map(_find, _PROGRAMS)):
-        absent("chromium", f"apt-get install {' '.join(_PACKAGES)} failed: {done.stderr[-300:]}")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import absent
+from tests.packages import require_mpirun
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILE = """name = "pbs"
@@ -36,8 +35,7 @@ seed = [1, 2]
 
 @pytest.mark.timeout(600)
 def test_the_second_job_of_an_array_runs_the_second_line(tmp_path: Path) -> None:
-    if shutil.which("mpirun") is None:
-        absent("mpirun", "Open MPI is not installed")
+    require_mpirun()
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters" / "pbs.toml").write_text(PROFILE)
     (tmp_path / "s.toml").write_text(SWEEP)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from hpcbench.config.load import load_cluster
-from tests.conftest import absent, require_horovod
+from tests.conftest import require_horovod
+from tests.packages import require_mpirun
 from tests.slurm.box import Box
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -37,18 +37,6 @@ ENVIRONMENT = dict(os.environ)
 INTERFACE = '["--allow-run-as-root", "--mca", "btl_tcp_if_include", "eth0", "--mca", "oob_tcp_if_include", "eth0"]'
 
 
-def install_mpirun() -> None:
-    """Open MPI from the distribution, as the box installs its own packages."""
-    if shutil.which("mpirun"):
-        return
-    if not shutil.which("apt-get"):
-        absent("mpirun", "Open MPI is not installed, and there is no apt-get to install it")
-    command = ["apt-get", "install", "--yes", "--no-install-recommends", "openmpi-bin"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        absent("mpirun", f"apt-get could not install openmpi-bin: {done.stderr.strip()[-200:]}")
-
-
 class Launch(NamedTuple):
     """How a run is started, and what it trains with."""
 
@@ -59,7 +47,7 @@ class Launch(NamedTuple):
     def run(self, folder: Path) -> dict[str, Any]:
         """The result of a sweep of one run, in a project in ``folder``."""
         if self.launcher == "mpirun":
-            install_mpirun()
+            require_mpirun()
         if self.strategy == "horovod":
             require_horovod()
         for name in ("clusters", "sweeps"):
