@@ -216,6 +216,11 @@ def _trained(
     return reference(builder(run), run, make_feed(run, CPU, source), range(steps))
 
 
+def forget() -> None:
+    """Free what is kept of references."""
+    _trained.cache_clear()
+
+
 def run_full_batch(case: Case) -> Trained:
     """The plain run on the whole global batch."""
     with short_epoch(case.spec.dataset, case.samples):

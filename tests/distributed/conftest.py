@@ -5,12 +5,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.distributed.pool import Pool
+from tests.distributed import cases
+from tests.distributed.pool import Pool, return_freed_memory
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
+    """New ranks for each module: torch keeps some of what a wrapped model held for as long as a process lives."""
     torch.set_num_threads(1)
     ranks = Pool()
     yield ranks
     ranks.close()
+    cases.forget()
+    return_freed_memory()

@@ -1,14 +1,15 @@
-"""Rank processes that live as long as the test session; every call goes to two or all of them."""
+"""Rank processes that live as long as a test module; every call goes to two or all of them."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 import torch
@@ -53,6 +54,7 @@ class Pool:
         """
         pipes = self._pipes[:ranks]
         self._calls += 1
+        self._check_alive()
         for pipe in pipes:
             pipe.send((self._calls, ranks, function, arguments, self._groups))
         answers = [self._answer(pipe) for pipe in pipes]
@@ -67,18 +69,37 @@ class Pool:
         """What a rank says to this call, and how many groups it is in; late answers to one that has been given up are dropped."""
         deadline = time.monotonic() + _WAIT_S
         while pipe.poll(max(deadline - time.monotonic(), 0.0)):
-            call, ok, data, groups = pipe.recv()
+            try:
+                call, ok, data, groups = pipe.recv()
+            except EOFError:
+                self._check_alive(within_s=10)
+                raise
             if call == self._calls:
                 return ok, data, groups
         return False, f"no answer in {_WAIT_S} s", 0
 
+    def _check_alive(self, within_s: float = 0) -> None:
+        """A process that has ended, as one that the kernel killed for memory has, would show as a broken pipe."""
+        wait([process.sentinel for process in self._processes], within_s)
+        for rank, process in enumerate(self._processes):
+            assert process.exitcode is None, f"rank {rank} of the pool has ended with {process.exitcode}"
+
     def close(self) -> None:
-        """End the processes."""
-        for pipe, process in zip(self._pipes, self._processes, strict=True):
-            pipe.send(None)
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+        """End the processes; it is an error if one has ended by itself."""
+        try:
+            self._check_alive()
+        finally:
+            for pipe, process in zip(self._pipes, self._processes, strict=True):
+                if process.is_alive():
+                    pipe.send(None)
+                    process.join(10)
+                    process.kill()
+
+
+def return_freed_memory() -> None:
+    """To the system: glibc keeps what lies between blocks in use, after large models a gigabyte and more."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def _first_or_alone(rank: int, size: int, ranks: int) -> Any:
@@ -111,4 +132,6 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
         except Exception:  # noqa: BLE001 - the test shows it
             answer = False, traceback.format_exc()
         pipe.send((call, *answer, len(dist.distributed_c10d._world.pg_names)))
+        del order, function, arguments, buffer, answer
+        return_freed_memory()
     os._exit(0)

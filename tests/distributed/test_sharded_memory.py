@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import resolve_cost
@@ -37,15 +35,6 @@ def blocks_table() -> LayerTable:
         model="blocks", dataset="digits", input_size=8, blocks=BLOCKS + 2, parameter_tensors=tensors, buffers=[],
         layers=rows,
     )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    """Processes of its own: every tensor that Python knows is counted, and what other tests left is among them."""
-    torch.set_num_threads(1)
-    ranks = Pool()
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(autouse=True, scope="module")
