@@ -32,7 +32,8 @@ Cell = tuple[str, str, int]
 def ratios(rows: Iterable[Row], figure: str) -> dict[tuple[Cell, str], float]:
     """``figure`` of every cell and strategy over that of one device with the same model and data.
 
-    ``rows`` are of the data table; hybrids of data parallelism have names of their own.
+    ``rows`` are of the data table, which leaves out degrees that no row sets; hybrids of data parallelism have names
+    of their own.
     """
     fine = [row for row in rows if row["status"] == "ok"]
     alone = {(row["model"], row["dataset"]): row[figure] for row in fine if row["strategy"] == "single"}
@@ -45,12 +46,12 @@ def ratios(rows: Iterable[Row], figure: str) -> dict[tuple[Cell, str], float]:
 
 def named(row: Row) -> str:
     """The strategy as the papers call it."""
-    is_hybrid = row["strategy"] in ("filter", "spatial") and (row["dp_degree"] or 1) > 1
+    is_hybrid = row["strategy"] in ("filter", "spatial") and (row.get("dp_degree") or 1) > 1
     return f"data+{row['strategy']}" if is_hybrid else str(row["strategy"])
 
 
 def _devices(row: Row) -> int:
-    return int(row["nodes"] * row["tasks_per_node"] * (row["devices_per_task"] or 1))
+    return int(row["nodes"] * row["tasks_per_node"] * (row.get("devices_per_task") or 1))
 
 
 def best_of_families(found: Mapping[tuple[Cell, str], float], best: Any) -> dict[tuple[Cell, str], float]:
