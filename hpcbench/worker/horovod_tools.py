@@ -149,11 +149,12 @@ def compiles(command: Sequence[str], source: str) -> str:
 
 def find_parts(target: Target, mpi: bool, nccl: bool) -> Parts:
     """MPI where a program can be linked with it, NCCL where torch has CUDA and its toolkit and headers are here."""
-    digest, mpicxx = _find_mpi() if mpi else ("", "")
+    digest, mpicxx = find_mpi() if mpi else ("", "")
     return Parts(digest, mpicxx, _find_nccl(target) if nccl else "")
 
 
-def _find_mpi() -> tuple[str, str]:
+def find_mpi() -> tuple[str, str]:
+    """A digest of how MPI's compiler links, and its path; both empty where no program can be linked with MPI."""
     # A wrapper alone proves nothing: distributions install it without the headers.
     source = "#include <mpi.h>\nint main() { MPI_Init(0, 0); return MPI_Finalize(); }\n"
     mpicxx = shutil.which("mpicxx")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from tests.conftest import absent, require_horovod
 from tests.distributed.adasum_ranks import adasum_case
 from tests.distributed.cases import CPU, run_reference, short_epoch
 from tests.distributed.launching import environment
+from tests.packages import require_mpirun
 
 pytestmark = pytest.mark.distributed
 
@@ -31,8 +31,9 @@ BOUND = 1e-6
 
 def test_two_replicas_are_combined_as_the_formula_says(tmp_path: Path) -> None:
     require_horovod()
-    if not load().mpi_built() or not shutil.which("mpirun"):
-        absent("horovod-mpi", "Adasum needs a Horovod with MPI (build it where mpicxx works) and mpirun")
+    require_mpirun()
+    if not load().mpi_built():
+        absent("horovod-mpi", "this Horovod was built without MPI; where mpicxx works: rm .venv/.horovod; make horovod")
     store = TCPStore("127.0.0.1", 0, None, True, seconds(60), wait_for_workers=False)
     command = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", sys.executable, "-m",
                "tests.distributed.adasum_ranks", str(tmp_path / "weights")]  # fmt: skip
