@@ -39,7 +39,7 @@ def test_two_replicas_are_combined_as_the_formula_says(tmp_path: Path) -> None:
                "tests.distributed.adasum_ranks", str(tmp_path / "weights")]  # fmt: skip
     path = f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{environment()['PYTHONPATH']}"
     env = environment(STORE_PORT=str(store.port), GLOO_SOCKET_IFNAME="lo", PYTHONPATH=path)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     found, expected = torch.load(tmp_path / "weights"), with_adasum()
     worst = max(largest_relative_difference(found[name], expected[name]) for name in expected)
