@@ -55,10 +55,10 @@ DISTRIBUTED := $(BIN)/pytest --durations 40 -m "distributed and not slurm and no
 SLURM := $(BIN)/pytest --durations 40 -m "slurm and not soak" --ignore=tests/docs -rs
 DOCS := $(BIN)/pytest -m "not slurm and not soak" tests/docs
 
-# Three at a time, the longest first, so that two cores are busy to the end: both of the longest wait now and then. What
-# they need is there before: make puts off what still waits for something, and begins with the shortest.
+# Two at a time, the longest first, so that two cores are busy to the end. What they need is there before: make puts off
+# what still waits for something, and begins with the shortest.
 test: horovod-if-possible ## everything, a real SLURM included where this machine allows
-	@$(MAKE) --no-print-directory --jobs=3 --output-sync=line --keep-going \
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going \
 		run-slurm run-distributed run-others run-oracle run-docs
 
 test-unit: $(VENV)/.dev ## what needs one process
