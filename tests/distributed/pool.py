@@ -72,15 +72,15 @@ class Pool:
             try:
                 call, ok, data, groups = pipe.recv()
             except EOFError:
-                self._check_alive(within_s=10)
+                wait([process.sentinel for process in self._processes], _WAIT_S)
+                self._check_alive()
                 raise
             if call == self._calls:
                 return ok, data, groups
         return False, f"no answer in {_WAIT_S} s", 0
 
-    def _check_alive(self, within_s: float = 0) -> None:
+    def _check_alive(self) -> None:
         """A process that has ended, as one that the kernel killed for memory has, would show as a broken pipe."""
-        wait([process.sentinel for process in self._processes], within_s)
         for rank, process in enumerate(self._processes):
             assert process.exitcode is None, f"rank {rank} of the pool has ended with {process.exitcode}"
 
