@@ -1,0 +1,36 @@
+"""The run ids of the shipped sweeps: an id that moves makes every result of a user an orphan."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from hpcbench.config.load import load_sweep
+from hpcbench.config.profiles import load_cluster
+from hpcbench.results.store import ClusterTree
+from hpcbench.submit.plan import make_plan
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "golden" / "run_ids"
+CLUSTERS = {
+    "box": "slurmbox",
+    "ddlbench": "snellius",
+    "ddlbench-small": "slurmbox",
+    "model-parallel": "local",
+    "paradl": "abci-v100",
+    "paradl-small": "slurmbox",
+    "quickstart": "local",
+}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sweeps").glob("*.toml")), ids=lambda path: path.stem)
+def test_run_ids_of_a_shipped_sweep_equal_the_committed_ones(path: Path, tmp_path: Path) -> None:
+    plan = make_plan(load_sweep(path), load_cluster(CLUSTERS[path.stem])[0], ClusterTree(tmp_path))
+    golden = GOLDEN / f"{path.stem}.json"
+    if os.environ.get("HPCBENCH_GOLDEN") == "write":
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(json.dumps(list(plan.runs), indent=0) + "\n", encoding="utf-8")
+    assert list(plan.runs) == json.loads(golden.read_text(encoding="utf-8"))
