@@ -35,8 +35,8 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@ $(VENV)/.worker
 
 # Horovod belongs to one torch: another one in .venv needs another wheel.
-$(VENV)/.horovod: $(VENV)/.worker hpcbench/worker/build_horovod.py hpcbench/worker/horovod_source.py
-	$(BIN)/python -m hpcbench.worker.build_horovod --jobs $(JOBS)
+$(VENV)/.horovod: $(VENV)/.worker hpcbench/tools/build_horovod.py
+	$(BIN)/python -m hpcbench.tools.build_horovod --jobs $(JOBS)
 	@touch $@
 
 quickstart: $(VENV)/.worker ## install into .venv and run the quickstart sweep on this machine
@@ -88,12 +88,13 @@ run-oracle:
 run-docs:
 	$(DOCS)
 
-lint: $(VENV)/.dev ## formatting, style, types, layering, sizes
+lint: $(VENV)/.dev ## formatting, style, types, layering, structure, vocabulary
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache >/dev/null || $(BIN)/lint-imports --no-cache
-	$(BIN)/python tests/sizes.py
+	$(BIN)/python tests/structure.py
+	$(BIN)/python tests/vocabulary.py
 
 format: $(VENV)/.dev ## let ruff format and mend what it can
 	$(BIN)/ruff format .

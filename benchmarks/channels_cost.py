@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ratios import Block, paired, tell
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import resolve_runtime
-from hpcbench.worker.channels import collectives
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.channel import channel_layers
 
 PAIRS = 20
 STEPS = 2
@@ -50,8 +50,8 @@ class Clock:
         return timed
 
 
-def block_of(spec: RunSpec, place: Place) -> Block:
-    strategy = resolve_runtime(spec.strategy)()
+def block_of(spec: RunSpec, place: RankContext) -> Block:
+    strategy = load_runtime_class(spec.strategy)()
     strategy.setup(build_model(spec), spec, place)
     feed = make_feed(spec, CPU)
 
@@ -66,8 +66,12 @@ def share_sent(block: Block) -> float:
     """Of a block's seconds on this rank, those inside collectives."""
     clock = Clock()
     with (
-        mock.patch.object(collectives, "_all_gather", clock.around(collectives._all_gather)),
-        mock.patch.object(collectives, "_reduce_scatter", clock.around(collectives._reduce_scatter)),
+        mock.patch.object(
+            channel_layers, "_all_gather_into_tensor", clock.around(channel_layers._all_gather_into_tensor)
+        ),
+        mock.patch.object(
+            channel_layers, "_reduce_scatter_tensor", clock.around(channel_layers._reduce_scatter_tensor)
+        ),
         mock.patch.object(dist, "all_reduce", clock.around(dist.all_reduce)),
     ):
         began = time.perf_counter()
@@ -79,8 +83,8 @@ def share_sent(block: Block) -> float:
 def compare(name: str, strategy: str, form: str, rank: int, world: int) -> dict[str, object]:
     case = MODELS[name]
     spec = RunSpec(strategy=strategy, tasks_per_node=world, tp_degree=world, options={"form": form}, **case)
-    split = block_of(spec, Place(rank, world, CPU))
-    whole = block_of(RunSpec(strategy="single", **case), Place(0, 1, CPU))
+    split = block_of(spec, RankContext(rank, world, CPU))
+    whole = block_of(RunSpec(strategy="single", **case), RankContext(0, 1, CPU))
     for block in (split, whole):
         block()
     ratios, share = paired(split, whole, PAIRS), torch.tensor(share_sent(split))

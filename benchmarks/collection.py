@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.processes import Measured, timed
 from benchmarks.ratios import median_interval
 from benchmarks.results_tree import write_results
-from hpcbench.results.index import FILE_NAME
+from hpcbench.results.index import INDEX_FILE_NAME
 
 RESULTS = 100_000
 ADDED = 100
@@ -40,7 +40,7 @@ def main() -> None:
 
 def _round(tree: Path, first: int) -> dict[str, Measured]:
     table = [sys.executable, "-m", "hpcbench", "table", str(tree), "--by", "strategy", "--pivot", "nodes"]
-    (tree / FILE_NAME).unlink(missing_ok=True)
+    (tree / INDEX_FILE_NAME).unlink(missing_ok=True)
     found = {"floor": timed([sys.executable, "-m", "benchmarks.results_floor", str(tree)])}
     found["cold"] = timed(table)
     timed(table)

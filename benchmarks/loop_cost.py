@@ -17,17 +17,17 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.ratios import median_interval
-from hpcbench.config.spec import RunSpec
-from hpcbench.worker.data.feed import Feed, make_feed
-from hpcbench.worker.loop import Progress, instrument_cost_s, run_loop
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.worker.data.feed import DataFeed, make_feed
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.stop import Stop
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.ddp import Ddp
+from hpcbench.worker.shutdown import StopController
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.data import DdpStrategy
+from hpcbench.worker.training_loop import LoopProgress, loop_overhead_s, run_training_loop
 
 PAIRS = 120
 STEPS = 4
@@ -38,7 +38,7 @@ GOAL_WIDTH = 0.04
 class HandWritten:
     """What a person would write, with nothing around it."""
 
-    def __init__(self, spec: RunSpec, feed: Feed, rank: int) -> None:
+    def __init__(self, spec: RunSpec, feed: DataFeed, rank: int) -> None:
         self.model = DistributedDataParallel(build_model(spec))
         self.optimizer = torch.optim.SGD(self.model.parameters(), spec.learning_rate, spec.momentum)
         self.batches = [feed.batch(step, rank) for step in range(STEPS)]
@@ -56,14 +56,14 @@ class HandWritten:
 class Ours:
     """The worker's loop, as a run calls it."""
 
-    def __init__(self, spec: RunSpec, feed: Feed, place: Place) -> None:
+    def __init__(self, spec: RunSpec, feed: DataFeed, place: RankContext) -> None:
         self.spec, self.feed = spec, feed
-        self.strategy = Ddp()
+        self.strategy = DdpStrategy()
         self.strategy.setup(build_model(spec), spec, place)
 
     def block(self) -> float:
-        progress = Progress(self.spec, torch.device("cpu"))
-        run_loop(self.strategy, self.feed, self.spec, progress, Stop(), dist.barrier)
+        progress = LoopProgress(self.spec, torch.device("cpu"))
+        run_training_loop(self.strategy, self.feed, self.spec, progress, StopController(), dist.barrier)
         return sum(progress.step_times_s())
 
 
@@ -90,7 +90,7 @@ def main() -> None:
         model="resnet18", dataset="digits", strategy="ddp", batch_size=16, tasks_per_node=world, dp_degree=world,
         warmup_steps=0, steps=STEPS,
     )  # fmt: skip
-    place = Place(rank, world, torch.device("cpu"))
+    place = RankContext(rank, world, torch.device("cpu"))
     feed = make_feed(spec, place.device)
     ours, theirs = Ours(spec, feed, place), HandWritten(spec, feed, rank)
     for one in (ours, theirs):
@@ -110,7 +110,7 @@ def main() -> None:
 
 def rows(pairs: list[tuple[Block, Block]]) -> list[dict[str, object]]:
     step_s = statistics.median(ours.wall_s for ours, _ in pairs) / STEPS
-    cost_s = instrument_cost_s(torch.device("cpu"))
+    cost_s = loop_overhead_s(torch.device("cpu"))
     ratio, low, high = median_interval([ours.wall_s / theirs.wall_s for ours, theirs in pairs])
     of_cpu = median_interval([ours.cpu_s / theirs.cpu_s for ours, theirs in pairs])
     met = ratio <= GOAL_RATIO or (low <= 1 <= high and high - low <= GOAL_WIDTH)

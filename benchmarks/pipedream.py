@@ -21,16 +21,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from benchmarks.ratios import median_interval
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import resolve_runtime
-from hpcbench.parallel.predict import step_time
-from hpcbench.parallel.schedule import Layout
-from hpcbench.parallel.stages import given_cuts
-from hpcbench.parallel.versions import Delay
-from hpcbench.worker.chain import measured_chain, request_of
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import load_runtime_class
+from hpcbench.parallel.pipeline.schedules import PipelineLayout
+from hpcbench.parallel.pipeline.stage_partition import parse_cuts
+from hpcbench.parallel.pipeline.steady_state import schedule_step_time
+from hpcbench.parallel.pipeline.weight_versions import Staleness
+from hpcbench.worker.block_times import block_profile_request, profile_blocks
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.base import RankContext
 
 PAIRS = 8
 STEPS = 4
@@ -72,8 +72,8 @@ def seconds(block: Callable[[], None]) -> float:
     return time.perf_counter() - began
 
 
-def block_of(spec: RunSpec, model: nn.Sequential, place: Place) -> Callable[[], None]:
-    strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
+def block_of(spec: RunSpec, model: nn.Sequential, place: RankContext) -> Callable[[], None]:
+    strategy, feed = load_runtime_class(spec.strategy)(), make_feed(spec, CPU)
     strategy.setup(model, spec, place)
     done = 0
 
@@ -86,7 +86,7 @@ def block_of(spec: RunSpec, model: nn.Sequential, place: Place) -> Callable[[], 
     return block
 
 
-def ratio_of(build: Callable[[], nn.Sequential], place: Place, **given: Any) -> tuple[float, float, float]:
+def ratio_of(build: Callable[[], nn.Sequential], place: RankContext, **given: Any) -> tuple[float, float, float]:
     """pipedream's time over gpipe's."""
     blocks = []
     for strategy in ("pipedream", "gpipe"):
@@ -111,7 +111,7 @@ def row(what: str, expected: float, found: tuple[float, float, float]) -> dict[s
     }
 
 
-def sleeping(place: Place, micro_batches: int) -> dict[str, object]:
+def sleeping(place: RankContext, micro_batches: int) -> dict[str, object]:
     stages = place.world_size
     found = ratio_of(
         lambda: nn.Sequential(Sleeping(64), *(Sleeping(10) for _ in range(stages - 1))),
@@ -125,20 +125,22 @@ def sleeping(place: Place, micro_batches: int) -> dict[str, object]:
     return row(f"stages of fixed sleep, p = {stages}, m = {micro_batches}", expected, found)
 
 
-def network(place: Place, micro_batches: int) -> dict[str, object]:
+def network(place: RankContext, micro_batches: int) -> dict[str, object]:
     """The expected ratio is that of the schedules with measured blocks, so what uneven stages cost is in it."""
     given: dict[str, Any] = {
         "model": "vgg11", "dataset": "cifar10", "batch_size": 16 * micro_batches, "micro_batches": micro_batches,
         "options": {"cuts": "6"},
     }  # fmt: skip
     spec = RunSpec(strategy="gpipe", tasks_per_node=2, pp_degree=2, **given)
-    said: list[Any] = [measured_chain(request_of(spec, CPU), refresh=True).chain() if place.rank == 0 else None]
+    said: list[Any] = [
+        profile_blocks(block_profile_request(spec, CPU), refresh=True).chain() if place.rank == 0 else None
+    ]
     dist.broadcast_object_list(said)
-    (cut,) = given_cuts("6") or (0,)
+    (cut,) = parse_cuts("6") or (0,)
     chunks = [said[0][:cut], said[0][cut:]]
     predicted = [
-        step_time(key, Layout(2), micro_batches, chunks, delay).step_time_s
-        for key, delay in (("pipedream", Delay(2)), ("gpipe", None))
+        schedule_step_time(key, PipelineLayout(2), micro_batches, chunks, delay).step_time_s
+        for key, delay in (("pipedream", Staleness(2)), ("gpipe", None))
     ]
     found = ratio_of(lambda: build_model(spec), place, **given)
     behind = sum(block.backward_s for block in chunks[0])
@@ -149,7 +151,7 @@ def network(place: Place, micro_batches: int) -> dict[str, object]:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    place = Place(dist.get_rank(), dist.get_world_size(), CPU)
+    place = RankContext(dist.get_rank(), dist.get_world_size(), CPU)
     rows = [sleeping(place, micro_batches) for micro_batches in (1, 2, 4)]
     if place.world_size == 2:
         rows += [network(place, 2)]

@@ -22,17 +22,17 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from benchmarks.ratios import median_interval, tell
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.timeline import bubble_fraction
-from hpcbench.parallel.walk import Span
-from hpcbench.worker.data.feed import Feed, make_feed
-from hpcbench.worker.losses import sample_losses
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.pipeline.schedule_simulator import ActionSpan
+from hpcbench.parallel.pipeline.steady_state import measured_bubble_fraction
+from hpcbench.worker.data.feed import DataFeed, make_feed
+from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.pipeline.chunk import Chunk
-from hpcbench.worker.pipeline.timeline import Recorder
-from hpcbench.worker.strategies.base import Place, make_optimizer
-from hpcbench.worker.strategies.fairscale_pipe import FairscalePipe
-from hpcbench.worker.strategies.pipeline import Pipeline
+from hpcbench.worker.strategies.base import RankContext, make_optimizer
+from hpcbench.worker.strategies.pipeline.action_timeline import ActionRecorder
+from hpcbench.worker.strategies.pipeline.chunk import ModelChunk
+from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
+from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 
 CPU = torch.device("cpu")
 UNIT_S = float(os.environ.get("SLEEP_UNIT_S", "0.05"))
@@ -44,7 +44,7 @@ STEPS = 2
 NEAR = 0.05
 
 
-class Sleeping(Chunk):
+class Sleeping(ModelChunk):
     """A chunk that takes its time: ``unit_s`` forward, as long for either half of a backward pass."""
 
     unit_s = UNIT_S
@@ -74,8 +74,8 @@ def bubble_of(schedule: str, rank: int) -> float:
         tasks_per_node=STAGES, pp_degree=STAGES, options={"balance": "blocks"},
     )  # fmt: skip
     torch.manual_seed(0)
-    strategy, feed = Pipeline(), make_feed(spec, CPU)
-    strategy.setup(small_blocks(), spec, Place(rank, STAGES, CPU))
+    strategy, feed = PipelineStrategy(), make_feed(spec, CPU)
+    strategy.setup(small_blocks(), spec, RankContext(rank, STAGES, CPU))
     virtual = strategy.layout.virtual_stages
     sleeping = {
         number: Sleeping(one.module, schedule == "zero_bubble") for number, one in strategy.runtime.chunks.items()
@@ -85,15 +85,15 @@ def bubble_of(schedule: str, rank: int) -> float:
     strategy.runtime.chunks = sleeping
     found = []
     for step in range(REPEATS + 1):
-        strategy.runtime.recorder = recorder = Recorder(CPU)
+        strategy.runtime.recorder = recorder = ActionRecorder(CPU)
         dist.barrier()
         recorder.start()
         zero_s = time.perf_counter()
         strategy.step(feed, step)
         ranks: list[Any] = [None] * STAGES
         # The ranks of one machine have one clock.
-        dist.all_gather_object(ranks, [Span(a, b + zero_s, e + zero_s) for a, b, e in recorder.spans_s()])
-        found.append(bubble_fraction(ranks) or 0.0)
+        dist.all_gather_object(ranks, [ActionSpan(a, b + zero_s, e + zero_s) for a, b, e in recorder.spans_s()])
+        found.append(measured_bubble_fraction(ranks) or 0.0)
     return statistics.median(found[1:])
 
 
@@ -124,8 +124,8 @@ def _row(figure: str, bubble: float, goal: str, met: bool) -> dict[str, object]:
 Block = Callable[[], None]
 
 
-def ours(spec: RunSpec, feed: Feed, place: Place) -> tuple[Pipeline, Block]:
-    strategy = Pipeline()
+def ours(spec: RunSpec, feed: DataFeed, place: RankContext) -> tuple[PipelineStrategy, Block]:
+    strategy = PipelineStrategy()
     strategy.setup(build_model(spec), spec, place)
 
     def block() -> None:
@@ -135,14 +135,14 @@ def ours(spec: RunSpec, feed: Feed, place: Place) -> tuple[Pipeline, Block]:
     return strategy, block
 
 
-def torchs(spec: RunSpec, feed: Feed, place: Place) -> Block:
+def torchs(spec: RunSpec, feed: DataFeed, place: RankContext) -> Block:
     """ScheduleGPipe on the very stages of ours, with the same loss and optimizer."""
     made, _ = ours(spec, feed, place)
     chunk = made.module.chunk(place.rank)
     optimizer = make_optimizer(spec, chunk)
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        return sample_losses(output, target) / spec.batch_size
+        return summed_loss(output, target) / spec.batch_size
 
     stage = PipelineStage(chunk, place.rank, spec.pp_degree, CPU)
     schedule = ScheduleGPipe(stage, spec.micro_batches, loss_fn=loss, scale_grads=False)
@@ -157,14 +157,14 @@ def torchs(spec: RunSpec, feed: Feed, place: Place) -> Block:
     return block
 
 
-def fairscales(spec: RunSpec, feed: Feed, place: Place) -> Block:
+def fairscales(spec: RunSpec, feed: DataFeed, place: RankContext) -> Block:
     """Pipe on rank 0 alone, with a thread for each stage."""
     if place.rank != 0:
         return lambda: None
-    strategy = FairscalePipe()
+    strategy = FairscalePipeStrategy()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        strategy.setup(build_model(spec), spec, Place(0, 1, CPU))
+        strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
 
     def block() -> None:
         for step in range(STEPS):
@@ -191,7 +191,7 @@ def peers(rank: int) -> list[dict[str, object]]:
         tasks_per_node=2,
         pp_degree=2,
     )
-    feed, place = make_feed(spec, CPU), Place(rank, 2, CPU)
+    feed, place = make_feed(spec, CPU), RankContext(rank, 2, CPU)
     _, mine = ours(spec, feed, place)
     rows = []
     for name, make in {"torch's ScheduleGPipe": torchs, "fairscale's Pipe": fairscales}.items():

@@ -10,20 +10,20 @@ from typing import Any
 
 import msgspec
 
-from hpcbench.config.spec import RunSpec, config_id, run_id
-from hpcbench.parallel.schedule import Layout, actions
-from hpcbench.parallel.walk import Walk, walk
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
+from hpcbench.parallel.pipeline.schedule_simulator import ScheduleTimeline, simulate_schedule
+from hpcbench.parallel.pipeline.schedules import PipelineLayout, schedule_actions
 from hpcbench.results.schema import (
-    Failure,
-    Loss,
-    Metrics,
-    Predicted,
+    FailureRecord,
+    LossSummary,
+    PipelinePrediction,
+    PipelineTimeline,
     RankTimeline,
+    RunMetrics,
     RunResult,
-    Spread,
-    Timeline,
+    StepTimeStatistics,
     TimelineSpan,
-    result_json,
+    result_document,
 )
 
 REPEATS, STEPS = 3, 24
@@ -42,7 +42,7 @@ def results() -> Iterator[RunResult]:
     for (strategy, devices), repeat in itertools.product(_points(), range(REPEATS)):
         yield _ended(_spec(strategy, devices, repeat), source)
     spec = _spec("filter", 2, 0)
-    failure = Failure(type="OutOfMemoryError", message="tried to allocate 9.00 GiB")
+    failure = FailureRecord(type="OutOfMemoryError", message="tried to allocate 9.00 GiB")
     yield RunResult(**_identity(spec), status="oom", spec=spec, error=failure)
 
 
@@ -80,8 +80,9 @@ def _ended(spec: RunSpec, source: random.Random) -> RunResult:
     step = base * (1 + more * (spec.devices - 1)) * (1.0, 0.98, 1.02)[spec.repeat]
     times = [step * source.lognormvariate(0, 0.015) for _ in range(STEPS)]
     piped = spec.strategy in _PIPELINES
-    walked = walk(
-        actions(spec.strategy, Layout(spec.pp_degree), spec.micro_batches), Layout(spec.pp_degree),
+    walked = simulate_schedule(
+        schedule_actions(spec.strategy, PipelineLayout(spec.pp_degree), spec.micro_batches),
+        PipelineLayout(spec.pp_degree),
         lambda action: _UNITS[action.kind],
     ) if piped else None  # fmt: skip
     memory = [_memory_bytes(spec, rank) for rank in range(spec.ranks)]
@@ -89,18 +90,20 @@ def _ended(spec: RunSpec, source: random.Random) -> RunResult:
     exposed = 0.0 if spec.devices == 1 else max(step - compute - base * 0.08, 0.01 * step)
     return RunResult(
         **_identity(spec), status="ok", spec=spec, step_times_s=times,
-        metrics=Metrics(
-            step_time_s=Spread(
+        metrics=RunMetrics(
+            step_time_s=StepTimeStatistics(
                 median=step, mean=step, std=step * 0.015, p10=step * 0.98, p90=step * 1.02, min=step * 0.96,
                 max=step * 1.05, ci95_low=step * 0.995, ci95_high=step * 1.005,
             ),
             samples_per_s=32 * spec.devices / step, compute_s=compute * (1.1 if piped else 1),
             exposed_comm_s=exposed or None,
             comm_s=exposed + 0.01 if exposed else None, bubble_fraction=walked.bubble_fraction if walked else None,
-            peak_memory_bytes=max(memory), loss=Loss(first=6.9, last=6.1),
+            peak_memory_bytes=max(memory), loss=LossSummary(first=6.9, last=6.1),
             energy_j=(250 + 5 * spec.devices) * spec.devices * step * STEPS, energy_source="nobody",
         ),
-        predicted=Predicted(step_time_s=step * (0.96 if spec.strategy == "1f1b" else 0.87), bubble_fraction=0.2)
+        predicted=PipelinePrediction(
+            step_time_s=step * (0.96 if spec.strategy == "1f1b" else 0.87), bubble_fraction=0.2
+        )
         if piped else None,
         ranks=[
             {
@@ -126,7 +129,7 @@ def _memory_bytes(spec: RunSpec, rank: int) -> int:
     return 20 * _GIB
 
 
-def _timeline(walked: Walk, step_s: float, source: random.Random) -> Timeline:
+def _timeline(walked: ScheduleTimeline, step_s: float, source: random.Random) -> PipelineTimeline:
     """The plan, and a measured step whose actions begin as they were planned and end a little early."""
     unit = step_s / walked.end
     planned = [
@@ -138,7 +141,7 @@ def _timeline(walked: Walk, step_s: float, source: random.Random) -> Timeline:
     ]
     busy = sum(one.end_s - one.begin_s for spans in measured for one in spans)
     end = max(spans[-1].end_s for spans in measured)
-    return Timeline(
+    return PipelineTimeline(
         bubble_fraction=1 - busy / (end * len(measured)), planned_bubble_fraction=walked.bubble_fraction,
         measured_s=end, planned_s=step_s,
         ranks=[
@@ -153,4 +156,4 @@ def write_planted(tree: Path) -> None:
     for made in results():
         folder = tree / "runs" / made.run_id[:2] / made.run_id
         folder.mkdir(parents=True, exist_ok=True)
-        folder.joinpath("result.json").write_bytes(msgspec.json.encode(result_json(made)))
+        folder.joinpath("result.json").write_bytes(msgspec.json.encode(result_document(made)))

@@ -16,20 +16,20 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ratios import median_interval, tell
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.oracle.predict import Prediction, predict
-from hpcbench.parallel.catalog import resolve_runtime
-from hpcbench.parallel.kernel import Compute
-from hpcbench.parallel.layers import read_table
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.machine import nominal_machine
+from hpcbench.oracle.prediction import Prediction, predict
+from hpcbench.parallel.catalog import load_runtime_class
+from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.parallel.roofline import DeviceCompute
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.emulation_mode import EmulationMode
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.rehearsal.mode import Rehearsal
-from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.base import RankContext
 
 CPU = torch.device("cpu")
-SLOW = Compute(peak_flops_per_s={"fp32": 40e9}, memory_bandwidth_bytes_per_s=20e9, launch_s=1e-4)
+SLOW = DeviceCompute(peak_flops_per_s={"fp32": 40e9}, memory_bandwidth_bytes_per_s=20e9, launch_s=1e-4)
 """A step of four stages takes between one and five seconds: waking up late is little beside it."""
 
 STEPS = int(os.environ.get("STEPS", "6"))
@@ -54,7 +54,7 @@ def spec_of(strategy: str, more: dict[str, Any]) -> RunSpec:
 
 
 def predicted(spec: RunSpec) -> Prediction:
-    table = read_table(spec.model, spec.dataset)
+    table = read_shipped_table(spec.model, spec.dataset)
     assert table is not None
     machine = nominal_machine(load_cluster("local")[0])
     return predict(spec, table, msgspec.structs.replace(machine, compute=SLOW))
@@ -62,10 +62,10 @@ def predicted(spec: RunSpec) -> Prediction:
 
 def measured(spec: RunSpec, rank: int) -> tuple[list[float], float]:
     """The slowest rank's steps, and what the longest of them computes in one."""
-    strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
-    strategy.setup(build_model(spec), spec, Place(rank, spec.ranks, CPU))
+    strategy, feed = load_runtime_class(spec.strategy)(), make_feed(spec, CPU)
+    strategy.setup(build_model(spec), spec, RankContext(rank, spec.ranks, CPU))
     strategy.announce(range(STEPS + 3))
-    mode, ends, computed = Rehearsal(SLOW, spec.precision, spec.model, CPU), [], []
+    mode, ends, computed = EmulationMode(SLOW, spec.precision, spec.model, CPU), [], []
     for step in range(STEPS + 2):
         with mode:
             strategy.step(feed, step)

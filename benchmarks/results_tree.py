@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from hpcbench.config.spec import RunSpec, config_id, run_id
-from hpcbench.results.schema import Loss, Metrics, RunResult, Spread, result_json
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
+from hpcbench.results.schema import LossSummary, RunMetrics, RunResult, StepTimeStatistics, result_document
 
 STRATEGIES = ("ddp", "fsdp", "zero1", "gpipe", "1f1b")
 REPEATS = 5
@@ -37,14 +37,14 @@ def result(spec: RunSpec, source: random.Random) -> RunResult:
     return RunResult(
         run_id=ident, config_id=config_id(spec), attempt=1, sweep="made-up", cluster="made-up",
         status="oom" if failed else "ok", spec=spec,
-        metrics=Metrics() if failed else Metrics(
-            step_time_s=Spread(
+        metrics=RunMetrics() if failed else RunMetrics(
+            step_time_s=StepTimeStatistics(
                 median=median, mean=median * 1.01, std=median * 0.02, p10=median * 0.97, p90=median * 1.04,
                 min=median * 0.95, max=median * 1.2, ci95_low=median * 0.99, ci95_high=median * 1.01,
             ),
             samples_per_s=spec.global_batch_size / median, epoch_time_s=1.2e6 * median / spec.global_batch_size,
             compute_s=median * 0.8, comm_s=median * 0.3, exposed_comm_s=median * 0.15, peak_memory_bytes=2**33,
-            time_to_first_step_s=12.5, loss=Loss(first=6.9, last=6.1),
+            time_to_first_step_s=12.5, loss=LossSummary(first=6.9, last=6.1),
         ),
         ranks=[{"rank": 0, "local_rank": 0, "node_rank": 0, "host": "n0001", "device": "cuda:0", "steps_done": 4}],
         step_times_s=[median * source.lognormvariate(0, 0.02) for _ in range(4)],
@@ -60,7 +60,7 @@ def write_results(tree: Path, count: int, first: int = 0, seed: int = 0) -> None
         made = result(spec, source)
         folder = tree / "runs" / made.run_id[:2] / made.run_id
         folder.mkdir(parents=True, exist_ok=True)
-        text = msgspec.json.format(msgspec.json.encode(result_json(made)), indent=1) + b"\n"
+        text = msgspec.json.format(msgspec.json.encode(result_document(made)), indent=1) + b"\n"
         folder.joinpath("result.json").write_bytes(text)
         # As a worker does after the rename.
         folder.parent.touch()

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ratios import tell
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.reducer import GradientReducer
-from hpcbench.worker.spatial.exchange import Exchange
-from hpcbench.worker.strategies.base import Place, Strategy
+from hpcbench.worker.strategies.base import RankContext, Strategy
+from hpcbench.worker.strategies.spatial.halo_exchange import HaloExchange
 
 STEPS = 9
 WARM = 2
@@ -76,8 +76,8 @@ class Clock:
         return seconds
 
 
-def strategy_of(spec: RunSpec, place: Place) -> Strategy:
-    made: Strategy = resolve_runtime(spec.strategy)()
+def strategy_of(spec: RunSpec, place: RankContext) -> Strategy:
+    made: Strategy = load_runtime_class(spec.strategy)()
     made.setup(build_model(spec), spec, place)
     return made
 
@@ -88,8 +88,8 @@ def clocks() -> Iterator[tuple[Clock, Clock]]:
     halo, others = Clock(), Clock()
     with ExitStack() as stack:
         for owner, name, clock in (
-            (Exchange, "__init__", halo),
-            (Exchange, "wait", halo),
+            (HaloExchange, "__init__", halo),
+            (HaloExchange, "wait", halo),
             (dist, "all_gather", others),
             (dist, "all_reduce", others),
             (GradientReducer, "finish", others),
@@ -117,11 +117,11 @@ def measure(rank: int, case: dict[str, Any], overlap: bool) -> dict[str, float]:
     whole = 0.0
     if rank == 0:
         alone = RunSpec(strategy="single", **case)
-        steps = timed_steps(strategy_of(alone, Place(0, 1, CPU)), alone, together=False)
+        steps = timed_steps(strategy_of(alone, RankContext(0, 1, CPU)), alone, together=False)
         whole = statistics.median(one.step for one in steps)
     dist.barrier()
     spec = RunSpec(strategy="spatial", sp_degree=2, tasks_per_node=2, options={"overlap": overlap}, **case)
-    steps = timed_steps(strategy_of(spec, Place(rank, 2, CPU)), spec, together=True)
+    steps = timed_steps(strategy_of(spec, RankContext(rank, 2, CPU)), spec, together=True)
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, steps)
     pairs: list[tuple[Spent, ...]] = list(zip(*gathered, strict=True))

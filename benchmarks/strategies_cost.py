@@ -16,33 +16,33 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.ratios import median_interval, tell
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import resolve_runtime
-from hpcbench.worker.data.feed import Feed, make_feed
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import load_runtime_class
+from hpcbench.worker.data.feed import DataFeed, make_feed
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.base import RankContext
 
 PAIRS = 60
 STEPS = 4
 GOAL_RATIO = 1.02
 GOAL_WIDTH = 0.06
 SAME_LOSS = 1e-3
-"""Of losses after ``STEPS`` updates, which part by far more where gradients are averaged otherwise."""
+"""Of losses after ``VERIFIED_STEPS`` updates, which part by far more where gradients are averaged otherwise."""
 CPU = torch.device("cpu")
 
 Block = Callable[[], Tensor]
-"""Trains for ``STEPS`` steps; the last one's loss on this rank, such that the sum over ranks is the mean."""
+"""Trains for ``VERIFIED_STEPS`` steps; the last one's loss on this rank, such that the sum over ranks is the mean."""
 
 
 def by_hand(
-    model: nn.Module, optimizer: Any, feed: Feed, rank: int, clear: Callable[[], object] | None = None
+    model: nn.Module, optimizer: Any, feed: DataFeed, rank: int, clear: Callable[[], object] | None = None
 ) -> Block:
     """What a person would write, with nothing around it."""
     batches = [feed.batch(step, rank) for step in range(STEPS)]
@@ -68,18 +68,18 @@ def separate(model: nn.Sequential) -> list[bool]:
     return [any(True for _ in part.parameters()) for part in model]
 
 
-def ddp_by_hand(spec: RunSpec, feed: Feed, rank: int) -> Block:
+def ddp_by_hand(spec: RunSpec, feed: DataFeed, rank: int) -> Block:
     model = DistributedDataParallel(build_model(spec))
     return by_hand(model, torch.optim.SGD(model.parameters(), **settings(spec)), feed, rank)
 
 
-def zero1_by_hand(spec: RunSpec, feed: Feed, rank: int) -> Block:
+def zero1_by_hand(spec: RunSpec, feed: DataFeed, rank: int) -> Block:
     model = DistributedDataParallel(build_model(spec))
     make: Any = ZeroRedundancyOptimizer
     return by_hand(model, make(model.parameters(), torch.optim.SGD, **settings(spec)), feed, rank)
 
 
-def fsdp_by_hand(spec: RunSpec, feed: Feed, rank: int) -> Block:
+def fsdp_by_hand(spec: RunSpec, feed: DataFeed, rank: int) -> Block:
     model = build_model(spec)
     for part, has_own in zip(model, separate(model), strict=True):
         if has_own:
@@ -88,7 +88,7 @@ def fsdp_by_hand(spec: RunSpec, feed: Feed, rank: int) -> Block:
     return by_hand(model, torch.optim.SGD(model.parameters(), **settings(spec)), feed, rank)
 
 
-def fairscale_oss_by_hand(spec: RunSpec, feed: Feed, rank: int) -> Block:
+def fairscale_oss_by_hand(spec: RunSpec, feed: DataFeed, rank: int) -> Block:
     from fairscale.optim.oss import OSS
 
     model = build_model(spec)
@@ -96,7 +96,7 @@ def fairscale_oss_by_hand(spec: RunSpec, feed: Feed, rank: int) -> Block:
     return by_hand(DistributedDataParallel(model), optimizer, feed, rank)
 
 
-def fairscale_sddp_by_hand(spec: RunSpec, feed: Feed, rank: int) -> Block:
+def fairscale_sddp_by_hand(spec: RunSpec, feed: DataFeed, rank: int) -> Block:
     from fairscale.nn.data_parallel import ShardedDataParallel
     from fairscale.optim.oss import OSS
 
@@ -107,7 +107,7 @@ def fairscale_sddp_by_hand(spec: RunSpec, feed: Feed, rank: int) -> Block:
     return by_hand(wrapped, optimizer, feed, rank, lambda: wrapped.zero_grad(set_to_none=False))
 
 
-def fairscale_fsdp_by_hand(spec: RunSpec, feed: Feed, rank: int) -> Block:
+def fairscale_fsdp_by_hand(spec: RunSpec, feed: DataFeed, rank: int) -> Block:
     """On a cpu with the replaced streams that our run has left in place: the library does not start without."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel
 
@@ -123,7 +123,7 @@ def fairscale_fsdp_by_hand(spec: RunSpec, feed: Feed, rank: int) -> Block:
     return by_hand(model, torch.optim.SGD(model.parameters(), **settings(spec)), feed, rank)
 
 
-def horovod_by_hand(spec: RunSpec, feed: Feed, rank: int) -> Block:
+def horovod_by_hand(spec: RunSpec, feed: DataFeed, rank: int) -> Block:
     import horovod.torch as hvd
 
     model = build_model(spec)
@@ -143,8 +143,8 @@ BY_HAND = {
 }
 
 
-def ours(spec: RunSpec, feed: Feed, place: Place) -> Block:
-    strategy = resolve_runtime(spec.strategy)()
+def ours(spec: RunSpec, feed: DataFeed, place: RankContext) -> Block:
+    strategy = load_runtime_class(spec.strategy)()
     strategy.setup(build_model(spec), spec, place)
 
     def block() -> Tensor:
@@ -184,7 +184,7 @@ def compare(key: str, rank: int, world: int) -> dict[str, object]:
     )
     feed = make_feed(spec, CPU)
     # Ours first: it starts the library that both use.
-    pair = (ours(spec, feed, Place(rank, world, CPU)), BY_HAND[key](spec, feed, rank))
+    pair = (ours(spec, feed, RankContext(rank, world, CPU)), BY_HAND[key](spec, feed, rank))
     check_alike(key, pair)
     walls, cpus = [], []
     # The same order on every rank. Alternating would follow anything that comes and goes with every other pair.

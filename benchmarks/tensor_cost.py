@@ -12,7 +12,7 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
@@ -25,12 +25,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.ratios import Block, median_interval, paired
-from hpcbench.config.spec import RunSpec
-from hpcbench.worker.data.feed import Feed, make_feed
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.worker.data.feed import DataFeed, make_feed
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.models.transformer import TransformerBlock
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.tensor import TensorParallel
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.tensor import TensorParallelStrategy
 
 PAIRS = 60
 STEPS = 4
@@ -40,8 +40,8 @@ SAME_LOSS = 1e-4
 CPU = torch.device("cpu")
 
 
-def ours(spec: RunSpec, feed: Feed, place: Place) -> Block:
-    strategy = TensorParallel()
+def ours(spec: RunSpec, feed: DataFeed, place: RankContext) -> Block:
+    strategy = TensorParallelStrategy()
     strategy.setup(build_model(spec), spec, place)
 
     def block() -> float:
@@ -53,7 +53,7 @@ def ours(spec: RunSpec, feed: Feed, place: Place) -> Block:
     return block
 
 
-def torchs(spec: RunSpec, feed: Feed, place: Place) -> Block:
+def torchs(spec: RunSpec, feed: DataFeed, place: RankContext) -> Block:
     """As a person would write it after torch's tutorial."""
     model = parallelized(spec)
     # DTensors and plain tensors cannot be updated together tensor by tensor in one call.
@@ -105,7 +105,7 @@ def main() -> None:
     spec = RunSpec(
         model="vit", dataset="cifar10", strategy="tensor", batch_size=16, tasks_per_node=world, tp_degree=world
     )
-    feed, place = make_feed(spec, CPU), Place(rank, world, CPU)
+    feed, place = make_feed(spec, CPU), RankContext(rank, world, CPU)
     mine, theirs = ours(spec, feed, place), torchs(spec, feed, place)
     check_alike(mine, theirs)
     ratios = paired(mine, theirs, PAIRS)

@@ -16,12 +16,11 @@ from pathlib import Path
 from rich.console import Console
 
 from hpcbench.paths import results_folder
-from hpcbench.report.rows import make_rows
-from hpcbench.report.select import select_sweeps
-from hpcbench.report.tables import ResultsTable
-from hpcbench.results.collect import collect
+from hpcbench.report.configurations import rows_from_collected
+from hpcbench.report.results_table import ResultsTable
+from hpcbench.report.sweep_selection import select_sweeps
+from hpcbench.results.results_tree import ResultsTree, collect_results
 from hpcbench.results.schema import RunResult
-from hpcbench.results.store import ResultsTree
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
 
@@ -49,30 +48,29 @@ def plots() -> None:
     # Not part of the package.
     sys.path.insert(0, str(PICTURES.parents[1]))
     from benchmarks.planted_results import write_planted
-    from hpcbench.report.groups import chosen
-    from hpcbench.report.load import gather
-    from hpcbench.report.names import Condition
-    from hpcbench.report.plots.catalog import draw
-    from hpcbench.report.plots.picture import Asked
-    from hpcbench.report.plots.save import save
-    from hpcbench.report.plots.terminal import TerminalPicture
-    from hpcbench.report.whole import whole_results
+    from hpcbench.report.column_names import Condition
+    from hpcbench.report.configurations import filter_launches
+    from hpcbench.report.load_results import full_results, load_frame
+    from hpcbench.report.plots.plot_model import PlotRequest
+    from hpcbench.report.plots.plotting import TerminalPlot, draw_plot, save_plot
 
     with tempfile.TemporaryDirectory() as folder:
         write_planted(Path(folder, "made-up"))
         tree = ResultsTree(Path(folder))
 
         def whole(wanted: Sequence[tuple[str, str]]) -> list[RunResult]:
-            return whole_results(tree, [], None, wanted)
+            return full_results(tree, [], None, wanted)
 
         for name, where in PLOTTED.items():
-            picture = draw(name, chosen(gather(tree, []), Condition(where, "")), Asked((), whole))
+            picture = draw_plot(
+                name, filter_launches(load_frame(tree, []), Condition(where, "")), PlotRequest((), whole)
+            )
             path = PICTURES / f"plot-{name}.svg"
-            save(picture, path)
+            save_plot(picture, path)
             assert path.stat().st_size < MOST_BYTES, f"{path} has {path.stat().st_size} bytes"
             if name == "scaling":
                 console = recorder()
-                console.print(TerminalPicture(picture))
+                console.print(TerminalPlot(picture))
                 write_terminal(console, "plot-terminal", "hpcbench plot scaling")
 
 
@@ -93,7 +91,7 @@ def quickstart() -> None:
     """``docs/pictures/quickstart.svg``."""
     tree = ResultsTree(results_folder())
     ((cluster, record),) = select_sweeps(tree, ["quickstart"], "local")
-    rows = make_rows(collect(tree.cluster(cluster), record.run_ids))
+    rows = rows_from_collected(collect_results(tree.cluster(cluster), record.run_ids))
     console = recorder()
     console.print(ResultsTable(rows, "quickstart on local"))
     PICTURES.mkdir(exist_ok=True)

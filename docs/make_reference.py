@@ -16,10 +16,10 @@ from typing import Any
 import click
 
 from hpcbench.cli.main import COMMANDS, cli
-from hpcbench.parallel.catalog import ALIASES, STRATEGIES, models
-from hpcbench.parallel.datasets import DATASETS
-from hpcbench.parallel.entry import Option
-from hpcbench.results.json_schema import json_schema
+from hpcbench.parallel.catalog import ALIASES, STRATEGIES, shipped_model_entries
+from hpcbench.parallel.strategy_entry import Option
+from hpcbench.parallel.workloads import DATASETS
+from hpcbench.results.json_schema import make_json_schema
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "hpcbench"
@@ -89,7 +89,9 @@ def _catalog() -> Iterator[str]:
     named = (f"`{alias}` for `{key}`" for alias, key in ALIASES.items())
     yield f"Other names, for what is a hybrid as soon as several degrees are above 1: {', '.join(named)}.\n"
     yield "## Models\n"
-    shipped = ((f"`{name}`", one.description, one.kind, _options(one.options)) for name, one in models().items())
+    shipped = (
+        (f"`{name}`", one.description, one.kind, _options(one.options)) for name, one in shipped_model_entries().items()
+    )
     yield from _table(("model", "what it is", "takes", "options (default)"), shipped)
     yield "## Data sets\n"
     sets = (
@@ -115,7 +117,7 @@ def _options(options: Mapping[str, Option]) -> str:
 
 
 def _schema(kind: str) -> Iterator[str]:
-    document = json_schema(kind)
+    document = make_json_schema(kind)
     definitions = document.get("$defs", {})
     yield _ABOUT[kind]
     yield "The same as JSON Schema, for editors and scripts: "

@@ -1,4 +1,4 @@
-"""hpcbench: how should this model be parallelised on that cluster, and how sure are we?"""
+"""hpcbench benchmarks parallel training of neural networks on clusters, and predicts its step time and memory."""
 
 import importlib
 from typing import Any
@@ -10,5 +10,5 @@ def __getattr__(name: str) -> Any:
     """``hpcbench.load``, imported when it is asked for: the worker starts without polars."""
     if name == "load":
         # By name, so that nothing that the worker imports leads to polars.
-        return importlib.import_module("hpcbench.report.load").load
+        return importlib.import_module("hpcbench.report.load_results").load
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

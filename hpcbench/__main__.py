@@ -1,4 +1,4 @@
-"""``python -m hpcbench``."""
+"""Entry point of ``python -m hpcbench``."""
 
 from hpcbench.cli.main import entry_point
 

@@ -1,20 +1,21 @@
-"""The one family of exceptions that users see. Whatever else escapes is a bug of ours and keeps its traceback."""
+"""The exceptions that users see, their exit codes, and the hint that names the nearest valid choice.
+Any other exception is a bug of hpcbench and keeps its traceback."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
 
-EXIT_DONE = 0
+EXIT_OK = 0
 EXIT_RUNS_FAILED = 1
 EXIT_BAD_INPUT = 2
-EXIT_REFUSED = 3
+EXIT_SYSTEM_REFUSED = 3
 
 
 class HpcbenchError(Exception):
     """What went wrong, where (``file:line`` or a path), and how to mend it.
 
-    ``exit_code`` follows the design: 2 the user's input is wrong, 3 the scheduler or the file system refused.
+    ``runs_exit_code`` follows the design: 2 the user's input is wrong, 3 the scheduler or the file system refused.
     """
 
     exit_code = EXIT_BAD_INPUT
@@ -50,13 +51,13 @@ class RenderError(HpcbenchError):
 class SubmitError(HpcbenchError):
     """The scheduler is absent or refused."""
 
-    exit_code = EXIT_REFUSED
+    exit_code = EXIT_SYSTEM_REFUSED
 
 
 class StorageError(HpcbenchError):
     """The file system refused: a folder that cannot be written, a foreign lock that does not end."""
 
-    exit_code = EXIT_REFUSED
+    exit_code = EXIT_SYSTEM_REFUSED
 
 
 class WorkerError(HpcbenchError):

@@ -1,7 +1,4 @@
-"""Files that are whole or absent: atomic writes, exclusive creation, text that is safe to show.
-
-Files that others can write beside are read and written without following a link out of their tree.
-"""
+"""Atomic writes, exclusive creation, and reading of plain files without following links; text that is safe to print."""
 
 from __future__ import annotations
 
@@ -18,12 +15,12 @@ from hpcbench.errors import StorageError
 
 MAX_FILE_BYTES = 64 * 2**20
 """Larger than any file that a run leaves for others to read; a log is read in parts."""
-ANY_SIZE = 2**30
+MAX_GENERATED_FILE_BYTES = 2**30
 """For files of ours whose size follows from the number of runs."""
-_SHOWN_CHARACTERS = 2000
+_MAX_EXCERPT_CHARACTERS = 2000
 
 # Control characters, marks that reorder or hide text, line separators, and bytes that were no text to begin with.
-_CONTROL = re.compile(
+_CONTROL_CHARACTERS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
     r"\U000e0000-\U000e007f]"
 )
@@ -35,12 +32,12 @@ def write_atomic(path: Path, data: bytes) -> None:
     The data is flushed to the device first: a rename that survives a crash must not point to an empty file.
     Raises ``StorageError`` naming the path where the file system refuses.
     """
-    with atomic_file(path) as file:
+    with open_atomic(path) as file:
         file.write(data)
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+def open_atomic(path: Path) -> Iterator[IO[bytes]]:
     """As ``write_atomic``, for what is written piece by piece; where the body fails nothing is left."""
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
@@ -50,12 +47,12 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise storage_error(error, path) from error
+        raise write_error(error, path) from error
     finally:
-        _discard(temporary)
+        _remove_quietly(temporary)
 
 
-def create_exclusive(path: Path, data: bytes) -> bool:
+def write_exclusive(path: Path, data: bytes) -> bool:
     """Create ``path`` with ``data`` if nobody has; ``False`` where it exists already.
 
     The content is linked into place whole: the loser of a race reads the winner's complete file.
@@ -66,19 +63,19 @@ def create_exclusive(path: Path, data: bytes) -> bool:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        return _claim(temporary, path, data)
+        return _link_exclusive(temporary, path, data)
     except OSError as error:
-        raise storage_error(error, path) from error
+        raise write_error(error, path) from error
     finally:
-        _discard(temporary)
+        _remove_quietly(temporary)
 
 
-def _discard(temporary: Path) -> None:
+def _remove_quietly(temporary: Path) -> None:
     with contextlib.suppress(OSError):
         temporary.unlink()
 
 
-def _claim(temporary: Path, path: Path, data: bytes) -> bool:
+def _link_exclusive(temporary: Path, path: Path, data: bytes) -> bool:
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -99,17 +96,17 @@ def make_folder(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise storage_error(error, path) from error
+        raise write_error(error, path) from error
 
 
-def storage_error(error: OSError, path: Path) -> StorageError:
+def write_error(error: OSError, path: Path) -> StorageError:
     """``error`` in the user's words: the path, the reason, and who owns the nearest folder that exists."""
     reason = error.strerror or str(error)
     return StorageError(f"cannot write {path}: {reason}", hint=_owner_hint(path))
 
 
-def reading_error(error: OSError, path: Path) -> StorageError:
-    """As ``storage_error``, where a file could not be read."""
+def read_error(error: OSError, path: Path) -> StorageError:
+    """As ``write_error``, where a file could not be read."""
     return StorageError(f"cannot read {path}: {error.strerror or error}", hint=_owner_hint(path))
 
 
@@ -132,10 +129,10 @@ class UnsafeFileError(OSError):
 
 def read_regular(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
     """The bytes of a plain file; ``UnsafeFileError`` for a link, a pipe, a device, or more than ``limit_bytes``."""
-    return read_with_state(path, limit_bytes)[0]
+    return read_regular_with_stat(path, limit_bytes)[0]
 
 
-def read_with_state(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> tuple[bytes, os.stat_result]:
+def read_regular_with_stat(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> tuple[bytes, os.stat_result]:
     """As ``read_regular``, with the file's state before it was read."""
     descriptor, state = _open_regular(path)
     try:
@@ -177,7 +174,7 @@ def _open_regular(path: Path | str) -> tuple[int, os.stat_result]:
     return descriptor, state
 
 
-def refuse_links(root: Path, *parts: str) -> Path:
+def join_without_links(root: Path, *parts: str) -> Path:
     """``root`` joined with ``parts``; ``StorageError`` where one of the parts is there and is a link.
 
     ``root`` itself may be a link: that is its owner's choice. What lies below can be written by others.
@@ -200,33 +197,37 @@ def refuse_links(root: Path, *parts: str) -> Path:
     return path
 
 
-def printable(text: str) -> str:
+def printable_text(text: str) -> str:
     """``text`` without characters that could steer a terminal or hide what stands there."""
-    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+    return _CONTROL_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def brief(text: str) -> str:
+def printable_excerpt(text: str) -> str:
     """``text`` as ``printable`` gives it, cut where nobody would read on."""
-    cut = len(text) - _SHOWN_CHARACTERS
-    return printable(text) if cut <= 0 else f"{printable(text[:_SHOWN_CHARACTERS])} ... ({cut} more characters)"
+    cut = len(text) - _MAX_EXCERPT_CHARACTERS
+    return (
+        printable_text(text)
+        if cut <= 0
+        else f"{printable_text(text[:_MAX_EXCERPT_CHARACTERS])} ... ({cut} more characters)"
+    )
 
 
-def ascii_escapes(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     """JSON with such characters as ``\\uXXXX``: the same document, safe to show."""
-    return _CONTROL.sub(_json_escape, text)
+    return _CONTROL_CHARACTERS.sub(_escape_as_json, text)
 
 
-def _json_escape(match: re.Match[str]) -> str:
+def _escape_as_json(match: re.Match[str]) -> str:
     units = match[0].encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[start : start + 4]}" for start in range(0, len(units), 4))
 
 
-def tail(path: Path, limit_bytes: int = 4000) -> str:
+def read_tail(path: Path, limit_bytes: int = 4000) -> str:
     """The end of a log file as printable text; empty where it cannot be read."""
     try:
         with open(open_regular(path), "rb") as file:
             file.seek(0, os.SEEK_END)
             file.seek(max(0, file.tell() - limit_bytes))
-            return printable(file.read().decode(errors="replace"))
+            return printable_text(file.read().decode(errors="replace"))
     except OSError:
         return ""

@@ -1,11 +1,13 @@
-"""Where profiles, templates and results are: the project first, then the user's folder, then the package."""
+"""Locations of profiles, templates, sweeps, data and results: the project first, then the user's folder, then the
+package.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-_PACKAGE = Path(__file__).resolve().parent
+_PACKAGE_FOLDER = Path(__file__).resolve().parent
 
 
 def shared_folder(kind: str) -> Path:
@@ -13,13 +15,13 @@ def shared_folder(kind: str) -> Path:
 
     A wheel carries them in ``_share``; an editable install reads the folders beside the package.
     """
-    packaged = _PACKAGE / "_share" / kind
-    return packaged if packaged.is_dir() else _PACKAGE.parent / kind
+    packaged = _PACKAGE_FOLDER / "_share" / kind
+    return packaged if packaged.is_dir() else _PACKAGE_FOLDER.parent / kind
 
 
-def layers_folder() -> Path:
+def layer_tables_folder() -> Path:
     """The shipped tables of layers; in the package itself, beside the models that they describe."""
-    return _PACKAGE / "layers"
+    return _PACKAGE_FOLDER / "layers"
 
 
 def project_folder(start: Path | None = None) -> Path:
@@ -75,7 +77,7 @@ def data_folder(given: str | None = None, of_profile: str | None = None) -> str:
     return str((Path.cwd() if given else project_folder()) / (chosen or "data"))
 
 
-def expanded(path: str) -> Path:
+def expand_path(path: str) -> Path:
     """``path`` with this process's home and variables; one that is not set stays as it was written."""
     return Path(os.path.expandvars(path)).expanduser()
 
@@ -86,6 +88,6 @@ def results_folder(given: str | None = None) -> Path:
     return Path(chosen).absolute() if chosen else project_folder() / "results"
 
 
-def beside(file: Path, folder: str) -> Path:
+def resolve_beside(file: Path, folder: str) -> Path:
     """A folder that ``file`` names; links stay, since a node may see only the path that was written."""
     return Path(os.path.abspath(file.parent / Path(folder).expanduser()))  # noqa: PTH100 - resolve() follows links

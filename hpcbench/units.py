@@ -1,27 +1,29 @@
-"""Parse and print physical quantities. The only place that knows 1024, 1e9 and minutes."""
+"""Parsing and printing of physical quantities with units."""
 
 from __future__ import annotations
 
 import math
 import re
 
-_QUANTITY = re.compile(r"\s*(?P<number>[0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(?P<unit>[^\s0-9.].*?)\s*")
+_QUANTITY_PATTERN = re.compile(r"\s*(?P<number>[0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(?P<unit>[^\s0-9.].*?)\s*")
 
-_DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
-_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
-_PREFIX = {**_DECIMAL, **_BINARY}
+_DECIMAL_PREFIXES = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15, "E": 1e18}
+_BINARY_PREFIXES = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
+_PREFIX_FACTORS = {**_DECIMAL_PREFIXES, **_BINARY_PREFIXES}
 
-_SECONDS = {
+_TIME_UNITS = {
     "ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "min": 60.0,
     "h": 3600.0, "hour": 3600.0, "hours": 3600.0, "d": 86400.0, "day": 86400.0, "days": 86400.0,
 }  # fmt: skip
-_BYTES = {f"{prefix}B": factor for prefix, factor in _PREFIX.items()}
-_BYTES_PER_S = {f"{prefix}B/s": factor for prefix, factor in _PREFIX.items()} | {
-    f"{prefix}{bit}": factor / 8 for prefix, factor in _PREFIX.items() for bit in ("bit/s", "bps", "b/s")
+_SIZE_UNITS = {f"{prefix}B": factor for prefix, factor in _PREFIX_FACTORS.items()}
+_RATE_UNITS = {f"{prefix}B/s": factor for prefix, factor in _PREFIX_FACTORS.items()} | {
+    f"{prefix}{bit}": factor / 8 for prefix, factor in _PREFIX_FACTORS.items() for bit in ("bit/s", "bps", "b/s")
 }
-_FLOPS = {f"{prefix}{flop}": factor for prefix, factor in _DECIMAL.items() for flop in ("FLOP/s", "FLOPS", "flop/s")}
-_UNITS = {"time": _SECONDS, "size": _BYTES, "rate": _BYTES_PER_S, "computing speed": _FLOPS}
-_EXAMPLE = {"time": "30 min", "size": "94 GiB", "rate": "200 Gbit/s", "computing speed": "312 TFLOP/s"}
+_SPEED_UNITS = {
+    f"{prefix}{flop}": factor for prefix, factor in _DECIMAL_PREFIXES.items() for flop in ("FLOP/s", "FLOPS", "flop/s")
+}
+_FACTORS_BY_KIND = {"time": _TIME_UNITS, "size": _SIZE_UNITS, "rate": _RATE_UNITS, "computing speed": _SPEED_UNITS}
+_EXAMPLES = {"time": "30 min", "size": "94 GiB", "rate": "200 Gbit/s", "computing speed": "312 TFLOP/s"}
 
 
 def parse_quantity(text: str, kind: str) -> float:
@@ -29,9 +31,9 @@ def parse_quantity(text: str, kind: str) -> float:
 
     Raises ``ValueError`` with an example where the text is not a number and a known unit.
     """
-    units = _UNITS[kind]
-    match = _QUANTITY.fullmatch(text)
-    problem = f"{text!r} is no {kind}: write a number and a unit, for instance {_EXAMPLE[kind]!r}"
+    units = _FACTORS_BY_KIND[kind]
+    match = _QUANTITY_PATTERN.fullmatch(text)
+    problem = f"{text!r} is no {kind}: write a number and a unit, for instance {_EXAMPLES[kind]!r}"
     if match is None or match["unit"] not in units:
         raise ValueError(problem)
     try:
@@ -63,27 +65,27 @@ def format_seconds(seconds: float) -> str:
         return f"{int(seconds // 60)}m{int(seconds % 60):02d}s"
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
         if seconds * factor >= 1:
-            return f"{_three_digits(seconds * factor)} {unit}"
-    return f"{_three_digits(seconds * 1e9)} ns" if seconds else "0 s"
+            return f"{_format_three_digits(seconds * factor)} {unit}"
+    return f"{_format_three_digits(seconds * 1e9)} ns" if seconds else "0 s"
 
 
 def format_rate(per_s: float) -> str:
     """``12345.6 -> '12.3 k'``: a count per second, without the unit."""
     for factor, unit in ((1e9, " G"), (1e6, " M"), (1e3, " k")):
         if per_s >= factor * (10 if unit == " k" else 1):
-            return f"{_three_digits(per_s / factor)}{unit}"
-    return _three_digits(per_s)
+            return f"{_format_three_digits(per_s / factor)}{unit}"
+    return _format_three_digits(per_s)
 
 
 def format_count(count: float) -> str:
     """``11689512 -> '11.7 M'``: three significant digits, whole numbers below a thousand."""
     for factor, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if count >= factor * 0.9995:
-            return f"{_three_digits(count / factor)} {unit}"
+            return f"{_format_three_digits(count / factor)} {unit}"
     return f"{count:.0f}"
 
 
-def slurm_time(seconds: float) -> str:
+def format_slurm_time(seconds: float) -> str:
     """``5400 -> '0-01:30:00'``, rounded up to the next second."""
     whole = math.ceil(seconds)
     days, rest = divmod(whole, 86400)
@@ -92,7 +94,7 @@ def slurm_time(seconds: float) -> str:
     return f"{days}-{hours:02d}:{minutes:02d}:{secs:02d}"
 
 
-def _three_digits(value: float) -> str:
+def _format_three_digits(value: float) -> str:
     if value >= 100:
         return f"{value:.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from hpcbench.config.load import Sweep, load_sweep
+from hpcbench.config.sweep_loader import Sweep, load_sweep
 
 # A shell lets what it starts in the background ignore SIGINT, and every process of a test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -33,10 +33,10 @@ def absent(part: str, reason: str) -> None:
 def require_horovod() -> None:
     """``absent`` where Horovod does not work with this torch."""
     from hpcbench.errors import WorkerError
-    from hpcbench.worker.horovod_library import load
+    from hpcbench.worker.distributed.horovod_init import load_horovod
 
     try:
-        load()
+        load_horovod()
     except WorkerError as error:
         absent("horovod", str(error))
 

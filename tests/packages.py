@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-from hpcbench.worker.horovod_tools import find_mpi
+from hpcbench.tools.build_horovod import find_mpi
 from tests.conftest import absent
 
 

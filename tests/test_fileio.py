@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from hpcbench.errors import StorageError
-from hpcbench.fileio import ascii_escapes, brief, create_exclusive, printable, tail, write_atomic
+from hpcbench.fileio import (
+    escape_control_characters,
+    printable_excerpt,
+    printable_text,
+    read_tail,
+    write_atomic,
+    write_exclusive,
+)
 
 
 def test_write_atomic_replaces_and_leaves_no_temporary(tmp_path: Path) -> None:
@@ -32,7 +39,7 @@ def test_create_exclusive_has_one_winner_whose_content_is_whole(tmp_path: Path) 
     wins: list[int] = []
 
     def claim(number: int) -> None:
-        if create_exclusive(path, str(number).encode() * 1000):
+        if write_exclusive(path, str(number).encode() * 1000):
             wins.append(number)
 
     threads = [threading.Thread(target=claim, args=(number,)) for number in range(16)]
@@ -50,13 +57,13 @@ def test_create_exclusive_without_hard_links(tmp_path: Path, monkeypatch: pytest
         raise PermissionError(1, "no links here")
 
     monkeypatch.setattr(os, "link", refuse)
-    assert create_exclusive(tmp_path / "marker", b"first")
-    assert not create_exclusive(tmp_path / "marker", b"second")
+    assert write_exclusive(tmp_path / "marker", b"first")
+    assert not write_exclusive(tmp_path / "marker", b"second")
     assert (tmp_path / "marker").read_bytes() == b"first"
 
 
 def test_printable_takes_the_sting_out_of_terminal_codes() -> None:
-    assert printable("a\x1b[31mred\u202e\n\tb") == "a\ufffd[31mred\ufffd\n\tb"
+    assert printable_text("a\x1b[31mred\u202e\n\tb") == "a\ufffd[31mred\ufffd\n\tb"
 
 
 @pytest.mark.parametrize(
@@ -64,15 +71,15 @@ def test_printable_takes_the_sting_out_of_terminal_codes() -> None:
     ["\x00", "\x07", "\r", "\x7f", "\x9b", "\u061c", "\u200f", "\u2028", "\u2067", "\ufeff", "\udcff", "\U000e0041"],
 )
 def test_marks_that_hide_or_break_text_are_shown_as_such(mark: str) -> None:
-    assert printable(f"a{mark}b") == "a\ufffdb"
+    assert printable_text(f"a{mark}b") == "a\ufffdb"
     document = json.dumps({"text": f"a{mark}b"}, ensure_ascii=False)
-    escaped = ascii_escapes(document)
+    escaped = escape_control_characters(document)
     assert (escaped.isascii(), json.loads(escaped)) == (True, {"text": f"a{mark}b"})
 
 
 def test_nobody_reads_on_for_ever() -> None:
-    assert brief("short\x1b") == "short\ufffd"
-    assert brief("x" * 2003) == "x" * 2000 + " ... (3 more characters)"
+    assert printable_excerpt("short\x1b") == "short\ufffd"
+    assert printable_excerpt("x" * 2003) == "x" * 2000 + " ... (3 more characters)"
 
 
 def test_what_cannot_be_written_is_no_traceback_even_where_the_folder_cannot_be_searched(tmp_path: Path) -> None:
@@ -80,11 +87,11 @@ def test_what_cannot_be_written_is_no_traceback_even_where_the_folder_cannot_be_
     with pytest.raises(StorageError, match="Not a directory"):
         write_atomic(tmp_path / "file" / "x", b"")
     with pytest.raises(StorageError, match="Not a directory"):
-        create_exclusive(tmp_path / "file" / "x", b"")
+        write_exclusive(tmp_path / "file" / "x", b"")
 
 
 def test_tail_reads_the_end(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(b"x" * 100 + b"end\x1b[0m")
-    assert tail(path, 7) == "end\ufffd[0m"
-    assert tail(tmp_path / "absent") == ""
+    assert read_tail(path, 7) == "end\ufffd[0m"
+    assert read_tail(tmp_path / "absent") == ""

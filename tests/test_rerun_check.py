@@ -9,10 +9,10 @@ import pytest
 from benchmarks.rerun.check import Cell, faults
 from benchmarks.rerun.fits import lend
 from benchmarks.testbed import CLUSTER
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.calibration.store import read_calibrations
-from hpcbench.results.schema import Loss, Metrics, RunResult
-from hpcbench.results.store import ClusterTree
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.calibration.calibration_store import read_calibrations
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import LossSummary, RunMetrics, RunResult
 
 
 def cell(
@@ -21,7 +21,7 @@ def cell(
     spec = RunSpec(model=model, dataset="cifar10", strategy=strategy, batch_size=8)
     if status is None:
         return Cell(spec, None)
-    metrics = Metrics(loss=Loss(first=first, last=last))
+    metrics = RunMetrics(loss=LossSummary(first=first, last=last))
     result = RunResult(
         run_id="0" * 16, config_id="0" * 16, attempt=1, sweep="s", cluster="c", status=status, spec=spec,
         metrics=metrics,

@@ -75,5 +75,5 @@ def test_format_rate() -> None:
 
 
 def test_slurm_time_rounds_up() -> None:
-    assert units.slurm_time(5400) == "0-01:30:00"
-    assert units.slurm_time(86400 + 0.2) == "1-00:00:01"
+    assert units.format_slurm_time(5400) == "0-01:30:00"
+    assert units.format_slurm_time(86400 + 0.2) == "1-00:00:01"

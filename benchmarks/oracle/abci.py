@@ -17,17 +17,16 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.clock import Clock
-from hpcbench.oracle.fitting.fit import Observation, fit
-from hpcbench.oracle.machine import Machine, Strategy
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.oracle.placement import Group, group_of
-from hpcbench.oracle.predict import Prediction, predict
-from hpcbench.oracle.streams import Busy, Call, Event
-from hpcbench.parallel.layers import Layer, LayerTable, read_table
-from hpcbench.parallel.mesh import AXES
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.calibration.posterior import Observation, fit_posterior
+from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.machine import Machine, StrategyOverhead, nominal_machine
+from hpcbench.oracle.placement import GroupPlacement, place_group
+from hpcbench.oracle.prediction import Prediction, predict
+from hpcbench.oracle.stream_simulator import CommCall, StreamEvent, StreamTimes
+from hpcbench.parallel.layer_table import LayerRow, LayerTable, read_shipped_table
+from hpcbench.parallel.mesh import MESH_AXES
 
 FOLDER = Path(__file__).parent
 PREDICTIONS = FOLDER / "abci_predictions.csv"
@@ -54,22 +53,24 @@ PRIOR = {
 }
 STRAGGLING = 0.02
 """Of V100s in one cluster: their performance varies by 8 % on average (Sinha et al., SC 2022), here four deviations."""
-SEEDS = {"spatial": Strategy(step_s=0.01, sample_s=0.001), "filter": Strategy(step_s=0.1)}
+SEEDS = {"spatial": StrategyOverhead(step_s=0.01, sample_s=0.001), "filter": StrategyOverhead(step_s=0.1)}
 
 
-class HybridClock(Clock):
+class HybridClock(CostModel):
     """ChainerMN's exchange: all gradients, split or not, packed and all_reduced by all after the backward pass."""
 
-    def _call(self, operation: str, payload_bytes: float, group: Group, key: str | None = None, lane: str = "") -> Call:
+    def _call(
+        self, operation: str, payload_bytes: float, group: GroupPlacement, key: str | None = None, lane: str = ""
+    ) -> CommCall:
         call = super()._call(operation, payload_bytes, group, key, lane)
         # Only buckets are handed over without waiting for them.
         return call if key is None else call._replace(seconds=0.0, latency_s=0.0)
 
-    def run(self, events: Iterable[Event]) -> Busy:
+    def run(self, events: Iterable[StreamEvent]) -> StreamTimes:
         """The step, then the exchange."""
         busy = super().run(events)
         table = next(table for name, table in TABLES.items() if MODELS[name] == self.spec.model)
-        call = super()._call("all_reduce", table.totals().parameters * 4.0, group_of(self.spec, *AXES))
+        call = super()._call("all_reduce", table.totals().parameters * 4.0, place_group(self.spec, *MESH_AXES))
         return busy._replace(
             end_s=busy.end_s + call.seconds,
             comm_s=busy.comm_s + call.seconds,
@@ -78,9 +79,9 @@ class HybridClock(Clock):
         )
 
 
-def chainermn(machine: Machine, spec: RunSpec) -> Clock:
+def chainermn(machine: Machine, spec: RunSpec) -> CostModel:
     """``horovod`` that fuses all gradients, looking for them once, is what ChainerMN's data parallelism does."""
-    return Clock(machine, spec) if spec.strategy == "horovod" else HybridClock(machine, spec)
+    return CostModel(machine, spec) if spec.strategy == "horovod" else HybridClock(machine, spec)
 
 
 class Row(NamedTuple):
@@ -141,7 +142,7 @@ def fitted_machine(most_gpus: int = 8) -> Machine:
         )
         for row in rows
     ]  # fmt: skip
-    return fit(nominal(), observations, PRIOR, chainermn)
+    return fit_posterior(nominal(), observations, PRIOR, chainermn)
 
 
 def nominal() -> Machine:
@@ -193,7 +194,7 @@ def spec_of(model: str, strategy: str, gpus: int, batch_per_gpu: int) -> RunSpec
 
 
 def _shipped(model: str) -> LayerTable:
-    table = read_table(model, "imagenet")
+    table = read_shipped_table(model, "imagenet")
     assert table is not None
     return table
 
@@ -202,7 +203,7 @@ def _chainer_vgg16() -> LayerTable:
     """Chainer's pools round up: 226 pixels end as 8 x 8, and the first linear layer has 32,768 inputs for 25,088."""
     table, inputs, outputs = _shipped("vgg16"), 512 * 8 * 8, 4096
 
-    def wider(layer: Layer) -> Layer:
+    def wider(layer: LayerRow) -> LayerRow:
         if layer.input_shape != [25088]:
             return layer
         share = inputs / layer.input_shape[0]

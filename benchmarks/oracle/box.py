@@ -21,15 +21,22 @@ from pathlib import Path
 from benchmarks.oracle import registered, tables
 from benchmarks.oracle.registered import SWEEP
 from benchmarks.testbed import CLUSTER, Testbed
-from hpcbench.config.load import load_sweep
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import config_id
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import config_id
+from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
 from hpcbench.oracle.baselines import BASELINES
-from hpcbench.oracle.calibration.store import read_calibrations
-from hpcbench.report.load import gather
-from hpcbench.report.validation import COLUMNS, OURS, Forecasts, Predictor, said_by_baseline, said_by_us
-from hpcbench.results.store import ResultsTree
+from hpcbench.oracle.calibration.calibration_store import read_calibrations
+from hpcbench.report.load_results import load_frame
+from hpcbench.report.oracle_validation import (
+    ORACLE_NAME,
+    VALIDATION_COLUMNS,
+    CasePredictor,
+    ClusterForecasts,
+    baseline_predictor,
+    oracle_predictor,
+)
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import make_plan
 
 CALIBRATED_MBIT, SCORED_MBIT = 200, 100
@@ -56,9 +63,9 @@ def predict(bed: Testbed, path: Path) -> int:
     profile, _ = load_cluster(CLUSTER)
     plan = make_plan(load_sweep(SWEEP), profile, tree.cluster(CLUSTER))
     specs = list({config_id(spec): spec for spec in plan.runs.values()}.values())
-    forecasts = Forecasts(tree, SWEEP.parent)
-    predictors: dict[str, Predictor] = {OURS: said_by_us(forecasts)}
-    predictors |= {name: said_by_baseline(forecasts, one, ()) for name, one in BASELINES.items()}
+    forecasts = ClusterForecasts(tree, SWEEP.parent)
+    predictors: dict[str, CasePredictor] = {ORACLE_NAME: oracle_predictor(forecasts)}
+    predictors |= {name: baseline_predictor(forecasts, one, ()) for name, one in BASELINES.items()}
     for spec in specs:
         forecasts.predict(CLUSTER, spec)
     sources = sorted({machine.source for one in forecasts.made() for machine in one.machines()})
@@ -93,7 +100,10 @@ def table(bed: Testbed, path: Path) -> int:
     """The scores, on standard output."""
     os.chdir(bed.work)
     results = ResultsTree(bed.results)
-    frame, register = gather(results, [load_sweep(SWEEP).name], [CLUSTER], COLUMNS), registered.read(path)
+    frame, register = (
+        load_frame(results, [load_sweep(SWEEP).name], [CLUSTER], VALIDATION_COLUMNS),
+        registered.read(path),
+    )
     cases = tables.cases_of(frame, results, register)
     if not cases:
         print("nothing that was foretold has been measured yet: there is nothing to look at", file=sys.stderr)

@@ -17,9 +17,9 @@ from rich.table import Table
 from benchmarks.oracle.megatron_run import step_of_run
 from benchmarks.oracle.megatron_runs import Published, Recompute, held, machine, plan_of, published
 from benchmarks.oracle.megatron_table import Gpt, kept_in_block
-from hpcbench.oracle.clock import Clock
-from hpcbench.oracle.predict import bound_by
-from hpcbench.oracle.step import StepTime
+from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.prediction import bottleneck
+from hpcbench.oracle.step_time import StepBreakdown
 
 _GIB = 2**30
 GOAL_MEAN, GOAL_WORST = 0.05, 0.10
@@ -31,7 +31,7 @@ class Row(NamedTuple):
     run: Published
     recompute: Recompute
     published_s: float
-    step: StepTime
+    step: StepBreakdown
 
     @property
     def error(self) -> float:
@@ -64,7 +64,7 @@ def times(runs: Sequence[Published] | None = None) -> Iterator[Row]:
             seconds = run.published_s(recompute, peak)
             if seconds is not None:
                 plan = plan_of(run, recompute)
-                yield Row(run, recompute, seconds, step_of_run(Clock(found, plan.spec), plan, run.overlaps))
+                yield Row(run, recompute, seconds, step_of_run(CostModel(found, plan.spec), plan, run.overlaps))
 
 
 def amounts() -> Iterator[Amount]:
@@ -113,7 +113,7 @@ def main() -> int:
     for row in found:
         table.add_row(
             row.run.name, row.run.source, str(row.run.devices), row.recompute, f"{row.published_s:.2f}",
-            f"{row.step.step_time_s:.2f}", f"{row.error:+.1%}", bound_by(row.step),
+            f"{row.step.step_time_s:.2f}", f"{row.error:+.1%}", bottleneck(row.step),
         )  # fmt: skip
     console.print(table)
     table = Table("run", "memory", "case", "published", "predicted", "error")

@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.oracle.megatron_table import Gpt, kept_in_block
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.chunks import Busy, ChunkTimes
-from hpcbench.oracle.clock import Clock
-from hpcbench.oracle.pipeline_run import PipelineRun
-from hpcbench.oracle.step import StepTime
-from hpcbench.oracle.steps.pipeline import Pipeline, step_of
-from hpcbench.oracle.streams import Call
-from hpcbench.parallel.course import Course
-from hpcbench.parallel.layers import LayerTable
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.pipeline_rank import PipelineRank
+from hpcbench.oracle.pipeline_step import ChunkPassTimes, PipelineActionCosts, PipelineStep, step_from_schedule
+from hpcbench.oracle.step_time import StepBreakdown
+from hpcbench.oracle.stream_simulator import CommCall
+from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.parallel.pipeline.schedule_simulator import RankTimes
 from hpcbench.parallel.traffic import Traffic
 
 HALF_BYTES = 2
@@ -31,7 +30,7 @@ _UPDATE_RATIO = 54 / 28
 """Adam moves 28 bytes of fp32 a parameter; copies to fp32 and back, unscaling, the norm and clearing another 26."""
 
 
-class MegatronRun(PipelineRun):
+class MegatronRun(PipelineRank):
     """One rank of one run."""
 
     def __init__(self, spec: RunSpec, table: LayerTable, rank: int, gpt: Gpt) -> None:
@@ -77,10 +76,10 @@ class MegatronRun(PipelineRun):
         return STATE_BYTES * sum(sum(self.own_tensors(chunk)) for chunk in self.chunks) // 4
 
 
-class _Times(ChunkTimes):
+class _Times(PipelineActionCosts):
     """Recomputes blocks only."""
 
-    def _busy(self, chunk: int, samples: float, again: bool) -> Busy:
+    def _busy(self, chunk: int, samples: float, again: bool) -> ChunkPassTimes:
         busy = super()._busy(chunk, samples, again)
         if not again:
             return busy
@@ -95,14 +94,14 @@ class _Times(ChunkTimes):
         return super()._update_s(place) * _UPDATE_RATIO
 
 
-class _Pipeline(Pipeline):
+class _Pipeline(PipelineStep):
     """Sums gradients in fp16."""
 
-    def __init__(self, times: ChunkTimes, overlaps: bool) -> None:
+    def __init__(self, times: PipelineActionCosts, overlaps: bool) -> None:
         super().__init__(times)
         self._overlaps = overlaps
 
-    def _all_reduces(self, place: int, sizes: Sequence[int]) -> list[Call]:
+    def _all_reduces(self, place: int, sizes: Sequence[int]) -> list[CommCall]:
         group = self.replicas(place)
         if not self._overlaps:
             return [self.clock.call("all_reduce", sum(sizes) / _GRADIENT_SHARE, group, "bucket")]
@@ -113,18 +112,18 @@ class _Pipeline(Pipeline):
             if call.traffic is not None
         ]
 
-    def _summed(self, place: int, course: Course) -> float:
+    def _summed(self, place: int, course: RankTimes) -> float:
         if self._overlaps or self.replicas(place).ranks < 2:
             return super()._summed(place, course)
         calls = [call for chunk in self.layout.chunks_of(place) for call in self.buckets(place, chunk)]
         return course.end + sum(call.seconds for call in calls)
 
 
-def step_of_run(clock: Clock, plan: MegatronRun, overlaps: bool) -> StepTime:
+def step_of_run(clock: CostModel, plan: MegatronRun, overlaps: bool) -> StepBreakdown:
     """As ``oracle.steps.pipeline.step_of_pipeline``; ``overlaps``: gradients are sent while others are made."""
     pipeline = _Pipeline(_Times(plan, clock), overlaps)
     schedule = plan.spec.strategy
     place = max(range(plan.layout.ranks), key=pipeline.compute_s)
-    return step_of(
+    return step_from_schedule(
         clock, pipeline.spent(place), max(pipeline.paces(schedule, True)), max(pipeline.paces(schedule, False))
     )

@@ -11,13 +11,11 @@ import tomli
 
 from benchmarks.oracle.megatron_run import MegatronRun
 from benchmarks.oracle.megatron_table import TOKENS, VOCABULARY, Gpt, table_of
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.collectives import Wire
-from hpcbench.oracle.machine import CollectiveSample, Machine
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.parallel.alike import whole_waves
-from hpcbench.parallel.kernel import FORWARD, Kernel
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.collective_formulas import HockneyLink
+from hpcbench.oracle.machine import CollectiveSample, Machine, nominal_machine
+from hpcbench.parallel.roofline import FORWARD, Kernel, wave_efficiency
 
 Recompute = Literal["none", "full", "selective"]
 """Nothing; all blocks; the inner part of attention, with sequence parallelism."""
@@ -111,7 +109,7 @@ def machine() -> Machine:
     comm = msgspec.structs.replace(
         found.comm,
         collectives=[all_reduce],
-        inter_node=Wire(found.comm.inter_node.latency_s, 1 / links["adapter_bytes_per_s"]),
+        inter_node=HockneyLink(found.comm.inter_node.latency_s, 1 / links["adapter_bytes_per_s"]),
     )
     return msgspec.structs.replace(found, comm=comm)
 
@@ -136,7 +134,7 @@ def product_efficiency(peak_flops_per_s: float, processors: int) -> float:
             output_bytes=2.0 * rows * columns,
         )
         rate = kernel.flops / (1e-3 * milliseconds)
-        found.append(rate / (peak_flops_per_s * whole_waves(kernel, processors)))
+        found.append(rate / (peak_flops_per_s * wave_efficiency(kernel, processors)))
     return statistics.median(found)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from hpcbench.parallel.layers import LOSS, Layer, LayerTable, TensorShape
-from hpcbench.parallel.tensor import BLOCK
+from hpcbench.parallel.layer_table import LOSS_ROW_NAME, LayerRow, LayerTable, TensorShape
+from hpcbench.parallel.strategies.tensor import TRANSFORMER_BLOCK_KIND
 
 TOKENS = 2048
 VOCABULARY = 51_200
@@ -91,7 +91,7 @@ def kept_in_block(gpt: Gpt) -> dict[str, Kept]:
     }
 
 
-def _block(gpt: Gpt, block: int) -> Iterator[Layer]:
+def _block(gpt: Gpt, block: int) -> Iterator[LayerRow]:
     """One product makes queries, keys and values; the rows of the latter two only name their weights."""
     width, numbers, scores = gpt.width, gpt.numbers, gpt.scores
     shape, wide = [gpt.tokens, width], [gpt.tokens, 4 * width]
@@ -143,10 +143,10 @@ def _block(gpt: Gpt, block: int) -> Iterator[Layer]:
     for name, kind, counted, attributes in entries:
         is_core = again and name in ("attention.scores", "attention.softmax", "attention.dropout", "attention.context")
         yield _row(f"{block}.{name}", block, kind, counted, attributes, 1 if is_core else 0)
-    yield _row(str(block), block, BLOCK, (shape, numbers, 0, 0, 0, 0), {})
+    yield _row(str(block), block, TRANSFORMER_BLOCK_KIND, (shape, numbers, 0, 0, 0, 0), {})
 
 
-def _embedding(gpt: Gpt) -> Iterator[Layer]:
+def _embedding(gpt: Gpt) -> Iterator[LayerRow]:
     numbers, shape = gpt.numbers, [gpt.tokens, gpt.width]
     words = gpt.vocabulary * gpt.width
     found = {"num_embeddings": gpt.vocabulary, "embedding_dim": gpt.width}
@@ -156,7 +156,7 @@ def _embedding(gpt: Gpt) -> Iterator[Layer]:
     yield _row("0", 0, "Embedding.other", ([gpt.tokens], numbers, positions, 0, 6 * numbers, 2 * numbers), {})
 
 
-def _head(gpt: Gpt, block: int) -> Iterator[Layer]:
+def _head(gpt: Gpt, block: int) -> Iterator[LayerRow]:
     numbers, shape, logits = gpt.numbers, [gpt.tokens, gpt.width], gpt.tokens * gpt.vocabulary
     norm = (shape, numbers, 2 * gpt.width, 0, 4 * numbers, 10 * numbers)
     yield _row(f"{block}.norm", block, "LayerNorm", norm, {})
@@ -166,18 +166,18 @@ def _head(gpt: Gpt, block: int) -> Iterator[Layer]:
     attributes = {"in_features": gpt.width, "out_features": gpt.vocabulary}
     yield _row(f"{block}.output", block, "Linear", (shape, logits, words, flops, *moved), attributes)
     # In fp32, one kernel an operation: cast, maximum, difference, exponential, sum, quotient.
-    yield _row(LOSS, block + 1, "Loss", ([gpt.tokens, gpt.vocabulary], 0, 0, 0, 38 * logits, 14 * logits), {})
+    yield _row(LOSS_ROW_NAME, block + 1, "Loss", ([gpt.tokens, gpt.vocabulary], 0, 0, 0, 38 * logits, 14 * logits), {})
 
 
 def _row(
     name: str, block: int, kind: str, counted: tuple[Any, ...], attributes: dict[str, Any], again: int = 0
-) -> Layer:
+) -> LayerRow:
     """``counted``: input shape, numbers that come out, parameters, forward FLOPs, bytes moved forward and backward.
 
     ``again``: forward passes that are repeated in the backward pass.
     """
     shape, made, parameters, flops, forward, backward = counted
-    return Layer(
+    return LayerRow(
         name=name,
         block=block,
         kind=kind,

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from hpcbench.config.spec import RunSpec, config_id
+from hpcbench.config.run_spec import RunSpec, config_id
 from hpcbench.fileio import write_atomic
-from hpcbench.oracle.cases import Measured, Said
-from hpcbench.report.validation import Predictor
+from hpcbench.oracle.scoring import MeasuredConfiguration, PredictorResult
+from hpcbench.report.oracle_validation import CasePredictor
 
 HERE = Path(__file__).parent
 SWEEP = HERE / "box.toml"
@@ -27,7 +27,7 @@ class Foretold(msgspec.Struct, kw_only=True):
 
     config_id: str
     spec: RunSpec
-    said: dict[str, Said]
+    said: dict[str, PredictorResult]
 
 
 class Register(msgspec.Struct, kw_only=True):
@@ -55,12 +55,12 @@ class Look(msgspec.Struct, kw_only=True):
 
 
 def write(
-    path: Path, cluster: str, specs: Sequence[RunSpec], predictors: dict[str, Predictor], sources: list[str]
+    path: Path, cluster: str, specs: Sequence[RunSpec], predictors: dict[str, CasePredictor], sources: list[str]
 ) -> None:
     """Write what the predictors say of each of ``specs`` into ``path``."""
     found = []
     for spec in specs:
-        asked = Measured(cluster=cluster, config_id=config_id(spec), spec=spec)
+        asked = MeasuredConfiguration(cluster=cluster, config_id=config_id(spec), spec=spec)
         found.append(
             Foretold(config_id=asked.config_id, spec=spec, said={name: say(asked) for name, say in predictors.items()})
         )

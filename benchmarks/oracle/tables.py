@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from benchmarks.oracle.registered import SWEEP, Commit, Look, Register
-from hpcbench.config.spec import strategy_label
+from hpcbench.config.run_spec import strategy_label
 from hpcbench.oracle.baselines import BASELINES
-from hpcbench.oracle.cases import Case
-from hpcbench.oracle.score import Score, score
-from hpcbench.report.show import view_renderable
-from hpcbench.report.validation import OURS, Forecasts, measured_configurations, said_by_baseline
-from hpcbench.report.validation_view import cases_view, parts_view, predictors_view, strategies_view
-from hpcbench.report.view import Column, View
-from hpcbench.results.store import ResultsTree
+from hpcbench.oracle.scoring import PredictorScore, ValidationCase, score_predictor
+from hpcbench.report.oracle_validation import ORACLE_NAME, ClusterForecasts, baseline_predictor, measured_configurations
+from hpcbench.report.table_model import Column, View
+from hpcbench.report.table_output import render_view
+from hpcbench.report.validation_view import (
+    accuracy_by_part_view,
+    accuracy_by_strategy_view,
+    configuration_cases_view,
+    predictor_comparison_view,
+)
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.units import format_seconds
 
 if TYPE_CHECKING:
@@ -30,34 +34,37 @@ _SMALLER = ("flat", "perfect", "log_p")
 """Baselines that look at measured runs on fewer ranks: said when there are some."""
 
 
-def show(cases: Sequence[Case], register: Register, commit: Commit | None, looks: Sequence[Look]) -> None:
+def show(cases: Sequence[ValidationCase], register: Register, commit: Commit | None, looks: Sequence[Look]) -> None:
     """Everything, on standard output; tables are as wide as the terminal. ``cases`` are at least one."""
     console = Console()
     names = list(cases[0].said)
-    scores = [score(cases, name, None if name == OURS else OURS) for name in names]
+    scores = [score_predictor(cases, name, None if name == ORACLE_NAME else ORACLE_NAME) for name in names]
     for line in _head(cases, register, commit, looks):
         console.print(line, highlight=False)
     ours = scores[0]
     for view in (
-        _goals(cases, ours), strategies_view(ours), parts_view(ours), predictors_view(scores), cases_view(cases),
+        _goals(cases, ours), accuracy_by_strategy_view(ours), accuracy_by_part_view(ours),
+        predictor_comparison_view(scores), configuration_cases_view(cases),
         _terms(cases),
     ):  # fmt: skip
-        console.print("", view_renderable(view, console.width), sep="\n")
+        console.print("", render_view(view, console.width), sep="\n")
 
 
-def cases_of(frame: polars.DataFrame, results: ResultsTree, register: Register) -> list[Case]:
+def cases_of(frame: polars.DataFrame, results: ResultsTree, register: Register) -> list[ValidationCase]:
     """What was measured with what the register says of it; a configuration that was not foretold is not scored."""
     foretold = {one.config_id: one for one in register.configurations}
     measured = [one for one in measured_configurations(frame) if one.config_id in foretold]
-    forecasts = Forecasts(results, SWEEP.parent)
-    later = {name: said_by_baseline(forecasts, BASELINES[name], measured) for name in _SMALLER}
+    forecasts = ClusterForecasts(results, SWEEP.parent)
+    later = {name: baseline_predictor(forecasts, BASELINES[name], measured) for name in _SMALLER}
     return [
-        Case(one, {**foretold[one.config_id].said, **{name: say(one) for name, say in later.items()}})
+        ValidationCase(one, {**foretold[one.config_id].said, **{name: say(one) for name, say in later.items()}})
         for one in measured
     ]
 
 
-def _head(cases: Sequence[Case], register: Register, commit: Commit | None, looks: Sequence[Look]) -> Iterator[str]:
+def _head(
+    cases: Sequence[ValidationCase], register: Register, commit: Commit | None, looks: Sequence[Look]
+) -> Iterator[str]:
     launches = sum(len(one.measured.launches_s) for one in cases)
     yield f"{len(cases)} of {len(register.configurations)} configurations, {launches} launches that ended well"
     yield f"predicted from: {'; '.join(register.sources)}"
@@ -70,7 +77,7 @@ def _head(cases: Sequence[Case], register: Register, commit: Commit | None, look
     yield f"look {len(looks)}: so many sets of predictions were compared with measurements of this grid"
 
 
-def _goals(cases: Sequence[Case], ours: Score) -> View:
+def _goals(cases: Sequence[ValidationCase], ours: PredictorScore) -> View:
     columns = [
         Column("goal", "goal", is_key=True, is_number=False),
         Column("reached", "reached"),
@@ -106,17 +113,17 @@ def _row(view: View, what: str, reached: float, asked: float, noise: float, as_c
     view.cells.append([what, *shown, met])
 
 
-def _error(cases: Sequence[Case]) -> tuple[float, float]:
+def _error(cases: Sequence[ValidationCase]) -> tuple[float, float]:
     """Mean relative error and mean noise; what failed or was not predicted counts as an error of 1."""
     errors = []
     for one in cases:
-        told, there = one.said[OURS].step_time_s, one.measured.step_time_s
+        told, there = one.said[ORACLE_NAME].step_time_s, one.measured.step_time_s
         errors.append(abs(told - there) / there if told and there else 1.0)
     noise = [value for one in cases if (value := one.measured.noise) is not None]
     return fmean(errors) if errors else 1.0, fmean(noise) if noise else 0.0
 
 
-def _terms(cases: Sequence[Case]) -> View:
+def _terms(cases: Sequence[ValidationCase]) -> View:
     """Which term is wrong: computation and exposed communication, measured and predicted."""
     columns = [
         Column("strategy", "strategy", is_key=True, is_number=False),
@@ -131,7 +138,7 @@ def _terms(cases: Sequence[Case]) -> View:
     ]
     view = View("where the step times differ", columns, [], [])
     for one in cases:
-        spec, there, said = one.measured.spec, one.measured.step_time_s, one.said[OURS]
+        spec, there, said = one.measured.spec, one.measured.step_time_s, one.said[ORACLE_NAME]
         if not there or not said.step_time_s:
             continue
         measured = [one.measured.figures.get(name, 0.0) for name in ("compute_s", "exposed_comm_s")]

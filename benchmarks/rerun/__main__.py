@@ -19,7 +19,7 @@ from pathlib import Path
 
 from benchmarks.rerun import check, fits, pages
 from benchmarks.testbed import CLUSTER, RATE_MBIT, Testbed
-from hpcbench.results.store import ResultsTree
+from hpcbench.results.results_tree import ResultsTree
 
 _LOOK_S = 5.0
 

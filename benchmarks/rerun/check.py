@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.testbed import CLUSTER, Testbed
-from hpcbench.config.load import load_sweep
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.results.schema import OK, RunResult
-from hpcbench.results.store import ResultsTree
-from hpcbench.submit.plan import Plan, make_plan
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.results.results_tree import ResultsTree
+from hpcbench.results.schema import STATUS_OK, RunResult
+from hpcbench.submit.plan import SweepPlan, make_plan
 
 SWEEPS = Path(__file__).resolve().parents[2] / "sweeps"
 _LEAST_OK = 0.95
@@ -34,7 +34,7 @@ class Cell(NamedTuple):
     @property
     def is_ok(self) -> bool:
         """Whether it ran to its end."""
-        return self.result is not None and self.result.status == OK
+        return self.result is not None and self.result.status == STATUS_OK
 
     @property
     def learned(self) -> bool | None:
@@ -45,7 +45,7 @@ class Cell(NamedTuple):
         return loss.last < loss.first
 
 
-def planned(bed: Testbed, sweep: str) -> Plan:
+def planned(bed: Testbed, sweep: str) -> SweepPlan:
     """The sweep on the box; run from its project folder."""
     os.chdir(bed.work)
     profile, _ = load_cluster(CLUSTER)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from benchmarks.testbed import CLUSTER, RATE_MBIT, Testbed
-from hpcbench.oracle.calibration.store import Stored, read_calibrations
-from hpcbench.results.store import ClusterTree, ResultsTree
+from hpcbench.oracle.calibration.calibration_store import StoredCalibration, read_calibrations
+from hpcbench.results.results_tree import ClusterTree, ResultsTree
 
 ALONE, PAIRS = "devices == 1", "devices <= 2"
 CALIBRATIONS = Path(__file__).resolve().parents[1] / "oracle" / "calibrations"
@@ -62,12 +62,12 @@ def elsewhere(bed: Testbed, sweep: str, where: str | None) -> Validated:
     return Validated(own.output(*asked), msgspec.json.decode(own.output(*asked, "--json")))
 
 
-def _measured(tree: ClusterTree) -> list[Stored]:
+def _measured(tree: ClusterTree) -> list[StoredCalibration]:
     """Those that were not moved by whole runs."""
     return [one for one in _kept(tree) if one.calibration.machine.depth != "fitted"]
 
 
-def _kept(tree: ClusterTree) -> list[Stored]:
+def _kept(tree: ClusterTree) -> list[StoredCalibration]:
     """Those in the tree itself, not in the user's own folder."""
     return [one for one in read_calibrations(tree, CLUSTER)[0] if one.path.is_relative_to(tree.root)]
 

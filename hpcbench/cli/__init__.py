@@ -1,1 +1,1 @@
-"""The command line: verbs only, no logic of its own."""
+"""The command line."""

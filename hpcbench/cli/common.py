@@ -1,4 +1,4 @@
-"""What the commands share: options, how sweeps and clusters are found, how JSON and tables are printed."""
+"""Options and helpers that several commands share: finding sweeps, loading plans, printing JSON, text and tables."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hpcbench.paths import project_folder, results_folder, search_folders
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hpcbench.config.load import Sweep
-    from hpcbench.results.store import ResultsTree
-    from hpcbench.submit.plan import Plan
-    from hpcbench.submit.state import RunState
+    from hpcbench.config.sweep_loader import Sweep
+    from hpcbench.results.results_tree import ResultsTree
+    from hpcbench.submit.plan import SweepPlan
+    from hpcbench.submit.run_state import RunState
 
-_F = TypeVar("_F", bound=Callable[..., Any])
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-def results_option(function: _F) -> _F:
+def results_option(function: _Function) -> _Function:
     """``--results DIR``."""
     return click.option("--results", metavar="DIR", help="The results tree (default: $HPCBENCH_RESULTS or results).")(
         function
     )
 
 
-def cluster_option(default: str | None = None) -> Callable[[_F], _F]:
+def cluster_option(default: str | None = None) -> Callable[[_Function], _Function]:
     """``--cluster NAME``; required without a default."""
     if default is None:
         return click.option("--cluster", "cluster_name", metavar="NAME", required=True, help="The cluster's profile.")
@@ -38,21 +38,21 @@ def cluster_option(default: str | None = None) -> Callable[[_F], _F]:
     return click.option("--cluster", "cluster_name", metavar="NAME", default=default, help=text)
 
 
-def json_option(function: _F) -> _F:
+def json_option(function: _Function) -> _Function:
     """``--json``."""
     return click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output, nothing else.")(
         function
     )
 
 
-def tree(results: str | None) -> ResultsTree:
+def results_tree(results: str | None) -> ResultsTree:
     """The results tree that the command works on."""
-    from hpcbench.results.store import ResultsTree
+    from hpcbench.results.results_tree import ResultsTree
 
     return ResultsTree(results_folder(results))
 
 
-def find_sweep(given: str) -> Path:
+def find_sweep_file(given: str) -> Path:
     """The file of a sweep: a path, or the name of a file in a ``sweeps`` folder."""
     path = Path(given)
     if path.suffix == ".toml" or path.exists():
@@ -60,13 +60,13 @@ def find_sweep(given: str) -> Path:
             near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
             raise ConfigError(f"no sweep file {given!r}", hint=did_you_mean(given, near))
         return path
-    known = sweep_files()
+    known = named_sweeps()
     if given not in known:
         raise ConfigError(f"no sweep {given!r}", hint=did_you_mean(given, known))
     return known[given]
 
 
-def sweep_files() -> dict[str, Path]:
+def named_sweeps() -> dict[str, Path]:
     """The sweeps that can be named."""
     found: dict[str, Path] = {}
     for folder in search_folders("sweeps"):
@@ -75,68 +75,68 @@ def sweep_files() -> dict[str, Path]:
     return found
 
 
-def load_plan(sweep: str, cluster_name: str, results: str | None) -> Plan:
+def load_plan(sweep: str, cluster_name: str, results: str | None) -> SweepPlan:
     """The plan of a sweep on a cluster."""
     import gc
 
-    from hpcbench.config.load import load_cluster
+    from hpcbench.config.cluster_profile import load_cluster
     from hpcbench.submit.plan import make_plan
 
     loaded: Sweep = _load_sweep(sweep)
     profile, _ = load_cluster(cluster_name)
-    made = make_plan(loaded, profile, tree(results).cluster(profile.name))
+    made = make_plan(loaded, profile, results_tree(results).cluster(profile.name))
     # It stays until the command ends; walking it again and again would make large sweeps cost more per run.
     gc.freeze()
     return made
 
 
 def _load_sweep(given: str) -> Sweep:
-    from hpcbench.config.load import load_sweep
+    from hpcbench.config.sweep_loader import load_sweep
 
-    return load_sweep(find_sweep(given))
+    return load_sweep(find_sweep_file(given))
 
 
-def exit_code(states: dict[str, RunState]) -> int:
+def runs_exit_code(states: dict[str, RunState]) -> int:
     """1 where a run failed, timed out, was stopped or lost; 0 otherwise."""
-    from hpcbench.results.schema import FAILED
+    from hpcbench.results.schema import FAILED_STATUSES
 
-    return EXIT_RUNS_FAILED if {state.state for state in states.values()} & {*FAILED, "lost"} else 0
+    return EXIT_RUNS_FAILED if {state.state for state in states.values()} & {*FAILED_STATUSES, "lost"} else 0
 
 
 def print_json(document: Any) -> None:
     """``document`` on standard output; what could steer a terminal is escaped as JSON allows."""
     import msgspec
 
-    from hpcbench.fileio import ascii_escapes
+    from hpcbench.fileio import escape_control_characters
 
-    text = ascii_escapes(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
+    text = escape_control_characters(msgspec.json.format(msgspec.json.encode(document), indent=2).decode())
     sys.stdout.flush()
     sys.stdout.buffer.write(text.encode() + b"\n")
     sys.stdout.buffer.flush()
 
 
-def console(*, stderr: bool = False) -> Console:
+def make_console(*, stderr: bool = False) -> Console:
     """A rich console that does not guess at styles in text that users wrote."""
     from rich.console import Console
 
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """A message for the person, kept off standard output."""
-    from hpcbench.fileio import printable
+    from hpcbench.fileio import printable_text
 
-    click.echo(printable(text), err=True)
+    click.echo(printable_text(text), err=True)
 
 
-def show_text(text: str) -> None:
+def print_text(text: str) -> None:
     """``text`` on standard output: its very bytes for a file or a pipe, without control characters for a terminal."""
-    from hpcbench.fileio import printable
+    from hpcbench.fileio import printable_text
 
-    click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
+    click.echo(printable_text(text) if sys.stdout.isatty() else text, nl=False)
 
 
-def shorten(path: Path) -> str:
+def project_relative(path: Path) -> str:
     """``path`` relative to the project where it lies inside."""
     try:
         return str(path.resolve().relative_to(project_folder()))

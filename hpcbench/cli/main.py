@@ -1,4 +1,4 @@
-"""``hpcbench``: the list of commands, loaded one by one when called, and what happens to errors."""
+"""The command ``hpcbench``: its subcommands, each imported when called, and the handling of errors."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ import hpcbench
 from hpcbench.errors import HpcbenchError
 
 COMMANDS = {
-    "check": ("hpcbench.cli.sweep:check", "Validate sweeps and profiles."),
-    "plan": ("hpcbench.cli.sweep:plan", "Show what a sweep would run."),
-    "render": ("hpcbench.cli.sweep:render", "Show the job scripts that submit would send."),
-    "submit": ("hpcbench.cli.runs:submit", "Submit what a sweep still lacks."),
-    "run": ("hpcbench.cli.runs:run", "Submit, wait with progress, print the table."),
-    "status": ("hpcbench.cli.status:status", "Show the state of runs."),
-    "logs": ("hpcbench.cli.life:logs", "Print what a run said."),
-    "cancel": ("hpcbench.cli.life:cancel", "Stop the runs of a sweep."),
-    "retry": ("hpcbench.cli.life:retry", "Submit again what failed, timed out or was lost."),
-    "collect": ("hpcbench.cli.results:collect", "Gather results into one file."),
-    "table": ("hpcbench.cli.results:table", "Print results as a table."),
-    "plot": ("hpcbench.cli.plot:plot", "Draw results in the terminal or into a file."),
-    "compare": ("hpcbench.cli.compare:compare", "Compare two sets of results; exit code 1 for a regression."),
-    "report": ("hpcbench.cli.report:report", "Say what results show, and how sure that is."),
-    "bundle": ("hpcbench.cli.bundle:bundle", "Pack a sweep into one file for handing over."),
-    "cluster": ("hpcbench.cli.cluster:cluster", "List, show and write cluster profiles."),
-    "predict": ("hpcbench.cli.oracle:predict", "Say how long a sweep's runs will take and whether they fit."),
-    "recommend": ("hpcbench.cli.oracle:recommend", "Rank all strategies for a model on a cluster."),
-    "validate": ("hpcbench.cli.oracle:validate", "Compare what was measured with what was predicted."),
-    "models": ("hpcbench.cli.models:models", "Show parameters, FLOPs, activations and layers of the models."),
-    "data": ("hpcbench.cli.data:data", "Make samples in files, and list what is there."),
-    "schema": ("hpcbench.cli.project:schema", "Print a JSON Schema for editors and scripts."),
-    "doctor": ("hpcbench.cli.project:doctor", "Say what works here and what is missing."),
-    "init": ("hpcbench.cli.project:init", "Write a project folder to start from."),
+    "check": ("hpcbench.cli.sweep_commands:check", "Validate sweeps and profiles."),
+    "plan": ("hpcbench.cli.sweep_commands:plan", "Show what a sweep would run."),
+    "render": ("hpcbench.cli.sweep_commands:render", "Show the job scripts that submit would send."),
+    "submit": ("hpcbench.cli.run_commands:submit", "Submit what a sweep still lacks."),
+    "run": ("hpcbench.cli.run_commands:run", "Submit, wait with progress, print the table."),
+    "status": ("hpcbench.cli.status_commands:status", "Show the state of runs."),
+    "logs": ("hpcbench.cli.run_commands:logs", "Print what a run said."),
+    "cancel": ("hpcbench.cli.run_commands:cancel", "Stop the runs of a sweep."),
+    "retry": ("hpcbench.cli.run_commands:retry", "Submit again what failed, timed out or was lost."),
+    "collect": ("hpcbench.cli.results_commands:collect", "Gather results into one file."),
+    "table": ("hpcbench.cli.results_commands:table", "Print results as a table."),
+    "plot": ("hpcbench.cli.report_commands:plot", "Draw results in the terminal or into a file."),
+    "compare": ("hpcbench.cli.results_commands:compare", "Compare two sets of results; exit code 1 for a regression."),
+    "report": ("hpcbench.cli.report_commands:report", "Say what results show, and how sure that is."),
+    "bundle": ("hpcbench.cli.report_commands:bundle", "Pack a sweep into one file for handing over."),
+    "cluster": ("hpcbench.cli.cluster_commands:cluster", "List, show and write cluster profiles."),
+    "predict": ("hpcbench.cli.oracle_commands:predict", "Say how long a sweep's runs will take and whether they fit."),
+    "recommend": ("hpcbench.cli.oracle_commands:recommend", "Rank all strategies for a model on a cluster."),
+    "validate": ("hpcbench.cli.oracle_commands:validate", "Compare what was measured with what was predicted."),
+    "models": ("hpcbench.cli.project_commands:models", "Show parameters, FLOPs, activations and layers of the models."),
+    "data": ("hpcbench.cli.project_commands:data", "Make samples in files, and list what is there."),
+    "schema": ("hpcbench.cli.project_commands:schema", "Print a JSON Schema for editors and scripts."),
+    "doctor": ("hpcbench.cli.project_commands:doctor", "Say what works here and what is missing."),
+    "init": ("hpcbench.cli.project_commands:init", "Write a project folder to start from."),
 }
 """Name to implementation and help. Kept here so that ``--help`` imports nothing but click."""
 
 
-_OBJECTS_BETWEEN_COLLECTIONS = 100_000
+_GC_THRESHOLD = 100_000
 
 
 class LazyGroup(click.Group):
@@ -90,7 +90,7 @@ def cli() -> None:
 def entry_point() -> NoReturn:
     """Run the command line. Users' errors are printed without a traceback; ours keep theirs."""
     # Modules and plans stay until the end: looking through them for garbage again and again only takes time.
-    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    gc.set_threshold(_GC_THRESHOLD)
     try:
         code: Any = cli.main(standalone_mode=False)
     except click.exceptions.Exit as leave:
@@ -103,7 +103,7 @@ def entry_point() -> NoReturn:
         code = 130
     except HpcbenchError as error:
         for problem in getattr(error, "problems", [error]):
-            click.echo(f"error: {_shown(str(problem))}", err=True)
+            click.echo(f"error: {_printable(str(problem))}", err=True)
         code = error.exit_code
     except BrokenPipeError:
         # The reader of a pipe (head, less) has gone; flushing what is left would only fail again.
@@ -115,7 +115,7 @@ def entry_point() -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _shown(text: str) -> str:
-    from hpcbench.fileio import printable
+def _printable(text: str) -> str:
+    from hpcbench.fileio import printable_text
 
-    return printable(text)
+    return printable_text(text)

@@ -1,1 +1,1 @@
-"""TOML files as typed values: profiles, sweeps, and the specification of one run."""
+"""Configuration: TOML files in, validated and typed values out."""

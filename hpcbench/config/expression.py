@@ -1,7 +1,7 @@
-"""The one expression language: arithmetic, comparison, boolean and a few named functions over parameters.
-
-``when``, ``derive``, ``--where`` and their like are written in it. It is parsed with Python's own grammar and turned
-into functions, one for each node of a closed list: nothing in it can reach Python, and nothing in it can take long.
+"""The expression language of ``when``, ``derive`` and ``--where``: arithmetic, comparison, boolean logic and a few
+functions over parameters.
+An expression is parsed with Python's grammar and compiled from a closed list of nodes, so it cannot execute Python
+code or run for long.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from typing import Any
 
 from hpcbench.errors import ConfigError, did_you_mean
 
-Value = Any
+ExpressionValue = Any
 """A bool, int, float, str or None."""
-Values = Mapping[str, Value]
-_Evaluate = Callable[[Values], Value]
+ParameterValues = Mapping[str, ExpressionValue]
+_Evaluator = Callable[[ParameterValues], ExpressionValue]
 
 MAX_LENGTH = 1000
 _MAX_EXPONENT = 64
 _MAX_DIGITS = 30
 _MAX_MAGNITUDE = 1e300
 
-_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+_ARITHMETIC_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow,
 }  # fmt: skip
-_COMPARISON: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+_COMPARISON_OPERATORS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge, ast.In: lambda one, many: one in many, ast.NotIn: lambda one, many: one not in many,
 }  # fmt: skip
-_ORDER = frozenset({ast.Lt, ast.LtE, ast.Gt, ast.GtE})
-_UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {
+_ORDERING_OPERATORS = frozenset({ast.Lt, ast.LtE, ast.Gt, ast.GtE})
+_UNARY_OPERATORS: dict[type[ast.unaryop], Callable[[Any], Any]] = {
     ast.Not: operator.not_, ast.USub: operator.neg, ast.UAdd: operator.pos,
 }  # fmt: skip
 
 
-def _round(value: Any, digits: Any = 0) -> Any:
+def _round_limited(value: Any, digits: Any = 0) -> Any:
     if abs(digits) > _MAX_DIGITS:
         raise ValueError(f"round to {digits} digits; at most {_MAX_DIGITS}")
     return round(value, digits) if digits else round(value)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs, "ceil": math.ceil, "floor": math.floor, "log2": math.log2, "max": max, "min": min, "round": _round,
+    "abs": abs, "ceil": math.ceil, "floor": math.floor, "log2": math.log2, "max": max, "min": min,
+    "round": _round_limited,
     "sqrt": math.sqrt,
 }  # fmt: skip
 
@@ -74,7 +75,7 @@ class Expression:
         except RecursionError as error:
             raise self._error("nested too deeply") from error
 
-    def __call__(self, values: Values) -> Value:
+    def __call__(self, values: ParameterValues) -> ExpressionValue:
         """The value over ``values``; a parameter that is absent there is ``None``.
 
         ``a.b`` is the value of that whole name, else the entry ``b`` of the table ``a``.
@@ -86,7 +87,7 @@ class Expression:
         except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise self._error(f"cannot be computed: {error}") from error
 
-    def holds(self, values: Values) -> bool:
+    def holds(self, values: ParameterValues) -> bool:
         """Whether it is true; ``ConfigError`` where its value is neither true nor false."""
         value = self(values)
         if not isinstance(value, bool):
@@ -96,7 +97,7 @@ class Expression:
     def _error(self, message: str, hint: str | None = None) -> ConfigError:
         return ConfigError(f"expression {self.text!r:.120}: {message}", where=self.where, hint=hint)
 
-    def _compiled(self, node: ast.expr) -> _Evaluate:
+    def _compiled(self, node: ast.expr) -> _Evaluator:
         """The function that computes ``node``. Refuses every node that is not on the list, and notes the names."""
         match node:
             case ast.Constant(value=bool() | int() | float() | str() | None as value):
@@ -104,13 +105,15 @@ class Expression:
             case ast.Name() | ast.Attribute():
                 return self._parameter(node)
             case ast.BoolOp(op=kind, values=parts):
-                return _boolean(isinstance(kind, ast.And), self._all(parts))
-            case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _UNARY:
-                return _called(_UNARY[type(sign)], self._all([operand]))
-            case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _ARITHMETIC:
-                return _called(functools.partial(_compute, type(symbol)), self._all([left, right]))
-            case ast.Compare(left=left, ops=kinds, comparators=others) if _COMPARISON.keys() >= set(map(type, kinds)):
-                return _comparison([type(kind) for kind in kinds], self._all([left, *others]))
+                return _make_boolean(isinstance(kind, ast.And), self._all(parts))
+            case ast.UnaryOp(op=sign, operand=operand) if type(sign) in _UNARY_OPERATORS:
+                return _make_call(_UNARY_OPERATORS[type(sign)], self._all([operand]))
+            case ast.BinOp(left=left, op=symbol, right=right) if type(symbol) in _ARITHMETIC_OPERATORS:
+                return _make_call(functools.partial(_compute_checked, type(symbol)), self._all([left, right]))
+            case ast.Compare(left=left, ops=kinds, comparators=others) if _COMPARISON_OPERATORS.keys() >= set(
+                map(type, kinds)
+            ):
+                return _make_comparison([type(kind) for kind in kinds], self._all([left, *others]))
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 condition, one, other = self._all([test, body, orelse])
                 return lambda values: one(values) if condition(values) else other(values)
@@ -120,14 +123,14 @@ class Expression:
             case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]):
                 if name not in FUNCTIONS:
                     raise self._error(f"no function {name!r}", hint=did_you_mean(name, FUNCTIONS))
-                return _called(FUNCTIONS[name], self._all(parts))
+                return _make_call(FUNCTIONS[name], self._all(parts))
         raise self._error(f"{ast.unparse(node)!r:.60} is not part of the language")
 
-    def _all(self, nodes: list[ast.expr]) -> list[_Evaluate]:
+    def _all(self, nodes: list[ast.expr]) -> list[_Evaluator]:
         return [self._compiled(node) for node in nodes]
 
-    def _parameter(self, node: ast.Name | ast.Attribute) -> _Evaluate:
-        name = _dotted(node)
+    def _parameter(self, node: ast.Name | ast.Attribute) -> _Evaluator:
+        name = _dotted_name(node)
         if name is None or "__" in name:
             raise self._error(f"{ast.unparse(node)!r:.60} is not part of the language")
         if self._known is not None and name.partition(".")[0] not in self._known:
@@ -135,19 +138,19 @@ class Expression:
         self.names.add(name)
         if "." not in name:
             return lambda values: values.get(name)
-        return lambda values: _lookup(values, name)
+        return lambda values: _look_up_dotted(values, name)
 
 
-def _called(function: Callable[..., Value], parts: list[_Evaluate]) -> _Evaluate:
+def _make_call(function: Callable[..., ExpressionValue], parts: list[_Evaluator]) -> _Evaluator:
     if len(parts) == 1:
         (only,) = parts
         return lambda values: function(only(values))
     return lambda values: function(*[part(values) for part in parts])
 
 
-def _boolean(is_and: bool, parts: list[_Evaluate]) -> _Evaluate:
-    def evaluate(values: Values) -> Value:
-        value: Value = is_and
+def _make_boolean(is_and: bool, parts: list[_Evaluator]) -> _Evaluator:
+    def evaluate(values: ParameterValues) -> ExpressionValue:
+        value: ExpressionValue = is_and
         for part in parts:
             value = part(values)
             if bool(value) != is_and:
@@ -157,12 +160,15 @@ def _boolean(is_and: bool, parts: list[_Evaluate]) -> _Evaluate:
     return evaluate
 
 
-def _comparison(kinds: list[type[ast.cmpop]], parts: list[_Evaluate]) -> _Evaluate:
+def _make_comparison(kinds: list[type[ast.cmpop]], parts: list[_Evaluator]) -> _Evaluator:
     first, *others = parts
     # A parameter that is not set is neither below nor above anything.
-    links = [(_COMPARISON[kind], kind in _ORDER, other) for kind, other in zip(kinds, others, strict=True)]
+    links = [
+        (_COMPARISON_OPERATORS[kind], kind in _ORDERING_OPERATORS, other)
+        for kind, other in zip(kinds, others, strict=True)
+    ]
 
-    def evaluate(values: Values) -> bool:
+    def evaluate(values: ParameterValues) -> bool:
         one = first(values)
         for compare, is_order, other in links:
             two = other(values)
@@ -174,16 +180,16 @@ def _comparison(kinds: list[type[ast.cmpop]], parts: list[_Evaluate]) -> _Evalua
     return evaluate
 
 
-def _dotted(node: ast.expr) -> str | None:
+def _dotted_name(node: ast.expr) -> str | None:
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
-        parent = _dotted(node.value)
+        parent = _dotted_name(node.value)
         return f"{parent}.{node.attr}" if parent else None
     return None
 
 
-def _lookup(values: Values, name: str) -> Value:
+def _look_up_dotted(values: ParameterValues, name: str) -> ExpressionValue:
     if name in values:
         return values[name]
     node: Any = values
@@ -192,12 +198,12 @@ def _lookup(values: Values, name: str) -> Value:
     return node
 
 
-def _compute(kind: type[ast.operator], left: Value, right: Value) -> Value:
+def _compute_checked(kind: type[ast.operator], left: ExpressionValue, right: ExpressionValue) -> ExpressionValue:
     if not all(isinstance(value, (int, float)) for value in (left, right)):
         raise TypeError(f"{left!r:.40} and {right!r:.40} are not both numbers")
     if kind is ast.Pow and abs(right) > _MAX_EXPONENT:
         raise ValueError(f"an exponent of {right}; at most {_MAX_EXPONENT}")
-    result = _ARITHMETIC[kind](left, right)
+    result = _ARITHMETIC_OPERATORS[kind](left, right)
     if isinstance(result, complex) or not abs(result) <= _MAX_MAGNITUDE:
         raise ValueError("the result is not a finite real number")
     return result

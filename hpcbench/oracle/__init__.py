@@ -1,1 +1,1 @@
-"""Predictions: what a strategy communicates and holds, and how long it takes. Numbers only, no torch."""
+"""Predictions of step time, traffic and memory for a run, from numbers only: no torch is needed."""

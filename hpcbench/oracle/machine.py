@@ -1,4 +1,4 @@
-"""What times are made of: a machine's rates and latencies, from its profile or from measurements on it."""
+"""The cost parameters of a machine: from its profile, from measurements, or of one that emulates another."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Literal
 
 import msgspec
 
-from hpcbench.oracle.collectives import Wire
-from hpcbench.parallel.kernel import Compute, KernelSample
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.profile_tables import DeviceConfig, LinkConfig, NodeConfig
+from hpcbench.oracle.collective_formulas import HockneyLink
+from hpcbench.parallel.roofline import DeviceCompute, EmulatedDevice
 
-__all__ = ["CollectiveSample", "Comm", "Compute", "Depth", "KernelSample", "Machine", "Strategy"]
-
-Depth = Literal["nominal", "calibrated", "fitted"]
+MachineSource = Literal["nominal", "calibrated", "fitted"]
 """By the profile; by measurements of parts; by whole runs."""
 
 
@@ -31,11 +31,11 @@ class CollectiveSample(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest payload that it is for: of those for the same ranks the one with the largest that is not above."""
 
 
-class Comm(msgspec.Struct, frozen=True, kw_only=True):
+class CommParameters(msgspec.Struct, frozen=True, kw_only=True):
     """How ranks reach each other."""
 
-    intra_node: Wire
-    inter_node: Wire
+    intra_node: HockneyLink
+    inter_node: HockneyLink
     links_per_node: int = 1
     """Links between nodes that a node has; groups that send at the same time share them."""
     striped: bool = False
@@ -57,7 +57,7 @@ class Comm(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the latencies of a ring's links add up (NCCL), or every step waits for the longest."""
 
 
-class Strategy(msgspec.Struct, frozen=True, kw_only=True):
+class StrategyOverhead(msgspec.Struct, frozen=True, kw_only=True):
     """What a strategy's library adds on this machine, found in runs of the calibration."""
 
     compute_factor: float = 1.0
@@ -66,7 +66,7 @@ class Strategy(msgspec.Struct, frozen=True, kw_only=True):
     """Per sample of a replica: where one rank reads and hands out what its group computes on."""
 
 
-class Fitted(msgspec.Struct, frozen=True, kw_only=True):
+class FittedParameter(msgspec.Struct, frozen=True, kw_only=True):
     """One number of a machine that whole runs were fitted with (``oracle.fitting``)."""
 
     name: str
@@ -83,7 +83,7 @@ class Fitted(msgspec.Struct, frozen=True, kw_only=True):
         return 1.0 - (self.spread / self.prior_spread) ** 2
 
 
-class Residual(msgspec.Struct, frozen=True, kw_only=True):
+class RunResidual(msgspec.Struct, frozen=True, kw_only=True):
     """A run that was fitted, and what the fitted machine says of it, without delays."""
 
     run: str
@@ -96,7 +96,7 @@ class Residual(msgspec.Struct, frozen=True, kw_only=True):
 class Posterior(msgspec.Struct, frozen=True, kw_only=True):
     """How sure the fitted numbers are: logarithms, normally distributed around those that the machine holds."""
 
-    parameters: list[Fitted]
+    parameters: list[FittedParameter]
     roots: list[list[float]]
     """Lower triangular: its product with its transpose is the covariance of the logarithms."""
     run_spread: float
@@ -105,7 +105,7 @@ class Posterior(msgspec.Struct, frozen=True, kw_only=True):
     """The most that a fitted run had."""
     doubling_spread: float
     """Uncertainty of the model's form, for the first doubling beyond; it grows with the root of their number."""
-    residuals: list[Residual] = []
+    residuals: list[RunResidual] = []
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,12 +114,12 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str
     device: str
     """``cpu`` or ``cuda``."""
-    depth: Depth = "nominal"
+    depth: MachineSource = "nominal"
     source: str = ""
     """The profile, or the calibration with its date and hash."""
-    compute: Compute
-    comm: Comm
-    strategies: dict[str, Strategy] = {}
+    compute: DeviceCompute
+    comm: CommParameters
+    strategies: dict[str, StrategyOverhead] = {}
     straggling: float = 0.0
     """Relative spread of one rank's step around its mean: of p ranks the slowest counts."""
     delay_s: float = 0.0
@@ -132,3 +132,120 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     notes: list[str] = []
     """What had to be guessed."""
     posterior: Posterior | None = None
+
+
+_KERNEL_LAUNCH_S = {"cpu": 10e-6, "cuda": 5e-6}
+_CORE_PEAK_FLOPS_PER_S = {"fp64": 20e9, "fp32": 40e9, "tf32": 40e9, "bf16": 40e9, "fp16": 40e9}
+_CORE_BANDWIDTH_BYTES_PER_S = 8e9
+_ACCELERATOR_PEAK_FLOPS_PER_S = {"fp64": 10e12, "fp32": 20e12, "tf32": 150e12, "bf16": 300e12, "fp16": 300e12}
+_ACCELERATOR_BANDWIDTH_BYTES_PER_S = 2e12
+_DEFAULT_LINKS = {
+    "cpu": (HockneyLink(50e-6, 1 / 2e9), HockneyLink(100e-6, 1 / 1.25e9)),
+    "cuda": (HockneyLink(10e-6, 1 / 50e9), HockneyLink(20e-6, 1 / 12.5e9)),
+}
+_BASE_BYTES = {"cpu": 300 * 2**20, "cuda": 600 * 2**20}
+"""An interpreter with torch; a CUDA context with its libraries' workspaces."""
+_DEFAULTS_SPREAD = 0.7
+
+
+def nominal_machine(profile: ClusterProfile, partition: str | None = None, tasks_per_node: int = 1) -> Machine:
+    """What the profile says of ``partition``'s nodes and the links; what it does not say is guessed and noted."""
+    notes: list[str] = []
+    node = profile.node_of(partition)
+    compute = _nominal_compute(profile, node, tasks_per_node, notes)
+    return Machine(
+        cluster=profile.name,
+        device=profile.device,
+        source=f"nominal numbers of the profile {profile.name}",
+        compute=compute,
+        comm=_nominal_comm(profile, notes),
+        base_bytes=_BASE_BYTES[profile.device],
+        memory_bytes=_rank_memory_bytes(profile, node, tasks_per_node),
+        notes=notes,
+    )
+
+
+def device_description(profile: ClusterProfile, node: NodeConfig) -> DeviceConfig | None:
+    """The device that ranks compute on, where the profile describes it."""
+    if node.device_type in profile.devices:
+        return profile.devices[node.device_type]
+    return next(iter(profile.devices.values())) if len(profile.devices) == 1 else None
+
+
+def _nominal_compute(profile: ClusterProfile, node: NodeConfig, tasks_per_node: int, notes: list[str]) -> DeviceCompute:
+    device = device_description(profile, node)
+    peaks = {str(key): value for key, value in device.peak_flops_per_s.items()} if device else {}
+    bandwidth = device.memory_bandwidth_bytes_per_s if device else None
+    is_guess = not peaks or bandwidth is None
+    if is_guess:
+        notes.append(f"{profile.name} does not say how fast its devices are: usual values are taken")
+    is_cpu = profile.device == "cpu"
+    crowding = {1: 1.0}
+    if is_cpu and node.cores and tasks_per_node > node.cores:
+        crowding = {1: 1.0, node.cores: 1.0, tasks_per_node: tasks_per_node / node.cores}
+    known = {
+        name: value for name in ("flops_efficiency", "processors") if (value := getattr(device, name, None)) is not None
+    }
+    return DeviceCompute(
+        peak_flops_per_s=peaks or (_CORE_PEAK_FLOPS_PER_S if is_cpu else _ACCELERATOR_PEAK_FLOPS_PER_S),
+        memory_bandwidth_bytes_per_s=bandwidth
+        or (_CORE_BANDWIDTH_BYTES_PER_S if is_cpu else _ACCELERATOR_BANDWIDTH_BYTES_PER_S),
+        launch_s=_KERNEL_LAUNCH_S[profile.device],
+        crowding=crowding,
+        spread=_DEFAULTS_SPREAD if is_guess else 0.35,
+        **known,
+    )
+
+
+def _nominal_comm(profile: ClusterProfile, notes: list[str]) -> CommParameters:
+    intra, inter = profile.links.intra_node, profile.links.inter_node
+    guessed_intra, guessed_inter = _DEFAULT_LINKS[profile.device]
+    if intra is None or inter is None:
+        missing = "inside nodes" if inter is not None else "between nodes" if intra is not None else "at all"
+        notes.append(f"{profile.name} says nothing of its links {missing}: usual values are taken")
+    return CommParameters(
+        intra_node=nominal_link(intra) if intra else guessed_intra,
+        inter_node=nominal_link(inter) if inter else guessed_inter,
+        links_per_node=inter.per_node if inter else 1,
+        striped=profile.device == "cuda",
+        trees=profile.device == "cuda",
+        by_hop=profile.device == "cuda",
+        spread=0.4 if intra and inter else _DEFAULTS_SPREAD,
+    )
+
+
+def nominal_link(link: LinkConfig) -> HockneyLink:
+    """One direction of one link."""
+    return HockneyLink(link.latency_s, 1.0 / link.bandwidth_bytes_per_s)
+
+
+def _rank_memory_bytes(profile: ClusterProfile, node: NodeConfig, tasks_per_node: int) -> float | None:
+    device = device_description(profile, node)
+    if profile.device == "cuda":
+        return device.memory_bytes if device else None
+    requested = profile.request.memory_bytes
+    whole = node.memory_bytes if not isinstance(requested, int | float) else float(requested)
+    return whole / tasks_per_node if whole else None
+
+
+def emulating_machine(here: Machine, there: Machine) -> Machine:
+    """What a rehearsal of ``there`` takes on ``here``; of memory nothing can be said."""
+    return msgspec.structs.replace(
+        here,
+        compute=device_only_compute(there),
+        strategies={},
+        straggling=0.0,
+        memory_bytes=None,
+        source=f"{here.source}; computation rehearsed: {there.source}",
+        notes=[*here.notes, *there.notes],
+    )
+
+
+def emulated_compute(there: Machine) -> EmulatedDevice:
+    """What the worker is told."""
+    return EmulatedDevice(cluster=there.cluster, source=there.source, compute=device_only_compute(there))
+
+
+def device_only_compute(there: Machine) -> DeviceCompute:
+    """The device of ``there`` without what its ranks do to each other and its overheads: those are real here."""
+    return msgspec.structs.replace(there.compute, crowding={}, step_s=0.0)

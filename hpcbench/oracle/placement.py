@@ -1,15 +1,19 @@
-"""Where a group's ranks lie: how many on a node, how many nodes, and who shares the way between nodes with them."""
+"""Placement of process groups on nodes, and of the ranks of a halo exchange."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
 from math import ceil, prod
 from typing import NamedTuple
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.mesh import AXES, Mesh
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.mesh import MESH_AXES, RankMesh
+from hpcbench.parallel.strategies.halo import grid_coordinates
 
 
-class Group(NamedTuple):
+class GroupPlacement(NamedTuple):
     """Ranks that take part in one collective, as far as time depends on them."""
 
     ranks: int
@@ -20,28 +24,28 @@ class Group(NamedTuple):
     """Groups like this one that use a node's way out at the same time, itself among them."""
 
 
-def group_of(spec: RunSpec, *axes: str) -> Group:
+def place_group(spec: RunSpec, *axes: str) -> GroupPlacement:
     """The group along ``axes`` of the mesh, of any rank: they are alike.
 
     Nodes are filled one after the other, ``tasks_per_node`` ranks each.
     """
     steps, stride = [], 1
-    for axis, degree in zip(reversed(AXES), reversed(Mesh.of(spec)), strict=True):
+    for axis, degree in zip(reversed(MESH_AXES), reversed(RankMesh.of(spec)), strict=True):
         if axis in axes:
             steps.append((degree, stride))
         stride *= degree
-    return _lying(spec, steps)
+    return _place_strided(spec, steps)
 
 
-def parts_of(spec: RunSpec, axis: str, inner: int) -> tuple[Group, Group]:
+def place_subgroups(spec: RunSpec, axis: str, inner: int) -> tuple[GroupPlacement, GroupPlacement]:
     """``axis`` cut into neighbours, ``inner`` at a time: such a part, and the group of those alike across parts."""
-    mesh = Mesh.of(spec)
-    place = AXES.index(axis)
+    mesh = RankMesh.of(spec)
+    place = MESH_AXES.index(axis)
     stride = prod(mesh[place + 1 :])
-    return _lying(spec, [(inner, stride)]), _lying(spec, [(mesh[place] // inner, stride * inner)])
+    return _place_strided(spec, [(inner, stride)]), _place_strided(spec, [(mesh[place] // inner, stride * inner)])
 
 
-def _lying(spec: RunSpec, steps: list[tuple[int, int]]) -> Group:
+def _place_strided(spec: RunSpec, steps: list[tuple[int, int]]) -> GroupPlacement:
     """The group whose ranks are sums of so many multiples of each stride."""
     here = spec.tasks_per_node * spec.devices_per_task
     own, ranks = [0], 1
@@ -51,27 +55,27 @@ def _lying(spec: RunSpec, steps: list[tuple[int, int]]) -> Group:
         own = [rank + place * stride for place in places for rank in own if rank + place * stride < here]
     per_node = len(own)
     nodes = ceil(ranks / per_node)
-    return Group(ranks, nodes, per_node, rivals=max(here // per_node, 1) if nodes > 1 else 1)
+    return GroupPlacement(ranks, nodes, per_node, rivals=max(here // per_node, 1) if nodes > 1 else 1)
 
 
-def pair_of(spec: RunSpec, axis: str, is_far: bool | None = None) -> Group:
+def place_neighbour_pair(spec: RunSpec, axis: str, is_far: bool | None = None) -> GroupPlacement:
     """Two neighbours along ``axis``, on one node or on two.
 
     Where nobody says which: of all such pairs those that are furthest apart, who set the pace.
     """
-    whole = group_of(spec, axis)
+    whole = place_group(spec, axis)
     if is_far is None:
         is_far = whole.nodes > 1
     if not is_far:
-        return Group(2, 1, 2, 1)
+        return GroupPlacement(2, 1, 2, 1)
     # Every rank of a node whose neighbour lies elsewhere sends at the same time.
-    return Group(2, 2, 1, rivals=whole.rivals)
+    return GroupPlacement(2, 2, 1, rivals=whole.rivals)
 
 
-def is_within_node(spec: RunSpec, axis: str, left: int, right: int) -> bool:
+def are_on_one_node(spec: RunSpec, axis: str, left: int, right: int) -> bool:
     """Whether the ranks at two places on ``axis`` have a node in common, in every replica of the run."""
-    mesh = Mesh.of(spec)
-    place = AXES.index(axis)
+    mesh = RankMesh.of(spec)
+    place = MESH_AXES.index(axis)
     stride = prod(mesh[place + 1 :])
     here = spec.tasks_per_node * spec.devices_per_task
     # Where groups do not fill nodes evenly, each begins elsewhere on its node; after as many as fit they come round.
@@ -81,3 +85,63 @@ def is_within_node(spec: RunSpec, axis: str, left: int, right: int) -> bool:
         for inner in {0, stride - 1}
     }
     return all((first + left * stride) // here == (first + right * stride) // here for first in firsts)
+
+
+SAME_NODE_PAIR = GroupPlacement(2, 1, 2, 1)
+
+
+class HaloPlacement(NamedTuple):
+    """A place in a grid of ranks."""
+
+    place: int
+    ranks_per_node: int
+    across: GroupPlacement
+    """It and a rank of another node."""
+
+    def group_with(self, other: int) -> GroupPlacement:
+        """It and the rank at ``other``."""
+        return self.across if other // self.ranks_per_node != self.place // self.ranks_per_node else SAME_NODE_PAIR
+
+
+@lru_cache(maxsize=1024)
+def halo_placement(grid: tuple[int, ...], group: GroupPlacement) -> HaloPlacement:
+    """Of the places of two nodes away from the edge that with most neighbours, and most of them on other nodes.
+
+    The others of its node send at the same time: ``across`` shares the way out with as many as do so on average for
+    each of its own messages.
+    """
+    ranks, per_node = prod(grid), group.ranks_per_node
+    if group.nodes == 1:
+        per_node = ranks
+    # The second in every dim has neighbours on both sides, and as large a share as nearly all.
+    inner = 0
+    for parts in grid:
+        inner = inner * parts + int(parts > 2)
+    first = inner // per_node * per_node
+    candidates = range(first, min(first + 2 * per_node, ranks)) if group.nodes > 1 else range(inner, inner + 1)
+    crossings = {one: _off_node_neighbours(grid, one, per_node) for one in candidates}
+    leaving = {one // per_node: 0 for one in candidates}
+    for one, crossing in crossings.items():
+        leaving[one // per_node] += crossing
+    place = max(
+        candidates, key=lambda one: (_neighbour_count(grid, one), crossings[one], leaving[one // per_node], -one)
+    )
+    rivals = group.rivals * max(1, round(leaving[place // per_node] / crossings[place])) if crossings[place] else 1
+    return HaloPlacement(place, per_node, GroupPlacement(2, 2, 1, rivals))
+
+
+def _adjacent_places(grid: tuple[int, ...], place: int) -> Iterator[int]:
+    """Places that lie next to it in one dim."""
+    at = grid_coordinates(grid, place)
+    for dim, way in product(range(len(grid)), (-1, 1)):
+        if 0 <= at[dim] + way < grid[dim]:
+            yield place + way * prod(grid[dim + 1 :])
+
+
+def _neighbour_count(grid: tuple[int, ...], place: int) -> int:
+    return sum(1 for _ in _adjacent_places(grid, place))
+
+
+def _off_node_neighbours(grid: tuple[int, ...], place: int, per_node: int) -> int:
+    """Neighbours on other nodes."""
+    return sum(other // per_node != place // per_node for other in _adjacent_places(grid, place))

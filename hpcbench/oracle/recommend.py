@@ -1,8 +1,7 @@
-"""Which strategy for a model on so many nodes: all that can run are priced and ranked, the others say what stops them.
+"""Recommendation of a strategy for a model and a number of nodes: feasible candidates are predicted and ranked.
 
-Two times are compared by their ratio. Most of their uncertainty is the machine's, which both share: where computation
-and communication have the same part in both steps it cancels, and what is left is what formulas leave out.
-"""
+Two candidates are compared by the ratio of their times. Both share the uncertainty of the machine: where
+computation and communication have the same part in both steps it cancels, and the error of the formulas remains."""
 
 from __future__ import annotations
 
@@ -12,23 +11,29 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hpcbench.config.spec import RunSpec, config_id, strategy_label
-from hpcbench.oracle.answers import Answers, Room, Unpriced, need_and_limit
-from hpcbench.oracle.candidates import Point, World, following_points, leading_points, smaller_points, spread_points
+from hpcbench.config.run_spec import RunSpec, config_id, strategy_label
+from hpcbench.oracle.candidate_points import (
+    DeviceAllocation,
+    SweepPoint,
+    leading_pipeline_points,
+    non_pipeline_points,
+    other_schedule_points,
+    reduced_memory_points,
+)
 from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.predict import Prediction
-from hpcbench.parallel.datasets import DATASETS
-from hpcbench.parallel.resolve import Dropped, Limits, resolve
+from hpcbench.oracle.prediction import MemoryFit, NotPredicted, Prediction, Predictor, format_need_and_limit
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.parallel.workloads import DATASETS
 
-_Z90 = 1.645
+_NORMAL_90 = 1.645
 FORMULA_SPREAD = {"nominal": 0.10, "calibrated": 0.04, "fitted": 0.04}
 """Relative error (one standard deviation) of a strategy's formulas beside the machine's numbers, by their depth: an
 assumption, to be replaced by what ``validate`` finds."""
-FOLLOWED = 3
+LEADERS_EXPANDED = 3
 """Pipelines whose degrees are tried with the other schedules."""
-SHOWN = 10
+FULLY_PREDICTED = 10
 """Of so many of the best the interval is worked out in full."""
-DETAILED = 3
+BATCH_SIZE_SEARCHED = 3
 """Of so many of the best the largest batch is looked for."""
 OBJECTIVES: dict[str, Callable[[RunSpec, Prediction], float]] = {
     "samples_per_s": lambda _, found: 1 / found.samples_per_s,
@@ -56,7 +61,7 @@ class Candidate(msgspec.Struct, kw_only=True):
         return self.ratio_low > 1.0
 
 
-class Refused(NamedTuple):
+class InfeasiblePoints(NamedTuple):
     """Points that one limit stops."""
 
     strategy: str
@@ -72,28 +77,32 @@ class Recommendation(msgspec.Struct, kw_only=True):
     nodes: int
     tasks_per_node: int
     candidates: list[Candidate]
-    refused: list[Refused]
+    refused: list[InfeasiblePoints]
     priced: int
     """Steps that were priced."""
 
 
 def recommend(
-    base: Point, world: World, limits: Limits, answers: Answers, objective: str = "samples_per_s"
+    base: SweepPoint,
+    world: DeviceAllocation,
+    limits: PartitionLimits,
+    answers: Predictor,
+    objective: str = "samples_per_s",
 ) -> Recommendation:
     """Rank what can be done with ``world``. ``base``: model, data set and all else that the candidates share."""
-    search = _Search(limits, answers, OBJECTIVES[objective])
-    search.add(spread_points(base, world), world)
-    leaders = search.add(leading_points(base, world, shared=not search.is_excluded("tensor")), world)
+    search = _CandidateSearch(limits, answers, OBJECTIVES[objective])
+    search.add(non_pipeline_points(base, world), world)
+    leaders = search.add(leading_pipeline_points(base, world, shared=not search.is_excluded("tensor")), world)
     leaders.sort(key=lambda pair: search.value(pair[1]))
-    for point, _ in leaders[:FOLLOWED]:
-        search.add(following_points(point), world)
+    for point, _ in leaders[:LEADERS_EXPANDED]:
+        search.add(other_schedule_points(point), world)
     ranked = sorted(search.found, key=search.value)
     for one in ranked:
-        _compare(one, ranked[0], search.value, answers.machine(one.spec))
-    for one in ranked[:SHOWN]:
+        _set_ratio(one, ranked[0], search.value, answers.machine(one.spec))
+    for one in ranked[:FULLY_PREDICTED]:
         whole = answers.of(one.spec)
-        one.predicted = one.predicted if isinstance(whole, Unpriced) else whole
-    for one in ranked[:DETAILED]:
+        one.predicted = one.predicted if isinstance(whole, NotPredicted) else whole
+    for one in ranked[:BATCH_SIZE_SEARCHED]:
         one.largest_batch_size = largest_batch_size(one.spec, answers)
     return Recommendation(
         nodes=world.nodes,
@@ -104,10 +113,12 @@ def recommend(
     )
 
 
-class _Search:
+class _CandidateSearch:
     """What was found, and what was refused."""
 
-    def __init__(self, limits: Limits, answers: Answers, objective: Callable[[RunSpec, Prediction], float]) -> None:
+    def __init__(
+        self, limits: PartitionLimits, answers: Predictor, objective: Callable[[RunSpec, Prediction], float]
+    ) -> None:
         self._limits, self._answers, self._objective = limits, answers, objective
         self._seen: set[str] = set()
         self._refused: dict[tuple[str, str], dict[str, int]] = {}
@@ -118,12 +129,12 @@ class _Search:
         """Less is better."""
         return self._objective(one.spec, one.predicted)
 
-    def add(self, points: Iterable[Point], world: World) -> list[tuple[Point, Candidate]]:
+    def add(self, points: Iterable[SweepPoint], world: DeviceAllocation) -> list[tuple[SweepPoint, Candidate]]:
         """Price those that can run; one that does not fit is tried with less memory."""
         added = []
         for point in points:
-            made = resolve(point, self._limits)
-            if isinstance(made, Dropped):
+            made = resolve_point(point, self._limits)
+            if isinstance(made, InfeasiblePoint):
                 self._refuse(point["strategy"], "limit", made.reason)
                 continue
             fitting = self._fitting(point, made, world)
@@ -132,7 +143,7 @@ class _Search:
             self._seen.add(config_id(fitting[1]))
             found = self._answers.of(fitting[1], quick=True)
             self.priced += 1
-            if isinstance(found, Unpriced):
+            if isinstance(found, NotPredicted):
                 self._refuse(point["strategy"], "formulas", found.reason)
                 continue
             candidate = Candidate(spec=fitting[1], predicted=found)
@@ -140,23 +151,23 @@ class _Search:
             added.append((fitting[0], candidate))
         return added
 
-    def _fitting(self, point: Point, spec: RunSpec, world: World) -> tuple[Point, RunSpec] | None:
+    def _fitting(self, point: SweepPoint, spec: RunSpec, world: DeviceAllocation) -> tuple[SweepPoint, RunSpec] | None:
         room = self._answers.room(spec)
-        if isinstance(room, Unpriced):
+        if isinstance(room, NotPredicted):
             self._refuse(spec.strategy, "formulas", room.reason)
             return None
         if room.is_enough:
             return point, spec
         least = room
-        for smaller in smaller_points(point, spec.batch_size):
-            made = resolve(smaller, self._limits)
-            room = Unpriced("") if isinstance(made, Dropped) else self._answers.room(made)
-            if isinstance(made, Dropped) or isinstance(room, Unpriced):
+        for smaller in reduced_memory_points(point, spec.batch_size):
+            made = resolve_point(smaller, self._limits)
+            room = NotPredicted("") if isinstance(made, InfeasiblePoint) else self._answers.room(made)
+            if isinstance(made, InfeasiblePoint) or isinstance(room, NotPredicted):
                 continue
             if room.is_enough:
                 return smaller, made
             least = min(least, room)
-        self._refuse(spec.strategy, "memory", f"{strategy_label(spec)}: {_too_much(least)}")
+        self._refuse(spec.strategy, "memory", f"{strategy_label(spec)}: {_memory_shortage(least)}")
         return None
 
     def _refuse(self, strategy: str, kind: str, reason: str) -> None:
@@ -168,25 +179,25 @@ class _Search:
         kinds = {kind for key, kind in self._refused if key == strategy}
         return kinds == {"limit"} and all(one.spec.strategy != strategy for one in self.found)
 
-    def refusals(self) -> list[Refused]:
+    def refusals(self) -> list[InfeasiblePoints]:
         """By strategy and kind of limit, with the first reason of each."""
         return [
-            Refused(strategy, kind, next(iter(reasons)), sum(reasons.values()))
+            InfeasiblePoints(strategy, kind, next(iter(reasons)), sum(reasons.values()))
             for (strategy, kind), reasons in self._refused.items()
         ]
 
 
-def _too_much(room: Room) -> str:
-    need, limit = need_and_limit(room.peak_memory_bytes, room.memory_limit_bytes or 0)
+def _memory_shortage(room: MemoryFit) -> str:
+    need, limit = format_need_and_limit(room.peak_memory_bytes, room.memory_limit_bytes or 0)
     return f"needs {need} a rank at the least, there is {limit}"
 
 
-def _compare(one: Candidate, best: Candidate, value: Callable[[Candidate], float], machine: Machine) -> None:
+def _set_ratio(one: Candidate, best: Candidate, value: Callable[[Candidate], float], machine: Machine) -> None:
     one.ratio = value(one) / value(best)
     if one is best:
         return
     spread = ratio_spread(one.predicted, best.predicted, machine)
-    one.ratio_low, one.ratio_high = one.ratio * exp(-_Z90 * spread), one.ratio * exp(_Z90 * spread)
+    one.ratio_low, one.ratio_high = one.ratio * exp(-_NORMAL_90 * spread), one.ratio * exp(_NORMAL_90 * spread)
 
 
 def ratio_spread(one: Prediction, other: Prediction, machine: Machine) -> float:
@@ -195,24 +206,26 @@ def ratio_spread(one: Prediction, other: Prediction, machine: Machine) -> float:
     A machine that computes x % slower than thought makes both steps longer by x % of their shares of computation; so
     does its communication. The formulas' own errors are independent.
     """
-    compute, comm = (_share(name, one) - _share(name, other) for name in ("compute_s", "exposed_comm_s"))
+    compute, comm = (
+        _step_fraction(name, one) - _step_fraction(name, other) for name in ("compute_s", "exposed_comm_s")
+    )
     own = FORMULA_SPREAD[machine.depth]
     return sqrt((compute * machine.compute.spread) ** 2 + (comm * machine.comm.spread) ** 2 + 2 * own * own)
 
 
-def _share(name: str, one: Prediction) -> float:
+def _step_fraction(name: str, one: Prediction) -> float:
     seconds: float = getattr(one, name)
     return seconds / one.step_time_s if one.step_time_s else 0.0
 
 
-def largest_batch_size(spec: RunSpec, answers: Answers) -> int | None:
+def largest_batch_size(spec: RunSpec, answers: Predictor) -> int | None:
     """The largest batch per replica that fits, cut into as many micro-batches; ``None`` where no limit is known."""
     most = DATASETS[spec.dataset].samples // spec.dp_degree // spec.micro_batches
 
     def room(size: int) -> float:
         """Bytes that are left with micro-batches of ``size``."""
         found = answers.room(msgspec.structs.replace(spec, batch_size=size * spec.micro_batches))
-        if isinstance(found, Unpriced) or found.memory_limit_bytes is None:
+        if isinstance(found, NotPredicted) or found.memory_limit_bytes is None:
             return -inf
         return found.memory_limit_bytes - found.peak_memory_bytes
 
@@ -234,7 +247,7 @@ def largest_batch_size(spec: RunSpec, answers: Answers) -> int | None:
     return low * spec.micro_batches
 
 
-def sweep_points(candidates: Iterable[Candidate]) -> Iterator[dict[str, Any]]:
+def candidate_sweep_points(candidates: Iterable[Candidate]) -> Iterator[dict[str, Any]]:
     """Of each candidate the parameters that make it, as a sweep says them."""
     names = (
         "strategy", "nodes", "tasks_per_node", "batch_size", "micro_batches", "dp_degree", "tp_degree", "sp_degree",

@@ -1,1 +1,3 @@
-"""Pure integers that the worker and the oracle share: degrees, shares, the registry."""
+"""Arithmetic that the oracle and the worker share: strategy registry, rank mesh, layer tables, schedules and splits,
+without torch.
+"""

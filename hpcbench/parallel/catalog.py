@@ -1,7 +1,5 @@
-"""The one registry: what each strategy is called, which degrees it takes, who runs it, and which models there are.
-
-Runtimes are named in strings and imported on use, so that a login node reads this without torch.
-"""
+"""The registry of strategies, calibration probes and models: one entry per name.
+Runtimes and costs are named by strings and imported on use, so that a login node reads the registry without torch."""
 
 from __future__ import annotations
 
@@ -11,22 +9,22 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
-from hpcbench.parallel.entry import Option, Strategy
-from hpcbench.parallel.own_model import is_own
-from hpcbench.parallel.strategies import channels, data, fairscale_pipe, pipedream, pipeline, probes, spatial, tensor
+from hpcbench.parallel.strategies import channel, data, fairscale_pipe, pipedream, pipeline, probes, spatial, tensor
+from hpcbench.parallel.strategy_entry import Option, StrategyEntry
+from hpcbench.parallel.workloads import is_custom_model
 
-REFERENCES = {
-    "data_parallel": "hpcbench.worker.reference:train_reference",
-    "pipeline": "hpcbench.worker.pipeline.reference:train_pipeline",
-    "pipedream": "hpcbench.worker.reference_pipedream:train_pipedream_reference",
+REFERENCE_TRAINERS = {
+    "data_parallel": "hpcbench.worker.verification.reference:train_reference",
+    "pipeline": "hpcbench.worker.strategies.pipeline.pipeline_reference:train_pipeline_reference",
+    "pipedream": "hpcbench.worker.verification.reference_pipedream:train_pipedream_reference",
 }
 """Trainings in one process that strategies are compared with, by name."""
 
-STRATEGIES: dict[str, Strategy] = {
+STRATEGIES: dict[str, StrategyEntry] = {
     **data.STRATEGIES,
-    **channels.STRATEGIES,
+    **channel.STRATEGIES,
     **spatial.STRATEGIES,
     **tensor.STRATEGIES,
     **pipeline.STRATEGIES,
@@ -34,19 +32,19 @@ STRATEGIES: dict[str, Strategy] = {
     **fairscale_pipe.STRATEGIES,
 }
 
-PROBES: dict[str, Strategy] = probes.PROBES
+PROBES: dict[str, StrategyEntry] = probes.PROBES
 """Runs of a calibration; nobody would train with them."""
 
-ALIASES: dict[str, str] = {**channels.ALIASES, **spatial.ALIASES, **tensor.ALIASES, **pipeline.ALIASES}
+ALIASES: dict[str, str] = {**channel.ALIASES, **spatial.ALIASES, **tensor.ALIASES, **pipeline.ALIASES}
 """Names of hybrids, each for the strategy that is one as soon as it has replicas; a run knows the latter alone."""
 
 
-def named() -> dict[str, Strategy]:
+def selectable_strategies() -> dict[str, StrategyEntry]:
     """Every name that a sweep may use, with the strategy that it stands for."""
     return {**STRATEGIES, **PROBES, **{alias: STRATEGIES[key] for alias, key in ALIASES.items()}}
 
 
-class Model(NamedTuple):
+class ModelEntry(NamedTuple):
     """``builder`` is ``module:function``; ``min_size`` is the smallest edge length that it takes."""
 
     builder: str
@@ -59,71 +57,71 @@ class Model(NamedTuple):
     """A user's own, which alone knows its options."""
 
 
-def strategy(key: str) -> Strategy:
+def get_strategy(key: str) -> StrategyEntry:
     """The entry of ``key``; ``ConfigError`` with the nearest key where there is none."""
     key = ALIASES.get(key, key)
     found = STRATEGIES.get(key) or PROBES.get(key)
     if found is None:
-        raise ConfigError(f"unknown strategy {key!r}", hint=did_you_mean(key, named()))
+        raise ConfigError(f"unknown strategy {key!r}", hint=did_you_mean(key, selectable_strategies()))
     return found
 
 
-def chosen_options(spec: RunSpec) -> dict[str, Any]:
+def options_with_defaults(spec: RunSpec) -> dict[str, Any]:
     """The options of the run's strategy, defaults filled in."""
-    return {name: option.default for name, option in strategy(spec.strategy).options.items()} | spec.options
+    return {name: option.default for name, option in get_strategy(spec.strategy).options.items()} | spec.options
 
 
-def excluded_by(spec: RunSpec) -> str | None:
+def exclusion_reason(spec: RunSpec) -> str | None:
     """Why the run's strategy cannot do what it asks for, as far as integers and names tell."""
-    named = strategy(spec.strategy).limit
+    named = get_strategy(spec.strategy).limit
     if named is None:
         return None
-    reason: str | None = _resolve(named)(spec)
+    reason: str | None = _import_object(named)(spec)
     return reason
 
 
-def resolve_runtime(key: str) -> Any:
+def load_runtime_class(key: str) -> Any:
     """The runtime class of a strategy. Imports torch: for the worker alone."""
-    return _resolve(strategy(key).runtime)
+    return _import_object(get_strategy(key).runtime)
 
 
-def resolve_cost(key: str) -> Any:
+def load_cost_class(key: str) -> Any:
     """The cost class of a strategy (``oracle.cost.Cost``)."""
-    cost = strategy(key).cost
+    cost = get_strategy(key).cost
     assert cost is not None, f"{key} has no cost"
-    return _resolve(cost)
+    return _import_object(cost)
 
 
-def resolve_reference(key: str) -> Any:
+def load_reference_trainer(key: str) -> Any:
     """The function that trains a strategy's reference (``worker.reference.train_reference``). For the worker alone."""
-    return _resolve(REFERENCES[strategy(key).reference])
+    return _import_object(REFERENCE_TRAINERS[get_strategy(key).reference])
 
 
-def _resolve(named: str) -> Any:
+def _import_object(named: str) -> Any:
     module, _, name = named.partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 @cache
-def models() -> dict[str, Model]:
+def shipped_model_entries() -> dict[str, ModelEntry]:
     """Every shipped model, read from the literal ``MODELS`` tables of the model files without importing them."""
     folder = Path(__file__).resolve().parent.parent / "worker" / "models"
-    found: dict[str, Model] = {}
+    found: dict[str, ModelEntry] = {}
     for path in sorted(folder.glob("*.py")):
-        for name, entry in _models_table(path).items():
+        for name, entry in _read_models_table(path).items():
             options = {
-                key: Option(_KINDS[kind], default, description)
+                key: Option(_OPTION_KINDS[kind], default, description)
                 for key, (kind, default, description) in entry.get("options", {}).items()
             }
             builder = f"hpcbench.worker.models.{path.stem}:{entry['builder']}"
-            found[name] = Model(builder, entry["kind"], entry["min_size"], entry["description"], options)
+            found[name] = ModelEntry(builder, entry["kind"], entry["min_size"], entry["description"], options)
     return found
 
 
-_KINDS = {"bool": bool, "int": int, "float": float, "str": str}
+_OPTION_KINDS = {"bool": bool, "int": int, "float": float, "str": str}
 
 
-def _models_table(path: Path) -> dict[str, Any]:
+def _read_models_table(path: Path) -> dict[str, Any]:
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and [getattr(target, "id", None) for target in node.targets] == ["MODELS"]:
             table: dict[str, Any] = ast.literal_eval(node.value)
@@ -131,10 +129,10 @@ def _models_table(path: Path) -> dict[str, Any]:
     return {}
 
 
-def model(key: str) -> Model:
+def get_model(key: str) -> ModelEntry:
     """The entry of ``key``, also of a user's own; ``ConfigError`` with the nearest name where there is none."""
-    if is_own(key):
-        return Model(key, None, 1, "a user's own model", {}, own=True)
-    if key not in models():
-        raise ConfigError(f"unknown model {key!r}", hint=did_you_mean(key, models()))
-    return models()[key]
+    if is_custom_model(key):
+        return ModelEntry(key, None, 1, "a user's own model", {}, own=True)
+    if key not in shipped_model_entries():
+        raise ConfigError(f"unknown model {key!r}", hint=did_you_mean(key, shipped_model_entries()))
+    return shipped_model_entries()[key]

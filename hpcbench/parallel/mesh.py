@@ -1,19 +1,19 @@
-"""The ranks as a grid with an axis per degree: who shares a layer, an image, a stage or a gradient with whom."""
+"""The ranks as a grid with one axis per degree of parallelism, and the ranges of samples that each replica takes."""
 
 from __future__ import annotations
 
 from math import prod
 from typing import NamedTuple
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 
-AXES = ("dp", "pp", "sp", "tp")
+MESH_AXES = ("dp", "pp", "sp", "tp")
 """From the outermost axis to the innermost: ranks that differ in the last one alone are neighbours, on one node where
 the group is no larger than it. What communicates most lies innermost; data parallelism crosses nodes."""
 
 
-class Mesh(NamedTuple):
-    """Degrees in the order of ``AXES``; ranks are numbered row by row.
+class RankMesh(NamedTuple):
+    """Degrees in the order of ``MESH_AXES``; ranks are numbered row by row.
 
     >>> mesh = Mesh(dp=2, tp=2)
     >>> mesh.group(2, "tp"), mesh.group(2, "dp")
@@ -26,7 +26,7 @@ class Mesh(NamedTuple):
     tp: int = 1
 
     @classmethod
-    def of(cls, spec: RunSpec) -> Mesh:
+    def of(cls, spec: RunSpec) -> RankMesh:
         """The mesh of a run's devices."""
         return cls(spec.dp_degree, spec.pp_degree, spec.sp_degree, spec.tp_degree)
 
@@ -35,16 +35,16 @@ class Mesh(NamedTuple):
         """Number of ranks."""
         return prod(self)
 
-    def coordinates(self, rank: int) -> Mesh:
+    def coordinates(self, rank: int) -> RankMesh:
         """Where ``rank`` stands on each axis."""
         places = []
         for degree in reversed(self):
             rank, place = divmod(rank, degree)
             places.append(place)
         assert rank == 0, "a rank beyond the mesh"
-        return Mesh(*reversed(places))
+        return RankMesh(*reversed(places))
 
-    def rank(self, coordinates: Mesh) -> int:
+    def rank(self, coordinates: RankMesh) -> int:
         """The rank that stands there."""
         number = 0
         for degree, place in zip(self, coordinates, strict=True):
@@ -54,7 +54,7 @@ class Mesh(NamedTuple):
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that differ from ``rank`` on ``axes`` alone, itself among them, in ascending order."""
         own = self.coordinates(rank)
-        kept = [place if axis not in axes else None for axis, place in zip(AXES, own, strict=True)]
+        kept = [place if axis not in axes else None for axis, place in zip(MESH_AXES, own, strict=True)]
         return [
             other
             for other in range(self.size)
@@ -64,3 +64,64 @@ class Mesh(NamedTuple):
     def groups(self, *axes: str) -> list[list[int]]:
         """All groups along ``axes``: together they hold every rank once."""
         return [group for rank in range(self.size) if (group := self.group(rank, *axes))[0] == rank]
+
+
+MIN_SAMPLES_PER_REPLICA = 2
+"""BatchNorm needs two values per channel, and a share of one sample can leave it a single one."""
+
+
+def even_ranges(total: int, parts: int) -> list[range]:
+    """``total`` things over ``parts`` takers, the first ``total % parts`` of them one more.
+
+    >>> even_ranges(7, 3)
+    [range(0, 3), range(3, 5), range(5, 7)]
+    """
+    small, extra = divmod(total, parts)
+    ranges = []
+    start = 0
+    for part in range(parts):
+        stop = start + small + (part < extra)
+        ranges.append(range(start, stop))
+        start = stop
+    return ranges
+
+
+def steps_per_epoch(samples: int, global_batch_size: int, replicas: int, drop_last: bool = False) -> int:
+    """Steps that one pass over ``samples`` takes.
+
+    The last batch may be partial; it is left out with ``drop_last``, and where it would give a replica fewer than
+    ``MIN_SAMPLES_PER_REPLICA`` samples. An epoch has one step even where the whole data set is smaller than that.
+    """
+    whole, rest = divmod(samples, global_batch_size)
+    return max(1, whole + (not drop_last and rest >= MIN_SAMPLES_PER_REPLICA * replicas))
+
+
+def dropped_samples(samples: int, global_batch_size: int, replicas: int, drop_last: bool = False) -> int:
+    """Samples of an epoch that no step takes, see ``steps_per_epoch``."""
+    rest = samples % global_batch_size
+    return rest if samples > global_batch_size and (drop_last or rest < MIN_SAMPLES_PER_REPLICA * replicas) else 0
+
+
+def step_sample_ranges(
+    step: int, samples: int, global_batch_size: int, replicas: int, drop_last: bool = False
+) -> list[range]:
+    """Per replica, the positions within the epoch's order that step number ``step`` (from 0, any epoch) takes.
+
+    A partial batch is shared evenly; its true size is the sum of the ranges' lengths.
+    """
+    position = step % steps_per_epoch(samples, global_batch_size, replicas, drop_last)
+    first = position * global_batch_size
+    count = min(global_batch_size, samples - first)
+    return [range(first + part.start, first + part.stop) for part in even_ranges(count, replicas)]
+
+
+def micro_batch_ranges(count: int, smallest: int, batch_size: int, micro_batches: int) -> list[range]:
+    """How a replica's ``count`` samples of one step are cut into micro-batches.
+
+    Whole batches are cut as the run says; partial ones into as many parts as leave each ``MIN_SAMPLES_PER_REPLICA``
+    samples.
+    ``smallest`` is the share of the replica with the fewest: all are cut into as many parts, because sharded
+    strategies communicate in each, and a rank with one more would wait in it for ever.
+    """
+    parts = micro_batches if smallest >= batch_size else max(1, min(micro_batches, smallest // MIN_SAMPLES_PER_REPLICA))
+    return even_ranges(count, parts)

@@ -1,4 +1,6 @@
-"""From a point to a run: degrees filled in, limits checked, and the reason where integers exclude it."""
+"""Resolution of a sweep point to a run: degrees are filled in, limits are checked, and an infeasible point gets a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,23 @@ from typing import Any
 
 import msgspec
 
-from hpcbench.config.limits import longest_min
-from hpcbench.config.spec import DEGREES, RunSpec
-from hpcbench.parallel.catalog import ALIASES, excluded_by, model, strategy
-from hpcbench.parallel.datasets import DATASETS, ONE_SIZE, input_shape
-from hpcbench.parallel.entry import Option, Strategy
+from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, max_job_minutes
+from hpcbench.errors import ConfigError
+from hpcbench.parallel.catalog import ALIASES, exclusion_reason, get_model, get_strategy, shipped_model_entries
+from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.parallel.strategies import channel
+from hpcbench.parallel.strategies.fairscale_pipe import STRATEGIES as FAIRSCALE_PIPE
+from hpcbench.parallel.strategies.pipedream import STRATEGIES as PIPEDREAM
+from hpcbench.parallel.strategies.pipeline import STRATEGIES as PIPELINES
+from hpcbench.parallel.strategies.pipeline import cuts_exclusion, pipeline_layout
+from hpcbench.parallel.strategies.spatial import spatial_grid, spatial_table_exclusion
+from hpcbench.parallel.strategies.tensor import TRANSFORMER_BLOCK_KIND
+from hpcbench.parallel.strategy_entry import Option, StrategyEntry
+from hpcbench.parallel.workloads import DATASETS, FIXED_SIZE_DATASETS, sample_shape
 
 
 @dataclass(frozen=True)
-class Limits:
+class PartitionLimits:
     """What a partition allows; ``None`` is not checked."""
 
     partition: str
@@ -34,25 +44,25 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Dropped:
+class InfeasiblePoint:
     """A point that cannot be run, and the rule that excludes it."""
 
     point: dict[str, Any]
     reason: str
 
 
-class _Excluded(Exception):
+class _InfeasibleError(Exception):
     """The reason why a point is dropped."""
 
 
-def resolve(point: dict[str, Any], limits: Limits) -> RunSpec | Dropped:
+def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | InfeasiblePoint:
     """The run that ``point`` means on a partition with ``limits``.
 
     ``point`` holds valid names and types (``hpcbench.config`` and ``check_names`` saw to that).
     """
     try:
         values = dict(point)
-        _keep_own_options(values)
+        _drop_foreign_options(values)
         _fill_degrees(values)
         values["strategy"] = ALIASES.get(values["strategy"], values["strategy"])
         _fill_batch_size(values)
@@ -65,28 +75,30 @@ def resolve(point: dict[str, Any], limits: Limits) -> RunSpec | Dropped:
         _check_target(spec)
         _check_rehearsal(spec)
         _check_limits(spec, limits)
-        if reason := excluded_by(spec):
-            raise _Excluded(reason)
-    except _Excluded as reason:
-        return Dropped(point, str(reason))
+        if reason := exclusion_reason(spec):
+            raise _InfeasibleError(reason)
+    except _InfeasibleError as reason:
+        return InfeasiblePoint(point, str(reason))
     return spec
 
 
-def _keep_own_options(point: dict[str, Any]) -> None:
+def _drop_foreign_options(point: dict[str, Any]) -> None:
     """Options that this strategy or model does not know are another's in the same sweep; defaults are left out.
 
     A user's own model gets all of them.
     """
-    entry = model(point["model"])
-    for key, known in (("options", strategy(point["strategy"]).options), ("model_options", entry.options)):
+    entry = get_model(point["model"])
+    for key, known in (("options", get_strategy(point["strategy"]).options), ("model_options", entry.options)):
         given = point.get(key)
         if given and not (key == "model_options" and entry.own):
             point[key] = {
-                name: known[name].kind(value) for name, value in given.items() if _counts(known.get(name), value)
+                name: known[name].kind(value)
+                for name, value in given.items()
+                if _is_non_default(known.get(name), value)
             }
 
 
-def _counts(option: Option | None, value: Any) -> bool:
+def _is_non_default(option: Option | None, value: Any) -> bool:
     return option is not None and value != option.default
 
 
@@ -98,14 +110,16 @@ def _fill_degrees(point: dict[str, Any]) -> None:
     """
     per_node = point.get("tasks_per_node", 1) * point.get("devices_per_task", 1)
     devices = point.get("nodes", 1) * per_node
-    entry = strategy(point["strategy"])
+    entry = get_strategy(point["strategy"])
     own = entry.own_degree
-    given = {degree: point[degree] for degree in DEGREES if degree in point}
+    given = {degree: point[degree] for degree in DEGREE_NAMES if degree in point}
     for degree, value in given.items():
         if value > 1 and degree not in (own, *entry.hybrid):
-            raise _Excluded(f"{point['strategy']} has no {degree}: {value} given, 1 is right")
+            raise _InfeasibleError(f"{point['strategy']} has no {degree}: {value} given, 1 is right")
     if point["strategy"] == "data_tensor_pipeline" and given.get("tp_degree", 1) == 1:
-        raise _Excluded("data_tensor_pipeline shares layers, too: set tp_degree to 2 or more, or use data_pipeline")
+        raise _InfeasibleError(
+            "data_tensor_pipeline shares layers, too: set tp_degree to 2 or more, or use data_pipeline"
+        )
     is_alias = point["strategy"] in ALIASES
     open_degrees = [name for name in (own, "dp_degree" if is_alias else None) if name and name not in given]
     if len(open_degrees) == 2:
@@ -115,7 +129,7 @@ def _fill_degrees(point: dict[str, Any]) -> None:
         if devices % prod(given.values()) == 0:
             given[degree] = devices // prod(given.values())
     if prod(given.values()) != devices:
-        raise _Excluded(f"{_world(point)}, but {_degrees(point['strategy'], entry, given, devices)}")
+        raise _InfeasibleError(f"{_world_text(point)}, but {_degrees_text(point['strategy'], entry, given, devices)}")
     point.update(given)
 
 
@@ -126,18 +140,18 @@ def _fill_batch_size(point: dict[str, Any]) -> None:
         return
     replicas = point.get("dp_degree", 1)
     if total % replicas:
-        raise _Excluded(f"global_batch_size {total} cannot be shared evenly by {replicas} replicas")
+        raise _InfeasibleError(f"global_batch_size {total} cannot be shared evenly by {replicas} replicas")
     point["batch_size"] = total // replicas
 
 
-def _world(point: dict[str, Any]) -> str:
+def _world_text(point: dict[str, Any]) -> str:
     parts = ((point.get(key, 1), key) for key in ("nodes", "tasks_per_node", "devices_per_task"))
     named = [f"{key} {value}" for value, key in parts if value > 1]
     devices = point.get("nodes", 1) * point.get("tasks_per_node", 1) * point.get("devices_per_task", 1)
     return f"{' x '.join(named) or 'nodes 1'} = {devices} device{'s' if devices > 1 else ''}"
 
 
-def _degrees(key: str, entry: Strategy, given: dict[str, int], devices: int) -> str:
+def _degrees_text(key: str, entry: StrategyEntry, given: dict[str, int], devices: int) -> str:
     if entry.own_degree is None:
         return f"{key} runs on 1"
     product = prod(given.values())
@@ -150,29 +164,33 @@ def _degrees(key: str, entry: Strategy, given: dict[str, int], devices: int) -> 
 
 def _check_batch(spec: RunSpec) -> None:
     if spec.batch_size % spec.micro_batches:
-        raise _Excluded(f"batch_size {spec.batch_size} cannot be cut into {spec.micro_batches} equal micro_batches")
+        raise _InfeasibleError(
+            f"batch_size {spec.batch_size} cannot be cut into {spec.micro_batches} equal micro_batches"
+        )
 
 
 def _check_input(spec: RunSpec) -> None:
     dataset = DATASETS[spec.dataset]
     own_size = dataset.shape[-1]
     if not dataset.synthetic and spec.data != "device":
-        raise _Excluded(
+        raise _InfeasibleError(
             f"{spec.dataset} is real and small, it lies on the device: data = {spec.data!r} cannot change it"
         )
     if spec.data == "real" and dataset.real is None:
-        raise _Excluded(f"{spec.dataset} has no files of its own: data is 'device', 'host' or 'files'")
+        raise _InfeasibleError(f"{spec.dataset} has no files of its own: data is 'device', 'host' or 'files'")
     is_real = spec.data == "real" or not dataset.synthetic
-    if is_real and spec.dataset in ONE_SIZE and spec.input_size not in (None, own_size):
-        raise _Excluded(f"{spec.dataset} is real data of {own_size}: input_size {spec.input_size} cannot change it")
-    entry = model(spec.model)
+    if is_real and spec.dataset in FIXED_SIZE_DATASETS and spec.input_size not in (None, own_size):
+        raise _InfeasibleError(
+            f"{spec.dataset} is real data of {own_size}: input_size {spec.input_size} cannot change it"
+        )
+    entry = get_model(spec.model)
     if entry.kind not in (None, dataset.kind):
-        raise _Excluded(f"{spec.model} takes {entry.kind}; {spec.dataset} holds {dataset.kind}")
-    size = input_shape(spec.dataset, spec.input_size)[-1]
+        raise _InfeasibleError(f"{spec.model} takes {entry.kind}; {spec.dataset} holds {dataset.kind}")
+    size = sample_shape(spec.dataset, spec.input_size)[-1]
     if size < entry.min_size:
-        raise _Excluded(f"{spec.model} needs an input of {entry.min_size} or more; {spec.dataset} has {size}")
+        raise _InfeasibleError(f"{spec.model} needs an input of {entry.min_size} or more; {spec.dataset} has {size}")
     if spec.global_batch_size > dataset.samples:
-        raise _Excluded(
+        raise _InfeasibleError(
             f"global batch {spec.global_batch_size} is more than the {dataset.samples} samples of {spec.dataset}"
         )
 
@@ -182,9 +200,9 @@ def _check_target(spec: RunSpec) -> None:
         return
     dataset = DATASETS[spec.dataset]
     if dataset.target == "values":
-        raise _Excluded(f"target_accuracy: {spec.dataset} is regressed on values, which has no accuracy")
+        raise _InfeasibleError(f"target_accuracy: {spec.dataset} is regressed on values, which has no accuracy")
     if dataset.synthetic and spec.data != "real":
-        raise _Excluded(
+        raise _InfeasibleError(
             f"target_accuracy needs samples that are held out; {spec.dataset} is made up where data is {spec.data!r}"
         )
 
@@ -193,33 +211,73 @@ def _check_rehearsal(spec: RunSpec) -> None:
     """What computes nothing has nothing to compare, to compile or to evaluate."""
     if spec.rehearse is None:
         return
-    if not strategy(spec.strategy).rehearsable:
-        raise _Excluded(f"{spec.strategy} talks past torch's operators: it cannot be rehearsed")
+    if not get_strategy(spec.strategy).rehearsable:
+        raise _InfeasibleError(f"{spec.strategy} talks past torch's operators: it cannot be rehearsed")
     for name in ("verify", "compile", "target_accuracy"):
         if getattr(spec, name):
-            raise _Excluded(f"a rehearsal computes nothing: it excludes {name}")
+            raise _InfeasibleError(f"a rehearsal computes nothing: it excludes {name}")
 
 
-def _check_limits(spec: RunSpec, limits: Limits) -> None:
-    longest = longest_min(spec.nodes, limits.max_time_min, limits.time_steps, limits.max_node_hours)
+def _check_limits(spec: RunSpec, limits: PartitionLimits) -> None:
+    longest = max_job_minutes(spec.nodes, limits.max_time_min, limits.time_steps, limits.max_node_hours)
     checks = (
         (spec.nodes, limits.max_nodes, "nodes"),
         (spec.tasks_per_node * spec.devices_per_task, limits.devices_per_node, "devices per node"),
         (spec.tasks_per_node * (limits.cpus_per_task or 1), limits.cores_per_node, "cores per node"),
-        (spec.time_limit_min, longest, f"minutes of time limit{_on_nodes(spec, limits)}"),
+        (spec.time_limit_min, longest, f"minutes of time limit{_on_nodes_text(spec, limits)}"),
     )
     for wanted, allowed, what in checks:
         if wanted is not None and allowed is not None and wanted > allowed:
-            raise _Excluded(f"{wanted:g} {what}, but {limits.partition} allows {allowed:g}")
+            raise _InfeasibleError(f"{wanted:g} {what}, but {limits.partition} allows {allowed:g}")
     if limits.min_nodes is not None and spec.nodes < limits.min_nodes:
-        raise _Excluded(f"{spec.nodes} nodes, but {limits.partition} takes jobs from {limits.min_nodes} on")
+        raise _InfeasibleError(f"{spec.nodes} nodes, but {limits.partition} takes jobs from {limits.min_nodes} on")
     taken, there = spec.tasks_per_node * spec.devices_per_task, limits.devices_per_node
     if limits.all_devices_across_nodes and spec.nodes > 1 and there is not None and taken < there:
-        raise _Excluded(
+        raise _InfeasibleError(
             f"{taken} of {there} devices on each of {spec.nodes} nodes, but {limits.partition} wants all of them"
         )
 
 
-def _on_nodes(spec: RunSpec, limits: Limits) -> str:
+def _on_nodes_text(spec: RunSpec, limits: PartitionLimits) -> str:
     depends = limits.time_steps or limits.max_node_hours is not None
     return f" on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if depends else ""
+
+
+def single_device_run(
+    model: str, dataset: str, input_size: int | None = None, model_options: dict[str, Any] | None = None
+) -> RunSpec | InfeasiblePoint:
+    """A run of a sample on one device, or why there is none."""
+    point: dict[str, Any] = {"model": model, "dataset": dataset, "strategy": "single", "batch_size": 1}
+    if input_size is not None:
+        point["input_size"] = input_size
+    if model_options:
+        point["model_options"] = dict(model_options)
+    return resolve_point(point, PartitionLimits("any"))
+
+
+def shipped_model_dataset_pairs() -> list[tuple[str, str]]:
+    """Every shipped model with every data set that it takes, in the catalog's order."""
+    return [
+        (model, dataset)
+        for model in shipped_model_entries()
+        for dataset in DATASETS
+        if not isinstance(single_device_run(model, dataset), InfeasiblePoint)
+    ]
+
+
+def table_exclusion_reason(spec: RunSpec, table: LayerTable) -> str | None:
+    """Why the strategy of the run cannot split the model of ``table``."""
+    pipes = {*PIPELINES, *PIPEDREAM, *FAIRSCALE_PIPE}
+    splits_blocks = spec.strategy == "tensor" or (spec.strategy in pipes and spec.tp_degree > 1)
+    if splits_blocks and not any(layer.kind == TRANSFORMER_BLOCK_KIND for layer in table.layers):
+        return f"{spec.strategy} splits transformer blocks, and {spec.model} has none"
+    if spec.strategy in pipes:
+        return cuts_exclusion(spec, pipeline_layout(spec), table.blocks)
+    if spec.strategy in ("filter", "channel"):
+        return channel.channel_table_exclusion(spec, table)
+    if spec.strategy == "spatial" and spec.sp_degree > 1:
+        try:
+            return spatial_table_exclusion(table, spatial_grid(spec), int(spec.options.get("until", 0)))
+        except ConfigError as error:
+            return f"spatial: {error.message}"
+    return None

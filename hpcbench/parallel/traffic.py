@@ -1,4 +1,4 @@
-"""What a rank passes to whom in one step: the words that the oracle's formulas and the worker's recorder share."""
+"""The record of communication calls of one rank in one step, which the oracle predicts and the worker records."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "reduce", "send")
+COMM_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "reduce", "send")
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True, order=True):
@@ -24,7 +24,7 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True, order=True):
     count: int = 1
 
 
-def calls_in(group_size: int) -> Callable[[str, int], Traffic]:
+def group_call_factory(group_size: int) -> Callable[[str, int], Traffic]:
     """Makes single calls of a group, from the operation and the payload in bytes."""
 
     def call(operation: str, payload_bytes: int) -> Traffic:
@@ -33,7 +33,7 @@ def calls_in(group_size: int) -> Callable[[str, int], Traffic]:
     return call
 
 
-def merged(calls: Iterable[Traffic]) -> list[Traffic]:
+def merge_calls(calls: Iterable[Traffic]) -> list[Traffic]:
     """One entry for equal calls, in ascending order."""
     counts: dict[tuple[str, int, int], int] = {}
     for call in calls:
@@ -45,6 +45,6 @@ def merged(calls: Iterable[Traffic]) -> list[Traffic]:
     )
 
 
-def total_bytes(calls: Iterable[Traffic]) -> int:
+def total_payload_bytes(calls: Iterable[Traffic]) -> int:
     """Payload of all calls together."""
     return sum(call.payload_bytes * call.count for call in calls)

@@ -1,1 +1,1 @@
-"""What people read: tables."""
+"""Tables, findings, plots, HTML pages and terminal screens made from results and predictions."""

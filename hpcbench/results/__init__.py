@@ -1,1 +1,1 @@
-"""The results tree: what a result is, where it lies, how it is read back."""
+"""The results tree on disk: records, attempts, index, bundles, and the statistics of step times."""

@@ -1,4 +1,4 @@
-"""Attempts: one execution of a run each. A start marker that only one process can create counts them."""
+"""Attempts, each of which is one execution of a run. A start marker that only one process can create numbers them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,12 @@ from typing import Any
 
 import msgspec
 
-from hpcbench.fileio import (
-    create_exclusive,
-    make_folder,
-    read_regular,
-    refuse_links,
-    storage_error,
-    write_atomic,
-)
-from hpcbench.results.decode import decode
+from hpcbench.fileio import join_without_links, make_folder, read_regular, write_atomic, write_error, write_exclusive
+from hpcbench.results.decode import decode_record
 from hpcbench.results.schema import RankResult
 
-_RANK_FILE = re.compile(r"rank-([0-9]{1,9})\.json")
-_NUMBER = re.compile(r"[1-9][0-9]{0,17}")
+_RANK_FILE_PATTERN = re.compile(r"rank-([0-9]{1,9})\.json")
+_ATTEMPT_NUMBER_PATTERN = re.compile(r"[1-9][0-9]{0,17}")
 
 
 class AttemptStart(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -52,7 +45,7 @@ class Attempt:
 
     def __init__(self, run_folder: Path, number: int) -> None:
         self.number = number
-        self.folder = refuse_links(run_folder, "attempts", str(number))
+        self.folder = join_without_links(run_folder, "attempts", str(number))
 
     @property
     def rendezvous_path(self) -> Path:
@@ -62,7 +55,7 @@ class Attempt:
     def start_marker(self) -> AttemptStart | None:
         """Who began this attempt; ``None`` where the marker is absent or broken."""
         try:
-            return decode(read_regular(self.folder / "attempt.json"), AttemptStart)
+            return decode_record(read_regular(self.folder / "attempt.json"), AttemptStart)
         except (OSError, msgspec.MsgspecError):
             return None
 
@@ -75,10 +68,10 @@ class Attempt:
         found: dict[int, RankResult] = {}
         with contextlib.suppress(OSError):
             for entry in os.scandir(self.folder):
-                match = _RANK_FILE.fullmatch(entry.name)
+                match = _RANK_FILE_PATTERN.fullmatch(entry.name)
                 if match:
                     with contextlib.suppress(OSError, msgspec.MsgspecError):
-                        result = decode(read_regular(Path(entry.path)), RankResult)
+                        result = decode_record(read_regular(Path(entry.path)), RankResult)
                         if result.rank == int(match[1]):
                             found[result.rank] = result
         return found
@@ -90,7 +83,7 @@ def attempt_numbers(run_folder: Path) -> list[int]:
     try:
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             return []
-        entries = [entry for entry in os.scandir(folder) if _NUMBER.fullmatch(entry.name)]
+        entries = [entry for entry in os.scandir(folder) if _ATTEMPT_NUMBER_PATTERN.fullmatch(entry.name)]
         return sorted(int(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False))
     except OSError:
         return []
@@ -115,7 +108,7 @@ def begin_attempt(run_folder: Path, **start: Any) -> Attempt:
         except FileExistsError:
             continue
         except OSError as error:
-            raise storage_error(error, attempt.folder) from error
+            raise write_error(error, attempt.folder) from error
         marker = AttemptStart(attempt=number, **start)
-        if create_exclusive(attempt.folder / "attempt.json", msgspec.json.encode(marker) + b"\n"):
+        if write_exclusive(attempt.folder / "attempt.json", msgspec.json.encode(marker) + b"\n"):
             return attempt

@@ -1,9 +1,6 @@
-"""The index: what a tree's results say, as one Parquet file beside them, so that 100,000 files are read once.
-
-It is a cache and nothing else: whoever doubts it removes it. A folder ``runs/<first two hex>`` is read again where its
-modification time is not the one that was seen, or was so young when it was seen that a later change could bear the
-same; within it only files whose own time or size differ are read. Results that a retry may still replace, broken
-files and runs without a result are looked at one by one, whatever their folder says.
+"""The index of a results tree: a Parquet file that caches all results and is updated from changed folders only.
+It is a cache that may be deleted at any time. A folder is read again if its modification time changed, or was too
+recent to be trusted.
 """
 
 from __future__ import annotations
@@ -21,29 +18,28 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hpcbench.errors import StorageError
-from hpcbench.fileio import ANY_SIZE, read_regular, write_atomic
+from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, read_regular, write_atomic
 from hpcbench.paths import cache_folder
-from hpcbench.results.columns import schema
-from hpcbench.results.folders import NO_FILE, FolderReader, folders, state_of
-from hpcbench.results.schema import OK
+from hpcbench.results.frame import NO_FILE_STATE, FolderScanner, column_types, file_state, prefix_mtimes_ns
+from hpcbench.results.schema import STATUS_OK
 
 if TYPE_CHECKING:
     import polars
 
-    from hpcbench.results.store import ClusterTree
+    from hpcbench.results.results_tree import ClusterTree
 
-FILE_NAME = ".index.parquet"
-_FORMAT = 1
-_KEY = "hpcbench"
-_YOUNG_NS = 2 * 10**9
+INDEX_FILE_NAME = ".index.parquet"
+_FORMAT_VERSION = 1
+_METADATA_KEY = "hpcbench"
+_MTIME_RESOLUTION_NS = 2 * 10**9
 """Some file systems count whole seconds, or pairs of them."""
-_YOUNG_ELSEWHERE_NS = 60 * 10**9
+_CLOCK_SKEW_NS = 60 * 10**9
 """By this machine's clock, where the tree's own cannot be asked."""
-_FEW_ROWS = 1000
+_MAX_UNINDEXED_ROWS = 1000
 """So many changed results are read again each time, rather than writing the whole index for them."""
 
 
-class _Head(msgspec.Struct):
+class _IndexHeader(msgspec.Struct):
     """What the index says of itself."""
 
     format: int
@@ -53,16 +49,16 @@ class _Head(msgspec.Struct):
     unfinished: list[str]
 
 
-class _Stored:
+class _StoredIndex:
     """An index as it lies on disk."""
 
     def __init__(self, data: bytes) -> None:
         import polars
 
         self.data = data
-        head = polars.read_parquet_metadata(io.BytesIO(data)).get(_KEY, "")
-        self.head = msgspec.json.decode(head, type=_Head)
-        if self.head.format != _FORMAT or self.head.columns != _columns_digest():
+        head = polars.read_parquet_metadata(io.BytesIO(data)).get(_METADATA_KEY, "")
+        self.head = msgspec.json.decode(head, type=_IndexHeader)
+        if self.head.format != _FORMAT_VERSION or self.head.columns != _hash_column_types():
             raise ValueError("of another version")
 
     def frame(self, columns: Sequence[str] | None = None) -> polars.DataFrame:
@@ -71,53 +67,53 @@ class _Stored:
         return polars.read_parquet(io.BytesIO(self.data), columns=None if columns is None else list(columns))
 
 
-def indexed(tree: ClusterTree, columns: Sequence[str] | None = None) -> polars.DataFrame:
+def read_indexed_results(tree: ClusterTree, columns: Sequence[str] | None = None) -> polars.DataFrame:
     """Every result of ``tree`` as it is now, through the index; some columns of ``columns.schema``, or all.
 
     Raises ``StorageError`` where the tree may not be read. An index that cannot be read or written costs time only.
     """
-    now = folders(tree)
-    stored = _stored(tree)
+    now = prefix_mtimes_ns(tree)
+    stored = _read_newest_index(tree)
     if stored is None:
-        return _selected(_rebuilt(tree, now), columns)
+        return _select_columns(_rebuild_index(tree, now), columns)
     stale = [name for name, mtime_ns in now.items() if stored.head.folders.get(name) != mtime_ns]
     state = stored.frame(["run_id", "status", "file.mtime_ns", "file.size_bytes"])
-    stale = sorted({*stale, *_changed_apart(tree, state, stored.head.unfinished)} & now.keys())
+    stale = sorted({*stale, *_find_changed_unfinished(tree, state, stored.head.unfinished)} & now.keys())
     gone = stored.head.folders.keys() - now.keys()
     if not stale and not gone:
-        return _with_links(tree, stored.frame(columns), columns)
-    return _selected(_updated(tree, stored, state, now, stale, columns), columns)
+        return _append_links(tree, stored.frame(columns), columns)
+    return _select_columns(_update_index(tree, stored, state, now, stale, columns), columns)
 
 
-def _selected(frame: polars.DataFrame, columns: Sequence[str] | None) -> polars.DataFrame:
+def _select_columns(frame: polars.DataFrame, columns: Sequence[str] | None) -> polars.DataFrame:
     return frame if columns is None else frame.select(columns)
 
 
-def _with_links(tree: ClusterTree, frame: polars.DataFrame, columns: Sequence[str] | None) -> polars.DataFrame:
+def _append_links(tree: ClusterTree, frame: polars.DataFrame, columns: Sequence[str] | None) -> polars.DataFrame:
     """``frame`` and a row for every link where a folder of runs should be; they are in no index."""
     import polars
 
-    from hpcbench.results.collect import link_entries
-    from hpcbench.results.columns import broken_rows
+    from hpcbench.results.frame import broken_results_frame
+    from hpcbench.results.results_tree import collect_links
 
-    links = list(link_entries(tree))
-    return polars.concat([frame, _selected(broken_rows(links), columns)]) if links else frame
+    links = list(collect_links(tree))
+    return polars.concat([frame, _select_columns(broken_results_frame(links), columns)]) if links else frame
 
 
-def _rebuilt(tree: ClusterTree, now: dict[str, int]) -> polars.DataFrame:
+def _rebuild_index(tree: ClusterTree, now: dict[str, int]) -> polars.DataFrame:
     import polars
 
-    clock_ns = _clock_ns(tree)
-    with _no_garbage():
-        found = FolderReader(tree).read(now, {})
-    frame = polars.concat(found.chunks) if found.chunks else _empty()
+    clock_ns = _trusted_before_ns(tree)
+    with _garbage_collection_paused():
+        found = FolderScanner(tree).read(now, {})
+    frame = polars.concat(found.chunks) if found.chunks else _empty_frame()
     if now:
-        _store(tree, frame, _believed(now, now, clock_ns), found.unfinished)
-    return _with_links(tree, frame, None)
+        _write_index(tree, frame, _trusted_mtimes_ns(now, now, clock_ns), found.unfinished)
+    return _append_links(tree, frame, None)
 
 
 @contextlib.contextmanager
-def _no_garbage() -> Iterator[None]:
+def _garbage_collection_paused() -> Iterator[None]:
     """Records have no cycles: looking for some among a hundred thousand only takes time."""
     was_on = gc.isenabled()
     gc.disable()
@@ -128,9 +124,9 @@ def _no_garbage() -> Iterator[None]:
             gc.enable()
 
 
-def _updated(
+def _update_index(
     tree: ClusterTree,
-    stored: _Stored,
+    stored: _StoredIndex,
     state: polars.DataFrame,
     now: dict[str, int],
     stale: list[str],
@@ -139,103 +135,103 @@ def _updated(
     """The index with ``stale`` folders read anew and those without a folder left out; ``columns`` of it at least."""
     import polars
 
-    clock_ns = _clock_ns(tree)
+    clock_ns = _trusted_before_ns(tree)
     prefix = polars.col("run_id").str.slice(0, 2)
     touched = state.filter(prefix.is_in(stale))
-    known = {row[0]: row[2:] for row in touched.iter_rows() if row[2:] != NO_FILE}
-    found = FolderReader(tree).read(stale, known)
+    known = {row[0]: row[2:] for row in touched.iter_rows() if row[2:] != NO_FILE_STATE}
+    found = FolderScanner(tree).read(stale, known)
     gone = [run_id for run_id in touched["run_id"] if run_id not in found.kept]
     stays = state.select(prefix.is_in(list(now)) & ~polars.col("run_id").is_in(gone)).to_series()
     rows = int(stays.sum()) + sum(map(len, found.chunks))
     changes = found.read + len(gone)
-    is_worth_writing = changes > min(_FEW_ROWS, rows // 100) or rows != len(state) + found.read - len(gone)
+    is_worth_writing = changes > min(_MAX_UNINDEXED_ROWS, rows // 100) or rows != len(state) + found.read - len(gone)
     wanted = None if is_worth_writing else columns
     kept = stored.frame(wanted).filter(stays)
-    frame = polars.concat([kept, *(_selected(chunk, wanted) for chunk in found.chunks)])
+    frame = polars.concat([kept, *(_select_columns(chunk, wanted) for chunk in found.chunks)])
     if is_worth_writing:
         unread = [one for one in stored.head.unfinished if one[:2] in now.keys() - set(stale)]
-        believed = {**stored.head.folders, **_believed(now, stale, clock_ns)}
+        believed = {**stored.head.folders, **_trusted_mtimes_ns(now, stale, clock_ns)}
         heads = {name: mtime_ns for name, mtime_ns in believed.items() if name in now}
-        _store(tree, frame, heads, unread + found.unfinished)
-    return _with_links(tree, frame, wanted)
+        _write_index(tree, frame, heads, unread + found.unfinished)
+    return _append_links(tree, frame, wanted)
 
 
-def _changed_apart(tree: ClusterTree, state: polars.DataFrame, unfinished: list[str]) -> set[str]:
+def _find_changed_unfinished(tree: ClusterTree, state: polars.DataFrame, unfinished: list[str]) -> set[str]:
     """Folders of runs whose result may have changed without their folder telling: none yet, not ok, broken."""
     import polars
 
     runs = f"{tree.root}/runs"
-    open_ends = state.filter(polars.col("status") != OK)
-    changed = {one[:2] for one in unfinished if state_of(f"{runs}/{one[:2]}/{one}/result.json") is not None}
+    open_ends = state.filter(polars.col("status") != STATUS_OK)
+    changed = {one[:2] for one in unfinished if file_state(f"{runs}/{one[:2]}/{one}/result.json") is not None}
     for run_id, _, mtime_ns, size_bytes in open_ends.iter_rows():
-        seen = state_of(f"{runs}/{run_id[:2]}/{run_id}/result.json") or NO_FILE
+        seen = file_state(f"{runs}/{run_id[:2]}/{run_id}/result.json") or NO_FILE_STATE
         if tuple(seen) != (mtime_ns, size_bytes):
             changed.add(run_id[:2])
     return changed
 
 
-def _believed(now: dict[str, int], names: Sequence[str] | dict[str, int], clock_ns: int) -> dict[str, int]:
+def _trusted_mtimes_ns(now: dict[str, int], names: Sequence[str] | dict[str, int], clock_ns: int) -> dict[str, int]:
     return {name: now[name] if now[name] < clock_ns else 0 for name in names}
 
 
-def _clock_ns(tree: ClusterTree) -> int:
+def _trusted_before_ns(tree: ClusterTree) -> int:
     """Folders that are younger than this could still change without showing it: by the file system's own clock."""
     probe = tree.root / f".index.{os.urandom(4).hex()}.tmp"
     try:
         descriptor = os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError:
-        return time.time_ns() - _YOUNG_ELSEWHERE_NS
+        return time.time_ns() - _CLOCK_SKEW_NS
     try:
-        return os.fstat(descriptor).st_mtime_ns - _YOUNG_NS
+        return os.fstat(descriptor).st_mtime_ns - _MTIME_RESOLUTION_NS
     finally:
         os.close(descriptor)
         with contextlib.suppress(OSError):
             probe.unlink()
 
 
-def _columns_digest() -> str:
-    return hashlib.sha256(msgspec.json.encode(schema())).hexdigest()[:16]
+def _hash_column_types() -> str:
+    return hashlib.sha256(msgspec.json.encode(column_types())).hexdigest()[:16]
 
 
 def index_paths(tree: ClusterTree) -> list[Path]:
     """Where the index may lie: beside the results, or in the user's cache where that cannot be written."""
     own = hashlib.sha256(os.fsencode(tree.root.resolve())).hexdigest()[:16]
-    return [tree.root / FILE_NAME, cache_folder() / "index" / f"{own}.parquet"]
+    return [tree.root / INDEX_FILE_NAME, cache_folder() / "index" / f"{own}.parquet"]
 
 
-def _stored(tree: ClusterTree) -> _Stored | None:
+def _read_newest_index(tree: ClusterTree) -> _StoredIndex | None:
     """The younger of the indices that there are; ``None`` where none can be read."""
     import polars
 
-    there = [(state, path) for path in index_paths(tree) if (state := state_of(path)) is not None]
+    there = [(state, path) for path in index_paths(tree) if (state := file_state(path)) is not None]
     for _, path in sorted(there, reverse=True):
         # A foreign or damaged file may be anything; polars' own panics are no ordinary exceptions.
         with contextlib.suppress(OSError, ValueError, polars.exceptions.PolarsError, polars.exceptions.PanicException):
-            found = _Stored(read_regular(path, ANY_SIZE))
-            if found.frame([]).columns == [] and _fits(found.data):
+            found = _StoredIndex(read_regular(path, MAX_GENERATED_FILE_BYTES))
+            if found.frame([]).columns == [] and _has_expected_columns(found.data):
                 return found
     return None
 
 
-def _fits(data: bytes) -> bool:
+def _has_expected_columns(data: bytes) -> bool:
     """Whether the index has the columns that it should have."""
     import polars
 
     there: dict[str, Any] = dict(polars.read_parquet_schema(io.BytesIO(data)))
-    return there == dict(_empty().schema)
+    return there == dict(_empty_frame().schema)
 
 
-def _empty() -> polars.DataFrame:
-    from hpcbench.results.columns import frame_of
+def _empty_frame() -> polars.DataFrame:
+    from hpcbench.results.frame import results_frame
 
-    return frame_of([])
+    return results_frame([])
 
 
-def _store(tree: ClusterTree, frame: polars.DataFrame, seen: dict[str, int], unfinished: list[str]) -> None:
+def _write_index(tree: ClusterTree, frame: polars.DataFrame, seen: dict[str, int], unfinished: list[str]) -> None:
     """Write the index where that is allowed; nowhere is no error."""
-    head = _Head(_FORMAT, _columns_digest(), seen, sorted(unfinished))
+    head = _IndexHeader(_FORMAT_VERSION, _hash_column_types(), seen, sorted(unfinished))
     buffer = io.BytesIO()
-    frame.write_parquet(buffer, compression="lz4", metadata={_KEY: msgspec.json.encode(head).decode()})
+    frame.write_parquet(buffer, compression="lz4", metadata={_METADATA_KEY: msgspec.json.encode(head).decode()})
     data = buffer.getvalue()
     for path in index_paths(tree):
         try:

@@ -1,4 +1,7 @@
-"""What a run leaves behind. JSON holds SI base units and bytes only; what was not measured is absent, never zero."""
+"""The records of ``result.json`` and of the rank files.
+
+JSON holds SI base units and bytes only; values that were not measured are absent, never zero.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,22 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.traffic import Traffic
 
 SCHEMA_VERSION = 1
 
-OK = "ok"
+STATUS_OK = "ok"
 STATUSES = ("ok", "oom", "unsupported", "failed", "timeout", "cancelled", "preempted", "skipped")
-"""How a run can have ended. Exit code 1 is for those of ``FAILED``."""
-FAILED = frozenset({"failed", "timeout", "cancelled", "preempted"})
+"""How a run can have ended. Exit code 1 is for those of ``FAILED_STATUSES``."""
+FAILED_STATUSES = frozenset({"failed", "timeout", "cancelled", "preempted"})
 
 
-class _Record(msgspec.Struct, omit_defaults=True):
+class _ResultRecord(msgspec.Struct, omit_defaults=True):
     """Absent means not measured; a reader ignores fields that a later version added."""
 
 
-class Spread(_Record, kw_only=True):
+class StepTimeStatistics(_ResultRecord, kw_only=True):
     """Seconds of the timed steps that count, without those of ``warmup_found_steps``.
 
     The interval is the 95 % block bootstrap of the median over the steps of this one launch: it says nothing of what
@@ -39,17 +42,17 @@ class Spread(_Record, kw_only=True):
     ci95_high: float
 
 
-class Loss(_Record, kw_only=True):
+class LossSummary(_ResultRecord, kw_only=True):
     """Mean loss per sample of the first and the last step; absent where it diverged."""
 
     first: float | None = None
     last: float | None = None
 
 
-class Metrics(_Record, kw_only=True):
+class RunMetrics(_ResultRecord, kw_only=True):
     """Rates are global (all ranks); of every step the slowest rank's time counts."""
 
-    step_time_s: Spread | None = None
+    step_time_s: StepTimeStatistics | None = None
     samples_per_s: float | None = None
     epoch_time_s: float | None = None
     compute_s: float | None = None
@@ -68,7 +71,7 @@ class Metrics(_Record, kw_only=True):
     peak_memory_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     time_to_first_step_s: float | None = None
-    loss: Loss | None = None
+    loss: LossSummary | None = None
     accuracy: float | None = None
     time_to_accuracy_s: float | None = None
     """Training time, warm-up included and evaluation excluded, until ``target_accuracy`` was reached."""
@@ -84,7 +87,7 @@ class Metrics(_Record, kw_only=True):
     """Change of the step time from the first to the last timed step, as a share of the median."""
 
 
-class Failure(_Record, kw_only=True):
+class FailureRecord(_ResultRecord, kw_only=True):
     """Why a run did not end well."""
 
     type: str
@@ -93,7 +96,7 @@ class Failure(_Record, kw_only=True):
     traceback_tail: str | None = None
 
 
-class Phases(_Record, kw_only=True):
+class StepPhases(_ResultRecord, kw_only=True):
     """Where a step's time went on one rank, in seconds."""
 
     step_s: float
@@ -108,7 +111,7 @@ class Phases(_Record, kw_only=True):
     """As ``comm_s``, where nothing was computed meanwhile."""
 
 
-class Evaluation(_Record, kw_only=True):
+class EvaluationPoint(_ResultRecord, kw_only=True):
     """The model on the held-out samples after ``step`` steps (warm-up included)."""
 
     step: int
@@ -116,7 +119,7 @@ class Evaluation(_Record, kw_only=True):
     accuracy: float
 
 
-class Comparison(_Record, kw_only=True):
+class ReferenceComparison(_ResultRecord, kw_only=True):
     """A strategy's training against its reference: max|a - b| / max(1, max|b|), the worst tensor's.
 
     A figure is absent where a tensor is missing, is not finite, or was not compared (``notes`` say so).
@@ -139,15 +142,15 @@ class Comparison(_Record, kw_only=True):
     worst_tolerance: float | None = None
 
 
-class Verification(Comparison, kw_only=True):
+class VerificationResult(ReferenceComparison, kw_only=True):
     """The decisive comparison, in fp64; ``passed`` is both's."""
 
-    own_precision: Comparison | None = None
+    own_precision: ReferenceComparison | None = None
     """The first step once more, in the run's own arithmetic."""
     notes: list[str] = []
 
 
-class Predicted(_Record, kw_only=True):
+class PipelinePrediction(_ResultRecord, kw_only=True):
     """A pipeline's step as its schedule gives it with measured times of blocks: no communication, no updates."""
 
     step_time_s: float
@@ -158,7 +161,7 @@ class Predicted(_Record, kw_only=True):
     """What each of them computes for one micro-batch."""
 
 
-class Watched(_Record, kw_only=True):
+class HostActivity(_ResultRecord, kw_only=True):
     """What happened around a rank between the edges of its timed steps; what could not be read is absent."""
 
     wall_s: float
@@ -185,7 +188,7 @@ class Watched(_Record, kw_only=True):
     """The higher of the clocks before and after, and the most that it can have."""
 
 
-class KernelProbe(_Record, kw_only=True):
+class KernelProbe(_ResultRecord, kw_only=True):
     """One layer called by itself, between others as in a step: medians of seconds.
 
     On a cpu with one thread these are its processor seconds.
@@ -206,7 +209,7 @@ class KernelProbe(_Record, kw_only=True):
     repeats: int
 
 
-class UpdateProbe(_Record, kw_only=True):
+class UpdateProbe(_ResultRecord, kw_only=True):
     """The optimizer on one tensor."""
 
     optimizer: str
@@ -216,7 +219,7 @@ class UpdateProbe(_Record, kw_only=True):
     repeats: int
 
 
-class CollectiveProbe(_Record, kw_only=True):
+class CollectiveProbe(_ResultRecord, kw_only=True):
     """One call of many that followed each other: the slowest rank's seconds, the median of all repeats."""
 
     operation: str
@@ -233,7 +236,7 @@ class CollectiveProbe(_Record, kw_only=True):
     repeats: int
 
 
-class OverlapProbe(_Record, kw_only=True):
+class OverlapProbe(_ResultRecord, kw_only=True):
     """Computation and an all_reduce, each alone and both together, in seconds; medians of the slowest rank."""
 
     ranks: int
@@ -250,7 +253,7 @@ class OverlapProbe(_Record, kw_only=True):
     repeats: int
 
 
-class Probe(_Record, kw_only=True):
+class ProbeResults(_ResultRecord, kw_only=True):
     """What a run of a calibration measured."""
 
     base_memory_bytes: int | None = None
@@ -271,7 +274,7 @@ class TimelineSpan(NamedTuple):
     end_s: float
 
 
-class RankTimeline(_Record, kw_only=True):
+class RankTimeline(_ResultRecord, kw_only=True):
     """What one rank of a pipeline did in an untimed step."""
 
     rank: int
@@ -279,7 +282,7 @@ class RankTimeline(_Record, kw_only=True):
     measured: list[TimelineSpan] = []
 
 
-class Timeline(_Record, kw_only=True):
+class PipelineTimeline(_ResultRecord, kw_only=True):
     """An untimed step of a pipeline's first replica, action by action, over what its schedule makes of the measured
     durations (each chunk's median) where messages cost nothing."""
 
@@ -290,14 +293,14 @@ class Timeline(_Record, kw_only=True):
     ranks: list[RankTimeline] = []
 
 
-class RankTraffic(_Record, kw_only=True):
+class RankTraffic(_ResultRecord, kw_only=True):
     """What one rank passed to collectives and to single others in one step."""
 
     rank: int
     calls: list[Traffic]
 
 
-class RankResult(_Record, kw_only=True):
+class RankResult(_ResultRecord, kw_only=True):
     """What one rank measured; written by that rank alone."""
 
     rank: int
@@ -305,8 +308,8 @@ class RankResult(_Record, kw_only=True):
     node_rank: int
     replica: int = 0
     """The data-parallel replica that this rank belongs to."""
-    status: str = OK
-    error: Failure | None = None
+    status: str = STATUS_OK
+    error: FailureRecord | None = None
     host: str
     pid: int
     device: str
@@ -322,8 +325,8 @@ class RankResult(_Record, kw_only=True):
     peak_reserved_bytes: int | None = None
     time_to_first_step_s: float | None = None
     accuracy: float | None = None
-    evaluations: list[Evaluation] = []
-    phases: Phases | None = None
+    evaluations: list[EvaluationPoint] = []
+    phases: StepPhases | None = None
     """Of one profiled step: the median of all."""
     timeline: list[TimelineSpan] = []
     """Of a pipeline's rank: an untimed step, seconds since the ranks began it together."""
@@ -335,15 +338,15 @@ class RankResult(_Record, kw_only=True):
     energy_source: str | None = None
     flops_per_sample: float | None = None
     """Forward and backward, of the whole model."""
-    predicted: Predicted | None = None
-    probe: Probe | None = None
-    verification: Verification | None = None
-    watched: Watched | None = None
+    predicted: PipelinePrediction | None = None
+    probe: ProbeResults | None = None
+    verification: VerificationResult | None = None
+    watched: HostActivity | None = None
     warnings: list[str] = []
     provenance: dict[str, Any] = {}
 
 
-class RunResult(_Record, kw_only=True):
+class RunResult(_ResultRecord, kw_only=True):
     """``result.json``."""
 
     schema_version: int = SCHEMA_VERSION
@@ -354,8 +357,8 @@ class RunResult(_Record, kw_only=True):
     cluster: str
     status: str
     spec: RunSpec
-    metrics: Metrics = msgspec.field(default_factory=Metrics)
-    predicted: Predicted | None = None
+    metrics: RunMetrics = msgspec.field(default_factory=RunMetrics)
+    predicted: PipelinePrediction | None = None
     """Where the run has measured its blocks: to stand beside ``metrics``."""
     ranks: list[dict[str, Any]] = []
     step_times_s: list[float] = []
@@ -363,20 +366,20 @@ class RunResult(_Record, kw_only=True):
     traffic: RankTraffic | None = None
     """Of one step with a whole batch, the rank's that passes most bytes."""
     warnings: list[str] = []
-    verification: Verification | None = None
-    probe: Probe | None = None
+    verification: VerificationResult | None = None
+    probe: ProbeResults | None = None
     """Of a run of a calibration."""
-    timeline: Timeline | None = None
+    timeline: PipelineTimeline | None = None
     provenance: dict[str, Any] = {}
     environment_digest: str | None = None
-    error: Failure | None = None
+    error: FailureRecord | None = None
 
 
-BROKEN = "broken"
+STATUS_BROKEN = "broken"
 """The status of a result whose file cannot be read as one."""
 
 
-class ResultHead(NamedTuple):
+class ResultSummary(NamedTuple):
     """What is needed of a result to know whether its run is done."""
 
     status: str
@@ -388,6 +391,6 @@ class ResultHead(NamedTuple):
     """What the submitter knew of the software that it was measured with."""
 
 
-def result_json(result: RunResult) -> dict[str, Any]:
+def result_document(result: RunResult) -> dict[str, Any]:
     """``result`` as it stands in its file: the schema's version is always named."""
     return {"schema_version": result.schema_version, **msgspec.to_builtins(result)}

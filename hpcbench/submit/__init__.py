@@ -1,1 +1,2 @@
-"""From a plan to jobs: submission folders, submitit executors, the state of runs."""
+"""Submission of runs: the plan of a sweep, its job scripts and task files, the scheduler, and the state of
+every run."""

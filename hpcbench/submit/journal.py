@@ -1,8 +1,7 @@
-"""What of a submission has been handed to the scheduler: ``sent-<n>.jsonl``, each file appended to by one process.
+"""The journal of a submission: which jobs the scheduler has accepted, ``sent-<n>.jsonl``, one file per sending process.
 
-A line is written before sbatch is called and another once its answer is known, so that whoever comes after a submit
-that died knows which jobs may be queued without a record. The jobs' names tell the rest.
-"""
+A line is written before sbatch is called and another one after its answer. A later process therefore finds every job
+that may be queued without a record; the unique job names identify them."""
 
 from __future__ import annotations
 
@@ -15,11 +14,11 @@ from typing import Annotated
 
 import msgspec
 
-from hpcbench.fileio import ANY_SIZE, read_regular, storage_error, write_atomic
-from hpcbench.results.decode import decode
+from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, read_regular, write_atomic, write_error
+from hpcbench.results.decode import decode_record
 
 
-class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class JobBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Consecutive jobs of one array that one call of sbatch sends: ``count`` of them from number ``first``."""
 
     array: int
@@ -50,10 +49,10 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return f"{self.job_id}_{number - self.first}" if self.is_array else self.job_id
 
 
-class _Line(msgspec.Struct, omit_defaults=True):
+class _JournalLine(msgspec.Struct, omit_defaults=True):
     """One line of a journal."""
 
-    chunk: Chunk | None = None
+    chunk: JobBatch | None = None
     withdrawn: bool = False
     """The scheduler did not take the chunk and it may be sent again, whole or in parts."""
     waiting: str | None = None
@@ -63,12 +62,12 @@ class _Line(msgspec.Struct, omit_defaults=True):
 class Journal(msgspec.Struct):
     """What the journals of a submission say together."""
 
-    chunks: list[Chunk]
+    chunks: list[JobBatch]
     """The scheduler took them, refused them, or has not been heard to answer."""
     waiting: str = ""
     """Why what is in no chunk has not been sent."""
 
-    def of(self, array: int) -> list[Chunk]:
+    def of(self, array: int) -> list[JobBatch]:
         """The chunks of one array, by their first job."""
         return sorted((chunk for chunk in self.chunks if chunk.array == array), key=lambda chunk: chunk.first)
 
@@ -91,12 +90,12 @@ class Journal(msgspec.Struct):
 
 def read_journal(folder: Path) -> Journal:
     """All journals of a submission; lines that are cut short or broken are passed over."""
-    decoder = msgspec.json.Decoder(_Line)
-    chunks: dict[tuple[int, int], Chunk] = {}
+    decoder = msgspec.json.Decoder(_JournalLine)
+    chunks: dict[tuple[int, int], JobBatch] = {}
     waiting = ""
     for path in journal_paths(folder):
         with contextlib.suppress(OSError):
-            for text in read_regular(path, ANY_SIZE).splitlines():
+            for text in read_regular(path, MAX_GENERATED_FILE_BYTES).splitlines():
                 with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     line = decoder.decode(text)
                     if line.chunk is not None:
@@ -115,26 +114,26 @@ def journal_paths(folder: Path) -> list[Path]:
     return sorted(folder.glob("sent-*.jsonl"), key=lambda path: (len(path.name), path.name))
 
 
-class Writer:
+class JournalWriter:
     """Appends to a journal of its own, which it makes with the first line."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._path: Path | None = None
 
-    def note(self, chunk: Chunk, *, durable: bool = False) -> None:
+    def note(self, chunk: JobBatch, *, durable: bool = False) -> None:
         """The newest word about ``chunk``; ``durable`` lines have reached the disk before this returns."""
-        self._append(_Line(chunk=chunk), durable)
+        self._append(_JournalLine(chunk=chunk), durable)
 
-    def withdraw(self, chunk: Chunk) -> None:
+    def withdraw(self, chunk: JobBatch) -> None:
         """Forget ``chunk``: it was not taken."""
-        self._append(_Line(chunk=chunk, withdrawn=True))
+        self._append(_JournalLine(chunk=chunk, withdrawn=True))
 
     def wait(self, reason: str) -> None:
         """Say why the rest is not sent; an empty reason once it is."""
-        self._append(_Line(waiting=reason))
+        self._append(_JournalLine(waiting=reason))
 
-    def _append(self, line: _Line, durable: bool = False) -> None:
+    def _append(self, line: _JournalLine, durable: bool = False) -> None:
         data = msgspec.json.encode(line) + b"\n"
         path = self._path or self._new_path()
         try:
@@ -145,25 +144,25 @@ class Writer:
                     file.flush()
                     os.fsync(file.fileno())
         except OSError as error:
-            raise storage_error(error, path) from error
+            raise write_error(error, path) from error
 
     def _new_path(self) -> Path:
         return self._folder / f"sent-{len(journal_paths(self._folder)) + 1}.jsonl"
 
 
-def trying(chunk: Chunk) -> Chunk:
+def mark_attempted(chunk: JobBatch) -> JobBatch:
     """``chunk`` as it is noted before sbatch is called."""
     return msgspec.structs.replace(chunk, tried_unix_s=time.time())
 
 
-def dropped_runs(folder: Path) -> set[str]:
+def read_dropped_runs(folder: Path) -> set[str]:
     """The runs that were struck from a submission before they began."""
     try:
-        return set(decode(read_regular(folder / "dropped.json"), list[str]))
+        return set(decode_record(read_regular(folder / "dropped.json"), list[str]))
     except (OSError, msgspec.MsgspecError):
         return set()
 
 
 def drop_runs(folder: Path, run_ids: Iterable[str]) -> None:
     """Strike runs from a submission: they are not sent, and not begun where they are queued already."""
-    write_atomic(folder / "dropped.json", msgspec.json.encode(sorted({*dropped_runs(folder), *run_ids})) + b"\n")
+    write_atomic(folder / "dropped.json", msgspec.json.encode(sorted({*read_dropped_runs(folder), *run_ids})) + b"\n")

@@ -1,9 +1,9 @@
-"""The queue of a machine without a scheduler: ``python -m hpcbench.submit.local_queue SUBMISSION_FOLDER``.
+"""The job queue of a machine without a scheduler: ``python -m hpcbench.submit.local_queue SUBMISSION_FOLDER
+WARNING_S``.
 
-Runs start in their order, as many at once as the cores carry. Cores are taken as file locks in the machine's temporary
-folder, so that two submissions of one user share the machine; they free themselves when the queue dies. A run with
-more ranks than cores takes them all: it runs alone, oversubscribed.
-"""
+Runs start in order, as many at once as there are cores. Cores are file locks in the temporary folder, so that two
+submissions of one user share the machine and a dead queue releases its cores. A run with more ranks than cores locks
+all of them and runs alone, oversubscribed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from typing import IO
 import psutil
 
 from hpcbench.errors import StorageError
-from hpcbench.submit.executor import LocalScriptExecutor, LocalScriptJob
-from hpcbench.submit.journal import Chunk, Writer, dropped_runs
-from hpcbench.submit.plan import local_cores
-from hpcbench.submit.submission_record import Array, read_record
+from hpcbench.submit.journal import JobBatch, JournalWriter, read_dropped_runs
+from hpcbench.submit.plan import available_cores
+from hpcbench.submit.sbatch import LocalScriptExecutor, LocalScriptJob
+from hpcbench.submit.submission_record import JobArray, read_submission
 
 _POLL_S = 0.1
-_GRACE_S = 60.0
+_KILL_AFTER_S = 60.0
 
 
-class Cores:
+class CoreLocks:
     """The cores of this machine as locks that this user's queues share."""
 
     def __init__(self, count: int, folder: Path | None = None) -> None:
@@ -56,11 +56,11 @@ class Cores:
             held.append(file)
             if len(held) == needed:
                 return held
-        _release(held)
+        _release_cores(held)
         return None
 
 
-def _release(cores: list[IO[bytes]]) -> None:
+def _release_cores(cores: list[IO[bytes]]) -> None:
     for file in cores:
         file.close()
 
@@ -69,14 +69,14 @@ class LocalQueue:
     """Works one submission off."""
 
     def __init__(self, folder: Path, warning_s: float) -> None:
-        record = read_record(folder)
+        record = read_submission(folder)
         assert record is not None, f"{folder} holds no submission"
         self.folder = folder
         self.record = record
         self.warning_s = warning_s
         self.executor = LocalScriptExecutor(folder / "jobs")
-        self.cores = Cores(local_cores())
-        self.journal = Writer(folder)
+        self.cores = CoreLocks(available_cores())
+        self.journal = JournalWriter(folder)
         self.running: list[tuple[LocalScriptJob, list[IO[bytes]]]] = []
         self.stopping = False
 
@@ -89,13 +89,13 @@ class LocalQueue:
                 cores = self._wait_for_cores(array)
                 if cores is None:
                     break
-                if dropped_runs(self.folder).issuperset(array.runs_of(number)):
-                    _release(cores)
+                if read_dropped_runs(self.folder).issuperset(array.runs_of(number)):
+                    _release_cores(cores)
                 else:
                     self._start(array, number, cores)
         self._finish()
 
-    def _wait_for_cores(self, array: Array) -> list[IO[bytes]] | None:
+    def _wait_for_cores(self, array: JobArray) -> list[IO[bytes]] | None:
         while not self.stopping:
             self._reap()
             cores = self.cores.take(array.cores_per_run)
@@ -104,7 +104,7 @@ class LocalQueue:
             time.sleep(_POLL_S)
         return None
 
-    def _start(self, array: Array, number: int, cores: list[IO[bytes]]) -> None:
+    def _start(self, array: JobArray, number: int, cores: list[IO[bytes]]) -> None:
         job = self.executor.submit_script(
             self.folder / f"{array.number}.sh",
             number,
@@ -112,13 +112,13 @@ class LocalQueue:
             warning_s=self.warning_s,
         )
         self.running.append((job, cores))
-        self.journal.note(Chunk(array=array.number, first=number, count=1, job_id=str(job.job_id)))
+        self.journal.note(JobBatch(array=array.number, first=number, count=1, job_id=str(job.job_id)))
 
     def _reap(self) -> None:
         for entry in list(self.running):
             job, cores = entry
             if job.done():
-                _release(cores)
+                _release_cores(cores)
                 self.running.remove(entry)
 
     def _finish(self) -> None:
@@ -128,7 +128,7 @@ class LocalQueue:
                 told_at = time.monotonic()
                 for job, _ in self.running:
                     job.cancel(check=False)
-            if told_at is not None and time.monotonic() - told_at > _GRACE_S:
+            if told_at is not None and time.monotonic() - told_at > _KILL_AFTER_S:
                 self._kill()
             self._reap()
             time.sleep(_POLL_S)

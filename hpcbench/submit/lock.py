@@ -1,7 +1,6 @@
-"""A short exclusive lock on a tree that several people share: a file that only one of them can create.
+"""An exclusive lock with a lease on a results tree that several users share.
 
-``flock`` does not reach across every shared file system; O_EXCL (or a hard link) does.
-"""
+The lock is a file created with O_EXCL (or a hard link), because ``flock`` does not work on every shared file system."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from pathlib import Path
 import msgspec
 
 from hpcbench.errors import StorageError
-from hpcbench.fileio import create_exclusive, make_folder, read_regular, refuse_links, write_atomic
-from hpcbench.results.decode import decode
+from hpcbench.fileio import join_without_links, make_folder, read_regular, write_atomic, write_exclusive
+from hpcbench.results.decode import decode_record
 
 
 class LockHeldError(StorageError):
     """Somebody else has held a lock for longer than one waits."""
 
 
-class Holder(msgspec.Struct):
+class LockHolder(msgspec.Struct):
     """Who holds the lock, and until when the others must believe it."""
 
     owner: str
@@ -35,7 +34,7 @@ class Holder(msgspec.Struct):
     lease_s: float
 
 
-class Lock:
+class LeaseLock:
     """A lock that this process holds."""
 
     def __init__(self, path: Path, lease_s: float) -> None:
@@ -43,31 +42,33 @@ class Lock:
         self.data = self._word()
 
     def _word(self) -> bytes:
-        return msgspec.json.encode(Holder(_user(), socket.gethostname(), os.getpid(), time.time(), self._lease_s))
+        return msgspec.json.encode(
+            LockHolder(_user_name(), socket.gethostname(), os.getpid(), time.time(), self._lease_s)
+        )
 
     def renew(self) -> None:
         """Show the others that the holder lives, once a good part of the lease has passed."""
-        if time.time() - msgspec.json.decode(self.data, type=Holder).since_unix_s > self._lease_s / 4:
+        if time.time() - msgspec.json.decode(self.data, type=LockHolder).since_unix_s > self._lease_s / 4:
             self.data = self._word()
             write_atomic(self._path, self.data)
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, *, lease_s: float = 120.0, wait_s: float = 150.0) -> Iterator[Lock]:
+def exclusive_lock(path: Path, *, lease_s: float = 120.0, wait_s: float = 150.0) -> Iterator[LeaseLock]:
     """Hold the lock ``path`` while the body runs; a body that takes long calls ``renew``.
 
     A lock whose file has not changed for its lease is taken over: its holder died. On another host nothing else tells,
     so ``wait_s`` is longer than the lease. Raises ``LockHeldError`` naming the holder after ``wait_s``.
     """
     make_folder(path.parent)
-    lock = Lock(path, lease_s)
+    lock = LeaseLock(path, lease_s)
     deadline = time.monotonic() + wait_s
     watched: tuple[bytes, float] | None = None
-    while not create_exclusive(path, lock.data):
-        refuse_links(path.parent, path.name)
-        watched = _watch(path, watched)
+    while not write_exclusive(path, lock.data):
+        join_without_links(path.parent, path.name)
+        watched = _remove_if_stale(path, watched)
         if time.monotonic() > deadline:
-            raise LockHeldError(f"waited {wait_s:g} s for {_describe(path)}", hint=f"lock file: {path}")
+            raise LockHeldError(f"waited {wait_s:g} s for {_describe_holder(path)}", hint=f"lock file: {path}")
         time.sleep(0.05)
     try:
         yield lock
@@ -77,7 +78,7 @@ def exclusive(path: Path, *, lease_s: float = 120.0, wait_s: float = 150.0) -> I
                 path.unlink()
 
 
-def _watch(path: Path, watched: tuple[bytes, float] | None) -> tuple[bytes, float] | None:
+def _remove_if_stale(path: Path, watched: tuple[bytes, float] | None) -> tuple[bytes, float] | None:
     """Remove a lock that this process has seen unchanged for the whole lease; clocks of other hosts do not count."""
     try:
         data = read_regular(path)
@@ -86,16 +87,16 @@ def _watch(path: Path, watched: tuple[bytes, float] | None) -> tuple[bytes, floa
     now = time.monotonic()
     if watched is None or watched[0] != data:
         watched = (data, now)
-    holder = _holder(data)
-    dead = holder is not None and holder.host == socket.gethostname() and not _alive(holder.pid)
+    holder = _decode_holder(data)
+    dead = holder is not None and holder.host == socket.gethostname() and not _is_process_alive(holder.pid)
     if dead or now - watched[1] > (holder.lease_s if holder else 10.0):
         with contextlib.suppress(OSError):
-            _take_away(path, data)
+            _remove_stale_file(path, data)
         return None
     return watched
 
 
-def _take_away(path: Path, dead: bytes) -> None:
+def _remove_stale_file(path: Path, dead: bytes) -> None:
     """Remove the lock with the content ``dead``.
 
     Of several processes that do so one gets the file; one that comes late and gets its successor's puts it back.
@@ -104,19 +105,19 @@ def _take_away(path: Path, dead: bytes) -> None:
     path.rename(aside)
     try:
         if read_regular(aside) != dead:
-            create_exclusive(path, read_regular(aside))
+            write_exclusive(path, read_regular(aside))
     finally:
         aside.unlink(missing_ok=True)
 
 
-def _holder(data: bytes) -> Holder | None:
+def _decode_holder(data: bytes) -> LockHolder | None:
     try:
-        return decode(data, Holder)
+        return decode_record(data, LockHolder)
     except msgspec.MsgspecError:
         return None
 
 
-def _alive(pid: int) -> bool:
+def _is_process_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -126,15 +127,15 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _describe(path: Path) -> str:
+def _describe_holder(path: Path) -> str:
     try:
-        holder = _holder(read_regular(path))
+        holder = _decode_holder(read_regular(path))
     except OSError:
         holder = None
     return f"{holder.owner} (process {holder.pid} on {holder.host}) to finish" if holder else "another submit"
 
 
-def _user() -> str:
+def _user_name() -> str:
     try:
         return getpass.getuser()
     except (KeyError, OSError):

@@ -1,44 +1,174 @@
-"""What a sweep means on a cluster: its runs, those that are done, those that are dropped, and the jobs to submit."""
+"""The plan of a sweep on a cluster: its runs, which are finished, infeasible or stopped, and the jobs to submit.
+
+Also the limits that the profile sets on them, the account they are charged to, and the key of their software
+environment.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
+import sys
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.expand import Excluded, excluded_by, expand
-from hpcbench.config.load import Sweep
-from hpcbench.config.spec import RunSpec, run_id
+import hpcbench
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.profile_tables import ContainerConfig
+from hpcbench.config.run_spec import RunSpec, run_id
+from hpcbench.config.sweep_expansion import ExcludedPoint, expand_sweep, find_exclusion
+from hpcbench.config.sweep_file import SubmitTable
+from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigError
-from hpcbench.parallel.check import check_names
-from hpcbench.parallel.resolve import Dropped, Limits, resolve
-from hpcbench.render.shape import Shape, shape_of
-from hpcbench.results.schema import BROKEN, OK, ResultHead
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.packing import JobGroup, group_jobs
-from hpcbench.submit.software import environment_key
-from hpcbench.submit.stop import StopGroups, stop_groups, stopped_runs
+from hpcbench.parallel.check_names import check_names
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.paths import user_folder
+from hpcbench.render.job_script import rank_python
+from hpcbench.render.launch_step import LAUNCH_OVERHEAD_S, JobShape, job_time_limit_s, make_job_shape
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, ResultSummary
+from hpcbench.submit.stop_groups import StopGroups, stop_groups, stopped_runs
+
+_VERSIONED_PACKAGES = ("torch", "torchvision", "numpy", "scikit_learn", "horovod", "fairscale")
+_DIST_INFO_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[^-]+)\.dist-info")
+
+
+def environment_key(profile: ClusterProfile, name: str | None) -> str:
+    """12 hex digits of an environment of the profile: what it loads, sets and wraps, and the versions installed there.
+
+    Versions are read from the folder of the interpreter where this machine can see it; inside an image or behind a
+    module they cannot be known here, and only the image's or the module's name counts.
+    """
+    environment = profile.environment(name)
+    python = rank_python(environment)
+    known = {
+        "hpcbench": hpcbench.__version__,
+        "python": python,
+        "modules": environment.modules,
+        "setup": [*profile.setup, *environment.setup],
+        "container": _container_key(environment.container),
+        "env": profile.variables(name),
+        "versions": {} if environment.container else installed_versions(Path(python)),
+    }
+    unset = [*profile.env_unset, *environment.env_unset]
+    if unset:
+        known["env_unset"] = unset
+    return hashlib.sha256(msgspec.json.encode(known, order="deterministic")).hexdigest()[:12]
+
+
+def _container_key(container: ContainerConfig | None) -> Any:
+    if container is None:
+        return []
+    return container.command or container.model_dump(exclude_defaults=True)
+
+
+def installed_versions(python: Path) -> dict[str, str]:
+    """Versions of the packages that a measurement depends on, for the interpreter ``python``; empty if out of sight."""
+    found: dict[str, str] = {}
+    for folder in _site_packages(python):
+        try:
+            names = os.listdir(folder)
+        except OSError:
+            continue
+        for name in names:
+            match = _DIST_INFO_PATTERN.fullmatch(name)
+            if match and match["name"].lower() in _VERSIONED_PACKAGES:
+                found[match["name"].lower()] = match["version"]
+    return found
+
+
+def _site_packages(python: Path) -> list[Path]:
+    """The folders below the interpreter's prefix; its own, for the one that runs this."""
+    if str(python) == sys.executable:
+        prefix = Path(sys.prefix)
+    elif python.is_absolute():
+        prefix = python.parent.parent
+    else:
+        return []
+    return sorted(prefix.glob("lib*/python3*/*-packages"))
+
+
+def account_error(profile: ClusterProfile) -> ConfigError | None:
+    """The mistake, where the site takes no job without an account and neither profile nor user names one."""
+    if not profile.account_required or profile.account is not None:
+        return None
+    return ConfigError(
+        f"cluster {profile.name} takes no job without an account",
+        hint=f'put it into {user_folder() / "config.toml"}, below [accounts]: {profile.name} = "..."',
+    )
+
+
+def check_account(profile: ClusterProfile) -> None:
+    """Raise what ``account_error`` finds."""
+    missing = account_error(profile)
+    if missing is not None:
+        raise missing
+
+
+@dataclass(frozen=True)
+class JobGroup:
+    """Runs of one shape: one script, one task file, jobs of ``pack`` runs each."""
+
+    shape: JobShape
+    run_ids: list[str]
+    pack: int
+
+    @property
+    def jobs(self) -> int:
+        """Places in the queue that they take."""
+        return -(-len(self.run_ids) // self.pack)
+
+    @property
+    def limit_s(self) -> float:
+        """Time limit of one job."""
+        return job_time_limit_s(self.shape, self.pack)
+
+    @property
+    def node_hours(self) -> float:
+        """The most that the runs can cost: nodes times the time limit of every run."""
+        return self.shape.nodes * self.shape.time_limit_s * len(self.run_ids) / 3600
+
+
+def group_jobs(groups: dict[JobShape, list[str]], table: SubmitTable, profile: ClusterProfile) -> list[JobGroup]:
+    """``groups`` (``run_id``s by shape) as jobs, packed as the sweep asks and the partition's time limit allows."""
+    return [
+        JobGroup(shape, keys, min(runs_per_job(shape, table, profile), len(keys))) for shape, keys in groups.items()
+    ]
+
+
+def runs_per_job(shape: JobShape, table: SubmitTable, profile: ClusterProfile) -> int:
+    """Runs of one job: as many as asked for, as long as the partition has time for all of them; at least one."""
+    launch_s = shape.time_limit_s + LAUNCH_OVERHEAD_S
+    wanted = table.pack or 1
+    if table.pack_minutes is not None:
+        wanted = int(table.pack_minutes * 60 // launch_s)
+    longest_min = profile.partition(shape.partition).longest_min(shape.nodes)
+    if longest_min is not None:
+        wanted = min(wanted, int(longest_min * 60 // launch_s))
+    return max(1, wanted)
+
 
 RERUN_ON_SUBMIT = frozenset({"failed", "cancelled", "preempted"})
 """Statuses that submit runs again; the others wait for `retry`."""
 
 
 @dataclass
-class Plan:
+class SweepPlan:
     """The runs of a sweep on one cluster, in the order of the sweep."""
 
     sweep: Sweep
     profile: ClusterProfile
     runs: dict[str, RunSpec]
-    dropped: list[Dropped]
-    heads: dict[str, ResultHead] = field(default_factory=dict)
+    dropped: list[InfeasiblePoint]
+    heads: dict[str, ResultSummary] = field(default_factory=dict)
     """``run_id`` to what is known of its result, of the runs that have one."""
     _keys: dict[str | None, str] = field(default_factory=dict, init=False, repr=False)
-    _shapes: dict[tuple[Any, ...], Shape] = field(default_factory=dict, init=False, repr=False)
+    _shapes: dict[tuple[Any, ...], JobShape] = field(default_factory=dict, init=False, repr=False)
 
     @cached_property
     def stops(self) -> StopGroups:
@@ -52,7 +182,7 @@ class Plan:
 
     @cached_property
     def _statuses(self) -> dict[str, str]:
-        return {key: head.status for key, head in self.heads.items() if head.status != BROKEN}
+        return {key: head.status for key, head in self.heads.items() if head.status != STATUS_BROKEN}
 
     @cached_property
     def finished(self) -> dict[str, str]:
@@ -65,7 +195,7 @@ class Plan:
         return {
             key: head.environment_key
             for key, head in self.heads.items()
-            if head.status == OK
+            if head.status == STATUS_OK
             and head.environment_key is not None
             and head.environment_key != self.environment_key(self.runs[key].environment)
         }
@@ -83,19 +213,19 @@ class Plan:
         left_alone = self.finished.keys() | self.stopped.keys()
         return {key: spec for key, spec in self.runs.items() if key not in left_alone}
 
-    def shape(self, spec: RunSpec) -> Shape:
+    def shape(self, spec: RunSpec) -> JobShape:
         """What the job script of a run depends on; runs of one shape share the object."""
         asked = (
             spec.nodes, spec.tasks_per_node, spec.devices_per_task, spec.partition, spec.environment,
             spec.time_limit_min,
         )  # fmt: skip
         if asked not in self._shapes:
-            self._shapes[asked] = shape_of(spec, self.profile)
+            self._shapes[asked] = make_job_shape(spec, self.profile)
         return self._shapes[asked]
 
-    def groups(self, runs: dict[str, RunSpec]) -> dict[Shape, list[str]]:
+    def groups(self, runs: dict[str, RunSpec]) -> dict[JobShape, list[str]]:
         """``run_id``s by shape: each group is one script and one array."""
-        found: dict[Shape, list[str]] = {}
+        found: dict[JobShape, list[str]] = {}
         for key, spec in runs.items():
             found.setdefault(self.shape(spec), []).append(key)
         return found
@@ -118,27 +248,27 @@ class Plan:
         return sum(shape.nodes * shape.time_limit_s * len(keys) for shape, keys in self.groups(runs).items()) / 3600
 
 
-def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Plan:
+def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> SweepPlan:
     """Expand and resolve ``sweep`` for ``profile`` and look up which of its runs have results.
 
     Raises ``ConfigErrors`` for names that do not exist and ``ConfigError`` where every point is dropped.
     """
     check_names(sweep, profile)
     runs: dict[str, RunSpec] = {}
-    dropped: list[Dropped] = []
-    known_limits: dict[str | None, Limits] = {}
-    for point in expand(sweep):
-        if isinstance(point, Excluded):
-            dropped.append(Dropped(point.point, point.rule))
+    dropped: list[InfeasiblePoint] = []
+    known_limits: dict[str | None, PartitionLimits] = {}
+    for point in expand_sweep(sweep):
+        if isinstance(point, ExcludedPoint):
+            dropped.append(InfeasiblePoint(point.point, point.rule))
             continue
         partition = point.get("partition") or profile.default_partition
         if partition not in known_limits:
-            known_limits[partition] = limits_of(profile, partition)
-        resolved = resolve(point, known_limits[partition])
-        if isinstance(resolved, Dropped):
+            known_limits[partition] = partition_limits(profile, partition)
+        resolved = resolve_point(point, known_limits[partition])
+        if isinstance(resolved, InfeasiblePoint):
             dropped.append(resolved)
-        elif sweep.excludes and (rule := excluded_by(sweep, msgspec.structs.asdict(resolved))):
-            dropped.append(Dropped(point, rule))
+        elif sweep.excludes and (rule := find_exclusion(sweep, msgspec.structs.asdict(resolved))):
+            dropped.append(InfeasiblePoint(point, rule))
         else:
             runs.setdefault(run_id(resolved), resolved)
     if not runs:
@@ -149,15 +279,15 @@ def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Plan:
             where=str(sweep.source.path),
             hint="\n  ".join(reasons[:10]),
         )
-    return Plan(sweep, profile, runs, dropped, tree.heads(runs))
+    return SweepPlan(sweep, profile, runs, dropped, tree.heads(runs))
 
 
-def limits_of(profile: ClusterProfile, partition: str | None) -> Limits:
+def partition_limits(profile: ClusterProfile, partition: str | None) -> PartitionLimits:
     """What a partition of ``profile`` allows. A local machine takes more ranks than cores, but is one node."""
     is_local = profile.scheduler.kind == "local"
     queue = profile.partition(partition)
     node, request = profile.node_of(partition), profile.request_of(partition)
-    return Limits(
+    return PartitionLimits(
         partition=partition or profile.name,
         max_nodes=1 if is_local else queue.max_nodes,
         cores_per_node=None if is_local else node.cores,
@@ -171,6 +301,6 @@ def limits_of(profile: ClusterProfile, partition: str | None) -> Limits:
     )
 
 
-def local_cores() -> int:
+def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

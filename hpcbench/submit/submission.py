@@ -1,37 +1,59 @@
-"""What a submit writes: ``submissions/<id>/`` with a script and a task file per array, and the record of both."""
+"""The files of one submission: ``submissions/<id>/`` with a job script and a task file per array, and the record of
+both.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.spec import RunSpec, config_id
-from hpcbench.config.task import Task, TaskHeader, write_lines
-from hpcbench.fileio import make_folder, storage_error, write_atomic
-from hpcbench.parallel.check import model_folder
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
+from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file
+from hpcbench.fileio import make_folder, write_atomic, write_error
+from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.paths import data_folder
-from hpcbench.render.engine import TemplateEngine
-from hpcbench.render.script import render_script
-from hpcbench.render.shape import Shape, cpus_per_task
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.environment import scrubbed_names
-from hpcbench.submit.packing import JobGroup
-from hpcbench.submit.plan import Plan
-from hpcbench.submit.rehearsal import rehearsed_clusters
-from hpcbench.submit.stop import StopGroups
-from hpcbench.submit.submission_record import Array, Submission
+from hpcbench.render.job_script import render_script
+from hpcbench.render.launch_step import JobShape, cpus_per_task
+from hpcbench.render.template_engine import TemplateEngine
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.submit.plan import JobGroup, SweepPlan
+from hpcbench.submit.scheduler_settings import scrubbed_names
+from hpcbench.submit.stop_groups import StopGroups
+from hpcbench.submit.submission_record import JobArray, Submission
+
+if TYPE_CHECKING:
+    from hpcbench.oracle.machine import Machine
+
+
+def emulated_clusters(specs: Iterable[RunSpec], tree: ClusterTree) -> dict[str, Any]:
+    """By the clusters that ``specs`` rehearse: how fast these compute, for the task file's header."""
+    names = sorted({spec.rehearse for spec in specs if spec.rehearse is not None})
+    if not names:
+        # Nearly all submits: they need not load the oracle.
+        return {}
+    from hpcbench.oracle.machine import emulated_compute
+
+    return {name: msgspec.to_builtins(emulated_compute(emulated_machine(name, tree))) for name in names}
+
+
+def emulated_machine(name: str, tree: ClusterTree | None) -> Machine:
+    """By the newest calibration of that cluster beside ``tree``, or by its profile. ``ConfigError`` where none is."""
+    from hpcbench.oracle.calibration.calibration_store import machine_for
+
+    profile, _ = load_cluster(name)
+    return machine_for(profile, ClusterTree(tree.root.parent / profile.name) if tree else None)
 
 
 @dataclass(frozen=True)
-class Rendered:
+class RenderedSubmission:
     """The bytes that a submission consists of, by file name, before anything is written."""
 
     record: Submission
@@ -39,14 +61,14 @@ class Rendered:
 
 
 def render_submission(
-    plan: Plan,
+    plan: SweepPlan,
     runs: dict[str, RunSpec],
     tree: ClusterTree,
     folder: Path,
     superseded: Mapping[str, str] = MappingProxyType({}),
     *,
     obeys_stops: bool = True,
-) -> Rendered:
+) -> RenderedSubmission:
     """Everything that submitting ``runs`` would write into ``folder``. Writes nothing.
 
     ``obeys_stops``: runs look at their start whether a stop rule has made them pointless.
@@ -64,10 +86,12 @@ def render_submission(
             engine, plan.profile, shape, plan.sweep.name, folder, number, pack=group.pack, runs=len(keys)
         )
         files[f"{number}.sh"] = script.encode()
-        tasks = [_task(plan, key, runs[key], shape, stops.of_run.get(key, []), superseded.get(key)) for key in keys]
-        files[f"{number}.jsonl"] = write_lines(_header(plan, tree, folder, group), tasks)
+        tasks = [
+            _make_task(plan, key, runs[key], shape, stops.of_run.get(key, []), superseded.get(key)) for key in keys
+        ]
+        files[f"{number}.jsonl"] = encode_task_file(_task_header(plan, tree, folder, group), tasks)
         arrays.append(
-            Array(
+            JobArray(
                 number=number,
                 run_ids=keys,
                 pack=group.pack,
@@ -78,10 +102,10 @@ def render_submission(
                 job_limit_s=group.limit_s,
             )
         )
-    return Rendered(_record(plan, folder, arrays), files)
+    return RenderedSubmission(_submission_record(plan, folder, arrays), files)
 
 
-def _record(plan: Plan, folder: Path, arrays: list[Array]) -> Submission:
+def _submission_record(plan: SweepPlan, folder: Path, arrays: list[JobArray]) -> Submission:
     partitions = [plan.profile.partition(array.partition).max_running_jobs for array in arrays]
     limits = (plan.sweep.submit.max_running_jobs, plan.profile.scheduler.max_running_jobs, *partitions)
     return Submission(
@@ -100,15 +124,17 @@ ALL_CORES = 2**20
 """More than any machine has: such a run waits until it is alone."""
 
 
-def _cores_per_run(shape: Shape, profile: ClusterProfile) -> int:
+def _cores_per_run(shape: JobShape, profile: ClusterProfile) -> int:
     """What the local queue counts. Runs on an accelerator, which has no cores to count, are alone on the machine."""
     if profile.request_of(shape.partition).exclusive or profile.device != "cpu":
         return ALL_CORES
     return shape.tasks_per_node * cpus_per_task(shape, profile)
 
 
-def _task(plan: Plan, key: str, spec: RunSpec, shape: Shape, stops: list[int], superseded: str | None) -> Task:
-    return Task(
+def _make_task(
+    plan: SweepPlan, key: str, spec: RunSpec, shape: JobShape, stops: list[int], superseded: str | None
+) -> RunTask:
+    return RunTask(
         run_id=key,
         config_id=config_id(spec),
         sweep=plan.sweep.name,
@@ -119,11 +145,11 @@ def _task(plan: Plan, key: str, spec: RunSpec, shape: Shape, stops: list[int], s
     )
 
 
-def _header(plan: Plan, tree: ClusterTree, folder: Path, group: JobGroup) -> TaskHeader:
+def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGroup) -> TaskFileHeader:
     profile, shape = plan.profile, group.shape
     device = profile.devices.get(profile.node_of(shape.partition).device_type or "")
-    models = model_folder(plan.sweep, profile)
-    return TaskHeader(
+    models = custom_model_folder(plan.sweep, profile)
+    return TaskFileHeader(
         cluster=profile.name,
         device=profile.device,
         tree=str(tree.root),
@@ -133,7 +159,7 @@ def _header(plan: Plan, tree: ClusterTree, folder: Path, group: JobGroup) -> Tas
         meet_by_host_name=profile.network.meet_by == "host-name",
         wait_s=profile.network.wait_s,
         data_folder=data_folder(None, profile.data_folder),
-        rehearsed=rehearsed_clusters((plan.runs[key] for key in group.run_ids if key in plan.runs), tree),
+        rehearsed=emulated_clusters((plan.runs[key] for key in group.run_ids if key in plan.runs), tree),
         peak_flops_per_s={str(key): value for key, value in device.peak_flops_per_s.items()} if device else {},
         cores_per_task=cpus_per_task(shape, profile),
         pack=group.pack,
@@ -143,7 +169,7 @@ def _header(plan: Plan, tree: ClusterTree, folder: Path, group: JobGroup) -> Tas
     )
 
 
-def write_submission(rendered: Rendered, folder: Path) -> None:
+def write_submission(rendered: RenderedSubmission, folder: Path) -> None:
     """Write ``rendered`` whole, the record last: a folder without one was never complete."""
     make_folder(folder.parent)
     try:
@@ -156,5 +182,5 @@ def write_submission(rendered: Rendered, folder: Path) -> None:
             with open(folder / name, "rb") as file:
                 os.fsync(file.fileno())
     except OSError as error:
-        raise storage_error(error, folder) from error
+        raise write_error(error, folder) from error
     write_atomic(folder / "submission.json", msgspec.json.encode(rendered.record) + b"\n")

@@ -1,4 +1,6 @@
-"""Submit what a sweep still lacks: decide under a lock, write one folder, hand it to the scheduler."""
+"""Submission of the runs that a sweep still lacks: selected under a lock, written as one folder, sent to the
+scheduler.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +10,26 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.spec import RunSpec, config_id
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.run_spec import RunSpec, config_id
 from hpcbench.errors import ConfigError, SubmitError
 from hpcbench.fileio import make_folder
-from hpcbench.results.schema import Failure, RunResult
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit import scheduler
-from hpcbench.submit.account import check_account
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import FailureRecord, RunResult
+from hpcbench.submit import slurm_queue
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.lock import exclusive
-from hpcbench.submit.offer import Tell
-from hpcbench.submit.plan import RERUN_ON_SUBMIT, Plan
-from hpcbench.submit.queue_state import start_queue, was_started
-from hpcbench.submit.record import write_sweep
-from hpcbench.submit.send import Sent, send, unsent
-from hpcbench.submit.settle import settle
-from hpcbench.submit.state import ACTIVE, run_states
+from hpcbench.submit.local_scheduler import queue_was_started, start_local_queue
+from hpcbench.submit.lock import exclusive_lock
+from hpcbench.submit.plan import RERUN_ON_SUBMIT, SweepPlan, check_account
+from hpcbench.submit.run_state import ACTIVE_STATES, record_scheduler_failures, run_states
+from hpcbench.submit.sbatch import Notify
+from hpcbench.submit.send import SendOutcome, send_submission, unsent_jobs
 from hpcbench.submit.submission import render_submission, write_submission
-from hpcbench.submit.submission_record import Submission, next_submission_folder, submissions_of
+from hpcbench.submit.submission_record import Submission, list_submissions, next_submission_folder, write_sweep_record
 
 
 @dataclass(frozen=True)
-class Choice:
+class RunSelection:
     """Which runs are submitted beside those that have never been."""
 
     again: frozenset[str] = frozenset()
@@ -44,7 +43,7 @@ class Choice:
 
 
 @dataclass
-class Submitted:
+class SubmitOutcome:
     """What one submit did."""
 
     folder: Path | None = None
@@ -52,15 +51,17 @@ class Submitted:
     run_ids: list[str] = field(default_factory=list)
     active: list[str] = field(default_factory=list)
     """Runs that an earlier submission is taking care of."""
-    sent: Sent = field(default_factory=Sent)
+    sent: SendOutcome = field(default_factory=SendOutcome)
     """Of this submission and of what had been waiting in earlier ones."""
 
 
-def _silent(text: str) -> None:
+def _ignore_message(text: str) -> None:
     pass
 
 
-def submit(plan: Plan, tree: ClusterTree, choice: Choice = Choice(), tell: Tell = _silent) -> Submitted:
+def submit(
+    plan: SweepPlan, tree: ClusterTree, choice: RunSelection = RunSelection(), tell: Notify = _ignore_message
+) -> SubmitOutcome:
     """Submit the runs of ``plan`` that have no result and that nobody is taking care of.
 
     What of earlier submissions has not been sent yet goes first. Raises ``ConfigError`` where it would cost more than
@@ -68,43 +69,43 @@ def submit(plan: Plan, tree: ClusterTree, choice: Choice = Choice(), tell: Tell 
     """
     check_scheduler(plan.profile)
     make_folder(tree.submissions)
-    with exclusive(tree.submissions / ".lock"):
+    with exclusive_lock(tree.submissions / ".lock"):
         stale = plan.elsewhere if choice.remeasure else {}
-        chosen, active = _choose(plan, tree, choice, stale)
+        chosen, active = _select_runs(plan, tree, choice, stale)
         if not choice.over_budget:
             check_budget(plan, chosen)
-        write_sweep(plan, tree)
+        write_sweep_record(plan, tree)
         if not choice.only_again:
-            write_skipped(plan, tree, active)
+            write_skipped_results(plan, tree, active)
         if chosen:
             folder = next_submission_folder(tree, plan.sweep.name)
             rendered = render_submission(plan, chosen, tree, folder, stale, obeys_stops="skipped" not in choice.again)
             write_submission(rendered, folder)
-    submitted = Submitted(active=active)
+    submitted = SubmitOutcome(active=active)
     if chosen:
-        submitted = Submitted(folder, rendered.record, list(chosen), active)
-    submitted.sent = send_waiting(tree, plan.runs, plan.profile, tell)
+        submitted = SubmitOutcome(folder, rendered.record, list(chosen), active)
+    submitted.sent = send_unsent(tree, plan.runs, plan.profile, tell)
     if chosen and submitted.sent.refused:
-        forget_if_empty(folder)
+        remove_if_refused(folder)
     return submitted
 
 
-def _choose(
-    plan: Plan, tree: ClusterTree, choice: Choice, stale: Collection[str]
+def _select_runs(
+    plan: SweepPlan, tree: ClusterTree, choice: RunSelection, stale: Collection[str]
 ) -> tuple[dict[str, RunSpec], list[str]]:
     finished = plan.finished
     missing = {
         key: spec for key, spec in plan.runs.items() if finished.get(key) in (None, *choice.again) or key in stale
     }
     states = run_states(tree, missing, plan.profile, time.time(), stale)
-    settle(tree, states)
-    active = [key for key, state in states.items() if state.state in ACTIVE]
+    record_scheduler_failures(tree, states)
+    active = [key for key, state in states.items() if state.state in ACTIVE_STATES]
     wanted = choice.again if choice.only_again else {"planned", *RERUN_ON_SUBMIT, *choice.again}
     stopped = () if "skipped" in choice.again else plan.stopped
     return {key: spec for key, spec in missing.items() if states[key].state in wanted and key not in stopped}, active
 
 
-def write_skipped(plan: Plan, tree: ClusterTree, active: Collection[str]) -> None:
+def write_skipped_results(plan: SweepPlan, tree: ClusterTree, active: Collection[str]) -> None:
     """Give the runs that a stop rule has made pointless their result, unless they are on their way already."""
     for run_id, reason in plan.stopped.items():
         if run_id not in active:
@@ -117,12 +118,12 @@ def write_skipped(plan: Plan, tree: ClusterTree, active: Collection[str]) -> Non
                 cluster=plan.profile.name,
                 status="skipped",
                 spec=spec,
-                error=Failure(type="Stopped", message=reason),
+                error=FailureRecord(type="Stopped", message=reason),
             )
             tree.write_result(result)
 
 
-def check_budget(plan: Plan, chosen: dict[str, RunSpec]) -> None:
+def check_budget(plan: SweepPlan, chosen: dict[str, RunSpec]) -> None:
     """Raise ``ConfigError`` where ``chosen`` may cost more node-hours than the sweep or the profile allows at once."""
     if plan.budget is None:
         return
@@ -137,7 +138,7 @@ def check_budget(plan: Plan, chosen: dict[str, RunSpec]) -> None:
         )
 
 
-_NOT_SENT = {
+_UNSUPPORTED_SCHEDULERS = {
     "pbs": (
         "is run by PBS, which hpcbench writes for but does not submit to",
         "hpcbench render SWEEP --cluster NAME --out DIR writes complete jobs: qsub DIR/0.sh, and so on",
@@ -152,39 +153,43 @@ def check_scheduler(profile: ClusterProfile) -> None:
     """
     if profile.scheduler.kind == "local":
         return
-    if profile.scheduler.kind in _NOT_SENT:
-        why, hint = _NOT_SENT[profile.scheduler.kind]
+    if profile.scheduler.kind in _UNSUPPORTED_SCHEDULERS:
+        why, hint = _UNSUPPORTED_SCHEDULERS[profile.scheduler.kind]
         raise ConfigError(f"cluster {profile.name} {why}", hint=hint)
     check_account(profile)
     config = profile.scheduler.config_file
     if config and not Path(config).exists():
         hint = "is the cluster up? the profile's scheduler.config_file names it"
         raise SubmitError(f"cluster {profile.name}: no file {config}", hint=hint)
-    if scheduler.which("sbatch", profile) is None:
+    if slurm_queue.find_command("sbatch", profile) is None:
         hint = "run this on a login node of the cluster, or set scheduler.bin_folder in its profile"
         raise SubmitError(f"cluster {profile.name}: sbatch is not on PATH", hint=hint)
 
 
-def send_waiting(tree: ClusterTree, run_ids: Iterable[str], profile: ClusterProfile, tell: Tell = _silent) -> Sent:
+def send_unsent(
+    tree: ClusterTree, run_ids: Iterable[str], profile: ClusterProfile, tell: Notify = _ignore_message
+) -> SendOutcome:
     """Send what the scheduler has not taken yet of every submission that has to do with ``run_ids``, oldest first."""
     wanted = set(run_ids)
-    total = Sent()
-    for folder, record in submissions_of(tree):
+    total = SendOutcome()
+    for folder, record in list_submissions(tree):
         if wanted.isdisjoint(run_id for array in record.arrays for run_id in array.run_ids):
             continue
         if record.scheduler == "local":
-            _start_local(folder, profile)
+            _start_queue_once(folder, profile)
             continue
         journal = read_journal(folder)
-        if not any(chunk.is_open for chunk in journal.chunks) and not any(unsent(folder, record, journal).values()):
+        if not any(chunk.is_open for chunk in journal.chunks) and not any(
+            unsent_jobs(folder, record, journal).values()
+        ):
             continue
-        _add(total, send(folder, record, profile, tree, tell))
+        _add_outcome(total, send_submission(folder, record, profile, tree, tell))
         if total.failed is not None:
             break
     return total
 
 
-def _add(total: Sent, sent: Sent) -> None:
+def _add_outcome(total: SendOutcome, sent: SendOutcome) -> None:
     total.jobs += sent.jobs
     total.waiting += sent.waiting
     total.reason = total.reason or sent.reason
@@ -192,15 +197,15 @@ def _add(total: Sent, sent: Sent) -> None:
     total.failed = total.failed or sent.failed
 
 
-def _start_local(folder: Path, profile: ClusterProfile) -> None:
-    if was_started(folder):
+def _start_queue_once(folder: Path, profile: ClusterProfile) -> None:
+    if queue_was_started(folder):
         return
-    with exclusive(folder / ".sending"):
-        if not was_started(folder):
-            start_queue(folder, scheduler.slurm_environment(profile), profile.scheduler.warning_s)
+    with exclusive_lock(folder / ".sending"):
+        if not queue_was_started(folder):
+            start_local_queue(folder, slurm_queue.slurm_environment(profile), profile.scheduler.warning_s)
 
 
-def forget_if_empty(folder: Path) -> None:
+def remove_if_refused(folder: Path) -> None:
     """Remove a submission of which the scheduler took nothing and will be offered nothing again."""
     if all(chunk.refused for chunk in read_journal(folder).chunks):
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,6 @@
-"""``python -m hpcbench.worker``: one rank of a run; ``begin`` and ``end`` around the ranks; ``doctor``; ``data``."""
+"""``python -m hpcbench.worker``: one rank of a run; the verbs ``begin`` and ``end`` around the ranks; ``doctor``;
+``data``.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +25,24 @@ def main(arguments: list[str] | None = None) -> int:
     """Run what the command line asks for; returns the exit code."""
     words = sys.argv[1:] if arguments is None else arguments
     try:
-        return _dispatch(words)
+        return _run_verb(words)
     except HpcbenchError as error:
         print(f"hpcbench: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
 
 
-def _dispatch(words: list[str]) -> int:
+def _run_verb(words: list[str]) -> int:
     verb = words[0] if words and not words[0].startswith("-") else "rank"
     if verb == "doctor":
-        from hpcbench.worker.doctor import doctor
+        from hpcbench.worker.environment_check import print_environment_check
 
-        _parser("doctor").parse_args(words[1:])
-        return doctor()
+        _argument_parser("doctor").parse_args(words[1:])
+        return print_environment_check()
     if verb == "data":
-        from hpcbench.worker.data.make import main as make
+        from hpcbench.worker.data.make_samples import main as make
 
         return make(words[1:])
-    given = _parser(verb).parse_args(words if verb == "rank" else words[1:])
+    given = _argument_parser(verb).parse_args(words if verb == "rank" else words[1:])
     if verb == "begin":
         from hpcbench.worker.begin import begin
 
@@ -49,12 +51,12 @@ def _dispatch(words: list[str]) -> int:
         from hpcbench.worker.end import end
 
         return end(given.tasks, given.index, given.attempt, given.exit_code, given.received, given.job_says)
-    return _rank(given)
+    return _run_rank_process(given)
 
 
-def _rank(given: argparse.Namespace) -> int:
-    from hpcbench.worker.main import run_rank
-    from hpcbench.worker.stop import exit_now
+def _run_rank_process(given: argparse.Namespace) -> int:
+    from hpcbench.worker.run_rank import run_rank
+    from hpcbench.worker.shutdown import exit_now
 
     code = 1
     try:
@@ -71,7 +73,7 @@ def _rank(given: argparse.Namespace) -> int:
     return code
 
 
-def _parser(verb: str) -> argparse.ArgumentParser:
+def _argument_parser(verb: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpcbench.worker" + ("" if verb == "rank" else f" {verb}"),
         usage="%(prog)s [begin|end|doctor|data] [options]" if verb == "rank" else None,

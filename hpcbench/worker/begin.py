@@ -1,87 +1,170 @@
-"""``begin``: claim an attempt before the ranks start, where there is something to do.
+"""``begin``: claim an attempt before the ranks start, if the run still needs one.
 
-Runs in the batch script, so it stays quick: no torch.
-"""
+The batch script runs it, so it does not import torch."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import socket
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from hpcbench.config.task import Task, TaskHeader, read_task
+from hpcbench.config.run_spec import RunTask, TaskFileHeader, read_task
 from hpcbench.errors import WorkerError
 from hpcbench.fileio import read_regular
-from hpcbench.results.attempts import Attempt, attempt_numbers
-from hpcbench.results.decode import decode
-from hpcbench.results.schema import OK, Failure, RunResult
-from hpcbench.results.stopping import read_stop_group, stopped_by
-from hpcbench.results.store import ClusterTree, environment_key
-from hpcbench.worker.launch import NOTHING_TO_DO, claim, restart_count
+from hpcbench.results.attempts import Attempt, attempt_numbers, begin_attempt
+from hpcbench.results.decode import decode_record
+from hpcbench.results.results_tree import ClusterTree, environment_key
+from hpcbench.results.schema import STATUS_OK, FailureRecord, RunResult
+from hpcbench.results.stop_rules import find_stop_reason, read_stop_group
+from hpcbench.worker.distributed.rank_environment import RankInfo
+from hpcbench.worker.measure.host import oom_kills
 
-MAY_BE_INTERRUPTED = frozenset({"failed", "cancelled", "preempted"})
+EXIT_NOTHING_TO_DO = 10
+"""Exit code of ``begin`` where the run needs no attempt."""
+EXIT_PREEMPTED = 11
+"""Exit code of ``end`` where the job is being preempted and the run is to be run again."""
+
+_POLL_S = 0.1
+
+
+def slurm_job_id(env: Mapping[str, str]) -> str | None:
+    """``ARRAYJOB_TASK`` in an array, else the job's number, else ``None``."""
+    array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else env.get("SLURM_JOB_ID")
+
+
+def slurm_restart_count(env: Mapping[str, str]) -> int:
+    """How often the scheduler has started this job anew."""
+    text = env.get("SLURM_RESTART_COUNT", "")
+    return int(text) if text.isdecimal() else 0
+
+
+def claim_attempt(
+    tasks: Path, index: int, header: TaskFileHeader, task: RunTask, launch: str, time_limit_s: float | None = None
+) -> Attempt:
+    """Begin a new attempt of ``task`` and leave its start marker."""
+    now = time.time()
+    start: dict[str, Any] = {
+        "launch": launch,
+        "host": socket.gethostname(),
+        "started_unix_s": now,
+        "job_id": slurm_job_id(os.environ),
+        "restart_count": slurm_restart_count(os.environ),
+        "deadline_unix_s": _deadline_unix_s(now, time_limit_s or task.time_limit_s),
+        "oom_kills": oom_kills(),
+        "task_file": str(tasks.absolute()),
+        "index": index,
+        "tree": header.tree,
+    }
+    return begin_attempt(ClusterTree(Path(header.tree)).run_folder(task.run_id), **start)
+
+
+def _deadline_unix_s(now: float, limit_s: float) -> float:
+    """The launch's own limit, or the job's end where that comes first (a job began before its first run)."""
+    end = os.environ.get("SLURM_JOB_END_TIME", "")
+    return min(now + limit_s, float(end)) if end.isdecimal() and int(end) > now else now + limit_s
+
+
+def find_attempt(run_folder: Path, info: RankInfo, wait_s: float) -> Attempt:
+    """The attempt that rank 0 of this launch began; ``WorkerError`` once ``wait_s`` has passed.
+
+    An attempt that already holds this rank's file is an earlier launch with the same id.
+    """
+    give_up = time.monotonic() + wait_s
+    while True:
+        for number in reversed(attempt_numbers(run_folder)):
+            attempt = Attempt(run_folder, number)
+            marker = attempt.start_marker()
+            over = (attempt.folder / f"rank-{info.rank}.json").exists()
+            if marker is not None and marker.launch == info.launch and not over:
+                return attempt
+        if time.monotonic() > give_up:
+            raise WorkerError(
+                f"rank {info.rank} waited {wait_s:g} s for rank 0 to begin an attempt of launch {info.launch!r} "
+                f"in {run_folder / 'attempts'}",
+                hint="is the results tree on a file system that all nodes share?",
+            )
+        time.sleep(_POLL_S)
+
+
+INTERRUPTIBLE_STATUSES = frozenset({"failed", "cancelled", "preempted"})
 """How a run can have ended because its job was taken away."""
 
 
 def begin(tasks: Path, index: int, time_limit_s: float | None = None) -> int:
     """Print the absolute folder of a new attempt and return 0.
 
-    Returns ``NOTHING_TO_DO`` and prints nothing on stdout where the run was cancelled before it began, is done, has
+    Returns ``EXIT_NOTHING_TO_DO`` and prints nothing on stdout where the run was cancelled before it began, is done,
+    has
     ended in this submission already, or is not worth starting. Of the last a result says so.
     """
     header, task = read_task(tasks, index)
     tree = ClusterTree(Path(header.tree))
-    why = _cancelled(tasks, task.run_id) or done(tree, task) or _ended_here(tree, tasks, index, header, task)
+    why = (
+        _cancelled_reason(tasks, task.run_id)
+        or done_reason(tree, task)
+        or _ended_in_submission_reason(tree, tasks, index, header, task)
+    )
     if why is None:
-        why = _stopped(tree, tasks, task)
+        why = _stop_rule_reason(tree, tasks, task)
         if why is not None:
             _write_skipped(tree, header, task, why)
     if why is not None:
         print(f"hpcbench: {task.run_id}: {why}: nothing to do", file=sys.stderr)  # noqa: T201
-        return NOTHING_TO_DO
-    attempt = claim(tasks, index, header, task, secrets.token_hex(8), time_limit_s)
+        return EXIT_NOTHING_TO_DO
+    attempt = claim_attempt(tasks, index, header, task, secrets.token_hex(8), time_limit_s)
     print(attempt.folder.absolute())  # noqa: T201 - the batch script reads this line
     return 0
 
 
-def done(tree: ClusterTree, task: Task) -> str | None:
+def done_reason(tree: ClusterTree, task: RunTask) -> str | None:
     """That the run has an ok result which it is not to replace, in words; a broken result is none."""
-    result = _result(tree, task.run_id)
-    if result is None or result.status != OK:
+    result = _read_result(tree, task.run_id)
+    if result is None or result.status != STATUS_OK:
         return None
     if task.supersedes is not None and environment_key(result) == task.supersedes:
         return None
     return "it has an ok result already"
 
 
-def _cancelled(tasks: Path, run_id: str) -> str | None:
+def _cancelled_reason(tasks: Path, run_id: str) -> str | None:
     try:
-        dropped = decode(read_regular(tasks.parent / "dropped.json"), list[str])
+        dropped = decode_record(read_regular(tasks.parent / "dropped.json"), list[str])
     except (OSError, msgspec.MsgspecError):
         return None
     return "it was cancelled before it began" if run_id in dropped else None
 
 
-def _ended_here(tree: ClusterTree, tasks: Path, index: int, header: TaskHeader, task: Task) -> str | None:
+def _ended_in_submission_reason(
+    tree: ClusterTree, tasks: Path, index: int, header: TaskFileHeader, task: RunTask
+) -> str | None:
     """That this very submission has run it to its end.
 
     A scheduler starts a job anew only when it was interrupted from outside. The run that was under way then is run
     again; those of the pack that had ended before keep their results.
     """
-    result = _result(tree, task.run_id)
+    result = _read_result(tree, task.run_id)
     marker = Attempt(tree.run_folder(task.run_id), result.attempt).start_marker() if result is not None else None
     if result is None or marker is None or marker.task_file != str(tasks.absolute()):
         return None
-    was_restarted = restart_count(os.environ) > marker.restart_count
-    if was_restarted and result.status in MAY_BE_INTERRUPTED and not _went_on(tree, tasks, index, header.pack):
+    was_restarted = slurm_restart_count(os.environ) > marker.restart_count
+    if (
+        was_restarted
+        and result.status in INTERRUPTIBLE_STATUSES
+        and not _later_run_started(tree, tasks, index, header.pack)
+    ):
         return None
     return f"it ended as {result.status} in this submission"
 
 
-def _went_on(tree: ClusterTree, tasks: Path, index: int, pack: int) -> bool:
+def _later_run_started(tree: ClusterTree, tasks: Path, index: int, pack: int) -> bool:
     """Whether a later run of the pack that ``index`` belongs to has begun an attempt from this task file."""
     for later in range(index + 1, (index // pack + 1) * pack):
         try:
@@ -95,32 +178,32 @@ def _went_on(tree: ClusterTree, tasks: Path, index: int, pack: int) -> bool:
     return False
 
 
-def _stopped(tree: ClusterTree, tasks: Path, task: Task) -> str | None:
+def _stop_rule_reason(tree: ClusterTree, tasks: Path, task: RunTask) -> str | None:
     """Why the sweep's stop rules keep the run from starting."""
 
     def status_of(run_id: str) -> str | None:
-        result = _result(tree, run_id)
+        result = _read_result(tree, run_id)
         return None if result is None else result.status
 
     for line in task.stop_groups:
         group = read_stop_group(tasks.parent / "stop.jsonl", line)
-        why = stopped_by(group, task.run_id, status_of) if group is not None else None
+        why = find_stop_reason(group, task.run_id, status_of) if group is not None else None
         if why is not None:
             return why
     return None
 
 
-def _write_skipped(tree: ClusterTree, header: TaskHeader, task: Task, why: str) -> None:
+def _write_skipped(tree: ClusterTree, header: TaskFileHeader, task: RunTask, why: str) -> None:
     """Nothing started, so there is no start marker, and the result counts for the latest attempt that there is."""
-    from hpcbench.worker.summary import summarise
+    from hpcbench.worker.summary import summarize_run
 
     attempt = max(attempt_numbers(tree.run_folder(task.run_id)), default=0)
-    result = summarise(header, task, attempt, {}, "skipped", Failure(type="Stopped", message=why))
+    result = summarize_run(header, task, attempt, {}, "skipped", FailureRecord(type="Stopped", message=why))
     result.ranks, result.warnings = [], []
     tree.write_result(result)
 
 
-def _result(tree: ClusterTree, run_id: str) -> RunResult | None:
+def _read_result(tree: ClusterTree, run_id: str) -> RunResult | None:
     try:
         return tree.read_result(run_id)
     except msgspec.MsgspecError:

@@ -1,4 +1,4 @@
-"""``end``: after the ranks. Where they died without a word, this writes down how. No torch here."""
+"""``end``: record how a run ended if its ranks left no result. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,21 @@ from pathlib import Path
 
 import msgspec
 
-from hpcbench.config.task import read_task
+from hpcbench.config.run_spec import read_task
 from hpcbench.errors import HpcbenchError
-from hpcbench.fileio import tail
+from hpcbench.fileio import read_tail
 from hpcbench.results.attempts import Attempt, AttemptStart
-from hpcbench.results.schema import OK, Failure, RankResult, RunResult
-from hpcbench.results.store import ClusterTree
-from hpcbench.worker.asked import memory_here
-from hpcbench.worker.failure import says_peer_lost
-from hpcbench.worker.launch import PREEMPTED, restart_count
-from hpcbench.worker.stop import near_s
-from hpcbench.worker.summary import summarise
-from hpcbench.worker.verdict import STOPPED, killed_for_memory, lost
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import STATUS_OK, FailureRecord, RankResult, RunResult
+from hpcbench.worker.begin import EXIT_PREEMPTED, slurm_restart_count
+from hpcbench.worker.failure import STOPPED_STATUSES, is_peer_lost_message, lost_ranks_failure, was_oom_killed
+from hpcbench.worker.measure.host import describe_own_job_memory
+from hpcbench.worker.shutdown import deadline_window_s
+from hpcbench.worker.summary import summarize_run
 
 EXIT_NOT_RECORDED = 3
 
-_TIME = re.compile(r"\d{4}-\d\d-\d\dT")
+_TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT")
 # What SLURM's daemons write into a step's error stream when the kernel killed one of its processes.
 _SLURM_OOM = re.compile(r"oom[-_ ]kill event|Out Of Memory", re.IGNORECASE)
 
@@ -34,37 +33,38 @@ _SLURM_OOM = re.compile(r"oom[-_ ]kill event|Out Of Memory", re.IGNORECASE)
 def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: str, job_says: str = "") -> int:
     """Make sure that the attempt has a result.
 
-    ``exit_code`` is the launcher's, ``received`` the signal that the batch script got (``TERM``), or empty;
+    ``runs_exit_code`` is the launcher's, ``received`` the signal that the batch script got (``TERM``), or empty;
     ``job_says`` is what the scheduler knows of the job, or empty.
-    Returns 0 where the tree now says how this run ended (ok or not), ``PREEMPTED`` where that is because the job is
-    being preempted; otherwise ``exit_code``, or 3 where that is 0.
+    Returns 0 where the tree now says how this run ended (ok or not), ``EXIT_PREEMPTED`` where that is because the job
+    is
+    being preempted; otherwise ``runs_exit_code``, or 3 where that is 0.
     """
     header, task = read_task(tasks, index)
     tree = ClusterTree(Path(header.tree))
     attempt = Attempt(tree.run_folder(task.run_id), attempt_number)
     received = received.upper().removeprefix("SIG")
     ranks = attempt.read_ranks()
-    status, how = _status(attempt.start_marker(), task.time_limit_s, exit_code, received)
-    displaced = exit_code != 0 and is_preempted(job_says, restart_count(os.environ))
-    present = _present(tree, task.run_id, attempt_number)
+    status, how = _status_from_exit(attempt.start_marker(), task.time_limit_s, exit_code, received)
+    displaced = exit_code != 0 and is_preempted(job_says, slurm_restart_count(os.environ))
+    present = _existing_result(tree, task.run_id, attempt_number)
     if present is not None:
-        if present.attempt != attempt_number or present.status == OK:
+        if present.attempt != attempt_number or present.status == STATUS_OK:
             # What is being measured anew keeps its earlier result until then.
-            return PREEMPTED if displaced and present.attempt < attempt_number else 0
-        if displaced and told_to_end(present):
+            return EXIT_PREEMPTED if displaced and present.attempt < attempt_number else 0
+        if displaced and was_ended_externally(present):
             return _write_preempted(tree, present, exit_code)
-        silent = lost_ranks(ranks, task.spec.ranks)
-        if present.status == "cancelled" and _corrected(present, received, exit_code, status, silent, how):
-            return _write(tree, present, exit_code)
+        silent = missing_ranks(ranks, task.spec.ranks)
+        if present.status == "cancelled" and _correct_cancelled(present, received, exit_code, status, silent, how):
+            return _write_result(tree, present, exit_code)
         return 0
-    log = tail(attempt.folder / "err.log")
+    log = read_tail(attempt.folder / "err.log")
     if status == "failed" and _SLURM_OOM.search(log):
-        status, how = "oom", f"{how}; the scheduler saw a process killed for its memory: {memory_here()}"
-    status, error = _failure(status, how, ranks, task.spec.ranks, log)
-    result = summarise(header, task, attempt_number, ranks, status, error)
-    if displaced and told_to_end(result):
+        status, how = "oom", f"{how}; the scheduler saw a process killed for its memory: {describe_own_job_memory()}"
+    status, error = _failure_record(status, how, ranks, task.spec.ranks, log)
+    result = summarize_run(header, task, attempt_number, ranks, status, error)
+    if displaced and was_ended_externally(result):
         return _write_preempted(tree, result, exit_code)
-    return _write(tree, result, exit_code)
+    return _write_result(tree, result, exit_code)
 
 
 def is_preempted(job_says: str, restarts: int) -> bool:
@@ -76,18 +76,18 @@ def is_preempted(job_says: str, restarts: int) -> bool:
     again = said.get("Restarts", "")
     return (
         said.get("JobState") == "PREEMPTED"
-        or bool(_TIME.match(said.get("PreemptTime", "")))
+        or bool(_TIMESTAMP.match(said.get("PreemptTime", "")))
         or (again.isdecimal() and int(again) > restarts)
     )
 
 
-def told_to_end(result: RunResult) -> bool:
+def was_ended_externally(result: RunResult) -> bool:
     """Whether a run that is not ok ended because of something outside: a signal, or the loss of its ranks."""
     if result.status in ("cancelled", "preempted"):
         return True
     if result.error is None or result.status not in ("failed", "timeout"):
         return False
-    lost_or_killed = result.error.type in ("RankLost", "NoResult") or says_peer_lost(
+    lost_or_killed = result.error.type in ("RankLost", "NoResult") or is_peer_lost_message(
         result.error.type, result.error.message
     )
     return "SIGTERM" in result.error.message or (result.status == "failed" and lost_or_killed)
@@ -97,11 +97,13 @@ def _write_preempted(tree: ClusterTree, result: RunResult, exit_code: int) -> in
     """Nobody cancelled the run: its nodes went to another job, or the whole job back into the queue."""
     was = f": {result.error.message}" if result.error is not None else ""
     result.status = "preempted"
-    result.error = Failure(type="Preempted", message=f"the scheduler took the job's nodes away{was}")
-    return _write(tree, result, exit_code) or PREEMPTED
+    result.error = FailureRecord(type="Preempted", message=f"the scheduler took the job's nodes away{was}")
+    return _write_result(tree, result, exit_code) or EXIT_PREEMPTED
 
 
-def _corrected(result: RunResult, received: str, exit_code: int, status: str, silent: list[int], how: str) -> bool:
+def _correct_cancelled(
+    result: RunResult, received: str, exit_code: int, status: str, silent: list[int], how: str
+) -> bool:
     """Mend what rank 0 could not know when it was told TERM and took that for a cancellation."""
     if received == "USR2":
         # torchrun passes nothing but TERM on; the script knows that time ran out.
@@ -110,17 +112,17 @@ def _corrected(result: RunResult, received: str, exit_code: int, status: str, si
     if silent and exit_code and not received:
         # Nobody stopped the job: the launcher ended the other ranks because it lost these.
         result.status = status
-        result.error = lost(silent, {}, how)
+        result.error = lost_ranks_failure(silent, {}, how)
         return True
     return False
 
 
-def lost_ranks(ranks: dict[int, RankResult], world_size: int) -> list[int]:
+def missing_ranks(ranks: dict[int, RankResult], world_size: int) -> list[int]:
     """The ranks that left no file."""
     return [rank for rank in range(world_size) if rank not in ranks]
 
 
-def _write(tree: ClusterTree, result: RunResult, exit_code: int) -> int:
+def _write_result(tree: ClusterTree, result: RunResult, exit_code: int) -> int:
     try:
         tree.write_result(result)
     except HpcbenchError as problem:
@@ -129,22 +131,22 @@ def _write(tree: ClusterTree, result: RunResult, exit_code: int) -> int:
     return 0
 
 
-def _present(tree: ClusterTree, run_id: str, attempt: int) -> RunResult | None:
+def _existing_result(tree: ClusterTree, run_id: str, attempt: int) -> RunResult | None:
     """The result that is there already and that this attempt must leave alone."""
     try:
         result = tree.read_result(run_id)
     except msgspec.MsgspecError:
         return None
-    return result if result is not None and (result.status == OK or result.attempt >= attempt) else None
+    return result if result is not None and (result.status == STATUS_OK or result.attempt >= attempt) else None
 
 
-def _status(start: AttemptStart | None, limit_s: float, exit_code: int, received: str) -> tuple[str, str]:
+def _status_from_exit(start: AttemptStart | None, limit_s: float, exit_code: int, received: str) -> tuple[str, str]:
     """(status, how the ranks ended in words)."""
     how = describe_exit(exit_code)
     deadline = start.deadline_unix_s if start else None
-    near_deadline = deadline is not None and time.time() >= deadline - near_s(limit_s)
-    if start is not None and killed_for_memory(start.oom_kills):
-        return "oom", f"{how}; the kernel killed a process of this job for its memory: {memory_here()}"
+    near_deadline = deadline is not None and time.time() >= deadline - deadline_window_s(limit_s)
+    if start is not None and was_oom_killed(start.oom_kills):
+        return "oom", f"{how}; the kernel killed a process of this job for its memory: {describe_own_job_memory()}"
     if received == "USR2" or (received and near_deadline):
         return "timeout", f"{how}; the job was told SIG{received} at its time limit"
     if exit_code == 128 + signal.SIGUSR2:
@@ -169,26 +171,32 @@ def describe_exit(code: int) -> str:
     return f"the ranks ended with exit code {code}{name}"
 
 
-def _failure(status: str, how: str, ranks: dict[int, RankResult], world_size: int, log: str) -> tuple[str, Failure]:
+def _failure_record(
+    status: str, how: str, ranks: dict[int, RankResult], world_size: int, log: str
+) -> tuple[str, FailureRecord]:
     """A rank that could still say why it failed is believed; otherwise the exit code is all there is."""
-    silent = lost_ranks(ranks, world_size)
+    silent = missing_ranks(ranks, world_size)
     # Nobody stopped the job: ranks that were told to stop were told so by the launcher, because of the silent ones.
-    told = _first_told({rank: one for rank, one in ranks.items() if not (silent and one.status in STOPPED)})
+    told = _first_rank_with_own_error(
+        {rank: one for rank, one in ranks.items() if not (silent and one.status in STOPPED_STATUSES)}
+    )
     if status == "failed" and told is not None:
         error = ranks[told].error
         assert error is not None
         message = f"rank {told} on {ranks[told].host}: {error.message} ({how})"
         tail_of = error.traceback_tail or log
-        return ranks[told].status, Failure(type=error.type, message=message, hint=error.hint, traceback_tail=tail_of)
+        return ranks[told].status, FailureRecord(
+            type=error.type, message=message, hint=error.hint, traceback_tail=tail_of
+        )
     if silent:
-        return status, lost(silent, ranks, how, log)
-    return status, Failure(type="NoResult", message=f"{how}; every rank left a file, but rank 0 no result")
+        return status, lost_ranks_failure(silent, ranks, how, log)
+    return status, FailureRecord(type="NoResult", message=f"{how}; every rank left a file, but rank 0 no result")
 
 
-def _first_told(ranks: dict[int, RankResult]) -> int | None:
+def _first_rank_with_own_error(ranks: dict[int, RankResult]) -> int | None:
     """The lowest rank with an error of its own: not one that only says that another rank is gone."""
     for rank in sorted(ranks):
         error = ranks[rank].error
-        if error is not None and not says_peer_lost(error.type, error.message):
+        if error is not None and not is_peer_lost_message(error.type, error.message):
             return rank
     return None

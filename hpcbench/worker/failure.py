@@ -1,43 +1,47 @@
-"""From an exception to what a result says about it. No torch here: exceptions are told by name and message."""
+"""Failures: from an exception to its record, and from the ranks' files to the status of the run.
+
+This module does not import torch: exceptions are recognised by type name and message."""
 
 from __future__ import annotations
 
 import re
 import sys
 import traceback
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 from hpcbench.errors import WorkerError
-from hpcbench.fileio import printable
-from hpcbench.results.schema import Failure
-from hpcbench.worker.asked import memory_here
+from hpcbench.fileio import printable_text
+from hpcbench.results.schema import STATUS_OK, FailureRecord, RankResult, ReferenceComparison
+from hpcbench.worker.measure.host import describe_own_job_memory, oom_kills
 
 _TAIL_CHARACTERS = 4000
 
 OOM_HINT = "a smaller batch_size or more micro_batches need less memory"
 
-_OUT_OF_MEMORY = re.compile(
+_OUT_OF_MEMORY_MESSAGE = re.compile(
     r"can't allocate memory|cannot allocate memory|not enough memory|out of memory|std::bad_alloc", re.IGNORECASE
 )
 # What a rank sees of another one's end: never the cause, always a consequence.
-_PEER_LOST = re.compile(
+_PEER_LOST_MESSAGE = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|remote process exited|socket (closed|timeout)"
     r"|timed out|timeout|no longer reachable|connectFullMesh|failed to (recv|send), got|wait timeout"
     r"|Horovod has been shut down",
     re.IGNORECASE,
 )
-_NO_COMPILER = re.compile(r"No working C\+\+ compiler|working triton|Failed to find C compiler", re.IGNORECASE)
+_NO_COMPILER_MESSAGE = re.compile(r"No working C\+\+ compiler|working triton|Failed to find C compiler", re.IGNORECASE)
 _PEER_LOST_TYPES = {"DistNetworkError", "DistBackendError", "DistStoreError", "PeerEnded"}
-_MAY_BE_PEER_LOST = {"RuntimeError", "OSError", "TimeoutError", "ConnectionError", "ConnectionResetError",
+_POSSIBLY_PEER_LOST_TYPES = {"RuntimeError", "OSError", "TimeoutError", "ConnectionError", "ConnectionResetError",
                      "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError",
                      "HorovodInternalError"}  # fmt: skip
 
-_INSTALL = {
+_PACKAGE_OF_MODULE = {
     "torch": "torch", "torchvision": "torchvision", "sklearn": "scikit-learn", "numpy": "numpy", "psutil": "psutil",
     "h5py": "h5py", "PIL": "pillow",
 }  # fmt: skip
 
 
-def describe(error: BaseException) -> tuple[str, Failure]:
+def describe_error(error: BaseException) -> tuple[str, FailureRecord]:
     """The status of a run that ``error`` ended, and the record of it."""
     hint = error.hint if isinstance(error, WorkerError) else None
     status = "failed"
@@ -48,30 +52,30 @@ def describe(error: BaseException) -> tuple[str, Failure]:
     elif isinstance(error, ModuleNotFoundError) and error.name:
         status, hint = "unsupported", install_hint(error.name)
     message = error.message if isinstance(error, WorkerError) else str(error)
-    if is_of_compiler(error) and status == "failed":
-        status, hint = _of_compiler(message)
-        message = _headline(message)
+    if is_compiler_error(error) and status == "failed":
+        status, hint = _compiler_status(message)
+        message = _first_lines(message)
     if status == "oom" and "CUDA" not in message:
         # The framework says itself what an accelerator has.
-        message = f"{message or type(error).__name__} ({memory_here()})"
-    return status, Failure(
-        type=type(error).__name__, message=printable(message), hint=hint, traceback_tail=_tail(error)
+        message = f"{message or type(error).__name__} ({describe_own_job_memory()})"
+    return status, FailureRecord(
+        type=type(error).__name__, message=printable_text(message), hint=hint, traceback_tail=_traceback_tail(error)
     )
 
 
-def is_of_compiler(error: BaseException) -> bool:
+def is_compiler_error(error: BaseException) -> bool:
     """Whether ``error`` is torch.compile's own."""
     return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
-def _headline(message: str) -> str:
+def _first_lines(message: str) -> str:
     """The first line, with the next where it only announces that."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [message]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
-def _of_compiler(message: str) -> tuple[str, str]:
-    if _NO_COMPILER.search(message):
+def _compiler_status(message: str) -> tuple[str, str]:
+    if _NO_COMPILER_MESSAGE.search(message):
         return "unsupported", "compile = true needs a C++ compiler on the nodes (on GPUs triton too); set CXX to it"
     return "failed", "compile = false measures the model as it is written; the traceback holds the compiler's words"
 
@@ -84,15 +88,15 @@ def install_hint(module: str) -> str:
         return "python -m pip install --no-deps fairscale==0.4.13"
     if name == "horovod":
         # It has no wheels, and its source does not build against today's torch as it stands.
-        return f"{sys.executable} -m hpcbench.worker.build_horovod (in a checkout: make horovod)"
-    return f"python -m pip install {_INSTALL.get(name, name)}"
+        return f"{sys.executable} -m hpcbench.tools.build_horovod (in a checkout: make horovod)"
+    return f"python -m pip install {_PACKAGE_OF_MODULE.get(name, name)}"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the host or the device had no more memory to give."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError | OSError) and bool(_OUT_OF_MEMORY.search(str(error)))
+    return isinstance(error, RuntimeError | OSError) and bool(_OUT_OF_MEMORY_MESSAGE.search(str(error)))
 
 
 def is_peer_lost(error: BaseException) -> bool:
@@ -100,15 +104,147 @@ def is_peer_lost(error: BaseException) -> bool:
     if isinstance(error, WorkerError) or is_out_of_memory(error):
         return False
     if isinstance(error, RuntimeError | OSError) or type(error).__name__ in _PEER_LOST_TYPES:
-        return says_peer_lost(type(error).__name__, str(error))
+        return is_peer_lost_message(type(error).__name__, str(error))
     return False
 
 
-def says_peer_lost(kind: str, message: str) -> bool:
+def is_peer_lost_message(kind: str, message: str) -> bool:
     """As ``is_peer_lost``, from what a record holds of the exception."""
-    return kind in _PEER_LOST_TYPES or (kind in _MAY_BE_PEER_LOST and bool(_PEER_LOST.search(message)))
+    return kind in _PEER_LOST_TYPES or (kind in _POSSIBLY_PEER_LOST_TYPES and bool(_PEER_LOST_MESSAGE.search(message)))
 
 
-def _tail(error: BaseException) -> str:
+def _traceback_tail(error: BaseException) -> str:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return printable(text[-_TAIL_CHARACTERS:])
+    return printable_text(text[-_TAIL_CHARACTERS:])
+
+
+STOPPED_STATUSES = frozenset({"timeout", "cancelled", "preempted"})
+"""Statuses of ranks that were told to end."""
+
+
+class RunOutcome(NamedTuple):
+    """The run's status and, unless it is ok, why."""
+
+    status: str
+    error: FailureRecord | None
+
+
+class ReportedCause(Protocol):
+    """What a rank told the others before it ended (``link.Cause``)."""
+
+    rank: int
+    host: str
+    status: str
+    type: str
+    message: str
+    hint: str | None
+    traceback_tail: str | None
+
+
+def decide_outcome(
+    world_size: int,
+    ranks: Mapping[int, RankResult],
+    *,
+    cause: ReportedCause | None,
+    only_follows: bool,
+    launcher: str,
+    oom_kills_before: int | None,
+) -> RunOutcome:
+    """Decide from the ranks' files, rank 0's among them.
+
+    ``only_follows``: rank 0's own error merely says that another rank is gone. A launcher that lost a rank ends the
+    others with a TERM, so under torchrun a TERM together with a rank that left nothing is that rank's failure, not a
+    cancellation.
+    """
+    vanished = [rank for rank in range(world_size) if rank not in ranks]
+    if cause is not None and not (cause.status == "cancelled" and vanished and launcher == "torchrun"):
+        return RunOutcome(cause.status, _cause_failure(cause, world_size))
+    if vanished and was_oom_killed(oom_kills_before):
+        return RunOutcome(
+            "oom",
+            lost_ranks_failure(
+                vanished, ranks, f"the kernel killed a process of this job for its memory: {describe_own_job_memory()}"
+            ),
+        )
+    if vanished:
+        return RunOutcome("failed", lost_ranks_failure(vanished, ranks, "killed, or ended by something outside python"))
+    if all(one.status == STATUS_OK for one in ranks.values()):
+        return _verification_outcome(ranks)
+    return _first_failure_outcome(ranks, only_follows)
+
+
+def _verification_outcome(ranks: Mapping[int, RankResult]) -> RunOutcome:
+    """A run that computes something else than its reference has failed, whatever its figures."""
+    found = next((one.verification for one in ranks.values() if one.verification is not None), None)
+    if found is None or found.passed:
+        return RunOutcome(STATUS_OK, None)
+    own = found.own_precision
+    exact = found.worst_rel is not None and found.worst_rel <= (found.worst_tolerance or 0.0)
+    wrong: ReferenceComparison = own if own is not None and not own.passed and exact else found
+    much = "is missing, or not finite" if wrong.worst_rel is None else f"differs by {wrong.worst_rel:.1e}"
+    return RunOutcome(
+        "failed",
+        FailureRecord(
+            type="VerificationFailed",
+            message=f"compared with its reference in {wrong.precision}, the {wrong.worst} {much}; "
+            f"allowed: {wrong.worst_tolerance:.1e}",
+            hint="this strategy with these options does not train this model as one device does; the figures are "
+            "kept, but they are of something else (docs/verification.md)",
+        ),
+    )
+
+
+def was_oom_killed(before: int | None) -> bool:
+    """Whether the memory group's count of kills has risen since the attempt began."""
+    now = oom_kills()
+    return before is not None and now is not None and now > before
+
+
+def _cause_failure(cause: ReportedCause, world_size: int) -> FailureRecord:
+    where = f"rank {cause.rank} on {cause.host}: " if world_size > 1 and cause.status not in STOPPED_STATUSES else ""
+    return FailureRecord(
+        type=cause.type, message=where + cause.message, hint=cause.hint, traceback_tail=cause.traceback_tail
+    )
+
+
+def _first_failure_outcome(ranks: Mapping[int, RankResult], only_follows: bool) -> RunOutcome:
+    """Where no rank told a cause: the lowest rank that failed by itself, before those that only followed."""
+    failed = [rank for rank in sorted(ranks) if ranks[rank].status != STATUS_OK]
+    if only_follows:
+        failed = [rank for rank in failed if rank != 0] or failed
+    rank = failed[0]
+    error = ranks[rank].error
+    if error is None or len(ranks) == 1:
+        return RunOutcome(ranks[rank].status, error)
+    return RunOutcome(
+        ranks[rank].status,
+        FailureRecord(
+            type=error.type,
+            message=f"rank {rank} on {ranks[rank].host}: {error.message}",
+            hint=error.hint,
+            traceback_tail=error.traceback_tail,
+        ),
+    )
+
+
+def lost_ranks_failure(vanished: list[int], ranks: Mapping[int, RankResult], why: str, log: str = "") -> FailureRecord:
+    """The record of ranks that ended without a word; ``log`` stands in where no other rank saw anything."""
+    seen = next((rank for rank in sorted(ranks) if ranks[rank].error is not None), None)
+    error = ranks[seen].error if seen is not None else None
+    message = f"rank{'s' * (len(vanished) > 1)} {join_numbers(vanished)} ended without leaving a file ({why})"
+    if error is not None:
+        message += f"; rank {seen} saw: {error.message}"
+    elif ranks:
+        message += f"; ranks that left one: {join_numbers(sorted(ranks))}"
+    return FailureRecord(
+        type="RankLost",
+        message=message,
+        hint=OOM_HINT if "memory" in why else "the attempt's err.log may hold more",
+        traceback_tail=log or (error.traceback_tail if error else None),
+    )
+
+
+def join_numbers(numbers: list[int]) -> str:
+    """``0, 1, 5 and 9 more``."""
+    shown = ", ".join(str(number) for number in numbers[:8])
+    return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"

@@ -1,8 +1,7 @@
-"""``python -m hpcbench.worker.layers``: the table of a model's layers, from fake tensors: no memory, no arithmetic.
+"""``python -m hpcbench.worker.layers``: the layer table of a model, computed with fake tensors.
 
 Reads a request as JSON from standard input and prints the answer; ``--all FOLDER`` writes the tables of all shipped
-pairs.
-"""
+pairs."""
 
 from __future__ import annotations
 
@@ -18,30 +17,29 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError, WorkerError
-from hpcbench.parallel.datasets import DATASETS, input_shape
-from hpcbench.parallel.layers import (
-    Layer,
-    LayerAnswer,
-    LayerRequest,
+from hpcbench.parallel.layer_table import (
+    LayerRow,
     LayerTable,
+    LayerTableRequest,
+    LayerTableResponse,
     TensorShape,
-    encode_table,
-    own_size,
-    table_path,
+    default_input_size,
+    encode_layer_table,
+    shipped_table_path,
 )
-from hpcbench.parallel.pairs import pair, shipped_pairs
-from hpcbench.parallel.resolve import Dropped
-from hpcbench.worker.layer_trace import Traced, trace
-from hpcbench.worker.models.build import build_shapes
+from hpcbench.parallel.resolve import InfeasiblePoint, shipped_model_dataset_pairs, single_device_run
+from hpcbench.parallel.workloads import DATASETS, sample_shape
+from hpcbench.worker.measure.layer_trace import TracedLayer, trace_layers
+from hpcbench.worker.models.build import build_meta_model
 
-HOST = torch.device("cpu")
+HOST_DEVICE = torch.device("cpu")
 
-_BATCHES = (2, 4)
+_TRACED_BATCH_SIZES = (2, 4)
 """What grows with the batch is told from what does not by two sizes; BatchNorm needs more than one value."""
 
-_ATTRIBUTES = (
+_MODULE_ATTRIBUTES = (
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "transposed",
     "in_features", "out_features", "num_features", "normalized_shape", "num_embeddings", "embedding_dim",
     "embed_dim", "num_heads", "head_dim", "head_width", "causal", "output_size", "ceil_mode", "p",
@@ -49,36 +47,36 @@ _ATTRIBUTES = (
 """Names under which torch's modules, and ours, hold what a split of the layer has to know."""
 
 
-def layer_table(request: LayerRequest) -> LayerTable:
+def make_layer_table(request: LayerTableRequest) -> LayerTable:
     """The table of a model on a data set.
 
     Raises ``WorkerError`` where the model cannot take the data set, cannot be built or run with fake tensors, or needs
     a package that is not there (``unsupported``).
     """
-    spec = pair(request.model, request.dataset, request.input_size, request.model_options)
-    if isinstance(spec, Dropped):
+    spec = single_device_run(request.model, request.dataset, request.input_size, request.model_options)
+    if isinstance(spec, InfeasiblePoint):
         raise WorkerError(spec.reason)
-    return table_of(build_shapes(spec, request.model_folder), spec)
+    return trace_layer_table(build_meta_model(spec, request.model_folder), spec)
 
 
-def table_of(model: nn.Sequential, spec: RunSpec) -> LayerTable:
+def trace_layer_table(model: nn.Sequential, spec: RunSpec) -> LayerTable:
     """The table of ``model``, which lies on the meta device and is changed.
 
     Raises ``WorkerError`` where it cannot be run with fake tensors.
     """
     with _fake_tensors(spec):
-        give_storage(model)
-        rows = [_trace(model, spec, batch) for batch in _BATCHES]
+        allocate_fake_storage(model)
+        rows = [_trace_batch(model, spec, batch) for batch in _TRACED_BATCH_SIZES]
     names = {id(module): name for name, module in model.named_modules()}
     return LayerTable(
         model=spec.model,
         dataset=spec.dataset,
-        input_size=spec.input_size or own_size(spec.dataset),
+        input_size=spec.input_size or default_input_size(spec.dataset),
         model_options=spec.model_options,
         blocks=len(model),
-        parameter_tensors=_shapes(model.named_parameters()),
-        buffers=_shapes(model.named_buffers()),
-        layers=_layers(model, rows, names),
+        parameter_tensors=_tensor_shapes(model.named_parameters()),
+        buffers=_tensor_shapes(model.named_buffers()),
+        layers=_layer_rows(model, rows, names),
     )
 
 
@@ -98,7 +96,7 @@ def _fake_tensors(spec: RunSpec) -> Iterator[None]:
         ) from error
 
 
-def give_storage(model: nn.Module, device: torch.device = HOST) -> None:
+def allocate_fake_storage(model: nn.Module, device: torch.device = HOST_DEVICE) -> None:
     """From the meta device to fake tensors of a real one: attention and others choose what they do by the device."""
     made: dict[int, Tensor] = {}
 
@@ -117,14 +115,14 @@ def give_storage(model: nn.Module, device: torch.device = HOST) -> None:
                     held[name] = on_host(value)
 
 
-def _trace(model: nn.Sequential, spec: RunSpec, batch: int) -> list[Traced]:
+def _trace_batch(model: nn.Sequential, spec: RunSpec, batch: int) -> list[TracedLayer]:
     model.train().zero_grad(set_to_none=True)
-    return trace(model, *blank_batch(spec, batch))
+    return trace_layers(model, *zero_batch(spec, batch))
 
 
-def blank_batch(spec: RunSpec, batch: int) -> tuple[Tensor, Tensor]:
+def zero_batch(spec: RunSpec, batch: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a run's shapes and types, all zero."""
-    dataset, shape = DATASETS[spec.dataset], input_shape(spec.dataset, spec.input_size)
+    dataset, shape = DATASETS[spec.dataset], sample_shape(spec.dataset, spec.input_size)
     whole = torch.int64
     inputs = torch.zeros(batch, *shape, dtype=whole if dataset.kind == "tokens" else torch.float32)
     if dataset.target == "values":
@@ -132,28 +130,28 @@ def blank_batch(spec: RunSpec, batch: int) -> tuple[Tensor, Tensor]:
     return inputs, torch.zeros(batch, *(shape if dataset.target == "tokens" else ()), dtype=whole)
 
 
-def _shapes(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorShape]:
+def _tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorShape]:
     return [TensorShape(name, list(tensor.shape), tensor.element_size()) for name, tensor in tensors]
 
 
-def _layers(model: nn.Sequential, traced: list[list[Traced]], names: dict[int, str]) -> list[Layer]:
+def _layer_rows(model: nn.Sequential, traced: list[list[TracedLayer]], names: dict[int, str]) -> list[LayerRow]:
     small, large = traced
-    owned = _owned_parameters(model, small, names)
+    owned = _parameters_by_row(model, small, names)
     places = {name: place for place, (name, _) in enumerate(model.named_children())}
     layers = []
     for number, (a, b) in enumerate(zip(small, large, strict=True)):
         parameters = owned.get(number, 0)
-        if not (parameters or a.does_something() or (a.is_leaf and not _is_nothing(a.module))):
+        if not (parameters or a.does_something() or (a.is_leaf and not _is_passthrough(a.module))):
             continue
         place = len(model) if a.module is None else places.get(a.name.partition(".")[0], 0)
-        layers.append(_layer(a, b, parameters, place))
+        layers.append(_layer_row(a, b, parameters, place))
     return layers
 
 
-def _layer(a: Traced, b: Traced, parameters: int, block: int) -> Layer:
+def _layer_row(a: TracedLayer, b: TracedLayer, parameters: int, block: int) -> LayerRow:
     kind = "Loss" if a.module is None else type(a.module).__name__ + ("" if a.is_leaf else ".other")
     activation = _per_sample(a.activation_bytes, b.activation_bytes)
-    return Layer(
+    return LayerRow(
         name=a.name,
         block=block,
         kind=kind,
@@ -163,34 +161,34 @@ def _layer(a: Traced, b: Traced, parameters: int, block: int) -> Layer:
         forward_flops=_per_sample(a.flops[0], b.flops[0]),
         backward_flops=_per_sample(a.flops[1], b.flops[1]),
         activation_bytes=activation,
-        activation_fixed_bytes=max(a.activation_bytes - _BATCHES[0] * activation, 0),
+        activation_fixed_bytes=max(a.activation_bytes - _TRACED_BATCH_SIZES[0] * activation, 0),
         output_bytes=_per_sample(a.output_bytes, b.output_bytes),
         forward_moved_bytes=_per_sample(a.moved_bytes[0], b.moved_bytes[0]),
         backward_moved_bytes=_per_sample(a.moved_bytes[1], b.moved_bytes[1]),
-        attributes=_attributes(a.module) | ({"heads": a.heads} if a.heads else {}),
+        attributes=_module_attributes(a.module) | ({"heads": a.heads} if a.heads else {}),
     )
 
 
 def _per_sample(small: int, large: int) -> int:
-    return (large - small) // (_BATCHES[1] - _BATCHES[0])
+    return (large - small) // (_TRACED_BATCH_SIZES[1] - _TRACED_BATCH_SIZES[0])
 
 
 def _sample_shape(small: list[int], large: list[int]) -> list[int]:
     """Without the batch, which may be a dim of its own or, where a module flattens, a part of one."""
     shape: list[int] = []
     for a, b in zip(small, large, strict=True):
-        own = a // _BATCHES[0] if a != b else a
+        own = a // _TRACED_BATCH_SIZES[0] if a != b else a
         if own != 1 or a == b:
             shape.append(own)
     return shape
 
 
-def _is_nothing(module: nn.Module | None) -> bool:
+def _is_passthrough(module: nn.Module | None) -> bool:
     """Place-holders that hand their input on."""
     return isinstance(module, (nn.Identity, nn.Sequential))
 
 
-def _owned_parameters(model: nn.Module, rows: list[Traced], names: dict[int, str]) -> dict[int, int]:
+def _parameters_by_row(model: nn.Module, rows: list[TracedLayer], names: dict[int, str]) -> dict[int, int]:
     """Trained numbers by row: the first of their module, or of the nearest one around it that was called."""
     first: dict[str, int] = {}
     for number, row in enumerate(rows):
@@ -205,9 +203,9 @@ def _owned_parameters(model: nn.Module, rows: list[Traced], names: dict[int, str
     return owned
 
 
-def _attributes(module: nn.Module | None) -> dict[str, Any]:
+def _module_attributes(module: nn.Module | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name in _ATTRIBUTES:
+    for name in _MODULE_ATTRIBUTES:
         value = getattr(module, name, None)
         if isinstance(value, tuple) and all(isinstance(one, int) for one in value):
             found[name] = list(value)
@@ -216,26 +214,28 @@ def _attributes(module: nn.Module | None) -> dict[str, Any]:
     return found
 
 
-def answer(data: bytes) -> LayerAnswer:
+def answer_request(data: bytes) -> LayerTableResponse:
     """What is printed for a request."""
     try:
-        return LayerAnswer(table=layer_table(msgspec.json.decode(data, type=LayerRequest)))
+        return LayerTableResponse(table=make_layer_table(msgspec.json.decode(data, type=LayerTableRequest)))
     except WorkerError as error:
-        return LayerAnswer(error=error.message, hint=error.hint)
+        return LayerTableResponse(error=error.message, hint=error.hint)
     except HpcbenchError as error:
-        return LayerAnswer(error=error.message, hint=error.hint, is_input=True)
+        return LayerTableResponse(error=error.message, hint=error.hint, is_input=True)
 
 
-def write_all(folder: Path) -> None:
+def write_shipped_tables(folder: Path) -> None:
     """The tables of all shipped pairs; those of pairs that are no more are removed."""
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = {table_path(model, dataset).name: (model, dataset) for model, dataset in shipped_pairs()}
+    wanted = {
+        shipped_table_path(model, dataset).name: (model, dataset) for model, dataset in shipped_model_dataset_pairs()
+    }
     for path in folder.glob("*.json"):
         if path.name not in wanted:
             path.unlink()
     for name, (model, dataset) in wanted.items():
-        table = layer_table(LayerRequest(model=model, dataset=dataset))
-        (folder / name).write_bytes(encode_table(table))
+        table = make_layer_table(LayerTableRequest(model=model, dataset=dataset))
+        (folder / name).write_bytes(encode_layer_table(table))
 
 
 def main() -> int:
@@ -245,9 +245,9 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.all is not None:
-        write_all(given.all)
+        write_shipped_tables(given.all)
         return 0
-    sys.stdout.buffer.write(msgspec.json.encode(answer(sys.stdin.buffer.read())) + b"\n")
+    sys.stdout.buffer.write(msgspec.json.encode(answer_request(sys.stdin.buffer.read())) + b"\n")
     return 0
 
 

@@ -1,9 +1,8 @@
-"""``python -m hpcbench.worker.partition``: how PipeDream's partitioner would lay a model over workers.
+"""``python -m hpcbench.worker.partition``: the stages that PipeDream's partitioner chooses for a model.
 
-The model's blocks are measured on this device (``worker.chain``, with its cache); ``--workers`` says what there is,
-from the innermost level outwards, such as "4 x 25 GB/s, 2 x 3 GB/s": nodes of 4 devices, 2 of them. Printed are the
-plan with replicated stages and the one without, and the options that lay a run out alike.
-"""
+The model's blocks are measured on this device, with a cache; ``--workers`` lists the levels of the machine from the
+innermost outwards, such as "4 x 25 GB/s, 2 x 3 GB/s": nodes of 4 devices, 2 of them. The output holds the plan with
+replicated stages, the one without, and the options that give a run this layout."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ import msgspec
 import torch
 
 from hpcbench.errors import ConfigError, HpcbenchError
-from hpcbench.parallel.chain import ChainRequest, MeasuredChain
-from hpcbench.parallel.partition import Level, Partition, partition
+from hpcbench.parallel.pipeline.block_profile import BlockProfile, BlockProfileRequest
+from hpcbench.parallel.pipeline.stage_partition import InterconnectLevel, PipelinePartition, partition_pipeline
 from hpcbench.units import format_bytes, format_seconds, parse_quantity
-from hpcbench.worker.chain import measured_chain
+from hpcbench.worker.block_times import profile_blocks
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class PartitionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One of the plans, as ``--json`` has it."""
 
     replicated: bool
@@ -38,7 +37,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Why there is none."""
 
 
-def parse_levels(text: str) -> list[Level]:
+def parse_levels(text: str) -> list[InterconnectLevel]:
     """``"4 x 25 GB/s, 2 x 3 GB/s"``, from the innermost level outwards. ``ConfigError`` where it is none.
 
     >>> parse_levels("4 x 25 GB/s")
@@ -49,11 +48,11 @@ def parse_levels(text: str) -> list[Level]:
         count, separator, bandwidth = part.partition("x")
         if not separator or not count.strip().isdecimal() or not int(count):
             raise ConfigError(f"{part.strip()!r} is no level: '4 x 25 GB/s' is", where="--workers")
-        levels.append(Level(int(count), _quantity(bandwidth.strip(), "rate", "--workers")))
+        levels.append(InterconnectLevel(int(count), _parse_positive(bandwidth.strip(), "rate", "--workers")))
     return levels
 
 
-def _quantity(text: str, kind: str, where: str) -> float:
+def _parse_positive(text: str, kind: str, where: str) -> float:
     try:
         value = parse_quantity(text, kind)
     except ValueError as error:
@@ -63,26 +62,30 @@ def _quantity(text: str, kind: str, where: str) -> float:
     return value
 
 
-def plan_of(
-    measured: MeasuredChain, levels: Sequence[Level], memory_bytes: float, optimizer_states: int, replicated: bool
-) -> Plan:
+def make_partition_plan(
+    measured: BlockProfile,
+    levels: Sequence[InterconnectLevel],
+    memory_bytes: float,
+    optimizer_states: int,
+    replicated: bool,
+) -> PartitionPlan:
     """The best plan, or why there is none."""
     chain = measured.chain()
     try:
-        found = partition(chain, levels, memory_bytes, replicated, optimizer_states)
+        found = partition_pipeline(chain, levels, memory_bytes, replicated, optimizer_states)
     except ConfigError as error:
-        return Plan(replicated=replicated, error=error.message)
-    return Plan(
+        return PartitionPlan(replicated=replicated, error=error.message)
+    return PartitionPlan(
         replicated=replicated,
         step_s=found.bottleneck_s,
         speed_up=sum(block.compute_s for block in chain) / found.bottleneck_s if found.bottleneck_s else inf,
         cuts=",".join(map(str, found.cuts)),
         stage_replicas="-".join(str(stage.replicas) for stage in found.stages),
-        stages=[_stage(measured, found, number) for number in range(len(found.stages))],
+        stages=[_stage_row(measured, found, number) for number in range(len(found.stages))],
     )
 
 
-def _stage(measured: MeasuredChain, found: Partition, number: int) -> dict[str, float]:
+def _stage_row(measured: BlockProfile, found: PipelinePartition, number: int) -> dict[str, float]:
     stage = found.stages[number]
     blocks = measured.blocks[stage.first : stage.last]
     return {
@@ -93,7 +96,7 @@ def _stage(measured: MeasuredChain, found: Partition, number: int) -> dict[str, 
     }
 
 
-def lines_of(measured: MeasuredChain, plans: Sequence[Plan]) -> list[str]:
+def render_plans(measured: BlockProfile, plans: Sequence[PartitionPlan]) -> list[str]:
     """What a person reads."""
     request = measured.request
     alone = sum(one.forward_s + one.backward_s for one in measured.blocks)
@@ -103,11 +106,11 @@ def lines_of(measured: MeasuredChain, plans: Sequence[Plan]) -> list[str]:
     ]
     for plan in plans:
         lines += ["", "stages may be replicated" if plan.replicated else "one worker per stage"]
-        lines += [f"  {plan.error}"] if plan.error else _plan_lines(plan)
+        lines += [f"  {plan.error}"] if plan.error else _render_plan(plan)
     return lines
 
 
-def _plan_lines(plan: Plan) -> list[str]:
+def _render_plan(plan: PartitionPlan) -> list[str]:
     lines = [f"  {format_seconds(plan.step_s)} per micro-batch, {plan.speed_up:.2f} times one worker"]
     lines.append("  stage  blocks   replicas  in flight  compute  weights   hands on   held by each")
     for number, stage in enumerate(plan.stages):
@@ -117,10 +120,10 @@ def _plan_lines(plan: Plan) -> list[str]:
             f"{format_seconds(stage['compute_s']):<8} {format_bytes(stage['parameter_bytes']):<9} "
             f"{format_bytes(stage['output_bytes']):<10} {format_bytes(stage['held_bytes'])}"
         )
-    return [*lines, f"  {_options(plan)}"]
+    return [*lines, f"  {_sweep_options(plan)}"]
 
 
-def _options(plan: Plan) -> str:
+def _sweep_options(plan: PartitionPlan) -> str:
     """As a sweep has it."""
     widths = {stage["replicas"] for stage in plan.stages}
     if len(plan.stages) == 1:
@@ -136,14 +139,14 @@ def _options(plan: Plan) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, plan, print; returns the exit code."""
-    given = _parser().parse_args(arguments)
+    given = _argument_parser().parse_args(arguments)
     torch.set_num_threads(1)
     try:
         if given.micro_batch_size < 1 or given.optimizer_states < 0:
             raise ConfigError("--micro-batch-size is 1 or more, --optimizer-states 0 or more")
         levels = parse_levels(given.workers)
-        memory_bytes = _quantity(given.memory, "size", "--memory") if given.memory else inf
-        request = ChainRequest(
+        memory_bytes = _parse_positive(given.memory, "size", "--memory") if given.memory else inf
+        request = BlockProfileRequest(
             model=given.model,
             dataset=given.dataset,
             micro_batch_size=given.micro_batch_size,
@@ -153,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
             precision=given.precision,
             device=given.device,
         )
-        measured = measured_chain(request, given.refresh)
+        measured = profile_blocks(request, given.refresh)
     except msgspec.MsgspecError as error:
         print(f"hpcbench: --model-options {given.model_options!r}: no JSON: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -161,14 +164,15 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"hpcbench: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     plans = [
-        plan_of(measured, levels, memory_bytes, given.optimizer_states, replicated) for replicated in (True, False)
+        make_partition_plan(measured, levels, memory_bytes, given.optimizer_states, replicated)
+        for replicated in (True, False)
     ]
-    text = msgspec.json.encode({"plans": plans}).decode() if given.json else "\n".join(lines_of(measured, plans))
+    text = msgspec.json.encode({"plans": plans}).decode() if given.json else "\n".join(render_plans(measured, plans))
     print(text)  # noqa: T201
     return 2 if all(plan.error for plan in plans) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _argument_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hpcbench.worker.partition",
         description=__doc__,

@@ -1,35 +1,217 @@
-"""From what the ranks measured to the run's result. No torch: ``end`` uses it where the ranks have died."""
+"""The result of a run, computed from the files of its ranks. This module does not import torch: ``end`` uses it too."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.config.task import Task, TaskHeader
-from hpcbench.parallel.datasets import DATASETS
-from hpcbench.parallel.shard import dropped_samples
-from hpcbench.parallel.traffic import total_bytes
-from hpcbench.results.schema import OK, Failure, Metrics, RankResult, RankTraffic, RunResult
-from hpcbench.results.steady import warmup_found, warmup_warning
-from hpcbench.worker.guards import guard_warnings
-from hpcbench.worker.metrics import Measured, metrics_of
-from hpcbench.worker.timelines import timeline_of
-from hpcbench.worker.verdict import listed
+from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader
+from hpcbench.parallel.mesh import RankMesh, dropped_samples
+from hpcbench.parallel.pipeline.schedule_simulator import ActionSpan
+from hpcbench.parallel.pipeline.schedules import Action
+from hpcbench.parallel.pipeline.steady_state import measured_bubble_fraction, planned_timeline
+from hpcbench.parallel.strategies.pipeline import STRATEGIES, pipeline_layout
+from hpcbench.parallel.traffic import total_payload_bytes
+from hpcbench.parallel.workloads import DATASETS
+from hpcbench.results.schema import (
+    STATUS_OK,
+    EvaluationPoint,
+    FailureRecord,
+    LossSummary,
+    PipelineTimeline,
+    RankResult,
+    RankTimeline,
+    RankTraffic,
+    RunMetrics,
+    RunResult,
+    StepPhases,
+    TimelineSpan,
+)
+from hpcbench.results.timing_statistics import (
+    count_outliers,
+    count_warmup_steps,
+    make_steadiness_warnings,
+    make_warmup_warning,
+    relative_drift,
+    step_time_statistics,
+)
+from hpcbench.worker.failure import join_numbers
+from hpcbench.worker.measure.interference import interference_warnings
 
-_FROM_PROVENANCE = ("threads", "gpu_model", "gpu_uuid")
+_Number = TypeVar("_Number", int, float)
 
 
-def summarise(
-    header: TaskHeader,
-    task: Task,
+class MetricsInput(NamedTuple):
+    """``slowest`` holds every timed step's time on its slowest rank; the first ``skipped`` were still warming up."""
+
+    spec: RunSpec
+    header: TaskFileHeader
+    ranks: Mapping[int, RankResult]
+    slowest: list[float]
+    skipped: int
+    samples: int
+    """Of one epoch."""
+
+    def rate(self) -> float | None:
+        """Samples per second over the steady steps; ``None`` where a rank left no file."""
+        steady = self.slowest[self.skipped :]
+        if len(self.ranks) < self.spec.ranks or sum(steady) <= 0:
+            return None
+        return sum(global_step_samples(self.ranks)[self.skipped : len(self.slowest)]) / sum(steady)
+
+
+def compute_metrics(measured: MetricsInput, warnings: list[str]) -> RunMetrics:
+    """All figures; what makes one of them doubtful is appended to ``warnings``."""
+    spec, header, ranks, slowest, skipped, samples = measured
+    steady, rate = slowest[skipped:], measured.rate()
+    times = step_time_statistics(steady)
+    warnings += make_steadiness_warnings(steady, times)
+    reached = _first_target_evaluation(spec, ranks)
+    flops_per_s, mfu = _flops_and_mfu(spec, header, ranks, rate)
+    whole = len(ranks) == spec.ranks
+    metrics = RunMetrics(
+        step_time_s=times,
+        samples_per_s=rate,
+        epoch_time_s=samples_per_epoch(spec, samples) / rate if rate else None,
+        flops_per_s=flops_per_s,
+        mfu=mfu,
+        peak_memory_bytes=_max_or_none(one.peak_memory_bytes for one in ranks.values()),
+        peak_reserved_bytes=_max_or_none(one.peak_reserved_bytes for one in ranks.values()),
+        time_to_first_step_s=_max_or_none(one.time_to_first_step_s for one in ranks.values()),
+        loss=_global_loss(ranks, warnings) if whole else None,
+        accuracy=next((one.accuracy for one in ranks.values() if one.accuracy is not None), None),
+        time_to_accuracy_s=reached.train_time_s if reached else None,
+        steps_to_accuracy=reached.step if reached else None,
+        outlier_steps=count_outliers(steady),
+        drift=relative_drift(steady),
+        **_total_energy(spec, ranks),
+    )
+    if spec.rehearse is not None:
+        for name in _ABSENT_WHEN_EMULATED:
+            setattr(metrics, name, None)
+    split = _slowest_phases(ranks)
+    for name in _PHASE_FIELDS if split else ():
+        setattr(metrics, name, getattr(split, name))
+    return metrics
+
+
+_ABSENT_WHEN_EMULATED = (
+    "loss", "accuracy", "flops_per_s", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "energy_j", "energy_source",
+)  # fmt: skip
+"""What a run that computed nothing has not measured."""
+
+
+def _max_or_none(values: Iterable[_Number | None]) -> _Number | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+_PHASE_FIELDS = tuple(name for name in StepPhases.__struct_fields__ if name != "step_s")
+
+
+def _slowest_phases(ranks: Mapping[int, RankResult]) -> StepPhases | None:
+    """The parts of a step on the slowest rank: of those that were profiled the one that computes longest."""
+    profiled = [one.phases for one in ranks.values() if one.phases is not None]
+    return max(profiled, key=lambda one: (one.compute_s or 0.0, one.step_s), default=None)
+
+
+def _first_target_evaluation(spec: RunSpec, ranks: Mapping[int, RankResult]) -> EvaluationPoint | None:
+    """The first evaluation at the target."""
+    target = spec.target_accuracy
+    if target is None:
+        return None
+    made = (evaluation for rank in sorted(ranks) for evaluation in ranks[rank].evaluations)
+    return next((evaluation for evaluation in made if evaluation.accuracy >= target), None)
+
+
+def _flops_and_mfu(
+    spec: RunSpec, header: TaskFileHeader, ranks: Mapping[int, RankResult], rate: float | None
+) -> tuple[float | None, float | None]:
+    """FLOP/s of all devices, and their share of the devices' peak in the run's precision where the profile knows it."""
+    per_sample = next((one.flops_per_sample for one in ranks.values() if one.flops_per_sample is not None), None)
+    if rate is None or per_sample is None:
+        return None, None
+    peak = header.peak_flops_per_s.get(spec.precision)
+    return per_sample * rate, per_sample * rate / (spec.devices * peak) if peak else None
+
+
+def _total_energy(spec: RunSpec, ranks: Mapping[int, RankResult]) -> dict[str, Any]:
+    """The sum over all devices: of every rank, or of every node where a counter is the node's."""
+    found = {rank: one for rank, one in ranks.items() if one.energy_j is not None}
+    of_nodes = [rank for rank, one in ranks.items() if one.local_rank == 0]
+    if len(ranks) < spec.ranks or not found or sorted(found) not in (sorted(ranks), sorted(of_nodes)):
+        return {}
+    sources = dict.fromkeys(one.energy_source for one in found.values() if one.energy_source)
+    total_j = math.fsum(one.energy_j for one in found.values() if one.energy_j is not None)
+    return {"energy_j": total_j, "energy_source": "; ".join(sources)}
+
+
+def global_step_samples(ranks: Mapping[int, RankResult]) -> list[int]:
+    """Samples of each timed step over all replicas; the ranks of one replica share theirs and count once."""
+    replicas = {one.replica: one.step_samples for one in ranks.values()}
+    return [sum(counts) for counts in zip(*replicas.values(), strict=False)]
+
+
+def _global_loss(ranks: Mapping[int, RankResult], warnings: list[str]) -> LossSummary | None:
+    """Parts of the ranks add up. A sum with a part that is not finite is absent, and a warning says since when."""
+    totals = [
+        None if any(part is None for part in parts) else math.fsum(part for part in parts if part is not None)
+        for parts in zip(*(one.losses for one in ranks.values()), strict=False)
+    ]
+    if not totals:
+        return None
+    if None in totals:
+        warnings.append(f"the loss diverged: it is not finite from step {totals.index(None)} on (0 is the first)")
+    return LossSummary(first=totals[0], last=totals[-1])
+
+
+def samples_per_epoch(spec: RunSpec, samples: int | None = None) -> int:
+    """Samples that the steps of one epoch take; ``samples`` where files held another number than the set has."""
+    samples = samples or DATASETS[spec.dataset].samples
+    return samples - dropped_samples(samples, spec.global_batch_size, spec.dp_degree, spec.drop_last)
+
+
+def pipeline_timeline(spec: RunSpec, ranks: Mapping[int, RankResult]) -> PipelineTimeline | None:
+    """The first replica's ranks; ``None`` where the run is no pipeline of one step, or a rank recorded nothing."""
+    group = RankMesh.of(spec).group(0, "pp")
+    if spec.strategy not in STRATEGIES or not all(rank in ranks and ranks[rank].timeline for rank in group):
+        return None
+    measured = {place: [_to_span(one) for one in ranks[rank].timeline] for place, rank in enumerate(group)}
+    walked = planned_timeline(spec.strategy, pipeline_layout(spec), spec.micro_batches, measured)
+    begin = min(spans[0].begin for spans in measured.values())
+    return PipelineTimeline(
+        bubble_fraction=measured_bubble_fraction(list(measured.values())),
+        planned_bubble_fraction=walked.bubble_fraction,
+        measured_s=max(spans[-1].end for spans in measured.values()) - begin,
+        planned_s=walked.end,
+        ranks=[
+            RankTimeline(
+                rank=rank,
+                planned=[TimelineSpan(*span.action, span.begin, span.end) for span in walked.ranks[place]],
+                measured=[TimelineSpan(*one.action, one.begin - begin, one.end - begin) for one in measured[place]],
+            )
+            for place, rank in enumerate(group)
+        ],
+    )
+
+
+def _to_span(one: TimelineSpan) -> ActionSpan:
+    return ActionSpan(Action(one.kind, one.chunk, one.micro_batch), one.begin_s, one.end_s)
+
+
+_RANK_PROVENANCE_KEYS = ("threads", "gpu_model", "gpu_uuid")
+
+
+def summarize_run(
+    header: TaskFileHeader,
+    task: RunTask,
     attempt: int,
     ranks: Mapping[int, RankResult],
     status: str,
-    error: Failure | None = None,
+    error: FailureRecord | None = None,
 ) -> RunResult:
     """The result of a run from its ranks' files; ranks that left none are named in ``ranks``."""
     spec = task.spec
@@ -38,17 +220,17 @@ def summarise(
     if header.environment_key is not None:
         provenance["environment_key"] = header.environment_key
     notes: list[str] = []
-    found = warmup_found(slowest)
-    samples = _found_samples(provenance) or DATASETS[spec.dataset].samples
-    measured = Measured(spec, header, ranks, slowest, found or 0, samples)
-    metrics = metrics_of(measured, notes) if ranks else Metrics()
+    found = count_warmup_steps(slowest)
+    samples = _counted_epoch_samples(provenance) or DATASETS[spec.dataset].samples
+    measured = MetricsInput(spec, header, ranks, slowest, found or 0, samples)
+    metrics = compute_metrics(measured, notes) if ranks else RunMetrics()
     metrics.warmup_found_steps = found
-    timeline = timeline_of(spec, ranks)
+    timeline = pipeline_timeline(spec, ranks)
     metrics.bubble_fraction = timeline.bubble_fraction if timeline is not None else None
     if found:
-        notes.append(warmup_warning(found, len(slowest), spec.warmup_steps))
+        notes.append(make_warmup_warning(found, len(slowest), spec.warmup_steps))
     if slowest and len(ranks) < spec.ranks:
-        notes.append(f"step times are those of the ranks that left a file ({listed(sorted(ranks))}), not of all")
+        notes.append(f"step times are those of the ranks that left a file ({join_numbers(sorted(ranks))}), not of all")
     return RunResult(
         run_id=task.run_id,
         config_id=task.config_id,
@@ -61,11 +243,11 @@ def summarise(
         predicted=next((one.predicted for one in ranks.values() if one.predicted is not None), None),
         ranks=[_rank_entry(rank, ranks.get(rank), measured.skipped) for rank in range(spec.ranks)],
         step_times_s=slowest,
-        traffic=_most_traffic(ranks),
+        traffic=_max_rank_traffic(ranks),
         warnings=[
             *notes,
             *_batch_warnings(spec, len(slowest), samples),
-            *guard_warnings(spec, ranks),
+            *interference_warnings(spec, ranks),
             *_rank_warnings(ranks),
         ],
         probe=next((one.probe for one in ranks.values() if one.probe is not None), None),
@@ -73,7 +255,7 @@ def summarise(
         verification=next((one.verification for one in ranks.values() if one.verification is not None), None),
         provenance=provenance,
         environment_digest=provenance.pop("environment_digest", None),
-        error=None if status == OK else error,
+        error=None if status == STATUS_OK else error,
     )
 
 
@@ -82,7 +264,7 @@ def slowest_rank_times_s(ranks: Mapping[int, RankResult]) -> list[float]:
     return [max(times) for times in zip(*(result.step_times_s for result in ranks.values()), strict=False)]
 
 
-def _found_samples(provenance: Mapping[str, Any]) -> int | None:
+def _counted_epoch_samples(provenance: Mapping[str, Any]) -> int | None:
     """What the feed counted, where the run came as far as that."""
     data = provenance.get("data")
     found = data.get("epoch_samples") if isinstance(data, dict) else None
@@ -110,7 +292,7 @@ def _rank_warnings(ranks: Mapping[int, RankResult]) -> list[str]:
     for rank in sorted(ranks):
         for text in ranks[rank].warnings:
             by_text.setdefault(text, []).append(rank)
-    return [text if len(who) == len(ranks) else f"{text} (ranks {listed(who)})" for text, who in by_text.items()]
+    return [text if len(who) == len(ranks) else f"{text} (ranks {join_numbers(who)})" for text, who in by_text.items()]
 
 
 def _run_provenance(ranks: Mapping[int, RankResult]) -> dict[str, Any]:
@@ -121,9 +303,9 @@ def _run_provenance(ranks: Mapping[int, RankResult]) -> dict[str, Any]:
     return {**fullest, "hosts": hosts} if ranks else {}
 
 
-def _most_traffic(ranks: Mapping[int, RankResult]) -> RankTraffic | None:
+def _max_rank_traffic(ranks: Mapping[int, RankResult]) -> RankTraffic | None:
     """That of the rank that passes most bytes, the first of equal ones."""
-    passed = {rank: total_bytes(ranks[rank].traffic) for rank in sorted(ranks) if ranks[rank].traffic}
+    passed = {rank: total_payload_bytes(ranks[rank].traffic) for rank in sorted(ranks) if ranks[rank].traffic}
     if not passed:
         return None
     rank = max(passed, key=passed.__getitem__)
@@ -151,6 +333,6 @@ def _rank_entry(rank: int, result: RankResult | None, skipped: int) -> dict[str,
         "phases": msgspec.to_builtins(result.phases) if result.phases else None,
         "state": result.state,
         "error": result.error.message if result.error else None,
-        **{key: result.provenance.get(key) for key in _FROM_PROVENANCE},
+        **{key: result.provenance.get(key) for key in _RANK_PROVENANCE_KEYS},
     }
     return {key: value for key, value in entry.items() if value is not None}

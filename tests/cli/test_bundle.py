@@ -16,12 +16,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.spec import RunSpec, config_id, run_id
-from hpcbench.config.task import Task, TaskHeader, write_lines
+from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file, run_id
 from hpcbench.results.attempts import begin_attempt
-from hpcbench.results.schema import Failure, Metrics, RankResult, RunResult
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.journal import Chunk, Writer
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import FailureRecord, RankResult, RunMetrics, RunResult
+from hpcbench.submit.journal import JobBatch, JournalWriter
 
 QUICK = """name = "quick"
 [fixed]
@@ -113,7 +112,7 @@ def planted(tmp_path: Path) -> ClusterTree:
     )  # fmt: skip
     rank = RankResult(
         rank=0, local_rank=0, node_rank=0, host="gpunode17.hpc.example.org", pid=1, device="cpu", warnings=[everything],
-        error=Failure(type="T", message=everything, traceback_tail=everything),
+        error=FailureRecord(type="T", message=everything, traceback_tail=everything),
         provenance={"job": {"account": "prj4711", "nodelist": "gpunode[17-18]"}, everything: everything},
     )  # fmt: skip
     attempt.write_rank(rank)
@@ -128,7 +127,7 @@ def planted(tmp_path: Path) -> ClusterTree:
         "cluster": "c",
     }
     tree.write_result(RunResult(
-        **result, status="failed", spec=SPEC, metrics=Metrics(), error=Failure(type="T", message=everything),
+        **result, status="failed", spec=SPEC, metrics=RunMetrics(), error=FailureRecord(type="T", message=everything),
         ranks=[{"rank": number, "host": f"gpunode1{number}"} for number in (7, 8)], warnings=[everything],
         provenance=rank.provenance,
     ))  # fmt: skip
@@ -136,18 +135,18 @@ def planted(tmp_path: Path) -> ClusterTree:
     submission.mkdir(parents=True)
     script = f"#!/bin/bash\n#SBATCH --account=prj4711\n#SBATCH --nodelist=gpunode[17-18]\n# {everything}\n"
     (submission / "0.sh").write_text(script)
-    header = TaskHeader(cluster="c", device="cpu", tree=str(tree.root), submission="carol-0001", host_suffix=everything,
+    header = TaskFileHeader(cluster="c", device="cpu", tree=str(tree.root), submission="carol-0001", host_suffix=everything,
                         model_folder=f"/proj/prj4711/{everything}")  # fmt: skip
-    task = Task(run_id=ID, config_id=config_id(SPEC), sweep="carol", spec=SPEC, time_limit_s=1)
-    (submission / "0.jsonl").write_bytes(write_lines(header, [task]) + everything.encode())
+    task = RunTask(run_id=ID, config_id=config_id(SPEC), sweep="carol", spec=SPEC, time_limit_s=1)
+    (submission / "0.jsonl").write_bytes(encode_task_file(header, [task]) + everything.encode())
     (submission / "0.4711.4294967294.log").write_text(everything)
     array = {"number": 0, "run_ids": [ID], "ranks": 1, "nodes": 1, "cores_per_run": 1, "job_limit_s": 1}
     record = {
         "submission": "carol-0001", "token": "t", "sweep": "carol", "cluster": "c", "scheduler": "slurm",
         "created_unix_s": 1, "arrays": [array], everything: everything,
     }  # fmt: skip
-    writer = Writer(submission)
-    writer.note(Chunk(array=0, first=0, count=1, name="hpcbench-carol-0001-t-0.0-0", job_id="4711"))
+    writer = JournalWriter(submission)
+    writer.note(JobBatch(array=0, first=0, count=1, name="hpcbench-carol-0001-t-0.0-0", job_id="4711"))
     writer.wait(everything)
     (submission / "stop.jsonl").write_bytes(msgspec.json.encode({everything: everything}) + b"\n")
     (submission / "dropped.json").write_bytes(msgspec.json.encode([everything]))

@@ -12,22 +12,19 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hpcbench.cli.main import cli
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError
-from hpcbench.oracle.calibration.choose import machine_for
-from hpcbench.oracle.calibration.store import Residual
-from hpcbench.oracle.calibration.sweep import sweep_text
-from hpcbench.oracle.clock import Clock
-from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.oracle.predict import predict
-from hpcbench.parallel.catalog import resolve_cost
-from hpcbench.report.calibration import shown
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.calibrate import calibration_number
-from hpcbench.submit.plan import local_cores
+from hpcbench.forecast.oracle_requests import count_calibrations
+from hpcbench.oracle.calibration.calibration_runs import calibration_sweep_toml
+from hpcbench.oracle.calibration.calibration_store import FitResidual, machine_for
+from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.machine import Machine, nominal_machine
+from hpcbench.oracle.prediction import predict
+from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.report.prediction_view import worst_residuals
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.submit.plan import available_cores
 from tests.oracle.test_calibration_fits import everything, run_of, table_of
 
 
@@ -44,7 +41,9 @@ def calibrate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def test_the_sweep_can_be_had_without_running_it(calibrate: Callable[..., Result], tmp_path: Path) -> None:
     done = calibrate("local", "--out", "x.toml", "--budget", "3")
     assert done.exit_code == 0, done.output
-    assert (tmp_path / "x.toml").read_text() == sweep_text(load_cluster("local")[0], None, local_cores(), 0, 3.0)
+    assert (tmp_path / "x.toml").read_text() == calibration_sweep_toml(
+        load_cluster("local")[0], None, available_cores(), 0, 3.0
+    )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.toml"]
 
 
@@ -80,7 +79,7 @@ def written(tmp_path: Path) -> ClusterTree:
 def test_a_fit_of_given_runs_is_kept_and_taken(calibrate: Callable[..., Result], tmp_path: Path) -> None:
     tree = written(tmp_path)
     profile, _ = load_cluster("slurmbox")
-    assert calibration_number(tree, profile, None) == 0
+    assert count_calibrations(tree, profile, None) == 0
     done = calibrate("slurmbox", "--from", "results", "--out", "c.json", "--json")
     assert done.exit_code == 0, done.output
     document: dict[str, Any] = json.loads(done.stdout)
@@ -92,7 +91,7 @@ def test_a_fit_of_given_runs_is_kept_and_taken(calibrate: Callable[..., Result],
     assert machine.depth == "calibrated"
     assert machine.compute.factors["vit"] == pytest.approx(1.5, rel=0.1)
     # The next one has runs of its own.
-    assert calibration_number(tree, profile, None) == 1
+    assert count_calibrations(tree, profile, None) == 1
 
 
 def test_what_was_found_is_a_table(calibrate: Callable[..., Result], tmp_path: Path) -> None:
@@ -118,7 +117,7 @@ def whole_runs(tmp_path: Path) -> tuple[ClusterProfile, Machine, ClusterTree]:
     for nodes in (1, 2, 4):
         strategy = "ddp" if nodes > 1 else "single"
         run = run_of(strategy, 1.0, "resnet18", nodes=nodes, dp_degree=nodes)
-        step = resolve_cost(strategy).step(run.spec, run.table, Clock(nominal, run.spec))
+        step = load_cost_class(strategy).step(run.spec, run.table, CostModel(nominal, run.spec))
         run = run_of(strategy, step.step_time_s + 0.5 * step.compute_s, "resnet18", nodes=nodes, dp_degree=nodes)
         tree.write_result(run.result)
     return profile, nominal, tree
@@ -153,10 +152,11 @@ def test_where_chooses_the_runs_that_are_fitted(calibrate: Callable[..., Result]
 
 def test_runs_of_the_same_words_are_one_line_with_the_worst_of_them() -> None:
     runs = [
-        Residual(part="runs", what=what, points=1, error=error) for what, error in (("a", 0.1), ("a", 0.3), ("b", 0.2))
+        FitResidual(part="runs", what=what, points=1, error=error)
+        for what, error in (("a", 0.1), ("a", 0.3), ("b", 0.2))
     ]
-    bands = [Residual(part="collectives", what=f"send, {band}", points=5, error=0.1) for band in ("small", "large")]
-    lines = [(one.what, one.points, one.error) for one in shown([*runs, *bands])]
+    bands = [FitResidual(part="collectives", what=f"send, {band}", points=5, error=0.1) for band in ("small", "large")]
+    lines = [(one.what, one.points, one.error) for one in worst_residuals([*runs, *bands])]
     assert lines == [("a", 2, 0.3), ("b", 1, 0.2), ("send, small", 5, 0.1)]
 
 

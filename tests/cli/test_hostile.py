@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.spec import RunSpec, as_dict, config_id, run_id
+from hpcbench.config.run_spec import RunSpec, config_id, run_id, spec_document
 from hpcbench.results.attempts import begin_attempt
-from hpcbench.results.store import ClusterTree
+from hpcbench.results.results_tree import ClusterTree
 
 ROOT = Path(__file__).resolve().parents[2]
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202edlrow\u2066 $(touch X) `touch X` {{ 7*7 }} [red]"
@@ -53,7 +53,7 @@ def write(tree: ClusterTree, data: bytes | dict[str, Any]) -> None:
 
 def document(**changes: Any) -> dict[str, Any]:
     base = {"run_id": ID, "config_id": config_id(SPEC), "attempt": 1, "sweep": "s", "cluster": "local", "status": "ok"}
-    return {**base, "spec": as_dict(SPEC), "metrics": {"samples_per_s": 1.5}, **changes}
+    return {**base, "spec": spec_document(SPEC), "metrics": {"samples_per_s": 1.5}, **changes}
 
 
 SPREAD = dict.fromkeys(("median", "mean", "std", "p10", "p90", "min", "max", "ci95_low", "ci95_high"), 1e308)
@@ -70,7 +70,7 @@ BROKEN: dict[str, Any] = {
     "unknown status": document(status=EVIL),
     "a float without end": json.dumps(document()).replace("1.5", "1e999").encode(),
     "an integer without end": document(metrics={"peak_memory_bytes": 10**400}),
-    "nodes without end": document(spec={**as_dict(SPEC), "nodes": 10**400}),
+    "nodes without end": document(spec={**spec_document(SPEC), "nodes": 10**400}),
     "64 MiB": b" " * (64 * 2**20 + 1),
 }
 
@@ -94,7 +94,7 @@ STRANGE: dict[str, dict[str, Any]] = {
     "codes everywhere": document(
         status="failed", sweep=EVIL, cluster=EVIL, config_id=EVIL, environment_digest=EVIL, warnings=[EVIL],
         error={"type": EVIL, "message": EVIL, "hint": EVIL, "traceback_tail": EVIL}, provenance={EVIL: EVIL},
-        ranks=[{EVIL: EVIL}], spec={**as_dict(SPEC), "model": EVIL, "strategy": EVIL, "env": {"A": EVIL}},
+        ranks=[{EVIL: EVIL}], spec={**spec_document(SPEC), "model": EVIL, "strategy": EVIL, "env": {"A": EVIL}},
     ),
     "huge numbers": document(metrics={
         "step_time_s": SPREAD, "samples_per_s": 1e308, "peak_memory_bytes": 2**63 - 1,

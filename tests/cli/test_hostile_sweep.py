@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.results.store import ClusterTree
+from hpcbench.results.results_tree import ClusterTree
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2066-\u2069]")
 VALUES = {

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.parallel.layers import Layer, read_table
+from hpcbench.parallel.layer_table import LayerRow, read_shipped_table
 from tests.cli.test_cli import hpcbench
 
 
@@ -38,13 +38,13 @@ def test_json_holds_the_sums_and_every_layer() -> None:
     done = hpcbench("models", "--model", "resnet18", "--dataset", "imagenet", "--json")
     assert done.returncode == 0, done.stderr
     (entry,) = json.loads(done.stdout)["models"]
-    table = read_table("resnet18", "imagenet")
+    table = read_shipped_table("resnet18", "imagenet")
     assert table is not None
     assert {"model", "dataset", "parameters", "forward_flops", "backward_flops", "activation_bytes"} <= entry.keys()
     assert entry["parameters"] == 11_689_512
     assert entry["forward_flops"] == sum(layer["forward_flops"] for layer in entry["layers"])
     assert [layer["name"] for layer in entry["layers"]] == [layer.name for layer in table.layers]
-    assert set(entry["layers"][0]) == set(Layer.__struct_fields__)
+    assert set(entry["layers"][0]) == set(LayerRow.__struct_fields__)
 
 
 @pytest.mark.parametrize(

@@ -13,17 +13,17 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hpcbench.cli.main import cli
-from hpcbench.config.load import load_sweep
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec, config_id, run_id
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
+from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
-from hpcbench.oracle.calibration.store import Calibration, write_calibration
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.oracle.predict import Prediction
-from hpcbench.parallel.check import check_names
-from hpcbench.results.schema import Metrics, RunResult, Spread, result_json
-from hpcbench.results.store import ResultsTree
-from hpcbench.submit.forecast import Forecast
+from hpcbench.forecast.forecast import Forecast
+from hpcbench.oracle.calibration.calibration_store import Calibration, write_calibration
+from hpcbench.oracle.machine import nominal_machine
+from hpcbench.oracle.prediction import Prediction
+from hpcbench.parallel.check_names import check_names
+from hpcbench.results.results_tree import ResultsTree
+from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics, result_document
 
 SWEEP = """name = "tiny"
 [fixed]
@@ -214,17 +214,17 @@ def planted(tree: Path, strategy: str, factor: float, launches: int = 3, status:
         found = Forecast(profile).of(spec)
         assert isinstance(found, Prediction)
         time_s = found.step_time_s * factor * (0.99, 1.0, 1.01)[repeat]
-        spread = Spread(**{**dict.fromkeys(Spread.__struct_fields__, time_s), "std": 0.0})
-        metrics = Metrics(
+        spread = StepTimeStatistics(**{**dict.fromkeys(StepTimeStatistics.__struct_fields__, time_s), "std": 0.0})
+        metrics = RunMetrics(
             step_time_s=spread, compute_s=found.compute_s, peak_memory_bytes=2 * found.peak_memory_bytes
         )  # fmt: skip
         made = RunResult(
             run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep="tiny", cluster="slurmbox", status=status,
-            spec=spec, metrics=metrics if status == "ok" else Metrics(), environment_digest="e",
+            spec=spec, metrics=metrics if status == "ok" else RunMetrics(), environment_digest="e",
         )  # fmt: skip
         folder = tree / "slurmbox" / "runs" / made.run_id[:2] / made.run_id
         folder.mkdir(parents=True)
-        (folder / "result.json").write_bytes(msgspec.json.encode(result_json(made)))
+        (folder / "result.json").write_bytes(msgspec.json.encode(result_document(made)))
 
 
 def test_validation_of_planted_results(tmp_path: Path) -> None:

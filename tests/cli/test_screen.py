@@ -8,8 +8,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from hpcbench.cli.watch import Screen
-from hpcbench.submit.watch import ArrayLook, Shape, Snapshot
+from hpcbench.cli.status_commands import LiveScreen
+from hpcbench.submit.watcher import ArrayShape, ArraySnapshot, SweepSnapshot
 
 
 class Terminal(io.StringIO):
@@ -27,17 +27,17 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     file = Terminal()
     console = Console(file=file, force_terminal=True, width=80, color_system=None)
-    monkeypatch.setattr("hpcbench.cli.watch.console", lambda stderr: console)
+    monkeypatch.setattr("hpcbench.cli.status_commands.make_console", lambda stderr: console)
     return file
 
 
-def look(running: int, now_unix_s: float = 1e9) -> Snapshot:
-    array = ArrayLook(name="s-0001/0", shape=Shape(1, 1), counts={"running": running, "pending": 9 - running})
-    return Snapshot(sweep="s", cluster="c", now_unix_s=now_unix_s, arrays=(array,))
+def look(running: int, now_unix_s: float = 1e9) -> SweepSnapshot:
+    array = ArraySnapshot(name="s-0001/0", shape=ArrayShape(1, 1), counts={"running": running, "pending": 9 - running})
+    return SweepSnapshot(sweep="s", cluster="c", now_unix_s=now_unix_s, arrays=(array,))
 
 
 def test_a_look_that_shows_nothing_new_draws_nothing(terminal: Terminal) -> None:
-    with Screen(sys.stderr) as screen:
+    with LiveScreen(sys.stderr) as screen:
         screen.show([look(1)])
         drawn = len(terminal.getvalue())
         screen.show([look(1, now_unix_s=1e9 + 10)])
@@ -47,7 +47,7 @@ def test_a_look_that_shows_nothing_new_draws_nothing(terminal: Terminal) -> None
 
 
 def test_a_terminal_that_is_gone_stops_nothing(terminal: Terminal) -> None:
-    with Screen(sys.stderr) as screen:
+    with LiveScreen(sys.stderr) as screen:
         screen.show([look(1)])
         terminal.gone = True
         screen.show([look(2)])

@@ -5,19 +5,19 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.expand import Excluded, count_points, expand
-from hpcbench.config.load import Sweep
+from hpcbench.config.sweep_expansion import ExcludedPoint, count_points, expand_sweep
+from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import HpcbenchError
 
 Write = Callable[[str], Sweep]
 
 
 def kept(sweep: Sweep) -> list[dict[str, Any]]:
-    return [point for point in expand(sweep) if not isinstance(point, Excluded)]
+    return [point for point in expand_sweep(sweep) if not isinstance(point, ExcludedPoint)]
 
 
 def rules(sweep: Sweep) -> list[str]:
-    return [point.rule.rpartition(" (")[0] for point in expand(sweep) if isinstance(point, Excluded)]
+    return [point.rule.rpartition(" (")[0] for point in expand_sweep(sweep) if isinstance(point, ExcludedPoint)]
 
 
 def test_last_axis_moves_fastest_and_repeats_fastest_of_all(write_sweep: Write) -> None:
@@ -39,7 +39,7 @@ def test_nested_axes_join_fixed_options(write_sweep: Write) -> None:
 
 
 def test_a_sweep_without_axes_is_one_point(write_sweep: Write) -> None:
-    assert list(expand(write_sweep('name = "s"\n[fixed]\nnodes = 2'))) == [{"nodes": 2, "repeat": 0}]
+    assert list(expand_sweep(write_sweep('name = "s"\n[fixed]\nnodes = 2'))) == [{"nodes": 2, "repeat": 0}]
 
 
 def test_zips_move_together_and_are_one_axis_each(write_sweep: Write) -> None:
@@ -168,4 +168,4 @@ def test_mistakes(write_sweep: Write, text: str, message: str) -> None:
 )
 def test_mistakes_that_only_values_show(write_sweep: Write, text: str, message: str) -> None:
     with pytest.raises(HpcbenchError, match=message):
-        list(expand(write_sweep(f'name = "s"\n{text}\n')))
+        list(expand_sweep(write_sweep(f'name = "s"\n{text}\n')))

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcbench.config.expand import Excluded, count_points, expand
-from hpcbench.config.load import Sweep, load_sweep
-from hpcbench.config.spec import RunSpec, run_id
-from hpcbench.parallel.resolve import Limits, resolve
+from hpcbench.config.run_spec import RunSpec, run_id
+from hpcbench.config.sweep_expansion import ExcludedPoint, count_points, expand_sweep
+from hpcbench.config.sweep_loader import Sweep, load_sweep
+from hpcbench.parallel.resolve import PartitionLimits, resolve_point
 
 VALUES: dict[str, list[Any]] = {
     "nodes": [1, 2, 3, 4, 8],
@@ -107,19 +107,21 @@ def test_as_many_points_as_counted(folder: Any, data: dict[str, Any]) -> None:
     has_product = data["grid"] or data["zip"] or not data["includes"]
     product = math.prod(len(values) for values in data["grid"].values()) * (2 if data["zip"] else 1) * bool(has_product)
     expected = (product + len(data["includes"])) * data["repeats"]
-    assert count_points(sweep) == len(list(expand(sweep))) == expected
+    assert count_points(sweep) == len(list(expand_sweep(sweep))) == expected
 
 
 @given(sweeps())
 def test_a_point_is_left_out_exactly_where_a_rule_matches_it(folder: Any, data: dict[str, Any]) -> None:
-    for point in expand(loaded(data, folder)):
-        inner = point.point if isinstance(point, Excluded) else point
-        assert any(matches(inner, *rule) for rule in data["excludes"]) == isinstance(point, Excluded)
+    for point in expand_sweep(loaded(data, folder)):
+        inner = point.point if isinstance(point, ExcludedPoint) else point
+        assert any(matches(inner, *rule) for rule in data["excludes"]) == isinstance(point, ExcludedPoint)
 
 
 @given(sweeps())
 def test_points_come_in_the_order_of_the_axes(folder: Any, data: dict[str, Any]) -> None:
-    points = [point.point if isinstance(point, Excluded) else point for point in expand(loaded(data, folder))]
+    points = [
+        point.point if isinstance(point, ExcludedPoint) else point for point in expand_sweep(loaded(data, folder))
+    ]
     product = points[: len(points) - len(data["includes"]) * data["repeats"]]
     names = list(data["grid"])
     places = [
@@ -134,7 +136,11 @@ def test_points_come_in_the_order_of_the_axes(folder: Any, data: dict[str, Any])
 
 
 def run_ids(sweep: Sweep) -> set[str]:
-    resolved = (resolve(point, Limits("test")) for point in expand(sweep) if not isinstance(point, Excluded))
+    resolved = (
+        resolve_point(point, PartitionLimits("test"))
+        for point in expand_sweep(sweep)
+        if not isinstance(point, ExcludedPoint)
+    )
     return {run_id(spec) for spec in resolved if isinstance(spec, RunSpec)}
 
 

@@ -11,18 +11,26 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hpcbench.config.expand import expand
-from hpcbench.config.load import load_sweep
-from hpcbench.config.spec import RunSpec, as_dict, config_id, run_id
-from hpcbench.config.task import Task, TaskHeader, read_task, write_lines
-from hpcbench.parallel.resolve import Limits, resolve
+from hpcbench.config.run_spec import (
+    RunSpec,
+    RunTask,
+    TaskFileHeader,
+    config_id,
+    encode_task_file,
+    read_task,
+    run_id,
+    spec_document,
+)
+from hpcbench.config.sweep_expansion import expand_sweep
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.parallel.resolve import PartitionLimits, resolve_point
+from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
-from hpcbench.results.store import ClusterTree
 
 TEXT = st.text(alphabet=st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=20)
 NAME = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,8}", fullmatch=True)
 SCALAR = st.one_of(st.booleans(), st.integers(-(2**53), 2**53), st.floats(allow_nan=False, allow_infinity=False), TEXT)
-FREE = Limits("test")
+FREE = PartitionLimits("test")
 
 PARAMETERS: dict[str, st.SearchStrategy[Any]] = {
     "batch_size": st.integers(1, 64),
@@ -50,7 +58,7 @@ _FIELDS = {one.name: one for one in msgspec.structs.fields(RunSpec)}
 
 
 def spec_of(point: dict[str, Any]) -> RunSpec:
-    spec = resolve({"model": "resnet18", "dataset": "imagenet", "strategy": "ddp", **point}, FREE)
+    spec = resolve_point({"model": "resnet18", "dataset": "imagenet", "strategy": "ddp", **point}, FREE)
     assert isinstance(spec, RunSpec), spec
     return spec
 
@@ -88,7 +96,7 @@ def test_any_other_change_is_another_run(point: dict[str, Any], drawn: st.DataOb
     name = drawn.draw(st.sampled_from(sorted(PARAMETERS)))
     value = drawn.draw(PARAMETERS[name])
     one, two = spec_of(point), spec_of({**point, name: value})
-    assume(as_dict(one) != as_dict(two))
+    assume(spec_document(one) != spec_document(two))
     assert run_id(one) != run_id(two)
 
 
@@ -120,15 +128,15 @@ def test_a_run_keeps_its_name_from_the_sweep_to_the_result(folder: Path, point: 
         for key, value in {"model": "resnet18", "dataset": "imagenet", "strategy": "ddp", **point}.items()
     ]
     path.write_text("\n".join([f"name = 's{name}'", "[fixed]", *lines]), encoding="utf-8", newline="")
-    (read,) = expand(load_sweep(path))
+    (read,) = expand_sweep(load_sweep(path))
     assert isinstance(read, dict)
-    spec = resolve(read, FREE)
+    spec = resolve_point(read, FREE)
     assert isinstance(spec, RunSpec)
     assert spec == spec_of(point)
 
-    task = Task(run_id=run_id(spec), config_id=config_id(spec), sweep=name, spec=spec, time_limit_s=1.0)
-    header = TaskHeader(cluster="c", device="cpu", tree="t", submission="s-0001")
-    (folder / "0.jsonl").write_bytes(write_lines(header, [task]))
+    task = RunTask(run_id=run_id(spec), config_id=config_id(spec), sweep=name, spec=spec, time_limit_s=1.0)
+    header = TaskFileHeader(cluster="c", device="cpu", tree="t", submission="s-0001")
+    (folder / "0.jsonl").write_bytes(encode_task_file(header, [task]))
     carried = read_task(folder / "0.jsonl", 0)[1]
     assert carried == task
 

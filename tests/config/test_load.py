@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.load import Sweep, load_cluster, load_cluster_file
-from hpcbench.config.tomlfile import line_index, line_of
+from hpcbench.config.cluster_profile import load_cluster, load_cluster_file
+from hpcbench.config.sweep_loader import Sweep
+from hpcbench.config.toml_tables import find_line, index_key_lines
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError
 
 Write = Callable[[str], Sweep]
@@ -96,7 +97,7 @@ y = 3
     ],
 )
 def test_line_of(path: tuple[str | int, ...], line: int | None) -> None:
-    assert line_of(line_index(TEXT), path) == line
+    assert find_line(index_key_lines(TEXT), path) == line
 
 
 def test_values_of_a_parameter_are_told_apart_by_type(write_sweep: Write) -> None:

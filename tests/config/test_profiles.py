@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.limits import longest_min
-from hpcbench.config.profiles import cluster_paths, load_cluster, load_cluster_file, merged
+from hpcbench.config.cluster_profile import (
+    ClusterProfile,
+    find_cluster_profiles,
+    load_cluster,
+    load_cluster_file,
+    merge_tables,
+)
+from hpcbench.config.run_spec import max_job_minutes
 from hpcbench.errors import HpcbenchError
 
 
@@ -63,7 +68,7 @@ def test_mistakes_in_what_is_extended_have_file_and_line(project: Path, files: d
 
 def test_profiles_one_folder_below_are_named_without_it(project: Path) -> None:
     (project / "historic" / "old.toml").write_text('name = "old"\n')
-    assert cluster_paths()["old"] == project / "historic" / "old.toml"
+    assert find_cluster_profiles()["old"] == project / "historic" / "old.toml"
     assert load_cluster("old")[0].name == "old"
 
 
@@ -82,7 +87,10 @@ def test_accounts_are_the_users_own(project: Path, tmp_path: Path) -> None:
 
 
 def test_merging_replaces_lists_and_values() -> None:
-    assert merged({"a": [1], "b": {"c": 1, "d": 2}}, {"a": [2], "b": {"c": 3}}) == {"a": [2], "b": {"c": 3, "d": 2}}
+    assert merge_tables({"a": [1], "b": {"c": 1, "d": 2}}, {"a": [2], "b": {"c": 3}}) == {
+        "a": [2],
+        "b": {"c": 3, "d": 2},
+    }
 
 
 STEPS = ((91, 120.0), (183, 360.0))
@@ -99,7 +107,7 @@ STEPS = ((91, 120.0), (183, 360.0))
 def test_the_longest_time_by_nodes(
     nodes: int, most: float | None, steps: tuple[tuple[int, float], ...], node_hours: float | None, expected: float
 ) -> None:
-    assert longest_min(nodes, most, steps, node_hours) == expected
+    assert max_job_minutes(nodes, most, steps, node_hours) == expected
 
 
 @pytest.mark.parametrize(

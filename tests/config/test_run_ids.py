@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.load import load_sweep
-from hpcbench.config.profiles import load_cluster
-from hpcbench.results.store import ClusterTree
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import make_plan
 
 ROOT = Path(__file__).resolve().parents[2]

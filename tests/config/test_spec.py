@@ -7,8 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcbench.config.spec import RunSpec, as_dict, config_id, label, run_id
-from hpcbench.config.task import Task, TaskHeader, read_task, write_lines
+from hpcbench.config.run_spec import (
+    RunSpec,
+    RunTask,
+    TaskFileHeader,
+    config_id,
+    encode_task_file,
+    read_task,
+    run_id,
+    run_label,
+    spec_document,
+)
 from hpcbench.errors import WorkerError
 
 SPEC = RunSpec(model="resnet18", dataset="digits", strategy="ddp", batch_size=16, tasks_per_node=2, dp_degree=2)
@@ -29,7 +38,7 @@ def test_what_identity_leaves_out() -> None:
 
 
 def test_defaults_are_left_out_so_that_a_later_parameter_moves_no_run() -> None:
-    assert as_dict(SPEC) == {
+    assert spec_document(SPEC) == {
         "spec_version": 1, "model": "resnet18", "dataset": "digits", "strategy": "ddp", "batch_size": 16,
         "tasks_per_node": 2, "dp_degree": 2,
     }  # fmt: skip
@@ -55,9 +64,9 @@ def test_identity_survives_a_file_and_the_order_of_keys(options: dict[str, bool 
 
 
 def test_task_file_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-def]
-    header = TaskHeader(cluster="c", device="cpu", tree=str(tmp_path), submission="s-0001")
+    header = TaskFileHeader(cluster="c", device="cpu", tree=str(tmp_path), submission="s-0001")
     tasks = [
-        Task(
+        RunTask(
             run_id=run_id(SPEC),
             config_id=config_id(SPEC),
             sweep="s",
@@ -67,7 +76,7 @@ def test_task_file_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-def]
         for number in range(3)
     ]
     path = tmp_path / "0.jsonl"
-    path.write_bytes(write_lines(header, tasks))
+    path.write_bytes(encode_task_file(header, tasks))
     assert read_task(path, 2) == (header, tasks[2])
     with pytest.raises(WorkerError, match="has no run number 3"):
         read_task(path, 3)
@@ -78,5 +87,7 @@ def test_task_file_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-def]
 
 def test_a_hybrid_is_told_with_its_degrees() -> None:
     given: dict[str, Any] = {"model": "vgg11", "dataset": "digits", "batch_size": 4, "strategy": "filter"}
-    assert label(RunSpec(tasks_per_node=4, tp_degree=4, **given)) == "filter on 4 ranks, vgg11, batch 4"
-    assert label(RunSpec(tasks_per_node=4, dp_degree=2, tp_degree=2, **given)).startswith("filter dp2 tp2 on 4 ranks")
+    assert run_label(RunSpec(tasks_per_node=4, tp_degree=4, **given)) == "filter on 4 ranks, vgg11, batch 4"
+    assert run_label(RunSpec(tasks_per_node=4, dp_degree=2, tp_degree=2, **given)).startswith(
+        "filter dp2 tp2 on 4 ranks"
+    )

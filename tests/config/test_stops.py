@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hpcbench.config.load import Sweep
-from hpcbench.config.stops import StopRule
+from hpcbench.config.sweep_file import StopRule
+from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import HpcbenchError
 
 Write = Callable[[str], Sweep]

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import TCPStore, to_timedelta
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.stores import TCPStore, seconds
-from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.base import RankContext
 from tests.distributed.cases import CPU, Case, make_case, short_epoch
 from tests.distributed.test_data_parallel import PLAIN
 
@@ -28,14 +28,14 @@ def adasum_case() -> Case:
 def main() -> None:
     torch.set_num_threads(1)
     rank, port = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["STORE_PORT"])
-    store = TCPStore("127.0.0.1", port, None, False, seconds(60), wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=seconds(60))
+    store = TCPStore("127.0.0.1", port, None, False, to_timedelta(60), wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=to_timedelta(60))
     case = adasum_case()
     options = {"op": "adasum", "controller": "mpi"}
     spec = replace(case.spec, strategy="horovod", options=options)
     with short_epoch(spec.dataset, case.samples):
-        feed, strategy = make_feed(spec, CPU), resolve_runtime("horovod")()
-        strategy.setup(build_model(spec), spec, Place(rank, 2, CPU))
+        feed, strategy = make_feed(spec, CPU), load_runtime_class("horovod")()
+        strategy.setup(build_model(spec), spec, RankContext(rank, 2, CPU))
         for step in range(case.steps):
             strategy.step(feed, step)
     if rank == 0:

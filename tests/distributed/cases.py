@@ -14,20 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.bounds import Check
-from hpcbench.parallel.catalog import resolve_reference, resolve_runtime
-from hpcbench.parallel.datasets import DATASETS
-from hpcbench.results.schema import Comparison
-from hpcbench.worker.blocks import arranged
-from hpcbench.worker.compare import Trained, compare
-from hpcbench.worker.data.feed import NOWHERE, Feed, Source, make_feed
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import load_reference_trainer, load_runtime_class
+from hpcbench.parallel.tolerances import VerificationCheck
+from hpcbench.parallel.workloads import DATASETS
+from hpcbench.results.schema import ReferenceComparison
+from hpcbench.worker.data.feed import NO_FILES, DataFeed, DataSource, make_feed
+from hpcbench.worker.measure.step_profiler import ProfileResult, run_profiled_steps
+from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.profiling import Profiled, run_profiled
-from hpcbench.worker.reference import train_full_batch, train_reference
-from hpcbench.worker.stop import Stop
-from hpcbench.worker.strategies.base import Place, Strategy
-from hpcbench.worker.verify import train
+from hpcbench.worker.shutdown import StopController
+from hpcbench.worker.strategies.base import RankContext, Strategy
+from hpcbench.worker.verification.reference import TrainingRecord, compare_training, train_full_batch, train_reference
+from hpcbench.worker.verification.verify import train_strategy
 from tests.distributed.narrow import build_narrow
 
 CPU = torch.device("cpu")
@@ -53,7 +52,7 @@ class Case:
     samples: int
     steps: int = 5
     in_rank_order: bool = False
-    source: Source = NOWHERE
+    source: DataSource = NO_FILES
     late_s: float | None = None
     replicated: bool = True
     narrow: bool = False
@@ -63,10 +62,10 @@ class Case:
 class OfRank:
     """What one rank of the pool sends back; tensors from rank 0 alone."""
 
-    trained: Trained
+    trained: TrainingRecord
     counts: list[int]
     differs_from_rank_0: float
-    profiled: Profiled | None = None
+    profiled: ProfileResult | None = None
 
 
 def make_case(ranks: int, model: str, dataset: str, model_options: Any = None, steps: int = 5, **more: Any) -> Case:
@@ -88,9 +87,9 @@ def build(case: Case) -> nn.Sequential:
     return build_narrow(case.spec) if case.narrow else build_model(case.spec)
 
 
-def check(ranks: list[OfRank], expected: Trained, tolerance: float = TOLERANCE) -> Comparison:
+def check(ranks: list[OfRank], expected: TrainingRecord, tolerance: float = TOLERANCE) -> ReferenceComparison:
     """Whether what the ranks have trained is what was expected, and the same on all of them."""
-    found = compare(ranks[0].trained, expected, Check("as run", len(expected.losses), tolerance))
+    found = compare_training(ranks[0].trained, expected, VerificationCheck("as run", len(expected.losses), tolerance))
     assert found.passed, found
     assert all(one.differs_from_rank_0 == 0 for one in ranks)
     return found
@@ -103,7 +102,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return (a - b).abs().max().item() / (scale if scale > 1e-9 else 1.0)
 
 
-def check_exactly(found: list[OfRank], expected: Trained, bound: float = 1e-10) -> None:
+def check_exactly(found: list[OfRank], expected: TrainingRecord, bound: float = 1e-10) -> None:
     """Losses, first and last gradients and weights, each by its own size: gradients here are far smaller than one."""
     ours = found[0].trained
     losses = [torch.tensor(one.losses, dtype=torch.float64) for one in (ours, expected)]
@@ -128,14 +127,14 @@ def short_epoch(dataset: str, samples: int) -> Iterator[None]:
 
 def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
     """Train as the case's strategy does; called on every rank of ``group``."""
-    place = Place(dist.get_rank(group), case.spec.ranks, CPU, group)
+    place = RankContext(dist.get_rank(group), case.spec.ranks, CPU, group)
     with short_epoch(case.spec.dataset, case.samples):
         feed = make_feed(case.spec, CPU, case.source)
-        strategy = resolve_runtime(case.spec.strategy)()
-        strategy.setup(arranged(build(case), case.spec), case.spec, place)
+        strategy = load_runtime_class(case.spec.strategy)()
+        strategy.setup(wrap_blocks(build(case), case.spec), case.spec, place)
         if case.in_rank_order:
             strategy.runner.register_comm_hook(group, sum_in_rank_order)
-        trained = train(strategy, feed, tuple(range(case.steps)), place)
+        trained = train_strategy(strategy, feed, tuple(range(case.steps)), place)
         counts = [feed.count(step, strategy.replica) for step in range(case.steps)]
         profiled = None if case.late_s is None else profile_late(case, strategy, group, case.late_s)
     return OfRank(trained, counts, _distance(strategy, group) if case.replicated else 0.0, profiled)
@@ -151,7 +150,7 @@ def _distance(strategy: Strategy, group: dist.ProcessGroup) -> float:
     return worst
 
 
-def profile_late(case: Case, strategy: Any, group: dist.ProcessGroup, late_s: float) -> Profiled:
+def profile_late(case: Case, strategy: Any, group: dist.ProcessGroup, late_s: float) -> ProfileResult:
     """The split of further steps, rank 1 being late."""
 
     def all_reduce(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
@@ -166,7 +165,9 @@ def profile_late(case: Case, strategy: Any, group: dist.ProcessGroup, late_s: fl
         return bool(said.item())
 
     strategy.runner.register_comm_hook(group, all_reduce)
-    return run_profiled(strategy, make_feed(case.spec, CPU), case.spec, CPU, Stop(), any_rank, case.steps)
+    return run_profiled_steps(
+        strategy, make_feed(case.spec, CPU), case.spec, CPU, StopController(), any_rank, case.steps
+    )
 
 
 def sum_in_rank_order(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
@@ -181,12 +182,12 @@ def sum_in_rank_order(state, bucket):  # type: ignore[no-untyped-def]  # torch r
     return done
 
 
-def run_reference(case: Case, backwards: bool = False) -> Trained:
+def run_reference(case: Case, backwards: bool = False) -> TrainingRecord:
     """The same training in this process, each replica's share by itself; ``backwards`` sums the last replica first.
 
     Data-parallel strategies are compared with one and the same, which knows nothing of theirs.
     """
-    spec, reference = case.spec, resolve_reference(case.spec.strategy)
+    spec, reference = case.spec, load_reference_trainer(case.spec.strategy)
     if reference is train_reference:
         spec = msgspec.structs.replace(
             spec, strategy="single", options={}, nodes=1, tasks_per_node=1, tp_degree=1, compile=False,
@@ -198,19 +199,19 @@ def run_reference(case: Case, backwards: bool = False) -> Trained:
         return _trained(reference, builder, DATASETS[spec.dataset], msgspec.json.encode(spec), case.steps, case.source)
 
 
-def _backwards(model: nn.Module, spec: RunSpec, feed: Feed, steps: range) -> Trained:
+def _backwards(model: nn.Module, spec: RunSpec, feed: DataFeed, steps: range) -> TrainingRecord:
     return train_reference(model, spec, feed, steps, backwards=True)
 
 
 @lru_cache(maxsize=4)
 def _trained(
-    reference: Callable[..., Trained],
+    reference: Callable[..., TrainingRecord],
     builder: Callable[..., Any],
     _dataset: object,
     spec: bytes,
     steps: int,
-    source: Source,
-) -> Trained:
+    source: DataSource,
+) -> TrainingRecord:
     """Trained once for all tests in a row that ask for the very same; what they may have patched is an argument."""
     run = msgspec.json.decode(spec, type=RunSpec)
     return reference(builder(run), run, make_feed(run, CPU, source), range(steps))
@@ -221,7 +222,7 @@ def forget() -> None:
     _trained.cache_clear()
 
 
-def run_full_batch(case: Case) -> Trained:
+def run_full_batch(case: Case) -> TrainingRecord:
     """The plain run on the whole global batch."""
     with short_epoch(case.spec.dataset, case.samples):
         return train_full_batch(build(case), case.spec, make_feed(case.spec, CPU), range(case.steps))

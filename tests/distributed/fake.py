@@ -12,27 +12,27 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.worker import groups
-from hpcbench.worker.blocks import arranged
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed import process_groups
+from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
+from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.traffic import TrafficRecorder
+from hpcbench.worker.strategies.base import RankContext
 
 CPU = torch.device("cpu")
 
 
 @contextmanager
-def fake_world(rank: int, world_size: int) -> Iterator[Place]:
+def fake_world(rank: int, world_size: int) -> Iterator[RankContext]:
     """This process as ``rank``; it must not be in a process group already."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        yield Place(rank, world_size, CPU)
+        yield RankContext(rank, world_size, CPU)
     finally:
-        groups.forget_groups()
+        process_groups.clear_group_cache()
         dist.destroy_process_group()
 
 
@@ -45,8 +45,8 @@ def fake_traffic(spec: RunSpec, rank: int, warmup_steps: int = 1) -> list[Traffi
 def fake_calls(spec: RunSpec, rank: int, warmup_steps: int = 1) -> TrafficRecorder:
     """The same, with the order."""
     with fake_world(rank, spec.ranks) as place:
-        strategy = resolve_runtime(spec.strategy)()
-        strategy.setup(arranged(build_model(spec), spec), spec, place)
+        strategy = load_runtime_class(spec.strategy)()
+        strategy.setup(wrap_blocks(build_model(spec), spec), spec, place)
         feed = make_feed(spec, CPU)
         for step in range(warmup_steps):
             strategy.step(feed, step)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcbench.worker.__main__ import main
-from hpcbench.worker.strategies.base import DataParallel
+from hpcbench.worker.strategies.base import DataParallelStrategy
 
 RANK, STEP, WHAT = (os.environ["ACCIDENT"] + "::").split(":")[:3]
 
@@ -32,7 +32,7 @@ def happen(rank: int, step: int) -> None:
     Path(os.environ["REACHED"] + f".{rank}").touch()
 
 
-_step, _setup = DataParallel.step, DataParallel.setup
+_step, _setup = DataParallelStrategy.step, DataParallelStrategy.setup
 
 
 def step_with_accident(self: Any, feed: Any, step: int) -> Any:
@@ -46,8 +46,8 @@ def setup_with_accident(self: Any, model: Any, spec: Any, place: Any) -> None:
     _setup(self, model, spec, place)
 
 
-DataParallel.step = step_with_accident  # type: ignore[method-assign]
-DataParallel.setup = setup_with_accident  # type: ignore[method-assign]
+DataParallelStrategy.step = step_with_accident  # type: ignore[method-assign]
+DataParallelStrategy.setup = setup_with_accident  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,7 +8,7 @@ from unittest import mock
 
 from torch import nn
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.models.build import build_model
 
 LEAST = 64

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from hpcbench.worker.stores import TCPStore, seconds
+from hpcbench.worker.distributed.process_groups import TCPStore, to_timedelta
 from tests.distributed.cases import Case, OfRank, run_parallel
 
 RANKS = 4
@@ -31,7 +31,7 @@ class Pool:
     def __init__(self, ranks: int = RANKS) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(IMPORTED)
-        self._store = TCPStore("127.0.0.1", 0, None, True, seconds(_WAIT_S), wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, None, True, to_timedelta(_WAIT_S), wait_for_workers=False)
         pipes = [context.Pipe() for _ in range(ranks)]
         self._pipes, self._calls = [ours for ours, _ in pipes], 0
         self._processes = [
@@ -115,8 +115,8 @@ def _serve(rank: int, ranks: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     # What was imported stays: no collection, and no search for tensors, need look at it.
     gc.freeze()
-    store = TCPStore("127.0.0.1", port, None, False, seconds(_WAIT_S), wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=seconds(_WAIT_S))
+    store = TCPStore("127.0.0.1", port, None, False, to_timedelta(_WAIT_S), wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=to_timedelta(_WAIT_S))
     # A rank that is left out of a group makes one of its own: torch names the groups that a part of the ranks makes
     # later by how many a rank is in already.
     groups: dict[int, Any] = {size: _first_or_alone(rank, size, ranks) for size in range(2, ranks + 1)}

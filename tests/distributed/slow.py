@@ -11,14 +11,14 @@ import sys
 import time
 from typing import Any
 
-from hpcbench.results.schema import Phases
+from hpcbench.results.schema import StepPhases
 from hpcbench.worker.__main__ import main
-from hpcbench.worker.closing import Closing
-from hpcbench.worker.strategies.base import DataParallel
+from hpcbench.worker.finalize import RunFinalizer
+from hpcbench.worker.strategies.base import DataParallelStrategy
 
 RANK, SECONDS = os.environ["SLOW"].split(":")
 
-_step, _setup, _rank_result = DataParallel.step, DataParallel.setup, Closing._rank_result
+_step, _setup, _rank_result = DataParallelStrategy.step, DataParallelStrategy.setup, RunFinalizer._rank_result
 _steps: list[tuple[float, float]] = []
 
 
@@ -39,13 +39,13 @@ def rank_result(self: Any, *arguments: Any) -> Any:
     result = _rank_result(self, *arguments)
     if result.phases is None and _steps:
         step_s, own_s = sorted(_steps)[len(_steps) // 2]
-        result.phases = Phases(step_s=step_s, exposed_comm_s=max(0.0, step_s - own_s))
+        result.phases = StepPhases(step_s=step_s, exposed_comm_s=max(0.0, step_s - own_s))
     return result
 
 
-DataParallel.setup = setup  # type: ignore[method-assign]
-DataParallel.step = step  # type: ignore[method-assign,assignment]
-Closing._rank_result = rank_result  # type: ignore[method-assign,assignment]
+DataParallelStrategy.setup = setup  # type: ignore[method-assign]
+DataParallelStrategy.step = step  # type: ignore[method-assign,assignment]
+RunFinalizer._rank_result = rank_result  # type: ignore[method-assign,assignment]
 
 if __name__ == "__main__":
     sys.exit(main())

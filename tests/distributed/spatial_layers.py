@@ -11,16 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcbench.parallel.halo import Box, own_box
-from hpcbench.parallel.layers import Layer as Row
-from hpcbench.parallel.spatial import window_layer
-from hpcbench.worker.groups import Group
-from hpcbench.worker.layers import _attributes
-from hpcbench.worker.spatial.batch_norm import SplitBatchNorm
-from hpcbench.worker.spatial.convolution import SplitConvolution
-from hpcbench.worker.spatial.exchange import Cut, part
-from hpcbench.worker.spatial.pooling import SplitAveragePool, SplitMaxPool
-from hpcbench.worker.spatial.switch import Gather, SplitGlobalPool
+from hpcbench.parallel.layer_table import LayerRow as Row
+from hpcbench.parallel.strategies.halo import Box, owned_box
+from hpcbench.parallel.strategies.spatial import halo_layer
+from hpcbench.worker.distributed.process_groups import RankGroup
+from hpcbench.worker.layers import _module_attributes
+from hpcbench.worker.strategies.spatial.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
+from hpcbench.worker.strategies.spatial.spatial_batch_norm import SpatialBatchNorm
+from hpcbench.worker.strategies.spatial.spatial_layers import SpatialAveragePool, SpatialConvolution, SpatialMaxPool
 
 
 class LayerCase(NamedTuple):
@@ -42,24 +40,24 @@ def row_of(layer: nn.Module, case: LayerCase, outputs: tuple[int, ...]) -> Row:
         "output_bytes", "forward_moved_bytes", "backward_moved_bytes",
     ), 0)  # fmt: skip
     return Row(
-        name="layer", kind=case.kind, input_shape=shape, output_shape=[1, *outputs], attributes=_attributes(layer),
+        name="layer", kind=case.kind, input_shape=shape, output_shape=[1, *outputs], attributes=_module_attributes(layer),
         **numbers,
     )  # fmt: skip
 
 
-def cut_layer(layer: Any, case: LayerCase, cut: Cut, outputs: tuple[int, ...]) -> nn.Module:
+def cut_layer(layer: Any, case: LayerCase, cut: SpatialGrid, outputs: tuple[int, ...]) -> nn.Module:
     if "Norm" in case.kind:
-        shares = [own_box(case.extents, cut.grid, place) for place in range(cut.group.size)]
+        shares = [owned_box(case.extents, cut.grid, place) for place in range(cut.group.size)]
         counts = tuple(int(torch.tensor([len(one) for one in box]).prod()) for box in shares)
-        return SplitBatchNorm(layer, counts, cut.group)
+        return SpatialBatchNorm(layer, counts, cut.group)
     if "Adaptive" in case.kind:
-        return SplitGlobalPool(cut, case.extents)
+        return SpatialGlobalPool(cut, case.extents)
     if case.kind == "Identity":
-        return Gather(cut, case.extents)
-    geometry = window_layer(row_of(layer, case, outputs))
+        return GatherFeatureMaps(cut, case.extents)
+    geometry = halo_layer(row_of(layer, case, outputs))
     if "Conv" in case.kind:
-        return SplitConvolution(layer, cut, geometry, case.overlap)
-    return SplitMaxPool(cut, geometry) if "Max" in case.kind else SplitAveragePool(layer, cut, geometry)
+        return SpatialConvolution(layer, cut, geometry, case.overlap)
+    return SpatialMaxPool(cut, geometry) if "Max" in case.kind else SpatialAveragePool(layer, cut, geometry)
 
 
 def image(extents: tuple[int, ...]) -> Box:
@@ -96,7 +94,9 @@ def run_whole(case: LayerCase) -> Whole:
     return Whole(layer, twin, x, output.detach(), gradient)
 
 
-def differences(case: LayerCase, whole: Whole, cut: Cut, add_up: Callable[[Tensor], object]) -> dict[str, float]:
+def differences(
+    case: LayerCase, whole: Whole, cut: SpatialGrid, add_up: Callable[[Tensor], object]
+) -> dict[str, float]:
     """Of the output, the gradient of the input and those of the parameters, and buffers after the step.
 
     ``add_up`` makes of a tensor the sum of all ranks'.
@@ -104,20 +104,20 @@ def differences(case: LayerCase, whole: Whole, cut: Cut, add_up: Callable[[Tenso
     place, same, outputs = cut.group.place, copy.deepcopy(whole.twin), tuple(whole.output.shape[2:])
     split = cut_layer(same, case, cut, outputs)
     is_switch = case.kind == "Identity" or "Adaptive" in case.kind
-    own_in = own_box(case.extents, case.grid, place)
-    own_out = image(outputs) if is_switch else own_box(outputs, case.grid, place)
-    mine = part(whole.x.detach(), own_in, image(case.extents)).clone()
+    own_in = owned_box(case.extents, case.grid, place)
+    own_out = image(outputs) if is_switch else owned_box(outputs, case.grid, place)
+    mine = box_view(whole.x.detach(), own_in, image(case.extents)).clone()
     if case.channels_last:
         mine = mine.contiguous(memory_format=torch.channels_last)
     mine.requires_grad_()
     found = split(mine)
     kept = found.detach().clone()
-    found.backward(part(whole.gradient, own_out, image(outputs)))
+    found.backward(box_view(whole.gradient, own_out, image(outputs)))
     assert mine.grad is not None
     assert whole.x.grad is not None
     result = {
-        "output": difference(kept, part(whole.output, own_out, image(outputs))),
-        "input": difference(mine.grad, part(whole.x.grad, own_in, image(case.extents))),
+        "output": difference(kept, box_view(whole.output, own_out, image(outputs))),
+        "input": difference(mine.grad, box_view(whole.x.grad, own_in, image(case.extents))),
     }
     for (name, one), other in zip(split.named_parameters(), whole.layer.parameters(), strict=True):
         assert one.grad is not None
@@ -133,7 +133,10 @@ def all_differences(cases: list[LayerCase], group: dist.ProcessGroup) -> list[di
     ranks, place = tuple(range(dist.get_world_size(group))), dist.get_rank(group)
     return [
         differences(
-            case, run_whole(case), Cut(Group(ranks, place, group), case.grid), partial(dist.all_reduce, group=group)
+            case,
+            run_whole(case),
+            SpatialGrid(RankGroup(ranks, place, group), case.grid),
+            partial(dist.all_reduce, group=group),
         )
         for case in cases
     ]

@@ -17,22 +17,24 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import resolve_runtime
-from hpcbench.parallel.datasets import DATASETS
-from hpcbench.worker.blocks import arranged
-from hpcbench.worker.compare import Trained
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import load_runtime_class
+from hpcbench.parallel.workloads import DATASETS
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.groups import Group
-from hpcbench.worker.losses import sample_losses
+from hpcbench.worker.distributed.process_groups import RankGroup
+from hpcbench.worker.model_execution import summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.models.gpt import Embedding, TokenHead
 from hpcbench.worker.models.transformer import Attention, Mlp
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.model_parallel import gathered
-from hpcbench.worker.tensor.collectives import Sharing
-from hpcbench.worker.tensor.layers import SplitAttention, SplitMlp
-from hpcbench.worker.tensor.vocabulary import SplitEmbedding, SplitTokenHead, split_losses
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.model_parallel import gather_shards
+from hpcbench.worker.strategies.tensor import (
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+    vocabulary_parallel_losses,
+)
+from hpcbench.worker.strategies.tensor_layers import TensorParallelAttention, TensorParallelComm, TensorParallelMlp
+from hpcbench.worker.verification.reference import TrainingRecord
 from tests.distributed.cases import CPU, Case, OfRank, make_case, run_parallel, run_reference
 from tests.distributed.memory import storages
 from tests.distributed.pool import Pool
@@ -69,7 +71,7 @@ def _run(case: Case, group: dist.ProcessGroup) -> OfRank:
         return run_parallel(case, group)
 
 
-def both(pool: Pool, case: Case) -> tuple[list[OfRank], Trained]:
+def both(pool: Pool, case: Case) -> tuple[list[OfRank], TrainingRecord]:
     """What the ranks have trained, and what one process must."""
     with small_vocabulary():
         return pool.call(case.spec.ranks, _run, case), run_reference(case)
@@ -115,10 +117,10 @@ class Held:
 
 def measure_held(spec: RunSpec, group: dist.ProcessGroup | None) -> Held:
     """Around the second step."""
-    place = Place(dist.get_rank(group), spec.ranks, CPU, group)
+    place = RankContext(dist.get_rank(group), spec.ranks, CPU, group)
     with small_vocabulary():
-        strategy = resolve_runtime(spec.strategy)()
-        strategy.setup(arranged(build_model(spec), spec), spec, place)
+        strategy = load_runtime_class(spec.strategy)()
+        strategy.setup(wrap_blocks(build_model(spec), spec), spec, place)
         feed = make_feed(spec, CPU)
         strategy.step(feed, 0)
         feed.prepare(strategy.replica)
@@ -162,7 +164,9 @@ def build_layer(case: LayerCase) -> nn.Module:
     return built.double()
 
 
-def layer_gradients(case: LayerCase, layer: Any, sharing: Sharing | None, own: Any = None) -> dict[str, Tensor]:
+def layer_gradients(
+    case: LayerCase, layer: Any, sharing: TensorParallelComm | None, own: Any = None
+) -> dict[str, Tensor]:
     """Output, gradients of the input and of all parameters: of the whole layer, or of one that is shared."""
     torch.manual_seed(2)
     found: dict[str, Tensor] = {}
@@ -170,7 +174,11 @@ def layer_gradients(case: LayerCase, layer: Any, sharing: Sharing | None, own: A
     if case.kind == "language":
         words, targets = torch.randint(VOCABULARY, shape), torch.randint(VOCABULARY, shape)
         output = layer[1](layer[0](words))
-        loss = sample_losses(output, targets) if sharing is None else split_losses(output, targets, own, sharing.group)
+        loss = (
+            summed_loss(output, targets)
+            if sharing is None
+            else vocabulary_parallel_losses(output, targets, own, sharing.group)
+        )
         found["loss"] = loss.detach()
     else:
         x = torch.randn(*shape, case.heads * 4, dtype=torch.float64, requires_grad=True)
@@ -192,17 +200,21 @@ def layer_gradients(case: LayerCase, layer: Any, sharing: Sharing | None, own: A
 def split_layer(case: LayerCase, pool_group: dist.ProcessGroup) -> dict[str, Tensor]:
     """As ``layer_gradients``, of the shared layer, with its parts put together."""
     ranks, place = dist.get_world_size(pool_group), dist.get_rank(pool_group)
-    group = Group(tuple(range(ranks)), place, pool_group)
-    sharing, whole, own = Sharing(group, case.by_tokens), build_layer(case), None
+    group = RankGroup(tuple(range(ranks)), place, pool_group)
+    sharing, whole, own = TensorParallelComm(group, case.by_tokens), build_layer(case), None
     layer: Any
     if isinstance(whole, nn.ModuleList):
         first, last = whole
         assert isinstance(first, Embedding)
         assert isinstance(last, TokenHead)
-        head = SplitTokenHead(last, sharing)
-        layer, own = nn.ModuleList([SplitEmbedding(first, sharing), head]), head.ranges[place]
+        head = VocabularyParallelHead(last, sharing)
+        layer, own = nn.ModuleList([VocabularyParallelEmbedding(first, sharing), head]), head.ranges[place]
     else:
-        layer = SplitMlp(whole, sharing) if isinstance(whole, Mlp) else SplitAttention(cast(Attention, whole), sharing)
+        layer = (
+            TensorParallelMlp(whole, sharing)
+            if isinstance(whole, Mlp)
+            else TensorParallelAttention(cast("Attention", whole), sharing)
+        )
     found = layer_gradients(case, layer, sharing, own)
     for name in [name for name, _ in layer.named_parameters()]:
         owner = layer.get_submodule(name.rpartition(".")[0])
@@ -211,5 +223,5 @@ def split_layer(case: LayerCase, pool_group: dist.ProcessGroup) -> dict[str, Ten
             dist.all_reduce(found[name], group=pool_group)
         shard = getattr(owner, "shards", {}).get(own_name)
         if shard is not None:
-            found[name] = gathered(found[name], shard, group)
+            found[name] = gather_shards(found[name], shard, group)
     return found

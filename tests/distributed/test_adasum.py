@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcbench.worker.compare import largest_relative_difference
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.horovod_library import load
-from hpcbench.worker.losses import sample_losses
+from hpcbench.worker.distributed.horovod_init import load_horovod
+from hpcbench.worker.distributed.process_groups import TCPStore, to_timedelta
+from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.stores import TCPStore, seconds
+from hpcbench.worker.verification.reference import max_relative_difference
 from tests.conftest import absent, require_horovod
 from tests.distributed.adasum_ranks import adasum_case
 from tests.distributed.cases import CPU, run_reference, short_epoch
@@ -32,9 +32,9 @@ BOUND = 1e-6
 def test_two_replicas_are_combined_as_the_formula_says(tmp_path: Path) -> None:
     require_horovod()
     require_mpirun()
-    if not load().mpi_built():
+    if not load_horovod().mpi_built():
         absent("horovod-mpi", "this Horovod was built without MPI: rm .venv/.horovod; make test-distributed")
-    store = TCPStore("127.0.0.1", 0, None, True, seconds(60), wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, None, True, to_timedelta(60), wait_for_workers=False)
     command = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", sys.executable, "-m",
                "tests.distributed.adasum_ranks", str(tmp_path / "weights")]  # fmt: skip
     path = f"{os.environ.get('PYTHONPATH', '')}{os.pathsep}{environment()['PYTHONPATH']}"
@@ -42,10 +42,10 @@ def test_two_replicas_are_combined_as_the_formula_says(tmp_path: Path) -> None:
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     found, expected = torch.load(tmp_path / "weights"), with_adasum()
-    worst = max(largest_relative_difference(found[name], expected[name]) for name in expected)
+    worst = max(max_relative_difference(found[name], expected[name]) for name in expected)
     assert worst <= BOUND
     mean = run_reference(adasum_case())
-    assert max(largest_relative_difference(found[name], mean.state[name]) for name in expected) > 100 * BOUND
+    assert max(max_relative_difference(found[name], mean.state[name]) for name in expected) > 100 * BOUND
 
 
 def with_adasum() -> dict[str, Tensor]:
@@ -58,7 +58,7 @@ def with_adasum() -> dict[str, Tensor]:
             updates = []
             for replica in range(2):
                 inputs, labels = feed.batch(step, replica)
-                loss = sample_losses(model(inputs), labels) * 2 / feed.global_count(step)
+                loss = summed_loss(model(inputs), labels) * 2 / feed.global_count(step)
                 gradients = torch.autograd.grad(loss, list(model.parameters()))
                 updates.append([-spec.learning_rate * gradient for gradient in gradients])
             with torch.no_grad():

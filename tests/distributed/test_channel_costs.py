@@ -9,17 +9,17 @@ import torch
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.channel_rows import channel_rows
-from hpcbench.parallel.catalog import resolve_cost, resolve_runtime
-from hpcbench.parallel.layers import LayerRequest, LayerTable
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.strategies.channel import channel_row_memory
+from hpcbench.parallel.catalog import load_cost_class, load_runtime_class
+from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.worker.blocks import arranged
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.layers import layer_table
+from hpcbench.worker.layers import make_layer_table
+from hpcbench.worker.measure.traffic_recorder import record_traffic
+from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.traffic import recorded
+from hpcbench.worker.strategies.base import RankContext
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic, fake_world
 from tests.distributed.memory import state_of, storages
@@ -37,8 +37,8 @@ def spec_of(strategy: str, form: str, tp: int, dp: int = 1, **more: Any) -> RunS
 
 
 def table_of(spec: RunSpec) -> LayerTable:
-    return layer_table(
-        LayerRequest(
+    return make_layer_table(
+        LayerTableRequest(
             model=spec.model, dataset=spec.dataset, input_size=spec.input_size, model_options=spec.model_options
         )
     )
@@ -46,11 +46,13 @@ def table_of(spec: RunSpec) -> LayerTable:
 
 def sent(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
     """In the second step, as a strategy is used."""
-    strategy = resolve_runtime(spec.strategy)()
-    strategy.setup(arranged(build_model(spec), spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+    strategy = load_runtime_class(spec.strategy)()
+    strategy.setup(
+        wrap_blocks(build_model(spec), spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group)
+    )
     feed = make_feed(spec, CPU)
     strategy.step(feed, 0)
-    return recorded(lambda: strategy.step(feed, 1))
+    return record_traffic(lambda: strategy.step(feed, 1))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +67,7 @@ def sent(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
 )
 def test_payloads_on_real_ranks(pool: Pool, strategy: str, form: str, tp: int, dp: int, more: dict[str, Any]) -> None:
     spec = spec_of(strategy, form, tp, dp, **more)
-    table, cost = table_of(spec), resolve_cost(strategy)
+    table, cost = table_of(spec), load_cost_class(strategy)
     for rank, found in enumerate(pool.call(spec.ranks, sent, spec)):
         assert found == cost.traffic(spec, table, rank)
         assert found
@@ -91,7 +93,7 @@ def test_payloads_in_a_world_that_is_not_there(
     strategy: str, form: str, tp: int, dp: int, rank: int, more: dict[str, Any]
 ) -> None:
     spec = spec_of(strategy, form, tp, dp, **{"batch_size": 2, **more})
-    assert fake_traffic(spec, rank) == resolve_cost(strategy).traffic(spec, table_of(spec), rank)
+    assert fake_traffic(spec, rank) == load_cost_class(strategy).traffic(spec, table_of(spec), rank)
 
 
 class Held(NamedTuple):
@@ -104,9 +106,9 @@ class Held(NamedTuple):
     activations: int
 
 
-def held(spec: RunSpec, place: Place) -> Held:
-    strategy = resolve_runtime(spec.strategy)()
-    strategy.setup(arranged(build_model(spec), spec), spec, place)
+def held(spec: RunSpec, place: RankContext) -> Held:
+    strategy = load_runtime_class(spec.strategy)()
+    strategy.setup(wrap_blocks(build_model(spec), spec), spec, place)
     feed = make_feed(spec, CPU)
     strategy.step(feed, 0)
     own = {one.untyped_storage()._cdata for one in (*strategy.module.parameters(), *strategy.module.buffers())}
@@ -143,10 +145,10 @@ def test_memory(strategy: str, form: str, tp: int, more: dict[str, Any]) -> None
     table = table_of(spec)
     with fake_world(rank, tp) as place:
         found = held(spec, place)
-    expected = resolve_cost(strategy).memory(spec, table, rank)
+    expected = load_cost_class(strategy).memory(spec, table, rank)
     size = expected.parameters_bytes
     assert found.buffers == expected.buffers_bytes
     assert (found.parameters, found.gradients) == (size, size)
     assert found.optimizer == size * (2 if spec.optimizer == "adam" else 1)
-    kept = sum(row.kept for row in channel_rows(spec, table, rank))
+    kept = sum(row.kept for row in channel_row_memory(spec, table, rank))
     assert found.activations == pytest.approx(kept, rel=0.1)

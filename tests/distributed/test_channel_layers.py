@@ -10,11 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcbench.parallel.channels import Layer, Scheme, extents, split_of
-from hpcbench.worker.channels.collectives import Shares, all_gathered, narrowed
-from hpcbench.worker.channels.layers import SplitDropout, SplitLayer
-from hpcbench.worker.groups import Group
-from hpcbench.worker.strategies.model_parallel import gathered
+from hpcbench.parallel.strategies.channel import ChannelLayer, ChannelScheme, channel_extents, channel_split
+from hpcbench.worker.distributed.process_groups import RankGroup
+from hpcbench.worker.strategies.channel.channel_layers import (
+    ChannelShards,
+    ChannelSplitDropout,
+    ChannelSplitLayer,
+    all_gather_channels,
+    view_own_channels,
+)
+from hpcbench.worker.strategies.model_parallel import gather_shards
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.distributed
@@ -89,35 +94,39 @@ def largest(ours: Tensor | None, theirs: Tensor | None) -> float:
     return ((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1)).item()
 
 
-def differences(shape: Shape, scheme: Scheme, place: dict[str, bool], group: dist.ProcessGroup) -> dict[str, float]:
+def differences(
+    shape: Shape, scheme: ChannelScheme, place: dict[str, bool], group: dist.ProcessGroup
+) -> dict[str, float]:
     """Of one layer with the split that it gets at that place."""
     torch.manual_seed(1)
     size, whole = dist.get_world_size(group), shape.make()
-    ours = Group(tuple(range(size)), dist.get_rank(group), group)
-    layer = Layer(shape.ins, shape.outs, shape.groups, shape.features, **place)
-    split = split_of(layer, scheme, size)
-    part = SplitLayer(whole, layer, split, ours)
+    ours = RankGroup(tuple(range(size)), dist.get_rank(group), group)
+    layer = ChannelLayer(shape.ins, shape.outs, shape.groups, shape.features, **place)
+    split = channel_split(layer, scheme, size)
+    part = ChannelSplitLayer(whole, layer, split, ours)
     x = torch.randn(3, shape.ins * shape.features, *shape.size, dtype=torch.float64, requires_grad=not layer.is_first)
     expected = whole(x)
     weights = torch.randn_like(expected)
     (expected * weights).sum().backward()
 
-    shares_in = Shares(ours, extents(shape.ins, size, shape.features))
-    shares_out = Shares(ours, extents(shape.outs, size))
+    shares_in = ChannelShards(ours, channel_extents(shape.ins, size, shape.features))
+    shares_out = ChannelShards(ours, channel_extents(shape.outs, size))
     is_sharded = scheme.form == "sharded"
     is_in_split, is_out_split = is_sharded and not layer.is_first, is_sharded and not layer.is_last
-    own = (narrowed(x, shares_in) if is_in_split else x).detach().clone().requires_grad_(not layer.is_first)
+    own = (view_own_channels(x, shares_in) if is_in_split else x).detach().clone().requires_grad_(not layer.is_first)
     y = part(own)
-    (y * (narrowed(weights, shares_out) if is_out_split else weights)).sum().backward()
-    assert y.shape == (narrowed(expected, shares_out) if is_out_split else expected).shape
+    (y * (view_own_channels(weights, shares_out) if is_out_split else weights)).sum().backward()
+    assert y.shape == (view_own_channels(expected, shares_out) if is_out_split else expected).shape
 
     def everything(name: str, tensor: Tensor | None) -> Tensor | None:
         shard = part.shards.get(name)
-        return tensor if shard is None or tensor is None else gathered(tensor, shard, ours)
+        return tensor if shard is None or tensor is None else gather_shards(tensor, shard, ours)
 
-    gradient = own.grad if not is_in_split or own.grad is None else all_gathered(own.grad, shares_in)
+    gradient = own.grad if not is_in_split or own.grad is None else all_gather_channels(own.grad, shares_in)
     found = {
-        "output": largest(all_gathered(y.detach(), shares_out) if is_out_split else y.detach(), expected.detach()),
+        "output": largest(
+            all_gather_channels(y.detach(), shares_out) if is_out_split else y.detach(), expected.detach()
+        ),
         "input": largest(gradient, x.grad),
         "weight": largest(everything("weight", part.weight.grad), whole.weight.grad),
         "weight itself": largest(everything("weight", part.weight.detach()), whole.weight.detach()),
@@ -136,7 +145,7 @@ def all_differences(shapes: list[Shape], group: dist.ProcessGroup) -> dict[str, 
                 continue
             if split_last and not place.get("is_last"):
                 continue
-            found |= differences(shape, Scheme(strategy, form, split_last), place, group)
+            found |= differences(shape, ChannelScheme(strategy, form, split_last), place, group)
     return found
 
 
@@ -149,11 +158,11 @@ def test_layers_equal_the_whole_one(pool: Pool, shapes: list[Shape], ranks: int)
 
 
 def dropped(group: dist.ProcessGroup) -> Tensor:
-    ours = Group(tuple(range(dist.get_world_size(group))), dist.get_rank(group), group)
-    shares = Shares(ours, extents(7, ours.size, 3))
+    ours = RankGroup(tuple(range(dist.get_world_size(group))), dist.get_rank(group), group)
+    shares = ChannelShards(ours, channel_extents(7, ours.size, 3))
     torch.manual_seed(3)
-    dropout = SplitDropout(nn.Dropout(0.4), shares)
-    return all_gathered(dropout(narrowed(torch.ones(5, 21), shares)), shares)
+    dropout = ChannelSplitDropout(nn.Dropout(0.4), shares)
+    return all_gather_channels(dropout(view_own_channels(torch.ones(5, 21), shares)), shares)
 
 
 def test_dropout_drops_what_one_device_would(pool: Pool) -> None:

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import resolve_runtime
-from hpcbench.worker.blocks import arranged
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.evaluate import accuracy
+from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.training_loop import held_out_accuracy
 from tests.distributed import cases
 from tests.distributed.cases import (
     CPU,
@@ -187,11 +187,11 @@ def test_bf16(pool: Pool, strategy: str, form: str) -> None:
 
 def train_and_evaluate(case: Case, group: dist.ProcessGroup) -> tuple[float | None, dict[str, Tensor]]:
     """What a rank finds on the held-out samples after a step, and the weights that it would save."""
-    place = Place(dist.get_rank(group), case.spec.ranks, CPU, group)
-    strategy, feed = resolve_runtime(case.spec.strategy)(), make_feed(case.spec, CPU)
-    strategy.setup(arranged(build_model(case.spec), case.spec), case.spec, place)
+    place = RankContext(dist.get_rank(group), case.spec.ranks, CPU, group)
+    strategy, feed = load_runtime_class(case.spec.strategy)(), make_feed(case.spec, CPU)
+    strategy.setup(wrap_blocks(build_model(case.spec), case.spec), case.spec, place)
     strategy.step(feed, 0)
-    found = accuracy(strategy.module, feed)
+    found = held_out_accuracy(strategy.module, feed)
     strategy.step(feed, 1)
     return found, {name: tensor.clone() for name, tensor in strategy.weights().items()}
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hpcbench.worker.compare import largest_relative_difference
+from hpcbench.worker.verification.reference import max_relative_difference
 from tests.distributed.cases import BATCH, EXACT, TOLERANCE, check, make_case, run_full_batch, run_reference
 from tests.distributed.pool import Pool
 
@@ -117,7 +117,7 @@ def test_the_order_of_a_sum() -> None:
     """Why four ranks are not asked for 1e-5 over five steps in fp32: not even one process gives it to itself."""
     case = make_case(4, "resnet18", "cifar10")
     forwards, backwards = run_reference(case), run_reference(case, backwards=True)
-    worst = max(largest_relative_difference(backwards.state[name], forwards.state[name]) for name in forwards.state)
+    worst = max(max_relative_difference(backwards.state[name], forwards.state[name]) for name in forwards.state)
     assert worst > TOLERANCE
 
 

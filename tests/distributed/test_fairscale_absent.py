@@ -64,7 +64,7 @@ def test_doctor_names_what_can_be_installed(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = {one["what"]: one for one in json.loads(done.stdout)["findings"]}
-    for name, mend in (("fairscale", INSTALL), ("horovod.torch", "hpcbench.worker.build_horovod")):
+    for name, mend in (("fairscale", INSTALL), ("horovod.torch", "hpcbench.tools.build_horovod")):
         assert not found[name]["works"]
         assert not found[name]["needed"]
         assert mend.removeprefix("python ") in found[name]["mend"]

@@ -14,17 +14,17 @@ import pytest
 import torch
 from torch import nn
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.bounds import Check
-from hpcbench.parallel.catalog import resolve_cost, resolve_runtime
-from hpcbench.parallel.layers import LayerRequest
-from hpcbench.parallel.resolve import Dropped, Limits, resolve
-from hpcbench.worker.compare import compare
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import load_cost_class, load_runtime_class
+from hpcbench.parallel.layer_table import LayerTableRequest
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.layers import layer_table
+from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.verify import train
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.verification.reference import compare_training
+from hpcbench.worker.verification.verify import train_strategy
 from tests.distributed.cases import CPU, EXACT, Case, make_case, run_reference, short_epoch
 
 POINT = {"model": "resnet18", "dataset": "digits", "strategy": "fairscale_pipe", "batch_size": 8, "micro_batches": 4}
@@ -40,13 +40,13 @@ def test_two_stages(recompute: str, samples: int) -> None:
         precision="fp64", options={"recompute": recompute},
     )  # fmt: skip
     case = Case(msgspec.structs.replace(case.spec, devices_per_task=2), samples, 1)
-    place = Place(0, 1, CPU)
+    place = RankContext(0, 1, CPU)
     with short_epoch("digits", samples):
-        feed, strategy = make_feed(case.spec, CPU), resolve_runtime("fairscale_pipe")()
+        feed, strategy = make_feed(case.spec, CPU), load_runtime_class("fairscale_pipe")()
         strategy.setup(build_model(case.spec), case.spec, place)
-        trained = train(strategy, feed, (0,), place)
+        trained = train_strategy(strategy, feed, (0,), place)
         assert strategy.module.eval()(feed.batch(0, 0)[0]).shape == (samples, 10)
-    found = compare(trained, run_reference(case), Check("as run", 1, EXACT))
+    found = compare_training(trained, run_reference(case), VerificationCheck("as run", 1, EXACT))
     assert found.passed, found
 
 
@@ -62,8 +62,8 @@ def resident(name: str) -> int:
 def peak_bytes(spec: RunSpec) -> int:
     """What three steps take beside the process as it was when the model had been built, and the model."""
     torch.set_num_threads(1)
-    feed, strategy = make_feed(spec, CPU), resolve_runtime(spec.strategy)()
-    strategy.setup(build_model(spec, ROOT), spec, Place(0, 1, CPU))
+    feed, strategy = make_feed(spec, CPU), load_runtime_class(spec.strategy)()
+    strategy.setup(build_model(spec, ROOT), spec, RankContext(0, 1, CPU))
     weights = sum(one.nbytes for one in strategy.weights().values())
     feed.batch(0, 0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -80,8 +80,8 @@ def test_sums_of_gradients_are_made_anew(micro_batches: int) -> None:
         model=f"{__name__}:headed", dataset="digits", strategy="fairscale_pipe", batch_size=8, devices_per_task=2,
         pp_degree=2, micro_batches=micro_batches, momentum=0.9,
     )  # fmt: skip
-    table = layer_table(LayerRequest(model=spec.model, dataset=spec.dataset, model_folder=ROOT))
-    memory = resolve_cost(spec.strategy).memory
+    table = make_layer_table(LayerTableRequest(model=spec.model, dataset=spec.dataset, model_folder=ROOT))
+    memory = load_cost_class(spec.strategy).memory
     promised = sum(memory(spec, table, device).total_bytes for device in range(2))
     with ProcessPoolExecutor(1, get_context("spawn")) as alone:
         measured = alone.submit(peak_bytes, spec).result()
@@ -102,12 +102,14 @@ def test_sums_of_gradients_are_made_anew(micro_batches: int) -> None:
     ],
 )
 def test_excluded(point: dict[str, Any], reason: str) -> None:
-    found = resolve({"devices_per_task": 1 if "tasks_per_node" in point else 2, **POINT, **point}, Limits("test"))
-    assert isinstance(found, Dropped), found
+    found = resolve_point(
+        {"devices_per_task": 1 if "tasks_per_node" in point else 2, **POINT, **point}, PartitionLimits("test")
+    )
+    assert isinstance(found, InfeasiblePoint), found
     assert reason in found.reason
 
 
 def test_stages_are_the_devices_of_the_task() -> None:
-    found = resolve({**POINT, "devices_per_task": 4}, Limits("test"))
+    found = resolve_point({**POINT, "devices_per_task": 4}, PartitionLimits("test"))
     assert isinstance(found, RunSpec), found
     assert (found.pp_degree, found.ranks) == (4, 1)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcbench.parallel.mesh import Mesh
+from hpcbench.parallel.mesh import RankMesh
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.worker.groups import make_groups
-from hpcbench.worker.traffic import recorded
+from hpcbench.worker.distributed.process_groups import make_axis_groups
+from hpcbench.worker.measure.traffic_recorder import record_traffic
 from tests.distributed.fake import fake_world
 
 pytestmark = pytest.mark.distributed
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.distributed
 )
 def test_a_rank_of_a_large_world(rank: int, world_size: int, dp_ranks: range, tp_ranks: range) -> None:
     with fake_world(rank, world_size) as place:
-        found = make_groups(Mesh(dp=world_size // 4, tp=4), place)
+        found = make_axis_groups(RankMesh(dp=world_size // 4, tp=4), place)
         assert [found["dp"].ranks, found["tp"].ranks] == [tuple(dp_ranks), tuple(tp_ranks)]
         part = torch.ones(3)
 
@@ -33,7 +33,7 @@ def test_a_rank_of_a_large_world(rank: int, world_size: int, dp_ranks: range, tp
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
 
-        assert recorded(talk) == [
+        assert record_traffic(talk) == [
             Traffic(operation="all_gather", group_size=4, payload_bytes=12),
             Traffic(operation="all_reduce", group_size=world_size // 4, payload_bytes=12),
             Traffic(operation="send", group_size=2, payload_bytes=12),

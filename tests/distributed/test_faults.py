@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.spec import RunSpec, run_id
+from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.results.schema import RunResult
 from tests.conftest import absent
 from tests.distributed.launching import HOOKED, ROOT, Launch, wait_until

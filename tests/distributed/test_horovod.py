@@ -13,9 +13,8 @@ import msgspec
 import pytest
 import torch
 
-from hpcbench.worker.compare import Trained, largest_relative_difference
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.reference import train_reference
+from hpcbench.worker.verification.reference import TrainingRecord, max_relative_difference, train_reference
 from tests.conftest import require_horovod
 from tests.distributed.cases import (
     BATCH,
@@ -165,13 +164,13 @@ def test_the_learning_rate_grows_with_the_replicas(pools: dict[int, Pool]) -> No
     case = horovod_case(2, "vgg11", "digits", PLAIN, options=options, momentum=0.0)
     expected, constant = with_rates(case, [0.01, 0.04 / 3, 0.05 / 3, 0.02, 0.02]), run_reference(case)
     check(run(pools, case), expected)
-    worst = max(largest_relative_difference(expected.state[name], constant.state[name]) for name in expected.state)
+    worst = max(max_relative_difference(expected.state[name], constant.state[name]) for name in expected.state)
     assert worst > 1e-4, "the rates make no difference that the comparison would see"
 
 
-def with_rates(case: Case, rates: list[float]) -> Trained:
+def with_rates(case: Case, rates: list[float]) -> TrainingRecord:
     """The reference, one step after another, each with its own rate. Without momentum no step knows of the last."""
-    trained = Trained()
+    trained = TrainingRecord()
     with short_epoch(case.spec.dataset, case.samples):
         feed, model = make_feed(case.spec, CPU), build(case)
         for step, rate in enumerate(rates):

@@ -100,4 +100,4 @@ def test_where_it_is_not_there_the_run_is_unsupported(tmp_path: Path, launch: La
     assert result.status == "unsupported", launch.logs()
     assert "has no Horovod that works with torch" in message_of(result)
     assert result.error is not None
-    assert f"{sys.executable} -m hpcbench.worker.build_horovod" in (result.error.hint or "")
+    assert f"{sys.executable} -m hpcbench.tools.build_horovod" in (result.error.hint or "")

@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.spec import RunSpec, run_id
-from hpcbench.oracle.strategies.data import Ddp
-from hpcbench.parallel.layers import read_table
+from hpcbench.config.run_spec import RunSpec, run_id
+from hpcbench.oracle.strategies.data import DdpCost
+from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.schema import RankTraffic, RunResult
 from tests.distributed.launching import HOOKED, Launch, wait_until, worker
@@ -98,9 +98,9 @@ def test_begin_ranks_end_as_a_job_script_does_it(tmp_path: Path, launch: Launch)
     assert "step_times_s" not in result.ranks[0]
     assert result.traffic is not None
     assert result.traffic == RankTraffic(rank=0, calls=files[0].traffic)
-    table = read_table(PROFILED.model, PROFILED.dataset)
+    table = read_shipped_table(PROFILED.model, PROFILED.dataset)
     assert table is not None
-    assert result.traffic.calls == Ddp.traffic(PROFILED, table, 0)
+    assert result.traffic.calls == DdpCost.traffic(PROFILED, table, 0)
 
 
 def test_the_runs_own_variables_are_there_when_torch_starts(tmp_path: Path, launch: Launch) -> None:

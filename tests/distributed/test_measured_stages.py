@@ -11,18 +11,23 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.bounds import Check
-from hpcbench.parallel.catalog import resolve_reference, resolve_runtime
-from hpcbench.parallel.chain import ChainRequest, MeasuredBlock, MeasuredChain, decode_chain
-from hpcbench.results.schema import Predicted
-from hpcbench.worker import chain
-from hpcbench.worker.compare import Trained, compare
+from hpcbench.parallel.catalog import load_reference_trainer, load_runtime_class
+from hpcbench.parallel.pipeline.block_profile import (
+    BlockProfile,
+    BlockProfileRequest,
+    MeasuredBlock,
+    decode_block_profile,
+)
+from hpcbench.parallel.tolerances import VerificationCheck
+from hpcbench.results.schema import PipelinePrediction
+from hpcbench.worker import block_times
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.verify import for_comparison, train
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.verification.reference import TrainingRecord, compare_training
+from hpcbench.worker.verification.verify import comparison_spec, train_strategy
 from tests.distributed.cases import CPU, EXACT, make_case
 from tests.distributed.pool import Pool
 
@@ -32,7 +37,7 @@ SECONDS = [5.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 """Of the forward passes of vit's six blocks; backward passes take twice as long."""
 
 
-def planned(request: ChainRequest, *_refresh: bool, shapes: nn.Sequential) -> MeasuredChain:
+def planned(request: BlockProfileRequest, *_refresh: bool, shapes: nn.Sequential) -> BlockProfile:
     assert len(shapes) == len(SECONDS)
     blocks = [
         MeasuredBlock(
@@ -41,30 +46,30 @@ def planned(request: ChainRequest, *_refresh: bool, shapes: nn.Sequential) -> Me
         )
         for place, seconds in enumerate(SECONDS)
     ]  # fmt: skip
-    return MeasuredChain(request=request, device_name="d", torch="t", threads=1, blocks=blocks)
+    return BlockProfile(request=request, device_name="d", torch="t", threads=1, blocks=blocks)
 
 
 def cut_and_train(
     spec: RunSpec, cache: str | None, group: dist.ProcessGroup
-) -> tuple[list[int], Predicted, Trained, Trained | None]:
+) -> tuple[list[int], PipelinePrediction, TrainingRecord, TrainingRecord | None]:
     """First blocks of the stages, the prediction, what was trained in fp64, and on rank 0 the reference.
 
     Without a ``cache`` rank 0 "measures" what the test says, and any other rank would fail.
     """
     os.environ["XDG_CACHE_HOME"] = cache or "nowhere"
-    place = Place(dist.get_rank(group), spec.ranks, CPU, group)
-    wide = for_comparison(spec, "fp64")
+    place = RankContext(dist.get_rank(group), spec.ranks, CPU, group)
+    wide = comparison_spec(spec, "fp64")
     name, value = ("_BUDGET_S", 0.0) if cache else ("measured_chain", planned if place.rank == 0 else None)
-    with mock.patch.object(chain, name, value):
-        first = resolve_runtime(spec.strategy)()
+    with mock.patch.object(block_times, name, value):
+        first = load_runtime_class(spec.strategy)()
         first.setup(build_model(spec), spec, place)
-    again = resolve_runtime(spec.strategy)()
+    again = load_runtime_class(spec.strategy)()
     again.setup(build_model(wide), wide, place)
     assert again.blocks == first.blocks, "verified with other stages than those that were measured"
-    trained = train(again, make_feed(wide, CPU), (0, 1, 2), place)
+    trained = train_strategy(again, make_feed(wide, CPU), (0, 1, 2), place)
     reference = None
     if place.rank == 0:
-        reference = resolve_reference(spec.strategy)(build_model(wide), wide, make_feed(wide, CPU), (0, 1, 2))
+        reference = load_reference_trainer(spec.strategy)(build_model(wide), wide, make_feed(wide, CPU), (0, 1, 2))
     return [held.start for held in first.blocks], first.predicted, trained, reference
 
 
@@ -94,7 +99,7 @@ def test_all_ranks_cut_where_rank_0_has_measured(
         assert (predicted.cuts, predicted.stage_times_s) == ([1], [15.0, 15.0])
     _, _, trained, reference = found[0]
     assert reference is not None
-    assert compare(trained, reference, Check("as run", 3, EXACT)).passed
+    assert compare_training(trained, reference, VerificationCheck("as run", 3, EXACT)).passed
 
 
 def test_blocks_are_really_measured(pool: Pool, tmp_path: Path) -> None:
@@ -103,16 +108,16 @@ def test_blocks_are_really_measured(pool: Pool, tmp_path: Path) -> None:
     assert len(cuts) == 2
     assert predicted.step_time_s >= max(predicted.stage_times_s) * 2 > 0
     (file,) = (tmp_path / "hpcbench" / "chains").iterdir()
-    assert decode_chain(file.read_bytes(), str(file)).request.micro_batch_size == 6
+    assert decode_block_profile(file.read_bytes(), str(file)).request.micro_batch_size == 6
 
 
 def fail(spec: RunSpec, group: dist.ProcessGroup) -> str:
-    def cannot(*_: object, **__: object) -> MeasuredChain:
+    def cannot(*_: object, **__: object) -> BlockProfile:
         raise WorkerError("no such thing")
 
-    place = Place(dist.get_rank(group), spec.ranks, CPU, group)
-    with mock.patch.object(chain, "measured_chain", cannot), pytest.raises(WorkerError) as raised:
-        resolve_runtime(spec.strategy)().setup(build_model(spec), spec, place)
+    place = RankContext(dist.get_rank(group), spec.ranks, CPU, group)
+    with mock.patch.object(block_times, "profile_blocks", cannot), pytest.raises(WorkerError) as raised:
+        load_runtime_class(spec.strategy)().setup(build_model(spec), spec, place)
     return raised.value.message
 
 

@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.bounds import Check
-from hpcbench.parallel.catalog import STRATEGIES, excluded_by, resolve_runtime
-from hpcbench.parallel.versions import Delay
-from hpcbench.worker.compare import Trained, compare
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import STRATEGIES, exclusion_reason, load_runtime_class
+from hpcbench.parallel.pipeline.weight_versions import Staleness
+from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.reference_pipedream import train_pipedream_reference
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.pipedream import Pipedream
-from hpcbench.worker.verify import train
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
+from hpcbench.worker.verification.reference import TrainingRecord, compare_training
+from hpcbench.worker.verification.reference_pipedream import train_pipedream_reference
+from hpcbench.worker.verification.verify import train_strategy
 from tests.distributed.cases import (
     CPU,
     EXACT,
@@ -129,12 +129,12 @@ def test_activation_checkpointing(pool: Pool) -> None:
     check(pool.run(case), run_reference(case), EXACT)
 
 
-class OtherVersions(Pipedream):
+class OtherVersions(PipedreamStrategy):
     """Takes another version than its options say."""
 
-    def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
+    def setup(self, model: nn.Sequential, spec: RunSpec, place: RankContext) -> None:
         super().setup(model, spec, place)
-        self._stash._delay = Delay(spec.pp_degree, vertical_sync=True)
+        self._stash._delay = Staleness(spec.pp_degree, vertical_sync=True)
 
 
 def run_other(case: Case, group: dist.ProcessGroup) -> OfRank:
@@ -159,19 +159,19 @@ def test_steps_that_do_not_follow_one_another(pool: Pool) -> None:
     found = pool.call(4, train_steps, spec, (0, 1, 4))
     feed = make_feed(spec, CPU)
     expected = train_pipedream_reference(build_model(spec), spec, feed, (0, 1, 4))
-    assert compare(found[0], expected, Check("as run", 3, TOLERANCE)).passed
+    assert compare_training(found[0], expected, VerificationCheck("as run", 3, TOLERANCE)).passed
 
 
-def train_steps(spec: RunSpec, steps: tuple[int, ...], group: dist.ProcessGroup) -> Trained:
-    place = Place(dist.get_rank(group), spec.ranks, CPU, group)
-    strategy = resolve_runtime(spec.strategy)()
+def train_steps(spec: RunSpec, steps: tuple[int, ...], group: dist.ProcessGroup) -> TrainingRecord:
+    place = RankContext(dist.get_rank(group), spec.ranks, CPU, group)
+    strategy = load_runtime_class(spec.strategy)()
     strategy.setup(build_model(spec), spec, place)
-    return train(strategy, make_feed(spec, CPU), steps, place)
+    return train_strategy(strategy, make_feed(spec, CPU), steps, place)
 
 
 def test_what_it_cannot_do() -> None:
     def reason(**more: Any) -> str | None:
-        return excluded_by(pipedream_case(2, "gpt", "tokens", **more).spec)
+        return exclusion_reason(pipedream_case(2, "gpt", "tokens", **more).spec)
 
     assert reason() is None
     assert "compile = false" in str(reason(compile=True))

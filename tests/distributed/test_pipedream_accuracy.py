@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.evaluate import accuracy
-from hpcbench.worker.reference import train_reference
-from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.training_loop import held_out_accuracy
+from hpcbench.worker.verification.reference import train_reference
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 
@@ -51,16 +51,16 @@ def synchronous() -> float:
         spec = spec_of("1f1b", 2, LEARNING_RATE, seed, {})
         model, feed = network(seed), make_feed(spec, CPU)
         train_reference(model, spec, feed, range(EPOCHS * feed.steps_per_epoch))
-        found.append(accuracy(model, feed) or 0.0)
+        found.append(held_out_accuracy(model, feed) or 0.0)
     return fmean(found)
 
 
 def learnt(spec: RunSpec, group: dist.ProcessGroup) -> float:
-    strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
-    strategy.setup(network(spec.seed), spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+    strategy, feed = load_runtime_class(spec.strategy)(), make_feed(spec, CPU)
+    strategy.setup(network(spec.seed), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group))
     for step in range(EPOCHS * feed.steps_per_epoch):
         strategy.step(feed, step)
-    return accuracy(strategy.module, feed) or 0.0
+    return held_out_accuracy(strategy.module, feed) or 0.0
 
 
 @pytest.mark.soak

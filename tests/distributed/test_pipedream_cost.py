@@ -8,15 +8,15 @@ import pytest
 import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.strategies.pipedream import PipedreamCost
-from hpcbench.parallel.schedule import Action
+from hpcbench.parallel.pipeline.schedules import Action
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.pipedream import Pipedream
-from hpcbench.worker.traffic import recorded
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
@@ -27,17 +27,17 @@ pytestmark = pytest.mark.distributed
 BUFFERED: dict[str, Any] = {"options": {"weight_versions": "2bw"}}
 
 
-def started(spec: RunSpec, place: Place) -> Pipedream:
-    strategy = Pipedream()
+def started(spec: RunSpec, place: RankContext) -> PipedreamStrategy:
+    strategy = PipedreamStrategy()
     strategy.setup(build_model(spec), spec, place)
     return strategy
 
 
 def traffic(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
-    strategy, feed = started(spec, Place(dist.get_rank(group), spec.ranks, CPU, group)), make_feed(spec, CPU)
+    strategy, feed = started(spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group)), make_feed(spec, CPU)
     for step in range(2):
         strategy.step(feed, step)
-    return recorded(lambda: strategy.step(feed, 2))
+    return record_traffic(lambda: strategy.step(feed, 2))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_ranks_of_large_worlds(replicas: int, rank: int) -> None:
 
 def held(spec: RunSpec, group: dist.ProcessGroup) -> tuple[int, int, int, list[float]]:
     """At most, over 5 steps: versions of the weights, bytes of the older ones, bytes of activations; the losses."""
-    strategy, feed = started(spec, Place(dist.get_rank(group), spec.ranks, CPU, group)), make_feed(spec, CPU)
+    strategy, feed = started(spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group)), make_feed(spec, CPU)
     kept = _Kept([*strategy.module.parameters(), *strategy.module.buffers()])
     buffers = {one.untyped_storage().data_ptr() for one in strategy.module.buffers()}
     stashed = 0

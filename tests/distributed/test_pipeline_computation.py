@@ -9,31 +9,31 @@ import msgspec
 import pytest
 import torch.distributed as dist
 
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.clock import Clock
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.parallel.catalog import resolve_cost, resolve_runtime
-from hpcbench.parallel.kernel import Compute
-from hpcbench.parallel.layers import read_table
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.machine import nominal_machine
+from hpcbench.parallel.catalog import load_cost_class, load_runtime_class
+from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.parallel.roofline import DeviceCompute
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.emulation_mode import EmulationMode
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.rehearsal.mode import Rehearsal
-from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.base import RankContext
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 
 pytestmark = pytest.mark.distributed
 
-FAST = Compute(peak_flops_per_s={"fp32": 2e12}, memory_bandwidth_bytes_per_s=2e11, launch_s=0.0)
+FAST = DeviceCompute(peak_flops_per_s={"fp32": 2e12}, memory_bandwidth_bytes_per_s=2e11, launch_s=0.0)
 
 
 def computed_s(spec: RunSpec, group: dist.ProcessGroup) -> float:
     """In the second step: the first one of pipedream fills the pipeline."""
-    strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
-    strategy.setup(build_model(spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+    strategy, feed = load_runtime_class(spec.strategy)(), make_feed(spec, CPU)
+    strategy.setup(build_model(spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group))
     strategy.announce(range(3))
-    mode = Rehearsal(FAST, spec.precision, spec.model, CPU)
+    mode = EmulationMode(FAST, spec.precision, spec.model, CPU)
     spent = []
     for step in range(2):
         with mode:
@@ -58,8 +58,8 @@ def test_the_longest_stage(pool: Pool, strategy: str, more: dict[str, Any]) -> N
         model="resnet18", dataset="cifar10", strategy=strategy, pp_degree=2, tasks_per_node=2, batch_size=64,
         micro_batches=2, **more,
     )  # fmt: skip
-    table = read_table("resnet18", "cifar10")
+    table = read_shipped_table("resnet18", "cifar10")
     assert table is not None
     machine = msgspec.structs.replace(nominal_machine(load_cluster("local")[0]), compute=FAST)
-    expected = resolve_cost(strategy).step(spec, table, Clock(machine, spec)).compute_s
+    expected = load_cost_class(strategy).step(spec, table, CostModel(machine, spec)).compute_s
     assert max(pool.call(2, computed_s, spec)) == pytest.approx(expected, rel=0.1)

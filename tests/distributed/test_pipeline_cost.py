@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.strategies.pipeline import PipelineCost
-from hpcbench.parallel.layers import LayerRequest, LayerTable
+from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.layers import layer_table
+from hpcbench.worker.layers import make_layer_table
+from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.pipeline import Pipeline
-from hpcbench.worker.traffic import recorded
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
@@ -33,17 +33,17 @@ def spec_of(strategy: str, stages: int, model: str = "vgg11", dataset: str = "di
 
 
 def table_of(spec: RunSpec) -> LayerTable:
-    request = LayerRequest(
+    request = LayerTableRequest(
         model=spec.model, dataset=spec.dataset, input_size=spec.input_size, model_options=spec.model_options
     )
-    return layer_table(request)
+    return make_layer_table(request)
 
 
 def measured(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
-    strategy, feed = Pipeline(), make_feed(spec, CPU)
-    strategy.setup(build_model(spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+    strategy, feed = PipelineStrategy(), make_feed(spec, CPU)
+    strategy.setup(build_model(spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group))
     strategy.step(feed, 0)
-    return recorded(lambda: strategy.step(feed, 1))
+    return record_traffic(lambda: strategy.step(feed, 1))
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ class _Kept:
 
 
 def peak_kept(spec: RunSpec, group: dist.ProcessGroup) -> int:
-    strategy, feed = Pipeline(), make_feed(spec, CPU)
-    strategy.setup(build_model(spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+    strategy, feed = PipelineStrategy(), make_feed(spec, CPU)
+    strategy.setup(build_model(spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group))
     kept = _Kept([*strategy.module.parameters(), *strategy.module.buffers()])
     strategy.runtime.hooks.after = kept.look
     with saved_tensors_hooks(kept.pack, lambda tensor: tensor):

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.spec import RunSpec, run_id
-from hpcbench.parallel.schedule import Layout, actions
+from hpcbench.config.run_spec import RunSpec, run_id
+from hpcbench.parallel.pipeline.schedules import PipelineLayout, schedule_actions
 from hpcbench.results.schema import RunResult
 from tests.distributed.launching import ROOT, Launch
 from tests.worker.helpers import make_spec, tree_of, write_tasks
@@ -46,7 +46,7 @@ def test_a_result_holds_the_measured_timeline_over_the_planned_one(tmp_path: Pat
     assert timeline.measured_s is not None
     assert timeline.planned_s is not None
     assert result.metrics.bubble_fraction == timeline.bubble_fraction
-    for rank, own in zip(timeline.ranks, actions("1f1b", Layout(2), 4), strict=True):
+    for rank, own in zip(timeline.ranks, schedule_actions("1f1b", PipelineLayout(2), 4), strict=True):
         for spans, length_s in ((rank.measured, timeline.measured_s), (rank.planned, timeline.planned_s)):
             assert [(one.kind, one.chunk, one.micro_batch) for one in spans] == [tuple(action) for action in own]
             edges = [edge for one in spans for edge in (one.begin_s, one.end_s)]

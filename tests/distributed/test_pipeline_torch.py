@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.losses import sample_losses
+from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.pipeline import Pipeline
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 
@@ -30,14 +30,14 @@ def spec_of(strategy: str, stages: int, model: str, dataset: str, **more: Any) -
     )  # fmt: skip
 
 
-def set_up(spec: RunSpec, group: dist.ProcessGroup, **more: float) -> Pipeline:
-    strategy = Pipeline()
-    strategy.setup(build_model(spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group, **more))
+def set_up(spec: RunSpec, group: dist.ProcessGroup, **more: float) -> PipelineStrategy:
+    strategy = PipelineStrategy()
+    strategy.setup(build_model(spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group, **more))
     return strategy
 
 
 def loss_of(count: int, output: Tensor, target: Tensor) -> Tensor:
-    return sample_losses(output, target) / count
+    return summed_loss(output, target) / count
 
 
 def differences(spec: RunSpec, group: dist.ProcessGroup) -> dict[str, float]:

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import excluded_by
-from hpcbench.parallel.layers import read_table
-from hpcbench.parallel.traffic import OPERATIONS
-from hpcbench.results.schema import CollectiveProbe, OverlapProbe, Probe
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import exclusion_reason
+from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.parallel.traffic import COMM_OPERATIONS
+from hpcbench.results.schema import CollectiveProbe, OverlapProbe, ProbeResults
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.measure.clocks import median, quantile, relative_spread
+from hpcbench.worker.microbench.collective_probes import EXCHANGE, measure_collectives, message_sizes
+from hpcbench.worker.microbench.module_capture import capture_modules, isolate_module
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.probes.captured import callable_alone, capture
-from hpcbench.worker.probes.collectives import EXCHANGE, measure_collectives, message_sizes
-from hpcbench.worker.probes.watches import median, quantile, spread
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.probes import ProbeLayers
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.probes import ProbeLayersStrategy
 from tests.distributed.pool import Pool
 
 CPU = torch.device("cpu")
@@ -30,9 +30,9 @@ def spec_of(strategy: str = "probe_layers", **more: Any) -> RunSpec:
     return RunSpec(strategy=strategy, **(given | more))
 
 
-def probed(spec: RunSpec) -> Probe:
-    strategy = ProbeLayers()
-    strategy.setup(build_model(spec), spec, Place(0, 1, CPU))
+def probed(spec: RunSpec) -> ProbeResults:
+    strategy = ProbeLayersStrategy()
+    strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
     return strategy.measure(make_feed(spec, CPU), lambda: None)
 
 
@@ -40,7 +40,7 @@ def probed(spec: RunSpec) -> Probe:
 def test_every_row_that_computes_is_measured(model: str) -> None:
     spec = spec_of(model=model, options={"shares": "1,2", "budget_s": 0.01})
     found = probed(spec)
-    table = read_table(model, "digits")
+    table = read_shipped_table(model, "digits")
     assert table is not None
     rows = {(layer.name, layer.kind): layer for layer in table.layers}
     whole = [one for one in found.kernels if one.split == "whole"]
@@ -73,7 +73,7 @@ def test_a_module_around_children_runs_its_own_operations_alone() -> None:
     spec = spec_of()
     model = build_model(spec)
     batch, _ = make_feed(spec, CPU).batch(0, 0)
-    found, outputs = capture(model, batch, model)
+    found, outputs = capture_modules(model, batch, model)
     assert torch.equal(outputs, model(batch))
     blocks = [one for one in found if one.kind in ("Attention.other", "Mlp.other")]
     expected = {
@@ -81,7 +81,7 @@ def test_a_module_around_children_runs_its_own_operations_alone() -> None:
         "Mlp.other": (["gelu"], ["gelu_backward"]),
     }
     for one in blocks:
-        alone, x = callable_alone(one), one.inputs[0].requires_grad_()
+        alone, x = isolate_module(one), one.inputs[0].requires_grad_()
         forward, backward = _Named(), _Named()
         with forward:
             output = alone(x)
@@ -98,14 +98,14 @@ def test_children_of_a_module_keep_their_place_in_the_model() -> None:
     model = build_model(spec)
     batch, _ = make_feed(spec, CPU).batch(0, 0)
     before = model(batch)
-    for one in capture(model, batch, model)[0]:
-        callable_alone(one)
+    for one in capture_modules(model, batch, model)[0]:
+        isolate_module(one)
     assert torch.equal(model(batch), before)
 
 
 def collectives(spec: RunSpec, largest_bytes: int, budget_s: float, group: Any) -> Any:
     rank = torch.distributed.get_rank()
-    place = Place(rank, spec.ranks, CPU, group)
+    place = RankContext(rank, spec.ranks, CPU, group)
     return measure_collectives(spec, place, largest_bytes, budget_s, lambda: None)
 
 
@@ -114,7 +114,7 @@ def test_two_ranks_measure_every_operation_at_every_size(pool: Pool) -> None:
     answers: list[tuple[list[CollectiveProbe], list[OverlapProbe]]] = pool.call(2, collectives, spec, 2**16, 3.0)
     found, overlaps = answers[0]
     assert found == answers[1][0]
-    expected = {(operation, size) for operation in (*OPERATIONS, EXCHANGE) for size in message_sizes(2**16)}
+    expected = {(operation, size) for operation in (*COMM_OPERATIONS, EXCHANGE) for size in message_sizes(2**16)}
     assert {(one.operation, one.payload_bytes) for one in found} == expected
     assert all(one.seconds > 0 and one.repeats >= 3 and (one.ranks, one.nodes) == (2, 1) for one in found)
     (overlap,) = overlaps
@@ -141,8 +141,8 @@ def test_quantiles() -> None:
     assert median([3.0, 1.0, 2.0]) == 2.0
     assert median([1.0, 2.0]) == 1.5
     assert quantile([0.0, 10.0], 0.84) == pytest.approx(8.4)
-    assert spread([2.0, 2.0, 2.0]) == 0.0
-    assert spread([float(one) for one in range(101)]) == pytest.approx(34 / 50)
+    assert relative_spread([2.0, 2.0, 2.0]) == 0.0
+    assert relative_spread([float(one) for one in range(101)]) == pytest.approx(34 / 50)
 
 
 @pytest.mark.parametrize(
@@ -160,5 +160,5 @@ def test_quantiles() -> None:
     ],
 )
 def test_what_probes_do_not_take(spec: RunSpec, said: str | None) -> None:
-    reason = excluded_by(spec)
+    reason = exclusion_reason(spec)
     assert reason is None if said is None else said in (reason or "")

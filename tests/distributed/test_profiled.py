@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.results.schema import Phases
-from hpcbench.worker.strategies.ddp import bucket_cap
+from hpcbench.results.schema import StepPhases
+from hpcbench.worker.strategies.data import ddp_bucket_cap
 from tests.distributed.cases import Case
 from tests.distributed.pool import Pool
 from tests.worker.helpers import make_spec
@@ -18,10 +18,10 @@ LATE_S = 1.5
 
 @pytest.mark.parametrize(("size", "told"), [(25.0, None), (24.0, 24.0), (1.0, 1.0)])
 def test_the_default_bucket_size_is_left_to_ddp(size: float, told: float | None) -> None:
-    assert bucket_cap(size) == told
+    assert ddp_bucket_cap(size) == told
 
 
-def split_of_rank_0(pool: Pool, late_s: float) -> Phases:
+def split_of_rank_0(pool: Pool, late_s: float) -> StepPhases:
     """All gradients in one bucket: its all_reduce begins when nothing is left to compute."""
     spec = make_spec(
         model="vgg11", model_options={"batch_norm": False}, strategy="ddp", tasks_per_node=2, dp_degree=2,

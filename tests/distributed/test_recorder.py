@@ -11,11 +11,10 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce as all_reduce_with_gradient
 
-from hpcbench.parallel.traffic import Traffic, merged, total_bytes
+from hpcbench.parallel.traffic import Traffic, merge_calls, total_payload_bytes
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.recording import Recorded, run_recorded
-from hpcbench.worker.stop import Stop, Stopped
-from hpcbench.worker.traffic import TrafficRecorder
+from hpcbench.worker.measure.traffic_recorder import TrafficRecord, TrafficRecorder, run_recorded_step
+from hpcbench.worker.shutdown import StopController, Stopped
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 from tests.distributed.test_traffic import expected, spec_of, started
@@ -73,7 +72,7 @@ def talk_functionally(group: dist.ProcessGroup) -> list[Traffic]:
 
 def test_functional_operators_and_those_of_a_backward_pass(pool: Pool) -> None:
     for calls in pool.call(2, talk_functionally):
-        assert calls == merged(
+        assert calls == merge_calls(
             [
                 passed("all_reduce", 8, 2),
                 passed("all_gather", 12, 2),
@@ -91,17 +90,17 @@ def test_an_operator_that_is_not_known_is_not_left_out_in_silence() -> None:
         recorder.merged()
 
 
-def recorded_step(spec: Any, group: dist.ProcessGroup) -> Recorded:
+def recorded_step(spec: Any, group: dist.ProcessGroup) -> TrafficRecord:
     strategy, feed = started(spec, group)
-    return run_recorded(strategy, feed, spec, CPU, Stop(), bool, first=3)
+    return run_recorded_step(strategy, feed, spec, CPU, StopController(), bool, first=3)
 
 
 @pytest.mark.parametrize("key", ["zero1", "fsdp"])
 def test_a_runs_traffic_is_that_of_one_whole_step(pool: Pool, key: str) -> None:
     spec = spec_of(key, 2, "vit", options={"bucket_cap_mb": 0.5} if key == "zero1" else {})
     found = pool.call(2, recorded_step, spec)
-    assert found == [Recorded(expected(spec, rank), []) for rank in range(2)]
-    assert total_bytes(found[0].calls) > 0
+    assert found == [TrafficRecord(expected(spec, rank), []) for rank in range(2)]
+    assert total_payload_bytes(found[0].calls) > 0
 
 
 class Counted:
@@ -135,9 +134,9 @@ def test_who_makes_the_step(more: dict[str, Any], seen: bool, told: bool, steps:
     spec = make_spec(**{"strategy": "ddp", "tasks_per_node": 2, "dp_degree": 2, "profile_steps": 3, **more})
     strategy: Any = Counted()
     strategy.traffic_is_seen = seen
-    stop = Stop()
+    stop = StopController()
     stop.reason = Stopped("timeout", "told") if told else None
-    assert run_recorded(strategy, make_feed(spec, CPU), spec, CPU, stop, bool, first=6) == Recorded([], [])
+    assert run_recorded_step(strategy, make_feed(spec, CPU), spec, CPU, stop, bool, first=6) == TrafficRecord([], [])
     assert strategy.steps == steps
 
 
@@ -151,10 +150,10 @@ def test_a_partial_batch_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> Non
         made_before.extend(strategy.steps)
         return TrafficRecorder()
 
-    monkeypatch.setattr("hpcbench.worker.recording.TrafficRecorder", recorder)
+    monkeypatch.setattr("hpcbench.worker.measure.traffic_recorder.TrafficRecorder", recorder)
     last = feed.steps_per_epoch - 1
     assert feed.global_count(last) < feed.global_batch_size
     stepped: Any = strategy
-    run_recorded(stepped, feed, spec, CPU, Stop(), bool, first=last)
+    run_recorded_step(stepped, feed, spec, CPU, StopController(), bool, first=last)
     assert made_before == [last]
     assert strategy.steps == [last, last + 1]

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcbench.parallel.buckets import MIB, bucket_bytes
-from hpcbench.parallel.mesh import Mesh
+from hpcbench.parallel.gradient_buckets import MIB, bucket_payload_bytes
+from hpcbench.parallel.mesh import RankMesh
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.worker.groups import make_groups
-from hpcbench.worker.reducer import GradientReducer
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.traffic import TrafficRecorder
+from hpcbench.worker.distributed.gradient_reducer import GradientReducer
+from hpcbench.worker.distributed.process_groups import make_axis_groups
+from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
+from hpcbench.worker.strategies.base import RankContext
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 
@@ -80,7 +80,7 @@ SIZES = [8 * one.numel() for one in layers().parameters()]
 @pytest.mark.parametrize("cap_bytes", [1, 60, 10**6])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_accumulated_gradients_in_buckets_of_several_sizes(pool: Pool, ranks: int, cap_bytes: int) -> None:
-    payloads = bucket_bytes(SIZES, cap_bytes)
+    payloads = bucket_payload_bytes(SIZES, cap_bytes)
     assert len(payloads) == {1: 6, 60: 3, 10**6: 1}[cap_bytes]
     for steps in pool.call(ranks, accumulate, cap_bytes):
         for found in steps:
@@ -120,7 +120,7 @@ def test_a_parameter_without_a_gradient_counts_as_zero(pool: Pool) -> None:
 def over_two_axes(group: dist.ProcessGroup) -> Found:
     """The first layer has replicas along one axis, the others among all four ranks."""
     rank, model = dist.get_rank(group), layers()
-    across = make_groups(Mesh(dp=2, tp=2), Place(rank, 4, CPU, group))["dp"]
+    across = make_axis_groups(RankMesh(dp=2, tp=2), RankContext(rank, 4, CPU, group))["dp"]
     first, rest = list(model[0].parameters()), list(model[1:].parameters())
     reducers = [
         GradientReducer(first, across.members(), bucket_cap_mb=1 / MIB),

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.kernel import Compute
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.roofline import DeviceCompute
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.worker.rehearsal.mode import Rehearsal
-from hpcbench.worker.traffic import recorded
+from hpcbench.worker.emulation_mode import EmulationMode
+from hpcbench.worker.measure.traffic_recorder import record_traffic
 from tests.distributed.cases import CPU, make_case
 from tests.distributed.pool import Pool
 from tests.distributed.test_traffic import expected, started
 
 pytestmark = pytest.mark.distributed
 
-QUICK = Compute(peak_flops_per_s={"fp32": 1e18}, memory_bandwidth_bytes_per_s=1e18, launch_s=0.0)
+QUICK = DeviceCompute(peak_flops_per_s={"fp32": 1e18}, memory_bandwidth_bytes_per_s=1e18, launch_s=0.0)
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("ddp", "resnet18", {}),
@@ -38,7 +38,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 def rehearsed(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
     strategy, feed = started(spec, group, steps=0)
-    mode = Rehearsal(QUICK, spec.precision, spec.model, CPU)
+    mode = EmulationMode(QUICK, spec.precision, spec.model, CPU)
 
     def step(number: int) -> None:
         with mode:
@@ -46,7 +46,7 @@ def rehearsed(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
 
     for number in range(3):
         step(number)
-    return recorded(lambda: step(3))
+    return record_traffic(lambda: step(3))
 
 
 @pytest.mark.parametrize(("key", "model", "more"), CASES, ids=lambda value: value if isinstance(value, str) else "")

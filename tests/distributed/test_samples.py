@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.spec import run_id
-from hpcbench.worker.data.feed import Source
-from hpcbench.worker.data.make import make
+from hpcbench.config.run_spec import run_id
+from hpcbench.worker.data.feed import DataSource
+from hpcbench.worker.data.make_samples import make_samples
 from tests.distributed.cases import Case, run_reference
 from tests.distributed.launching import Launch
 from tests.distributed.pool import Pool
@@ -23,7 +23,7 @@ SAMPLES = 12
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("data")
-    list(make(made, "mnist", 28, 13, workers=1))
+    list(make_samples(made, "mnist", 28, 13, workers=1))
     return made
 
 
@@ -31,7 +31,7 @@ def test_two_ranks_compute_the_same_from_the_device_and_from_the_host(pool: Pool
     losses = {}
     for data in ("device", "host", "files"):
         spec = make_spec(dataset="mnist", strategy="ddp", tasks_per_node=2, dp_degree=2, batch_size=4, data=data)
-        case = Case(spec, SAMPLES, steps=3, source=Source(folder, 1))
+        case = Case(spec, SAMPLES, steps=3, source=DataSource(folder, 1))
         parts = pool.run(case)
         losses[data] = parts[0].trained.losses
         assert [sum(step) for step in zip(*(rank.counts for rank in parts), strict=True)] == [8, 4, 8]

@@ -14,17 +14,15 @@ import torch
 import torch.distributed as dist
 
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.bounds import lossy_bound
-from hpcbench.parallel.catalog import STRATEGIES, resolve_runtime
-from hpcbench.worker.blocks import arranged
-from hpcbench.worker.compare import Trained
-from hpcbench.worker.compiling import compile_in_place
+from hpcbench.parallel.catalog import STRATEGIES, load_runtime_class
+from hpcbench.parallel.tolerances import lossy_tolerance
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.evaluate import accuracy
-from hpcbench.worker.reference import train_reference
+from hpcbench.worker.model_execution import compile_in_place, wrap_blocks
 from hpcbench.worker.strategies import base
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.fairscale import FairscaleSddp, fairscale
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.fairscale import FairscaleSddpStrategy, import_fairscale
+from hpcbench.worker.training_loop import held_out_accuracy
+from hpcbench.worker.verification.reference import TrainingRecord, train_reference
 from tests.conftest import absent
 from tests.distributed.cases import (
     CPU,
@@ -55,7 +53,7 @@ TIED = {"tied": True, "context": 8}
 @pytest.fixture(autouse=True, scope="module")
 def _fairscale() -> None:
     try:
-        fairscale("nn.data_parallel")
+        import_fairscale("nn.data_parallel")
     except WorkerError as error:
         absent("fairscale", str(error))
 
@@ -177,7 +175,7 @@ def test_options_of_tied_weights(pool: Pool, options: dict[str, Any]) -> None:
 def test_lossy_options_stay_within_their_bound(pool: Pool, key: str, model: str, options: dict[str, Any]) -> None:
     """One step in fp64, as ``verify`` has it, so that nothing but the option can differ."""
     case = sharded_case(key, 4, model, options=options, precision="fp64", steps=1)
-    found = check(pool.run(case), run_reference(case), lossy_bound(case.spec))
+    found = check(pool.run(case), run_reference(case), lossy_tolerance(case.spec))
     assert found.worst_rel is not None
     assert found.worst_rel > EXACT, "nothing was rounded: was the option heeded at all?"
 
@@ -224,16 +222,16 @@ def test_compiled_models(pool: Pool, key: str) -> None:
     check(pool.call(2, traced, case), run_reference(case))
 
 
-def train_and_evaluate(case: Case, group: dist.ProcessGroup) -> tuple[list[float | None], Trained]:
+def train_and_evaluate(case: Case, group: dist.ProcessGroup) -> tuple[list[float | None], TrainingRecord]:
     """What every rank finds on the held-out samples between two steps, and the weights after the second one."""
-    place = Place(dist.get_rank(group), case.spec.ranks, CPU, group)
-    strategy, feed, found = resolve_runtime(case.spec.strategy)(), make_feed(case.spec, CPU), Trained()
-    strategy.setup(arranged(build(case), case.spec), case.spec, place)
+    place = RankContext(dist.get_rank(group), case.spec.ranks, CPU, group)
+    strategy, feed, found = load_runtime_class(case.spec.strategy)(), make_feed(case.spec, CPU), TrainingRecord()
+    strategy.setup(wrap_blocks(build(case), case.spec), case.spec, place)
     accuracies = []
     for step in range(2):
         strategy.step(feed, step)
         if strategy.forward_is_collective or place.rank == 0:
-            accuracies.append(accuracy(strategy.module, feed))
+            accuracies.append(held_out_accuracy(strategy.module, feed))
     found.state = {name: tensor.clone() for name, tensor in strategy.weights().items()}
     return accuracies, found
 
@@ -247,7 +245,7 @@ def test_evaluation_between_steps(pool: Pool, key: str) -> None:
     for step in range(2):
         after = train_reference(build(case), case.spec, feed, range(step + 1))
         model.load_state_dict(after.state)
-        expected.append(accuracy(model, feed))
+        expected.append(held_out_accuracy(model, feed))
     (ours, trained), *others = pool.call(4, train_and_evaluate, case)
     assert ours == pytest.approx(expected, abs=1 / 297)
     assert all(one == (ours if key in SHARDED else []) for one, _ in others)
@@ -255,7 +253,7 @@ def test_evaluation_between_steps(pool: Pool, key: str) -> None:
         assert torch.allclose(trained.state[name], tensor, rtol=0, atol=TOLERANCE), name
 
 
-class CutOff(FairscaleSddp):
+class CutOff(FairscaleSddpStrategy):
     """Clears gradients as a torch optimizer does, which cuts them off from fairscale's buckets."""
 
     def clear_gradients(self) -> None:

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import resolve_cost
-from hpcbench.parallel.layers import Layer, LayerTable, TensorShape
-from hpcbench.worker.strategies.fairscale import fairscale
+from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.parallel.layer_table import LayerRow, LayerTable, TensorShape
+from hpcbench.worker.strategies.fairscale import import_fairscale
 from tests.conftest import absent
 from tests.distributed.memory import BLOCKS, STRATEGIES, WIDTH, P, measure, promised, row, spec_of
 from tests.distributed.pool import Pool
@@ -23,7 +23,7 @@ BLOCK = P // BLOCKS
 def blocks_table() -> LayerTable:
     """Of ``memory.build_blocks``, as far as the formulas read it."""
     rows = [
-        Layer(
+        LayerRow(
             name=f"{number + 2}", block=number + 2, kind="Linear", input_shape=[WIDTH], output_shape=[WIDTH],
             parameters=WIDTH * WIDTH, forward_flops=0, backward_flops=0, activation_bytes=4 * WIDTH,
             activation_fixed_bytes=0, output_bytes=4 * WIDTH, forward_moved_bytes=0, backward_moved_bytes=0,
@@ -40,7 +40,7 @@ def blocks_table() -> LayerTable:
 @pytest.fixture(autouse=True, scope="module")
 def _fairscale() -> None:
     try:
-        fairscale("nn.data_parallel")
+        import_fairscale("nn.data_parallel")
     except WorkerError as error:
         absent("fairscale", str(error))
 
@@ -55,7 +55,7 @@ def test_state_is_as_small_as_promised(pool: Pool, key: str, ranks: int) -> None
         assert one.parameters + one.gradients + one.optimizer == pytest.approx(expected, rel=0.1)
         assert one.all_before == pytest.approx(expected, rel=0.1)
         assert one.all_after == pytest.approx(expected, rel=0.1)
-        formula = resolve_cost(key).memory(spec_of(key, ranks), blocks_table(), 0)
+        formula = load_cost_class(key).memory(spec_of(key, ranks), blocks_table(), 0)
         assert one.parameters == pytest.approx(formula.parameters_bytes, rel=0.1)
         # Adam's temporaries are those of one block.
         assert one.optimizer == pytest.approx(formula.optimizer_bytes, rel=0.1, abs=2 * BLOCK)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hpcbench.parallel.bounds import lossy_bound
-from hpcbench.worker.compare import Trained
+from hpcbench.parallel.tolerances import lossy_tolerance
+from hpcbench.worker.verification.reference import TrainingRecord
 from tests.distributed.cases import EXACT, TOLERANCE, Case, check, make_case, run_reference
 from tests.distributed.pool import Pool
 
@@ -41,7 +41,7 @@ def gradients_differ(ours: dict[str, Tensor], whole: dict[str, Tensor]) -> float
     )
 
 
-def check_first_step(pool: Pool, case: Case) -> Trained:
+def check_first_step(pool: Pool, case: Case) -> TrainingRecord:
     """Loss and every gradient, and all ranks' weights alike."""
     ranks, expected = pool.run(case), run_reference(case)
     found = ranks[0].trained
@@ -98,7 +98,7 @@ def test_options_that_change_no_number(pool: Pool, options: dict[str, Any]) -> N
 
 def test_statistics_of_a_part_are_another_function(pool: Pool) -> None:
     case = spatial_case(2, "resnet18", options={"batch_norm": "local"})
-    found = check(pool.run(case), run_reference(case), lossy_bound(case.spec))
+    found = check(pool.run(case), run_reference(case), lossy_tolerance(case.spec))
     assert found.worst_rel is not None
     assert found.worst_rel > EXACT, "the same as over the group: was the option heeded?"
 

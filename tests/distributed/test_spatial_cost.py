@@ -10,20 +10,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.spatial_live import held_rows
-from hpcbench.oracle.strategies.spatial import Spatial
-from hpcbench.parallel.layers import LayerRequest, LayerTable, read_table
-from hpcbench.parallel.spatial_limits import split_of
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.strategies.spatial import SpatialCost
+from hpcbench.oracle.strategies.spatial_rows import spatial_row_memory
+from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, read_shipped_table
+from hpcbench.parallel.strategies.spatial import spatial_split_of_run
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.worker.blocks import arranged
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.layers import layer_table
-from hpcbench.worker.losses import sample_losses
+from hpcbench.worker.layers import make_layer_table
+from hpcbench.worker.measure.traffic_recorder import record_traffic
+from hpcbench.worker.model_execution import summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.spatial import Spatial as Runtime
-from hpcbench.worker.traffic import recorded
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.spatial.strategy import SpatialStrategy as Runtime
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
@@ -41,17 +40,17 @@ def spatial_spec(ranks: int, model: str, dataset: str = "digits", dp: int = 1, *
 
 
 def table_of(spec: RunSpec) -> LayerTable:
-    shipped = read_table(spec.model, spec.dataset, spec.input_size, spec.model_options)
-    request = LayerRequest(
+    shipped = read_shipped_table(spec.model, spec.dataset, spec.input_size, spec.model_options)
+    request = LayerTableRequest(
         model=spec.model, dataset=spec.dataset, input_size=spec.input_size, model_options=spec.model_options
     )
-    return shipped or layer_table(request)
+    return shipped or make_layer_table(request)
 
 
 def set_up(spec: RunSpec, group: dist.ProcessGroup) -> Runtime:
     strategy = Runtime()
-    place = Place(dist.get_rank(group), spec.ranks, CPU, group)
-    strategy.setup(arranged(build_model(spec), spec), spec, place)
+    place = RankContext(dist.get_rank(group), spec.ranks, CPU, group)
+    strategy.setup(wrap_blocks(build_model(spec), spec), spec, place)
     return strategy
 
 
@@ -59,7 +58,7 @@ def second_step(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
     """What a rank of the pool passes to collectives."""
     strategy, feed = set_up(spec, group), make_feed(spec, CPU)
     strategy.step(feed, 0)
-    return recorded(lambda: strategy.step(feed, 1))
+    return record_traffic(lambda: strategy.step(feed, 1))
 
 
 VOLUME: dict[str, Any] = {"dataset": "cosmoflow", "input_size": 10}
@@ -87,7 +86,7 @@ def test_ranks_pass_on_what_the_oracle_says(pool: Pool, ranks: int, dp: int, mod
     spec = spatial_spec(ranks, dp=dp, **{"model": model, **more})
     table = table_of(spec)
     for rank, found in enumerate(pool.call(ranks * dp, second_step, spec)):
-        assert found == Spatial.traffic(spec, table, rank)
+        assert found == SpatialCost.traffic(spec, table, rank)
 
 
 CORNER, EDGE, INTERIOR = "corner", "edge", "interior"
@@ -109,7 +108,7 @@ def test_ranks_of_large_worlds(dp: int, grid: tuple[int, ...], more: dict[str, A
     at = {CORNER: 0, EDGE: grid[-1] // 2, INTERIOR: (grid[0] // 2) * (sp // grid[0]) + sp // grid[0] // 2}[where]
     spec = spatial_spec(sp, dp=dp, **more, options={"grid": "x".join(map(str, grid))})
     rank = (dp - 1) * sp + at
-    assert fake_traffic(spec, rank, warmup_steps=0) == Spatial.traffic(spec, table_of(spec), rank)
+    assert fake_traffic(spec, rank, warmup_steps=0) == SpatialCost.traffic(spec, table_of(spec), rank)
 
 
 def kept(spec: RunSpec, group: dist.ProcessGroup) -> int:
@@ -125,7 +124,7 @@ def kept(spec: RunSpec, group: dist.ProcessGroup) -> int:
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = sample_losses(strategy.module(inputs), labels)
+        loss = summed_loss(strategy.module(inputs), labels)
     found = sum(one.untyped_storage().nbytes() for one in storages.values())
     del loss
     return found
@@ -144,9 +143,12 @@ def test_activations_fall_as_the_formula_says(pool: Pool, ranks: int, model: str
     """Within a hundredth of what autograd really keeps, on every rank."""
     spec = spatial_spec(ranks, **{"model": model, **more})
     table = table_of(spec)
-    alone = sum(one.activations for one in held_rows(spec, table, None, 0))
+    alone = sum(one.activations for one in spatial_row_memory(spec, table, None, 0))
     for rank, measured in enumerate(pool.call(ranks, kept, spec)):
-        said = sum(one.activations + one.received for one in held_rows(spec, table, split_of(spec, table), rank))
+        said = sum(
+            one.activations + one.received
+            for one in spatial_row_memory(spec, table, spatial_split_of_run(spec, table), rank)
+        )
         print(f"{model} {spec.options} rank {rank} of {ranks}: {measured} kept, {said} said, {alone} alone")
         assert measured == pytest.approx(said, rel=0.01)
         assert said < alone * 1.3 / ranks + 2**20
@@ -164,6 +166,6 @@ def test_the_peak(ranks: int, dp: int, model: str, more: dict[str, Any]) -> None
     """Every byte that torch's allocator gave out when a step held most."""
     spec = spatial_spec(ranks, dp=dp, **{"model": model, **more})
     rank = ranks * dp - 1
-    said, measured = Spatial.memory(spec, table_of(spec), rank), peak_bytes(spec, rank)
+    said, measured = SpatialCost.memory(spec, table_of(spec), rank), peak_bytes(spec, rank)
     print(f"{said.total_bytes / measured:.3f} of {measured}: {model} {more} {said}")
     assert said.total_bytes == pytest.approx(measured, rel=0.1)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hpcbench.parallel.halo import Message
-from hpcbench.worker.groups import Group
-from hpcbench.worker.spatial import exchange
-from hpcbench.worker.spatial.exchange import Cut
+from hpcbench.parallel.strategies.halo import HaloMessage
+from hpcbench.worker.distributed.process_groups import RankGroup
+from hpcbench.worker.strategies.spatial import halo_exchange
+from hpcbench.worker.strategies.spatial.halo_exchange import SpatialGrid
 from tests.distributed.spatial_layers import LayerCase, Whole, differences, run_whole
 
 RANKS, GRID = 8, (2, 2, 2)
@@ -26,11 +26,13 @@ Mail = defaultdict[tuple[int, int], "SimpleQueue[Tensor]"]
 
 
 class ByQueues:
-    """As ``Exchange``; what is sent to a rank that waits for nothing stays in the mail."""
+    """As ``HaloExchange``; what is sent to a rank that waits for nothing stays in the mail."""
 
     mail: Mail
 
-    def __init__(self, cut: Cut, like: Tensor, sent: Sequence[tuple[int, Tensor]], wanted: Sequence[Message]) -> None:
+    def __init__(
+        self, cut: SpatialGrid, like: Tensor, sent: Sequence[tuple[int, Tensor]], wanted: Sequence[HaloMessage]
+    ) -> None:
         self._cut, self._wanted, self._received = cut, wanted, list[Tensor]()
         for place, tensor in sent:
             assert tensor.shape[:2] == like.shape[:2]
@@ -69,7 +71,7 @@ def conv(kernel: int, **more: Any) -> LayerCase:
 )
 def test_a_volume_cut_along_all_dims(monkeypatch: pytest.MonkeyPatch, case: LayerCase) -> None:
     mail: Mail = defaultdict(SimpleQueue)
-    monkeypatch.setattr(exchange, "Exchange", type("ByQueues", (ByQueues,), {"mail": mail}))
+    monkeypatch.setattr(halo_exchange, "HaloExchange", type("ByQueues", (ByQueues,), {"mail": mail}))
     whole = run_whole(case)
     with ThreadPoolExecutor(RANKS) as threads:
         of_ranks = list(threads.map(partial(of_rank, case, whole, mail), range(RANKS)))
@@ -79,5 +81,5 @@ def test_a_volume_cut_along_all_dims(monkeypatch: pytest.MonkeyPatch, case: Laye
 
 
 def of_rank(case: LayerCase, whole: Whole, mail: Mail, place: int) -> dict[str, float]:
-    cut = Cut(Group(tuple(range(RANKS)), place, None), GRID)
+    cut = SpatialGrid(RankGroup(tuple(range(RANKS)), place, None), GRID)
     return differences(case, whole, cut, partial(add_up, mail, place))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from hpcbench.worker.compare import Trained
+from hpcbench.worker.verification.reference import TrainingRecord
 from tests.distributed.cases import Case, make_case, run_reference
 from tests.distributed.pool import Pool
 
@@ -50,7 +50,7 @@ class Distance(NamedTuple):
     weights: float
 
 
-def distances(found: Trained, exact: Trained) -> Distance:
+def distances(found: TrainingRecord, exact: TrainingRecord) -> Distance:
     """Of the losses and of the weights and statistics after three steps, the largest by each tensor's own size."""
 
     def of(a: torch.Tensor, b: torch.Tensor) -> float:

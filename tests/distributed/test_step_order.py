@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.parallel.layers import LayerRequest, read_table
-from hpcbench.worker.layers import layer_table
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.machine import nominal_machine
+from hpcbench.parallel.layer_table import LayerTableRequest, read_shipped_table
+from hpcbench.worker.layers import make_layer_table
 from tests.distributed.fake import fake_calls
 from tests.distributed.tensor_cases import small_vocabulary, tensor_case
 from tests.oracle.heard import heard_in_order
@@ -39,7 +39,7 @@ def test_order(model: str, strategy: str, more: dict[str, Any]) -> None:
         model=model, dataset="digits", strategy=strategy, batch_size=4, micro_batches=2, nodes=2, tasks_per_node=2,
         dp_degree=2, **own, **more,
     )  # fmt: skip
-    table = read_table(model, "digits")
+    table = read_shipped_table(model, "digits")
     assert table is not None
     assert heard_in_order(spec, table, MACHINE) == fake_calls(spec, 0).calls
 
@@ -48,7 +48,9 @@ def test_order(model: str, strategy: str, more: dict[str, Any]) -> None:
 def test_order_with_words_that_ranks_share(options: dict[str, Any]) -> None:
     spec = tensor_case(4, "gpt", dp_degree=2, options=options).spec
     with small_vocabulary():
-        table = layer_table(
-            LayerRequest(model="gpt", dataset="tokens", input_size=spec.input_size, model_options=spec.model_options)
+        table = make_layer_table(
+            LayerTableRequest(
+                model="gpt", dataset="tokens", input_size=spec.input_size, model_options=spec.model_options
+            )
         )
         assert heard_in_order(spec, table, MACHINE) == fake_calls(spec, 0).calls

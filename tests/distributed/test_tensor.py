@@ -13,16 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.bounds import ONE_STEP
-from hpcbench.parallel.catalog import resolve_runtime
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import load_runtime_class
+from hpcbench.parallel.tolerances import ONE_STEP_TOLERANCES
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.evaluate import accuracy
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.tensor import TensorParallel
-from hpcbench.worker.tensor.collectives import Sharing
-from hpcbench.worker.tensor.layers import RowLinear
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.tensor import TensorParallelStrategy
+from hpcbench.worker.strategies.tensor_layers import RowLinear, TensorParallelComm
+from hpcbench.worker.training_loop import held_out_accuracy
 from tests.distributed.cases import (
     CPU,
     TOLERANCE,
@@ -122,7 +121,7 @@ def test_training_in_fp32(pool: Pool, model: str, ranks: int, replicas: int, opt
 @pytest.mark.parametrize("options", [{}, SEQUENCE])
 def test_a_step_in_bf16(pool: Pool, options: dict[str, Any]) -> None:
     found, expected = both(pool, tensor_case(2, precision="bf16", options=options, steps=1))
-    check(found, expected, ONE_STEP["bf16"])
+    check(found, expected, ONE_STEP_TOLERANCES["bf16"])
 
 
 def bias_before_the_sum(layer: RowLinear, x: Tensor) -> Tensor:
@@ -130,9 +129,9 @@ def bias_before_the_sum(layer: RowLinear, x: Tensor) -> Tensor:
 
 
 WRONG: dict[str, tuple[Any, str, Any]] = {
-    "sums no gradients of own tokens": (TensorParallel, "make_reducers", lambda *_: []),
+    "sums no gradients of own tokens": (TensorParallelStrategy, "make_reducers", lambda *_: []),
     "adds a bias on every rank": (RowLinear, "forward", bias_before_the_sum),
-    "sums no gradients of the input": (Sharing, "enter", lambda sharing, x: sharing.join(x)),
+    "sums no gradients of the input": (TensorParallelComm, "enter", lambda sharing, x: sharing.join(x)),
 }
 
 
@@ -150,12 +149,12 @@ def run_wrong(case: Case, wrong: str, group: dist.ProcessGroup) -> OfRank:
 
 
 def evaluate(spec: RunSpec, group: dist.ProcessGroup | None) -> tuple[float | None, bool]:
-    place = Place(dist.get_rank(group), spec.ranks, CPU, group) if group else Place(0, 1, CPU)
+    place = RankContext(dist.get_rank(group), spec.ranks, CPU, group) if group else RankContext(0, 1, CPU)
     with small_vocabulary():
-        strategy = resolve_runtime(spec.strategy)()
+        strategy = load_runtime_class(spec.strategy)()
         strategy.setup(build_model(spec), spec, place)
         feed = make_feed(spec, CPU)
-        found = accuracy(strategy.module, feed)
+        found = held_out_accuracy(strategy.module, feed)
         strategy.step(feed, 0)
         return found, strategy.module.training
 
@@ -173,8 +172,8 @@ def test_evaluation_sees_whole_scores(pool: Pool) -> None:
 def whole_scores(spec: RunSpec, group: dist.ProcessGroup) -> Tensor:
     with small_vocabulary():
         model = build_model(spec)
-        strategy = resolve_runtime(spec.strategy)()
-        strategy.setup(model, spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+        strategy = load_runtime_class(spec.strategy)()
+        strategy.setup(model, spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group))
         inputs, _ = make_feed(spec, CPU).batch(0, 0)
         with torch.no_grad():
             found: Tensor = strategy.module.eval()(inputs)

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.strategies.tensor import TensorCost, activations_kept
-from hpcbench.parallel.catalog import resolve_runtime
-from hpcbench.parallel.layers import LayerRequest, LayerTable
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.strategies.tensor import TensorCost, kept_activation_bytes
+from hpcbench.parallel.catalog import load_runtime_class
+from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.worker.blocks import arranged
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.layers import layer_table
+from hpcbench.worker.layers import make_layer_table
+from hpcbench.worker.measure.traffic_recorder import record_traffic
+from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.traffic import recorded
+from hpcbench.worker.strategies.base import RankContext
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic, fake_world
 from tests.distributed.pool import Pool
@@ -32,19 +32,21 @@ DROPS = {"context": 9, "dropout": 0.1}
 
 
 def table_of(spec: RunSpec) -> LayerTable:
-    request = LayerRequest(
+    request = LayerTableRequest(
         model=spec.model, dataset=spec.dataset, input_size=spec.input_size, model_options=spec.model_options
     )
-    return layer_table(request)
+    return make_layer_table(request)
 
 
 def real_traffic(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
     with small_vocabulary():
-        strategy = resolve_runtime(spec.strategy)()
-        strategy.setup(arranged(build_model(spec), spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+        strategy = load_runtime_class(spec.strategy)()
+        strategy.setup(
+            wrap_blocks(build_model(spec), spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group)
+        )
         feed = make_feed(spec, CPU)
         strategy.step(feed, 0)
-        return recorded(lambda: strategy.step(feed, 1))
+        return record_traffic(lambda: strategy.step(feed, 1))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_a_rank_holds_what_the_formulas_say(ranks: int, model: str, more: dict[s
             assert held.parameters == parameters
             assert held.optimizer == pytest.approx(parameters * (2 if spec.optimizer == "adam" else 1), rel=0.01)
             assert held.gradients == pytest.approx(parameters, rel=0.01)
-            assert held.activations == pytest.approx(activations_kept(spec, table, rank), rel=0.01)
+            assert held.activations == pytest.approx(kept_activation_bytes(spec, table, rank), rel=0.01)
 
 
 def test_more_ranks_hold_less() -> None:
@@ -142,9 +144,9 @@ def test_more_ranks_hold_less() -> None:
         specs = [tensor_case(ranks, **BIG).spec for ranks in (1, 2, 4)]
         tables = [table_of(spec) for spec in specs]
         one, two, four = [TensorCost.memory(*pair, 0).parameters_bytes for pair in zip(specs, tables, strict=True)]
-        whole, _, split = [activations_kept(*pair, 0) for pair in zip(specs, tables, strict=True)]
+        whole, _, split = [kept_activation_bytes(*pair, 0) for pair in zip(specs, tables, strict=True)]
         parted = tensor_case(4, **BIG, options=SEQUENCE).spec
-        by_tokens = activations_kept(parted, table_of(parted), 0)
+        by_tokens = kept_activation_bytes(parted, table_of(parted), 0)
     assert two < 0.52 * one
     assert four < 0.27 * one
     assert 0.4 < split / whole < 0.5

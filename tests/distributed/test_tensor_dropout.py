@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.worker.blocks import arranged
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.tensor import TensorParallel
-from hpcbench.worker.tensor.draws import own_draws
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.tensor import TensorParallelStrategy
+from hpcbench.worker.strategies.tensor_layers import rank_local_rng
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 from tests.distributed.tensor_cases import small_vocabulary, tensor_case
@@ -29,8 +29,10 @@ SEQUENCE = {"sequence_parallel": True}
 def train(spec: RunSpec, group: dist.ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What is replicated after two steps, and where the last step dropped (zero after dropout, in the last block)."""
     with small_vocabulary():
-        strategy = TensorParallel()
-        strategy.setup(arranged(build_model(spec), spec), spec, Place(dist.get_rank(group), spec.ranks, CPU, group))
+        strategy = TensorParallelStrategy()
+        strategy.setup(
+            wrap_blocks(build_model(spec), spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group)
+        )
         feed, dropped = make_feed(spec, CPU), dict[str, Tensor]()
         last = strategy.module.get_submodule("4.dropout2")
         last.register_forward_hook(lambda _module, _given, output: dropped.update(here=output.detach() == 0))
@@ -80,7 +82,7 @@ def test_own_draws_leave_the_generator_as_on_all_other_ranks() -> None:
     drawn, after = [], []
     for place in (0, 1):
         torch.manual_seed(7)
-        with own_draws(place, CPU):
+        with rank_local_rng(place, CPU):
             drawn.append(torch.rand(4))
             torch.rand(place)
         after.append(torch.rand(4))

@@ -12,19 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import resolve_cost, resolve_runtime
-from hpcbench.parallel.layers import LayerRequest, LayerTable
-from hpcbench.parallel.traffic import Traffic, merged, total_bytes
-from hpcbench.worker.blocks import arranged
-from hpcbench.worker.data.feed import Feed, make_feed
-from hpcbench.worker.layers import layer_table
+from hpcbench.parallel.catalog import load_cost_class, load_runtime_class
+from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
+from hpcbench.parallel.traffic import Traffic, merge_calls, total_payload_bytes
+from hpcbench.worker.data.feed import DataFeed, make_feed
+from hpcbench.worker.layers import make_layer_table
+from hpcbench.worker.measure.traffic_recorder import record_traffic
+from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Place, Strategy
-from hpcbench.worker.strategies.ddp import Ddp
-from hpcbench.worker.strategies.fairscale import fairscale
-from hpcbench.worker.traffic import recorded
+from hpcbench.worker.strategies.base import RankContext, Strategy
+from hpcbench.worker.strategies.data import DdpStrategy
+from hpcbench.worker.strategies.fairscale import import_fairscale
 from tests.conftest import absent, require_horovod
 from tests.distributed.cases import CPU, make_case
 from tests.distributed.fake import fake_world
@@ -38,7 +38,7 @@ TIED = {"model_options": {"tied": True, "context": 8}, "input_size": 8}
 @pytest.fixture(autouse=True, scope="module")
 def _fairscale() -> None:
     try:
-        fairscale("nn.data_parallel")
+        import_fairscale("nn.data_parallel")
     except WorkerError as error:
         absent("fairscale", str(error))
 
@@ -50,8 +50,8 @@ def spec_of(key: str, ranks: int, model: str, **more: Any) -> RunSpec:
 
 @cache
 def cached_table(model: str, dataset: str, input_size: int | None, options: str) -> LayerTable:
-    return layer_table(
-        LayerRequest(model=model, dataset=dataset, input_size=input_size, model_options=json.loads(options))
+    return make_layer_table(
+        LayerTableRequest(model=model, dataset=dataset, input_size=input_size, model_options=json.loads(options))
     )
 
 
@@ -60,15 +60,17 @@ def table_of(spec: RunSpec) -> LayerTable:
 
 
 def expected(spec: RunSpec, rank: int = 0) -> list[Traffic]:
-    found: list[Traffic] = resolve_cost(spec.strategy).traffic(spec, table_of(spec), rank)
+    found: list[Traffic] = load_cost_class(spec.strategy).traffic(spec, table_of(spec), rank)
     return found
 
 
-def started(spec: RunSpec, group: dist.ProcessGroup, steps: int = 3) -> tuple[Strategy, Feed]:
+def started(spec: RunSpec, group: dist.ProcessGroup, steps: int = 3) -> tuple[Strategy, DataFeed]:
     """Steps enough for DDP to have made its buckets for good."""
-    strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
+    strategy, feed = load_runtime_class(spec.strategy)(), make_feed(spec, CPU)
     strategy.setup(
-        arranged(build_model(spec), spec), spec, Place(dist.get_rank(group), dist.get_world_size(group), CPU, group)
+        wrap_blocks(build_model(spec), spec),
+        spec,
+        RankContext(dist.get_rank(group), dist.get_world_size(group), CPU, group),
     )
     for step in range(steps):
         strategy.step(feed, step)
@@ -77,7 +79,7 @@ def started(spec: RunSpec, group: dist.ProcessGroup, steps: int = 3) -> tuple[St
 
 def steady(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
     strategy, feed = started(spec, group)
-    return recorded(lambda: strategy.step(feed, 3))
+    return record_traffic(lambda: strategy.step(feed, 3))
 
 
 CASES: list[tuple[str, int, str, dict[str, Any]]] = [
@@ -129,13 +131,13 @@ def at_once(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses ann
 
 def fake_steady(spec: RunSpec, rank: int) -> list[Traffic]:
     with fake_world(rank, spec.ranks) as place:
-        strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
+        strategy, feed = load_runtime_class(spec.strategy)(), make_feed(spec, CPU)
         strategy.setup(build_model(spec), spec, place)
-        if isinstance(strategy, Ddp):
+        if isinstance(strategy, DdpStrategy):
             strategy.runner.register_comm_hook(dist.group.WORLD, at_once)
         for step in range(2):
             strategy.step(feed, step)
-        return recorded(lambda: strategy.step(feed, 2))
+        return record_traffic(lambda: strategy.step(feed, 2))
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [(64, 0), (64, 31), (200, 199), (1024, 0), (1024, 511), (1024, 1023)])
@@ -159,7 +161,7 @@ def all_threads(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
 
     with mock.patch.object(dist, "all_reduce", all_reduce):
         strategy.step(feed, 3)
-    return merged(calls)
+    return merge_calls(calls)
 
 
 @pytest.mark.parametrize(("rank", "bucket_cap_mb"), [(2, 0.5), (4, 25.0)])
@@ -193,6 +195,6 @@ def test_horovods_bytes_in_all() -> None:
     try:
         for compression in ("none", "fp16"):
             spec = spec_of("horovod", 2, "vit", options={"compression": compression}, micro_batches=2)
-            assert pool.call(2, handed_over, spec) == [total_bytes(expected(spec))] * 2
+            assert pool.call(2, handed_over, spec) == [total_payload_bytes(expected(spec))] * 2
     finally:
         pool.close()

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from hpcbench.results.schema import Verification
-from hpcbench.worker.stores import TCPStore, seconds
+from hpcbench.results.schema import VerificationResult
+from hpcbench.worker.distributed.process_groups import TCPStore, to_timedelta
 from tests.distributed.launching import ROOT, Launch, wait_until
 from tests.distributed.pool import Pool
 from tests.distributed.test_launches import message_of, result_of
@@ -53,10 +53,10 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 def run(
     pool: Pool, wrong: str | None = None, wait_s: float = 60.0, slow_s: float = 0.0, small: bool = True, **spec: Any
-) -> Verification:
+) -> VerificationResult:
     """Verified on the pool; an epoch has six steps, the last one sample short."""
     chosen = make_spec(**{**PAIR, "model": "vgg11", **spec})
-    store = TCPStore("127.0.0.1", 0, None, True, seconds(60), wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, None, True, to_timedelta(60), wait_for_workers=False)
     told = Told(chosen, store.port, 6 * chosen.global_batch_size - 1, wrong, small, wait_s, slow_s)
     found, *others = pool.call(chosen.ranks, run_verify, told)
     assert others == [None] * (chosen.ranks - 1)

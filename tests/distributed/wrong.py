@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.results.schema import Verification
-from hpcbench.worker import reference
-from hpcbench.worker import verify as verifying
-from hpcbench.worker.data.feed import NOWHERE, Feed
-from hpcbench.worker.link import Link
-from hpcbench.worker.stop import Stop
-from hpcbench.worker.stores import TCPStore, seconds
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.ddp import Ddp
+from hpcbench.results.schema import VerificationResult
+from hpcbench.worker.data.feed import NO_FILES, DataFeed
+from hpcbench.worker.distributed.process_groups import TCPStore, to_timedelta
+from hpcbench.worker.distributed.rendezvous import ControlChannel
+from hpcbench.worker.shutdown import StopController
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.strategies.data import DdpStrategy
+from hpcbench.worker.verification import reference
+from hpcbench.worker.verification import verify as verifying
 from tests.distributed.cases import CPU, short_epoch
 
 TENSOR = "3.weight"
@@ -54,45 +54,45 @@ def _enlarged(gradient: Tensor) -> Tensor:
     return gradient * 1.01
 
 
-class Scaled(Ddp):
+class Scaled(DdpStrategy):
     """The gradient of one tensor is one per cent too large."""
 
-    def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
+    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
         for name, parameter in module.named_parameters():
             if name == TENSOR:
                 parameter.register_hook(_enlarged)  # type: ignore[no-untyped-call]
         return super().wrap(module, spec, place)
 
 
-class Unreduced(Ddp):
+class Unreduced(DdpStrategy):
     """One tensor's gradient is never all_reduced."""
 
-    def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
+    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
         module._ddp_params_and_buffers_to_ignore = [TENSOR]  # type: ignore[assignment]
         return super().wrap(module, spec, place)
 
 
-class LocalCount(Ddp):
+class LocalCount(DdpStrategy):
     """Divides by the replica's own sample count: wrong where shares are uneven alone."""
 
-    def step(self, feed: Feed, step: int) -> Tensor:
+    def step(self, feed: DataFeed, step: int) -> Tensor:
         right = feed.global_count(step)
         self.loss_factor = feed.replicas * right / (feed.count(step, self.replica) * feed.replicas)
         return super().step(feed, step)
 
 
-class Forgetful(Ddp):
+class Forgetful(DdpStrategy):
     """Gives up on momentum after every step: right in the first one."""
 
-    def step(self, feed: Feed, step: int) -> Tensor:
+    def step(self, feed: DataFeed, step: int) -> Tensor:
         self.optimizer.state.clear()
         return super().step(feed, step)
 
 
-class Halved(Ddp):
+class Halved(DdpStrategy):
     """Computes in fp64 as it should, and in any other arithmetic half the gradients."""
 
-    def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
+    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
         runner = super().wrap(module, spec, place)
         self.loss_factor *= 1.0 if spec.precision == "fp64" else 0.5
         return runner
@@ -133,14 +133,16 @@ class Told:
     slow_s: float = 0.0
 
 
-def run_verify(told: Told, group: dist.ProcessGroup) -> Verification | None:
+def run_verify(told: Told, group: dist.ProcessGroup) -> VerificationResult | None:
     """``verify`` as a run calls it; on every rank of ``group``."""
     rank = dist.get_rank(group)
-    store = TCPStore("127.0.0.1", told.port, None, False, seconds(told.wait_s), wait_for_workers=False)
-    place = Place(rank, told.spec.ranks, CPU, group)
-    link = Link(store, rank, told.spec.ranks)
+    store = TCPStore("127.0.0.1", told.port, None, False, to_timedelta(told.wait_s), wait_for_workers=False)
+    place = RankContext(rank, told.spec.ranks, CPU, group)
+    link = ControlChannel(store, rank, told.spec.ranks)
     with short_epoch(told.spec.dataset, told.samples), changed(told.wrong, told.slow_s, told.small):
-        return verifying.verify(told.spec, place, verifying.Given(NOWHERE, None), Stop(), link, told.wait_s)
+        return verifying.verify_run(
+            told.spec, place, verifying.VerificationInputs(NO_FILES, None), StopController(), link, told.wait_s
+        )
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpcbench.config.profiles import load_cluster_file
+from hpcbench.config.cluster_profile import load_cluster_file
 from tests.docs.following import follow, steps
 
 PAGE = "add-a-cluster.md"

@@ -22,14 +22,14 @@ from click.testing import CliRunner
 
 from benchmarks.results_tree import result
 from hpcbench.cli.main import cli
-from hpcbench.config.load import load_cluster, load_sweep
-from hpcbench.config.profiles import load_cluster_file, user_accounts
-from hpcbench.config.references import load_references
+from hpcbench.config.cluster_profile import load_cluster, load_cluster_file, load_user_accounts
+from hpcbench.config.reference_bands import load_reference_bands
+from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
-from hpcbench.parallel.check import check_names
-from hpcbench.results.store import ResultsTree
+from hpcbench.parallel.check_names import check_names
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import make_plan
-from hpcbench.submit.record import read_sweep, write_sweep
+from hpcbench.submit.submission_record import read_sweep_record, write_sweep_record
 from tests.docs.blocks import Block, blocks, make_targets, pages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,7 +138,7 @@ def plant(folder: Path, sweep: str, cluster: str) -> None:
     profile = folder / "clusters" / f"{cluster}.toml"
     loaded = load_cluster_file(profile)[0] if profile.exists() else load_cluster(cluster)[0]
     plan = make_plan(load_sweep(path if path.exists() else folder / "sweeps" / path.name), loaded, tree)
-    write_sweep(plan, tree)
+    write_sweep_record(plan, tree)
     for number, (run_id, spec) in enumerate(plan.runs.items()):
         made = result(spec, source)
         made.sweep, made.cluster, made.status, made.error = sweep, cluster, "ok", None
@@ -163,7 +163,7 @@ def call(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
     bundled = CliRunner().invoke(cli, ["bundle", "quickstart", "--cluster", "local"])
     assert bundled.exit_code == 0, bundled.output
     Path("quickstart.hpcbench.tar.gz").rename("theirs.hpcbench.tar.gz")
-    spread = read_sweep(ResultsTree(project / "results").cluster("local"), "spread")
+    spread = read_sweep_record(ResultsTree(project / "results").cluster("local"), "spread")
     assert spread is not None
 
     def said(command: str) -> str:
@@ -213,12 +213,12 @@ def test_toml_is_what_it_says(block: Block, template: Path, tmp_path: Path, monk
     if {"fixed", "grid", "include"} & set(data):
         check_names(load_sweep(path))
     elif "reference" in data:
-        assert load_references(path)[0]
+        assert load_reference_bands(path)[0]
     elif "accounts" in data:
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
         (tmp_path / "hpcbench").mkdir()
         shutil.copy(path, tmp_path / "hpcbench" / "config.toml")
-        assert user_accounts() == data["accounts"]
+        assert load_user_accounts() == data["accounts"]
     else:
         path = project / f"{data.get('name', 'block')}.toml"
         path.write_text(block.text if "name" in data else f'name = "block"\n{block.text}')

@@ -13,8 +13,9 @@ import pytest
 import tomli
 
 from hpcbench.cli.main import COMMANDS
-from hpcbench.config.load import load_cluster_file, load_sweep
-from hpcbench.parallel.check import check_names
+from hpcbench.config.cluster_profile import load_cluster_file
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.parallel.check_names import check_names
 from tests.docs.blocks import make_targets
 
 ROOT = Path(__file__).resolve().parents[2]

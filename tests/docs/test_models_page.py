@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.parallel.catalog import models
-from hpcbench.parallel.datasets import DATASETS
-from hpcbench.parallel.resolve import Dropped, Limits, resolve
-from hpcbench.worker.models.build import build_shapes, parameter_count
+from hpcbench.parallel.catalog import shipped_model_entries
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.parallel.workloads import DATASETS
+from hpcbench.worker.models.build import build_meta_model, count_parameters
 from tests.worker.helpers import make_spec
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
@@ -18,7 +18,7 @@ ROWS = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \|$", PAGE.read_text(
 
 
 def test_every_model_has_a_row() -> None:
-    assert [row[0] for row in ROWS] == list(models())
+    assert [row[0] for row in ROWS] == list(shipped_model_entries())
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
@@ -28,8 +28,12 @@ def test_a_row_is_true(row: tuple[str, str, str, str]) -> None:
     assert stated
     for count, dataset, tied in stated:
         options = {"tied": True} if tied else {}
-        built = build_shapes(make_spec(model=model, dataset=dataset, model_options=options))
-        assert f"{parameter_count(built):,}" == count
+        built = build_meta_model(make_spec(model=model, dataset=dataset, model_options=options))
+        assert f"{count_parameters(built):,}" == count
     points = {key: {"model": model, "dataset": key, "strategy": "single", "batch_size": 1} for key in DATASETS}
-    taken = [key for key, point in points.items() if not isinstance(resolve(point, Limits("here")), Dropped)]
+    taken = [
+        key
+        for key, point in points.items()
+        if not isinstance(resolve_point(point, PartitionLimits("here")), InfeasiblePoint)
+    ]
     assert datasets.split() == taken

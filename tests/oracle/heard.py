@@ -6,23 +6,23 @@ from collections.abc import Iterable, Iterator
 
 from msgspec.structs import replace
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.clock import Clock
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.streams import Busy, Call, Event, Repeat
-from hpcbench.parallel.catalog import resolve_cost
-from hpcbench.parallel.layers import LayerTable
-from hpcbench.parallel.traffic import Traffic, merged
+from hpcbench.oracle.stream_simulator import CommCall, RepeatEvent, StreamEvent, StreamTimes
+from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.parallel.traffic import Traffic, merge_calls
 
 
-class Listener(Clock):
+class Listener(CostModel):
     """``heard``: the calls of the steps so far."""
 
     def __init__(self, machine: Machine, spec: RunSpec) -> None:
         super().__init__(machine, spec)
         self.heard: list[Traffic] = []
 
-    def run(self, events: Iterable[Event]) -> Busy:
+    def run(self, events: Iterable[StreamEvent]) -> StreamTimes:
         """As every clock, but it looks at each call."""
         kept = list(events)
         self.heard += _calls(kept)
@@ -32,20 +32,20 @@ class Listener(Clock):
 def heard(spec: RunSpec, table: LayerTable, machine: Machine) -> list[Traffic]:
     """What a step's price is made of, as ``Cost.traffic`` writes it."""
     clock = Listener(machine, spec)
-    resolve_cost(spec.strategy).step(spec, table, clock)
-    return merged(clock.heard)
+    load_cost_class(spec.strategy).step(spec, table, clock)
+    return merge_calls(clock.heard)
 
 
 def heard_in_order(spec: RunSpec, table: LayerTable, machine: Machine) -> list[Traffic]:
     """The same, call by call."""
     clock = Listener(machine, spec)
-    resolve_cost(spec.strategy).step(spec, table, clock)
+    load_cost_class(spec.strategy).step(spec, table, clock)
     return [replace(one, count=1) for one in clock.heard for _ in range(one.count)]
 
 
-def _calls(events: Iterable[Event], times: int = 1) -> Iterator[Traffic]:
+def _calls(events: Iterable[StreamEvent], times: int = 1) -> Iterator[Traffic]:
     for event in events:
-        if isinstance(event, Repeat):
+        if isinstance(event, RepeatEvent):
             yield from _calls(event.events, times * event.times)
-        elif isinstance(event, Call) and event.traffic is not None:
+        elif isinstance(event, CommCall) and event.traffic is not None:
             yield replace(event.traffic, count=times)

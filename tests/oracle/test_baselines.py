@@ -8,21 +8,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.baselines import BASELINES
-from hpcbench.oracle.collectives import Wire
-from hpcbench.oracle.estimates import Asked, Estimate, Known, serial_step
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.oracle.pipeline_run import PipelineRun
-from hpcbench.oracle.published.paradl_runs import halo_items
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.baselines import (
+    BASELINES,
+    BaselineEstimate,
+    BaselineRequest,
+    MeasuredRun,
+    halo_items,
+    single_device_step,
+)
+from hpcbench.oracle.collective_formulas import HockneyLink
+from hpcbench.oracle.machine import nominal_machine
+from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.layers import LayerTable, read_table
+from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 
 ALPHA_S, BETA_S = 1e-4, 1e-9
 PLAIN = nominal_machine(load_cluster("slurmbox")[0])
 MACHINE = msgspec.structs.replace(
-    PLAIN, comm=msgspec.structs.replace(PLAIN.comm, inter_node=Wire(ALPHA_S, BETA_S), intra_node=Wire(1e-5, 1e-10))
+    PLAIN,
+    comm=msgspec.structs.replace(
+        PLAIN.comm, inter_node=HockneyLink(ALPHA_S, BETA_S), intra_node=HockneyLink(1e-5, 1e-10)
+    ),
 )
 OWN = dict.fromkeys(STRATEGIES, "dp_degree") | {
     name: entry.own_degree for name, entry in STRATEGIES.items() if entry.own_degree
@@ -30,7 +38,7 @@ OWN = dict.fromkeys(STRATEGIES, "dp_degree") | {
 
 
 def table_of(model: str, dataset: str) -> LayerTable:
-    found = read_table(model, dataset)
+    found = read_shipped_table(model, dataset)
     assert found is not None
     return found
 
@@ -45,8 +53,8 @@ def spec_of(strategy: str, degree: int, **more: Any) -> RunSpec:
     return RunSpec(strategy=strategy, **given)
 
 
-def said(name: str, spec: RunSpec, known: Sequence[Known] = (), table: LayerTable = TABLE) -> Estimate:
-    return BASELINES[name](Asked(spec, table, MACHINE, known))
+def said(name: str, spec: RunSpec, known: Sequence[MeasuredRun] = (), table: LayerTable = TABLE) -> BaselineEstimate:
+    return BASELINES[name](BaselineRequest(spec, table, MACHINE, known))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +62,7 @@ def said(name: str, spec: RunSpec, known: Sequence[Known] = (), table: LayerTabl
 )
 def test_papers_on_one_device_say_the_serial_cost(strategy: str) -> None:
     """But for the step's overhead, which no paper knows: the calibration's is not in a nominal machine."""
-    alone_s = serial_step(Asked(spec_of("single", 1), TABLE, MACHINE)).step_time_s
+    alone_s = single_device_step(BaselineRequest(spec_of("single", 1), TABLE, MACHINE)).step_time_s
     found = said("paradl", spec_of(strategy, 1))
     assert found.step_time_s == pytest.approx(alone_s, rel=0.02)
     assert found.comm_s == 0
@@ -94,7 +102,7 @@ def test_paradl_of_pipelines() -> None:
     """2 (p + S - 2) max(alpha + B / S y delta beta), and (p + S - 1) / S of the slowest stage; the update once."""
     spec = spec_of("gpipe", 4, micro_batches=8)
     found, model = said("paradl", spec), said("paradl", spec_of("model", 4, micro_batches=8))
-    run = PipelineRun(spec, TABLE, 0)
+    run = PipelineRank(spec, TABLE, 0)
     largest = max(run.boundary_bytes(chunk) for chunk in range(3))
     assert found.comm_s == pytest.approx(2 * (4 + 8 - 2) * (ALPHA_S + 2 * largest * BETA_S))
     assert model.comm_s == pytest.approx(8 * 2 * 3 * (ALPHA_S + 2 * largest * BETA_S))
@@ -118,15 +126,15 @@ def test_halos_of_paradl() -> None:
 def test_ddlbench_of_gpipe(micro_batches: int, factor: float) -> None:
     """Table 6.1 for four workers."""
     spec = spec_of("gpipe", 4, micro_batches=micro_batches, batch_size=16 * micro_batches)
-    alone_s = serial_step(Asked(spec, TABLE, MACHINE)).step_time_s
+    alone_s = single_device_step(BaselineRequest(spec, TABLE, MACHINE)).step_time_s
     assert said("ddlbench", spec).compute_s == pytest.approx(factor * alone_s, rel=1e-8)
 
 
 def test_ddlbench_of_layers_over_ranks_is_sequential() -> None:
     spec = spec_of("model", 2, micro_batches=4)
-    run, found = PipelineRun(spec, TABLE, 0), said("ddlbench", spec)
+    run, found = PipelineRank(spec, TABLE, 0), said("ddlbench", spec)
     transfer_s = ALPHA_S + 4 * run.boundary_bytes(0) * BETA_S
-    assert found.compute_s == pytest.approx(serial_step(Asked(spec, TABLE, MACHINE)).step_time_s)
+    assert found.compute_s == pytest.approx(single_device_step(BaselineRequest(spec, TABLE, MACHINE)).step_time_s)
     assert found.comm_s == pytest.approx(8 * transfer_s)
 
 
@@ -134,23 +142,25 @@ def test_ddlbench_of_replicas() -> None:
     """2 (W - 1)(L + min(G, th) / (W BW)): of 45 MB the last 16 MiB are not hidden."""
     found = said("ddlbench", spec_of("horovod", 4, options={"fusion_threshold_mb": 16.0}))
     assert found.comm_s == pytest.approx(6 * (ALPHA_S + 16 * 2**20 * BETA_S / 4))
-    assert found.compute_s == pytest.approx(serial_step(Asked(spec_of("single", 1), TABLE, MACHINE)).step_time_s)
+    assert found.compute_s == pytest.approx(
+        single_device_step(BaselineRequest(spec_of("single", 1), TABLE, MACHINE)).step_time_s
+    )
 
 
 def test_computation_alone_is_shared_evenly() -> None:
-    alone_s = serial_step(Asked(spec_of("single", 1), TABLE, MACHINE)).compute_s
+    alone_s = single_device_step(BaselineRequest(spec_of("single", 1), TABLE, MACHINE)).compute_s
     assert said("compute_only", spec_of("ddp", 8)).step_time_s == pytest.approx(alone_s)
     assert said("compute_only", spec_of("filter", 8)).step_time_s == pytest.approx(alone_s / 8)
     assert said("compute_only", spec_of("filter", 8, tp_degree=2, dp_degree=4)).comm_s == 0
 
 
 KNOWN = [
-    Known(spec_of("ddp", 2), 0.10),
-    Known(spec_of("ddp", 2, seed=1), 0.12),
-    Known(spec_of("ddp", 4), 0.14),
-    Known(spec_of("ddp", 16), 9.0),
-    Known(spec_of("ddp", 4, batch_size=32), 9.0),
-    Known(spec_of("horovod", 4), 9.0),
+    MeasuredRun(spec_of("ddp", 2), 0.10),
+    MeasuredRun(spec_of("ddp", 2, seed=1), 0.12),
+    MeasuredRun(spec_of("ddp", 4), 0.14),
+    MeasuredRun(spec_of("ddp", 16), 9.0),
+    MeasuredRun(spec_of("ddp", 4, batch_size=32), 9.0),
+    MeasuredRun(spec_of("horovod", 4), 9.0),
 ]
 
 
@@ -165,7 +175,9 @@ def test_from_smaller_runs() -> None:
 
 def test_perfect_scaling_of_one_batch() -> None:
     """What two ranks of filter take for a batch, eight take a quarter of."""
-    assert said("perfect", spec_of("filter", 8), [Known(spec_of("filter", 2), 0.4)]).step_time_s == pytest.approx(0.1)
+    assert said("perfect", spec_of("filter", 8), [MeasuredRun(spec_of("filter", 2), 0.4)]).step_time_s == pytest.approx(
+        0.1
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,10 +188,10 @@ def test_perfect_scaling_of_one_batch() -> None:
         ("log_p", KNOWN[:2], "no smaller run of ddp, resnet18, batch 16 was measured at two scales"),
         (
             "log_p",
-            [Known(spec_of("ddp", 2), 0.4), Known(spec_of("ddp", 4), 0.1)],
+            [MeasuredRun(spec_of("ddp", 2), 0.4), MeasuredRun(spec_of("ddp", 4), 0.1)],
             "the line through 2 smaller runs is below zero at 8",
         ),
     ],
 )
-def test_reasons(name: str, known: list[Known], reason: str) -> None:
-    assert said(name, spec_of("ddp", 8), known) == Estimate(reason=reason)
+def test_reasons(name: str, known: list[MeasuredRun], reason: str) -> None:
+    assert said(name, spec_of("ddp", 8), known) == BaselineEstimate(reason=reason)

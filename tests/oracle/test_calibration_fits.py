@@ -9,72 +9,78 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec, config_id, run_id
-from hpcbench.oracle.calibration.evidence import Evidence, explained, log_error, median
-from hpcbench.oracle.calibration.fit import calibrate
-from hpcbench.oracle.calibration.fit_collectives import Point, fit_bands, fit_collectives, fit_line, non_negative, words
-from hpcbench.oracle.calibration.fit_kernels import fit_roofline, kernel_samples, share_of
-from hpcbench.oracle.calibration.fit_kinds import fit_kinds
-from hpcbench.oracle.calibration.fit_rest import fit_alone, fit_contention, fit_crowding, fit_overlap
-from hpcbench.oracle.clock import Clock, expected_largest
-from hpcbench.oracle.collectives import Span, Wire, time_s
-from hpcbench.oracle.kernels import Share, row_pass, update_kernels
-from hpcbench.oracle.machine import KernelSample, Machine
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.oracle.predict import predict
-from hpcbench.oracle.tensors import parameter_bytes
-from hpcbench.parallel.alike import Alike
-from hpcbench.parallel.catalog import resolve_cost
-from hpcbench.parallel.layers import LayerTable, read_table
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
+from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, median, r_squared, rms_log_error
+from hpcbench.oracle.calibration.fit_collectives import (
+    CollectivePoint,
+    fit_bands,
+    fit_collectives,
+    fit_link,
+    format_bytes_short,
+    non_negative_least_squares,
+)
+from hpcbench.oracle.calibration.fit_kernels import fit_kind_factors, fit_roofline, kernel_samples, probed_share
+from hpcbench.oracle.calibration.fit_machine import fit_calibration
+from hpcbench.oracle.calibration.fit_overheads import fit_contention, fit_crowding, fit_lone_ranks, fit_overlap
+from hpcbench.oracle.collective_formulas import GroupLinks, HockneyLink, collective_s
+from hpcbench.oracle.cost_model import CostModel, RowShare, expected_normal_maximum, row_kernels, update_kernels
+from hpcbench.oracle.machine import Machine, nominal_machine
+from hpcbench.oracle.peak_memory import parameter_bytes
+from hpcbench.oracle.prediction import predict
+from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
+from hpcbench.parallel.roofline import KernelSample, RooflineModel
 from hpcbench.results.schema import (
     CollectiveProbe,
     KernelProbe,
-    Metrics,
     OverlapProbe,
-    Probe,
+    ProbeResults,
+    RunMetrics,
     RunResult,
-    Spread,
+    StepTimeStatistics,
     UpdateProbe,
 )
 
 PROFILE, _ = load_cluster("slurmbox")
 NOMINAL = nominal_machine(PROFILE)
-TRUE = Wire(3e-4, 1.2 / 125e6)
+TRUE = HockneyLink(3e-4, 1.2 / 125e6)
 SIZES = [1024 * 4**power for power in range(8)]
 
 
 def table_of(model: str) -> LayerTable:
-    found = read_table(model, "cifar10")
+    found = read_shipped_table(model, "cifar10")
     assert found is not None
     return found
 
 
-def spread_of(seconds: float, scatter: float = 0.0) -> Spread:
+def spread_of(seconds: float, scatter: float = 0.0) -> StepTimeStatistics:
     wide = 1.28 * scatter * seconds
-    return Spread(
+    return StepTimeStatistics(
         median=seconds, mean=seconds, std=scatter * seconds, p10=seconds - wide, p90=seconds + wide,
         min=seconds, max=seconds, ci95_low=seconds, ci95_high=seconds,
     )  # fmt: skip
 
 
-def run_of(strategy: str, step_s: float, model: str = "vit", probe: Probe | None = None, **more: Any) -> Evidence:
+def run_of(
+    strategy: str, step_s: float, model: str = "vit", probe: ProbeResults | None = None, **more: Any
+) -> CalibrationRun:
     spec = RunSpec(model=model, dataset="cifar10", strategy=strategy, **({"batch_size": 8} | more))
     peak = more.pop("peak_memory_bytes", None)
-    metrics = Metrics(step_time_s=spread_of(step_s), peak_memory_bytes=peak)
+    metrics = RunMetrics(step_time_s=spread_of(step_s), peak_memory_bytes=peak)
     result = RunResult(
         run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep="s", cluster="slurmbox", status="ok",
         spec=spec, metrics=metrics, probe=probe, environment_digest="e",
     )  # fmt: skip
-    return Evidence(result, table_of(model))
+    return CalibrationRun(result, table_of(model))
 
 
 def true_s(kernel: Any) -> float:
     """Convolutions reach half of what the roofline says, all else three quarters."""
-    return Alike(NOMINAL.compute).roofline_s(kernel) * (2.0 if kernel.kind == "Conv2d" else 1.33)
+    return RooflineModel(NOMINAL.compute).roofline_s(kernel) * (2.0 if kernel.kind == "Conv2d" else 1.33)
 
 
-def layers_probe(model: str, noise: random.Random, relative: float = 0.03) -> tuple[Probe, float]:
+def layers_probe(model: str, noise: random.Random, relative: float = 0.03) -> tuple[ProbeResults, float]:
     """What a probe would find, and the sum of all kernels of a step."""
     spec, table = RunSpec(model=model, dataset="cifar10", strategy="single", batch_size=8), table_of(model)
 
@@ -84,8 +90,8 @@ def layers_probe(model: str, noise: random.Random, relative: float = 0.03) -> tu
     kernels, total = [], 0.0
     for layer in table.layers:
         for split, parts in (("whole", 1), ("outputs", 2), ("positions", 4)):
-            share = share_of(KernelProbe(row="", kind="", split=split, parts=parts, samples=8, forward_s=0.0, spread=0.0, repeats=1))  # fmt: skip
-            one = row_pass(spec, layer, 8, share)
+            share = probed_share(KernelProbe(row="", kind="", split=split, parts=parts, samples=8, forward_s=0.0, spread=0.0, repeats=1))  # fmt: skip
+            one = row_kernels(spec, layer, 8, share)
             seconds = [true_s(one.forward), true_s(one.backward)]
             total += sum(seconds) if parts == 1 else 0.0
             kernels.append(
@@ -98,25 +104,25 @@ def layers_probe(model: str, noise: random.Random, relative: float = 0.03) -> tu
         total += true_s(kernel)
         updates.append(UpdateProbe(optimizer="sgd", parameter_bytes=size, seconds=about(true_s(kernel)),
                                    spread=relative, repeats=5))  # fmt: skip
-    return Probe(base_memory_bytes=200 * 2**20, kernels=kernels, updates=updates), total
+    return ProbeResults(base_memory_bytes=200 * 2**20, kernels=kernels, updates=updates), total
 
 
-def collectives_probe(ranks: int, noise: random.Random, relative: float = 0.03, **more: Any) -> Probe:
-    span = Span(ranks, ranks, Wire(1e-6, 1e-10), TRUE, trees=False)
+def collectives_probe(ranks: int, noise: random.Random, relative: float = 0.03, **more: Any) -> ProbeResults:
+    span = GroupLinks(ranks, ranks, HockneyLink(1e-6, 1e-10), TRUE, trees=False)
     found = [
         CollectiveProbe(
             operation=operation, ranks=ranks, nodes=ranks, payload_bytes=size, spread=relative, repeats=30,
-            seconds=time_s(operation, span, size) * noise.lognormvariate(0, relative) + 5e-5,
+            seconds=collective_s(operation, span, size) * noise.lognormvariate(0, relative) + 5e-5,
         )
         for operation in ("all_reduce", "all_gather", "broadcast")
         for size in SIZES
     ]  # fmt: skip
     overlap = OverlapProbe(ranks=ranks, nodes=ranks, payload_bytes=2**20, compute_s=0.01, comm_s=0.02,
                            compute_under_comm_s=0.0125, both_s=0.03, issue_s=5e-5, repeats=7)  # fmt: skip
-    return Probe(collectives=found, overlaps=[overlap], **more)
+    return ProbeResults(collectives=found, overlaps=[overlap], **more)
 
 
-def everything(noise: random.Random, ddp: bool = True) -> list[Evidence]:
+def everything(noise: random.Random, ddp: bool = True) -> list[CalibrationRun]:
     """Runs on a machine whose steps take 1.5 times the sum of their kernels."""
     runs = []
     for model in ("vit", "vgg11", "resnet18"):
@@ -124,11 +130,11 @@ def everything(noise: random.Random, ddp: bool = True) -> list[Evidence]:
         runs.append(run_of("probe_layers", 1.5 * total, model, probe))
     alone_s = runs[0].step_s
     for nodes in (2, 4):
-        step_s = alone_s * (1 + 0.04 * expected_largest(nodes))
+        step_s = alone_s * (1 + 0.04 * expected_normal_maximum(nodes))
         probe = collectives_probe(nodes, noise)
         runs.append(run_of("probe_collectives", step_s, probe=probe, nodes=nodes, dp_degree=nodes))
-    beside = alone_s * (1 + 0.04 * expected_largest(2)) * 1.25
-    runs.append(run_of("probe_collectives", beside, probe=Probe(), tasks_per_node=2, dp_degree=2))
+    beside = alone_s * (1 + 0.04 * expected_normal_maximum(2)) * 1.25
+    runs.append(run_of("probe_collectives", beside, probe=ProbeResults(), tasks_per_node=2, dp_degree=2))
     return runs
 
 
@@ -143,12 +149,12 @@ def test_kernels_of_a_probe_are_asked_for_as_predictions_ask() -> None:
         "spread": 0.0,
         "repeats": 3,
     }
-    probe = Probe(kernels=[
+    probe = ProbeResults(kernels=[
         KernelProbe(**given, split="inputs", parts=4, backward_s=2e-3),
         KernelProbe(**(given | {"row": "nowhere"}), backward_s=2e-3),
     ])  # fmt: skip
     found = kernel_samples(spec, table, probe)
-    expected = row_pass(spec, row, 8, Share(flops=0.25, inputs=0.25, weights=0.25))
+    expected = row_kernels(spec, row, 8, RowShare(flops=0.25, inputs=0.25, weights=0.25))
     assert [(one.kernel.direction, one.seconds) for one in found] == [("forward", 1e-3), ("backward", 2e-3)]
     assert [one.kernel.flops for one in found] == [expected.forward.flops, expected.backward.flops]
     assert found[0].kernel.weight_bytes == row.parameters  # a quarter of four bytes each
@@ -159,9 +165,9 @@ def test_a_roofline_is_found_in_what_was_measured() -> None:
     spec, noise = RunSpec(model="resnet18", dataset="cifar10", strategy="single", batch_size=8), random.Random(4)
     samples = []
     for layer in table_of("resnet18").layers:
-        for one in row_pass(spec, layer, 8):
+        for one in row_kernels(spec, layer, 8):
             if one.moved_bytes:
-                seconds = Alike(true).roofline_s(one) * noise.lognormvariate(0, 0.05)
+                seconds = RooflineModel(true).roofline_s(one) * noise.lognormvariate(0, 0.05)
                 samples.append(KernelSample(kernel=one, seconds=seconds))
     found = fit_roofline(NOMINAL.compute, samples)
     assert found.samples == samples
@@ -171,10 +177,10 @@ def test_a_roofline_is_found_in_what_was_measured() -> None:
 
 
 @pytest.fixture(scope="module")
-def calibrated() -> tuple[Any, list[Evidence]]:
+def calibrated() -> tuple[Any, list[CalibrationRun]]:
     runs = everything(random.Random(7))
     when = datetime(2026, 11, 21, 20, 0, tzinfo=timezone.utc)
-    return calibrate(PROFILE, None, runs, when), runs
+    return fit_calibration(PROFILE, None, runs, when), runs
 
 
 def test_factors_and_other_models(calibrated: Any) -> None:
@@ -199,13 +205,13 @@ def test_kinds_that_take_longer_within_a_step_are_told_apart() -> None:
         {"Conv2d": 0.5, "BatchNorm2d": 0.5},
         {"Conv2d": 0.05, "Linear": 0.95},
     )
-    found = fit_kinds([(one, sum(true[kind] * part for kind, part in one.items())) for one in shares])
+    found = fit_kind_factors([(one, sum(true[kind] * part for kind, part in one.items())) for one in shares])
     assert found["Linear"] / found["Conv2d"] == pytest.approx(5.5 / 4.0, rel=0.02)
     assert found["BatchNorm2d"] / found["Conv2d"] == pytest.approx(4.5 / 4.0, rel=0.05)
 
 
 def test_one_model_alone_tells_no_kinds_apart() -> None:
-    assert fit_kinds([({"Conv2d": 0.2, "Linear": 0.1}, 1.4)]) == pytest.approx({"Conv2d": 1.0, "Linear": 1.0})
+    assert fit_kind_factors([({"Conv2d": 0.2, "Linear": 0.1}, 1.4)]) == pytest.approx({"Conv2d": 1.0, "Linear": 1.0})
 
 
 def test_neighbours_and_overlap(calibrated: Any) -> None:
@@ -220,14 +226,14 @@ def test_neighbours_and_overlap(calibrated: Any) -> None:
 
 def test_links_and_what_was_left_out(calibrated: Any) -> None:
     calibration, runs = calibrated
-    clock = Clock(calibration.machine, RunSpec(model="vit", dataset="cifar10", strategy="ddp", batch_size=8, nodes=4, dp_degree=4))  # fmt: skip
-    span = Span(4, 4, Wire(0, 0), TRUE, trees=False)
-    from hpcbench.oracle.placement import Group
+    clock = CostModel(calibration.machine, RunSpec(model="vit", dataset="cifar10", strategy="ddp", batch_size=8, nodes=4, dp_degree=4))  # fmt: skip
+    span = GroupLinks(4, 4, HockneyLink(0, 0), TRUE, trees=False)
+    from hpcbench.oracle.placement import GroupPlacement
 
     for operation in ("all_reduce", "all_gather", "broadcast"):
         for size in SIZES:
-            priced = clock.call(operation, size, Group(4, 4, 1, 1)).seconds
-            assert priced == pytest.approx(time_s(operation, span, size) + 5e-5, rel=0.1)
+            priced = clock.call(operation, size, GroupPlacement(4, 4, 1, 1)).seconds
+            assert priced == pytest.approx(collective_s(operation, span, size) + 5e-5, rel=0.1)
     assert calibration.made_at == "2026-11-21T20:00:00Z"
     assert calibration.partition == "normal"
     assert calibration.run_ids == sorted(one.result.run_id for one in runs)
@@ -246,12 +252,12 @@ def test_runs_of_a_strategy_give_its_overhead_and_the_memory_of_a_process(calibr
     for number, nodes in enumerate((2, 4)):
         more: dict[str, Any] = {"nodes": nodes, "dp_degree": nodes, "batch_size": 8 * (number + 1)}
         spec = RunSpec(model="vit", dataset="cifar10", strategy="ddp", **more)
-        cost, table = resolve_cost("ddp"), table_of("vit")
-        step = cost.step(spec, table, Clock(machine, spec))
+        cost, table = load_cost_class("ddp"), table_of("vit")
+        step = cost.step(spec, table, CostModel(machine, spec))
         run = run_of("ddp", step.step_time_s + 0.02 * step.compute_s + 0.004, **more)
         run.result.metrics.peak_memory_bytes = cost.memory(spec, table, 0).total_bytes + 222 * 2**20
         trained.append(run)
-    found = calibrate(PROFILE, None, [*runs, *trained])
+    found = fit_calibration(PROFILE, None, [*runs, *trained])
     own = found.machine.strategies["ddp"]
     predicted = [predict(one.spec, one.table, found.machine) for one in trained]
     assert [one.step_time_s for one in predicted] == [pytest.approx(one.step_s, rel=0.02) for one in trained]
@@ -262,7 +268,7 @@ def test_runs_of_a_strategy_give_its_overhead_and_the_memory_of_a_process(calibr
 
 
 def test_without_runs_of_a_kind_the_profile_speaks() -> None:
-    found = calibrate(PROFILE, None, [])
+    found = fit_calibration(PROFILE, None, [])
     assert msgspec.structs.replace(found.machine, depth="nominal", source=NOMINAL.source) == msgspec.structs.replace(
         NOMINAL, notes=[]
     )
@@ -273,26 +279,31 @@ def test_without_runs_of_a_kind_the_profile_speaks() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_line_is_found_in_noise(operation: str, ranks: int) -> None:
     noise = random.Random(3)
-    span = Span(ranks, ranks, Wire(0, 0), TRUE, trees=False)
-    points = [Point(size, time_s(operation, span, size) * noise.lognormvariate(0, 0.03), 0.03) for size in SIZES]
-    found = fit_line(operation, span, points, Wire(1e-5, 1e-9))
+    span = GroupLinks(ranks, ranks, HockneyLink(0, 0), TRUE, trees=False)
+    points = [
+        CollectivePoint(size, collective_s(operation, span, size) * noise.lognormvariate(0, 0.03), 0.03)
+        for size in SIZES
+    ]
+    found = fit_link(operation, span, points, HockneyLink(1e-5, 1e-9))
     assert found.latency_s == pytest.approx(TRUE.latency_s, rel=0.06)
     assert found.beta_s_per_byte == pytest.approx(TRUE.beta_s_per_byte, rel=0.06)
     assert len(fit_bands(operation, span, points, TRUE)) == 1
 
 
 def test_rings_and_trees_are_told_apart() -> None:
-    span = Span(16, 16, Wire(0, 0), TRUE, trees=True)
-    points = [Point(size, time_s("all_reduce", span, size), 0.01) for size in SIZES]
-    found = fit_line("all_reduce", span, points, Wire(1e-5, 1e-9))
+    span = GroupLinks(16, 16, HockneyLink(0, 0), TRUE, trees=True)
+    points = [CollectivePoint(size, collective_s("all_reduce", span, size), 0.01) for size in SIZES]
+    found = fit_link("all_reduce", span, points, HockneyLink(1e-5, 1e-9))
     assert tuple(found) == pytest.approx(tuple(TRUE))
 
 
 def test_sizes_that_one_line_does_not_fit_get_bands() -> None:
-    span = Span(2, 2, Wire(0, 0), TRUE, trees=False)
-    fast = span._replace(inter_node=Wire(1e-4, 1e-10))
+    span = GroupLinks(2, 2, HockneyLink(0, 0), TRUE, trees=False)
+    fast = span._replace(inter_node=HockneyLink(1e-4, 1e-10))
     sizes = [1024 * 2**power for power in range(14)]
-    points = [Point(size, time_s("all_reduce", fast if size < 131072 else span, size), 0.01) for size in sizes]
+    points = [
+        CollectivePoint(size, collective_s("all_reduce", fast if size < 131072 else span, size), 0.01) for size in sizes
+    ]
     lines = fit_bands("all_reduce", span, points, TRUE)
     assert [line.from_bytes for line in lines] == [0.0, 131072]
     assert tuple(lines[1].wire) == pytest.approx(tuple(TRUE))
@@ -300,10 +311,10 @@ def test_sizes_that_one_line_does_not_fit_get_bands() -> None:
 
 
 def test_neither_latency_nor_bandwidth_is_negative() -> None:
-    assert non_negative([(1.0, 1.0, 1.0, 1.0), (1.0, 2.0, 3.0, 1.0)]) == pytest.approx((0.0, 1.4))
-    assert non_negative([(1.0, 1.0, 3.0, 1.0), (1.0, 2.0, 1.0, 1.0)]) == pytest.approx((2.0, 0.0))
-    assert non_negative([(1.0, 1.0, 3.0, 1.0), (1.0, 2.0, 5.0, 1.0)]) == pytest.approx((1.0, 2.0))
-    assert non_negative([(1.0, 0.0, 3.0, 1.0)]) == (3.0, 0.0)
+    assert non_negative_least_squares([(1.0, 1.0, 1.0, 1.0), (1.0, 2.0, 3.0, 1.0)]) == pytest.approx((0.0, 1.4))
+    assert non_negative_least_squares([(1.0, 1.0, 3.0, 1.0), (1.0, 2.0, 1.0, 1.0)]) == pytest.approx((2.0, 0.0))
+    assert non_negative_least_squares([(1.0, 1.0, 3.0, 1.0), (1.0, 2.0, 5.0, 1.0)]) == pytest.approx((1.0, 2.0))
+    assert non_negative_least_squares([(1.0, 0.0, 3.0, 1.0)]) == (3.0, 0.0)
 
 
 def test_a_ratio_is_over_the_links_nominal_time_per_byte() -> None:
@@ -333,14 +344,14 @@ def test_nobody_computes_faster_under_communication_or_beside_others() -> None:
                            both_s=1.0, issue_s=0.0, repeats=3)  # fmt: skip
     assert fit_overlap([overlap]) == 1.0
     runs = [run_of("single", 1.0), run_of("probe_collectives", 0.9, tasks_per_node=2, dp_degree=2)]
-    assert fit_alone(runs).straggling == 0.0
-    assert fit_crowding(runs, fit_alone(runs)) == {2: 1.0}
+    assert fit_lone_ranks(runs).straggling == 0.0
+    assert fit_crowding(runs, fit_lone_ranks(runs)) == {2: 1.0}
 
 
 def test_a_lone_launch_that_was_held_up_is_one_of_several() -> None:
     runs = [run_of("probe_layers", 2.0), run_of("probe_layers", 4.0, "vgg11")]
     runs += [run_of("probe_collectives", 1.0, nodes=2, dp_degree=2, seed=seed) for seed in range(5)]
-    found = fit_alone(runs)
+    found = fit_lone_ranks(runs)
     assert found.straggling == 0.0
     assert found.steps_s["vit", "cifar10", 8, "fp32"] == pytest.approx(1.0, rel=0.1)
     assert found.steps_s["vgg11", "cifar10", 8, "fp32"] == 4.0
@@ -348,9 +359,9 @@ def test_a_lone_launch_that_was_held_up_is_one_of_several() -> None:
 
 def test_what_residuals_are() -> None:
     assert median([4.0, 1.0, 2.0]) == 2.0
-    assert log_error([(1.0, 1.0), (1.1, 1.1)]) == 0.0
-    assert log_error([(1.1, 1.0)]) == pytest.approx(0.0953, rel=1e-3)
-    assert explained([(1.0, 1.0), (2.0, 2.0)]) == 1.0
-    assert explained([(1.0, 1.0)]) is None
-    assert words(1024) == "1 KiB"
-    assert words(3 * 2**20) == "3 MiB"
+    assert rms_log_error([(1.0, 1.0), (1.1, 1.1)]) == 0.0
+    assert rms_log_error([(1.1, 1.0)]) == pytest.approx(0.0953, rel=1e-3)
+    assert r_squared([(1.0, 1.0), (2.0, 2.0)]) == 1.0
+    assert r_squared([(1.0, 1.0)]) is None
+    assert format_bytes_short(1024) == "1 KiB"
+    assert format_bytes_short(3 * 2**20) == "3 MiB"

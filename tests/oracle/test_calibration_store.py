@@ -9,20 +9,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.profiles import load_cluster
+from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import StorageError
-from hpcbench.oracle.calibration.choose import machine_for
-from hpcbench.oracle.calibration.store import (
+from hpcbench.oracle.calibration.calibration_store import (
     Calibration,
-    own_folder,
+    machine_for,
     read_calibration,
     read_calibrations,
+    user_calibration_folder,
     write_calibration,
 )
-from hpcbench.oracle.collectives import Wire
-from hpcbench.oracle.machine import CollectiveSample
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.results.store import ClusterTree
+from hpcbench.oracle.collective_formulas import HockneyLink
+from hpcbench.oracle.machine import CollectiveSample, nominal_machine
+from hpcbench.results.results_tree import ClusterTree
 
 PROFILE, _ = load_cluster("slurmbox")
 
@@ -54,7 +53,7 @@ def test_a_tree_that_may_not_be_written_leaves_the_users_folder(tmp_path: Path) 
     # Root may write anywhere: a file in the folder's place refuses root, too.
     (tmp_path / "calibrations").write_text("")
     path = write_calibration(calibration(), ClusterTree(tmp_path))
-    assert path.parent == own_folder("slurmbox")
+    assert path.parent == user_calibration_folder("slurmbox")
     assert machine_for(PROFILE, ClusterTree(tmp_path)).straggling == 0.02
 
 
@@ -107,7 +106,7 @@ def test_what_is_no_calibration(tmp_path: Path, data: bytes, said: str) -> None:
 
 def test_a_link_that_has_changed_is_told_and_scales(tmp_path: Path) -> None:
     tree = ClusterTree(tmp_path)
-    write_calibration(calibration(inter_node=Wire(1e-4, 1 / 1e9)), tree)
+    write_calibration(calibration(inter_node=HockneyLink(1e-4, 1 / 1e9)), tree)
     machine = machine_for(PROFILE, tree)
     assert machine.comm.inter_node == nominal_machine(PROFILE).comm.inter_node
     assert [note.partition(":")[0] for note in machine.notes] == [
@@ -129,7 +128,7 @@ def test_a_link_that_has_changed_is_told_and_scales(tmp_path: Path) -> None:
 def test_what_processors_lose_to_messages_goes_with_the_links_rate(
     bytes_per_s: float, slowdowns: tuple[float, float], found: tuple[float, float], tmp_path: Path
 ) -> None:
-    then = Wire(1e-4, 1 / bytes_per_s)
+    then = HockneyLink(1e-4, 1 / bytes_per_s)
     made = calibration(inter_node=then)
     comm = msgspec.structs.replace(made.machine.comm, comm_slowdown=slowdowns[0], overlap_slowdown=slowdowns[1])
     made = msgspec.structs.replace(made, machine=msgspec.structs.replace(made.machine, comm=comm))
@@ -140,9 +139,9 @@ def test_what_processors_lose_to_messages_goes_with_the_links_rate(
 
 def test_a_link_that_runs_were_fitted_with_moves_with_the_profiles(tmp_path: Path) -> None:
     tree = ClusterTree(tmp_path)
-    then, today = Wire(1e-4, 1 / 1e9), nominal_machine(PROFILE).comm.inter_node
+    then, today = HockneyLink(1e-4, 1 / 1e9), nominal_machine(PROFILE).comm.inter_node
     found = calibration(inter_node=then)
-    comm = msgspec.structs.replace(found.machine.comm, inter_node=Wire(3e-4, 2 / 1e9))
+    comm = msgspec.structs.replace(found.machine.comm, inter_node=HockneyLink(3e-4, 2 / 1e9))
     machine = msgspec.structs.replace(found.machine, depth="fitted", comm=comm)
     write_calibration(msgspec.structs.replace(found, machine=machine), tree)
     chosen = machine_for(PROFILE, tree)

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 import tomli
 
-from hpcbench.config.load import Sweep
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import run_id
-from hpcbench.oracle.calibration.sweep import (
-    Size,
-    World,
-    collective_worlds,
-    size_of,
-    strategy_worlds,
-    sweep_text,
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import run_id
+from hpcbench.config.sweep_loader import Sweep
+from hpcbench.oracle.calibration.calibration_runs import (
+    CalibrationScale,
+    ClusterSize,
+    calibration_sweep_toml,
+    cluster_size,
+    collective_scales,
+    strategy_scales,
 )
-from hpcbench.results.store import ClusterTree
+from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import make_plan
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "calibration-local.toml"
@@ -27,49 +27,61 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "calibration-local.tom
 
 def test_the_sweep_of_a_local_machine_with_two_cores() -> None:
     profile, _ = load_cluster("local")
-    assert sweep_text(profile, None, 2, 0) == GOLDEN.read_text(encoding="utf-8")
+    assert calibration_sweep_toml(profile, None, 2, 0) == GOLDEN.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
     ("cluster", "partition", "expected"),
     [
-        ("local", None, Size(1, 2)),
-        ("slurmbox", None, Size(4, 8)),
-        ("perlmutter", None, Size(4, 4)),
+        ("local", None, ClusterSize(1, 2)),
+        ("slurmbox", None, ClusterSize(4, 8)),
+        ("perlmutter", None, ClusterSize(4, 4)),
     ],
 )
-def test_sizes(cluster: str, partition: str | None, expected: Size) -> None:
-    assert size_of(load_cluster(cluster)[0], partition, 2) == expected
+def test_sizes(cluster: str, partition: str | None, expected: ClusterSize) -> None:
+    assert cluster_size(load_cluster(cluster)[0], partition, 2) == expected
 
 
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        (Size(1, 1), []),
-        (Size(1, 2), [World(1, 2)]),
-        (Size(2, 1), [World(2, 1)]),
-        (Size(4, 4), [World(1, 2), World(1, 4), World(2, 1), World(4, 1), World(2, 4)]),
-        (Size(2, 64), [World(1, 2), World(1, 4), World(2, 1), World(2, 4)]),
+        (ClusterSize(1, 1), []),
+        (ClusterSize(1, 2), [CalibrationScale(1, 2)]),
+        (ClusterSize(2, 1), [CalibrationScale(2, 1)]),
+        (
+            ClusterSize(4, 4),
+            [
+                CalibrationScale(1, 2),
+                CalibrationScale(1, 4),
+                CalibrationScale(2, 1),
+                CalibrationScale(4, 1),
+                CalibrationScale(2, 4),
+            ],
+        ),
+        (
+            ClusterSize(2, 64),
+            [CalibrationScale(1, 2), CalibrationScale(1, 4), CalibrationScale(2, 1), CalibrationScale(2, 4)],
+        ),
     ],
 )
-def test_placements_of_collectives(size: Size, expected: list[World]) -> None:
-    assert collective_worlds(size) == expected
+def test_placements_of_collectives(size: ClusterSize, expected: list[CalibrationScale]) -> None:
+    assert collective_scales(size) == expected
 
 
 @pytest.mark.parametrize(
     ("size", "device", "expected"),
     [
-        (Size(1, 2), "cpu", [World(1, 2)]),
-        (Size(1, 4), "cpu", [World(1, 2), World(1, 4)]),
-        (Size(4, 8), "cpu", [World(2, 1), World(4, 1)]),
-        (Size(3, 8), "cpu", [World(2, 1)]),
-        (Size(4, 4), "cuda", [World(1, 2), World(1, 4)]),
-        (Size(4, 1), "cuda", [World(2, 1), World(4, 1)]),
-        (Size(1, 1), "cuda", []),
+        (ClusterSize(1, 2), "cpu", [CalibrationScale(1, 2)]),
+        (ClusterSize(1, 4), "cpu", [CalibrationScale(1, 2), CalibrationScale(1, 4)]),
+        (ClusterSize(4, 8), "cpu", [CalibrationScale(2, 1), CalibrationScale(4, 1)]),
+        (ClusterSize(3, 8), "cpu", [CalibrationScale(2, 1)]),
+        (ClusterSize(4, 4), "cuda", [CalibrationScale(1, 2), CalibrationScale(1, 4)]),
+        (ClusterSize(4, 1), "cuda", [CalibrationScale(2, 1), CalibrationScale(4, 1)]),
+        (ClusterSize(1, 1), "cuda", []),
     ],
 )
-def test_placements_of_strategies(size: Size, device: str, expected: list[World]) -> None:
-    assert strategy_worlds(size, device) == expected
+def test_placements_of_strategies(size: ClusterSize, device: str, expected: list[CalibrationScale]) -> None:
+    assert strategy_scales(size, device) == expected
 
 
 @pytest.mark.parametrize("cluster", ["local", "slurmbox", "perlmutter", "frontier"])
@@ -77,7 +89,7 @@ def test_every_round_has_its_own_runs(cluster: str, tmp_path: Path, write_sweep:
     profile, _ = load_cluster(cluster)
     known: set[str] = set()
     for number in (0, 1):
-        text = sweep_text(profile, None, 2, number)
+        text = calibration_sweep_toml(profile, None, 2, number)
         plan = make_plan(write_sweep(text), profile, ClusterTree(tmp_path))
         assert known.isdisjoint(plan.runs)
         known |= {run_id(spec) for spec in plan.runs.values()}
@@ -89,7 +101,7 @@ def test_every_round_has_its_own_runs(cluster: str, tmp_path: Path, write_sweep:
 
 def test_the_partition_is_said() -> None:
     profile, _ = load_cluster("slurmbox")
-    parsed = tomli.loads(sweep_text(profile, "high", 2, 3, 5.0))
+    parsed = tomli.loads(calibration_sweep_toml(profile, "high", 2, 3, 5.0))
     assert parsed["name"] == "calibration-high-3"
     assert parsed["fixed"]["partition"] == "high"
     assert parsed["fixed"]["seed"] == 300

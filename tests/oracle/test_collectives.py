@@ -6,15 +6,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcbench.oracle.clock import harmonic
-from hpcbench.oracle.collectives import TIME_S, Span, Wire, call_s, ring_all_reduce_s, time_s, tree_all_reduce_s
-from hpcbench.parallel.traffic import OPERATIONS, Traffic
+from hpcbench.oracle.collective_formulas import (
+    COLLECTIVE_FORMULAS,
+    GroupLinks,
+    HockneyLink,
+    collective_s,
+    ring_all_reduce_s,
+    traffic_call_s,
+    tree_all_reduce_s,
+)
+from hpcbench.oracle.cost_model import harmonic_number
+from hpcbench.parallel.traffic import COMM_OPERATIONS, Traffic
 
-FAST, SLOW = Wire(1.0, 0.1), Wire(10.0, 1.0)
+FAST, SLOW = HockneyLink(1.0, 0.1), HockneyLink(10.0, 1.0)
 
 
-def span(ranks: int, nodes: int) -> Span:
-    return Span(ranks, nodes, FAST, SLOW)
+def span(ranks: int, nodes: int) -> GroupLinks:
+    return GroupLinks(ranks, nodes, FAST, SLOW)
 
 
 @pytest.mark.parametrize(
@@ -34,15 +42,15 @@ def span(ranks: int, nodes: int) -> Span:
 )
 def test_one_call(operation: str, payload_bytes: int, ranks: int, nodes: int, expected_s: float) -> None:
     call = Traffic(operation=operation, group_size=ranks, payload_bytes=payload_bytes, count=7)
-    assert call_s(call, span(ranks, nodes)) == pytest.approx(expected_s)
+    assert traffic_call_s(call, span(ranks, nodes)) == pytest.approx(expected_s)
 
 
 def test_every_operation_has_a_time() -> None:
-    assert set(TIME_S) == set(OPERATIONS)
+    assert set(COLLECTIVE_FORMULAS) == set(COMM_OPERATIONS)
 
 
 def test_small_messages_of_many_nodes_go_through_a_tree() -> None:
-    wide = Span(1024, 256, Wire(1e-6, 1e-11), Wire(5e-6, 1e-10))
+    wide = GroupLinks(1024, 256, HockneyLink(1e-6, 1e-11), HockneyLink(5e-6, 1e-10))
     assert tree_all_reduce_s(wide, 1024) < ring_all_reduce_s(wide, 1024) / 10
 
 
@@ -50,32 +58,32 @@ def test_a_shared_link_is_slower_by_the_flows_that_share_it() -> None:
     assert SLOW.shared(4).message_s(10) == 10 + 40
 
 
-@given(st.sampled_from(OPERATIONS), st.integers(2, 64), st.integers(0, 10**9))
+@given(st.sampled_from(COMM_OPERATIONS), st.integers(2, 64), st.integers(0, 10**9))
 def test_more_bytes_take_no_less(operation: str, ranks: int, payload_bytes: int) -> None:
     times = [
-        call_s(Traffic(operation=operation, group_size=ranks, payload_bytes=size), span(ranks, ranks))
+        traffic_call_s(Traffic(operation=operation, group_size=ranks, payload_bytes=size), span(ranks, ranks))
         for size in (payload_bytes, payload_bytes + 1)
     ]
     assert times[0] <= times[1]
 
 
 def test_a_ring_whose_latencies_add_up() -> None:
-    nodes = Span(8, 2, Wire(1e-6, 1e-10), Wire(1e-5, 1e-9), trees=False, by_hop=True)
+    nodes = GroupLinks(8, 2, HockneyLink(1e-6, 1e-10), HockneyLink(1e-5, 1e-9), trees=False, by_hop=True)
     # Of the ring's eight links two lie between nodes.
     step_s = (6 * 1e-6 + 2 * 1e-5) / 8 + 1e3 * 1e-9
-    assert time_s("all_reduce", nodes, 8e3) == pytest.approx(14 * step_s)
-    assert time_s("reduce_scatter", nodes, 8e3) == pytest.approx(7 * step_s)
-    assert time_s("all_gather", nodes, 1e3) == pytest.approx(7 * step_s)
+    assert collective_s("all_reduce", nodes, 8e3) == pytest.approx(14 * step_s)
+    assert collective_s("reduce_scatter", nodes, 8e3) == pytest.approx(7 * step_s)
+    assert collective_s("all_gather", nodes, 1e3) == pytest.approx(7 * step_s)
     inside = nodes._replace(ranks=4, nodes=1)
-    assert time_s("all_reduce", inside, 4e3) == pytest.approx(6 * (1e-6 + 1e3 * 1e-10))
+    assert collective_s("all_reduce", inside, 4e3) == pytest.approx(6 * (1e-6 + 1e3 * 1e-10))
 
 
 def test_without_trees_a_small_all_reduce_is_a_ring() -> None:
-    nodes = Span(64, 64, Wire(1e-6, 0.0), Wire(1e-5, 0.0))
-    assert time_s("all_reduce", nodes, 8.0) == pytest.approx(2 * 6 * 1e-5)
-    assert time_s("all_reduce", nodes._replace(trees=False), 8.0) == pytest.approx(126 * 1e-5)
+    nodes = GroupLinks(64, 64, HockneyLink(1e-6, 0.0), HockneyLink(1e-5, 0.0))
+    assert collective_s("all_reduce", nodes, 8.0) == pytest.approx(2 * 6 * 1e-5)
+    assert collective_s("all_reduce", nodes._replace(trees=False), 8.0) == pytest.approx(126 * 1e-5)
 
 
 @pytest.mark.parametrize(("count", "expected"), [(1, 1.0), (4, 25 / 12), (256, 6.124344962817)])
 def test_the_largest_of_exponential_delays(count: int, expected: float) -> None:
-    assert harmonic(count) == pytest.approx(expected, rel=1e-11)
+    assert harmonic_number(count) == pytest.approx(expected, rel=1e-11)

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.gradient_buckets import powersgd_bytes
-from hpcbench.parallel.catalog import resolve_cost
-from hpcbench.parallel.layers import Layer, LayerTable, TensorShape
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.strategies.data_buckets import powersgd_bytes
+from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.parallel.layer_table import LayerRow, LayerTable, TensorShape
 from hpcbench.parallel.traffic import Traffic
 
 
-def layer(name: str, block: int, kind: str) -> Layer:
-    return Layer(
+def layer(name: str, block: int, kind: str) -> LayerRow:
+    return LayerRow(
         name=name, block=block, kind=kind, input_shape=[4], output_shape=[4], parameters=1, forward_flops=0,
         backward_flops=0, activation_bytes=100, activation_fixed_bytes=0, output_bytes=16, forward_moved_bytes=0,
         backward_moved_bytes=0,
@@ -37,7 +37,7 @@ def spec_of(strategy: str, dp_degree: int = 2, **more: Any) -> RunSpec:
 
 
 def calls(strategy: str, dp_degree: int = 2, **more: Any) -> list[tuple[str, int, int, int]]:
-    found: list[Traffic] = resolve_cost(strategy).traffic(spec_of(strategy, dp_degree, **more), TABLE, 0)
+    found: list[Traffic] = load_cost_class(strategy).traffic(spec_of(strategy, dp_degree, **more), TABLE, 0)
     return [(one.operation, one.group_size, one.payload_bytes, one.count) for one in found]
 
 

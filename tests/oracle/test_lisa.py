@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.oracle.predict import Prediction, predict
-from hpcbench.oracle.steps.fusion import looked
-from hpcbench.parallel.layers import read_table
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.machine import nominal_machine
+from hpcbench.oracle.prediction import Prediction, predict
+from hpcbench.oracle.strategies.data_buckets import simulate_fusion
+from hpcbench.parallel.layer_table import read_shipped_table
 
 MACHINE = nominal_machine(load_cluster("lisa")[0], None, 4)
 MODELS = ("resnet18", "resnet50", "resnet152", "vgg11", "vgg16", "mobilenetv2")
@@ -35,7 +35,7 @@ def predicted(model: str, dataset: str, strategy: str, gpus: int) -> Prediction:
         model=model, dataset=dataset, strategy=strategy, batch_size=size, nodes=nodes, tasks_per_node=gpus // nodes,
         **options.get(strategy, {}),
     )  # fmt: skip
-    table = read_table(model, dataset)
+    table = read_shipped_table(model, dataset)
     assert table is not None
     return predict(spec, table, MACHINE)
 
@@ -91,4 +91,4 @@ def test_many_weights_stand_still_on_the_second_node() -> None:
     ],
 )
 def test_what_horovod_finds(ready_s: list[float], passing_s: float, threshold: int, expected: list[list[int]]) -> None:
-    assert looked([3, 2, 1, 0], ready_s, [10] * 4, 1.0, threshold, lambda _: passing_s) == expected
+    assert simulate_fusion([3, 2, 1, 0], ready_s, [10] * 4, 1.0, threshold, lambda _: passing_s) == expected

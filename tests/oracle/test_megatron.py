@@ -7,11 +7,10 @@ import pytest
 from benchmarks.oracle.megatron import amounts, left, summary, times
 from benchmarks.oracle.megatron_runs import machine, measured_all_reduces, plan_of, product_efficiency, published
 from benchmarks.oracle.megatron_table import Gpt, kept_in_block, table_of
-from hpcbench.oracle.clock import Clock
-from hpcbench.oracle.placement import group_of
-from hpcbench.parallel.alike import whole_waves
-from hpcbench.parallel.kernel import BACKWARD, FORWARD, Kernel
-from hpcbench.parallel.layers import read_table
+from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.placement import place_group
+from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.parallel.roofline import BACKWARD, FORWARD, Kernel, wave_efficiency
 
 GPT_175B = Gpt(layers=96, width=12288, heads=96)
 
@@ -59,7 +58,7 @@ def test_activations_of_a_block(gpt: Gpt) -> None:
 
 def test_layers_are_those_of_our_own_models() -> None:
     """A shipped table of the same width, at its own length: parameters and products of every block."""
-    ours = read_table("gpt_13b", "tokens")
+    ours = read_shipped_table("gpt_13b", "tokens")
     assert ours is not None
     [length] = ours.layers[0].input_shape
     found = table_of(Gpt(layers=40, width=5120, heads=40, tokens=length))
@@ -101,9 +100,9 @@ def test_the_profile_has_what_measured_products_reach() -> None:
 def test_an_all_reduce_takes_what_one_did_on_such_a_node() -> None:
     """Bandwidth and latency come from elsewhere; these measurements are not used."""
     run = next(run for run in published() if run.name == "175B")
-    clock = Clock(machine(), plan_of(run, "full").spec)
+    clock = CostModel(machine(), plan_of(run, "full").spec)
     for size, seconds in measured_all_reduces():
-        assert clock.call("all_reduce", size, group_of(clock.spec, "tp")).seconds == pytest.approx(seconds, rel=0.03)
+        assert clock.call("all_reduce", size, place_group(clock.spec, "tp")).seconds == pytest.approx(seconds, rel=0.03)
 
 
 def product(rows: int, columns: int, inner: int, direction: str, kind: str = "Linear") -> Kernel:
@@ -125,5 +124,5 @@ def product(rows: int, columns: int, inner: int, direction: str, kind: str = "Li
     (product(2048, 4608, 12288, FORWARD, kind="LayerNorm"), 1.0),
 ])  # fmt: skip
 def test_whole_waves(kernel: Kernel, share: float) -> None:
-    assert whole_waves(kernel, 108) == pytest.approx(share)
-    assert whole_waves(kernel, 0) == 1.0
+    assert wave_efficiency(kernel, 108) == pytest.approx(share)
+    assert wave_efficiency(kernel, 0) == 1.0

@@ -7,33 +7,32 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.chunks import ChunkTimes, weights_part
-from hpcbench.oracle.clock import Clock
-from hpcbench.oracle.collectives import Wire
-from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.oracle.pipeline_run import PipelineRun
-from hpcbench.oracle.placement import group_of, is_within_node, pair_of
-from hpcbench.oracle.predict import predict
-from hpcbench.oracle.step import StepTime
-from hpcbench.oracle.steps.model_parallel import copied
-from hpcbench.oracle.steps.pipeline import Pipeline
-from hpcbench.parallel.catalog import resolve_cost
-from hpcbench.parallel.layers import LayerTable, TensorShape, read_table
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.collective_formulas import HockneyLink
+from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.machine import Machine, nominal_machine
+from hpcbench.oracle.model_parallel import copy_event
+from hpcbench.oracle.pipeline_rank import PipelineRank
+from hpcbench.oracle.pipeline_step import PipelineActionCosts, PipelineStep, weight_gradient_fraction
+from hpcbench.oracle.placement import are_on_one_node, place_group, place_neighbour_pair
+from hpcbench.oracle.prediction import predict
+from hpcbench.oracle.step_time import StepBreakdown
+from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.parallel.layer_table import LayerTable, TensorShape, read_shipped_table
 
 SYNCHRONOUS = ("model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
 EVERY = (*SYNCHRONOUS, "pipedream")
 NOMINAL = nominal_machine(load_cluster("slurmbox")[0])
 FREE = msgspec.structs.replace(
-    NOMINAL, comm=msgspec.structs.replace(NOMINAL.comm, intra_node=Wire(0.0, 0.0), inter_node=Wire(0.0, 0.0))
+    NOMINAL,
+    comm=msgspec.structs.replace(NOMINAL.comm, intra_node=HockneyLink(0.0, 0.0), inter_node=HockneyLink(0.0, 0.0)),
 )
 """A machine whose messages cost nothing."""
 
 
 def table_of(model: str, dataset: str) -> LayerTable:
-    found = read_table(model, dataset)
+    found = read_shipped_table(model, dataset)
     assert found is not None
     return found
 
@@ -55,8 +54,8 @@ def spec_of(strategy: str, pp_degree: int, micro_batches: int = 8, **more: Any) 
     return RunSpec(strategy=strategy, pp_degree=pp_degree, micro_batches=micro_batches, **given)
 
 
-def step(spec: RunSpec, table: LayerTable = TABLE, machine: Machine = NOMINAL) -> StepTime:
-    found: StepTime = resolve_cost(spec.strategy).step(spec, table, Clock(machine, spec))
+def step(spec: RunSpec, table: LayerTable = TABLE, machine: Machine = NOMINAL) -> StepBreakdown:
+    found: StepBreakdown = load_cost_class(spec.strategy).step(spec, table, CostModel(machine, spec))
     return found
 
 
@@ -74,8 +73,8 @@ def test_one_stage_of_pipedream_updates_after_every_minibatch() -> None:
         step(spec_of("pipedream", 1, options={"weight_versions": versions})) for versions in ("stash", "2bw")
     )
     alone, spec = step(spec_of("single", 1)), spec_of("pipedream", 1)
-    times = ChunkTimes(PipelineRun(spec, TABLE, 0), Clock(NOMINAL, spec))
-    copy_s = sum(copied(times.clock, spec, size).seconds for size in times.plan.own_tensors(0))
+    times = PipelineActionCosts(PipelineRank(spec, TABLE, 0), CostModel(NOMINAL, spec))
+    copy_s = sum(copy_event(times.clock, spec, size).seconds for size in times.plan.own_tensors(0))
     # Two versions of the weights, even where one would do.
     assert once.step_time_s == pytest.approx(alone.step_time_s + copy_s)
     assert often.step_time_s == pytest.approx(alone.step_time_s + 7 * times.update_s(0))
@@ -103,7 +102,7 @@ def test_zero_bubble_fills_with_gradients_of_weights(count: int) -> None:
     halves of a backward pass are as long as a forward pass."""
     stages, table = 4, equal_blocks(8)
     spec = spec_of("zero_bubble", stages, count, batch_size=count * 4)
-    busy = ChunkTimes(PipelineRun(spec, table, 0), Clock(FREE, spec)).busy(0, 4, False)
+    busy = PipelineActionCosts(PipelineRank(spec, table, 0), CostModel(FREE, spec)).busy(0, 4, False)
     assert busy.weights_s == pytest.approx(busy.backward_s / 2)
     one, plain = step(spec, table, FREE), step(spec_of("1f1b", stages, count, batch_size=count * 4), table, FREE)
     assert one.compute_s == pytest.approx(plain.compute_s)
@@ -148,13 +147,13 @@ PRICED = [
 @pytest.mark.parametrize("spec", PRICED, ids=lambda spec: f"{spec.strategy}-{spec.model}")
 def test_every_call_of_the_traffic_is_priced(spec: RunSpec) -> None:
     table = TABLE if spec.model == "resnet18" else tied(table_of("gpt", "tokens"), spec)
-    clock = Clock(NOMINAL, spec)
-    pipeline = Pipeline(ChunkTimes(PipelineRun(spec, table, 0), clock))
+    clock = CostModel(NOMINAL, spec)
+    pipeline = PipelineStep(PipelineActionCosts(PipelineRank(spec, table, 0), clock))
     for place in range(spec.pp_degree):
-        traffic = resolve_cost(spec.strategy).traffic(spec, table, place * spec.tp_degree)
+        traffic = load_cost_class(spec.strategy).traffic(spec, table, place * spec.tp_degree)
         groups = {
-            "send": pair_of(spec, "pp"),
-            "all_reduce": group_of(spec, "tp") if spec.tp_degree > 1 else pipeline.replicas(place),
+            "send": place_neighbour_pair(spec, "pp"),
+            "all_reduce": place_group(spec, "tp") if spec.tp_degree > 1 else pipeline.replicas(place),
         }
         priced = sum(call.seconds for one in traffic for call in clock.calls(one, groups[one.operation]))
         assert pipeline.spent(place).comm_s == pytest.approx(priced)
@@ -174,12 +173,15 @@ def tied(table: LayerTable, spec: RunSpec) -> LayerTable:
 @pytest.mark.parametrize("versions", ["stash", "2bw"])
 def test_every_call_of_pipedream_is_priced(versions: str) -> None:
     spec = spec_of("pipedream", 2, 4, dp_degree=2, options={"weight_versions": versions, "cuts": "7"})
-    clock, cost = Clock(FREE, spec), resolve_cost("pipedream")
+    clock, cost = CostModel(FREE, spec), load_cost_class("pipedream")
     slow = msgspec.structs.replace(
-        NOMINAL, comm=msgspec.structs.replace(NOMINAL.comm, inter_node=Wire(0.0, 1e-12), intra_node=Wire(0.0, 1e-12))
+        NOMINAL,
+        comm=msgspec.structs.replace(
+            NOMINAL.comm, inter_node=HockneyLink(0.0, 1e-12), intra_node=HockneyLink(0.0, 1e-12)
+        ),
     )
-    clock = Clock(slow, spec)
-    groups = {"send": pair_of(spec, "pp"), "all_reduce": group_of(spec, "dp")}
+    clock = CostModel(slow, spec)
+    groups = {"send": place_neighbour_pair(spec, "pp"), "all_reduce": place_group(spec, "dp")}
     found = cost.step(spec, TABLE, clock)
     priced = [
         sum(call.seconds for one in cost.traffic(spec, TABLE, rank) for call in clock.calls(one, groups[one.operation]))
@@ -201,8 +203,8 @@ def test_a_machine_twice_as_fast_takes_half_as_long(strategy: str) -> None:
         ),
         comm=msgspec.structs.replace(
             comm,
-            intra_node=Wire(*(part / 2 for part in comm.intra_node)),
-            inter_node=Wire(*(part / 2 for part in comm.inter_node)),
+            intra_node=HockneyLink(*(part / 2 for part in comm.intra_node)),
+            inter_node=HockneyLink(*(part / 2 for part in comm.inter_node)),
         ),
     )
     spec = spec_of(strategy, 4, dp_degree=2)
@@ -212,7 +214,8 @@ def test_a_machine_twice_as_fast_takes_half_as_long(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", EVERY)
 def test_slower_links_take_longer(strategy: str) -> None:
     comms = [
-        msgspec.structs.replace(NOMINAL.comm, inter_node=Wire(1e-4, beta_s)) for beta_s in (1e-10, 1e-9, 1e-8, 1e-7)
+        msgspec.structs.replace(NOMINAL.comm, inter_node=HockneyLink(1e-4, beta_s))
+        for beta_s in (1e-10, 1e-9, 1e-8, 1e-7)
     ]
     steps = [step(spec_of(strategy, 4), machine=msgspec.structs.replace(NOMINAL, comm=comm)) for comm in comms]
     assert [one.step_time_s for one in steps] == sorted(one.step_time_s for one in steps)
@@ -259,7 +262,7 @@ def test_ranks_that_share_a_stage_compute_less() -> None:
     table, found = table_of("gpt", "tokens"), []
     for degree in (1, 2, 4):
         spec = spec_of("1f1b", 2, 2, tp_degree=degree, model="gpt", dataset="tokens", batch_size=8)
-        found.append(ChunkTimes(PipelineRun(spec, table, 0), Clock(NOMINAL, spec)).busy(0, 4, False))
+        found.append(PipelineActionCosts(PipelineRank(spec, table, 0), CostModel(NOMINAL, spec)).busy(0, 4, False))
     one, two, four = found
     assert four.backward_s < two.backward_s < one.backward_s < 2 * two.backward_s
     assert [len(busy.shared) for busy in found] == [0, 16, 16]
@@ -269,8 +272,8 @@ def test_halves_of_a_backward_pass_by_what_they_compute() -> None:
     """The first layer has no input to make a gradient of; normalisation has nothing to put off."""
     parts: dict[str, set[float]] = {}
     for row in TABLE.layers[1:]:
-        parts.setdefault(row.kind, set()).add(weights_part(row))
-    assert weights_part(TABLE.layers[0]) == 1.0
+        parts.setdefault(row.kind, set()).add(weight_gradient_fraction(row))
+    assert weight_gradient_fraction(TABLE.layers[0]) == 1.0
     assert parts["Conv2d"] == parts["Linear"] == {0.5}
     assert parts["BatchNorm2d"] == parts["ReLU"] == {0.0}
 
@@ -285,11 +288,11 @@ def test_one_process_of_several_devices(device: str) -> None:
     machine = msgspec.structs.replace(NOMINAL, device=device)
     other = spec_of("gpipe", 4, nodes=1, tasks_per_node=4) if device == "cuda" else spec_of("single", 1)
     assert step(spec, machine=machine).step_time_s == pytest.approx(step(other, machine=machine).step_time_s)
-    assert resolve_cost("fairscale_pipe").traffic(spec, TABLE, 0) == []
+    assert load_cost_class("fairscale_pipe").traffic(spec, TABLE, 0) == []
     gpipe = spec_of("gpipe", 4)
     held = [
-        resolve_cost("gpipe").memory(gpipe, TABLE, rank).total_bytes
-        + max(PipelineRun(gpipe, TABLE, rank).own_tensors(rank))
+        load_cost_class("gpipe").memory(gpipe, TABLE, rank).total_bytes
+        + max(PipelineRank(gpipe, TABLE, rank).own_tensors(rank))
         for rank in range(4)
     ]
     found = predict(spec, TABLE, machine).memory.total_bytes
@@ -314,7 +317,7 @@ def test_neighbours_on_one_node(
     spec = RunSpec(
         model="m", dataset="d", strategy="1f1b", batch_size=8, nodes=nodes, tasks_per_node=tasks, **degrees
     )  # fmt: skip
-    assert is_within_node(spec, "pp", *places) is expected
+    assert are_on_one_node(spec, "pp", *places) is expected
 
 
 def test_deep_pipelines_of_many_micro_batches() -> None:

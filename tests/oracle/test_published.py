@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcbench.oracle.published import ddlbench, paradl
-from hpcbench.oracle.published.paradl import Estimate, Job, Layer, Wire
+from hpcbench.oracle import published_formulas
+from hpcbench.oracle.published_formulas import ParadlEstimate, ParadlJob, ParadlLayer, ParadlLink
 
 SAMPLES = 1_280_000
-RESNET50 = Layer(0, 0, 22_734_016, forward_s=3.119502e-3)
-INTRA_NODE = Wire(9e-6, 1 / 50e9)
+RESNET50 = ParadlLayer(0, 0, 22_734_016, forward_s=3.119502e-3)
+INTRA_NODE = ParadlLink(9e-6, 1 / 50e9)
 """Of ABCI; between nodes the latency grows with the switches on the path."""
 
 
@@ -31,7 +31,9 @@ INTRA_NODE = Wire(9e-6, 1 / 50e9)
 def test_data_parallel_resnet50_of_paradl(
     p: int, alpha_s: float, bandwidth: float, compute_s: float, comm_s: float
 ) -> None:
-    found = paradl.data(Job(SAMPLES, 64 * p, [RESNET50]), p, Wire(alpha_s, 1 / bandwidth))
+    found = published_formulas.paradl_data(
+        ParadlJob(SAMPLES, 64 * p, [RESNET50]), p, ParadlLink(alpha_s, 1 / bandwidth)
+    )
     assert found.compute_s == pytest.approx(compute_s, rel=1e-9)
     assert found.comm_s == pytest.approx(comm_s, rel=1e-9)
 
@@ -54,59 +56,67 @@ def test_data_filter_resnet50_of_paradl(p: int, compute_s: float, comm_s: float)
     """49 convolutions are split, and what follows them is not; a device holds 7,219,504 weights."""
     outputs, weights, split_s = 9_096_256 / 49, 22_734_016, RESNET50.forward_s - UNSPLIT_S
     split = (weights - 7_219_504) * 4 / 3
-    layers = [Layer(0, outputs, split / 49, split_s / 49) for _ in range(49)]
-    layers.append(Layer(0, 0, weights - split, UNSPLIT_S, is_split=False))
-    found = paradl.data_filter(
-        Job(SAMPLES, 64 * p // 4, layers), p // 4, 4, INTRA_NODE, Wire(40.31e-6, 1 / 12.5e9), phi=4
+    layers = [ParadlLayer(0, outputs, split / 49, split_s / 49) for _ in range(49)]
+    layers.append(ParadlLayer(0, 0, weights - split, UNSPLIT_S, is_split=False))
+    found = published_formulas.paradl_data_filter(
+        ParadlJob(SAMPLES, 64 * p // 4, layers), p // 4, 4, INTRA_NODE, ParadlLink(40.31e-6, 1 / 12.5e9), phi=4
     )
     assert found.compute_s == pytest.approx(compute_s, rel=1e-9)
     assert found.comm_s == pytest.approx(comm_s, rel=1e-9)
 
 
-LAYERS = [Layer(12, 30, 108, 1e-3, 2e-3, 1e-4, 4), Layer(30, 8, 240, 5e-4, 1e-3, 2e-4, 6), Layer(8, 2, 16, 1e-4, 1e-4)]
-JOB = Job(1000, 20, LAYERS)
-ALONE: dict[str, Callable[[], Estimate]] = {
-    "data": lambda: paradl.data(JOB, 1, INTRA_NODE),
-    "spatial": lambda: paradl.spatial(JOB, 1, INTRA_NODE),
-    "filter": lambda: paradl.filter_(JOB, 1, INTRA_NODE),
-    "channel": lambda: paradl.channel(JOB, 1, INTRA_NODE),
-    "pipeline": lambda: paradl.pipeline(JOB, [LAYERS], 4, INTRA_NODE),
-    "data_filter": lambda: paradl.data_filter(JOB, 1, 1, INTRA_NODE, INTRA_NODE),
-    "data_spatial": lambda: paradl.data_spatial(JOB, 1, 1, INTRA_NODE, INTRA_NODE),
+LAYERS = [
+    ParadlLayer(12, 30, 108, 1e-3, 2e-3, 1e-4, 4),
+    ParadlLayer(30, 8, 240, 5e-4, 1e-3, 2e-4, 6),
+    ParadlLayer(8, 2, 16, 1e-4, 1e-4),
+]
+JOB = ParadlJob(1000, 20, LAYERS)
+ALONE: dict[str, Callable[[], ParadlEstimate]] = {
+    "data": lambda: published_formulas.paradl_data(JOB, 1, INTRA_NODE),
+    "spatial": lambda: published_formulas.paradl_spatial(JOB, 1, INTRA_NODE),
+    "filter": lambda: published_formulas.paradl_filter(JOB, 1, INTRA_NODE),
+    "channel": lambda: published_formulas.paradl_channel(JOB, 1, INTRA_NODE),
+    "pipeline": lambda: published_formulas.paradl_pipeline(JOB, [LAYERS], 4, INTRA_NODE),
+    "data_filter": lambda: published_formulas.paradl_data_filter(JOB, 1, 1, INTRA_NODE, INTRA_NODE),
+    "data_spatial": lambda: published_formulas.paradl_data_spatial(JOB, 1, 1, INTRA_NODE, INTRA_NODE),
 }
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_one_device_is_serial(name: str) -> None:
-    assert ALONE[name]() == pytest.approx(paradl.serial(JOB))
+    assert ALONE[name]() == pytest.approx(published_formulas.paradl_serial(JOB))
 
 
 @pytest.mark.parametrize("p", [2, 4])
 def test_hybrids_are_made_of_their_parts(p: int) -> None:
-    replicas = paradl.data_filter(JOB, p, 1, INTRA_NODE, INTRA_NODE)
-    assert replicas == pytest.approx(paradl.data(JOB, p, INTRA_NODE))
-    assert paradl.data_spatial(JOB, p, 1, INTRA_NODE, INTRA_NODE) == pytest.approx(replicas)
-    assert paradl.data_filter(JOB, 1, p, INTRA_NODE, INTRA_NODE) == paradl.filter_(JOB, p, INTRA_NODE)
-    assert paradl.data_spatial(JOB, 1, p, INTRA_NODE, INTRA_NODE) == paradl.spatial(JOB, p, INTRA_NODE)
+    replicas = published_formulas.paradl_data_filter(JOB, p, 1, INTRA_NODE, INTRA_NODE)
+    assert replicas == pytest.approx(published_formulas.paradl_data(JOB, p, INTRA_NODE))
+    assert published_formulas.paradl_data_spatial(JOB, p, 1, INTRA_NODE, INTRA_NODE) == pytest.approx(replicas)
+    assert published_formulas.paradl_data_filter(JOB, 1, p, INTRA_NODE, INTRA_NODE) == published_formulas.paradl_filter(
+        JOB, p, INTRA_NODE
+    )
+    assert published_formulas.paradl_data_spatial(
+        JOB, 1, p, INTRA_NODE, INTRA_NODE
+    ) == published_formulas.paradl_spatial(JOB, p, INTRA_NODE)
 
 
 @given(st.integers(1, 64), st.floats(0, 1e9))
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(p: int, message_bytes: float) -> None:
-    both_s = 2 * paradl.ring_all_gather_s(p, message_bytes / p, INTRA_NODE)
-    assert paradl.ring_all_reduce_s(p, message_bytes, INTRA_NODE) == pytest.approx(both_s)
+    both_s = 2 * published_formulas.paradl_all_gather_s(p, message_bytes / p, INTRA_NODE)
+    assert published_formulas.paradl_all_reduce_s(p, message_bytes, INTRA_NODE) == pytest.approx(both_s)
 
 
 def test_a_long_pipeline_of_equal_stages_is_perfect() -> None:
-    stage = [Layer(1, 1, 1, 1e-3, 2e-3)]
-    job = Job(1000, 100, stage * 4)
-    found = paradl.pipeline(job, [stage] * 4, 10**6, Wire(0, 0))
+    stage = [ParadlLayer(1, 1, 1, 1e-3, 2e-3)]
+    job = ParadlJob(1000, 100, stage * 4)
+    found = published_formulas.paradl_pipeline(job, [stage] * 4, 10**6, ParadlLink(0, 0))
     assert found.compute_s == pytest.approx(job.samples * job.sample_s() / 4, rel=1e-5)
 
 
 @pytest.mark.parametrize(("micro_batches", "factor"), [(12, 0.3125), (20, 0.2875), (28, 0.276785714), (30, 0.275)])
 def test_gpipe_factors_of_ddlbench(micro_batches: int, factor: float) -> None:
     """Table 6.1, four workers."""
-    assert ddlbench.gpipe_compute_s(1.0, 4, micro_batches) == pytest.approx(factor, rel=1e-8)
+    assert published_formulas.ddlbench_gpipe_compute_s(1.0, 4, micro_batches) == pytest.approx(factor, rel=1e-8)
 
 
 @pytest.mark.parametrize(
@@ -114,10 +124,12 @@ def test_gpipe_factors_of_ddlbench(micro_batches: int, factor: float) -> None:
     [([], 4, 0), ([1.0], 4, 8), ([1.0, 1.0, 1.0], 4, 12), ([1.0, 3.0, 2.0], 5, 2 * (1 + 3 + 3 * 3 + 3 + 2))],
 )
 def test_gpipe_transfers_of_ddlbench(transfers_s: list[float], micro_batches: int, expected_s: float) -> None:
-    assert ddlbench.gpipe_comm_s(transfers_s, micro_batches) == pytest.approx(expected_s)
+    assert published_formulas.ddlbench_gpipe_comm_s(transfers_s, micro_batches) == pytest.approx(expected_s)
 
 
 def test_horovod_of_ddlbench() -> None:
-    links = [ddlbench.Link(0, 10e9), ddlbench.Link(1e-5, 5e9)] * 2
-    assert ddlbench.horovod_step_s(1.0, links, 200e6, 64e6) == pytest.approx(0.25 + 6 * (1e-5 + 64e6 / 20e9))
-    assert ddlbench.horovod_step_s(1.0, links[:1], 200e6, 64e6) == 1.0
+    links = [published_formulas.DdlbenchLink(0, 10e9), published_formulas.DdlbenchLink(1e-5, 5e9)] * 2
+    assert published_formulas.ddlbench_horovod_step_s(1.0, links, 200e6, 64e6) == pytest.approx(
+        0.25 + 6 * (1e-5 + 64e6 / 20e9)
+    )
+    assert published_formulas.ddlbench_horovod_step_s(1.0, links[:1], 200e6, 64e6) == 1.0

@@ -8,41 +8,45 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec, strategy_label
-from hpcbench.oracle.answers import Room, Unpriced, need_and_limit
-from hpcbench.oracle.candidates import (
-    World,
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec, strategy_label
+from hpcbench.forecast.forecast import Forecast
+from hpcbench.oracle.candidate_points import (
+    DeviceAllocation,
     divisors,
-    following_points,
-    groups,
-    leading_points,
+    leading_pipeline_points,
     micro_batch_choices,
-    smaller_points,
-    spread_points,
+    model_parallel_sizes,
+    non_pipeline_points,
+    other_schedule_points,
+    reduced_memory_points,
 )
-from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.memory import Memory
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.oracle.predict import Interval, Prediction
-from hpcbench.oracle.recommend import Recommendation, largest_batch_size, ratio_spread, recommend, sweep_points
+from hpcbench.oracle.machine import Machine, nominal_machine
+from hpcbench.oracle.peak_memory import MemoryBreakdown
+from hpcbench.oracle.prediction import MemoryFit, NotPredicted, Prediction, PredictionInterval, format_need_and_limit
+from hpcbench.oracle.recommend import (
+    Recommendation,
+    candidate_sweep_points,
+    largest_batch_size,
+    ratio_spread,
+    recommend,
+)
 from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.layers import LayerTable, read_table
-from hpcbench.parallel.resolve import Limits
-from hpcbench.submit.forecast import Forecast
+from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
+from hpcbench.parallel.resolve import PartitionLimits
 
 SELENE, _ = load_cluster("selene")
 RESNET: dict[str, Any] = {"model": "resnet18", "dataset": "cifar10", "precision": "fp32"}
-NOWHERE = Limits("nowhere")
+NOWHERE = PartitionLimits("nowhere")
 
 
 def told(compute_s: float = 1.0, comm_s: float = 0.0, samples: int = 1, **more: Any) -> Prediction:
     step_time_s = compute_s + comm_s
     known: dict[str, Any] = {
-        "step_time_s": step_time_s, "interval": Interval(low=step_time_s / 2, high=step_time_s * 2),
+        "step_time_s": step_time_s, "interval": PredictionInterval(low=step_time_s / 2, high=step_time_s * 2),
         "compute_s": compute_s, "comm_s": comm_s, "exposed_comm_s": comm_s, "bubble_fraction": 0.0, "straggler_s": 0.0,
         "samples_per_s": samples / step_time_s, "peak_memory_bytes": 1,
-        "memory": Memory(parameters_bytes=1, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0),
+        "memory": MemoryBreakdown(parameters_bytes=1, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0),
         "bound_by": "compute", "fits": True, "depth": "nominal", "source": "a test",
     }  # fmt: skip
     return Prediction(**{**known, **more})
@@ -51,15 +55,15 @@ def told(compute_s: float = 1.0, comm_s: float = 0.0, samples: int = 1, **more: 
 class Answers:
     """Prices by a function of the run, and memory: a byte for each sample of a micro-batch."""
 
-    def __init__(self, price: Callable[[RunSpec], Prediction | Unpriced], limit: int | None = None) -> None:
+    def __init__(self, price: Callable[[RunSpec], Prediction | NotPredicted], limit: int | None = None) -> None:
         self.price, self.limit, self.asked = price, limit, 0
 
-    def of(self, spec: RunSpec, *, quick: bool = False) -> Prediction | Unpriced:
+    def of(self, spec: RunSpec, *, quick: bool = False) -> Prediction | NotPredicted:
         self.asked += 1
         return self.price(spec)
 
-    def room(self, spec: RunSpec) -> Room | Unpriced:
-        return Room(spec.batch_size // spec.micro_batches, self.limit)
+    def room(self, spec: RunSpec) -> MemoryFit | NotPredicted:
+        return MemoryFit(spec.batch_size // spec.micro_batches, self.limit)
 
     def machine(self, spec: RunSpec) -> Machine:
         return nominal_machine(SELENE, None, 8)
@@ -75,48 +79,48 @@ def labels(found: Recommendation) -> list[str]:
 
 def test_numbers_that_divide() -> None:
     assert [divisors(number) for number in (1, 12, 49)] == [[1], [1, 2, 3, 4, 6, 12], [1, 7, 49]]
-    assert groups(World(4, 4, {}), 8) == [2, 4, 8]
-    assert groups(World(3, 1, {})) == [3]
-    assert groups(World(12_500, 8, {})) == [2, 4, 8, 16]
+    assert model_parallel_sizes(DeviceAllocation(4, 4, {}), 8) == [2, 4, 8]
+    assert model_parallel_sizes(DeviceAllocation(3, 1, {})) == [3]
+    assert model_parallel_sizes(DeviceAllocation(12_500, 8, {})) == [2, 4, 8, 16]
     assert [micro_batch_choices(*case) for case in ((64, 4), (6, 4), (1, 2), (0, 4))] == [[8, 32], [6], [1], []]
 
 
 def test_samples_of_a_replica() -> None:
-    assert World(2, 4, {"batch_size": 16}).samples(4) == 16
-    assert World(2, 4, {"global_batch_size": 16}).samples(4) == 8
-    assert World(2, 4, {"global_batch_size": 15}).samples(4) == 0
+    assert DeviceAllocation(2, 4, {"batch_size": 16}).samples(4) == 16
+    assert DeviceAllocation(2, 4, {"global_batch_size": 16}).samples(4) == 8
+    assert DeviceAllocation(2, 4, {"global_batch_size": 15}).samples(4) == 0
 
 
 def test_every_strategy_is_tried_somewhere() -> None:
-    tried = {point["strategy"] for world in (World(1, 1, {"batch_size": 8}), World(2, 4, {"batch_size": 8}))
-             for point in [*spread_points(RESNET, world), *leading_points(RESNET, world)]}  # fmt: skip
-    tried |= {point["strategy"] for point in following_points({})}
+    tried = {point["strategy"] for world in (DeviceAllocation(1, 1, {"batch_size": 8}), DeviceAllocation(2, 4, {"batch_size": 8}))
+             for point in [*non_pipeline_points(RESNET, world), *leading_pipeline_points(RESNET, world)]}  # fmt: skip
+    tried |= {point["strategy"] for point in other_schedule_points({})}
     priced = {key for key, entry in STRATEGIES.items() if entry.cost is not None}
     # It is one process over several devices, which no other strategy is.
     assert tried == priced - {"fairscale_pipe"}
 
 
 def test_degrees_stay_inside_a_node_before_they_leave_it() -> None:
-    points = list(spread_points(RESNET, World(2, 4, {"batch_size": 8})))
+    points = list(non_pipeline_points(RESNET, DeviceAllocation(2, 4, {"batch_size": 8})))
     assert [one["tp_degree"] for one in points if one["strategy"] == "filter"] == [2, 4, 8]
     assert [one.get("options") for one in points if one["strategy"] == "fsdp"] == [None, {"shard_degree": 4}]
     lengths = {(one["pp_degree"], one["tp_degree"], one["dp_degree"])
-               for one in leading_points(RESNET, World(2, 4, {"batch_size": 8}))}  # fmt: skip
+               for one in leading_pipeline_points(RESNET, DeviceAllocation(2, 4, {"batch_size": 8}))}  # fmt: skip
     assert lengths == {(2, 1, 4), (2, 2, 2), (2, 4, 1), (4, 1, 2), (4, 2, 1), (8, 1, 1)}
 
 
 def test_less_memory_comes_the_fastest_way_first() -> None:
     ways = [(one.get("activation_checkpointing", False), one.get("micro_batches", 1))
-            for one in smaller_points({"strategy": "ddp"}, 4)]  # fmt: skip
+            for one in reduced_memory_points({"strategy": "ddp"}, 4)]  # fmt: skip
     assert ways == [(True, 1), (False, 2), (True, 2), (False, 4), (True, 4)]
-    (one,) = smaller_points({"strategy": "gpipe", "options": {"balance": "memory"}}, 4)
+    (one,) = reduced_memory_points({"strategy": "gpipe", "options": {"balance": "memory"}}, 4)
     assert one["options"] == {"balance": "memory", "recompute": "always"}
 
 
 def test_the_best_is_first_and_others_are_told_by_their_ratio() -> None:
     times = {"ddp": told(1.0, 0.1, 16), "zero1": told(1.0, 0.2, 16), "fsdp": told(1.0, 9.0, 16)}
-    answers = Answers(lambda spec: times.get(spec.strategy, Unpriced("not asked about")))
-    found = recommend(RESNET, World(1, 2, {"batch_size": 8}), NOWHERE, answers)
+    answers = Answers(lambda spec: times.get(spec.strategy, NotPredicted("not asked about")))
+    found = recommend(RESNET, DeviceAllocation(1, 2, {"batch_size": 8}), NOWHERE, answers)
     assert labels(found) == ["ddp", "zero1", "fsdp"]
     assert [one.is_told_apart for one in found.candidates] == [False, False, True]
     best, near, far = found.candidates
@@ -137,20 +141,20 @@ def test_what_two_steps_share_cancels_in_their_ratio() -> None:
 @pytest.mark.parametrize(("objective", "first"), [("samples_per_s", "many"), ("step_time_s", "short")])
 def test_objectives(objective: str, first: str) -> None:
     times = {"ddp": told(2.0, samples=100), "fsdp": told(1.0, samples=10)}
-    answers = Answers(lambda spec: times.get(spec.strategy, Unpriced("not asked about")))
-    found = recommend(RESNET, World(1, 2, {"batch_size": 8}), NOWHERE, answers, objective)
+    answers = Answers(lambda spec: times.get(spec.strategy, NotPredicted("not asked about")))
+    found = recommend(RESNET, DeviceAllocation(1, 2, {"batch_size": 8}), NOWHERE, answers, objective)
     assert labels(found) == (["ddp", "fsdp"] if first == "many" else ["fsdp", "ddp"])
 
 
 def test_what_does_not_fit_is_tried_in_smaller_micro_batches() -> None:
-    found = recommend(RESNET, World(1, 2, {"batch_size": 8}), NOWHERE, Answers(by_samples, limit=2))
+    found = recommend(RESNET, DeviceAllocation(1, 2, {"batch_size": 8}), NOWHERE, Answers(by_samples, limit=2))
     ddp = next(one for one in found.candidates if one.spec.strategy == "ddp")
     assert ddp.spec.micro_batches == 4
     assert {one.kind for one in found.refused} == {"limit"}
 
 
 def test_what_never_fits_says_what_it_needs_and_what_there_is() -> None:
-    found = recommend(RESNET, World(1, 2, {"batch_size": 8}), NOWHERE, Answers(by_samples, limit=0))
+    found = recommend(RESNET, DeviceAllocation(1, 2, {"batch_size": 8}), NOWHERE, Answers(by_samples, limit=0))
     assert found.candidates == []
     ddp = next(one for one in found.refused if one.strategy == "ddp")
     assert (ddp.kind, ddp.reason) == ("memory", "ddp: needs 1 B a rank at the least, there is 0 B")
@@ -161,11 +165,13 @@ def test_what_never_fits_says_what_it_needs_and_what_there_is() -> None:
     [(3 * 2**30, 2**30, ("3.0 GiB", "1.0 GiB")), (1450 * 2**20, 1400 * 2**20, ("1450 MiB", "1400 MiB"))],
 )
 def test_both_numbers_differ_where_they_do(need_bytes: int, limit_bytes: int, texts: tuple[str, str]) -> None:
-    assert need_and_limit(need_bytes, limit_bytes) == texts
+    assert format_need_and_limit(need_bytes, limit_bytes) == texts
 
 
 def test_limits_of_the_cluster_and_of_strategies_are_told() -> None:
-    found = recommend(RESNET, World(4, 2, {"batch_size": 8}), Limits("small", max_nodes=2), Answers(by_samples))
+    found = recommend(
+        RESNET, DeviceAllocation(4, 2, {"batch_size": 8}), PartitionLimits("small", max_nodes=2), Answers(by_samples)
+    )
     assert found.candidates == []
     assert {one.reason for one in found.refused if one.strategy == "ddp"} == {"4 nodes, but small allows 2"}
 
@@ -190,9 +196,9 @@ def test_few_sizes_are_tried_where_memory_grows_in_bends(bend: int) -> None:
     asked = []
 
     class Bent(Answers):
-        def room(self, spec: RunSpec) -> Room:
+        def room(self, spec: RunSpec) -> MemoryFit:
             asked.append(spec.batch_size)
-            return Room(spec.batch_size + 1000 * max(0, spec.batch_size - bend), 20_000)
+            return MemoryFit(spec.batch_size + 1000 * max(0, spec.batch_size - bend), 20_000)
 
     found = largest_batch_size(RunSpec(**RESNET, strategy="ddp", batch_size=8, dp_degree=2, nodes=2), Bent(by_samples))
     assert found is not None
@@ -206,9 +212,9 @@ def test_few_sizes_are_tried_where_memory_grows_in_bends(bend: int) -> None:
 
 def test_points_of_a_sweep_say_what_differs_from_the_defaults() -> None:
     answers = Answers(by_samples, limit=2)
-    found = recommend(RESNET, World(1, 2, {"batch_size": 8}), NOWHERE, answers)
+    found = recommend(RESNET, DeviceAllocation(1, 2, {"batch_size": 8}), NOWHERE, answers)
     ddp = next(one for one in found.candidates if one.spec.strategy == "ddp")
-    assert list(sweep_points([ddp])) == [
+    assert list(candidate_sweep_points([ddp])) == [
         {"strategy": "ddp", "tasks_per_node": 2, "batch_size": 8, "micro_batches": 4, "dp_degree": 2}
     ]
 
@@ -216,7 +222,7 @@ def test_points_of_a_sweep_say_what_differs_from_the_defaults() -> None:
 def test_a_hundred_thousand_devices_take_few_evaluations() -> None:
     few, many = (
         recommend(
-            {"model": "gpt_13b", "dataset": "tokens", "precision": "bf16"}, World(nodes, 8, {"batch_size": 8}),
+            {"model": "gpt_13b", "dataset": "tokens", "precision": "bf16"}, DeviceAllocation(nodes, 8, {"batch_size": 8}),
             NOWHERE, Forecast(SELENE),
         )
         for nodes in (2, 12_500)
@@ -232,11 +238,11 @@ def test_a_hundred_thousand_devices_take_few_evaluations() -> None:
 @pytest.mark.parametrize(("like", "dataset"), [("vgg11", "cifar10"), ("gpt", "tokens")])
 def test_a_model_of_ones_own_is_looked_at_by_its_layers(like: str, dataset: str) -> None:
     class Looked(Forecast):
-        def table(self, spec: RunSpec) -> LayerTable | Unpriced:
-            return read_table(like, dataset) or Unpriced("no table")
+        def table(self, spec: RunSpec) -> LayerTable | NotPredicted:
+            return read_shipped_table(like, dataset) or NotPredicted("no table")
 
     base = {"model": "mine:net", "dataset": dataset, "precision": "fp32"}
-    found = recommend(base, World(2, 2, {"batch_size": 8}), NOWHERE, Looked(SELENE))
+    found = recommend(base, DeviceAllocation(2, 2, {"batch_size": 8}), NOWHERE, Looked(SELENE))
     assert not [one.reason for one in found.refused if "formulas fail" in one.reason]
     ran = {one.spec.strategy for one in found.candidates}
     assert {"ddp", "1f1b"} <= ran

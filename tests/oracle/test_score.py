@@ -7,28 +7,35 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.cases import Case, Measured, Said, bootstrap
-from hpcbench.oracle.ranking import choices, kendall_tau
-from hpcbench.oracle.score import accuracy, score
-from hpcbench.report.validation_view import choices_view
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.scoring import (
+    MeasuredConfiguration,
+    PredictorResult,
+    ValidationCase,
+    accuracy,
+    bootstrap_interval,
+    kendall_tau,
+    predicted_bests,
+    score_predictor,
+)
+from hpcbench.report.validation_view import chosen_strategies_view
 
 NAME = "we"
 
 
 def case(
-    strategy: str = "ddp", launches_s: tuple[float, ...] = (1.0,), said: Said | None = None, *, status: str = "ok",
+    strategy: str = "ddp", launches_s: tuple[float, ...] = (1.0,), said: PredictorResult | None = None, *, status: str = "ok",
     model: str = "resnet18", batch_size: int = 8, **figures: float,
-) -> Case:  # fmt: skip
+) -> ValidationCase:  # fmt: skip
     spec = RunSpec(model=model, dataset="cifar10", strategy=strategy, batch_size=batch_size, nodes=2, dp_degree=2)
-    measured = Measured(
+    measured = MeasuredConfiguration(
         cluster="c", config_id=strategy, spec=spec, status=status, launches_s=list(launches_s), figures=figures
     )
-    return Case(measured, {} if said is None else {NAME: said})
+    return ValidationCase(measured, {} if said is None else {NAME: said})
 
 
-def says(step_time_s: float | None, fits: bool | None = None, **more: Any) -> Said:
-    return Said(step_time_s=step_time_s, fits=fits, **more)
+def says(step_time_s: float | None, fits: bool | None = None, **more: Any) -> PredictorResult:
+    return PredictorResult(step_time_s=step_time_s, fits=fits, **more)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +51,7 @@ def test_a_strategys_figures() -> None:
         case("ddp", (2.0,), says(1.0, low_s=0.9, high_s=1.1), batch_size=16),
         case("fsdp", (4.0,), says(4.0)),
     ]
-    found = score(cases, NAME)
+    found = score_predictor(cases, NAME)
     ddp = found.strategies["ddp"]
     assert (ddp.count, ddp.failed) == (2, 0)
     assert (ddp.mean, ddp.median, ddp.least, ddp.good) == pytest.approx((0.7, 0.7, 0.5, 0.5))
@@ -64,11 +71,11 @@ def test_failures_count_unless_they_were_foretold() -> None:
         case("zero1", (), says(1.0, fits=True), status="oom"),
         case("fsdp", (), says(1.0, fits=False), status="oom"),
         case("filter", (), says(1.0, fits=True), status="failed"),
-        case("gpipe", (1.0,), Said(reason="no formulas")),
+        case("gpipe", (1.0,), PredictorResult(reason="no formulas")),
         case("1f1b", (), says(1.0), status="skipped"),
         case("channel", (1.0,), says(1.0, fits=False)),
     ]
-    found = score(cases, NAME)
+    found = score_predictor(cases, NAME)
     assert found.total is not None
     assert (found.total.count, found.total.failed) == (5, 3)
     assert found.total.mean == pytest.approx(2 / 5)
@@ -87,7 +94,7 @@ def test_parts_are_scored_where_both_are_there() -> None:
     cases.append(
         case("ddp", (1.0,), says(1.0, figures={"comm_s": 0.0, "exposed_comm_s": 0.0}), comm_s=0.009, exposed_comm_s=0.1)
     )
-    parts = score(cases, NAME).parts
+    parts = score_predictor(cases, NAME).parts
     assert set(parts) == {"compute_s", "comm_s", "exposed_comm_s"}
     assert (parts["exposed_comm_s"].mean, parts["exposed_comm_s"].abs_log) == (0.0, None)
     assert (parts["compute_s"].count, parts["compute_s"].mean) == pytest.approx((2, 0.75))
@@ -105,12 +112,12 @@ def test_what_a_predictor_would_have_chosen() -> None:
     ]  # fmt: skip
     found = [
         (one.best.measured.spec.strategy, one.chosen and one.chosen.measured.spec.strategy, one.regret)
-        for one in choices(cases, NAME)
+        for one in predicted_bests(cases, NAME)
     ]
     assert found == [
         ("ddp", "gpipe", None), ("ddp", "zero1", 1.0), ("zero1", None, None), ("ddp", "ddp", 0.0),
     ]  # fmt: skip
-    view = choices_view(cases, (NAME,))
+    view = chosen_strategies_view(cases, (NAME,))
     assert [row[-2:] for row in view.cells] == [
         ["ddp", "gpipe ?"],
         ["ddp", "zero1 +100%"],
@@ -142,7 +149,7 @@ def test_ranking_is_by_time_per_sample_within_a_model_and_its_devices() -> None:
         case("zero1", (1.5,), says(4.0), batch_size=16),
         case("ddp", (1.0,), says(1.0), model="vgg11"),
     ]
-    found = score(cases, NAME).ranking
+    found = score_predictor(cases, NAME).ranking
     assert found.groups == 1
     assert found.tau == pytest.approx(1 / 3)
     assert found.regret == found.worst_regret == pytest.approx((1 / 16) / (1.5 / 32) - 1)
@@ -151,12 +158,12 @@ def test_ranking_is_by_time_per_sample_within_a_model_and_its_devices() -> None:
 
 def test_a_chosen_run_that_failed_is_no_small_regret() -> None:
     cases = [case("ddp", (), says(1.0, fits=True), status="oom"), case("fsdp", (2.0,), says(3.0))]
-    found = score(cases, NAME).ranking
+    found = score_predictor(cases, NAME).ranking
     assert (found.groups, found.failed, found.regret) == (1, 1, None)
     # Said not to fit, it would not have been chosen.
     cases = [case("ddp", (), says(1.0, fits=False), status="oom"), case("fsdp", (2.0,), says(3.0)),
              case("zero1", (2.2,), says(3.1))]  # fmt: skip
-    assert score(cases, NAME).ranking.regret == 0.0
+    assert score_predictor(cases, NAME).ranking.regret == 0.0
 
 
 def test_intervals_draw_whole_models() -> None:
@@ -167,16 +174,16 @@ def test_intervals_draw_whole_models() -> None:
     ]
     for one in apart[2:]:
         one.said = {NAME: says(1.5)}
-    total = score(apart, NAME).total
+    total = score_predictor(apart, NAME).total
     assert total is not None
     # Of two models one may be drawn twice.
     assert (total.low, total.high) == (0.5, 1.0)
-    assert bootstrap([[1.0], [1.0]], max) == (1.0, 1.0)
-    assert bootstrap([[1.0], [3.0]], min) == (1.0, 3.0)
+    assert bootstrap_interval([[1.0], [1.0]], max) == (1.0, 1.0)
+    assert bootstrap_interval([[1.0], [3.0]], min) == (1.0, 3.0)
 
 
 def test_nothing_measured_is_no_score() -> None:
-    found = score([], NAME)
+    found = score_predictor([], NAME)
     assert found.total is None
     assert found.strategies == found.parts == {}
     assert found.ranking.groups == found.fits.count == 0

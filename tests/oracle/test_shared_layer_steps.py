@@ -10,20 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.clock import Clock
-from hpcbench.oracle.collectives import Wire
-from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.neighbours import neighbours_of
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.oracle.placement import group_of
-from hpcbench.oracle.step import StepTime
-from hpcbench.oracle.strategies.channels import Filter
-from hpcbench.oracle.strategies.spatial import Spatial
-from hpcbench.parallel.catalog import resolve_cost
-from hpcbench.parallel.layers import Layer, LayerTable, TensorShape, read_table
-from hpcbench.parallel.spatial_limits import grid_of
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.collective_formulas import HockneyLink
+from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.machine import Machine, nominal_machine
+from hpcbench.oracle.placement import halo_placement, place_group
+from hpcbench.oracle.step_time import StepBreakdown
+from hpcbench.oracle.strategies.channel import FilterCost
+from hpcbench.oracle.strategies.spatial import SpatialCost
+from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.parallel.layer_table import LayerRow, LayerTable, TensorShape, read_shipped_table
+from hpcbench.parallel.strategies.spatial import spatial_grid
 from tests.oracle.heard import heard
 
 MACHINE = nominal_machine(load_cluster("slurmbox")[0])
@@ -53,7 +51,7 @@ VARIANTS: list[dict[str, Any]] = [
 
 def table_of(name: str) -> LayerTable:
     model, dataset = name.split("-")
-    found = read_table(model, dataset)
+    found = read_shipped_table(model, dataset)
     assert found is not None
     return found
 
@@ -69,13 +67,13 @@ def spec_of(table: str, strategy: str, options: dict[str, Any], degree: int, dp:
     return RunSpec(model=model, dataset=dataset, strategy=strategy, options=own_options, **given_)
 
 
-def step(spec: RunSpec, machine: Machine = MACHINE) -> StepTime:
+def step(spec: RunSpec, machine: Machine = MACHINE) -> StepBreakdown:
     table = table_of(f"{spec.model}-{spec.dataset}")
-    found: StepTime = resolve_cost(spec.strategy).step(spec, table, Clock(machine, spec))
+    found: StepBreakdown = load_cost_class(spec.strategy).step(spec, table, CostModel(machine, spec))
     return found
 
 
-def single(table: str, **more: Any) -> StepTime:
+def single(table: str, **more: Any) -> StepBreakdown:
     return step(spec_of(table, "single", {}, 1, **more))
 
 
@@ -86,8 +84,8 @@ def test_what_is_priced_is_the_traffic(
     table: str, strategy: str, options: dict[str, Any], degree: int, dp: int, more: dict[str, Any]
 ) -> None:
     spec = spec_of(table, strategy, options, degree, dp, **more)
-    rank = neighbours_of(grid_of(spec), group_of(spec, "sp")).place if strategy == "spatial" else 0
-    assert heard(spec, table_of(table), MACHINE) == resolve_cost(strategy).traffic(spec, table_of(table), rank)
+    rank = halo_placement(spatial_grid(spec), place_group(spec, "sp")).place if strategy == "spatial" else 0
+    assert heard(spec, table_of(table), MACHINE) == load_cost_class(strategy).traffic(spec, table_of(table), rank)
 
 
 @pytest.mark.parametrize("more", VARIANTS)
@@ -145,8 +143,8 @@ def test_a_machine_twice_as_fast_takes_half_as_long(
 
 
 def faster_machine(faster: float) -> Machine:
-    def wire(one: Wire) -> Wire:
-        return Wire(one.latency_s / faster, one.beta_s_per_byte / faster)
+    def wire(one: HockneyLink) -> HockneyLink:
+        return HockneyLink(one.latency_s / faster, one.beta_s_per_byte / faster)
 
     compute, comm = MACHINE.compute, MACHINE.comm
     return replace(
@@ -164,7 +162,7 @@ def faster_machine(faster: float) -> Machine:
 def chain(*channels: int) -> LayerTable:
     """3 x 3 convolutions of 4 x 4 positions, and a loss."""
     layers = [
-        Layer(
+        LayerRow(
             name=str(number), block=number, kind="Conv2d", input_shape=[ins, 4, 4], output_shape=[outs, 4, 4],
             parameters=9 * ins * outs, forward_flops=10_000, backward_flops=20_000 if number else 10_000,
             activation_bytes=1, activation_fixed_bytes=0, output_bytes=64 * outs, forward_moved_bytes=1,
@@ -190,11 +188,11 @@ def test_filter_passes_what_paradl_says() -> None:
         model="chain", dataset="digits", strategy="filter", batch_size=samples, tasks_per_node=ranks, tp_degree=ranks,
         options={"form": "gathered"},
     )  # fmt: skip
-    machine = replace(MACHINE, comm=replace(MACHINE.comm, intra_node=Wire(latency_s, beta)))
+    machine = replace(MACHINE, comm=replace(MACHINE.comm, intra_node=HockneyLink(latency_s, beta)))
     outputs = [positions * each for each in channels[1:-1]]
     paradl = 3 * (ranks - 1) * sum(latency_s + samples * one * 4 * beta / ranks for one in outputs)
     of_the_last_input = 2 * (ranks - 1) * (latency_s + samples * outputs[-1] * 4 * beta / ranks)
-    found = Filter.step(spec, chain(*channels), Clock(machine, spec))
+    found = FilterCost.step(spec, chain(*channels), CostModel(machine, spec))
     assert found.comm_s == pytest.approx(paradl - of_the_last_input)
     assert found.comm_s == pytest.approx(51.72e-6)
 
@@ -207,12 +205,12 @@ def test_spatial_passes_halos_together(overlap: bool) -> None:
     )  # fmt: skip
     # So little latency that rings are faster than trees.
     latency_s, beta = 1e-7, 1e-9
-    machine = replace(MACHINE, comm=replace(MACHINE.comm, inter_node=Wire(latency_s, beta)))
+    machine = replace(MACHINE, comm=replace(MACHINE.comm, inter_node=HockneyLink(latency_s, beta)))
     # Of 4 channels a row of 4 positions to either side; three layers forward, two backward; the whole, and gradients.
     exchange = latency_s + 2 * (2 * 4 * 4 * 4) * beta
     gather = 3 * (latency_s + 2 * 4 * 4 * 4 * beta)
     gradients = 6 * (latency_s + 3 * 9 * 16 * 4 / 4 * beta)
-    found = Spatial.step(spec, chain(4, 4, 4, 4), Clock(machine, spec))
+    found = SpatialCost.step(spec, chain(4, 4, 4, 4), CostModel(machine, spec))
     assert found.comm_s == pytest.approx(5 * exchange + gather + gradients)
     assert found.comm_s == pytest.approx(5.656e-6)
     # With a row a rank no output can do without its halo, but the weights' gradients can.

@@ -7,20 +7,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.clock import Clock
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.oracle.placement import group_of
-from hpcbench.oracle.predict import fullest, predict
-from hpcbench.oracle.step import StepTime
-from hpcbench.oracle.steps.replicas import sent_when_ready
-from hpcbench.oracle.streams import Call
-from hpcbench.oracle.tensors import parameter_bytes
-from hpcbench.parallel.buckets import MIB
-from hpcbench.parallel.catalog import resolve_cost
-from hpcbench.parallel.gradients import first_rows
-from hpcbench.parallel.layers import LayerTable, read_table
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.machine import nominal_machine
+from hpcbench.oracle.peak_memory import parameter_bytes
+from hpcbench.oracle.placement import place_group
+from hpcbench.oracle.prediction import peak_rank_memory, predict
+from hpcbench.oracle.step_time import StepBreakdown
+from hpcbench.oracle.strategies.data import bucket_calls_when_ready
+from hpcbench.oracle.stream_simulator import CommCall
+from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.parallel.gradient_buckets import MIB, first_use_rows
+from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.traffic import Traffic
 
 REPLICAS = ("ddp", "zero1", "fsdp", "fairscale_oss", "fairscale_sddp", "fairscale_fsdp", "horovod")
@@ -28,7 +27,7 @@ PROFILE, _ = load_cluster("slurmbox")
 
 
 def table_of(model: str = "resnet18", dataset: str = "cifar10") -> LayerTable:
-    found = read_table(model, dataset)
+    found = read_shipped_table(model, dataset)
     assert found is not None
     return found
 
@@ -44,8 +43,8 @@ def spec_of(strategy: str, dp_degree: int, **more: Any) -> RunSpec:
     )  # fmt: skip
 
 
-def step(spec: RunSpec) -> StepTime:
-    found: StepTime = resolve_cost(spec.strategy).step(spec, TABLE, Clock(nominal_machine(PROFILE), spec))
+def step(spec: RunSpec) -> StepBreakdown:
+    found: StepBreakdown = load_cost_class(spec.strategy).step(spec, TABLE, CostModel(nominal_machine(PROFILE), spec))
     return found
 
 
@@ -76,33 +75,33 @@ def test_more_replicas_take_longer(strategy: str) -> None:
 def test_every_call_of_the_traffic_is_priced(strategy: str) -> None:
     spec = spec_of(strategy, 4)
     # NCCL has one call under way at a time, so that the time of all is their sum.
-    clock = Clock(msgspec.structs.replace(nominal_machine(PROFILE), device="cuda"), spec)
+    clock = CostModel(msgspec.structs.replace(nominal_machine(PROFILE), device="cuda"), spec)
     priced = all_calls_s(spec, clock)
-    found = resolve_cost(strategy).step(spec, TABLE, clock)
+    found = load_cost_class(strategy).step(spec, TABLE, clock)
     assert found.comm_s == pytest.approx(priced, rel=0.2 if strategy == "horovod" else 1e-9)
 
 
 @pytest.mark.parametrize("strategy", ["fairscale_oss", "fairscale_sddp"])
 def test_gloo_has_two_calls_of_different_owners_under_way(strategy: str) -> None:
     spec = spec_of(strategy, 4)
-    priced = all_calls_s(spec, Clock(nominal_machine(PROFILE), spec))
+    priced = all_calls_s(spec, CostModel(nominal_machine(PROFILE), spec))
     assert priced / 2 < step(spec).comm_s < 0.8 * priced
 
 
 def test_owners_take_turns_on_gloos_threads_whichever_row_made_their_gradients() -> None:
-    clock = Clock(nominal_machine(PROFILE), spec_of("fairscale_sddp", 4))
-    made_at = first_rows(TABLE)
+    clock = CostModel(nominal_machine(PROFILE), spec_of("fairscale_sddp", 4))
+    made_at = first_use_rows(TABLE)
     places = [made_at.index(row) for row in sorted(set(made_at), reverse=True)[:4]]
-    group = group_of(clock.spec, "dp")
+    group = place_group(clock.spec, "dp")
     buckets = [([place], [Traffic(operation="reduce", group_size=4, payload_bytes=2**20)]) for place in places]
-    after = sent_when_ready(clock, TABLE, buckets, group, one_an_owner=True)
+    after = bucket_calls_when_ready(clock, TABLE, buckets, group, one_an_owner=True)
     sent = [call for row in range(len(TABLE.layers) - 1, -1, -1) for call in after(row)]
-    assert [call.lane for call in sent if isinstance(call, Call)] == ["0", "1", "0", "1"]
+    assert [call.lane for call in sent if isinstance(call, CommCall)] == ["0", "1", "0", "1"]
 
 
-def all_calls_s(spec: RunSpec, clock: Clock) -> float:
-    traffic = resolve_cost(spec.strategy).traffic(spec, TABLE, 0)
-    return sum(call.seconds for one in traffic for call in clock.calls(one, group_of(spec, "dp")))
+def all_calls_s(spec: RunSpec, clock: CostModel) -> float:
+    traffic = load_cost_class(spec.strategy).traffic(spec, TABLE, 0)
+    return sum(call.seconds for one in traffic for call in clock.calls(one, place_group(spec, "dp")))
 
 
 def test_a_prediction_names_its_depth_and_its_bounds() -> None:
@@ -119,6 +118,6 @@ def test_what_gradients_never_fill_of_a_fusion_buffer_is_an_accelerators_alone(
     threshold_mb: float, untouched: int
 ) -> None:
     spec = spec_of("horovod", 2, options={"fusion_threshold_mb": threshold_mb})
-    held, on_a_cpu = fullest(spec, TABLE, "cuda"), fullest(spec, TABLE, "cpu")
+    held, on_a_cpu = peak_rank_memory(spec, TABLE, "cuda"), peak_rank_memory(spec, TABLE, "cpu")
     assert held.total_bytes - on_a_cpu.total_bytes == untouched
     assert held.communication_bytes + held.untouched_bytes == threshold_mb * MIB

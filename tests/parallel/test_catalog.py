@@ -8,29 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.load import Sweep
+from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigError, ConfigErrors
-from hpcbench.parallel.catalog import STRATEGIES, models, resolve_runtime, strategy
-from hpcbench.parallel.check import check_names
+from hpcbench.parallel.catalog import STRATEGIES, get_strategy, load_runtime_class, shipped_model_entries
+from hpcbench.parallel.check_names import check_names
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("key", STRATEGIES)
 def test_every_strategy_has_a_runtime_and_a_place_in_the_glossary(key: str) -> None:
-    assert resolve_runtime(key)
+    assert load_runtime_class(key)
     assert f"`{key}`" in (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("key", models())
+@pytest.mark.parametrize("key", shipped_model_entries())
 def test_every_model_has_a_builder(key: str) -> None:
-    module, _, name = models()[key].builder.partition(":")
+    module, _, name = shipped_model_entries()[key].builder.partition(":")
     assert callable(getattr(importlib.import_module(module), name))
 
 
 def test_unknown_keys_name_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'ddp'"):
-        strategy("dpp")
+        get_strategy("dpp")
 
 
 def test_check_names_lists_everything_that_is_wrong(write_sweep: Callable[[str], Sweep]) -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import chosen_options, resolve_cost
-from hpcbench.parallel.cutting import chunk_blocks, held_bytes, under_way
-from hpcbench.parallel.layers import LayerTable, read_table
-from hpcbench.parallel.partition import ranges
-from hpcbench.parallel.strategies.pipeline import layout_of
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import load_cost_class, options_with_defaults
+from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
+from hpcbench.parallel.pipeline.stage_balance import chunk_blocks, chunk_memory_cost, peak_micro_batches_in_flight
+from hpcbench.parallel.pipeline.stage_partition import block_ranges
+from hpcbench.parallel.strategies.pipeline import pipeline_layout
 
 
 def spec_of(strategy: str, stages: int, micro_batches: int = 8, **more: Any) -> RunSpec:
@@ -21,7 +21,7 @@ def spec_of(strategy: str, stages: int, micro_batches: int = 8, **more: Any) -> 
 
 
 def table_of(spec: RunSpec) -> LayerTable:
-    table = read_table(spec.model, spec.dataset, spec.input_size, spec.model_options)
+    table = read_shipped_table(spec.model, spec.dataset, spec.input_size, spec.model_options)
     assert table is not None
     return table
 
@@ -40,20 +40,20 @@ def table_of(spec: RunSpec) -> LayerTable:
 )
 def test_micro_batches_under_way(strategy: str, micro_batches: int, expected: list[int]) -> None:
     spec = spec_of(strategy, 4, micro_batches)
-    assert under_way(spec, layout_of(spec)) == expected
+    assert peak_micro_batches_in_flight(spec, pipeline_layout(spec)) == expected
 
 
 @pytest.mark.parametrize("strategy", ["gpipe", "1f1b", "pipedream"])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_no_other_cuts_hold_less(strategy: str, stages: int) -> None:
     spec = spec_of(strategy, stages, options={"balance": "memory"})
-    table, options, layout = table_of(spec), chosen_options(spec), layout_of(spec)
-    cost = held_bytes(spec, options, layout, table)
+    table, options, layout = table_of(spec), options_with_defaults(spec), pipeline_layout(spec)
+    cost = chunk_memory_cost(spec, options, layout, table)
 
     def largest(blocks: list[range]) -> float:
         return max(cost(chunk, held.start, held.stop) for chunk, held in enumerate(blocks))
 
-    every = (ranges(cuts, table.blocks) for cuts in combinations(range(1, table.blocks), stages - 1))
+    every = (block_ranges(cuts, table.blocks) for cuts in combinations(range(1, table.blocks), stages - 1))
     assert largest(chunk_blocks(spec, options, layout, table)) == min(map(largest, every))
 
 
@@ -64,7 +64,7 @@ def test_the_largest_rank_holds_less_than_with_other_balances(strategy: str, mod
 
     def largest(balance: str) -> int:
         spec = spec_of(strategy, 4, options={"balance": balance}, model=model)
-        cost, table = resolve_cost(strategy), table_of(spec)
+        cost, table = load_cost_class(strategy), table_of(spec)
         return max(int(cost.memory(spec, table, rank).total_bytes) for rank in range(4))
 
     assert largest("memory") <= 1.02 * min(largest("time"), largest("parameters"))

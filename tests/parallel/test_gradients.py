@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from hpcbench.parallel.gradients import owners, ready_order, sharded_units
-from hpcbench.parallel.layers import Layer, LayerTable, TensorShape
+from hpcbench.parallel.gradient_buckets import assign_owners, fsdp_units, gradient_ready_order
+from hpcbench.parallel.layer_table import LayerRow, LayerTable, TensorShape
 
 
-def layer(name: str, block: int, kind: str, parameters: int = 1, attributes: dict[str, Any] | None = None) -> Layer:
-    return Layer(
+def layer(name: str, block: int, kind: str, parameters: int = 1, attributes: dict[str, Any] | None = None) -> LayerRow:
+    return LayerRow(
         name=name, block=block, kind=kind, input_shape=[1], output_shape=[1], parameters=parameters, forward_flops=0,
         backward_flops=0, activation_bytes=0, activation_fixed_bytes=0, output_bytes=0, forward_moved_bytes=0,
         backward_moved_bytes=0, attributes=attributes or {},
     )  # fmt: skip
 
 
-def table(layers: list[Layer], tensors: dict[str, list[int]]) -> LayerTable:
+def table(layers: list[LayerRow], tensors: dict[str, list[int]]) -> LayerTable:
     return LayerTable(
         model="m", dataset="digits", input_size=8, blocks=3, buffers=[], layers=layers,
         parameter_tensors=[TensorShape(name, shape) for name, shape in tensors.items()],
@@ -44,16 +44,16 @@ TIED = table(
     [("fp32", [7, 6, 0, 1, 4, 5, 2, 3]), ("fp64", [7, 6, 0, 1, 4, 5, 2, 3]), ("bf16", [6, 7, 0, 1, 4, 5, 2, 3])],
 )
 def test_gradients_are_ready_from_the_last_layer_on(precision: str, order: list[int]) -> None:
-    assert ready_order(CNN, precision) == order
+    assert gradient_ready_order(CNN, precision) == order
 
 
 def test_a_tied_gradient_is_ready_with_the_layer_that_uses_it_first() -> None:
-    assert ready_order(TIED) == [3, 2, 1, 0]
+    assert gradient_ready_order(TIED) == [3, 2, 1, 0]
 
 
 def test_blocks_that_share_a_weight_are_gathered_by_the_root() -> None:
-    assert sharded_units(CNN) == [[0, 1, 2, 3, 4, 5], [6, 7], []]
-    assert sharded_units(TIED) == [[1, 2], [0, 3]]
+    assert fsdp_units(CNN) == [[0, 1, 2, 3, 4, 5], [6, 7], []]
+    assert fsdp_units(TIED) == [[1, 2], [0, 3]]
 
 
 @pytest.mark.parametrize(
@@ -68,4 +68,4 @@ def test_blocks_that_share_a_weight_are_gathered_by_the_root() -> None:
 def test_tensors_go_to_who_has_least(
     elements: list[int], ranks: int, largest_first: bool, owned: list[list[int]]
 ) -> None:
-    assert owners(elements, ranks, largest_first) == owned
+    assert assign_owners(elements, ranks, largest_first) == owned

@@ -6,23 +6,22 @@ from typing import Any
 import pytest
 
 from hpcbench.errors import ConfigError
-from hpcbench.parallel.layers import (
-    Layer,
+from hpcbench.parallel.layer_table import (
+    LayerRow,
     LayerTable,
     TensorShape,
-    decode_table,
-    encode_table,
-    read_table,
-    table_path,
+    decode_layer_table,
+    encode_layer_table,
+    read_shipped_table,
+    shipped_table_path,
 )
-from hpcbench.parallel.pairs import pair, shipped_pairs
-from hpcbench.parallel.resolve import Dropped
+from hpcbench.parallel.resolve import InfeasiblePoint, shipped_model_dataset_pairs, single_device_run
 
 
-def layer(name: str, **values: int) -> Layer:
+def layer(name: str, **values: int) -> LayerRow:
     given: dict[str, Any] = {"parameters": 0, "forward_flops": 0, "backward_flops": 0, "activation_bytes": 0,
              "activation_fixed_bytes": 0, "output_bytes": 0, "forward_moved_bytes": 0, "backward_moved_bytes": 0}  # fmt: skip
-    return Layer(name=name, block=0, kind="Linear", input_shape=[3], output_shape=[2], **{**given, **values})
+    return LayerRow(name=name, block=0, kind="Linear", input_shape=[3], output_shape=[2], **{**given, **values})
 
 
 TABLE = LayerTable(
@@ -48,8 +47,8 @@ def test_totals_are_sums() -> None:
 
 
 def test_a_table_is_read_as_it_was_written() -> None:
-    data = encode_table(TABLE)
-    assert decode_table(data, "here") == TABLE
+    data = encode_layer_table(TABLE)
+    assert decode_layer_table(data, "here") == TABLE
     assert data.count(b"\n") < 25, "a line for each layer"
 
 
@@ -58,25 +57,25 @@ def test_a_table_is_read_as_it_was_written() -> None:
     [
         (b"{", "here: not a table of layers"),
         (b"\xff", "here: not a table of layers"),
-        (encode_table(TABLE).replace(b'"version":1', b'"version":0'), "of another version (0, not 1)"),
-        (encode_table(TABLE).replace(b'"kind"', b'"sort"'), "of another version"),
+        (encode_layer_table(TABLE).replace(b'"version":1', b'"version":0'), "of another version (0, not 1)"),
+        (encode_layer_table(TABLE).replace(b'"kind"', b'"sort"'), "of another version"),
     ],
 )
 def test_what_is_no_table_is_refused(data: bytes, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        decode_table(data, "here")
+        decode_layer_table(data, "here")
     assert said in str(caught.value)
 
 
 def test_every_pair_has_a_table_and_every_table_a_pair() -> None:
-    wanted = {table_path(model, dataset).name for model, dataset in shipped_pairs()}
+    wanted = {shipped_table_path(model, dataset).name for model, dataset in shipped_model_dataset_pairs()}
     assert len(wanted) > 50
-    assert {path.name for path in table_path("any", "any").parent.iterdir()} == wanted, "make layers"
+    assert {path.name for path in shipped_table_path("any", "any").parent.iterdir()} == wanted, "make layers"
 
 
 def test_tables_are_of_the_pair_that_names_them_and_of_this_version() -> None:
-    for model, dataset in shipped_pairs():
-        table = read_table(model, dataset)
+    for model, dataset in shipped_model_dataset_pairs():
+        table = read_shipped_table(model, dataset)
         assert table is not None
         assert (table.model, table.dataset, table.model_options) == (model, dataset, {})
         blocks = [one.block for one in table.layers]
@@ -86,7 +85,7 @@ def test_tables_are_of_the_pair_that_names_them_and_of_this_version() -> None:
 
 
 def test_the_package_data_stays_small() -> None:
-    assert sum(path.stat().st_size for path in table_path("any", "any").parent.iterdir()) < 3e6
+    assert sum(path.stat().st_size for path in shipped_table_path("any", "any").parent.iterdir()) < 3e6
 
 
 @pytest.mark.parametrize(
@@ -99,16 +98,18 @@ def test_the_package_data_stays_small() -> None:
     ],
 )
 def test_only_defaults_are_shipped(model: str, dataset: str, size: int | None, options: dict[str, float]) -> None:
-    assert read_table(model, dataset, size, options) is None
+    assert read_shipped_table(model, dataset, size, options) is None
 
 
 def test_the_own_size_may_be_named() -> None:
-    assert read_table("resnet18", "imagenet", 224) == read_table("resnet18", "imagenet")
-    assert table_path("resnet18", "imagenet") == Path(table_path("x", "y")).with_name("resnet18-imagenet.json")
+    assert read_shipped_table("resnet18", "imagenet", 224) == read_shipped_table("resnet18", "imagenet")
+    assert shipped_table_path("resnet18", "imagenet") == Path(shipped_table_path("x", "y")).with_name(
+        "resnet18-imagenet.json"
+    )
 
 
 def test_a_pair_is_what_resolve_says() -> None:
-    assert not isinstance(pair("resnet18", "imagenet"), Dropped)
-    refused = pair("resnet18", "cifar10", 4)
-    assert isinstance(refused, Dropped)
+    assert not isinstance(single_device_run("resnet18", "imagenet"), InfeasiblePoint)
+    refused = single_device_run("resnet18", "cifar10", 4)
+    assert isinstance(refused, InfeasiblePoint)
     assert "needs an input of 8 or more" in refused.reason

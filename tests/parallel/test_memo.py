@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import msgspec
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.gradients import first_rows
-from hpcbench.parallel.layers import LayerTable, read_table
-from hpcbench.parallel.memo import of_run, once_per
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.gradient_buckets import first_use_rows
+from hpcbench.parallel.layer_table import LayerTable, cached_by_identity, cached_by_run_fields, read_shipped_table
 
 
 def test_a_question_is_asked_once_for_each_object_and_each_argument() -> None:
     asked: list[tuple[int, int]] = []
 
-    @once_per(3)
+    @cached_by_identity(3)
     def size(of: list[int], more: int = 0) -> int:
         asked.append((len(of), more))
         return len(of) + more
@@ -27,22 +26,22 @@ def test_a_question_is_asked_once_for_each_object_and_each_argument() -> None:
 
 
 def test_what_somebody_does_with_an_answer_is_his_own_affair() -> None:
-    table = read_table("vgg11", "digits")
+    table = read_shipped_table("vgg11", "digits")
     assert table is not None
-    rows = first_rows(table)
+    rows = first_use_rows(table)
     rows[0] = 1_000
-    assert first_rows(table)[0] == 0
+    assert first_use_rows(table)[0] == 0
 
 
 def test_lists_of_a_run_are_made_once_for_what_they_depend_on() -> None:
     made: list[int] = []
 
-    @of_run("batch_size", "precision")
+    @cached_by_run_fields("batch_size", "precision")
     def sizes(spec: RunSpec, table: LayerTable) -> list[int]:
         made.append(spec.batch_size)
         return [spec.batch_size, len(table.layers)]
 
-    one, other = read_table("resnet18", "cifar10"), read_table("vgg11", "cifar10")
+    one, other = read_shipped_table("resnet18", "cifar10"), read_shipped_table("vgg11", "cifar10")
     assert one is not None
     assert other is not None
     spec = RunSpec(model="resnet18", dataset="cifar10", strategy="ddp", batch_size=8)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.parallel.buckets import bucket_bytes, buckets
-from hpcbench.parallel.mesh import Mesh
+from hpcbench.parallel.gradient_buckets import bucket_payload_bytes, fill_buckets
+from hpcbench.parallel.mesh import RankMesh
 
 MIB = 2**20
 
@@ -13,23 +13,23 @@ MIB = 2**20
 @pytest.mark.parametrize(
     ("mesh", "axes", "expected"),
     [
-        (Mesh(tp=4), ("tp",), [[0, 1, 2, 3]]),
-        (Mesh(dp=4), ("tp",), [[0], [1], [2], [3]]),
-        (Mesh(dp=2, tp=2), ("tp",), [[0, 1], [2, 3]]),
-        (Mesh(dp=2, tp=2), ("dp",), [[0, 2], [1, 3]]),
-        (Mesh(dp=2, pp=2, tp=2), ("pp",), [[0, 2], [1, 3], [4, 6], [5, 7]]),
-        (Mesh(dp=2, pp=2, tp=2), ("dp", "tp"), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (RankMesh(tp=4), ("tp",), [[0, 1, 2, 3]]),
+        (RankMesh(dp=4), ("tp",), [[0], [1], [2], [3]]),
+        (RankMesh(dp=2, tp=2), ("tp",), [[0, 1], [2, 3]]),
+        (RankMesh(dp=2, tp=2), ("dp",), [[0, 2], [1, 3]]),
+        (RankMesh(dp=2, pp=2, tp=2), ("pp",), [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        (RankMesh(dp=2, pp=2, tp=2), ("dp", "tp"), [[0, 1, 4, 5], [2, 3, 6, 7]]),
     ],
 )
-def test_groups(mesh: Mesh, axes: tuple[str, ...], expected: list[list[int]]) -> None:
+def test_groups(mesh: RankMesh, axes: tuple[str, ...], expected: list[list[int]]) -> None:
     assert mesh.groups(*axes) == expected
     assert all(mesh.group(rank, *axes) == group for group in expected for rank in group)
 
 
 def test_a_rank_is_where_its_coordinates_are() -> None:
-    mesh = Mesh(dp=2, pp=3, sp=2, tp=2)
+    mesh = RankMesh(dp=2, pp=3, sp=2, tp=2)
     assert [mesh.rank(mesh.coordinates(rank)) for rank in range(mesh.size)] == list(range(24))
-    assert mesh.coordinates(13) == Mesh(dp=1, pp=0, sp=0, tp=1)
+    assert mesh.coordinates(13) == RankMesh(dp=1, pp=0, sp=0, tp=1)
 
 
 @pytest.mark.parametrize(
@@ -43,5 +43,5 @@ def test_a_rank_is_where_its_coordinates_are() -> None:
     ],
 )
 def test_buckets(tensor_bytes: list[int], cap_bytes: int, expected: list[list[int]]) -> None:
-    assert buckets(tensor_bytes, cap_bytes) == expected
-    assert sum(bucket_bytes(tensor_bytes, cap_bytes)) == sum(tensor_bytes)
+    assert fill_buckets(tensor_bytes, cap_bytes) == expected
+    assert sum(bucket_payload_bytes(tensor_bytes, cap_bytes)) == sum(tensor_bytes)

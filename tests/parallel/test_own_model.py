@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.load import Sweep, load_cluster_file, load_sweep
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster_file
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.sweep_loader import Sweep, load_sweep
 from hpcbench.errors import ConfigErrors
-from hpcbench.parallel.check import check_names, model_folder
-from hpcbench.parallel.resolve import Limits, resolve
+from hpcbench.parallel.check_names import check_names, custom_model_folder
+from hpcbench.parallel.resolve import PartitionLimits, resolve_point
 
 MODULE = """
 from functools import partial
@@ -84,17 +84,17 @@ def test_the_profiles_folder_counts_from_the_profile_on_and_after_the_sweeps(fol
     (folder / "clusters" / "here.toml").write_text('name = "here"\nmodel_folder = "../mine"\n')
     profile, _ = load_cluster_file(folder / "clusters" / "here.toml")
     sweep = sweep_of(folder, "nets.wide:build", "")
-    assert model_folder(sweep, profile) == folder / "mine"
+    assert custom_model_folder(sweep, profile) == folder / "mine"
     check_names(sweep, profile)
     with pytest.raises(ConfigErrors, match="has no function 'gone'"):
         check_names(sweep_of(folder, "nets.wide:gone", ""), profile)
-    assert model_folder(sweep_of(folder, "nets.wide:build", 'model_folder = "."\n'), profile) == folder
+    assert custom_model_folder(sweep_of(folder, "nets.wide:build", 'model_folder = "."\n'), profile) == folder
 
 
 @pytest.mark.parametrize("dataset", ["digits", "cosmoflow", "tokens"])
 def test_it_takes_every_kind_of_data_and_all_of_its_options(dataset: str) -> None:
     point = {"model": "a.b:c", "dataset": dataset, "strategy": "single", "batch_size": 4, "model_options": {"x": 1}}
-    resolved = resolve(point, Limits("p"))
+    resolved = resolve_point(point, PartitionLimits("p"))
     assert isinstance(resolved, RunSpec)
     assert resolved.model_options == {"x": 1}
     assert resolved.model == "a.b:c"

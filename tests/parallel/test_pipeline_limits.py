@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.resolve import Dropped, Limits, resolve
-from hpcbench.parallel.schedule import Layout
-from hpcbench.parallel.strategies.pipeline import given_replicas, layout_of
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.pipeline.schedules import PipelineLayout
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.parallel.strategies.pipeline import parse_stage_replicas, pipeline_layout
 
 BASE = {"model": "resnet18", "dataset": "digits", "batch_size": 16, "micro_batches": 4, "tasks_per_node": 4}
 
 
-def resolved(**point: Any) -> RunSpec | Dropped:
-    return resolve({**BASE, **point}, Limits("test"))
+def resolved(**point: Any) -> RunSpec | InfeasiblePoint:
+    return resolve_point({**BASE, **point}, PartitionLimits("test"))
 
 
 @pytest.mark.parametrize(
@@ -48,20 +48,20 @@ def resolved(**point: Any) -> RunSpec | Dropped:
 )  # fmt: skip
 def test_excluded(point: dict[str, Any], reason: str) -> None:
     found = resolved(**point)
-    assert isinstance(found, Dropped), found
+    assert isinstance(found, InfeasiblePoint), found
     assert reason in found.reason
 
 
 def test_layouts() -> None:
     for options, layout in [
-        ({}, Layout(4)),
-        ({"stage_replicas": "2-1-1"}, Layout(3, 1, (2, 1, 1))),
-        ({"stage_replicas": "1-3"}, Layout(2, 1, (1, 3))),
+        ({}, PipelineLayout(4)),
+        ({"stage_replicas": "2-1-1"}, PipelineLayout(3, 1, (2, 1, 1))),
+        ({"stage_replicas": "1-3"}, PipelineLayout(2, 1, (1, 3))),
     ]:
         spec = resolved(strategy="1f1b", options=options)
         assert isinstance(spec, RunSpec), spec
-        assert (layout_of(spec), layout_of(spec).ranks) == (layout, 4)
-    assert [given_replicas(text) for text in ("2 - 1", "2--1", "a-1", "")] == [(2, 1), None, None, None]
+        assert (pipeline_layout(spec), pipeline_layout(spec).ranks) == (layout, 4)
+    assert [parse_stage_replicas(text) for text in ("2 - 1", "2--1", "a-1", "")] == [(2, 1), None, None, None]
 
 
 def test_stages_whose_layers_are_shared() -> None:
@@ -75,7 +75,7 @@ def test_stages_whose_layers_are_shared() -> None:
         ({**gpt, "strategy": "gpipe", "tp_degree": 8}, "gpt by its 4 heads: tp_degree 8"),
     ]:
         found = resolved(**point)
-        assert isinstance(found, Dropped), found
+        assert isinstance(found, InfeasiblePoint), found
         assert reason in found.reason
 
 

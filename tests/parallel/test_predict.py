@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.parallel.partition import ChainBlock
-from hpcbench.parallel.predict import step_time
-from hpcbench.parallel.schedule import Layout
-from hpcbench.parallel.versions import Delay
+from hpcbench.parallel.pipeline.schedules import PipelineLayout
+from hpcbench.parallel.pipeline.stage_partition import BlockCost
+from hpcbench.parallel.pipeline.steady_state import schedule_step_time
+from hpcbench.parallel.pipeline.weight_versions import Staleness
 
-DELAYS = {"pipedream": Delay(4), "2bw": Delay(4, double_buffered=True)}
-EVEN = [[ChainBlock(1.0, 2.0, 0, 0, 0)]] * 4
+DELAYS = {"pipedream": Staleness(4), "2bw": Staleness(4, double_buffered=True)}
+EVEN = [[BlockCost(1.0, 2.0, 0, 0, 0)]] * 4
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ EVEN = [[ChainBlock(1.0, 2.0, 0, 0, 0)]] * 4
     ],
 )
 def test_equal_stages(schedule: str, micro_batches: int, step_time_s: float, bubble_fraction: float) -> None:
-    found = step_time(schedule, Layout(4), micro_batches, EVEN, DELAYS.get(schedule))
+    found = schedule_step_time(schedule, PipelineLayout(4), micro_batches, EVEN, DELAYS.get(schedule))
     assert found.step_time_s == pytest.approx(step_time_s)
     assert found.bubble_fraction == pytest.approx(bubble_fraction)
     assert found.stage_times_s == [3.0] * 4
@@ -34,6 +34,6 @@ def test_equal_stages(schedule: str, micro_batches: int, step_time_s: float, bub
 @pytest.mark.parametrize(("schedule", "step_time_s"), [("gpipe", 23.0), ("pipedream", 20.0)])
 def test_the_slowest_stage_sets_the_pace(schedule: str, step_time_s: float) -> None:
     """Four micro-batches over stages that take 3 and 5: PipeDream takes the slowest one's time of each."""
-    uneven = [[ChainBlock(1.0, 2.0, 0, 0, 0)], [ChainBlock(1.0, 1.0, 0, 0, 0), ChainBlock(1.0, 2.0, 0, 0, 0)]]
-    delay = Delay(2) if schedule == "pipedream" else None
-    assert step_time(schedule, Layout(2), 4, uneven, delay).step_time_s == pytest.approx(step_time_s)
+    uneven = [[BlockCost(1.0, 2.0, 0, 0, 0)], [BlockCost(1.0, 1.0, 0, 0, 0), BlockCost(1.0, 2.0, 0, 0, 0)]]
+    delay = Staleness(2) if schedule == "pipedream" else None
+    assert schedule_step_time(schedule, PipelineLayout(2), 4, uneven, delay).step_time_s == pytest.approx(step_time_s)

@@ -4,22 +4,22 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.resolve import Dropped, Limits, resolve
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 
 BASE = {"model": "resnet18", "dataset": "digits", "batch_size": 16}
-FREE = Limits("test")
+FREE = PartitionLimits("test")
 
 
 def spec(**point: Any) -> RunSpec:
-    resolved = resolve({**BASE, **point}, FREE)
+    resolved = resolve_point({**BASE, **point}, FREE)
     assert isinstance(resolved, RunSpec), resolved
     return resolved
 
 
-def reason(limits: Limits = FREE, **point: Any) -> str:
-    resolved = resolve({**BASE, **point}, limits)
-    assert isinstance(resolved, Dropped), resolved
+def reason(limits: PartitionLimits = FREE, **point: Any) -> str:
+    resolved = resolve_point({**BASE, **point}, limits)
+    assert isinstance(resolved, InfeasiblePoint), resolved
     return resolved.reason
 
 
@@ -69,17 +69,21 @@ def test_a_target_needs_samples_that_are_held_out() -> None:
 @pytest.mark.parametrize(
     ("limits", "point", "text"),
     [
-        (Limits("gpu", max_nodes=2), {"nodes": 4}, "4 nodes, but gpu allows 2"),
-        (Limits("gpu", devices_per_node=4), {"tasks_per_node": 8}, "8 devices per node, but gpu allows 4"),
+        (PartitionLimits("gpu", max_nodes=2), {"nodes": 4}, "4 nodes, but gpu allows 2"),
+        (PartitionLimits("gpu", devices_per_node=4), {"tasks_per_node": 8}, "8 devices per node, but gpu allows 4"),
         (
-            Limits("gpu", cores_per_node=8, cpus_per_task=4),
+            PartitionLimits("gpu", cores_per_node=8, cpus_per_task=4),
             {"tasks_per_node": 4},
             "16 cores per node, but gpu allows 8",
         ),
-        (Limits("gpu", max_time_min=30), {"time_limit_min": 60.0}, "60 minutes of time limit, but gpu allows 30"),
+        (
+            PartitionLimits("gpu", max_time_min=30),
+            {"time_limit_min": 60.0},
+            "60 minutes of time limit, but gpu allows 30",
+        ),
     ],
 )
-def test_limits_of_the_partition(limits: Limits, point: dict[str, Any], text: str) -> None:
+def test_limits_of_the_partition(limits: PartitionLimits, point: dict[str, Any], text: str) -> None:
     assert reason(limits, strategy="ddp", **point) == text
 
 
@@ -92,11 +96,11 @@ def test_options_of_another_strategy_and_defaults_do_not_count() -> None:
 
 def test_a_global_batch_is_shared_by_the_replicas() -> None:
     point = {key: value for key, value in BASE.items() if key != "batch_size"}
-    resolved = resolve({**point, "strategy": "ddp", "nodes": 4, "global_batch_size": 64}, FREE)
+    resolved = resolve_point({**point, "strategy": "ddp", "nodes": 4, "global_batch_size": 64}, FREE)
     assert isinstance(resolved, RunSpec)
     assert (resolved.batch_size, resolved.global_batch_size) == (16, 64)
-    dropped = resolve({**point, "strategy": "ddp", "nodes": 3, "global_batch_size": 64}, FREE)
-    assert isinstance(dropped, Dropped)
+    dropped = resolve_point({**point, "strategy": "ddp", "nodes": 3, "global_batch_size": 64}, FREE)
+    assert isinstance(dropped, InfeasiblePoint)
     assert dropped.reason == "global_batch_size 64 cannot be shared evenly by 3 replicas"
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcbench.parallel.shard import dropped_samples, even_ranges, micro_shares, step_shares, steps_per_epoch
+from hpcbench.parallel.mesh import dropped_samples, even_ranges, micro_batch_ranges, step_sample_ranges, steps_per_epoch
 
 
 @pytest.mark.parametrize(
@@ -41,14 +41,14 @@ def test_drop_last_leaves_out_every_partial_batch(
 ) -> None:
     assert steps_per_epoch(samples, batch, replicas, drop_last=True) == steps
     assert dropped_samples(samples, batch, replicas, drop_last=True) == dropped
-    assert step_shares(steps, samples, batch, replicas, drop_last=True)[0].start == 0, "the next epoch begins"
-    last = step_shares(steps - 1, samples, batch, replicas, drop_last=True)
+    assert step_sample_ranges(steps, samples, batch, replicas, drop_last=True)[0].start == 0, "the next epoch begins"
+    last = step_sample_ranges(steps - 1, samples, batch, replicas, drop_last=True)
     assert sum(len(share) for share in last) == batch
 
 
 def test_last_batch_is_shared_evenly() -> None:
-    assert step_shares(2, 70, 32, 2) == [range(64, 67), range(67, 70)]
-    assert step_shares(3, 70, 32, 2) == [range(16), range(16, 32)]
+    assert step_sample_ranges(2, 70, 32, 2) == [range(64, 67), range(67, 70)]
+    assert step_sample_ranges(3, 70, 32, 2) == [range(16), range(16, 32)]
 
 
 @given(st.integers(1, 500), st.integers(1, 40), st.integers(1, 8), st.booleans())
@@ -57,7 +57,7 @@ def test_an_epoch_takes_every_sample_once(samples: int, batch: int, replicas: in
     taken = [
         sample
         for step in range(steps)
-        for share in step_shares(step, samples, batch * replicas, replicas, drop_last)
+        for share in step_sample_ranges(step, samples, batch * replicas, replicas, drop_last)
         for sample in share
     ]
     assert taken == list(range(samples - dropped_samples(samples, batch * replicas, replicas, drop_last)))
@@ -76,5 +76,5 @@ def test_an_epoch_takes_every_sample_once(samples: int, batch: int, replicas: in
 def test_every_replica_has_as_many_micro_batches(
     counts: list[int], micro_batches: int, lengths: list[list[int]]
 ) -> None:
-    shares = [micro_shares(count, min(counts), 8, micro_batches) for count in counts]
+    shares = [micro_batch_ranges(count, min(counts), 8, micro_batches) for count in counts]
     assert [[len(part) for part in share] for share in shares] == lengths

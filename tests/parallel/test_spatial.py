@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
-from hpcbench.parallel.layers import Layer, LayerTable, read_table
-from hpcbench.parallel.resolve import Dropped, Limits, resolve
-from hpcbench.parallel.spatial import parse_grid, split
+from hpcbench.parallel.layer_table import LayerRow, LayerTable, read_shipped_table
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.parallel.strategies.spatial import parse_spatial_grid, spatial_split
 
 
 def table(model: str, dataset: str) -> LayerTable:
-    found = read_table(model, dataset)
+    found = read_shipped_table(model, dataset)
     assert found is not None
     return found
 
@@ -36,21 +36,21 @@ def table(model: str, dataset: str) -> LayerTable:
 def test_where_the_cut_part_ends(
     model: str, dataset: str, grid: tuple[int, ...], first_whole: str, extents: tuple[int, ...], by_mean: bool
 ) -> None:
-    found = split(table(model, dataset), grid)
+    found = spatial_split(table(model, dataset), grid)
     assert (found.rows[found.end].name, found.extents, found.by_mean) == (first_whole, extents, by_mean)
 
 
 def test_parameters_belong_to_the_part_that_uses_them() -> None:
-    found = split(table("resnet50", "imagenet"), (8, 1))
+    found = spatial_split(table("resnet50", "imagenet"), (8, 1))
     assert [found.is_cut(name) for name in ("0.0.weight", "13.bn3.bias", "14.conv1.weight", "17.2.bias")] == [
         True, True, False, False,
     ]  # fmt: skip
 
 
 def test_until_ends_it_earlier_and_is_a_limit() -> None:
-    assert split(table("resnet50", "imagenet"), (4, 1), until=3).block == 3
+    assert spatial_split(table("resnet50", "imagenet"), (4, 1), until=3).block == 3
     with pytest.raises(ConfigError, match=r"blocks until 16 cannot be cut: .*extent of 7 in dim 0, fewer than 8 ranks"):
-        split(table("resnet50", "imagenet"), (8, 1), until=16)
+        spatial_split(table("resnet50", "imagenet"), (8, 1), until=16)
 
 
 def changed(rows: dict[str, dict[str, Any]]) -> LayerTable:
@@ -70,15 +70,15 @@ def changed(rows: dict[str, dict[str, Any]]) -> LayerTable:
     ],
 )
 def test_a_block_that_cannot_be_cut_ends_it(rows: dict[str, dict[str, Any]], block: int) -> None:
-    found = split(changed(rows), (2, 1))
+    found = spatial_split(changed(rows), (2, 1))
     assert found.block == block
     assert found.begins_block
 
 
 def test_layers_that_are_called_twice_are_not_cut() -> None:
     whole = table("vgg16", "imagenet")
-    again: list[Layer] = [*whole.layers[:8], msgspec.structs.replace(whole.layers[7], block=8), *whole.layers[8:]]
-    assert split(msgspec.structs.replace(whole, layers=again), (2, 1)).end == 8
+    again: list[LayerRow] = [*whole.layers[:8], msgspec.structs.replace(whole.layers[7], block=8), *whole.layers[8:]]
+    assert spatial_split(msgspec.structs.replace(whole, layers=again), (2, 1)).end == 8
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_layers_that_are_called_twice_are_not_cut() -> None:
     [("", 4, 2, (4, 1)), ("4", 4, 3, (4, 1, 1)), ("2x2", 4, 2, (2, 2)), ("1x2x3", 6, 3, (1, 2, 3))],
 )
 def test_grids(text: str, degree: int, dims: int, expected: tuple[int, ...]) -> None:
-    assert parse_grid(text, degree, dims) == expected
+    assert parse_spatial_grid(text, degree, dims) == expected
 
 
 @pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def test_grids(text: str, degree: int, dims: int, expected: tuple[int, ...]) -> 
 )
 def test_grids_that_are_none(text: str, degree: int, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
-        parse_grid(text, degree, 2)
+        parse_spatial_grid(text, degree, 2)
 
 
-def resolved(**point: Any) -> RunSpec | Dropped:
+def resolved(**point: Any) -> RunSpec | InfeasiblePoint:
     given = {"model": "resnet18", "dataset": "imagenet", "strategy": "spatial", "batch_size": 4, "tasks_per_node": 4}
-    return resolve({**given, **point}, Limits("test"))
+    return resolve_point({**given, **point}, PartitionLimits("test"))
 
 
 def test_hybrids() -> None:
@@ -136,5 +136,5 @@ def test_hybrids() -> None:
 )
 def test_what_is_dropped_before_it_is_submitted(point: dict[str, Any], reason: str) -> None:
     found = resolved(**point)
-    assert isinstance(found, Dropped)
+    assert isinstance(found, InfeasiblePoint)
     assert reason in found.reason

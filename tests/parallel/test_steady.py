@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.parallel.steady import Stage, circles, steady_step_s, walked_step_s
-from hpcbench.parallel.versions import Delay
+from hpcbench.parallel.pipeline.steady_state import (
+    StageTimes,
+    dependency_cycles,
+    simulated_step_time_s,
+    steady_step_time_s,
+)
+from hpcbench.parallel.pipeline.weight_versions import Staleness
 
-UNEVEN = [Stage(1.0, 2.0, 0.5, 0.3), Stage(1.5, 2.5, 0.2, 0.1, 0.3), Stage(0.5, 1.5, 0.4, 0.0, 0.1)]
+UNEVEN = [StageTimes(1.0, 2.0, 0.5, 0.3), StageTimes(1.5, 2.5, 0.2, 0.1, 0.3), StageTimes(0.5, 1.5, 0.4, 0.0, 0.1)]
 
 
 def test_circles_by_hand() -> None:
-    seconds, counts, firsts = zip(*circles(UNEVEN[:2], True), strict=True)
+    seconds, counts, firsts = zip(*dependency_cycles(UNEVEN[:2], True), strict=True)
     assert seconds == pytest.approx((0.3, 0.4, 3.5, 3.0 + 4.0 + 0.6 + 0.5, 4.2))
     assert counts == (1, 1, 1, 2, 1)
     assert firsts == (0, 1, 0, 0, 1)
@@ -21,33 +26,33 @@ def test_circles_by_hand() -> None:
     ("delay", "micro_batches", "expected"),
     [
         # The second stage is busy all the time, and updates after every minibatch or once.
-        (Delay(3), 1, 4.2),
-        (Delay(3), 4, 16.8),
-        (Delay(3, vertical_sync=True), 4, 16.8),
-        (Delay(3, double_buffered=True), 4, 16.2),
+        (Staleness(3), 1, 4.2),
+        (Staleness(3), 4, 16.8),
+        (Staleness(3, vertical_sync=True), 4, 16.8),
+        (Staleness(3, double_buffered=True), 4, 16.2),
     ],
 )
-def test_a_step_by_hand(delay: Delay, micro_batches: int, expected: float) -> None:
-    assert steady_step_s(UNEVEN, delay, micro_batches) == pytest.approx(expected)
+def test_a_step_by_hand(delay: Staleness, micro_batches: int, expected: float) -> None:
+    assert steady_step_time_s(UNEVEN, delay, micro_batches) == pytest.approx(expected)
 
 
 def test_slow_links_bind() -> None:
-    stages = [Stage(1.0, 2.0, 0.0, 9.0), Stage(1.0, 2.0, 0.0, 0.0, 9.0)]
-    assert steady_step_s(stages, Delay(2), 1) == (6.0 + 18.0) / 2
+    stages = [StageTimes(1.0, 2.0, 0.0, 9.0), StageTimes(1.0, 2.0, 0.0, 0.0, 9.0)]
+    assert steady_step_time_s(stages, Staleness(2), 1) == (6.0 + 18.0) / 2
 
 
 @pytest.mark.parametrize("sent", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("micro_batches", [1, 3, 5])
-@pytest.mark.parametrize("delay", [Delay(4), Delay(4, double_buffered=True)], ids=["stash", "2bw"])
-def test_against_a_walk(delay: Delay, micro_batches: int, sent: float) -> None:
+@pytest.mark.parametrize("delay", [Staleness(4), Staleness(4, double_buffered=True)], ids=["stash", "2bw"])
+def test_against_a_walk(delay: Staleness, micro_batches: int, sent: float) -> None:
     """Circles of several minibatches make some steps longer than others: a walk of finite length averages them."""
-    stages = [Stage(1.0, 2.0, 0.3, sent, sent), Stage(1.2, 2.2, 0.3, sent, sent)] * 2
-    walked_s = walked_step_s(stages, delay, micro_batches)
-    assert steady_step_s(stages, delay, micro_batches) == pytest.approx(walked_s, rel=0.02)
+    stages = [StageTimes(1.0, 2.0, 0.3, sent, sent), StageTimes(1.2, 2.2, 0.3, sent, sent)] * 2
+    walked_s = simulated_step_time_s(stages, delay, micro_batches)
+    assert steady_step_time_s(stages, delay, micro_batches) == pytest.approx(walked_s, rel=0.02)
 
 
 def test_double_buffers_and_few_micro_batches_run_dry() -> None:
     """Four equal stages, one micro-batch a step: two thirds of the time are lost."""
-    stages = [Stage(1.0, 2.0, 0.0)] * 4
-    assert steady_step_s(stages, Delay(4, double_buffered=True), 1) == pytest.approx(9.0)
-    assert steady_step_s(stages, Delay(4), 1) == pytest.approx(3.0)
+    stages = [StageTimes(1.0, 2.0, 0.0)] * 4
+    assert steady_step_time_s(stages, Staleness(4, double_buffered=True), 1) == pytest.approx(9.0)
+    assert steady_step_time_s(stages, Staleness(4), 1) == pytest.approx(3.0)

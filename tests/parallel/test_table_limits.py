@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.layers import read_table
-from hpcbench.parallel.table_limits import excluded_by_table
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.parallel.resolve import table_exclusion_reason
 
 DATASETS = {"resnet18": "cifar10", "gpt": "tokens"}
 
@@ -31,8 +31,8 @@ DATASETS = {"resnet18": "cifar10", "gpt": "tokens"}
     ],
 )
 def test_reasons(table: str, strategy: str, degrees: dict[str, Any], reason: str | None) -> None:
-    found = read_table(table, DATASETS[table])
+    found = read_shipped_table(table, DATASETS[table])
     assert found is not None
     spec = RunSpec(model="mine:net", dataset=DATASETS[table], strategy=strategy, batch_size=64, **degrees)
-    said = excluded_by_table(spec, found)
+    said = table_exclusion_reason(spec, found)
     assert said is None if reason is None else (said or "").startswith(reason)

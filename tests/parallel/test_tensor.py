@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.resolve import Dropped, Limits, resolve
-from hpcbench.parallel.tensor import head_ranges
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.parallel.strategies.tensor import head_feature_ranges
 
 SEQUENCE = {"sequence_parallel": True}
 
 
-def resolved(**point: Any) -> RunSpec | Dropped:
+def resolved(**point: Any) -> RunSpec | InfeasiblePoint:
     given = {"model": "gpt", "dataset": "tokens", "strategy": "tensor", "batch_size": 4}
-    return resolve({**given, **point}, Limits("any"))
+    return resolve_point({**given, **point}, PartitionLimits("any"))
 
 
 def spec(**point: Any) -> RunSpec:
@@ -34,7 +34,7 @@ def spec(**point: Any) -> RunSpec:
     ],
 )
 def test_whole_heads(heads: int, head_width: int, ranks: int, expected: list[range]) -> None:
-    assert head_ranges(heads, head_width, ranks) == expected
+    assert head_feature_ranges(heads, head_width, ranks) == expected
 
 
 def test_degrees() -> None:
@@ -68,7 +68,7 @@ def test_degrees() -> None:
 )
 def test_what_is_dropped(point: dict[str, Any], reason: str) -> None:
     found = resolved(**point)
-    assert isinstance(found, Dropped)
+    assert isinstance(found, InfeasiblePoint)
     assert reason in found.reason
 
 

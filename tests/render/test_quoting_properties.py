@@ -11,18 +11,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpcbench.config.cluster import ClusterProfile
+from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import RenderError
 from hpcbench.paths import shared_folder
-from hpcbench.render.engine import TemplateEngine
-from hpcbench.render.script import render_script
-from hpcbench.render.shape import Shape
+from hpcbench.render.job_script import render_script
+from hpcbench.render.launch_step import JobShape
+from hpcbench.render.template_engine import TemplateEngine
 
 TEXT = st.text(alphabet=st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=30)
 LINE = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc"]), max_size=30)
 PATH = st.text(alphabet=st.characters(exclude_characters="\x00/", exclude_categories=["Cs"]), min_size=1, max_size=30)
 HOSTILE = "'\"$(touch owned)`id`\\\n#SBATCH --x; * ~ {{ 7 }} \u202e\x85\u2028 !! -n\t"
-SHAPE = Shape(None, "e", nodes=1, tasks_per_node=1, devices_per_task=1, time_limit_s=60.0)
+SHAPE = JobShape(None, "e", nodes=1, tasks_per_node=1, devices_per_task=1, time_limit_s=60.0)
 ENGINE = TemplateEngine([shared_folder("templates")])
 
 # Stands in for the worker's interpreter: writes down how it was called and with which environment, then says that
@@ -92,7 +92,7 @@ def test_directives_stay_on_their_line_or_are_refused(account: str, comment: str
     made = profile("slurm", account=account, directives={"comment": comment, f"x{name}": True})
     where = Path("/shared") / place
     try:
-        script = render_script(ENGINE, made, Shape(None, None, 1, 1, 1, 60.0), "sweep", where, 0)
+        script = render_script(ENGINE, made, JobShape(None, None, 1, 1, 1, 60.0), "sweep", where, 0)
     except RenderError:
         assert any(ord(letter) < 32 or ord(letter) == 127 for letter in comment + name + place)
         return

@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.load import load_cluster
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.paths import shared_folder
-from hpcbench.render.directives import directives
-from hpcbench.render.engine import TemplateEngine
-from hpcbench.render.script import context, render_script
-from hpcbench.render.shape import Shape, job_limit_s
+from hpcbench.render.job_script import render_script, sbatch_directives, template_context
+from hpcbench.render.launch_step import JobShape, job_time_limit_s
+from hpcbench.render.template_engine import TemplateEngine
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 FOLDER = Path("/shared/results/cluster/submissions/sweep-0001")
-SHAPE = Shape(None, None, nodes=2, tasks_per_node=4, devices_per_task=1, time_limit_s=1800.0)
-LOCAL = Shape(None, None, nodes=1, tasks_per_node=2, devices_per_task=1, time_limit_s=1800.0)
+SHAPE = JobShape(None, None, nodes=2, tasks_per_node=4, devices_per_task=1, time_limit_s=1800.0)
+LOCAL = JobShape(None, None, nodes=1, tasks_per_node=2, devices_per_task=1, time_limit_s=1800.0)
 
 RICH = {
     "name": "rich", "device": "cuda", "account": "project 42", "default_partition": "gpu", "launcher_args": ["--cpu-bind=cores"],
@@ -42,15 +40,15 @@ def profile_of(**values: Any) -> ClusterProfile:
     return ClusterProfile.model_validate({**RICH, **values})
 
 
-CASES: dict[str, tuple[Callable[[], ClusterProfile], Shape]] = {
+CASES: dict[str, tuple[Callable[[], ClusterProfile], JobShape]] = {
     "local-pack": (lambda: load_cluster("local")[0], LOCAL),
-    "slurmbox-pack": (lambda: load_cluster("slurmbox")[0], Shape("normal", None, 2, 1, 1, 600.0)),
+    "slurmbox-pack": (lambda: load_cluster("slurmbox")[0], JobShape("normal", None, 2, 1, 1, 600.0)),
     "local": (lambda: load_cluster("local")[0], LOCAL),
-    "slurmbox": (lambda: load_cluster("slurmbox")[0], Shape("normal", None, 2, 1, 1, 600.0)),
+    "slurmbox": (lambda: load_cluster("slurmbox")[0], JobShape("normal", None, 2, 1, 1, 600.0)),
     "generic-slurm": (lambda: load_cluster("generic-slurm")[0], SHAPE),
-    "rich-srun": (profile_of, Shape("gpu", "mod", 2, 4, 1, 5400.0)),
-    "rich-torchrun": (lambda: profile_of(launcher="torchrun"), Shape("gpu", "mod", 2, 4, 1, 5400.0)),
-    "rich-mpirun": (lambda: profile_of(launcher="mpirun"), Shape("gpu", "mod", 2, 4, 1, 5400.0)),
+    "rich-srun": (profile_of, JobShape("gpu", "mod", 2, 4, 1, 5400.0)),
+    "rich-torchrun": (lambda: profile_of(launcher="torchrun"), JobShape("gpu", "mod", 2, 4, 1, 5400.0)),
+    "rich-mpirun": (lambda: profile_of(launcher="mpirun"), JobShape("gpu", "mod", 2, 4, 1, 5400.0)),
 }
 
 
@@ -98,7 +96,7 @@ def test_scripts_pass_bash_and_shellcheck(case: str, tmp_path: Path) -> None:
     ],
 )
 def test_requests(request_: dict[str, Any], expected: tuple[str, Any]) -> None:
-    lines = directives(SHAPE, profile_of(request=request_), "job", "/f", 0)
+    lines = sbatch_directives(SHAPE, profile_of(request=request_), "job", "/f", 0)
     assert expected in lines
 
 
@@ -113,18 +111,20 @@ def test_requests(request_: dict[str, Any], expected: tuple[str, Any]) -> None:
 def test_the_limit_of_a_job_is_that_of_its_runs_and_their_launches(
     limit_s: float, pack: int, job_s: float, time: str, warning: str
 ) -> None:
-    shape = Shape("gpu", "mod", 2, 4, 1, limit_s)
-    assert job_limit_s(shape, pack) == job_s
-    lines = dict(directives(shape, profile_of(), "job", "/f", 0, pack))
+    shape = JobShape("gpu", "mod", 2, 4, 1, limit_s)
+    assert job_time_limit_s(shape, pack) == job_s
+    lines = dict(sbatch_directives(shape, profile_of(), "job", "/f", 0, pack))
     assert (lines["time"], lines["signal"]) == (time, warning)
 
 
 def test_a_bare_request_names_neither_devices_nor_memory() -> None:
-    names = {name for name, _ in directives(SHAPE, profile_of(request={"drop": ["signal", "nodes"]}), "job", "/f", 0)}
+    names = {
+        name for name, _ in sbatch_directives(SHAPE, profile_of(request={"drop": ["signal", "nodes"]}), "job", "/f", 0)
+    }
     assert not names & {"gres", "gpus-per-node", "gpus-per-task", "mem", "exclusive", "signal", "nodes"}
 
 
 def test_the_readme_of_the_templates_lists_every_variable() -> None:
     text = (shared_folder("templates") / "README.md").read_text(encoding="utf-8")
-    names = context(profile_of(), SHAPE, "sweep", FOLDER, 0)
+    names = template_context(profile_of(), SHAPE, "sweep", FOLDER, 0)
     assert [name for name in names if f"| `{name}` |" not in text] == []

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import pytest
 import tomli
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.profiles import load_cluster_file
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster_file
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.paths import shared_folder
-from hpcbench.render.engine import TemplateEngine
-from hpcbench.render.script import render_script
-from hpcbench.render.shape import shape_of
-from hpcbench.submit.plan import limits_of
+from hpcbench.render.job_script import render_script
+from hpcbench.render.launch_step import make_job_shape
+from hpcbench.render.template_engine import TemplateEngine
+from hpcbench.submit.plan import partition_limits
 
 FOLDER = Path("/shared/submissions/sweep-0001")
 ENGINE = TemplateEngine([shared_folder("templates")])
@@ -172,7 +171,7 @@ def job(cluster: str, **given: Any) -> str:
     profile, _ = load_cluster_file(FILES[cluster])
     if profile.account_required:
         profile = profile.model_copy(update={"account": "project"})
-    return render_script(ENGINE, profile, shape_of(spec_for(profile, **given), profile), "sweep", FOLDER, 0)
+    return render_script(ENGINE, profile, make_job_shape(spec_for(profile, **given), profile), "sweep", FOLDER, 0)
 
 
 def spec_for(profile: ClusterProfile, **given: Any) -> RunSpec:
@@ -236,7 +235,7 @@ def test_how_many_jobs_a_person_may_have(cluster: str, partition: str, submitted
 
 
 def test_snellius_refuses_part_of_a_node_on_several() -> None:
-    from hpcbench.parallel.resolve import Dropped, resolve
+    from hpcbench.parallel.resolve import InfeasiblePoint, resolve_point
 
     profile, _ = load_cluster_file(FILES["snellius"])
     point = {
@@ -247,6 +246,6 @@ def test_snellius_refuses_part_of_a_node_on_several() -> None:
         "nodes": 2,
         "tasks_per_node": 1,
     }
-    dropped = resolve(point, limits_of(profile, "gpu_a100"))
-    assert isinstance(dropped, Dropped)
+    dropped = resolve_point(point, partition_limits(profile, "gpu_a100"))
+    assert isinstance(dropped, InfeasiblePoint)
     assert dropped.reason == "1 of 4 devices on each of 2 nodes, but gpu_a100 wants all of them"

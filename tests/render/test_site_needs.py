@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.paths import shared_folder
-from hpcbench.render.engine import TemplateEngine
-from hpcbench.render.script import render_script
-from hpcbench.render.shape import Shape, cpus_per_task, shape_of
-from hpcbench.submit.plan import limits_of
+from hpcbench.render.job_script import render_script
+from hpcbench.render.launch_step import JobShape, cpus_per_task, make_job_shape
+from hpcbench.render.template_engine import TemplateEngine
+from hpcbench.submit.plan import partition_limits
 
 FOLDER = Path("/shared/submissions/sweep-0001")
 ENGINE = TemplateEngine([shared_folder("templates")])
-WHOLE = Shape("p", None, nodes=2, tasks_per_node=4, devices_per_task=1, time_limit_s=600.0)
-PART = Shape("p", None, nodes=1, tasks_per_node=2, devices_per_task=1, time_limit_s=600.0)
+WHOLE = JobShape("p", None, nodes=2, tasks_per_node=4, devices_per_task=1, time_limit_s=600.0)
+PART = JobShape("p", None, nodes=1, tasks_per_node=2, devices_per_task=1, time_limit_s=600.0)
 
 
 def profile(**values: Any) -> ClusterProfile:
@@ -35,7 +35,7 @@ def contained(kind: str, **values: Any) -> dict[str, Any]:
     return {"environments": {"e": environment}, "default_environment": "e"}
 
 
-def script(shape: Shape, made: ClusterProfile, runs: int = 1) -> str:
+def script(shape: JobShape, made: ClusterProfile, runs: int = 1) -> str:
     text = render_script(ENGINE, made, shape, "sweep", FOLDER, 0, runs=runs)
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
     assert checked.returncode == 0, checked.stderr
@@ -107,7 +107,7 @@ MASKS = "mask_cpu:fe,fe00"
         (WHOLE, contained("cscs-engine"), ["--environment=im:age"], []),
     ],
 )  # fmt: skip
-def test_the_words_of_a_step(shape: Shape, values: dict[str, Any], words: list[str], absent: list[str]) -> None:
+def test_the_words_of_a_step(shape: JobShape, values: dict[str, Any], words: list[str], absent: list[str]) -> None:
     found = launch(script(shape, profile(**values)))
     assert [word for word in words if word not in found] == []
     assert [word for word in absent if word in found] == []
@@ -167,7 +167,7 @@ def test_short_steps_run_where_the_container_is() -> None:
     text = script(WHOLE, profile(**contained("pyxis")))
     start = "worker=(srun --nodes=1 --ntasks=1 --ntasks-per-node=1 --container-image=im:age "
     assert f'\n{start}"${{python[@]}}" -m hpcbench.worker)\n' in text
-    alone = Shape("p", None, 1, 1, 1, 600.0)
+    alone = JobShape("p", None, 1, 1, 1, 600.0)
     assert "--container-image=im:age" in launch(script(alone, profile(launcher="torchrun", **contained("pyxis"))))
 
 
@@ -198,13 +198,13 @@ def spec(**values: Any) -> RunSpec:
 def test_a_limit_that_nobody_named_is_what_the_partition_allows() -> None:
     steps = [{"nodes": 2, "max_time_min": "10 min"}]
     made = profile(partition={"max_time_by_nodes": steps, "max_time_min": "20 min"}, default_partition="p")
-    assert shape_of(spec(nodes=2), made).time_limit_s == 600.0
-    assert shape_of(spec(nodes=3), made).time_limit_s == 1200.0
-    assert limits_of(made, "p").time_steps == ((2, 10.0),)
+    assert make_job_shape(spec(nodes=2), made).time_limit_s == 600.0
+    assert make_job_shape(spec(nodes=3), made).time_limit_s == 1200.0
+    assert partition_limits(made, "p").time_steps == ((2, 10.0),)
 
 
 def test_cpus_come_with_the_devices() -> None:
-    assert cpus_per_task(Shape("p", None, 1, 2, 2, 60.0), profile(request={"cpus_per_device": 20})) == 40
+    assert cpus_per_task(JobShape("p", None, 1, 2, 2, 60.0), profile(request={"cpus_per_device": 20})) == 40
 
 
 def test_a_script_for_pbs() -> None:

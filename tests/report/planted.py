@@ -9,11 +9,10 @@ from typing import Any
 
 import polars
 
-from hpcbench.config.spec import RunSpec, config_id, run_id
-from hpcbench.results.collect import Collected
-from hpcbench.results.columns import collected_frame
-from hpcbench.results.schema import Failure, Metrics, RunResult, Spread
-from hpcbench.results.store import ClusterTree
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
+from hpcbench.results.frame import collected_frame
+from hpcbench.results.results_tree import ClusterTree, CollectedResult
+from hpcbench.results.schema import FailureRecord, RunMetrics, RunResult, StepTimeStatistics
 
 NOISE = (0.0, 0.004, -0.003, 0.002, -0.005)
 """What launches of one configuration differ by, as shares."""
@@ -25,7 +24,7 @@ def launch(
     status: str = "ok",
     warnings: Sequence[str] = (),
     memory_bytes: int | None = None,
-    error: Failure | None = None,
+    error: FailureRecord | None = None,
     digest: str | None = "e1",
     cluster: str = "c",
     **changes: Any,
@@ -34,14 +33,14 @@ def launch(
     given: dict[str, Any] = {"model": "vgg11", "dataset": "mnist", "strategy": "ddp", "batch_size": 8, **changes}
     given.setdefault("dp_degree", given.get("nodes", 1))
     spec = RunSpec(**given)
-    metrics = Metrics()
+    metrics = RunMetrics()
     if step_s is not None:
-        step = Spread(
+        step = StepTimeStatistics(
             median=step_s, mean=step_s, std=0, p10=step_s, p90=step_s, min=step_s, max=step_s,
             ci95_low=step_s * 0.99, ci95_high=step_s * 1.01,
         )  # fmt: skip
         rate = spec.global_batch_size / step_s
-        metrics = Metrics(step_time_s=step, samples_per_s=rate, peak_memory_bytes=memory_bytes)
+        metrics = RunMetrics(step_time_s=step, samples_per_s=rate, peak_memory_bytes=memory_bytes)
     return RunResult(
         run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep="planted", cluster=cluster, status=status,
         spec=spec, metrics=metrics, warnings=[*warnings], error=error, environment_digest=digest,
@@ -64,12 +63,12 @@ def crossover() -> list[RunResult]:
 
 def failure() -> list[RunResult]:
     """On 4 nodes ``ddp`` runs out of memory where ``fsdp`` fits, ``gpipe`` waits for ever, ``zero1`` was killed."""
-    lost = Failure(type="PeerEnded", message="rank 3 ended without a word\nmore of it", hint="see its node's log")
+    lost = FailureRecord(type="PeerEnded", message="rank 3 ended without a word\nmore of it", hint="see its node's log")
     found = [*launches(0.1, strategy="single", memory_bytes=2**30)]
     found += [launch(None, status="oom", nodes=4, repeat=number) for number in range(2)]
     found += launches(0.15, nodes=4, strategy="fsdp", memory_bytes=3 * 2**30)
     found += [launch(None, status="failed", nodes=4, strategy="zero1", error=lost, repeat=n) for n in range(3)]
-    late = Failure(type="Timeout", message="not done after 30 min", hint="a longer time_limit_min")
+    late = FailureRecord(type="Timeout", message="not done after 30 min", hint="a longer time_limit_min")
     return [*found, launch(None, status="timeout", nodes=4, strategy="gpipe", pp_degree=4, dp_degree=1, error=late)]
 
 
@@ -94,7 +93,7 @@ def alike(source: random.Random, count: int, strategies: int, scales: int, slowe
 
 def frame_of(results: Iterable[RunResult]) -> polars.DataFrame:
     """As ``gather`` gives them."""
-    return collected_frame(Collected(one.cluster, one.run_id, one) for one in results)
+    return collected_frame(CollectedResult(one.cluster, one.run_id, one) for one in results)
 
 
 def write(results: Iterable[RunResult], root: Path) -> None:

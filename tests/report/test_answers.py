@@ -13,34 +13,41 @@ from click.testing import CliRunner, Result
 
 from hpcbench.cli.main import cli
 from hpcbench.errors import ConfigError
-from hpcbench.report.answers.answer import ALIKE, CANNOT_TELL, COUNTED, TOLD, Answer, listed, percent
-from hpcbench.report.answers.contest import Duel, judge, launches_needed
-from hpcbench.report.answers.find import Findings, find
-from hpcbench.report.answers.show import settlements
-from hpcbench.report.names import Condition
+from hpcbench.report.column_names import Condition
+from hpcbench.report.findings.finding import (
+    EQUIVALENT,
+    INCONCLUSIVE,
+    OBSERVED,
+    SIGNIFICANT,
+    Finding,
+    format_ratio_percent,
+    join_words,
+)
+from hpcbench.report.findings.findings_report import Findings, derive_findings, suggested_measurements
+from hpcbench.report.findings.significance import WinnerTest, judge_winners, launches_needed
 from hpcbench.results.schema import RunResult
 from tests.report import planted
 from tests.report.planted import launch, launches
 
 
 def findings(results: list[RunResult], where: str | None = None) -> Findings:
-    return find(planted.frame_of(results), Condition(where, "--where") if where else None)
+    return derive_findings(planted.frame_of(results), Condition(where, "--where") if where else None)
 
 
-def told(answers: list[Answer]) -> list[tuple[str, str, str]]:
+def told(answers: list[Finding]) -> list[tuple[str, str, str]]:
     return [(one.subject, one.text, one.sure) for one in answers]
 
 
 def test_a_crossover() -> None:
     found = findings(planted.crossover())
     assert [(one.devices, one.strategy, one.rival, one.sure) for one in found.of("fastest")] == [
-        (2, "ddp", "fsdp", TOLD), (4, "fsdp", "ddp", TOLD), (8, "fsdp", "ddp", TOLD),
+        (2, "ddp", "fsdp", SIGNIFICANT), (4, "fsdp", "ddp", SIGNIFICANT), (8, "fsdp", "ddp", SIGNIFICANT),
     ]  # fmt: skip
     (change,) = found.of("crossover")
-    assert (change.text, change.sure) == ("from 2 nodes to 4 nodes the fastest changes from ddp to fsdp", TOLD)
+    assert (change.text, change.sure) == ("from 2 nodes to 4 nodes the fastest changes from ddp to fsdp", SIGNIFICANT)
     assert told(found.of("efficiency")) == [
-        ("vgg11 on mnist", "ddp falls under 80% at 4 nodes: 71%", TOLD),
-        ("vgg11 on mnist", "fsdp stays at 80% or more up to 8 nodes: 82%", TOLD),
+        ("vgg11 on mnist", "ddp falls under 80% at 4 nodes: 71%", SIGNIFICANT),
+        ("vgg11 on mnist", "fsdp stays at 80% or more up to 8 nodes: 82%", SIGNIFICANT),
     ]
     (four,) = [one for one in found.of("fastest") if one.nodes == 4]
     assert four.ratio == pytest.approx(140 / 120, rel=2e-3)
@@ -53,7 +60,7 @@ def test_a_crossover() -> None:
 def test_a_failure() -> None:
     found = findings(planted.failure())
     assert [(one.text, one.why, one.sure) for one in found.of("fastest") if one.nodes == 4] == [
-        ("only fsdp ended well: 213 samples/s", "ddp (oom), zero1 (failed) and gpipe (timeout) did not", COUNTED)
+        ("only fsdp ended well: 213 samples/s", "ddp (oom), zero1 (failed) and gpipe (timeout) did not", OBSERVED)
     ]
     assert [one.text for one in found.of("memory")] == ["with batch 8 ddp ran out of memory; fsdp (3.0 GiB) fits"]
     assert [(one.subject, one.text, one.settle) for one in found.of("failure")] == [
@@ -65,7 +72,7 @@ def test_a_failure() -> None:
 
 def test_overlapping_intervals_cannot_be_told() -> None:
     (answer,) = findings(planted.overlapping()).of("fastest")
-    assert (answer.strategy, answer.rival, answer.sure) == ("ddp", "fsdp", CANNOT_TELL)
+    assert (answer.strategy, answer.rival, answer.sure) == ("ddp", "fsdp", INCONCLUSIVE)
     assert answer.text == (
         "cannot tell; the most was measured with ddp: 320 samples/s, +1.0 % [-4.8 %, +7.2 %] over fsdp"
     )
@@ -75,19 +82,19 @@ def test_overlapping_intervals_cannot_be_told() -> None:
 @pytest.mark.parametrize(
     ("results", "sure", "text", "why"),
     [
-        ([*launches(0.10, 2), *launches(0.20, 2, strategy="fsdp")], CANNOT_TELL, "x 2.0 over fsdp", "2 launches each; 3 a side"),
-        ([*launches(0.10, 1), *launches(0.20, 5, strategy="fsdp")], CANNOT_TELL, "x 2.0 over fsdp", "1 launch against 5; 3"),
-        ([*launches(0.10, 3), *launches(0.11, 3, strategy="fsdp")], TOLD, "ddp is the fastest", "3 launches each, Welch's test"),
-        ([*launches(0.10), *launches(0.1005, strategy="fsdp")], ALIKE, "ddp and fsdp are alike", "within 2%"),
-        (launches(0.10), CANNOT_TELL, "only ddp was measured", "5 launches"),
-        ([*launches(0.10), *launches(0.12, strategy="fsdp", digest="e2")], CANNOT_TELL, "cannot tell", "fsdp: measured in another environment"),
-        ([*launches(0.10), *launches(0.11, strategy="fsdp", digest="e2"), *launches(0.12, strategy="fsdp")], TOLD, "+20.0 %", "5 launches"),
+        ([*launches(0.10, 2), *launches(0.20, 2, strategy="fsdp")], INCONCLUSIVE, "x 2.0 over fsdp", "2 launches each; 3 a side"),
+        ([*launches(0.10, 1), *launches(0.20, 5, strategy="fsdp")], INCONCLUSIVE, "x 2.0 over fsdp", "1 launch against 5; 3"),
+        ([*launches(0.10, 3), *launches(0.11, 3, strategy="fsdp")], SIGNIFICANT, "ddp is the fastest", "3 launches each, Welch's test"),
+        ([*launches(0.10), *launches(0.1005, strategy="fsdp")], EQUIVALENT, "ddp and fsdp are alike", "within 2%"),
+        (launches(0.10), INCONCLUSIVE, "only ddp was measured", "5 launches"),
+        ([*launches(0.10), *launches(0.12, strategy="fsdp", digest="e2")], INCONCLUSIVE, "cannot tell", "fsdp: measured in another environment"),
+        ([*launches(0.10), *launches(0.11, strategy="fsdp", digest="e2"), *launches(0.12, strategy="fsdp")], SIGNIFICANT, "+20.0 %", "5 launches"),
     ],
 )  # fmt: skip
 def test_how_sure_it_is_who_is_the_fastest(results: list[RunResult], sure: str, text: str, why: str) -> None:
     (answer,) = findings([replaced(one, nodes=2) for one in results]).of("fastest")
     assert (answer.sure, text in answer.text, why in answer.why) == (sure, True, True), answer
-    assert bool(answer.settle) == (sure == CANNOT_TELL)
+    assert bool(answer.settle) == (sure == INCONCLUSIVE)
 
 
 def replaced(one: RunResult, **changes: Any) -> RunResult:
@@ -102,7 +109,7 @@ def test_a_third_that_is_close_is_no_sure_second() -> None:
     """The winner must beat every rival: one with few launches leaves it open."""
     rest = [*launches(0.12, nodes=2, strategy="fsdp"), *launches(0.121, 2, nodes=2, strategy="zero1")]
     (answer,) = findings([*launches(0.10, nodes=2), *rest]).of("fastest")
-    assert (answer.sure, answer.why) == (CANNOT_TELL, "5 launches against 2; 3 a side are needed")
+    assert (answer.sure, answer.why) == (INCONCLUSIVE, "5 launches against 2; 3 a side are needed")
 
 
 def test_what_speaks_against_a_finding_stands_beside_it() -> None:
@@ -114,7 +121,7 @@ def test_what_speaks_against_a_finding_stands_beside_it() -> None:
         "a step takes 16 samples with ddp, 8 with gpipe",
         "warning of ddp: other processes used the cores",
     )
-    assert told(found.of("doubt")) == [("warning, 1 configuration of 2", warned[0], COUNTED)]
+    assert told(found.of("doubt")) == [("warning, 1 configuration of 2", warned[0], OBSERVED)]
 
 
 def test_launches_that_failed_stand_beside_those_that_did_not() -> None:
@@ -128,7 +135,7 @@ def test_what_was_stopped_is_no_loser() -> None:
         "fastest"
     )
     assert (answer.sure, answer.why, answer.settle) == (
-        CANNOT_TELL, "fsdp (cancelled) did not", "submit the sweep again: it runs what was stopped"
+        INCONCLUSIVE, "fsdp (cancelled) did not", "submit the sweep again: it runs what was stopped"
     )  # fmt: skip
 
 
@@ -158,14 +165,14 @@ def test_memory_says_what_fits() -> None:
 def test_efficiency_needs_one_device_and_one_environment() -> None:
     (answer,) = findings(launches(0.1, nodes=2)).of("efficiency")
     assert (answer.sure, answer.text) == (
-        CANNOT_TELL, "cannot tell: there is no run on one device with the same batch"
+        INCONCLUSIVE, "cannot tell: there is no run on one device with the same batch"
     )  # fmt: skip
     found = findings([*launches(0.1, digest="e2"), *launches(0.2, nodes=2)])
     (answer,) = found.of("efficiency")
-    assert (answer.sure, answer.why) == (CANNOT_TELL, "the run on one device was measured in another environment")
+    assert (answer.sure, answer.why) == (INCONCLUSIVE, "the run on one device was measured in another environment")
     (answer,) = findings([*launches(0.1), *launches(0.1249, noise=(0.02, -0.02, 0), nodes=2)]).of("efficiency")
     assert (answer.sure, answer.text) == (
-        CANNOT_TELL,
+        INCONCLUSIVE,
         "cannot tell; as measured, ddp stays at 80% or more up to 2 nodes: 80%",
     )
 
@@ -195,8 +202,8 @@ def test_trees_without_a_fastest_are_seldom_told_to_have_one(count: int, strateg
         for _ in range(3):
             sides = [[source.lognormvariate(0, 0.03) for _ in range(count)] for _ in range(strategies)]
             sides.sort(key=lambda side: sorted(side)[count // 2], reverse=True)
-            duels.append(Duel(sides[0], sides[1:]))
-        false += any(one.sure == TOLD for one in judge(duels, 0.02))
+            duels.append(WinnerTest(sides[0], sides[1:]))
+        false += any(one.sure == SIGNIFICANT for one in judge_winners(duels, 0.02))
     assert false <= 6
 
 
@@ -209,7 +216,7 @@ def test_the_best_of_many_configurations_is_no_better_strategy() -> None:
             ([source.lognormvariate(0, 0.03) for _ in range(5)] for _ in range(20)), key=lambda side: sorted(side)[2]
         )
         one = [source.lognormvariate(0, 0.03) for _ in range(5)]
-        false += any(found.sure == TOLD for found in judge([Duel(many, [one], choices=20)], 0.02))
+        false += any(found.sure == SIGNIFICANT for found in judge_winners([WinnerTest(many, [one], choices=20)], 0.02))
     assert false <= 6
 
 
@@ -218,10 +225,10 @@ def test_settings_of_a_strategy_are_choices() -> None:
     noise = (0.0, 0.012, -0.011, 0.018, -0.02)
     ddp, fsdp = launches(0.100, noise=noise, nodes=2), launches(0.104, noise=noise, nodes=2, strategy="fsdp")
     (answer,) = findings([*ddp, *fsdp]).of("fastest")
-    assert answer.sure == TOLD
+    assert answer.sure == SIGNIFICANT
     others = [one for rate in range(30) for one in launches(0.1001, noise=noise, nodes=2, learning_rate=0.1 + rate)]
     (answer,) = findings([*ddp, *others, *fsdp]).of("fastest")
-    assert answer.sure == CANNOT_TELL
+    assert answer.sure == INCONCLUSIVE
 
 
 def test_a_planted_difference_of_5_percent_is_told() -> None:
@@ -230,8 +237,8 @@ def test_a_planted_difference_of_5_percent_is_told() -> None:
     right = wrong = 0
     for _ in range(20):
         answers = findings(planted.alike(source, 5, 3, 3, slower=0.05), "nodes > 1").of("fastest")
-        right += sum(one.sure == TOLD and one.strategy == "s0" for one in answers)
-        wrong += sum(one.sure == TOLD and one.strategy != "s0" for one in answers)
+        right += sum(one.sure == SIGNIFICANT and one.strategy == "s0" for one in answers)
+        wrong += sum(one.sure == SIGNIFICANT and one.strategy != "s0" for one in answers)
     assert (right >= 38, wrong) == (True, 0)
 
 
@@ -256,21 +263,21 @@ def test_what_would_settle_is_summed_up() -> None:
     found = [one for one in findings(results).unsettled if one.kind == "fastest"]
     numbers = [one.settle for one in found]
     assert numbers[0] == "some 41 launches each, if the difference is as measured"
-    assert settlements(Findings(found, [], {}, None, None)) == [
+    assert suggested_measurements(Findings(found, [], {}, None, None)) == [
         ("some 41 launches each, if the difference is as measured", 1),
         ("more than 100 launches each, if the difference is as measured: take either", 1),
         ("repeats = 5 in the sweep", 1),
     ]
     closer = [replace(found[0], settle=numbers[0].replace("41", "9")), *found]
-    assert settlements(Findings(closer, [], {}, None, None))[0] == (
+    assert suggested_measurements(Findings(closer, [], {}, None, None))[0] == (
         "some 9 to 41 launches each, if the difference is as measured", 2
     )  # fmt: skip
 
 
 def test_words() -> None:
-    assert [percent(one) for one in (1.123, 0.95, 3.14)] == ["+12.3 %", "-5.0 %", "x 3.1"]
-    assert [listed(one) for one in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and b", "a, b and c"]
-    assert listed(list("abcdefgh")) == "a, b, c, d, e, f and 2 more"
+    assert [format_ratio_percent(one) for one in (1.123, 0.95, 3.14)] == ["+12.3 %", "-5.0 %", "x 3.1"]
+    assert [join_words(one) for one in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and b", "a, b and c"]
+    assert join_words(list("abcdefgh")) == "a, b, c, d, e, f and 2 more"
 
 
 def call(tree: Path, *arguments: str) -> Result:

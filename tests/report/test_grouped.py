@@ -14,28 +14,26 @@ import polars
 import pytest
 from rich.console import Console
 
-from hpcbench.config.spec import RunSpec, config_id, run_id
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.errors import ConfigError
-from hpcbench.report.ask import question
-from hpcbench.report.files import write_view
-from hpcbench.report.grouped import grouped_view
-from hpcbench.report.names import Condition, column_of
-from hpcbench.report.show import view_renderable
-from hpcbench.report.view import View, format_spread, format_value
-from hpcbench.results.collect import Collected
-from hpcbench.results.columns import collected_frame
-from hpcbench.results.schema import Metrics, RunResult, Spread
+from hpcbench.report.column_names import Condition, resolve_column
+from hpcbench.report.pivot_table import parse_table_request, pivot_view
+from hpcbench.report.table_model import View, format_spread, format_value
+from hpcbench.report.table_output import render_view, write_view
+from hpcbench.results.frame import collected_frame
+from hpcbench.results.results_tree import CollectedResult
+from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
 
 
-def entry(step_ms: float | None, status: str = "ok", warnings: Sequence[str] = (), **changes: Any) -> Collected:
+def entry(step_ms: float | None, status: str = "ok", warnings: Sequence[str] = (), **changes: Any) -> CollectedResult:
     given: dict[str, Any] = {"model": "vgg11", "dataset": "mnist", "strategy": "ddp", "batch_size": 8, **changes}
     spec = RunSpec(**given, dp_degree=given.get("nodes", 1))
-    metrics = Metrics()
+    metrics = RunMetrics()
     if step_ms is not None:
         step = step_ms / 1e3
         low, high = step * 0.9, step * 1.1
-        metrics = Metrics(
-            step_time_s=Spread(
+        metrics = RunMetrics(
+            step_time_s=StepTimeStatistics(
                 median=step, mean=step, std=0, p10=low, p90=high, min=low, max=high, ci95_low=low, ci95_high=high
             ),
             samples_per_s=spec.global_batch_size / step, compute_s=step * 0.75, comm_s=step / 4, exposed_comm_s=step / 8,
@@ -44,7 +42,7 @@ def entry(step_ms: float | None, status: str = "ok", warnings: Sequence[str] = (
         run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep="s", cluster="c", status=status, spec=spec,
         metrics=metrics, warnings=[*warnings],
     )  # fmt: skip
-    return Collected("c", result.run_id, result)
+    return CollectedResult("c", result.run_id, result)
 
 
 def planted() -> polars.DataFrame:
@@ -59,12 +57,12 @@ def planted() -> polars.DataFrame:
 
 
 def ask(**options: Any) -> View:
-    return grouped_view(planted(), question(**options), "planted")
+    return pivot_view(planted(), parse_table_request(**options), "planted")
 
 
 def text(view: View, width: int = 80) -> str:
     out = io.StringIO()
-    Console(file=out, width=width, highlight=False, markup=False).print(view_renderable(view, width))
+    Console(file=out, width=width, highlight=False, markup=False).print(render_view(view, width))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
@@ -193,7 +191,7 @@ def test_conditions_read_options_and_figures() -> None:
     assert Condition(both, "").mask(frame).to_list() == [True, False]
     failed = collected_frame([entry(100), entry(None, "oom", nodes=2)])
     assert Condition("2 * step_time_s < 1", "").mask(failed).to_list() == [True, False]
-    assert column_of("bubble_fraction") == "metrics.bubble_fraction"
+    assert resolve_column("bubble_fraction") == "metrics.bubble_fraction"
 
 
 @pytest.mark.parametrize("name", ["speedup", "efficiency", "predicted_step_time_s", "prediction_error"])
@@ -208,20 +206,20 @@ def test_conditions_do_not_read_what_is_made_of_the_chosen(name: str) -> None:
 def test_options_are_keys() -> None:
     options: tuple[dict[str, Any], ...] = ({"bucket_mb": 5}, {"bucket_mb": 25}, {"stages": [2, 1, 1]}, {})
     frame = collected_frame([entry(100 + number, options=one) for number, one in enumerate(options)])
-    view = grouped_view(frame, question(by="options.bucket_mb"), "t")
+    view = pivot_view(frame, parse_table_request(by="options.bucket_mb"), "t")
     assert [row[0] for row in view.raw] == [5, 25, None]
     assert view.cells[2] == ["", "102 ms ~2", "78.1 ~2", "2"]
-    across = grouped_view(frame, question(by="strategy", pivot="options.stages", metrics="step_time_s"), "t")
+    across = pivot_view(frame, parse_table_request(by="strategy", pivot="options.stages", metrics="step_time_s"), "t")
     assert [column.heading for column in across.columns[1:]] == ["options.stages [2, 1, 1]", "options.stages None"]
 
 
 def test_warnings_are_marked_where_they_belong() -> None:
     noisy = "noise above 10%: 12.1% of the median; more steps narrow it"
     frame = collected_frame([entry(100, warnings=[noisy]), entry(200, strategy="zero1"), entry(300, nodes=2)])
-    view = grouped_view(frame, question(by="strategy", pivot="nodes", metrics="samples_per_s,compute_s"), "t")
+    view = pivot_view(frame, parse_table_request(by="strategy", pivot="nodes", metrics="samples_per_s,compute_s"), "t")
     assert [row[2:] for row in view.cells] == [["80.0 *a", "53.3"], ["75.0 ms", "225 ms"], ["40.0", ""], ["150 ms", ""]]
     assert text(view).splitlines()[-1] == f"*a: {noisy}"[:79]
-    plain = grouped_view(frame, question(by="strategy"), "t")
+    plain = pivot_view(frame, parse_table_request(by="strategy"), "t")
     assert [row[1] for row in plain.cells] == ["200 ms ~2 *a", "200 [180 220] ms"]
 
 
@@ -269,7 +267,7 @@ def test_files_hold_figures_and_documents_texts(tmp_path: Path) -> None:
 def test_a_hostile_name_is_text_everywhere(tmp_path: Path) -> None:
     evil = "=HYPERLINK(1)|<script>\\input{x}\x1b[2J"
     frame = collected_frame([entry(100, model=evil)])
-    view = grouped_view(frame, question(by="model"), evil)
+    view = pivot_view(frame, parse_table_request(by="model"), evil)
     for ending in ("md", "tex", "xlsx"):
         write_view(view, tmp_path / f"t.{ending}")
     assert "\x1b" not in text(view)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.report.live import live_lines
-from hpcbench.submit.watch import ArrayLook, FailedRun, Shape, Snapshot, Timed
+from hpcbench.report.live_screen import live_screen_lines
+from hpcbench.submit.watcher import ArrayShape, ArraySnapshot, FailedRun, SweepSnapshot, TimedRun
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 NOW = 1_800_000_000.0
@@ -25,23 +25,23 @@ def _utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def timed(runs: int, took_s: float, last_unix_s: float) -> tuple[Timed, ...]:
+def timed(runs: int, took_s: float, last_unix_s: float) -> tuple[TimedRun, ...]:
     """One ended every minute; every third took four seconds longer, the last one failed."""
     ends = [(last_unix_s - 60 * back, back) for back in reversed(range(runs))]
-    return tuple(Timed(end - took_s - 4 * (back % 3 == 1), end, back != 0) for end, back in ends)
+    return tuple(TimedRun(end - took_s - 4 * (back % 3 == 1), end, back != 0) for end, back in ends)
 
 
-def busy() -> Snapshot:
-    gpu = Shape(2, 8, "gpu")
-    return Snapshot(
+def busy() -> SweepSnapshot:
+    gpu = ArrayShape(2, 8, "gpu")
+    return SweepSnapshot(
         sweep="box",
         cluster="slurmbox",
         now_unix_s=NOW,
         arrays=(
-            ArrayLook(
-                name="box-0001/0", job_id="4711", shape=Shape(1, 1), counts={"ok": 12}, timed=timed(12, 70, NOW - 1800)
+            ArraySnapshot(
+                name="box-0001/0", job_id="4711", shape=ArrayShape(1, 1), counts={"ok": 12}, timed=timed(12, 70, NOW - 1800)
             ),
-            ArrayLook(
+            ArraySnapshot(
                 name="box-0001/1",
                 job_id="4712",
                 shape=gpu,
@@ -49,8 +49,8 @@ def busy() -> Snapshot:
                 timed=timed(24, 95, NOW - 20),
                 running_since_unix_s=(NOW - 10, NOW - 30, NOW - 50, NOW - 80),
             ),
-            ArrayLook(name="box-0001/2", shape=gpu, counts={"waiting": 60}),
-            ArrayLook(counts={"planned": 6}),
+            ArraySnapshot(name="box-0001/2", shape=gpu, counts={"waiting": 60}),
+            ArraySnapshot(counts={"planned": 6}),
         ),
         failures=(
             FailedRun(
@@ -69,7 +69,7 @@ def busy() -> Snapshot:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_screen_is_the_golden_one(width: int) -> None:
-    text = "".join(f"{line.plain}\n" for line in live_lines([busy()], width))
+    text = "".join(f"{line.plain}\n" for line in live_screen_lines([busy()], width))
     path = GOLDEN / f"live-{width}.txt"
     if os.environ.get("HPCBENCH_GOLDEN") == "write":
         path.write_text(text, encoding="utf-8")
@@ -78,50 +78,50 @@ def test_the_screen_is_the_golden_one(width: int) -> None:
 
 @pytest.mark.parametrize("width", [200, 80, 40, 20, 5, 1])
 def test_no_line_is_wider_than_the_terminal_and_ascii_is_ascii(width: int) -> None:
-    lines = [line.plain for line in live_lines([busy()], width, ascii_only=True)]
+    lines = [line.plain for line in live_screen_lines([busy()], width, ascii_only=True)]
     assert max(map(len, lines)) <= width
     assert "".join(lines).isascii()
 
 
 def test_equal_looks_are_equal_lines_and_a_second_changes_nothing() -> None:
-    def moved(seconds: float) -> Snapshot:
+    def moved(seconds: float) -> SweepSnapshot:
         look = busy()
-        return Snapshot(
+        return SweepSnapshot(
             sweep=look.sweep, cluster=look.cluster, now_unix_s=NOW + seconds, arrays=look.arrays,
             failures=look.failures, failed=look.failed,
         )  # fmt: skip
 
-    assert live_lines([moved(0)], 80) == live_lines([moved(0)], 80)
+    assert live_screen_lines([moved(0)], 80) == live_screen_lines([moved(0)], 80)
     differing = [
         (one.plain, other.plain)
-        for one, other in zip(live_lines([moved(0)], 80), live_lines([moved(1)], 80), strict=True)
+        for one, other in zip(live_screen_lines([moved(0)], 80), live_screen_lines([moved(1)], 80), strict=True)
         if one != other
     ]
     assert [words for words in differing if "runs an hour" not in words[0]] == []
 
 
-def lines_of(*arrays: ArrayLook, **fields: object) -> list[str]:
-    look = Snapshot(sweep="s", cluster="c", now_unix_s=NOW, arrays=arrays, **fields)  # type: ignore[arg-type]
-    return [line.plain for line in live_lines([look], 80)]
+def lines_of(*arrays: ArraySnapshot, **fields: object) -> list[str]:
+    look = SweepSnapshot(sweep="s", cluster="c", now_unix_s=NOW, arrays=arrays, **fields)  # type: ignore[arg-type]
+    return [line.plain for line in live_screen_lines([look], 80)]
 
 
 def test_what_cannot_be_told_is_not_told() -> None:
-    queued = lines_of(ArrayLook(name="s-0001/0", shape=Shape(1, 2), counts={"pending": 3}))
+    queued = lines_of(ArraySnapshot(name="s-0001/0", shape=ArrayShape(1, 2), counts={"pending": 3}))
     assert "  nothing runs now: when it will end cannot be told" in queued
-    begun = lines_of(ArrayLook(name="s-0001/0", shape=Shape(1, 2), counts={"running": 1, "pending": 3}))
+    begun = lines_of(ArraySnapshot(name="s-0001/0", shape=ArrayShape(1, 2), counts={"running": 1, "pending": 3}))
     assert "  no run has ended yet: when the last one will cannot be told" in begun
     assert not any("left" in line or "hour" in line for line in [*queued, *begun])
 
 
 def test_a_prediction_from_outside_is_used_until_runs_have_ended() -> None:
-    queued = ArrayLook(name="s-0001/0", shape=Shape(1, 2), counts={"pending": 3})
+    queued = ArraySnapshot(name="s-0001/0", shape=ArrayShape(1, 2), counts={"pending": 3})
     found = lines_of(queued, predicted_s=1800.0)
     assert ("  about 30 min left, until 08:30" in found, "    predicted" in found) == (True, True)
 
 
 def test_a_sweep_that_has_ended_is_its_counts_and_its_failures() -> None:
     failed = FailedRun("8ed186a7785cdcbe", "failed", "", "", None)
-    done = ArrayLook(name="s-0001/0", shape=Shape(1, 2), counts={"ok": 2, "failed": 1})
+    done = ArraySnapshot(name="s-0001/0", shape=ArrayShape(1, 2), counts={"ok": 2, "failed": 1})
     assert lines_of(done, failures=(failed,), failed=1) == [
         "s on c: 3 runs",
         "  2 ok, 1 failed",
@@ -133,8 +133,8 @@ def test_a_sweep_that_has_ended_is_its_counts_and_its_failures() -> None:
 
 
 def test_few_arrays_stay_in_their_order_and_of_many_the_active_ones_come_first() -> None:
-    done = [ArrayLook(name=f"s-0001/{number}", shape=Shape(1, 1), counts={"ok": 1}) for number in range(12)]
-    active = ArrayLook(name="s-0002/0", shape=Shape(1, 1), counts={"running": 1})
+    done = [ArraySnapshot(name=f"s-0001/{number}", shape=ArrayShape(1, 1), counts={"ok": 1}) for number in range(12)]
+    active = ArraySnapshot(name="s-0002/0", shape=ArrayShape(1, 1), counts={"running": 1})
     few = [line.split()[0] for line in lines_of(*done[:3], active)[2:6]]
     assert few == ["s-0001/0", "s-0001/1", "s-0001/2", "s-0002/0"]
     found = lines_of(*done, active)
@@ -144,7 +144,7 @@ def test_few_arrays_stay_in_their_order_and_of_many_the_active_ones_come_first()
 
 def test_hostile_names_steer_nothing() -> None:
     failed = FailedRun("8ed186a7785cdcbe", "failed", "[red]x[/] \x1b[2J on 2 ranks", "\x1b]0;title\x07 no", NOW)
-    array = ArrayLook(name="s-0001/0", shape=Shape(1, 1, "\x1b[31mgpu"), counts={"running": 1, "failed": 1})
+    array = ArraySnapshot(name="s-0001/0", shape=ArrayShape(1, 1, "\x1b[31mgpu"), counts={"running": 1, "failed": 1})
     text = "\n".join(lines_of(array, failures=(failed,), failed=1))
     assert "\x1b" not in text
     assert "\x07" not in text

@@ -9,11 +9,11 @@ import pytest
 
 import hpcbench
 from benchmarks.results_tree import write_results
-from hpcbench.config.spec import RunSpec, config_id, run_id
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.errors import ConfigError
-from hpcbench.report.load import load
+from hpcbench.report.load_results import load
+from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import RunResult
-from hpcbench.results.store import ClusterTree, ResultsTree
 
 
 def put(tree: Path, cluster: str, **options: bool | float | str) -> None:

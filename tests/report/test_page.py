@@ -16,21 +16,31 @@ import tomli
 from click.testing import CliRunner, Result
 
 from hpcbench.cli.main import cli
-from hpcbench.config.expand import Excluded, expand
-from hpcbench.config.load import load_sweep
-from hpcbench.config.spec import RunSpec, run_id
+from hpcbench.config.run_spec import RunSpec, run_id
+from hpcbench.config.sweep_expansion import ExcludedPoint, expand_sweep
+from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import ConfigError
-from hpcbench.parallel.resolve import Dropped, Limits, resolve
-from hpcbench.report.marks import Marks
-from hpcbench.report.page.build import Subject
-from hpcbench.report.page.build import page as page_of
-from hpcbench.report.page.grid import MOST_ROWS, Cell, Grid, grid
-from hpcbench.report.page.provenance import environments_grid, runs_grid, sampled
-from hpcbench.report.page.render import TEMPLATES
-from hpcbench.report.page.reproduce import commands, sweep_text
-from hpcbench.report.page.results import results_grid, warnings_grid
-from hpcbench.report.rows import rows_of
-from hpcbench.results.schema import Failure
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.report.configurations import rows_from_frame
+from hpcbench.report.html.page_elements import (
+    MAX_HTML_ROWS,
+    HtmlCell,
+    HtmlTable,
+    make_html_table,
+    results_html_table,
+    warnings_html_table,
+)
+from hpcbench.report.html.page_provenance import (
+    environments_html_table,
+    reproducing_commands,
+    reproducing_sweep_toml,
+    runs_html_table,
+    sample_runs,
+)
+from hpcbench.report.html.report_page import TEMPLATE_FOLDER, ReportRequest
+from hpcbench.report.html.report_page import report_html as page_of
+from hpcbench.report.table_model import WarningFootnotes
+from hpcbench.results.schema import FailureRecord
 from tests.report import planted
 from tests.report.planted import launch, launches
 
@@ -116,7 +126,7 @@ def test_nothing_leads_out_of_it(page: str) -> None:
             address = attributes.get(name)
             assert address is None or address.startswith(("#", "data:")), (tag, address)
         assert not [name for name in attributes if name.startswith("on") or name == "style"], (tag, attributes)
-    style = (TEMPLATES / "style.css").read_text()
+    style = (TEMPLATE_FOLDER / "style.css").read_text()
     assert "url(" not in style
     assert "@import" not in style
 
@@ -166,7 +176,7 @@ def contrast(one: str, other: str) -> float:
 
 def test_all_text_stands_out() -> None:
     assert contrast("#ffffff", "#767676") == pytest.approx(4.54, abs=0.01)
-    style = (TEMPLATES / "style.css").read_text()
+    style = (TEMPLATE_FOLDER / "style.css").read_text()
     themes = [
         dict(re.findall(r"--(\w+): (#\w{6})", block)) for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     ]
@@ -180,7 +190,7 @@ def test_all_text_stands_out() -> None:
 
 
 def test_whatever_results_say_stays_text(tmp_path: Path) -> None:
-    error = Failure(type=EVIL, message=EVIL, hint=EVIL)
+    error = FailureRecord(type=EVIL, message=EVIL, hint=EVIL)
     results = [
         *launches(
             0.1, 2, strategy="single", model=EVIL, dataset=EVIL, warnings=[EVIL], digest=EVIL, options={EVIL: EVIL}
@@ -204,20 +214,20 @@ def test_whatever_results_say_stays_text(tmp_path: Path) -> None:
         assert "\u202e" not in svg
 
 
-def texts(found: Grid) -> list[list[str]]:
+def texts(found: HtmlTable) -> list[list[str]]:
     return [[one.text for one in row] for row in found.rows]
 
 
 def test_warnings_are_letters_that_are_explained() -> None:
     noise = ["noise above 10%: much", "drift above 5%: more"]
-    rows = rows_of(
+    rows = rows_from_frame(
         planted.frame_of([*launches(0.1, 1, warnings=noise), *launches(0.1, 1, nodes=2, warnings=noise[1:])])
     )
-    marks = Marks(rows)
-    found = results_grid(rows, {}, marks)
+    marks = WarningFootnotes(rows)
+    found = results_html_table(rows, {}, marks)
     (place,) = [number for number, column in enumerate(found.columns) if column.name == "warnings"]
     assert [line[place] for line in texts(found)] == ["a,b", "b"]
-    explained = warnings_grid(rows, marks)
+    explained = warnings_html_table(rows, marks)
     assert explained is not None
     assert [line[:3] for line in texts(explained)] == [["a", "1", noise[0]], ["b", "2", noise[1]]]
 
@@ -228,34 +238,34 @@ def test_provenance_is_grouped() -> None:
         one.provenance = {"hosts": [f"n{number}", "n7"], "torch": "2.13.0", "memory_bytes": 2**34, "cores": 4}
     results[2].provenance = {"torch": "2.12.0", "job": {"partition": "gpu"}, "packages": {"numpy": "2.4"}}
     frame = planted.frame_of(results)
-    assert texts(runs_grid(frame)) == [
+    assert texts(runs_html_table(frame)) == [
         ["c", "planted", "e1", "3", "2", "1 oom"], ["c", "planted", "e2", "1", "1", ""],
     ]  # fmt: skip
-    found = environments_grid(results, len(results))
+    found = environments_html_table(results, len(results))
     assert found is not None
     assert [column.heading for column in found.columns] == ["fact", "c e1", "c e2"]
     assert texts(found) == [
         ["hosts", "n0, n7 and n1", ""], ["logical cores", "4", ""], ["memory of a host", "16.0 GiB", ""],
         ["partition", "", "gpu"], ["torch", "2.13.0", "2.12.0"], ["packages", "", "numpy 2.4"],
     ]  # fmt: skip
-    assert len(sampled(frame)) == 4
+    assert len(sample_runs(frame)) == 4
 
 
 def test_predictions_have_a_place() -> None:
     predicted = polars.DataFrame({"strategy": ["ddp"], "predicted": [0.09], "measured": [0.1]})
     frame = planted.frame_of(launches(0.1, 1))
-    parts = Parts(page_of(frame, Subject("t", ["t"], predicted=predicted)))
+    parts = Parts(page_of(frame, ReportRequest("t", ["t"], predicted=predicted)))
     assert "Predicted and measured" in [text.strip() for text in parts.texts["h2"]]
     cells = [text.strip() for text in parts.texts["td"]]
     place = cells.index("90.0 ms")
     assert cells[place - 1 : place + 2] == ["ddp", "90.0 ms", "100 ms"]
     assert "plot-predicted" in [one["id"] for one in parts.named("figure")]
-    assert "plot-predicted" not in page_of(frame, Subject("t", ["t"]))
+    assert "plot-predicted" not in page_of(frame, ReportRequest("t", ["t"]))
 
 
 def test_without_the_plots_package_the_rest_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    text = page_of(planted.frame_of(launches(0.1)), Subject("t", ["t"]))
+    text = page_of(planted.frame_of(launches(0.1)), ReportRequest("t", ["t"]))
     assert "no plots: plots as files need the package vl-convert-python; install it with: pip install" in text
     parts = Parts(text)
     assert (len(parts.named("figure")), len(parts.named("script"))) == (0, 1)
@@ -263,15 +273,15 @@ def test_without_the_plots_package_the_rest_is_there(monkeypatch: pytest.MonkeyP
 
 
 def test_a_large_tree_is_cut_and_says_so() -> None:
-    rows = [[number, "x"] for number in range(MOST_ROWS + 5)]
-    found = grid("t", "many", ["number", "word"], rows)
-    assert len(found.rows) == MOST_ROWS
-    assert found.notes == [f"the first {MOST_ROWS} of {MOST_ROWS + 5} rows; `hpcbench table --out` writes all"]
+    rows = [[number, "x"] for number in range(MAX_HTML_ROWS + 5)]
+    found = make_html_table("t", "many", ["number", "word"], rows)
+    assert len(found.rows) == MAX_HTML_ROWS
+    assert found.notes == [f"the first {MAX_HTML_ROWS} of {MAX_HTML_ROWS + 5} rows; `hpcbench table --out` writes all"]
 
 
 def test_tables_show_units_and_sort_by_figures() -> None:
     rows: list[list[Any]] = [[4, 0.012, 3 * 2**30, None], [16, 0.0012, 2**20, None], [8, None, None, None]]
-    found = grid(
+    found = make_html_table(
         "t",
         "c",
         ["spec.nodes", "metrics.step_time_s.median", "metrics.peak_memory_bytes", "metrics.mfu"],
@@ -280,8 +290,8 @@ def test_tables_show_units_and_sort_by_figures() -> None:
     )
     assert [column.heading for column in found.columns] == ["nodes", "step time", "peak memory"]
     assert found.columns[0].choices == ("4", "8", "16")
-    assert found.rows[0] == [Cell("4", "4"), Cell("12.0 ms", "0.012"), Cell("3.0 GiB", str(3 * 2**30))]
-    assert found.rows[2][1] == Cell("")
+    assert found.rows[0] == [HtmlCell("4", "4"), HtmlCell("12.0 ms", "0.012"), HtmlCell("3.0 GiB", str(3 * 2**30))]
+    assert found.rows[2][1] == HtmlCell("")
 
 
 def test_the_sweep_of_a_page_has_its_very_runs(tmp_path: Path) -> None:
@@ -290,25 +300,25 @@ def test_the_sweep_of_a_page_has_its_very_runs(tmp_path: Path) -> None:
         RunSpec(model="resnet18", dataset="digits", strategy="ddp", batch_size=8, tasks_per_node=2, dp_degree=2),
         RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=8, env={"A": 'x "y" \\ \n'}, compile=True),
     ]  # fmt: skip
-    text = sweep_text(specs, repeats=2)
+    text = reproducing_sweep_toml(specs, repeats=2)
     assert text is not None
     path = tmp_path / "again.toml"
     path.write_text(text)
     runs = {
-        found.reason if isinstance(found, Dropped) else run_id(found)
-        for point in expand(load_sweep(path)) if not isinstance(point, Excluded)
-        for found in [resolve(point, Limits("any"))]
+        found.reason if isinstance(found, InfeasiblePoint) else run_id(found)
+        for point in expand_sweep(load_sweep(path)) if not isinstance(point, ExcludedPoint)
+        for found in [resolve_point(point, PartitionLimits("any"))]
     }  # fmt: skip
     assert {run_id(one) for one in specs} <= runs
     assert len(runs) == 6
-    one = sweep_text(specs[:1], repeats=1)
+    one = reproducing_sweep_toml(specs[:1], repeats=1)
     assert one is not None
     assert tomli.loads(one)["fixed"]["options"] == {"bucket_cap_mb": 10.0}
-    assert sweep_text([], repeats=1) is None
+    assert reproducing_sweep_toml([], repeats=1) is None
 
 
 def test_commands_are_quoted() -> None:
-    assert commands(["a b"], ["c"], "nodes == 4", has_sweep=True) == [
+    assert reproducing_commands(["a b"], ["c"], "nodes == 4", has_sweep=True) == [
         "hpcbench report 'a b' --where 'nodes == 4' --out report.html",
         "hpcbench submit again.toml --cluster c",
         "hpcbench report again --where 'nodes == 4' --out report.html",

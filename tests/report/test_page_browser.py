@@ -16,7 +16,7 @@ from selenium.webdriver.support.ui import Select, WebDriverWait
 from benchmarks.planted_results import write_planted
 from benchmarks.results_tree import write_results
 from hpcbench.cli.main import cli
-from hpcbench.report.plots.catalog import PLOTS
+from hpcbench.report.plots.plotting import PLOTS
 from tests.browser import Browser, browsers
 from tests.report import planted
 from tests.report.planted import launches

@@ -12,18 +12,16 @@ import pytest
 
 from benchmarks.planted_results import write_planted
 from hpcbench.errors import ConfigError
-from hpcbench.report.groups import chosen
-from hpcbench.report.load import gather
-from hpcbench.report.names import Condition
-from hpcbench.report.plots.catalog import PLOTS, columns_of, draw
-from hpcbench.report.plots.picture import Asked, Picture
-from hpcbench.report.plots.save import validated
-from hpcbench.report.plots.scales import Axis
-from hpcbench.report.plots.spans import COLUMNS, Spans
-from hpcbench.report.whole import whole_results
-from hpcbench.results.columns import collected_frame
+from hpcbench.report.column_names import Condition
+from hpcbench.report.configurations import filter_launches
+from hpcbench.report.load_results import full_results, load_frame
+from hpcbench.report.plots.gantt_chart import SPAN_COLUMNS, GanttChart
+from hpcbench.report.plots.plot_model import Plot, PlotRequest
+from hpcbench.report.plots.plotting import PLOTS, draw_plot, plot_columns, validated_specification
+from hpcbench.report.plots.theme import PlotAxis
+from hpcbench.results.frame import collected_frame
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult
-from hpcbench.results.store import ResultsTree
 from tests.report.test_grouped import entry, planted
 
 DDP, FSDP = ("ddp", 16), ("fsdp", 16)
@@ -36,18 +34,20 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> ResultsTree:
     return ResultsTree(root)
 
 
-def picture(tree: ResultsTree, name: str, where: str = "", by: Sequence[str] = (), **asked: Any) -> Picture:
+def picture(tree: ResultsTree, name: str, where: str = "", by: Sequence[str] = (), **asked: Any) -> Plot:
     """As the command draws it, from no more than the columns that the kind names."""
     condition = Condition(where, "--where") if where else None
-    columns = [*columns_of(name), *by, *(condition.columns if condition else [])]
+    columns = [*plot_columns(name), *by, *(condition.columns if condition else [])]
 
     def whole(wanted: Sequence[tuple[str, str]]) -> list[RunResult]:
-        return whole_results(tree, [], None, wanted)
+        return full_results(tree, [], None, wanted)
 
-    return draw(name, chosen(gather(tree, [], None, columns), condition), Asked(tuple(by), whole, **asked))
+    return draw_plot(
+        name, filter_launches(load_frame(tree, [], None, columns), condition), PlotRequest(tuple(by), whole, **asked)
+    )
 
 
-def values(found: Picture, *names: str, **where: Any) -> list[tuple[Any, ...]]:
+def values(found: Plot, *names: str, **where: Any) -> list[tuple[Any, ...]]:
     rows = [row for row in found.rows if all(row[key] == value for key, value in where.items())]
     return [tuple(round(row[name], 4) if isinstance(row[name], float) else row[name] for name in names) for row in rows]
 
@@ -107,20 +107,20 @@ def test_predicted_lines_cross_instead_of_measured_ones(tree: ResultsTree) -> No
     # Straight in log-log scales: 0.1 x^(1/5) is 0.14.
     assert values(found, "series", "x", "y", role="crossing") == [("fsdp", round(1.4**5, 4), 0.14)]
     assert len(values(found, "x", role="measured")) == 16
-    alone = draw("scaling", collected_frame([]), Asked(predicted=polars.DataFrame(rows)))
+    alone = draw_plot("scaling", collected_frame([]), PlotRequest(predicted=polars.DataFrame(rows)))
     assert len(alone.rows) == 5
     assert "8192" not in alone.alt
-    several = draw("scaling", planted(), Asked(predicted=polars.DataFrame(rows)))
+    several = draw_plot("scaling", planted(), PlotRequest(predicted=polars.DataFrame(rows)))
     assert not values(several, "x", role="predicted")
     assert any("predictions are not drawn" in note for note in several.notes)
 
 
 def test_lines_that_take_different_batches_are_no_race(tree: ResultsTree) -> None:
     frame = collected_frame([entry(100, nodes=2), entry(110, nodes=2, strategy="zero1")])
-    same = draw("scaling", frame)
+    same = draw_plot("scaling", frame)
     assert not any("throughput compares them" in note for note in same.notes)
     other = entry(110, strategy="gpipe", tasks_per_node=2)
-    unequal = draw("scaling", collected_frame([entry(100, nodes=2), other]))
+    unequal = draw_plot("scaling", collected_frame([entry(100, nodes=2), other]))
     assert any("throughput compares them" in note for note in unequal.notes)
 
 
@@ -152,13 +152,13 @@ def test_memory(tree: ResultsTree) -> None:
     ]  # fmt: skip
     assert values(found, "row", "note", role="lost") == [("filter, 2 devices, batch 32", "out of memory")]
     assert found.alt.endswith("Out of memory: filter, 2 devices, batch 32.")
-    frame = gather(tree, [], None, columns_of("memory"))
-    assert "the fullest rank alone: single ranks were not read" in draw("memory", frame).notes
+    frame = load_frame(tree, [], None, plot_columns("memory"))
+    assert "the fullest rank alone: single ranks were not read" in draw_plot("memory", frame).notes
 
 
 def test_distribution_is_of_the_steps_that_count(tree: ResultsTree) -> None:
     found = picture(tree, "distribution", "strategy == 'ddp' and nodes == 4")
-    steps = sorted(time for one in whole_results(tree, [], None, _ids(tree, "ddp", 16)) for time in one.step_times_s)
+    steps = sorted(time for one in full_results(tree, [], None, _ids(tree, "ddp", 16)) for time in one.step_times_s)
     assert len(steps) == 72
     (box,) = values(found, "low", "median", "high", role="box")
     series = polars.Series(steps)
@@ -170,7 +170,7 @@ def test_distribution_is_of_the_steps_that_count(tree: ResultsTree) -> None:
 
 
 def _ids(tree: ResultsTree, strategy: str, devices: int) -> list[tuple[str, str]]:
-    frame = gather(tree, [], None, ["cluster", "run_id", "spec.strategy", "spec.dp_degree"])
+    frame = load_frame(tree, [], None, ["cluster", "run_id", "spec.strategy", "spec.dp_degree"])
     mine = frame.filter((frame["spec.strategy"] == strategy) & (frame["spec.dp_degree"] == devices))
     return list(mine["cluster", "run_id"].iter_rows())
 
@@ -192,11 +192,11 @@ def test_timeline(tree: ResultsTree) -> None:
 
 def test_colours_mean_the_same_in_timelines_of_other_actions() -> None:
     rows = [
-        dict(zip(COLUMNS, (run, "measured", 0, kind, kind, 0, 0, float(place), place + 1.0), strict=True))
+        dict(zip(SPAN_COLUMNS, (run, "measured", 0, kind, kind, 0, 0, float(place), place + 1.0), strict=True))
         for run, kinds in {"1f1b": "FB", "zero_bubble": "FIW"}.items()
         for place, kind in enumerate(kinds)
     ]
-    spans = Spans({"1f1b": Axis("time"), "zero_bubble": Axis("time")})
+    spans = GanttChart({"1f1b": PlotAxis("time"), "zero_bubble": PlotAxis("time")})
     drawn = spans.vega(polars.DataFrame(rows))["vconcat"]
     one, other = (run["spec"]["layer"][0]["encoding"]["color"]["scale"] for run in drawn)
     assert one == other
@@ -212,7 +212,7 @@ def test_predicted_over_measured(tree: ResultsTree) -> None:
     band = [row for row in found.rows if row["role"] == "band"]
     assert [(row["low"] / row["x"], row["high"] / row["x"]) for row in band] == [pytest.approx((0.9, 1.1))] * 2
     given = polars.DataFrame({"strategy": ["ddp", "ddp"], "predicted": [1.0, 2.0], "measured": [1.05, 4.0]})
-    found = draw("predicted", collected_frame([]), Asked(predicted=given))
+    found = draw_plot("predicted", collected_frame([]), PlotRequest(predicted=given))
     assert "1 of 2 configurations predicted within 10%" in found.alt
     assert values(found, "x", "y", role="measured") == [(1.0, 1.05), (2.0, 4.0)]
 
@@ -230,7 +230,7 @@ def test_energy_is_per_sample(tree: ResultsTree) -> None:
 def test_a_specification_is_valid_and_fetches_nothing(tree: ResultsTree, name: str) -> None:
     found = picture(tree, name)
     specification = found.specification
-    assert validated(specification)["$schema"].endswith(".json")
+    assert validated_specification(specification)["$schema"].endswith(".json")
     text = json.dumps(specification)
     assert "http" not in text
     assert '"url"' not in text
@@ -248,7 +248,7 @@ EMPTY: dict[str, Any] = {
 @pytest.mark.parametrize("entries", EMPTY.values(), ids=EMPTY.keys())
 @pytest.mark.parametrize("name", [name for name in PLOTS if name != "predicted"])
 def test_nothing_to_draw_says_why(name: str, entries: tuple[Any, str]) -> None:
-    found = draw(name, collected_frame(entries[0]).select(columns_of(name)))
+    found = draw_plot(name, collected_frame(entries[0]).select(plot_columns(name)))
     assert (found.drawing, found.specification, found.rows, found.nothing) == (None, {}, [], entries[1])
 
 
@@ -264,14 +264,14 @@ NEEDED = {
 
 @pytest.mark.parametrize("name", PLOTS)
 def test_one_run_is_drawn_or_lacks_what_is_said(name: str) -> None:
-    found = draw(name, collected_frame([entry(100)]))
+    found = draw_plot(name, collected_frame([entry(100)]))
     assert found.nothing == NEEDED[name]
     if not found.nothing:
-        validated(found.specification)
+        validated_specification(found.specification)
 
 
 def test_workloads_are_panels_and_intervals_say_what_they_are() -> None:
-    found = draw("throughput", planted())
+    found = draw_plot("throughput", planted())
     assert list(dict.fromkeys(row["panel"] for row in found.rows)) == [
         "resnet18, batch 8 per replica", "vgg11, batch 4 per replica", "vgg11, batch 8 per replica",
         "vgg11, batch 16 per replica",
@@ -300,23 +300,23 @@ def test_rows_of_two_clusters_are_counted_and_drawn_apart(tmp_path: Path) -> Non
 def test_parameters_tell_lines_apart_when_asked() -> None:
     entries = [entry(ms, nodes=2, options={"bucket_mb": size}) for ms, size in ((100, 1), (90, 25))]
     frame = collected_frame(entries)
-    (point,) = [row for row in draw("throughput", frame).rows if row["role"] == "measured"]
+    (point,) = [row for row in draw_plot("throughput", frame).rows if row["role"] == "measured"]
     assert point["y"] == pytest.approx(16 / 0.09)
-    assert any("1 slower ones are not drawn" in note for note in draw("throughput", frame).notes)
-    found = draw("throughput", frame, Asked(("spec.options.bucket_mb",)))
+    assert any("1 slower ones are not drawn" in note for note in draw_plot("throughput", frame).notes)
+    found = draw_plot("throughput", frame, PlotRequest(("spec.options.bucket_mb",)))
     assert [row["series"] for row in found.rows] == ["bucket_mb 1", "bucket_mb 25"]
     for column in ("metrics.accuracy", "run_id", "warnings", "speedup"):
         with pytest.raises(ConfigError, match="it tells no lines apart"):
-            draw("throughput", frame, Asked((column,)))
+            draw_plot("throughput", frame, PlotRequest((column,)))
     for column in ("devices", "sweep", "spec.options", "environment_digest", "spec.compile"):
-        assert draw("throughput", frame, Asked((column,))).rows
+        assert draw_plot("throughput", frame, PlotRequest((column,))).rows
 
 
 def test_a_hybrid_is_one_line_however_large_it_is() -> None:
     hybrids = [
         entry(100, strategy="filter", nodes=nodes, tasks_per_node=2, tp_degree=2) for nodes in (2, 4)
     ]  # fmt: skip
-    found = draw("throughput", collected_frame(hybrids))
+    found = draw_plot("throughput", collected_frame(hybrids))
     assert [(row["series"], row["label"], row["x"]) for row in found.rows] == [
         ("filter dp tp", "filter dp2 tp2", 4.0), ("filter dp tp", "filter dp4 tp2", 8.0),
     ]  # fmt: skip
@@ -326,10 +326,10 @@ def test_no_more_is_drawn_than_can_be_told_apart() -> None:
     entries = [
         entry(100, model=f"m{number}", nodes=nodes) for number in range(12) for nodes in (1, 2)[: 1 + number % 2]
     ]
-    found = draw("throughput", collected_frame(entries))
+    found = draw_plot("throughput", collected_frame(entries))
     assert len({row["panel"] for row in found.rows}) == 9
     assert "the 9 panels with most points of 12; others can be chosen with --where" in found.notes
     lines = [entry(100, strategy=f"s{number}") for number in range(14)]
-    found = draw("scaling", collected_frame(lines))
+    found = draw_plot("scaling", collected_frame(lines))
     assert len(found.rows) == 12
     assert "the 12 lines with most points of 14; others can be chosen with --where" in found.notes

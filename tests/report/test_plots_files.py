@@ -13,12 +13,11 @@ from click.testing import CliRunner, Result
 
 from benchmarks.planted_results import write_planted
 from hpcbench.cli.main import cli
-from hpcbench.config.spec import as_dict, config_id, run_id
+from hpcbench.config.run_spec import config_id, run_id, spec_document
 from hpcbench.errors import ConfigError
-from hpcbench.report.plots.catalog import PLOTS, draw
-from hpcbench.report.plots.picture import Asked
-from hpcbench.report.plots.save import encoded, save
-from hpcbench.results.columns import collected_frame
+from hpcbench.report.plots.plot_model import PlotRequest
+from hpcbench.report.plots.plotting import PLOTS, draw_plot, encode_plot, save_plot
+from hpcbench.results.frame import collected_frame
 from tests.cli.test_hostile import CONTROL, EVIL, SPEC, STRANGE
 from tests.report.test_grouped import entry, planted
 
@@ -86,7 +85,7 @@ def test_kinds_are_listed_and_drawn_in_the_terminal(tree: Path) -> None:
 
 
 def test_single_steps_are_read_of_what_is_drawn_alone(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpcbench.results.store import ClusterTree
+    from hpcbench.results.results_tree import ClusterTree
 
     read: list[str] = []
     real = ClusterTree.read_result
@@ -128,8 +127,8 @@ NAMES = [
 
 def test_names_come_out_as_text(tmp_path: Path) -> None:
     entries = [entry(100 + place, model=name, strategy=name) for place, name in enumerate(NAMES)]
-    picture = draw("throughput", collected_frame(entries))
-    save(picture, tmp_path / "x.svg")
+    picture = draw_plot("throughput", collected_frame(entries))
+    save_plot(picture, tmp_path / "x.svg")
     drawn = (tmp_path / "x.svg").read_text(encoding="utf-8")
     assert CONTROL.findall(drawn) == []
     image = xml.etree.ElementTree.fromstring(drawn)
@@ -138,7 +137,7 @@ def test_names_come_out_as_text(tmp_path: Path) -> None:
     for name in NAMES[:4]:
         assert name in words
     assert max(map(len, words)) < 200
-    page = encoded(picture, ".html").decode()
+    page = encode_plot(picture, ".html").decode()
     assert page.count("</script>") == 2
     assert "window.hacked = 1\\u003c/script>" in page
     assert CONTROL.findall(page.rpartition("<script>")[2]) == []
@@ -157,7 +156,7 @@ def test_strange_results_end_no_plot(data: dict[str, Any], tmp_path: Path) -> No
         "compute_s": 1e308, "comm_s": -1.0, "exposed_comm_s": 1e308, "bubble_fraction": 7.0, "energy_j": -1.0,
         "energy_source": EVIL, **other.get("metrics", {}),
     }  # fmt: skip
-    spec = {**as_dict(SPEC), **other["spec"], "options": {"balance": "measured", EVIL: EVIL}}
+    spec = {**spec_document(SPEC), **other["spec"], "options": {"balance": "measured", EVIL: EVIL}}
     path = tmp_path / "results" / "local" / "runs" / ident[:2] / ident / "result.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({**other, **extra, "metrics": metrics, "spec": spec}))
@@ -169,5 +168,5 @@ def test_strange_results_end_no_plot(data: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_two_pictures_of_the_same_results_are_the_same() -> None:
-    one, other = (encoded(draw("throughput", planted(), Asked()), ".svg") for _ in range(2))
+    one, other = (encode_plot(draw_plot("throughput", planted(), PlotRequest()), ".svg") for _ in range(2))
     assert one == other

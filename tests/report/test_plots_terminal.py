@@ -12,17 +12,15 @@ import pytest
 from rich.console import Console
 
 from benchmarks.planted_results import write_planted
-from hpcbench.report.groups import chosen
-from hpcbench.report.load import gather
-from hpcbench.report.names import Condition
-from hpcbench.report.plots.catalog import PLOTS, draw
-from hpcbench.report.plots.picture import Asked, Picture
-from hpcbench.report.plots.scales import axis, log_ticks, number, ticks
-from hpcbench.report.plots.terminal import TerminalPicture
-from hpcbench.report.whole import whole_results
-from hpcbench.results.columns import collected_frame
+from hpcbench.report.column_names import Condition
+from hpcbench.report.configurations import filter_launches
+from hpcbench.report.load_results import full_results, load_frame
+from hpcbench.report.plots.plot_model import Plot, PlotRequest
+from hpcbench.report.plots.plotting import PLOTS, TerminalPlot, draw_plot
+from hpcbench.report.plots.theme import format_tick, linear_ticks, log_ticks, make_axis
+from hpcbench.results.frame import collected_frame
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult
-from hpcbench.results.store import ResultsTree
 from tests.report.test_grouped import entry, planted
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
@@ -35,30 +33,30 @@ SHOWN = {
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Picture]:
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> list[Plot]:
     root = tmp_path_factory.mktemp("plots")
     write_planted(root / "made-up")
     tree = ResultsTree(root)
 
     def whole(wanted: Sequence[tuple[str, str]]) -> list[RunResult]:
-        return whole_results(tree, [], None, wanted)
+        return full_results(tree, [], None, wanted)
 
-    frame = gather(tree, [])
+    frame = load_frame(tree, [])
     return [
-        draw(name, chosen(frame, Condition(where, "")), Asked((), whole)) for name, where in SHOWN.items()
+        draw_plot(name, filter_launches(frame, Condition(where, "")), PlotRequest((), whole)) for name, where in SHOWN.items()
     ]  # fmt: skip
 
 
-def text(picture: Picture, width: int, encoding: str) -> str:
+def text(picture: Plot, width: int, encoding: str) -> str:
     out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    Console(file=out, width=width, highlight=False, markup=False).print(TerminalPicture(picture))
+    Console(file=out, width=width, highlight=False, markup=False).print(TerminalPlot(picture))
     out.flush()
     written = out.buffer.getvalue().decode(encoding)
     return "\n".join(line.rstrip() for line in written.splitlines()) + "\n"
 
 
 @pytest.mark.parametrize(("width", "encoding"), [(80, "utf-8"), (40, "ascii")])
-def test_golden(pictures: list[Picture], width: int, encoding: str) -> None:
+def test_golden(pictures: list[Plot], width: int, encoding: str) -> None:
     assert set(SHOWN) == set(PLOTS)
     shown = "\n".join(text(one, width, encoding) for one in pictures)
     path = GOLDEN / f"plots-{width}.txt"
@@ -68,13 +66,13 @@ def test_golden(pictures: list[Picture], width: int, encoding: str) -> None:
     assert max(map(len, shown.splitlines())) <= width
 
 
-def test_the_narrowest_terminal_still_shows_something(pictures: list[Picture]) -> None:
+def test_the_narrowest_terminal_still_shows_something(pictures: list[Plot]) -> None:
     for one in pictures:
         assert len(text(one, 24, "ascii").splitlines()) > 8
 
 
 def test_panels_follow_each_other_with_the_same_scales() -> None:
-    lines = text(draw("throughput", planted()), 80, "utf-8").splitlines()
+    lines = text(draw_plot("throughput", planted()), 80, "utf-8").splitlines()
     headings = [place for place, line in enumerate(lines) if line.startswith(("vgg11,", "resnet18,"))]
     assert [lines[place] for place in headings] == [
         "resnet18, batch 8 per replica", "vgg11, batch 4 per replica", "vgg11, batch 8 per replica",
@@ -87,12 +85,12 @@ def test_panels_follow_each_other_with_the_same_scales() -> None:
 def test_a_line_that_is_only_predicted_has_marks() -> None:
     times = {"step_time_s": [0.1, 0.2], "step_time_low_s": [0.1, 0.2], "step_time_high_s": [0.1, 0.2]}
     rows = polars.DataFrame({"strategy": ["ddp", "ddp"], "devices": [1, 2], **times})
-    shown = text(draw("scaling", collected_frame([]), Asked(predicted=rows)), 60, "ascii")
+    shown = text(draw_plot("scaling", collected_frame([]), PlotRequest(predicted=rows)), 60, "ascii")
     assert len([line for line in shown.splitlines() if "o" in line.partition("|")[2]]) == 2
 
 
 def test_nothing_to_draw_is_said() -> None:
-    assert text(draw("energy", collected_frame([entry(100)])), 80, "utf-8") == (
+    assert text(draw_plot("energy", collected_frame([entry(100)])), 80, "utf-8") == (
         "Energy per sample over devices\n"
         "nothing to draw: energy: 1 configuration ended well, but none has it measured\n"
     )
@@ -106,7 +104,7 @@ def test_nothing_to_draw_is_said() -> None:
     ],
 )  # fmt: skip
 def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(low, high) == expected
+    assert linear_ticks(low, high) == expected
 
 
 @pytest.mark.parametrize(
@@ -121,9 +119,9 @@ def test_ticks_of_logarithms(low: float, high: float, expected: list[float]) -> 
 
 
 def test_units_suit_the_figures() -> None:
-    assert axis("step time", "s", [0.0012, 0.4, None, 0.5]).heading == "step time (ms)"
-    assert axis("{}samples/s", "/s", [5e3, 7e6, 8e6], log=True) == ("M samples/s", 1e6, "", 10)
-    assert axis("{}samples/s", "/s", [50.0]).heading == "samples/s"
-    assert axis("memory", "B", [2.0**31]).heading == "memory (GiB)"
-    assert axis("memory", "B", []).shown(1536.0) == 1536
-    assert [number(value) for value in (0.1 + 0.2, 12345, 1.5e7)] == ["0.3", "12,345", "1.5e+07"]
+    assert make_axis("step time", "s", [0.0012, 0.4, None, 0.5]).heading == "step time (ms)"
+    assert make_axis("{}samples/s", "/s", [5e3, 7e6, 8e6], log=True) == ("M samples/s", 1e6, "", 10)
+    assert make_axis("{}samples/s", "/s", [50.0]).heading == "samples/s"
+    assert make_axis("memory", "B", [2.0**31]).heading == "memory (GiB)"
+    assert make_axis("memory", "B", []).shown(1536.0) == 1536
+    assert [format_tick(value) for value in (0.1 + 0.2, 12345, 1.5e7)] == ["0.3", "12,345", "1.5e+07"]

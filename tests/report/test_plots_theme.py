@@ -8,8 +8,8 @@ import pytest
 
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.report.plots import theme
-from hpcbench.report.plots.parts import PARTS
-from hpcbench.report.plots.spans import KINDS
+from hpcbench.report.plots.breakdown_plots import STEP_PARTS
+from hpcbench.report.plots.gantt_chart import ACTION_STYLES
 
 Colour = tuple[float, float, float]
 
@@ -58,7 +58,9 @@ def test_colours_are_apart_for_everybody(seen: tuple[tuple[float, ...], ...]) ->
         assert distance(one, other, seen) > 10, (one, other)
 
 
-@pytest.mark.parametrize("colours", [[one.colour for one in PARTS.values()], [KINDS[kind].colour for kind in "BFIWB"]])
+@pytest.mark.parametrize(
+    "colours", [[one.colour for one in STEP_PARTS.values()], [ACTION_STYLES[kind].colour for kind in "BFIWB"]]
+)
 def test_neighbours_in_a_bar_differ_in_lightness(colours: list[str]) -> None:
     lightness = [lab(linear(colour))[0] for colour in colours]
     assert all(abs(one - other) > 8 for one, other in itertools.pairwise(lightness)), lightness
@@ -71,29 +73,32 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_what_is_written_on_a_bar_can_be_read() -> None:
-    drawn = [*((one.colour, one.ink) for one in PARTS.values()), *((one.colour, one.ink) for one in KINDS.values())]
+    drawn = [
+        *((one.colour, one.ink) for one in STEP_PARTS.values()),
+        *((one.colour, one.ink) for one in ACTION_STYLES.values()),
+    ]
     assert [pair for pair in drawn if contrast(*pair) < 4.5] == []
 
 
 def test_every_strategy_has_a_style_of_its_own_also_in_black_and_white() -> None:
-    assert set(theme.STRATEGIES) == set(STRATEGIES)
-    without_colour = [(style.shape, tuple(style.dash)) for style in theme.STRATEGIES.values()]
+    assert set(theme.STRATEGY_STYLES) == set(STRATEGIES)
+    without_colour = [(style.shape, tuple(style.dash)) for style in theme.STRATEGY_STYLES.values()]
     assert len(set(without_colour)) == len(without_colour)
     families = (("ddp", "horovod", "zero1", "fsdp"), ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream"))
     for family in (*families, ("filter", "channel", "spatial", "tensor")):
         for place in (0, 1, 3):
-            drawn = [str(theme.STRATEGIES[name][place]) for name in family]
+            drawn = [str(theme.STRATEGY_STYLES[name][place]) for name in family]
             assert len(set(drawn)) == len(drawn), family
 
 
 def test_styles_stay_where_others_come_and_go() -> None:
-    alone = theme.styles(["fsdp"])["fsdp"]
-    assert theme.styles(["zz", "ddp", "fsdp", "filter dp tp"])["fsdp"] == alone
-    hybrid = theme.styles(["filter dp tp", "filter"])
+    alone = theme.series_styles(["fsdp"])["fsdp"]
+    assert theme.series_styles(["zz", "ddp", "fsdp", "filter dp tp"])["fsdp"] == alone
+    hybrid = theme.series_styles(["filter dp tp", "filter"])
     assert hybrid["filter dp tp"].colour == hybrid["filter"].colour
     assert (hybrid["filter"].character, hybrid["filter dp tp"].character) == ("▲", "△")
-    two = theme.styles(["1f1b dp pp", "1f1b dp tp pp"])
+    two = theme.series_styles(["1f1b dp pp", "1f1b dp tp pp"])
     assert two["1f1b dp pp"].dash != two["1f1b dp tp pp"].dash
-    assert list(theme.styles(["zz", "fsdp", "ddp"])) == ["ddp", "fsdp", "zz"]
-    many = theme.styles([f"s{number}" for number in range(20)])
+    assert list(theme.series_styles(["zz", "fsdp", "ddp"])) == ["ddp", "fsdp", "zz"]
+    many = theme.series_styles([f"s{number}" for number in range(20)])
     assert len({style[:3] for style in many.values()}) == 20

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
-from hpcbench.report.load import gather
-from hpcbench.report.names import PREDICTED
-from hpcbench.report.predicted import (
-    FIGURES,
-    compared_frame,
-    enlarged,
-    on_scales,
-    scaling_frame,
+from hpcbench.report.column_names import PREDICTED_COLUMNS
+from hpcbench.report.load_results import load_frame
+from hpcbench.report.oracle_validation import ClusterForecasts
+from hpcbench.report.prediction_frames import (
+    PREDICTION_FIELDS,
+    enlarge_spec,
+    measured_vs_predicted_frame,
+    predicted_scaling_frame,
+    specs_over_scales,
 )
-from hpcbench.report.validation import Forecasts
-from hpcbench.results.store import ResultsTree
+from hpcbench.results.results_tree import ResultsTree
 from tests.cli.test_oracle import call, planted, said
 
 
@@ -34,7 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_table_has_predictions_for_the_asking(place: Path) -> None:
-    assert {*FIGURES, "prediction_error"} == set(PREDICTED)
+    assert {*PREDICTION_FIELDS, "prediction_error"} == set(PREDICTED_COLUMNS)
     rows = said(place, "table", "--by", "strategy", "--metric", "step_time_s,predicted_step_time_s,prediction_error")[
         "rows"
     ]
@@ -51,7 +51,7 @@ def test_a_table_has_predictions_for_the_asking(place: Path) -> None:
 
 def test_points_of_the_plot_are_what_was_measured_over_what_was_said(place: Path) -> None:
     tree = ResultsTree(place / "results")
-    frame = compared_frame(gather(tree, []), Forecasts(tree))
+    frame = measured_vs_predicted_frame(load_frame(tree, []), ClusterForecasts(tree))
     ratios = {
         name: measured / predicted
         for name, predicted, measured in frame["strategy", "predicted", "measured"].iter_rows()
@@ -62,7 +62,7 @@ def test_points_of_the_plot_are_what_was_measured_over_what_was_said(place: Path
 
 def test_lines_go_on_beyond_what_was_measured(place: Path) -> None:
     tree = ResultsTree(place / "results")
-    frame = scaling_frame(gather(tree, []), Forecasts(tree))
+    frame = predicted_scaling_frame(load_frame(tree, []), ClusterForecasts(tree))
     devices = {name: part["devices"].to_list() for (name,), part in frame.group_by("strategy")}
     assert devices == {"single": [1], "ddp": [2, 4, 8, 16], "fsdp": [2, 4, 8, 16]}
     assert (frame["step_time_low_s"] < frame["step_time_s"]).all()
@@ -106,7 +106,7 @@ def spec(strategy: str, **more: Any) -> RunSpec:
     ],
 )
 def test_a_run_on_four_times_as_many_nodes(given: RunSpec, grown: dict[str, int] | None) -> None:
-    made = enlarged(given, 4)
+    made = enlarge_spec(given, 4)
     assert (made is None) == (grown is None)
     if made is not None and grown is not None:
         assert {name: getattr(made, name) for name in grown} == grown
@@ -115,7 +115,7 @@ def test_a_run_on_four_times_as_many_nodes(given: RunSpec, grown: dict[str, int]
 
 def test_strong_scaling_goes_on_as_such() -> None:
     measured = {1: spec("ddp", batch_size=64), 2: spec("ddp", batch_size=32, nodes=2, dp_degree=2)}
-    assert [(one.devices, one.batch_size) for one in on_scales(measured, 8)] == [
+    assert [(one.devices, one.batch_size) for one in specs_over_scales(measured, 8)] == [
         (1, 64),
         (2, 32),
         (4, 16),
@@ -123,7 +123,7 @@ def test_strong_scaling_goes_on_as_such() -> None:
         (16, 4),
     ]
     weak = {1: spec("ddp"), 2: spec("ddp", nodes=2, dp_degree=2)}
-    assert [(one.devices, one.batch_size) for one in on_scales(weak, 2)] == [(1, 8), (2, 8), (4, 8)]
+    assert [(one.devices, one.batch_size) for one in specs_over_scales(weak, 2)] == [(1, 8), (2, 8), (4, 8)]
 
 
 def test_a_cluster_without_a_profile_is_left_out(tmp_path: Path) -> None:

@@ -7,14 +7,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.answers import Unpriced
-from hpcbench.oracle.predict import Interval
-from hpcbench.oracle.recommend import Candidate, Recommendation, Refused
-from hpcbench.report.predictions import Predicted, interval_text, predictions, predictions_view
-from hpcbench.report.recommendation import ranking_view, refused_table, scales_view, sweep_toml
-from hpcbench.report.show import view_renderable
-from hpcbench.report.view import View
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.prediction import NotPredicted, PredictionInterval
+from hpcbench.oracle.recommend import Candidate, InfeasiblePoints, Recommendation
+from hpcbench.report.prediction_view import (
+    PredictedConfiguration,
+    interval_text,
+    predict_configurations,
+    predictions_view,
+)
+from hpcbench.report.recommendation_view import ranking_view, recommended_sweep_toml, refused_table, scales_view
+from hpcbench.report.table_model import View
+from hpcbench.report.table_output import render_view
 from tests.oracle.test_recommend import told
 
 GIB = 2**30
@@ -27,19 +31,26 @@ def spec(strategy: str, nodes: int = 1, **more: Any) -> RunSpec:
 def lines(shown: Any) -> list[str]:
     console = Console(width=80, color_system=None, highlight=False)
     with console.capture() as captured:
-        console.print(view_renderable(shown, 80) if isinstance(shown, View) else shown)
+        console.print(render_view(shown, 80) if isinstance(shown, View) else shown)
     return [line.rstrip() for line in captured.get().splitlines() if line.strip()]
 
 
 def test_a_table_of_predictions() -> None:
     fits = told(
-        0.09, 0.01, 8, peak_memory_bytes=GIB, memory_limit_bytes=2 * GIB, interval=Interval(low=0.06, high=0.17)
+        0.09,
+        0.01,
+        8,
+        peak_memory_bytes=GIB,
+        memory_limit_bytes=2 * GIB,
+        interval=PredictionInterval(low=0.06, high=0.17),
     )
     large = told(0.9, 0.0, 16, peak_memory_bytes=3 * GIB, memory_limit_bytes=2 * GIB, fits=False, bound_by="memory")
     found = [
-        Predicted(spec("single"), ["a"], fits),
-        Predicted(spec("ddp", 2, dp_degree=2), ["b", "c"], large),
-        Predicted(spec("spatial", 2, sp_degree=2), ["d"], Unpriced("the oracle has no formulas for spatial")),
+        PredictedConfiguration(spec("single"), ["a"], fits),
+        PredictedConfiguration(spec("ddp", 2, dp_degree=2), ["b", "c"], large),
+        PredictedConfiguration(
+            spec("spatial", 2, sp_degree=2), ["d"], NotPredicted("the oracle has no formulas for spatial")
+        ),
     ]
     assert lines(predictions_view(found, "tiny on here")) == [
         "tiny on here",
@@ -61,7 +72,7 @@ def test_a_table_of_predictions() -> None:
 
 def test_columns_that_a_prediction_does_not_depend_on_are_left_out() -> None:
     def headings(*specs: RunSpec) -> list[str]:
-        shown = predictions_view([Predicted(one, [str(n)], told(1.0)) for n, one in enumerate(specs)], "t")
+        shown = predictions_view([PredictedConfiguration(one, [str(n)], told(1.0)) for n, one in enumerate(specs)], "t")
         notes = [note for note in shown.notes if "alike otherwise" in note]
         return [*(column.heading for column in shown.columns if column.is_key), *notes]
 
@@ -85,7 +96,7 @@ class Told:
     """Says that a second replica does not fit, and nothing of pipelines."""
 
     def of(self, spec: RunSpec) -> Any:
-        return Unpriced("no") if spec.strategy == "gpipe" else told(1.0, fits=spec.nodes == 1)
+        return NotPredicted("no") if spec.strategy == "gpipe" else told(1.0, fits=spec.nodes == 1)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +112,7 @@ def test_conditions_ask_for_figures_too(where: str | None, left: list[str]) -> N
     runs = {str(place): one for place, one in enumerate([
         spec("ddp"), spec("ddp", repeat=1, seed=1), spec("ddp", 2, dp_degree=2), spec("gpipe", 2, pp_degree=2)
     ])}  # fmt: skip
-    found = predictions(runs, Told(), where)  # type: ignore[arg-type]
+    found = predict_configurations(runs, Told(), where)  # type: ignore[arg-type]
     assert [f"{one.spec.strategy} {one.spec.nodes}" for one in found] == left
     # Launches of one configuration are one row.
     assert found[0].run_ids == (["0", "1"] if left[0] == "ddp 1" else ["2"])
@@ -116,7 +127,10 @@ def recommendation() -> Recommendation:
     far = Candidate(
         spec=spec("zero1", 2, dp_degree=2), predicted=told(0.5, 0.5, 16), ratio=10.0, ratio_low=8.0, ratio_high=12.0
     )
-    refused = [Refused("tensor", "limit", "it is no transformer", 3), Refused("1f1b", "memory", "needs more", 1)]
+    refused = [
+        InfeasiblePoints("tensor", "limit", "it is no transformer", 3),
+        InfeasiblePoints("1f1b", "memory", "needs more", 1),
+    ]
     return Recommendation(nodes=2, tasks_per_node=1, candidates=[best, near, far], refused=refused, priced=3)
 
 
@@ -144,12 +158,14 @@ def test_scales_and_refusals() -> None:
 
 
 def test_a_sweep_of_the_best() -> None:
-    assert sweep_toml([recommendation()], "best").split("\n\n")[:3] == [
+    assert recommended_sweep_toml([recommendation()], "best").split("\n\n")[:3] == [
         'name = "best"\nrepeats = 3',
         '[fixed]\nmodel = "resnet18"\ndataset = "cifar10"\nprecision = "fp32"',
         '[[include]]\nstrategy = "ddp"\nnodes = 2\nbatch_size = 8\ndp_degree = 2',
     ]
-    assert sweep_toml([recommendation()], "best", "/nets").startswith(
+    assert recommended_sweep_toml([recommendation()], "best", "/nets").startswith(
         'name = "best"\nrepeats = 3\nmodel_folder = "/nets"\n'
     )
-    assert "activation_checkpointing = true\noptions = { shard_degree = 2 }" in sweep_toml([recommendation()], "best")
+    assert "activation_checkpointing = true\noptions = { shard_degree = 2 }" in recommended_sweep_toml(
+        [recommendation()], "best"
+    )

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.report.progress import Progress
-from hpcbench.submit.state import RunState
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.report.status_text import EndedRunLog
+from hpcbench.submit.run_state import RunState
 
 RUNS = {
     name: RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=size)
@@ -12,7 +12,7 @@ RUNS = {
 
 def told(*looks: dict[str, str], done_before: tuple[str, ...] = ()) -> list[str]:
     lines: list[str] = []
-    progress = Progress(lines.append, RUNS, done_before)
+    progress = EndedRunLog(lines.append, RUNS, done_before)
     for look in looks:
         progress.update({key: RunState(state, "because" if state == "failed" else "") for key, state in look.items()})
     return lines

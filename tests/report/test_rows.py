@@ -7,18 +7,25 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from hpcbench.config.spec import RunSpec, config_id, run_id
-from hpcbench.report.rows import make_rows
-from hpcbench.report.tables import ResultsTable, data_view
-from hpcbench.results.collect import Collected
-from hpcbench.results.columns import collected_frame
-from hpcbench.results.schema import Failure, Loss, Metrics, RunResult, Spread, Verification
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
+from hpcbench.report.configurations import rows_from_collected
+from hpcbench.report.results_table import ResultsTable, results_data_view
+from hpcbench.results.frame import collected_frame
+from hpcbench.results.results_tree import CollectedResult
+from hpcbench.results.schema import (
+    FailureRecord,
+    LossSummary,
+    RunMetrics,
+    RunResult,
+    StepTimeStatistics,
+    VerificationResult,
+)
 
 BASE = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=16)
 
 
-def spread(median: float) -> Spread:
-    return Spread(
+def spread(median: float) -> StepTimeStatistics:
+    return StepTimeStatistics(
         median=median,
         mean=median,
         std=0,
@@ -31,61 +38,65 @@ def spread(median: float) -> Spread:
     )
 
 
-def collected(status: str = "ok", rate: float = 100.0, median: float = 0.16, **changes: Any) -> Collected:
+def collected(status: str = "ok", rate: float = 100.0, median: float = 0.16, **changes: Any) -> CollectedResult:
     spec = msgspec.structs.replace(BASE, **changes)
     ok = status == "ok"
     result = RunResult(
         run_id=run_id(spec), config_id=config_id(spec), attempt=1, sweep="s", cluster="c", status=status, spec=spec,
-        metrics=Metrics(step_time_s=spread(median), samples_per_s=rate, peak_memory_bytes=2**29, loss=Loss(first=2.5, last=0.5)) if ok else Metrics(),
-        error=None if ok else Failure(type="OutOfMemoryError", message="asked for 9 GiB, 3 GiB were there"),
+        metrics=RunMetrics(step_time_s=spread(median), samples_per_s=rate, peak_memory_bytes=2**29, loss=LossSummary(first=2.5, last=0.5)) if ok else RunMetrics(),
+        error=None if ok else FailureRecord(type="OutOfMemoryError", message="asked for 9 GiB, 3 GiB were there"),
         warnings=["last batch of an epoch holds 28 of 32 samples; counted as 28"] if changes.get("batch_size") == 32 else [],
     )  # fmt: skip
-    return Collected("c", result.run_id, result)
+    return CollectedResult("c", result.run_id, result)
 
 
 DDP2: dict[str, Any] = {"strategy": "ddp", "tasks_per_node": 2, "dp_degree": 2}
 
 
 def test_speedup_is_against_one_rank_with_the_same_batch() -> None:
-    rows = make_rows([collected(**DDP2, rate=180.0), collected(), collected(strategy="ddp", rate=90.0)])
+    rows = rows_from_collected([collected(**DDP2, rate=180.0), collected(), collected(strategy="ddp", rate=90.0)])
     assert [(row.speedup, row.efficiency) for row in rows] == [(1.8, 0.9), (1.0, 1.0), (0.9, 0.9)]
 
 
 def test_without_single_the_strategys_own_run_on_one_device_counts() -> None:
-    rows = make_rows([collected(**DDP2, rate=180.0), collected(strategy="ddp", rate=90.0)])
+    rows = rows_from_collected([collected(**DDP2, rate=180.0), collected(strategy="ddp", rate=90.0)])
     assert [row.speedup for row in rows] == [2.0, 1.0]
-    assert make_rows([collected(**DDP2)])[0].speedup is None
+    assert rows_from_collected([collected(**DDP2)])[0].speedup is None
 
 
 def test_samples_from_elsewhere_are_no_baseline() -> None:
-    rows = make_rows([collected(), collected(**DDP2, data="files", rate=180.0), collected(data="files", rate=60.0)])
+    rows = rows_from_collected(
+        [collected(), collected(**DDP2, data="files", rate=180.0), collected(data="files", rate=60.0)]
+    )
     assert [row.speedup for row in rows] == [1.0, 3.0, 1.0]
 
 
 def test_another_batch_or_precision_is_no_baseline() -> None:
-    rows = make_rows([collected(batch_size=8), collected(**DDP2), collected(**DDP2, precision="bf16")])
+    rows = rows_from_collected([collected(batch_size=8), collected(**DDP2), collected(**DDP2, precision="bf16")])
     assert [row.speedup for row in rows] == [1.0, None, None]
 
 
 def test_repeats_are_one_row_with_the_spread_between_launches() -> None:
-    (row,) = make_rows(collected(repeat=repeat, median=median) for repeat, median in enumerate((0.16, 0.18, 0.17)))
+    (row,) = rows_from_collected(
+        collected(repeat=repeat, median=median) for repeat, median in enumerate((0.16, 0.18, 0.17))
+    )
     assert (row.launches, row.step_time_s, row.low_s, row.high_s) == (3, 0.17, 0.16, 0.18)
     assert row.spread == "between 3 launches"
 
 
 def test_a_failed_repeat_is_a_row_of_its_own() -> None:
-    rows = make_rows([collected(), collected("failed", repeat=1), collected(repeat=2)])
+    rows = rows_from_collected([collected(), collected("failed", repeat=1), collected(repeat=2)])
     assert [(row.status, row.launches) for row in rows] == [("ok", 2), ("failed", 1)]
 
 
 def test_a_broken_file_is_a_row_with_its_reason() -> None:
-    (row,) = make_rows([Collected("c", "0" * 16, None, "result.json is broken: no")])
+    (row,) = rows_from_collected([CollectedResult("c", "0" * 16, None, "result.json is broken: no")])
     assert (row.status, row.reason) == ("broken", "result.json is broken: no")
 
 
-def shown(rows: list[Collected], width: int = 80) -> str:
+def shown(rows: list[CollectedResult], width: int = 80) -> str:
     console = Console(width=width, color_system=None, record=True, markup=False, highlight=False, file=io.StringIO())
-    console.print(ResultsTable(make_rows(rows), "title"))
+    console.print(ResultsTable(rows_from_collected(rows), "title"))
     return console.export_text()
 
 
@@ -125,7 +136,7 @@ def test_the_table_fits_80_columns_and_says_everything() -> None:
         assert part in " ".join(text.split())
 
 
-def warned(number: int, *warnings: str) -> Collected:
+def warned(number: int, *warnings: str) -> CollectedResult:
     entry = collected(learning_rate=number / 100)
     assert entry.result is not None
     entry.result.warnings = list(warnings)
@@ -162,7 +173,7 @@ def test_more_kinds_of_warnings_than_letters_end_in_one_line() -> None:
 def test_hostile_text_reaches_no_terminal(hostile: str) -> None:
     entry = collected("failed")
     assert entry.result is not None
-    entry.result.error = Failure(type="T", message=f"before {hostile} after")
+    entry.result.error = FailureRecord(type="T", message=f"before {hostile} after")
     text = shown([entry])
     assert "before" in text
     assert "\x1b" not in text
@@ -176,7 +187,7 @@ def test_mfu_is_a_column_where_any_run_has_it() -> None:
             assert entry.result is not None
             entry.result.metrics.mfu = mfu
         stream = io.StringIO()
-        Console(file=stream, width=120).print(ResultsTable(make_rows(entries), "title"))
+        Console(file=stream, width=120).print(ResultsTable(rows_from_collected(entries), "title"))
         return stream.getvalue()
 
     assert "MFU" not in shown(None, None)
@@ -187,23 +198,25 @@ def test_mfu_is_a_column_where_any_run_has_it() -> None:
 def test_a_verified_launch_is_a_launch_of_the_same_row() -> None:
     plain, verified = collected(), collected(verify=True)
     assert verified.result is not None
-    verified.result.verification = Verification(passed=True, precision="fp64", tolerance=1e-7, steps=5)
+    verified.result.verification = VerificationResult(passed=True, precision="fp64", tolerance=1e-7, steps=5)
     frame = collected_frame([verified])
     assert frame["verification.passed", "verification.tolerance"].row(0) == (True, 1e-7)
-    (row,) = make_rows([plain, verified])
+    (row,) = rows_from_collected([plain, verified])
     assert (row.launches, row.verified) == (2, True)
     other = collected(**DDP2)
     out = io.StringIO()
-    Console(file=out, width=120).print(ResultsTable(make_rows([plain, verified, other]), "t"))
+    Console(file=out, width=120).print(ResultsTable(rows_from_collected([plain, verified, other]), "t"))
     assert "fied" in out.getvalue()
     assert "True" not in out.getvalue()
     assert [line.split()[-2:] for line in out.getvalue().splitlines() if line.startswith("single")] == [["yes", "ok"]]
-    assert make_rows([plain])[0].verified is None
+    assert rows_from_collected([plain])[0].verified is None
 
 
 def test_degrees_and_devices_of_a_task_tell_rows_apart_in_files() -> None:
     places: tuple[dict[str, Any], ...] = ({"tp_degree": 4}, {"tp_degree": 2, "dp_degree": 2}, {"devices_per_task": 2})
-    view = data_view(make_rows([collected(strategy="filter", nodes=4, **one) for one in places]), "files")
+    view = results_data_view(
+        rows_from_collected([collected(strategy="filter", nodes=4, **one) for one in places]), "files"
+    )
     names = [column.name for column in view.columns]
     told = [dict(zip(names, row, strict=True)) for row in view.raw]
     assert [(row["devices_per_task"], row["dp_degree"], row["tp_degree"]) for row in told] == [

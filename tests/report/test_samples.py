@@ -7,7 +7,14 @@ import random
 import pytest
 from scipy import stats
 
-from hpcbench.report.samples import incomplete_beta, rank_sum, shift, t_975, t_above, welch
+from hpcbench.report.hypothesis_tests import (
+    estimate_log_ratio,
+    incomplete_beta,
+    rank_sum_test,
+    t_quantile_975,
+    t_survival,
+    welch_test,
+)
 
 SIZES = [(3, 3), (3, 4), (5, 5), (5, 9), (12, 12), (20, 15)]
 
@@ -21,7 +28,7 @@ def samples(one: int, other: int, *, ties: bool = False) -> tuple[list[float], l
 @pytest.mark.parametrize("sizes", SIZES)
 def test_welch_is_scipys(sizes: tuple[int, int]) -> None:
     one, other = samples(*sizes)
-    difference, low, high, chances = welch(one, other)
+    difference, low, high, chances = welch_test(one, other)
     found = stats.ttest_ind(other, one, equal_var=False)
     assert difference == pytest.approx(sum(other) / len(other) - sum(one) / len(one))
     assert (low, high) == pytest.approx(tuple(found.confidence_interval(0.95)), rel=1e-9)
@@ -34,7 +41,7 @@ def test_rank_sums_are_scipys(sizes: tuple[int, int]) -> None:
     one, other = samples(*sizes)
     method = "exact" if sum(sizes) <= 24 else "asymptotic"
     theirs = [stats.mannwhitneyu(other, one, alternative=side, method=method).pvalue for side in ("greater", "less")]
-    assert rank_sum(one, other) == pytest.approx(theirs, rel=1e-9)
+    assert rank_sum_test(one, other) == pytest.approx(theirs, rel=1e-9)
 
 
 @pytest.mark.parametrize("sizes", [(3, 3), (3, 4), (5, 5), (5, 9)])
@@ -47,18 +54,18 @@ def test_ties_have_their_mean_rank(sizes: tuple[int, int]) -> None:
         stats.permutation_test((other, one), total, alternative=side, n_resamples=10_000, vectorized=False).pvalue
         for side in ("greater", "less")
     ]
-    assert rank_sum(one, other) == pytest.approx(theirs, rel=1e-9)
+    assert rank_sum_test(one, other) == pytest.approx(theirs, rel=1e-9)
 
 
 def test_many_ties_are_approximated() -> None:
     one, other = samples(20, 15, ties=True)
     theirs = [stats.mannwhitneyu(other, one, alternative=side).pvalue for side in ("greater", "less")]
-    assert rank_sum(one, other) == pytest.approx(theirs, rel=1e-9)
+    assert rank_sum_test(one, other) == pytest.approx(theirs, rel=1e-9)
 
 
 def test_five_against_five() -> None:
     base, slower = [1.0, 1.01, 1.02, 1.03, 1.04], [1.05, 1.06, 1.07, 1.08, 1.09]
-    found = shift(base, slower)
+    found = estimate_log_ratio(base, slower)
     assert found.ranks is not None
     assert found.ranks.more == pytest.approx(1 / 252)
     # P(U <= 2) = 4 / 252 is within 2.5 %, P(U <= 3) = 7 / 252 is not: two differences on each side lie outside.
@@ -66,16 +73,16 @@ def test_five_against_five() -> None:
     assert differences[2] == 2
     assert found.low == pytest.approx(0.0186, abs=2e-3)
     assert found.low < found.estimate < found.high
-    assert shift(base[:4], slower[:4]).ranks is None
+    assert estimate_log_ratio(base[:4], slower[:4]).ranks is None
 
 
 def test_launches_alike_to_the_bit() -> None:
-    assert welch([2.0] * 3, [2.0] * 3) == (0.0, 0.0, 0.0, (1.0, 1.0))
-    assert welch([1.0] * 3, [2.0] * 3)[3] == (0.0, 1.0)
+    assert welch_test([2.0] * 3, [2.0] * 3) == (0.0, 0.0, 0.0, (1.0, 1.0))
+    assert welch_test([1.0] * 3, [2.0] * 3)[3] == (0.0, 1.0)
 
 
 @pytest.mark.parametrize(("score", "freedom"), [(0.0, 1.0), (2.0, 2.5), (-1.3, 7.9), (40.0, 8.0), (0.4, 300.0)])
 def test_students_t(score: float, freedom: float) -> None:
-    assert t_above(score, freedom) == pytest.approx(stats.t.sf(score, freedom), rel=1e-9, abs=1e-15)
-    assert t_975(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
+    assert t_survival(score, freedom) == pytest.approx(stats.t.sf(score, freedom), rel=1e-9, abs=1e-15)
+    assert t_quantile_975(freedom) == pytest.approx(stats.t.ppf(0.975, freedom), rel=1e-9)
     assert incomplete_beta(freedom, 0.5, 0.9) == pytest.approx(stats.beta.cdf(0.9, freedom, 0.5), rel=1e-9)

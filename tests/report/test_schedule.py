@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.parallel.schedule import Layout
-from hpcbench.report.schedule import schedule_picture
+from hpcbench.parallel.pipeline.schedules import PipelineLayout
+from hpcbench.report.plan_view import schedule_diagram
 
 
 def test_1f1b() -> None:
-    assert schedule_picture("1f1b", Layout(2), 3) == [
+    assert schedule_diagram("1f1b", PipelineLayout(2), 3) == [
         "1f1b, 3 micro-batches: bubble 25.0% of equal stages",
         "stage 0  |F0 F1       B0 .. F2 B1 ..    B2 ..",
         "stage 1  |   F0 B0 .. F1 B1 .. F2 B2 ..",
@@ -17,7 +17,7 @@ def test_1f1b() -> None:
 
 
 def test_a_long_step_is_folded() -> None:
-    lines = schedule_picture("interleaved_1f1b", Layout(4, 2), 16)
+    lines = schedule_diagram("interleaved_1f1b", PipelineLayout(4, 2), 16)
     assert max(len(line) for line in lines) <= 80
     assert "1F15" in "\n".join(lines)
     assert lines.count("") == len(lines) // 5 - 1
@@ -25,5 +25,5 @@ def test_a_long_step_is_folded() -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble", "model"])
 def test_every_action_is_drawn_once(schedule: str) -> None:
-    picture = "".join(schedule_picture(schedule, Layout(3), 4)[1:])
+    picture = "".join(schedule_diagram(schedule, PipelineLayout(3), 4)[1:])
     assert all(picture.count(f"F{number}") == 3 for number in range(4))

@@ -3,8 +3,8 @@ from __future__ import annotations
 import click
 import pytest
 
-from hpcbench.report.status import status_text
-from hpcbench.submit.state import RunState
+from hpcbench.report.status_text import status_text
+from hpcbench.submit.run_state import RunState
 
 
 def lines(states: list[RunState], width: int | None = None) -> list[str]:

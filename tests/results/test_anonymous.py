@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.results.anonymous import Anonymiser, expand_hosts
+from hpcbench.results.anonymize import Anonymizer, expand_host_list
 
 
 @pytest.fixture
-def anonymiser() -> Anonymiser:
-    anonymiser = Anonymiser()
+def anonymiser() -> Anonymizer:
+    anonymiser = Anonymizer()
     anonymiser.learn_user("alice", "/p/home/jusers/alice", "Alice Example")
     anonymiser.learn_user("root", "/root")
     anonymiser.learn_hosts("jrc[0101-0102].hpc.example.org,login1,n1")
@@ -45,13 +45,13 @@ def anonymiser() -> Anonymiser:
         ("localhost on ib0", "localhost on ib0"),
     ],
 )
-def test_text(anonymiser: Anonymiser, text: str, expected: str) -> None:
+def test_text(anonymiser: Anonymizer, text: str, expected: str) -> None:
     assert anonymiser.text(text) == expected
     assert anonymiser.text(text) == expected
 
 
 def test_names_are_found_in_documents_and_scripts() -> None:
-    anonymiser = Anonymiser()
+    anonymiser = Anonymizer()
     document = {
         "host": "gpu07", "executable": "/home/carol/venv/bin/python", "tree": "/data/groups/x/results/c",
         "job": {"account": "prj7", "nodelist": "gpu[07-08]"}, "gpu08": ["on gpu08 by carol"], "status": "ok",
@@ -77,7 +77,7 @@ def test_what_a_result_says_of_its_job_and_machine() -> None:
         },
         "warnings": ["a slow rank: rank 1 on gpu08 takes 2.00 x as long", "kernel 5.14 on gpu07", "of alices-course"],
     }  # fmt: skip
-    anonymiser = Anonymiser()
+    anonymiser = Anonymizer()
     anonymiser.learn_document(document)
     assert anonymiser.document(document) == {
         "provenance": {
@@ -92,7 +92,7 @@ def test_what_a_result_says_of_its_job_and_machine() -> None:
 
 
 def test_words_of_ours_stay_whoever_is_called_like_them() -> None:
-    anonymiser = Anonymiser()
+    anonymiser = Anonymizer()
     for name in ("single", "host", "spec", "ok"):
         anonymiser.learn_user(name)
     document = {"spec": {"strategy": "single", "host": "single"}, "status": "ok"}
@@ -111,15 +111,15 @@ def test_words_of_ours_stay_whoever_is_called_like_them() -> None:
     ],
 )
 def test_lists_of_hosts(text: str, names: list[str]) -> None:
-    assert expand_hosts(text) == names
+    assert expand_host_list(text) == names
 
 
 def test_a_list_of_hosts_has_an_end() -> None:
-    assert len(expand_hosts("n[0-99999999999999]", limit=1000)) == 1000
+    assert len(expand_host_list("n[0-99999999999999]", limit=1000)) == 1000
 
 
 def test_the_data_folder_has_a_stand_in() -> None:
-    anonymiser = Anonymiser()
+    anonymiser = Anonymizer()
     document = {
         "provenance": {"data": {"data_folder": "/lustre/groups/lab/data", "loader_workers": 3}},
         "error": {"hint": "hpcbench data make cifar10 --folder /lustre/groups/lab/data"},

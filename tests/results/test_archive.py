@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.spec import RunSpec, config_id, run_id
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.errors import StorageError
+from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
-from hpcbench.results.store import ClusterTree
 
 SPEC = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=8)
 ID = run_id(SPEC)

@@ -14,13 +14,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.spec import RunSpec, config_id, run_id
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.errors import ConfigError
-from hpcbench.results import bundle
-from hpcbench.results.bundle import BundledSweep, BundleHeader, BundleWriter, json_bytes
-from hpcbench.results.collect import Collected
-from hpcbench.results.schema import Metrics, RunResult, result_json
-from hpcbench.results.unbundle import collect_bundle
+from hpcbench.results import bundle_archive
+from hpcbench.results.bundle_archive import (
+    BundledSweep,
+    BundleHeader,
+    BundleWriter,
+    collect_bundle_results,
+    encode_indented_json,
+)
+from hpcbench.results.results_tree import CollectedResult
+from hpcbench.results.schema import RunMetrics, RunResult, result_document
 
 SPECS = [RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=size) for size in (8, 16, 32)]
 IDS = [run_id(spec) for spec in SPECS]
@@ -33,7 +38,7 @@ HEADER = BundleHeader(
 def result(number: int) -> RunResult:
     return RunResult(
         run_id=IDS[number], config_id=config_id(SPECS[number]), attempt=1, sweep="s", cluster="c", status="ok",
-        spec=SPECS[number], metrics=Metrics(samples_per_s=1.5),
+        spec=SPECS[number], metrics=RunMetrics(samples_per_s=1.5),
     )  # fmt: skip
 
 
@@ -42,14 +47,14 @@ def place(number: int, cluster: str = "c") -> str:
 
 
 def data(number: int) -> bytes:
-    return json_bytes(result_json(result(number)))
+    return encode_indented_json(result_document(result(number)))
 
 
 def manifest(files: dict[str, bytes]) -> bytes:
     entries = {
         name: {"sha256": hashlib.sha256(body).hexdigest(), "size_bytes": len(body)} for name, body in files.items()
     }
-    return json_bytes({"files": entries})
+    return encode_indented_json({"files": entries})
 
 
 def write(path: Path, numbers: tuple[int, ...] = (0, 1, 2)) -> Path:
@@ -63,7 +68,12 @@ def evil(path: Path, *members: tuple[str | tarfile.TarInfo, bytes], listed: dict
     """A bundle of one good run, and ``members`` that only its maker knows why."""
     files = {place(0): data(0)} if listed is None else listed
     with tarfile.open(path, "w:gz", format=tarfile.GNU_FORMAT) as archive:
-        known = [("bundle.json", json_bytes(HEADER)), (place(0), data(0)), *members, ("manifest.json", manifest(files))]
+        known = [
+            ("bundle.json", encode_indented_json(HEADER)),
+            (place(0), data(0)),
+            *members,
+            ("manifest.json", manifest(files)),
+        ]
         for name, body in known:
             member = name if isinstance(name, tarfile.TarInfo) else tarfile.TarInfo(name)
             if member.isreg():
@@ -80,10 +90,10 @@ def member(name: str, kind: bytes, **values: Any) -> tuple[tarfile.TarInfo, byte
     return info, b""
 
 
-def only_problem(path: Path) -> Collected:
+def only_problem(path: Path) -> CollectedResult:
     """That the good run was read, that nothing appeared on disk, and what was said of the rest."""
     before = sorted(path.parent.rglob("*"))
-    good, bad = collect_bundle(path)
+    good, bad = collect_bundle_results(path)
     assert good.result == result(0)
     assert bad.result is None
     assert sorted(path.parent.rglob("*")) == before
@@ -92,9 +102,9 @@ def only_problem(path: Path) -> Collected:
 
 def test_what_was_bundled_is_read_in_the_order_of_the_sweep(tmp_path: Path) -> None:
     path = write(tmp_path / "x.tar.gz")
-    assert collect_bundle(path) == [Collected("c", IDS[number], result(number)) for number in range(3)]
-    assert collect_bundle(path, ["c"]) == collect_bundle(path)
-    assert collect_bundle(path, ["d"]) == []
+    assert collect_bundle_results(path) == [CollectedResult("c", IDS[number], result(number)) for number in range(3)]
+    assert collect_bundle_results(path, ["c"]) == collect_bundle_results(path)
+    assert collect_bundle_results(path, ["d"]) == []
     with tarfile.open(path) as archive:
         assert archive.getnames()[0] == "bundle.json"
         assert archive.getnames()[-1] == "manifest.json"
@@ -105,7 +115,7 @@ def test_the_same_files_make_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_result_is_passed_over_as_in_a_tree(tmp_path: Path) -> None:
-    assert [entry.run_id for entry in collect_bundle(write(tmp_path / "x.tar.gz", (0, 2)))] == [IDS[0], IDS[2]]
+    assert [entry.run_id for entry in collect_bundle_results(write(tmp_path / "x.tar.gz", (0, 2)))] == [IDS[0], IDS[2]]
 
 
 def test_an_archive_that_was_unpacked_and_packed_again(tmp_path: Path) -> None:
@@ -116,7 +126,7 @@ def test_an_archive_that_was_unpacked_and_packed_again(tmp_path: Path) -> None:
         ["tar", "czf", tmp_path / "y.tgz", "-C", tmp_path / "folder", "./bundle.json", "./c", "./manifest.json"],
         check=True,
     )
-    assert collect_bundle(tmp_path / "y.tgz") == collect_bundle(path)
+    assert collect_bundle_results(tmp_path / "y.tgz") == collect_bundle_results(path)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +156,7 @@ def test_what_is_no_plain_file(tmp_path: Path, kind: bytes, values: dict[str, An
 
 
 def test_a_name_that_is_there_twice_is_not_believed(tmp_path: Path) -> None:
-    (entry,) = collect_bundle(evil(tmp_path / "x.tar.gz", (place(0), data(0).replace(b"1.5", b"9.5"))))
+    (entry,) = collect_bundle_results(evil(tmp_path / "x.tar.gz", (place(0), data(0).replace(b"1.5", b"9.5"))))
     assert (entry.run_id, entry.result) == (IDS[0], None)
     assert "there twice" in entry.problem
 
@@ -184,7 +194,7 @@ def test_what_the_lists_contradict(
 
 def test_a_million_strange_members_are_not_a_million_rows(tmp_path: Path) -> None:
     path = evil(tmp_path / "x.tar.gz", *((f"/etc/{number}", b"") for number in range(3000)))
-    entries = collect_bundle(path)
+    entries = collect_bundle_results(path)
     assert len(entries) == 22
     assert entries[-1].problem == "980 or more other members were passed over, too"
 
@@ -195,7 +205,7 @@ def with_size(name: str, size: int, kind: bytes = tarfile.REGTYPE) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT)
 
 
-BODY = json_bytes(HEADER)
+BODY = encode_indented_json(HEADER)
 HEAD = with_size("bundle.json", len(BODY)) + BODY + bytes(-len(BODY) % 512)
 
 
@@ -220,7 +230,7 @@ def test_archives_that_are_not_read(tmp_path: Path, raw: bytes, reason: str) -> 
     path = tmp_path / "x.tar.gz"
     path.write_bytes(gzip.compress(raw))
     with pytest.raises(ConfigError) as caught:
-        collect_bundle(path)
+        collect_bundle_results(path)
     assert reason in str(caught.value)
 
 
@@ -229,22 +239,22 @@ def test_files_that_are_no_archives(tmp_path: Path) -> None:
     for body in (b"", b"plain", gzip.compress(HEAD)[:-20], write(tmp_path / "y.tar.gz").read_bytes()[:-40]):
         path.write_bytes(body)
         with pytest.raises(ConfigError, match=r"damaged|cut short"):
-            collect_bundle(path)
+            collect_bundle_results(path)
     path.unlink()
     with pytest.raises(ConfigError, match="No such file"):
-        collect_bundle(path)
+        collect_bundle_results(path)
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="no plain file"):
-        collect_bundle(path)
+        collect_bundle_results(path)
 
 
 def test_more_members_than_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "x.tar.gz")
-    monkeypatch.setattr(bundle, "MAX_MEMBERS", 5)
-    assert len(collect_bundle(path)) == 3
-    monkeypatch.setattr(bundle, "MAX_MEMBERS", 4)
+    monkeypatch.setattr(bundle_archive, "MAX_MEMBERS", 5)
+    assert len(collect_bundle_results(path)) == 3
+    monkeypatch.setattr(bundle_archive, "MAX_MEMBERS", 4)
     with pytest.raises(ConfigError, match=r"more than 4 members \(this is number 5\)"):
-        collect_bundle(path)
+        collect_bundle_results(path)
     with pytest.raises(ConfigError, match="more than 4 files"):
         write(tmp_path / "y.tar.gz")
 
@@ -254,4 +264,4 @@ def test_a_later_format_is_named(tmp_path: Path) -> None:
     with open(path, "wb") as file, BundleWriter(file, msgspec.structs.replace(HEADER, format_version=2, hpcbench="9")):
         pass
     with pytest.raises(ConfigError, match=r"has format 2, made by hpcbench 9; this hpcbench reads format 1"):
-        collect_bundle(path)
+        collect_bundle_results(path)

@@ -16,11 +16,10 @@ from polars.testing import assert_frame_equal
 from benchmarks.results_tree import result, specs, write_results
 from hpcbench import fileio
 from hpcbench.errors import StorageError
-from hpcbench.results import decode, folders, index, migrate
-from hpcbench.results.collect import collect
-from hpcbench.results.columns import FILE_COLUMNS, collected_frame
+from hpcbench.results import decode, frame, index
+from hpcbench.results.frame import FILE_COLUMNS, collected_frame
+from hpcbench.results.results_tree import ClusterTree, collect_results
 from hpcbench.results.schema import RunResult
-from hpcbench.results.store import ClusterTree
 
 OLD_NS = 10**18
 
@@ -45,23 +44,23 @@ def plain(frame: polars.DataFrame) -> polars.DataFrame:
 
 def check(tree: ClusterTree) -> polars.DataFrame:
     """The index against a plain reading of every file."""
-    found = index.indexed(tree)
-    assert_frame_equal(plain(found), plain(collected_frame(collect(tree))))
+    found = index.read_indexed_results(tree)
+    assert_frame_equal(plain(found), plain(collected_frame(collect_results(tree))))
     return found
 
 
 def files_read(tree: ClusterTree, monkeypatch: pytest.MonkeyPatch) -> int:
     """How many result files a look at the index opens."""
     opened: list[str] = []
-    original = fileio.read_with_state
+    original = fileio.read_regular_with_stat
 
     def counted(path: Any, *rest: Any) -> Any:
         opened.append(str(path))
         return original(path, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(folders, "read_with_state", counted)
-        index.indexed(tree)
+        patch.setattr(frame, "read_regular_with_stat", counted)
+        index.read_indexed_results(tree)
     return len(opened)
 
 
@@ -80,13 +79,13 @@ def test_an_unchanged_tree_is_not_read_again(tree: ClusterTree, monkeypatch: pyt
 
 
 def test_some_columns_are_those_of_the_whole(tree: ClusterTree) -> None:
-    whole = index.indexed(tree)
+    whole = index.read_indexed_results(tree)
     some = ["spec.nodes", "metrics.samples_per_s", "run_id"]
-    assert_frame_equal(index.indexed(tree, some), whole.select(some))
+    assert_frame_equal(index.read_indexed_results(tree, some), whole.select(some))
 
 
 def test_a_new_result_is_read_alone(tree: ClusterTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    index.indexed(tree)
+    index.read_indexed_results(tree)
     assert tree.write_result(made(7))
     assert files_read(tree, monkeypatch) == 1
     assert made(7).run_id in check(tree)["run_id"]
@@ -96,7 +95,7 @@ def test_a_folder_that_is_still_young_is_looked_at_again(tree: ClusterTree) -> N
     tree.write_result(made(7))
     folder = path_of(tree, made(7).run_id).parents[1]
     state = folder.stat()
-    index.indexed(tree)
+    index.read_indexed_results(tree)
     run_id = made(7).run_id
     path_of(tree, run_id).unlink()
     path_of(tree, run_id).parent.rmdir()
@@ -123,7 +122,7 @@ def test_a_retry_and_a_removed_run_are_noticed(tree: ClusterTree) -> None:
 
 
 def test_a_half_copied_file_is_a_row_with_a_reason_until_it_is_whole(tree: ClusterTree) -> None:
-    run_id = index.indexed(tree)["run_id"][3]
+    run_id = index.read_indexed_results(tree)["run_id"][3]
     path = path_of(tree, run_id)
     whole = path.read_bytes()
     path.write_bytes(whole[:700])
@@ -154,7 +153,7 @@ WRONG = ("link", "pipe", "folder", "huge number", "number without end", "no utf-
 
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_no_result_is_a_row_with_a_reason(tree: ClusterTree, what: str) -> None:
-    run_id = index.indexed(tree)["run_id"][3]
+    run_id = index.read_indexed_results(tree)["run_id"][3]
     path = path_of(tree, run_id)
     text = path.read_text()
     path.unlink()
@@ -174,20 +173,20 @@ def test_what_is_no_result_is_a_row_with_a_reason(tree: ClusterTree, what: str) 
         }
         path.write_bytes(changed[what])
     path.parents[1].touch()
-    (row,) = index.indexed(tree).filter(polars.col("run_id") == run_id).to_dicts()
+    (row,) = index.read_indexed_results(tree).filter(polars.col("run_id") == run_id).to_dicts()
     assert row["status"] == "broken"
     assert row["error.message"]
-    assert len(index.indexed(tree)) == 60
+    assert len(index.read_indexed_results(tree)) == 60
 
 
 def test_an_earlier_schema_is_migrated(tree: ClusterTree, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_id = index.indexed(tree)["run_id"][3]
+    run_id = index.read_indexed_results(tree)["run_id"][3]
     path = path_of(tree, run_id)
     old = path.read_text().replace('"schema_version": 1', '"schema_version": 0').replace('"sweep"', '"campaign"')
     path.write_text(old)
-    with pytest.raises(decode.BrokenFile, match="schema_version 0, from which nothing leads to 1"):
+    with pytest.raises(decode.BrokenFileError, match="schema_version 0, from which nothing leads to 1"):
         tree.read_result(run_id)
-    monkeypatch.setitem(migrate.MIGRATIONS, 0, lambda old: {**old, "sweep": old.pop("campaign")})
+    monkeypatch.setitem(decode.MIGRATIONS, 0, lambda old: {**old, "sweep": old.pop("campaign")})
     found = tree.read_result(run_id)
     assert found is not None
     assert (found.sweep, found.schema_version) == ("made-up", 1)
@@ -195,8 +194,8 @@ def test_an_earlier_schema_is_migrated(tree: ClusterTree, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty", "link", "foreign parquet", "other columns"])
 def test_a_damaged_index_is_made_anew(tree: ClusterTree, damage: str) -> None:
-    index.indexed(tree)
-    path = tree.root / index.FILE_NAME
+    index.read_indexed_results(tree)
+    path = tree.root / index.INDEX_FILE_NAME
     data = path.read_bytes()
     path.unlink()
     if damage == "link":
@@ -227,7 +226,7 @@ def test_a_tree_that_cannot_be_written_has_its_index_in_the_users_cache(
     monkeypatch.setattr(index, "write_atomic", refusing)
     assert files_read(tree, monkeypatch) == 60
     assert files_read(tree, monkeypatch) == 0
-    assert not (tree.root / index.FILE_NAME).exists()
+    assert not (tree.root / index.INDEX_FILE_NAME).exists()
     assert len(list((tmp_path / "cache" / "hpcbench" / "index").iterdir())) == 1
 
 
@@ -238,7 +237,7 @@ def test_many_readers_beside_a_writer_see_whole_results(tree: ClusterTree) -> No
 
     def reader(seen: list[int]) -> None:
         while not done.is_set():
-            frame = index.indexed(tree)
+            frame = index.read_indexed_results(tree)
             seen.append(len(frame))
             problems.extend(frame.filter(polars.col("status") == "broken")["run_id"])
 
@@ -253,4 +252,4 @@ def test_many_readers_beside_a_writer_see_whole_results(tree: ClusterTree) -> No
     assert problems == []
     assert all(seen == sorted(seen) for seen in counts)
     assert len(check(tree)) == 80
-    assert [path.name for path in tree.root.iterdir() if path.name.startswith(".")] == [index.FILE_NAME]
+    assert [path.name for path in tree.root.iterdir() if path.name.startswith(".")] == [index.INDEX_FILE_NAME]

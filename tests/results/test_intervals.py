@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcbench.results.intervals import Interval, clip, length_s, subtract, union
+from hpcbench.results.timing_statistics import (
+    TimeInterval,
+    clip_intervals,
+    covered_seconds,
+    subtract_intervals,
+    union_intervals,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,8 +26,8 @@ from hpcbench.results.intervals import Interval, clip, length_s, subtract, union
         ([(0, 3), (2, 5), (7, 8)], [(0, 5), (7, 8)]),
     ],
 )
-def test_union(intervals: list[Interval], expected: list[Interval]) -> None:
-    assert union(intervals) == expected
+def test_union(intervals: list[TimeInterval], expected: list[TimeInterval]) -> None:
+    assert union_intervals(intervals) == expected
 
 
 @pytest.mark.parametrize(
@@ -36,26 +42,26 @@ def test_union(intervals: list[Interval], expected: list[Interval]) -> None:
         ([], [(0, 1)], []),
     ],
 )
-def test_subtract(intervals: list[Interval], without: list[Interval], expected: list[Interval]) -> None:
-    assert subtract(intervals, without) == expected
+def test_subtract(intervals: list[TimeInterval], without: list[TimeInterval], expected: list[TimeInterval]) -> None:
+    assert subtract_intervals(intervals, without) == expected
 
 
 def test_clip_and_length() -> None:
-    assert clip([(0, 4), (8, 12), (20, 30)], (2, 10)) == [(2, 4), (8, 10)]
-    assert length_s([(0, 1_000_000_000), (500_000_000, 1_500_000_000)]) == 1.5
+    assert clip_intervals([(0, 4), (8, 12), (20, 30)], (2, 10)) == [(2, 4), (8, 10)]
+    assert covered_seconds([(0, 1_000_000_000), (500_000_000, 1_500_000_000)]) == 1.5
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
 
 
-def points(intervals: list[Interval]) -> set[int]:
+def points(intervals: list[TimeInterval]) -> set[int]:
     return {point for begin, end in intervals for point in range(begin, end)}
 
 
 @given(INTERVALS, INTERVALS)
-def test_they_are_sets_of_points(a: list[Interval], b: list[Interval]) -> None:
-    assert points(union(a)) == points(a)
-    assert points(subtract(a, b)) == points(a) - points(b)
-    assert length_s(a) == len(points(a)) / 1e9
-    joined = union(a)
+def test_they_are_sets_of_points(a: list[TimeInterval], b: list[TimeInterval]) -> None:
+    assert points(union_intervals(a)) == points(a)
+    assert points(subtract_intervals(a, b)) == points(a) - points(b)
+    assert covered_seconds(a) == len(points(a)) / 1e9
+    joined = union_intervals(a)
     assert all(earlier[1] < later[0] for earlier, later in itertools.pairwise(joined))

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.spec import RunSpec, config_id, run_id
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.errors import ConfigError, StorageError
-from hpcbench.fileio import UnsafeFileError, read_regular, refuse_links, tail
+from hpcbench.fileio import UnsafeFileError, join_without_links, read_regular, read_tail
 from hpcbench.results.attempts import Attempt, attempt_numbers, begin_attempt, latest_attempt
-from hpcbench.results.collect import collect
-from hpcbench.results.schema import Metrics, RankResult, RunResult
-from hpcbench.results.store import ClusterTree, ResultsTree
+from hpcbench.results.results_tree import ClusterTree, ResultsTree, collect_results
+from hpcbench.results.schema import RankResult, RunMetrics, RunResult
 
 SPEC = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=8)
 ID = run_id(SPEC)
@@ -25,7 +24,7 @@ RUN = f"runs/{ID[:2]}/{ID}"
 def result(attempt: int = 1) -> RunResult:
     return RunResult(
         run_id=ID, config_id=config_id(SPEC), attempt=attempt, sweep="s", cluster="c", status="ok", spec=SPEC,
-        metrics=Metrics(samples_per_s=1.5),
+        metrics=RunMetrics(samples_per_s=1.5),
     )  # fmt: skip
 
 
@@ -101,7 +100,7 @@ def test_nothing_is_written_through_a_link(
 @pytest.mark.parametrize("linked", ["runs", f"runs/{ID[:2]}", RUN, f"{RUN}/result.json"])
 def test_a_result_behind_a_link_is_a_row_with_the_reason(tree: ClusterTree, linked: str) -> None:
     move_away(tree, linked)
-    for entries in (list(collect(ClusterTree(tree.root))), list(collect(ClusterTree(tree.root), [ID]))):
+    for entries in (list(collect_results(ClusterTree(tree.root))), list(collect_results(ClusterTree(tree.root), [ID]))):
         (entry,) = entries
         assert entry.result is None
         assert str(tree.root / linked) in entry.problem
@@ -124,7 +123,7 @@ def test_files_behind_links_are_not_read(tree: ClusterTree, tmp_path: Path) -> N
     (tmp_path / "secret").write_text("secret")
     (folder / "err.log").symlink_to(tmp_path / "secret")
     attempt = Attempt(tree.run_folder(ID), 1)
-    assert (attempt.start_marker(), attempt.read_ranks(), tail(folder / "err.log")) == (None, {}, "")
+    assert (attempt.start_marker(), attempt.read_ranks(), read_tail(folder / "err.log")) == (None, {}, "")
 
 
 @pytest.mark.parametrize("name", ["result.json", "attempts/1/attempt.json", "attempts/1/rank-0.json"])
@@ -134,7 +133,7 @@ def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tree: ClusterTree, name: 
     os.mkfifo(path)
     attempt = Attempt(tree.run_folder(ID), 1)
     if name == "result.json":
-        assert ["no plain file" in entry.problem for entry in collect(tree)] == [True]
+        assert ["no plain file" in entry.problem for entry in collect_results(tree)] == [True]
     elif name.endswith("attempt.json"):
         assert attempt.start_marker() is None
     else:
@@ -144,7 +143,7 @@ def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tree: ClusterTree, name: 
 def test_the_tree_as_a_whole_may_be_a_link(tree: ClusterTree, tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to(tree.root.parent)
     through = ResultsTree(tmp_path / "linked").cluster("c")
-    assert [entry.result for entry in collect(through)] == [result()]
+    assert [entry.result for entry in collect_results(through)] == [result()]
     assert begin(through).number == 2
 
 
@@ -168,7 +167,7 @@ def test_only_names_of_sweeps_become_paths(tree: ClusterTree, name: str) -> None
 @pytest.mark.parametrize("part", ["..", ".", "", "a/b", "/etc"])
 def test_only_names_are_parts_of_a_path(tmp_path: Path, part: str) -> None:
     with pytest.raises(StorageError, match="is no name of a file"):
-        refuse_links(tmp_path, "a", part)
+        join_without_links(tmp_path, "a", part)
 
 
 def test_only_plain_files_of_a_sensible_size_are_read(tmp_path: Path) -> None:

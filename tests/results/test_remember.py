@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks.results_tree import result, specs
-from hpcbench.results.remember import RememberingTree
-from hpcbench.results.schema import Failure, RunResult
-from hpcbench.results.store import ClusterTree
+from hpcbench.results.incremental_tree import IncrementalClusterTree
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import FailureRecord, RunResult
 
 RUNS = 300
 
 
-class Counting(RememberingTree):
+class Counting(IncrementalClusterTree):
     """Notes which results are read."""
 
     def __init__(self, root: Path) -> None:
@@ -48,7 +48,7 @@ def planted(tmp_path: Path) -> list[RunResult]:
     for number, one in enumerate(results):
         one.status, one.error = "ok", None
         if number % 10 == 9:
-            one.status, one.error = "failed", Failure(type="RuntimeError", message="why")
+            one.status, one.error = "failed", FailureRecord(type="RuntimeError", message="why")
     tree = ClusterTree(tmp_path / "c")
     for one in results[: RUNS * 2 // 3]:
         tree.write_result(one)

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcbench.results.stats import spread
-from hpcbench.results.steady import (
-    drift,
-    outliers,
-    steadiness_warnings,
-    thinned,
-    trend_p_value,
-    warmup_found,
-    warmup_warning,
+from hpcbench.results.timing_statistics import (
+    block_medians,
+    count_outliers,
+    count_warmup_steps,
+    make_steadiness_warnings,
+    make_warmup_warning,
+    mann_kendall_p_value,
+    relative_drift,
+    step_time_statistics,
 )
 
 FLAT = [1.0, 1.01, 0.99, 1.0, 1.02, 1.0, 0.98, 1.01, 1.0, 0.99]
@@ -43,12 +43,12 @@ FLAT = [1.0, 1.01, 0.99, 1.0, 1.02, 1.0, 0.98, 1.01, 1.0, 0.99]
     ],
 )
 def test_warm_up_is_found(times: list[float], expected: int | None) -> None:
-    assert warmup_found(times) == expected
+    assert count_warmup_steps(times) == expected
 
 
 @given(st.lists(st.floats(0.5, 50.0), min_size=10, max_size=60))
 def test_warm_up_is_at_most_half_and_never_quicker(times: list[float]) -> None:
-    found = warmup_found(times)
+    found = count_warmup_steps(times)
     assert found is not None
     assert 0 <= found <= len(times) // 2
     if found:
@@ -57,7 +57,7 @@ def test_warm_up_is_at_most_half_and_never_quicker(times: list[float]) -> None:
 
 def test_noise_alone_is_seldom_taken_for_warm_up() -> None:
     source = random.Random(5)
-    found = [warmup_found([1 + abs(source.gauss(0, 0.1)) for _ in range(20)]) for _ in range(300)]
+    found = [count_warmup_steps([1 + abs(source.gauss(0, 0.1)) for _ in range(20)]) for _ in range(300)]
     assert sum(one != 0 for one in found) <= 15
 
 
@@ -76,7 +76,7 @@ def test_noise_alone_is_seldom_taken_for_warm_up() -> None:
     ],
 )
 def test_outliers(times: list[float], expected: int | None) -> None:
-    assert outliers(times) == expected
+    assert count_outliers(times) == expected
 
 
 @pytest.mark.parametrize(
@@ -91,25 +91,25 @@ def test_outliers(times: list[float], expected: int | None) -> None:
     ],
 )
 def test_drift(times: list[float], expected: float | None) -> None:
-    assert drift(times) == (None if expected is None else pytest.approx(expected))
+    assert relative_drift(times) == (None if expected is None else pytest.approx(expected))
 
 
 def test_drift_of_a_long_run_is_that_of_its_blocks() -> None:
     times = [1 + step / 10_000 for step in range(10_000)]
-    assert drift(times) == pytest.approx(1 / 1.5, rel=0.01)
+    assert relative_drift(times) == pytest.approx(1 / 1.5, rel=0.01)
 
 
 def test_the_trend_of_ten_steps_in_order() -> None:
     # S = 45, its variance 10 * 9 * 25 / 18 = 125: z = 44 / sqrt(125) = 3.935.
-    assert trend_p_value([float(number) for number in range(10)]) == pytest.approx(8.3e-5, rel=0.01)
-    assert trend_p_value([1.0] * 10) == 1.0
+    assert mann_kendall_p_value([float(number) for number in range(10)]) == pytest.approx(8.3e-5, rel=0.01)
+    assert mann_kendall_p_value([1.0] * 10) == 1.0
     # Ties of five and five: variance 125 - 2 * 5 * 4 * 15 / 18 = 91.67, S = 25: z = 24 / sqrt(91.67) = 2.507.
-    assert trend_p_value([1.0] * 5 + [2.0] * 5) == pytest.approx(0.0122, rel=0.01)
+    assert mann_kendall_p_value([1.0] * 5 + [2.0] * 5) == pytest.approx(0.0122, rel=0.01)
 
 
 def test_thinned_blocks_are_equally_long() -> None:
-    assert thinned([1.0, 2.0, 3.0], 5) == [1.0, 2.0, 3.0]
-    assert thinned([1.0, 2.0, 9.0, 4.0, 5.0, 6.0, 7.0], 3) == [2.0, 5.0]
+    assert block_medians([1.0, 2.0, 3.0], 5) == [1.0, 2.0, 3.0]
+    assert block_medians([1.0, 2.0, 9.0, 4.0, 5.0, 6.0, 7.0], 3) == [2.0, 5.0]
 
 
 @pytest.mark.parametrize(
@@ -134,11 +134,11 @@ def test_thinned_blocks_are_equally_long() -> None:
     ],
 )
 def test_what_a_reader_is_told(times: list[float], expected: list[str]) -> None:
-    assert steadiness_warnings(times, spread(times)) == expected
+    assert make_steadiness_warnings(times, step_time_statistics(times)) == expected
 
 
 def test_the_warning_names_the_warm_up_to_set() -> None:
-    assert warmup_warning(4, 20, 5) == (
+    assert make_warmup_warning(4, 20, 5) == (
         "the first 4 of 20 timed steps were still slower than the later ones and are in no figure: "
         "set warmup_steps = 9 or more"
     )

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcbench.results.stopping import MOST_ASKED, StopGroup, read_stop_group, stopped_by
+from hpcbench.results.stop_rules import MAX_RUNS_CHECKED, StopGroup, find_stop_reason, read_stop_group
 
 LINE = StopGroup(["oom"], ["batch_size"], [("a", [8]), ("b", [16]), ("c", [32]), ("c2", [32])])
 PLANE = StopGroup(
@@ -32,12 +32,12 @@ PLANE = StopGroup(
 def test_only_smaller_runs_of_the_group_stop_a_run(
     group: StopGroup, run_id: str, ended: dict[str, str], expected: str | None
 ) -> None:
-    assert stopped_by(group, run_id, ended.get) == expected
+    assert find_stop_reason(group, run_id, ended.get) == expected
 
 
 def test_nearer_runs_are_asked_before_those_below_them() -> None:
     asked: list[str] = []
-    assert stopped_by(PLANE, "d", asked.append) is None
+    assert find_stop_reason(PLANE, "d", asked.append) is None
     assert sorted(asked) == ["a", "b", "c"]
     assert asked[-1] == "a"
 
@@ -45,8 +45,8 @@ def test_nearer_runs_are_asked_before_those_below_them() -> None:
 def test_a_start_looks_at_no_more_than_the_nearest() -> None:
     group = StopGroup(["oom"], ["x", "y"], [(f"{x}-{y}", [x, 10 * y]) for x in range(20) for y in range(20)])
     asked: list[str] = []
-    assert stopped_by(group, "19-19", asked.append) is None
-    assert len(asked) == MOST_ASKED
+    assert find_stop_reason(group, "19-19", asked.append) is None
+    assert len(asked) == MAX_RUNS_CHECKED
     assert set(asked[:5]) == {"18-19", "19-18", "17-19", "18-18", "19-17"}
 
 

@@ -7,22 +7,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcbench.config.spec import RunSpec, config_id, run_id
+from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.errors import StorageError
 from hpcbench.results.attempts import begin_attempt, latest_attempt
-from hpcbench.results.collect import collect
-from hpcbench.results.schema import Failure, Metrics, RankResult, RunResult
-from hpcbench.results.store import ClusterTree, ResultsTree
+from hpcbench.results.results_tree import ClusterTree, ResultsTree, collect_results
+from hpcbench.results.schema import FailureRecord, RankResult, RunMetrics, RunResult
 
 SPEC = RunSpec(model="resnet18", dataset="digits", strategy="single", batch_size=8)
 ID = run_id(SPEC)
 
 
 def result(attempt: int = 1, status: str = "ok") -> RunResult:
-    error = None if status == "ok" else Failure(type="T", message="m")
+    error = None if status == "ok" else FailureRecord(type="T", message="m")
     return RunResult(
         run_id=ID, config_id=config_id(SPEC), attempt=attempt, sweep="s", cluster="c", status=status, spec=SPEC,
-        metrics=Metrics(samples_per_s=1.5), error=error,
+        metrics=RunMetrics(samples_per_s=1.5), error=error,
     )  # fmt: skip
 
 
@@ -69,16 +68,16 @@ def test_which_attempt_counts(tree: ClusterTree, present: RunResult, later: RunR
 def test_a_broken_result_is_replaced(tree: ClusterTree) -> None:
     tree.result_path(ID).parent.mkdir(parents=True)
     tree.result_path(ID).write_text("{half")
-    assert [entry.problem[:21] for entry in collect(tree)] == ["result.json is broken"]
+    assert [entry.problem[:21] for entry in collect_results(tree)] == ["result.json is broken"]
     assert tree.write_result(result(1, "failed"))
-    assert [entry.result for entry in collect(tree)] == [result(1, "failed")]
+    assert [entry.result for entry in collect_results(tree)] == [result(1, "failed")]
 
 
 def test_a_lock_of_a_dead_writer_does_not_hold_up_the_next(tree: ClusterTree, monkeypatch: pytest.MonkeyPatch) -> None:
     tree.result_path(ID).parent.mkdir(parents=True)
     (tree.result_path(ID).parent / ".result.lock").touch()
     clock = iter(range(0, 1000, 20))
-    monkeypatch.setattr("hpcbench.results.store.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("hpcbench.results.results_tree.time.monotonic", lambda: next(clock))
     assert tree.write_result(result())
     assert sorted(os.listdir(tree.run_folder(ID))) == ["result.json"]
 
@@ -122,5 +121,5 @@ def test_collect_passes_over_runs_without_a_result_and_names_links(tree: Cluster
     tree.write_result(result())
     tree.run_folder("0" * 16).mkdir(parents=True)
     (tree.root / "runs" / "aa").symlink_to(tmp_path)
-    assert [entry.run_id for entry in collect(tree)] == ["runs/aa", ID]
+    assert [entry.run_id for entry in collect_results(tree)] == ["runs/aa", ID]
     assert ResultsTree(tmp_path).clusters() == ["c"]

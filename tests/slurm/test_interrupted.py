@@ -15,13 +15,12 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.load import load_cluster
-from hpcbench.config.spec import RunSpec, run_id
-from hpcbench.config.task import write_lines
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec, encode_task_file, run_id
 from hpcbench.paths import shared_folder
-from hpcbench.render.engine import TemplateEngine
-from hpcbench.render.script import render_script
-from hpcbench.render.shape import Shape
+from hpcbench.render.job_script import render_script
+from hpcbench.render.launch_step import JobShape
+from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.results.attempts import Attempt, AttemptStart
 from hpcbench.results.schema import RunResult
 from tests.slurm.box import Box
@@ -70,8 +69,8 @@ class Job:
             self.folder, pack=pack or len(specs), cluster="slurmbox", interface="eth0", wait_s=60.0, cores_per_task=1
         )
         tasks = [make_task(spec, time_limit_s) for spec in specs]
-        (self.folder / "0.jsonl").write_bytes(write_lines(header, tasks))
-        shape = Shape(partition, None, specs[0].nodes, 1, 1, time_limit_s)
+        (self.folder / "0.jsonl").write_bytes(encode_task_file(header, tasks))
+        shape = JobShape(partition, None, specs[0].nodes, 1, 1, time_limit_s)
         engine = TemplateEngine([shared_folder("templates")])
         text = render_script(engine, profile, shape, "s", self.folder, 0, pack=pack or len(specs), runs=len(specs))
         (self.folder / "0.sh").write_text(text)

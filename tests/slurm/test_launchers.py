@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from hpcbench.config.load import load_cluster
+from hpcbench.config.cluster_profile import load_cluster
 from tests.conftest import require_horovod
 from tests.packages import require_mpirun
 from tests.slurm.box import Box

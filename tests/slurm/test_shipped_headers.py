@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.profiles import load_cluster_file
+from hpcbench.config.cluster_profile import load_cluster_file
 from tests.render.test_shipped_profiles import FILES, SITES, job
 from tests.slurm.box import Box
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.profiles import load_cluster_file
+from hpcbench.config.cluster_profile import load_cluster_file
 from tests.slurm.box import Box, Options
 
 pytestmark = pytest.mark.slurm

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from submitit.slurm.slurm import SlurmJob
 
-from hpcbench.config.load import load_cluster
-from hpcbench.results.store import ClusterTree
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.scheduler import adopt
-from hpcbench.submit.submission_record import submissions_of
+from hpcbench.submit.slurm_queue import export_slurm_settings
+from hpcbench.submit.submission_record import list_submissions
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
 
@@ -52,7 +52,7 @@ def wait_for(what: str, found: Callable[[], Any], limit_s: float = 120.0) -> Any
 
 
 def job_ids(tmp_path: Path) -> list[str]:
-    (folder,) = [folder for folder, _ in submissions_of(ClusterTree(tmp_path / "results" / "slurmbox"))]
+    (folder,) = [folder for folder, _ in list_submissions(ClusterTree(tmp_path / "results" / "slurmbox"))]
     return read_journal(folder).job_ids()
 
 
@@ -128,7 +128,7 @@ def test_submitits_job_tells_the_state_and_cancels(hpcbench: Command, results: R
     """What was measured until then is kept, and submit would run it again."""
     path = sweep(tmp_path, "long", "steps = 100000\nnodes = 2\n")
     assert hpcbench("submit", path, "--cluster", "slurmbox").returncode == 0
-    adopt(load_cluster("slurmbox")[0])
+    export_slurm_settings(load_cluster("slurmbox")[0])
     job: SlurmJob[Any] = SlurmJob(folder=tmp_path, job_id=job_ids(tmp_path)[0], tasks=[0])
     wait_for("the job to run", lambda: job.get_info(mode="force").get("State") == "RUNNING")
     wait_for("its ranks to meet", lambda: rank_logs(tmp_path))

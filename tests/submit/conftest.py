@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.load import Sweep
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.plan import Plan, make_plan
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.sweep_loader import Sweep
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.submit.plan import SweepPlan, make_plan
 
 FAKES = Path(__file__).resolve().parents[1] / "fakes" / "bin"
 
@@ -47,6 +47,6 @@ def cluster_tree(tmp_path: Path) -> ClusterTree:
 
 
 @pytest.fixture
-def plan(write_sweep: Callable[[str], Sweep], slurm_profile: ClusterProfile, cluster_tree: ClusterTree) -> Plan:
+def plan(write_sweep: Callable[[str], Sweep], slurm_profile: ClusterProfile, cluster_tree: ClusterTree) -> SweepPlan:
     """Four runs of two shapes."""
     return make_plan(write_sweep(SWEEP), slurm_profile, cluster_tree)

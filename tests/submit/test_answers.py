@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.submit.answers import Answer, classify
+from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error
 
 POLICY = (
     "Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
@@ -14,19 +14,19 @@ POLICY = (
 @pytest.mark.parametrize(
     ("said", "answer"),
     [
-        ("sbatch: error: Batch job submission failed: Invalid partition name specified", Answer.REFUSED),
-        (f"sbatch: error: QOSMaxNodePerUserLimit\nsbatch: error: {POLICY}", Answer.REFUSED),
-        (f"sbatch: error: QOSMaxWallDurationPerJobLimit\nsbatch: error: {POLICY}", Answer.REFUSED),
-        (f"sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: {POLICY}", Answer.LIMIT),
-        (f"sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: {POLICY}", Answer.LIMIT),
-        (f"sbatch: error: AssocGrpSubmitJobsLimit\nsbatch: error: {POLICY}", Answer.LIMIT),
-        (f"sbatch: error: {POLICY}", Answer.LIMIT),
-        ("sbatch: error: Unable to contact slurm controller (connect failure)", Answer.AWAY),
-        ("sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying", Answer.AWAY),
-        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", Answer.UNCLEAR),
-        ("sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received", Answer.UNCLEAR),
-        ("sbatch did not answer within 60 s (timed out)", Answer.UNCLEAR),
+        ("sbatch: error: Batch job submission failed: Invalid partition name specified", SbatchOutcome.REFUSED),
+        (f"sbatch: error: QOSMaxNodePerUserLimit\nsbatch: error: {POLICY}", SbatchOutcome.REFUSED),
+        (f"sbatch: error: QOSMaxWallDurationPerJobLimit\nsbatch: error: {POLICY}", SbatchOutcome.REFUSED),
+        (f"sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch: error: {POLICY}", SbatchOutcome.LIMIT),
+        (f"sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: {POLICY}", SbatchOutcome.LIMIT),
+        (f"sbatch: error: AssocGrpSubmitJobsLimit\nsbatch: error: {POLICY}", SbatchOutcome.LIMIT),
+        (f"sbatch: error: {POLICY}", SbatchOutcome.LIMIT),
+        ("sbatch: error: Unable to contact slurm controller (connect failure)", SbatchOutcome.AWAY),
+        ("sbatch: error: Slurm temporarily unable to accept job, sleeping and retrying", SbatchOutcome.AWAY),
+        ("sbatch: error: Batch job submission failed: Socket timed out on send/recv operation", SbatchOutcome.UNCLEAR),
+        ("sbatch: error: Batch job submission failed: Zero Bytes were transmitted or received", SbatchOutcome.UNCLEAR),
+        ("sbatch did not answer within 60 s (timed out)", SbatchOutcome.UNCLEAR),
     ],
 )
-def test_what_is_to_be_done_next(said: str, answer: Answer) -> None:
-    assert classify(said) is answer
+def test_what_is_to_be_done_next(said: str, answer: SbatchOutcome) -> None:
+    assert classify_sbatch_error(said) is answer

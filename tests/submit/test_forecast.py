@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.answers import Unpriced
-from hpcbench.oracle.predict import Prediction, fullest
-from hpcbench.parallel.layers import read_table
-from hpcbench.submit.forecast import Forecast
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.forecast.forecast import Forecast
+from hpcbench.oracle.prediction import NotPredicted, Prediction, peak_rank_memory
+from hpcbench.parallel.layer_table import read_shipped_table
 
 BOX, _ = load_cluster("slurmbox")
 ABCI, _ = load_cluster("abci-v100")
@@ -27,7 +26,7 @@ def spec(**more: object) -> RunSpec:
     return RunSpec(**{**values, **more})  # type: ignore[arg-type]
 
 
-def said(found: Prediction | Unpriced) -> Prediction:
+def said(found: Prediction | NotPredicted) -> Prediction:
     assert isinstance(found, Prediction)
     return found
 
@@ -45,29 +44,29 @@ def test_a_rehearsal_computes_there_and_communicates_here() -> None:
 
 def test_a_cluster_that_nobody_knows_is_a_reason() -> None:
     found = Forecast(BOX).of(spec(rehearse="nowhere"))
-    assert isinstance(found, Unpriced)
+    assert isinstance(found, NotPredicted)
     assert "nowhere" in found.reason
 
 
 def test_devices_of_one_process_share_a_hosts_memory() -> None:
-    table = read_table("vgg11", "cifar10")
+    table = read_shipped_table("vgg11", "cifar10")
     assert table is not None
     one = RunSpec(
         model="vgg11", dataset="cifar10", strategy="fairscale_pipe", batch_size=8, micro_batches=2, devices_per_task=2,
         pp_degree=2,
     )  # fmt: skip
     parameters = sum(4 * layer.parameters for layer in table.layers)
-    assert fullest(one, table, "cpu").parameters_bytes == parameters
-    assert fullest(one, table, "cuda").parameters_bytes < parameters
+    assert peak_rank_memory(one, table, "cpu").parameters_bytes == parameters
+    assert peak_rank_memory(one, table, "cuda").parameters_bytes < parameters
 
 
 def test_a_hole_in_a_formula_is_raised_unless_somebody_looks_at_more(monkeypatch: pytest.MonkeyPatch) -> None:
     def hole(*_: object, **__: object) -> Prediction:
         raise AssertionError("no such layer")
 
-    monkeypatch.setattr("hpcbench.submit.forecast.predict", hole)
+    monkeypatch.setattr("hpcbench.forecast.forecast.predict", hole)
     with pytest.raises(AssertionError, match="no such layer"):
         Forecast(BOX).of(spec())
     found = Forecast(BOX, forgiving=True).of(spec())
-    assert isinstance(found, Unpriced)
+    assert isinstance(found, NotPredicted)
     assert "no such layer" in found.reason

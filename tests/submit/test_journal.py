@@ -4,11 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.submit.journal import Chunk, Journal, Writer, drop_runs, dropped_runs, read_journal, trying
+from hpcbench.submit.journal import (
+    JobBatch,
+    Journal,
+    JournalWriter,
+    drop_runs,
+    mark_attempted,
+    read_dropped_runs,
+    read_journal,
+)
 
 
-def chunk(first: int, count: int, job_id: str | None = "7", **more: bool) -> Chunk:
-    return Chunk(array=0, first=first, count=count, name=f"j{first}", job_id=job_id, is_array=True, **more)
+def chunk(first: int, count: int, job_id: str | None = "7", **more: bool) -> JobBatch:
+    return JobBatch(array=0, first=first, count=count, name=f"j{first}", job_id=job_id, is_array=True, **more)
 
 
 @pytest.mark.parametrize(
@@ -22,25 +30,25 @@ def chunk(first: int, count: int, job_id: str | None = "7", **more: bool) -> Chu
         ([chunk(0, 2, None, refused=True)], 3, [(2, 1)]),
     ],
 )
-def test_what_is_left_to_send(chunks: list[Chunk], jobs: int, unsent: list[tuple[int, int]]) -> None:
+def test_what_is_left_to_send(chunks: list[JobBatch], jobs: int, unsent: list[tuple[int, int]]) -> None:
     assert Journal(chunks).unsent(0, jobs) == unsent
 
 
 def test_an_array_task_counts_from_the_first_job_of_its_chunk() -> None:
     assert chunk(10, 3).job_of(12) == "7_2"
-    assert Chunk(array=0, first=4, count=1, job_id="8").job_of(4) == "8"
+    assert JobBatch(array=0, first=4, count=1, job_id="8").job_of(4) == "8"
     assert Journal([chunk(2, 1), chunk(0, 2, "6")]).job_ids() == ["6_0", "6_1", "7_0"]
 
 
 def test_a_process_goes_on_where_another_died(tmp_path: Path) -> None:
-    first = Writer(tmp_path)
-    first.note(trying(chunk(0, 4, None)), durable=True)
+    first = JournalWriter(tmp_path)
+    first.note(mark_attempted(chunk(0, 4, None)), durable=True)
     first.withdraw(chunk(0, 4, None))
     first.note(chunk(0, 2))
-    first.note(trying(chunk(2, 2, None)), durable=True)
+    first.note(mark_attempted(chunk(2, 2, None)), durable=True)
     (open_one,) = [one for one in read_journal(tmp_path).chunks if one.is_open]
     assert (open_one.first, open_one.tried_unix_s > 0) == (2, True)
-    second = Writer(tmp_path)
+    second = JournalWriter(tmp_path)
     second.note(chunk(2, 2, "9"))
     second.wait("too many jobs")
     journal = read_journal(tmp_path)
@@ -50,7 +58,7 @@ def test_a_process_goes_on_where_another_died(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
-    Writer(tmp_path).note(chunk(0, 1))
+    JournalWriter(tmp_path).note(chunk(0, 1))
     path = tmp_path / "sent-1.jsonl"
     path.write_bytes(path.read_bytes() + b'{"chunk":{"array":0,"fir')
     assert read_journal(tmp_path).job_ids() == ["7_0"]
@@ -58,13 +66,13 @@ def test_a_line_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
 
 def test_the_tenth_journal_comes_after_the_ninth(tmp_path: Path) -> None:
     for number in range(1, 11):
-        Writer(tmp_path).wait(str(number))
+        JournalWriter(tmp_path).wait(str(number))
     assert read_journal(tmp_path).waiting == "10"
 
 
 def test_runs_are_struck_once(tmp_path: Path) -> None:
     drop_runs(tmp_path, ["b"])
     drop_runs(tmp_path, ["a", "b"])
-    assert dropped_runs(tmp_path) == {"a", "b"}
+    assert read_dropped_runs(tmp_path) == {"a", "b"}
     (tmp_path / "dropped.json").write_text("[")
-    assert dropped_runs(tmp_path) == set()
+    assert read_dropped_runs(tmp_path) == set()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.submit.lanes import cut, lane_widths, next_lane
+from hpcbench.submit.send import next_throttle_group, split_arrays, throttle_group_sizes
 
 
 @pytest.mark.parametrize(
@@ -25,16 +25,16 @@ from hpcbench.submit.lanes import cut, lane_widths, next_lane
     ],
 )
 def test_most_may_run_where_most_waits(max_running: int, arrays: list[int], widths: list[int]) -> None:
-    found = lane_widths(max_running, arrays)
+    found = throttle_group_sizes(max_running, arrays)
     assert found == widths
     assert sum(found) == max(1, min(max_running, sum(arrays)))
 
 
 def test_arrays_are_cut_by_the_largest_that_is_taken() -> None:
-    assert cut([10, 11, 1], 10) == [10, 10, 1, 1]
-    assert cut([], 10) == []
+    assert split_arrays([10, 11, 1], 10) == [10, 10, 1, 1]
+    assert split_arrays([], 10) == []
 
 
 @pytest.mark.parametrize(("used", "lanes", "lane"), [([], 3, 0), ([0], 3, 1), ([0, 1, 2], 3, 0), ([0, 0, 1], 2, 1)])
 def test_the_next_array_goes_to_the_lane_with_the_fewest(used: list[int], lanes: int, lane: int) -> None:
-    assert next_lane(used, lanes) == lane
+    assert next_throttle_group(used, lanes) == lane

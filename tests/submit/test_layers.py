@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from hpcbench.errors import ConfigError, WorkerError
-from hpcbench.parallel.layers import LayerAnswer, LayerRequest, LayerTable, read_table
-from hpcbench.submit.layers import layer_table_of
+from hpcbench.forecast.layer_table_cache import load_layer_table
+from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, LayerTableResponse, read_shipped_table
 
-ASKED = LayerRequest(model="vgg11", dataset="cifar10", input_size=40)
+ASKED = LayerTableRequest(model="vgg11", dataset="cifar10", input_size=40)
 
 Python = Callable[..., str]
 
@@ -43,13 +43,13 @@ def python(tmp_path: Path) -> Python:
 
 
 def table() -> LayerTable:
-    found = read_table("vgg11", "cifar10")
+    found = read_shipped_table("vgg11", "cifar10")
     assert found is not None
     return msgspec.structs.replace(found, input_size=40)
 
 
 def good() -> bytes:
-    return msgspec.json.encode(LayerAnswer(table=table()))
+    return msgspec.json.encode(LayerTableResponse(table=table()))
 
 
 def calls(folder: Path) -> list[str]:
@@ -57,19 +57,19 @@ def calls(folder: Path) -> list[str]:
 
 
 def test_what_is_shipped_asks_nobody(tmp_path: Path, python: Python) -> None:
-    found = layer_table_of(LayerRequest(model="vgg11", dataset="cifar10"), python=python(b""))
-    assert found == read_table("vgg11", "cifar10")
+    found = load_layer_table(LayerTableRequest(model="vgg11", dataset="cifar10"), python=python(b""))
+    assert found == read_shipped_table("vgg11", "cifar10")
     assert not (tmp_path / "calls").exists()
 
 
 def test_what_was_made_is_kept(tmp_path: Path, python: Python, cache: Path) -> None:
-    assert layer_table_of(ASKED, python=python(good())) == table()
+    assert load_layer_table(ASKED, python=python(good())) == table()
     assert json.loads((tmp_path / "asked").read_bytes()) == {"model": "vgg11", "dataset": "cifar10", "input_size": 40}
     assert calls(tmp_path) == [f"{os.environ.get('PYTHONPATH', '')} -m hpcbench.worker.layers"]
-    assert layer_table_of(ASKED, python=python(b"")) == table(), "from the cache"
+    assert load_layer_table(ASKED, python=python(b"")) == table(), "from the cache"
     (kept,) = cache.iterdir()
     kept.write_bytes(b"spoilt")
-    assert layer_table_of(ASKED, python=python(good())) == table()
+    assert load_layer_table(ASKED, python=python(good())) == table()
     assert len(calls(tmp_path)) == 2
     assert kept.read_bytes() != b"spoilt"
 
@@ -77,7 +77,7 @@ def test_what_was_made_is_kept(tmp_path: Path, python: Python, cache: Path) -> N
 def test_a_cache_that_cannot_be_written_is_none(tmp_path: Path, python: Python, cache: Path) -> None:
     cache.parent.mkdir(parents=True)
     cache.touch()
-    assert layer_table_of(ASKED, python=python(good())) == table()
+    assert load_layer_table(ASKED, python=python(good())) == table()
 
 
 def test_a_changed_model_of_ones_own_is_made_anew(tmp_path: Path, python: Python) -> None:
@@ -85,8 +85,8 @@ def test_a_changed_model_of_ones_own_is_made_anew(tmp_path: Path, python: Python
     source.parent.mkdir(parents=True)
     for text, made in (("1", 1), ("1", 1), ("2", 2)):
         source.write_text(text)
-        request = LayerRequest(model="mine.nets:small", dataset="cifar10", model_folder=str(tmp_path / "code"))
-        layer_table_of(request, python(good()))
+        request = LayerTableRequest(model="mine.nets:small", dataset="cifar10", model_folder=str(tmp_path / "code"))
+        load_layer_table(request, python(good()))
         assert len(calls(tmp_path)) == made, text
     assert json.loads((tmp_path / "asked").read_bytes())["model_folder"] == str(tmp_path / "code")
 
@@ -106,7 +106,7 @@ def test_why_there_is_none(
     tmp_path: Path, python: Python, cache: Path, said: bytes, error: str, kind: type[Exception], expected: str
 ) -> None:
     with pytest.raises(kind) as caught:
-        layer_table_of(ASKED, python=python(said, error.replace("'", "'\\''"), code=1))
+        load_layer_table(ASKED, python=python(said, error.replace("'", "'\\''"), code=1))
     assert expected in str(caught.value)
     assert "vgg11 on cifar10" in str(caught.value)
     assert not cache.exists()
@@ -114,4 +114,4 @@ def test_why_there_is_none(
 
 def test_an_interpreter_that_is_not_there() -> None:
     with pytest.raises(WorkerError, match="nowhere/python"):
-        layer_table_of(ASKED, python="/nowhere/python")
+        load_layer_table(ASKED, python="/nowhere/python")

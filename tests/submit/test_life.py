@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.spec import config_id
-from hpcbench.config.task import read_task
+from hpcbench.config.run_spec import config_id, read_task
 from hpcbench.results.attempts import begin_attempt
-from hpcbench.results.schema import Failure, RunResult
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.plan import Plan, make_plan
-from hpcbench.submit.submission_record import submissions_of
-from hpcbench.submit.submit import Choice, submit
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import FailureRecord, RunResult
+from hpcbench.submit.plan import SweepPlan, make_plan
+from hpcbench.submit.submission_record import list_submissions
+from hpcbench.submit.submit import RunSelection, submit
 from tests.submit.conftest import SWEEP
 
 
@@ -41,8 +40,8 @@ def hpcbench(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def finish(tree: ClusterTree, plan: Plan, run_id: str, status: str) -> None:
-    error = None if status == "ok" else Failure(type="Test", message="as told")
+def finish(tree: ClusterTree, plan: SweepPlan, run_id: str, status: str) -> None:
+    error = None if status == "ok" else FailureRecord(type="Test", message="as told")
     named: dict[str, Any] = {
         "run_id": run_id,
         "config_id": config_id(plan.runs[run_id]),
@@ -74,7 +73,7 @@ def test_cancel_by_expression_and_by_run(project: Path, fake_slurm: Path) -> Non
     hpcbench("submit", "small", "--cluster", "test")
     running(fake_slurm)
     assert "2 runs told to stop" in hpcbench("cancel", "small", "--where", "batch_size == 8 and devices <= 2").stderr
-    ((_, record),) = submissions_of(ClusterTree(project / "results" / "test"))
+    ((_, record),) = list_submissions(ClusterTree(project / "results" / "test"))
     assert "1 runs told to stop" in hpcbench("cancel", "small", "--run", record.arrays[1].run_ids[1][:12]).stderr
     assert cancelled(fake_slurm)[-1] == "4711_1"
     wrong = hpcbench("cancel", "small", "--where", "batch_sise == 8")
@@ -103,7 +102,7 @@ def test_scancel_that_refuses(project: Path, fake_slurm: Path) -> None:
     ],
 )
 def test_which_runs_retry_takes(
-    project: Path, fake_slurm: Path, plan: Plan, cluster_tree: ClusterTree, arguments: list[str], again: list[str]
+    project: Path, fake_slurm: Path, plan: SweepPlan, cluster_tree: ClusterTree, arguments: list[str], again: list[str]
 ) -> None:
     ended = dict(zip(plan.runs, ("ok", "failed", "timeout", "oom"), strict=True))
     for run_id, status in ended.items():
@@ -111,18 +110,18 @@ def test_which_runs_retry_takes(
     done = hpcbench("retry", "small", "--cluster", "test", *arguments)
     assert f"{len(again)} runs submitted again" in done.stderr, done.stderr
     taken = [
-        run_id for _, record in submissions_of(cluster_tree) for array in record.arrays for run_id in array.run_ids
+        run_id for _, record in list_submissions(cluster_tree) for array in record.arrays for run_id in array.run_ids
     ]
     assert sorted(ended[run_id] for run_id in taken) == again
 
 
 def test_a_larger_time_limit_keeps_the_run_the_same(
-    project: Path, fake_slurm: Path, plan: Plan, cluster_tree: ClusterTree
+    project: Path, fake_slurm: Path, plan: SweepPlan, cluster_tree: ClusterTree
 ) -> None:
     first = next(iter(plan.runs))
     finish(cluster_tree, plan, first, "timeout")
     assert hpcbench("retry", "small", "--cluster", "test", "--time-limit", "2 h").returncode == 0
-    ((folder, record),) = submissions_of(cluster_tree)
+    ((folder, record),) = list_submissions(cluster_tree)
     _, task = read_task(folder / "0.jsonl", 0)
     assert (record.arrays[0].run_ids, task.run_id, task.time_limit_s) == ([first], first, 7200.0)
     assert "#SBATCH --time=0-02:00:00" in (folder / "0.sh").read_text()
@@ -130,18 +129,18 @@ def test_a_larger_time_limit_keeps_the_run_the_same(
 
 
 def test_lost_runs_are_retried_and_planned_ones_are_not(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     only_two = make_plan(plan.sweep, plan.profile, cluster_tree)
     only_two.runs = dict(list(plan.runs.items())[:2])
     submit(only_two, cluster_tree)
     (fake_slurm / "sacct").write_text("4711|COMPLETED|None\n")
     (fake_slurm / "squeue").write_text("")
-    again = submit(plan, cluster_tree, Choice(frozenset({"lost"}), only_again=True))
+    again = submit(plan, cluster_tree, RunSelection(frozenset({"lost"}), only_again=True))
     assert sorted(again.run_ids) == sorted(only_two.runs)
 
 
-def test_logs(project: Path, fake_slurm: Path, plan: Plan, cluster_tree: ClusterTree) -> None:
+def test_logs(project: Path, fake_slurm: Path, plan: SweepPlan, cluster_tree: ClusterTree) -> None:
     run_id = next(iter(plan.runs))
     attempt = begin_attempt(cluster_tree.run_folder(run_id), launch="l", host="h", started_unix_s=1.0)
     (attempt.folder / "err.log").write_text("what went wrong\x1b[2J\n")

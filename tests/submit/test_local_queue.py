@@ -15,16 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.load import Sweep
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.executor import LocalScriptExecutor, LocalScriptJob
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.sweep_loader import Sweep
+from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import drop_runs, read_journal
-from hpcbench.submit.local_queue import Cores
+from hpcbench.submit.local_queue import CoreLocks
+from hpcbench.submit.local_scheduler import queue_process, start_local_queue
 from hpcbench.submit.plan import make_plan
-from hpcbench.submit.queue_state import queue_process, start_queue
-from hpcbench.submit.submission import ALL_CORES, Rendered, render_submission, write_submission
-from hpcbench.submit.submission_record import Array, Submission
+from hpcbench.submit.sbatch import LocalScriptExecutor, LocalScriptJob
+from hpcbench.submit.submission import ALL_CORES, RenderedSubmission, render_submission, write_submission
+from hpcbench.submit.submission_record import JobArray, Submission
 
 NOTE = """
 note() { printf '%s %s %s\\n' "$1" "$2" "$(date +%s.%N)" >> notes; }
@@ -46,7 +46,7 @@ def wait_for(what: str, found: Callable[[], Any], limit_s: float = 60.0) -> Any:
 
 
 def submission(folder: Path, runs: int, cores: int, seconds: float, time_limit_s: float = 60.0) -> Path:
-    array = Array(
+    array = JobArray(
         number=0,
         run_ids=[f"{index:016x}" for index in range(runs)],
         ranks=cores,
@@ -55,7 +55,7 @@ def submission(folder: Path, runs: int, cores: int, seconds: float, time_limit_s
         job_limit_s=time_limit_s,
     )
     script = NOTE.replace('sleep "$2"', f"sleep {seconds}").encode()
-    rendered = Rendered(
+    rendered = RenderedSubmission(
         Submission(
             submission=folder.name,
             token="t",
@@ -104,7 +104,7 @@ def cores_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start(folder: Path) -> None:
-    start_queue(folder, dict(os.environ), warning_s=1.0)
+    start_local_queue(folder, dict(os.environ), warning_s=1.0)
 
 
 @pytest.mark.usefixtures("cores_folder")
@@ -164,9 +164,9 @@ def test_cores_are_free_again_when_their_holder_dies(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "2\n"
-        assert Cores(2, tmp_path).take(1) is None
+        assert CoreLocks(2, tmp_path).take(1) is None
         holder.kill()
-    assert wait_for("the cores", lambda: Cores(2, tmp_path).take(5), 10)
+    assert wait_for("the cores", lambda: CoreLocks(2, tmp_path).take(5), 10)
 
 
 def test_submitits_job_tells_the_state_and_cancels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.executor import LocalScriptJob
+from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.queue_state import queue_process
-from hpcbench.submit.submission_record import submissions_of
+from hpcbench.submit.local_scheduler import queue_process
+from hpcbench.submit.sbatch import LocalScriptJob
+from hpcbench.submit.submission_record import list_submissions
 
 pytestmark = pytest.mark.distributed
 
@@ -69,7 +69,7 @@ def test_submitits_job_cancels_a_run_and_the_queue_goes_on(tree: ClusterTree, tm
         hpcbench("submit", str(tmp_path / "endless.toml"), "--cluster", "local"), check=True, capture_output=True
     )
     wait_for("the first run to train", lambda: training(tree))
-    ((folder, _),) = submissions_of(tree)
+    ((folder, _),) = list_submissions(tree)
     (job_id,) = read_journal(folder).job_ids()
     job = LocalScriptJob(folder=folder / "jobs", job_id=job_id)
     assert job.state == "RUNNING"
@@ -92,7 +92,7 @@ def test_ctrl_c_in_run_leaves_the_runs_alone_and_cancel_stops_them(tree: Cluster
         _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "the runs go on: hpcbench status endless --watch shows them again" in said
-    ((folder, _),) = submissions_of(tree)
+    ((folder, _),) = list_submissions(tree)
     assert queue_process(folder) is not None
     assert results(tree) == []
     subprocess.run(hpcbench("cancel", "endless", "--wait"), check=True, capture_output=True)
@@ -126,7 +126,7 @@ def test_a_terminal_that_is_closed_takes_no_run_with_it(tree: ClusterTree, tmp_p
     (tmp_path / "short.toml").write_text(SHORT)
     ended, shown = on_a_terminal("run", str(tmp_path / "short.toml"), until=" running")
     assert (ended, "short on local: 2 runs" in shown) == (-signal.SIGHUP, True)
-    ((folder, _),) = submissions_of(tree)
+    ((folder, _),) = list_submissions(tree)
     assert queue_process(folder) is not None
     _, shown = on_a_terminal("status", "short", "--watch", until="2 ok")
     assert "2 ok" in shown

@@ -11,7 +11,7 @@ import pytest
 
 from hpcbench.errors import StorageError
 from hpcbench.submit import lock
-from hpcbench.submit.lock import Holder, exclusive
+from hpcbench.submit.lock import LockHolder, exclusive_lock
 
 
 def test_only_one_is_inside(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_only_one_is_inside(tmp_path: Path) -> None:
     most: list[int] = []
 
     def enter() -> None:
-        with exclusive(tmp_path / ".lock"):
+        with exclusive_lock(tmp_path / ".lock"):
             inside.append(1)
             most.append(len(inside))
             time.sleep(0.01)
@@ -43,30 +43,30 @@ def test_a_living_holder_is_named(tmp_path: Path) -> None:
     hold(tmp_path / ".lock")
     with (
         pytest.raises(StorageError, match=r"waited 0.2 s for ada \(process 1 on elsewhere\)"),
-        exclusive(tmp_path / ".lock", wait_s=0.2),
+        exclusive_lock(tmp_path / ".lock", wait_s=0.2),
     ):
         pass
 
 
 def test_the_lock_of_a_dead_process_of_this_host_is_taken_over(tmp_path: Path) -> None:
     hold(tmp_path / ".lock", host=socket.gethostname(), pid=2**22 + 1)
-    with exclusive(tmp_path / ".lock", wait_s=5):
-        assert msgspec.json.decode((tmp_path / ".lock").read_bytes(), type=Holder).owner != "ada"
+    with exclusive_lock(tmp_path / ".lock", wait_s=5):
+        assert msgspec.json.decode((tmp_path / ".lock").read_bytes(), type=LockHolder).owner != "ada"
 
 
 def test_an_expired_lease_is_taken_over(tmp_path: Path) -> None:
     hold(tmp_path / ".lock", lease_s=0.2)
-    with exclusive(tmp_path / ".lock", wait_s=10):
+    with exclusive_lock(tmp_path / ".lock", wait_s=10):
         pass
 
 
 @pytest.mark.parametrize(("content", "left"), [(b"dead", []), (b"its successor's", [b"its successor's"])])
 def test_who_comes_late_to_a_dead_lock_leaves_its_successor(content: bytes, left: list[bytes], tmp_path: Path) -> None:
     (tmp_path / ".lock").write_bytes(content)
-    lock._take_away(tmp_path / ".lock", b"dead")
+    lock._remove_stale_file(tmp_path / ".lock", b"dead")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == left
 
 
 def test_one_waits_longer_than_a_dead_holder_is_believed() -> None:
-    defaults = inspect.signature(exclusive).parameters
+    defaults = inspect.signature(exclusive_lock).parameters
     assert defaults["wait_s"].default > defaults["lease_s"].default

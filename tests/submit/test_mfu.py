@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.parallel.layers import read_table
+from hpcbench.parallel.layer_table import read_shipped_table
 
 pytestmark = pytest.mark.distributed
 
@@ -47,9 +47,9 @@ def test_mfu_of_a_real_run(tmp_path: Path) -> None:
     assert "MFU" in done.stdout
     results = [json.loads(path.read_bytes()) for path in tmp_path.glob("results/counted/runs/*/*/result.json")]
     by_model = {result["spec"]["model"]: result["metrics"] for result in results}
-    resnet = read_table("resnet18", "digits")
+    resnet = read_shipped_table("resnet18", "digits")
     assert resnet is not None
-    assert read_table("vgg11", "digits", None, {"batch_norm": False}) is None, "measured in the run"
+    assert read_shipped_table("vgg11", "digits", None, {"batch_norm": False}) is None, "measured in the run"
     per_sample = {"resnet18": resnet.flops_per_sample(), "vgg11": 78_034_944}
     for model, metrics in by_model.items():
         assert metrics["flops_per_s"] == pytest.approx(per_sample[model] * metrics["samples_per_s"])

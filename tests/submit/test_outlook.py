@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.load import load_cluster, load_sweep
-from hpcbench.config.spec import RunSpec
-from hpcbench.results.store import ResultsTree
-from hpcbench.submit import outlook as module
-from hpcbench.submit.forecast import STARTUP_S, Forecast
-from hpcbench.submit.outlook import Outlook, outlook
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.forecast import forecast as module
+from hpcbench.forecast.forecast import STARTUP_S, Forecast, PlanForecast, forecast_plan
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import make_plan
 
 PROFILE, _ = load_cluster("slurmbox")
@@ -36,8 +36,8 @@ def spec(nodes: int) -> RunSpec:
     return RunSpec(model="resnet18", dataset="digits", strategy="ddp", batch_size=8, nodes=nodes, dp_degree=nodes)
 
 
-def foreseen(**times: float) -> Outlook:
-    return Outlook(Forecast(PROFILE), run_time_s=times, unpriced=Counter({"no formulas": 2}))
+def foreseen(**times: float) -> PlanForecast:
+    return PlanForecast(Forecast(PROFILE), run_time_s=times, unpriced=Counter({"no formulas": 2}))
 
 
 def test_node_hours_are_of_what_is_priced() -> None:
@@ -65,7 +65,7 @@ def made(folder: Path, text: str = SWEEP) -> Any:
     path = folder / "tiny.toml"
     path.write_text(text)
     tree = ResultsTree(folder / "results").cluster("slurmbox")
-    return outlook(make_plan(load_sweep(path), PROFILE, tree), tree)
+    return forecast_plan(make_plan(load_sweep(path), PROFILE, tree), tree)
 
 
 def test_a_launch_is_its_start_and_all_its_steps(tmp_path: Path) -> None:
@@ -80,6 +80,6 @@ def test_a_launch_is_its_start_and_all_its_steps(tmp_path: Path) -> None:
 
 
 def test_a_plan_of_very_many_runs_is_priced_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_PRICED", 1)
+    monkeypatch.setattr(module, "MAX_PRICED_CONFIGURATIONS", 1)
     found = made(tmp_path)
     assert (len(found.found), found.unpriced) == (2, Counter({"more than 1 different ones": 2}))

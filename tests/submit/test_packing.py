@@ -5,20 +5,19 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.load import Sweep
-from hpcbench.config.sweep import SubmitTable
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.sweep_file import SubmitTable
+from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigError, ConfigErrors
-from hpcbench.render.shape import LAUNCH_S, Shape, job_limit_s
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.packing import group_jobs, pack_size
-from hpcbench.submit.plan import make_plan
-from hpcbench.submit.submit import Choice, submit
+from hpcbench.render.launch_step import LAUNCH_OVERHEAD_S, JobShape, job_time_limit_s
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.submit.plan import group_jobs, make_plan, runs_per_job
+from hpcbench.submit.submit import RunSelection, submit
 from tests.submit.conftest import SWEEP
 
 
-def shape(limit_min: float) -> Shape:
-    return Shape("short", None, 2, 4, 1, limit_min * 60)
+def shape(limit_min: float) -> JobShape:
+    return JobShape("short", None, 2, 4, 1, limit_min * 60)
 
 
 def profile(**keys: Any) -> ClusterProfile:
@@ -40,17 +39,17 @@ def profile(**keys: Any) -> ClusterProfile:
     ],
 )
 def test_how_many_runs_a_job_carries(table: dict[str, Any], limit_min: float, max_time_min: float, size: int) -> None:
-    assert pack_size(shape(limit_min), SubmitTable(**table), profile(max_time_min=max_time_min)) == size
+    assert runs_per_job(shape(limit_min), SubmitTable(**table), profile(max_time_min=max_time_min)) == size
 
 
 def test_a_job_asks_for_the_time_of_all_its_runs() -> None:
-    assert job_limit_s(shape(10), 1) == 600
-    assert job_limit_s(shape(10), 3) == 3 * (600 + LAUNCH_S)
+    assert job_time_limit_s(shape(10), 1) == 600
+    assert job_time_limit_s(shape(10), 3) == 3 * (600 + LAUNCH_OVERHEAD_S)
 
 
 def test_fewer_runs_than_a_pack_ask_for_less_time() -> None:
     (group,) = group_jobs({shape(10): ["a", "b"]}, SubmitTable(pack=8), profile())
-    assert (group.pack, group.jobs, group.limit_s) == (2, 1, 2 * (600 + LAUNCH_S))
+    assert (group.pack, group.jobs, group.limit_s) == (2, 1, 2 * (600 + LAUNCH_OVERHEAD_S))
     assert group.node_hours == pytest.approx(2 * 2 * 600 / 3600)
 
 
@@ -83,4 +82,4 @@ def test_a_budget_is_kept_unless_told(
     assert "--yes" in str(caught.value)
     assert not (fake_slurm / "calls").exists()
     assert not cluster_tree.sweep_path("small").exists()
-    assert len(submit(plan, cluster_tree, Choice(over_budget=True)).run_ids) == 4
+    assert len(submit(plan, cluster_tree, RunSelection(over_budget=True)).run_ids) == 4

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.load import Sweep
-from hpcbench.config.spec import config_id
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.run_spec import config_id
+from hpcbench.config.sweep_loader import Sweep
+from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.plan import Plan, make_plan
+from hpcbench.submit.plan import SweepPlan, make_plan
 
 Write = Callable[[str], Sweep]
 
@@ -21,7 +21,7 @@ strategy = "ddp"
 """
 
 
-def finish(tree: ClusterTree, plan: Plan, run_id: str, status: str) -> None:
+def finish(tree: ClusterTree, plan: SweepPlan, run_id: str, status: str) -> None:
     spec = plan.runs[run_id]
     result = RunResult(
         run_id=run_id, config_id=config_id(spec), attempt=1, sweep="s", cluster="test", status=status, spec=spec

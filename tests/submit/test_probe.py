@@ -8,15 +8,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from hpcbench.cli.cluster import cluster
-from hpcbench.config.cluster import ClusterProfile, Match
-from hpcbench.config.profiles import load_cluster_file
+from hpcbench.cli.cluster_commands import cluster
+from hpcbench.config.cluster_profile import ClusterProfile, LoginNodeMatch, load_cluster_file
 from hpcbench.errors import SubmitError
-from hpcbench.submit.doctor import probe_findings
-from hpcbench.submit.site.here import is_here
-from hpcbench.submit.site.links import parse_topology
-from hpcbench.submit.site.probe import parse_probe, render_probe, run_probe
-from hpcbench.submit.site.write import write_toml
+from hpcbench.site.cluster_doctor import compare_probe
+from hpcbench.site.node_probe import parse_probe, parse_topology, render_probe, run_probe
+from hpcbench.site.profile_check import is_login_node
+from hpcbench.site.profile_writer import profile_toml
 from tests.submit.test_site import box, recorded
 
 PROBED = """=== hpcbench interfaces
@@ -62,14 +60,14 @@ def test_what_a_probe_saw() -> None:
     assert probe.ports == {"mlx5_0": 2e11, "mlx5_1": 2e11}
     assert probe.topology.between_devices == {"NV4"}
     assert (probe.topology.device_order, probe.cpus) == ([1, 0], 6)
-    text = write_toml("site", box(), probe)
+    text = profile_toml("site", box(), probe)
     for line in (
         'interface = "hsn"', 'device = "cuda"', "tmp_in_memory = true", "# memory_includes_devices = true", "# cores = 6",
         '# nccl_hcas = ["mlx5_0", "mlx5_1"]', "# device_order = [1, 0]", '# bandwidth_bytes_per_s = "100 Gbit/s"',
         "# Between the devices of a node: NV4 (NV12: twelve NVLinks).",
     ):  # fmt: skip
         assert f"\n{line}\n" in text
-    blind = write_toml("site", box(), parse_probe(PROBED.replace("GPU 0", "no device")))
+    blind = profile_toml("site", box(), parse_probe(PROBED.replace("GPU 0", "no device")))
     assert '\ndevice = "cpu"\n' in blind
     assert '\ngpus = "none"\n' in blind
 
@@ -93,7 +91,7 @@ def test_a_profile_against_what_a_probe_saw() -> None:
     made = ClusterProfile.model_validate({
         "name": "c", "device": "cuda", "node": {"devices": 4, "scratch_folder": "$SCRATCH"}, "network": {"interface": "ib"},
     })  # fmt: skip
-    found = {finding.what: finding.works for finding in probe_findings(made, parse_probe(PROBED))}
+    found = {finding.what: finding.works for finding in compare_probe(made, parse_probe(PROBED))}
     assert found == {"interface": False, "devices": False, "tmp": False, "folder": True}
 
 
@@ -131,7 +129,7 @@ def test_who_stops_waiting_leaves_no_job(fake_slurm: Path, monkeypatch: pytest.M
     def stop(*arguments: object) -> str:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hpcbench.submit.site.probe._wait", stop)
+    monkeypatch.setattr("hpcbench.site.node_probe._wait_for_output", stop)
     monkeypatch.setenv("XDG_CACHE_HOME", str(fake_slurm / "cache"))
     with pytest.raises(KeyboardInterrupt):
         run_probe(ClusterProfile.model_validate({"name": "c"}), lambda text: None)
@@ -155,10 +153,10 @@ def test_the_probe_takes_as_many_nodes_as_it_must(tmp_path: Path) -> None:
     ],
 )
 def test_a_cluster_is_known_by_its_login_nodes(match: dict[str, object], host: str, expected: bool) -> None:
-    assert is_here(Match.model_validate(match), host, {"NERSC_HOST": "perlmutter"}) is expected
+    assert is_login_node(LoginNodeMatch.model_validate(match), host, {"NERSC_HOST": "perlmutter"}) is expected
 
 
 def test_a_cluster_is_known_by_a_file(tmp_path: Path) -> None:
     (tmp_path / "systemname").write_text("juwelsbooster\n")
-    assert is_here(Match(files={str(tmp_path / "systemname"): "juwelsbooster"}), "x", {})
-    assert not is_here(Match(files={str(tmp_path / "other"): "juwelsbooster"}), "x", {})
+    assert is_login_node(LoginNodeMatch(files={str(tmp_path / "systemname"): "juwelsbooster"}), "x", {})
+    assert not is_login_node(LoginNodeMatch(files={str(tmp_path / "other"): "juwelsbooster"}), "x", {})

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.load import Sweep
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.sweep_loader import Sweep
 from hpcbench.results.attempts import begin_attempt
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit import offer
-from hpcbench.submit.journal import Chunk, Writer, drop_runs, read_journal, trying
-from hpcbench.submit.lock import exclusive
-from hpcbench.submit.plan import Plan, make_plan
-from hpcbench.submit.send import Sent, send
-from hpcbench.submit.state import run_states
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.submit import sbatch
+from hpcbench.submit.journal import JobBatch, JournalWriter, drop_runs, mark_attempted, read_journal
+from hpcbench.submit.lock import exclusive_lock
+from hpcbench.submit.plan import SweepPlan, make_plan
+from hpcbench.submit.run_state import run_states
+from hpcbench.submit.send import SendOutcome, send_submission
 from hpcbench.submit.submission import render_submission, write_submission
 from hpcbench.submit.submission_record import Submission, next_submission_folder
 from hpcbench.submit.submit import submit
@@ -31,10 +31,10 @@ TEN = SWEEP.replace("batch_size = [8, 16]\nnodes = [1, 2]", "seed = [0, 1, 2, 3,
 
 
 @pytest.fixture
-def ten(write_sweep: Callable[[str], Sweep], cluster_tree: ClusterTree) -> Callable[..., Plan]:
+def ten(write_sweep: Callable[[str], Sweep], cluster_tree: ClusterTree) -> Callable[..., SweepPlan]:
     """Ten runs of one shape, on a profile that is given more keys."""
 
-    def make(more: str = "", **scheduler: Any) -> Plan:
+    def make(more: str = "", **scheduler: Any) -> SweepPlan:
         profile = ClusterProfile.model_validate({"name": "test", "scheduler": {"kind": "slurm", **scheduler}})
         return make_plan(write_sweep(TEN + more), profile, cluster_tree)
 
@@ -53,7 +53,7 @@ def options(fake_slurm: Path, name: str) -> list[str | None]:
     ]
 
 
-def written(plan: Plan, tree: ClusterTree) -> tuple[Path, Submission]:
+def written(plan: SweepPlan, tree: ClusterTree) -> tuple[Path, Submission]:
     """A submission whose submit died before it sent anything."""
     folder = next_submission_folder(tree, plan.sweep.name)
     rendered = render_submission(plan, plan.missing, tree, folder)
@@ -61,12 +61,12 @@ def written(plan: Plan, tree: ClusterTree) -> tuple[Path, Submission]:
     return folder, rendered.record
 
 
-def hand_over(plan: Plan, tree: ClusterTree, folder: Path, record: Submission) -> Sent:
-    return send(folder, record, plan.profile, tree, lambda text: None)
+def hand_over(plan: SweepPlan, tree: ClusterTree, folder: Path, record: Submission) -> SendOutcome:
+    return send_submission(folder, record, plan.profile, tree, lambda text: None)
 
 
 def test_a_limit_is_met_with_smaller_arrays_and_the_rest_waits(
-    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "limit")
     monkeypatch.setenv("FAKE_LIMIT", "7")
@@ -92,7 +92,7 @@ def test_a_limit_is_met_with_smaller_arrays_and_the_rest_waits(
 
 
 def test_a_limit_that_not_even_one_job_meets_is_a_refusal(
-    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "limit")
     monkeypatch.setenv("FAKE_LIMIT", "0")
@@ -102,7 +102,7 @@ def test_a_limit_that_not_even_one_job_meets_is_a_refusal(
 
 
 def test_a_profile_may_say_how_many_jobs_are_taken(
-    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     (fake_slurm / "squeue.user").write_text("1\n2\n3\n")
     sent = submit(ten(max_submitted_jobs=7), cluster_tree).sent
@@ -121,7 +121,7 @@ def test_a_profile_may_say_how_many_jobs_are_taken(
     ],
 )
 def test_what_may_run_at_once_is_shared_among_the_arrays(
-    ten: Callable[..., Plan],
+    ten: Callable[..., SweepPlan],
     cluster_tree: ClusterTree,
     fake_slurm: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -136,7 +136,7 @@ def test_what_may_run_at_once_is_shared_among_the_arrays(
 
 
 def test_a_scheduler_that_is_away_for_a_moment_is_asked_again(
-    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "away-first")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
@@ -149,7 +149,7 @@ def test_a_scheduler_that_is_away_for_a_moment_is_asked_again(
 
 
 def test_a_scheduler_that_stays_away_leaves_the_jobs_waiting(
-    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "away")
     sent = submit(ten(retry_s=0.0), cluster_tree).sent
@@ -161,7 +161,7 @@ def test_a_scheduler_that_stays_away_leaves_the_jobs_waiting(
 
 
 def test_no_array_is_sent_by_a_guess_at_the_largest(
-    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     (fake_slurm / "scontrol.error").write_text("slurm_load_ctl_conf error: Unable to contact slurm controller")
     sent = submit(ten(retry_s=0.0), cluster_tree).sent
@@ -174,11 +174,11 @@ def test_no_array_is_sent_by_a_guess_at_the_largest(
 
 
 def test_what_somebody_else_is_sending_is_left_to_them(
-    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, record = written(ten(), cluster_tree)
-    monkeypatch.setattr("hpcbench.submit.send.exclusive", functools.partial(exclusive, wait_s=0.1))
-    with exclusive(folder / ".sending"):
+    monkeypatch.setattr("hpcbench.submit.send.exclusive_lock", functools.partial(exclusive_lock, wait_s=0.1))
+    with exclusive_lock(folder / ".sending"):
         sent = hand_over(ten(), cluster_tree, folder, record)
     assert (sent.jobs, sent.waiting, sent.failed) == (0, 10, None)
     assert "to finish" in sent.reason
@@ -186,7 +186,7 @@ def test_what_somebody_else_is_sending_is_left_to_them(
 
 
 def test_a_job_that_was_taken_without_a_word_is_found_by_its_name(
-    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "unclear")
     sent = submit(ten(), cluster_tree).sent
@@ -196,7 +196,7 @@ def test_a_job_that_was_taken_without_a_word_is_found_by_its_name(
 
 
 def test_nothing_is_sent_again_while_nobody_can_say_what_became_of_it(
-    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "unclear-lost")
     (fake_slurm / "squeue.error").write_text("Unable to contact slurm controller")
@@ -207,7 +207,7 @@ def test_nothing_is_sent_again_while_nobody_can_say_what_became_of_it(
 
 
 def test_a_submit_that_died_before_it_sent_anything(
-    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     written(ten(), cluster_tree)
     again = submit(ten(), cluster_tree)
@@ -217,17 +217,17 @@ def test_a_submit_that_died_before_it_sent_anything(
 
 @pytest.mark.parametrize("is_queued", [True, False])
 def test_a_submit_that_died_while_it_was_sending(
-    ten: Callable[..., Plan],
+    ten: Callable[..., SweepPlan],
     cluster_tree: ClusterTree,
     fake_slurm: Path,
     monkeypatch: pytest.MonkeyPatch,
     is_queued: bool,
 ) -> None:
-    monkeypatch.setattr(offer, "SETTLE_S", 0.1)
+    monkeypatch.setattr(sbatch, "SBATCH_SETTLE_S", 0.1)
     folder, record = written(ten(), cluster_tree)
     name = record.chunk_name(0, 0, 10)
-    chunk = functools.partial(Chunk, array=0, first=0, count=10, name=name, is_array=True)
-    Writer(folder).note(trying(chunk()), durable=True)
+    chunk = functools.partial(JobBatch, array=0, first=0, count=10, name=name, is_array=True)
+    JournalWriter(folder).note(mark_attempted(chunk()), durable=True)
     (fake_slurm / "squeue.named").write_text(f"4321|{name}\n4322|{name}x\n" if is_queued else "")
     sent = submit(ten(), cluster_tree).sent
     assert sent.jobs == (0 if is_queued else 10)
@@ -235,11 +235,11 @@ def test_a_submit_that_died_while_it_was_sending(
 
 
 def test_a_job_that_has_run_and_gone_is_known_by_its_start_markers(
-    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     folder, record = written(ten(), cluster_tree)
-    chunk = Chunk(array=0, first=0, count=10, name=record.chunk_name(0, 0, 10), is_array=True)
-    Writer(folder).note(trying(chunk), durable=True)
+    chunk = JobBatch(array=0, first=0, count=10, name=record.chunk_name(0, 0, 10), is_array=True)
+    JournalWriter(folder).note(mark_attempted(chunk), durable=True)
     begin_attempt(
         cluster_tree.run_folder(record.arrays[0].run_ids[6]),
         launch="l", host="h", started_unix_s=1.0, job_id="4321_6", task_file=str(folder / "0.jsonl"),
@@ -250,7 +250,7 @@ def test_a_job_that_has_run_and_gone_is_known_by_its_start_markers(
 
 
 def test_a_job_number_that_began_anew_is_somebody_elses(
-    ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     plan = ten()
     submit(plan, cluster_tree)
@@ -260,7 +260,7 @@ def test_a_job_number_that_began_anew_is_somebody_elses(
     assert {state.state for state in states.values()} == {"lost"}
 
 
-def test_struck_runs_are_not_sent(ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+def test_struck_runs_are_not_sent(ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path) -> None:
     plan = ten("[submit]\npack = 2\n")
     folder, record = written(plan, cluster_tree)
     drop_runs(folder, [record.arrays[0].run_ids[number] for number in (2, 3, 4)])
@@ -274,7 +274,9 @@ def test_struck_runs_are_not_sent(ten: Callable[..., Plan], cluster_tree: Cluste
     assert [state.state for state in states.values()] == ["pending"] * 2 + ["planned"] * 3 + ["pending"] * 5
 
 
-def test_packs_are_jobs_of_several_runs(ten: Callable[..., Plan], cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+def test_packs_are_jobs_of_several_runs(
+    ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
     plan = ten("[submit]\npack = 4\n")
     submit(plan, cluster_tree)
     assert options(fake_slurm, "array") == ["0-2"]

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from hpcbench.results.attempts import begin_attempt
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit import state
-from hpcbench.submit.plan import Plan
-from hpcbench.submit.settle import settle
-from hpcbench.submit.state import LEASE_S, run_states
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.submit import run_state
+from hpcbench.submit.plan import SweepPlan
+from hpcbench.submit.run_state import RUN_LEASE_S, record_scheduler_failures, run_states
 from hpcbench.submit.submit import submit
 
 
@@ -22,16 +21,16 @@ def ended(ago_s: float) -> str:
     return datetime.datetime.fromtimestamp(time.time() - ago_s).isoformat(timespec="seconds")
 
 
-def look(plan: Plan, tree: ClusterTree, after_s: float = 3600.0) -> list[str]:
+def look(plan: SweepPlan, tree: ClusterTree, after_s: float = 3600.0) -> list[str]:
     states = run_states(tree, plan.runs, plan.profile, time.time() + after_s)
-    settle(tree, states)
+    record_scheduler_failures(tree, states)
     return [one.state for one in states.values()]
 
 
 def test_a_job_that_left_nothing_gets_the_schedulers_word(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "_JUST_SUBMITTED_S", 0.0)
+    monkeypatch.setattr(run_state, "_REGISTRATION_DELAY_S", 0.0)
     submit(plan, cluster_tree)
     (fake_slurm / "sacct").write_text(
         f"4711_0|NODE_FAIL|None|{ended(600)}|\n4711_1|CANCELLED by 7|None|{ended(600)}|\n"
@@ -50,7 +49,7 @@ def test_a_job_that_left_nothing_gets_the_schedulers_word(
 
 
 def test_the_attempt_that_began_is_the_one_that_ended_so(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     submit(plan, cluster_tree)
     run_id = next(iter(plan.runs))
@@ -67,7 +66,7 @@ def test_the_attempt_that_began_is_the_one_that_ended_so(
              "4711_0|COMPLETED|None|{past}|"],
 )  # fmt: skip
 def test_what_may_still_change_is_not_written_down(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, line: str
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, line: str
 ) -> None:
     """A result may show late on a slow file system; a job that ended well may have left its result elsewhere."""
     submit(plan, cluster_tree)
@@ -77,15 +76,15 @@ def test_what_may_still_change_is_not_written_down(
 
 
 def test_a_lost_run_is_anybodys_once_its_lease_has_passed(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     submit(plan, cluster_tree)
-    assert look(plan, cluster_tree, LEASE_S - 60) == ["lost"] * 4
-    assert look(plan, cluster_tree, LEASE_S + 86400) == ["planned"] * 4
+    assert look(plan, cluster_tree, RUN_LEASE_S - 60) == ["lost"] * 4
+    assert look(plan, cluster_tree, RUN_LEASE_S + 86400) == ["planned"] * 4
 
 
 def test_a_tree_that_may_only_be_read_is_left_alone(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submit(plan, cluster_tree)
     (fake_slurm / "sacct").write_text(f"4711_0|TIMEOUT|None|{ended(600)}|\n")

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from hpcbench.results.attempts import begin_attempt
+from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RankResult
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.plan import Plan
+from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.submit import submit
 from tests.submit.test_submit import finish
 
@@ -46,7 +46,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 @pytest.mark.parametrize("setgid", [0, stat.S_ISGID], ids=["plain", "setgid"])
 def test_what_submit_and_worker_leave_follows_the_umask(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, umask: int, setgid: int
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, umask: int, setgid: int
 ) -> None:
     root = cluster_tree.root.parent
     root.mkdir()
@@ -115,7 +115,7 @@ def test_submit_into_a_folder_of_somebody_else(project: Path, name: str, mode: i
 
 
 @pytest.fixture
-def tasks(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> Path:
+def tasks(plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path) -> Path:
     folder = submit(plan, cluster_tree).folder
     assert folder is not None
     return folder / "0.jsonl"
@@ -123,7 +123,7 @@ def tasks(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> Path:
 
 @pytest.mark.parametrize("below", ["", "attempts"])
 def test_a_worker_whose_run_belongs_to_somebody_else(
-    plan: Plan, cluster_tree: ClusterTree, tasks: Path, tmp_path: Path, below: str
+    plan: SweepPlan, cluster_tree: ClusterTree, tasks: Path, tmp_path: Path, below: str
 ) -> None:
     run_folder = cluster_tree.run_folder(next(iter(plan.runs)))
     owner = give_away(run_folder / below, 0o555)
@@ -137,7 +137,7 @@ def test_a_worker_whose_run_belongs_to_somebody_else(
 
 
 def test_what_somebody_else_keeps_to_himself_is_a_row_with_the_reason(
-    plan: Plan, cluster_tree: ClusterTree, tasks: Path, tmp_path: Path
+    plan: SweepPlan, cluster_tree: ClusterTree, tasks: Path, tmp_path: Path
 ) -> None:
     first, second, third, *_ = plan.runs
     for run_id in (first, second, third):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.load import load_sweep
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.plan import Plan, make_plan
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.submit.plan import SweepPlan, make_plan
 
 SWEEPS = Path(__file__).resolve().parents[2] / "sweeps"
 DDLBENCH_MODELS = {"resnet18", "resnet50", "resnet152", "vgg11", "vgg16", "mobilenetv2"}
@@ -20,11 +20,11 @@ DDLBENCH_SYSTEMS = {"single", "horovod", "ddp", "model", "gpipe", "fairscale_pip
 PARADL_MODELS = {"resnet50", "resnet152", "vgg16", "cosmoflow"}
 
 
-def plan_of(sweep: str, cluster: str, tmp_path: Path) -> Plan:
+def plan_of(sweep: str, cluster: str, tmp_path: Path) -> SweepPlan:
     return make_plan(load_sweep(SWEEPS / f"{sweep}.toml"), load_cluster(cluster)[0], ClusterTree(tmp_path))
 
 
-def specs_of(plan: Plan) -> list[RunSpec]:
+def specs_of(plan: SweepPlan) -> list[RunSpec]:
     return list(plan.runs.values())
 
 

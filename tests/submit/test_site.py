@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.profiles import load_cluster_file
-from hpcbench.config.validate import Source, validate
-from hpcbench.submit.live import compare
-from hpcbench.submit.site.facts import (
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster_file
+from hpcbench.config.toml_tables import TomlSource, validate_table
+from hpcbench.site.profile_check import compare_profile
+from hpcbench.site.profile_writer import profile_toml
+from hpcbench.site.slurm_facts import (  # fmt: skip
+    GpuCount,
     NodeFacts,
     SiteFacts,
-    minutes,
     parse_associations,
-    parse_config,
+    parse_gres,
+    parse_json_nodes,
+    parse_minutes,
     parse_nodes,
+    parse_oneliner,
     parse_partitions,
     parse_qos,
-    records,
-)  # fmt: skip
-from hpcbench.submit.site.gres import Gpus, parse_gres
-from hpcbench.submit.site.json_nodes import parse_json_nodes
-from hpcbench.submit.site.query import ask_site
-from hpcbench.submit.site.write import write_toml
+    parse_slurm_config,
+    query_site,
+)
 
 RECORDED = Path(__file__).resolve().parents[1] / "fakes" / "recorded"
 
@@ -60,12 +60,12 @@ def test_every_spelling_of_gres(text: str, expected: list[tuple[str | None, int]
      ("", None), ("NONE", None), ("5-00:00:00", 7200.0)],
 )  # fmt: skip
 def test_times(text: str, expected: float | None) -> None:
-    assert minutes(text) == expected
+    assert parse_minutes(text) == expected
 
 
 def box() -> SiteFacts:
     nodes = parse_nodes(recorded("box-node"))
-    settings = parse_config(recorded("box-config"))
+    settings = parse_slurm_config(recorded("box-config"))
     return SiteFacts(
         cluster=settings["ClusterName"],
         version=settings["SLURM_VERSION"],
@@ -84,13 +84,13 @@ def test_a_real_schedulers_answers_are_read() -> None:
     normal = facts.partitions["normal"]
     assert (normal.is_default, normal.max_time_min, normal.default_time_min, normal.nodes) == (True, 1440.0, 10.0, 2)
     assert (normal.max_nodes, normal.allowed_qos, normal.qos, normal.whole_nodes) == (None, None, None, False)
-    assert normal.kinds == (NodeFacts(8, 3072 * 2**20, (Gpus(None, 4),), frozenset(), "x86_64", 1),)
+    assert normal.kinds == (NodeFacts(8, 3072 * 2**20, (GpuCount(None, 4),), frozenset(), "x86_64", 1),)
     assert facts.qos["limited"].max_submitted_jobs == 5
     assert facts.qos["limited"].max_time_min == 120.0
 
 
 def test_values_with_spaces_end_at_the_next_key() -> None:
-    record = records(
+    record = parse_oneliner(
         "NodeName=n1 OS=Linux 6.1 #1 SMP (2024-07-15) RealMemory=5 Gres= Reason=out of order [root@now]\n"
     )[0]
     assert record["OS"] == "Linux 6.1 #1 SMP (2024-07-15)"
@@ -101,7 +101,7 @@ def test_devices_that_gres_does_not_tell_are_among_the_totals() -> None:
     text = (
         "NodeName=a CPUTot=64 RealMemory=1000 Gres=(null) Partitions=p CfgTRES=cpu=64,mem=1000M,gres/gpu=4 AllocTRES=\n"
     )
-    assert parse_nodes(text)["p"][0].gpus == (Gpus(None, 4),)
+    assert parse_nodes(text)["p"][0].gpus == (GpuCount(None, 4),)
 
 
 def test_json_says_the_same_of_nodes_as_text() -> None:
@@ -111,7 +111,7 @@ def test_json_says_the_same_of_nodes_as_text() -> None:
         '{"nodes": [{"name": "g1", "cpus": 72, "effective_cpus": 64, "real_memory": {"set": true, "infinite": false, "number": 9},'
         ' "gres": "gpu:h100:4(S:0-1)", "features": ["nvme", "h100"], "partitions": ["gpu"], "threads": 2, "architecture": null}]}'
     )
-    found = NodeFacts(64, 9 * 2**20, (Gpus("h100", 4),), frozenset({"nvme", "h100"}), "", 2)
+    found = NodeFacts(64, 9 * 2**20, (GpuCount("h100", 4),), frozenset({"nvme", "h100"}), "", 2)
     assert parse_json_nodes(newer) == {"gpu": [found]}
 
 
@@ -125,8 +125,8 @@ def test_json_of_another_form_says_nothing(text: str) -> None:
 def test_json_is_read_where_text_tells_of_no_nodes(fake_slurm: Path) -> None:
     (fake_slurm / "scontrol").write_text(recorded("box-config") + recorded("box-partition"))
     (fake_slurm / "sinfo").write_text((RECORDED / "box-sinfo.json").read_text(encoding="utf-8"))
-    facts = ask_site(ClusterProfile.model_validate({"name": "c"}))
-    assert facts.partitions["normal"].kinds[0].gpus == (Gpus(None, 4),)
+    facts = query_site(ClusterProfile.model_validate({"name": "c"}))
+    assert facts.partitions["normal"].kinds[0].gpus == (GpuCount(None, 4),)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_a_scheduler_that_talks_nonsense(fake_slurm: Path, tmp_path: Path, said:
     (fake_slurm / "sinfo").write_text("{")
     (fake_slurm / "sacctmgr.error").write_text("no")
     made = ClusterProfile.model_validate({"name": "site"})
-    facts = ask_site(made)
-    list(compare(made, facts, Source(Path("c.toml"), "")))
-    (tmp_path / "site.toml").write_text(write_toml("site", facts))
+    facts = query_site(made)
+    list(compare_profile(made, facts, TomlSource(Path("c.toml"), "")))
+    (tmp_path / "site.toml").write_text(profile_toml("site", facts))
     assert load_cluster_file(tmp_path / "site.toml")[0].name == "site"
 
 
@@ -178,9 +178,11 @@ def test_ten_planted_mistakes_and_more_are_found(tmp_path: Path) -> None:
     import tomli
 
     path = tmp_path / "planted.toml"
-    source = Source(path, PLANTED)
-    profile = validate(ClusterProfile, tomli.loads(PLANTED), source)
-    found = {str(problem).split("planted.toml:", 1)[1].splitlines()[0] for problem in compare(profile, box(), source)}
+    source = TomlSource(path, PLANTED)
+    profile = validate_table(ClusterProfile, tomli.loads(PLANTED), source)
+    found = {
+        str(problem).split("planted.toml:", 1)[1].splitlines()[0] for problem in compare_profile(profile, box(), source)
+    }
     assert found == {
         "3: you have no account 'box2' here",
         "6: max_array_size = 5000, the scheduler's is 1001",
@@ -218,7 +220,7 @@ def with_partition(facts: SiteFacts, name: str, **changes: object) -> SiteFacts:
 )  # fmt: skip
 def test_what_a_partition_refuses(changes: dict[str, object], profile: dict[str, object], expected: str) -> None:
     made = ClusterProfile.model_validate({"name": "c", **profile})
-    problems = list(compare(made, with_partition(box(), "normal", **changes), Source(Path("c.toml"), "")))
+    problems = list(compare_profile(made, with_partition(box(), "normal", **changes), TomlSource(Path("c.toml"), "")))
     assert len(problems) == 1
     assert expected in str(problems[0])
 
@@ -229,14 +231,14 @@ def test_a_profile_in_order_is_in_order() -> None:
         "node": {"cores": 8, "memory_bytes": "3 GiB", "devices": 4},
         "partitions": {"normal": {"max_nodes": 2, "max_time_min": "1 day"}, "fast": {"name": "high", "qos": "limited", "max_time_min": "2 h"}},
     })  # fmt: skip
-    assert list(compare(made, box(), Source(Path("c.toml"), ""))) == []
+    assert list(compare_profile(made, box(), TomlSource(Path("c.toml"), ""))) == []
 
 
 def test_a_profile_is_written_that_its_own_check_accepts(tmp_path: Path) -> None:
     path = tmp_path / "site.toml"
-    path.write_text(write_toml("site", box(), config_file="/etc/slurm.conf"))
+    path.write_text(profile_toml("site", box(), config_file="/etc/slurm.conf"))
     profile, source = load_cluster_file(path)
-    assert list(compare(profile, box(), source)) == []
+    assert list(compare_profile(profile, box(), source)) == []
     assert (profile.device, profile.request.gpus, profile.node.devices, profile.node.cores) == (
         "cuda",
         "gpus-per-node",
@@ -264,9 +266,9 @@ def test_a_site_of_several_kinds_of_nodes(tmp_path: Path) -> None:
         qos=parse_qos("gpuq|00:20:00|1|4|node=1|\nlong|||||\n"), settings={"SelectType": "select/linear"},
     )  # fmt: skip
     path = tmp_path / "site.toml"
-    path.write_text(write_toml("site", facts))
+    path.write_text(profile_toml("site", facts))
     profile, source = load_cluster_file(path)
-    assert list(compare(profile, facts, source)) == []
+    assert list(compare_profile(profile, facts, source)) == []
     gpu, cpu = profile.partitions["gpu"], profile.partitions["cpu"]
     assert (gpu.max_time_min, gpu.max_nodes, gpu.whole_nodes, cpu.max_nodes) == (20.0, 1, True, 1)
     assert (profile.request.gpus, profile.request.memory, profile.node.gres_type) == ("gres", "node", "h100")
@@ -284,7 +286,7 @@ def test_names_that_are_no_keys_are_written_as_names(tmp_path: Path) -> None:
     nodes += "NodeName=m CPUTot=8 RealMemory=100 Gres= AvailableFeatures=y Partitions=gpu.long\n"
     facts = SiteFacts("site", "23", parse_partitions(text, parse_nodes(nodes)))
     path = tmp_path / "site.toml"
-    path.write_text(write_toml("site", facts))
+    path.write_text(profile_toml("site", facts))
     profile, _ = load_cluster_file(path)
     names = {"gpu.long": None, "pall-extra": "_all+extra", "pbung": "übung"}
     assert {key: one.name for key, one in profile.partitions.items()} == names

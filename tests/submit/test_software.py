@@ -6,16 +6,14 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.spec import config_id
-from hpcbench.config.task import read_task
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.run_spec import config_id, read_task
+from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.plan import Plan, make_plan
-from hpcbench.submit.software import environment_key, installed_versions
-from hpcbench.submit.state import run_states
-from hpcbench.submit.submit import Choice, submit
-from hpcbench.submit.watch import Watcher
+from hpcbench.submit.plan import SweepPlan, environment_key, installed_versions, make_plan
+from hpcbench.submit.run_state import run_states
+from hpcbench.submit.submit import RunSelection, submit
+from hpcbench.submit.watcher import SweepWatcher
 
 
 @pytest.fixture
@@ -49,7 +47,7 @@ def test_the_key_follows_what_a_measurement_depends_on(venv: Path) -> None:
     assert environment_key(same, None) != key
 
 
-def measured(plan: Plan, tree: ClusterTree, key: str | None) -> None:
+def measured(plan: SweepPlan, tree: ClusterTree, key: str | None) -> None:
     for run_id, spec in plan.runs.items():
         result = RunResult(
             run_id=run_id, config_id=config_id(spec), attempt=1, sweep="small", cluster="test", status="ok", spec=spec,
@@ -59,26 +57,26 @@ def measured(plan: Plan, tree: ClusterTree, key: str | None) -> None:
 
 
 def test_what_was_measured_elsewhere_is_told_and_run_again_when_asked(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     measured(plan, cluster_tree, "0123456789ab")
     again = make_plan(plan.sweep, plan.profile, cluster_tree)
     assert again.elsewhere == dict.fromkeys(plan.runs, "0123456789ab")
     assert submit(again, cluster_tree).run_ids == []
-    submitted = submit(again, cluster_tree, Choice(remeasure=True))
+    submitted = submit(again, cluster_tree, RunSelection(remeasure=True))
     assert submitted.run_ids == list(plan.runs)
     assert submitted.folder is not None
     header, task = read_task(submitted.folder / "0.jsonl", 0)
     assert (task.supersedes, header.environment_key) == ("0123456789ab", plan.environment_key(None))
     (fake_slurm / "squeue").write_text("4711_0|PENDING|None\n4711_1|PENDING|None\n")
-    twice = submit(again, cluster_tree, Choice(remeasure=True))
+    twice = submit(again, cluster_tree, RunSelection(remeasure=True))
     assert (twice.run_ids, len(twice.active)) == ([], 4)
     # Until they are measured anew, the results that are there count.
     states = run_states(cluster_tree, plan.runs, plan.profile, 0.0)
     assert {state.state for state in states.values()} == {"ok"}
 
     # Whoever waits for the new ones is not told that all is done.
-    watcher = Watcher(cluster_tree.root, plan.profile, {"small": list(plan.runs)}, superseded=again.elsewhere)
+    watcher = SweepWatcher(cluster_tree.root, plan.profile, {"small": list(plan.runs)}, superseded=again.elsewhere)
     first, *others = plan.runs
     states = watcher.ask()
     assert "ok" not in {state.state for state in states.values()}
@@ -95,7 +93,7 @@ def test_what_was_measured_elsewhere_is_told_and_run_again_when_asked(
 
 @pytest.mark.parametrize("key", ["today", None])
 def test_what_was_measured_here_or_by_nobody_knows_what_is_left_alone(
-    plan: Plan, cluster_tree: ClusterTree, key: str | None
+    plan: SweepPlan, cluster_tree: ClusterTree, key: str | None
 ) -> None:
     measured(plan, cluster_tree, plan.environment_key(None) if key else None)
     assert make_plan(plan.sweep, plan.profile, cluster_tree).elsewhere == {}

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.sweep import SubmitTable
+from hpcbench.config.sweep_file import SubmitTable
 from hpcbench.results.attempts import begin_attempt
-from hpcbench.results.schema import Failure, RunResult
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.plan import Plan, make_plan
-from hpcbench.submit.scheduler import parse_states
-from hpcbench.submit.state import run_states
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import FailureRecord, RunResult
+from hpcbench.submit.plan import SweepPlan, make_plan
+from hpcbench.submit.run_state import run_states
+from hpcbench.submit.slurm_queue import parse_job_states
 from hpcbench.submit.submit import submit
 
 
@@ -34,18 +34,18 @@ from hpcbench.submit.submit import submit
     ],
 )
 def test_parse_states(line: str, expected: dict[str, tuple[str, str]]) -> None:
-    assert {job_id: answer[:2] for job_id, answer in parse_states(line).items()} == expected
+    assert {job_id: answer[:2] for job_id, answer in parse_job_states(line).items()} == expected
 
 
-def states(plan: Plan, tree: ClusterTree, after_s: float = 0.0) -> list[str]:
+def states(plan: SweepPlan, tree: ClusterTree, after_s: float = 0.0) -> list[str]:
     return [state.state for state in run_states(tree, plan.runs, plan.profile, time.time() + after_s).values()]
 
 
-def test_before_submission_runs_are_planned(plan: Plan, cluster_tree: ClusterTree) -> None:
+def test_before_submission_runs_are_planned(plan: SweepPlan, cluster_tree: ClusterTree) -> None:
     assert states(plan, cluster_tree) == ["planned"] * 4
 
 
-def test_sacct_answers_for_what_squeue_forgot(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+def test_sacct_answers_for_what_squeue_forgot(plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
     submit(plan, cluster_tree)
     (fake_slurm / "squeue.error").write_text("slurm_load_jobs error: Invalid job id specified")
     (fake_slurm / "sacct").write_text("4711_0|TIMEOUT|None\n4711_1|NODE_FAIL|None\n")
@@ -55,7 +55,9 @@ def test_sacct_answers_for_what_squeue_forgot(plan: Plan, cluster_tree: ClusterT
     assert " -S " in queries
 
 
-def test_a_silent_scheduler_is_not_taken_for_failure(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+def test_a_silent_scheduler_is_not_taken_for_failure(
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
     submit(plan, cluster_tree)
     for command in ("squeue", "sacct"):
         (fake_slurm / f"{command}.error").write_text("Unable to contact slurm controller")
@@ -65,7 +67,7 @@ def test_a_silent_scheduler_is_not_taken_for_failure(plan: Plan, cluster_tree: C
 
 
 def test_what_the_accounts_do_not_have_yet_may_be_queued(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     submit(plan, cluster_tree)
     (fake_slurm / "squeue.error").write_text("Unable to contact slurm controller")
@@ -78,7 +80,7 @@ def test_what_the_accounts_do_not_have_yet_may_be_queued(
 
 @pytest.mark.parametrize(("state", "expected"), [("RUNNING", "running"), ("PENDING", "pending"), ("FAILED", "failed")])
 def test_what_a_run_left_tells_nothing_while_its_job_may_begin_it_again(
-    state: str, expected: str, plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+    state: str, expected: str, plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     """A node has died, the first launch said so, and the scheduler has put the job back into the queue."""
     folder = submit(plan, cluster_tree).folder
@@ -91,19 +93,19 @@ def test_what_a_run_left_tells_nothing_while_its_job_may_begin_it_again(
     cluster_tree.write_result(
         RunResult(
             run_id=key, config_id="c", attempt=1, sweep="small", cluster="test", status="failed", spec=spec,
-            error=Failure(type="RankLost", message="rank 1 ended"),
+            error=FailureRecord(type="RankLost", message="rank 1 ended"),
         )
     )  # fmt: skip
     (fake_slurm / "squeue").write_text(f"4711_0|{state}|None\n")
     assert run_states(cluster_tree, [key], plan.profile, time.time())[key].state == expected
 
 
-def test_a_job_just_submitted_may_be_unknown(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+def test_a_job_just_submitted_may_be_unknown(plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
     submit(plan, cluster_tree)
     assert states(plan, cluster_tree) == ["pending"] * 4
 
 
-def test_a_broken_result_is_lost_with_its_reason(plan: Plan, cluster_tree: ClusterTree) -> None:
+def test_a_broken_result_is_lost_with_its_reason(plan: SweepPlan, cluster_tree: ClusterTree) -> None:
     first = next(iter(plan.runs))
     path = cluster_tree.result_path(first)
     path.parent.mkdir(parents=True)
@@ -113,7 +115,7 @@ def test_a_broken_result_is_lost_with_its_reason(plan: Plan, cluster_tree: Clust
     assert "broken" in found[first].reason
 
 
-def test_a_result_may_show_late(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+def test_a_result_may_show_late(plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
     """A job that has begun its run and ended well a moment ago: a slow file system may hide what it left."""
     submitted = submit(plan, cluster_tree)
     assert submitted.folder is not None
@@ -133,7 +135,7 @@ def test_a_result_may_show_late(plan: Plan, cluster_tree: ClusterTree, fake_slur
 
 
 def test_what_a_job_left_of_its_pack_is_still_to_be_run(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     """Also where the scheduler has forgotten the job: it has begun one of its runs, so it is not waiting."""
     packed = make_plan(plan.sweep, plan.profile, cluster_tree)

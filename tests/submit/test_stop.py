@@ -5,20 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.load import Sweep
-from hpcbench.config.spec import RunSpec, config_id
-from hpcbench.config.task import read_task
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.run_spec import RunSpec, config_id, read_task
+from hpcbench.config.sweep_loader import Sweep
+from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
-from hpcbench.results.stopping import read_stop_group, stopped_by
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.plan import Plan, make_plan
-from hpcbench.submit.stop import stop_groups, stopped_runs
-from hpcbench.submit.submit import Choice, submit
+from hpcbench.results.stop_rules import find_stop_reason, read_stop_group
+from hpcbench.submit.plan import SweepPlan, make_plan
+from hpcbench.submit.stop_groups import stop_groups, stopped_runs
+from hpcbench.submit.submit import RunSelection, submit
 from tests.submit.conftest import SWEEP
 
 Write = Callable[[str], Sweep]
-Planned = Callable[[str], Plan]
+Planned = Callable[[str], SweepPlan]
 Label = Callable[[RunSpec], str]
 
 BASE = """name = "s"
@@ -33,7 +32,7 @@ def planned(write_sweep: Write, slurm_profile: ClusterProfile, cluster_tree: Clu
     return lambda text: make_plan(write_sweep(BASE + text), slurm_profile, cluster_tree)
 
 
-def grouped(plan: Plan, label: Label) -> set[frozenset[str]]:
+def grouped(plan: SweepPlan, label: Label) -> set[frozenset[str]]:
     """The groups, each as the labels of its runs."""
     return {frozenset(label(plan.runs[run_id]) for run_id, _ in group.runs) for group in plan.stops.groups}
 
@@ -138,7 +137,7 @@ def test_who_is_stopped_at_submit_is_stopped_at_its_start(
         key
         for key in plan.runs
         if key not in statuses
-        and any(stopped_by(plan.stops.groups[line], key, statuses.get) for line in plan.stops.of_run[key])
+        and any(find_stop_reason(plan.stops.groups[line], key, statuses.get) for line in plan.stops.of_run[key])
     ]
     assert sorted(at_start) == sorted(found)
 
@@ -180,7 +179,9 @@ def test_submit_leaves_out_what_a_smaller_run_has_stopped(
     assert result.error is not None
     assert small in result.error.message
     again = submit(
-        make_plan(sweep, slurm_profile, cluster_tree), cluster_tree, Choice(frozenset({"skipped"}), only_again=True)
+        make_plan(sweep, slurm_profile, cluster_tree),
+        cluster_tree,
+        RunSelection(frozenset({"skipped"}), only_again=True),
     )
     assert again.run_ids == [large]
     assert again.folder is not None

@@ -8,25 +8,23 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.spec import config_id
-from hpcbench.config.task import read_task
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.run_spec import config_id, read_task
 from hpcbench.errors import StorageError, SubmitError
-from hpcbench.results.schema import Failure, RunResult
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.executor import ScriptExecutor
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import FailureRecord, RunResult
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.plan import Plan, make_plan
-from hpcbench.submit.record import read_sweep
-from hpcbench.submit.state import run_states
+from hpcbench.submit.plan import SweepPlan, make_plan
+from hpcbench.submit.run_state import run_states
+from hpcbench.submit.sbatch import SbatchExecutor
 from hpcbench.submit.submission import render_submission
-from hpcbench.submit.submission_record import next_submission_folder
+from hpcbench.submit.submission_record import next_submission_folder, read_sweep_record
 from hpcbench.submit.submit import submit
 
 
-def finish(tree: ClusterTree, plan: Plan, run_id: str, status: str = "ok") -> None:
+def finish(tree: ClusterTree, plan: SweepPlan, run_id: str, status: str = "ok") -> None:
     spec = plan.runs[run_id]
-    error = None if status == "ok" else Failure(type="Test", message="as told")
+    error = None if status == "ok" else FailureRecord(type="Test", message="as told")
     result: dict[str, Any] = {
         "run_id": run_id,
         "config_id": config_id(spec),
@@ -41,7 +39,7 @@ def with_patience(profile: ClusterProfile, retry_s: float) -> ClusterProfile:
     return profile.model_copy(update={"scheduler": profile.scheduler.model_copy(update={"retry_s": retry_s})})
 
 
-def refreshed(plan: Plan, tree: ClusterTree) -> Plan:
+def refreshed(plan: SweepPlan, tree: ClusterTree) -> SweepPlan:
     return make_plan(plan.sweep, plan.profile, tree)
 
 
@@ -53,7 +51,9 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_one_script_task_file_and_sbatch_per_shape(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+def test_one_script_task_file_and_sbatch_per_shape(
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
     submitted = submit(plan, cluster_tree)
     assert submitted.folder is not None
     assert files(submitted.folder) == ["0.jsonl", "0.sh", "1.jsonl", "1.sh", "sent-1.jsonl", "submission.json"]
@@ -67,12 +67,12 @@ def test_one_script_task_file_and_sbatch_per_shape(plan: Plan, cluster_tree: Clu
     assert read_journal(submitted.folder).job_ids() == ["4711_0", "4711_1"] * 2
     header, task = read_task(submitted.folder / "1.jsonl", 1)
     assert (header.tree, task.spec.nodes, task.spec.batch_size) == (str(cluster_tree.root), 2, 16)
-    record = read_sweep(cluster_tree, "small")
+    record = read_sweep_record(cluster_tree, "small")
     assert record is not None
     assert record.run_ids == list(plan.runs)
 
 
-def test_render_shows_the_bytes_that_submit_sends(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+def test_render_shows_the_bytes_that_submit_sends(plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
     rendered = render_submission(plan, plan.missing, cluster_tree, next_submission_folder(cluster_tree, "small"))
     submitted = submit(plan, cluster_tree)
     assert submitted.folder is not None
@@ -80,7 +80,7 @@ def test_render_shows_the_bytes_that_submit_sends(plan: Plan, cluster_tree: Clus
 
 
 def test_submitting_again_leaves_alone_what_is_on_its_way(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     submit(plan, cluster_tree)
     (fake_slurm / "squeue").write_text("4711_0|RUNNING|None\n4711_1|PENDING|Resources\n")
@@ -103,7 +103,7 @@ def test_submitting_again_leaves_alone_what_is_on_its_way(
     ],
 )
 def test_which_results_are_run_again(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, status: str, again: int
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, status: str, again: int
 ) -> None:
     first, *others = plan.runs
     finish(cluster_tree, plan, first, status)
@@ -112,7 +112,7 @@ def test_which_results_are_run_again(
     assert len(submit(refreshed(plan, cluster_tree), cluster_tree).run_ids) == again
 
 
-def test_a_lost_run_is_not_run_again_by_submit(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+def test_a_lost_run_is_not_run_again_by_submit(plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
     submit(plan, cluster_tree)
     later = time.time() + 3600
     states = run_states(cluster_tree, plan.runs, plan.profile, later)
@@ -121,7 +121,7 @@ def test_a_lost_run_is_not_run_again_by_submit(plan: Plan, cluster_tree: Cluster
 
 
 def test_a_refusal_leaves_nothing_behind(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "refuse")
     refused = submit(plan, cluster_tree).sent.refused
@@ -131,7 +131,7 @@ def test_a_refusal_leaves_nothing_behind(
 
 
 def test_what_was_taken_before_a_refusal_stays(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "refuse-second")
     (refused,) = submit(plan, cluster_tree).sent.refused
@@ -144,7 +144,7 @@ def test_what_was_taken_before_a_refusal_stays(
 
 
 def test_an_answer_without_a_job_is_an_error(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "banner")
     plan.profile = with_patience(plan.profile, 0)
@@ -154,7 +154,7 @@ def test_an_answer_without_a_job_is_an_error(
 
 
 def test_absent_sbatch_is_found_before_anything_is_written(
-    plan: Plan, cluster_tree: ClusterTree, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    plan: SweepPlan, cluster_tree: ClusterTree, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SubmitError, match="sbatch is not on PATH"):
@@ -162,7 +162,7 @@ def test_absent_sbatch_is_found_before_anything_is_written(
     assert not cluster_tree.root.exists()
 
 
-def test_a_tree_that_cannot_be_written(plan: Plan, tmp_path: Path, fake_slurm: Path) -> None:
+def test_a_tree_that_cannot_be_written(plan: SweepPlan, tmp_path: Path, fake_slurm: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StorageError, match="cannot write") as caught:
         submit(plan, ClusterTree(tmp_path / "file" / "test"))
@@ -171,7 +171,7 @@ def test_a_tree_that_cannot_be_written(plan: Plan, tmp_path: Path, fake_slurm: P
 
 
 def test_the_submitters_job_does_not_leak(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SLURM_CPU_BIND", "SLURM_NTASKS", "SBATCH_ACCOUNT", "PMIX_RANK", "MASTER_PORT"):
         monkeypatch.setenv(name, "leaked")
@@ -185,7 +185,9 @@ def test_the_submitters_job_does_not_leak(
     assert {"SLURM_CPU_BIND", "PMIX_RANK", "MASTER_PORT"} <= set(header.scrubbed)
 
 
-def test_arrays_are_cut_to_what_the_scheduler_takes(plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
+def test_arrays_are_cut_to_what_the_scheduler_takes(
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
     (fake_slurm / "scontrol").write_text("MaxArraySize            = 1\n")
     submitted = submit(plan, cluster_tree)
     assert [call.partition("--array")[2] for call in sbatch_calls(fake_slurm)] == [
@@ -196,7 +198,7 @@ def test_arrays_are_cut_to_what_the_scheduler_takes(plan: Plan, cluster_tree: Cl
 def test_single_jobs_and_arrays_send_the_same_script(tmp_path: Path, fake_slurm: Path) -> None:
     script = tmp_path / "0.sh"
     script.write_text("#!/bin/bash\n")
-    executor = ScriptExecutor(tmp_path, os.environ)
+    executor = SbatchExecutor(tmp_path, os.environ)
     assert executor.submit_script(script, [], 0) == "4711"
     assert executor.submit_script(script, ["--array=0-1"], 0) == "4711"
     assert (fake_slurm / "calls").read_text().splitlines() == [f"{script} 0", f"--array=0-1 {script} 0"]
@@ -204,7 +206,7 @@ def test_single_jobs_and_arrays_send_the_same_script(tmp_path: Path, fake_slurm:
 
 
 def test_profile_names_the_configuration_file(
-    plan: Plan, cluster_tree: ClusterTree, fake_slurm: Path, tmp_path: Path
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, tmp_path: Path
 ) -> None:
     scheduler = {"kind": "slurm", "config_file": str(tmp_path / "slurm.conf")}
     plan.profile = ClusterProfile.model_validate({"name": "test", "scheduler": scheduler})

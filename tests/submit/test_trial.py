@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.validate import Source
-from hpcbench.submit.site.trial import refusals
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.toml_tables import TomlSource
+from hpcbench.site.profile_check import sbatch_test_problems
 
 TEXT = 'name = "c"\n[node]\ndevices = 4\n[request]\ngpus = "gres"\n[partitions.p]\nmin_nodes = 2\nmax_time_min = 9\n'
 
@@ -17,7 +17,7 @@ def found(text: str = TEXT) -> list[str]:
     import tomli
 
     profile = ClusterProfile.model_validate(tomli.loads(text))
-    return [str(problem) for problem in refusals(profile, Source(Path("c.toml"), text))]
+    return [str(problem) for problem in sbatch_test_problems(profile, TomlSource(Path("c.toml"), text))]
 
 
 @pytest.mark.parametrize(

@@ -15,20 +15,20 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from hpcbench.cli import status
-from hpcbench.config.spec import label
+from hpcbench.cli import status_commands
+from hpcbench.config.run_spec import run_label
 from hpcbench.results.attempts import begin_attempt
-from hpcbench.results.schema import Failure, RunResult
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.plan import Plan
-from hpcbench.submit.submission_record import submissions_of
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import FailureRecord, RunResult
+from hpcbench.submit.plan import SweepPlan
+from hpcbench.submit.run_control import poll_pause_s
+from hpcbench.submit.submission_record import list_submissions
 from hpcbench.submit.submit import submit
-from hpcbench.submit.wait import pause_s
-from hpcbench.submit.watch import Shape, Watcher
+from hpcbench.submit.watcher import ArrayShape, SweepWatcher
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: Plan, fake_slurm: Path) -> Path:
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: SweepPlan, fake_slurm: Path) -> Path:
     """Four runs that were submitted and are pending."""
     (tmp_path / "clusters").mkdir()
     (tmp_path / "clusters" / "test.toml").write_text('name = "test"\n')
@@ -52,8 +52,8 @@ def test_one_block_a_change_until_nothing_is_on_its_way(
         lambda: answer(fake_slurm, "TIMEOUT|None"),
     ]
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: looks.pop(0)())
-    monkeypatch.setattr("hpcbench.cli.status.time", clock)
-    done = CliRunner().invoke(status.status, ["small", "--watch"])
+    monkeypatch.setattr("hpcbench.cli.status_commands.time", clock)
+    done = CliRunner().invoke(status_commands.status, ["small", "--watch"])
     blocks = [line for line in done.output.splitlines() if line.startswith("small on test")]
     assert [line.partition("4 runs: ")[2] for line in blocks] == ["4 pending", "4 running", "4 timeout"]
     assert (looks, done.exit_code) == ([], 1)
@@ -64,7 +64,7 @@ def test_a_look_at_several_sweeps_of_a_cluster_is_one_question(project: Path, fa
     record = json.loads(tree.sweep_path("small").read_text())
     tree.sweep_path("other").write_text(json.dumps({**record, "sweep": "other", "run_ids": record["run_ids"][:2]}))
     (fake_slurm / "queries").unlink()
-    done = CliRunner().invoke(status.status, ["--json"])
+    done = CliRunner().invoke(status_commands.status, ["--json"])
     assert [(one["sweep"], one["counts"]) for one in json.loads(done.output)["sweeps"]] == [
         ("other", {"pending": 2}),
         ("small", {"pending": 4}),
@@ -76,15 +76,15 @@ def test_a_look_at_several_sweeps_of_a_cluster_is_one_question(project: Path, fa
     ("every_s", "took_s", "expected_s"), [(10.0, 0.2, 10.0), (10.0, 2.0, 18.0), (0.5, 0.1, 0.9), (10.0, 60.0, 120.0)]
 )
 def test_who_is_slow_to_answer_is_asked_less_often(every_s: float, took_s: float, expected_s: float) -> None:
-    assert pause_s(every_s, took_s) == pytest.approx(expected_s)
+    assert poll_pause_s(every_s, took_s) == pytest.approx(expected_s)
 
 
-def test_a_watcher_knows_arrays_times_and_failures(project: Path, plan: Plan, fake_slurm: Path) -> None:
+def test_a_watcher_knows_arrays_times_and_failures(project: Path, plan: SweepPlan, fake_slurm: Path) -> None:
     """Of two arrays with two runs each, one has a run that is ok and one that failed."""
     tree = ClusterTree(project / "results" / "test")
-    watcher = Watcher(tree.root, plan.profile, {"small": list(plan.runs)})
+    watcher = SweepWatcher(tree.root, plan.profile, {"small": list(plan.runs)})
     answer(fake_slurm, "RUNNING|None")
-    ((_, record),) = submissions_of(tree)
+    ((_, record),) = list_submissions(tree)
     good, bad = record.arrays[0].run_ids
     for run_id, state in ((good, "ok"), (bad, "failed")):
         began = begin_attempt(
@@ -95,7 +95,7 @@ def test_a_watcher_knows_arrays_times_and_failures(project: Path, plan: Plan, fa
             task_file=f"{record.submission}/0.jsonl",
         )
         spec = plan.runs[run_id]
-        error = Failure(type="RuntimeError", message="first line\nsecond") if state == "failed" else None
+        error = FailureRecord(type="RuntimeError", message="first line\nsecond") if state == "failed" else None
         made = RunResult(
             run_id=run_id,
             config_id="c",
@@ -110,11 +110,11 @@ def test_a_watcher_knows_arrays_times_and_failures(project: Path, plan: Plan, fa
     (fake_slurm / "squeue").write_text("4711_0|COMPLETED|None|N/A|\n4711_1|FAILED|None|N/A|\n")
     (look,) = watcher.snapshots(watcher.ask())
     first, second = look.arrays
-    assert (first.name, first.shape, first.counts) == ("small-0001/0", Shape(1, 1), {"ok": 1, "failed": 1})
+    assert (first.name, first.shape, first.counts) == ("small-0001/0", ArrayShape(1, 1), {"ok": 1, "failed": 1})
     assert [(one.is_ok, round(one.took_s, -1)) for one in first.timed] == [(True, 30.0), (False, 30.0)]
     assert sum(second.counts.values()) == 2
     failure = look.failures[-1]
-    assert (failure.run_id, failure.label, failure.reason) == (bad, label(plan.runs[bad]), "first line\nsecond")
+    assert (failure.run_id, failure.label, failure.reason) == (bad, run_label(plan.runs[bad]), "first line\nsecond")
     assert look.counts["ok"] == 1
 
 

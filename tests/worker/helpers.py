@@ -6,11 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpcbench.config.spec import RunSpec, config_id, run_id
-from hpcbench.config.task import Task, TaskHeader, write_lines
+from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file, run_id
 from hpcbench.results.attempts import Attempt, begin_attempt
-from hpcbench.results.schema import Failure, RankResult
-from hpcbench.results.store import ClusterTree
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import FailureRecord, RankResult
 
 
 def make_spec(**values: Any) -> RunSpec:
@@ -20,20 +19,20 @@ def make_spec(**values: Any) -> RunSpec:
     return RunSpec(**{**given, **values})
 
 
-def make_task(spec: RunSpec, time_limit_s: float = 600.0) -> Task:
-    return Task(run_id=run_id(spec), config_id=config_id(spec), sweep="tests", spec=spec, time_limit_s=time_limit_s)
+def make_task(spec: RunSpec, time_limit_s: float = 600.0) -> RunTask:
+    return RunTask(run_id=run_id(spec), config_id=config_id(spec), sweep="tests", spec=spec, time_limit_s=time_limit_s)
 
 
-def make_header(folder: Path, **values: Any) -> TaskHeader:
+def make_header(folder: Path, **values: Any) -> TaskFileHeader:
     given: dict[str, Any] = {"cluster": "here", "device": "cpu", "tree": str(folder / "results" / "here"),
                              "submission": "s1", "wait_s": 30.0}  # fmt: skip
-    return TaskHeader(**{**given, **values})
+    return TaskFileHeader(**{**given, **values})
 
 
 def write_tasks(folder: Path, *specs: RunSpec, time_limit_s: float = 600.0, **header: Any) -> Path:
     """A task file of ``specs`` in ``folder``."""
     path = folder / "tasks.jsonl"
-    path.write_bytes(write_lines(make_header(folder, **header), [make_task(spec, time_limit_s) for spec in specs]))
+    path.write_bytes(encode_task_file(make_header(folder, **header), [make_task(spec, time_limit_s) for spec in specs]))
     return path
 
 
@@ -53,5 +52,5 @@ def make_rank(rank: int = 0, **values: Any) -> RankResult:
     return RankResult(**{**given, **values})
 
 
-def failure(kind: str = "ValueError", message: str = "no such thing") -> Failure:
-    return Failure(type=kind, message=message, traceback_tail="Traceback ...")
+def failure(kind: str = "ValueError", message: str = "no such thing") -> FailureRecord:
+    return FailureRecord(type=kind, message=message, traceback_tail="Traceback ...")

@@ -11,7 +11,7 @@ import pytest
 _PROGRAM = """
 import resource, sys, torch
 from torch import nn
-from hpcbench.worker.allocator import keep_freed_memory
+from hpcbench.worker.measure.host import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory({})
 torch.set_num_threads(1)
@@ -40,6 +40,6 @@ def test_what_is_freed_is_kept_for_the_next_step() -> None:
 
 @pytest.mark.parametrize("name", ["GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_"])
 def test_what_the_user_chose_stays(name: str) -> None:
-    from hpcbench.worker.allocator import keep_freed_memory
+    from hpcbench.worker.measure.host import keep_freed_memory
 
     assert not keep_freed_memory({name: "1"})

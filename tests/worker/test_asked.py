@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.worker.asked import memory_here, memory_words
-from hpcbench.worker.cgroup import memory_limit_bytes
+from hpcbench.worker.measure.host import describe_job_memory, describe_own_job_memory, memory_limit_bytes
 
 GIB = 2**30
 
@@ -28,11 +27,11 @@ GIB = 2**30
 def test_what_was_asked_and_what_was_there(
     env: dict[str, str], limit_bytes: int | None, machine_bytes: int | None, words: str
 ) -> None:
-    assert memory_words(env, limit_bytes, machine_bytes) == words
+    assert describe_job_memory(env, limit_bytes, machine_bytes) == words
 
 
 def test_this_machine_has_memory() -> None:
-    assert re.search(r"the machine has \d+", memory_here())
+    assert re.search(r"the machine has \d+", describe_own_job_memory())
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from hpcbench.config.spec import RunSpec, run_id
-from hpcbench.config.task import write_lines
-from hpcbench.results.stopping import StopGroup
-from hpcbench.worker.begin import begin
+from hpcbench.config.run_spec import RunSpec, encode_task_file, run_id
+from hpcbench.results.stop_rules import StopGroup
+from hpcbench.worker.begin import EXIT_NOTHING_TO_DO, begin
 from hpcbench.worker.end import end
-from hpcbench.worker.launch import NOTHING_TO_DO
-from hpcbench.worker.summary import summarise
+from hpcbench.worker.summary import summarize_run
 from tests.worker.helpers import failure, make_header, make_spec, make_task, start_attempt, tree_of, write_tasks
 
 RUNS = [make_spec(seed=seed) for seed in range(5)]
@@ -25,7 +23,7 @@ def put(folder: Path, spec: RunSpec, status: str, tasks: Path | None, **marker: 
     """An attempt from ``tasks`` with the result ``status``; an empty one leaves an attempt without a result."""
     attempt = start_attempt(folder, spec, task_file=str(tasks) if tasks else "/another/0.jsonl", **marker)
     if status:
-        result = summarise(make_header(folder), make_task(spec), attempt.number, {}, status, failure())
+        result = summarize_run(make_header(folder), make_task(spec), attempt.number, {}, status, failure())
         tree_of(folder).write_result(result)
 
 
@@ -38,7 +36,7 @@ def test_a_run_that_was_cancelled_before_it_began_is_not_begun(
 ) -> None:
     tasks = write_tasks(tmp_path, *RUNS)
     (tmp_path / "dropped.json").write_text(json.dumps([run_id(RUNS[1])]))
-    assert [begin(tasks, index) for index in (0, 1)] == [0, NOTHING_TO_DO]
+    assert [begin(tasks, index) for index in (0, 1)] == [0, EXIT_NOTHING_TO_DO]
     assert "cancelled before it began" in capsys.readouterr().err
     assert [attempts(tmp_path, RUNS[index]) for index in (0, 1)] == [1, 0]
     (tmp_path / "dropped.json").write_text("[")
@@ -47,15 +45,20 @@ def test_a_run_that_was_cancelled_before_it_began_is_not_begun(
 
 @pytest.mark.parametrize(
     ("key", "supersedes", "code"),
-    [("old", None, NOTHING_TO_DO), ("old", "old", 0), ("new", "old", NOTHING_TO_DO), (None, "old", NOTHING_TO_DO)],
+    [
+        ("old", None, EXIT_NOTHING_TO_DO),
+        ("old", "old", 0),
+        ("new", "old", EXIT_NOTHING_TO_DO),
+        (None, "old", EXIT_NOTHING_TO_DO),
+    ],
 )
 def test_an_ok_result_is_measured_anew_where_it_is_superseded(
     tmp_path: Path, key: str | None, supersedes: str | None, code: int
 ) -> None:
     tasks = tmp_path / "tasks.jsonl"
     task = msgspec.structs.replace(make_task(RUNS[0]), supersedes=supersedes)
-    tasks.write_bytes(write_lines(make_header(tmp_path, environment_key="new"), [task]))
-    result = summarise(make_header(tmp_path, environment_key=key), task, 1, {}, "ok")
+    tasks.write_bytes(encode_task_file(make_header(tmp_path, environment_key="new"), [task]))
+    result = summarize_run(make_header(tmp_path, environment_key=key), task, 1, {}, "ok")
     assert tree_of(tmp_path).write_result(result)
     assert begin(tasks, 0) == code
 
@@ -67,14 +70,14 @@ def test_an_ok_result_is_measured_anew_where_it_is_superseded(
 def test_without_a_restart_a_run_that_has_ended_is_left(tmp_path: Path, status: str) -> None:
     tasks = write_tasks(tmp_path, *RUNS, pack=3)
     put(tmp_path, RUNS[1], status, tasks)
-    assert begin(tasks, 1) == NOTHING_TO_DO
+    assert begin(tasks, 1) == EXIT_NOTHING_TO_DO
     assert attempts(tmp_path, RUNS[1]) == 1
 
 
 @pytest.mark.parametrize(
     ("status", "code"),
     [("failed", 0), ("cancelled", 0), ("preempted", 0), ("", 0),
-     ("oom", NOTHING_TO_DO), ("timeout", NOTHING_TO_DO), ("unsupported", NOTHING_TO_DO), ("ok", NOTHING_TO_DO)],
+     ("oom", EXIT_NOTHING_TO_DO), ("timeout", EXIT_NOTHING_TO_DO), ("unsupported", EXIT_NOTHING_TO_DO), ("ok", EXIT_NOTHING_TO_DO)],
 )  # fmt: skip
 def test_a_restart_runs_again_what_was_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: str, code: int
@@ -84,7 +87,7 @@ def test_a_restart_runs_again_what_was_under_way(
     put(tmp_path, RUNS[1], status, tasks)
     put(tmp_path, RUNS[3], "ok", tasks)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert [begin(tasks, index) for index in range(3)] == [NOTHING_TO_DO, code, 0]
+    assert [begin(tasks, index) for index in range(3)] == [EXIT_NOTHING_TO_DO, code, 0]
     assert [attempts(tmp_path, spec) for spec in RUNS] == [1, 2 if code == 0 else 1, 1, 1, 0]
 
 
@@ -93,7 +96,7 @@ def test_a_second_restart_runs_again_what_the_first_ran_again(tmp_path: Path, mo
     put(tmp_path, RUNS[0], "preempted", tasks)
     put(tmp_path, RUNS[0], "preempted", tasks, restart_count=1)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert begin(tasks, 0) == NOTHING_TO_DO
+    assert begin(tasks, 0) == EXIT_NOTHING_TO_DO
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     assert begin(tasks, 0) == 0
 
@@ -113,14 +116,14 @@ def write_stop_rules(folder: Path) -> Path:
     (folder / "stop.jsonl").write_bytes(msgspec.json.encode(group) + b"\n")
     tasks = folder / "tasks.jsonl"
     listed = [msgspec.structs.replace(make_task(RUNS[n]), stop_groups=[0, 7]) for n in (0, 1)]
-    tasks.write_bytes(write_lines(make_header(folder, environment_key="now"), listed))
+    tasks.write_bytes(encode_task_file(make_header(folder, environment_key="now"), listed))
     return tasks
 
 
 def test_a_run_behind_one_that_was_out_of_memory_is_skipped(tmp_path: Path) -> None:
     tasks = write_stop_rules(tmp_path)
     put(tmp_path, RUNS[0], "oom", None)
-    assert begin(tasks, 1) == NOTHING_TO_DO
+    assert begin(tasks, 1) == EXIT_NOTHING_TO_DO
     result = tree_of(tmp_path).read_result(run_id(RUNS[1]))
     assert result is not None
     assert result.error is not None
@@ -128,14 +131,14 @@ def test_a_run_behind_one_that_was_out_of_memory_is_skipped(tmp_path: Path) -> N
     assert (result.error.type, run_id(RUNS[0]) in result.error.message) == ("Stopped", True)
     assert result.provenance == {"environment_key": "now"}
     assert attempts(tmp_path, RUNS[1]) == 0, "nothing started"
-    assert begin(tasks, 1) == NOTHING_TO_DO
+    assert begin(tasks, 1) == EXIT_NOTHING_TO_DO
 
 
 def test_a_skipped_result_takes_the_place_of_what_the_run_left_before(tmp_path: Path) -> None:
     tasks = write_stop_rules(tmp_path)
     put(tmp_path, RUNS[0], "oom", None)
     put(tmp_path, RUNS[1], "failed", None)
-    assert begin(tasks, 1) == NOTHING_TO_DO
+    assert begin(tasks, 1) == EXIT_NOTHING_TO_DO
     result = tree_of(tmp_path).read_result(run_id(RUNS[1]))
     assert result is not None
     assert (result.status, result.attempt) == ("skipped", 1)

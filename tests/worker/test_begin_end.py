@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.spec import run_id
+from hpcbench.config.run_spec import run_id
 from hpcbench.errors import HpcbenchError
 from hpcbench.results.attempts import Attempt
+from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
-from hpcbench.results.store import ClusterTree
+from hpcbench.worker import begin as begin_module
 from hpcbench.worker import end as end_module
-from hpcbench.worker import launch, verdict
+from hpcbench.worker import failure as failure_module
 from hpcbench.worker.__main__ import main
-from hpcbench.worker.begin import begin
+from hpcbench.worker.begin import EXIT_NOTHING_TO_DO, begin, slurm_job_id
 from hpcbench.worker.end import describe_exit, end
-from hpcbench.worker.launch import NOTHING_TO_DO, job_id
-from hpcbench.worker.summary import summarise
+from hpcbench.worker.summary import summarize_run
 from tests.worker.helpers import (
     failure,
     make_header,
@@ -37,7 +37,7 @@ PAIR = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2)
 
 
 def put_result(folder: Path, status: str, attempt: int, spec: Any = SPEC) -> None:
-    result = summarise(make_header(folder), make_task(spec), attempt, {}, status, failure())
+    result = summarize_run(make_header(folder), make_task(spec), attempt, {}, status, failure())
     assert tree_of(folder).write_result(result)
 
 
@@ -53,7 +53,7 @@ def test_begin_claims_an_attempt_and_prints_its_folder(
     for name, value in {"SLURM_JOB_ID": "812", "SLURM_ARRAY_JOB_ID": "810", "SLURM_ARRAY_TASK_ID": "2",
                         "SLURM_RESTART_COUNT": "1"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launch, "oom_kills", lambda: 3)
+    monkeypatch.setattr(begin_module, "oom_kills", lambda: 3)
     tasks = write_tasks(tmp_path, PAIR, SPEC, time_limit_s=120.0)
     before = time.time()
     assert begin(tasks, 1) == 0
@@ -79,7 +79,7 @@ def test_a_second_begin_is_a_second_attempt(tmp_path: Path, capsys: pytest.Captu
 def test_begin_of_a_done_run_has_nothing_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tasks = write_tasks(tmp_path, SPEC)
     put_result(tmp_path, "ok", 1)
-    assert begin(tasks, 0) == NOTHING_TO_DO == 10
+    assert begin(tasks, 0) == EXIT_NOTHING_TO_DO == 10
     out = capsys.readouterr()
     assert out.out == ""
     assert "ok result" in out.err
@@ -114,7 +114,7 @@ def test_the_jobs_end_is_the_deadline_where_it_comes_first(tmp_path: Path, monke
     ],
 )
 def test_job_id(env: dict[str, str], expected: str | None) -> None:
-    assert job_id(env) == expected
+    assert slurm_job_id(env) == expected
 
 
 def test_a_wrong_task_file_is_the_users_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +170,7 @@ def test_what_an_end_without_a_word_is_called(
 ) -> None:
     tasks = write_tasks(tmp_path, SPEC)
     start_attempt(tmp_path, SPEC, oom_kills=5, deadline_unix_s=time.time() + left_s)
-    monkeypatch.setattr(verdict, "oom_kills", lambda: 5 + kills)
+    monkeypatch.setattr(failure_module, "oom_kills", lambda: 5 + kills)
     assert end(tasks, 0, 1, exit_code, received) == 0
     result = result_of(tmp_path)
     assert result.status == status
@@ -280,7 +280,7 @@ def test_end_knows_better_than_the_ranks_that_nobody_cancelled(
     spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2)
     tasks = write_tasks(tmp_path, spec)
     attempt = start_attempt(tmp_path, spec, oom_kills=0)
-    monkeypatch.setattr("hpcbench.worker.verdict.oom_kills", lambda: kills)
+    monkeypatch.setattr("hpcbench.worker.failure.oom_kills", lambda: kills)
     for rank in left_files:
         attempt.write_rank(make_rank(rank, status="cancelled"))
     put_result(tmp_path, "cancelled", 1, spec)

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.errors import WorkerError
-from hpcbench.worker.blocks import Blocks, RecomputedBlocks, arranged
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.single import Single
+from hpcbench.worker.model_execution import CheckpointedBlocks, SequentialBlocks, wrap_blocks
+from hpcbench.worker.strategies.base import RankContext, SingleStrategy
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
@@ -38,8 +37,8 @@ def small() -> nn.Sequential:
 
 def train(**values: Any) -> Trained:
     spec = make_spec(batch_size=16, **values)
-    strategy, feed = Single(), make_feed(spec, CPU)
-    strategy.setup(arranged(small(), spec), spec, Place(0, 1, CPU))
+    strategy, feed = SingleStrategy(), make_feed(spec, CPU)
+    strategy.setup(wrap_blocks(small(), spec), spec, RankContext(0, 1, CPU))
     saved = 0
 
     def pack(tensor: Tensor) -> Tensor:
@@ -67,14 +66,14 @@ def test_recomputed_blocks_train_to_the_same_bit(values: Any) -> None:
 
 def test_a_model_that_is_asked_for_nothing_is_left_alone() -> None:
     model = small()
-    assert arranged(model, make_spec()) is model
+    assert wrap_blocks(model, make_spec()) is model
 
 
 def test_slices_of_the_blocks_are_what_the_whole_is() -> None:
-    recomputed = arranged(small(), make_spec(activation_checkpointing=True))
-    assert type(recomputed[1:]) is RecomputedBlocks
+    recomputed = wrap_blocks(small(), make_spec(activation_checkpointing=True))
+    assert type(recomputed[1:]) is CheckpointedBlocks
     assert [name for name, _ in recomputed[1:].named_children()] == ["1", "2"]
-    assert type(arranged(small(), make_spec(compile=True))) is Blocks
+    assert type(wrap_blocks(small(), make_spec(compile=True))) is SequentialBlocks
 
 
 def test_a_model_with_a_forward_of_its_own_is_refused() -> None:
@@ -85,7 +84,7 @@ def test_a_model_with_a_forward_of_its_own_is_refused() -> None:
             return x
 
     with pytest.raises(WorkerError, match="Twice has a forward of its own"):
-        arranged(Twice(nn.Linear(2, 2)), make_spec(activation_checkpointing=True))
+        wrap_blocks(Twice(nn.Linear(2, 2)), make_spec(activation_checkpointing=True))
 
 
 def test_a_block_that_would_overwrite_its_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,24 @@ from pathlib import Path
 import pytest
 
 from hpcbench.errors import WorkerError
-from hpcbench.worker.build_horovod import cache_folder, cached, keep, local_version, main, slot
-from hpcbench.worker.horovod_source import VERSION, edits, mend, unpack
-from hpcbench.worker.horovod_tools import Parts, Target, compiles, examine
+from hpcbench.tools.build_horovod import (
+    HOROVOD_VERSION,
+    BuildFeatures,
+    BuildTarget,
+    compile_error,
+    examine_target,
+    find_cached_wheel,
+    main,
+    patch_source,
+    source_edits,
+    store_wheel,
+    unpack_source,
+    wheel_cache_folder,
+    wheel_cache_key,
+    wheel_local_version,
+)
 
-TARGET = Target(
+TARGET = BuildTarget(
     python="/opt/env/bin/python", torch="2.13.0+cpu", tag="cpython-311", machine="x86_64", libc="glibc-2.36",
     include="/usr/include/python3.11", cxx_standard=20, cuda_home=None, nccl_package=None,
 )  # fmt: skip
@@ -31,36 +44,42 @@ TARGET = Target(
     ],
 )
 def test_another_environment_is_another_wheel(other: dict[str, str]) -> None:
-    assert slot(dataclasses.replace(TARGET, **other), Parts()) != slot(TARGET, Parts())  # type: ignore[arg-type]
+    changed = dataclasses.replace(TARGET, **other)  # type: ignore[arg-type]
+    assert wheel_cache_key(changed, BuildFeatures()) != wheel_cache_key(TARGET, BuildFeatures())
 
 
 def test_other_parts_are_another_wheel_and_another_path_is_not() -> None:
-    found = {slot(TARGET, parts) for parts in (Parts(), Parts(mpi="1"), Parts(mpi="2"), Parts(nccl="/opt/nccl"))}
+    found = {
+        wheel_cache_key(TARGET, parts)
+        for parts in (BuildFeatures(), BuildFeatures(mpi="1"), BuildFeatures(mpi="2"), BuildFeatures(nccl="/opt/nccl"))
+    }
     assert len(found) == 4
-    assert slot(dataclasses.replace(TARGET, python="/home/me/env/bin/python"), Parts()) == slot(TARGET, Parts())
+    assert wheel_cache_key(
+        dataclasses.replace(TARGET, python="/home/me/env/bin/python"), BuildFeatures()
+    ) == wheel_cache_key(TARGET, BuildFeatures())
 
 
 def test_the_version_tells_what_is_in_it() -> None:
-    assert local_version(TARGET, Parts(mpi="0a")) == "patch1.torch2.13.0.cpu.gloo.mpi"
+    assert wheel_local_version(TARGET, BuildFeatures(mpi="0a")) == "patch1.torch2.13.0.cpu.gloo.mpi"
 
 
 def test_a_wheel_is_kept_and_found(tmp_path: Path) -> None:
-    wheel = tmp_path / f"horovod-{VERSION}-cp311-cp311-linux_x86_64.whl"
+    wheel = tmp_path / f"horovod-{HOROVOD_VERSION}-cp311-cp311-linux_x86_64.whl"
     wheel.write_bytes(b"wheel")
     cache = tmp_path / "cache"
-    assert cached(cache, TARGET, Parts()) is None
-    kept = keep(cache, wheel, slot(TARGET, Parts()))
-    assert cached(cache, TARGET, Parts()) == kept
-    assert cached(cache, TARGET, Parts(mpi="1")) is None
+    assert find_cached_wheel(cache, TARGET, BuildFeatures()) is None
+    kept = store_wheel(cache, wheel, wheel_cache_key(TARGET, BuildFeatures()))
+    assert find_cached_wheel(cache, TARGET, BuildFeatures()) == kept
+    assert find_cached_wheel(cache, TARGET, BuildFeatures(mpi="1")) is None
     assert [path.name for path in kept.parent.iterdir()] == [wheel.name], "nothing half-written stays"
 
 
 def test_the_cache_is_where_the_desktop_standard_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path / "hpcbench" / "wheels"
+    assert wheel_cache_folder() == tmp_path / "hpcbench" / "wheels"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
-    assert cache_folder() == Path("/home/me/.cache/hpcbench/wheels")
+    assert wheel_cache_folder() == Path("/home/me/.cache/hpcbench/wheels")
 
 
 SOURCE = {
@@ -82,7 +101,7 @@ def write_source(folder: Path) -> Path:
 
 def test_the_source_is_mended(tmp_path: Path) -> None:
     root = write_source(tmp_path)
-    mend(root, 17, cuda=False)
+    patch_source(root, 17, cuda=False)
     whole = "".join((root / name).read_text() for name in SOURCE)
     assert whole.count("set(CMAKE_CXX_STANDARD 17)") == 2
     assert "-std=c++17" in whole
@@ -93,25 +112,25 @@ def test_the_source_is_mended(tmp_path: Path) -> None:
 
 
 def test_the_mpi_that_was_tried_is_the_one_that_is_taken(tmp_path: Path) -> None:
-    mend(write_source(tmp_path), 20, cuda=False, mpicxx="/opt/mpi/bin/mpicxx")
+    patch_source(write_source(tmp_path), 20, cuda=False, mpicxx="/opt/mpi/bin/mpicxx")
     text = (tmp_path / "CMakeLists.txt").read_text()
     assert 'set(MPI_CXX_COMPILER "/opt/mpi/bin/mpicxx" CACHE FILEPATH "" FORCE)' in text
     assert 'set(MPI_C_COMPILER "/opt/mpi/bin/mpicc" CACHE FILEPATH "" FORCE)\n    find_package(MPI ${R})' in text
 
 
 def test_with_cuda_its_compiler_stays(tmp_path: Path) -> None:
-    mend(write_source(tmp_path), 20, cuda=True)
+    patch_source(write_source(tmp_path), 20, cuda=True)
     assert "if(CMAKE_CUDA_COMPILER)" in (tmp_path / "CMakeLists.txt").read_text()
 
 
-@pytest.mark.parametrize("number", range(len(edits(20, cuda=False))))
+@pytest.mark.parametrize("number", range(len(source_edits(20, cuda=False))))
 def test_source_that_is_not_what_is_mended_is_refused(tmp_path: Path, number: int) -> None:
     """Every edit is missed where it finds nothing: a silent one would give a build that fails much later."""
     root = write_source(tmp_path)
-    for name in {edit.file for edit in edits(20, cuda=False)[number:]}:
+    for name in {edit.file for edit in source_edits(20, cuda=False)[number:]}:
         (root / name).write_text("other\n")
     with pytest.raises(WorkerError, match=r"is not there: is this Horovod"):
-        mend(root, 20, cuda=False)
+        patch_source(root, 20, cuda=False)
 
 
 def test_another_archive_is_refused(tmp_path: Path) -> None:
@@ -119,7 +138,7 @@ def test_another_archive_is_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "other.tar.gz", "w:gz") as archive:
         archive.add(tmp_path / "other", "other")
     with pytest.raises(WorkerError, match="not the source package of Horovod"):
-        unpack(tmp_path / "other.tar.gz", tmp_path / "unpacked")
+        unpack_source(tmp_path / "other.tar.gz", tmp_path / "unpacked")
 
 
 # What is missing
@@ -136,7 +155,7 @@ def test_an_interpreter_without_torch(tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
     with pytest.raises(WorkerError, match="cannot import torch") as caught:
-        examine(str(python))
+        examine_target(str(python))
     assert caught.value.hint == f"{python} -m pip install 'torch>=2.6'"
 
 
@@ -144,9 +163,9 @@ def test_a_machine_without_a_compiler_names_the_packages(monkeypatch: pytest.Mon
     (tmp_path / "env").symlink_to(shutil.which("env") or "/usr/bin/env")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(WorkerError, match=r"needs g\+\+, make") as caught:
-        examine(sys.executable)
+        examine_target(sys.executable)
     assert "apt-get install g++ make" in (caught.value.hint or "")
 
 
 def test_a_compiler_that_cannot_says_why() -> None:
-    assert "No such file" in compiles(["/nowhere/g++"], "")
+    assert "No such file" in compile_error(["/nowhere/g++"], "")

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from hpcbench.parallel.catalog import models, resolve_runtime
-from hpcbench.parallel.datasets import DATASETS
-from hpcbench.parallel.resolve import Dropped, Limits, resolve
+from hpcbench.parallel.catalog import load_runtime_class, shipped_model_entries
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.parallel.workloads import DATASETS
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.reference import train_reference
-from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.verification.reference import train_reference
 from tests.worker.cells import CELLS, COUNTED_ONLY, Cell
 from tests.worker.helpers import make_spec
 
@@ -38,24 +38,24 @@ def cell_id(cell: Cell) -> str:
 
 
 def test_the_table_is_whole() -> None:
-    assert [cell[:2] for cell in CELLS] == list(itertools.product(models(), DATASETS))
+    assert [cell[:2] for cell in CELLS] == list(itertools.product(shipped_model_entries(), DATASETS))
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=cell_id)
 def test_what_cannot_be_is_dropped_for_the_stated_reason(cell: Cell) -> None:
     model, dataset, input_size, batch_size, reason = cell
     point = {"model": model, "dataset": dataset, "strategy": "single", "batch_size": batch_size}
-    resolved = resolve(point | ({"input_size": input_size} if input_size else {}), Limits("here"))
-    assert (resolved.reason if isinstance(resolved, Dropped) else None) == reason
+    resolved = resolve_point(point | ({"input_size": input_size} if input_size else {}), PartitionLimits("here"))
+    assert (resolved.reason if isinstance(resolved, InfeasiblePoint) else None) == reason
 
 
 @pytest.mark.parametrize("cell", TRAINED, ids=cell_id)
 def test_the_others_train(cell: Cell) -> None:
     model, dataset, input_size, batch_size, _ = cell
     spec = make_spec(model=model, dataset=dataset, input_size=input_size, batch_size=batch_size)
-    strategy = resolve_runtime(spec.strategy)()
+    strategy = load_runtime_class(spec.strategy)()
     feed = make_feed(spec, CPU)
-    strategy.setup(build_model(spec), spec, Place(0, 1, CPU))
+    strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
     named = dict(strategy.module.named_parameters())
     ends = {name: named[name].detach().clone() for name in (next(iter(named)), next(reversed(named)))}
     losses = [strategy.step(feed, step).item() for step in range(3)]

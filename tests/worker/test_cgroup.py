@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.worker.cgroup import oom_kills
+from hpcbench.worker.measure.host import oom_kills
 
 V1 = "4:memory:/slurm/job_7/step_0\n3:cpuset:/\n1:cpu,cpuacct:/\n0::/\n"
 V2 = "0::/slurm/job_7/step_0\n"

@@ -16,24 +16,24 @@ import torch
 from torch import nn
 
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.chain import ChainAnswer, ChainRequest, MeasuredChain
-from hpcbench.parallel.layers import LayerRequest
-from hpcbench.worker import chain as profiler
-from hpcbench.worker.chain import answer, measured_chain, request_of
-from hpcbench.worker.layers import layer_table
-from hpcbench.worker.models.build import build_shapes
+from hpcbench.parallel.layer_table import LayerTableRequest
+from hpcbench.parallel.pipeline.block_profile import BlockProfile, BlockProfileRequest, BlockProfileResponse
+from hpcbench.worker import block_times as profiler
+from hpcbench.worker.block_times import answer_request, block_profile_request, profile_blocks
+from hpcbench.worker.layers import make_layer_table
+from hpcbench.worker.models.build import build_meta_model
 from tests.worker.helpers import make_spec
 
 
 @pytest.fixture(autouse=True)
 def _quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(profiler, "_BUDGET_S", 0.0)
-    monkeypatch.setattr(profiler, "_WARM_UP", 0)
+    monkeypatch.setattr(profiler, "_BLOCK_BUDGET_S", 0.0)
+    monkeypatch.setattr(profiler, "_WARM_UP_PASSES", 0)
 
 
-def measured(model: str, dataset: str = "digits", **more: Any) -> MeasuredChain:
-    return measured_chain(ChainRequest(model=model, dataset=dataset, **{"micro_batch_size": 2, **more}))
+def measured(model: str, dataset: str = "digits", **more: Any) -> BlockProfile:
+    return profile_blocks(BlockProfileRequest(model=model, dataset=dataset, **{"micro_batch_size": 2, **more}))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_bytes_are_those_of_the_table_of_layers(model: str, dataset: str, option
     """The table's blocks hand on what their last layer does, and keep what autograd saves; the loss is the last's."""
     size = 8 if dataset == "tokens" else None
     found = measured(model, dataset, micro_batch_size=3, model_options=options, input_size=size)
-    table = layer_table(LayerRequest(model=model, dataset=dataset, input_size=size, model_options=options))
+    table = make_layer_table(LayerTableRequest(model=model, dataset=dataset, input_size=size, model_options=options))
     rows = [[one for one in table.layers if min(one.block, table.blocks - 1) == b] for b in range(table.blocks)]
     assert [one.parameter_bytes for one in found.blocks] == [4 * sum(one.parameters for one in row) for row in rows]
     kept = [sum(3 * one.activation_bytes + one.activation_fixed_bytes for one in row) for row in rows]
@@ -84,12 +84,12 @@ class Lasting(nn.Module):
 
 
 def test_every_block_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcbench.worker.chain.time.perf_counter", lambda: Lasting.clock[0])
+    monkeypatch.setattr("hpcbench.worker.block_times.time.perf_counter", lambda: Lasting.clock[0])
     with torch.device("meta"):
         model = nn.Sequential(
             nn.Flatten(), Lasting(3.0, 0.0), Lasting(1.0, 2.0), nn.ReLU(inplace=True), nn.Linear(64, 10)
         )
-    found = measured_chain(ChainRequest(model="vit", dataset="digits", micro_batch_size=2), shapes=model)
+    found = profile_blocks(BlockProfileRequest(model="vit", dataset="digits", micro_batch_size=2), shapes=model)
     assert [(one.forward_s, one.backward_s) for one in found.blocks] == [(0, 0), (3, 0), (1, 2), (0, 0), (0, 0)]
     assert [one.name for one in found.blocks] == ["0", "1", "2", "3", "4"]
 
@@ -97,7 +97,7 @@ def test_every_block_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_block_is_in_memory_at_a_time() -> None:
     """A model may be larger than the device."""
     alive: list[weakref.ref[nn.Module]] = []
-    whole = profiler.materialised
+    whole = profiler.materialize_block
 
     def watched(block: nn.Module, device: torch.device) -> nn.Module:
         gc.collect()
@@ -106,7 +106,7 @@ def test_one_block_is_in_memory_at_a_time() -> None:
         alive.append(weakref.ref(made))
         return made
 
-    with mock.patch.object(profiler, "materialised", watched):
+    with mock.patch.object(profiler, "materialize_block", watched):
         measured("vit")
     assert len(alive) == 6
 
@@ -114,12 +114,12 @@ def test_one_block_is_in_memory_at_a_time() -> None:
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 def test_the_runs_own_arithmetic_and_micro_batch(precision: str) -> None:
     spec = make_spec(model="vgg11", batch_size=10, micro_batches=3, precision=precision, channels_last=True)
-    request = request_of(spec, torch.device("cpu"))
+    request = block_profile_request(spec, torch.device("cpu"))
     assert (request.micro_batch_size, request.precision, request.channels_last) == (4, precision, True)
     width = {"fp64": 8, "bf16": 4}[precision]
-    blocks = measured_chain(request).blocks
+    blocks = profile_blocks(request).blocks
     assert sum(one.parameter_bytes for one in blocks) == width * sum(
-        parameter.numel() for parameter in build_shapes(spec).parameters()
+        parameter.numel() for parameter in build_meta_model(spec).parameters()
     )
 
 
@@ -131,7 +131,7 @@ def test_a_measurement_is_kept_until_something_of_it_changes(tmp_path: Path) -> 
     file.write_text("{")
     again = measured("vit")
     assert again != first
-    assert measured_chain(first.request, refresh=True) != again
+    assert profile_blocks(first.request, refresh=True) != again
 
 
 def test_what_cannot_be_measured_says_why(tmp_path: Path) -> None:
@@ -143,17 +143,17 @@ def test_what_cannot_be_measured_says_why(tmp_path: Path) -> None:
         measured("chain_own:own", model_folder=str(tmp_path))
     assert (
         "takes volumes; digits holds images"
-        in answer(b'{"model":"cosmoflow","dataset":"digits","micro_batch_size":2}').error
+        in answer_request(b'{"model":"cosmoflow","dataset":"digits","micro_batch_size":2}').error
     )
-    wrong = answer(b'{"model":"vit"}')
+    wrong = answer_request(b'{"model":"vit"}')
     assert wrong.is_input
     assert "missing required field" in wrong.error
 
 
 def test_by_hand(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hpcbench.worker.chain", "--threads", "1"]
+    command = [sys.executable, "-m", "hpcbench.worker.block_times", "--threads", "1"]
     request = b'{"model":"vit","dataset":"digits","micro_batch_size":2}'
     done = subprocess.run(command, input=request, capture_output=True, check=True)
-    found = msgspec.json.decode(done.stdout, type=ChainAnswer)
+    found = msgspec.json.decode(done.stdout, type=BlockProfileResponse)
     assert found.chain is not None
     assert len(found.chain.chain()) == 6

@@ -9,15 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.channel_table import split_layers
-from hpcbench.parallel.channels import Layer, Scheme
-from hpcbench.parallel.layers import LayerRequest
-from hpcbench.worker.channels.divide import divide
-from hpcbench.worker.channels.layers import SplitLayer
-from hpcbench.worker.channels.probe import probe
-from hpcbench.worker.groups import Group
-from hpcbench.worker.layers import layer_table
-from hpcbench.worker.models.build import build_shapes
+from hpcbench.parallel.layer_table import LayerTableRequest
+from hpcbench.parallel.strategies.channel import ChannelLayer, ChannelScheme, splittable_layers
+from hpcbench.worker.distributed.process_groups import RankGroup
+from hpcbench.worker.layers import make_layer_table
+from hpcbench.worker.models.build import build_meta_model
+from hpcbench.worker.strategies.channel.channel_layers import ChannelSplitLayer
+from hpcbench.worker.strategies.channel.strategy import split_model_channels, trace_channels
 from tests.worker.helpers import make_spec
 
 IMAGE = (3, 8, 8)
@@ -41,7 +39,7 @@ def around(middle: nn.Module, channels: int = 4) -> nn.Sequential:
 
 
 def divided(model: nn.Sequential, ranks: int = 2, form: str = "sharded", strategy: str = "filter") -> nn.Sequential:
-    divide(model, IMAGE, Scheme(strategy, form), Group(tuple(range(ranks)), 0, None))
+    split_model_channels(model, IMAGE, ChannelScheme(strategy, form), RankGroup(tuple(range(ranks)), 0, None))
     return model
 
 
@@ -58,10 +56,10 @@ def divided(model: nn.Sequential, ranks: int = 2, form: str = "sharded", strateg
     ],
 )
 def test_what_a_rank_can_do_by_itself(middle: nn.Module, channels: int) -> None:
-    found = probe(around(middle, channels), IMAGE)
+    found = trace_channels(around(middle, channels), IMAGE)
     assert found.problems == []
     *_, last = found.layers().values()
-    assert last == Layer(channels, 5, features=4, is_last=True)
+    assert last == ChannelLayer(channels, 5, features=4, is_last=True)
     divided(around(middle, channels))
 
 
@@ -85,7 +83,7 @@ def test_what_mixes_channels_needs_whole_activations(middle: nn.Module, channels
     assert caught.value.status == "unsupported"
     assert "gathered" in (caught.value.hint or "")
     whole = divided(around(middle, channels), form="gathered")
-    assert isinstance(whole[0], SplitLayer)
+    assert isinstance(whole[0], ChannelSplitLayer)
     assert isinstance(whole[4], nn.Linear)
 
 
@@ -134,7 +132,7 @@ def test_a_layer_that_is_called_twice_stays_one() -> None:
     twice = nn.Conv2d(4, 4, 3, padding=1)
     model = divided(around(nn.Sequential(twice, nn.ReLU(), twice)))
     assert isinstance(model[1], nn.Sequential)
-    assert isinstance(model[1][0], SplitLayer)
+    assert isinstance(model[1][0], ChannelSplitLayer)
     assert model[1][0] is model[1][2]
 
 
@@ -152,9 +150,9 @@ def test_a_layer_that_is_called_twice_stays_one() -> None:
 def test_the_table_knows_the_same_layers(model: str, dataset: str, size: int | None) -> None:
     """What the oracle reads and what the worker sees: the same channels in the same order."""
     spec = make_spec(model=model, dataset=dataset, input_size=size)
-    found = probe(
-        build_shapes(spec), {"imagenet": (3, 64, 64), "digits": (1, 8, 8), "cosmoflow": (4, 16, 16, 16)}[dataset]
+    found = trace_channels(
+        build_meta_model(spec), {"imagenet": (3, 64, 64), "digits": (1, 8, 8), "cosmoflow": (4, 16, 16, 16)}[dataset]
     )
     assert found.problems == []
-    table = layer_table(LayerRequest(model=model, dataset=dataset, input_size=size))
-    assert list(found.layers().values()) == split_layers(table)
+    table = make_layer_table(LayerTableRequest(model=model, dataset=dataset, input_size=size))
+    assert list(found.layers().values()) == splittable_layers(table)

@@ -8,15 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from hpcbench.worker.blocks import arranged
-from hpcbench.worker.compiling import compile_in_place, graphs_compiled, recompiled_warning
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.evaluate import accuracy
-from hpcbench.worker.failure import describe
-from hpcbench.worker.loop import Progress, run_loop
-from hpcbench.worker.stop import Stop
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.single import Single
+from hpcbench.worker.failure import describe_error
+from hpcbench.worker.model_execution import compile_in_place, count_compiled_graphs, recompilation_warning, wrap_blocks
+from hpcbench.worker.shutdown import StopController
+from hpcbench.worker.strategies.base import RankContext, SingleStrategy
+from hpcbench.worker.training_loop import LoopProgress, held_out_accuracy, run_training_loop
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
@@ -27,42 +24,44 @@ def small() -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
 
 
-def train(**values: Any) -> tuple[Single, Progress]:
+def train(**values: Any) -> tuple[SingleStrategy, LoopProgress]:
     """Batches of 700 of 1500 samples: every third holds 100, and the first of those is timed."""
     spec = make_spec(batch_size=700, warmup_steps=2, steps=2, **values)
-    strategy, feed, progress = Single(), make_feed(spec, CPU), Progress(spec, CPU)
-    strategy.setup(arranged(small(), spec), spec, Place(0, 1, CPU))
-    run_loop(strategy, feed, spec, progress, Stop(), lambda: None)
+    strategy, feed, progress = SingleStrategy(), make_feed(spec, CPU), LoopProgress(spec, CPU)
+    strategy.setup(wrap_blocks(small(), spec), spec, RankContext(0, 1, CPU))
+    run_training_loop(strategy, feed, spec, progress, StopController(), lambda: None)
     return strategy, progress
 
 
 def test_compiled_training_is_eager_training_and_new_shapes_are_told() -> None:
     eager, plain = train()
-    before = graphs_compiled()
+    before = count_compiled_graphs()
     compiled, progress = train(compile=True)
-    made = graphs_compiled() - before
+    made = count_compiled_graphs() - before
     assert made == 2, "one for the whole model, another for the partial batch"
     assert progress.recompiled == 1
-    assert progress.notes() == [recompiled_warning(1)]
+    assert progress.notes() == [recompilation_warning(1)]
     assert plain.notes() == []
     assert progress.read_losses(may_wait=True) == pytest.approx(plain.read_losses(may_wait=True), rel=1e-5)
     assert list(compiled.weights()) == list(eager.weights()) == ["1.weight", "1.bias"]
     for name, tensor in eager.weights().items():
         assert torch.allclose(compiled.weights()[name], tensor, atol=1e-6)
     spec = make_spec()
-    assert accuracy(compiled.module, make_feed(spec, CPU)) == accuracy(eager.module, make_feed(spec, CPU))
-    assert graphs_compiled() - before == made, "nothing is compiled for an evaluation"
+    assert held_out_accuracy(compiled.module, make_feed(spec, CPU)) == held_out_accuracy(
+        eager.module, make_feed(spec, CPU)
+    )
+    assert count_compiled_graphs() - before == made, "nothing is compiled for an evaluation"
 
 
 def test_what_the_compiler_refuses_is_told_in_one_line() -> None:
     def refusing(_graph: Any, _inputs: Any) -> Any:
         raise RuntimeError("cannot lower this\nand much more")
 
-    model = arranged(small(), make_spec(compile=True))
+    model = wrap_blocks(small(), make_spec(compile=True))
     compile_in_place(model, backend=refusing)
     with pytest.raises(Exception, match="cannot lower this") as caught:
         model(torch.ones(2, 1, 8, 8))
-    status, failure = describe(caught.value)
+    status, failure = describe_error(caught.value)
     assert (status, failure.message.count("\n")) == ("failed", 0)
     assert "cannot lower this" in failure.message
     assert failure.hint is not None
@@ -83,7 +82,7 @@ class NoCompiler(RuntimeError):
     ],
 )
 def test_a_node_without_a_compiler_does_not_support_it(message: str) -> None:
-    status, failure = describe(NoCompiler(message))
+    status, failure = describe_error(NoCompiler(message))
     assert (status, failure.message) == ("unsupported", message.partition("\n")[0])
     assert failure.hint is not None
     assert "C++ compiler" in failure.hint
@@ -91,8 +90,8 @@ def test_a_node_without_a_compiler_does_not_support_it(message: str) -> None:
 
 @pytest.mark.parametrize(("count", "start"), [(1, "1 graph compiled"), (3, "3 graphs compiled")])
 def test_the_warning_about_new_graphs(count: int, start: str) -> None:
-    warning = recompiled_warning(count)
+    warning = recompilation_warning(count)
     assert warning is not None
     assert warning.startswith(start)
     assert "drop_last" in warning
-    assert recompiled_warning(0) is None
+    assert recompilation_warning(0) is None

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+import torch.nn.functional as F
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.shard import step_shares
-from hpcbench.worker.data import digits, synthetic
-from hpcbench.worker.data.feed import Feed, make_feed
-from hpcbench.worker.data.synthetic import SLOTS
+from hpcbench.parallel.mesh import step_sample_ranges
+from hpcbench.worker.data import resident_feed, synthetic_feed
+from hpcbench.worker.data.feed import DataFeed, make_feed
+from hpcbench.worker.data.synthetic_feed import BATCH_SLOTS
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def spec_of(dataset: str = "digits", replicas: int = 1, **values: object) -> Run
     return make_spec(dataset=dataset, strategy="ddp", tasks_per_node=replicas, dp_degree=replicas, **values)
 
 
-def feed_of(dataset: str = "digits", replicas: int = 1, **values: object) -> Feed:
+def feed_of(dataset: str = "digits", replicas: int = 1, **values: object) -> DataFeed:
     return make_feed(spec_of(dataset, replicas, **values), CPU)
 
 
@@ -31,7 +31,7 @@ def feed_of(dataset: str = "digits", replicas: int = 1, **values: object) -> Fee
 def test_counts_are_those_of_the_shares(replicas: int, batch_size: int) -> None:
     feed = feed_of(replicas=replicas, batch_size=batch_size)
     for step in range(2 * feed.steps_per_epoch + 1):
-        shares = step_shares(step, 1500, batch_size * replicas, replicas)
+        shares = step_sample_ranges(step, 1500, batch_size * replicas, replicas)
         assert [feed.count(step, replica) for replica in range(replicas)] == [len(share) for share in shares]
         assert feed.global_count(step) == sum(len(share) for share in shares)
         if step % feed.steps_per_epoch in (0, feed.steps_per_epoch - 1):
@@ -41,7 +41,7 @@ def test_counts_are_those_of_the_shares(replicas: int, batch_size: int) -> None:
 def test_digits_are_those_of_scikit_learn() -> None:
     from sklearn.datasets import load_digits
 
-    inputs, labels = digits._load()
+    inputs, labels = resident_feed._load_digits()
     bunch = load_digits()
     assert torch.equal(inputs, torch.from_numpy(bunch.images).unsqueeze(1))
     assert torch.equal(labels, torch.from_numpy(bunch.target))
@@ -53,7 +53,7 @@ def test_a_scikit_learn_without_the_file(tmp_path: Path, monkeypatch: pytest.Mon
     package = ModuleSpec("sklearn", None, is_package=True)
     assert package.submodule_search_locations is not None
     package.submodule_search_locations.append(str(tmp_path))
-    monkeypatch.setattr(digits, "find_spec", {"sklearn": package}.get)
+    monkeypatch.setattr(resident_feed, "find_spec", {"sklearn": package}.get)
     with pytest.raises(WorkerError, match=rf"this scikit-learn has no {tmp_path}") as caught:
         feed_of()
     assert caught.value.status == "unsupported"
@@ -96,7 +96,7 @@ def test_held_out_digits_are_never_trained_on() -> None:
 def test_synthetic_samples_are_those_of_seed_slot_and_replica() -> None:
     small, large = feed_of("cifar10", 2), feed_of("cifar10", 4)
     assert torch.equal(small.batch(0, 1)[0], large.batch(0, 1)[0])
-    assert torch.equal(small.batch(0, 1)[0], small.batch(SLOTS, 1)[0])
+    assert torch.equal(small.batch(0, 1)[0], small.batch(BATCH_SLOTS, 1)[0])
     assert not torch.equal(small.batch(0, 1)[0], small.batch(1, 1)[0])
     assert not torch.equal(small.batch(0, 1)[0], small.batch(0, 0)[0])
     assert not torch.equal(small.batch(0, 1)[0], feed_of("cifar10", 2, seed=1).batch(0, 1)[0])
@@ -112,14 +112,14 @@ def test_host_samples_are_those_of_the_device_and_copied_every_step(dataset: str
             assert ours.dtype == theirs.dtype
     assert host.batch(0, 1)[0].data_ptr() != host.batch(0, 1)[0].data_ptr()
     assert (device.described()["storage"], host.described()["storage"]) == ("device", "host")
-    assert host.described()["distinct_samples"] == 2 * SLOTS * 8
+    assert host.described()["distinct_samples"] == 2 * BATCH_SLOTS * 8
 
 
 def test_patterns_are_added_piece_by_piece_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for dataset, size in (("cifar10", 12), ("cosmoflow", 8)):
         whole = feed_of(dataset, input_size=size).batch(0, 0)
         for pieces in (1, 3 * 12 * 12 * 3):
-            monkeypatch.setattr(synthetic, "_PATTERNED_AT_ONCE", pieces)
+            monkeypatch.setattr(synthetic_feed, "_MAX_PATTERN_NUMBERS", pieces)
             assert torch.equal(feed_of(dataset, input_size=size).batch(0, 0)[0], whole[0])
         monkeypatch.undo()
 
@@ -148,7 +148,7 @@ def test_volumes_and_tokens_hold_what_is_to_be_found() -> None:
 
 
 def test_a_large_sample_has_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synthetic, "LARGE", 3 * 12 * 12)
+    monkeypatch.setattr(synthetic_feed, "LARGE_SAMPLE_NUMBERS", 3 * 12 * 12)
     feed = feed_of("cifar10", input_size=12)
     assert torch.equal(feed.batch(0, 0)[0], feed.batch(1, 0)[0])
     assert feed.described()["distinct_samples"] == 8
@@ -164,7 +164,7 @@ def test_drop_last_leaves_the_partial_batch_out() -> None:
 def test_synthetic_memory_does_not_grow_with_the_world() -> None:
     feed = feed_of("cifar10", 64)
     feed.prepare(5)
-    assert len(feed._slots) == SLOTS  # type: ignore[attr-defined]
+    assert len(feed._slots) == BATCH_SLOTS  # type: ignore[attr-defined]
 
 
 def test_synthetic_samples_carry_their_label() -> None:

@@ -7,9 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.worker.environ import GUARD, as_given, core_warnings, given_environment, missing, thread_count
-from hpcbench.worker.memory import peak_resident_bytes
-from hpcbench.worker.rank import RankInfo
+from hpcbench.worker.distributed.rank_environment import (
+    RESTARTED_FOR_RUN,
+    RankInfo,
+    core_warnings,
+    missing_variables,
+    torch_thread_count,
+    user_environment,
+    user_performance_environment,
+)
+from hpcbench.worker.measure.host import peak_resident_bytes
 
 
 @pytest.mark.parametrize(
@@ -33,12 +40,12 @@ def test_threads(
     env: dict[str, str], cores: int, cores_per_task: int | None, local_world_size: int, expected: int | None
 ) -> None:
     info = RankInfo(0, 0, local_world_size, local_world_size, 0, "srun", "x")
-    assert thread_count(env, cores, cores_per_task, info) == expected
+    assert torch_thread_count(env, cores, cores_per_task, info) == expected
 
 
 def test_torchrun_binds_nothing_so_the_mask_is_shared() -> None:
     info = RankInfo(0, 0, 4, 4, 0, "torchrun", "x")
-    assert thread_count({}, 8, 16, info) == 2
+    assert torch_thread_count({}, 8, 16, info) == 2
 
 
 def test_warnings_about_cores() -> None:
@@ -48,34 +55,34 @@ def test_warnings_about_cores() -> None:
 
 
 def test_what_must_be_set_before_the_interpreter_starts() -> None:
-    assert missing({"A": "1"}, {"A": "1"}, "run") == {}
-    assert missing({"A": "2"}, {"A": "1", "B": "x"}, "run") == {"A": "1", "B": "x"}
-    assert missing({"A": "2", GUARD: "run"}, {"A": "1"}, "run") == {}, "once is enough"
-    assert missing({"A": "2", GUARD: "another"}, {"A": "1"}, "run") == {"A": "1"}
+    assert missing_variables({"A": "1"}, {"A": "1"}, "run") == {}
+    assert missing_variables({"A": "2"}, {"A": "1", "B": "x"}, "run") == {"A": "1", "B": "x"}
+    assert missing_variables({"A": "2", RESTARTED_FOR_RUN: "run"}, {"A": "1"}, "run") == {}, "once is enough"
+    assert missing_variables({"A": "2", RESTARTED_FOR_RUN: "another"}, {"A": "1"}, "run") == {"A": "1"}
 
 
 def test_variables_of_the_digest() -> None:
     env = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1", "HOME": "/x", "CUDA_VISIBLE_DEVICES": "3", "GLOO_X": "1"}
-    assert given_environment(env, {"GLOO_X": "1"}) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
+    assert user_performance_environment(env, {"GLOO_X": "1"}) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
 
 
 def test_torchruns_own_thread_count_is_nobodys_wish(tmp_path: Path) -> None:
     env = {"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
     launcher = tmp_path / "environ"
     launcher.write_bytes(b"HOME=/x\0PATH=/bin\0")
-    assert "OMP_NUM_THREADS" not in as_given(env, launcher)
-    assert "OMP_NUM_THREADS" in as_given({**env, "OMP_NUM_THREADS": "4"}, launcher)
-    assert "OMP_NUM_THREADS" in as_given({"OMP_NUM_THREADS": "1"}, launcher)
-    assert "OMP_NUM_THREADS" in as_given(env, tmp_path / "absent")
+    assert "OMP_NUM_THREADS" not in user_environment(env, launcher)
+    assert "OMP_NUM_THREADS" in user_environment({**env, "OMP_NUM_THREADS": "4"}, launcher)
+    assert "OMP_NUM_THREADS" in user_environment({"OMP_NUM_THREADS": "1"}, launcher)
+    assert "OMP_NUM_THREADS" in user_environment(env, tmp_path / "absent")
     launcher.write_bytes(b"OMP_NUM_THREADS=1\0HOME=/x\0")
-    assert "OMP_NUM_THREADS" in as_given(env, launcher)
+    assert "OMP_NUM_THREADS" in user_environment(env, launcher)
 
 
 def test_peak_memory_is_this_processes_and_not_its_parents() -> None:
     """ru_maxrss of a child begins with what its parent held; a large launcher would be measured as the run."""
     ballast = b"x" * 300_000_000
     code = (
-        "import resource; from hpcbench.worker.memory import peak_resident_bytes as peak\n"
+        "import resource; from hpcbench.worker.measure.host import peak_resident_bytes as peak\n"
         "print(peak(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

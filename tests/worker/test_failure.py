@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from hpcbench.errors import WorkerError
-from hpcbench.worker import verdict
-from hpcbench.worker.failure import describe, install_hint, is_peer_lost, says_peer_lost
-from hpcbench.worker.link import Cause
-from hpcbench.worker.precision import Arithmetic
-from hpcbench.worker.stop import PeerEnded
-from hpcbench.worker.verdict import judge
+from hpcbench.worker import failure as failure_module
+from hpcbench.worker.distributed.rendezvous import FailureCause
+from hpcbench.worker.failure import decide_outcome, describe_error, install_hint, is_peer_lost, is_peer_lost_message
+from hpcbench.worker.model_execution import MixedPrecision
+from hpcbench.worker.shutdown import PeerEnded
 from tests.worker.helpers import failure, make_rank
 
 CPU = torch.device("cpu")
@@ -30,20 +29,22 @@ ERRORS = [
 
 @pytest.mark.parametrize(("error", "status"), ERRORS)
 def test_the_status_of_an_exception(error: BaseException, status: str) -> None:
-    found, record = describe(error)
+    found, record = describe_error(error)
     assert found == status
     assert record.type == type(error).__name__
     assert record.traceback_tail
 
 
 def test_hints() -> None:
-    assert describe(ERRORS[7][0])[1].hint == "python -m pip install scikit-learn" == install_hint("sklearn.datasets")
-    assert "batch_size" in (describe(MemoryError())[1].hint or "")
-    assert describe(WorkerError("message", hint="mend"))[1].message == "message"
+    assert (
+        describe_error(ERRORS[7][0])[1].hint == "python -m pip install scikit-learn" == install_hint("sklearn.datasets")
+    )
+    assert "batch_size" in (describe_error(MemoryError())[1].hint or "")
+    assert describe_error(WorkerError("message", hint="mend"))[1].message == "message"
 
 
 def test_a_message_cannot_steer_a_terminal() -> None:
-    record = describe(ValueError("\x1b[31mred"))[1]
+    record = describe_error(ValueError("\x1b[31mred"))[1]
     assert "\x1b" not in record.message + (record.traceback_tail or "")
 
 
@@ -64,30 +65,30 @@ def test_a_message_cannot_steer_a_terminal() -> None:
 def test_what_only_follows_from_another_ranks_end(error: BaseException, lost: bool) -> None:
     assert is_peer_lost(error) is lost
     if not isinstance(error, WorkerError):
-        assert says_peer_lost(type(error).__name__, str(error)) is lost
+        assert is_peer_lost_message(type(error).__name__, str(error)) is lost
 
 
 # The verdict
 
 
-def cause(status: str = "failed", rank: int = 1, kind: str = "ValueError") -> Cause:
-    return Cause(rank=rank, host="n1", status=status, type=kind, message="mine")
+def cause(status: str = "failed", rank: int = 1, kind: str = "ValueError") -> FailureCause:
+    return FailureCause(rank=rank, host="n1", status=status, type=kind, message="mine")
 
 
 @pytest.fixture(autouse=True)
 def no_kills(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "oom_kills", lambda: 4)
+    monkeypatch.setattr(failure_module, "oom_kills", lambda: 4)
 
 
 def test_all_ok() -> None:
     ranks = {rank: make_rank(rank) for rank in range(2)}
-    found = judge(2, ranks, cause=None, only_follows=False, launcher="srun", oom_kills_before=4)
+    found = decide_outcome(2, ranks, cause=None, only_follows=False, launcher="srun", oom_kills_before=4)
     assert found == ("ok", None)
 
 
 def test_the_first_cause_counts() -> None:
     ranks = {0: make_rank(0, status="failed", error=failure("RuntimeError", "Connection closed by peer"))}
-    found = judge(2, ranks, cause=cause("oom"), only_follows=True, launcher="srun", oom_kills_before=4)
+    found = decide_outcome(2, ranks, cause=cause("oom"), only_follows=True, launcher="srun", oom_kills_before=4)
     assert found.status == "oom"
     assert found.error is not None
     assert found.error.message == "rank 1 on n1: mine"
@@ -96,7 +97,7 @@ def test_the_first_cause_counts() -> None:
 @pytest.mark.parametrize(("before", "status"), [(4, "failed"), (3, "oom"), (None, "failed")])
 def test_a_rank_without_a_word(before: int | None, status: str) -> None:
     ranks = {0: make_rank(0, status="failed", error=failure("RuntimeError", "Connection closed by peer"))}
-    found = judge(2, ranks, cause=None, only_follows=True, launcher="srun", oom_kills_before=before)
+    found = decide_outcome(2, ranks, cause=None, only_follows=True, launcher="srun", oom_kills_before=before)
     assert found.status == status
     assert found.error is not None
     assert "rank 1 ended without leaving a file" in found.error.message
@@ -108,7 +109,7 @@ def test_a_term_beside_a_lost_rank(launcher: str, status: str) -> None:
     """torchrun tells the others TERM when it has lost a rank; srun passes on what the job was told."""
     ranks = {0: make_rank(0, status="cancelled", error=failure("Stopped", "stopped by SIGTERM"))}
     told = cause("cancelled", rank=0, kind="Stopped")
-    found = judge(2, ranks, cause=told, only_follows=False, launcher=launcher, oom_kills_before=4)
+    found = decide_outcome(2, ranks, cause=told, only_follows=False, launcher=launcher, oom_kills_before=4)
     assert found.status == status
 
 
@@ -117,7 +118,7 @@ def test_without_a_known_cause_the_rank_that_did_not_only_follow() -> None:
         0: make_rank(0, status="failed", error=failure("RuntimeError", "Connection closed by peer")),
         1: make_rank(1, status="unsupported", error=failure("WorkerError", "mine")),
     }
-    found = judge(2, ranks, cause=None, only_follows=True, launcher="srun", oom_kills_before=4)
+    found = decide_outcome(2, ranks, cause=None, only_follows=True, launcher="srun", oom_kills_before=4)
     assert found.status == "unsupported"
     assert found.error is not None
     assert found.error.message == "rank 1 on n1: mine"
@@ -126,13 +127,13 @@ def test_without_a_known_cause_the_rank_that_did_not_only_follow() -> None:
 @pytest.mark.parametrize("precision", ["tf32", "fp16"])
 def test_a_cpu_does_not_pretend(precision: str) -> None:
     with pytest.raises(WorkerError, match=f"precision {precision} needs a cuda device") as caught:
-        Arithmetic(precision, CPU)
+        MixedPrecision(precision, CPU)
     assert caught.value.status == "unsupported"
 
 
 def test_fp32_means_fp32() -> None:
-    Arithmetic("fp32", CPU)
+    MixedPrecision("fp32", CPU)
     assert not torch.backends.cudnn.allow_tf32
     assert not torch.backends.cuda.matmul.allow_tf32
-    with Arithmetic("bf16", CPU).autocast():
+    with MixedPrecision("bf16", CPU).autocast():
         assert torch.nn.Linear(2, 2)(torch.ones(1, 2)).dtype == torch.bfloat16

@@ -15,25 +15,25 @@ import torch
 from PIL import Image
 
 from hpcbench.errors import WorkerError
-from hpcbench.worker.data import loader
-from hpcbench.worker.data.draw import Drawing
-from hpcbench.worker.data.feed import Feed, Source, make_feed
-from hpcbench.worker.data.files import AHEAD
-from hpcbench.worker.data.images import decode
-from hpcbench.worker.data.loader import Loader, Shape
-from hpcbench.worker.failure import describe
+from hpcbench.worker.data import batch_loader
+from hpcbench.worker.data.batch_loader import BatchLoader, SampleLayout
+from hpcbench.worker.data.feed import DataFeed, DataSource, make_feed
+from hpcbench.worker.data.file_feed import PREFETCHED_BATCHES
+from hpcbench.worker.data.image_files import decode_image
+from hpcbench.worker.data.sample_generator import SampleGenerator
+from hpcbench.worker.failure import describe_error
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
 SETS: list[tuple[str, int]] = [("cifar10", 16), ("cosmoflow", 8), ("tokens", 16)]
 
 
-def feed_of(folder: Path | None, dataset: str, size: int | None, replicas: int = 1, **values: Any) -> Feed:
+def feed_of(folder: Path | None, dataset: str, size: int | None, replicas: int = 1, **values: Any) -> DataFeed:
     given = {"batch_size": 8, "data": "files", **values}
     spec = make_spec(
         dataset=dataset, input_size=size, strategy="ddp", tasks_per_node=replicas, dp_degree=replicas, **given
     )
-    return make_feed(spec, CPU, Source(folder, 2))
+    return make_feed(spec, CPU, DataSource(folder, 2))
 
 
 @pytest.mark.parametrize(("dataset", "size"), SETS)
@@ -57,7 +57,7 @@ def test_what_is_read_ahead_is_what_would_be_read_then(data_folder: Path) -> Non
         for found in (ahead.batch(step, 1), ahead.batch(step, 1)):
             assert torch.equal(found[0], expected[0])
             assert torch.equal(found[1], expected[1])
-    assert len(ahead._pending) == AHEAD  # type: ignore[attr-defined]
+    assert len(ahead._pending) == PREFETCHED_BATCHES  # type: ignore[attr-defined]
     ahead.close()
     plain.close()
 
@@ -75,12 +75,12 @@ def test_an_epoch_goes_through_the_pool_again_and_again(data_folder: Path) -> No
     feed.close()
 
 
-def samples_of(feed: Feed) -> Any:
+def samples_of(feed: DataFeed) -> Any:
     return feed._samples  # type: ignore[attr-defined]
 
 
 def test_an_image_is_its_pixels_normalised(data_folder: Path) -> None:
-    drawn = Drawing("cifar10", 16)
+    drawn = SampleGenerator("cifar10", 16)
     feed = feed_of(data_folder, "cifar10", 16)
     inputs, target = np.empty((3, 16, 16), np.float32), np.empty(1, np.int64)
     for index in (0, 255, 256, 299):
@@ -98,7 +98,7 @@ def test_a_volume_is_the_logarithm_of_its_counts(data_folder: Path) -> None:
     feed = feed_of(data_folder, "cosmoflow", 8)
     inputs, target = np.empty((4, 8, 8, 8), np.float32), np.empty(4, np.float32)
     samples_of(feed).read(9, inputs, target)
-    counts, values = Drawing("cosmoflow", 8).volume(9)
+    counts, values = SampleGenerator("cosmoflow", 8).volume(9)
     assert np.allclose(inputs, np.log1p(counts.astype(np.float32)).transpose(3, 0, 1, 2))
     assert np.array_equal(target, values)
     feed.close()
@@ -155,7 +155,7 @@ def test_an_absent_package_is_unsupported_with_the_command_that_installs_it(
     monkeypatch.delitem(sys.modules, f"hpcbench.worker.data.{module}", raising=False)
     with pytest.raises(ModuleNotFoundError) as caught:
         feed_of(data_folder, dataset, size)
-    status, failure = describe(caught.value)
+    status, failure = describe_error(caught.value)
     assert (status, failure.hint) == ("unsupported", command)
 
 
@@ -164,7 +164,7 @@ def test_a_truncated_image_is_named(tmp_path: Path) -> None:
     Image.effect_noise((64, 64), 60).convert("RGB").save(path)
     path.write_bytes(path.read_bytes()[:900])
     with pytest.raises(WorkerError, match=r"cannot read the image .*cut\.jpg"):
-        decode(str(path), (3, 64, 64))
+        decode_image(str(path), (3, 64, 64))
 
 
 def test_what_fails_in_a_thread_fails_the_step_that_needs_it() -> None:
@@ -179,7 +179,7 @@ def test_what_fails_in_a_thread_fails_the_step_that_needs_it() -> None:
                 raise WorkerError("number 5 is broken")
             inputs[:] = index
 
-    reading = Loader(Broken(), Shape((2,), (), "class"), 2, pinned=False)
+    reading = BatchLoader(Broken(), SampleLayout((2,), (), "class"), 2, pinned=False)
     assert reading.wait(reading.begin(range(4)))[0][:, 0].tolist() == [0, 1, 2, 3]
     with pytest.raises(WorkerError, match="number 5 is broken"):
         reading.wait(reading.begin(range(4, 8)))
@@ -199,8 +199,8 @@ def test_a_file_system_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch
         def read(self, index: int, inputs: Any, target: Any) -> None:
             release.wait(30)
 
-    monkeypatch.setattr(loader, "PATIENCE_S", 0.05)
-    reading = Loader(Stuck(), Shape((2,), (), "class"), 1, pinned=False)
+    monkeypatch.setattr(batch_loader, "SAMPLE_TIMEOUT_S", 0.05)
+    reading = BatchLoader(Stuck(), SampleLayout((2,), (), "class"), 1, pinned=False)
     with pytest.raises(WorkerError, match="for a sample of the slow place"):
         reading.wait(reading.begin([0]))
     release.set()
@@ -222,7 +222,7 @@ def test_threads_end_with_the_feed(data_folder: Path) -> None:
 def test_threads_that_are_stuck_keep_no_process_alive() -> None:
     code = """
 import time
-from hpcbench.worker.data.loader import Loader, Shape
+from hpcbench.worker.data.batch_loader import Loader, Shape
 class Stuck:
     where = "there"
     def __len__(self): return 1
@@ -242,6 +242,6 @@ reading.close()
 def test_images_are_brought_to_the_exact_size(tmp_path: Path, size: tuple[int, int], shape: tuple[int, ...]) -> None:
     path = tmp_path / "one.png"
     Image.new("RGB", size, (200, 200, 200)).save(path)
-    pixels = decode(str(path), shape)
+    pixels = decode_image(str(path), shape)
     assert pixels.shape == shape
     assert pixels.min() == pixels.max() == 200

@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from hpcbench.results.schema import Phases, RankResult, Watched
-from hpcbench.worker.guards import guard_warnings
+from hpcbench.results.schema import HostActivity, RankResult, StepPhases
+from hpcbench.worker.measure.interference import interference_warnings
 from tests.worker.helpers import make_rank, make_spec
 
 PAIR = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2)
 
 
-def watched(**values: Any) -> Watched:
-    return Watched(**{"wall_s": 10.0, "busy_s": [10.0], "stolen_s": [0.0], "own_s": 9.9, **values})
+def watched(**values: Any) -> HostActivity:
+    return HostActivity(**{"wall_s": 10.0, "busy_s": [10.0], "stolen_s": [0.0], "own_s": 9.9, **values})
 
 
 def of(*ranks: dict[str, Any]) -> list[str]:
@@ -22,7 +22,7 @@ def of(*ranks: dict[str, Any]) -> list[str]:
         for number, values in enumerate(ranks)
     }
     spec = make_spec(strategy="ddp", tasks_per_node=len(ranks), dp_degree=len(ranks))
-    return guard_warnings(spec, made)
+    return interference_warnings(spec, made)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_was_not_seen_is_no_finding(hole: dict[str, Any]) -> None:
     strangers = {"cpu_mask": [0], "watched": watched(own_s=0.0)}
     assert len(of(strangers, {"cpu_mask": [1]})) == 1
     assert of(strangers, {"cpu_mask": [0], **hole}) == []
-    assert guard_warnings(PAIR, {0: make_rank(0, cpu_mask=[0], watched=watched(own_s=0.0))}) == []
+    assert interference_warnings(PAIR, {0: make_rank(0, cpu_mask=[0], watched=watched(own_s=0.0))}) == []
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_many_findings_of_a_kind_are_one_text_with_the_worst_first() -> None:
 
 
 def working(step_s: float, exposed_s: float | None, **values: Any) -> dict[str, Any]:
-    return {"phases": Phases(step_s=step_s, exposed_comm_s=exposed_s, **values)}
+    return {"phases": StepPhases(step_s=step_s, exposed_comm_s=exposed_s, **values)}
 
 
 @pytest.mark.parametrize(
@@ -150,10 +150,10 @@ def test_a_slow_rank(ranks: list[dict[str, Any]], expected: str | None) -> None:
 def test_stages_of_a_pipeline_are_compared_with_their_likes(exposed_s: list[float], expected: int) -> None:
     spec = make_spec(strategy="1f1b", tasks_per_node=4, dp_degree=2, pp_degree=2)
     ranks: dict[int, RankResult] = {
-        rank: make_rank(rank, replica=rank // 2, phases=Phases(step_s=1.0, exposed_comm_s=exposed))
+        rank: make_rank(rank, replica=rank // 2, phases=StepPhases(step_s=1.0, exposed_comm_s=exposed))
         for rank, exposed in enumerate(exposed_s)
     }
-    assert len(guard_warnings(spec, ranks)) == expected
+    assert len(interference_warnings(spec, ranks)) == expected
 
 
 # Hosts that are not alike

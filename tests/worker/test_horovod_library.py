@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from hpcbench.worker.distributed.horovod_init import assign_slots
 from hpcbench.worker.failure import install_hint, is_peer_lost
-from hpcbench.worker.horovod_library import slots
 from hpcbench.worker.strategies.base import chosen_options
-from hpcbench.worker.strategies.horovod import rates, variables
+from hpcbench.worker.strategies.horovod import horovod_variables, warmup_learning_rate
 from tests.worker.helpers import make_spec
 
 
@@ -22,7 +22,7 @@ from tests.worker.helpers import make_spec
     ],
 )
 def test_slots(hosts: list[str], expected: list[tuple[int, int, int, int]]) -> None:
-    found = slots(hosts)
+    found = assign_slots(hosts)
     assert [(one.local_rank, one.local_size, one.cross_rank, one.cross_size) for one in found] == expected
     assert [(one.hostname, one.rank, one.size) for one in found] == [
         (host, rank, len(hosts)) for rank, host in enumerate(hosts)
@@ -36,14 +36,14 @@ def test_slots(hosts: list[str], expected: list[tuple[int, int, int, int]]) -> N
 def test_rates_grow_to_the_number_of_replicas(warmup_epochs: float, expected: list[float]) -> None:
     spec = make_spec(strategy="horovod", dp_degree=4, tasks_per_node=4, learning_rate=0.1, batch_size=8,
                      options={"lr_scaling": True, "lr_warmup_epochs": warmup_epochs})  # fmt: skip
-    found = rates(spec, chosen_options(spec))
+    found = warmup_learning_rate(spec, chosen_options(spec))
     assert [found.at(step) for step in range(3)] == pytest.approx(expected)
     assert found.at(10_000) == pytest.approx(0.4)
 
 
 def test_options_become_variables() -> None:
     options = chosen_options(make_spec(strategy="horovod", options={"fusion_threshold_mb": 0.5}))
-    assert variables(options) == {
+    assert horovod_variables(options) == {
         "HOROVOD_FUSION_THRESHOLD": "524288", "HOROVOD_CYCLE_TIME": "1.0", "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
     }  # fmt: skip
 
@@ -65,4 +65,4 @@ def test_what_horovod_says_of_a_peer_that_ended_is_no_cause(message: str, lost: 
 
 
 def test_the_hint_is_a_command_for_this_interpreter() -> None:
-    assert "-m hpcbench.worker.build_horovod" in install_hint("horovod.torch")
+    assert "-m hpcbench.tools.build_horovod" in install_hint("horovod.torch")

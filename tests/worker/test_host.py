@@ -4,16 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.worker.host import (
+from hpcbench.worker.measure.environment_record import package_versions, torch_build_facts
+from hpcbench.worker.measure.host import (
     container_kind,
+    cores_per_numa_node,
     cpu_facts,
     host_facts,
-    infiniband,
-    interfaces,
-    mask_by_numa_node,
-    numbers,
+    infiniband_ports,
+    interface_facts,
+    parse_core_list,
 )
-from hpcbench.worker.software import packages, torch_build
 from tests.worker.trees import write_tree
 
 CPU = "sys/devices/system/cpu"
@@ -41,8 +41,8 @@ def test_a_processor(tmp_path: Path) -> None:
         "sockets": 2, "cores": 2, "threads": 4, "smt": "on", "numa_nodes": 2, "caches": {"L1": "32K", "L3": "96M"},
         "governor": "powersave", "max_hz": 3_500_000_000,
     }  # fmt: skip
-    assert mask_by_numa_node([0, 2, 3], root) == {"0": 2, "1": 1}
-    assert mask_by_numa_node([0, 2], root) == {"0": 2}
+    assert cores_per_numa_node([0, 2, 3], root) == {"0": 2, "1": 1}
+    assert cores_per_numa_node([0, 2], root) == {"0": 2}
 
 
 def test_a_machine(tmp_path: Path) -> None:
@@ -66,11 +66,11 @@ def test_networks(tmp_path: Path) -> None:
         f"{net}/ib0/operstate": "down", f"{net}/ib0/speed": -1, f"{net}/lo/mtu": 65536, f"{net}/veth1/mtu": 1500,
         f"{port}/link_layer": "InfiniBand", f"{port}/rate": "400 Gb/sec (4X NDR)", f"{port}/state": "4: ACTIVE",
     })  # fmt: skip
-    assert interfaces(root) == [
+    assert interface_facts(root) == [
         {"name": "eno1", "state": "up", "speed_bit_per_s": 25 * 10**9, "mtu_bytes": 9000},
         {"name": "ib0", "state": "down"},
     ]
-    assert infiniband(root) == ["mlx5_0/1 InfiniBand, 400 Gb/sec (4X NDR), ACTIVE"]
+    assert infiniband_ports(root) == ["mlx5_0/1 InfiniBand, 400 Gb/sec (4X NDR), ACTIVE"]
 
 
 def test_where_nothing_can_be_read_there_are_no_facts(tmp_path: Path) -> None:
@@ -83,15 +83,15 @@ def test_where_nothing_can_be_read_there_are_no_facts(tmp_path: Path) -> None:
     ("text", "expected"), [("0-2,7", {0, 1, 2, 7}), ("5", {5}), ("", set()), ("x-3", set()), ("0-1\n", {0, 1})]
 )
 def test_lists_of_cores(text: str, expected: set[int]) -> None:
-    assert numbers(text) == expected
+    assert parse_core_list(text) == expected
 
 
 def test_packages_and_the_build_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("nvidia_nccl_cu12-2.27.5", "nvidia_ml_py-13.0", "other-1.0"):
         (tmp_path / f"{name}.dist-info").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = packages()
+    found = package_versions()
     assert found["nvidia-nccl-cu12"] == "2.27.5"
     assert "numpy" in found
     assert not {"nvidia-ml-py", "other"} & set(found)
-    assert {"blas", "openmp", "parallel_backend", "cpu_capability", "with"} <= set(torch_build())
+    assert {"blas", "openmp", "parallel_backend", "cpu_capability", "with"} <= set(torch_build_facts())

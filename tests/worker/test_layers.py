@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.layers import (
-    LayerRequest,
+from hpcbench.parallel.layer_table import (
     LayerTable,
-    encode_table,
-    read_table,
-    table_path,
+    LayerTableRequest,
+    encode_layer_table,
+    read_shipped_table,
+    shipped_table_path,
 )
-from hpcbench.parallel.pairs import shipped_pairs
-from hpcbench.worker.layer_trace import trace
-from hpcbench.worker.layers import answer, blank_batch, layer_table, write_all
-from hpcbench.worker.losses import sample_losses
+from hpcbench.parallel.resolve import shipped_model_dataset_pairs
+from hpcbench.worker.layers import answer_request, make_layer_table, write_shipped_tables, zero_batch
+from hpcbench.worker.measure.layer_trace import trace_layers
+from hpcbench.worker.measured_run import model_flops_per_sample
+from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.sample_flops import flops_per_sample
 from tests.worker.helpers import make_spec
 
 # One small pair of every family of models, measured anew in every run of the tests; `make check-layers` takes all.
@@ -41,31 +41,33 @@ SAMPLE = [
 
 
 def shipped(model: str, dataset: str) -> LayerTable:
-    table = read_table(model, dataset)
-    assert table is not None, f"{table_path(model, dataset).name} is missing: make layers"
+    table = read_shipped_table(model, dataset)
+    assert table is not None, f"{shipped_table_path(model, dataset).name} is missing: make layers"
     return table
 
 
 @pytest.mark.parametrize(("model", "dataset"), SAMPLE)
 def test_the_shipped_table_is_what_is_measured(model: str, dataset: str) -> None:
-    made = encode_table(layer_table(LayerRequest(model=model, dataset=dataset)))
-    assert made.decode() == table_path(model, dataset).read_text(), "make layers"
+    made = encode_layer_table(make_layer_table(LayerTableRequest(model=model, dataset=dataset)))
+    assert made.decode() == shipped_table_path(model, dataset).read_text(), "make layers"
 
 
 @pytest.mark.soak
 def test_all_shipped_tables_are_what_is_measured(tmp_path: Path) -> None:
-    write_all(tmp_path)
-    folder = table_path("any", "any").parent
+    write_shipped_tables(tmp_path)
+    folder = shipped_table_path("any", "any").parent
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in folder.iterdir())
     different = [path.name for path in tmp_path.iterdir() if path.read_bytes() != (folder / path.name).read_bytes()]
     assert different == [], "make layers"
 
 
 def test_every_family_is_in_the_sample() -> None:
-    from hpcbench.parallel.catalog import models
+    from hpcbench.parallel.catalog import shipped_model_entries
 
-    families = {entry.builder.partition(":")[0] for entry in models().values()}
-    assert {models()[model].builder.partition(":")[0] for model, _ in SAMPLE} == families, "SAMPLE in this file"
+    families = {entry.builder.partition(":")[0] for entry in shipped_model_entries().values()}
+    assert {shipped_model_entries()[model].builder.partition(":")[0] for model, _ in SAMPLE} == families, (
+        "SAMPLE in this file"
+    )
 
 
 # Activation bytes of a batch of 3: what autograd keeps of real tensors is what the table says of fake ones.
@@ -82,9 +84,9 @@ REAL = [
 
 @pytest.mark.parametrize(("model", "dataset", "more"), REAL)
 def test_fake_tensors_keep_what_real_ones_keep(model: str, dataset: str, more: dict[str, Any]) -> None:
-    table = layer_table(LayerRequest(model=model, dataset=dataset, **more))
+    table = make_layer_table(LayerTableRequest(model=model, dataset=dataset, **more))
     spec = make_spec(model=model, dataset=dataset, **more)
-    rows = {row.name: row for row in trace(build_model(spec), *blank_batch(spec, 3))}
+    rows = {row.name: row for row in trace_layers(build_model(spec), *zero_batch(spec, 3))}
     seen = 0
     for layer in table.layers:
         if [one.name for one in table.layers].count(layer.name) > 1:
@@ -101,11 +103,11 @@ def test_all_that_autograd_keeps_is_in_the_table(model: str, dataset: str, more:
     """Counted by the graph's own nodes, not by our hooks."""
     spec = make_spec(model=model, dataset=dataset, **more)
     built = build_model(spec)
-    inputs, targets = blank_batch(spec, 3)
-    loss = sample_losses(built(inputs), targets) / 3
+    inputs, targets = zero_batch(spec, 3)
+    loss = summed_loss(built(inputs), targets) / 3
     own = {tensor.untyped_storage().data_ptr() for tensor in (*built.parameters(), *built.buffers())}
     kept = {storage: size for storage, size in saved_storages(loss).items() if storage not in own}
-    totals = layer_table(LayerRequest(model=model, dataset=dataset, **more)).totals()
+    totals = make_layer_table(LayerTableRequest(model=model, dataset=dataset, **more)).totals()
     assert sum(kept.values()) == 3 * totals.activation_bytes + totals.activation_fixed_bytes
 
 
@@ -134,10 +136,10 @@ def test_flops_are_those_of_torchs_counter() -> None:
     """Where that one is right: no groups, no fused attention."""
     for model, dataset in (("resnet18", "cifar10"), ("vgg11", "mnist")):
         spec = make_spec(model=model, dataset=dataset)
-        inputs, targets = blank_batch(spec, 2)
+        inputs, targets = zero_batch(spec, 2)
         built = build_model(spec)
         with FlopCounterMode(display=False) as counter:
-            loss = sample_losses(built(inputs), targets)
+            loss = summed_loss(built(inputs), targets)
             forward = counter.get_total_flops()
             torch.autograd.backward(loss)
         totals = shipped(model, dataset).totals()
@@ -146,7 +148,7 @@ def test_flops_are_those_of_torchs_counter() -> None:
 
 def test_a_grouped_convolution_costs_twice_its_forward_pass_in_the_backward_pass() -> None:
     model = nn.Sequential(nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(288, 2))
-    rows = {row.name: row for row in trace(model, torch.zeros(1, 8, 8, 8), torch.zeros(1, dtype=torch.int64))}
+    rows = {row.name: row for row in trace_layers(model, torch.zeros(1, 8, 8, 8), torch.zeros(1, dtype=torch.int64))}
     macs = 8 * 36 * 9
     assert rows["1"].flops == [2 * macs, 4 * macs]
     assert rows["0"].flops == [2 * 8 * 8 * 64, 2 * 8 * 8 * 64], "the input needs no gradient"
@@ -162,7 +164,7 @@ def test_what_a_module_does_around_its_children_is_its_own_row() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x + torch.relu(self.inner(x))) * self.scale
 
-    rows = {row.name: row for row in trace(nn.Sequential(Residual()), torch.zeros(2, 4), torch.zeros(2, 4))}
+    rows = {row.name: row for row in trace_layers(nn.Sequential(Residual()), torch.zeros(2, 4), torch.zeros(2, 4))}
     assert list(rows) == ["0.inner", "0", "", "loss"]
     kept = rows["0"].activation_bytes
     assert kept == 2 * 2 * 4 * 4, "relu's result and the product's factor, 2 x 4 numbers each"
@@ -171,7 +173,7 @@ def test_what_a_module_does_around_its_children_is_its_own_row() -> None:
 
 
 def test_tied_and_uncalled_parameters_are_counted_once() -> None:
-    for model, dataset in shipped_pairs():
+    for model, dataset in shipped_model_dataset_pairs():
         table = shipped(model, dataset)
         assert table.totals().parameters == sum(
             torch.Size(tensor.shape).numel() for tensor in table.parameter_tensors
@@ -225,11 +227,11 @@ def test_a_table_takes_no_memory() -> None:
     code = (
         "import sys; from hpcbench.worker.layers import answer\n"
         "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'VmHWM' in line)\n"
-        "from hpcbench.worker.models.vision import torchvision_models; torchvision_models(); before = peak()\n"
+        "from hpcbench.worker.models.build import torchvision_models; torchvision_models(); before = peak()\n"
         "got = answer(sys.stdin.buffer.read()); assert got.table, got.error\n"
         "print(before, peak(), got.table.totals().activation_bytes)"
     )
-    request = msgspec.json.encode(LayerRequest(model="vgg11", dataset="highres", input_size=4096))
+    request = msgspec.json.encode(LayerTableRequest(model="vgg11", dataset="highres", input_size=4096))
     done = subprocess.run([sys.executable, "-c", code], input=request, capture_output=True, check=True)
     before, after, activations = (int(word) for word in done.stdout.split())
     assert after - before < 300 * 1024, "KiB"
@@ -237,24 +239,26 @@ def test_a_table_takes_no_memory() -> None:
 
 
 def test_options_of_the_model_count() -> None:
-    request = msgspec.json.encode(LayerRequest(model="vgg11", dataset="digits", model_options={"batch_norm": False}))
-    table = answer(request).table
+    request = msgspec.json.encode(
+        LayerTableRequest(model="vgg11", dataset="digits", model_options={"batch_norm": False})
+    )
+    table = answer_request(request).table
     assert table is not None
     assert (table.model_options, table.totals().parameters) == ({"batch_norm": False}, 9_224_458)
 
 
 def test_a_run_whose_model_cannot_be_measured_has_a_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
-    assert flops_per_sample(make_spec(), None, warnings) == shipped("resnet18", "digits").flops_per_sample()
+    assert model_flops_per_sample(make_spec(), None, warnings) == shipped("resnet18", "digits").flops_per_sample()
     assert warnings == []
     spec = make_spec(model="not_there:build")
-    assert flops_per_sample(spec, str(tmp_path), warnings) is None
+    assert model_flops_per_sample(spec, str(tmp_path), warnings) is None
     assert warnings == [f"no FLOP/s: model not_there:build: there is no module not_there in {tmp_path}"]
 
 
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(WorkerError, match="resnet18 takes images; tokens holds tokens"):
-        layer_table(LayerRequest(model="resnet18", dataset="tokens"))
-    unknown = answer(msgspec.json.encode(LayerRequest(model="resnet19", dataset="digits")))
+        make_layer_table(LayerTableRequest(model="resnet18", dataset="tokens"))
+    unknown = answer_request(msgspec.json.encode(LayerTableRequest(model="resnet19", dataset="digits")))
     assert (unknown.table, unknown.is_input) == (None, True)
     assert "unknown model 'resnet19'" in unknown.error

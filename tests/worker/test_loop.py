@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from hpcbench.worker.data.feed import Feed, make_feed
-from hpcbench.worker.evaluate import make_evaluate
-from hpcbench.worker.loop import Progress, instrument_cost_s, run_loop, segments
-from hpcbench.worker.phases import Phases, unmarked
-from hpcbench.worker.stop import Stop, Stopped
-from hpcbench.worker.timers import HostClock, process_age_s
+from hpcbench.worker.data.feed import DataFeed, make_feed
+from hpcbench.worker.measure.clocks import HostClock, PhaseMarker, no_marker, process_age_s
+from hpcbench.worker.shutdown import StopController, Stopped
+from hpcbench.worker.training_loop import (
+    LoopProgress,
+    loop_overhead_s,
+    make_evaluate_hook,
+    run_training_loop,
+    timed_segments,
+)
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
@@ -23,9 +27,9 @@ class Recorder:
     replica = 0
     module: torch.nn.Module = torch.nn.Identity()
     forward_is_collective = False
-    phases: Phases = staticmethod(unmarked)
+    phases: PhaseMarker = staticmethod(no_marker)
 
-    def __init__(self, stop: Stop, stop_after: int | None = None, losses: list[float] | None = None) -> None:
+    def __init__(self, stop: StopController, stop_after: int | None = None, losses: list[float] | None = None) -> None:
         self.calls: list[Any] = []
         self._stop, self._stop_after, self._losses = stop, stop_after, losses
 
@@ -35,7 +39,7 @@ class Recorder:
     def announce(self, steps: Any) -> None:
         raise AssertionError("the loop's steps follow one another")
 
-    def step(self, feed: Feed, step: int) -> torch.Tensor:
+    def step(self, feed: DataFeed, step: int) -> torch.Tensor:
         self.calls.append(step)
         if step == self._stop_after:
             self._stop.reason = Stopped("cancelled", "told")
@@ -54,12 +58,14 @@ class Recorder:
 
 def run(
     warmup: int, steps: int, stop_after: int | None = None, losses: list[float] | None = None, **spec: Any
-) -> tuple[Recorder, Progress]:
-    stop = Stop()
+) -> tuple[Recorder, LoopProgress]:
+    stop = StopController()
     chosen = make_spec(warmup_steps=warmup, steps=steps, **spec)
-    recorder, progress = Recorder(stop, stop_after, losses), Progress(chosen, CPU)
+    recorder, progress = Recorder(stop, stop_after, losses), LoopProgress(chosen, CPU)
     try:
-        run_loop(recorder, make_feed(chosen, CPU), chosen, progress, stop, lambda: recorder.calls.append("barrier"))
+        run_training_loop(
+            recorder, make_feed(chosen, CPU), chosen, progress, stop, lambda: recorder.calls.append("barrier")
+        )
     except Stopped:
         recorder.calls.append("stopped")
     return recorder, progress
@@ -110,21 +116,29 @@ def test_a_stop_is_seen_at_the_next_boundary(stop_after: int, calls: list[Any], 
 def test_the_timed_steps_are_cut_where_an_evaluation_is_due(
     warmup: int, steps: int, every: int, expected: list[range]
 ) -> None:
-    assert segments(warmup, steps, every) == expected
+    assert timed_segments(warmup, steps, every) == expected
 
 
 def test_evaluation_lies_between_timed_steps_and_in_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0]
     monkeypatch.setattr(time, "perf_counter_ns", lambda: now[0])
     spec = make_spec(warmup_steps=1, steps=5, evaluate_every=2)
-    recorder, progress = Recorder(Stop()), Progress(spec, CPU)
+    recorder, progress = Recorder(StopController()), LoopProgress(spec, CPU)
 
     def evaluate(step: int) -> bool:
         recorder.calls.append(f"evaluate {step}")
         now[0] += 1_000_000_000
         return False
 
-    run_loop(recorder, make_feed(spec, CPU), spec, progress, Stop(), lambda: recorder.calls.append("barrier"), evaluate)
+    run_training_loop(
+        recorder,
+        make_feed(spec, CPU),
+        spec,
+        progress,
+        StopController(),
+        lambda: recorder.calls.append("barrier"),
+        evaluate,
+    )
     assert recorder.calls == [
         0, "barrier", 1, "evaluate 2", "barrier", 2, 3, "evaluate 4", "barrier", 4, 5, "evaluate 6",
     ]  # fmt: skip
@@ -133,7 +147,7 @@ def test_evaluation_lies_between_timed_steps_and_in_none_of_them(monkeypatch: py
 
 def test_training_ends_at_its_target() -> None:
     spec = make_spec(warmup_steps=1, steps=7, evaluate_every=2, target_accuracy=0.1)
-    recorder, progress = Recorder(Stop()), Progress(spec, CPU)
+    recorder, progress = Recorder(StopController()), LoopProgress(spec, CPU)
     feed = make_feed(spec, CPU)
     # Every image is taken for a 1, from the next evaluation on for a 2, then for a 3.
     last = torch.nn.Linear(64, 10)
@@ -149,8 +163,8 @@ def test_training_ends_at_its_target() -> None:
             last.bias.zero_()[1 + len(said)] = 1.0
         return flag
 
-    evaluate = make_evaluate(recorder, feed, spec, progress, 0, any_rank)
-    run_loop(recorder, feed, spec, progress, Stop(), lambda: None, evaluate)
+    evaluate = make_evaluate_hook(recorder, feed, spec, progress, 0, any_rank)
+    run_training_loop(recorder, feed, spec, progress, StopController(), lambda: None, evaluate)
     shares = [(feed_labels(feed) == digit).float().mean().item() for digit in (1, 2, 3)]
     assert [one.accuracy for one in progress.evaluations] == pytest.approx(shares[: len(progress.evaluations)])
     first = next(number for number, share in enumerate(shares) if share >= 0.1)
@@ -160,7 +174,7 @@ def test_training_ends_at_its_target() -> None:
     assert progress.complete
 
 
-def feed_labels(feed: Feed) -> torch.Tensor:
+def feed_labels(feed: DataFeed) -> torch.Tensor:
     batches = feed.held_out()
     assert batches is not None
     return torch.cat([labels for _, labels in batches])
@@ -168,7 +182,7 @@ def feed_labels(feed: Feed) -> torch.Tensor:
 
 def test_without_held_out_samples_there_is_no_evaluation() -> None:
     spec = make_spec(dataset="mnist", evaluate_every=1)
-    made = make_evaluate(Recorder(Stop()), make_feed(spec, CPU), spec, Progress(spec, CPU), 0, bool)
+    made = make_evaluate_hook(Recorder(StopController()), make_feed(spec, CPU), spec, LoopProgress(spec, CPU), 0, bool)
     assert made is None
 
 
@@ -202,7 +216,7 @@ def test_what_passes_before_a_new_beginning_is_no_step(monkeypatch: pytest.Monke
 
 
 def test_the_cost_of_the_instruments_can_be_measured() -> None:
-    assert instrument_cost_s(CPU, repeats=100) > 0
+    assert loop_overhead_s(CPU, repeats=100) > 0
 
 
 def test_a_process_is_older_than_what_it_has_done() -> None:

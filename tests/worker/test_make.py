@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from hpcbench.errors import ConfigError, StorageError
-from hpcbench.results.datafolder import MANIFEST, Manifest, read_manifest, survey
-from hpcbench.worker.data.make import default_samples, make, per_folder
+from hpcbench.results.data_folder import MANIFEST_NAME, SampleManifest, list_datasets, read_sample_manifest
+from hpcbench.worker.data.make_samples import default_sample_count, make_samples, samples_per_folder
 from tests.worker.test_start import run_blocked
 
 SAMPLES = 1024
@@ -38,7 +38,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("whole")
-    assert list(make(folder, "mnist", SIZE, SAMPLES, 1)) == [0, 256, 512, 768, 1024]
+    assert list(make_samples(folder, "mnist", SIZE, SAMPLES, 1)) == [0, 256, 512, 768, 1024]
     return contents(folder)
 
 
@@ -54,7 +54,7 @@ def test_a_maker_that_is_killed_leaves_nobody_behind_and_the_next_goes_on(
     process.wait()
     # Its children hold the pipe until they end.
     process.stdout.read()
-    (found,) = survey(tmp_path)
+    (found,) = list_datasets(tmp_path)
     assert not found.complete
     assert found.samples is not None
     assert done <= found.samples
@@ -62,9 +62,9 @@ def test_a_maker_that_is_killed_leaves_nobody_behind_and_the_next_goes_on(
     stamps = {path: (tmp_path / path).stat().st_mtime_ns for path in first}
     if found.samples == SAMPLES:
         # All of it was there but the manifest: the next has only that to write.
-        assert not (tmp_path / f"mnist-{SIZE}" / MANIFEST).exists()
-    assert next(make(tmp_path, "mnist", SIZE, SAMPLES, 1)) == found.samples
-    assert list(make(tmp_path, "mnist", SIZE, SAMPLES, 1))[-1] == SAMPLES
+        assert not (tmp_path / f"mnist-{SIZE}" / MANIFEST_NAME).exists()
+    assert next(make_samples(tmp_path, "mnist", SIZE, SAMPLES, 1)) == found.samples
+    assert list(make_samples(tmp_path, "mnist", SIZE, SAMPLES, 1))[-1] == SAMPLES
     assert contents(tmp_path) == whole
     assert {path: (tmp_path / path).stat().st_mtime_ns for path in first} == stamps, "what was whole was left alone"
 
@@ -89,34 +89,34 @@ def test_two_makers_at_once_make_one_set(tmp_path: Path, whole: dict[str, bytes]
 
 def test_a_larger_set_begins_with_the_smaller_one(tmp_path: Path) -> None:
     for dataset, few, more in (("mnist", 300, 600), ("tokens", 10, 50), ("cosmoflow", 3, 5)):
-        list(make(tmp_path, dataset, SIZE, few, 1))
+        list(make_samples(tmp_path, dataset, SIZE, few, 1))
         before = contents(tmp_path)
-        assert list(make(tmp_path, dataset, SIZE, more, 1))[-1] == more
+        assert list(make_samples(tmp_path, dataset, SIZE, more, 1))[-1] == more
         after = contents(tmp_path)
         samples = [path for path in before if path.endswith((".jpg", ".hdf5", ".bin"))]
         assert all(after[path].startswith(before[path]) for path in samples if not path.endswith(".hdf5"))
         assert [path for path in samples if path not in after] == []
-        assert list(make(tmp_path, dataset, SIZE, few, 1)) == [more], "a larger set serves"
+        assert list(make_samples(tmp_path, dataset, SIZE, few, 1)) == [more], "a larger set serves"
         assert contents(tmp_path) == after
 
 
 def test_samples_of_other_parameters_are_not_mixed(tmp_path: Path) -> None:
-    list(make(tmp_path, "tokens", SIZE, 10, 1))
-    path = tmp_path / f"tokens-{SIZE}" / MANIFEST
-    manifest = read_manifest(path.parent)
+    list(make_samples(tmp_path, "tokens", SIZE, 10, 1))
+    path = tmp_path / f"tokens-{SIZE}" / MANIFEST_NAME
+    manifest = read_sample_manifest(path.parent)
     assert manifest is not None
     path.write_bytes(msgspec.json.encode(msgspec.structs.replace(manifest, parameters="other")))
     with pytest.raises(ConfigError, match="would not make"):
-        list(make(tmp_path, "tokens", SIZE, 10, 1))
+        list(make_samples(tmp_path, "tokens", SIZE, 10, 1))
     path.write_bytes(b"{}")
     with pytest.raises(StorageError, match="is no manifest"):
-        list(make(tmp_path, "tokens", SIZE, 10, 1))
+        list(make_samples(tmp_path, "tokens", SIZE, 10, 1))
 
 
 def test_a_disk_that_is_too_small_is_seen_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: _Usage())
     with pytest.raises(StorageError, match="1000 free"):
-        list(make(tmp_path, "cosmoflow", 64, 10, 1))
+        list(make_samples(tmp_path, "cosmoflow", 64, 10, 1))
 
 
 class _Usage:
@@ -130,7 +130,7 @@ def test_old_remains_of_a_killed_maker_go_and_young_ones_stay(tmp_path: Path) ->
     old.touch()
     young.touch()
     os.utime(old, (time.time() - 10_000, time.time() - 10_000))
-    list(make(tmp_path, "mnist", SIZE, 3, 1))
+    list(make_samples(tmp_path, "mnist", SIZE, 3, 1))
     assert (old.exists(), young.exists()) == (False, True)
 
 
@@ -146,7 +146,7 @@ def test_old_remains_of_a_killed_maker_go_and_young_ones_stay(tmp_path: Path) ->
     ],
 )
 def test_how_many_are_made_and_how_many_lie_together(dataset: str, size: int, samples: int, each: int) -> None:
-    assert (default_samples(dataset, size), per_folder(dataset, size)) == (samples, each)
+    assert (default_sample_count(dataset, size), samples_per_folder(dataset, size)) == (samples, each)
 
 
 @pytest.fixture
@@ -161,8 +161,8 @@ def test_the_maker_needs_no_torch_and_nothing_of_the_login_node(folder: str) -> 
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == {"done": 4, "samples": 4}
-    manifest = read_manifest(Path(folder) / "tokens-8")
-    assert isinstance(manifest, Manifest)
+    manifest = read_sample_manifest(Path(folder) / "tokens-8")
+    assert isinstance(manifest, SampleManifest)
     assert manifest.samples == 4
 
 

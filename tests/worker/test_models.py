@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.catalog import models
-from hpcbench.worker.models.build import build_model, build_shapes, parameter_count
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import shipped_model_entries
+from hpcbench.worker.models.build import build_meta_model, build_model, count_parameters
 from tests.worker.helpers import make_spec
 
-IMAGES = [name for name, entry in models().items() if entry.kind == "images"]
+IMAGES = [name for name, entry in shipped_model_entries().items() if entry.kind == "images"]
 SMALLEST_OF_FAMILIES = ["resnet18", "resnet50", "vgg11", "mobilenetv2", "vit"]
 DATASET = {"images": "cifar10", "volumes": "cosmoflow", "tokens": "tokens"}
 SIZES = {"images": 32, "volumes": 16, "tokens": 16}
@@ -46,7 +46,7 @@ COUNTS = [
 
 @pytest.mark.parametrize(("model", "dataset", "options", "count"), COUNTS)
 def test_parameter_counts(model: str, dataset: str, options: dict[str, Any], count: int) -> None:
-    assert parameter_count(build_shapes(make_spec(model=model, dataset=dataset, model_options=options))) == count
+    assert count_parameters(build_meta_model(make_spec(model=model, dataset=dataset, model_options=options))) == count
 
 
 # Layers, width, positions, and the size that the papers state with the steps that it is rounded to.
@@ -66,7 +66,7 @@ GPT = [
 @pytest.mark.parametrize(("model", "layers", "width", "context", "published"), GPT)
 def test_gpt_counts(model: str, layers: int, width: int, context: int, published: tuple[float, float] | None) -> None:
     def count(**options: Any) -> int:
-        return parameter_count(build_shapes(make_spec(model=model, dataset="tokens", model_options=options)))
+        return count_parameters(build_meta_model(make_spec(model=model, dataset="tokens", model_options=options)))
 
     block = 12 * width**2 + 13 * width
     tied = 50_257 * width + context * width + layers * block + 2 * width
@@ -84,16 +84,16 @@ def test_cosmoflow_counts() -> None:
     linear = 4**3 * 512 * 128 + 128 + 128 * 64 + 64 + 64 * 4 + 4
     more = 27 * 512 * 512 + 512
     for number, dataset in enumerate(("cosmoflow", "cosmoflow_256", "cosmoflow_512")):
-        built = build_shapes(make_spec(model="cosmoflow", dataset=dataset))
-        assert parameter_count(built) == convolutions + linear + number * more
+        built = build_meta_model(make_spec(model="cosmoflow", dataset=dataset))
+        assert count_parameters(built) == convolutions + linear + number * more
 
 
 @pytest.mark.parametrize("model", IMAGES)
 @pytest.mark.parametrize("size", [8, 9, 16, 17, 28, 32, 63, 64, 70, 224])
 def test_every_image_model_takes_every_size_from_its_smallest_on(model: str, size: int) -> None:
-    if size < models()[model].min_size:
-        size = models()[model].min_size
-    built = build_shapes(make_spec(model=model, dataset="cifar10", input_size=size))
+    if size < shipped_model_entries()[model].min_size:
+        size = shipped_model_entries()[model].min_size
+    built = build_meta_model(make_spec(model=model, dataset="cifar10", input_size=size))
     assert built(torch.randn(2, 3, size, size, device="meta")).shape == (2, 10)
 
 
@@ -114,12 +114,12 @@ def test_small_volumes_compute(size: int) -> None:
 
 @pytest.mark.parametrize("model", IMAGES)
 def test_one_channel_at_a_large_size(model: str) -> None:
-    built = build_shapes(make_spec(model=model, dataset="mnist", input_size=64))
+    built = build_meta_model(make_spec(model=model, dataset="mnist", input_size=64))
     assert built(torch.randn(2, 1, 64, 64, device="meta")).shape == (2, 10)
 
 
 def sample(model: str, device: str = "cpu", count: int = 2) -> torch.Tensor:
-    kind = models()[model].kind
+    kind = shipped_model_entries()[model].kind
     assert kind is not None
     size = SIZES[kind]
     if kind == "tokens":
@@ -128,7 +128,7 @@ def sample(model: str, device: str = "cpu", count: int = 2) -> torch.Tensor:
 
 
 def spec_of(model: str, **values: Any) -> RunSpec:
-    kind = models()[model].kind
+    kind = shipped_model_entries()[model].kind
     assert kind is not None
     return make_spec(**{"model": model, "dataset": DATASET[kind], "input_size": SIZES[kind], **values})
 
@@ -154,7 +154,7 @@ def test_shapes_are_the_models_without_its_numbers(model: str, values: dict[str,
         values = values | {"input_size": 16}
     spec = spec_of(model, **values)
     torch.manual_seed(5)
-    shapes = build_shapes(spec)
+    shapes = build_meta_model(spec)
     drawn = torch.rand(3)
     built = build_model(spec)
     assert [type(block) for block in shapes] == [type(block) for block in built]
@@ -167,9 +167,9 @@ def test_shapes_are_the_models_without_its_numbers(model: str, values: dict[str,
     assert torch.equal(drawn, torch.rand(3)), "the generator is as it was"
 
 
-@pytest.mark.parametrize("model", models())
+@pytest.mark.parametrize("model", shipped_model_entries())
 def test_every_model_is_a_chain_of_blocks_that_can_be_copied(model: str) -> None:
-    built = build_shapes(spec_of(model))
+    built = build_meta_model(spec_of(model))
     assert isinstance(built, torch.nn.Sequential)
     assert len(built) > 5, "a sequential view of its blocks"
     copied = pickle.loads(pickle.dumps(copy.deepcopy(built)))
@@ -259,21 +259,21 @@ def test_precision_and_memory_format() -> None:
 
 
 def test_the_large_forms_compute_what_torchvision_computes() -> None:
-    from hpcbench.worker.models.vision import torchvision_models
+    from hpcbench.worker.models.build import import_torchvision_models
 
     inputs = torch.randn(1, 3, 64, 64)
     names = {"resnet18": "resnet18", "resnet50": "resnet50", "vgg11": "vgg11", "mobilenetv2": "mobilenet_v2"}
     for name, theirs in names.items():
         torch.manual_seed(0)
-        whole = getattr(torchvision_models(), theirs)(weights=None, num_classes=1000).eval()
+        whole = getattr(import_torchvision_models(), theirs)(weights=None, num_classes=1000).eval()
         ours = build_model(make_spec(model=name, dataset="imagenet", input_size=64)).eval()
         assert torch.equal(ours(inputs), whole(inputs)), name
 
 
 def test_vit_computes_what_torchvision_computes() -> None:
-    from hpcbench.worker.models.vision import torchvision_models
+    from hpcbench.worker.models.build import import_torchvision_models
 
-    vision = torchvision_models().vision_transformer.VisionTransformer
+    vision = import_torchvision_models().vision_transformer.VisionTransformer
     theirs = vision(32, 4, num_layers=4, num_heads=4, hidden_dim=128, mlp_dim=512, num_classes=10).eval()
     torch.nn.init.normal_(theirs.heads.head.weight)
     ours: Any = build_model(make_spec(model="vit", dataset="cifar10")).eval()

@@ -3,14 +3,20 @@ from __future__ import annotations
 import pytest
 
 from hpcbench.errors import WorkerError
-from hpcbench.worker.network import Interface, choose, interface_of, interfaces, own_address
+from hpcbench.worker.distributed.rendezvous import (
+    NetworkInterface,
+    choose_interface,
+    interface_holding,
+    list_interfaces,
+    reachable_address,
+)
 
-LO = Interface("lo", ["127.0.0.1", "::1"])
-DOCKER = Interface("docker0", ["172.17.0.1"])
-ETH = Interface("eth0", ["10.0.0.5"])
-IB = Interface("ib0", ["10.1.0.5"])
-IB1 = Interface("ib1", ["10.1.1.5"])
-V6 = Interface("eth0", ["fd00::5"])
+LO = NetworkInterface("lo", ["127.0.0.1", "::1"])
+DOCKER = NetworkInterface("docker0", ["172.17.0.1"])
+ETH = NetworkInterface("eth0", ["10.0.0.5"])
+IB = NetworkInterface("ib0", ["10.1.0.5"])
+IB1 = NetworkInterface("ib1", ["10.1.1.5"])
+V6 = NetworkInterface("eth0", ["fd00::5"])
 
 TABLE = [
     ([LO, ETH], None, {}, ("eth0", "10.0.0.5")),
@@ -28,25 +34,25 @@ TABLE = [
 
 @pytest.mark.parametrize(("present", "wanted", "names", "expected"), TABLE)
 def test_the_interface_of_the_rendezvous(
-    present: list[Interface], wanted: str | None, names: dict[str, str], expected: tuple[str, str] | None
+    present: list[NetworkInterface], wanted: str | None, names: dict[str, str], expected: tuple[str, str] | None
 ) -> None:
-    assert choose(present, wanted, names) == expected
+    assert choose_interface(present, wanted, names) == expected
 
 
 def test_an_interface_that_is_absent_is_named_with_those_that_are_there() -> None:
     with pytest.raises(WorkerError, match=r"'hsn0'.* has: lo 127\.0\.0\.1, eth0 10\.0\.0\.5") as caught:
-        choose([LO, ETH], "hsn0")
+        choose_interface([LO, ETH], "hsn0")
     assert "interface" in (caught.value.hint or "")
 
 
 def test_one_node_talks_over_loopback_whatever_the_profile_says() -> None:
-    assert own_address(True, "ib0", "i") == ("lo", "127.0.0.1")
+    assert reachable_address(True, "ib0", "i") == ("lo", "127.0.0.1")
 
 
 def test_a_suffix_that_names_no_host() -> None:
     with pytest.raises(WorkerError, match="host_suffix"):
-        own_address(False, None, "-no-such-network")
+        reachable_address(False, None, "-no-such-network")
 
 
 def test_this_machine_has_loopback() -> None:
-    assert interface_of("127.0.0.1", interfaces()) is not None
+    assert interface_holding("127.0.0.1", list_interfaces()) is not None

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from hpcbench.worker import gpu, nvml
-from hpcbench.worker.rank import RankInfo
-from hpcbench.worker.watch import Watch
+from hpcbench.worker.distributed.rank_environment import RankInfo
+from hpcbench.worker.measure import gpu
+from hpcbench.worker.measure.counters import RegionCounters
 from tests.worker.trees import write_tree
 
 UUID = "12345678-1234-1234-1234-12345678900"
@@ -93,14 +93,14 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Any:
     def install(fake: FakeNvml) -> FakeNvml:
         monkeypatch.setitem(sys.modules, "pynvml", fake)
         monkeypatch.setattr(gpu, "device_uuid", lambda device: f"{UUID}0")
-        monkeypatch.setattr(nvml, "_in_first_pid_namespace", lambda: True)
+        monkeypatch.setattr(gpu, "_in_root_pid_namespace", lambda: True)
         return fake
 
     return install
 
 
-def watch_between(fake: FakeNvml, **after: Any) -> Watch:
-    watch = Watch(CUDA, RankInfo(0, 0, 1, 1, 0, "srun", "x"))
+def watch_between(fake: FakeNvml, **after: Any) -> RegionCounters:
+    watch = RegionCounters(CUDA, RankInfo(0, 0, 1, 1, 0, "srun", "x"))
     watch.begin()
     fake.values |= after
     watch.end()
@@ -143,8 +143,8 @@ def test_a_clock_of_an_idle_gpu_means_nothing(use: Any) -> None:
 
 def test_in_a_container_one_process_is_this_ranks(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fake = use(FakeNvml(processes=[11]))
-    monkeypatch.setattr(nvml, "_in_first_pid_namespace", lambda: False)
-    found = nvml.open_gpu(f"{UUID}0")
+    monkeypatch.setattr(gpu, "_in_root_pid_namespace", lambda: False)
+    found = gpu.open_nvml_device(f"{UUID}0")
     assert found is not None
     assert found.other_processes({5}) == 0
     fake.values["processes"] = [11, 12]
@@ -172,9 +172,9 @@ def test_what_a_driver_does_not_support_is_absent_alone(use: Any, name: str) -> 
 
 def test_without_library_or_driver_there_are_no_facts(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use(FakeNvml(init=NVMLError("Driver Not Loaded")))
-    assert (nvml.open_gpu(UUID), gpu.host_gpus()) == (None, {})
+    assert (gpu.open_nvml_device(UUID), gpu.host_gpu_facts()) == (None, {})
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert (nvml.open_gpu(UUID), gpu.host_gpus()) == (None, {})
+    assert (gpu.open_nvml_device(UUID), gpu.host_gpu_facts()) == (None, {})
     watch = watch_between(FakeNvml())
     assert watch.watched is not None
     assert (watch.energy_j, watch.watched.gpu_others) == (None, None)
@@ -183,7 +183,7 @@ def test_without_library_or_driver_there_are_no_facts(use: Any, monkeypatch: pyt
 def test_what_gpus_share_stands_once(use: Any, tmp_path: Path) -> None:
     use(FakeNvml(count=2))
     root = write_tree(tmp_path, {"sys/bus/pci/devices/0000:1b:00.0/numa_node": "1"})
-    assert gpu.host_gpus(root) == {
+    assert gpu.host_gpu_facts(root) == {
         "driver": "580.1",
         "gpu": {"model": "NVIDIA H200", "memory_bytes": 150 * 10**9, "power_limit_w": 700.0, "pcie": "gen 5 x16",
                 "max_sm_hz": 1_980_000_000, "max_memory_hz": 2_619_000_000, "ecc": "on", "mig": "off"},
@@ -192,7 +192,7 @@ def test_what_gpus_share_stands_once(use: Any, tmp_path: Path) -> None:
         "gpu_links": ["X SYS", "SYS X"],
     }  # fmt: skip
     use(FakeNvml(count=1))
-    alone = gpu.host_gpus(root)
+    alone = gpu.host_gpu_facts(root)
     assert alone["gpus"] == [{"uuid": f"GPU-{UUID}0", "pci": "00000000:0B:00.0"}], "also where there is but one"
 
 
@@ -205,16 +205,16 @@ def test_what_gpus_share_stands_once(use: Any, tmp_path: Path) -> None:
 )
 def test_how_gpus_are_joined(use: Any, links: str, expected: list[str]) -> None:
     use(FakeNvml(count=3, links=links))
-    assert gpu.host_gpus()["gpu_links"] == expected
+    assert gpu.host_gpu_facts()["gpu_links"] == expected
 
 
 def test_the_stand_in_has_the_librarys_names() -> None:
     """A function that NVML's module does not have would be absent for ever, and nobody would notice."""
     import pynvml
 
-    source = "".join(Path(module.__file__ or "").read_text() for module in (nvml, gpu))
+    source = "".join(Path(module.__file__ or "").read_text() for module in (gpu, gpu))
     names = set(re.findall(r"\b(?:nvmlDevice|nvmlSystem|NVML_)\w+", source))
     assert len(names) > 20
     assert sorted(name for name in names if not hasattr(pynvml, name)) == []
-    for reason in nvml._HELD_DOWN:
+    for reason in gpu._THROTTLE_REASONS:
         assert hasattr(pynvml, f"nvmlClocksThrottleReason{reason}")

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from hpcbench.config.cluster import ClusterProfile
-from hpcbench.config.load import load_sweep
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.check import check_names
-from hpcbench.worker.failure import describe
-from hpcbench.worker.models.build import build_model, build_shapes
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.parallel.check_names import check_names
+from hpcbench.worker.failure import describe_error
+from hpcbench.worker.models.build import build_meta_model, build_model
 from tests.worker.helpers import make_spec
 
 MODULE = '''
@@ -71,7 +71,7 @@ def test_it_is_built_as_the_shipped_ones_are(folder: Path) -> None:
     assert built.state_dict()["1.weight"].shape == (5, 64)
     again = build_model(spec, str(folder))
     assert torch.equal(built.state_dict()["1.weight"], again.state_dict()["1.weight"])
-    assert {tensor.device.type for tensor in build_shapes(spec, str(folder)).state_dict().values()} == {"meta"}
+    assert {tensor.device.type for tensor in build_meta_model(spec, str(folder)).state_dict().values()} == {"meta"}
 
 
 WRONG = [
@@ -94,7 +94,7 @@ def test_what_cannot_be_built_ends_with_a_status_and_a_reason(
 ) -> None:
     with pytest.raises(Exception, match=message) as caught:
         build_model(spec_of(function, model_options=options), str(folder))
-    found, failure = describe(caught.value)
+    found, failure = describe_error(caught.value)
     assert found == status, failure
 
 

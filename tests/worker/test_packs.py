@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.load import load_cluster
-from hpcbench.config.spec import RunSpec, run_id
-from hpcbench.config.task import write_lines
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec, encode_task_file, run_id
 from hpcbench.paths import shared_folder
-from hpcbench.render.engine import TemplateEngine
-from hpcbench.render.script import render_script
-from hpcbench.render.shape import Shape
+from hpcbench.render.job_script import render_script
+from hpcbench.render.launch_step import JobShape
+from hpcbench.render.template_engine import TemplateEngine
 from tests.distributed.launching import environment
 from tests.worker.helpers import make_header, make_spec, make_task, tree_of
 
@@ -48,9 +47,9 @@ class Pack:
     ) -> None:
         self.folder = folder
         self.specs = specs
-        lines = write_lines(make_header(folder, pack=pack), [make_task(spec, time_limit_s) for spec in specs])
+        lines = encode_task_file(make_header(folder, pack=pack), [make_task(spec, time_limit_s) for spec in specs])
         (folder / "0.jsonl").write_bytes(lines)
-        shape = Shape(None, None, 1, specs[0].tasks_per_node, 1, time_limit_s)
+        shape = JobShape(None, None, 1, specs[0].tasks_per_node, 1, time_limit_s)
         engine = TemplateEngine([shared_folder("templates")])
         profile, _ = load_cluster("local")
         text = render_script(engine, profile, shape, "s", folder, 0, pack=pack, runs=len(specs))

@@ -7,7 +7,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from hpcbench.parallel.chain import ChainRequest, MeasuredBlock, MeasuredChain
+from hpcbench.parallel.pipeline.block_profile import BlockProfile, BlockProfileRequest, MeasuredBlock
 from hpcbench.worker import partition as module
 from hpcbench.worker.partition import main
 
@@ -15,7 +15,7 @@ BLOCKS = [(1.0, 1_000, 10), (1.0, 1_000, 10), (1.0, 1_000, 10), (1.0, 1, 10_000_
 """Seconds of the forward pass (backward twice as many), bytes handed on, bytes of parameters."""
 
 
-def planned(request: ChainRequest, _refresh: bool = False) -> MeasuredChain:
+def planned(request: BlockProfileRequest, _refresh: bool = False) -> BlockProfile:
     blocks = [
         MeasuredBlock(
             name=str(place), forward_s=seconds, forward_iqr_s=0.0, backward_s=2 * seconds, backward_iqr_s=0.0,
@@ -23,12 +23,12 @@ def planned(request: ChainRequest, _refresh: bool = False) -> MeasuredChain:
         )
         for place, (seconds, handed_on, weights) in enumerate(BLOCKS)
     ]  # fmt: skip
-    return MeasuredChain(request=request, device_name="a device", torch="t", threads=1, blocks=blocks)
+    return BlockProfile(request=request, device_name="a device", torch="t", threads=1, blocks=blocks)
 
 
 def run(*arguments: str) -> int:
     words = ["--model", "vgg11", "--dataset", "digits", "--micro-batch-size", "8", *arguments]
-    with mock.patch.object(module, "measured_chain", planned):
+    with mock.patch.object(module, "profile_blocks", planned):
         return main(words)
 
 

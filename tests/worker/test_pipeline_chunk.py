@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hpcbench.worker.pipeline.boundary import boundary_of
-from hpcbench.worker.pipeline.chunk import Chunk, backward_from
-from hpcbench.worker.pipeline.staged import take_chunks
+from hpcbench.worker.strategies.pipeline.chunk import ModelChunk, activation_meta_of, backward_from
+from hpcbench.worker.strategies.pipeline.stage_module import slice_chunks
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -20,9 +19,9 @@ def test_a_chunk_that_begins_in_place_leaves_what_it_received(recompute: bool) -
     received = torch.randn(3, 4)
     expected = received.clone().requires_grad_()
     model[1](expected * 1).sum().backward()
-    chunk = Chunk(take_chunks(model, [range(1), range(1, 2)], [1])[1], splits=False)
+    chunk = ModelChunk(slice_chunks(model, [range(1), range(1, 2)], [1])[1], splits=False)
     inputs = (received.clone(),)
-    chunk.forward(0, inputs, boundary_of(received), recompute, nullcontext(), None)
+    chunk.forward(0, inputs, activation_meta_of(received), recompute, nullcontext(), None)
     (gradient,) = chunk.backward(0, lambda outputs: backward_from(outputs, (torch.ones(3, 4),)))
     assert torch.equal(inputs[0], received)
     assert expected.grad is not None

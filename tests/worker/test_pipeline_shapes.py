@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.pipeline_run import PipelineRun
-from hpcbench.parallel.layers import read_table
-from hpcbench.parallel.schedule import Layout
-from hpcbench.worker.models.build import build_shapes
-from hpcbench.worker.pipeline.boundary import Boundaries
-from hpcbench.worker.pipeline.cutting import blocks_of_chunks
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.pipeline_rank import PipelineRank
+from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.parallel.pipeline.schedules import PipelineLayout
+from hpcbench.worker.models.build import build_meta_model
+from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache
+from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks
 from tests.distributed.cases import CPU
 
 OPTIONS = {"cuts": "", "balance": "time"}
@@ -24,12 +24,12 @@ def test_stages_of_large_images(model: str, dataset: str) -> None:
     spec = RunSpec(
         model=model, dataset=dataset, strategy="interleaved_1f1b", pp_degree=4, tasks_per_node=4, batch_size=8
     )
-    table = read_table(model, dataset, None, {})
+    table = read_shipped_table(model, dataset, None, {})
     assert table is not None
-    whole = build_shapes(spec)
-    blocks = blocks_of_chunks(whole, spec, OPTIONS, Layout(4, 2))
+    whole = build_meta_model(spec)
+    blocks = assign_blocks(whole, spec, OPTIONS, PipelineLayout(4, 2))
     assert [len(part) > 0 for part in blocks] == [True] * 8
-    boundaries, run = Boundaries(whole, blocks, spec, CPU), PipelineRun(spec, table, 0)
+    boundaries, run = ActivationMetaCache(whole, blocks, spec, CPU), PipelineRank(spec, table, 0)
     assert run.blocks == blocks
     for chunk in range(7):
         (shape,) = boundaries.after(chunk, 3).shapes

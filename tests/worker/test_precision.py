@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.precision import Arithmetic, allow_tf32
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.strategies.single import Single
+from hpcbench.worker.model_execution import MixedPrecision, allow_tf32
+from hpcbench.worker.strategies.base import RankContext, SingleStrategy
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
@@ -32,9 +31,9 @@ def test_tf32_is_switched_alike_for_both_of_torchs_interfaces(allowed: bool, mat
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def scaled(scale: float) -> Arithmetic:
+def scaled(scale: float) -> MixedPrecision:
     """fp16's scaling with a scaler for the cpu, where autocast to fp16 is not offered."""
-    arithmetic = Arithmetic("fp32", CPU)
+    arithmetic = MixedPrecision("fp32", CPU)
     arithmetic._scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     return arithmetic
 
@@ -55,11 +54,11 @@ def test_an_update_uses_unscaled_gradients_and_one_that_overflowed_is_left_out()
     ]
 
 
-def train(arithmetic: Arithmetic | None, **values: Any) -> Single:
+def train(arithmetic: MixedPrecision | None, **values: Any) -> SingleStrategy:
     spec = make_spec(batch_size=16, **values)
-    strategy, feed = Single(), make_feed(spec, CPU)
+    strategy, feed = SingleStrategy(), make_feed(spec, CPU)
     torch.manual_seed(0)
-    strategy.setup(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), spec, Place(0, 1, CPU))
+    strategy.setup(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), spec, RankContext(0, 1, CPU))
     strategy.arithmetic = arithmetic or strategy.arithmetic
     for step in range(3):
         strategy.step(feed, step)

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcbench.config.task import write_lines
-from hpcbench.render import script
-from hpcbench.results.schema import Failure
-from hpcbench.worker import launch
+from hpcbench.config.run_spec import encode_task_file
+from hpcbench.render import job_script
+from hpcbench.results.schema import FailureRecord
+from hpcbench.worker import begin
 from hpcbench.worker.end import end, is_preempted
-from hpcbench.worker.summary import summarise
+from hpcbench.worker.summary import summarize_run
 from tests.worker.helpers import (
     failure,
     make_header,
@@ -80,8 +80,8 @@ def test_what_the_ranks_took_for_a_cancellation(
     attempt = start_attempt(tmp_path, SPEC)
     for rank in range(2):
         attempt.write_rank(make_rank(rank, status=status))
-    error = Failure(type=kind, message=message) if kind else None
-    tree_of(tmp_path).write_result(summarise(make_header(tmp_path), make_task(SPEC), 1, {}, status, error))
+    error = FailureRecord(type=kind, message=message) if kind else None
+    tree_of(tmp_path).write_result(summarize_run(make_header(tmp_path), make_task(SPEC), 1, {}, status, error))
     code = end(tasks, 0, 1, 1, received, job_says)
     assert (status_of(tmp_path), code) == expected
 
@@ -108,13 +108,17 @@ def test_ranks_that_left_no_result(
 def test_what_is_measured_anew_is_run_again_and_keeps_its_earlier_result(tmp_path: Path) -> None:
     task = msgspec.structs.replace(make_task(SPEC), supersedes="old")
     tasks = tmp_path / "tasks.jsonl"
-    tasks.write_bytes(write_lines(make_header(tmp_path, environment_key="new"), [task]))
+    tasks.write_bytes(encode_task_file(make_header(tmp_path, environment_key="new"), [task]))
     start_attempt(tmp_path, SPEC)
-    tree_of(tmp_path).write_result(summarise(make_header(tmp_path, environment_key="old"), task, 1, {}, "ok"))
+    tree_of(tmp_path).write_result(summarize_run(make_header(tmp_path, environment_key="old"), task, 1, {}, "ok"))
     start_attempt(tmp_path, SPEC)
-    assert end(tasks, 0, 2, 1, "", PREEMPTED) == launch.PREEMPTED
+    assert end(tasks, 0, 2, 1, "", PREEMPTED) == begin.EXIT_PREEMPTED
     assert status_of(tmp_path) == "ok"
 
 
 def test_scripts_and_worker_mean_the_same_exit_codes() -> None:
-    assert (script.NOTHING_TO_DO, script.PREEMPTED) == (launch.NOTHING_TO_DO, launch.PREEMPTED) == (10, 11)
+    assert (
+        (job_script.EXIT_NOTHING_TO_DO, job_script.EXIT_PREEMPTED)
+        == (begin.EXIT_NOTHING_TO_DO, begin.EXIT_PREEMPTED)
+        == (10, 11)
+    )

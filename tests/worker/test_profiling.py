@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from hpcbench.worker import profiling
-from hpcbench.worker.data.feed import Feed, make_feed
-from hpcbench.worker.phases import Phases, unmarked
-from hpcbench.worker.profiling import Profiled, run_profiled
-from hpcbench.worker.stop import Stop, Stopped
+from hpcbench.worker.data.feed import DataFeed, make_feed
+from hpcbench.worker.measure import step_profiler
+from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
+from hpcbench.worker.measure.step_profiler import ProfileResult, run_profiled_steps
+from hpcbench.worker.shutdown import StopController, Stopped
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ class Multiplier:
     replica = 0
     module: torch.nn.Module = torch.nn.Identity()
     forward_is_collective = False
-    phases: Phases = staticmethod(unmarked)
+    phases: PhaseMarker = staticmethod(no_marker)
 
     def __init__(self, before_step: Callable[[int], None] = lambda _step: None) -> None:
         self.steps: list[int] = []
@@ -36,7 +36,7 @@ class Multiplier:
     def announce(self, steps: Any) -> None:
         raise AssertionError("the loop's steps follow one another")
 
-    def step(self, feed: Feed, step: int) -> torch.Tensor:
+    def step(self, feed: DataFeed, step: int) -> torch.Tensor:
         self._before_step(step)
         self.steps.append(step)
         with self.phases("forward"):
@@ -55,16 +55,16 @@ class Multiplier:
         pass
 
 
-def run(strategy: Multiplier, stop: Stop | None = None, profile_steps: int = 2) -> Profiled:
+def run(strategy: Multiplier, stop: StopController | None = None, profile_steps: int = 2) -> ProfileResult:
     spec = make_spec(profile_steps=profile_steps)
-    return run_profiled(strategy, make_feed(spec, CPU), spec, CPU, stop or Stop(), bool, first=6)
+    return run_profiled_steps(strategy, make_feed(spec, CPU), spec, CPU, stop or StopController(), bool, first=6)
 
 
 def test_a_lone_device_has_phases_and_no_communication(capfd: pytest.CaptureFixture[str]) -> None:
     strategy = Multiplier()
     found = run(strategy)
     assert strategy.steps == [6, 7]
-    assert strategy.phases is unmarked, "whoever steps from here on pays for no mark"
+    assert strategy.phases is no_marker, "whoever steps from here on pays for no mark"
     phases = found.phases
     assert phases is not None
     assert phases.forward_s is not None
@@ -78,7 +78,7 @@ def test_a_lone_device_has_phases_and_no_communication(capfd: pytest.CaptureFixt
 
 def test_none_are_made_where_none_are_asked_for() -> None:
     strategy = Multiplier()
-    assert run(strategy, profile_steps=0) == Profiled(None, [])
+    assert run(strategy, profile_steps=0) == ProfileResult(None, [])
     assert strategy.steps == []
 
 
@@ -88,9 +88,9 @@ def test_a_profiler_that_fails_is_a_warning_and_the_steps_are_made_all_the_same(
     def refuse(**_options: Any) -> Any:
         raise RuntimeError("no CUPTI\nnor anything else")
 
-    monkeypatch.setattr(profiling, "profile", refuse)
+    monkeypatch.setattr(step_profiler, "profile", refuse)
     strategy = Multiplier()
-    assert run(strategy) == Profiled(None, ["no profile of the steps: RuntimeError: no CUPTI"])
+    assert run(strategy) == ProfileResult(None, ["no profile of the steps: RuntimeError: no CUPTI"])
     assert strategy.steps == [6, 7], "the other ranks wait for this one in each of them"
 
 
@@ -98,13 +98,13 @@ def test_events_that_cannot_be_read_are_a_warning(monkeypatch: pytest.MonkeyPatc
     def unreadable(_raw: Any) -> Any:
         raise AttributeError("start_ns")
 
-    monkeypatch.setattr(profiling, "to_events", unreadable)
-    assert run(Multiplier()) == Profiled(None, ["no profile of the steps: AttributeError: start_ns"])
+    monkeypatch.setattr(step_profiler, "profiler_events", unreadable)
+    assert run(Multiplier()) == ProfileResult(None, ["no profile of the steps: AttributeError: start_ns"])
 
 
 @pytest.mark.parametrize(("told_at", "made"), [(6, 1), (5, 0)])
 def test_who_is_told_to_stop_leaves_the_rest_out(told_at: int, made: int) -> None:
-    stop = Stop()
+    stop = StopController()
 
     def tell(step: int) -> None:
         if step == told_at:
@@ -123,7 +123,7 @@ def test_a_step_that_fails_is_no_failure_of_the_profiler() -> None:
     strategy = Multiplier(fail)
     with pytest.raises(ValueError, match="step 6"):
         run(strategy)
-    assert strategy.phases is unmarked
+    assert strategy.phases is no_marker
 
 
 class Raw:
@@ -151,7 +151,7 @@ def test_a_kernel_is_known_by_the_operator_that_asked_for_it() -> None:
         Raw("unasked", 60, 5, "CUDA", number=9),
         Raw("hpcbench.forward", 60, 50, "CUDA", annotation=True),
     ]
-    found = {event.name: event for event in profiling.to_events(raw)}
+    found = {event.name: event for event in step_profiler.profiler_events(raw)}
     assert (found["sgemm"].launched, found["sgemm"].interval, found["sgemm"].on_device) == (10, (60, 110), True)
     assert found["unasked"].launched is None
     assert found["hpcbench.forward"].interval == (0, 100), "its copy on the device is left out"

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.worker.rank import RankInfo, check_world, rank_info
+from hpcbench.worker.distributed.rank_environment import RankInfo, check_world_size, detect_rank
 from tests.worker.helpers import make_spec
 
 STEP = {"SLURM_JOB_ID": "77", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4",
@@ -79,14 +79,14 @@ TABLE = [
 
 @pytest.mark.parametrize(("env", "expected"), TABLE)
 def test_rank_from_the_environment(env: dict[str, str], expected: tuple[int | str, ...]) -> None:
-    info = rank_info(env, 100, 99)
+    info = detect_rank(env, 100, 99)
     found = (info.rank, info.local_rank, info.world_size, info.local_world_size, info.node_rank, info.launcher)
     assert found == expected
 
 
 def test_ranks_of_one_launch_share_its_id_and_others_do_not() -> None:
     def launch(env: dict[str, str], pid: int = 100, parent: int = 99) -> str:
-        return rank_info(env, pid, parent).launch
+        return detect_rank(env, pid, parent).launch
 
     first = {**STEP, "SLURM_PROCID": "0"}
     assert launch(first) == launch({**first, "SLURM_PROCID": "1"}, pid=101)
@@ -101,13 +101,13 @@ def test_ranks_of_one_launch_share_its_id_and_others_do_not() -> None:
 
 def test_a_variable_that_is_no_number_is_named() -> None:
     with pytest.raises(WorkerError, match="SLURM_PROCID is 'x'"):
-        rank_info({**STEP, "SLURM_PROCID": "x"}, 1, 1)
+        detect_rank({**STEP, "SLURM_PROCID": "x"}, 1, 1)
     with pytest.raises(WorkerError, match="LOCAL_RANK is not set"):
-        rank_info({**TORCHRUN, "RANK": "0"}, 1, 1)
+        detect_rank({**TORCHRUN, "RANK": "0"}, 1, 1)
 
 
 def test_a_world_of_another_size_is_refused_with_both_numbers() -> None:
     spec: RunSpec = make_spec(strategy="ddp", nodes=2, tasks_per_node=2, dp_degree=4)
-    check_world(RankInfo(0, 0, 4, 2, 0, "srun", "x"), spec)
+    check_world_size(RankInfo(0, 0, 4, 2, 0, "srun", "x"), spec)
     with pytest.raises(WorkerError, match=r"wants 4 ranks \(nodes 2 x tasks_per_node 2\).* started 1"):
-        check_world(RankInfo(0, 0, 1, 1, 0, "lone", "x"), spec)
+        check_world_size(RankInfo(0, 0, 1, 1, 0, "lone", "x"), spec)

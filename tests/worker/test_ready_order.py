@@ -7,15 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.gradients import ready_order
-from hpcbench.parallel.layers import LayerRequest
-from hpcbench.worker.blocks import arranged
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.gradient_buckets import gradient_ready_order
+from hpcbench.parallel.layer_table import LayerTableRequest
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.layers import layer_table
-from hpcbench.worker.losses import sample_losses
+from hpcbench.worker.layers import make_layer_table
+from hpcbench.worker.model_execution import MixedPrecision, summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.precision import Arithmetic
 
 CPU = torch.device("cpu")
 TIED = {"tied": True, "context": 8}
@@ -23,15 +21,15 @@ TIED = {"tied": True, "context": 8}
 
 def completed(spec: RunSpec) -> list[str]:
     """Names of the parameters, in the order in which their gradients are complete."""
-    model, found = arranged(build_model(spec), spec).train(), list[str]()
+    model, found = wrap_blocks(build_model(spec), spec).train(), list[str]()
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
             lambda _, name=name: found.append(name)
         )
     inputs, targets = make_feed(spec, CPU).batch(0, 0)
-    with Arithmetic(spec.precision, CPU).autocast():
+    with MixedPrecision(spec.precision, CPU).autocast():
         outputs = model(inputs)
-    sample_losses(outputs, targets).backward()  # type: ignore[no-untyped-call]
+    summed_loss(outputs, targets).backward()  # type: ignore[no-untyped-call]
     return found
 
 
@@ -54,8 +52,10 @@ def test_gradients_are_complete_in_this_order(
     model: str, dataset: str, given: dict[str, Any], more: dict[str, Any]
 ) -> None:
     spec = RunSpec(model=model, dataset=dataset, strategy="single", batch_size=2, **given, **more)
-    table = layer_table(
-        LayerRequest(model=model, dataset=dataset, input_size=given.get("input_size"), model_options=spec.model_options)
+    table = make_layer_table(
+        LayerTableRequest(
+            model=model, dataset=dataset, input_size=given.get("input_size"), model_options=spec.model_options
+        )
     )
     names = [tensor.name for tensor in table.parameter_tensors]
-    assert [names[place] for place in ready_order(table, spec.precision)] == completed(spec)
+    assert [names[place] for place in gradient_ready_order(table, spec.precision)] == completed(spec)

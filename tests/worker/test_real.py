@@ -18,17 +18,17 @@ import torch
 from PIL import Image
 
 from hpcbench.errors import WorkerError
-from hpcbench.worker.data.archives import read_cifar, read_idx
-from hpcbench.worker.data.feed import Feed, Source, make_feed
+from hpcbench.worker.data.feed import DataFeed, DataSource, make_feed
+from hpcbench.worker.data.resident_feed import read_cifar_batch, read_idx
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
 
 
-def feed_of(folder: Path, dataset: str, replicas: int = 1, **values: Any) -> Feed:
+def feed_of(folder: Path, dataset: str, replicas: int = 1, **values: Any) -> DataFeed:
     given = {"batch_size": 4, "data": "real", **values}
     spec = make_spec(dataset=dataset, strategy="ddp", tasks_per_node=replicas, dp_degree=replicas, **given)
-    return make_feed(spec, CPU, Source(folder, 2))
+    return make_feed(spec, CPU, DataSource(folder, 2))
 
 
 def idx(array: Any) -> bytes:
@@ -96,7 +96,7 @@ def test_a_packed_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
 
 
 def test_a_packed_file_without_end_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcbench.worker.data.archives._LARGEST_BYTES", 1000)
+    monkeypatch.setattr("hpcbench.worker.data.resident_feed._LARGEST_BYTES", 1000)
     path = tmp_path / "images.gz"
     path.write_bytes(gzip.compress(bytes(1_000_000)))
     with pytest.raises(WorkerError, match="larger than 1000 bytes"):
@@ -140,7 +140,7 @@ PYTHON_2 = (
 def test_a_batch_that_python_2_wrote(tmp_path: Path) -> None:
     path = tmp_path / "data_batch_1"
     path.write_bytes(PYTHON_2)
-    pixels, labels = read_cifar(path)
+    pixels, labels = read_cifar_batch(path)
     assert pixels.shape == (1, 3, 32, 32)
     assert set(pixels.flatten().tolist()) == {7}
     assert labels.tolist() == [3]
@@ -159,7 +159,7 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path: Path, protocol: 
     mark, path = tmp_path / "ran", tmp_path / "data_batch_1"
     path.write_bytes(pickle.dumps({"data": Malicious(mark), "labels": []}, protocol=protocol))
     with pytest.raises(WorkerError, match=r"data_batch_1 is .*it asks for posix\.mkdir, which no batch does"):
-        read_cifar(path)
+        read_cifar_batch(path)
     assert not mark.exists()
 
 
@@ -179,14 +179,14 @@ def test_batches_of_something_else(tmp_path: Path, held: Any, text: str) -> None
     path = tmp_path / "data_batch_1"
     path.write_bytes(pickle.dumps(held, protocol=3))
     with pytest.raises(WorkerError, match=text):
-        read_cifar(path)
+        read_cifar_batch(path)
 
 
 def test_a_batch_that_is_cut_short(tmp_path: Path) -> None:
     path = tmp_path / "data_batch_1"
     path.write_bytes(PYTHON_2[:500])
     with pytest.raises(WorkerError, match="is no batch of CIFAR-10"):
-        read_cifar(path)
+        read_cifar_batch(path)
 
 
 def write_imagenet(folder: Path) -> None:

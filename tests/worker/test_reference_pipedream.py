@@ -8,21 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.bounds import Check
-from hpcbench.parallel.versions import Delay
-from hpcbench.worker.compare import Trained, compare
-from hpcbench.worker.data.feed import Feed, make_feed
-from hpcbench.worker.minibatches import Minibatches
-from hpcbench.worker.reference import train_reference
-from hpcbench.worker.reference_pipedream import train_delayed
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.pipeline.weight_versions import Staleness
+from hpcbench.parallel.tolerances import VerificationCheck
+from hpcbench.worker.data.feed import DataFeed, MinibatchSequence, make_feed
+from hpcbench.worker.verification.reference import TrainingRecord, compare_training, train_reference
+from hpcbench.worker.verification.reference_pipedream import train_delayed
 from tests.distributed.cases import short_epoch
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
 
 
-class Numbers(Feed):
+class Numbers(DataFeed):
     """Inputs and targets of one number each."""
 
     def prepare(self, replica: int) -> None:
@@ -103,8 +101,8 @@ def small_spec(**more: Any) -> RunSpec:
     return make_spec(**{"strategy": "pipedream", "precision": "fp64", "weight_decay": 0.01, **more})
 
 
-def close(ours: Trained, reference: Trained, tolerance: float = 1e-12) -> None:
-    found = compare(ours, reference, Check("as run", len(reference.losses), tolerance))
+def close(ours: TrainingRecord, reference: TrainingRecord, tolerance: float = 1e-12) -> None:
+    found = compare_training(ours, reference, VerificationCheck("as run", len(reference.losses), tolerance))
     assert found.passed, found
 
 
@@ -154,8 +152,8 @@ def test_running_statistics_have_seen_what_the_stage_has_forwarded(options: dict
 
 
 def test_versions_that_are_held() -> None:
-    assert [Delay(4, vertical_sync=True).held(stage) for stage in range(4)] == [4, 4, 4, 4]
-    assert [Delay(4, double_buffered=True).held(stage) for stage in range(4)] == [2, 2, 2, 2]
+    assert [Staleness(4, vertical_sync=True).held(stage) for stage in range(4)] == [4, 4, 4, 4]
+    assert [Staleness(4, double_buffered=True).held(stage) for stage in range(4)] == [2, 2, 2, 2]
 
 
 def test_minibatches_follow_the_announced_steps() -> None:
@@ -163,7 +161,7 @@ def test_minibatches_follow_the_announced_steps() -> None:
     spec = make_spec(strategy="pipedream", batch_size=4, micro_batches=2)
     with short_epoch("digits", 14):
         feed = make_feed(spec, CPU)
-        found = Minibatches(feed, (0, 1, 3))
+        found = MinibatchSequence(feed, (0, 1, 3))
         assert [found.at(number)[:2] for number in range(8)] == [
             (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0), (3, 1), (4, 0)
         ]  # fmt: skip

@@ -9,24 +9,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcbench.config.profiles import load_cluster
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.nominal import nominal_machine
-from hpcbench.oracle.predict import predict
-from hpcbench.parallel.catalog import resolve_runtime
-from hpcbench.parallel.kernel import Compute, Kernel, KernelSample
-from hpcbench.parallel.layers import read_table
+from hpcbench.config.cluster_profile import load_cluster
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.machine import nominal_machine
+from hpcbench.oracle.prediction import predict
+from hpcbench.parallel.catalog import load_runtime_class
+from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.parallel.roofline import DeviceCompute, Kernel, KernelSample
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.emulation_mode import EmulationMode
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.rehearsal.mode import Rehearsal
-from hpcbench.worker.strategies.base import Place
+from hpcbench.worker.strategies.base import RankContext
 
 CPU = torch.device("cpu")
-QUICK = Compute(peak_flops_per_s={"fp32": 1e18}, memory_bandwidth_bytes_per_s=1e18, launch_s=0.0)
+QUICK = DeviceCompute(peak_flops_per_s={"fp32": 1e18}, memory_bandwidth_bytes_per_s=1e18, launch_s=0.0)
 
 
-def rehearsal(compute: Compute = QUICK) -> Rehearsal:
-    return Rehearsal(compute, "fp32", "m", CPU)
+def rehearsal(compute: DeviceCompute = QUICK) -> EmulationMode:
+    return EmulationMode(compute, "fp32", "m", CPU)
 
 
 def test_no_operator_computes_or_writes() -> None:
@@ -78,11 +78,15 @@ def spec_of(model: str, dataset: str, batch_size: int, **more: Any) -> RunSpec:
 def test_a_step_takes_what_the_oracle_says(model: str, dataset: str, batch_size: int) -> None:
     """Operator by operator, while the oracle goes layer by layer."""
     profile, _ = load_cluster("abci-v100")
-    machine, spec, table = nominal_machine(profile), spec_of(model, dataset, batch_size), read_table(model, dataset)
+    machine, spec, table = (
+        nominal_machine(profile),
+        spec_of(model, dataset, batch_size),
+        read_shipped_table(model, dataset),
+    )
     assert table is not None
-    strategy, feed = resolve_runtime("single")(), make_feed(spec, CPU)
-    strategy.setup(build_model(spec), spec, Place(0, 1, CPU))
-    mode = Rehearsal(machine.compute, spec.precision, model, CPU)
+    strategy, feed = load_runtime_class("single")(), make_feed(spec, CPU)
+    strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
+    mode = EmulationMode(machine.compute, spec.precision, model, CPU)
     with mode:
         strategy.step(feed, 0)
     assert mode.computed_s == pytest.approx(predict(spec, table, machine).compute_s, rel=0.12)
@@ -90,7 +94,7 @@ def test_a_step_takes_what_the_oracle_says(model: str, dataset: str, batch_size:
 
 def test_halves_of_a_backward_pass_are_one() -> None:
     """A pipeline that splits it passes the same time."""
-    sample = Compute(peak_flops_per_s={"fp32": 1e9}, memory_bandwidth_bytes_per_s=1e18, launch_s=0.0)
+    sample = DeviceCompute(peak_flops_per_s={"fp32": 1e9}, memory_bandwidth_bytes_per_s=1e18, launch_s=0.0)
     grad, x, weight = torch.zeros(2, 8, 6, 6), torch.zeros(2, 4, 8, 8), torch.zeros(8, 4, 3, 3)
     rest = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1)
 
@@ -113,7 +117,9 @@ def test_time_passes_while_nothing_is_computed() -> None:
     )  # fmt: skip
     sample = KernelSample(kernel=kernel, seconds=0.05)
     mode = rehearsal(
-        Compute(peak_flops_per_s={"fp32": 1e12}, memory_bandwidth_bytes_per_s=1e12, launch_s=0.0, samples=[sample])
+        DeviceCompute(
+            peak_flops_per_s={"fp32": 1e12}, memory_bandwidth_bytes_per_s=1e12, launch_s=0.0, samples=[sample]
+        )
     )
     began = time.perf_counter()
     with mode:

@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from hpcbench.results.schema import Phases
-from hpcbench.worker.split import Event, split
+from hpcbench.results.schema import StepPhases
+from hpcbench.worker.measure.step_profiler import ProfilerEvent, split_phases
 
 
-def event(name: str, begin: float, end: float, **more: Any) -> Event:
-    return Event(name, int(begin * 1e9), int(end * 1e9), **more)
+def event(name: str, begin: float, end: float, **more: Any) -> ProfilerEvent:
+    return ProfilerEvent(name, int(begin * 1e9), int(end * 1e9), **more)
 
 
-def gloo(name: str, begin: float, end: float) -> Event:
+def gloo(name: str, begin: float, end: float) -> ProfilerEvent:
     return event(name, begin, end, is_async=True)
 
 
-def kernel(name: str, begin: float, end: float, launched: float | None = None) -> Event:
+def kernel(name: str, begin: float, end: float, launched: float | None = None) -> ProfilerEvent:
     return event(name, begin, end, on_device=True, launched=None if launched is None else int(launched * 1e9))
 
 
@@ -63,12 +63,12 @@ HOST = [
         ([event("## Call CompiledFxGraph fxyz ##", 3, 5), event("mylib::fused", 6, 7)], {"compute_s": 3.0}),
     ],
 )
-def test_on_the_host(events: list[Event], expected: dict[str, float]) -> None:
-    assert split([*MARKS, *events], cuda=False) == Phases(**PARTS, **expected)
+def test_on_the_host(events: list[ProfilerEvent], expected: dict[str, float]) -> None:
+    assert split_phases([*MARKS, *events], cuda=False) == StepPhases(**PARTS, **expected)
 
 
 def test_on_a_device_the_kernels_count() -> None:
-    found = split(
+    found = split_phases(
         [
             *MARKS,
             event("aten::conv2d", 1, 3),
@@ -82,14 +82,14 @@ def test_on_a_device_the_kernels_count() -> None:
         cuda=True,
     )
     # The copy from the host waits for no arithmetic, and the memset that nobody is known to have asked for has no phase.
-    assert found == Phases(
+    assert found == StepPhases(
         step_s=10.0, data_s=1.0, forward_s=2.0, backward_s=3.0, optimizer_s=0.5,
         compute_s=5.75, comm_s=3.0, exposed_comm_s=2.0,
     )  # fmt: skip
 
 
 def test_a_mark_without_work_on_the_device_took_none_of_it() -> None:
-    found = split([*MARKS, kernel("sgemm", 2, 4, launched=1.5)], cuda=True)
+    found = split_phases([*MARKS, kernel("sgemm", 2, 4, launched=1.5)], cuda=True)
     assert found is not None
     assert (found.forward_s, found.backward_s) == (2.0, 0.0)
 
@@ -100,17 +100,17 @@ def test_gradient_accumulation_marks_a_phase_more_than_once() -> None:
         *(event("hpcbench.forward", begin, begin + 1) for begin in (0, 4)),
         *(event("hpcbench.backward", begin, begin + 2) for begin in (1, 5)),
     ]
-    assert split(marks, cuda=False) == Phases(step_s=10.0, forward_s=2.0, backward_s=4.0)
+    assert split_phases(marks, cuda=False) == StepPhases(step_s=10.0, forward_s=2.0, backward_s=4.0)
 
 
 def test_several_steps_give_the_median_of_each_part() -> None:
     steps = [event("hpcbench.step", begin, begin + length) for begin, length in ((0, 4), (10, 2), (20, 9))]
     work = [event("aten::mm", 0, 1), event("aten::mm", 10, 12), event("aten::mm", 20, 25)]
     between = [gloo("gloo:barrier", 5, 9), gloo("gloo:all_reduce", 20, 21)]
-    assert split([*steps, *work, *between], cuda=False) == Phases(
+    assert split_phases([*steps, *work, *between], cuda=False) == StepPhases(
         step_s=4.0, compute_s=2.0, comm_s=1.0, exposed_comm_s=0.0
     )
 
 
 def test_without_a_marked_step_there_is_no_split() -> None:
-    assert split(HOST, cuda=False) is None
+    assert split_phases(HOST, cuda=False) is None

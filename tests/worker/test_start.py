@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from hpcbench.config.spec import run_id
+from hpcbench.config.run_spec import run_id
 from hpcbench.errors import WorkerError
-from hpcbench.worker import world
-from hpcbench.worker.device import choose, shared_devices
-from hpcbench.worker.provenance import collect, environment_digest
-from hpcbench.worker.rank import RankInfo
-from hpcbench.worker.stores import HashStore
-from hpcbench.worker.strategies.base import Place
+from hpcbench.worker import measured_run
+from hpcbench.worker.distributed.process_groups import HashStore
+from hpcbench.worker.distributed.rank_environment import RankInfo
+from hpcbench.worker.measure.environment_record import collect_provenance, environment_digest
+from hpcbench.worker.measured_run import choose_device, ranks_sharing_devices
+from hpcbench.worker.strategies.base import RankContext
 from tests.worker.helpers import make_header, make_spec, tree_of, write_tasks
 
 LOGIN_NODE = ["click", "pydantic", "submitit", "jinja2", "polars", "rich", "tomli", "tomlkit", "altair"]
@@ -107,7 +107,7 @@ def test_an_unknown_verb_is_refused() -> None:
 
 def provenance(tmp_path: Path) -> dict[str, Any]:
     info = RankInfo(0, 0, 1, 1, 0, "lone", "x")
-    return collect(make_header(tmp_path), make_spec(), info, torch.device("cpu"))
+    return collect_provenance(make_header(tmp_path), make_spec(), info, torch.device("cpu"))
 
 
 def test_provenance_is_plain_data(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_provenance_is_plain_data(tmp_path: Path) -> None:
 
 def test_a_host_is_described_by_its_first_rank_alone(tmp_path: Path) -> None:
     second = RankInfo(1, 1, 2, 2, 0, "srun", "x")
-    found = collect(make_header(tmp_path), make_spec(), second, torch.device("cpu"))
+    found = collect_provenance(make_header(tmp_path), make_spec(), second, torch.device("cpu"))
     assert {*found, "numa_nodes"} == {"threads", "interop_threads", "cpu_mask", "numa_nodes"}
     assert environment_digest(found, make_header(tmp_path), {}) is None
 
@@ -173,23 +173,23 @@ def test_the_digest_moves_with_variables_and_profile(tmp_path: Path) -> None:
 
 
 def test_ranks_that_share_a_gpu_are_found() -> None:
-    assert shared_devices(["a", "b", "c"]) == []
-    assert shared_devices(["a", "b", "a", "b", "c"]) == [[0, 2], [1, 3]]
+    assert ranks_sharing_devices(["a", "b", "c"]) == []
+    assert ranks_sharing_devices(["a", "b", "a", "b", "c"]) == [[0, 2], [1, 3]]
 
 
 def test_ranks_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world, "device_uuid", lambda device: "GPU-1")
+    monkeypatch.setattr(measured_run, "device_uuid", lambda device: "GPU-1")
     store = HashStore()
-    places = [Place(rank, 2, torch.device("cpu")) for rank in (1, 0)]
-    world._refuse_shared_devices(store, places[0], 5.0)
+    places = [RankContext(rank, 2, torch.device("cpu")) for rank in (1, 0)]
+    measured_run._refuse_shared_devices(store, places[0], 5.0)
     with pytest.raises(WorkerError, match="ranks share a GPU: 0, 1"):
-        world._refuse_shared_devices(store, places[1], 5.0)
+        measured_run._refuse_shared_devices(store, places[1], 5.0)
 
 
 def test_no_gpu_where_the_profile_says_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(WorkerError, match="sees no GPU"):
-        choose("cuda", RankInfo(0, 0, 1, 1, 0, "lone", "x"))
+        choose_device("cuda", RankInfo(0, 0, 1, 1, 0, "lone", "x"))
 
 
 @pytest.mark.parametrize(
@@ -202,11 +202,11 @@ def test_the_gpu_of_a_rank(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     info = RankInfo(local_rank, local_rank, local_world_size, local_world_size, 0, "srun", "x")
-    assert choose("cuda", info) == torch.device("cuda", index)
+    assert choose_device("cuda", info) == torch.device("cuda", index)
 
 
 def test_fewer_gpus_than_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(WorkerError, match="4 ranks on .* see 2 GPUs"):
-        choose("cuda", RankInfo(0, 0, 4, 4, 0, "srun", "x"))
+        choose_device("cuda", RankInfo(0, 0, 4, 4, 0, "srun", "x"))

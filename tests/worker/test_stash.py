@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcbench.parallel.versions import Delay
-from hpcbench.worker.pipeline.stash import WeightStash
+from hpcbench.parallel.pipeline.weight_versions import Staleness
+from hpcbench.worker.strategies.pipeline.pipedream import WeightStash
 
 
 def make(stages: int, stage: int, **more: bool) -> tuple[nn.Linear, WeightStash, torch.optim.Optimizer]:
     module = nn.Linear(1, 1, bias=False)
     nn.init.ones_(module.weight)
-    return module, WeightStash(module, Delay(stages, **more), stage), torch.optim.SGD(module.parameters(), lr=1.0)
+    return module, WeightStash(module, Staleness(stages, **more), stage), torch.optim.SGD(module.parameters(), lr=1.0)
 
 
 def forward(module: nn.Linear, stash: WeightStash, number: int, update: int | None = None) -> Tensor:
@@ -62,7 +62,7 @@ def test_as_many_versions_as_the_formula_says_and_no_more_memory(stage: int, ver
         memory = {one.data_ptr() for held in stash._older.values() for one in held} | {module.weight.data_ptr()}
         assert len(memory) == stash.versions
         peak = max(peak, stash.versions)
-    assert peak == Delay(4, vertical).held(stage)
+    assert peak == Staleness(4, vertical).held(stage)
 
 
 def test_double_buffers_sum_a_steps_gradients() -> None:
@@ -84,7 +84,7 @@ def test_tied_weights_of_a_stage_stay_tied() -> None:
     second.weight = first.weight
     module = nn.Sequential(first, second)
     nn.init.constant_(first.weight, 3.0)
-    stash = WeightStash(module, Delay(2), 0)
+    stash = WeightStash(module, Staleness(2), 0)
     with stash.installed(0, 0):
         y = module(torch.ones(1, 1))
     torch.autograd.backward(y.sum())

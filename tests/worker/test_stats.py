@@ -1,4 +1,4 @@
-"""The spread of step times (``hpcbench.results.stats``): the worker writes it into every result."""
+"""The spread of step times (``hpcbench.results.timing_statistics``): the worker writes it into every result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from hpcbench.results.stats import median_interval, quantile, spread
+from hpcbench.results.timing_statistics import bootstrap_median_interval, quantile, step_time_statistics
 
 
 def test_quantiles_are_linear_between_neighbours() -> None:
@@ -19,12 +19,12 @@ def test_quantiles_are_linear_between_neighbours() -> None:
 
 
 def test_spread_of_nothing_one_and_many() -> None:
-    assert spread([]) is None
-    one = spread([2.0])
+    assert step_time_statistics([]) is None
+    one = step_time_statistics([2.0])
     assert one is not None
     assert (one.median, one.std, one.ci95_low, one.ci95_high) == (2.0, 0.0, 2.0, 2.0)
     values = [3.0, 1.0, 2.0, 5.0]
-    many = spread(values)
+    many = step_time_statistics(values)
     assert many is not None
     assert (many.median, many.mean, many.min, many.max) == (2.5, 2.75, 1.0, 5.0)
     assert many.std == pytest.approx(statistics.stdev(values))
@@ -33,7 +33,7 @@ def test_spread_of_nothing_one_and_many() -> None:
 
 def test_the_same_steps_give_the_same_interval() -> None:
     values = [random.Random(1).random() for _ in range(50)]
-    assert median_interval(values) == median_interval(list(values))
+    assert bootstrap_median_interval(values) == bootstrap_median_interval(list(values))
 
 
 def covered(make: random.Random, correlation: float, resamples: int) -> float:
@@ -45,7 +45,7 @@ def covered(make: random.Random, correlation: float, resamples: int) -> float:
         for _ in range(60):
             value = correlation * value + make.gauss(0.0, 1.0)
             values.append(value)
-        low, high = median_interval(values, resamples)
+        low, high = bootstrap_median_interval(values, resamples)
         hits += low <= 0.0 <= high
     return hits / trials
 

@@ -6,8 +6,15 @@ import time
 
 import pytest
 
-from hpcbench.worker import stop as stop_module
-from hpcbench.worker.stop import PeerEnded, Stop, Stopped, margin_s, near_s, verdict
+from hpcbench.worker import shutdown as stop_module
+from hpcbench.worker.shutdown import (
+    PeerEnded,
+    StopController,
+    Stopped,
+    deadline_window_s,
+    stop_for_signal,
+    stop_margin_s,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,18 +30,18 @@ from hpcbench.worker.stop import PeerEnded, Stop, Stopped, margin_s, near_s, ver
     ],
 )
 def test_what_a_signal_means(number: int, now: float, deadline: float | None, status: str) -> None:
-    reason = verdict(number, now, deadline)
+    reason = stop_for_signal(number, now, deadline)
     assert reason.status == status
     assert signal.Signals(number).name in str(reason)
 
 
 def test_margins_are_small_parts_of_a_limit() -> None:
-    assert [margin_s(limit) for limit in (10.0, 3600.0)] == [0.5, 5.0]
-    assert [near_s(limit) for limit in (10.0, 3600.0)] == [1.0, 30.0]
+    assert [stop_margin_s(limit) for limit in (10.0, 3600.0)] == [0.5, 5.0]
+    assert [deadline_window_s(limit) for limit in (10.0, 3600.0)] == [1.0, 30.0]
 
 
 def test_the_deadline_comes_due_by_itself() -> None:
-    stop = Stop()
+    stop = StopController()
     assert not stop.due()
     stop.set_deadline(time.time() + 1000, 100.0)
     assert not stop.due()
@@ -47,7 +54,7 @@ def test_the_deadline_comes_due_by_itself() -> None:
 
 def test_a_rank_that_is_stuck_at_its_deadline_is_ended() -> None:
     """Nobody tells a run of a pack that its time is over."""
-    stop = Stop()
+    stop = StopController()
     seen = threading.Event()
     stop.on_stuck(lambda _: seen.set())
     stop.set_deadline(time.time() + 0.2, 1.0)
@@ -57,7 +64,7 @@ def test_a_rank_that_is_stuck_at_its_deadline_is_ended() -> None:
 
 
 def test_the_first_reason_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = Stop()
+    stop = StopController()
     abandoned: list[BaseException] = []
     stop.on_stuck(abandoned.append)
     first, second = Stopped("timeout", "first"), PeerEnded("second")
@@ -72,7 +79,7 @@ def test_a_signal_reaches_the_flag_while_the_main_thread_does_not_look(monkeypat
     monkeypatch.setattr(stop_module, "_SIGNALS", ("SIGUSR2",))
     before = signal.getsignal(signal.SIGUSR2)
     seen = threading.Event()
-    stop = Stop()
+    stop = StopController()
     stop.on_stuck(lambda _: seen.set())
     try:
         stop.install()
@@ -90,7 +97,7 @@ def test_an_ignored_signal_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(stop_module, "_SIGNALS", ("SIGHUP",))
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        Stop().install()
+        StopController().install()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.set_wakeup_fd(-1)

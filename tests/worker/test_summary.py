@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from hpcbench.parallel.traffic import Traffic
-from hpcbench.results.schema import Evaluation, Phases, Predicted, RankResult, RankTraffic, RunResult
-from hpcbench.worker.metrics import epoch_samples, global_step_samples
-from hpcbench.worker.summary import slowest_rank_times_s, summarise
+from hpcbench.results.schema import EvaluationPoint, PipelinePrediction, RankResult, RankTraffic, RunResult, StepPhases
+from hpcbench.worker.summary import global_step_samples, samples_per_epoch, slowest_rank_times_s, summarize_run
 from tests.worker.helpers import failure, make_header, make_rank, make_spec, make_task
 
 PAIR = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, steps=3)
@@ -28,7 +27,7 @@ def two_ranks(**second: Any) -> dict[int, RankResult]:
 
 
 def summary(ranks: dict[int, RankResult], spec: Any = PAIR, status: str = "ok") -> RunResult:
-    return summarise(make_header(Path("/tree")), make_task(spec), 1, ranks, status, failure())
+    return summarize_run(make_header(Path("/tree")), make_task(spec), 1, ranks, status, failure())
 
 
 def test_the_slowest_rank_of_every_step_counts_and_rates_are_global() -> None:
@@ -64,14 +63,14 @@ def test_mfu_is_of_all_devices_at_the_peak_of_the_precision(
     spec = msgspec.structs.replace(PAIR, precision=precision)
     ranks = two_ranks()
     ranks[0].flops_per_sample = 60.0
-    result = summarise(make_header(Path("/tree"), peak_flops_per_s=peak), make_task(spec), 1, ranks, "ok")
+    result = summarize_run(make_header(Path("/tree"), peak_flops_per_s=peak), make_task(spec), 1, ranks, "ok")
     assert result.metrics.flops_per_s == pytest.approx(48 / 0.9 * 60)
     assert result.metrics.mfu == (None if mfu is None else pytest.approx(mfu))
 
 
 def test_without_the_models_flops_there_is_no_rate_of_them() -> None:
     header = make_header(Path("/tree"), peak_flops_per_s={"fp32": 1e4})
-    metrics = summarise(header, make_task(PAIR), 1, two_ranks(), "ok").metrics
+    metrics = summarize_run(header, make_task(PAIR), 1, two_ranks(), "ok").metrics
     assert (metrics.flops_per_s, metrics.mfu) == (None, None)
 
 
@@ -150,8 +149,8 @@ def test_an_epoch_is_as_long_as_the_files_that_were_found() -> None:
 
 
 def test_left_out_samples_are_not_in_the_epoch() -> None:
-    assert epoch_samples(make_spec(batch_size=1499)) == 1499
-    assert epoch_samples(make_spec(batch_size=28)) == 1500
+    assert samples_per_epoch(make_spec(batch_size=1499)) == 1499
+    assert samples_per_epoch(make_spec(batch_size=28)) == 1500
 
 
 def test_a_warning_of_some_ranks_names_them_and_of_all_stands_once() -> None:
@@ -204,8 +203,8 @@ def test_few_steps_say_nothing_of_warm_up_or_drift() -> None:
 
 
 def test_the_split_is_that_of_the_rank_that_computes_longest() -> None:
-    ranks = two_ranks(phases=Phases(step_s=0.3, compute_s=0.2, comm_s=0.1, exposed_comm_s=0.05))
-    ranks[0].phases = Phases(step_s=0.4, compute_s=0.1, comm_s=0.3, exposed_comm_s=0.25, forward_s=0.1)
+    ranks = two_ranks(phases=StepPhases(step_s=0.3, compute_s=0.2, comm_s=0.1, exposed_comm_s=0.05))
+    ranks[0].phases = StepPhases(step_s=0.4, compute_s=0.1, comm_s=0.3, exposed_comm_s=0.25, forward_s=0.1)
     metrics = summary(ranks).metrics
     assert (metrics.compute_s, metrics.comm_s, metrics.exposed_comm_s, metrics.forward_s) == (0.2, 0.1, 0.05, None)
     assert summary(ranks).ranks[0]["phases"]["comm_s"] == 0.3
@@ -220,7 +219,7 @@ def test_the_time_to_an_accuracy_is_that_of_the_first_evaluation_at_it(
 ) -> None:
     ranks = two_ranks()
     ranks[0].evaluations = [
-        Evaluation(step=4 * number, train_time_s=2.0 * number, accuracy=0.25 * number) for number in (1, 2, 3)
+        EvaluationPoint(step=4 * number, train_time_s=2.0 * number, accuracy=0.25 * number) for number in (1, 2, 3)
     ]
     spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, steps=3, target_accuracy=target)
     metrics = summary(ranks, spec).metrics
@@ -229,8 +228,8 @@ def test_the_time_to_an_accuracy_is_that_of_the_first_evaluation_at_it(
 
 def test_what_was_predicted_stands_in_the_result() -> None:
     spec = make_spec()
-    found = Predicted(step_time_s=0.5, bubble_fraction=0.25, cuts=[3])
-    result = summarise(make_header(Path("x")), make_task(spec), 1, {0: make_rank(predicted=found)}, "ok")
+    found = PipelinePrediction(step_time_s=0.5, bubble_fraction=0.25, cuts=[3])
+    result = summarize_run(make_header(Path("x")), make_task(spec), 1, {0: make_rank(predicted=found)}, "ok")
     assert result.predicted == found
 
 

@@ -11,19 +11,25 @@ import torch
 from torch import nn
 
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.bounds import Check, checks
 from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.entry import Option
-from hpcbench.results.schema import Comparison, Verification
-from hpcbench.worker import verify as verifying
-from hpcbench.worker.compare import Trained, compare, largest_relative_difference
-from hpcbench.worker.data.feed import NOWHERE, make_feed
-from hpcbench.worker.link import Link
-from hpcbench.worker.stop import Stop, Stopped
-from hpcbench.worker.stores import TCPStore, another, seconds
-from hpcbench.worker.strategies.base import Place
-from hpcbench.worker.verdict import judge
-from hpcbench.worker.verify import for_comparison, judged, shake, steps_to_compare, without_dropout
+from hpcbench.parallel.strategy_entry import Option
+from hpcbench.parallel.tolerances import VerificationCheck, verification_checks
+from hpcbench.results.schema import ReferenceComparison, VerificationResult
+from hpcbench.worker.data.feed import NO_FILES, make_feed
+from hpcbench.worker.distributed.process_groups import TCPStore, clone_connection, to_timedelta
+from hpcbench.worker.distributed.rendezvous import ControlChannel
+from hpcbench.worker.failure import decide_outcome
+from hpcbench.worker.shutdown import StopController, Stopped
+from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.verification import verify as verifying
+from hpcbench.worker.verification.reference import TrainingRecord, compare_training, max_relative_difference
+from hpcbench.worker.verification.verify import (
+    compare_with_notes,
+    compared_steps,
+    comparison_spec,
+    disable_dropout,
+    perturb_last_bit,
+)
 from tests.worker.helpers import make_rank, make_spec
 
 CPU = torch.device("cpu")
@@ -41,17 +47,19 @@ CPU = torch.device("cpu")
     ],
 )
 def test_the_measure(ours: list[float], reference: list[float], expected: float) -> None:
-    assert largest_relative_difference(torch.tensor(ours), torch.tensor(reference)) == pytest.approx(expected)
+    assert max_relative_difference(torch.tensor(ours), torch.tensor(reference)) == pytest.approx(expected)
 
 
-def trained(loss: float = 2.0, first: float = 0.5, last: float = 0.5, weight: float = 1.0, **more: float) -> Trained:
+def trained(
+    loss: float = 2.0, first: float = 0.5, last: float = 0.5, weight: float = 1.0, **more: float
+) -> TrainingRecord:
     def one(value: float) -> dict[str, torch.Tensor]:
         return {"w": torch.tensor([value, 0.0]), **{name: torch.tensor([found]) for name, found in more.items()}}
 
-    return Trained([loss, 2.0], one(first), one(last), one(weight))
+    return TrainingRecord([loss, 2.0], one(first), one(last), one(weight))
 
 
-CHECK = Check("fp64", 2, 1e-3, 1e-6)
+CHECK = VerificationCheck("fp64", 2, 1e-3, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -71,36 +79,47 @@ CHECK = Check("fp64", 2, 1e-3, 1e-6)
     ],
 )
 def test_compare(ours: dict[str, float], passed: bool, worst: str) -> None:
-    found = compare(trained(**ours), trained(), CHECK)
+    found = compare_training(trained(**ours), trained(), CHECK)
     assert (found.passed, found.worst) == (passed, worst)
 
 
 def test_figures_that_are_not_finite_are_absent() -> None:
-    found = compare(trained(weight=float("nan")), trained(), CHECK)
+    found = compare_training(trained(weight=float("nan")), trained(), CHECK)
     assert (found.weight_max_rel, found.worst_rel, found.loss_max_rel) == (None, None, 0.0)
 
 
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ({}, [Check("fp64", 5, 1e-7, 1e-9), Check("fp32", 1, 1e-5)]),
-        ({"precision": "fp64"}, [Check("fp64", 5, 1e-7, 1e-9)]),
-        ({"precision": "bf16"}, [Check("fp64", 5, 1e-7, 1e-9), Check("bf16", 1, 0.0625)]),
-        ({"optimizer": "adam"}, [Check("fp64", 5, 1e-7, 1e-9), Check("fp32", 1, 1e-5, weights=False)]),
-        ({"options": {"compression": "fp16"}}, [Check("fp64", 1, 1e-3), Check("fp32", 1, 1e-3)]),
-        ({"options": {"compression": "none"}}, [Check("fp64", 5, 1e-7, 1e-9), Check("fp32", 1, 1e-5)]),
+        ({}, [VerificationCheck("fp64", 5, 1e-7, 1e-9), VerificationCheck("fp32", 1, 1e-5)]),
+        ({"precision": "fp64"}, [VerificationCheck("fp64", 5, 1e-7, 1e-9)]),
+        ({"precision": "bf16"}, [VerificationCheck("fp64", 5, 1e-7, 1e-9), VerificationCheck("bf16", 1, 0.0625)]),
+        (
+            {"optimizer": "adam"},
+            [VerificationCheck("fp64", 5, 1e-7, 1e-9), VerificationCheck("fp32", 1, 1e-5, weights=False)],
+        ),
+        (
+            {"options": {"compression": "fp16"}},
+            [VerificationCheck("fp64", 1, 1e-3), VerificationCheck("fp32", 1, 1e-3)],
+        ),
+        (
+            {"options": {"compression": "none"}},
+            [VerificationCheck("fp64", 5, 1e-7, 1e-9), VerificationCheck("fp32", 1, 1e-5)],
+        ),
     ],
 )
-def test_what_is_checked(spec: dict[str, Any], expected: list[Check], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_checked(
+    spec: dict[str, Any], expected: list[VerificationCheck], monkeypatch: pytest.MonkeyPatch
+) -> None:
     compression = Option(str, "none", "of gradients", ("none", "fp16"), lossy={"fp16": 1e-3})
     with_option = STRATEGIES["ddp"]._replace(options={"compression": compression})
     monkeypatch.setitem(STRATEGIES, "ddp", with_option)
-    assert checks(make_spec(strategy="ddp", **spec)) == expected
+    assert verification_checks(make_spec(strategy="ddp", **spec)) == expected
 
 
 def test_a_strategy_that_is_lossy_whatever_its_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STRATEGIES, "ddp", STRATEGIES["ddp"]._replace(lossy=0.01))
-    assert checks(make_spec(strategy="ddp", precision="fp64")) == [Check("fp64", 1, 0.01)]
+    assert verification_checks(make_spec(strategy="ddp", precision="fp64")) == [VerificationCheck("fp64", 1, 0.01)]
 
 
 @pytest.mark.parametrize(
@@ -115,29 +134,29 @@ def test_a_strategy_that_is_lossy_whatever_its_options(monkeypatch: pytest.Monke
 )
 def test_the_partial_batch_is_among_the_steps(batch_size: int, warmup: int, timed: int, steps: tuple[int, ...]) -> None:
     spec = make_spec(batch_size=batch_size, warmup_steps=warmup, steps=timed)
-    assert steps_to_compare(spec, make_feed(spec, CPU), 5) == steps
+    assert compared_steps(spec, make_feed(spec, CPU), 5) == steps
 
 
 def test_a_single_step_is_the_partial_one() -> None:
     spec = make_spec(batch_size=400, warmup_steps=0, steps=4)
-    assert steps_to_compare(spec, make_feed(spec, CPU), 1) == (3,)
+    assert compared_steps(spec, make_feed(spec, CPU), 1) == (3,)
 
 
 def test_no_dropout() -> None:
     attention = nn.MultiheadAttention(8, 2, dropout=0.2)
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Dropout(0.5), nn.Dropout2d(0.1)), attention)
-    assert without_dropout(model)
+    assert disable_dropout(model)
     assert [one.p for one in model.modules() if isinstance(one, nn.Dropout | nn.Dropout2d)] == [0.0, 0.0]
     assert attention.dropout == 0.0
-    assert not without_dropout(model)
+    assert not disable_dropout(model)
     spec = make_spec(model="vgg11", model_options={"dropout": 0.3, "batch_norm": False})
-    assert for_comparison(spec, "fp64").model_options == {"dropout": 0.0, "batch_norm": False}
+    assert comparison_spec(spec, "fp64").model_options == {"dropout": 0.0, "batch_norm": False}
 
 
 def test_a_change_in_the_last_bit() -> None:
     model = nn.Linear(3, 2).double()
     before = model.weight.detach().clone()
-    shake(model)
+    perturb_last_bit(model)
     change = ((model.weight.detach() - before) / before).abs()
     assert 0 < change.max() <= 4.5e-16
     assert change.min() > 0
@@ -149,17 +168,19 @@ OVERFLOWED = {"w": torch.tensor([float("inf"), 0.0])}
 def test_fp16_that_overflows_in_the_first_step_is_judged_by_its_losses() -> None:
     notes: list[str] = []
     ours = dataclasses.replace(trained(), gradients=OVERFLOWED, first_gradients=OVERFLOWED)
-    found = judged(ours, trained(), Check("fp16", 1, 1e-2), notes)
+    found = compare_with_notes(ours, trained(), VerificationCheck("fp16", 1, 1e-2), notes)
     assert (found.passed, found.gradient_max_rel, found.weight_max_rel) == (True, None, None)
     assert "overflowed" in notes[0]
-    assert not judged(dataclasses.replace(ours, losses=[2.1, 2.0]), trained(), Check("fp16", 1, 1e-2), notes).passed
-    assert not judged(ours, trained(), Check("bf16", 1, 1e-2), notes).passed
+    assert not compare_with_notes(
+        dataclasses.replace(ours, losses=[2.1, 2.0]), trained(), VerificationCheck("fp16", 1, 1e-2), notes
+    ).passed
+    assert not compare_with_notes(ours, trained(), VerificationCheck("bf16", 1, 1e-2), notes).passed
 
 
 def test_a_reference_that_diverges_proves_nothing() -> None:
     notes: list[str] = []
     both = trained(weight=float("nan"))
-    assert not judged(both, both, CHECK, notes).passed
+    assert not compare_with_notes(both, both, CHECK, notes).passed
     assert "the reference itself is not finite" in notes[0]
 
 
@@ -169,13 +190,20 @@ def test_what_verifying_lacks_is_not_what_the_run_lacked(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(verifying, "make_feed", starved)
     with pytest.raises(WorkerError, match="the run was measured, but verifying it needs more memory") as raised:
-        verifying.verify(make_spec(), Place(0, 1, CPU), verifying.Given(NOWHERE, None), Stop(), None, 1.0)
+        verifying.verify_run(
+            make_spec(),
+            RankContext(0, 1, CPU),
+            verifying.VerificationInputs(NO_FILES, None),
+            StopController(),
+            None,
+            1.0,
+        )
     assert raised.value.status == "failed"
 
 
-PASSED = Comparison(passed=True, precision="fp64", tolerance=1e-7, steps=5, worst="loss of step 1", worst_rel=0.0,
+PASSED = ReferenceComparison(passed=True, precision="fp64", tolerance=1e-7, steps=5, worst="loss of step 1", worst_rel=0.0,
                     worst_tolerance=1e-9)  # fmt: skip
-TOO_FAR = Comparison(passed=False, precision="bf16", tolerance=0.06, steps=1, worst="gradient of w in step 1",
+TOO_FAR = ReferenceComparison(passed=False, precision="bf16", tolerance=0.06, steps=1, worst="gradient of w in step 1",
                      worst_rel=0.5, worst_tolerance=0.06)  # fmt: skip
 
 
@@ -198,24 +226,24 @@ TOO_FAR = Comparison(passed=False, precision="bf16", tolerance=0.06, steps=1, wo
 )
 def test_the_verdict(found: dict[str, Any], status: str, words: str) -> None:
     given = {name: getattr(PASSED, name) for name in PASSED.__struct_fields__}
-    ranks = {0: make_rank(0, verification=Verification(**{**given, **found})), 1: make_rank(1)}
-    said = judge(2, ranks, cause=None, only_follows=False, launcher="srun", oom_kills_before=None)
+    ranks = {0: make_rank(0, verification=VerificationResult(**{**given, **found})), 1: make_rank(1)}
+    said = decide_outcome(2, ranks, cause=None, only_follows=False, launcher="srun", oom_kills_before=None)
     assert said.status == status
     assert words in (said.error.message if said.error else "")
     assert said.error is None or said.error.type == "VerificationFailed"
 
 
 @pytest.fixture
-def links() -> list[Link]:
-    store = TCPStore("127.0.0.1", 0, None, True, seconds(30), wait_for_workers=False)
-    return [Link(store, 0, 2), Link(another(store), 1, 2)]
+def links() -> list[ControlChannel]:
+    store = TCPStore("127.0.0.1", 0, None, True, to_timedelta(30), wait_for_workers=False)
+    return [ControlChannel(store, 0, 2), ControlChannel(clone_connection(store), 1, 2)]
 
 
 def go_on() -> None:
     """Nothing wants the wait to end."""
 
 
-def test_waiting_ends_when_it_is_done(links: list[Link]) -> None:
+def test_waiting_ends_when_it_is_done(links: list[ControlChannel]) -> None:
     told = threading.Event()
     looks = 0
 
@@ -232,7 +260,7 @@ def test_waiting_ends_when_it_is_done(links: list[Link]) -> None:
     assert told.is_set()
 
 
-def test_waiting_has_a_limit_that_says_what_it_waited_for(links: list[Link]) -> None:
+def test_waiting_has_a_limit_that_says_what_it_waited_for(links: list[ControlChannel]) -> None:
     links[0].post("progress", "7 shares of a step are done")
     with pytest.raises(
         WorkerError, match=r"rank 1 waited 0.2 s for rank 0 to train .*; last heard: 7 shares of a step"
@@ -240,7 +268,7 @@ def test_waiting_has_a_limit_that_says_what_it_waited_for(links: list[Link]) -> 
         links[1].follow("progress", "done", 0.2, go_on, "rank 0 to train the reference")
 
 
-def test_waiting_ends_when_the_run_is_told_to_stop(links: list[Link]) -> None:
+def test_waiting_ends_when_the_run_is_told_to_stop(links: list[ControlChannel]) -> None:
     def told() -> None:
         raise Stopped("cancelled", "stopped by SIGTERM")
 

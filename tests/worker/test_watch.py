@@ -11,13 +11,22 @@ from typing import Any
 import pytest
 import torch
 
-from hpcbench.worker import watch as module
-from hpcbench.worker.cgroup import cpu_quota_cores, throttled_s
-from hpcbench.worker.cores import CoreTimes, core_times, hot_events, mean_core_hz, own_processes, own_time_s
-from hpcbench.worker.energy import PmCounters, Rapl, node_meter
-from hpcbench.worker.guards import guard_warnings
-from hpcbench.worker.rank import RankInfo
-from hpcbench.worker.watch import Watch
+from hpcbench.worker.distributed.rank_environment import RankInfo
+from hpcbench.worker.measure import counters as module
+from hpcbench.worker.measure.counters import (
+    CoreTimes,
+    CrayMeter,
+    RaplMeter,
+    RegionCounters,
+    count_thermal_throttles,
+    mean_core_hz,
+    open_node_meter,
+    process_tree_cpu_s,
+    process_tree_pids,
+    read_core_times,
+)
+from hpcbench.worker.measure.host import cpu_quota_cores, throttled_s
+from hpcbench.worker.measure.interference import interference_warnings
 from tests.worker.helpers import make_rank, make_spec
 from tests.worker.trees import write_tree
 
@@ -31,10 +40,10 @@ def stat(**ticks: str) -> str:
 
 def test_times_of_cores(tmp_path: Path) -> None:
     root = write_tree(tmp_path, {"proc/stat": stat(cpu0="100 20 30 999 5 7 8 40 3 0", cpu3="0 0 0 1 0 0 0 0 0 0")})
-    assert core_times([0, 3], root) == [CoreTimes(150 / TICKS, 40 / TICKS), CoreTimes(0.0, 0.0)]
-    assert core_times([0, 1], root) == [], "a core that a container hides"
-    assert core_times([0], tmp_path / "absent") == []
-    assert core_times([0], write_tree(tmp_path, {"proc/stat": stat(cpu0="x 0 0 0 0 0 0 0")})) == []
+    assert read_core_times([0, 3], root) == [CoreTimes(150 / TICKS, 40 / TICKS), CoreTimes(0.0, 0.0)]
+    assert read_core_times([0, 1], root) == [], "a core that a container hides"
+    assert read_core_times([0], tmp_path / "absent") == []
+    assert read_core_times([0], write_tree(tmp_path, {"proc/stat": stat(cpu0="x 0 0 0 0 0 0 0")})) == []
 
 
 def test_clocks_and_heat(tmp_path: Path) -> None:
@@ -44,8 +53,8 @@ def test_clocks_and_heat(tmp_path: Path) -> None:
         f"{CPU}/cpu0/thermal_throttle/package_throttle_count": 7,
         f"{CPU}/cpu1/thermal_throttle/package_throttle_count": 7,
     })  # fmt: skip
-    assert (mean_core_hz([0, 1], root), hot_events([0, 1], root)) == (2.5e9, 12)
-    assert (mean_core_hz([2], root), hot_events([2], root)) == (None, None)
+    assert (mean_core_hz([0, 1], root), count_thermal_throttles([0, 1], root)) == (2.5e9, 12)
+    assert (mean_core_hz([2], root), count_thermal_throttles([2], root)) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -69,16 +78,16 @@ def test_quotas(tmp_path: Path, proc: str, files: dict[str, object], quota: Any,
 
 def test_own_time_is_that_of_threads_and_children_that_live_or_have_ended() -> None:
     loop = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
-    before = own_time_s()
+    before = process_tree_cpu_s()
     child = subprocess.Popen([sys.executable, "-c", loop], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
     child.stdout.readline()
-    living = own_time_s()
+    living = process_tree_cpu_s()
     assert living - before >= 0.25
-    assert {os.getpid(), child.pid} <= own_processes()
+    assert {os.getpid(), child.pid} <= process_tree_pids()
     child.communicate(b"\n")
-    assert own_time_s() >= living
-    assert child.pid not in own_processes()
+    assert process_tree_cpu_s() >= living
+    assert child.pid not in process_tree_pids()
 
 
 # Energy
@@ -97,8 +106,8 @@ def rapl(**zones: tuple[str, int]) -> dict[str, object]:
 def test_rapl_adds_packages_and_memory_and_wraps_around(tmp_path: Path) -> None:
     zones = {"intel_rapl_0": ("package-0", 10**12 - 4_000_000), "intel_rapl_1": ("package-1", 0),
              "intel_rapl_0_0": ("core", 1), "intel_rapl_0_1": ("dram", 500_000), "intel_rapl_2": ("psys", 1)}  # fmt: skip
-    meter, absent = node_meter(write_tree(tmp_path, rapl(**zones)))
-    assert isinstance(meter, Rapl)
+    meter, absent = open_node_meter(write_tree(tmp_path, rapl(**zones)))
+    assert isinstance(meter, RaplMeter)
     assert (meter.source, absent) == ("rapl package + dram, whole node", None)
     meter.begin()
     write_tree(tmp_path, rapl(intel_rapl_0=("package-0", 6_000_000), intel_rapl_1=("package-1", 30_000_000),
@@ -108,17 +117,17 @@ def test_rapl_adds_packages_and_memory_and_wraps_around(tmp_path: Path) -> None:
 
 
 def test_counters_of_a_cray_node(tmp_path: Path) -> None:
-    assert node_meter(tmp_path) == (None, None)
+    assert open_node_meter(tmp_path) == (None, None)
     files: dict[str, object] = {"sys/cray/pm_counters/energy": "1000 J 17 us"}
-    meter, _ = node_meter(write_tree(tmp_path, files))
-    assert isinstance(meter, PmCounters)
+    meter, _ = open_node_meter(write_tree(tmp_path, files))
+    assert isinstance(meter, CrayMeter)
     assert meter.source == "pm_counters node, whole node"
     meter.begin()
     write_tree(tmp_path, {"sys/cray/pm_counters/energy": "1250 J 18 us"})
     assert meter.end(1.0) == 250.0
     write_tree(tmp_path, {"sys/cray/pm_counters/energy": "3 J 18 us"})
     assert meter.end(1.0) is None
-    of_cpu, _ = node_meter(write_tree(tmp_path, {"sys/cray/pm_counters/cpu_energy": "1 J 1 us"}))
+    of_cpu, _ = open_node_meter(write_tree(tmp_path, {"sys/cray/pm_counters/cpu_energy": "1 J 1 us"}))
     assert of_cpu is not None
     assert of_cpu.source == "pm_counters cpu, whole node"
 
@@ -128,7 +137,7 @@ def test_a_counter_that_may_not_be_read_says_why(tmp_path: Path) -> None:
     counter = root / POWER / "intel-rapl:0" / "energy_uj"
     counter.unlink()
     counter.mkdir()  # root may read any file
-    assert node_meter(root) == (None, "the rapl counters may be read by root only")
+    assert open_node_meter(root) == (None, "the rapl counters may be read by root only")
 
 
 # Both edges
@@ -147,7 +156,7 @@ def test_the_difference_between_the_edges(tmp_path: Path, monkeypatch: pytest.Mo
         f"{CPU}/cpu0/thermal_throttle/core_throttle_count": 5,
         f"{CPU}/cpu0/cpufreq/scaling_cur_freq": 3_000_000, **rapl(intel_rapl_0=("package-0", 1_000_000)),
     }  # fmt: skip
-    watch = Watch(torch.device("cpu"), info(), write_tree(tmp_path, files))
+    watch = RegionCounters(torch.device("cpu"), info(), write_tree(tmp_path, files))
     watch.begin()
     write_tree(tmp_path, {
         "proc/stat": stat(cpu0=f"{100 + 50 * TICKS} 0 0 0 0 0 0 {10 + TICKS} 0 0", cpu3=f"0 0 {TICKS} 0 0 0 0 0 0 0"),
@@ -163,7 +172,7 @@ def test_the_difference_between_the_edges(tmp_path: Path, monkeypatch: pytest.Mo
     assert (watch.energy_j, watch.energy_source) == (42.0, "rapl package, whole node")
     seen.wall_s = 60.0
     rank = make_rank(0, cpu_mask=[0, 3], watched=seen)
-    kinds = [text.partition(":")[0] for text in guard_warnings(make_spec(), {0: rank})]
+    kinds = [text.partition(":")[0] for text in interference_warnings(make_spec(), {0: rank})]
     assert kinds == ["other processes used the cores during the timed steps",
                      "a control group's CPU quota held threads back", "cores lowered their clock for heat",
                      "the cores' clock fell during the timed steps"]  # fmt: skip
@@ -183,7 +192,7 @@ def test_regions_add_up_and_what_lies_between_them_does_not_count(
         })  # fmt: skip
 
     at(0, 3_000_000)
-    watch = Watch(torch.device("cpu"), info(), tmp_path)
+    watch = RegionCounters(torch.device("cpu"), info(), tmp_path)
     for begin, end, clock_khz in ((1, 3, 2_500_000), (10, 14, 2_000_000)):
         at(begin, 3_000_000)
         watch.begin()
@@ -198,7 +207,7 @@ def test_regions_add_up_and_what_lies_between_them_does_not_count(
 
 def test_one_rank_a_node_counts_its_energy(tmp_path: Path) -> None:
     root = write_tree(tmp_path, rapl(intel_rapl_0=("package-0", 1)))
-    watch = Watch(torch.device("cpu"), info(local_rank=1), root)
+    watch = RegionCounters(torch.device("cpu"), info(local_rank=1), root)
     watch.begin()
     watch.end()
     assert watch.watched is not None
@@ -206,14 +215,14 @@ def test_one_rank_a_node_counts_its_energy(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_never_came_to_its_timed_steps_saw_nothing() -> None:
-    watch = Watch(torch.device("cpu"), info())
+    watch = RegionCounters(torch.device("cpu"), info())
     watch.end()
     assert watch.watched is None
 
 
 def test_a_lost_counter_is_no_value_and_no_error(tmp_path: Path) -> None:
     root = write_tree(tmp_path, rapl(intel_rapl_0=("package-0", 1)))
-    watch = Watch(torch.device("cpu"), info(), root)
+    watch = RegionCounters(torch.device("cpu"), info(), root)
     watch.begin()
     (root / POWER / "intel-rapl:0" / "energy_uj").unlink()
     watch.end()

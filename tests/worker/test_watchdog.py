@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable
 
 from hpcbench.errors import WorkerError
-from hpcbench.worker.pipeline.watchdog import watched
+from hpcbench.worker.strategies.pipeline.action_timeline import watch_progress
 
 PATIENCE_S = 0.2
 """Of which the thread looks twenty times."""
@@ -29,7 +29,7 @@ def watch(answers: Iterable[int | None], last: int | None) -> tuple[list[WorkerE
         told.append(error)
         ended.set()
 
-    with watched(progress, lambda: "stage 1 of 2: at F(chunk 1, micro-batch 0)", PATIENCE_S, stuck):
+    with watch_progress(progress, lambda: "stage 1 of 2: at F(chunk 1, micro-batch 0)", PATIENCE_S, stuck):
         assert ended.wait(60)
     return told, ended.is_set()
 

@@ -1,1 +1,1 @@
-"""A cluster's numbers, measured: what is run for them, how they are fitted, where they are kept."""
+"""Calibration of a cluster: the sweep that measures it, the fits, and the files that hold the results."""

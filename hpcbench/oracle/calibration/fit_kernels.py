@@ -1,4 +1,7 @@
-"""From layers called by themselves to what any kernel takes, and what whole steps take over the sum of theirs."""
+"""Fits of kernel times: a roofline through measured layers, a factor per kind of layer and a factor per model.
+
+The factor of a kind is the time of a kernel within a step over its time alone: in a step, caches hold other
+data."""
 
 from __future__ import annotations
 
@@ -8,34 +11,87 @@ from math import exp, log
 
 import msgspec
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.oracle.calibration.evidence import PROBE_LAYERS, Evidence, explained, log_error, median, of_strategy
-from hpcbench.oracle.calibration.fit_kinds import fit_kinds, seconds_by_kind, within_steps
-from hpcbench.oracle.calibration.fit_rest import Workload, workload
-from hpcbench.oracle.calibration.store import Residual
-from hpcbench.oracle.kernels import Share, row_pass, update_kernels
-from hpcbench.oracle.machine import Compute, KernelSample, Machine
-from hpcbench.parallel.alike import Alike
-from hpcbench.parallel.layers import LayerTable
-from hpcbench.results.schema import KernelProbe, Probe
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.calibration.calibration_runs import (
+    PROBE_LAYERS,
+    CalibrationRun,
+    median,
+    r_squared,
+    rms_log_error,
+    runs_of_strategy,
+)
+from hpcbench.oracle.calibration.calibration_store import FitResidual
+from hpcbench.oracle.calibration.fit_overheads import WorkloadKey, workload_key
+from hpcbench.oracle.calibration.least_squares import find_mode
+from hpcbench.oracle.cost_model import RowShare, row_kernels, unsharded_row_kernels, update_kernels
+from hpcbench.oracle.machine import Machine
+from hpcbench.oracle.peak_memory import parameter_bytes
+from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.parallel.roofline import DeviceCompute, KernelSample, RooflineModel
+from hpcbench.results.schema import KernelProbe, ProbeResults
 
-LEAST_SPREAD = 0.03
+_STEP_NOISE = 0.03
+"""Of a step, as a logarithm."""
+_KIND_PRIOR_SPREAD = 0.3
+"""How far kinds are thought to differ from each other, as a logarithm."""
+
+
+def seconds_by_kind(compute: DeviceCompute, spec: RunSpec, table: LayerTable) -> dict[str, float]:
+    """What the kernels of a lone device's step take, by kind of layer; those of the update by its optimizer."""
+    judge, found = RooflineModel.of(compute), defaultdict[str, float](float)
+    for one in unsharded_row_kernels(spec, table):
+        for kernel in one:
+            found[kernel.kind] += judge.seconds(kernel)
+    for kernel in update_kernels(spec, parameter_bytes(spec, table)):
+        found[kernel.kind] += judge.seconds(kernel)
+    return dict(found)
+
+
+def fit_kind_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    """By kind a factor that makes the kernels of every step as far too short as those of the others.
+
+    ``steps``: seconds by kind, and what the whole step takes. Robust ridge regression of the logarithms; kinds that no
+    two models tell apart are drawn to 1, as all are where one model alone was measured.
+    """
+    names = sorted({name for parts, _ in steps for name in parts})
+    common = median(whole_s / sum(parts.values()) for parts, whole_s in steps)
+
+    def misses(logs: list[float]) -> list[float]:
+        factors = dict(zip(names, map(exp, logs), strict=True))
+        return [
+            log(common * sum(factors[name] * seconds for name, seconds in parts.items()) / whole_s) / _STEP_NOISE
+            for parts, whole_s in steps
+        ]
+
+    found = find_mode(misses, [_KIND_PRIOR_SPREAD] * len(names))
+    return dict(zip(names, map(exp, found.at), strict=True))
+
+
+def scale_samples_by_kind(compute: DeviceCompute, kinds: Mapping[str, float]) -> DeviceCompute:
+    """``compute`` with its samples as long as they take within steps."""
+    samples = [
+        msgspec.structs.replace(one, seconds=one.seconds * kinds.get(one.kernel.kind, 1.0)) for one in compute.samples
+    ]
+    return msgspec.structs.replace(compute, samples=samples)
+
+
+MIN_COMPUTE_SPREAD = 0.03
 """Nobody knows a step's computation better than that before it has run."""
 _ONE_MODEL_SPREAD = 0.2
 """Where a single model was measured there is no other to try the fit on."""
 
 
-def share_of(probe: KernelProbe) -> Share:
+def probed_share(probe: KernelProbe) -> RowShare:
     """The part of its row that was called; fewer samples are counted as such."""
     part = 1.0 / probe.parts
     return {
-        "outputs": Share(flops=part, outputs=part, weights=part),
-        "inputs": Share(flops=part, inputs=part, weights=part),
-        "positions": Share(flops=part, inputs=part, outputs=part),
-    }.get(probe.split, Share())
+        "outputs": RowShare(flops=part, outputs=part, weights=part),
+        "inputs": RowShare(flops=part, inputs=part, weights=part),
+        "positions": RowShare(flops=part, inputs=part, outputs=part),
+    }.get(probe.split, RowShare())
 
 
-def kernel_samples(spec: RunSpec, table: LayerTable, probe: Probe) -> list[KernelSample]:
+def kernel_samples(spec: RunSpec, table: LayerTable, probe: ProbeResults) -> list[KernelSample]:
     """What was measured, in the words in which predictions ask. Rows that the table does not have do nothing."""
     rows = {(layer.name, layer.kind): layer for layer in reversed(table.layers)}
     found = []
@@ -43,7 +99,7 @@ def kernel_samples(spec: RunSpec, table: LayerTable, probe: Probe) -> list[Kerne
         layer = rows.get((one.row, one.kind))
         if layer is None:
             continue
-        passes = row_pass(spec, layer, one.samples, share_of(one))
+        passes = row_kernels(spec, layer, one.samples, probed_share(one))
         found.append(KernelSample(kernel=passes.forward, seconds=one.forward_s, spread=one.spread))
         if one.backward_s is not None:
             found.append(KernelSample(kernel=passes.backward, seconds=one.backward_s, spread=one.spread))
@@ -54,48 +110,48 @@ def kernel_samples(spec: RunSpec, table: LayerTable, probe: Probe) -> list[Kerne
 
 
 def fit_kernels(
-    machine: Machine, runs: Sequence[Evidence], alone_s: Mapping[Workload, float]
-) -> tuple[Compute, list[Residual], list[str]]:
+    machine: Machine, runs: Sequence[CalibrationRun], alone_s: Mapping[WorkloadKey, float]
+) -> tuple[DeviceCompute, list[FitResidual], list[str]]:
     """The device with measured kernels and every model's factor; without a measured layer as it was.
 
     ``alone_s`` is what whole steps take.
     """
-    probed = [one for one in of_strategy(runs, PROBE_LAYERS) if one.result.probe and one.result.probe.kernels]
+    probed = [one for one in runs_of_strategy(runs, PROBE_LAYERS) if one.result.probe and one.result.probe.kernels]
     if not probed:
         return machine.compute, [], ["no kernel was measured: a step's computation is the profile's"]
-    by_run = {one.result.run_id: _samples_of(one) for one in probed}
+    by_run = {one.result.run_id: _run_kernel_samples(one) for one in probed}
     samples = [sample for found in by_run.values() for sample in found]
     plain = msgspec.structs.replace(machine.compute, factors={}, crowding={})
-    bare = _within_steps(fit_roofline(plain, samples), probed, alone_s)
-    sums = [(_sum_s(bare, one), one) for one in probed]
-    factors = _factors([(one, alone_s[workload(one)] / sum_s) for sum_s, one in sums])
+    bare = _rescale_to_steps(fit_roofline(plain, samples), probed, alone_s)
+    sums = [(_single_device_kernels_s(bare, one), one) for one in probed]
+    factors = _model_factors([(one, alone_s[workload_key(one)] / sum_s) for sum_s, one in sums])
     compute = msgspec.structs.replace(bare, factors=factors, crowding=machine.compute.crowding)
-    pairs = [(sum_s * factors[one.spec.model], alone_s[workload(one)]) for sum_s, one in sums]
+    pairs = [(sum_s * factors[one.spec.model], alone_s[workload_key(one)]) for sum_s, one in sums]
     residuals = [
-        Residual(part="kernels", what="whole steps of the models that were measured", points=len(pairs),
-                 error=log_error(pairs), r2=explained(pairs)),
+        FitResidual(part="kernels", what="whole steps of the models that were measured", points=len(pairs),
+                 error=rms_log_error(pairs), r2=r_squared(pairs)),
     ]  # fmt: skip
     models = sorted({one.spec.model for one in probed})
     notes = []
     if len(models) > 1:
-        others = [_by_others(plain, probed, by_run, alone_s, one) for one in probed]
-        error = log_error(others)
-        residuals.append(Residual(part="kernels", what="whole steps by the kernels and factors of the other models",
-                                  points=len(others), error=error, r2=explained(others)))  # fmt: skip
+        others = [_leave_model_out(plain, probed, by_run, alone_s, one) for one in probed]
+        error = rms_log_error(others)
+        residuals.append(FitResidual(part="kernels", what="whole steps by the kernels and factors of the other models",
+                                  points=len(others), error=error, r2=r_squared(others)))  # fmt: skip
     else:
         error = _ONE_MODEL_SPREAD
         notes.append(f"kernels of {models[0]} alone were measured: what other models compute is guessed from it")
-    return msgspec.structs.replace(compute, spread=max(error, LEAST_SPREAD)), residuals, notes
+    return msgspec.structs.replace(compute, spread=max(error, MIN_COMPUTE_SPREAD)), residuals, notes
 
 
-def fit_roofline(compute: Compute, samples: Sequence[KernelSample]) -> Compute:
+def fit_roofline(compute: DeviceCompute, samples: Sequence[KernelSample]) -> DeviceCompute:
     """``compute`` with ``samples``, and with those efficiencies and that launch that lie nearest to them.
 
     What is unlike every measured kernel is judged by these alone. Nearest is the least mean of absolute logarithms,
     which a few odd kernels do not move, looked for along one number after another in ever smaller steps.
     """
     best = msgspec.structs.replace(compute, samples=list(samples))
-    least = _miss(best)
+    least = _roofline_error(best)
     for step in (4.0, 2.0, 1.4, 1.2, 1.1, 1.05):
         moved = True
         while moved:
@@ -103,37 +159,39 @@ def fit_roofline(compute: Compute, samples: Sequence[KernelSample]) -> Compute:
             for name in ("flops_efficiency", "bandwidth_efficiency", "launch_s"):
                 for factor in (step, 1.0 / step):
                     tried = msgspec.structs.replace(best, **{name: getattr(best, name) * factor})
-                    miss = _miss(tried)
+                    miss = _roofline_error(tried)
                     if miss < least * (1 - 1e-9):
                         best, least, moved = tried, miss, True
     return best
 
 
-def _within_steps(compute: Compute, runs: Iterable[Evidence], alone_s: Mapping[Workload, float]) -> Compute:
-    steps = [(_by_kind(compute, one), alone_s[workload(one)]) for one in runs]
-    return within_steps(compute, fit_kinds(steps))
+def _rescale_to_steps(
+    compute: DeviceCompute, runs: Iterable[CalibrationRun], alone_s: Mapping[WorkloadKey, float]
+) -> DeviceCompute:
+    steps = [(_single_device_seconds_by_kind(compute, one), alone_s[workload_key(one)]) for one in runs]
+    return scale_samples_by_kind(compute, fit_kind_factors(steps))
 
 
-def _miss(compute: Compute) -> float:
-    judge = Alike(msgspec.structs.replace(compute, samples=[]))
+def _roofline_error(compute: DeviceCompute) -> float:
+    judge = RooflineModel(msgspec.structs.replace(compute, samples=[]))
     return sum(abs(log(judge.roofline_s(one.kernel) / one.seconds)) for one in compute.samples)
 
 
-def _samples_of(run: Evidence) -> list[KernelSample]:
+def _run_kernel_samples(run: CalibrationRun) -> list[KernelSample]:
     assert run.result.probe is not None, "a run that was chosen for its probe"
     return kernel_samples(run.spec, run.table, run.result.probe)
 
 
-def _by_kind(compute: Compute, run: Evidence) -> dict[str, float]:
+def _single_device_seconds_by_kind(compute: DeviceCompute, run: CalibrationRun) -> dict[str, float]:
     return seconds_by_kind(compute, msgspec.structs.replace(run.spec, strategy="single", options={}), run.table)
 
 
-def _sum_s(compute: Compute, run: Evidence) -> float:
+def _single_device_kernels_s(compute: DeviceCompute, run: CalibrationRun) -> float:
     """All kernels of a step of a lone device."""
-    return sum(_by_kind(compute, run).values())
+    return sum(_single_device_seconds_by_kind(compute, run).values())
 
 
-def _factors(ratios: Iterable[tuple[Evidence, float]]) -> dict[str, float]:
+def _model_factors(ratios: Iterable[tuple[CalibrationRun, float]]) -> dict[str, float]:
     """Of every model the geometric mean of its runs, of any other the median of these: an odd model moves it little."""
     by_model: dict[str, list[float]] = defaultdict(list)
     for one, ratio in ratios:
@@ -143,16 +201,18 @@ def _factors(ratios: Iterable[tuple[Evidence, float]]) -> dict[str, float]:
     return {**factors, "": median(factors.values())}
 
 
-def _by_others(
-    plain: Compute,
-    probed: Sequence[Evidence],
+def _leave_model_out(
+    plain: DeviceCompute,
+    probed: Sequence[CalibrationRun],
     by_run: dict[str, list[KernelSample]],
-    alone_s: Mapping[Workload, float],
-    left_out: Evidence,
+    alone_s: Mapping[WorkloadKey, float],
+    left_out: CalibrationRun,
 ) -> tuple[float, float]:
     """A step as predicted without any kernel of its model, and as measured."""
     others = [one for one in probed if one.spec.model != left_out.spec.model]
     samples = [sample for one in others for sample in by_run[one.result.run_id]]
-    compute = _within_steps(fit_roofline(plain, samples), others, alone_s)
-    factor = _factors([(one, alone_s[workload(one)] / _sum_s(compute, one)) for one in others])[""]
-    return factor * _sum_s(compute, left_out), alone_s[workload(left_out)]
+    compute = _rescale_to_steps(fit_roofline(plain, samples), others, alone_s)
+    factor = _model_factors(
+        [(one, alone_s[workload_key(one)] / _single_device_kernels_s(compute, one)) for one in others]
+    )[""]
+    return factor * _single_device_kernels_s(compute, left_out), alone_s[workload_key(left_out)]

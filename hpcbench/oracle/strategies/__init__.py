@@ -1,1 +1,1 @@
-"""The cost of every strategy, a file per family."""
+"""The cost of every strategy (traffic, memory, step time), one file per family."""

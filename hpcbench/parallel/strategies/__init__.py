@@ -1,1 +1,1 @@
-"""The registry's entries, a file per family."""
+"""Registry entries, limits and splits of each family of strategies."""

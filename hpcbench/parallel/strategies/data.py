@@ -1,27 +1,28 @@
-"""The data-parallel family, and the lone device that it is measured against."""
+"""The data-parallel family and the single device that it is compared with: registry entries and limits."""
 
 from __future__ import annotations
 
-from hpcbench.parallel.entry import Option, Strategy
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.strategy_entry import Option, StrategyEntry
 
-FP16_SENT = 2.0**-8
+FP16_COMPRESSION_TOLERANCE = 2.0**-8
 """Of gradients or weights rounded to fp16 on their way: eight unit roundoffs, for a sum over replicas."""
-BF16_SENT = 2.0**-4
+BF16_COMPRESSION_TOLERANCE = 2.0**-4
 """As bf16 arithmetic itself, see ``bounds.ONE_STEP``."""
-UNCOMPRESSED_YET = 1e-2
+POWERSGD_FIRST_STEP_TOLERANCE = 1e-2
 """PowerSGD approximates without a bound, but not before its third step, and one step is compared."""
 
 STRATEGIES = {
-    "single": Strategy(
+    "single": StrategyEntry(
         own_degree=None,
-        runtime="hpcbench.worker.strategies.single:Single",
-        cost="hpcbench.oracle.strategies.data:Single",
+        runtime="hpcbench.worker.strategies.base:SingleStrategy",
+        cost="hpcbench.oracle.strategies.data:SingleCost",
         description="one device, no parallelism: the reference of every speed-up",
     ),
-    "ddp": Strategy(
+    "ddp": StrategyEntry(
         own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.ddp:Ddp",
-        cost="hpcbench.oracle.strategies.data:Ddp",
+        runtime="hpcbench.worker.strategies.data:DdpStrategy",
+        cost="hpcbench.oracle.strategies.data:DdpCost",
         description="torch DistributedDataParallel: replicas, gradients all_reduced in buckets",
         options={
             "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
@@ -32,16 +33,20 @@ STRATEGIES = {
                 "none",
                 "of gradients on their way: lossy",
                 ("none", "fp16", "bf16", "powersgd"),
-                lossy={"fp16": FP16_SENT, "bf16": BF16_SENT, "powersgd": UNCOMPRESSED_YET},
+                lossy={
+                    "fp16": FP16_COMPRESSION_TOLERANCE,
+                    "bf16": BF16_COMPRESSION_TOLERANCE,
+                    "powersgd": POWERSGD_FIRST_STEP_TOLERANCE,
+                },
             ),
             "powersgd_rank": Option(int, 2, "rank of PowerSGD's factors"),
         },
-        limit="hpcbench.parallel.limits:ddp",
+        limit="hpcbench.parallel.strategies.data:ddp_exclusion",
     ),
-    "zero1": Strategy(
+    "zero1": StrategyEntry(
         own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.zero1:Zero1",
-        cost="hpcbench.oracle.strategies.data:Zero1",
+        runtime="hpcbench.worker.strategies.zero1:Zero1Strategy",
+        cost="hpcbench.oracle.strategies.data:Zero1Cost",
         description="torch ZeroRedundancyOptimizer over DDP: optimizer state sharded (ZeRO-1)",
         options={
             "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
@@ -49,64 +54,70 @@ STRATEGIES = {
             "parameters_as_bucket_view": Option(bool, False, "parameters are views of the buckets they are sent in"),
         },
     ),
-    "fsdp": Strategy(
+    "fsdp": StrategyEntry(
         own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.fsdp:Fsdp",
-        cost="hpcbench.oracle.strategies.sharded:Fsdp",
+        runtime="hpcbench.worker.strategies.fsdp:FsdpStrategy",
+        cost="hpcbench.oracle.strategies.sharded:FsdpCost",
         description="torch fully_shard: parameters, gradients and optimizer state sharded (ZeRO-3)",
         options={
             "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
             "mixed_precision": Option(
-                bool, False, "parameters are used in bf16, gradients reduced in fp32", lossy={True: BF16_SENT}
+                bool,
+                False,
+                "parameters are used in bf16, gradients reduced in fp32",
+                lossy={True: BF16_COMPRESSION_TOLERANCE},
             ),
             "shard_degree": Option(int, 0, "ranks that hold one copy together, 0 for all: hybrid sharding"),
         },
-        limit="hpcbench.parallel.limits:fsdp",
+        limit="hpcbench.parallel.strategies.data:fsdp_exclusion",
     ),
-    "fairscale_oss": Strategy(
+    "fairscale_oss": StrategyEntry(
         own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.fairscale:FairscaleOss",
-        cost="hpcbench.oracle.strategies.data:FairscaleOss",
+        runtime="hpcbench.worker.strategies.fairscale:FairscaleOssStrategy",
+        cost="hpcbench.oracle.strategies.data:FairscaleOssCost",
         description="fairscale OSS over DDP: optimizer state sharded (ZeRO-1)",
         options={
             "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
             "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
             "broadcast_fp16": Option(
-                bool, False, "updated parameters are sent in fp16: lossy", lossy={True: FP16_SENT}
+                bool, False, "updated parameters are sent in fp16: lossy", lossy={True: FP16_COMPRESSION_TOLERANCE}
             ),
         },
     ),
-    "fairscale_sddp": Strategy(
+    "fairscale_sddp": StrategyEntry(
         own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.fairscale:FairscaleSddp",
-        cost="hpcbench.oracle.strategies.data:FairscaleSddp",
+        runtime="hpcbench.worker.strategies.fairscale:FairscaleSddpStrategy",
+        cost="hpcbench.oracle.strategies.data:FairscaleSddpCost",
         description="fairscale ShardedDataParallel: optimizer state and gradients sharded (ZeRO-2)",
         options={
             "reduce_buffer_mb": Option(float, 32.0, "size of a gradient bucket in MiB, 0 for none"),
             "reduce_fp16": Option(
-                bool, False, "gradients are reduced in fp16, without buckets: lossy", lossy={True: FP16_SENT}
+                bool,
+                False,
+                "gradients are reduced in fp16, without buckets: lossy",
+                lossy={True: FP16_COMPRESSION_TOLERANCE},
             ),
         },
-        limit="hpcbench.parallel.limits:fairscale_sddp",
+        limit="hpcbench.parallel.strategies.data:fairscale_sddp_exclusion",
     ),
-    "fairscale_fsdp": Strategy(
+    "fairscale_fsdp": StrategyEntry(
         own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.fairscale_fsdp:FairscaleFsdp",
-        cost="hpcbench.oracle.strategies.sharded:FairscaleFsdp",
+        runtime="hpcbench.worker.strategies.fairscale_fsdp:FairscaleFsdpStrategy",
+        cost="hpcbench.oracle.strategies.sharded:FairscaleFsdpCost",
         description="fairscale FullyShardedDataParallel: everything sharded (ZeRO-3)",
         options={
             "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
             "flatten_parameters": Option(bool, True, "the parameters of a block are one tensor"),
             "bucket_cap_mb": Option(int, 0, "size of a gradient bucket in MiB; on a cpu only 0, which is none"),
         },
-        limit="hpcbench.parallel.limits:fairscale_fsdp",
+        limit="hpcbench.parallel.strategies.data:fairscale_fsdp_exclusion",
         widest="fp32",
     ),
-    "horovod": Strategy(
+    "horovod": StrategyEntry(
         rehearsable=False,
         own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.horovod:Horovod",
-        cost="hpcbench.oracle.strategies.data:Horovod",
+        runtime="hpcbench.worker.strategies.horovod:HorovodStrategy",
+        cost="hpcbench.oracle.strategies.data:HorovodCost",
         description="Horovod: replicas, gradients fused and all_reduced by a background thread",
         options={
             "fusion_threshold_mb": Option(float, 128.0, "gradients are fused up to this many MiB; 0 fuses none"),
@@ -120,3 +131,45 @@ STRATEGIES = {
         },
     ),
 }
+
+
+def ddp_exclusion(spec: RunSpec) -> str | None:
+    """torch's reducer fails in the first backward pass without synchronisation."""
+    if spec.options.get("static_graph") and spec.micro_batches > 1:
+        return f"ddp with static_graph cannot accumulate gradients: micro_batches {spec.micro_batches}, 1 is right"
+    return None
+
+
+def fsdp_exclusion(spec: RunSpec) -> str | None:
+    """A mesh needs whole rows."""
+    degree = spec.options.get("shard_degree", 0)
+    if not isinstance(degree, int) or degree < 0 or (degree and spec.dp_degree % degree):
+        return (
+            f"fsdp with shard_degree {degree}: {spec.dp_degree} replicas cannot be shared evenly by groups of as many"
+        )
+    return _fp16_exclusion(spec)
+
+
+def fairscale_sddp_exclusion(spec: RunSpec) -> str | None:
+    """Its buckets ignore reduce_fp16 without a word."""
+    buffer_mb = spec.options.get("reduce_buffer_mb", 32.0)
+    if spec.options.get("reduce_fp16") and buffer_mb:
+        return f"fairscale_sddp reduces in fp16 without buckets only: reduce_buffer_mb {buffer_mb:g}, 0 is right"
+    return _fp16_exclusion(spec)
+
+
+def fairscale_fsdp_exclusion(spec: RunSpec) -> str | None:
+    """It takes fp32 parameters only, and expects each of its blocks to run forward once per backward pass."""
+    if spec.precision == "fp64":
+        return "fairscale_fsdp takes fp32 parameters: precision fp64 is beyond it"
+    if spec.activation_checkpointing:
+        return "fairscale_fsdp cannot compute a sharded block again in the backward pass: use fsdp"
+    if spec.compile:
+        return "fairscale_fsdp opens CUDA streams that torch.compile cannot trace: use fsdp"
+    return _fp16_exclusion(spec)
+
+
+def _fp16_exclusion(spec: RunSpec) -> str | None:
+    if spec.precision == "fp16":
+        return f"{spec.strategy} with fp16 would need a loss scale that all shards agree on: use bf16"
+    return None

@@ -1,30 +1,30 @@
-"""fairscale's pipeline: one process that drives several devices."""
+"""fairscale's Pipe, one process that drives several devices: registry entry and limits."""
 
 from __future__ import annotations
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.entry import Strategy
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.strategies import pipeline
+from hpcbench.parallel.strategy_entry import StrategyEntry
 
 STRATEGIES = {
-    "fairscale_pipe": Strategy(
+    "fairscale_pipe": StrategyEntry(
         own_degree="pp_degree",
-        runtime="hpcbench.worker.strategies.fairscale_pipe:FairscalePipe",
+        runtime="hpcbench.worker.strategies.pipeline.fairscale_pipe:FairscalePipeStrategy",
         description="pipeline of one process over several devices (fairscale's Pipe, torchgpipe)",
         options={
-            "balance": pipeline.OPTIONS["balance"]._replace(
-                description="what stages share evenly, by the table of layers", choices=pipeline.OF_THE_TABLE
+            "balance": pipeline.PIPELINE_OPTIONS["balance"]._replace(
+                description="what stages share evenly, by the table of layers", choices=pipeline.TABLE_BALANCES
             ),
-            "cuts": pipeline.OPTIONS["cuts"],
-            "recompute": pipeline.OPTIONS["recompute"],
+            "cuts": pipeline.PIPELINE_OPTIONS["cuts"],
+            "recompute": pipeline.PIPELINE_OPTIONS["recompute"],
         },
-        cost="hpcbench.oracle.strategies.fairscale_pipe:FairscalePipeCost",
-        limit="hpcbench.parallel.strategies.fairscale_pipe:excluded",
+        cost="hpcbench.oracle.strategies.pipeline:FairscalePipeCost",
+        limit="hpcbench.parallel.strategies.fairscale_pipe:fairscale_pipe_exclusion",
     ),
 }
 
 
-def excluded(spec: RunSpec) -> str | None:
+def fairscale_pipe_exclusion(spec: RunSpec) -> str | None:
     """Several processes, and what its threads do not take part in."""
     if spec.ranks > 1:
         return (
@@ -37,4 +37,4 @@ def excluded(spec: RunSpec) -> str | None:
         return "fairscale_pipe runs its stages in threads: no compile, and options.recompute for recomputation"
     if spec.model_options.get("tied") and spec.pp_degree > 1:
         return "fairscale_pipe cannot share tied weights between its stages: use gpipe"
-    return pipeline.excluded(spec)
+    return pipeline.pipeline_exclusion(spec)

@@ -1,83 +1,93 @@
-"""The pipeline family: consecutive layers on consecutive ranks, and micro-batches that pass through them."""
+"""The synchronous pipeline family: registry entries, limits, and the pipeline layout of a run."""
 
 from __future__ import annotations
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel import tensor
-from hpcbench.parallel.entry import Option, Strategy
-from hpcbench.parallel.layers import read_table
-from hpcbench.parallel.schedule import Layout
-from hpcbench.parallel.stages import given_cuts
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.parallel.pipeline.schedules import PipelineLayout
+from hpcbench.parallel.pipeline.stage_partition import parse_cuts
+from hpcbench.parallel.strategies import tensor
+from hpcbench.parallel.strategy_entry import Option, StrategyEntry
 
-RECOMPUTE = ("never", "except_last", "always")
-OF_THE_TABLE = ("time", "memory", "parameters", "blocks")
-BALANCES = (*OF_THE_TABLE, "measured")
+RECOMPUTE_CHOICES = ("never", "except_last", "always")
+TABLE_BALANCES = ("time", "memory", "parameters", "blocks")
+BALANCES = (*TABLE_BALANCES, "measured")
 
-OPTIONS = {
+PIPELINE_OPTIONS = {
     "balance": Option(str, "time", "what stages share evenly, by the table of layers or by a measurement", BALANCES),
     "cuts": Option(str, "", "first block of every stage but the first, such as 3,7: instead of balance"),
-    "recompute": Option(str, "never", "micro-batches whose activations are computed again backward", RECOMPUTE),
+    "recompute": Option(str, "never", "micro-batches whose activations are computed again backward", RECOMPUTE_CHOICES),
     "batch_norm": Option(str, "micro_batch", "what BatchNorm's running statistics are of", ("micro_batch", "deferred")),
 }
-VIRTUAL_STAGES = Option(int, 2, "chunks that every rank holds")
-STAGE_REPLICAS = Option(str, "", "ranks of every stage, such as 2-1-1: their sum is pp_degree, micro-batches go round")
+VIRTUAL_STAGES_OPTION = Option(int, 2, "chunks that every rank holds")
+STAGE_REPLICAS_OPTION = Option(
+    str, "", "ranks of every stage, such as 2-1-1: their sum is pp_degree, micro-batches go round"
+)
 
 
-def _entry(description: str, **more: Option) -> Strategy:
-    return Strategy(
+def _pipeline_entry(description: str, **more: Option) -> StrategyEntry:
+    return StrategyEntry(
         own_degree="pp_degree",
-        runtime="hpcbench.worker.strategies.pipeline:Pipeline",
+        runtime="hpcbench.worker.strategies.pipeline.strategy:PipelineStrategy",
         description=description,
-        options={**OPTIONS, **more},
+        options={**PIPELINE_OPTIONS, **more},
         reference="pipeline",
         cost="hpcbench.oracle.strategies.pipeline:PipelineCost",
         hybrid=("dp_degree", "tp_degree"),
-        limit="hpcbench.parallel.strategies.pipeline:excluded",
+        limit="hpcbench.parallel.strategies.pipeline:pipeline_exclusion",
     )
 
 
 STRATEGIES = {
-    "model": _entry("layers split over ranks, one micro-batch at a time: what pipelines are measured against"),
-    "gpipe": _entry("pipeline: all micro-batches forward, then all backward (GPipe)", stage_replicas=STAGE_REPLICAS),
-    "1f1b": _entry("pipeline: one micro-batch forward, one backward (PipeDream-Flush)", stage_replicas=STAGE_REPLICAS),
-    "interleaved_1f1b": _entry("1f1b with several chunks of the model on every rank", virtual_stages=VIRTUAL_STAGES),
-    "zero_bubble": _entry("1f1b whose gradients of weights fill the bubble (ZB-H1)"),
+    "model": _pipeline_entry("layers split over ranks, one micro-batch at a time: what pipelines are measured against"),
+    "gpipe": _pipeline_entry(
+        "pipeline: all micro-batches forward, then all backward (GPipe)", stage_replicas=STAGE_REPLICAS_OPTION
+    ),
+    "1f1b": _pipeline_entry(
+        "pipeline: one micro-batch forward, one backward (PipeDream-Flush)", stage_replicas=STAGE_REPLICAS_OPTION
+    ),
+    "interleaved_1f1b": _pipeline_entry(
+        "1f1b with several chunks of the model on every rank", virtual_stages=VIRTUAL_STAGES_OPTION
+    ),
+    "zero_bubble": _pipeline_entry("1f1b whose gradients of weights fill the bubble (ZB-H1)"),
 }
 
 ALIASES = {"data_pipeline": "1f1b", "data_tensor_pipeline": "1f1b"}
 
 
-def layout_of(spec: RunSpec) -> Layout:
+def pipeline_layout(spec: RunSpec) -> PipelineLayout:
     """The pipeline of one replica of the run."""
-    virtual = spec.options.get("virtual_stages", VIRTUAL_STAGES.default) if spec.strategy == "interleaved_1f1b" else 1
+    virtual = (
+        spec.options.get("virtual_stages", VIRTUAL_STAGES_OPTION.default) if spec.strategy == "interleaved_1f1b" else 1
+    )
     assert isinstance(virtual, int)
-    replicas = given_replicas(str(spec.options.get("stage_replicas", "")))
-    return Layout(len(replicas), 1, replicas) if replicas else Layout(spec.pp_degree, virtual)
+    replicas = parse_stage_replicas(str(spec.options.get("stage_replicas", "")))
+    return PipelineLayout(len(replicas), 1, replicas) if replicas else PipelineLayout(spec.pp_degree, virtual)
 
 
-def given_replicas(text: str) -> tuple[int, ...] | None:
+def parse_stage_replicas(text: str) -> tuple[int, ...] | None:
     """``"2-1-1"`` as ``(2, 1, 1)``; ``None`` where it is no list of ranks per stage."""
     parts = [part.strip() for part in text.split("-")]
     return tuple(map(int, parts)) if all(part.isdecimal() and int(part) for part in parts) else None
 
 
-def excluded(spec: RunSpec) -> str | None:
+def pipeline_exclusion(spec: RunSpec) -> str | None:
     """More chunks than blocks, cuts and replicas that are none, and fp16."""
-    reason = _wrong_replicas(spec)
+    reason = _stage_replicas_exclusion(spec)
     if reason is not None:
         return reason
-    layout = layout_of(spec)
+    layout = pipeline_layout(spec)
     if layout.virtual_stages < 1:
         return f"{spec.strategy} with virtual_stages {layout.virtual_stages}: 1 or more is right"
-    if spec.tp_degree > 1 and (why := tensor.excluded(spec)) is not None:
+    if spec.tp_degree > 1 and (why := tensor.tensor_exclusion(spec)) is not None:
         return why
     if spec.precision == "fp16":
         return f"{spec.strategy} with fp16 would need a loss scale that all stages agree on: use bf16"
-    table = read_table(spec.model, spec.dataset, spec.input_size, spec.model_options)
-    return wrong_cuts(spec, layout, table.blocks if table is not None else None)
+    table = read_shipped_table(spec.model, spec.dataset, spec.input_size, spec.model_options)
+    return cuts_exclusion(spec, layout, table.blocks if table is not None else None)
 
 
-def wrong_cuts(spec: RunSpec, layout: Layout, blocks: int | None) -> str | None:
+def cuts_exclusion(spec: RunSpec, layout: PipelineLayout, blocks: int | None) -> str | None:
     """Why the model, of that many blocks where known, cannot be cut as the run asks for."""
     if blocks is not None and layout.chunks > blocks:
         pieces = f"{layout.stages} stages" + f" x {layout.virtual_stages} chunks" * (layout.virtual_stages > 1)
@@ -85,7 +95,7 @@ def wrong_cuts(spec: RunSpec, layout: Layout, blocks: int | None) -> str | None:
     text = str(spec.options.get("cuts", ""))
     if not text:
         return None
-    cuts = given_cuts(text)
+    cuts = parse_cuts(text)
     if cuts is None:
         return f"options.cuts {text!r}: the first blocks of all stages but the first, ascending, such as 3,7"
     if len(cuts) != layout.chunks - 1:
@@ -95,12 +105,12 @@ def wrong_cuts(spec: RunSpec, layout: Layout, blocks: int | None) -> str | None:
     return None
 
 
-def _wrong_replicas(spec: RunSpec) -> str | None:
+def _stage_replicas_exclusion(spec: RunSpec) -> str | None:
     """Why ``stage_replicas`` cannot be had."""
     text = str(spec.options.get("stage_replicas", ""))
     if not text:
         return None
-    replicas, named = given_replicas(text), f"options.stage_replicas {text!r}"
+    replicas, named = parse_stage_replicas(text), f"options.stage_replicas {text!r}"
     if replicas is None:
         return f"{named}: the ranks of every stage, 1 or more, such as 2-1-1"
     if sum(replicas) != spec.pp_degree:

@@ -1,45 +1,42 @@
-"""Runs that measure a machine instead of a strategy: what a calibration is made of, planned and kept as any other run.
-
-Their timed steps are those of replicas that pass nothing to each other; what they measure beside is in the result's
-``probe``.
-"""
+"""Calibration probes: runs that measure the machine instead of a strategy.
+Their timed steps are those of replicas that do not communicate; the measurements are in the result's ``probe``."""
 
 from __future__ import annotations
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.entry import Option, Strategy
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.strategy_entry import Option, StrategyEntry
 
-_BUDGET = Option(float, 20.0, "seconds that the measurements may take, about")
+_BUDGET_OPTION = Option(float, 20.0, "seconds that the measurements may take, about")
 
 PROBES = {
-    "probe_layers": Strategy(
+    "probe_layers": StrategyEntry(
         own_degree=None,
-        runtime="hpcbench.worker.strategies.probes:ProbeLayers",
-        cost="hpcbench.oracle.strategies.data:Single",
+        runtime="hpcbench.worker.strategies.probes:ProbeLayersStrategy",
+        cost="hpcbench.oracle.strategies.data:SingleCost",
         description="calibration: every kernel of the model by itself, whole and in the parts that ranks get",
         options={
             "shares": Option(
                 str, "1,2,4", "layers are also cut into so many parts, by samples and by what ranks share"
             ),
-            "budget_s": _BUDGET,
+            "budget_s": _BUDGET_OPTION,
         },
-        limit="hpcbench.parallel.strategies.probes:kernels_alone",
+        limit="hpcbench.parallel.strategies.probes:probe_layers_exclusion",
     ),
-    "probe_collectives": Strategy(
+    "probe_collectives": StrategyEntry(
         own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.probes:ProbeCollectives",
-        cost="hpcbench.oracle.strategies.data:Single",
+        runtime="hpcbench.worker.strategies.probes:ProbeCollectivesStrategy",
+        cost="hpcbench.oracle.strategies.data:SingleCost",
         description="calibration: every collective at many sizes, alone, beside others and under computation",
         options={
             "largest_mb": Option(float, 16.0, "largest message in MiB"),
-            "budget_s": _BUDGET,
+            "budget_s": _BUDGET_OPTION,
         },
-        limit="hpcbench.parallel.strategies.probes:messages",
+        limit="hpcbench.parallel.strategies.probes:probe_collectives_exclusion",
     ),
 }
 
 
-def kernels_alone(spec: RunSpec) -> str | None:
+def probe_layers_exclusion(spec: RunSpec) -> str | None:
     """Layers are called one by one; parts are whole numbers."""
     if spec.compile or spec.activation_checkpointing:
         return "probe_layers calls layers one by one: compile and activation_checkpointing would change nothing"
@@ -48,20 +45,20 @@ def kernels_alone(spec: RunSpec) -> str | None:
     shares = str(spec.options.get("shares", "1"))
     if not all(one.strip().isdecimal() and int(one) >= 1 for one in shares.split(",")):
         return f'probe_layers with shares {shares!r}: whole numbers between commas are right, "1,2,4" for instance'
-    return _measures(spec)
+    return _probe_exclusion(spec)
 
 
-def messages(spec: RunSpec) -> str | None:
+def probe_collectives_exclusion(spec: RunSpec) -> str | None:
     """A lone rank has nobody to send to."""
     if spec.ranks == 1:
         return "probe_collectives needs 2 ranks or more"
-    return _measures(spec)
+    return _probe_exclusion(spec)
 
 
-def _measures(spec: RunSpec) -> str | None:
+def _probe_exclusion(spec: RunSpec) -> str | None:
     if spec.verify:
         return f"{spec.strategy} is no training that could be verified"
     if spec.rehearse:
         return f"{spec.strategy} measures this machine: it rehearses no other"
-    budget_s = spec.options.get("budget_s", _BUDGET.default)
+    budget_s = spec.options.get("budget_s", _BUDGET_OPTION.default)
     return None if isinstance(budget_s, int | float) and budget_s > 0 else f"{spec.strategy} with budget_s {budget_s}"

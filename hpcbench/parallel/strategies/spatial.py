@@ -1,18 +1,31 @@
-"""Feature maps cut along their spatial dims."""
+"""Spatial parallelism: registry entry, limits, and the layers of a model that are split along spatial dims.
+The split is read from the layer table, so that the worker executes the split that the oracle prices."""
 
 from __future__ import annotations
 
-from hpcbench.parallel.buckets import BUCKET_CAP_MB
-from hpcbench.parallel.entry import Option, Strategy
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
 
-LOCAL_STATISTICS = 16.0
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import ConfigError
+from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB
+from hpcbench.parallel.layer_table import LayerRow as Row
+from hpcbench.parallel.layer_table import LayerTable, cached_by_identity, is_shipped_configuration, read_shipped_table
+from hpcbench.parallel.strategies.channel import has_attention
+from hpcbench.parallel.strategies.halo import HaloLayer, SlidingWindow
+from hpcbench.parallel.strategy_entry import Option, StrategyEntry
+from hpcbench.parallel.workloads import DATASETS, sample_shape
+
+LOCAL_STATISTICS_TOLERANCE = 16.0
 """BatchNorm over a rank's own part computes another function, for which there is no bound: this one only shows numbers
 that are out of all proportion. Measured: 2.0 for resnet18 on 8x8 images, where a part has few values per channel."""
 
 STRATEGIES = {
-    "spatial": Strategy(
+    "spatial": StrategyEntry(
         own_degree="sp_degree",
-        runtime="hpcbench.worker.strategies.spatial:Spatial",
+        runtime="hpcbench.worker.strategies.spatial.strategy:SpatialStrategy",
         description="images and volumes cut into parts with halo exchange; the fully connected layers whole",
         options={
             "grid": Option(str, "", "ranks along each spatial dim, such as '2x2'; by default all along the first"),
@@ -23,17 +36,287 @@ STRATEGIES = {
                 "group",
                 "statistics over all parts, or of a rank's own part: lossy",
                 ("group", "local"),
-                lossy={"local": LOCAL_STATISTICS},
+                lossy={"local": LOCAL_STATISTICS_TOLERANCE},
             ),
             "global_pool": Option(
                 str, "reduce", "the mean over all positions: of sums, or after gathering them", ("reduce", "gather")
             ),
-            "bucket_cap_mb": Option(float, BUCKET_CAP_MB, "size of a gradient bucket in MiB"),
+            "bucket_cap_mb": Option(float, DEFAULT_BUCKET_CAP_MB, "size of a gradient bucket in MiB"),
         },
-        limit="hpcbench.parallel.spatial_limits:spatial",
+        limit="hpcbench.parallel.strategies.spatial:spatial_exclusion",
         hybrid=("dp_degree",),
-        cost="hpcbench.oracle.strategies.spatial:Spatial",
+        cost="hpcbench.oracle.strategies.spatial:SpatialCost",
     ),
 }
 
 ALIASES = {"data_spatial": "spatial"}
+
+
+CONVOLUTION_KINDS = frozenset({"Conv2d", "Conv3d"})
+MAX_POOL_KINDS = frozenset({"MaxPool2d", "MaxPool3d"})
+POOL_KINDS = MAX_POOL_KINDS | {"AvgPool2d", "AvgPool3d"}
+WINDOWED_KINDS = CONVOLUTION_KINDS | POOL_KINDS
+NORM_KINDS = frozenset({"BatchNorm2d", "BatchNorm3d"})
+GLOBAL_POOL_KINDS = frozenset({"AdaptiveAvgPool2d", "AdaptiveAvgPool3d"})
+POINTWISE_KINDS = frozenset({
+    "ReLU", "ReLU6", "LeakyReLU", "ELU", "SELU", "CELU", "GELU", "SiLU", "Mish", "Hardswish", "Hardsigmoid", "Hardtanh",
+    "Sigmoid", "Tanh", "Softplus", "Identity",
+})  # fmt: skip
+"""Each position by itself, with no numbers drawn. Anything else ends the cut part."""
+
+COMPOSITE_SUFFIX = ".other"
+
+
+class SpatialRegionEnd(NamedTuple):
+    """The first layer that is not cut."""
+
+    row: int
+    """Its place in the table: all before it are cut."""
+    reason: str
+    """Why the layer cannot be cut."""
+    row_of_reason: int
+
+
+class SpatialSplit(NamedTuple):
+    """What is cut. ``rows[:end]`` are; the layer at ``end`` and all after it are whole on every rank."""
+
+    grid: tuple[int, ...]
+    rows: tuple[Row, ...]
+    end: int
+    by_mean: bool
+    """The layer at ``end`` is a mean over all positions, to which every rank adds its own part."""
+
+    @property
+    def block(self) -> int:
+        """The block that the first whole layer is in."""
+        return self.rows[self.end].block
+
+    @property
+    def begins_block(self) -> bool:
+        """Whether that block is whole from its beginning."""
+        return self.rows[self.end - 1].block < self.block
+
+    @property
+    def extents(self) -> tuple[int, ...]:
+        """Of what arrives at the first whole layer."""
+        return spatial_extents(self.rows[self.end - 1].output_shape)
+
+    def is_cut(self, tensor: str) -> bool:
+        """Whether a parameter or buffer, by its name in the model, belongs to the cut part."""
+        return self.are_cut([tensor])[0]
+
+    def are_cut(self, tensors: Iterable[str]) -> list[bool]:
+        """``is_cut`` of each."""
+        first: dict[str, int] = {}
+        for number, row in enumerate(self.rows):
+            first.setdefault(row.name, number)
+        found = []
+        for tensor in tensors:
+            owner = tensor.rpartition(".")[0]
+            while owner and owner not in first:
+                owner = owner.rpartition(".")[0]
+            found.append(first.get(owner, self.end) < self.end)
+        return found
+
+
+def spatial_extents(shape: Sequence[int]) -> tuple[int, ...]:
+    """The spatial dims of a shape without its batch: channels come first."""
+    return tuple(shape[1:])
+
+
+def parse_spatial_grid(text: str, degree: int, dims: int) -> tuple[int, ...]:
+    """``"2x2"`` as numbers, one for each of ``dims``; by default the first dim takes all of ``degree``.
+
+    Raises ``ConfigError`` where it is no such text, or does not go with ``degree`` and ``dims``.
+    """
+    if not text:
+        return (degree, *[1] * (dims - 1))
+    parts = text.split("x")
+    if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+        raise ConfigError(f"grid {text!r} is none: numbers with x between them, such as '2x2'")
+    numbers = tuple(int(part) for part in parts)
+    if len(numbers) > dims:
+        raise ConfigError(f"grid {text!r} has {len(numbers)} dims, the samples have {dims}")
+    if prod(numbers) != degree:
+        raise ConfigError(f"grid {text!r} is of {prod(numbers)} ranks, sp_degree is {degree}")
+    return (*numbers, *[1] * (dims - len(numbers)))
+
+
+@cached_by_identity(4096)
+def halo_layer(row: Row) -> HaloLayer:
+    """The geometry of a convolution or pool."""
+    extents, of = spatial_extents(row.input_shape), row.attributes
+    dims = len(extents)
+    kernel = _per_dim(of["kernel_size"], dims)
+    dilation = _per_dim(of.get("dilation", 1), dims)
+    padding = of.get("padding", 0)
+    if isinstance(padding, str):
+        each = [d * (k - 1) // 2 if padding == "same" else 0 for k, d in zip(kernel, dilation, strict=True)]
+    else:
+        each = _per_dim(padding, dims)
+    stride, ceil_mode = _per_dim(of["stride"], dims), bool(of.get("ceil_mode", False))
+    windows = tuple(SlidingWindow(*numbers, ceil_mode) for numbers in zip(kernel, stride, each, dilation, strict=True))
+    return HaloLayer(extents, windows, pads_itself=row.kind in CONVOLUTION_KINDS)
+
+
+def _per_dim(value: Any, dims: int) -> list[int]:
+    return [value] * dims if isinstance(value, int) else list(value)
+
+
+@cached_by_identity(256)
+def spatial_split(table: LayerTable, grid: tuple[int, ...], until: int = 0) -> SpatialSplit:
+    """What of a model is cut over ``grid``.
+
+    By itself the cut part ends before the first layer that cannot be cut: one with fewer positions than ranks along a
+    dim, or one that mixes positions in a way of its own. ``until`` ends it before that block, whatever could be cut.
+    Raises ``ConfigError`` where nothing is left, or a layer before ``until`` cannot be cut.
+    """
+    found = _spatial_region_end(table.layers, grid, until)
+    stopped = table.layers[found.row_of_reason]
+    if until and stopped.block < until:
+        raise ConfigError(f"the blocks until {until} cannot be cut: {found.reason}")
+    if not any(row.kind in WINDOWED_KINDS for row in table.layers[: found.row]):
+        raise ConfigError(f"nothing of {table.model} can be cut: {found.reason}")
+    row, before = table.layers[found.row], table.layers[found.row - 1]
+    is_mean = row.kind in GLOBAL_POOL_KINDS and set(spatial_extents(row.output_shape)) == {1}
+    by_mean = found.row == found.row_of_reason and is_mean and row.input_shape == before.output_shape
+    return SpatialSplit(grid, tuple(table.layers), found.row, by_mean)
+
+
+def _spatial_region_end(rows: Sequence[Row], grid: tuple[int, ...], until: int) -> SpatialRegionEnd:
+    known = {spatial_extents(rows[0].input_shape)}
+    seen: set[str] = set()
+    for number, row in enumerate(rows):
+        reason = f"blocks from {until} on are asked to be whole" if until and row.block >= until else None
+        reason = reason or _uncuttable_reason(row, grid, known, seen)
+        if reason:
+            return SpatialRegionEnd(_composite_block_start(rows, number, known), reason, number)
+        seen.add(row.name)
+        known.add(spatial_extents(row.output_shape))
+    raise AssertionError("a table without the row of the loss")
+
+
+def _uncuttable_reason(row: Row, grid: tuple[int, ...], known: set[tuple[int, ...]], seen: set[str]) -> str | None:
+    """Why a layer cannot be cut."""
+    named = f"layer {row.name} ({row.kind})"
+    if not row.kind.endswith(COMPOSITE_SUFFIX) and row.kind not in WINDOWED_KINDS | NORM_KINDS | POINTWISE_KINDS:
+        return f"{named} is none that can be cut"
+    if row.kind.endswith(COMPOSITE_SUFFIX) and row.parameters:
+        return f"{named} has parameters of its own"
+    for shape in (row.input_shape, row.output_shape):
+        if len(shape) != len(grid) + 1:
+            return f"{named} has no feature maps of {len(grid)} dims"
+        for dim, (extent, parts) in enumerate(zip(spatial_extents(shape), grid, strict=True)):
+            if extent < parts:
+                return f"{named} has an extent of {extent} in dim {dim}, fewer than {parts} ranks"
+    if row.kind in WINDOWED_KINDS | NORM_KINDS and row.name in seen:
+        return f"{named} is called several times"
+    if row.attributes.get("padding") == "same" and not _is_symmetrically_padded(row):
+        return f"{named} is padded more on one side than on the other"
+    moves = row.kind in WINDOWED_KINDS
+    came = spatial_extents(row.input_shape) in known
+    went = moves or spatial_extents(row.output_shape) in known
+    return None if came and went else f"{named} works on positions that no layer made: something around it moves them"
+
+
+def _is_symmetrically_padded(row: Row) -> bool:
+    each = zip(row.attributes["kernel_size"], row.attributes["dilation"], strict=True)
+    return all(dilation * (kernel - 1) % 2 == 0 for kernel, dilation in each)
+
+
+def _composite_block_start(rows: Sequence[Row], number: int, known: set[tuple[int, ...]]) -> int:
+    """From a layer within a module that computes something itself back to the first one of its block.
+
+    What such a module does between its layers (shortcuts, reshaping) has to be cut or whole as one.
+    """
+    row = rows[number]
+    composites = [one.name for one in rows if one.kind.endswith(COMPOSITE_SUFFIX)]
+    is_within = row.kind.endswith(COMPOSITE_SUFFIX) or any(row.name.startswith(f"{name}.") for name in composites)
+    is_moved = spatial_extents(row.input_shape) not in known
+    if row.kind == "Loss" or not (is_within or is_moved):
+        return number
+    return next(place for place, one in enumerate(rows) if one.block == row.block)
+
+
+def largest_spatial_degree(table: LayerTable, grid: tuple[int, ...], until: int = 0) -> int | None:
+    """The most ranks along the longest dim of ``grid`` that work; ``None`` where not even two do."""
+    longest = max(range(len(grid)), key=lambda dim: grid[dim])
+    for parts in range(grid[longest] - 1, 1, -1):
+        try:
+            spatial_split(table, (*grid[:longest], parts, *grid[longest + 1 :]), until)
+        except ConfigError:
+            continue
+        return parts * prod(grid) // grid[longest]
+    return None
+
+
+def spatial_exclusion(spec: RunSpec) -> str | None:
+    """Samples without spatial dims, modes that would be wrong, and more ranks than positions.
+
+    ParaDL's limit, p <= min(W_l * H_l) over the layers that are cut (Kahira et al., HPDC 2021), is held dim by dim.
+    Without a shipped table only the samples' own extents are known here; the worker checks the layers.
+    """
+    dataset = DATASETS[spec.dataset]
+    if dataset.kind == "tokens":
+        return f"spatial cuts images and volumes; {spec.dataset} holds tokens"
+    if spec.compile:
+        return "spatial exchanges halos with calls that torch.compile cannot trace: compile = false is right"
+    if spec.precision == "fp16":
+        return "spatial with fp16 would need a loss scale that all parts agree on: use bf16"
+    extents = sample_shape(spec.dataset, spec.input_size)[1:]
+    try:
+        grid = spatial_grid(spec)
+    except ConfigError as error:
+        return f"spatial: {error.message}"
+    until = spec.options.get("until", 0)
+    if not isinstance(until, int) or until < 0:
+        return f"spatial: until {until} is no number of blocks"
+    for dim, (extent, parts) in enumerate(zip(extents, grid, strict=True)):
+        if extent < parts:
+            return (
+                f"spatial: samples have an extent of {extent} in dim {dim}, fewer than the {parts} ranks of the grid; "
+                f"{extent} is the most there"
+            )
+    if spec.sp_degree == 1 or not is_shipped_configuration(
+        spec.model, spec.dataset, spec.input_size, shape_changing_options(spec)
+    ):
+        return None
+    return _shipped_table_exclusion(spec.model, spec.dataset, grid, until)
+
+
+def shape_changing_options(spec: RunSpec) -> dict[str, Any]:
+    """Model options that change shapes: what ``read_shipped_table`` is to be asked with.
+
+    Dropout's probability changes none.
+    """
+    return {name: value for name, value in spec.model_options.items() if name != "dropout"}
+
+
+def spatial_grid(spec: RunSpec) -> tuple[int, ...]:
+    """The run's grid, one number per spatial dim; ``ConfigError`` as ``parse_spatial_grid``."""
+    dims = len(DATASETS[spec.dataset].shape) - 1
+    return parse_spatial_grid(str(spec.options.get("grid", "")), spec.sp_degree, dims)
+
+
+def spatial_split_of_run(spec: RunSpec, table: LayerTable) -> SpatialSplit:
+    """What is cut in a run that the limits allow; ``ConfigError`` as ``split``."""
+    return spatial_split(table, spatial_grid(spec), int(spec.options.get("until", 0)))
+
+
+def spatial_table_exclusion(table: LayerTable, grid: tuple[int, ...], until: int) -> str | None:
+    """Why a model cannot be cut like this, with the largest degree that works."""
+    if has_attention(table):
+        return f"spatial cuts what convolutions look at; {table.model} is a transformer: use tensor"
+    try:
+        spatial_split(table, grid, until)
+    except ConfigError as error:
+        most = largest_spatial_degree(table, grid, until)
+        fix = f"sp_degree {most} is the largest that works" if most else "no sp_degree works"
+        return f"spatial on {prod(grid)} ranks as {'x'.join(map(str, grid))}: {error.message}; {fix} in that direction"
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _shipped_table_exclusion(model: str, dataset: str, grid: tuple[int, ...], until: int) -> str | None:
+    table = read_shipped_table(model, dataset)
+    return None if table is None else spatial_table_exclusion(table, grid, until)

@@ -1,1 +1,1 @@
-"""Plots: what is drawn, independent of whether a page, a file or a terminal shows it."""
+"""Plots of results: the plotted data, and charts of it for files, pages and terminals."""

@@ -1,18 +1,20 @@
-"""Colours, shapes and dashes: told apart by people who see no red or green, and in print without any colour.
+"""Styles of series (colours, shapes, dashes that stay distinguishable in print) and of axes (units, ticks).
 
-The colours are those of Okabe and Ito (2008), "Color Universal Design", without the yellow that white paper swallows.
-"""
+The colours are those of Okabe and Ito (2008), "Color Universal Design", without yellow (illegible on white)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import polars
 
 BLACK, BLUE, VERMILLION, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"
 PURPLE, SKY, ORANGE = "#CC79A7", "#56B4E9", "#E69F00"
 COLOURS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, BLACK)
-GREY, LIGHT = "#6B6B6B", "#D9D9D9"
+GREY, LIGHT_GREY = "#6B6B6B", "#D9D9D9"
 
 _STAR = ((0, -1), (0.26, -0.36), (0.95, -0.31), (0.42, 0.14), (0.59, 0.81), (0, 0.44), (-0.59, 0.81), (-0.42, 0.14),
          (-0.95, -0.31), (-0.26, -0.36))  # fmt: skip
@@ -27,7 +29,7 @@ _SHAPES: dict[str, tuple[Sequence[tuple[float, float]], str, str]] = {
     "star": (_STAR, "★", "☆"),
 }  # fmt: skip
 """The outline of each, clockwise, and its character in a terminal, filled and hollow."""
-_VEGA = {
+_VEGA_SHAPES = {
     **{name: name for name in ("circle", "square", "diamond", "cross")},
     **{name: f"triangle-{name}" for name in ("up", "down", "left", "right")},
 }
@@ -37,7 +39,7 @@ _DASHES: dict[str, list[float]] = {
 }  # fmt: skip
 
 
-class Style(NamedTuple):
+class SeriesStyle(NamedTuple):
     """How a series is drawn, wherever it is."""
 
     colour: str
@@ -47,23 +49,23 @@ class Style(NamedTuple):
     dash: list[float]
 
 
-def _style(colour: str, shape: str, dash: str, *, hollow: bool = False) -> Style:
+def _make_style(colour: str, shape: str, dash: str, *, hollow: bool = False) -> SeriesStyle:
     outline, filled, empty = _SHAPES[shape]
     if not hollow:
-        return Style(colour, _VEGA.get(shape) or _path(outline), filled, _DASHES[dash])
+        return SeriesStyle(colour, _VEGA_SHAPES.get(shape) or _svg_path(outline), filled, _DASHES[dash])
     # The other way round within: what both enclose is left out.
-    inner = [(x * _HOLE, y * _HOLE) for x, y in reversed(outline)]
-    return Style(colour, _path(outline) + _path(inner), empty, _DASHES[dash])
+    inner = [(x * _HOLLOW_RATIO, y * _HOLLOW_RATIO) for x, y in reversed(outline)]
+    return SeriesStyle(colour, _svg_path(outline) + _svg_path(inner), empty, _DASHES[dash])
 
 
-_HOLE = 0.6
+_HOLLOW_RATIO = 0.6
 
 
-def _path(outline: Sequence[tuple[float, float]]) -> str:
+def _svg_path(outline: Sequence[tuple[float, float]]) -> str:
     return f"M{'L'.join(f'{x:.3g},{y:.3g}' for x, y in outline)}Z"
 
 
-_STRATEGIES = {
+_STRATEGY_STYLE_PARTS = {
     "single": (BLACK, "star", "solid"),
     "ddp": (BLUE, "circle", "solid"),
     "horovod": (VERMILLION, "square", "short"),
@@ -84,48 +86,49 @@ _STRATEGIES = {
     "zero_bubble": (GREEN, "cross", "dash-dot"),
     "pipedream": (BLUE, "star", "dots"),
 }
-STRATEGIES = {name: _style(*parts) for name, parts in _STRATEGIES.items()}
+STRATEGY_STYLES = {name: _make_style(*parts) for name, parts in _STRATEGY_STYLE_PARTS.items()}
 """The same colour, shape and dash for a strategy in every plot; of a hybrid the shape is hollow."""
-_DEGREES = frozenset({"dp", "tp", "sp", "pp"})
-_OWN = {style[:3] for style in STRATEGIES.values()}
-_OTHERS = [
+_DEGREE_NAMES = frozenset({"dp", "tp", "sp", "pp"})
+_STRATEGY_STYLE_KEYS = {style[:3] for style in STRATEGY_STYLES.values()}
+_FREE_STYLES = [
     style
     for turn, dash in enumerate(_DASHES)
     for place, colour in enumerate(COLOURS)
-    if (style := _style(colour, tuple(_SHAPES)[(place + turn) % len(_SHAPES)], dash))[:3] not in _OWN
+    if (style := _make_style(colour, tuple(_SHAPES)[(place + turn) % len(_SHAPES)], dash))[:3]
+    not in _STRATEGY_STYLE_KEYS
 ]
 
 
-def styles(series: Sequence[str]) -> dict[str, Style]:
+def series_styles(series: Sequence[str]) -> dict[str, SeriesStyle]:
     """The style of each of ``series``: a strategy's own, a hybrid's, for anything else the first that is free.
 
     Strategies come first, in their order here, the others as they are given.
     """
-    found = {name: style for name, style in STRATEGIES.items() if name in series}
+    found = {name: style for name, style in STRATEGY_STYLES.items() if name in series}
     rest = [name for name in series if name not in found]
     for name in rest:
         taken = list(found.values())
-        hybrid = _hybrid(name)
-        free = [style for style in _OTHERS if style not in taken] or _OTHERS
+        hybrid = _hybrid_style(name)
+        free = [style for style in _FREE_STYLES if style not in taken] or _FREE_STYLES
         found[name] = hybrid if hybrid and hybrid not in taken else free[0]
     return found
 
 
-def _hybrid(name: str) -> Style | None:
+def _hybrid_style(name: str) -> SeriesStyle | None:
     """The style of ``filter dp tp``: the strategy's, hollow."""
     base, *degrees = name.split(" ")
-    if base not in _STRATEGIES or not degrees or not _DEGREES.issuperset(degrees):
+    if base not in _STRATEGY_STYLE_PARTS or not degrees or not _DEGREE_NAMES.issuperset(degrees):
         return None
-    colour, shape, dash = _STRATEGIES[base]
-    return _style(colour, shape, "dots" if len(degrees) > 2 else dash, hollow=True)
+    colour, shape, dash = _STRATEGY_STYLE_PARTS[base]
+    return _make_style(colour, shape, "dots" if len(degrees) > 2 else dash, hollow=True)
 
 
 def terminal_colour(colour: str) -> str:
     """A style for rich: what is as dark or as light as a terminal's ground is left to the terminal."""
-    return "" if colour in (BLACK, LIGHT, "#FFFFFF") else colour
+    return "" if colour in (BLACK, LIGHT_GREY, "#FFFFFF") else colour
 
 
-def config() -> dict[str, Any]:
+def vega_config() -> dict[str, Any]:
     """Vega-Lite's ``config``: type that can be read in a column of a paper, few lines, text never cut short unseen."""
     return {
         "background": "#FFFFFF", "font": "sans-serif", "view": {"stroke": None},
@@ -146,3 +149,90 @@ def config() -> dict[str, Any]:
         },
         "line": {"strokeWidth": 2}, "point": {"size": 85, "opacity": 1},
     }  # fmt: skip
+
+
+_UNITS: dict[str, tuple[tuple[float, str], ...]] = {
+    "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")),
+    "B": ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")),
+    "J": ((1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "µJ")),
+    "/s": ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, "")),
+    "%": ((0.01, "%"),),
+    "": ((1.0, ""),),
+}
+_MIN_LOG_RATIO = 5.0
+"""An axis whose largest figure is so many times its smallest is logarithmic, where the other one is."""
+
+
+class PlotAxis(NamedTuple):
+    """``factor`` SI units are one of the axis's unit; ``log`` is the base of its logarithm or 0."""
+
+    title: str
+    factor: float = 1.0
+    unit: str = ""
+    log: int = 0
+
+    def shown(self, value: float | None) -> float | None:
+        """``value`` in the axis's unit, as exactly as anybody can see."""
+        return None if value is None or not math.isfinite(value) else float(f"{value / self.factor:.5g}")
+
+    @property
+    def heading(self) -> str:
+        """``step time (ms)``."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+
+def make_axis(title: str, kind: str, values: Iterable[float | None], *, log: bool = False) -> PlotAxis:
+    """An axis for ``values`` of ``kind`` (a key of ``_UNITS``): the largest unit that one of them reaches.
+
+    ``title`` may hold ``{}`` where the unit belongs (``{}samples/s``). ``log`` where they are spread widely.
+    """
+    known = sorted(value for value in values if value is not None and math.isfinite(value) and value > 0)
+    most = known[-1] if known else 1.0
+    factor, unit = next((one for one in _UNITS[kind] if most >= one[0]), _UNITS[kind][-1])
+    base = 10 if log and known and known[-1] / known[0] >= _MIN_LOG_RATIO else 0
+    if "{}" in title:
+        return PlotAxis(title.format(f"{unit} " if unit else ""), factor, "", base)
+    return PlotAxis(title, factor, unit, base)
+
+
+def count_axis(title: str, counts: Iterable[float]) -> PlotAxis:
+    """An axis of whole numbers: logarithmic where they double."""
+    known = sorted(set(counts))
+    doubles = len(known) > 1 and known[0] > 0 and known[-1] / known[0] >= 4
+    return PlotAxis(title, log=2 if doubles else 0)
+
+
+def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers from ``low`` to ``high``, at most ``most`` of them, 1, 2, 2.5 or 5 times a power of ten apart."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(1, most - 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * one for one in (1, 2, 2.5, 5, 10) if power * one >= rough * 0.999999)
+    first = math.ceil(low / step - 1e-9)
+    found = []
+    while first * step <= high + step * 1e-9:
+        found.append(float(f"{first * step:.10g}"))
+        first += 1
+    return found
+
+
+def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
+    """1, 2 and 5 times powers of ten from ``low`` to ``high``; fewer of them where that is too many."""
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for parts in ((1, 2, 5), (1, 3), (1,)):
+        found = [float(f"{part}e{power}") for power in powers for part in parts]
+        inside = [one for one in found if low * 0.999999 <= one <= high * 1.000001]
+        if len(inside) <= most:
+            return inside or [low]
+    return inside[:: math.ceil(len(inside) / most)]
+
+
+def column_values(frame: polars.DataFrame, column: str) -> list[float]:
+    """The numbers in ``column`` that are there."""
+    return [float(value) for value in frame[column].drop_nulls().to_list()]
+
+
+def format_tick(value: float) -> str:
+    """A tick's label: as few digits as it takes."""
+    return f"{value:,.10g}" if abs(value) < 1e6 else f"{value:.3g}"

@@ -1,1 +1,1 @@
-"""What a replica is fed with."""
+"""Training samples: synthetic, resident on the device, or read from files."""

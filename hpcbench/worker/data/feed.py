@@ -1,9 +1,10 @@
-"""What a strategy asks for its samples: which ones are a replica's in a step, and how many there truly are."""
+"""The base class of all data feeds: the samples of each replica in each step, and the number of samples in a step."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +12,89 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.datasets import DATASETS, input_shape
-from hpcbench.parallel.shard import dropped_samples, even_ranges, micro_shares, steps_per_epoch
+from hpcbench.parallel.mesh import dropped_samples, even_ranges, micro_batch_ranges, steps_per_epoch
+from hpcbench.parallel.workloads import DATASETS, sample_shape
+
+
+class Minibatch(NamedTuple):
+    """One entry of the sequence."""
+
+    step: int
+    """Place of its step in the order of steps."""
+    place: int
+    """Its place within the step."""
+    sizes: tuple[int, ...]
+    """Its samples on every replica."""
+
+    @property
+    def samples(self) -> int:
+        """Over all replicas."""
+        return sum(self.sizes)
+
+
+class MinibatchSequence:
+    """Steps come in the order that is announced; after the last of them, or without, one number after another."""
+
+    def __init__(self, feed: DataFeed, steps: Iterable[int] = ()) -> None:
+        self._feed = feed
+        self._steps = list(steps)
+        self._shares: list[list[list[range]]] = []
+        self._first: list[int] = [0]
+        """Number of the first minibatch of every known step, and of the one after."""
+        self._batches: dict[tuple[int, int], Batch] = {}
+
+    def step(self, place: int) -> int:
+        """The number of the step at ``place`` of the order."""
+        if place < len(self._steps):
+            return self._steps[place]
+        return self._steps[-1] + 1 + place - len(self._steps) if self._steps else place
+
+    def count(self, place: int) -> int:
+        """Minibatches of the step at ``place``."""
+        self._reach(place)
+        return len(self._shares[place][0])
+
+    def first(self, place: int) -> int:
+        """Number of the first minibatch of the step at ``place``."""
+        self._reach(place)
+        return self._first[place]
+
+    def at(self, number: int) -> Minibatch:
+        """Minibatch ``number``."""
+        while self._first[-1] <= number:
+            self._reach(len(self._shares))
+        place = bisect_right(self._first, number) - 1
+        within = number - self._first[place]
+        return Minibatch(place, within, tuple(len(shares[within]) for shares in self._shares[place]))
+
+    def samples(self, place: int) -> int:
+        """Global sample count of the step at ``place``."""
+        return self._feed.global_count(self.step(place))
+
+    def batch(self, number: int, replica: int) -> Batch:
+        """The samples of ``replica``. Steps before that of the last call are forgotten."""
+        found = self.at(number)
+        key = (found.step, replica)
+        if key not in self._batches:
+            self._batches = {one: batch for one, batch in self._batches.items() if one[0] >= found.step - 1}
+            self._batches[key] = self._feed.batch(self.step(found.step), replica)
+        part = self._shares[found.step][replica][found.place]
+        inputs, targets = self._batches[key]
+        return _slice_rows(inputs, part), _slice_rows(targets, part)
+
+    def _reach(self, place: int) -> None:
+        while len(self._shares) <= place:
+            step = self.step(len(self._shares))
+            shares = [self._feed.micro_shares(step, replica) for replica in range(self._feed.replicas)]
+            self._shares.append(shares)
+            self._first.append(self._first[-1] + len(shares[0]))
+
+
+def _slice_rows(tensor: Tensor, part: range) -> Tensor:
+    return tensor[part.start : part.stop]
+
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -22,17 +102,17 @@ Batch = tuple[Tensor, Tensor]
 """Inputs [samples, *shape] and targets (see ``worker.losses``), on the run's device."""
 
 
-class Source(NamedTuple):
+class DataSource(NamedTuple):
     """Where samples that lie in files are, and how many threads of this rank may read them."""
 
     folder: Path | None = None
     threads: int = 1
 
 
-NOWHERE = Source()
+NO_FILES = DataSource()
 
 
-class Feed(ABC):
+class DataFeed(ABC):
     """The run's samples. Any replica's share can be asked for, so that one process can compute what all do.
 
     ``samples`` is one epoch, where it is not what the data set says.
@@ -47,7 +127,7 @@ class Feed(ABC):
 
     def __init__(self, spec: RunSpec, device: torch.device, samples: int | None = None) -> None:
         dataset = DATASETS[spec.dataset]
-        self.shape = input_shape(spec.dataset, spec.input_size)
+        self.shape = sample_shape(spec.dataset, spec.input_size)
         self.classes = dataset.outputs
         self.samples = dataset.samples if samples is None else samples
         self.batch_size = spec.batch_size
@@ -81,7 +161,7 @@ class Feed(ABC):
 
     def share(self, step: int, replica: int) -> range:
         """Positions within the step's batch that are ``replica``'s (``parallel.shard.step_shares``)."""
-        return _shares(self.global_count(step), self.replicas)[replica]
+        return _replica_shares(self.global_count(step), self.replicas)[replica]
 
     def count(self, step: int, replica: int) -> int:
         """Samples of ``replica`` in ``step``."""
@@ -90,7 +170,7 @@ class Feed(ABC):
     def micro_shares(self, step: int, replica: int) -> list[range]:
         """The micro-batches of ``replica`` in ``step``, as positions within its batch: as many for every replica."""
         smallest = self.count(step, self.replicas - 1)
-        return micro_shares(self.count(step, replica), smallest, self.batch_size, self.micro_batches)
+        return micro_batch_ranges(self.count(step, replica), smallest, self.batch_size, self.micro_batches)
 
     def chosen(self, step: int, replica: int) -> Tensor:
         """Which samples of the set these are: every epoch has its own order from the seed, the same on all ranks."""
@@ -100,7 +180,7 @@ class Feed(ABC):
 
     def epoch_order(self, epoch: int) -> Tensor:
         """All samples of the set, in the order in which ``epoch`` takes them."""
-        return _order(self.samples, self.seed, epoch)
+        return _epoch_permutation(self.samples, self.seed, epoch)
 
     @abstractmethod
     def prepare(self, replica: int) -> None:
@@ -140,29 +220,29 @@ class Feed(ABC):
 
 
 @lru_cache(maxsize=8)
-def _shares(count: int, replicas: int) -> list[range]:
+def _replica_shares(count: int, replicas: int) -> list[range]:
     return even_ranges(count, replicas)
 
 
 @lru_cache(maxsize=2)
-def _order(samples: int, seed: int, epoch: int) -> Tensor:
+def _epoch_permutation(samples: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
-def make_feed(spec: RunSpec, device: torch.device, source: Source = NOWHERE) -> Feed:
+def make_feed(spec: RunSpec, device: torch.device, source: DataSource = NO_FILES) -> DataFeed:
     """The feed of the run's data set. ``WorkerError`` (``unsupported``) where its files are not there."""
     if spec.dataset == "digits":
-        from hpcbench.worker.data.digits import Digits
+        from hpcbench.worker.data.resident_feed import DigitsFeed
 
-        return Digits(spec, device)
+        return DigitsFeed(spec, device)
     if spec.data in ("device", "host"):
-        from hpcbench.worker.data.synthetic import Synthetic
+        from hpcbench.worker.data.synthetic_feed import SyntheticFeed
 
-        return Synthetic(spec, device)
+        return SyntheticFeed(spec, device)
     if spec.data == "real" and spec.dataset in ("mnist", "cifar10"):
-        from hpcbench.worker.data.archives import Archive
+        from hpcbench.worker.data.resident_feed import ArchiveFeed
 
-        return Archive(spec, device, source)
-    from hpcbench.worker.data.files import Files
+        return ArchiveFeed(spec, device, source)
+    from hpcbench.worker.data.file_feed import FileFeed
 
-    return Files(spec, device, source)
+    return FileFeed(spec, device, source)

@@ -1,1 +1,1 @@
-"""Single-device models, each with a sequential view of its blocks."""
+"""Single-device models, each built as a sequence of blocks."""

@@ -1,9 +1,8 @@
-"""Decoder-only transformers after GPT-2 and GPT-3 (Radford et al. 2019, Brown et al. 2020), pre-norm.
+"""Decoder-only pre-norm transformers after GPT-2 and GPT-3 (Radford et al. 2019, Brown et al. 2020).
 
-The sizes are those of GPT-3's table 2.1, and Turing-NLG's (Rosset 2020). Unlike the published models, the output layer
-has weights of its own unless ``tied`` says otherwise: where the first and the last block share a weight, the sequence
-of blocks cannot be cut.
-"""
+The sizes are those of GPT-3's table 2.1 and of Turing-NLG (Rosset 2020). The output layer has its own weights unless
+the
+option ``tied`` is set: a sequence whose first and last block share a weight cannot be cut between them."""
 
 from __future__ import annotations
 
@@ -117,24 +116,24 @@ MODELS = {
 }
 
 
-class _Size(NamedTuple):
+class _GptSize(NamedTuple):
     layers: int
     width: int
     heads: int
 
 
-_SIZES = {
-    "gpt": _Size(4, 128, 4),
-    "gpt_125m": _Size(12, 768, 12),
-    "gpt_350m": _Size(24, 1024, 16),
-    "gpt_760m": _Size(24, 1536, 16),
-    "gpt_1_3b": _Size(24, 2048, 16),
-    "gpt_2_7b": _Size(32, 2560, 32),
-    "gpt_6_7b": _Size(32, 4096, 32),
-    "gpt_13b": _Size(40, 5120, 40),
-    "gpt_17b": _Size(78, 4256, 28),
+_GPT_SIZES = {
+    "gpt": _GptSize(4, 128, 4),
+    "gpt_125m": _GptSize(12, 768, 12),
+    "gpt_350m": _GptSize(24, 1024, 16),
+    "gpt_760m": _GptSize(24, 1536, 16),
+    "gpt_1_3b": _GptSize(24, 2048, 16),
+    "gpt_2_7b": _GptSize(32, 2560, 32),
+    "gpt_6_7b": _GptSize(32, 4096, 32),
+    "gpt_13b": _GptSize(40, 5120, 40),
+    "gpt_17b": _GptSize(78, 4256, 28),
 }
-_DEVIATION = 0.02
+_INITIAL_STD = 0.02
 
 
 class Embedding(nn.Module):
@@ -167,7 +166,7 @@ class TokenHead(nn.Module):
 
 def build(name: str, in_shape: tuple[int, ...], vocabulary: int, options: dict[str, Any]) -> nn.Sequential:
     """``name`` for sequences of ``in_shape`` (length,): embedding, blocks, head."""
-    size = _SIZES[name]
+    size = _GPT_SIZES[name]
     embedding = Embedding(vocabulary, max(options["context"], *in_shape), size.width, options["dropout"])
     blocks = [
         TransformerBlock(size.width, size.heads, causal=True, dropout=options["dropout"]) for _ in range(size.layers)
@@ -176,15 +175,15 @@ def build(name: str, in_shape: tuple[int, ...], vocabulary: int, options: dict[s
     if options["tied"]:
         head.output.weight = embedding.tokens.weight
     built = nn.Sequential(embedding, *blocks, head)
-    _start(built, size.layers)
+    _initialize_weights(built, size.layers)
     return built
 
 
-def _start(built: nn.Module, layers: int) -> None:
+def _initialize_weights(built: nn.Module, layers: int) -> None:
     """GPT-2's initialisation: what is added to the residual stream starts smaller the more blocks add to it."""
     for name, module in built.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             adds = name.endswith(("attention.output", "mlp.down"))
-            nn.init.normal_(module.weight, std=_DEVIATION / math.sqrt(2 * layers) if adds else _DEVIATION)
+            nn.init.normal_(module.weight, std=_INITIAL_STD / math.sqrt(2 * layers) if adds else _INITIAL_STD)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)

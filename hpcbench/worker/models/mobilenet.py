@@ -1,14 +1,13 @@
-"""MobileNetV2 (Sandler et al. 2018): the MNIST/CIFAR form for small images, torchvision's for larger ones."""
+"""MobileNetV2 (Sandler et al. 2018): the CIFAR form for small images, torchvision's form for larger ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcbench.worker.models.build import SMALL_EDGE
-from hpcbench.worker.models.vision import torchvision_models
+from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, import_torchvision_models
 
 MODELS = {
     "mobilenetv2": {
@@ -20,9 +19,17 @@ MODELS = {
     },
 }
 
-_STAGES = ((1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1))
+_STAGE_SETTINGS = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 1),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
 """The paper's table 2: expansion, channels, blocks, stride; the second stage's stride is lowered to 1."""
-_STEM, _LAST = 32, 1280
+_STEM_CHANNELS, _HEAD_CHANNELS = 32, 1280
 
 
 class InvertedResidual(nn.Module):
@@ -53,26 +60,26 @@ class InvertedResidual(nn.Module):
 
 def build(_name: str, in_shape: tuple[int, ...], classes: int, options: dict[str, Any]) -> nn.Sequential:
     """MobileNetV2 for images of ``in_shape`` (channels, height, width), as a sequence of blocks."""
-    if in_shape[-1] >= SMALL_EDGE:
-        return _large(in_shape[0], classes, options["dropout"])
-    blocks: list[nn.Module] = [_convolution(in_shape[0], _STEM, 3)]
-    channels_in = _STEM
-    for expansion, channels, count, stride in _STAGES:
+    if in_shape[-1] >= SMALL_IMAGE_EDGE:
+        return _build_from_torchvision(in_shape[0], classes, options["dropout"])
+    blocks: list[nn.Module] = [_convolution_block(in_shape[0], _STEM_CHANNELS, 3)]
+    channels_in = _STEM_CHANNELS
+    for expansion, channels, count, stride in _STAGE_SETTINGS:
         for number in range(count):
             blocks.append(InvertedResidual(channels_in, channels, expansion, 1 if number else stride))
             channels_in = channels
-    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(_LAST, classes))
-    return nn.Sequential(*blocks, _convolution(channels_in, _LAST, 1), head)
+    head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(_HEAD_CHANNELS, classes))
+    return nn.Sequential(*blocks, _convolution_block(channels_in, _HEAD_CHANNELS, 1), head)
 
 
-def _convolution(channels_in: int, channels: int, kernel: int) -> nn.Sequential:
+def _convolution_block(channels_in: int, channels: int, kernel: int) -> nn.Sequential:
     convolution = nn.Conv2d(channels_in, channels, kernel, padding=kernel // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU())
 
 
-def _large(channels: int, classes: int, dropout: float) -> nn.Sequential:
-    whole = torchvision_models().mobilenet_v2(weights=None, num_classes=classes, dropout=dropout)
+def _build_from_torchvision(channels: int, classes: int, dropout: float) -> nn.Sequential:
+    whole = import_torchvision_models().mobilenet_v2(weights=None, num_classes=classes, dropout=dropout)
     features = list(whole.features)
     if channels != 3:
-        features[0][0] = nn.Conv2d(channels, _STEM, 3, 2, padding=1, bias=False)
+        features[0][0] = nn.Conv2d(channels, _STEM_CHANNELS, 3, 2, padding=1, bias=False)
     return nn.Sequential(*features, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), *whole.classifier)

@@ -1,14 +1,13 @@
-"""ResNet (He et al. 2016): the MNIST/CIFAR form for small images, torchvision's for larger ones."""
+"""ResNet (He et al. 2016): the CIFAR form for small images, torchvision's form for larger ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcbench.worker.models.build import SMALL_EDGE
-from hpcbench.worker.models.vision import torchvision_models
+from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, import_torchvision_models
 
 MODELS = {
     "resnet18": {
@@ -83,7 +82,7 @@ def _shortcut(channels_in: int, channels_out: int, stride: int) -> nn.Sequential
     return nn.Sequential(nn.Conv2d(channels_in, channels_out, 1, stride, bias=False), nn.BatchNorm2d(channels_out))
 
 
-_BLOCKS: dict[str, tuple[type[BasicBlock | Bottleneck], tuple[int, ...]]] = {
+_BLOCKS_PER_STAGE: dict[str, tuple[type[BasicBlock | Bottleneck], tuple[int, ...]]] = {
     "resnet18": (BasicBlock, (2, 2, 2, 2)),
     "resnet50": (Bottleneck, (3, 4, 6, 3)),
     "resnet152": (Bottleneck, (3, 8, 36, 3)),
@@ -92,12 +91,12 @@ _BLOCKS: dict[str, tuple[type[BasicBlock | Bottleneck], tuple[int, ...]]] = {
 
 def build(name: str, in_shape: tuple[int, ...], classes: int, _options: dict[str, Any]) -> nn.Sequential:
     """``name`` for images of ``in_shape`` (channels, height, width), as a sequence of blocks."""
-    if in_shape[-1] >= SMALL_EDGE:
-        return _large(name, in_shape[0], classes)
+    if in_shape[-1] >= SMALL_IMAGE_EDGE:
+        return _build_from_torchvision(name, in_shape[0], classes)
     blocks: list[nn.Module] = [
         nn.Sequential(nn.Conv2d(in_shape[0], 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
     ]
-    kind, counts = _BLOCKS[name]
+    kind, counts = _BLOCKS_PER_STAGE[name]
     channels_in = 64
     for stage, count in enumerate(counts):
         channels = 64 * 2**stage
@@ -108,8 +107,8 @@ def build(name: str, in_shape: tuple[int, ...], classes: int, _options: dict[str
     return nn.Sequential(*blocks, head)
 
 
-def _large(name: str, channels: int, classes: int) -> nn.Sequential:
-    whole = getattr(torchvision_models(), name)(weights=None, num_classes=classes)
+def _build_from_torchvision(name: str, channels: int, classes: int) -> nn.Sequential:
+    whole = getattr(import_torchvision_models(), name)(weights=None, num_classes=classes)
     if channels != 3:
         whole.conv1 = nn.Conv2d(channels, 64, 7, 2, padding=3, bias=False)
     stem = nn.Sequential(whole.conv1, whole.bn1, whole.relu, whole.maxpool)

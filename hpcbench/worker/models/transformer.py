@@ -1,13 +1,14 @@
-"""The block of all transformers here. Its linear layers are plain, named, and can be replaced from outside.
+"""The transformer block that the GPT and ViT models share.
 
-Tensor parallelism splits ``attention.query``, ``.key``, ``.value`` and ``mlp.up`` by output features (column) and
-``attention.output`` and ``mlp.down`` by input features (row). Heads lie one after another in the features, and their
-number is read from the tensors: a rank that holds half of the features computes half of the heads.
-"""
+Its linear layers have fixed names so that tensor parallelism can split them: ``attention.query``, ``.key``,
+``.value`` and
+``mlp.up`` by output features (column), ``attention.output`` and ``mlp.down`` by input features (row). Heads are
+contiguous
+in the features; their number is derived from the tensor shapes, so half of the features are half of the heads."""
 
 from __future__ import annotations
 
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 

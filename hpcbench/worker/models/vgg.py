@@ -1,4 +1,4 @@
-"""VGG (Simonyan and Zisserman 2015): the MNIST/CIFAR form for small images, torchvision's for larger ones."""
+"""VGG (Simonyan and Zisserman 2015): the CIFAR form for small images, torchvision's form for larger ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from hpcbench.worker.models.build import SMALL_EDGE
-from hpcbench.worker.models.vision import torchvision_models
+from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, import_torchvision_models
 
 MODELS = {
     "vgg11": {
@@ -32,22 +31,41 @@ MODELS = {
     },
 }  # fmt: skip
 
-_POOL = 0
-_LAYERS = {
-    "vgg11": (64, _POOL, 128, _POOL, 256, 256, _POOL, 512, 512, _POOL, 512, 512, _POOL),
-    "vgg16": (64, 64, _POOL, 128, 128, _POOL, 256, 256, 256, _POOL, 512, 512, 512, _POOL, 512, 512, 512, _POOL),
+_MAX_POOL = 0
+_LAYER_CHANNELS = {
+    "vgg11": (64, _MAX_POOL, 128, _MAX_POOL, 256, 256, _MAX_POOL, 512, 512, _MAX_POOL, 512, 512, _MAX_POOL),
+    "vgg16": (
+        64,
+        64,
+        _MAX_POOL,
+        128,
+        128,
+        _MAX_POOL,
+        256,
+        256,
+        256,
+        _MAX_POOL,
+        512,
+        512,
+        512,
+        _MAX_POOL,
+        512,
+        512,
+        512,
+        _MAX_POOL,
+    ),
 }
 
 
 def build(name: str, in_shape: tuple[int, ...], classes: int, options: dict[str, Any]) -> nn.Sequential:
     """``name`` for images of ``in_shape`` (channels, height, width), as a sequence of blocks."""
-    if in_shape[-1] >= SMALL_EDGE:
-        return _large(name, in_shape[0], classes, options["dropout"])
+    if in_shape[-1] >= SMALL_IMAGE_EDGE:
+        return _build_from_torchvision(name, in_shape[0], classes, options["dropout"])
     blocks: list[nn.Module] = []
     channels_in, extent = in_shape[0], in_shape[-1]
-    for channels in _LAYERS[name]:
-        if channels != _POOL:
-            blocks.append(_convolution(channels_in, channels, options["batch_norm"]))
+    for channels in _LAYER_CHANNELS[name]:
+        if channels != _MAX_POOL:
+            blocks.append(_convolution_block(channels_in, channels, options["batch_norm"]))
             channels_in = channels
         elif extent >= 2:  # an 8x8 or 28x28 image is a single pixel before the last pools
             blocks.append(nn.MaxPool2d(2))
@@ -58,7 +76,7 @@ def build(name: str, in_shape: tuple[int, ...], classes: int, options: dict[str,
     return nn.Sequential(*blocks, nn.Sequential(nn.Flatten(), head))
 
 
-def _convolution(channels_in: int, channels: int, batch_norm: bool) -> nn.Sequential:
+def _convolution_block(channels_in: int, channels: int, batch_norm: bool) -> nn.Sequential:
     convolution = nn.Conv2d(channels_in, channels, 3, padding=1)
     # torchvision's initialisation: torch's own default lets the signal die in eight layers without BatchNorm.
     nn.init.kaiming_normal_(convolution.weight, mode="fan_out", nonlinearity="relu")
@@ -68,8 +86,8 @@ def _convolution(channels_in: int, channels: int, batch_norm: bool) -> nn.Sequen
     return nn.Sequential(convolution, *norm, nn.ReLU(inplace=True))
 
 
-def _large(name: str, channels: int, classes: int, dropout: float) -> nn.Sequential:
-    whole = getattr(torchvision_models(), name)(weights=None, num_classes=classes, dropout=dropout)
+def _build_from_torchvision(name: str, channels: int, classes: int, dropout: float) -> nn.Sequential:
+    whole = getattr(import_torchvision_models(), name)(weights=None, num_classes=classes, dropout=dropout)
     features = list(whole.features)
     if channels != 3:
         features[0] = nn.Conv2d(channels, 64, 3, padding=1)

@@ -1,4 +1,4 @@
-"""Vision transformer (Dosovitskiy et al. 2021): what torchvision's computes, with layers that can be split by name."""
+"""Vision transformers (Dosovitskiy et al. 2021), equivalent to torchvision's, built of ``TransformerBlock``s."""
 
 from __future__ import annotations
 
@@ -35,21 +35,25 @@ MODELS = {
 }
 
 
-class _Size(NamedTuple):
+class _VitSize(NamedTuple):
     layers: int
     width: int
     heads: int
     patch: int
 
 
-_SIZES = {"vit": _Size(4, 128, 4, 4), "vit_b16": _Size(12, 768, 12, 16), "vit_l16": _Size(24, 1024, 16, 16)}
-_EPSILON = 1e-6
+_VIT_SIZES = {
+    "vit": _VitSize(4, 128, 4, 4),
+    "vit_b16": _VitSize(12, 768, 12, 16),
+    "vit_l16": _VitSize(24, 1024, 16, 16),
+}
+_LAYER_NORM_EPSILON = 1e-6
 
 
 class PatchEmbedding(nn.Module):
     """Patches as vectors, a class token before them, learned positions added; pixels that fill no patch are dropped."""
 
-    def __init__(self, channels: int, edge: int, size: _Size, dropout: float) -> None:
+    def __init__(self, channels: int, edge: int, size: _VitSize, dropout: float) -> None:
         super().__init__()
         self.patches = nn.Conv2d(channels, size.width, size.patch, size.patch)
         self.class_token = nn.Parameter(torch.zeros(1, 1, size.width))
@@ -72,7 +76,7 @@ class ClassHead(nn.Module):
 
     def __init__(self, width: int, classes: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width, eps=_EPSILON)
+        self.norm = nn.LayerNorm(width, eps=_LAYER_NORM_EPSILON)
         self.output = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -82,10 +86,10 @@ class ClassHead(nn.Module):
 
 def build(name: str, in_shape: tuple[int, ...], classes: int, options: dict[str, Any]) -> nn.Sequential:
     """``name`` for images of ``in_shape`` (channels, height, width): embedding, blocks, head."""
-    size = _SIZES[name]
+    size = _VIT_SIZES[name]
     blocks: list[nn.Module] = [PatchEmbedding(in_shape[0], in_shape[-1], size, options["dropout"])]
     blocks += [
-        TransformerBlock(size.width, size.heads, causal=False, dropout=options["dropout"], epsilon=_EPSILON)
+        TransformerBlock(size.width, size.heads, causal=False, dropout=options["dropout"], epsilon=_LAYER_NORM_EPSILON)
         for _ in range(size.layers)
     ]
     return nn.Sequential(*blocks, ClassHead(size.width, classes))

@@ -1,1 +1,1 @@
-"""Runtimes: how a single-device model is trained on several ranks."""
+"""Runtimes of the parallel strategies. A family imports the shared modules and its own, never another family."""

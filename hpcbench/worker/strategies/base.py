@@ -1,4 +1,4 @@
-"""What a strategy is to the loop, and the step that all data-parallel ones share."""
+"""The interface between the training loop and a strategy, and the step that all data-parallel strategies share."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel import catalog
-from hpcbench.results.schema import Probe
-from hpcbench.worker.compiling import compile_in_place
-from hpcbench.worker.data.feed import Batch, Feed
-from hpcbench.worker.losses import sample_losses
-from hpcbench.worker.phases import Phases, unmarked
-from hpcbench.worker.precision import Arithmetic
+from hpcbench.results.schema import ProbeResults
+from hpcbench.worker.data.feed import Batch, DataFeed
+from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
+from hpcbench.worker.model_execution import MixedPrecision, compile_in_place, summed_loss
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """Where a strategy runs: a rank of ``group`` (the default group where ``None``) and its device."""
 
     rank: int
@@ -48,10 +46,10 @@ class Strategy(Protocol):
     """The weights that this rank holds, in a form that can be called: for evaluation and comparison."""
     forward_is_collective: bool
     """Whether ``module`` can only be called by all ranks together."""
-    phases: Phases
+    phases: PhaseMarker
     """Put around the parts of a step; the loop replaces it in profiled steps."""
 
-    def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
+    def setup(self, model: nn.Sequential, spec: RunSpec, place: RankContext) -> None:
         """Take ``model`` (built on the host, the same on every rank) apart or wrap it. May communicate."""
 
     def announce(self, steps: Sequence[int]) -> None:
@@ -60,7 +58,7 @@ class Strategy(Protocol):
         A pipeline that runs across steps begins the next one before this one has ended.
         """
 
-    def step(self, feed: Feed, step: int) -> Tensor:
+    def step(self, feed: DataFeed, step: int) -> Tensor:
         """Forward, backward and update for step ``step``.
 
         Returns this rank's part of the loss, detached, on the device: the sum over its samples divided by the global
@@ -79,14 +77,14 @@ class Strategy(Protocol):
 
 
 @runtime_checkable
-class Measures(Protocol):
+class ProbingStrategy(Protocol):
     """A strategy that has more to measure than its steps."""
 
-    def measure(self, feed: Feed, check: Callable[[], None]) -> Probe:
+    def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
         """After all steps, on all ranks together; rank 0's counts. ``check`` raises where a rank was told to stop."""
 
 
-def optimizer_kind(spec: RunSpec) -> tuple[type[torch.optim.Optimizer], dict[str, float]]:
+def optimizer_class_and_arguments(spec: RunSpec) -> tuple[type[torch.optim.Optimizer], dict[str, float]]:
     """The class of the run's optimizer and its arguments, for libraries that make their own instances."""
     common = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
     if spec.optimizer == "sgd":
@@ -96,30 +94,30 @@ def optimizer_kind(spec: RunSpec) -> tuple[type[torch.optim.Optimizer], dict[str
 
 def make_optimizer(spec: RunSpec, module: nn.Module) -> torch.optim.Optimizer:
     """The run's optimizer over the parameters of ``module``."""
-    kind, arguments = optimizer_kind(spec)
+    kind, arguments = optimizer_class_and_arguments(spec)
     make: Callable[..., torch.optim.Optimizer] = kind
     return make(list(module.parameters()), **arguments)
 
 
 def chosen_options(spec: RunSpec) -> dict[str, Any]:
     """The options of the run's strategy, defaults filled in."""
-    return catalog.chosen_options(spec)
+    return catalog.options_with_defaults(spec)
 
 
-class DataParallel:
+class DataParallelStrategy:
     """A whole model per rank. ``loss_factor`` undoes what the wrapper does to gradients (an average, for DDP)."""
 
     loss_factor = 1.0
     forward_is_collective = False
     traffic_is_seen = True
     """Whether all that is passed goes through torch's operators, on threads that a recorder follows."""
-    phases: Phases = staticmethod(unmarked)
+    phases: PhaseMarker = staticmethod(no_marker)
 
-    def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
+    def setup(self, model: nn.Sequential, spec: RunSpec, place: RankContext) -> None:
         """Put ``model`` on the device, wrapped by the subclass."""
         self.spec = spec
         self.replica = place.rank if spec.dp_degree > 1 else 0
-        self.arithmetic = Arithmetic(spec.precision, place.device)
+        self.arithmetic = MixedPrecision(spec.precision, place.device)
         self.module: nn.Module = self.own_part(model, spec).to(place.device).train()
         if spec.compile:
             compile_in_place(self.module)
@@ -130,17 +128,17 @@ class DataParallel:
         """What this rank holds of ``model``, still on the host: all of it where only the batch is shared."""
         return model
 
-    def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
+    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
         """What is called instead of ``module``."""
         return module
 
-    def make_optimizer(self, spec: RunSpec, place: Place) -> torch.optim.Optimizer:
+    def make_optimizer(self, spec: RunSpec, place: RankContext) -> torch.optim.Optimizer:
         """Who updates the weights, made after ``wrap``."""
         return make_optimizer(spec, self.module)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The sum of the samples' losses; another form of it where ``outputs`` are another form of the model's."""
-        return sample_losses(outputs, targets)
+        return summed_loss(outputs, targets)
 
     def clear_gradients(self) -> None:
         """Before each step."""
@@ -150,7 +148,7 @@ class DataParallel:
         """The context of all micro-batches but the last."""
         return nullcontext()
 
-    def step(self, feed: Feed, step: int) -> Tensor:
+    def step(self, feed: DataFeed, step: int) -> Tensor:
         """See ``Strategy.step``. Micro-batches accumulate gradients."""
         global_count = feed.global_count(step)
         with self.phases("data"):
@@ -170,7 +168,7 @@ class DataParallel:
     def announce(self, steps: Sequence[int]) -> None:
         """Every step is complete in itself."""
 
-    def batch(self, feed: Feed, step: int) -> Batch:
+    def batch(self, feed: DataFeed, step: int) -> Batch:
         """What this rank keeps of its replica's samples for the length of a step."""
         return feed.batch(step, self.replica)
 
@@ -216,3 +214,7 @@ class DataParallel:
         assert self._loss is not None, "a step without micro-batches"
         taken, self._loss = self._loss, None
         return taken
+
+
+class SingleStrategy(DataParallelStrategy):
+    """The model as it is: the reference of every speed-up."""

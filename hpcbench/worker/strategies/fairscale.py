@@ -1,8 +1,6 @@
 """fairscale's OSS (ZeRO-1) and ShardedDataParallel (ZeRO-2); Rajbhandari et al. 2020.
 
-fairscale 0.4.13 was written for torch 1.x. What goes wrong on a later torch is met here: gradients are cleared by the
-wrapper whose buckets they are views of.
-"""
+fairscale 0.4.13 was written for torch 1.x; this module works around its incompatibilities with later versions."""
 
 from __future__ import annotations
 
@@ -16,14 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.worker.failure import install_hint
-from hpcbench.worker.strategies.base import DataParallel, Place, chosen_options, optimizer_kind
-from hpcbench.worker.strategies.ddp import Ddp
+from hpcbench.worker.strategies.base import (
+    DataParallelStrategy,
+    RankContext,
+    chosen_options,
+    optimizer_class_and_arguments,
+)
+from hpcbench.worker.strategies.data import DdpStrategy
 
 
-def fairscale(module: str) -> ModuleType:
+def import_fairscale(module: str) -> ModuleType:
     """A module of fairscale; ``WorkerError`` (``unsupported``) with the command that installs it."""
     try:
         with warnings.catch_warnings():
@@ -38,38 +41,40 @@ def fairscale(module: str) -> ModuleType:
         ) from error
 
 
-def make_oss(module: nn.Module, spec: RunSpec, place: Place, **more: Any) -> Any:
+def make_oss_optimizer(module: nn.Module, spec: RunSpec, place: RankContext, **more: Any) -> Any:
     """fairscale's sharded optimizer over the parameters of ``module``."""
-    kind, arguments = optimizer_kind(spec)
-    return fairscale("optim.oss").OSS(list(module.parameters()), optim=kind, group=place.group, **arguments, **more)
+    kind, arguments = optimizer_class_and_arguments(spec)
+    return import_fairscale("optim.oss").OSS(
+        list(module.parameters()), optim=kind, group=place.group, **arguments, **more
+    )
 
 
-class FairscaleOss(Ddp):
+class FairscaleOssStrategy(DdpStrategy):
     """DDP; each rank keeps the optimizer state of its share of the parameters and broadcasts what it has updated."""
 
-    def make_optimizer(self, spec: RunSpec, place: Place) -> torch.optim.Optimizer:
-        """See ``make_oss``."""
-        made: torch.optim.Optimizer = make_oss(
+    def make_optimizer(self, spec: RunSpec, place: RankContext) -> torch.optim.Optimizer:
+        """See ``make_oss_optimizer``."""
+        made: torch.optim.Optimizer = make_oss_optimizer(
             self.module, spec, place, broadcast_fp16=chosen_options(spec)["broadcast_fp16"]
         )
         return made
 
 
-class FairscaleSddp(DataParallel):
+class FairscaleSddpStrategy(DataParallelStrategy):
     """As OSS, and each gradient is reduced to the rank that owns its parameter, and kept there alone.
 
     With buckets, gradients are views of them for good: an optimizer that sets ``grad`` to ``None`` (torch's default
     since 2.0) cuts them off, and training goes on with wrong gradients. So the wrapper's own ``zero_grad`` is called.
     """
 
-    def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
+    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
         """``module`` in ShardedDataParallel."""
         refuse_fp16(spec)
         options = chosen_options(spec)
         self.loss_factor = float(spec.dp_degree)
         self._place = place
-        self._oss = make_oss(module, spec, place)
-        wrapped: nn.Module = fairscale("nn.data_parallel").ShardedDataParallel(
+        self._oss = make_oss_optimizer(module, spec, place)
+        wrapped: nn.Module = import_fairscale("nn.data_parallel").ShardedDataParallel(
             module,
             self._oss,
             process_group=place.group,
@@ -79,7 +84,7 @@ class FairscaleSddp(DataParallel):
         )
         return wrapped
 
-    def make_optimizer(self, spec: RunSpec, place: Place) -> torch.optim.Optimizer:
+    def make_optimizer(self, spec: RunSpec, place: RankContext) -> torch.optim.Optimizer:
         """The one that the wrapper was made with."""
         made: torch.optim.Optimizer = self._oss
         return made

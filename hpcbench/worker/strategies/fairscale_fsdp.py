@@ -1,31 +1,73 @@
-"""fairscale's FullyShardedDataParallel (ZeRO-3), the ancestor of torch's."""
+"""fairscale's FullyShardedDataParallel (ZeRO-3), also on a CPU.
+
+On a CPU its CUDA streams are replaced by streams without effect, for this process alone and only where torch has no
+CUDA
+device."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.worker.strategies.base import DataParallel, Place, chosen_options, make_optimizer
-from hpcbench.worker.strategies.fairscale import fairscale, refuse_fp16
-from hpcbench.worker.strategies.fairscale_cpu import replace_cuda_calls
-from hpcbench.worker.strategies.fsdp import separable_blocks
+from hpcbench.worker.strategies.base import DataParallelStrategy, RankContext, chosen_options, make_optimizer
+from hpcbench.worker.strategies.fairscale import import_fairscale, refuse_fp16
+from hpcbench.worker.strategies.fsdp import untied_blocks
+
+CUDA_STREAM_NAMES = ("fp32_to_fp16", "all_gather", "post_backward")
 
 
-class FairscaleFsdp(DataParallel):
+class NoOpStream:
+    """The only stream of a cpu."""
+
+    def wait_stream(self, _other: Any) -> None:
+        """Nothing runs beside this one."""
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NoOpStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def replace_cuda_streams(wrapper: Any) -> None:
+    """Let ``wrapper`` (fairscale's class) find streams on a machine without CUDA. Twice is once."""
+    assert not torch.cuda.is_available(), "the real streams are there"
+    if hasattr(wrapper, "_setup_streams_for_cuda"):
+        return
+    only = NoOpStream()
+    wrapper._setup_streams_for_cuda = wrapper._setup_streams
+
+    def set_up(self: Any) -> None:
+        # The children share this very dictionary with their root.
+        if not self._streams and self._is_root:
+            self._setup_streams_for_cuda()
+            self._streams.update(dict.fromkeys(CUDA_STREAM_NAMES, only))
+
+    wrapper._setup_streams = set_up
+    torch.cuda.current_stream = lambda *_args, **_kwargs: only  # type: ignore[assignment]
+    torch.cuda.stream = lambda *_args, **_kwargs: nullcontext()  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_args, **_kwargs: None
+    torch.Tensor.record_stream = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
+
+
+class FairscaleFsdpStrategy(DataParallelStrategy):
     """Parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it is used."""
 
     forward_is_collective = True
 
-    def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
+    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
         """``module``, its blocks and then the rest in FullyShardedDataParallel."""
         refuse_fp16(spec)
-        self._wrapper = fairscale("nn.data_parallel").FullyShardedDataParallel
+        self._wrapper = import_fairscale("nn.data_parallel").FullyShardedDataParallel
         options = chosen_options(spec)
         self.loss_factor = float(spec.dp_degree)
         self._group = place.members()
@@ -44,9 +86,9 @@ class FairscaleFsdp(DataParallel):
                     status="unsupported",
                     hint="set options.bucket_cap_mb = 0",
                 )
-            replace_cuda_calls(self._wrapper)
+            replace_cuda_streams(self._wrapper)
         assert isinstance(module, nn.Sequential)
-        apart = separable_blocks(module)
+        apart = untied_blocks(module)
         for name, block in list(module.named_children()):
             if any(block is one for one in apart):
                 module[int(name)] = self._wrapper(block, **arguments)
@@ -54,7 +96,7 @@ class FairscaleFsdp(DataParallel):
         self.module = self._wrapper(module, **arguments)
         return self.module
 
-    def make_optimizer(self, spec: RunSpec, place: Place) -> torch.optim.Optimizer:
+    def make_optimizer(self, spec: RunSpec, place: RankContext) -> torch.optim.Optimizer:
         """Over this rank's shards."""
         return make_optimizer(spec, self.runner)
 

@@ -13,16 +13,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.worker.strategies.base import DataParallel, Place, chosen_options
+from hpcbench.worker.strategies.base import DataParallelStrategy, RankContext, chosen_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
 
-class Fsdp(DataParallel):
+class FsdpStrategy(DataParallelStrategy):
     """Parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it is used.
 
     With ``shard_degree`` the shards are held by groups of that many neighbouring ranks, and the groups are replicas of
@@ -31,7 +31,7 @@ class Fsdp(DataParallel):
 
     forward_is_collective = True
 
-    def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
+    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
         """``module``, every block that has parameters of its own sharded, then what is left."""
         if spec.precision == "fp16":
             raise WorkerError(
@@ -42,29 +42,29 @@ class Fsdp(DataParallel):
         options = chosen_options(spec)
         self.loss_factor = float(spec.dp_degree)
         arguments: dict[str, Any] = {
-            "mesh": shard_mesh(place, options["shard_degree"]),
+            "mesh": make_shard_mesh(place, options["shard_degree"]),
             "reshard_after_forward": options["reshard_after_forward"],
         }
         if options["mixed_precision"]:
             refuse_batch_norm(module)
             arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in separable_blocks(module):
+        for block in untied_blocks(module):
             fully_shard(block, **arguments)
         fully_shard(module, **arguments)
         return module
 
     def without_sync(self) -> AbstractContextManager[None]:
         """Gradients stay unreduced until the step's last micro-batch."""
-        return _unsynchronised(cast("FSDPModule", self.runner))
+        return _without_gradient_sync(cast("FSDPModule", self.runner))
 
     def weights(self) -> dict[str, Tensor]:
         """Gathered on every rank, one tensor after another."""
-        return {name: whole(tensor) for name, tensor in self.module.state_dict().items()}
+        return {name: full_tensor(tensor) for name, tensor in self.module.state_dict().items()}
 
     def gradients(self) -> dict[str, Tensor]:
         """Gathered on every rank, one tensor after another."""
         named = self.module.named_parameters()
-        return {name: whole(parameter.grad) for name, parameter in named if parameter.grad is not None}
+        return {name: full_tensor(parameter.grad) for name, parameter in named if parameter.grad is not None}
 
 
 def refuse_batch_norm(module: nn.Module) -> None:
@@ -78,7 +78,7 @@ def refuse_batch_norm(module: nn.Module) -> None:
         )
 
 
-def shard_mesh(place: Place, shard_degree: int) -> DeviceMesh:
+def make_shard_mesh(place: RankContext, shard_degree: int) -> DeviceMesh:
     """One axis over all ranks, or two: replicas, then ``shard_degree`` ranks that hold one copy together."""
     kind, size = place.device.type, place.world_size
     group = place.members()
@@ -88,7 +88,7 @@ def shard_mesh(place: Place, shard_degree: int) -> DeviceMesh:
     return DeviceMesh(kind, ranks, mesh_dim_names=("replicate", "shard"))
 
 
-def separable_blocks(module: nn.Module) -> list[nn.Module]:
+def untied_blocks(module: nn.Module) -> list[nn.Module]:
     """Blocks whose parameters no other block uses: tied weights must stay together in the root's group."""
     users = Counter(id(parameter) for block in module.children() for parameter in set(block.parameters()))
     return [
@@ -98,14 +98,14 @@ def separable_blocks(module: nn.Module) -> list[nn.Module]:
     ]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """``tensor`` without shards. A collective where it has some."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach()
 
 
 @contextmanager
-def _unsynchronised(runner: FSDPModule) -> Iterator[None]:
+def _without_gradient_sync(runner: FSDPModule) -> Iterator[None]:
     runner.set_requires_gradient_sync(False)
     try:
         yield

@@ -6,18 +6,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.shard import steps_per_epoch
-from hpcbench.worker.data.feed import Feed
-from hpcbench.worker.horovod_library import load, start
-from hpcbench.worker.strategies.base import DataParallel, Place, chosen_options
+from hpcbench.parallel.mesh import steps_per_epoch
+from hpcbench.worker.data.feed import DataFeed
+from hpcbench.worker.distributed.horovod_init import load_horovod, start_horovod
+from hpcbench.worker.strategies.base import DataParallelStrategy, RankContext, chosen_options
 
-_VARIABLES = {"fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD", "cycle_time_ms": "HOROVOD_CYCLE_TIME",
+_OPTION_VARIABLES = {"fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD", "cycle_time_ms": "HOROVOD_CYCLE_TIME",
               "hierarchical_allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE"}  # fmt: skip
 
 
-class Horovod(DataParallel):
+class HorovodStrategy(DataParallelStrategy):
     """A replica per rank; a background thread fuses gradients that are ready and all_reduces them.
 
     Buffers (BatchNorm's running statistics) are a rank's own; what counts is rank 0's. After a step ``gradients`` are
@@ -28,13 +28,13 @@ class Horovod(DataParallel):
     traffic_is_seen = False
     _hvd: Any = None
 
-    def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
+    def setup(self, model: nn.Sequential, spec: RunSpec, place: RankContext) -> None:
         """Start Horovod, make every rank's weights rank 0's, wrap the optimizer."""
         options = chosen_options(spec)
-        self._hvd = load()
+        self._hvd = load_horovod()
         _refuse_conflicts(spec, options)
         _refuse_unsupported(spec, options, self._hvd)
-        start(self._hvd, place, options["controller"], variables(options))
+        start_horovod(self._hvd, place, options["controller"], horovod_variables(options))
         super().setup(model, spec, place)
         self._hvd.broadcast_parameters(self.module.state_dict(), root_rank=0)
         # Not broadcast_optimizer_state: there is none yet, and it would make some by a step with gradients of zero,
@@ -48,9 +48,9 @@ class Horovod(DataParallel):
         )
         # Adasum combines updates that each replica makes of its own mean gradient: that is the same factor.
         self.loss_factor = float(spec.dp_degree)
-        self._rates = rates(spec, options) if options["lr_scaling"] else None
+        self._rates = warmup_learning_rate(spec, options) if options["lr_scaling"] else None
 
-    def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
+    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
         """Horovod hooks into the optimizer, the model stays as it is."""
         odd = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
         if odd:
@@ -61,7 +61,7 @@ class Horovod(DataParallel):
             )
         return module
 
-    def step(self, feed: Feed, step: int) -> Tensor:
+    def step(self, feed: DataFeed, step: int) -> Tensor:
         """See ``Strategy.step``; first the step's learning rate, where it is scaled."""
         if self._rates is not None:
             for group in self.optimizer.param_groups:
@@ -80,10 +80,10 @@ class Horovod(DataParallel):
     @staticmethod
     def close() -> None:
         """Let the background threads end together; the others' would report a lost connection otherwise."""
-        load().shutdown()
+        load_horovod().shutdown()
 
 
-class Rates:
+class WarmupLearningRate:
     """Learning rates that grow linearly from the run's own to that times the number of replicas (Goyal et al. 2017)."""
 
     def __init__(self, learning_rate: float, replicas: int, warmup_steps: float) -> None:
@@ -97,15 +97,15 @@ class Rates:
         return self.learning_rate * (1.0 + (self.replicas - 1) * done)
 
 
-def rates(spec: RunSpec, options: dict[str, Any]) -> Rates:
+def warmup_learning_rate(spec: RunSpec, options: dict[str, Any]) -> WarmupLearningRate:
     """The run's rates: the warm-up lasts ``lr_warmup_epochs`` of its data set."""
-    from hpcbench.parallel.datasets import DATASETS
+    from hpcbench.parallel.workloads import DATASETS
 
     steps = steps_per_epoch(DATASETS[spec.dataset].samples, spec.global_batch_size, spec.dp_degree)
-    return Rates(spec.learning_rate, spec.dp_degree, float(options["lr_warmup_epochs"]) * steps)
+    return WarmupLearningRate(spec.learning_rate, spec.dp_degree, float(options["lr_warmup_epochs"]) * steps)
 
 
-def variables(options: dict[str, Any]) -> dict[str, str]:
+def horovod_variables(options: dict[str, Any]) -> dict[str, str]:
     """Options that Horovod reads from the environment when it starts."""
     return {
         "HOROVOD_FUSION_THRESHOLD": str(int(float(options["fusion_threshold_mb"]) * 2**20)),
@@ -115,7 +115,7 @@ def variables(options: dict[str, Any]) -> dict[str, str]:
 
 
 def _refuse_conflicts(spec: RunSpec, options: dict[str, Any]) -> None:
-    for name, variable in _VARIABLES.items():
+    for name, variable in _OPTION_VARIABLES.items():
         if variable in spec.env:
             raise WorkerError(
                 f"the run's env sets {variable}, which options.{name} ({options[name]}) decides",

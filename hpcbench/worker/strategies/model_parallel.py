@@ -1,4 +1,6 @@
-"""What the strategies share that split layers over ranks: groups, gradients across replicas, whole weights."""
+"""The base of strategies that split layers over ranks: process groups, gradient reduction across replicas, gathered
+weights.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.parallel.mesh import Mesh
-from hpcbench.worker.groups import Group, make_groups
-from hpcbench.worker.reducer import GradientReducer
-from hpcbench.worker.strategies.base import DataParallel, Place, chosen_options
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.mesh import RankMesh
+from hpcbench.worker.distributed.gradient_reducer import GradientReducer
+from hpcbench.worker.distributed.process_groups import RankGroup, make_axis_groups
+from hpcbench.worker.strategies.base import DataParallelStrategy, RankContext, chosen_options
 
 
-class Shard(NamedTuple):
+class TensorSharding(NamedTuple):
     """A tensor of which every rank of a group holds a part: the parts' extents along ``dim``, in the group's order."""
 
     dim: int
     extents: tuple[int, ...]
 
 
-class ModelParallel(DataParallel):
+class ModelParallelStrategy(DataParallelStrategy):
     """A replica is shared by the ranks along ``axis``; replicas lie along ``dp``.
 
     A subclass replaces layers in ``divide``. A layer that holds a part of a parameter or buffer says so in an attribute
@@ -34,11 +36,11 @@ class ModelParallel(DataParallel):
     axis: str
     forward_is_collective = True
 
-    def setup(self, model: nn.Sequential, spec: RunSpec, place: Place) -> None:
+    def setup(self, model: nn.Sequential, spec: RunSpec, place: RankContext) -> None:
         """Groups first: ``divide`` needs them."""
-        self.mesh = Mesh.of(spec)
+        self.mesh = RankMesh.of(spec)
         self.options = chosen_options(spec)
-        self.groups = make_groups(self.mesh, place)
+        self.groups = make_axis_groups(self.mesh, place)
         self.own = self.groups[self.axis]
         super().setup(model, spec, place)
         self.replica = self.mesh.coordinates(place.rank).dp
@@ -51,7 +53,7 @@ class ModelParallel(DataParallel):
         """``model`` (on the host) with this rank's parts in place of what is shared."""
         raise NotImplementedError
 
-    def wrap(self, module: nn.Module, spec: RunSpec, place: Place) -> nn.Module:
+    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
         """``module`` itself: gradients are reduced by hooks on its parameters."""
         self.reducers = self.make_reducers(module)
         return module
@@ -94,12 +96,12 @@ class ModelParallel(DataParallel):
 
     def _whole(self, name: str, tensor: Tensor) -> Tensor:
         owner, _, own_name = name.rpartition(".")
-        shards: dict[str, Shard] = getattr(self.module.get_submodule(owner), "shards", {})
+        shards: dict[str, TensorSharding] = getattr(self.module.get_submodule(owner), "shards", {})
         shard = shards.get(own_name)
-        return tensor.detach() if shard is None else gathered(tensor.detach(), shard, self.own)
+        return tensor.detach() if shard is None else gather_shards(tensor.detach(), shard, self.own)
 
 
-def gathered(tensor: Tensor, shard: Shard, group: Group) -> Tensor:
+def gather_shards(tensor: Tensor, shard: TensorSharding, group: RankGroup) -> Tensor:
     """All parts side by side. A collective where there are several; parts are padded to the largest one's extent."""
     if group.size == 1:
         return tensor

@@ -1,4 +1,7 @@
-"""ZeRO-1 (Rajbhandari et al. 2020) as torch has it: DDP, with each rank updating its share of the parameters."""
+"""ZeRO-1 (Rajbhandari et al.
+
+2020) with torch's ZeroRedundancyOptimizer: DDP in which each rank updates its shard of the parameters.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,17 @@ from typing import Any
 import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from hpcbench.config.spec import RunSpec
-from hpcbench.worker.strategies.base import Place, chosen_options, optimizer_kind
-from hpcbench.worker.strategies.ddp import Ddp
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.worker.strategies.base import RankContext, chosen_options, optimizer_class_and_arguments
+from hpcbench.worker.strategies.data import DdpStrategy
 
 
-class Zero1(Ddp):
+class Zero1Strategy(DdpStrategy):
     """Optimizer state is held once among the replicas; updated parameters are broadcast by their owners."""
 
-    def make_optimizer(self, spec: RunSpec, place: Place) -> torch.optim.Optimizer:
+    def make_optimizer(self, spec: RunSpec, place: RankContext) -> torch.optim.Optimizer:
         """A sharded optimizer over the replicas' group."""
-        kind, arguments = optimizer_kind(spec)
+        kind, arguments = optimizer_class_and_arguments(spec)
         make: Any = ZeroRedundancyOptimizer
         made: torch.optim.Optimizer = make(
             list(self.module.parameters()),

@@ -12,9 +12,9 @@ from unittest import mock
 
 from hpcbench.cli.main import entry_point
 from hpcbench.fileio import write_atomic
-from hpcbench.submit.offer import Desk
+from hpcbench.submit.sbatch import JobSubmitter
 
-_OFFER = Desk.offer
+_OFFER = JobSubmitter.offer
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -28,15 +28,15 @@ def write_all_but_the_record(path: Path, data: bytes) -> None:
 
 
 def offer_once(*arguments: Any) -> str:
-    mock.patch("hpcbench.submit.send.Desk.offer", die).start()
+    mock.patch("hpcbench.submit.sbatch.JobSubmitter.offer", die).start()
     return _OFFER(*arguments)
 
 
 STEPS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "before_the_record": ("hpcbench.submit.submission.write_atomic", write_all_but_the_record),
-    "after_the_record": ("hpcbench.submit.submit.send_waiting", die),
-    "before_sbatch": ("hpcbench.submit.offer.ScriptExecutor.submit_script", die),
-    "between_two": ("hpcbench.submit.send.Desk.offer", offer_once),
+    "before_the_record": ("hpcbench.fileio.write_atomic", write_all_but_the_record),
+    "after_the_record": ("hpcbench.submit.submit.send_unsent", die),
+    "before_sbatch": ("hpcbench.submit.sbatch.SbatchExecutor.submit_script", die),
+    "between_two": ("hpcbench.submit.sbatch.JobSubmitter.offer", offer_once),
     "after_the_last": ("hpcbench.submit.send._Sender._finish", die),
 }
 """Step to the function that is called there, and what takes its place."""

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpcbench.config.load import load_cluster
+from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.results.attempts import Attempt, attempt_numbers
-from hpcbench.results.store import ClusterTree
-from hpcbench.submit.record import read_sweep
-from hpcbench.submit.submission_record import Submission, submissions_of
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.submit.submission_record import Submission, list_submissions, read_sweep_record
 from tests.slurm.box import Box
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -101,7 +100,7 @@ class Project:
         return runs
 
     def run_ids(self, sweep: str) -> list[str]:
-        record = read_sweep(self.tree, sweep)
+        record = read_sweep_record(self.tree, sweep)
         assert record is not None, sweep
         return record.run_ids
 
@@ -123,7 +122,7 @@ class Project:
         self.seen_ok.pop(run_id, None)
 
     def submissions(self) -> list[tuple[Path, Submission]]:
-        return submissions_of(self.tree)
+        return list_submissions(self.tree)
 
     def attempts(self) -> Iterator[tuple[str, Attempt]]:
         """Every attempt in the tree, those of a run ascending."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from hpcbench.submit.lock import Holder
+from hpcbench.submit.lock import LockHolder
 from tests.slurm.box import Box
 from tests.slurm.faults.conftest import Verify
 from tests.slurm.faults.project import CLUSTER, ROOT, Project, wait_for
@@ -66,7 +66,7 @@ def test_two_users_submit_the_same_sweep_at_once(shared: Project, verify: Verify
     shared.tree.submissions.mkdir(parents=True)
     for folder in (shared.tree.submissions, shared.tree.root, shared.tree.root.parent):
         folder.chmod(0o777)
-    dead = Holder(owner="nobody", host=socket.gethostname(), pid=2**22 + 1, since_unix_s=0.0, lease_s=120.0)
+    dead = LockHolder(owner="nobody", host=socket.gethostname(), pid=2**22 + 1, since_unix_s=0.0, lease_s=120.0)
     (shared.tree.submissions / ".lock").write_bytes(msgspec.json.encode(dead))
     arguments = ("submit", "both", "--cluster", CLUSTER, "--wait")
     started = [start_as(user, shared, *arguments) for user in (*USERS, *USERS)]

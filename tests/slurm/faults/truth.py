@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from hpcbench.config.spec import RunSpec
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.schema import STATUSES
 from hpcbench.submit.journal import read_journal

@@ -1,0 +1,275 @@
+"""The cluster profile ``clusters/<name>.toml``: its schema, the search for it by name, inheritance by ``extends``,
+and the user's accounts.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from hpcbench.config.profile_tables import (
+    BindingConfig,
+    DeviceConfig,
+    EnvironmentConfig,
+    LinksConfig,
+    NetworkConfig,
+    NodeConfig,
+    PartitionConfig,
+    ResourceRequest,
+    SchedulerConfig,
+)
+from hpcbench.config.toml_tables import (
+    NAME_PATTERN,
+    Directives,
+    EnvironmentVariables,
+    Minutes,
+    SingleLineText,
+    TomlSource,
+    TomlTable,
+    VariableName,
+    read_toml,
+    validate_table,
+)
+from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.paths import resolve_beside, search_folders, user_folder
+
+_T = TypeVar("_T", bound=TomlTable)
+
+
+class LoginNodeMatch(TomlTable):
+    """How this machine is known to be a login node of the cluster: any of these is enough."""
+
+    hosts: list[str] = []
+    """Regular expressions for the whole host name, with or without its domain."""
+    variables: EnvironmentVariables = {}
+    """Variables of the environment and their values."""
+    files: dict[str, SingleLineText] = {}
+    """Files and what they hold."""
+
+    @field_validator("hosts")
+    @classmethod
+    def _compiles(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            try:
+                re.compile(host)
+            except re.error as error:
+                raise ValueError(f"{host!r} is no regular expression: {error}") from None
+        return hosts
+
+
+_EMPTY_PARTITION = PartitionConfig()
+_EMPTY_ENVIRONMENT = EnvironmentConfig()
+
+
+class ClusterProfile(TomlTable):
+    """What hpcbench must know to run on a cluster, and the oracle to predict it."""
+
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    extends: Annotated[str, Field(pattern=NAME_PATTERN)] | None = None
+    """Another profile, whose tables this one is laid over, key by key."""
+    description: str = ""
+    verified: Literal["none", "docs", "run"] = "none"
+    """How sure the values are: never checked, read in the site's documentation, or run there."""
+    source: str = ""
+    """Where the values are from."""
+    date: str = ""
+    """When they were looked up."""
+    match: LoginNodeMatch = LoginNodeMatch()
+    device: Literal["cpu", "cuda"] = "cpu"
+    """What the ranks compute on; torch calls AMD's devices cuda, too."""
+    launcher: Literal["srun", "torchrun", "mpirun", "ibrun"] = "srun"
+    """What starts the ranks inside a job; ibrun is TACC's."""
+    launcher_args: list[SingleLineText] = []
+    """More arguments for the launcher, one word each."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    account: SingleLineText | None = None
+    """Keep yours out of profiles that are shared: `[accounts]` in `~/.config/hpcbench/config.toml` is the place."""
+    account_required: bool = False
+    """The site takes no job without an account."""
+    default_partition: str | None = None
+    """A key of `partitions`; without one the scheduler's own default is used."""
+    partitions: dict[Annotated[str, Field(pattern=NAME_PATTERN)], PartitionConfig] = {}
+    node: NodeConfig = NodeConfig()
+    data_folder: SingleLineText | None = None
+    """Where samples lie in files, as the nodes see it; `~` and `$VARIABLES` are the job's. `$HPCBENCH_DATA` wins."""
+    devices: dict[str, DeviceConfig] = {}
+    links: LinksConfig = LinksConfig()
+    network: NetworkConfig = NetworkConfig()
+    request: ResourceRequest = ResourceRequest()
+    binding: BindingConfig = BindingConfig()
+    directives: Directives = {}
+    """More #SBATCH directives: `true` writes one without a value, a list repeats it."""
+    environments: dict[Annotated[str, Field(pattern=NAME_PATTERN)], EnvironmentConfig] = {}
+    default_environment: str | None = None
+    setup: list[str] = []
+    """Shell lines of the profile's author that every job runs before its environment's modules."""
+    env: EnvironmentVariables = {}
+    """Variables that every job gets."""
+    env_unset: list[VariableName] = []
+    """Variables that no job must have."""
+    model_folder: Annotated[SingleLineText, Field(min_length=1)] | None = None
+    """Where `model = "module:function"` of a sweep finds its module, from this file on."""
+    time_limit_min: Minutes = 30.0
+    """Limit of a run that names none, nor its partition; never more than its partition allows."""
+    budget_node_hours: Annotated[float, Field(gt=0)] | None = None
+    """The most that one submit may cost, at the runs' time limits, unless it is told `--yes`."""
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> ClusterProfile:
+        for key, table in (("default_partition", "partitions"), ("default_environment", "environments")):
+            chosen, known = getattr(self, key), getattr(self, table)
+            if chosen is not None and chosen not in known:
+                raise ValueError(f"{key} = {chosen!r} is not among the {table}: {', '.join(sorted(known)) or 'none'}")
+        return self
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ClusterProfile:
+        for key in (None, *self.partitions):
+            request, node = self.request_of(key), self.node_of(key)
+            if request.gpus == "gres-typed" and not (node.gres_type or node.device_type):
+                raise ValueError("request.gpus = 'gres-typed' needs node.gres_type or node.device_type")
+            if request.gpus_on != "job" and self.launcher in ("mpirun", "ibrun"):
+                raise ValueError(
+                    f"request.gpus_on = {request.gpus_on!r} speaks to srun, but launcher = {self.launcher!r}"
+                )
+        order, devices = self.binding.device_order, self.node.devices
+        if order and devices is not None and sorted(order) != list(range(devices)):
+            raise ValueError(f"binding.device_order = {order} does not name each of the {devices} devices once")
+        return self
+
+    def partition(self, key: str | None) -> PartitionConfig:
+        """The partition called ``key``, the default one, or one that says nothing."""
+        chosen = key or self.default_partition
+        return self.partitions[chosen] if chosen else _EMPTY_PARTITION
+
+    def environment(self, key: str | None) -> EnvironmentConfig:
+        """The environment called ``key``, the default one, or the submitter's own."""
+        chosen = key or self.default_environment
+        return self.environments[chosen] if chosen else _EMPTY_ENVIRONMENT
+
+    def node_of(self, key: str | None) -> NodeConfig:
+        """The nodes of a partition: its own values over the cluster's."""
+        return _overlay_table(self.node, self.partition(key).node)
+
+    def request_of(self, key: str | None) -> ResourceRequest:
+        """How jobs of a partition ask: its own words over the cluster's."""
+        return _overlay_table(self.request, self.partition(key).request)
+
+    def variables(self, key: str | None) -> dict[str, str]:
+        """What jobs in the environment called ``key`` have set: the network's, the cluster's, the environment's own."""
+        return {**self.network.variables, **self.env, **self.environment(key).env}
+
+
+def _overlay_table(base: _T, own: _T | None) -> _T:
+    if own is None:
+        return base
+    set_there: dict[str, Any] = {name: getattr(own, name) for name in own.model_fields_set}
+    return base.model_copy(update=set_there)
+
+
+class UserConfig(TomlTable):
+    """``~/.config/hpcbench/config.toml``: what is a person's own and belongs into no shared profile."""
+
+    accounts: dict[str, SingleLineText] = {}
+    """A cluster's name and the account that jobs there are charged to."""
+
+
+def find_cluster_profiles() -> dict[str, Path]:
+    """Every profile that can be named, the one that wins: the project's, the user's, the shipped.
+
+    Profiles may lie in folders one below (``historic``); they are named without it.
+    """
+    found: dict[str, Path] = {}
+    for path in _profile_candidates():
+        found.setdefault(path.stem, path)
+    return found
+
+
+def _profile_candidates() -> list[Path]:
+    return [
+        path
+        for folder in search_folders("clusters")
+        for pattern in ("*.toml", "*/*.toml")
+        for path in sorted(folder.glob(pattern))
+    ]
+
+
+def load_cluster(name: str) -> tuple[ClusterProfile, TomlSource]:
+    """The profile called ``name``. Raises ``ConfigError`` with the nearest name where there is none."""
+    known = find_cluster_profiles()
+    if not re.match(NAME_PATTERN, name) or name not in known:
+        folders = ", ".join(str(folder) for folder in search_folders("clusters"))
+        raise ConfigError(f"unknown cluster {name!r}", hint=f"{did_you_mean(name, known)} (looked in {folders})")
+    return load_cluster_file(known[name])
+
+
+def load_cluster_file(path: Path) -> tuple[ClusterProfile, TomlSource]:
+    """The profile in a file, laid over the one that it extends; its name must be the file's.
+
+    Where it says no account, the user's own configuration may: for this name, or for that of what it extends.
+    """
+    data, source, names = _read_with_base(path, ())
+    profile = validate_table(ClusterProfile, data, source)
+    if profile.name != path.stem:
+        raise ConfigError(
+            f"name = {profile.name!r}, but the file is called {path.name}",
+            where=source.where(("name",)),
+            hint="results are stored under the name: give both the same",
+        )
+    if profile.account is None:
+        accounts = load_user_accounts()
+        account = next((accounts[name] for name in names if name in accounts), None)
+        profile = profile.model_copy(update={"account": account})
+    return profile, source
+
+
+def _read_with_base(path: Path, above: Sequence[Path]) -> tuple[dict[str, Any], TomlSource, list[str]]:
+    """The data of a profile over its base's, where to say so when it is wrong, and the names of both, its own first."""
+    data, text = read_toml(path)
+    source = TomlSource(path, text)
+    folder = data.get("model_folder")
+    if isinstance(folder, str) and folder:
+        data["model_folder"] = str(resolve_beside(path, folder))
+    base = data.get("extends")
+    if not isinstance(base, str):
+        return data, source, [path.stem]
+    chain = (*above, path.resolve())
+    inherited, _, names = _read_with_base(_find_base_profile(base, path, chain, source), chain)
+    return merge_tables(inherited, data), source, [path.stem, *names]
+
+
+def _find_base_profile(name: str, path: Path, chain: Sequence[Path], source: TomlSource) -> Path:
+    """The file of the profile that ``path`` extends: beside it, or wherever profiles are; never one of ``chain``."""
+    candidates = [path.parent / f"{name}.toml", *_profile_candidates()]
+    found = next((one for one in candidates if one.stem == name and one.is_file() and one.resolve() not in chain), None)
+    if found is None:
+        named = [one.stem for one in candidates if one.is_file() and one.resolve() not in chain]
+        problem = f"extends = {name!r}: that is the profile itself, and there is no other of that name"
+        if name not in (one.stem for one in chain):
+            problem = f"extends = {name!r}: there is no such profile"
+        raise ConfigError(problem, where=source.where(("extends",)), hint=did_you_mean(name, set(named)))
+    return found
+
+
+def merge_tables(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """``own`` over ``base``: tables key by key, everything else whole."""
+    result = dict(base)
+    for key, value in own.items():
+        below = result.get(key)
+        result[key] = merge_tables(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
+
+
+def load_user_accounts() -> dict[str, str]:
+    """The accounts in the user's configuration; empty where there is none."""
+    path = user_folder() / "config.toml"
+    # Path.is_file raises where the folder may not be entered.
+    if not os.path.isfile(path):  # noqa: PTH113
+        return {}
+    data, text = read_toml(path)
+    return dict(validate_table(UserConfig, data, TomlSource(path, text)).accounts)

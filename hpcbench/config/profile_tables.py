@@ -1,0 +1,289 @@
+"""The tables of a cluster profile: hardware, scheduler, partitions, resource requests, binding, containers and
+environments.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from hpcbench.config.run_spec import max_job_minutes
+from hpcbench.config.toml_tables import (
+    Bytes,
+    BytesPerSecond,
+    Directives,
+    EnvironmentVariables,
+    FlopsPerSecond,
+    Minutes,
+    NonSpaceText,
+    PositiveInt,
+    Precision,
+    Seconds,
+    SingleLineText,
+    TomlTable,
+    VariableName,
+)
+
+ValueSource = Literal["nominal", "measured"]
+
+
+class NodeConfig(TomlTable):
+    """One node, as jobs see it."""
+
+    cores: PositiveInt | None = None
+    """CPUs that jobs may use, as the scheduler counts them (threads where it counts those); this machine's for
+    `local`. Absent: no limit is checked."""
+    memory_bytes: Bytes | None = None
+    """Memory that jobs may use."""
+    memory_includes_devices: bool = False
+    """The scheduler's memory of a node counts the devices' (Grace Hopper): it is not what the host has."""
+    devices: Annotated[int, Field(ge=0)] | None = None
+    """Accelerators, as the scheduler counts them (an MI250X is two). Absent: no limit is checked."""
+    device_type: str | None = None
+    """A key of `devices`."""
+    gres_type: NonSpaceText | None = None
+    """What the scheduler calls the accelerator, where that is not `device_type`."""
+    arch: Literal["x86_64", "aarch64"] | None = None
+    """Environments and images have to be made for it."""
+    internet: bool = True
+    """Whether jobs reach the internet; where not, data and models are fetched before."""
+    scratch_folder: SingleLineText | None = None
+    """Fast storage that all nodes share; `$VARIABLES` are the job's. The probe job writes there."""
+    local_folder: SingleLineText | None = None
+    """Storage of the node itself; `$VARIABLES` are the job's. The probe job writes there."""
+    tmp_in_memory: bool = False
+    """`/tmp` is memory and counts as the job's."""
+
+
+class DeviceConfig(TomlTable):
+    """One accelerator, or one core set, for the oracle and for MFU."""
+
+    memory_bytes: Bytes | None = None
+    memory_bandwidth_bytes_per_s: BytesPerSecond | None = None
+    peak_flops_per_s: dict[Precision, FlopsPerSecond] = {}
+    """Per precision, dense; MFU is left out where it is absent."""
+    flops_efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Of the peak, what large matrix products reach where all multiprocessors are busy; for the oracle, which takes a
+    usual share where it is absent."""
+    processors: PositiveInt | None = None
+    """Multiprocessors that a matrix product's tiles are dealt out to: the oracle then counts what the last wave of
+    tiles leaves idle."""
+    mark: ValueSource = "nominal"
+    """Where the numbers are from: the vendor's, or measured."""
+
+
+class LinkConfig(TomlTable):
+    """What one rank sends over, one direction."""
+
+    latency_s: Seconds
+    bandwidth_bytes_per_s: BytesPerSecond
+    per_node: PositiveInt = 1
+    """How many such links a node has to other nodes; groups of ranks that send at the same time share them."""
+    mark: ValueSource = "nominal"
+    """Where the numbers are from. Vendors state no latency: a nominal link's is a usual one of its kind."""
+
+
+class LinksConfig(TomlTable):
+    """Inside a node and between nodes."""
+
+    intra_node: LinkConfig | None = None
+    inter_node: LinkConfig | None = None
+
+
+class NetworkConfig(TomlTable):
+    """How ranks find each other."""
+
+    interface: SingleLineText | None = None
+    """Name or prefix of the interface that ranks meet on, and that gloo and NCCL's sockets use; the first one that is
+    up when absent."""
+    host_suffix: SingleLineText = ""
+    """Appended to rank 0's host name to reach it over the fast network."""
+    meet_by: Literal["interface", "host-name"] = "interface"
+    """Which address of rank 0 the others get: the interface's, or the one that its host name stands for."""
+    nccl_interfaces: list[NonSpaceText] = []
+    """For NCCL's sockets (NCCL_SOCKET_IFNAME), where it is not `interface`: names, prefixes, or `=name`."""
+    nccl_hcas: list[NonSpaceText] = []
+    """InfiniBand devices that NCCL may use (NCCL_IB_HCA); all when empty."""
+    gloo_interface: NonSpaceText | None = None
+    """For gloo (GLOO_SOCKET_IFNAME), where it is not `interface`."""
+    wait_s: Seconds = 300.0
+    """How long a rank waits for the others."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the libraries of the ranks read."""
+        named = {
+            "NCCL_SOCKET_IFNAME": ",".join(self.nccl_interfaces),
+            "NCCL_IB_HCA": ",".join(self.nccl_hcas),
+            "GLOO_SOCKET_IFNAME": self.gloo_interface or "",
+        }
+        return {name: value for name, value in named.items() if value}
+
+
+GpuRequestStyle = Literal["gpus-per-node", "gpus-per-task", "gpus", "gres", "gres-typed", "none"]
+ContainerRuntime = Literal["apptainer", "singularity", "shifter", "podman-hpc", "pyxis", "cscs-engine", "uenv"]
+
+
+class SchedulerConfig(TomlTable):
+    """Who starts the jobs."""
+
+    kind: Literal["slurm", "local", "pbs", "none"] = "slurm"
+    """`local` runs the job scripts on this machine; scripts for `pbs` are rendered, not submitted; `none` is a machine
+    that is only predicted for."""
+    config_file: SingleLineText | None = None
+    """The scheduler's configuration file (SLURM_CONF), where it is not the site's default."""
+    bin_folder: SingleLineText | None = None
+    """Where sbatch, squeue, sacct and scancel are, if not on PATH."""
+    max_array_size: PositiveInt | None = None
+    """Largest array; read from the scheduler when absent."""
+    max_submitted_jobs: PositiveInt | None = None
+    """Jobs that one person may have queued or running; the rest is sent later. Found by trying when absent."""
+    max_running_jobs: PositiveInt | None = None
+    """Jobs of one submission that may run at the same time."""
+    retry_s: Seconds = 60.0
+    """How long a scheduler that cannot answer just now is asked again."""
+    warning_s: Seconds = 60.0
+    """How long before the time limit the ranks are told (--signal), to leave what they measured."""
+
+
+class ResourceRequest(TomlTable):
+    """How a job asks for what it needs."""
+
+    gpus: GpuRequestStyle = "none"
+    """How accelerators are asked for; `none` where they come with the partition."""
+    gpus_on: Literal["job", "step", "both"] = "job"
+    """Where that is said: to sbatch, to srun (the job then gets whole nodes), or to both."""
+    memory: Literal["none", "all", "node"] = "none"
+    """`none` asks for no memory, `all` is --mem=0, `node` is --mem with the node's memory."""
+    memory_bytes: Bytes | None = None
+    """Memory per node to ask for, instead of the node's."""
+    cpus_per_task: PositiveInt | None = None
+    """CPUs of one rank; the node's, shared among its ranks, when absent."""
+    cpus_per_device: PositiveInt | None = None
+    """CPUs that come with each accelerator, where the site wants a fixed ratio."""
+    exclusive: bool = False
+    """Whole nodes."""
+    exclude_nodes: list[NonSpaceText] = []
+    """Nodes that jobs must not get."""
+    drop: list[SingleLineText] = []
+    """Directives that the site refuses, by name: "nodes", "signal"; "partition" where other keys select the nodes."""
+
+
+class BindingConfig(TomlTable):
+    """Which cores and devices each rank gets, as far as srun has to be told."""
+
+    cpu_bind: NonSpaceText | None = None
+    """srun's --cpu-bind: "cores", "sockets", "none", ..."""
+    whole_node_cpu_bind: NonSpaceText | None = None
+    """A map or mask that fits one rank per device on all devices of a whole node: there instead of `cpu_bind`."""
+    gpu_bind: NonSpaceText | None = None
+    """srun's --gpu-bind: "none", "closest", ..."""
+    device_order: list[Annotated[int, Field(ge=0)]] = []
+    """The device of each local rank, where jobs take all devices of a node."""
+    one_device_per_rank: bool = False
+    """Show each rank its device alone; otherwise each rank sees all and takes the one of its local rank."""
+    device_variable: Literal["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"] = (
+        "CUDA_VISIBLE_DEVICES"
+    )
+    """By which the order, and the device of each rank, is said."""
+
+
+class TimeLimitStep(TomlTable):
+    """A time limit that depends on the job's size."""
+
+    nodes: PositiveInt
+    """Jobs of up to so many nodes ..."""
+    max_time_min: Minutes
+    """... may take so long."""
+
+
+class PartitionConfig(TomlTable):
+    """One queue. The key is its name here; `name` its name at the scheduler if that differs."""
+
+    name: SingleLineText | None = None
+    qos: SingleLineText | None = None
+    constraint: SingleLineText | None = None
+    min_nodes: PositiveInt | None = None
+    max_nodes: PositiveInt | None = None
+    max_time_min: Minutes | None = None
+    max_time_by_nodes: list[TimeLimitStep] = []
+    """Where small jobs may take less time than large ones; above the last step `max_time_min` alone counts."""
+    max_node_hours: Annotated[float, Field(gt=0)] | None = None
+    """The most that one job may cost, where the site limits nodes times time."""
+    max_submitted_jobs: PositiveInt | None = None
+    """Jobs that one person may have queued or running here."""
+    max_running_jobs: PositiveInt | None = None
+    """Jobs that one person may have running here."""
+    whole_nodes: bool = False
+    """Jobs get whole nodes here, whatever they ask for."""
+    all_devices_across_nodes: bool = False
+    """Jobs of several nodes must take all devices of each."""
+    time_limit_min: Minutes | None = None
+    """Limit of a run that names none."""
+    node: NodeConfig | None = None
+    """Where this partition's nodes differ from the cluster's."""
+    request: ResourceRequest | None = None
+    """Where jobs ask for things in another way here."""
+    directives: Directives = {}
+
+    def longest_min(self, nodes: int) -> float | None:
+        """The longest that a job of ``nodes`` may take, in minutes; ``None`` where nothing limits it."""
+        steps = [(step.nodes, step.max_time_min) for step in self.max_time_by_nodes]
+        return max_job_minutes(nodes, self.max_time_min, steps, self.max_node_hours)
+
+
+_RUNTIMES_WITHOUT_MOUNTS = ("cscs-engine", "uenv")
+
+
+class ContainerConfig(TomlTable):
+    """Wraps the worker's command: in words of its own (`command`), or in those of a container runtime (`kind`)."""
+
+    command: Annotated[list[SingleLineText], Field(min_length=1)] | None = None
+    """For instance `["apptainer", "exec", "--nv", "image.sif"]`."""
+    kind: ContainerRuntime | None = None
+    """`apptainer`, `singularity`, `shifter` and `podman-hpc` are commands; `pyxis` and `cscs-engine` are options of
+    srun; `shifter` and `uenv` are options of sbatch."""
+    image: Annotated[SingleLineText, Field(min_length=1)] | None = None
+    """The image; for `cscs-engine` the environment's definition file, for `uenv` its name and mount point."""
+    mounts: list[NonSpaceText] = []
+    """`SOURCE:TARGET[:OPTIONS]`, each."""
+    options: list[SingleLineText] = []
+    """More words for the runtime: `["--nv"]`, `["--rocm"]`, `["--gpu"]`, `["--no-container-mount-home"]`."""
+    modules: list[NonSpaceText] = []
+    """Of `shifter`: `["gpu", "nccl-plugin"]`; of `uenv`: its views."""
+
+    @model_validator(mode="after")
+    def _is_one_kind(self) -> ContainerConfig:
+        if (self.command is None) == (self.kind is None):
+            raise ValueError("say either `command` or `kind`")
+        if self.kind and not self.image:
+            raise ValueError(f"kind = {self.kind!r} needs an `image`")
+        if self.kind in _RUNTIMES_WITHOUT_MOUNTS and self.mounts:
+            raise ValueError(f"{self.kind} takes no `mounts`: its own file says what is mounted")
+        if self.modules and self.kind not in ("shifter", "uenv"):
+            raise ValueError(
+                "`modules` are shifter's, or the views of uenv; the environment's own are beside `container`"
+            )
+        if self.command and (self.image or self.mounts or self.options):
+            raise ValueError("`command` is the whole command: `image`, `mounts` and `options` go with `kind`")
+        return self
+
+
+class EnvironmentConfig(TomlTable):
+    """A named environment for the jobs: modules, a virtual environment or an image."""
+
+    modules: list[SingleLineText] = []
+    """Loaded in this order."""
+    modules_start: Literal["purge", "reset", "keep"] = "purge"
+    """What is done before: `module purge`, `module reset`, or nothing."""
+    setup: list[str] = []
+    """Shell lines of the profile's author, run as they stand."""
+    venv: SingleLineText | None = None
+    """A virtual environment; its python runs the ranks."""
+    python: SingleLineText | None = None
+    """The interpreter that runs the ranks; when absent the submitter's own, or python3 in an image."""
+    container: ContainerConfig | None = None
+    env: EnvironmentVariables = {}
+    env_unset: list[VariableName] = []
+    """Variables that the jobs must not have."""

@@ -1,0 +1,249 @@
+"""The specification of one run, its identifiers, and the task file that carries it to the worker.
+The sweep's schema, the task file and the result are all derived from ``RunSpec``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from hpcbench.errors import WorkerError
+
+SPEC_VERSION = 1
+"""Raised whenever a default below changes: the same words must never come to mean another run."""
+
+DEGREE_NAMES = ("dp_degree", "tp_degree", "sp_degree", "pp_degree")
+
+OptionValue = bool | int | float | str
+PositiveCount = Annotated[int, Meta(ge=1)]
+NonNegativeCount = Annotated[int, Meta(ge=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+EnvValue = Annotated[str, Meta(pattern=r"^[^\x00]*$", max_length=100_000)]
+EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One resolved point of a sweep. Degrees are filled in; ``global_batch_size = batch_size * dp_degree``."""
+
+    model: Annotated[str, Meta(description="a shipped model (docs/models.md), or module:function of your own")]
+    dataset: Annotated[str, Meta(description="what is fed: images, volumes or tokens, see docs/data.md")]
+    strategy: Annotated[str, Meta(description="how the run is parallelised")]
+    batch_size: Annotated[int, Meta(ge=1, description="samples per data-parallel replica and step")]
+    spec_version: Literal[1] = 1
+
+    model_options: Annotated[dict[str, OptionValue], Meta(description="the model's own options")] = {}
+    input_size: (
+        Annotated[int, Meta(ge=1, description="edge length, or tokens; the dataset's own by default")] | None
+    ) = None
+    options: Annotated[dict[str, OptionValue], Meta(description="the strategy's own options")] = {}
+
+    nodes: Annotated[int, Meta(ge=1, description="nodes of the job")] = 1
+    tasks_per_node: Annotated[int, Meta(ge=1, description="ranks on each node")] = 1
+    devices_per_task: Annotated[int, Meta(ge=1, description="devices that one rank drives")] = 1
+    micro_batches: Annotated[int, Meta(ge=1, description="parts that batch_size is cut into")] = 1
+    dp_degree: Annotated[int, Meta(ge=1, description="data-parallel replicas")] = 1
+    tp_degree: Annotated[int, Meta(ge=1, description="ranks that share a layer's channels")] = 1
+    sp_degree: Annotated[int, Meta(ge=1, description="ranks that share a sample's extent (spatial)")] = 1
+    pp_degree: Annotated[int, Meta(ge=1, description="pipeline stages")] = 1
+
+    precision: Annotated[
+        Literal["fp64", "fp32", "tf32", "bf16", "fp16"],
+        Meta(description="arithmetic of forward and backward"),
+    ] = "fp32"
+    compile: Annotated[bool, Meta(description="torch.compile the model")] = False
+    activation_checkpointing: Annotated[bool, Meta(description="recompute activations in the backward pass")] = False
+    channels_last: Annotated[bool, Meta(description="memory format of images and convolutions")] = False
+    optimizer: Annotated[Literal["sgd", "adam", "adamw"], Meta(description="who updates the weights")] = "sgd"
+    learning_rate: Annotated[float, Meta(ge=0, description="constant over the run")] = 0.01
+    momentum: Annotated[float, Meta(ge=0, lt=1, description="of sgd")] = 0.9
+    weight_decay: Annotated[float, Meta(ge=0, description="L2 penalty")] = 0.0
+    warmup_steps: Annotated[int, Meta(ge=0, description="steps before the timed ones")] = 5
+    steps: Annotated[int, Meta(ge=1, description="timed steps")] = 20
+    profile_steps: Annotated[int, Meta(ge=0, description="steps after the timed ones that are split by phase")] = 3
+    drop_last: Annotated[bool, Meta(description="leave out the partial batch at the end of an epoch")] = False
+    data: Annotated[
+        Literal["device", "host", "files", "real"],
+        Meta(description="made up: on the device, copied from the host each step, in files; real: its own files"),
+    ] = "device"
+    evaluate_every: Annotated[int, Meta(ge=0, description="steps between evaluations; 0 is at the end only")] = 0
+    target_accuracy: Annotated[float, Meta(gt=0, le=1, description="measure the time until it is reached")] | None = (
+        None
+    )
+    verify: Annotated[bool, Meta(description="also train the single-device reference and compare")] = False
+    rehearse: Annotated[str, Meta(description="a cluster whose devices' computation is timed sleeps here")] | None = (
+        None
+    )
+    seed: Annotated[int, Meta(ge=0, description="of weights and data; a repeat adds its number")] = 0
+    repeat: Annotated[int, Meta(ge=0, description="which launch of the same configuration")] = 0
+
+    time_limit_min: Annotated[float, Meta(gt=0, description="limit of one launch")] | None = None
+    partition: Annotated[str, Meta(description="a partition of the profile; its default otherwise")] | None = None
+    environment: Annotated[str, Meta(description="an environment named in the profile")] | None = None
+    env: Annotated[dict[EnvName, EnvValue], Meta(description="variables set for the ranks")] = {}
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the run, ``world_size`` in torch's words."""
+        return self.nodes * self.tasks_per_node
+
+    @property
+    def devices(self) -> int:
+        """Devices of the run: the product of all degrees."""
+        return self.ranks * self.devices_per_task
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one step over all replicas."""
+        return self.batch_size * self.dp_degree
+
+
+def strategy_label(spec: RunSpec) -> str:
+    """The strategy, of a hybrid with its degrees: ``filter dp2 tp4``."""
+    degrees = [
+        f"{name.removesuffix('_degree')}{getattr(spec, name)}" for name in DEGREE_NAMES if getattr(spec, name) > 1
+    ]
+    return " ".join([spec.strategy, *degrees]) if len(degrees) > 1 else spec.strategy
+
+
+def run_label(spec: RunSpec) -> str:
+    """A run in a few words: ``ddp on 2 ranks, resnet18, batch 16``."""
+    repeat = f", repeat {spec.repeat}" if spec.repeat else ""
+    ranks = f"{spec.ranks} rank" + ("s" if spec.ranks > 1 else "")
+    rehearsed = f", rehearsed as {spec.rehearse}" if spec.rehearse else ""
+    return f"{strategy_label(spec)} on {ranks}, {spec.model}, batch {spec.batch_size}{rehearsed}{repeat}"
+
+
+_EXCLUDED_FROM_RUN_ID = frozenset({"time_limit_min"})
+_EXCLUDED_FROM_CONFIG_ID = _EXCLUDED_FROM_RUN_ID | {"repeat", "seed", "verify"}
+
+
+def spec_document(spec: RunSpec) -> dict[str, Any]:
+    """``spec`` as plain data, without what stands at its default, with its version."""
+    # msgspec leaves out what is the default itself, not what equals it, as a word that was read from a file does.
+    values = {
+        name: value
+        for name, value in msgspec.to_builtins(spec).items()
+        if value != PARAMETER_DEFAULTS.get(name, _NO_DEFAULT)
+    }
+    return {"spec_version": SPEC_VERSION, **values}
+
+
+_NO_DEFAULT = object()
+PARAMETER_DEFAULTS = {
+    one.name: one.default if one.default is not msgspec.NODEFAULT else one.default_factory()
+    for one in msgspec.structs.fields(RunSpec)
+    if not one.required
+}
+"""Of every parameter that has one. Nobody may change them in place."""
+
+
+def run_id(spec: RunSpec) -> str:
+    """16 hex digits that name this run. Parameters at their default are left out, so a later one moves no run."""
+    return _hash_values(spec_document(spec), _EXCLUDED_FROM_RUN_ID)
+
+
+def config_id(spec: RunSpec) -> str:
+    """As ``run_id`` without repeat, seed and verify: launches with the same one are measurements of the same thing."""
+    return _hash_values(spec_document(spec), _EXCLUDED_FROM_CONFIG_ID)
+
+
+def _hash_values(values: dict[str, Any], without: frozenset[str]) -> str:
+    # Commands that only look at runs name none: loading it takes them longer than asking the scheduler.
+    import hashlib
+
+    for key in without:
+        values.pop(key, None)
+    return hashlib.sha256(msgspec.json.encode(values, order="deterministic")).hexdigest()[:16]
+
+
+class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):
+    """What all runs of one task file share."""
+
+    task_version: int = 1
+    cluster: str
+    device: str
+    """``cpu`` or ``cuda``."""
+    tree: str
+    """Absolute path of ``results/<cluster>``."""
+    submission: str
+    interface: str | None = None
+    """Network interface of the rendezvous and of gloo; found by the worker where absent."""
+    host_suffix: str = ""
+    """Appended to rank 0's host name (JUWELS' ``i``)."""
+    meet_by_host_name: bool = False
+    """The others reach rank 0 by what its host name stands for, not by ``interface``."""
+    wait_s: float = 300.0
+    """How long a rank waits for the others before it gives up."""
+    data_folder: str | None = None
+    """Where samples lie in files; ``~`` and variables are the job's."""
+    rehearsed: dict[str, Any] = {}
+    """By the clusters that runs rehearse: how fast these compute, see ``parallel.kernel.Rehearsed``."""
+    peak_flops_per_s: dict[str, float] = {}
+    """Per precision, of one device; empty where the profile does not say."""
+    cores_per_task: int | None = None
+    pack: int = 1
+    """Consecutive runs that one job carries, one after another."""
+    environment_key: str | None = None
+    """What the submitter knew of the jobs' software; kept in the results, so that a change can be seen."""
+    model_folder: str | None = None
+    """Absolute path of the folder that users' own models are in."""
+    scrubbed: list[str] = []
+    """Names of the submitter's variables that were kept from the job."""
+
+
+class RunTask(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One run of a task file."""
+
+    run_id: str
+    config_id: str
+    sweep: str
+    spec: RunSpec
+    time_limit_s: float
+    stop_groups: list[int] = []
+    """Lines (from 0) of ``stop.jsonl`` beside the task file: a run is skipped where a smaller one there ended so."""
+    supersedes: str | None = None
+    """The ``environment_key`` whose ok result this run is to replace; that one is kept in the archive."""
+
+
+def encode_task_file(header: TaskFileHeader, tasks: list[RunTask]) -> bytes:
+    """The bytes of a task file."""
+    encoder = msgspec.json.Encoder()
+    return b"".join(encoder.encode(line) + b"\n" for line in (header, *tasks))
+
+
+def read_task(path: Path, index: int) -> tuple[TaskFileHeader, RunTask]:
+    """The header and the run number ``index`` (from 0) of a task file.
+
+    Raises ``WorkerError`` where the file is absent, cut short, or not a task file.
+    """
+    try:
+        with open(path, "rb") as file:
+            header = msgspec.json.decode(file.readline(), type=TaskFileHeader)
+            for number, line in enumerate(file):
+                if number == index:
+                    return header, msgspec.json.decode(line, type=RunTask)
+    except OSError as error:
+        raise WorkerError(f"cannot read the task file {path}: {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise WorkerError(f"{path} is not a task file of this version of hpcbench: {error}") from error
+    raise WorkerError(f"{path} has no run number {index}")
+
+
+def max_job_minutes(
+    nodes: int,
+    max_time_min: float | None,
+    steps: Sequence[tuple[int, float]] = (),
+    max_node_hours: float | None = None,
+) -> float | None:
+    """The longest that a job of ``nodes`` may take, in minutes; ``None`` where nothing limits it.
+
+    ``steps`` are pairs of a largest number of nodes and the minutes that jobs up to it may take.
+    """
+    limits = [] if max_time_min is None else [max_time_min]
+    limits += [minutes for most, minutes in sorted(steps) if nodes <= most][:1]
+    if max_node_hours is not None:
+        limits.append(max_node_hours * 60 / nodes)
+    return min(limits, default=None)

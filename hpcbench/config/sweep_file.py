@@ -1,0 +1,217 @@
+"""The schema of ``sweeps/<name>.toml``, whose parameters are derived from ``RunSpec``, and its stop rules."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from pydantic import ConfigDict, Field, create_model, model_validator
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.toml_tables import NAME_PATTERN, Minutes, TomlSource, TomlTable
+from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
+
+_GENERATED_PARAMETERS = {"spec_version", "repeat"}
+TABLE_PARAMETERS = ("options", "model_options", "env")
+"""Parameters that are tables of their own."""
+
+
+def parameter_types() -> dict[str, Any]:
+    """Every parameter that a sweep may set, with its type in pydantic's words."""
+    hints = get_type_hints(RunSpec, include_extras=True)
+    kinds = {name: _pydantic_type(hint) for name, hint in hints.items() if name not in _GENERATED_PARAMETERS}
+    kinds["global_batch_size"] = Annotated[int, Field(ge=1, description="of all replicas, instead of batch_size")]
+    kinds["time_limit_min"] = Annotated[Minutes, Field(description="limit of one launch: 30 or '2 h'")]
+    return kinds
+
+
+def _pydantic_type(hint: Any) -> Any:
+    """A msgspec annotation as a pydantic one: the constraints and descriptions of ``Meta`` become a ``RecordField``."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        metas = [_pydantic_field(meta) for meta in arguments[1:] if isinstance(meta, msgspec.Meta)]
+        return functools.reduce(lambda kind, field: Annotated[kind, field], metas, _pydantic_type(arguments[0]))
+    if origin in (Union, types.UnionType):
+        members = [_pydantic_type(argument) for argument in arguments if argument is not type(None)]
+        return functools.reduce(operator.or_, members)
+    if origin is dict:
+        return dict[_pydantic_type(arguments[0]), _pydantic_type(arguments[1])]  # type: ignore[misc]
+    return hint
+
+
+def _pydantic_field(meta: msgspec.Meta) -> Any:
+    names = ("ge", "gt", "le", "lt", "pattern", "max_length", "description")
+    return Field(**{name: getattr(meta, name) for name in names if getattr(meta, name) is not None})
+
+
+def _make_fixed_table() -> type[TomlTable]:
+    fields: dict[str, Any] = {
+        name: (kind | None, None) for name, kind in _without_annotations(parameter_types()).items()
+    }
+    return create_model("Fixed", __base__=TomlTable, __doc__="Parameters that all runs share.", **fields)
+
+
+def _make_grid_table() -> type[TomlTable]:
+    fields: dict[str, Any] = {}
+    for name, kind in _without_annotations(parameter_types()).items():
+        if name in TABLE_PARAMETERS:
+            key, value = get_args(kind)
+            values: Any = dict[key, Annotated[list[value], Field(min_length=1)]]  # type: ignore[valid-type]
+        else:
+            values = Annotated[list[kind], Field(min_length=1)]  # type: ignore[valid-type]
+        fields[name] = (values | None, None)
+    return create_model("Grid", __base__=TomlTable, __doc__="Lists whose product is run.", **fields)
+
+
+def _without_annotations(kinds: dict[str, Any]) -> dict[str, Any]:
+    """Without the annotation around tables, so that their arguments can be read."""
+    return {name: get_args(kind)[0] if name in TABLE_PARAMETERS else kind for name, kind in kinds.items()}
+
+
+def _make_exclude_table() -> type[TomlTable]:
+    """Every parameter as one value, or as a list of values any of which matches; and a condition."""
+    condition = Annotated[str, Field(description="an expression over parameters; true excludes the point")]
+    fields: dict[str, Any] = {"when": (condition | None, None)}
+    for name, kind in _without_annotations(parameter_types()).items():
+        if name in TABLE_PARAMETERS:
+            key, value = get_args(kind)
+            fields[name] = (dict[key, value | list[value]] | None, None)  # type: ignore[valid-type]
+        else:
+            fields[name] = (kind | list[kind] | None, None)  # type: ignore[valid-type]
+    return create_model("Exclude", __base__=TomlTable, __doc__="Points that match all of these are dropped.", **fields)
+
+
+FixedTable: Any = _make_fixed_table()
+GridTable: Any = _make_grid_table()
+ExcludeTable: Any = _make_exclude_table()
+
+
+class ScalingTable(TomlTable):
+    """More nodes: with the same work for each replica (weak), or the same work in all (strong)."""
+
+    kind: Literal["weak", "strong"]
+    nodes: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    """Node counts: an axis of the sweep."""
+    global_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """For strong scaling: samples of one step over all replicas."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> ScalingTable:
+        if (self.kind == "strong") != (self.global_batch_size is not None):
+            raise ValueError(
+                f"{self.kind} scaling {'needs' if self.kind == 'strong' else 'takes no'} global_batch_size"
+            )
+        return self
+
+
+StopParameters = str | Annotated[list[str], Field(min_length=1)]
+
+
+class StopTable(TomlTable):
+    """Per status the parameters along which larger runs are skipped once a smaller one has ended so."""
+
+    oom: StopParameters | None = None
+    """`"batch_size"`: what did not fit into memory does not fit with a larger batch."""
+    timeout: StopParameters | None = None
+    """`["batch_size", "steps"]`: larger in one of them, and smaller in none."""
+    unsupported: StopParameters | None = None
+    failed: StopParameters | None = None
+
+
+class SubmitTable(TomlTable):
+    """How the runs become jobs; it changes no run's identity."""
+
+    pack: Annotated[int, Field(ge=1)] | None = None
+    """Runs of equal shape that one job carries, one after another."""
+    pack_minutes: Minutes | None = None
+    """As many runs in one job as their time limits fit into this."""
+    max_running_jobs: Annotated[int, Field(ge=1)] | None = None
+    """Jobs of one submission that may run at the same time."""
+    budget_node_hours: Annotated[float, Field(gt=0)] | None = None
+    """The most that one submit may cost, at the runs' time limits, unless it is told `--yes`."""
+
+    @model_validator(mode="after")
+    def _one_kind_of_pack(self) -> SubmitTable:
+        if self.pack is not None and self.pack_minutes is not None:
+            raise ValueError("pack and pack_minutes exclude each other: keep one")
+        return self
+
+
+class SweepFile(TomlTable):
+    """A named set of runs."""
+
+    model_config = ConfigDict(title="hpcbench sweep")
+
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    description: str = ""
+    model_folder: Annotated[str, Field(min_length=1)] | None = None
+    """Where `model = "module:function"` finds its module, from this file on; the profile's when absent."""
+    fixed: FixedTable = FixedTable()
+    """Parameters that all runs share."""
+    grid: GridTable = GridTable()
+    """Lists; every combination of their values is one run."""
+    zip_: Annotated[list[GridTable], Field(alias="zip")] = []
+    """Lists of equal length that move together; each group is one axis of the grid."""
+    scaling: ScalingTable | None = None
+    """Weak or strong scaling over node counts."""
+    derive: dict[str, str] = {}
+    """Parameters computed from others: `micro_batches = "batch_size // 4"`, `"options.x" = "nodes * 2"`."""
+    include: list[FixedTable] = []
+    """Further points: these parameters over the fixed ones."""
+    exclude: list[ExcludeTable] = []
+    """Points to leave out: keys that match, and a condition that holds."""
+    stop: StopTable = StopTable()
+    """Runs that are not worth starting once a smaller one has ended badly: `oom = "batch_size"`."""
+    submit: SubmitTable = SubmitTable()
+    """How the runs become jobs: packing, limits, budget."""
+    repeats: Annotated[int, Field(ge=1)] = 1
+    """Launches of every configuration; each has its own seed."""
+
+
+ParameterPath = tuple[str, ...]
+
+_NON_SIZE_PARAMETERS = frozenset({"seed", "time_limit_min"})
+"""Numbers that make no run larger."""
+
+
+@dataclass(frozen=True)
+class StopRule:
+    """Runs that are larger ``along`` these parameters are skipped once a smaller one has ended with a status."""
+
+    statuses: list[str]
+    along: tuple[ParameterPath, ...]
+
+
+def parse_stop_rules(
+    table: StopTable, varied: Iterable[tuple[ParameterPath, object]], source: TomlSource, problems: list[HpcbenchError]
+) -> list[StopRule]:
+    """The rules of ``[stop]``, one for each set of parameters.
+
+    ``varied`` holds every value that the sweep's axes and includes give to a parameter.
+    """
+    numeric: dict[str, bool] = {}
+    for parameter, value in varied:
+        name = ".".join(parameter)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        numeric[name] = numeric.get(name, True) and is_number and name not in _NON_SIZE_PARAMETERS
+    choices = [name for name, fits in numeric.items() if fits]
+    statuses: dict[tuple[ParameterPath, ...], list[str]] = {}
+    for status, given in table.model_dump(exclude_none=True).items():
+        names = dict.fromkeys([given] if isinstance(given, str) else given)
+        wrong = [name for name in names if name not in choices]
+        problems += [
+            ConfigError(
+                f"stop.{status}: {name!r} {'has no size' if name in numeric else 'is not varied by this sweep'}",
+                where=source.where(("stop", status)),
+                hint=did_you_mean(name, choices),
+            )
+            for name in wrong
+        ]
+        if not wrong:
+            statuses.setdefault(tuple(tuple(name.split(".", 1)) for name in names), []).append(status)
+    return [StopRule(found, along) for along, found in statuses.items()]

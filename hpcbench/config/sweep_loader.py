@@ -1,0 +1,242 @@
+"""Loading of a sweep: its axes, includes, exclusions and derived parameters, checked against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hpcbench.config.expression import Expression
+from hpcbench.config.sweep_file import (
+    TABLE_PARAMETERS,
+    StopRule,
+    SubmitTable,
+    SweepFile,
+    parameter_types,
+    parse_stop_rules,
+)
+from hpcbench.config.toml_tables import TomlSource, read_toml, validate_table
+from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
+from hpcbench.paths import resolve_beside
+
+ParameterPath = tuple[str, ...]
+"""``("nodes",)`` or, inside a table, ``("options", "bucket_cap_mb")``."""
+ParameterSettings = dict[ParameterPath, Any]
+
+COMPUTED_NAMES = ("ranks", "devices")
+"""Names that expressions may use beside the parameters."""
+
+
+@dataclass(frozen=True)
+class SweepAxis:
+    """One axis of the product: its steps set one parameter, or several that move together."""
+
+    place: tuple[str | int, ...]
+    """The table in the file."""
+    steps: list[ParameterSettings]
+
+
+@dataclass(frozen=True)
+class ExclusionRule:
+    """Points that match every key and for which the condition holds are dropped."""
+
+    rule: str
+    """The rule in words, with its line."""
+    keys: dict[ParameterPath, list[Any]]
+    when: Expression | None
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep as it was written."""
+
+    name: str
+    description: str
+    repeats: int
+    source: TomlSource
+    fixed: ParameterSettings
+    axes: list[SweepAxis] = field(default_factory=list)
+    """In the order of the file: grid, zips, scaling."""
+    includes: list[ParameterSettings] = field(default_factory=list)
+    excludes: list[ExclusionRule] = field(default_factory=list)
+    derived: dict[ParameterPath, Expression] = field(default_factory=dict)
+    stops: list[StopRule] = field(default_factory=list)
+    submit: SubmitTable = field(default_factory=SubmitTable)
+    model_folder: Path | None = None
+    """Absolute."""
+
+    @property
+    def has_product(self) -> bool:
+        """Whether the fixed parameters and the axes make points: where there are includes alone, they do not."""
+        return bool(self.axes) or not self.includes
+
+    def settings(self) -> Iterator[tuple[tuple[str | int, ...], ParameterSettings]]:
+        """Every table of the file that sets parameters, and what it sets."""
+        yield ("fixed",), self.fixed
+        for axis in self.axes:
+            for step in axis.steps:
+                yield axis.place, step
+        for number, include in enumerate(self.includes):
+            yield ("include", number), include
+
+    def values(self, *parameter: str) -> list[Any]:
+        """All values that are written for a parameter."""
+        found = (settings[parameter] for _, settings in self.settings() if parameter in settings)
+        # 1, 1.0 and true are equal to Python, not to who wrote them.
+        return list({(type(value), value): value for value in found}.values())
+
+    def where(self, *parameter: str) -> str:
+        """``file:line`` of the first place that sets a parameter."""
+        for place, settings in self.settings():
+            if parameter in settings:
+                return self.source.where((*place, *parameter))
+        return str(self.source.path)
+
+    def kinds_of_points(self) -> Iterator[tuple[tuple[str | int, ...], set[ParameterPath]]]:
+        """The tables that points come from, and which parameters are set in all points from there."""
+        everywhere = {*self.fixed, *self.derived}
+        if self.has_product:
+            yield (), everywhere.union(*(step for axis in self.axes for step in axis.steps))
+        for number, include in enumerate(self.includes):
+            yield ("include", number), everywhere | include.keys()
+
+
+def load_sweep(path: Path) -> Sweep:
+    """Read a sweep. Raises ``ConfigErrors`` with everything that is wrong in it."""
+    data, text = read_toml(path)
+    source = TomlSource(path, text)
+    file = validate_table(SweepFile, data, source)
+    problems: list[HpcbenchError] = []
+    axes = _read_axes(file, data, source, problems)
+    includes = [_flatten_tables(include.model_dump(exclude_none=True)) for include in file.include]
+    varied = (
+        item for settings in (*(step for axis in axes for step in axis.steps), *includes) for item in settings.items()
+    )
+    sweep = Sweep(
+        name=file.name,
+        description=file.description,
+        repeats=file.repeats,
+        source=source,
+        fixed=_flatten_tables(file.fixed.model_dump(exclude_none=True)),
+        axes=axes,
+        includes=includes,
+        excludes=_read_exclusions(file, source, problems),
+        derived=_parse_derived(file, source, problems),
+        stops=parse_stop_rules(file.stop, varied, source, problems),
+        submit=file.submit,
+        model_folder=resolve_beside(path, file.model_folder) if file.model_folder else None,
+    )
+    problems += _find_duplicate_settings(sweep)
+    if problems:
+        raise ConfigErrors(problems)
+    return sweep
+
+
+def _flatten_tables(values: dict[str, Any]) -> ParameterSettings:
+    flat: ParameterSettings = {}
+    for name, value in values.items():
+        flat |= {(name, key): inner for key, inner in value.items()} if name in TABLE_PARAMETERS else {(name,): value}
+    return flat
+
+
+def _read_axes(
+    file: SweepFile, data: dict[str, Any], source: TomlSource, problems: list[HpcbenchError]
+) -> list[SweepAxis]:
+    written = _flatten_tables(data.get("grid", {}))
+    grid = _flatten_tables(file.grid.model_dump(exclude_none=True))
+    axes = [SweepAxis(("grid",), [{parameter: value} for value in grid[parameter]]) for parameter in written]
+    for number, group in enumerate(file.zip_):
+        lists = _flatten_tables(group.model_dump(exclude_none=True))
+        lengths = {len(values) for values in lists.values()}
+        if len(lengths) > 1:
+            named = ", ".join(f"{_dotted_name(parameter)} has {len(values)}" for parameter, values in lists.items())
+            problems.append(
+                ConfigError(f"lists of a zip have equal lengths: {named}", where=source.where(("zip", number)))
+            )
+        rows = zip(*lists.values(), strict=False)
+        axes.append(SweepAxis(("zip", number), [dict(zip(lists, row, strict=True)) for row in rows]))
+    if file.scaling is not None:
+        size = file.scaling.global_batch_size
+        strong: ParameterSettings = {("global_batch_size",): size} if size is not None else {}
+        axes.append(SweepAxis(("scaling",), [{("nodes",): nodes, **strong} for nodes in file.scaling.nodes]))
+    return axes
+
+
+def _read_exclusions(file: SweepFile, source: TomlSource, problems: list[HpcbenchError]) -> list[ExclusionRule]:
+    found = []
+    for number, table in enumerate(file.exclude):
+        values = table.model_dump(exclude_none=True)
+        when = values.pop("when", None)
+        place = source.where(("exclude", number))
+        keys = {key: value if isinstance(value, list) else [value] for key, value in _flatten_tables(values).items()}
+        if not keys and when is None:
+            problems.append(
+                ConfigError("an [[exclude]] without keys and without `when` excludes everything", where=place)
+            )
+            continue
+        words = [f"{_dotted_name(key)} = {', '.join(str(one) for one in value)}" for key, value in keys.items()]
+        rule = f"[[exclude]] {' and '.join([*words, *([when] if when else [])])} ({place})"
+        expression = _parse_expression(when, source.where(("exclude", number, "when")), problems) if when else None
+        found.append(ExclusionRule(rule, keys, expression))
+    return found
+
+
+def _parse_derived(
+    file: SweepFile, source: TomlSource, problems: list[HpcbenchError]
+) -> dict[ParameterPath, Expression]:
+    found: dict[ParameterPath, Expression] = {}
+    known = parameter_types()
+    for name, text in file.derive.items():
+        where = source.where(("derive", name))
+        parameter = tuple(name.split(".", 1)) if name.partition(".")[0] in TABLE_PARAMETERS else (name,)
+        if parameter[0] not in known or (parameter[0] in TABLE_PARAMETERS and len(parameter) == 1):
+            problems.append(
+                ConfigError(f"derive: unknown parameter {name!r}", where=where, hint=did_you_mean(name, known))
+            )
+            continue
+        expression = _parse_expression(text, where, problems)
+        if expression is not None:
+            found[parameter] = expression
+    return found
+
+
+def _parse_expression(text: str, where: str, problems: list[HpcbenchError]) -> Expression | None:
+    try:
+        return Expression(text, [*parameter_types(), *COMPUTED_NAMES], where)
+    except ConfigError as error:
+        problems.append(error)
+        return None
+
+
+def _find_duplicate_settings(sweep: Sweep) -> list[HpcbenchError]:
+    """A parameter belongs to one table (an include may replace any)."""
+    tables = [("fixed",), *dict.fromkeys(axis.place for axis in sweep.axes), ("derive",)]
+    owners: dict[ParameterPath, str] = {}
+    problems: list[HpcbenchError] = []
+    for place in tables:
+        name = f"[{place[0]}]" if len(place) == 1 else f"[[{place[0]}]] number {int(place[1]) + 1}"
+        for parameter in _parameters_in_table(sweep, place):
+            if parameter in owners:
+                problems.append(
+                    ConfigError(
+                        f"{_dotted_name(parameter)} is set in {owners[parameter]} and in {name}",
+                        where=sweep.source.where((*place, *parameter)),
+                        hint="keep one of them",
+                    )
+                )
+            owners.setdefault(parameter, name)
+    return problems
+
+
+def _parameters_in_table(sweep: Sweep, place: tuple[str | int, ...]) -> list[ParameterPath]:
+    if place == ("fixed",):
+        return list(sweep.fixed)
+    if place == ("derive",):
+        return list(sweep.derived)
+    steps = [axis.steps[0] for axis in sweep.axes if axis.place == place and axis.steps]
+    return list(dict.fromkeys(parameter for step in steps for parameter in step))
+
+
+def _dotted_name(parameter: ParameterPath) -> str:
+    return ".".join(parameter)

@@ -1,0 +1,258 @@
+"""TOML files with line numbers, their validation by pydantic, and the field types that all tables share.
+All errors of one file are reported at once, each with file, line, value and the nearest valid key."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
+from hpcbench.units import parse_quantity
+
+_TABLE_HEADER = re.compile(r"^\s*\[\[?(?P<path>[^\[\]]+)\]\]?\s*(#.*)?$")
+_KEY_ASSIGNMENT = re.compile(r"""^\s*(?P<key>(?:[A-Za-z0-9_.\- ]|"[^"\n]*"|'[^'\n]*')+?)\s*=""")
+_ERROR_POSITION = re.compile(r"\(at (line (?P<line>\d+)|end of document)")
+
+KeyPath = tuple["str | int", ...]
+LineIndex = dict[KeyPath, int]
+
+
+def read_toml(path: Path) -> tuple[dict[str, Any], str]:
+    """The data of a TOML file and its text. Raises ``ConfigError`` with file and line where it cannot be read."""
+    import tomli
+
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the file: {error.strerror}", where=str(path)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8 text (byte {error.start})", where=str(path)) from error
+    try:
+        return tomli.loads(text), text
+    except tomli.TOMLDecodeError as error:
+        match = _ERROR_POSITION.search(str(error))
+        line = int(match["line"]) if match and match["line"] else text.count("\n") + 1
+        raise ConfigError(f"not valid TOML: {error}", where=f"{path}:{line}") from error
+
+
+def find_line(index: LineIndex, path: Sequence[str | int]) -> int | None:
+    """The line (from 1) of the key ``path``, or of the nearest of its parents that has one.
+
+    Integers in ``path`` are positions in an array of tables, or in a list: the latter has the line of its key.
+    """
+    for length in range(len(path), 0, -1):
+        line = index.get(tuple(path[:length]))
+        if line is not None:
+            return line
+    return None
+
+
+def index_key_lines(text: str) -> LineIndex:
+    """The lines of the keys of TOML ``text``."""
+    index: LineIndex = {}
+    lengths: dict[KeyPath, int] = {}
+    prefix: KeyPath = ()
+    lines = text.splitlines()
+    number = 0
+    while number < len(lines):
+        line = lines[number]
+        header = _TABLE_HEADER.match(line)
+        if header:
+            is_array = line.lstrip().startswith("[[")
+            prefix = _resolve_array_path(lengths, _split_key(header["path"]), is_array)
+            index.setdefault(prefix, number + 1)
+        elif match := _KEY_ASSIGNMENT.match(line):
+            keys = _split_key(match["key"])
+            for length in range(1, len(keys) + 1):
+                index.setdefault((*prefix, *keys[:length]), number + 1)
+            number = _find_value_end(lines, number)
+        number += 1
+    return index
+
+
+def _split_key(dotted: str) -> tuple[str, ...]:
+    import tomli
+
+    try:
+        node: Any = tomli.loads(f"{dotted} = 0")
+    except tomli.TOMLDecodeError:
+        return ()
+    keys = []
+    while isinstance(node, dict):
+        key, node = next(iter(node.items()))
+        keys.append(key)
+    return tuple(keys)
+
+
+def _resolve_array_path(lengths: dict[KeyPath, int], keys: tuple[str, ...], is_array: bool) -> KeyPath:
+    """``keys`` with the position of the newest element after each array of tables on the way."""
+    path: KeyPath = ()
+    for depth, key in enumerate(keys):
+        path = (*path, key)
+        count = lengths.get(path, 0)
+        if is_array and depth == len(keys) - 1:
+            lengths[path] = count + 1
+            return (*path, count)
+        if count:
+            path = (*path, count - 1)
+    return path
+
+
+_CLOSING_TOKENS = ("]", "}", '"""', "'''")
+
+
+def _find_value_end(lines: list[str], first: int) -> int:
+    """The last line of the value that begins on line ``first``: arrays and multi-line strings take several."""
+    import tomli
+
+    for last in range(first, len(lines)):
+        if last > first and not any(end in lines[last] for end in _CLOSING_TOKENS):
+            continue
+        try:
+            tomli.loads("\n".join(lines[first : last + 1]))
+        except tomli.TOMLDecodeError:
+            continue
+        return last
+    return first
+
+
+_M = TypeVar("_M", bound=BaseModel)
+
+
+class TomlSource:
+    """Where data came from, to say so when something in it is wrong."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self.path = path
+        self.text = text
+
+    @cached_property
+    def _lines(self) -> LineIndex:
+        return index_key_lines(self.text)
+
+    def where(self, key_path: Sequence[str | int]) -> str:
+        """``file:line`` of a key."""
+        line = find_line(self._lines, key_path) if key_path else None
+        return f"{self.path}:{line}" if line else str(self.path)
+
+
+def validate_table(model: type[_M], data: dict[str, Any], source: TomlSource) -> _M:
+    """``data`` as ``model``, or ``ConfigErrors`` with everything that is wrong."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise ConfigErrors(validation_problems(model, data, source, error)) from None
+
+
+def validation_problems(
+    model: type[BaseModel], data: dict[str, Any], source: TomlSource, error: ValidationError
+) -> list[HpcbenchError]:
+    """One error per key that is wrong; of the alternatives of a union only the first."""
+    found: dict[tuple[str | int, ...], HpcbenchError] = {}
+    for detail in error.errors(include_url=False):
+        key_path = strip_union_steps(data, detail["loc"], detail["type"])
+        found.setdefault(key_path, _describe_problem(model, key_path, detail, source))
+    return list(found.values())
+
+
+def strip_union_steps(data: Any, location: Sequence[str | int], kind: str) -> tuple[str | int, ...]:
+    """``location`` without the steps that pydantic adds for unions: only what stands in the data (or is missing)."""
+    path: list[str | int] = []
+    node = data
+    for step in location:
+        if _has_step(node, step):
+            node = node[step]
+        elif kind != "missing" or step != location[-1]:
+            break
+        path.append(step)
+    return tuple(path)
+
+
+def _has_step(node: Any, step: str | int) -> bool:
+    if isinstance(node, dict):
+        return step in node
+    return isinstance(node, list) and isinstance(step, int) and step < len(node)
+
+
+def _describe_problem(
+    model: type[BaseModel], key_path: tuple[str | int, ...], detail: Any, source: TomlSource
+) -> HpcbenchError:
+    name = ".".join(str(step) for step in key_path) or "the file"
+    if detail["type"] == "extra_forbidden":
+        parent, wrong = key_path[:-1], str(key_path[-1])
+        table = ".".join(str(step) for step in parent)
+        message = f"unknown key {wrong!r}" + (f" in [{table}]" if table else "")
+        known = known_keys(model, parent)
+        hint = did_you_mean(wrong, known)
+        if "options" in known and not hint.startswith("did"):
+            hint += "; what a strategy alone knows goes into options = { ... }"
+        return ConfigError(message, where=source.where(key_path), hint=hint)
+    if detail["type"] == "missing":
+        return ConfigError(f"{name} is missing", where=source.where(key_path[:-1]))
+    text = detail["msg"].removeprefix("Value error, ")
+    value = "" if detail["type"] == "value_error" else f", not {detail['input']!r:.80}"
+    return ConfigError(f"{name}: {text[:1].lower()}{text[1:]}{value}", where=source.where(key_path))
+
+
+def known_keys(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:
+    """The keys that the table at ``path`` takes."""
+    kind: Any = model
+    for step in path:
+        kind = _type_at_step(kind, step)
+    return [field.alias or name for name, field in kind.model_fields.items()] if _is_model(kind) else []
+
+
+def _type_at_step(kind: Any, step: str | int) -> Any:
+    """The type of what stands at ``step`` in a table, a dictionary or a list of type ``kind``."""
+    if _is_model(kind):
+        field = kind.model_fields.get(step)
+        return field.annotation if field is not None else None
+    arguments = [argument for argument in get_args(kind) if argument is not type(None)]
+    if get_origin(kind) in (dict, list):
+        return arguments[-1]
+    inner = (_type_at_step(argument, step) for argument in arguments)
+    return next((found for found in inner if found is not None), None)
+
+
+def _is_model(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _parse_unit(kind: str, unit: float = 1.0) -> BeforeValidator:
+    def convert(value: Any) -> Any:
+        return parse_quantity(value, kind) / unit if isinstance(value, str) else value
+
+    return BeforeValidator(convert)
+
+
+def _number_or_text_schema(example: str) -> WithJsonSchema:
+    return WithJsonSchema({"anyOf": [{"type": "number", "minimum": 0}, {"type": "string", "examples": [example]}]})
+
+
+Seconds = Annotated[float, Field(ge=0), _parse_unit("time"), _number_or_text_schema("1.5 us")]
+Minutes = Annotated[float, Field(gt=0), _parse_unit("time", 60.0), _number_or_text_schema("30 min")]
+Bytes = Annotated[float, Field(ge=0), _parse_unit("size"), _number_or_text_schema("94 GiB")]
+BytesPerSecond = Annotated[float, Field(gt=0), _parse_unit("rate"), _number_or_text_schema("200 Gbit/s")]
+FlopsPerSecond = Annotated[float, Field(gt=0), _parse_unit("computing speed"), _number_or_text_schema("312 TFLOP/s")]
+
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
+SingleLineText = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]*$")]
+NonSpaceText = Annotated[str, Field(pattern=r"^[^\x00-\x20\x7f]+$")]
+VariableName = Annotated[str, Field(pattern=VARIABLE_PATTERN)]
+EnvironmentVariables = dict[VariableName, str]
+Precision = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
+PositiveInt = Annotated[int, Field(ge=1)]
+Directives = dict[str, str | int | bool | list[str]]
+
+
+class TomlTable(BaseModel):
+    """A TOML table: typed, and closed to keys that nobody knows."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)

@@ -1,0 +1,1 @@
+"""Predictions of the oracle for runs, plans, recommendations and calibrations of a cluster."""

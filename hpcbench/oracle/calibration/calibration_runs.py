@@ -1,0 +1,263 @@
+"""The runs of a calibration: the sweep that measures a cluster, and the finished runs from which it is fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import log, sqrt
+from typing import Any, NamedTuple
+
+import msgspec
+
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.results.schema import STATUS_OK, RunResult
+
+_Z95 = 1.96
+PROBE_LAYERS, PROBE_COLLECTIVES = "probe_layers", "probe_collectives"
+
+
+class CalibrationRun(NamedTuple):
+    """One run that ended well."""
+
+    result: RunResult
+    table: LayerTable
+
+    @property
+    def spec(self) -> RunSpec:
+        """What was run."""
+        return self.result.spec
+
+    @property
+    def step_s(self) -> float:
+        """The median of its timed steps, of which each time the slowest rank counts."""
+        times = self.result.metrics.step_time_s
+        return times.median if times is not None else 0.0
+
+    @property
+    def doubt(self) -> float:
+        """Relative uncertainty of ``step_s`` within the launch: one deviation."""
+        times = self.result.metrics.step_time_s
+        return 0.0 if times is None else (times.ci95_high - times.ci95_low) / (2 * _Z95 * times.median)
+
+
+def usable_runs(runs: Iterable[CalibrationRun]) -> list[CalibrationRun]:
+    """Those that ended well and timed steps that were computed, not rehearsed."""
+    return [one for one in runs if one.result.status == STATUS_OK and one.step_s > 0 and not one.spec.rehearse]
+
+
+def runs_of_strategy(runs: Sequence[CalibrationRun], *keys: str) -> list[CalibrationRun]:
+    """Those of one of ``keys``."""
+    return [one for one in runs if one.spec.strategy in keys]
+
+
+def median(values: Iterable[float]) -> float:
+    """Of at least one value; of an even number the mean of the two in the middle."""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def rms_log_error(pairs: Iterable[tuple[float, float]]) -> float:
+    """Root mean square of the logarithms of fitted over measured."""
+    squares = [log(fitted / measured) ** 2 for fitted, measured in pairs]
+    return sqrt(sum(squares) / len(squares)) if squares else 0.0
+
+
+def r_squared(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """R2 of pairs of fitted and measured, in the measured unit; ``None`` where all measured are equal."""
+    if not pairs:
+        return None
+    mean = sum(measured for _, measured in pairs) / len(pairs)
+    total = sum((measured - mean) ** 2 for _, measured in pairs)
+    return 1 - sum((fitted - measured) ** 2 for fitted, measured in pairs) / total if total else None
+
+
+_SEEDS_PER_CALIBRATION = 100
+_MAX_NODES = 4
+"""Beyond them latency and bandwidth are extrapolated by the algorithms' structure."""
+_LAUNCHES = 3
+_MICRO_BATCHES = 4
+_PACK = 8
+
+_DATA_PARALLEL = ("ddp", "zero1", "fsdp", "fairscale_oss", "fairscale_sddp", "fairscale_fsdp", "horovod")
+_PIPELINES = ("model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream")
+_CONVOLUTIONAL = ("filter", "channel", "spatial")
+_CPU_OPTIONS: dict[str, dict[str, Any]] = {"horovod": {"options": {"cycle_time_ms": 10}}}
+"""Negotiating every millisecond, as it does by itself, takes a rank without a spare core more than its computation."""
+
+
+class CalibrationWorkload(NamedTuple):
+    """What is trained."""
+
+    model: str
+    dataset: str
+    batch_size: int
+    precision: str = "fp32"
+    input_size: int | None = None
+
+    def keys(self, times: int = 1) -> dict[str, Any]:
+        """As parameters, with ``times`` the batch."""
+        found: dict[str, Any] = {"model": self.model, "dataset": self.dataset, "batch_size": times * self.batch_size}
+        if self.input_size is not None:
+            found["input_size"] = self.input_size
+        return found | ({"precision": self.precision} if self.precision != "fp32" else {})
+
+
+class DeviceWorkloads(NamedTuple):
+    """What suits a device: each step long enough to be timed, and short enough to be repeated."""
+
+    layers: tuple[CalibrationWorkload, ...]
+    """Between them every kind of layer that a shipped model has, in two and in three dimensions."""
+    transformer: CalibrationWorkload
+    """Of ``layers``, too: every strategy but those that split channels."""
+    convolutional: CalibrationWorkload
+
+
+_VIT, _VGG = CalibrationWorkload("vit", "cifar10", 32), CalibrationWorkload("vgg11", "cifar10", 16)
+_IMAGES = (CalibrationWorkload("resnet18", "cifar10", 8), CalibrationWorkload("mobilenetv2", "cifar10", 8))
+_VOLUMES = CalibrationWorkload("cosmoflow", "cosmoflow", 8, input_size=16)
+_VIT_B16, _VGG_LARGE = CalibrationWorkload("vit_b16", "imagenet", 32), CalibrationWorkload("vgg11", "imagenet", 32)
+_IMAGES_LARGE = (CalibrationWorkload("resnet18", "imagenet", 64), CalibrationWorkload("mobilenetv2", "imagenet", 64))
+_VOLUMES_LARGE = CalibrationWorkload("cosmoflow", "cosmoflow", 4, input_size=64)
+_HALF = (_VIT_B16._replace(precision="bf16"), CalibrationWorkload("resnet18", "imagenet", 64, "bf16"))
+WORKLOADS = {
+    "cpu": DeviceWorkloads((_VIT, _VGG, *_IMAGES, _VOLUMES), _VIT, _VGG),
+    "cuda": DeviceWorkloads((_VIT_B16, _VGG_LARGE, *_IMAGES_LARGE, _VOLUMES_LARGE, *_HALF), _VIT_B16, _VGG_LARGE),
+}
+
+
+class CalibrationScale(NamedTuple):
+    """Nodes and ranks on each."""
+
+    nodes: int
+    tasks_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.nodes * self.tasks_per_node
+
+    def keys(self) -> dict[str, int]:
+        """As parameters."""
+        return {name: value for name, value in self._asdict().items() if value > 1}
+
+
+class ClusterSize(NamedTuple):
+    """What a cluster has for a calibration."""
+
+    nodes: int
+    tasks_per_node: int
+
+
+def cluster_size(profile: ClusterProfile, partition: str | None, local_cores: int) -> ClusterSize:
+    """Nodes, at most ``_MAX_NODES``, and ranks that a node takes; a local machine is one node with its own cores."""
+    node, queue = profile.node_of(partition), profile.partition(partition)
+    if profile.scheduler.kind == "local":
+        return ClusterSize(1, local_cores)
+    tasks = node.devices if profile.device == "cuda" else node.cores
+    return ClusterSize(min(queue.max_nodes or _MAX_NODES, _MAX_NODES), tasks or 1)
+
+
+def calibration_sweep_name(number: int, partition: str | None) -> str:
+    """``calibration-3``, ``calibration-high-3``."""
+    return f"calibration-{f'{partition}-' if partition else ''}{number}"
+
+
+def calibration_sweep_toml(
+    profile: ClusterProfile, partition: str | None, local_cores: int, number: int, budget_s: float = 20.0
+) -> str:
+    """The sweep of calibration ``number`` of a cluster: every number has its own runs.
+
+    ``budget_s`` is what the measurements of one run take.
+    """
+    size, workloads = cluster_size(profile, partition, local_cores), WORKLOADS[profile.device]
+    fixed: dict[str, Any] = {"warmup_steps": 2, "steps": 8, "profile_steps": 0, "learning_rate": 0.001,
+                             "seed": _SEEDS_PER_CALIBRATION * number, "time_limit_min": 10}  # fmt: skip
+    if partition is not None:
+        fixed["partition"] = partition
+    points = [
+        *_probe_points(size, workloads, fixed["seed"], budget_s),
+        *_training_points(
+            strategy_scales(size, profile.device), workloads, _CPU_OPTIONS if profile.device == "cpu" else {}
+        ),
+        *_one_process_points(size, workloads.transformer),
+    ]
+    lines = [
+        f'name = "{calibration_sweep_name(number, partition)}"',
+        f'description = "what predictions for {profile.name} are made from"',
+    ]
+    lines += ["", "[fixed]", *(f"{key} = {_toml_value(value)}" for key, value in fixed.items())]
+    if profile.scheduler.kind != "local":
+        lines += ["", "[submit]", f"pack = {_PACK}"]
+    for point in points:
+        lines += ["", "[[include]]", *(f"{key} = {_toml_value(value)}" for key, value in point.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _probe_points(
+    size: ClusterSize, workloads: DeviceWorkloads, seed: int, budget_s: float
+) -> Iterator[dict[str, Any]]:
+    for workload in workloads.layers:
+        yield {"strategy": "probe_layers", **workload.keys(), "options": {"budget_s": budget_s}}
+        # Launches differ by more than steps do, and everything else is told from what a lone rank takes.
+        for launch in range(1, _LAUNCHES):
+            yield {"strategy": "single", **workload.keys(), "seed": seed + launch}
+    for world in collective_scales(size):
+        is_between = world.nodes > 1 and world.tasks_per_node == 1
+        for launch in range(_LAUNCHES if is_between else 1):
+            point = {"strategy": "probe_collectives", **workloads.transformer.keys(), **world.keys()}
+            yield point | {"options": {"budget_s": budget_s}} | ({"seed": seed + launch} if launch else {})
+
+
+def collective_scales(size: ClusterSize) -> list[CalibrationScale]:
+    """Inside a node, between nodes, and several groups on the same nodes."""
+    inside = [CalibrationScale(1, tasks) for tasks in (2, 4) if tasks <= size.tasks_per_node]
+    between = [CalibrationScale(nodes, 1) for nodes in (2, 4) if nodes <= size.nodes]
+    shared = [CalibrationScale(2, min(size.tasks_per_node, 4))] if size.nodes >= 2 and size.tasks_per_node >= 2 else []
+    return [*inside, *between, *shared]
+
+
+def strategy_scales(size: ClusterSize, device: str) -> list[CalibrationScale]:
+    """Two and four ranks: cores of a node are in each other's way, so on cpus each rank has its own node if it can."""
+    per_node = min(size.tasks_per_node, 4) if device == "cuda" or size.nodes == 1 else 1
+    worlds = []
+    for ranks in (2, 4):
+        tasks = min(ranks, per_node)
+        if ranks % tasks == 0 and ranks // tasks <= size.nodes:
+            worlds.append(CalibrationScale(ranks // tasks, tasks))
+    return worlds
+
+
+def _training_points(
+    worlds: Sequence[CalibrationScale], workloads: DeviceWorkloads, more: Mapping[str, dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    """Every strategy in every world; a larger world with a larger batch, so that what a library takes by the step is
+    told from what it takes of the computation. A pipeline's micro-batch is as large as the others' batch."""
+    for number, world in enumerate(worlds):
+        for key in (*_DATA_PARALLEL, "tensor"):
+            yield {"strategy": key, **workloads.transformer.keys(number + 1), **world.keys(), **more.get(key, {})}
+        for key in _PIPELINES:
+            yield {"strategy": key, **world.keys(), **_micro_batched_keys(workloads.transformer, number + 1, key)}
+        for key in _CONVOLUTIONAL:
+            yield {"strategy": key, **workloads.convolutional.keys(number + 1), **world.keys()}
+
+
+def _one_process_points(size: ClusterSize, workload: CalibrationWorkload) -> Iterator[dict[str, Any]]:
+    """A library whose one process drives two devices."""
+    if size.tasks_per_node >= 2:
+        for times in (1, 2):
+            yield {"strategy": "fairscale_pipe", "devices_per_task": 2, **_micro_batched_keys(workload, times)}
+
+
+def _micro_batched_keys(workload: CalibrationWorkload, times: int, strategy: str = "") -> dict[str, Any]:
+    count = {} if strategy == "model" else {"micro_batches": _MICRO_BATCHES}
+    return workload.keys(times * _MICRO_BATCHES) | count
+
+
+def _toml_value(value: Any) -> str:
+    """Words, numbers and flat tables of them."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_toml_value(one)}" for key, one in value.items()) + " }"
+    # JSON's words and numbers are TOML's, too.
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,233 @@
+"""Calibration files, and the machine that predictions for a cluster use.
+
+A file is named by its date and the hash of its content and never changes. Files are kept beside the results of
+their cluster, or in the user's own folder where that tree is not writable."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.errors import StorageError
+from hpcbench.fileio import make_folder, read_regular, write_atomic
+from hpcbench.oracle.collective_formulas import HockneyLink
+from hpcbench.oracle.machine import CommParameters, Machine, nominal_machine
+from hpcbench.paths import user_data_folder
+from hpcbench.results.decode import decode_record
+from hpcbench.results.results_tree import ClusterTree
+
+CALIBRATION_VERSION = 1
+_FILE_NAME = re.compile(r"\d{4}-\d\d-\d\d-([0-9a-f]{12})\.json")
+
+
+class FitResidual(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How well one part of the fit meets what was measured."""
+
+    part: str
+    """``kernels``, ``collectives``, ``contention``, ``overlap``, ``strategies``, ..."""
+    what: str
+    points: int
+    error: float
+    """Root mean square of the logarithm of fitted over measured: 0.05 is about 5 %."""
+    r2: float | None = None
+    """Share of the variance of the measured seconds that is explained; absent where all of them are equal."""
+
+
+class Calibration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What was found on a cluster, when and from what."""
+
+    calibration_version: int = CALIBRATION_VERSION
+    cluster: str
+    made_at: str
+    """UTC, ISO 8601."""
+    partition: str | None = None
+    intra_node: HockneyLink
+    """The profile's links as they were then: measured collectives are corrections of them."""
+    inter_node: HockneyLink
+    machine: Machine
+    residuals: list[FitResidual] = []
+    notes: list[str] = []
+    """What was not measured and stays at its nominal value."""
+    run_ids: list[str] = []
+    """The runs that it was fitted from."""
+    environment_digests: list[str] = []
+    """Of the software and the machine of those runs."""
+
+
+class StoredCalibration(msgspec.Struct, frozen=True):
+    """A calibration and its file."""
+
+    calibration: Calibration
+    path: Path
+
+    @property
+    def digest(self) -> str:
+        """The hash in its name."""
+        return self.path.stem[-12:]
+
+
+def write_calibration(calibration: Calibration, tree: ClusterTree) -> Path:
+    """Keep ``calibration`` in the tree of its cluster, else in the user's folder; returns the file's path."""
+    data = msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n"
+    name = f"{calibration.made_at[:10]}-{_content_digest(data)}.json"
+    try:
+        folder = tree.path("calibrations")
+        make_folder(folder)
+        write_atomic(folder / name, data)
+    except StorageError:
+        folder = user_calibration_folder(calibration.cluster)
+        make_folder(folder)
+        write_atomic(folder / name, data)
+    return folder / name
+
+
+def user_calibration_folder(cluster: str) -> Path:
+    """Where calibrations of ``cluster`` lie whose tree may not be written."""
+    return user_data_folder() / "calibrations" / cluster
+
+
+def read_calibrations(tree: ClusterTree, cluster: str) -> tuple[list[StoredCalibration], list[str]]:
+    """All that can be read, the newest first, and what is wrong with others, in words."""
+    found: list[StoredCalibration] = []
+    problems: list[str] = []
+    for folder in (tree.path("calibrations"), user_calibration_folder(cluster)):
+        for path in _calibration_files(folder):
+            try:
+                found.append(StoredCalibration(read_calibration(path), path))
+            except StorageError as error:
+                problems.append(error.message)
+    found.sort(key=lambda one: (one.calibration.made_at, one.path.name), reverse=True)
+    return found, problems
+
+
+def read_calibration(path: Path) -> Calibration:
+    """The calibration in ``path``; ``StorageError`` where it cannot be read or is not what its name says."""
+    try:
+        data = read_regular(path)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    named = _FILE_NAME.fullmatch(path.name)
+    if named is not None and named[1] != _content_digest(data):
+        raise StorageError(
+            f"{path} is damaged: it holds {_content_digest(data)}", hint="calibrate again, and remove it"
+        )
+    try:
+        calibration = decode_record(data, Calibration)
+    except msgspec.MsgspecError as error:
+        raise StorageError(f"{path} is no calibration: {error}") from error
+    if calibration.calibration_version != CALIBRATION_VERSION:
+        version = calibration.calibration_version
+        raise StorageError(f"{path} is a calibration of another version ({version}, not {CALIBRATION_VERSION})")
+    return calibration
+
+
+def _content_digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:12]
+
+
+def _calibration_files(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder / name for name in os.listdir(folder) if _FILE_NAME.fullmatch(name))
+    except OSError:
+        return []
+
+
+_SOURCE_NAMES = {"calibrated": "calibration", "fitted": "fit of whole runs", "nominal": "nominal numbers"}
+
+
+def machine_for(
+    profile: ClusterProfile, tree: ClusterTree | None, partition: str | None = None, tasks_per_node: int = 1
+) -> Machine:
+    """The newest calibration of the cluster, or the profile's numbers where there is none.
+
+    ``tree`` is the cluster's. ``notes`` of the machine say what was chosen against what, and what has changed since.
+    """
+    nominal = nominal_machine(profile, partition, tasks_per_node)
+    if tree is None:
+        return nominal
+    found, problems = read_calibrations(tree, profile.name)
+    chosen = _calibration_of_partition(found, profile, partition)
+    if chosen is None:
+        return msgspec.structs.replace(nominal, notes=[*nominal.notes, *problems])
+    return apply_calibration(nominal, chosen, problems)
+
+
+def apply_calibration(nominal: Machine, stored: StoredCalibration, problems: list[str]) -> Machine:
+    """The calibrated machine with today's links and memory: a measured collective corrects its link's numbers."""
+    calibration = stored.calibration
+    machine = calibration.machine
+    today = ("links_per_node", "striped", "trees", "by_hop")
+    comm: CommParameters = msgspec.structs.replace(
+        machine.comm,
+        intra_node=_rescaled_link(machine.comm.intra_node, calibration.intra_node, nominal.comm.intra_node),
+        inter_node=_rescaled_link(machine.comm.inter_node, calibration.inter_node, nominal.comm.inter_node),
+        **_rescaled_slowdowns(machine.comm, calibration.inter_node, nominal.comm.inter_node),
+        **{name: getattr(nominal.comm, name) for name in today},
+    )
+    return msgspec.structs.replace(
+        machine,
+        comm=comm,
+        memory_bytes=nominal.memory_bytes,
+        source=f"{_SOURCE_NAMES[machine.depth]} of {calibration.made_at[:10]} ({stored.digest})",
+        notes=[*calibration.notes, *_link_change_notes(calibration, nominal.comm), *problems],
+    )
+
+
+def _rescaled_slowdowns(comm: CommParameters, then: HockneyLink, now: HockneyLink) -> dict[str, float]:
+    """What computation and collectives take from each other when links between nodes have another rate than ``then``.
+
+    Under computation the processor bounds the rate of a collective, whatever the link's; and what a collective takes
+    of the processor goes with the bytes in a second.
+    """
+    rate = then.beta_s_per_byte / now.beta_s_per_byte if now.beta_s_per_byte else 1.0
+    return {
+        "comm_slowdown": max(1.0, comm.comm_slowdown * rate) if comm.comm_slowdown > 1.0 else 1.0,
+        "overlap_slowdown": 1.0 + (comm.overlap_slowdown - 1.0) * rate,
+    }
+
+
+def _rescaled_link(found: HockneyLink, then: HockneyLink, now: HockneyLink) -> HockneyLink:
+    """``found`` when the profile said ``then``, as far off what it says now."""
+    if then == now:
+        return found
+    if found == then:
+        return now
+    latency = found.latency_s / then.latency_s if then.latency_s else 1.0
+    return HockneyLink(latency * now.latency_s, found.beta_s_per_byte / then.beta_s_per_byte * now.beta_s_per_byte)
+
+
+def _calibration_of_partition(
+    found: list[StoredCalibration], profile: ClusterProfile, partition: str | None
+) -> StoredCalibration | None:
+    """The newest of that partition, else of one with the same nodes."""
+    wanted = partition or profile.default_partition
+    same = [one for one in found if one.calibration.partition == wanted]
+    node = profile.node_of(wanted)
+    alike = [one for one in found if _node_description(profile, one.calibration.partition) == node]
+    return next(iter([*same, *alike]), None)
+
+
+def _node_description(profile: ClusterProfile, partition: str | None) -> object:
+    return profile.node_of(partition) if partition is None or partition in profile.partitions else None
+
+
+def _link_change_notes(calibration: Calibration, today: CommParameters) -> list[str]:
+    found = []
+    for name, place in (("intra_node", "inside nodes"), ("inter_node", "between nodes")):
+        then, now = getattr(calibration, name), getattr(today, name)
+        if then != now:
+            found.append(
+                f"the profile's link {place} has changed since the calibration: {_format_link(then)} then, "
+                f"{_format_link(now)} now"
+                "; times per byte go with it, measured latencies stay"
+            )
+    return found
+
+
+def _format_link(wire: HockneyLink) -> str:
+    return f"{wire.latency_s * 1e6:g} us and {1e-9 / wire.beta_s_per_byte:g} GB/s"

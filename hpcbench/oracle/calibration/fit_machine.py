@@ -1,0 +1,156 @@
+"""A complete calibration of a cluster, from the runs of a calibration sweep or from other runs at small scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from math import log
+
+import msgspec
+
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, usable_runs
+from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidual
+from hpcbench.oracle.calibration.fit_collectives import fit_collectives
+from hpcbench.oracle.calibration.fit_kernels import MIN_COMPUTE_SPREAD, fit_kernels
+from hpcbench.oracle.calibration.fit_overheads import (
+    fit_base_bytes,
+    fit_call_overhead,
+    fit_comm_slowdown,
+    fit_contention,
+    fit_crowding,
+    fit_lone_ranks,
+    fit_overlap,
+    fit_strategy_overheads,
+)
+from hpcbench.oracle.calibration.posterior import fit_posterior, run_observations
+from hpcbench.oracle.machine import CommParameters, Machine, nominal_machine
+from hpcbench.results.schema import OverlapProbe
+
+
+def fit_calibration(
+    profile: ClusterProfile, partition: str | None, runs: Sequence[CalibrationRun], made_at: datetime | None = None
+) -> Calibration:
+    """What ``runs`` say of the cluster; whatever they do not say stays as the profile has it, and is noted."""
+    good = usable_runs(runs)
+    nominal = nominal_machine(profile, partition)
+    alone = fit_lone_ranks(good)
+    compute, residuals, notes = fit_kernels(nominal, good, alone.steps_s)
+    comm, of_comm, more = _fit_communication(nominal, good)
+    crowding = fit_crowding(good, alone)
+    if crowding:
+        compute = msgspec.structs.replace(compute, crowding={1: 1.0, **crowding})
+    base_bytes, of_memory = fit_base_bytes(good, nominal.device)
+    machine = msgspec.structs.replace(
+        nominal,
+        depth="calibrated",
+        source="",
+        compute=compute,
+        comm=comm,
+        straggling=alone.straggling,
+        base_bytes=nominal.base_bytes if base_bytes is None else base_bytes,
+        notes=[],
+    )
+    strategies, of_strategies, unknown = fit_strategy_overheads(machine, good)
+    return Calibration(
+        cluster=profile.name,
+        made_at=format_utc(made_at),
+        partition=partition or profile.default_partition,
+        intra_node=nominal.comm.intra_node,
+        inter_node=nominal.comm.inter_node,
+        machine=msgspec.structs.replace(machine, strategies=strategies),
+        residuals=[*residuals, *of_comm, *of_memory, *of_strategies],
+        notes=[*notes, *more, *unknown, *_unmeasured_notes(crowding, comm)],
+        run_ids=sorted(one.result.run_id for one in good),
+        environment_digests=environment_digests(good),
+    )
+
+
+def format_utc(made_at: datetime | None = None) -> str:
+    """``made_at``, or now, in ISO 8601."""
+    return (made_at or datetime.now(timezone.utc)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def environment_digests(runs: Sequence[CalibrationRun]) -> list[str]:
+    """Of all environments that were measured in."""
+    return sorted({digest for one in runs if (digest := one.result.environment_digest) is not None})
+
+
+def _fit_communication(
+    nominal: Machine, runs: Sequence[CalibrationRun]
+) -> tuple[CommParameters, list[FitResidual], list[str]]:
+    probes = [one.result.probe for one in runs if one.result.probe is not None]
+    overlaps: list[OverlapProbe] = [one for probe in probes for one in probe.overlaps]
+    collectives = [one for probe in probes for one in probe.collectives]
+    call_s = fit_call_overhead(overlaps)
+    samples, residuals, notes = fit_collectives(nominal.comm, collectives, call_s, nominal.comm.trees)
+    if not samples:
+        return nominal.comm, residuals, notes
+    points = sum(one.points for one in residuals)
+    error = sum(one.error * one.points for one in residuals) / points
+    comm = msgspec.structs.replace(
+        nominal.comm,
+        collectives=samples,
+        contention=fit_contention(collectives),
+        overlap_slowdown=fit_overlap(overlaps),
+        comm_slowdown=fit_comm_slowdown(overlaps),
+        spread=max(error, MIN_COMPUTE_SPREAD),
+        call_s=call_s,
+    )
+    return comm, residuals, notes
+
+
+def _unmeasured_notes(crowding: dict[int, float], comm: CommParameters) -> list[str]:
+    found = []
+    if not crowding:
+        found.append("no two ranks were measured on one node: they are taken not to be in each other's way")
+    across = [one for one in comm.collectives if one.nodes > 1]
+    if comm.collectives and not across:
+        found.append("nothing was measured between nodes: links between them are the profile's")
+    if across and not comm.contention:
+        found.append("contention was not measured: groups that send at the same time share a link fairly")
+    return found
+
+
+_MIN_LEARNED = 0.1
+"""Share of the prior's variance that runs must remove for a number to be theirs."""
+
+
+def fit_calibration_from_runs(
+    profile: ClusterProfile,
+    partition: str | None,
+    machine: Machine,
+    runs: Sequence[CalibrationRun],
+    made_at: datetime | None = None,
+) -> Calibration:
+    """``machine`` (of the profile, or an earlier calibration) moved to where ``runs`` are most probable.
+
+    ``ConfigError`` where no run can be used.
+    """
+    good = usable_runs(runs)
+    tables = [(one.spec, one.table) for one in good]
+    observed = run_observations(
+        (one.result for one in good), lambda spec: next(table for known, table in tables if known == spec)
+    )
+    fitted = fit_posterior(machine, observed)
+    nominal = nominal_machine(profile, partition)
+    posterior = fitted.posterior
+    assert posterior is not None, "a fit says how sure it is"
+    residuals = [
+        FitResidual(part="runs", what=one.run, points=1, error=abs(log(one.predicted_s / one.measured_s)))
+        for one in posterior.residuals
+    ]
+    drawn = [one.name for one in posterior.parameters if one.learned < _MIN_LEARNED]
+    notes = [f"the runs say nothing of {', '.join(drawn)}: as before"] if drawn else []
+    return Calibration(
+        cluster=profile.name,
+        made_at=format_utc(made_at),
+        partition=partition or profile.default_partition,
+        intra_node=nominal.comm.intra_node,
+        inter_node=nominal.comm.inter_node,
+        machine=msgspec.structs.replace(fitted, notes=[]),
+        residuals=residuals,
+        notes=[*machine.notes, *notes],
+        run_ids=sorted(one.result.run_id for one in good),
+        environment_digests=environment_digests(good),
+    )

@@ -1,0 +1,207 @@
+"""Fits of contention, overlap, crowding, stragglers, base memory and the overhead of each strategy's library."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from math import hypot, log
+from statistics import fmean
+from typing import NamedTuple
+
+import msgspec
+
+from hpcbench.oracle.calibration.calibration_runs import (
+    PROBE_COLLECTIVES,
+    PROBE_LAYERS,
+    CalibrationRun,
+    median,
+    r_squared,
+    rms_log_error,
+    runs_of_strategy,
+)
+from hpcbench.oracle.calibration.calibration_store import FitResidual
+from hpcbench.oracle.cost_model import CostModel, expected_normal_maximum
+from hpcbench.oracle.machine import Machine, StrategyOverhead
+from hpcbench.oracle.prediction import peak_rank_memory
+from hpcbench.oracle.step_time import StepBreakdown
+from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.results.schema import CollectiveProbe, OverlapProbe
+
+_STEP_NOISE = 0.03
+_OVERHEAD_PRIOR = 0.1
+"""A library's overhead is thought to be about a tenth of a step, as a factor of its computation or by the step."""
+_MIN_HIDDEN_FRACTION = 0.05
+"""Of a computation the share under which an all_reduce goes on: less cannot be told from nothing."""
+_MIN_CONTENDED_BYTES = 2**18
+
+WorkloadKey = tuple[str, str, int, str]
+"""Model, data set, batch size, precision."""
+
+
+def fit_call_overhead(overlaps: Sequence[OverlapProbe]) -> float:
+    """What issuing a collective takes: the median of all placements."""
+    return median(one.issue_s for one in overlaps) if overlaps else 0.0
+
+
+def fit_overlap(overlaps: Sequence[OverlapProbe]) -> float:
+    """kappa: computation under an all_reduce over computation alone, at least 1."""
+    return max(1.0, median(one.compute_under_comm_s / one.compute_s for one in overlaps)) if overlaps else 1.0
+
+
+def fit_comm_slowdown(overlaps: Sequence[OverlapProbe]) -> float:
+    """lambda: how much slower an all_reduce is while its rank computes, at least 1 and at most 20.
+
+    Of an all_reduce of m seconds that lasts until ``both_s`` beside c seconds of computation, c / lambda are hidden:
+    both = c + m - c / lambda.
+    """
+    hidden = [
+        (one.compute_under_comm_s + one.comm_s - one.both_s) / one.compute_under_comm_s
+        for one in overlaps
+        if one.compute_under_comm_s > 0
+    ]
+    return 1.0 / min(max(median(hidden), _MIN_HIDDEN_FRACTION), 1.0) if hidden else 1.0
+
+
+def fit_contention(probes: Iterable[CollectiveProbe]) -> dict[int, float]:
+    """phi: by groups that send at the same time, how much longer each takes than alone (ParaDL)."""
+    alone: dict[tuple[int, int, int], float] = {}
+    together: dict[int, list[float]] = defaultdict(list)
+    found = [one for one in probes if one.nodes > 1 and one.payload_bytes >= _MIN_CONTENDED_BYTES]
+    for one in sorted(found, key=lambda one: one.groups):
+        key = (one.ranks, one.nodes, one.payload_bytes)
+        if one.groups == 1:
+            alone[key] = min(one.seconds, alone.get(key, one.seconds))
+        elif key in alone:
+            together[one.groups].append(one.seconds / alone[key])
+    return {groups: max(1.0, median(ratios)) for groups, ratios in together.items()}
+
+
+class LoneRankTimes(NamedTuple):
+    """How long a rank's step takes when nobody is in its way, by workload, and how far ranks scatter."""
+
+    steps_s: dict[WorkloadKey, float]
+    straggling: float
+
+
+def fit_lone_ranks(runs: Sequence[CalibrationRun]) -> LoneRankTimes:
+    """From ranks on nodes of their own: of p that train side by side without a word, the slowest takes
+    (1 + straggling z(p)) as long as one, z(p) being the expected largest of p normal draws.
+
+    All launches of a workload count alike, those of one rank as those of several; one that was held up moves neither.
+    """
+    found: dict[WorkloadKey, list[tuple[float, float]]] = defaultdict(list)
+    for one in runs_of_strategy(runs, PROBE_LAYERS, PROBE_COLLECTIVES, "single"):
+        if one.spec.tasks_per_node == 1:
+            found[workload_key(one)].append((expected_normal_maximum(one.spec.ranks), one.step_s))
+    steps_s, scatters = {}, []
+    for key, points in found.items():
+        step_s, grown_s = _least_absolute_deviations_line(points)
+        if len({largest for largest, _ in points}) > 1:
+            scatters.append(grown_s / step_s)
+        steps_s[key] = step_s
+    return LoneRankTimes(steps_s, median(scatters) if scatters else _step_scatter(runs))
+
+
+def _least_absolute_deviations_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """a > 0 and b >= 0 of the line a + b x from which the points (x, y) lie off least, in absolute logarithms of y.
+
+    Such a line goes through two of the points, or is level and goes through one.
+    """
+    lines = [(y, 0.0) for _, y in points]
+    for (x, y), (further, higher) in combinations(sorted(points), 2):
+        slope = (higher - y) / (further - x) if further > x else -1.0
+        if slope >= 0 and y - slope * x > 0:
+            lines.append((y - slope * x, slope))
+    return min(lines, key=lambda line: sum(abs(log((line[0] + line[1] * x) / y)) for x, y in points))
+
+
+def fit_crowding(runs: Sequence[CalibrationRun], alone: LoneRankTimes) -> dict[int, float]:
+    """By ranks on a node: how much longer each takes than one alone, beyond what the slowest always takes."""
+    crowded: dict[int, list[float]] = defaultdict(list)
+    for one in runs_of_strategy(runs, PROBE_COLLECTIVES):
+        if one.spec.tasks_per_node > 1 and workload_key(one) in alone.steps_s:
+            waited = 1 + alone.straggling * expected_normal_maximum(one.spec.ranks)
+            crowded[one.spec.tasks_per_node].append(one.step_s / alone.steps_s[workload_key(one)] / waited)
+    return {tasks: max(1.0, median(found)) for tasks, found in crowded.items()}
+
+
+def workload_key(run: CalibrationRun) -> WorkloadKey:
+    """What a lone rank does in a step of ``run``."""
+    return run.spec.model, run.spec.dataset, run.spec.batch_size, run.spec.precision
+
+
+def _step_scatter(runs: Sequence[CalibrationRun]) -> float:
+    """A lone rank's steps around their median: without ranks on several nodes that is what there is."""
+    found = []
+    for one in runs_of_strategy(runs, PROBE_LAYERS, "single"):
+        times = one.result.metrics.step_time_s
+        if times is not None:
+            # The 10th and the 90th percentile of a normal distribution are 2.56 deviations apart.
+            found.append((times.p90 - times.p10) / 2.56 / times.median)
+    return median(found) if found else 0.0
+
+
+def fit_base_bytes(runs: Sequence[CalibrationRun], device: str) -> tuple[float | None, list[FitResidual]]:
+    """What a process holds beside the tensors that are counted, as measured peaks count."""
+    told = [one for one in runs if one.spec.strategy not in (PROBE_LAYERS, PROBE_COLLECTIVES)]
+    told = [one for one in told if one.result.metrics.peak_memory_bytes]
+    counted = {one.result.run_id: float(peak_rank_memory(one.spec, one.table, device).total_bytes) for one in told}
+    peaks = {one.result.run_id: float(one.result.metrics.peak_memory_bytes or 0) for one in told}
+    before = [float(one.result.probe.base_memory_bytes or 0) for one in runs if one.result.probe is not None]
+    left = [peaks[key] - counted[key] for key in peaks]
+    if not left:
+        return (max(before), []) if before else (None, [])
+    base = max(median(left), 0.0)
+    pairs = [(counted[key] + base, peaks[key]) for key in peaks]
+    residual = FitResidual(part="memory", what="peak of a rank", points=len(pairs), error=rms_log_error(pairs),
+                        r2=r_squared(pairs))  # fmt: skip
+    return base, [residual]
+
+
+def fit_strategy_overheads(
+    machine: Machine, runs: Sequence[CalibrationRun]
+) -> tuple[dict[str, StrategyOverhead], list[FitResidual], list[str]]:
+    """What every strategy's library adds to what ``machine`` predicts of it, by the step and by its computation."""
+    bare = msgspec.structs.replace(machine, strategies={})
+    by_key: dict[str, list[CalibrationRun]] = defaultdict(list)
+    for one in runs:
+        if one.spec.strategy not in (PROBE_LAYERS, PROBE_COLLECTIVES, "single"):
+            by_key[one.spec.strategy].append(one)
+    found: dict[str, StrategyOverhead] = {}
+    residuals, notes = [], []
+    for key, own in sorted(by_key.items()):
+        cost = load_cost_class(key)
+        if not hasattr(cost, "step"):
+            notes.append(f"{key}: its step is not predicted yet, so that nothing was fitted")
+            continue
+        steps = [cost.step(one.spec, one.table, CostModel(bare, one.spec)) for one in own]
+        found[key] = _fit_strategy_overhead(list(zip(own, steps, strict=True)))
+        fitted = msgspec.structs.replace(machine, strategies={key: found[key]})
+        for what, chosen in (("before", bare), ("with its overhead", fitted)):
+            pairs = [(_predicted_step_s(chosen, one), one.step_s) for one in own]
+            residuals.append(FitResidual(part="strategies", what=f"{key}, {what}", points=len(pairs),
+                                      error=rms_log_error(pairs), r2=r_squared(pairs)))  # fmt: skip
+    return found, residuals, notes
+
+
+def _predicted_step_s(machine: Machine, run: CalibrationRun) -> float:
+    step: StepBreakdown = load_cost_class(run.spec.strategy).step(run.spec, run.table, CostModel(machine, run.spec))
+    return step.step_time_s
+
+
+def _fit_strategy_overhead(pairs: Sequence[tuple[CalibrationRun, StepBreakdown]]) -> StrategyOverhead:
+    """Ridge regression (Hoerl and Kennard 1970) of what is missing on (computation, 1), both drawn to nothing."""
+    scale_s = fmean(step.compute_s for _, step in pairs)
+    aa, ab, bb, at, bt = 1 / _OVERHEAD_PRIOR**2, 0.0, 1 / _OVERHEAD_PRIOR**2, 0.0, 0.0
+    for run, step in pairs:
+        weight = 1 / (hypot(_STEP_NOISE, run.doubt) * run.step_s / scale_s) ** 2
+        share, missing = step.compute_s / scale_s, (run.step_s - step.step_time_s) / scale_s
+        aa, ab, bb = aa + weight * share * share, ab + weight * share, bb + weight
+        at, bt = at + weight * share * missing, bt + weight * missing
+    determinant = aa * bb - ab * ab
+    factor, by_step = (at * bb - bt * ab) / determinant, (bt * aa - at * ab) / determinant
+    if by_step < 0:
+        # A library takes time, it gives none: what is faster than predicted computes faster.
+        factor, by_step = at / aa, 0.0
+    return StrategyOverhead(compute_factor=max(1.0 + factor, 0.5), step_s=by_step * scale_s)

@@ -1,0 +1,126 @@
+"""The sweep points that ``recommend`` examines: the ways to spread a model over a number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.parallel.strategies.pipedream import STRATEGIES as PIPEDREAM
+from hpcbench.parallel.strategies.pipeline import STRATEGIES as PIPELINES
+
+SweepPoint = dict[str, Any]
+
+LEADING_SCHEDULE = "1f1b"
+"""The pipeline whose degrees and micro-batches are looked at first; those that are best for it are tried with the
+other schedules, which cut the model and send the same."""
+MAX_MODEL_PARALLEL_DEVICES = 16
+"""The largest model-parallel group that is tried beyond one node."""
+MAX_STAGES = 64
+"""The longest pipeline that is tried."""
+
+
+class DeviceAllocation(NamedTuple):
+    """The devices, and how the batch is given: per replica, or of all replicas."""
+
+    nodes: int
+    tasks_per_node: int
+    batch: SweepPoint
+    """``batch_size`` or ``global_batch_size``."""
+
+    @property
+    def devices(self) -> int:
+        """One a task."""
+        return self.nodes * self.tasks_per_node
+
+    def samples(self, group: int) -> int:
+        """Of a replica that ``group`` devices share; 0 where they cannot be shared evenly."""
+        if "batch_size" in self.batch:
+            return int(self.batch["batch_size"])
+        replicas = self.devices // group
+        total = int(self.batch["global_batch_size"])
+        return total // replicas if total % replicas == 0 else 0
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending.
+
+    >>> divisors(12)
+    [1, 2, 3, 4, 6, 12]
+    """
+    small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
+    return small + [number // one for one in reversed(small) if one * one != number]
+
+
+def model_parallel_sizes(world: DeviceAllocation, most: int = MAX_MODEL_PARALLEL_DEVICES) -> list[int]:
+    """Sizes of model-parallel groups: parts of a node, then whole nodes up to ``most`` devices.
+
+    >>> groups(World(4, 4, {}), 8)
+    [2, 4, 8]
+    """
+    inside = [one for one in divisors(world.tasks_per_node) if one > 1]
+    beyond = [nodes * world.tasks_per_node for nodes in divisors(world.nodes) if nodes > 1]
+    return inside + [one for one in beyond if one <= most]
+
+
+def non_pipeline_points(base: SweepPoint, world: DeviceAllocation) -> Iterator[SweepPoint]:
+    """Every strategy but the pipelines, at every degree that is tried. ``base`` says model, data set and precision."""
+    placed = {**base, **world.batch, "nodes": world.nodes, "tasks_per_node": world.tasks_per_node}
+    for key, entry in STRATEGIES.items():
+        if key in PIPELINES or key in PIPEDREAM or entry.cost is None:
+            continue
+        if entry.own_degree is None:
+            if world.devices == 1:
+                yield {**placed, "strategy": key}
+        elif entry.own_degree == "dp_degree":
+            yield {**placed, "strategy": key}
+            if "shard_degree" in entry.options and world.nodes > 1 and world.tasks_per_node > 1:
+                yield {**placed, "strategy": key, "options": {"shard_degree": world.tasks_per_node}}
+        elif entry.own_degree != "pp_degree":
+            for degree in model_parallel_sizes(world):
+                yield {**placed, "strategy": key, entry.own_degree: degree, "dp_degree": world.devices // degree}
+
+
+def leading_pipeline_points(base: SweepPoint, world: DeviceAllocation, shared: bool = True) -> Iterator[SweepPoint]:
+    """The pipeline ``LEADING_SCHEDULE`` at every length, in micro-batches; ``shared``: also with layers that ranks
+    share.
+    """
+    placed = {**base, **world.batch, "nodes": world.nodes, "tasks_per_node": world.tasks_per_node}
+    shares = [one for one in divisors(world.tasks_per_node) if one & (one - 1) == 0] if shared else [1]
+    for stages in [one for one in divisors(world.devices) if 1 < one <= MAX_STAGES]:
+        for share in [one for one in shares if (world.devices // stages) % one == 0]:
+            replicas = world.devices // (stages * share)
+            for micro_batches in micro_batch_choices(world.samples(stages * share), stages):
+                yield {
+                    **placed, "strategy": LEADING_SCHEDULE, "pp_degree": stages, "tp_degree": share,
+                    "dp_degree": replicas,
+                    "micro_batches": micro_batches,
+                }  # fmt: skip
+
+
+def other_schedule_points(leader: SweepPoint) -> Iterator[SweepPoint]:
+    """The other schedules where ``leader`` was good; one micro-batch at a time is what ``model`` means."""
+    for key in [*PIPELINES, *PIPEDREAM]:
+        if key != LEADING_SCHEDULE:
+            yield {**leader, "strategy": key}
+
+
+def micro_batch_choices(samples: int, stages: int) -> list[int]:
+    """Two numbers of micro-batches that cut ``samples`` evenly: about twice and about eight times the stages.
+
+    >>> micro_batch_choices(64, 4), micro_batch_choices(6, 4), micro_batch_choices(0, 4)
+    ([8, 32], [6], [])
+    """
+    parts = divisors(samples) if samples else []
+    return sorted({max(one for one in parts if one <= times * stages) for times in (2, 8) if parts})
+
+
+def reduced_memory_points(point: SweepPoint, samples: int) -> Iterator[SweepPoint]:
+    """``point`` with less memory, the fastest first: recomputation, then ever smaller micro-batches with it."""
+    if point["strategy"] in PIPELINES or point["strategy"] in PIPEDREAM:
+        yield {**point, "options": {**point.get("options", {}), "recompute": "always"}}
+        return
+    yield {**point, "activation_checkpointing": True}
+    for parts in divisors(samples)[1:] if samples else []:
+        yield {**point, "micro_batches": parts}
+        yield {**point, "micro_batches": parts, "activation_checkpointing": True}

@@ -1,0 +1,263 @@
+"""Times of kernels and collectives on one machine, at the shapes and placements of one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from math import exp, log, sqrt
+from statistics import NormalDist
+from typing import NamedTuple
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle import stream_simulator
+from hpcbench.oracle.collective_formulas import GroupLinks, HockneyLink, collective_s
+from hpcbench.oracle.machine import CollectiveSample, Machine, StrategyOverhead
+from hpcbench.oracle.peak_memory import FP32_BYTES, FP64_BYTES, HALF_BYTES, input_bytes
+from hpcbench.oracle.placement import GroupPlacement
+from hpcbench.parallel.layer_table import LayerRow, LayerTable, cached_by_identity, cached_by_run_fields
+from hpcbench.parallel.roofline import BACKWARD, FORWARD, UPDATE, Kernel, RooflineModel
+from hpcbench.parallel.traffic import Traffic
+
+_UPDATE_TENSORS_MOVED = {"sgd": 3, "adam": 7, "adamw": 7}
+"""Tensors of a parameter's size that an update reads and writes: of plain SGD the weight, its gradient, the weight."""
+_MOMENTUM_TENSORS_MOVED = 2
+
+
+class RowShare(NamedTuple):
+    """A rank's part of a row: 1 where it has all of it."""
+
+    flops: float = 1.0
+    inputs: float = 1.0
+    outputs: float = 1.0
+    weights: float = 1.0
+
+
+FULL_SHARE = RowShare()
+
+
+class RowKernels(NamedTuple):
+    """Both passes of a row. ``backward`` is ``None`` where nothing flows back."""
+
+    forward: Kernel
+    backward: Kernel
+
+
+def activation_element_bytes(spec: RunSpec) -> int:
+    """Of an activation."""
+    return {"fp64": FP64_BYTES, "bf16": HALF_BYTES, "fp16": HALF_BYTES}.get(spec.precision, FP32_BYTES)
+
+
+def row_kernels(spec: RunSpec, layer: LayerRow, samples: float, share: RowShare = FULL_SHARE) -> RowKernels:
+    """Forward and backward kernel of ``samples`` samples through a rank's ``share`` of ``layer``."""
+    wide = activation_element_bytes(spec) / FP32_BYTES
+    inputs = input_bytes(layer) * samples * wide * share.inputs
+    outputs = layer.output_bytes * samples * wide * share.outputs
+    whole = input_bytes(layer) + layer.output_bytes
+    moved_share = (inputs + outputs) / whole if whole else samples * wide
+    weights = layer.parameters * FP32_BYTES * share.weights
+    kernels = [
+        Kernel(
+            kind=layer.kind,
+            direction=direction,
+            precision=spec.precision,
+            flops=flops * samples * share.flops,
+            moved_bytes=moved * moved_share,
+            weight_bytes=weights,
+            input_bytes=inputs,
+            output_bytes=outputs,
+        )
+        for direction, flops, moved in (
+            (FORWARD, layer.forward_flops, layer.forward_moved_bytes),
+            (BACKWARD, layer.backward_flops, layer.backward_moved_bytes),
+        )
+    ]
+    return RowKernels(*kernels)
+
+
+@cached_by_identity(64)
+def first_equal_rows(table: LayerTable) -> list[int]:
+    """Of every row the first one that computes the same: a transformer's blocks are alike."""
+    seen: dict[tuple[object, ...], int] = {}
+    return [seen.setdefault(_kernel_key(layer), number) for number, layer in enumerate(table.layers)]
+
+
+def _kernel_key(layer: LayerRow) -> tuple[object, ...]:
+    """What a row's kernels depend on, and the name that it has within its block, by which some are split."""
+    return (
+        layer.kind, layer.name.partition(".")[2], tuple(layer.input_shape), layer.output_bytes, layer.parameters,
+        layer.forward_flops, layer.backward_flops, layer.forward_moved_bytes, layer.backward_moved_bytes,
+    )  # fmt: skip
+
+
+@cached_by_run_fields("batch_size", "micro_batches", "precision")
+def unsharded_row_kernels(spec: RunSpec, table: LayerTable) -> list[RowKernels]:
+    """Of a rank that has all of every layer, for one micro-batch."""
+    samples = spec.batch_size / spec.micro_batches
+    return [row_kernels(spec, layer, samples) for layer in table.layers]
+
+
+def update_kernels(spec: RunSpec, parameter_bytes: Iterable[float]) -> Iterator[Kernel]:
+    """One for every tensor that the rank updates, of so many bytes."""
+    tensors = _UPDATE_TENSORS_MOVED[spec.optimizer]
+    if spec.optimizer == "sgd" and spec.momentum:
+        tensors += _MOMENTUM_TENSORS_MOVED
+    for size in parameter_bytes:
+        if size:
+            yield Kernel(
+                kind=spec.optimizer,
+                direction=UPDATE,
+                precision=spec.precision,
+                flops=0.0,
+                moved_bytes=tensors * size,
+                weight_bytes=size,
+                input_bytes=0.0,
+                output_bytes=0.0,
+            )
+
+
+def apply_measured_collectives(
+    span: GroupLinks, operation: str, samples: Sequence[CollectiveSample], payload_bytes: float = float("inf")
+) -> GroupLinks:
+    """``span`` with the latency and the time per byte that were measured for ``operation`` on links of that kind.
+
+    Of several measured for the same ranks, each for its own sizes, the one for ``payload_bytes`` counts.
+
+    Between two measured numbers of ranks both go in proportion to the logarithms; beyond them the nearest holds. An
+    operation that was not measured is taken to be as all_reduce.
+    """
+    crosses = span.nodes > 1
+    there = [one for one in samples if (one.nodes > 1) == crosses]
+    known = [one for one in there if one.operation == operation] or [
+        one for one in there if one.operation == "all_reduce"
+    ]
+    known = _samples_for_payload(known, payload_bytes)
+    if not known:
+        return span
+    latency_s, ratio = _interpolate_ranks(sorted(known, key=lambda one: one.ranks), span.ranks)
+    wire = span.inter_node if crosses else span.intra_node
+    measured = HockneyLink(latency_s, wire.beta_s_per_byte * ratio)
+    # What was measured is a step's latency, whichever link it crosses.
+    return span._replace(inter_node=measured, by_hop=False) if crosses else span._replace(intra_node=measured)
+
+
+def _samples_for_payload(known: Sequence[CollectiveSample], payload_bytes: float) -> list[CollectiveSample]:
+    chosen: dict[int, CollectiveSample] = {}
+    for one in sorted(known, key=lambda one: one.from_bytes):
+        if one.from_bytes <= payload_bytes or one.ranks not in chosen:
+            chosen[one.ranks] = one
+    return list(chosen.values())
+
+
+def _interpolate_ranks(known: Sequence[CollectiveSample], ranks: int) -> tuple[float, float]:
+    below = [one for one in known if one.ranks <= ranks]
+    above = [one for one in known if one.ranks >= ranks]
+    if not below or not above or below[-1].ranks == above[0].ranks:
+        one = below[-1] if below else above[0]
+        return one.latency_s, one.beta_ratio
+    low, high = below[-1], above[0]
+    part = log(ranks / low.ranks) / log(high.ranks / low.ranks)
+    latency_s = low.latency_s + (high.latency_s - low.latency_s) * part
+    return latency_s, exp(log(low.beta_ratio) * (1 - part) + log(high.beta_ratio) * part)
+
+
+class CostModel:
+    """One machine's times for one run's placement. Remembers what it was asked."""
+
+    def __init__(self, machine: Machine, spec: RunSpec) -> None:
+        self.machine, self.spec = machine, spec
+        self._alike = RooflineModel.of(machine.compute)
+        compute = machine.compute
+        self.own = machine.strategies.get(spec.strategy, StrategyOverhead())
+        self._factor = compute.factors.get(spec.model, compute.factors.get("", 1.0)) * self.own.compute_factor
+        self._factor *= _crowding_factor(compute.crowding, spec.tasks_per_node)
+        self.kernel_s = lru_cache(maxsize=None)(self._kernel_s)
+        self.call = lru_cache(maxsize=None)(self._call)
+
+    def _kernel_s(self, kernel: Kernel) -> float:
+        """Seconds of one kernel of one rank."""
+        return self._factor * self._alike.seconds(kernel)
+
+    def _call(
+        self, operation: str, payload_bytes: float, group: GroupPlacement, key: str | None = None, lane: str = ""
+    ) -> stream_simulator.CommCall:
+        """One collective of ``group``, whose payload is counted as ``parallel.traffic.Traffic`` counts it."""
+        seconds, latency_s = self._priced(operation, payload_bytes, group)
+        traffic = Traffic(operation=operation, group_size=group.ranks, payload_bytes=round(payload_bytes))
+        return stream_simulator.CommCall(seconds, latency_s, key, lane, "out" if group.nodes > 1 else "in", traffic)
+
+    def calls(self, traffic: Traffic, group: GroupPlacement) -> list[stream_simulator.CommCall]:
+        """Those that ``traffic`` stands for, each waited for."""
+        return [self.call(traffic.operation, traffic.payload_bytes, group)] * traffic.count
+
+    def run(self, events: Iterable[stream_simulator.StreamEvent]) -> stream_simulator.StreamTimes:
+        """What becomes of a step."""
+        comm = self.machine.comm
+        return stream_simulator.simulate_streams(events, comm.overlap_slowdown, comm.comm_slowdown)
+
+    def overhead_s(self) -> float:
+        """What a step takes of the computing thread beside kernels and calls."""
+        return self.machine.compute.step_s + self.own.step_s + self.own.sample_s * self.spec.batch_size
+
+    def _priced(self, operation: str, payload_bytes: float, group: GroupPlacement) -> tuple[float, float]:
+        if group.ranks < 2:
+            return 0.0, 0.0
+        span = apply_measured_collectives(self._span(group), operation, self.machine.comm.collectives, payload_bytes)
+        issue_s = self.machine.comm.call_s
+        return collective_s(operation, span, payload_bytes) + issue_s, collective_s(operation, span, 0.0) + issue_s
+
+    def _span(self, group: GroupPlacement) -> GroupLinks:
+        """The links as the group sees them beside its rivals."""
+        comm = self.machine.comm
+        lanes = min(group.ranks_per_node, comm.links_per_node) if comm.striped else 1
+        # Rivals share what links there are; one group alone uses no more than its lanes.
+        flows = group.rivals * lanes / comm.links_per_node
+        phi = _contention_factor(comm.contention, flows)
+        inter = HockneyLink(comm.inter_node.latency_s, comm.inter_node.beta_s_per_byte * phi / lanes)
+        return GroupLinks(group.ranks, group.nodes, comm.intra_node, inter, comm.trees, comm.by_hop)
+
+    def straggler_s(self, compute_s: float) -> float:
+        """How much longer than the mean the slowest of all ranks takes: ranks compute, nodes are held up, by chance."""
+        delayed_s = self.machine.delay_s * harmonic_number(self.spec.nodes) if self.spec.ranks > 1 else 0.0
+        return compute_s * self.machine.straggling * expected_normal_maximum(self.spec.ranks) + delayed_s
+
+
+def expected_normal_maximum(count: int) -> float:
+    """Of ``count`` draws from the standard normal distribution the expected largest (Blom 1958's approximation)."""
+    return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
+
+
+def harmonic_number(count: int) -> float:
+    """1 + 1/2 + ... + 1/count: of so many draws from an exponential distribution of mean 1 the expected largest."""
+    if count <= 100:
+        return sum(1.0 / number for number in range(1, count + 1))
+    # Euler's expansion, to 1e-10.
+    return log(count) + 0.5772156649015329 + 1 / (2 * count) - 1 / (12 * count**2)
+
+
+def _crowding_factor(crowding: dict[int, float], ranks: int) -> float:
+    return _interpolated(crowding, ranks) if crowding else 1.0
+
+
+def _contention_factor(contention: dict[int, float], flows: float) -> float:
+    """What nobody measured shares fairly."""
+    return max(1.0, _interpolated({1: 1.0, **contention}, flows) if contention else flows)
+
+
+def _interpolated(figures: dict[int, float], at: float) -> float:
+    """Between two figures in proportion, beyond the last one as the last two go on."""
+    known = sorted(figures.items())
+    if len(known) == 1 or at <= known[0][0]:
+        return known[0][1]
+    for (left, low), (right, high) in pairwise(known):
+        if at <= right:
+            return low + (high - low) * (at - left) / (right - left)
+    (left, low), (right, high) = known[-2:]
+    return max(high + (high - low) * (at - right) / (right - left), high)
+
+
+def combined_relative_spread(parts: list[tuple[float, float]], whole_s: float) -> float:
+    """Relative uncertainty of a sum of independent parts (seconds, relative uncertainty)."""
+    if not whole_s:
+        return 0.0
+    return sqrt(sum((seconds * spread) ** 2 for seconds, spread in parts)) / whole_s

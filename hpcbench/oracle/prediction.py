@@ -1,0 +1,187 @@
+"""The prediction for one run: step time with its interval, the parts of the step, peak memory and bottleneck."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from math import exp
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.cost_model import CostModel, combined_relative_spread
+from hpcbench.oracle.machine import Machine
+from hpcbench.oracle.peak_memory import MemoryBreakdown
+from hpcbench.oracle.placement import halo_placement, place_group
+from hpcbench.oracle.step_time import StepBreakdown
+from hpcbench.oracle.strategies.base import Cost
+from hpcbench.oracle.uncertainty import CostModelFactory, log_step_spreads
+from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.parallel.mesh import RankMesh
+from hpcbench.parallel.strategies.spatial import spatial_grid
+from hpcbench.units import format_bytes
+
+_NORMAL_90 = 1.645
+"""Of the standard normal distribution: 90 % lie within."""
+
+
+class PredictionInterval(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the step time lies with a probability of 90 %, if the machine's numbers are as uncertain as they say."""
+
+    low: float
+    high: float
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Seconds of one steady step, split as measured results are, and bytes of the rank that holds most."""
+
+    step_time_s: float
+    interval: PredictionInterval
+    compute_s: float
+    comm_s: float
+    exposed_comm_s: float
+    bubble_fraction: float
+    straggler_s: float
+    samples_per_s: float
+    peak_memory_bytes: int
+    memory: MemoryBreakdown
+    bound_by: str
+    """``compute``, ``latency``, ``bandwidth``, ``bubble``, or ``memory`` where it does not fit."""
+    fits: bool | None
+    """``None`` where nobody says how much memory there is."""
+    memory_limit_bytes: int | None = None
+    depth: str
+    """``nominal``, ``calibrated`` or ``fitted``."""
+    source: str
+
+
+def predict(
+    spec: RunSpec,
+    table: LayerTable,
+    machine: Machine,
+    clock_of: CostModelFactory = CostModel,
+    memory: MemoryBreakdown | None = None,
+) -> Prediction:
+    """What a run will take. ``table`` is of its model, data set, input size and options.
+
+    ``clock_of`` prices it where the runs are another library's; ``memory`` is what ``fullest`` says of them, for who
+    knows it already.
+    """
+    cost: Cost = load_cost_class(spec.strategy)
+    step = cost.step(spec, table, clock_of(machine, spec))
+    memory = memory or peak_rank_memory(spec, table, machine.device)
+    peak = memory.total_bytes + round(machine.base_bytes)
+    fits = None if machine.memory_bytes is None else peak <= machine.memory_bytes
+    return Prediction(
+        step_time_s=step.step_time_s,
+        interval=_prediction_interval(spec, table, machine, step, clock_of),
+        compute_s=step.compute_s,
+        comm_s=step.comm_s,
+        exposed_comm_s=step.exposed_comm_s,
+        bubble_fraction=step.bubble_s / step.step_time_s if step.step_time_s else 0.0,
+        straggler_s=step.straggler_s,
+        samples_per_s=spec.global_batch_size / step.step_time_s if step.step_time_s else 0.0,
+        peak_memory_bytes=peak,
+        memory=memory,
+        bound_by="memory" if fits is False else bottleneck(step),
+        fits=fits,
+        memory_limit_bytes=None if machine.memory_bytes is None else round(machine.memory_bytes),
+        depth=machine.depth,
+        source=machine.source,
+    )
+
+
+def _prediction_interval(
+    spec: RunSpec, table: LayerTable, machine: Machine, step: StepBreakdown, clock_of: CostModelFactory
+) -> PredictionInterval:
+    """By what runs left uncertain where the machine was fitted with runs, else by what its parts' numbers are."""
+    if machine.posterior is not None:
+        below, above = log_step_spreads(spec, table, machine, machine.posterior, clock_of)
+    else:
+        parts = [(step.compute_s, machine.compute.spread), (step.exposed_comm_s, machine.comm.spread)]
+        below = above = combined_relative_spread(parts, step.step_time_s)
+    return PredictionInterval(
+        low=step.step_time_s * exp(-_NORMAL_90 * below), high=step.step_time_s * exp(_NORMAL_90 * above)
+    )
+
+
+def peak_rank_memory(spec: RunSpec, table: LayerTable, device: str = "cuda") -> MemoryBreakdown:
+    """What the device holds that holds most. Devices that one rank drives are one on a ``cpu``."""
+    cost: Cost = load_cost_class(spec.strategy)
+    if device == "cpu" and spec.devices_per_task > 1:
+        held = sum_memory([cost.memory(spec, table, place) for place in range(spec.devices_per_task)])
+    else:
+        held = max(
+            (cost.memory(spec, table, rank) for rank in representative_ranks(spec)), key=lambda one: one.total_bytes
+        )
+    return msgspec.structs.replace(held, untouched_bytes=0) if device == "cpu" else held
+
+
+def sum_memory(parts: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
+    """What several devices hold that share their memory."""
+    names = MemoryBreakdown.__struct_fields__
+    return MemoryBreakdown(**{name: sum(getattr(part, name) for part in parts) for name in names})
+
+
+def bottleneck(step: StepBreakdown) -> str:
+    """What takes most of the step."""
+    parts = {
+        "compute": step.compute_s + step.straggler_s,
+        "latency": step.latency_s,
+        "bandwidth": step.exposed_comm_s - step.latency_s,
+        "bubble": step.bubble_s,
+    }
+    return max(parts, key=lambda name: parts[name])
+
+
+def representative_ranks(spec: RunSpec) -> list[int]:
+    """Ranks of one replica that differ in what they hold: of stages the first, the last and the middle.
+
+    Of layers, heads and channels that are shared along ``tp`` the first rank has most. Of images it has the largest
+    part, and a rank with neighbours on all sides the most halos.
+    """
+    mesh = RankMesh.of(spec)
+    stages = sorted({0, 1, mesh.pp // 2, mesh.pp - 1} & set(range(mesh.pp)))
+    parts = {0, halo_placement(spatial_grid(spec), place_group(spec, "sp")).place} if mesh.sp > 1 else {0}
+    places = [range(1), stages, sorted(parts), range(1)]
+    return sorted({mesh.rank(RankMesh(*coordinates)) for coordinates in product(*places)})
+
+
+class NotPredicted(NamedTuple):
+    """Why nothing can be said of a run."""
+
+    reason: str
+
+
+class MemoryFit(NamedTuple):
+    """What the fullest rank of a run holds, and how much there is."""
+
+    peak_memory_bytes: int
+    memory_limit_bytes: int | None
+    """``None`` where nobody says."""
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether it fits, as far as is known."""
+        return self.memory_limit_bytes is None or self.peak_memory_bytes <= self.memory_limit_bytes
+
+
+def format_need_and_limit(need_bytes: int, limit_bytes: int) -> tuple[str, str]:
+    """Both as text, to the MiB where they would look the same otherwise."""
+    texts = format_bytes(need_bytes), format_bytes(limit_bytes)
+    return texts if texts[0] != texts[1] else (f"{need_bytes / 2**20:.0f} MiB", f"{limit_bytes / 2**20:.0f} MiB")
+
+
+class Predictor(Protocol):
+    """Predictions for runs on one cluster."""
+
+    def of(self, spec: RunSpec, *, quick: bool = False) -> Prediction | NotPredicted:
+        """The prediction, or why there is none; ``quick`` may be less exact about its interval."""
+
+    def room(self, spec: RunSpec) -> MemoryFit | NotPredicted:
+        """Its memory alone, which is quick to tell."""
+
+    def machine(self, spec: RunSpec) -> Machine:
+        """What times on the run's nodes are made of."""

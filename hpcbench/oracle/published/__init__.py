@@ -1,1 +1,0 @@
-"""Models of time and memory as their authors published them, beside which ours is scored."""

@@ -1,0 +1,217 @@
+"""The published models of DDLBench (Jansen, MSc thesis 2020; Jansen et al., SC20) and ParaDL (Kahira et al.,
+HPDC'21).
+
+DDLBench: equation numbers are those of chapters 5 and 6 of the thesis, which has no formulas of memory. ParaDL:
+table III and equations 1 to 22 of its technical report of October 2020, in seconds per epoch and bytes per
+device. Its sizes count items (numbers), per sample for inputs and outputs and in total for weights; times of
+layers are seconds per sample, of updates seconds per iteration. The paper calls a device PE; ``p = p1 * p2``,
+with ``p1`` replicas of ``p2`` devices each. Where its table is silent or differs from its derivation, the
+function names the reading."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+
+class DdlbenchLink(NamedTuple):
+    """Between neighbours in the ring or in the pipeline."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+def ddlbench_horovod_step_s(
+    sequential_s: float, links: Sequence[DdlbenchLink], gradient_bytes: float, fusion_threshold_bytes: float
+) -> float:
+    """Equation 5.1: one batch on as many workers as the ring has links, all but the last fused all_reduce hidden.
+
+    ``sequential_s`` is one device's time for the whole batch.
+    """
+    workers = len(links)
+    last_bytes = min(gradient_bytes, fusion_threshold_bytes)
+    hop_s = max(link.latency_s + last_bytes / (workers * link.bandwidth_bytes_per_s) for link in links)
+    return sequential_s / workers + 2 * (workers - 1) * hop_s
+
+
+def ddlbench_gpipe_compute_s(sequential_s: float, workers: int, micro_batches: int) -> float:
+    """Equation 6.1. ``sequential_s`` is measured at the micro-batch size; stages are taken to be equal."""
+    return sequential_s * (workers + micro_batches - 1) / (workers * micro_batches)
+
+
+def ddlbench_gpipe_comm_s(transfers_s: Sequence[float], micro_batches: int) -> float:
+    """Equation 6.2, with ``transfers_s[j]`` the time of one micro-batch from stage j to the next, both directions.
+
+    While the pipeline fills, the slowest link so far counts, then the slowest of all, then that of what is left. Pipes
+    of one or two stages have no such phases.
+    """
+    links = len(transfers_s)
+    if links == 0:
+        return 0.0
+    filling_s = sum(max(transfers_s[: i + 1]) for i in range(links - 1))
+    draining_s = sum(max(transfers_s[i:]) for i in range(1, links))
+    return 2 * (filling_s + (micro_batches - (links - 1)) * max(transfers_s) + draining_s)
+
+
+class ParadlLink(NamedTuple):
+    """The Hockney model of the narrowest link on a path: a message of m bytes takes ``alpha + m * beta``."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+
+class ParadlLayer(NamedTuple):
+    """One layer as the table sums over it."""
+
+    input_items: float
+    output_items: float
+    weight_items: float
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    update_s: float = 0.0
+    halo_items: float = 0.0
+    """Of the input and of the output's gradient together, that one neighbour needs; 0 for kernels of 1."""
+    is_split: bool = True
+    """Whether spatial, filter and channel split it: the authors list the layers that they do not."""
+
+
+class ParadlJob(NamedTuple):
+    """What is trained: ``D`` samples an epoch in global batches of ``B``, ``delta`` bytes an item."""
+
+    samples: float
+    batch: float
+    layers: Sequence[ParadlLayer]
+    item_bytes: int = 4
+
+    @property
+    def iterations(self) -> int:
+        """Per epoch. The table writes D/B, the authors' program rounds it up."""
+        return ceil(self.samples / self.batch)
+
+    def sample_s(self, p: int = 1) -> float:
+        """Forward and backward of one sample through all layers, each that is split by ``p`` devices."""
+        return sum((layer.forward_s + layer.backward_s) / (p if layer.is_split else 1) for layer in self.layers)
+
+    def update_s(self, p: int = 1) -> float:
+        """Weight update of one iteration, where weights are split over ``p`` devices."""
+        return sum(layer.update_s / (p if layer.is_split else 1) for layer in self.layers)
+
+    def weight_bytes(self, p: int = 1) -> float:
+        """That one device holds, where weights are split over ``p``."""
+        return self.item_bytes * sum(layer.weight_items / (p if layer.is_split else 1) for layer in self.layers)
+
+    def memory_bytes(self, activations: float = 1.0, weights_over: int = 1) -> float:
+        """Twice, for gradients: ``activations`` of all activations, and the weights split over so many devices."""
+        items = sum(layer.input_items + layer.output_items for layer in self.layers) * self.batch
+        return 2 * (self.item_bytes * items * activations + self.weight_bytes(weights_over))
+
+
+class ParadlEstimate(NamedTuple):
+    """Per epoch, and per device."""
+
+    compute_s: float
+    comm_s: float
+    memory_bytes: float
+
+    @property
+    def epoch_s(self) -> float:
+        """Nothing overlaps in this model."""
+        return self.compute_s + self.comm_s
+
+
+def paradl_all_reduce_s(p: int, message_bytes: float, wire: ParadlLink) -> float:
+    """Of a buffer of ``message_bytes`` on every device."""
+    return 2 * (p - 1) * (wire.alpha_s + message_bytes / p * wire.beta_s_per_byte)
+
+
+def paradl_all_gather_s(p: int, part_bytes: float, wire: ParadlLink) -> float:
+    """Of ``part_bytes`` from every device."""
+    return (p - 1) * (wire.alpha_s + part_bytes * wire.beta_s_per_byte)
+
+
+def paradl_serial(job: ParadlJob) -> ParadlEstimate:
+    """One device."""
+    compute_s = job.samples * job.sample_s() + job.iterations * job.update_s()
+    return ParadlEstimate(compute_s, 0.0, job.memory_bytes())
+
+
+def paradl_data(job: ParadlJob, p: int, wire: ParadlLink) -> ParadlEstimate:
+    """Replicas; gradients all_reduced at once after the backward pass. The program rounds D/p up."""
+    compute_s = ceil(job.samples / p) * job.sample_s() + job.iterations * job.update_s()
+    comm_s = job.iterations * paradl_all_reduce_s(p, job.weight_bytes(), wire)
+    return ParadlEstimate(compute_s, comm_s, job.memory_bytes(1 / p))
+
+
+def paradl_spatial(job: ParadlJob, p: int, wire: ParadlLink) -> ParadlEstimate:
+    """The extent of every sample split; halos per layer, and the gradients of weights that all devices hold."""
+    return paradl_data_spatial(job, 1, p, wire, wire)
+
+
+def paradl_pipeline(
+    job: ParadlJob, stages: Sequence[Sequence[ParadlLayer]], segments: int, wire: ParadlLink
+) -> ParadlEstimate:
+    """GPipe: ``segments`` micro-batches through ``stages``.
+
+    The update happens once per iteration, though equation 12 multiplies it by the bubble; memory is the table's, where
+    equation 14 has a further factor of 2.
+    """
+    p = len(stages)
+    forward_s = max(sum(layer.forward_s for layer in stage) for stage in stages)
+    backward_s = max(sum(layer.backward_s for layer in stage) for stage in stages)
+    update_s = max(sum(layer.update_s for layer in stage) for stage in stages)
+    compute_s = job.samples * (p + segments - 1) / segments * (forward_s + backward_s) + job.iterations * update_s
+    part_bytes = job.batch / segments * job.item_bytes
+    sent_s = [wire.alpha_s + part_bytes * stage[-1].output_items * wire.beta_s_per_byte for stage in stages[:-1]]
+    comm_s = 2 * job.iterations * (p + segments - 2) * max(sent_s, default=0.0)
+    return ParadlEstimate(compute_s, comm_s, max(job._replace(layers=stage).memory_bytes() for stage in stages))
+
+
+def paradl_filter(job: ParadlJob, p: int, wire: ParadlLink) -> ParadlEstimate:
+    """Output channels split: all_gather of every layer's output but the last one's forward, all_reduce backward."""
+    return paradl_data_filter(job, 1, p, wire, wire)
+
+
+def paradl_channel(job: ParadlJob, p: int, wire: ParadlLink) -> ParadlEstimate:
+    """Input channels split: all_reduce forward and all_gather backward, which costs what ``paradl_filter`` costs."""
+    return paradl_filter(job, p, wire)
+
+
+def paradl_data_filter(
+    job: ParadlJob, p1: int, p2: int, inner: ParadlLink, outer: ParadlLink, phi: float = 1.0
+) -> ParadlEstimate:
+    """``p1`` replicas of ``p2`` devices each, which split filters; ``phi`` flows share a link between replicas.
+
+    ``job.batch`` is the global batch.
+    """
+    batch = job.batch / p1
+    parts_bytes = [batch * layer.output_items / p2 * job.item_bytes for layer in job.layers[:-1] if layer.is_split]
+    gathered_s = 3 * sum(paradl_all_gather_s(p2, part, inner) for part in parts_bytes)
+    reduced_s = paradl_all_reduce_s(p1, job.weight_bytes(p2), _shared_link(outer, phi))
+    compute_s = job.samples / p1 * job.sample_s(p2) + job.iterations * job.update_s(p2)
+    return ParadlEstimate(compute_s, job.iterations * (gathered_s + reduced_s), job.memory_bytes(1 / p1, p2))
+
+
+def paradl_data_spatial(
+    job: ParadlJob, p1: int, p2: int, inner: ParadlLink, outer: ParadlLink, phi: float = 1.0
+) -> ParadlEstimate:
+    """``p1`` replicas of ``p2`` devices each, which split the extent. Read from the authors' program.
+
+    Gradients are reduced inside a replica first, then between replicas; the table has no row for it.
+    """
+    batch = job.batch / p1
+    halos_s = [
+        inner.alpha_s * 2 + batch * layer.halo_items * job.item_bytes * inner.beta_s_per_byte
+        for layer in job.layers
+        if layer.halo_items and layer.is_split and p2 > 1
+    ]
+    inside_s = paradl_all_reduce_s(p2, job.weight_bytes(), inner)
+    between_s = paradl_all_reduce_s(p1, job.weight_bytes(), _shared_link(outer, phi))
+    compute_s = job.samples / p1 * job.sample_s(p2) + job.iterations * job.update_s()
+    return ParadlEstimate(
+        compute_s, job.iterations * (2 * sum(halos_s) + inside_s + between_s), job.memory_bytes(1 / (p1 * p2))
+    )
+
+
+def _shared_link(wire: ParadlLink, phi: float) -> ParadlLink:
+    return wire._replace(beta_s_per_byte=wire.beta_s_per_byte * phi)

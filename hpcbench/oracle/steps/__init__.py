@@ -1,1 +1,0 @@
-"""How long a step takes, a family of strategies a module."""

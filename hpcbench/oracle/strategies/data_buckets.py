@@ -1,0 +1,194 @@
+"""Gradient buckets of the data-parallel libraries: their tensors, their bytes, and Horovod's fusion over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from math import ceil, prod
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.cost_model import CostModel, unsharded_row_kernels
+from hpcbench.oracle.peak_memory import HALF_BYTES, buffer_bytes, element_bytes, element_count, parameter_bytes
+from hpcbench.oracle.placement import place_group
+from hpcbench.parallel.catalog import options_with_defaults
+from hpcbench.parallel.gradient_buckets import (
+    DEFAULT_BUCKET_CAP_MB,
+    FIRST_BUCKET_CAP_BYTES,
+    MIB,
+    assign_owners,
+    fill_buckets,
+    first_use_rows,
+    gradient_ready_order,
+    sum_bytes_at,
+)
+from hpcbench.parallel.layer_table import LayerTable
+
+_MAX_BROADCAST_BYTES = 250 * MIB
+"""DDP broadcasts buffers together up to this size."""
+
+
+def ddp_buckets(spec: RunSpec, table: LayerTable) -> list[list[int]]:
+    """Places of the gradients in each of DDP's buckets, in the order in which they are sent.
+
+    From the second step on: the first one, whose order DDP learns from, sends all gradients in one bucket.
+    """
+    order = gradient_ready_order(table, spec.precision)
+    sizes = parameter_bytes(spec, table)
+    cap_mb = float(options_with_defaults(spec)["bucket_cap_mb"])
+    cap_bytes = int(cap_mb * MIB)
+    first_bytes = FIRST_BUCKET_CAP_BYTES if cap_mb == DEFAULT_BUCKET_CAP_MB else cap_bytes
+    # What is filled from the last one on is filled in the order of readiness.
+    filled = fill_buckets([sizes[place] for place in reversed(order)], cap_bytes, first_bytes)
+    last = len(order) - 1
+    return [[order[last - place] for place in bucket] for bucket in filled]
+
+
+def coalesced_buffer_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
+    """What DDP broadcasts of the buffers: those of one type together."""
+    kinds: dict[int, list[int]] = {}
+    for tensor, size in zip(table.buffers, buffer_bytes(spec, table), strict=True):
+        kinds.setdefault(tensor.bytes_per_element, []).append(size)
+    return [
+        sum_bytes_at(sizes[::-1], places)
+        for sizes in kinds.values()
+        for places in fill_buckets(sizes[::-1], _MAX_BROADCAST_BYTES, _MAX_BROADCAST_BYTES)
+    ]
+
+
+def owned_parameters(spec: RunSpec, table: LayerTable) -> list[list[int]]:
+    """Places of the parameters that each replica updates; of replicas beyond the last one of these: none."""
+    counts = tuple(element_count(tensor) for tensor in table.parameter_tensors)
+    return _cached_owners(counts, min(spec.dp_degree, len(counts)), spec.strategy == "zero1")
+
+
+@lru_cache(maxsize=256)
+def _cached_owners(elements: tuple[int, ...], ranks: int, largest_first: bool) -> list[list[int]]:
+    return assign_owners(elements, ranks, largest_first)
+
+
+def owned_bytes_by_replica(spec: RunSpec, table: LayerTable, half: bool = False) -> list[int]:
+    """Bytes of the parameters of each replica that owns any."""
+    counts = [element_count(tensor) * HALF_BYTES for tensor in table.parameter_tensors]
+    sizes = counts if half else parameter_bytes(spec, table)
+    return [sum_bytes_at(sizes, places) for places in owned_parameters(spec, table) if places]
+
+
+def rank_owned_bytes(spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
+    """Of every parameter: its bytes where ``rank`` owns it, 0 elsewhere."""
+    owned = {place for places in owned_parameters(spec, table)[rank : rank + 1] for place in places}
+    return [size if place in owned else 0 for place, size in enumerate(parameter_bytes(spec, table))]
+
+
+def sddp_buckets(spec: RunSpec, table: LayerTable) -> tuple[list[list[int]], list[int]]:
+    """fairscale's buckets, one an owner, and the places of the gradients that are reduced by themselves.
+
+    A bucket takes an owner's gradients from the smallest one on while it stays below its size, that of the whole model
+    at most.
+    """
+    counts = [element_count(tensor) for tensor in table.parameter_tensors]
+    sizes = parameter_bytes(spec, table)
+    wide = sizes[0] // counts[0]
+    room = min(int(float(options_with_defaults(spec)["reduce_buffer_mb"]) * MIB / wide), sum(counts))
+    if room == 0 or spec.dp_degree == 1:
+        return [], list(range(len(counts)))
+    filled: list[list[int]] = []
+    alone: list[int] = []
+    for places in owned_parameters(spec, table):
+        bucket: list[int] = []
+        for place in sorted(places, key=counts.__getitem__):
+            fits = sum_bytes_at(counts, bucket) + counts[place] < room
+            (bucket if fits else alone).append(place)
+        if places:
+            filled.append(bucket)
+    return filled, alone
+
+
+def sddp_reduced_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
+    """Payload of each reduction of a step."""
+    filled, alone = sddp_buckets(spec, table)
+    sizes = parameter_bytes(spec, table)
+    if options_with_defaults(spec)["reduce_fp16"]:
+        return [element_count(tensor) * HALF_BYTES for tensor in table.parameter_tensors]
+    return [*(sum_bytes_at(sizes, bucket) for bucket in filled), *(sizes[place] for place in alone)]
+
+
+def compressed_bytes(spec: RunSpec, table: LayerTable, places: Sequence[int]) -> list[int]:
+    """What is sent of one bucket of gradients."""
+    options, sizes = options_with_defaults(spec), parameter_bytes(spec, table)
+    kind = options.get("compression", "none")
+    if kind in ("fp16", "bf16"):
+        return [sum(element_count(table.parameter_tensors[place]) for place in places) * HALF_BYTES]
+    if kind == "powersgd":
+        tensors = [table.parameter_tensors[place] for place in places]
+        wide = element_bytes(spec, tensors[0])
+        return powersgd_bytes([tensor.shape for tensor in tensors], int(options["powersgd_rank"]), wide)
+    return [sum_bytes_at(sizes, places)]
+
+
+def powersgd_bytes(shapes: Iterable[list[int]], rank: int, wide: int) -> list[int]:
+    """What PowerSGD (Vogels et al. 2019, algorithm 1) sends of one bucket: plain tensors, factors P, factors Q.
+
+    A gradient is seen as a matrix of its first extent times the others; one that its factors would not make smaller
+    is sent as it is.
+    """
+    plain = left = right = 0
+    for shape in shapes:
+        rows, numbers = shape[0], prod(shape)
+        columns = numbers // rows
+        own = min(rank, rows, columns)
+        if (rows + columns) * own < numbers:
+            left += rows * own
+            right += columns * own
+        else:
+            plain += numbers
+    return [plain * wide, left * wide, right * wide]
+
+
+def fused_buckets(
+    clock: CostModel, spec: RunSpec, table: LayerTable, sizes: Sequence[int], cycle_s: float, threshold_bytes: int
+) -> list[list[int]]:
+    """Places in the table's ``parameter_tensors`` that go together, in order; ``sizes`` are what is sent of each."""
+    group, blocks = place_group(spec, "dp"), clock.machine.device == "cpu"
+    order = gradient_ready_order(table, spec.precision)
+    ready_s = _gradient_ready_s(clock, spec, table)
+
+    def passing_s(size: int) -> float:
+        return clock.call("all_reduce", size, group).seconds if blocks else 0.0
+
+    return simulate_fusion(order, [ready_s[place] for place in order], sizes, cycle_s, threshold_bytes, passing_s)
+
+
+def simulate_fusion(
+    order: Sequence[int],
+    ready_s: Sequence[float],
+    sizes: Sequence[int],
+    cycle_s: float,
+    threshold_bytes: int,
+    passing_s: Callable[[int], float],
+) -> list[list[int]]:
+    """``ready_s`` of the places in ``order``, which is the order in which they become ready."""
+    found: list[list[int]] = []
+    now, next_one = 0.0, 0
+    while next_one < len(order):
+        late_s = ready_s[next_one] - now
+        if late_s > 0:
+            now += ceil(late_s / cycle_s) * cycle_s if cycle_s else late_s
+        taken, size = [order[next_one]], sizes[order[next_one]]
+        for place, ready in zip(order[next_one + 1 :], ready_s[next_one + 1 :], strict=True):
+            if ready > now or size + sizes[place] > threshold_bytes:
+                break
+            taken.append(place)
+            size += sizes[place]
+        found.append(taken)
+        next_one += len(taken)
+        now += passing_s(size)
+    return found
+
+
+def _gradient_ready_s(clock: CostModel, spec: RunSpec, table: LayerTable) -> list[float]:
+    """Of every tensor, how long after the begin of the backward pass its gradient is there."""
+    passes, ends, now = unsharded_row_kernels(spec, table), [0.0] * len(table.layers), 0.0
+    for row in range(len(passes) - 1, -1, -1):
+        now += clock.kernel_s(passes[row].backward)
+        ends[row] = now
+    return [ends[row] for row in first_use_rows(table)]

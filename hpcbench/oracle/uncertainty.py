@@ -1,0 +1,158 @@
+"""The parameters of a machine that whole runs can fit, and the uncertainty that they leave in a prediction.
+
+Each parameter is a factor on a number of the machine, 1 before any run was seen; its logarithm has a normal
+prior of mean 0. A number that is 0 stays 0. Prior widths (one standard deviation of the logarithm):
+
+- computation 0.35: vendors' peaks against the 40 to 80 % of them that steps reach; one model against another
+  0.15, the spread of such efficiencies between networks on one device;
+- bandwidth 0.7: half to a quarter of the nominal number is common where transfers are staged through the host;
+  half of that variance is the library's, which all links share: a library that is slow inside a node is as slow
+  between nodes;
+- latency 0.7: a factor of 2 either way, since vendors publish none;
+- a strategy's own computation 0.35, time per step and per sample 1.0: the overhead of its library;
+- straggling and delays 1.0: only their order of magnitude is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import exp, hypot, log, log2
+
+from msgspec.structs import replace
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.collective_formulas import HockneyLink
+from hpcbench.oracle.cost_model import CostModel
+from hpcbench.oracle.machine import Machine, Posterior, StrategyOverhead
+from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.parallel.layer_table import LayerTable
+
+COMPUTE, BANDWIDTH, STRAGGLING, DELAY = "compute", "bandwidth", "straggling", "delay"
+DELAY_PRIOR_WIDTH = 1.0
+_PRIOR_WIDTHS = {BANDWIDTH: 0.5, "latency": 0.7, STRAGGLING: 1.0, COMPUTE: 0.35}
+_STRATEGY_PRIOR_WIDTHS = {"compute": 0.35, "step": 1.0, "sample": 1.0}
+_STRATEGY_FIELDS = {"compute": "compute_factor", "step": "step_s", "sample": "sample_s"}
+_MODEL_PRIOR_WIDTH = 0.15
+
+
+def fitted_parameter_widths(
+    machine: Machine, models: Iterable[str], strategies: Iterable[str], widths: Mapping[str, float]
+) -> dict[str, float]:
+    """Names and prior widths of what runs of these models and strategies may move.
+
+    ``widths`` replaces widths by name; a width of 0 leaves a number as it is. A strategy's own numbers are moved only
+    where ``machine.strategies`` names the strategy: else they cannot be told from the device's.
+    """
+    found = {COMPUTE: _PRIOR_WIDTHS[COMPUTE]}
+    found |= {f"{COMPUTE}.{model}": _MODEL_PRIOR_WIDTH for model in sorted(set(models))}
+    found[BANDWIDTH] = _PRIOR_WIDTHS[BANDWIDTH]
+    for link, wire in (("intra_node", machine.comm.intra_node), ("inter_node", machine.comm.inter_node)):
+        found[f"{link}.bandwidth"] = _PRIOR_WIDTHS[BANDWIDTH]
+        if wire.latency_s:
+            found[f"{link}.latency"] = _PRIOR_WIDTHS["latency"]
+    if machine.straggling:
+        found[STRAGGLING] = _PRIOR_WIDTHS[STRAGGLING]
+    for strategy in sorted(set(strategies)):
+        own = machine.strategies.get(strategy)
+        for number, width in _STRATEGY_PRIOR_WIDTHS.items():
+            if own is not None and getattr(own, _STRATEGY_FIELDS[number]):
+                found[f"strategy.{strategy}.{number}"] = width
+    return {name: widths.get(name, width) for name, width in found.items() if widths.get(name, width) > 0}
+
+
+def parameter_affects(name: str, spec: RunSpec) -> bool:
+    """Whether the number can change ``spec``'s step."""
+    scope, _, rest = name.partition(".")
+    if scope == COMPUTE:
+        return rest in ("", spec.model)
+    if scope == "strategy":
+        return rest.rpartition(".")[0] == spec.strategy
+    return spec.devices > 1 and (scope != "inter_node" or spec.nodes > 1)
+
+
+def apply_parameters(machine: Machine, names: Sequence[str], logs: Sequence[float]) -> Machine:
+    """``machine`` with the named numbers multiplied by the exponentials of ``logs``."""
+    factors = {name: exp(value) for name, value in zip(names, logs, strict=True)}
+    return replace(
+        machine,
+        compute=replace(machine.compute, factors=_scaled_model_factors(machine.compute.factors, factors)),
+        comm=replace(
+            machine.comm,
+            intra_node=_scaled_link(machine.comm.intra_node, "intra_node", factors),
+            inter_node=_scaled_link(machine.comm.inter_node, "inter_node", factors),
+        ),
+        strategies=_scaled_overheads(machine.strategies, factors),
+        straggling=machine.straggling * factors.get(STRAGGLING, 1.0),
+        delay_s=machine.delay_s * factors.get(DELAY, 1.0),
+    )
+
+
+def _scaled_model_factors(known: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
+    common, any_model = factors.get(COMPUTE, 1.0), known.get("", 1.0)
+    found = {"": any_model * common} | {model: own * common for model, own in known.items()}
+    for name, factor in factors.items():
+        scope, _, model = name.partition(".")
+        if scope == COMPUTE and model:
+            found[model] = known.get(model, any_model) * common * factor
+    return found
+
+
+def _scaled_link(wire: HockneyLink, link: str, factors: Mapping[str, float]) -> HockneyLink:
+    return HockneyLink(
+        wire.latency_s * factors.get(f"{link}.latency", 1.0),
+        wire.beta_s_per_byte / (factors.get(BANDWIDTH, 1.0) * factors.get(f"{link}.bandwidth", 1.0)),
+    )
+
+
+def _scaled_overheads(
+    known: Mapping[str, StrategyOverhead], factors: Mapping[str, float]
+) -> dict[str, StrategyOverhead]:
+    found = dict(known)
+    for name, factor in factors.items():
+        scope, _, rest = name.partition(".")
+        if scope != "strategy":
+            continue
+        strategy, _, number = rest.rpartition(".")
+        own, field = found.get(strategy, StrategyOverhead()), _STRATEGY_FIELDS[number]
+        found[strategy] = replace(own, **{field: getattr(own, field) * factor})
+    return found
+
+
+_DIRECTION_DEVIATIONS = 1.645
+"""Standard deviations at which the model is asked: where it is not linear, the ends of the interval are what counts."""
+_OVERHEAD_SPREAD_PER_DOUBLING = 0.1
+"""What a strategy adds to every step is of no known form: by so much a doubling it may grow or shrink."""
+
+
+CostModelFactory = Callable[[Machine, RunSpec], CostModel]
+"""Who prices a run."""
+
+
+def predicted_step_s(
+    machine: Machine, spec: RunSpec, table: LayerTable, clock_of: CostModelFactory = CostModel
+) -> float:
+    """What the oracle says of a run on ``machine``."""
+    time_s: float = load_cost_class(spec.strategy).step(spec, table, clock_of(machine, spec)).step_time_s
+    return time_s
+
+
+def log_step_spreads(
+    spec: RunSpec, table: LayerTable, machine: Machine, posterior: Posterior, clock_of: CostModelFactory = CostModel
+) -> tuple[float, float]:
+    """Standard deviations of the logarithm of ``spec``'s step time, downwards and upwards.
+
+    Along every independent direction of the posterior the model is computed anew on both sides; to that come a run's
+    own scatter and, beyond the scale of the runs that were fitted, the uncertainty of the model's form, and of what the
+    strategy adds to a step without the model knowing why.
+    """
+    names, middle_s = [one.name for one in posterior.parameters], predicted_step_s(machine, spec, table, clock_of)
+    doublings = max(log2(spec.ranks / posterior.ranks), 0.0)
+    added = machine.strategies.get(spec.strategy, StrategyOverhead())
+    unknown = _OVERHEAD_SPREAD_PER_DOUBLING * (added.step_s + added.sample_s * spec.batch_size) / middle_s
+    below = above = hypot(posterior.run_spread, hypot(posterior.doubling_spread, unknown) * doublings**0.5)
+    for direction in zip(*posterior.roots, strict=True):
+        ends = [0.0]
+        for side in (-_DIRECTION_DEVIATIONS, _DIRECTION_DEVIATIONS):
+            there = apply_parameters(machine, names, [side * value for value in direction])
+            ends.append(log(predicted_step_s(there, spec, table, clock_of) / middle_s) / _DIRECTION_DEVIATIONS)
+        below, above = hypot(below, min(ends)), hypot(above, max(ends))
+    return below, above

@@ -1,0 +1,137 @@
+"""Validation of the names and options of a sweep against the registry; all errors are reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hpcbench.config.cluster_profile import ClusterProfile, find_cluster_profiles
+from hpcbench.config.sweep_loader import Sweep
+from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
+from hpcbench.parallel.catalog import selectable_strategies, shipped_model_entries
+from hpcbench.parallel.strategy_entry import Option
+from hpcbench.parallel.workloads import DATASETS, check_custom_model, is_custom_model
+
+REQUIRED_PARAMETERS = ("model", "dataset", "strategy")
+BATCH_SIZE_PARAMETERS = ("batch_size", "global_batch_size")
+
+
+def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
+    """Raise ``ConfigErrors`` with every name in ``sweep`` that does not exist and every parameter that is missing."""
+    known: dict[str, Iterable[str]] = {
+        "model": shipped_model_entries(),
+        "dataset": DATASETS,
+        "strategy": selectable_strategies(),
+    }
+    if sweep.values("rehearse"):
+        known["rehearse"] = find_cluster_profiles()
+    if profile is not None:
+        known |= {"partition": profile.partitions, "environment": profile.environments}
+    problems = [*_missing_parameter_problems(sweep), *_custom_model_problems(sweep, profile)]
+    for name, choices in known.items():
+        for value in sweep.values(name):
+            if value not in choices and not (name == "model" and is_custom_model(value)):
+                where = f" of cluster {profile.name}" if profile and name in ("partition", "environment") else ""
+                problems.append(
+                    ConfigError(
+                        f"unknown {name}{where}: {value!r}",
+                        where=sweep.where(name),
+                        hint=did_you_mean(value, choices),
+                    )
+                )
+    problems += _option_problems(
+        sweep, "options", "strategy", {key: entry.options for key, entry in selectable_strategies().items()}
+    )
+    problems += _option_problems(
+        sweep, "model_options", "model", {key: entry.options for key, entry in shipped_model_entries().items()}
+    )
+    if problems:
+        raise ConfigErrors(problems)
+
+
+def _custom_model_problems(sweep: Sweep, profile: ClusterProfile | None) -> list[HpcbenchError]:
+    """Users' own models and the folder that they are in; a sweep without a profile may leave that to the profile."""
+    own = [value for value in sweep.values("model") if is_custom_model(value)]
+    folder = custom_model_folder(sweep, profile)
+    if folder is not None and not folder.is_dir() and (own or sweep.model_folder):
+        where = sweep.source.where(("model_folder",)) if sweep.model_folder else f"cluster {profile and profile.name}"
+        return [ConfigError(f"model_folder: there is no folder {folder}", where=where)]
+    where = sweep.where("model")
+    found: list[HpcbenchError] = [problem for value in own if (problem := check_custom_model(value, folder, where))]
+    if own and folder is None and profile is not None and not found:
+        message = f"model {own[0]!r} is your own, but neither the sweep nor cluster {profile.name} says where it is"
+        found.append(ConfigError(message, where=where, hint='set model_folder = "." at the top of the sweep'))
+    return found
+
+
+def custom_model_folder(sweep: Sweep, profile: ClusterProfile | None) -> Path | None:
+    """Where users' own models are: the sweep's word counts before the profile's."""
+    if sweep.model_folder is not None:
+        return sweep.model_folder
+    return Path(profile.model_folder) if profile is not None and profile.model_folder else None
+
+
+def _missing_parameter_problems(sweep: Sweep) -> list[HpcbenchError]:
+    problems: list[HpcbenchError] = []
+    for place, given in sweep.kinds_of_points():
+        problems += [
+            ConfigError(f"{name} is missing", where=sweep.source.where(place), hint="set it in [fixed] or [grid]")
+            for name in REQUIRED_PARAMETERS
+            if (name,) not in given
+        ]
+        sizes = [name for name in BATCH_SIZE_PARAMETERS if (name,) in given]
+        if len(sizes) != 1:
+            said = "both are set" if sizes else "neither is set"
+            hint = "batch_size is per replica, global_batch_size of all replicas"
+            where = sweep.source.where(place)
+            problems.append(ConfigError(f"batch_size or global_batch_size: {said}", where=where, hint=hint))
+    return problems
+
+
+def _option_problems(
+    sweep: Sweep, table: str, owner: str, options: Mapping[str, Mapping[str, Option]]
+) -> list[HpcbenchError]:
+    known: dict[str, Option] = {}
+    for key in sweep.values(owner):
+        known.update(options.get(key, {}))
+    names = {parameter[1] for _, settings in sweep.settings() for parameter in settings if parameter[0] == table}
+    problems: list[HpcbenchError] = []
+    for name in sorted(names):
+        where = sweep.where(table, name)
+        if name not in known:
+            if owner == "model" and any(is_custom_model(key) for key in sweep.values(owner)):
+                continue
+            message = f"no {owner} of this sweep has the option {name!r}"
+            problems.append(ConfigError(message, where=where, hint=did_you_mean(name, known)))
+            continue
+        for value in sweep.values(table, name):
+            if not _is_valid_value(known[name], value):
+                problems.append(
+                    ConfigError(
+                        f"{table}.{name}: {_expected_text(known[name])} expected, not {_toml_literal(value)}",
+                        where=where,
+                    )
+                )
+    return problems
+
+
+_KIND_TEXTS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def _expected_text(option: Option) -> str:
+    return (
+        " or ".join(_toml_literal(choice) for choice in option.choices) if option.choices else _KIND_TEXTS[option.kind]
+    )
+
+
+def _toml_literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _is_valid_value(option: Option, value: Any) -> bool:
+    if option.kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return True
+    return type(value) is option.kind and (not option.choices or value in option.choices)

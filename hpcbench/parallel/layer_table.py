@@ -1,0 +1,253 @@
+"""The layer table of a model (shapes, parameters, FLOPs and activation bytes per layer), its JSON format, and caches
+keyed by a table's identity.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache, wraps
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import ConfigError
+from hpcbench.parallel.workloads import DATASETS
+from hpcbench.paths import layer_tables_folder
+
+LAYER_TABLE_VERSION = 1
+"""Raised when a column's meaning changes: an older table in a cache is then made anew."""
+
+LOSS_ROW_NAME = "loss"
+"""Name of the last row."""
+
+
+class LayerRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """One call of a leaf module, or what a module computes itself around its children. Per sample, in fp32."""
+
+    name: str
+    """Qualified name of the module; ``loss`` for the loss."""
+    block: int
+    """Place in the model's sequence of blocks; one past the last for the loss."""
+    kind: str
+    """The module's class; with ``.other`` appended: operations of a module that has children, outside of them."""
+    input_shape: list[int]
+    """Of the first tensor that goes in, without the batch."""
+    output_shape: list[int]
+    parameters: int
+    """Numbers that are trained, counted where they are first used: tied ones once."""
+    forward_flops: int
+    """Two per multiply-add of convolutions, matrix products and attention; nothing else is counted."""
+    backward_flops: int
+    """Without recomputation; without the gradient of an input that needs none."""
+    activation_bytes: int
+    """What autograd keeps for the backward pass, each storage at its first user; no parameters, no buffers."""
+    activation_fixed_bytes: int
+    """The part of it that does not grow with the batch (BatchNorm's statistics), for the whole batch."""
+    output_bytes: int
+    """Size of what comes out."""
+    forward_moved_bytes: int
+    """What the operations of the forward pass read and write, as if nothing stayed in a cache; no parameters."""
+    backward_moved_bytes: int
+    attributes: dict[str, Any] = {}
+    """What a split of the layer has to know: kernel, stride, padding, groups, channels, features, heads."""
+
+
+class TensorShape(NamedTuple):
+    """A parameter or buffer of the model, in the model's own order."""
+
+    name: str
+    shape: list[int]
+    bytes_per_element: int = 4
+
+
+class LayerTotals(NamedTuple):
+    """Sums over the layers. ``largest_activation`` is the layer that keeps most."""
+
+    parameters: int
+    forward_flops: int
+    backward_flops: int
+    activation_bytes: int
+    activation_fixed_bytes: int
+    largest_activation: str
+    largest_parameters: str
+
+
+class LayerTable(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on a data set, layer by layer in the order of execution."""
+
+    version: int = LAYER_TABLE_VERSION
+    model: str
+    dataset: str
+    input_size: int
+    model_options: dict[str, Any] = {}
+    """Those that differ from the model's defaults."""
+    blocks: int
+    """Length of the model's sequence of blocks: where a pipeline may cut it."""
+    parameter_tensors: list[TensorShape]
+    """In the order of ``parameters()``, tied ones once: what gradient buckets are filled from."""
+    buffers: list[TensorShape]
+    columns: tuple[str, ...] = LayerRow.__struct_fields__
+    """The meaning of the rows' entries."""
+    layers: list[LayerRow]
+
+    def totals(self) -> LayerTotals:
+        """The sums over all layers, the loss included."""
+        return LayerTotals(
+            parameters=sum(layer.parameters for layer in self.layers),
+            forward_flops=sum(layer.forward_flops for layer in self.layers),
+            backward_flops=sum(layer.backward_flops for layer in self.layers),
+            activation_bytes=sum(layer.activation_bytes for layer in self.layers),
+            activation_fixed_bytes=sum(layer.activation_fixed_bytes for layer in self.layers),
+            largest_activation=max(self.layers, key=lambda layer: layer.activation_bytes).name,
+            largest_parameters=max(self.layers, key=lambda layer: layer.parameters).name,
+        )
+
+    def flops_per_sample(self) -> int:
+        """Forward and backward, of the whole model."""
+        return sum(layer.forward_flops + layer.backward_flops for layer in self.layers)
+
+
+class LayerTableRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Which table is asked for; ``input_size`` is the data set's own where absent."""
+
+    model: str
+    dataset: str
+    input_size: int | None = None
+    model_options: dict[str, Any] = {}
+    model_folder: str | None = None
+    """Absolute path of the folder that a user's own model is in."""
+
+
+class LayerTableResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the worker's module prints: the table, or why there is none."""
+
+    table: LayerTable | None = None
+    error: str = ""
+    hint: str | None = None
+    is_input: bool = False
+    """Whether what was asked for is wrong."""
+
+
+def default_input_size(dataset: str) -> int:
+    """The input size of a data set that is not told another."""
+    return DATASETS[dataset].shape[-1]
+
+
+def is_shipped_configuration(model: str, dataset: str, input_size: int | None, options: Mapping[str, Any]) -> bool:
+    """Whether a pair is of the kind that package data holds: the model's defaults at the data set's own size."""
+    return ":" not in model and not options and input_size in (None, default_input_size(dataset))
+
+
+def shipped_table_path(model: str, dataset: str) -> Path:
+    """Where the package holds the table of a pair."""
+    return layer_tables_folder() / f"{model}-{dataset}.json"
+
+
+def read_shipped_table(
+    model: str, dataset: str, input_size: int | None = None, options: Mapping[str, Any] | None = None
+) -> LayerTable | None:
+    """The shipped table; ``None`` where the package has none.
+
+    ``options`` are those that differ from the model's defaults.
+    """
+    if not is_shipped_configuration(model, dataset, input_size, options or {}):
+        return None
+    path = shipped_table_path(model, dataset)
+    try:
+        state = path.stat()
+    except FileNotFoundError:
+        return None
+    return _read_shipped_file(path, (state.st_mtime_ns, state.st_size))
+
+
+@lru_cache(maxsize=16)
+def _read_shipped_file(path: Path, _: tuple[int, int]) -> LayerTable:
+    """The file as it was then: limits of strategies ask for the same table for every point of a sweep."""
+    return decode_layer_table(path.read_bytes(), str(path))
+
+
+def decode_layer_table(data: bytes, where: str) -> LayerTable:
+    """``data`` as a table; ``ConfigError`` where it is none of this version."""
+    try:
+        table = msgspec.json.decode(data, type=LayerTable)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not a table of layers: {error}", where=where) from error
+    if table.version != LAYER_TABLE_VERSION or table.columns != LayerRow.__struct_fields__:
+        raise ConfigError(
+            f"a table of layers of another version ({table.version}, not {LAYER_TABLE_VERSION})", where=where
+        )
+    return table
+
+
+def encode_layer_table(table: LayerTable) -> bytes:
+    """``table`` as JSON with one line a layer, so that a change shows as the layers that it changed."""
+    encode = msgspec.json.encode
+    lines: list[bytes] = []
+    for name in LayerTable.__struct_fields__:
+        value = getattr(table, name)
+        if isinstance(value, list):
+            inner = b",\n".join(encode(entry) for entry in value)
+            lines.append(encode(name) + (b":[\n" + inner + b"\n]" if inner else b":[]"))
+        else:
+            lines.append(encode(name) + b":" + encode(value))
+    return b"{\n" + b",\n".join(lines) + b"\n}\n"
+
+
+EntryT = TypeVar("EntryT")
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def cached_by_identity(size: int) -> Callable[[FunctionT], FunctionT]:
+    """Ask the function once for each first argument, by identity, and each of the others, which are hashable.
+
+    The last ``size`` answers are remembered. They are everybody's, and must be of a kind that cannot be changed.
+    """
+
+    def decorate(function: FunctionT) -> FunctionT:
+        known: OrderedDict[tuple[Hashable, ...], tuple[Any, Any]] = OrderedDict()
+
+        @wraps(function)
+        def remembered(first: Any, *others: Hashable, **named: Hashable) -> Any:
+            key = (id(first), *others, *sorted(named.items()))
+            found = known.get(key)
+            # An identity may come again when its first owner is gone: not while that is kept here.
+            if found is None:
+                found = known[key] = (first, function(first, *others, **named))
+                if len(known) > size:
+                    known.popitem(last=False)
+            return found[1]
+
+        return remembered  # type: ignore[return-value]
+
+    return decorate
+
+
+_RunListFunction = Callable[[RunSpec, LayerTable], list[EntryT]]
+_MAX_CACHED_LISTS = 64
+
+
+def cached_by_run_fields(*parameters: str) -> Callable[[_RunListFunction[EntryT]], _RunListFunction[EntryT]]:
+    """For a function whose list depends on the table and on ``parameters`` of the run alone; every caller's is new."""
+    chosen = attrgetter(*parameters)
+
+    def around(function: _RunListFunction[EntryT]) -> _RunListFunction[EntryT]:
+        # The table is kept beside the list, so that no other takes its id.
+        known: OrderedDict[Hashable, tuple[LayerTable, list[EntryT]]] = OrderedDict()
+
+        @wraps(function)
+        def remembered(spec: RunSpec, table: LayerTable) -> list[EntryT]:
+            key = (id(table), chosen(spec))
+            found = known.get(key)
+            if found is None:
+                found = known[key] = (table, function(spec, table))
+                if len(known) > _MAX_CACHED_LISTS:
+                    known.popitem(last=False)
+            return list(found[1])
+
+        return remembered
+
+    return around

@@ -1,0 +1,1 @@
+"""Pipeline schedules, their simulation, and the division of a model into stages."""

@@ -1,0 +1,233 @@
+"""Kernel times on a device: a roofline model, corrected by the nearest measured kernels.
+Without measurements a kernel takes the longer of its arithmetic and its memory traffic (Williams et al. 2009), and at
+least one launch. Measured kernels correct this, weighted by their distance in the logarithms of the sizes; far from
+all of them the typical correction of the kind applies.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import lru_cache
+from math import ceil, dist, exp, inf, log
+from typing import NamedTuple
+
+import msgspec
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+
+
+class Kernel(NamedTuple):
+    """One computation of one rank. Equal kernels take equal time; sizes are those of the whole micro-batch."""
+
+    kind: str
+    """The layer's class; of an update the optimizer."""
+    direction: str
+    """``forward``, ``backward`` or ``update``."""
+    precision: str
+    flops: float
+    """Two per multiply-add."""
+    moved_bytes: float
+    """Activations read and written, as if nothing stayed in a cache."""
+    weight_bytes: float
+    """Of the parameters at hand."""
+    input_bytes: float
+    output_bytes: float
+
+
+class KernelSample(msgspec.Struct, frozen=True, kw_only=True):
+    """A kernel and how long it took: the median, and the spread between launches."""
+
+    kernel: Kernel
+    seconds: float
+    spread: float = 0.0
+    """Relative."""
+
+
+class DeviceCompute(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's device."""
+
+    peak_flops_per_s: dict[str, float]
+    """Per precision."""
+    memory_bandwidth_bytes_per_s: float
+    launch_s: float
+    """What a kernel takes at least."""
+    flops_efficiency: float = 0.6
+    """Of the peak, that large matrix products reach."""
+    bandwidth_efficiency: float = 0.8
+    samples: list[KernelSample] = []
+    """Measured kernels: others are judged by those that are most alike."""
+    factors: dict[str, float] = {}
+    """By model: what a whole step takes over the sum of its kernels; ``""`` is any other model's."""
+    spread: float = 0.35
+    """Relative uncertainty (one standard deviation of the logarithm) of a step's computation."""
+    step_s: float = 0.0
+    """What a step takes beside its kernels: the loop, the library's hooks."""
+    crowding: dict[int, float] = {}
+    """By ranks on a node: how much slower each computes than alone."""
+    processors: int = 0
+    """Multiprocessors that tiles of a matrix product are dealt out to; 0 where nothing is lost in the last wave."""
+
+
+class EmulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker that computes nothing has to know of the cluster that it rehearses."""
+
+    cluster: str
+    source: str
+    """Where the numbers are from, in words."""
+    compute: DeviceCompute
+
+
+_NEIGHBOURS = 6
+_NEAR_DISTANCE = 0.25
+"""Distance (of the logarithms) below which two kernels are as good as equal."""
+_FAR_DISTANCE = 1.5
+"""Distance at which a measured kernel says half of what it says of itself, and its kind the other half."""
+_ANY_KIND = "*"
+_MATRIX_PRODUCT_KINDS = ("Linear", "Product")
+_TILE_ELEMENTS = 256 * 128
+_CACHED_KERNELS = 1 << 16
+_NUMBER_BYTES = {"fp64": 8, "bf16": 2, "fp16": 2}
+
+_FeatureVector = tuple[float, ...]
+_CorrectionSample = tuple[_FeatureVector, float]
+_KernelClass = tuple[str, str, str]
+"""Of a layer, the direction, the precision."""
+
+
+class RooflineModel:
+    """Times of kernels on one device."""
+
+    def __init__(self, compute: DeviceCompute) -> None:
+        self._compute = compute
+        self._known: dict[_KernelClass, list[_CorrectionSample]] = defaultdict(list)
+        sums: dict[_KernelClass, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for sample in compute.samples:
+            kernel, base, seconds = sample.kernel, self.roofline_s(sample.kernel), max(sample.seconds, 1e-9)
+            entry = (_kernel_features(kernel), log(seconds / base))
+            kind = (kernel.kind, kernel.direction, kernel.precision)
+            self._known[kind].append(entry)
+            self._known[_ANY_KIND, kernel.direction, kernel.precision].append(entry)
+            sums[kind] = [sums[kind][0] + seconds, sums[kind][1] + base]
+        for entries in self._known.values():
+            entries.sort()
+        self._typical = {kind: log(seconds / base) for kind, (seconds, base) in sums.items()}
+        """Of a kind's kernels together, so that the long ones count; of no kind it is the roofline."""
+        self.seconds = lru_cache(maxsize=_CACHED_KERNELS)(self._seconds)
+        """Of one kernel, alone on the device. A fit asks for the same ones again and again."""
+
+    @classmethod
+    def of(cls, compute: DeviceCompute) -> RooflineModel:
+        """The one for ``compute``; samples are sorted in once, also for copies with other factors."""
+        found = _CACHED_MODELS.get(id(compute.samples))
+        if (
+            found is None
+            or found._compute.samples is not compute.samples
+            or _device_rates(found._compute) != _device_rates(compute)
+        ):
+            if len(_CACHED_MODELS) >= _MAX_CACHED_MODELS:
+                _CACHED_MODELS.clear()
+            found = _CACHED_MODELS[id(compute.samples)] = cls(compute)
+        return found
+
+    def _seconds(self, kernel: Kernel) -> float:
+        base = self.roofline_s(kernel)
+        if not self._known or kernel.moved_bytes + kernel.flops + kernel.weight_bytes == 0:
+            return base
+        kind = (kernel.kind, kernel.direction, kernel.precision)
+        if kind not in self._known:
+            kind = (_ANY_KIND, kernel.direction, kernel.precision)
+        return base * exp(
+            _log_correction(_kernel_features(kernel), self._known.get(kind, []), self._typical.get(kind, 0.0))
+        )
+
+    def roofline_s(self, kernel: Kernel) -> float:
+        """By the device's peaks alone."""
+        compute = self._compute
+        peak = compute.peak_flops_per_s.get(kernel.precision) or max(compute.peak_flops_per_s.values())
+        flops_s = kernel.flops / (peak * compute.flops_efficiency * wave_efficiency(kernel, compute.processors))
+        # The backward pass writes the weights' gradients beside reading the weights.
+        weights = kernel.weight_bytes * (2 if kernel.direction == BACKWARD else int(kernel.direction != UPDATE))
+        bytes_s = (kernel.moved_bytes + weights) / (compute.memory_bandwidth_bytes_per_s * compute.bandwidth_efficiency)
+        launches = 2 if kernel.direction == BACKWARD and kernel.flops else 1
+        if not (kernel.flops or kernel.moved_bytes):
+            return 0.0
+        return max(flops_s, bytes_s) + launches * compute.launch_s
+
+
+_CACHED_MODELS: dict[int, RooflineModel] = {}
+_MAX_CACHED_MODELS = 16
+
+
+def _device_rates(compute: DeviceCompute) -> tuple[object, ...]:
+    efficiencies = (compute.flops_efficiency, compute.bandwidth_efficiency)
+    rates = (compute.peak_flops_per_s, compute.memory_bandwidth_bytes_per_s, compute.launch_s, compute.processors)
+    return (*rates, *efficiencies)
+
+
+def wave_efficiency(kernel: Kernel, processors: int) -> float:
+    """The share of ``processors`` that is busy: the last wave of a matrix product's tiles is seldom full.
+
+    Wave quantization of NVIDIA's "Matrix Multiplication Background User's Guide", with its largest tiles; a product of
+    less than one wave is cut into smaller ones. A backward pass has two products, as large as the input and the
+    weights. A kernel without weights or FLOPs is none.
+    """
+    if not processors or not kernel.flops or kernel.kind not in _MATRIX_PRODUCT_KINDS:
+        return 1.0
+    wide = _NUMBER_BYTES.get(kernel.precision, 4)
+    if kernel.direction == BACKWARD:
+        made = [kernel.input_bytes / wide, kernel.weight_bytes / 4 or kernel.input_bytes / wide]
+    else:
+        made = [kernel.output_bytes / wide]
+    waves = [numbers / (_TILE_ELEMENTS * processors) for numbers in made]
+    return len(made) / sum(ceil(one) / one if one > 1.0 else 1.0 for one in waves)
+
+
+def _kernel_features(kernel: Kernel) -> _FeatureVector:
+    """Logarithms of what tells layers apart: arithmetic, both activations, weights, and products per output."""
+    outputs = max(kernel.output_bytes, 4.0)
+    return (
+        log(outputs),
+        log(kernel.flops + 1e3),
+        log(kernel.input_bytes + 64.0),
+        log(kernel.weight_bytes + 64.0),
+        log(kernel.flops / outputs + 1.0),
+    )
+
+
+def _log_correction(at: _FeatureVector, known: Sequence[_CorrectionSample], typical: float) -> float:
+    """Weighted mean of the nearest kernels' logarithms of measured over roofline; far from all of them ``typical``."""
+    distances = _nearest_samples(at, known)
+    if not distances:
+        return 0.0
+    weighted = [
+        (1.0 / (_NEAR_DISTANCE * _NEAR_DISTANCE / 16 + distance * distance), value) for distance, value in distances
+    ]
+    mean = sum(weight * value for weight, value in weighted) / sum(weight for weight, _ in weighted)
+    return typical + (mean - typical) / (1.0 + (distances[0][0] / _FAR_DISTANCE) ** 2)
+
+
+def _nearest_samples(at: _FeatureVector, known: Sequence[_CorrectionSample]) -> list[tuple[float, float]]:
+    """Distance and value of the ``_NEIGHBOURS`` nearest of ``known``, ascending by the features.
+
+    Looked for from where the first feature is alike, on both sides, until that alone is further off than all found.
+    """
+    low = bisect_left(known, (at, 0.0)) - 1
+    high, found = low + 1, list[tuple[float, float]]()
+    while low >= 0 or high < len(known):
+        below = at[0] - known[low][0][0] if low >= 0 else inf
+        above = known[high][0][0] - at[0] if high < len(known) else inf
+        if len(found) == _NEIGHBOURS and min(below, above) > found[-1][0]:
+            break
+        if below <= above:
+            features, value = known[low]
+            low -= 1
+        else:
+            features, value = known[high]
+            high += 1
+        distance = dist(at, features)
+        if len(found) < _NEIGHBOURS or (distance, value) < found[-1]:
+            insort(found, (distance, value))
+            del found[_NEIGHBOURS:]
+    return found

@@ -1,0 +1,175 @@
+"""Data sets as shapes, targets and counts, and users' custom models as far as their source text shows without
+execution.
+CosmoFlow's counts are those of MLPerf HPC 1.0 (README and configs/cosmo.yaml of mlcommons/hpc: 524,288 sub-volumes of
+128^3 to train, 65,536 to validate; version 0.7 had 262,144). Those of the larger volumes follow ParaDL's experiments
+(Kahira et al., HPDC 2021).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from hpcbench.errors import ConfigError, did_you_mean
+
+
+class Dataset(NamedTuple):
+    """``shape`` is one sample, without the batch: channels first for images and volumes, the length for tokens.
+
+    ``outputs`` is how many numbers a model gives: classes, regression targets, or the vocabulary (for each token).
+    ``samples`` is one epoch of training; ``held_out`` is for evaluation alone.
+    """
+
+    kind: str
+    """``images``, ``volumes`` or ``tokens``: what a model must take."""
+    target: str
+    """``class`` (one number a sample), ``values`` (real numbers) or ``tokens`` (the next one at every position)."""
+    shape: tuple[int, ...]
+    outputs: int
+    samples: int
+    held_out: int
+    synthetic: bool
+    """Can be made up, of any size."""
+    real: str | None
+    """The set's own files below the data folder; ``None`` where there are none to read."""
+    description: str
+
+
+_GPT2_VOCABULARY_SIZE = 50_257
+"""GPT-2's byte pairs (Radford et al. 2019)."""
+
+_COSMO_UNIVERSE_FILES = "cosmoflow/train/**/*.hdf5, each with full [n, n, n, 4] and unitPar [4]"
+"""ExaLearn's cosmoUniverse files, before they are cut up."""
+
+DATASETS = {
+    "digits": Dataset(
+        "images", "class", (1, 8, 8), 10, 1500, 297, False, None,
+        "handwritten digits that ship with scikit-learn: real, offline",
+    ),
+    "mnist": Dataset(
+        "images", "class", (1, 28, 28), 10, 60_000, 10_000, True,
+        "MNIST/raw/{train,t10k}-{images-idx3,labels-idx1}-ubyte, also .gz", "the shape of MNIST, or MNIST",
+    ),
+    "cifar10": Dataset(
+        "images", "class", (3, 32, 32), 10, 50_000, 10_000, True,
+        "cifar-10-batches-py/{data_batch_1 ... data_batch_5,test_batch}", "the shape of CIFAR-10, or CIFAR-10",
+    ),
+    "imagenet": Dataset(
+        "images", "class", (3, 224, 224), 1000, 1_281_167, 50_000, True,
+        "imagenet/{train,val}/<class>/*.JPEG", "the shape of ImageNet-1k, or its files",
+    ),
+    "highres": Dataset(
+        "images", "class", (3, 512, 512), 1000, 50_000, 10_000, True, None, "DDLBench's 512 x 512 images",
+    ),
+    "cosmoflow": Dataset(
+        "volumes", "values", (4, 128, 128, 128), 4, 524_288, 65_536, True,
+        _COSMO_UNIVERSE_FILES, "CosmoFlow as MLPerf cuts it, or its files",
+    ),
+    "cosmoflow_256": Dataset(
+        "volumes", "values", (4, 256, 256, 256), 4, 1584, 176, True, _COSMO_UNIVERSE_FILES, "CosmoFlow, 256^3",
+    ),
+    "cosmoflow_512": Dataset(
+        "volumes", "values", (4, 512, 512, 512), 4, 1584, 176, True, _COSMO_UNIVERSE_FILES, "CosmoFlow, 512^3",
+    ),
+    "tokens": Dataset(
+        "tokens", "tokens", (128,), _GPT2_VOCABULARY_SIZE, 1_000_000, 10_000, True,
+        "tokens/train.bin: uint16 in the machine's order", "sequences of GPT-2's 50,257 tokens",
+    ),
+}  # fmt: skip
+
+FIXED_SIZE_DATASETS = frozenset({"digits", "mnist", "cifar10"})
+"""Their real images have one size and are not changed; those of the others are cut or resized to what is asked."""
+
+
+def sample_shape(dataset: str, input_size: int | None) -> tuple[int, ...]:
+    """The shape of one sample; ``input_size`` replaces every extent, or the length of a sequence."""
+    found = DATASETS[dataset]
+    if input_size is None:
+        return found.shape
+    if found.kind == "tokens":
+        return (input_size,)
+    return (found.shape[0], *(input_size for _ in found.shape[1:]))
+
+
+CUSTOM_MODEL_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
+
+
+def is_custom_model(model: str) -> bool:
+    """Whether a model's name means a user's own; those of the shipped ones have no colon."""
+    return ":" in model
+
+
+def custom_model_file(model: str, folder: Path) -> Path | None:
+    """The file of the model's module below ``folder``, if it is there."""
+    place = folder.joinpath(*model.partition(":")[0].split("."))
+    candidates = (place / "__init__.py", place.with_name(place.name + ".py"))
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def check_custom_model(model: str, folder: Path | None, where: str) -> ConfigError | None:
+    """What is wrong with ``model`` as far as its text tells; nothing of it is executed.
+
+    ``where`` is the place of its name. Without a ``folder`` only the form is looked at.
+    """
+    if not re.match(CUSTOM_MODEL_PATTERN, model):
+        return ConfigError(
+            f"{model!r} is no model of your own",
+            where=where,
+            hint="write it as 'module:function' or 'package.module:function'",
+        )
+    if folder is None:
+        return None
+    module, _, function = model.partition(":")
+    path = custom_model_file(model, folder)
+    if path is None:
+        near = (".".join(file.relative_to(folder).with_suffix("").parts) for file in _sibling_modules(folder, module))
+        return ConfigError(
+            f"model {model!r}: there is no {module.replace('.', '/')}.py in {folder}",
+            where=where,
+            hint=did_you_mean(module, {name.removesuffix(".__init__") for name in near}),
+        )
+    try:
+        names = set(_top_level_names(ast.parse(path.read_bytes(), str(path)).body))
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        said = getattr(error, "msg", None) or error
+        return ConfigError(f"model {model!r}: not valid Python: {said}", where=f"{path}:{line}" if line else str(path))
+    except OSError as error:
+        return ConfigError(f"model {model!r}: cannot read {path}: {error.strerror}", where=where)
+    if function in names or "*" in names:
+        return None
+    return ConfigError(
+        f"model {model!r}: {path} has no function {function!r}", where=where, hint=did_you_mean(function, names)
+    )
+
+
+_MAX_LISTED_MODULES = 1000
+
+
+def _sibling_modules(folder: Path, module: str) -> Iterator[Path]:
+    """Python files where the module should be: beside it, for a hint."""
+    place = folder.joinpath(*module.split(".")[:-1])
+    for number, path in enumerate(sorted(place.glob("*.py")) if place.is_dir() else []):
+        if number == _MAX_LISTED_MODULES:
+            return
+        yield path
+
+
+def _top_level_names(body: Iterable[ast.stmt]) -> Iterator[str]:
+    """What the statements of a module define at its top level, also below ``if``, ``try`` and ``with``."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.If | ast.Try | ast.With):
+            yield from _top_level_names(node.body)
+            yield from _top_level_names(getattr(node, "orelse", []))
+            for handler in getattr(node, "handlers", []):
+                yield from _top_level_names(handler.body)

@@ -1,0 +1,215 @@
+"""One job script: its #SBATCH or #PBS directives, the variables of its template, and the rendering of ``job.sh.j2``."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hpcbench
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.profile_tables import EnvironmentConfig, NodeConfig, ResourceRequest
+from hpcbench.render.launch_step import (
+    LAUNCH_OVERHEAD_S,
+    JobShape,
+    container_command,
+    container_directives,
+    cpus_per_task,
+    gpu_option,
+    job_time_limit_s,
+    job_variables,
+    rank_wrapper,
+    srun_container_options,
+    srun_options,
+)
+from hpcbench.render.template_engine import TemplateEngine
+from hpcbench.units import format_slurm_time
+
+DirectiveValue = str | int | bool
+
+
+def sbatch_directives(
+    shape: JobShape, profile: ClusterProfile, job_name: str, folder: str, number: int, pack: int = 1
+) -> list[tuple[str, DirectiveValue]]:
+    """Names and values of the #SBATCH lines; ``True`` is a flag without a value.
+
+    ``folder`` is the submission's: jobs run there, and what the script says goes to ``<number>.<job>.<task>.log``.
+    """
+    partition = profile.partition(shape.partition)
+    node, request = profile.node_of(shape.partition), profile.request_of(shape.partition)
+    # SLURM replaces what follows a percent sign in the names of logs.
+    log = f"{folder.replace('%', '%%')}/{number}.%A.%a.log"
+    lines: dict[str, DirectiveValue | list[str] | None] = {
+        "job-name": job_name,
+        "comment": job_name,
+        "partition": (partition.name or shape.partition) if shape.partition else None,
+        "account": profile.account,
+        "qos": partition.qos,
+        "constraint": partition.constraint,
+        "nodes": shape.nodes,
+        "ntasks-per-node": shape.tasks_per_node,
+        "cpus-per-task": cpus_per_task(shape, profile),
+        **(gpu_option(shape, request, profile) if request.gpus_on != "step" else {}),
+        "mem": _requested_memory(request, node),
+        "exclusive": request.exclusive or None,
+        "exclude": ",".join(request.exclude_nodes) or None,
+        "time": format_slurm_time(job_time_limit_s(shape, pack)),
+        "signal": f"USR2@{_signal_lead_s(profile, pack)}",
+        "open-mode": "append",
+        "chdir": folder,
+        "output": log,
+        "error": log,
+    }
+    lines.update(container_directives(profile.environment(shape.environment).container))
+    lines.update(profile.directives)
+    lines.update(partition.directives)
+    for name in request.drop:
+        lines.pop(name, None)
+    return [
+        (name, one)
+        for name, value in lines.items()
+        if value is not None and value is not False
+        for one in (value if isinstance(value, list) else [value])
+    ]
+
+
+def _signal_lead_s(profile: ClusterProfile, pack: int) -> int:
+    """How long before its limit a job's ranks are told. In a pack each run has a limit of its own, which it watches."""
+    warning_s = profile.scheduler.warning_s
+    return math.ceil(warning_s if pack == 1 else min(warning_s, LAUNCH_OVERHEAD_S))
+
+
+def _requested_memory(request: ResourceRequest, node: NodeConfig) -> DirectiveValue | None:
+    if request.memory == "all":
+        return 0
+    wanted = request.memory_bytes or (node.memory_bytes if request.memory == "node" else None)
+    return f"{int(wanted // 2**20)}M" if wanted else None
+
+
+def pbs_directives(
+    shape: JobShape, profile: ClusterProfile, job_name: str, folder: str, pack: int = 1, runs: int = 1
+) -> list[tuple[str, str | bool]]:
+    """Option letters and values; ``True`` is an option without a value, a letter may come several times.
+
+    The range of the array stands in the script: whoever calls qsub need not know it.
+    """
+    partition = profile.partition(shape.partition)
+    jobs = -(-runs // pack)
+    select = f"select={shape.nodes}:mpiprocs={shape.tasks_per_node}"
+    lines: dict[str, str | bool | int | list[str] | None] = {
+        "N": job_name,
+        "P": profile.account,
+        "q": (partition.name or shape.partition) if shape.partition else None,
+        "l": [select, f"walltime={_format_walltime(job_time_limit_s(shape, pack))}"],
+        "J": f"0-{jobs - 1}" if jobs > 1 else None,
+        # Otherwise the shell that the person logs in with reads the script.
+        "S": "/bin/bash",
+        "j": "oe",
+        "o": f"{folder}/",
+    }
+    lines.update(profile.directives)
+    lines.update(partition.directives)
+    for name in profile.request_of(shape.partition).drop:
+        lines.pop(name, None)
+    return [
+        (name, one if one is True else str(one))
+        for name, value in lines.items()
+        if value is not None and value is not False
+        for one in (value if isinstance(value, list) else [value])
+    ]
+
+
+def _format_walltime(seconds: float) -> str:
+    whole = max(1, int(-(-seconds // 1)))
+    return f"{whole // 3600:02d}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
+
+
+EXIT_NOTHING_TO_DO = 10
+"""Exit code of the worker's ``begin`` where the run needs no attempt."""
+EXIT_PREEMPTED = 11
+"""Exit code of the worker's ``end`` where the job is being preempted and the run is to be run again."""
+
+
+def render_script(
+    engine: TemplateEngine,
+    profile: ClusterProfile,
+    shape: JobShape,
+    sweep: str,
+    folder: Path,
+    number: int,
+    pack: int = 1,
+    runs: int = 1,
+) -> str:
+    """The text of ``<folder>/<number>.sh``, whose jobs carry ``pack`` of the ``runs`` lines of the task file each."""
+    return engine.render("job.sh.j2", template_context(profile, shape, sweep, folder, number, pack, runs))
+
+
+def template_context(
+    profile: ClusterProfile, shape: JobShape, sweep: str, folder: Path, number: int, pack: int = 1, runs: int = 1
+) -> dict[str, Any]:
+    """The variables of the templates. ``templates/README.md`` describes each; a test keeps it complete."""
+    environment = profile.environment(shape.environment)
+    is_slurm = profile.scheduler.kind == "slurm"
+    name = job_name(folder, number)
+    return {
+        "sweep": sweep,
+        "cluster": profile.name,
+        "version": hpcbench.__version__,
+        "scheduler": profile.scheduler.kind,
+        "launcher": profile.launcher,
+        "launcher_args": profile.launcher_args,
+        "step_words": srun_options(shape, profile) if is_slurm else [],
+        "container_words": srun_container_options(shape, profile) if is_slurm else [],
+        "rank_wrapper": rank_wrapper(shape, profile) if is_slurm else [],
+        # A scheduler signals the ranks itself; without one the script passes on what it is told.
+        "forward_signals": not is_slurm,
+        "directives": _scheduler_directives(shape, profile, name, folder, number, pack, runs),
+        "task_file": str(folder / f"{number}.jsonl"),
+        "nodes": shape.nodes,
+        "tasks_per_node": shape.tasks_per_node,
+        "devices_per_task": shape.devices_per_task,
+        "ranks": shape.ranks,
+        "cpus_per_task": cpus_per_task(shape, profile),
+        "time_limit_s": math.ceil(shape.time_limit_s),
+        "pack": pack,
+        "runs": runs,
+        "job_limit_s": math.ceil(job_time_limit_s(shape, pack)),
+        "modules": environment.modules,
+        "modules_start": environment.modules_start,
+        "cluster_setup": profile.setup,
+        "setup": environment.setup,
+        "env": job_variables(shape, profile),
+        "env_unset": [*profile.env_unset, *environment.env_unset],
+        "container": container_command(environment.container),
+        "python": rank_python(environment),
+        "nothing_to_do": EXIT_NOTHING_TO_DO,
+        "preempted": EXIT_PREEMPTED,
+    }
+
+
+def _scheduler_directives(
+    shape: JobShape, profile: ClusterProfile, name: str, folder: Path, number: int, pack: int, runs: int
+) -> Sequence[tuple[str, str | int | bool]]:
+    if profile.scheduler.kind == "slurm":
+        return sbatch_directives(shape, profile, name, str(folder), number, pack)
+    if profile.scheduler.kind == "pbs":
+        return pbs_directives(shape, profile, name, str(folder), pack, runs)
+    return []
+
+
+def rank_python(environment: EnvironmentConfig) -> str:
+    """The interpreter that runs the ranks: the environment's, else the image's or the submitter's own."""
+    if environment.python:
+        return environment.python
+    if environment.venv:
+        return f"{environment.venv}/bin/python"
+    if environment.container and environment.container.kind:
+        return "python3"
+    return sys.executable
+
+
+def job_name(folder: Path, number: int) -> str:
+    """``hpcbench-<submission>-<number>``: unique, so that a job can be found again by it."""
+    return f"hpcbench-{folder.name}-{number}"

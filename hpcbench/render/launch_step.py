@@ -1,0 +1,201 @@
+"""The shape of a job, and the words that launch its ranks: devices, binding, container and variables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.profile_tables import ContainerConfig, ResourceRequest
+from hpcbench.config.run_spec import RunSpec
+
+LAUNCH_OVERHEAD_S = 30.0
+"""What starting and ending one launch of a pack may take beside the run's own limit."""
+
+
+@dataclass(frozen=True)
+class JobShape:
+    """What the text of a job script depends on. Runs of one shape share one script."""
+
+    partition: str | None
+    environment: str | None
+    nodes: int
+    tasks_per_node: int
+    devices_per_task: int
+    time_limit_s: float
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one launch."""
+        return self.nodes * self.tasks_per_node
+
+
+def make_job_shape(spec: RunSpec, profile: ClusterProfile) -> JobShape:
+    """The shape of a run, its time limit filled in from the partition or the cluster, as far as such a job is allowed.
+
+    A limit that the run itself names stays: resolving the sweep has checked it.
+    """
+    partition = profile.partition(spec.partition)
+    longest_min = partition.longest_min(spec.nodes)
+    limit_min = spec.time_limit_min
+    if limit_min is None:
+        limit_min = partition.time_limit_min or profile.time_limit_min
+        limit_min = limit_min if longest_min is None else min(limit_min, longest_min)
+    return JobShape(
+        partition=spec.partition or profile.default_partition,
+        environment=spec.environment or profile.default_environment,
+        nodes=spec.nodes,
+        tasks_per_node=spec.tasks_per_node,
+        devices_per_task=spec.devices_per_task,
+        time_limit_s=limit_min * 60,
+    )
+
+
+def job_time_limit_s(shape: JobShape, pack: int = 1) -> float:
+    """The limit of a job that carries ``pack`` runs, one after another."""
+    return shape.time_limit_s if pack == 1 else pack * (shape.time_limit_s + LAUNCH_OVERHEAD_S)
+
+
+def cpus_per_task(shape: JobShape, profile: ClusterProfile) -> int:
+    """CPUs of one rank: as the profile says, else the node's shared among its ranks, at least one."""
+    request = profile.request_of(shape.partition)
+    if request.cpus_per_task:
+        return request.cpus_per_task
+    if request.cpus_per_device:
+        return request.cpus_per_device * shape.devices_per_task
+    cores = profile.node_of(shape.partition).cores
+    return max(1, cores // shape.tasks_per_node) if cores else 1
+
+
+_EXEC_COMMANDS = {"apptainer": ["apptainer", "exec"], "singularity": ["singularity", "exec"]}
+
+
+def container_command(container: ContainerConfig | None) -> list[str]:
+    """The words before the interpreter."""
+    if container is None:
+        return []
+    if container.command is not None:
+        return container.command
+    image = container.image or ""
+    if container.kind in _EXEC_COMMANDS:
+        binds = [word for mount in container.mounts for word in ("--bind", mount)]
+        return [*_EXEC_COMMANDS[container.kind], *container.options, *binds, image]
+    if container.kind == "shifter":
+        return ["shifter", *container.options]
+    if container.kind == "podman-hpc":
+        volumes = [word for mount in container.mounts for word in ("--volume", mount)]
+        # The ranks are told who they are, and what the profile sets, by variables of the host.
+        return ["podman-hpc", "run", "--rm", "--env-host", *container.options, *volumes, image]
+    return []
+
+
+def container_step_options(container: ContainerConfig | None, variables: list[str]) -> list[str]:
+    """What srun is told. ``variables`` are those that the container must not replace by its image's own."""
+    if container is None:
+        return []
+    if container.kind == "pyxis":
+        words = [f"--container-image={container.image}"]
+        if container.mounts:
+            words.append(f"--container-mounts={','.join(container.mounts)}")
+        if variables:
+            words.append(f"--container-env={','.join(variables)}")
+        return [*words, *container.options]
+    if container.kind == "cscs-engine":
+        return [f"--environment={container.image}", *container.options]
+    return []
+
+
+def container_directives(container: ContainerConfig | None) -> dict[str, str]:
+    """Directives that prepare the container on the job's nodes."""
+    if container is None or container.image is None:
+        return {}
+    if container.kind == "shifter":
+        given = {"image": container.image}
+        if container.mounts:
+            given["volume"] = ";".join(container.mounts)
+        return given | ({"module": ",".join(container.modules)} if container.modules else {})
+    if container.kind == "uenv":
+        given = {"uenv": container.image}
+        return given | ({"view": ",".join(container.modules)} if container.modules else {})
+    return {}
+
+
+def gpu_option(
+    shape: JobShape, request: ResourceRequest, profile: ClusterProfile, ranks_per_task: int = 1
+) -> dict[str, int | str]:
+    """The name and value by which accelerators are asked for; ``ranks_per_task`` where a task starts several ranks."""
+    per_node = shape.tasks_per_node * shape.devices_per_task
+    node = profile.node_of(shape.partition)
+    style = request.gpus
+    if style == "gpus-per-node":
+        return {"gpus-per-node": per_node}
+    if style == "gpus-per-task":
+        return {"gpus-per-task": shape.devices_per_task * ranks_per_task}
+    if style == "gpus":
+        return {"gpus": per_node * shape.nodes}
+    if style == "gres":
+        return {"gres": f"gpu:{per_node}"}
+    if style == "gres-typed":
+        return {"gres": f"gpu:{node.gres_type or node.device_type}:{per_node}"}
+    return {}
+
+
+def srun_options(shape: JobShape, profile: ClusterProfile) -> list[str]:
+    """Options of the srun that starts the ranks, or one torchrun a node."""
+    request, binding = profile.request_of(shape.partition), profile.binding
+    is_torchrun = profile.launcher == "torchrun"
+    words: list[str] = []
+    if request.gpus_on != "job":
+        asked = gpu_option(shape, request, profile, shape.tasks_per_node if is_torchrun else 1)
+        words += [f"--{name}={value}" for name, value in asked.items()]
+    bind = None if is_torchrun else _choose_cpu_bind(shape, profile)
+    if bind:
+        words.append(f"--cpu-bind={bind}")
+    if binding.gpu_bind and not is_torchrun:
+        words.append(f"--gpu-bind={binding.gpu_bind}")
+    return [*words, *srun_container_options(shape, profile)]
+
+
+def srun_container_options(shape: JobShape, profile: ClusterProfile) -> list[str]:
+    """Options of every srun of the job whose command runs in the container."""
+    environment = profile.environment(shape.environment)
+    return container_step_options(environment.container, list(job_variables(shape, profile)))
+
+
+def job_variables(shape: JobShape, profile: ClusterProfile) -> dict[str, str]:
+    """What the script exports: the profile's variables, and the order of the devices where the job has all of them."""
+    binding = profile.binding
+    variables = profile.variables(shape.environment)
+    if _uses_all_devices(shape, profile) and binding.device_order and not _sees_one_device(shape, profile):
+        order = ",".join(str(device) for device in binding.device_order)
+        variables = {binding.device_variable: order, **variables}
+    return variables
+
+
+def rank_wrapper(shape: JobShape, profile: ClusterProfile) -> list[str]:
+    """Words before the interpreter that show a rank its device alone; srun's rank is only known inside of a task."""
+    if not _sees_one_device(shape, profile):
+        return []
+    binding = profile.binding
+    device = "$SLURM_LOCALID"
+    order = ""
+    if binding.device_order and _uses_all_devices(shape, profile):
+        order = f"order=({' '.join(str(one) for one in binding.device_order)}); "
+        device = "${order[SLURM_LOCALID]}"
+    return ["bash", "-c", f'{order}export {binding.device_variable}={device}; exec "$@"', "rank"]
+
+
+def _sees_one_device(shape: JobShape, profile: ClusterProfile) -> bool:
+    return profile.binding.one_device_per_rank and profile.launcher == "srun" and shape.devices_per_task == 1
+
+
+def _uses_all_devices(shape: JobShape, profile: ClusterProfile) -> bool:
+    return shape.tasks_per_node * shape.devices_per_task == profile.node_of(shape.partition).devices
+
+
+def _choose_cpu_bind(shape: JobShape, profile: ClusterProfile) -> str | None:
+    """A map of cores is right on whole nodes with one rank per device; elsewhere the job may have other cores."""
+    binding, partition = profile.binding, profile.partition(shape.partition)
+    has_whole_nodes = partition.whole_nodes or profile.request_of(shape.partition).exclusive
+    if has_whole_nodes and shape.tasks_per_node == profile.node_of(shape.partition).devices:
+        return binding.whole_node_cpu_bind or binding.cpu_bind
+    return binding.cpu_bind

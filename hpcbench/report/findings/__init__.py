@@ -1,0 +1,1 @@
+"""Findings about results (fastest strategy, crossovers, efficiency, memory, failures) with certainty and evidence."""

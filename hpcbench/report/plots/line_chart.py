@@ -1,0 +1,385 @@
+"""Line charts over a numeric axis, as Vega-Lite and as a character grid."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from hpcbench.report.plots import theme
+from hpcbench.report.plots.plot_model import facet_panels
+from hpcbench.report.plots.theme import PlotAxis, column_values, format_tick, linear_ticks, log_ticks
+
+if TYPE_CHECKING:
+    import polars
+
+_LINE_NUMBERS = ("x", "y", "low", "high")
+LINE_COLUMNS = ("panel", "series", "role", *_LINE_NUMBERS, "label", "launches")
+MEASURED, PREDICTED, IDEAL, CROSSOVER, BAND = "measured", "predicted", "ideal", "crossing", "band"
+"""What a row is. An ideal is a thin line, a crossing a ring where two lines meet, a band the space around an ideal."""
+_LINE_WIDTH_PX, _LINE_HEIGHT_PX = 560, 340
+_PREDICTED_POINT_AREA = 24
+"""Area of the points that tell predicted lines apart in print."""
+
+
+@dataclass(frozen=True)
+class LineChart:
+    """Rows of ``COLUMNS``; ``low`` and ``high`` are whiskers of what was measured, a band of what was predicted."""
+
+    x: PlotAxis
+    y: PlotAxis
+    joined: bool = True
+    """Whether lines join what was measured; where something is predicted they join that."""
+    from_zero: bool = True
+    legend: str = "strategy"
+    ideal: str = "ideal"
+    """What a thin line is."""
+
+    def vega(self, frame: polars.DataFrame) -> dict[str, Any]:
+        """As ``Drawing``."""
+        roles = set(frame["role"])
+        known = theme.series_styles(
+            frame.filter(frame["role"].is_in([MEASURED, PREDICTED]))["series"].unique(maintain_order=True).to_list()
+        )
+        layers = []
+        if BAND in roles:
+            layers.append(
+                _role_layer(BAND, {"type": "area", "color": theme.LIGHT_GREY, "opacity": 0.5}, self._ends(), plain=True)
+            )
+        if IDEAL in roles:
+            mark = {"type": "line", "color": theme.GREY, "strokeWidth": 1.2, "strokeDash": [3, 3]}
+            layers.append(_role_layer(IDEAL, mark, {"detail": {"field": "series"}}, plain=True))
+        if PREDICTED in roles:
+            band = {"type": "area", "opacity": 0.15}
+            small = {"type": "point", "filled": True, "size": _PREDICTED_POINT_AREA}
+            layers += [
+                _role_layer(PREDICTED, band, self._ends()),
+                _role_layer(PREDICTED, {"type": "line"}, _dash_channel(known)),
+                _role_layer(PREDICTED, small, {"shape": _series_channel("shape", known)}),
+            ]  # fmt: skip
+        elif self.joined:
+            layers.append(_role_layer(MEASURED, {"type": "line"}, _dash_channel(known)))
+        layers.append(_role_layer(MEASURED, {"type": "rule", "strokeWidth": 1.5}, self._ends()))
+        layers.append(
+            _role_layer(MEASURED, {"type": "point", "filled": True}, {"shape": _series_channel("shape", known)})
+        )
+        if CROSSOVER in roles:
+            ring = {"type": "point", "shape": "circle", "size": 260, "filled": False, "color": "#000000"}
+            layers.append(_role_layer(CROSSOVER, ring, {}, plain=True))
+        for layer in layers:
+            layer["encoding"].setdefault("y", self._y(frame))
+            if "color" not in layer["encoding"]:
+                layer["encoding"]["color"] = _series_channel("color", known, self.legend)
+        unit = {
+            "layer": layers, "encoding": {"x": self._x(frame), "tooltip": self._tooltip()},
+            "resolve": {"legend": {"strokeDash": "independent"}},
+        }  # fmt: skip
+        return facet_panels(
+            self._values(frame),
+            unit,
+            frame["panel"].unique(maintain_order=True).to_list(),
+            _LINE_WIDTH_PX,
+            _LINE_HEIGHT_PX,
+        )
+
+    def text(self, frame: polars.DataFrame, width: int, *, plain: bool) -> list[Text]:
+        """As ``Drawing``."""
+        return line_chart_text(self, frame, width, plain=plain)
+
+    def _values(self, frame: polars.DataFrame) -> list[dict[str, Any]]:
+        rows = []
+        for row in frame.iter_rows(named=True):
+            shown = {name: self.y.shown(row[name]) for name in ("y", "low", "high")}
+            rows.append(
+                {
+                    name: value
+                    for name, value in {**row, **shown, "x": self.x.shown(row["x"])}.items()
+                    if value is not None
+                }
+            )
+        return rows
+
+    def _x(self, frame: polars.DataFrame) -> dict[str, Any]:
+        given: dict[str, Any] = {"field": "x", "type": "quantitative", "title": self.x.heading}
+        values = sorted(
+            {value / self.x.factor for value in column_values(frame.filter(frame["role"] != CROSSOVER), "x")}
+        )
+        whole = all(value == int(value) for value in values)
+        scale: dict[str, Any] = {"padding": 14, "nice": False, "zero": False}
+        if self.x.log:
+            scale = {"type": "log", "base": self.x.log, "padding": 14, "nice": False}
+        if whole and len(values) <= MAX_INTEGER_TICKS:
+            return {**given, "scale": scale, "axis": {"values": values, "format": "d"}}
+        marks = {"values": log_ticks(values[0], values[-1])} if self.x.log else {}
+        return {**given, "scale": scale, "axis": {**marks, "format": "~g"}}
+
+    def _y(self, frame: polars.DataFrame) -> dict[str, Any]:
+        given: dict[str, Any] = {"field": "y", "type": "quantitative", "title": self.y.heading}
+        if not self.y.log:
+            return {**given, "scale": {"zero": self.from_zero}}
+        known = [value for name in ("y", "low", "high") for value in column_values(frame, name) if value > 0]
+        marks = log_ticks(min(known) / self.y.factor, max(known) / self.y.factor)
+        scale = {"type": "log", "padding": 10, "nice": False}
+        return {**given, "scale": scale, "axis": {"values": marks, "format": "~g"}}
+
+    def _ends(self) -> dict[str, Any]:
+        return {"y": {"field": "low", "type": "quantitative", "title": self.y.heading}, "y2": {"field": "high"}}
+
+    def _tooltip(self) -> list[dict[str, Any]]:
+        named = [("label", "run"), ("role", "")]
+        numbers = [("x", self.x.heading), ("y", self.y.heading), ("low", "low"), ("high", "high")]
+        return [
+            *({"field": field, "type": "nominal", "title": title or field} for field, title in named),
+            *({"field": field, "type": "quantitative", "title": title, "format": "~g"} for field, title in numbers),
+            {"field": "launches", "type": "quantitative", "title": "launches"},
+        ]
+
+
+def line_rows(rows: polars.DataFrame, role: str) -> polars.DataFrame:
+    """``rows`` with ``panel``, ``x`` and ``y`` at least, as ``COLUMNS``; what they lack is null, a name the role's."""
+    import polars as pl
+
+    lacking = [
+        pl.lit(role).alias(name) if name in ("series", "label") else pl.lit(None).alias(name)
+        for name in LINE_COLUMNS
+        if name not in (*rows.columns, "role")
+    ]
+    return rows.with_columns(*lacking, pl.lit(role).alias("role")).select(
+        *(
+            pl.col(name).cast(pl.Float64 if name in _LINE_NUMBERS else pl.Int64 if name == "launches" else pl.String)
+            for name in LINE_COLUMNS
+        )
+    )
+
+
+def _role_layer(role: str, mark: dict[str, Any], encoding: dict[str, Any], *, plain: bool = False) -> dict[str, Any]:
+    """A layer of the rows of one role; ``plain`` ones have no series' colour."""
+    layer: dict[str, Any] = {
+        "transform": [{"filter": {"field": "role", "equal": role}}],
+        "mark": mark,
+        "encoding": {**encoding},
+    }
+    if plain:
+        layer["encoding"]["color"] = {"value": mark["color"]}
+    return layer
+
+
+def _series_channel(channel: str, known: dict[str, theme.SeriesStyle], legend: str = "strategy") -> dict[str, Any]:
+    place = {"color": 0, "shape": 1, "strokeDash": 3}[channel]
+    scale = {"domain": list(known), "range": [style[place] for style in known.values()]}
+    return {"field": "series", "type": "nominal", "title": legend, "scale": scale, "sort": None}
+
+
+def _dash_channel(known: dict[str, theme.SeriesStyle]) -> dict[str, Any]:
+    # The legend shows the shape; dashes around a small symbol would only spoil it.
+    return {"strokeDash": {**_series_channel("strokeDash", known), "legend": None}}
+
+
+_GRID_HEIGHT = 14
+_MAX_GRID_WIDTH = 72
+"""Columns of the grid itself."""
+MAX_INTEGER_TICKS = 10
+"""On an axis each of so many whole numbers is a tick."""
+_ASCII_MARKS = "ox+*@%&=~$^v"
+_OVERLAP_MARK, _OVERLAP_MARK_ASCII = "▣", "#"
+_IDEAL_CHARACTER = {False: "╌", True: "-"}
+
+
+class _CellScale(NamedTuple):
+    """Figures in the axis's unit to places from 0 to ``cells - 1``."""
+
+    low: float
+    high: float
+    cells: int
+    log: bool
+
+    def place(self, value: float) -> int:
+        low, high = self.low, self.high
+        if self.log:
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        return round((value - low) / (high - low) * (self.cells - 1)) if high > low else (self.cells - 1) // 2
+
+
+class _CharacterGrid:
+    """Characters with styles; what has been put somewhere stays unless something stronger comes."""
+
+    def __init__(self, width: int, height: int) -> None:
+        self.cells: list[list[tuple[str, str]]] = [[(" ", "")] * width for _ in range(height)]
+        self._owner: dict[tuple[int, int], str] = {}
+
+    def put(self, x: int, y: int, character: str, style: str = "") -> None:
+        """``y`` counts from below; beyond the edges nothing is seen."""
+        if 0 <= y < len(self.cells) and 0 <= x < len(self.cells[0]):
+            self.cells[-1 - y][x] = (character, style)
+
+    def mark(self, x: int, y: int, owner: str, character: str, style: str, *, several: str) -> None:
+        """A series' point; where another's is already, ``several``."""
+        if self._owner.setdefault((x, y), owner) != owner:
+            character, style = several, ""
+        self.put(x, y, character, style)
+
+    def row(self, number_: int) -> Text:
+        text = Text()
+        for character, style in self.cells[number_]:
+            text.append(character, style)
+        text.rstrip()
+        return text
+
+
+def line_chart_text(drawing: LineChart, frame: polars.DataFrame, width: int, *, plain: bool) -> list[Text]:
+    """A grid for each panel with its axes, and the meaning of the characters below the last one."""
+
+    series = frame.filter(frame["role"].is_in([MEASURED, PREDICTED]))["series"].unique(maintain_order=True).to_list()
+    known = theme.series_styles(series)
+    marks = {
+        name: (
+            _ASCII_MARKS[place % len(_ASCII_MARKS)] if plain else style.character,
+            theme.terminal_colour(style.colour),
+        )
+        for place, (name, style) in enumerate(known.items())
+    }
+    lines: list[Text] = []
+    for panel in frame["panel"].unique(maintain_order=True).to_list():
+        if panel:
+            lines += [Text(""), truncated_text(panel, width, "bold")]
+        lines += _panel_lines(drawing, frame.filter(frame["panel"] == panel), frame, marks, (width, plain))
+    entries = [Text.assemble((mark, colour), f" {name}") for name, (mark, colour) in marks.items()]
+    several = _OVERLAP_MARK_ASCII if plain else _OVERLAP_MARK
+    if any(several in line.plain for line in lines):
+        entries.append(Text(f"{several} several"))
+    if CROSSOVER in frame["role"].to_list():
+        entries.append(Text("X lines cross"))
+    if IDEAL in frame["role"].to_list():
+        entries.append(Text(f"{_IDEAL_CHARACTER[plain]} {drawing.ideal}", style="dim"))
+    return [*lines, Text(""), *flow_entries(entries, width)]
+
+
+def _panel_lines(
+    drawing: LineChart, inside: polars.DataFrame, frame: polars.DataFrame, marks: dict[str, tuple[str, str]],
+    form: tuple[int, bool],
+) -> list[Text]:  # fmt: skip
+    """One grid: every panel has the same scales."""
+    width, plain = form
+    y_values = [one / drawing.y.factor for name in ("y", "low", "high") for one in column_values(frame, name)]
+    bottom, top, y_marks = _axis_range(drawing.y, y_values, from_zero=drawing.from_zero)
+    margin = max(cell_len(format_tick(one)) for one in y_marks) + 1
+    cells = max(8, min(width - margin - 2, _MAX_GRID_WIDTH))
+    x_values = [one / drawing.x.factor for one in column_values(frame.filter(frame["role"] != "crossing"), "x")]
+    # A point on the very edge would sit on the axis.
+    room = 2 if min(x_values) < max(x_values) else 0
+    across = _CellScale(min(x_values), max(x_values), cells - 2 * room, bool(drawing.x.log))
+    up = _CellScale(bottom, top, _GRID_HEIGHT, bool(drawing.y.log))
+    grid = _CharacterGrid(cells, _GRID_HEIGHT)
+    _draw_series(grid, drawing, inside, marks, (across, up, room, plain))
+    labels = {_GRID_HEIGHT - 1 - up.place(one): format_tick(one) for one in y_marks}
+    side, corner, flat = ("|", "+", "-") if plain else ("│", "└", "─")
+    lines = [truncated_text(drawing.y.heading, width)]
+    for row in range(_GRID_HEIGHT):
+        lines.append(Text.assemble((f"{labels.get(row, ''):>{margin}}{side}", "dim"), grid.row(row)))
+    lines.append(Text(" " * margin + corner + flat * cells, style="dim"))
+    each = sorted(set(x_values))
+    counts = len(each) <= MAX_INTEGER_TICKS and all(value == int(value) for value in each)
+    shown = each if counts else _axis_range(drawing.x, x_values, from_zero=False)[2]
+    lines.append(Text(" " * (margin + 1) + _tick_labels(shown, across, room, cells), style="dim"))
+    lines.append(truncated_text(drawing.x.heading.rjust(margin + 1 + cells), width, "dim"))
+    return lines
+
+
+def _draw_series(
+    grid: _CharacterGrid, drawing: LineChart, inside: polars.DataFrame, marks: dict[str, tuple[str, str]],
+    form: tuple[_CellScale, _CellScale, int, bool],
+) -> None:  # fmt: skip
+
+    across, up, room, plain = form
+
+    def place(x: float, y: float) -> tuple[int, int]:
+        return across.place(x / drawing.x.factor) + room, up.place(y / drawing.y.factor)
+
+    dot, bar = (".", "|") if plain else ("·", "│")
+    roles = set(inside["role"].to_list())
+    joined = [IDEAL, *([PREDICTED] if PREDICTED in roles else [MEASURED] if drawing.joined else [])]
+    for role in joined:
+        for (name,), rows in inside.filter(inside["role"] == role).group_by(["series"], maintain_order=True):
+            ends = [place(x, y) for x, y in rows.sort("x").select("x", "y").iter_rows()]
+            for x, y in _cells_between(ends):
+                grid.put(x, y, *((_IDEAL_CHARACTER[plain], "dim") if role == IDEAL else (dot, marks[str(name)][1])))
+    points = inside.filter(inside["role"] == MEASURED)
+    for row in points.filter(points["low"].is_not_null()).iter_rows(named=True):
+        x, low = place(row["x"], max(row["low"], up.low * drawing.y.factor))
+        for y in range(low, place(row["x"], row["high"])[1] + 1):
+            grid.put(x, y, bar, marks[row["series"]][1])
+    # Where nothing was measured of a series its line has the marks.
+    alone = (inside["role"] == PREDICTED) & ~inside["series"].is_in(points["series"].to_list())
+    for row in [*points.iter_rows(named=True), *inside.filter(alone).iter_rows(named=True)]:
+        character, colour = marks[row["series"]]
+        several = _OVERLAP_MARK_ASCII if plain else _OVERLAP_MARK
+        grid.mark(*place(row["x"], row["y"]), row["series"], character, colour, several=several)
+    for row in inside.filter(inside["role"] == CROSSOVER).iter_rows(named=True):
+        grid.put(*place(row["x"], row["y"]), "X", "bold")
+
+
+def _cells_between(ends: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The cells of straight lines through ``ends``."""
+    found = []
+    for (x1, y1), (x2, y2) in pairwise(ends):
+        steps = max(abs(x2 - x1), abs(y2 - y1), 1)
+        found += [
+            (round(x1 + (x2 - x1) * step / steps), round(y1 + (y2 - y1) * step / steps)) for step in range(steps + 1)
+        ]
+    return found
+
+
+def _axis_range(axis: PlotAxis, values: list[float], *, from_zero: bool) -> tuple[float, float, list[float]]:
+    """The least and the most of an axis, in its unit, and its ticks."""
+    low, high = min(values), max(values)
+    if axis.log:
+        low = min(value for value in values if value > 0)
+        return low, high, log_ticks(low, high)
+    low = min(0.0, low) if from_zero else low
+    high = high if high > low else low + (abs(low) or 1.0)
+    marks = linear_ticks(low, high)
+    return min(low, marks[0]), max(high, marks[-1]), marks
+
+
+def _tick_labels(values: list[float], across: _CellScale, room: int, cells: int) -> str:
+    """Labels below their places, as many as there is room for."""
+    line = ""
+    for value in values:
+        label = format_tick(value)
+        start = max(0, min(across.place(value) + room - (len(label) - 1) // 2, cells - len(label)))
+        if not line or start > len(line):
+            line = line.ljust(start) + label
+    return line
+
+
+def axis_lines(low: float, high: float, cells: int, *, plain: bool) -> tuple[str, str]:
+    """A horizontal axis and the labels below it, for a linear scale whose ends are the first and the last cell."""
+    across = _CellScale(low, high, cells, log=False)
+    marks = [value for value in linear_ticks(low, high) if low <= value <= high]
+    flat, tick = ("-", "+") if plain else ("─", "┴")
+    places = {across.place(value) for value in marks}
+    axis = "".join(tick if place in places else flat for place in range(cells))
+    return axis, _tick_labels(marks, across, 0, cells)
+
+
+def truncated_text(text: str, width: int, style: str = "") -> Text:
+    """``text`` in one line of at most ``width`` characters."""
+    made = Text(text, style=style)
+    made.truncate(width, overflow="crop")
+    return made
+
+
+def flow_entries(entries: list[Text], width: int) -> list[Text]:
+    """``entries`` beside each other, in as many lines as they need."""
+    lines: list[Text] = []
+    for entry in entries:
+        entry.truncate(width, overflow="crop")
+        if lines and lines[-1].cell_len + 3 + entry.cell_len <= width:
+            lines[-1].append("   ").append_text(entry)
+        else:
+            lines.append(Text().append_text(entry))
+    return lines

@@ -1,0 +1,162 @@
+"""The plot model: plotted rows, a chart of them, notes, alternative text and panels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hpcbench.report.column_names import short_name
+from hpcbench.report.plots import theme
+from hpcbench.report.plots.theme import column_values
+from hpcbench.results.schema import RunResult
+
+if TYPE_CHECKING:
+    import polars
+    from rich.text import Text
+
+ReadFullResults = Callable[[Sequence[tuple[str, str]]], Iterable[RunResult]]
+"""Gives the whole results of (cluster, run_id) pairs: what is in files alone, such as single steps."""
+
+
+@dataclass(frozen=True)
+class PlotRequest:
+    """What a picture may be asked for beside its results."""
+
+    by: tuple[str, ...] = ()
+    """Columns that tell the lines from each other; without any it is the strategy."""
+    whole: ReadFullResults | None = None
+    predicted: polars.DataFrame | None = None
+    """Rows of an oracle: columns as the kind that reads them says."""
+
+
+class Chart(Protocol):
+    """A form of picture, over the columns that it names."""
+
+    def vega(self, frame: polars.DataFrame) -> dict[str, Any]:
+        """Data, marks and scales in Vega-Lite, without title and ``config``."""
+        ...
+
+    def text(self, frame: polars.DataFrame, width: int, *, plain: bool) -> list[Text]:
+        """Lines of at most ``width`` characters, of ASCII alone where ``plain``."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot. Where there is nothing to draw, ``nothing`` says why and ``drawing`` is ``None``."""
+
+    name: str
+    title: str
+    subtitle: str = ""
+    """What all points have in common."""
+    alt: str = ""
+    """What the plot shows, in words and numbers computed from ``frame``."""
+    drawing: Chart | None = None
+    frame: polars.DataFrame | None = None
+    """The plotted rows, in SI units."""
+    notes: list[str] = field(default_factory=list)
+    """What spreads are, and what was left out."""
+    nothing: str = ""
+
+    @property
+    def specification(self) -> dict[str, Any]:
+        """Vega-Lite with its data inside; nothing in it is fetched. Empty where there is nothing to draw."""
+        if self.drawing is None or self.frame is None:
+            return {}
+        title: dict[str, Any] = {"text": self.title}
+        if self.subtitle:
+            title["subtitle"] = _wrap_subtitle(self.subtitle)
+        return {
+            "description": self.alt, "title": title, "config": theme.vega_config(), "padding": 8,
+            **self.drawing.vega(self.frame),
+        }  # fmt: skip
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The plotted rows as plain data, in SI units."""
+        return [] if self.frame is None else self.frame.to_dicts()
+
+
+_SUBTITLE_WIDTH = 90
+
+
+def _wrap_subtitle(text: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, _SUBTITLE_WIDTH, max_lines=3, placeholder=" ...")
+
+
+_PANELS_PER_ROW = 2
+_PANEL_SCALE = 0.62
+
+
+def facet_panels(
+    values: list[dict[str, Any]], unit: dict[str, Any], panels: list[str], width: int, height: int
+) -> dict[str, Any]:
+    """``unit`` over ``values``, once for each of ``panels`` where there are several."""
+    if len(panels) < 2:
+        return {"data": {"values": values}, "width": width, "height": height, **unit}
+    small = {"width": round(width * _PANEL_SCALE), "height": round(height * _PANEL_SCALE)}
+    return {
+        "data": {"values": values},
+        "facet": {"field": "panel", "type": "nominal", "sort": panels, "title": None},
+        "columns": _PANELS_PER_ROW,
+        "spec": {**small, **unit},
+    }
+
+
+_MAX_PANELS_IN_ALT_TEXT = 4
+_MAX_LISTED = 12
+
+
+def legend_title(by: Sequence[str]) -> str:
+    """What the lines are."""
+    return ", ".join(short_name(name) for name in by) or "strategy"
+
+
+def whisker_notes(rows: polars.DataFrame, more: str = "") -> list[str]:
+    """What the whiskers of ``rows`` (columns ``low``, ``launches``) are; nothing where there are none."""
+    given = rows.filter(rows["low"].is_not_null())
+    counts = sorted({int(count) for count in given["launches"].to_list()})
+    kinds = ["95 % of the median within one launch"] if counts[:1] == [1] else []
+    several = [count for count in counts if count > 1]
+    if several:
+        span = str(several[0]) if len(several) == 1 else f"{several[0]} to {several[-1]}"
+        kinds.append(f"least and most of {span} launches")
+    return [f"whiskers: {'; '.join([*kinds, *([more] if more else [])])}"] if kinds else ["no intervals"]
+
+
+def pluralize(count: int, word: str, many: str = "") -> str:
+    """``1 line``, ``2 lines``."""
+    return f"{count} {word if count == 1 else many or f'{word}s'}"
+
+
+def join_texts(texts: Sequence[str]) -> str:
+    """``texts`` one after another, as many as anybody listens to."""
+    more = [f"{len(texts) - _MAX_LISTED} more"] if len(texts) > _MAX_LISTED else []
+    return "; ".join([*texts[:_MAX_LISTED], *more])
+
+
+def lines_alt_text(rows: polars.DataFrame, what: str, shown: Callable[[float], str], *, most: bool) -> str:
+    """Alt text of lines over devices (columns ``panel, series, x, y``): who leads at the most devices, and by what.
+
+    ``most``: the highest leads, else the lowest.
+    """
+    low, high = int(min(column_values(rows, "x"))), int(max(column_values(rows, "x")))
+    span = f"on {pluralize(low, 'device')}" if low == high else f"over {low} to {high} devices"
+    lines = rows["series"].n_unique()
+    said = [f"{what[0].upper()}{what[1:]} {span}, {pluralize(lines, 'line')}."]
+    panels = rows["panel"].unique(maintain_order=True).to_list()
+    for panel in panels[:_MAX_PANELS_IN_ALT_TEXT]:
+        inside = rows.filter(rows["panel"] == panel)
+        last = inside.filter(inside["x"] == inside["x"].max()).sort("y", descending=most)
+        devices = pluralize(int(last["x"][0]), "device")
+        (best, value), (worst, least) = ((last["series"][end], last["y"][end]) for end in (0, -1))
+        where = f"{panel}: at" if panel else "At"
+        word, other = ("most", "least") if most else ("least", "most")
+        text = f"{where} {devices} {best} has {shown(value)}"
+        said.append(f"{text}, the {word}; {worst} {shown(least)}, the {other}." if len(last) > 1 else f"{text}.")
+    if len(panels) > _MAX_PANELS_IN_ALT_TEXT:
+        said.append(f"{len(panels) - _MAX_PANELS_IN_ALT_TEXT} more panels.")
+    return " ".join(said)

@@ -1,0 +1,205 @@
+"""The registry of plots, and their output as image, page, specification or terminal text."""
+
+from __future__ import annotations
+
+import html
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+from rich.text import Text
+
+from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.fileio import escape_control_characters, write_atomic
+from hpcbench.report.plots import point_data
+from hpcbench.report.plots.breakdown_plots import distribution_plot, memory_plot, step_parts_plot
+from hpcbench.report.plots.gantt_chart import timeline_plot
+from hpcbench.report.plots.line_chart import truncated_text
+from hpcbench.report.plots.plot_model import Plot, PlotRequest
+from hpcbench.report.plots.prediction_plot import measured_over_predicted_plot
+from hpcbench.report.plots.scaling_plots import efficiency_plot, energy_plot, scaling_plot, throughput_plot
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import polars
+    from rich.console import Console, ConsoleOptions, RenderResult
+
+
+class PlotKind(NamedTuple):
+    """One plot: the function that draws it, and the columns that it reads in addition to ``BASE_COLUMNS``."""
+
+    summary: str
+    plot: Callable[[polars.DataFrame, PlotRequest], Plot]
+    columns: tuple[str, ...] = ()
+    whole: bool = False
+    """Whether it needs ``PlotRequest.whole``: figures that are in result files alone."""
+
+
+BASE_COLUMNS = point_data.POINT_COLUMNS
+_PHASE_COLUMNS = ("metrics.compute_s", "metrics.comm_s", "metrics.exposed_comm_s", "metrics.bubble_fraction")
+_ENERGY_COLUMNS = ("metrics.energy_j", "metrics.energy_source", "metrics.step_time_s.mean", "spec.steps")
+PLOTS: dict[str, PlotKind] = {
+    "throughput": PlotKind("samples per second over devices", throughput_plot),
+    "efficiency": PlotKind("speed-up per device over devices", efficiency_plot),
+    "scaling": PlotKind("step time over devices, and where lines cross", scaling_plot),
+    "parts": PlotKind("computation, communication and bubble of a step", step_parts_plot, _PHASE_COLUMNS, whole=True),
+    "memory": PlotKind("peak memory of every rank", memory_plot, ("metrics.peak_memory_bytes",), whole=True),
+    "distribution": PlotKind("single steps of every configuration", distribution_plot, whole=True),
+    "timeline": PlotKind("a pipeline's step, rank by rank", timeline_plot, ("metrics.bubble_fraction",), whole=True),
+    "predicted": PlotKind(
+        "measured over predicted step time", measured_over_predicted_plot, ("spec.options",), whole=True
+    ),
+    "energy": PlotKind("energy per sample over devices", energy_plot, _ENERGY_COLUMNS),
+}
+
+
+def plot_kind(name: str) -> PlotKind:
+    """The entry of ``name``; ``ConfigError`` with the nearest where there is none."""
+    if name not in PLOTS:
+        raise ConfigError(f"no plot {name!r}", hint=did_you_mean(name, PLOTS))
+    return PLOTS[name]
+
+
+def draw_plot(name: str, frame: polars.DataFrame, asked: PlotRequest | None = None) -> Plot:
+    """The picture ``name`` of a frame of ``report.load.gather`` with ``columns_of(name)`` at least."""
+    return plot_kind(name).plot(frame, asked or PlotRequest())
+
+
+def plot_columns(name: str) -> list[str]:
+    """The columns of a results frame that the picture ``name`` is made from."""
+    return [*BASE_COLUMNS, *plot_kind(name).columns]
+
+
+PLOT_SUFFIXES = (".html", ".json", ".pdf", ".png", ".svg")
+_PIXELS_PER_INCH = 200
+_INSTALL_HINT = "install it with: pip install 'hpcbench[report]'"
+
+
+def check_plot_suffix(path: Path) -> None:
+    """Raises ``ConfigError`` where a picture cannot be written as a file called ``path``."""
+    if path.suffix not in PLOT_SUFFIXES:
+        raise ConfigError(
+            f"cannot draw {path}: unknown ending {path.suffix!r}", hint=did_you_mean(path.suffix, PLOT_SUFFIXES)
+        )
+
+
+def save_plot(picture: Plot, path: Path) -> None:
+    """Write ``picture`` in the format that the file's ending names.
+
+    Raises ``ConfigError`` for another ending, for a picture of nothing, and where altair or vl-convert is missing.
+    """
+    check_plot_suffix(path)
+    if picture.drawing is None:
+        raise ConfigError(f"{picture.name}: nothing to draw: {picture.nothing}")
+    write_atomic(path, encode_plot(picture, path.suffix))
+
+
+def encode_plot(picture: Plot, ending: str) -> bytes:
+    """The bytes of a file with ``ending``."""
+    specification = validated_specification(picture.specification)
+    if ending == ".json":
+        text = msgspec.json.format(msgspec.json.encode(specification), indent=1).decode()
+        return escape_control_characters(text).encode() + b"\n"
+    convert = _import_package("vl_convert", "vl-convert-python")
+    if ending == ".html":
+        return _explorable_page(picture, convert.javascript_bundle()).encode()
+    # Without addresses nothing can be fetched, whatever a specification says.
+    options: dict[str, Any] = {"allowed_base_urls": []}
+    if ending == ".svg":
+        return str(convert.vegalite_to_svg(specification, **options)).encode()
+    if ending == ".png":
+        return bytes(convert.vegalite_to_png(specification, ppi=_PIXELS_PER_INCH, **options))
+    return bytes(convert.vegalite_to_pdf(specification, **options))
+
+
+def validated_specification(specification: dict[str, Any]) -> dict[str, Any]:
+    """``specification`` with the version of the schema that altair has found it to follow."""
+    altair = _import_package("altair", "altair")
+    # Looking at each row costs seconds, and any row is valid.
+    found: dict[str, Any] = altair.Chart.from_dict(_without_rows(specification)).to_dict()
+    return {"$schema": found["$schema"], **specification}
+
+
+def _without_rows(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_rows(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: {"values": []} if key == "data" else _without_rows(one) for key, one in value.items()}
+
+
+def _import_package(module: str, name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(f"plots as files need the package {name}", hint=_INSTALL_HINT) from None
+
+
+def _explorable_page(picture: Plot, scripts: str) -> str:
+    data = msgspec.json.encode(picture.specification).decode()
+    # Within a script's text only this could end it.
+    data = escape_control_characters(data).replace("<", "\\u003c")
+    title, alt = html.escape(picture.title), html.escape(picture.alt)
+    notes = "".join(f"<li>{html.escape(note)}</li>" for note in picture.notes)
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_PAGE_POLICY}">
+<title>{title}</title>
+<style>body {{ font: 14px sans-serif; margin: 2em; color: #222; }} li {{ color: #444; }}</style>
+<script>{scripts}</script>
+</head>
+<body>
+<div id="plot" role="img" aria-label="{alt}"></div>
+<ul>{notes}</ul>
+<script>vegaEmbed("#plot", {data}, {{mode: "vega-lite", renderer: "svg", actions: {{export: true, source: false, \
+compiled: false, editor: false}}}});</script>
+</body>
+</html>
+"""
+
+
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:"
+)
+
+
+_MAX_PLOT_WIDTH = 100
+_MIN_PLOT_WIDTH = 24
+_ASCII_REPLACEMENTS = str.maketrans({"µ": "u"})
+
+
+@dataclass(frozen=True)
+class TerminalPlot:
+    """``picture`` as wide as the terminal, up to ``_WIDEST``; ASCII alone where the terminal's encoding is no UTF."""
+
+    picture: Plot
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """See the class."""
+        plain = options.ascii_only
+        width = max(_MIN_PLOT_WIDTH, min(options.max_width, _MAX_PLOT_WIDTH))
+        for line in self._lines(width, plain=plain):
+            yield _ascii_text(line) if plain else line
+
+    def _lines(self, width: int, *, plain: bool) -> list[Text]:
+        one = self.picture
+        lines = [Text(one.title, style="bold")]
+        lines += [Text(one.subtitle, style="dim")] if one.subtitle else []
+        if one.drawing is None or one.frame is None:
+            lines.append(Text(f"nothing to draw: {one.nothing}"))
+        else:
+            lines += [truncated_text("", width), *one.drawing.text(one.frame, width, plain=plain), Text("")]
+        return [*lines, *(Text(note, style="dim") for note in one.notes)]
+
+
+def _ascii_text(line: Text) -> Text:
+    """``line`` for a terminal that would refuse or spoil anything else."""
+    made = Text(line.plain.translate(_ASCII_REPLACEMENTS).encode("ascii", "replace").decode(), style=line.style)
+    made.spans = line.spans
+    return made

@@ -1,0 +1,352 @@
+"""Results as points of a plot: series and panel of each point, and the limits that keep a plot readable."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from hpcbench.config.run_spec import DEGREE_NAMES
+from hpcbench.errors import ConfigError
+from hpcbench.fileio import printable_text
+from hpcbench.report.column_names import (
+    DERIVED_COLUMNS,
+    short_name,
+    split_option_column,
+    with_derived_columns,
+    with_option_column,
+)
+from hpcbench.report.configurations import (
+    HIGH,
+    LOW,
+    STEP_TIME,
+    THROUGHPUT,
+    Scaling,
+    aggregate_launches,
+    ok_results,
+    with_speedups,
+)
+from hpcbench.results.schema import STATUS_OK
+
+if TYPE_CHECKING:
+    import polars
+
+MAX_PANELS = 9
+MAX_SERIES = 12
+_IMPLAUSIBLE = 1e18
+_MAX_NAME = 60
+"""Characters of a name; who writes longer ones has the whole in the table."""
+_PANEL_TEXTS = {
+    "cluster": "on {}", "spec.model": "{}", "spec.model_options": "{}", "spec.dataset": "{}",
+    "spec.input_size": "size {}", "_batch": "{}", "spec.precision": "{}", "spec.data": "data {}",
+    "spec.optimizer": "{}", "spec.channels_last": "channels_last {}", "environment_digest": "environment {}",
+}  # fmt: skip
+"""What points in one panel have in common, and how it is said."""
+_ALWAYS_IN_SUBTITLE = ("spec.model", "spec.dataset", "_batch", "cluster")
+_SERIES_KEYS = frozenset({"cluster", "sweep", "environment_digest", *DERIVED_COLUMNS})
+"""What tells lines apart beside parameters and provenance."""
+_BATCH_KINDS: tuple[tuple[str, str, Scaling], ...] = (
+    ("spec.batch_size", "batch {} per replica", "weak"), ("global_batch_size", "global batch {}", "strong"),
+    ("_per_device", "{} samples per device", "weak"),
+)  # fmt: skip
+POINT_COLUMNS = (
+    "cluster", "config_id", "environment_digest", "run_id", "status", "sweep",
+    *(f"spec.{name}" for name in DEGREE_NAMES),
+    "spec.model", "spec.model_options", "spec.dataset", "spec.input_size", "spec.precision", "spec.data",
+    "spec.optimizer", "spec.channels_last", "spec.strategy", "spec.batch_size", "spec.nodes", "spec.tasks_per_node",
+    "spec.devices_per_task", "metrics.samples_per_s", "metrics.step_time_s.median", "metrics.step_time_s.ci95_low",
+    "metrics.step_time_s.ci95_high",
+)  # fmt: skip
+"""What ``points`` reads of a results frame, beside the metric."""
+
+
+class PlotPoints(NamedTuple):
+    """``frame``: rows of ``configurations`` with ``speedup`` and ``efficiency``, ``panel``, ``series``, ``devices`` and
+    ``label`` (the strategy with its degrees)."""
+
+    frame: polars.DataFrame
+    shared: str
+    """In words, what all of them have in common."""
+    notes: list[str]
+    nothing: str = ""
+    """Why there is no point."""
+
+
+def plot_points(
+    frame: polars.DataFrame, by: Sequence[str] = (), metric: str = THROUGHPUT, *, every: bool = False
+) -> PlotPoints:
+    """The measured configurations of ``frame`` that have a ``metric``; of several for one point the fastest.
+
+    With ``every`` all of them, however many.
+    """
+    import polars as pl
+
+    ended = ok_results(frame)
+    if ended.is_empty():
+        return PlotPoints(ended, "", [], _no_points_reason(frame))
+    notes = _failed_run_notes(frame)
+    rows = with_derived_columns(aggregate_launches(_with_key_columns(ended, by)))
+    batch, text, scaling = _constant_batch(rows)
+    rows = with_speedups(_with_rate_bounds(rows), scaling=scaling)
+    # What nobody can have measured would only stretch an axis.
+    possible = (pl.col(metric) > 0) & (pl.col(metric) < _IMPLAUSIBLE) & (pl.col("devices") > 0)
+    there = rows.filter(possible).with_columns(
+        pl.when((pl.col(name) > 0) & (pl.col(name) < _IMPLAUSIBLE)).then(name).alias(name)
+        for name in [f"{name}:{side}" for name in {metric, THROUGHPUT, STEP_TIME, "speedup"} for side in (LOW, HIGH)]
+        if name in rows.columns
+    )
+    if there.is_empty():
+        count = f"{len(rows)} configuration{'s' * (len(rows) > 1)}"
+        why = "no baseline of one device with the same workload" if metric == "efficiency" else "none has it measured"
+        return PlotPoints(there, "", notes, f"{short_name(metric)}: {count} ended well, but {why}")
+    if len(there) < len(rows):
+        notes.append(f"without {short_name(metric)}: {len(rows) - len(there)} configurations")
+    there = _with_batch_per_device(there).with_columns(
+        pl.format(text, _rounded_text(batch)).alias("_batch"),
+        _label_text().alias("label"),
+    )  # fmt: skip
+    there = _with_printable_names(there, "label")
+    there, shared = _with_panels(_with_series(there, by))
+    return PlotPoints(there, shared, notes) if every else _limit_panels_and_series(there, shared, notes)
+
+
+def _limit_panels_and_series(rows: polars.DataFrame, shared: str, notes: list[str]) -> PlotPoints:
+    """One configuration a point, and no more panels and lines than can be told apart."""
+    import polars as pl
+
+    for key, most, words in (("panel", MAX_PANELS, "panels"), ("series", MAX_SERIES, "lines")):
+        counts = rows.group_by(key, maintain_order=True).len().sort("len", descending=True, maintain_order=True)
+        if len(counts) > most:
+            rows = rows.filter(pl.col(key).is_in(counts[key].head(most).to_list()))
+            notes.append(f"the {most} {words} with most points of {len(counts)}; others can be chosen with --where")
+    cell = ["panel", "series", "devices"]
+    fastest = rows.sort(THROUGHPUT, descending=True, nulls_last=True, maintain_order=True).unique(
+        cell, keep="first", maintain_order=True
+    )
+    if len(fastest) < len(rows):
+        notes.append(
+            f"a point is the fastest of its configurations: {len(rows) - len(fastest)} slower ones are not drawn; "
+            "--by tells them apart"
+        )
+    order = {
+        name: place for place, name in enumerate(sorted(fastest["panel"].unique().to_list(), key=_natural_sort_key))
+    }
+    place = pl.col("panel").replace_strict(order, return_dtype=pl.Int64)
+    return PlotPoints(fastest.sort([place, "series", "devices"], maintain_order=True), shared, notes)
+
+
+def _natural_sort_key(name: str) -> list[tuple[int, str]]:
+    """Numbers in names by their size."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name[:_MAX_NAME])]
+
+
+def _no_points_reason(frame: polars.DataFrame) -> str:
+    if frame.is_empty():
+        return "there are no results"
+    count = "the one run" if len(frame) == 1 else f"none of {len(frame)} runs"
+    verb = "did not end well" if len(frame) == 1 else "ended well"
+    return f"{count} {verb}: {_status_counts(frame)}"
+
+
+def _failed_run_notes(frame: polars.DataFrame) -> list[str]:
+    failed = frame.filter(frame["status"] != STATUS_OK)
+    if failed.is_empty():
+        return []
+    return [f"not drawn: {len(failed)} run{'s' * (len(failed) > 1)} that did not end well ({_status_counts(failed)})"]
+
+
+def _status_counts(frame: polars.DataFrame) -> str:
+    counts = frame.group_by("status", maintain_order=True).len().sort("len", descending=True, maintain_order=True)
+    return ", ".join(f"{count} {printable_text(status)[:_MAX_NAME]}" for status, count in counts.iter_rows())
+
+
+def _with_key_columns(frame: polars.DataFrame, by: Sequence[str]) -> polars.DataFrame:
+    for column in by:
+        if split_option_column(column):
+            frame = with_option_column(frame, column)
+        elif not column.startswith(("spec.", "provenance.")) and column not in _SERIES_KEYS:
+            raise ConfigError(f"--by {short_name(column)}: it tells no lines apart", hint="name a parameter of runs")
+    return frame
+
+
+def _with_rate_bounds(rows: polars.DataFrame) -> polars.DataFrame:
+    """Of a single launch the rates that the 95 % interval of its median step time allows."""
+    import polars as pl
+
+    single = pl.col("launches") < 2
+    bounds = [
+        pl.when(single & (pl.col(f"{STEP_TIME}:{other}") > 0))
+        .then(pl.col(THROUGHPUT) * pl.col(STEP_TIME) / pl.col(f"{STEP_TIME}:{other}"))
+        .otherwise(pl.col(f"{THROUGHPUT}:{side}")).alias(f"{THROUGHPUT}:{side}")
+        for side, other in ((LOW, HIGH), (HIGH, LOW))
+    ]  # fmt: skip
+    return rows.with_columns(bounds)
+
+
+def _with_batch_per_device(rows: polars.DataFrame) -> polars.DataFrame:
+    import polars as pl
+
+    return rows.with_columns((pl.col("global_batch_size") / pl.col("devices")).alias("_per_device"))
+
+
+def _rounded_text(column: str) -> polars.Expr:
+    """Whole numbers without a decimal point."""
+    import polars as pl
+
+    value = pl.col(column)
+    return pl.when(value == value.round()).then(value.cast(pl.Int64).cast(pl.String)).otherwise(
+        value.cast(pl.Float64).round(3).cast(pl.String)
+    )  # fmt: skip
+
+
+def _constant_batch(rows: polars.DataFrame) -> tuple[str, str, Scaling]:
+    """Which batch the runs hold equal while devices grow: the one with the fewest values."""
+    given = _with_batch_per_device(rows)
+    return min(_BATCH_KINDS, key=lambda one: given[one[0]].n_unique())
+
+
+def _degree_above_one(name: str) -> polars.Expr:
+    import polars as pl
+
+    return (pl.col(f"spec.{name}") > 1).cast(pl.Int64)
+
+
+def _strategy_with_degrees(template: str) -> polars.Expr:
+    """The strategy; of a hybrid with ``template`` for each of its degrees."""
+    import polars as pl
+
+    several = sum((_degree_above_one(name) for name in DEGREE_NAMES), pl.lit(0)) > 1
+    parts = [
+        pl.when(several & (pl.col(f"spec.{name}") > 1))
+        .then(pl.format(template, pl.lit(name.removesuffix("_degree")), pl.col(f"spec.{name}")))
+        .otherwise(pl.lit(""))
+        for name in DEGREE_NAMES
+    ]
+    return pl.concat_str([pl.col("spec.strategy"), *parts])
+
+
+def _label_text() -> polars.Expr:
+    """As ``config.spec.strategy_label``."""
+    return _strategy_with_degrees(" {}{}")
+
+
+def with_labels(frame: polars.DataFrame, by: Sequence[str]) -> polars.DataFrame:
+    """Rows of a results frame with ``series``, ``label`` and ``devices``, as ``points`` names them."""
+    return _with_printable_names(
+        _with_series(with_derived_columns(_with_key_columns(frame, by)), by).with_columns(_label_text().alias("label")),
+        "label",
+    )
+
+
+def _with_series(rows: polars.DataFrame, by: Sequence[str]) -> polars.DataFrame:
+    """A hybrid is one line however large its degrees are: ``filter dp tp``."""
+    import polars as pl
+
+    if not by:
+        family = _strategy_with_degrees(" {}:{}").str.replace_all(r":\d+", "")
+        return _with_printable_names(rows.with_columns(family.alias("series")), "series")
+    parts = [
+        _strategy_with_degrees(" {}:{}").str.replace_all(r":\d+", "") if name == "spec.strategy"
+        else pl.format(f"{short_name(name).rpartition('.')[2]} {{}}", pl.col(name).cast(pl.String).fill_null("default"))
+        for name in by
+    ]  # fmt: skip
+    return _with_printable_names(rows.with_columns(pl.concat_str(parts, separator=", ").alias("series")), "series")
+
+
+def _with_printable_names(rows: polars.DataFrame, column: str) -> polars.DataFrame:
+    """Somebody else may have written the names in ``column``."""
+    import polars as pl
+
+    names = rows[column].unique().to_list()
+    return rows.with_columns(
+        pl.col(column).replace_strict(names, [printable_name(one) for one in names], return_dtype=pl.String)
+    )
+
+
+def printable_name(value: Any) -> str:
+    """``value`` as a short piece of text that steers nothing."""
+    text = printable_text(str(value))
+    return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME - 3]}..."
+
+
+def _with_panels(rows: polars.DataFrame) -> tuple[polars.DataFrame, str]:
+    """``rows`` with ``panel``: what differs between them; and what does not."""
+    import polars as pl
+
+    varying = [name for name in _PANEL_TEXTS if rows[name].n_unique() > 1]
+    shared = ", ".join(_panel_text(name, rows[name][0]) for name in _ALWAYS_IN_SUBTITLE if name not in varying)
+    if not varying:
+        return rows.with_columns(pl.lit("").alias("panel")), shared
+    different = rows.select(varying).unique(maintain_order=True)
+    names: dict[str, None] = {}
+    for values in different.iter_rows():
+        name = ", ".join(filter(None, map(_panel_text, varying, values)))
+        # What was cut short may look alike.
+        names[name if name not in names else f"{name} ({len(names) + 1})"] = None
+    panels = different.with_columns(pl.Series("panel", list(names), dtype=pl.String))
+    return rows.join(panels, on=varying, how="left", nulls_equal=True, maintain_order="left"), shared
+
+
+def _panel_text(name: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if name == "spec.model_options":
+        value = " ".join(f"{key} {one}" for key, one in msgspec.json.decode(value).items())
+    return _PANEL_TEXTS[name].format(printable_name(value))
+
+
+MAX_CHART_ROWS = 24
+ROW_HEIGHT_PX = 24
+"""Height of a row in a picture."""
+
+
+def select_rows(found: PlotPoints, by: Sequence[str], most: int = MAX_CHART_ROWS) -> tuple[polars.DataFrame, list[str]]:
+    """The points of the most devices as rows, few devices first, with ``row`` their name; and what is to be said.
+
+    Points are named by strategy and degrees, or by what ``by`` tells apart.
+    """
+    import polars as pl
+
+    rows, notes = found.frame, found.notes
+    if len(rows) > most:
+        notes = [*notes, f"the {most} rows with most devices of {len(rows)}; others can be chosen with --where"]
+        rows = rows.sort("devices", descending=True, maintain_order=True).head(most)
+    panels = {panel: place for place, panel in enumerate(found.frame["panel"].unique(maintain_order=True))}
+    order = pl.col("panel").replace_strict(panels, return_dtype=pl.Int64)
+    return rows.with_columns(row_name_column(by)).sort(order, "devices", "series", maintain_order=True), notes
+
+
+def row_name_column(by: Sequence[str]) -> polars.Expr:
+    """``row``: ``ddp, 4 devices``."""
+    import polars as pl
+
+    unit = pl.when(pl.col("devices") == 1).then(pl.lit("device")).otherwise(pl.lit("devices"))
+    return pl.format("{}, {} {}", "series" if by else "label", "devices", unit).alias("row")
+
+
+def row_axis(names: list[str]) -> dict[str, Any]:
+    """The vertical axis of rows, from above in the order of ``names``."""
+    return {
+        "field": "row", "type": "nominal", "sort": list(dict.fromkeys(names)), "title": None,
+        "axis": {"grid": False, "domain": False, "ticks": False, "labelPadding": 8},
+    }  # fmt: skip
+
+
+def row_panels(values: list[dict[str, Any]], unit: dict[str, Any], panels: list[str], width: int) -> dict[str, Any]:
+    """``unit`` once, or in panels below each other that have rows of their own and one common scale."""
+    size = {"width": width, "height": {"step": ROW_HEIGHT_PX}}
+    if len(panels) < 2:
+        return {"data": {"values": values}, **size, **unit}
+    return {
+        "data": {"values": values}, "facet": {"field": "panel", "type": "nominal", "sort": panels, "title": None},
+        "columns": 1, "spec": {**size, **unit}, "resolve": {"scale": {"y": "independent"}},
+    }  # fmt: skip
+
+
+def name_margin(names: Iterable[str], width: int) -> int:
+    """Characters for rows' names in a terminal of ``width``: half of it at most."""
+    from rich.cells import cell_len
+
+    return min(max(map(cell_len, names)), width // 2 - 1)

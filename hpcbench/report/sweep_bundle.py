@@ -1,0 +1,228 @@
+"""Selection of a sweep's files for a bundle (record, results, attempts, submissions), with optional anonymisation."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import platform
+import pwd
+import re
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+import hpcbench
+from hpcbench.errors import HpcbenchError
+from hpcbench.fileio import MAX_FILE_BYTES, make_folder, open_atomic, open_regular
+from hpcbench.paths import project_folder
+from hpcbench.results.anonymize import Anonymizer
+from hpcbench.results.attempts import attempt_numbers
+from hpcbench.results.bundle_archive import (
+    BUNDLE_FORMAT_VERSION,
+    BundledSweep,
+    BundleHeader,
+    BundleWriter,
+    encode_indented_json,
+)
+from hpcbench.results.results_tree import ClusterTree, ResultsTree
+from hpcbench.results.schema import SCHEMA_VERSION
+from hpcbench.submit.journal import journal_paths, read_journal
+from hpcbench.submit.run_state import SubmissionMatch, submitted_runs_of
+from hpcbench.submit.submission_record import Submission, SweepRecord, list_submissions
+
+MAX_LOG_BYTES = 16 * 2**20
+"""Of a longer log only the end is bundled."""
+_RANK_FILE = re.compile(r"rank-[0-9]+\.json")
+_LAYOUT_NAME = re.compile(
+    r"runs|sweeps|submissions|attempts|jobs|[0-9a-f]{2}|[0-9a-f]{16}|[0-9]+"
+    r"|(?:[0-9]+|stop|sent-[0-9]+)\.(?:sh|jsonl)|(?:out|err|queue)\.log|(?:result|attempt|submission|dropped|rank-[0-9]+)\.json"
+)
+
+
+@dataclass(frozen=True)
+class BundleSummary:
+    """What was written."""
+
+    runs: int
+    files: int
+    left_out: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _BundledFile:
+    """A file of the tree and the name that it gets in the bundle."""
+
+    name: str
+    path: Path
+    owner: ClusterTree
+
+    def open(self) -> IO[bytes]:
+        """The file (of a log its end), if it is one to be bundled. Raises ``OSError`` or ``HpcbenchError``."""
+        self.owner.path(*self.path.relative_to(self.owner.root).parts)
+        file: IO[bytes] = open(open_regular(self.path), "rb")  # noqa: SIM115 - the caller closes it
+        size = os.fstat(file.fileno()).st_size
+        if self.path.suffix in (".log", ".out"):
+            file.seek(max(0, size - MAX_LOG_BYTES))
+        elif size > MAX_FILE_BYTES:
+            file.close()
+            raise OSError(f"it has {size} bytes, at most {MAX_FILE_BYTES} are bundled")
+        return file
+
+    def read(self) -> tuple[bytes, int]:
+        """The content and the owner's uid."""
+        with self.open() as file:
+            return file.read(MAX_FILE_BYTES), os.fstat(file.fileno()).st_uid
+
+
+def write_bundle(
+    tree: ResultsTree, sweeps: Sequence[tuple[str, SweepRecord]], out: Path, *, logs: bool, anonymous: bool
+) -> BundleSummary:
+    """Write ``sweeps`` (cluster and record of each) into ``out``."""
+    files = sorted(
+        {
+            file.name: file for cluster, record in sweeps for file in _sweep_files(tree.cluster(cluster), record, logs)
+        }.items()
+    )
+    left_out: dict[str, str] = {}
+    found = [file for _, file in files if _is_readable(file, left_out)]
+    anonymiser = _build_anonymiser(tree, found) if anonymous else None
+    header = BundleHeader(
+        format_version=BUNDLE_FORMAT_VERSION,
+        hpcbench=hpcbench.__version__,
+        schema_version=SCHEMA_VERSION,
+        python=platform.python_version(),
+        anonymous=anonymous,
+        logs=logs,
+        sweeps=[
+            BundledSweep(sweep=record.sweep, cluster=cluster, run_ids=record.run_ids) for cluster, record in sweeps
+        ],
+        left_out=left_out,
+    )
+    if anonymiser is not None:
+        header = msgspec.convert(anonymiser.document(msgspec.to_builtins(header)), BundleHeader)
+    make_folder(out.parent)
+    with open_atomic(out) as stream, BundleWriter(stream, header) as writer:
+        for file in found:
+            data, _ = file.read()
+            if anonymiser is None:
+                writer.add(file.name, data)
+            else:
+                writer.add(_anonymise_name(file.name, anonymiser), _anonymise_file(file, data, anonymiser))
+    runs = len({(cluster, run_id) for cluster, record in sweeps for run_id in record.run_ids})
+    return BundleSummary(runs, len(found), left_out)
+
+
+def _is_readable(file: _BundledFile, left_out: dict[str, str]) -> bool:
+    try:
+        file.open().close()
+    except FileNotFoundError:
+        return False
+    except (OSError, HpcbenchError) as error:
+        left_out[file.name] = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        return False
+    return True
+
+
+def _sweep_files(tree: ClusterTree, record: SweepRecord, logs: bool) -> Iterator[_BundledFile]:
+    """What belongs to a sweep; some of it may not be there."""
+
+    def file(path: Path) -> _BundledFile:
+        return _BundledFile(f"{tree.root.name}/{path.relative_to(tree.root).as_posix()}", path, tree)
+
+    yield file(tree.root / "sweeps" / f"{record.sweep}.json")
+    for run_id in record.run_ids:
+        folder = tree.root / "runs" / run_id[:2] / run_id
+        yield file(folder / "result.json")
+        yield from (file(path) for path in _attempt_files(tree, run_id, folder, logs))
+    wanted = set(record.run_ids)
+    for folder, submission in list_submissions(tree):
+        if submission.sweep == record.sweep or any(wanted & set(array.run_ids) for array in submission.arrays):
+            yield from (file(path) for path in _submission_files(folder, submission, wanted if logs else set()))
+
+
+def _attempt_files(tree: ClusterTree, run_id: str, folder: Path, logs: bool) -> list[Path]:
+    """Of the attempt that counts: the result's, or the newest of a run that has none."""
+    try:
+        result = tree.read_result(run_id)
+        tree.run_folder(run_id)
+    except (msgspec.MsgspecError, HpcbenchError):
+        result = None
+    numbers = attempt_numbers(folder) if not folder.is_symlink() else []
+    number = result.attempt if result is not None else max(numbers, default=0)
+    if number not in numbers:
+        return []
+    attempt = folder / "attempts" / str(number)
+    names = ["attempt.json", *sorted(name for name in os.listdir(attempt) if _RANK_FILE.fullmatch(name))]
+    return [attempt / name for name in (*names, *(("out.log", "err.log") if logs else ()))]
+
+
+def _submission_files(folder: Path, submission: Submission, logs_of: set[str]) -> Iterator[Path]:
+    yield folder / "submission.json"
+    if logs_of and submission.scheduler == "local":
+        yield folder / "queue.log"
+    yield from (folder / "stop.jsonl", folder / "dropped.json", *journal_paths(folder))
+    for array in submission.arrays:
+        yield folder / f"{array.number}.sh"
+        yield folder / f"{array.number}.jsonl"
+    place = SubmissionMatch(folder, submission, read_journal(folder), logs_of)
+    logs = (ticket.job_log() for _, ticket in submitted_runs_of(place))
+    yield from dict.fromkeys(log for log in logs if log is not None)
+
+
+def _build_anonymiser(tree: ResultsTree, files: list[_BundledFile]) -> Anonymizer:
+    """Everything is looked through before anything is replaced: what one file tells, another may hold."""
+    anonymiser = Anonymizer()
+    for folder in (tree.root, tree.root.resolve()):
+        anonymiser.learn_folder("tree", str(folder))
+    anonymiser.learn_folder("project", str(project_folder()))
+    owners = {os.getuid()}
+    for file in files:
+        data, owner = file.read()
+        owners.add(owner)
+        _transform_file(file, data, anonymiser.learn_document, anonymiser.learn_text)
+    for owner in sorted(owners):
+        try:
+            account = pwd.getpwuid(owner)
+        except KeyError:
+            continue
+        anonymiser.learn_user(account.pw_name, account.pw_dir, account.pw_gecos.split(",")[0])
+    anonymiser.learn_user(getpass.getuser(), os.environ.get("HOME"))
+    anonymiser.learn_hosts(socket.gethostname())
+    for file in files:
+        _anonymise_file(file, file.read()[0], anonymiser)
+    return anonymiser
+
+
+def _anonymise_name(name: str, anonymiser: Anonymizer) -> str:
+    parts = name.split("/")
+    return "/".join(part if _LAYOUT_NAME.fullmatch(part) else anonymiser.text(part) for part in parts)
+
+
+def _anonymise_file(file: _BundledFile, data: bytes, anonymiser: Anonymizer) -> bytes:
+    parts = _transform_file(file, data, anonymiser.document, anonymiser.text)
+    if file.path.suffix == ".jsonl":
+        return b"".join(_encode_part(part, msgspec.json.encode) + b"\n" for part in parts)
+    return b"".join(_encode_part(part, encode_indented_json) for part in parts)
+
+
+def _encode_part(part: Any, encode: Callable[[Any], bytes]) -> bytes:
+    return part.encode(errors="surrogateescape") if isinstance(part, str) else encode(part)
+
+
+def _transform_file(
+    file: _BundledFile, data: bytes, document: Callable[[Any], Any], text: Callable[[str], Any]
+) -> list[Any]:
+    """What the two functions make of a file: JSON as values, broken JSON and all else as text."""
+    if file.path.suffix not in (".json", ".jsonl"):
+        return [text(data.decode(errors="surrogateescape"))]
+    found = []
+    for part in data.splitlines() if file.path.suffix == ".jsonl" else [data]:
+        try:
+            found.append(document(msgspec.json.decode(part)))
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+            found.append(text(part.decode(errors="surrogateescape")))
+    return found

@@ -1,0 +1,312 @@
+"""Replacement of names of people, machines and folders by consistent pseudonyms.
+Names are first collected by the ``learn_*`` methods or recognised by their form, then replaced by ``text`` and
+``document``.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader
+from hpcbench.results.attempts import AttemptStart
+from hpcbench.results.schema import (
+    CollectiveProbe,
+    EvaluationPoint,
+    FailureRecord,
+    HostActivity,
+    KernelProbe,
+    LossSummary,
+    OverlapProbe,
+    ProbeResults,
+    RankResult,
+    RunMetrics,
+    RunResult,
+    StepPhases,
+    StepTimeStatistics,
+    UpdateProbe,
+    VerificationResult,
+)
+
+_IMPERSONAL_USERS = frozenset({"root", "nobody", "daemon", "admin", "user", "shared", "local", "public"})
+"""Accounts and folders under /home that are nobody's name."""
+_IMPERSONAL_HOSTS = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
+_UNCHANGED_KEYS = frozenset({
+    "run_id", "config_id", "environment_digest", "status", "strategy", "dataset", "precision", "optimizer", "scheduler",
+    "launcher", "spec_version", "schema_version",
+})  # fmt: skip
+"""Keys whose values are words of ours, also where somebody is called the same."""
+_RECORD_FIELDS = frozenset(
+    name
+    for record in (
+        RunResult,
+        RunMetrics,
+        StepTimeStatistics,
+        LossSummary,
+        FailureRecord,
+        RankResult,
+        HostActivity,
+        StepPhases,
+        EvaluationPoint,
+        VerificationResult,
+        ProbeResults,
+        KernelProbe,
+        UpdateProbe,
+        CollectiveProbe,
+        OverlapProbe,
+        RunSpec,
+        AttemptStart,
+        TaskFileHeader,
+        RunTask,
+    )
+    for name in record.__struct_fields__
+)
+"""Names of our own fields; readers look for them."""
+_HOST_KEYS = frozenset({"host", "hosts", "hostname", "submit_host", "address", "nodelist", "step_nodelist"})
+_PERSONAL_KEYS = frozenset({"account", "reservation"})
+_IMAGE_SUFFIXES = (".sif", ".sqsh", ".simg", ".img")
+
+_MAX_CACHED_LENGTH, _MAX_CACHED_TEXTS = 500, 100_000
+
+_WORD_TEMPLATE = r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])"
+_HOME_FOLDER = re.compile(r"/(?:home|Users|users|homes|u)/([A-Za-z_][A-Za-z0-9._-]*)")
+_HOST_LIST = re.compile(r"([A-Za-z][A-Za-z0-9.-]*)\[([0-9][0-9,-]*)\]")
+_NUMBERED_HOST = re.compile(r"([A-Za-z0-9-]*[A-Za-z-]{2,})([0-9]+)")
+_ACCOUNT_OPTION = re.compile(r"(?m)^#SBATCH\s+(?:--account[= ]|-A ?)'?\"?([^\s'\"]+)")
+_HOST_OPTION = re.compile(r"(?m)^#SBATCH\s+(?:--(?:nodelist|exclude)[= ]|-[wx] ?)'?\"?([^\s'\"]+)")
+
+_MAIL_ADDRESS = re.compile(r"(?<![\w.+-])[\w.+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)+")
+_MAC_ADDRESS = re.compile(
+    r"(?<![0-9A-Fa-f:-])[0-9A-Fa-f]{2}(?:([:-])[0-9A-Fa-f]{2})(?:\1[0-9A-Fa-f]{2}){4,18}(?![0-9A-Fa-f:-])"
+)
+_MAC_IN_NAME = re.compile(r"\b((?:en|ib|wl|ww)x)([0-9a-f]{12})\b")
+"""Interfaces that are called by their address."""
+_IPV6 = re.compile(
+    r"(?<![A-Za-z0-9_:.])[0-9A-Fa-f]{0,4}:[0-9A-Fa-f:.]*:[0-9A-Fa-f.]*(?:%[A-Za-z0-9_.-]+)?(?![A-Za-z0-9_:])"
+)
+_IPV4 = re.compile(r"(?<![0-9.])(?:[0-9]{1,3}\.){3}[0-9]{1,3}(?![0-9]|\.[0-9])")
+_GPU_UUID = re.compile(
+    r"\b(?:GPU|MIG)-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b"
+)
+_NUMERIC_ID = re.compile(r"\b([ug]id)([ =:]{1,2})([0-9]+)")
+
+
+class Anonymizer:
+    """Learns names and replaces them. Stand-ins are numbered in the order in which their names were met."""
+
+    def __init__(self) -> None:
+        self._stand_ins: dict[tuple[str, str], str] = {}
+        self._words: dict[str, str] = {}
+        self._folders: dict[str, str] = {}
+        self._domains: set[str] = set()
+        self._families: set[tuple[str, int]] = set()
+        self._counts: Counter[str] = Counter()
+        self._pattern: re.Pattern[str] | None = None
+        self._seen: dict[str, str] = {}
+        """Short texts that came by already: the same few stand in every result."""
+
+    def learn_user(self, name: str, home: str | None = None, full_name: str = "") -> None:
+        """A person's account, home folder and name."""
+        stand_in = self._stand_in("user", name)
+        if home and home.count("/") > 0 and home not in ("/", "/nonexistent"):
+            self._know(self._folders, home.rstrip("/"), f"/home/{stand_in}")
+        if name.lower() not in _IMPERSONAL_USERS:
+            self._know(self._words, name, stand_in)
+            if " " in full_name:
+                self._know(self._words, full_name, stand_in)
+
+    def learn_account(self, name: str) -> None:
+        """What a scheduler charges."""
+        self._know(self._words, name, self._stand_in("account", name))
+
+    def learn_folder(self, kind: str, path: str) -> None:
+        """A folder whose place tells about its owner; paths of fewer than two parts tell nothing."""
+        path = path.rstrip("/")
+        if path.count("/") >= 2:
+            self._know(self._folders, path, "/" + self._stand_in(kind, path))
+
+    def learn_hosts(self, text: str) -> None:
+        """One host, or a scheduler's list of them: ``node[01-04,07],login1``."""
+        for name in expand_host_list(text):
+            self._host(name)
+
+    def learn_text(self, text: str) -> None:
+        """Homes, and accounts and hosts of #SBATCH lines."""
+        for name in _HOME_FOLDER.findall(text):
+            if name.lower() not in _IMPERSONAL_USERS:
+                self.learn_user(name)
+        for name in _ACCOUNT_OPTION.findall(text):
+            self.learn_account(name)
+        for name in _HOST_OPTION.findall(text):
+            self.learn_hosts(name)
+
+    def learn_document(self, value: Any, key: str = "") -> None:
+        """Hosts, accounts and homes anywhere in decoded JSON."""
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                self.learn_text(name)
+                self.learn_document(inner, name)
+        elif isinstance(value, list):
+            for inner in value:
+                self.learn_document(inner, key)
+        elif isinstance(value, str):
+            self.learn_text(value)
+            if key in _HOST_KEYS:
+                self.learn_hosts(value)
+            elif key in _PERSONAL_KEYS and value:
+                self._know(self._words, value, self._stand_in(key, value))
+            elif key == "container" and value.startswith("/") and value.endswith(_IMAGE_SUFFIXES):
+                self.learn_folder("images", os.path.dirname(value))  # noqa: PTH120 - text, no file of ours
+            elif key == "model_folder":
+                self.learn_folder("models", value)
+            elif key == "tree":
+                self.learn_folder("tree", os.path.dirname(value.rstrip("/")))  # noqa: PTH120 - text, no file of ours
+            elif key == "data_folder":
+                self.learn_folder("data", value)
+
+    def document(self, value: Any, key: str = "") -> Any:
+        """Decoded JSON with stand-ins, in keys too."""
+        if isinstance(value, dict):
+            return {self._key(name): self.document(inner, name) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [self.document(inner, key) for inner in value]
+        if isinstance(value, str) and key not in _UNCHANGED_KEYS:
+            return self.text(value)
+        return value
+
+    def _key(self, name: str) -> str:
+        return name if name in _RECORD_FIELDS else self.text(name)
+
+    def text(self, text: str) -> str:
+        """``text`` with stand-ins."""
+        if text not in self._seen:
+            replaced = self._replaced(text)
+            if len(text) > _MAX_CACHED_LENGTH or len(self._seen) > _MAX_CACHED_TEXTS:
+                return replaced
+            self._seen[text] = replaced
+        return self._seen[text]
+
+    def _replaced(self, text: str) -> str:
+        text = _MAIL_ADDRESS.sub(lambda match: self._stand_in("mail", match[0].lower()), text)
+        text = _MAC_ADDRESS.sub(lambda match: self._stand_in("mac", match[0].lower().replace("-", ":")), text)
+        text = _MAC_IN_NAME.sub(lambda match: f"{match[1]}-{self._stand_in('mac', _insert_colons(match[2]))}", text)
+        text = _IPV6.sub(self._address, text)
+        text = _IPV4.sub(self._address, text)
+        text = _GPU_UUID.sub(lambda match: self._stand_in("gpu", match[0].lower()), text)
+        text = _NUMERIC_ID.sub(lambda match: match[1] + match[2] + self._stand_in(match[1], match[3])[4:], text)
+        text = _HOST_LIST.sub(self._host_list, text)
+        for domain in sorted(self._domains, key=len, reverse=True):
+            text = re.sub(
+                rf"(?<![A-Za-z0-9.-])([A-Za-z0-9-]+)\.{re.escape(domain)}(?![A-Za-z0-9-])", self._full_name, text
+            )
+        for prefix, digits in sorted(self._families):
+            # A network's own name of a host adds a letter (JUWELS' ``i``).
+            text = re.sub(_WORD_TEMPLATE.format(f"({re.escape(prefix)}[0-9]{{{digits}}})[a-z]?"), self._relative, text)
+        return self._known().sub(lambda match: self._replacement(match[0]), text)
+
+    def _known(self) -> re.Pattern[str]:
+        if self._pattern is None:
+            folders = [
+                rf"(?<![A-Za-z0-9_.-]){re.escape(path)}(?![A-Za-z0-9_-])" for path in _longest_first(self._folders)
+            ]
+            words = [_WORD_TEMPLATE.format(re.escape(name)) for name in _longest_first(self._words)]
+            self._pattern = re.compile("|".join([*folders, *words]) or r"(?!)", re.IGNORECASE)
+        return self._pattern
+
+    def _replacement(self, found: str) -> str:
+        return self._folders.get(found.lower()) or self._words[found.lower()]
+
+    def _know(self, table: dict[str, str], name: str, stand_in: str) -> None:
+        if name and name.lower() not in table:
+            table[name.lower()] = stand_in
+            self._pattern = None
+            self._seen.clear()
+
+    def _stand_in(self, kind: str, name: str) -> str:
+        if (kind, name) not in self._stand_ins:
+            self._counts[kind] += 1
+            self._stand_ins[kind, name] = f"{kind}-{self._counts[kind]}"
+        return self._stand_ins[kind, name]
+
+    def _host(self, name: str) -> str:
+        """The stand-in of a host, by its short name or with its domain."""
+        name = name.strip().lower()
+        if not name or name in _IMPERSONAL_HOSTS or _is_address(name):
+            return name
+        short, _, domain = name.partition(".")
+        stand_in = self._stand_in("node", short)
+        self._know(self._words, short, stand_in)
+        if domain:
+            self._know(self._words, name, stand_in)
+            self._domains.add(domain)
+            self._know(self._words, domain, self._stand_in("domain", domain))
+        family = _host_family(short)
+        if family is not None:
+            self._families.add(family)
+        return stand_in
+
+    def _relative(self, match: re.Match[str]) -> str:
+        return self._host(match[1])
+
+    def _full_name(self, match: re.Match[str]) -> str:
+        return self._host(match[0])
+
+    def _host_list(self, match: re.Match[str]) -> str:
+        names = expand_host_list(match[0])
+        known = any(name.lower() in self._words or _host_family(name.lower()) in self._families for name in names)
+        return ",".join(self._host(name) for name in names) if known else match[0]
+
+    def _address(self, match: re.Match[str]) -> str:
+        text, _, zone = match[0].partition("%")
+        # The end of a sentence is no part of an address.
+        end = text[len(text.rstrip(".")) :]
+        try:
+            address = ipaddress.ip_address(text.rstrip("."))
+        except ValueError:
+            return match[0]
+        if address.is_loopback or address.is_unspecified:
+            return match[0]
+        return self._stand_in("ip", str(address)) + end + (f"%{zone}" if zone else "")
+
+
+def _host_family(name: str) -> tuple[str, int] | None:
+    """What the hosts of a cluster have in common: letters, and a number of so many digits."""
+    match = _NUMBERED_HOST.fullmatch(name)
+    return (match[1], len(match[2])) if match else None
+
+
+def _insert_colons(digits: str) -> str:
+    return ":".join(digits[start : start + 2] for start in range(0, len(digits), 2))
+
+
+def _longest_first(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: (-len(name), name))
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.partition("%")[0].strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+def expand_host_list(text: str, limit: int = 100_000) -> list[str]:
+    """``n[01-02,5].x,login -> n01.x, n02.x, n5.x, login``: SLURM's lists of hosts, at most ``limit`` of them."""
+    found: list[str] = []
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
+        match = re.fullmatch(r"([^\[]*)\[([0-9,-]+)\](.*)", part)
+        if match is None:
+            found.append(part)
+            continue
+        for piece in match[2].split(","):
+            first, _, last = piece.partition("-")
+            if first.isdecimal() and (last or first).isdecimal():
+                most = limit - len(found)
+                numbers = range(int(first), min(int(last or first), int(first) + most - 1) + 1)
+                found += [f"{match[1]}{number:0{len(first)}d}{match[3]}" for number in numbers]
+    return found[:limit]

@@ -1,0 +1,167 @@
+"""The contents of a data folder: synthetic samples with their manifests, and the files of real data sets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+from pathlib import Path
+
+import msgspec
+
+from hpcbench.errors import StorageError
+from hpcbench.fileio import read_error, read_regular
+from hpcbench.parallel.workloads import DATASETS
+
+SAMPLES_FORMAT_VERSION = 1
+"""Of made files. Raised whenever the same command would make other samples."""
+MANIFEST_NAME = "manifest.json"
+PART_RECORD_NAME = "done.json"
+"""Lies in a folder of samples that is complete."""
+
+IMAGENET_NAMES = ("imagenet", "ImageNet", "IMAGENET", "ILSVRC2012")
+VOLUME_SUFFIXES = (".hdf5", ".h5")
+
+
+class SampleManifest(msgspec.Struct, kw_only=True):
+    """Written last: what a folder of made samples holds as a whole."""
+
+    format_version: int = SAMPLES_FORMAT_VERSION
+    dataset: str
+    size: int
+    samples: int
+    per_folder: int
+    seed: int = 0
+    parameters: str
+    """Digest of all that the samples follow from."""
+    bytes: int
+
+
+class SamplePart(msgspec.Struct, kw_only=True):
+    """``done.json`` of one folder of samples."""
+
+    samples: int
+    bytes: int
+    labels: list[int] = []
+
+
+class DatasetListing(msgspec.Struct, kw_only=True):
+    """One data set in a data folder."""
+
+    dataset: str
+    kind: str
+    """``made`` or ``real``."""
+    size: int | None = None
+    samples: int | None = None
+    bytes: int | None = None
+    complete: bool = True
+    path: str
+    detail: str = ""
+
+
+def synthetic_folder(folder: Path, dataset: str, size: int) -> Path:
+    """``<folder>/<dataset>-<size>``."""
+    return folder / f"{dataset}-{size}"
+
+
+def sample_part_folder(made: Path, number: int) -> Path:
+    """One of the folders that the samples are spread over."""
+    return made / f"{number:05d}"
+
+
+def read_sample_manifest(made: Path) -> SampleManifest | None:
+    """The manifest of a complete folder; ``None`` where there is none, ``StorageError`` where it is none of ours."""
+    try:
+        return msgspec.json.decode(read_regular(made / MANIFEST_NAME), type=SampleManifest)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise read_error(error, made / MANIFEST_NAME) from error
+    except msgspec.MsgspecError as error:
+        raise StorageError(
+            f"{made / MANIFEST_NAME} is no manifest of samples: {error}", hint=f"remove {made}"
+        ) from error
+
+
+def read_sample_part(folder: Path) -> SamplePart | None:
+    """What ``done.json`` of a folder of samples says; ``None`` where it is not complete."""
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(read_regular(folder / PART_RECORD_NAME), type=SamplePart)
+    return None
+
+
+def data_make_command(dataset: str, size: int, folder: str | Path) -> str:
+    """What a person types to have the samples made."""
+    own = DATASETS[dataset].shape[-1]
+    sized = "" if size == own else f" --size {size}"
+    return f"hpcbench data make {dataset}{sized} --folder {shlex.quote(str(folder))}"
+
+
+def list_datasets(folder: Path) -> list[DatasetListing]:
+    """Every data set in ``folder``, made and real; images of ImageNet are not counted."""
+    if not folder.is_dir():
+        return []
+    made = [
+        found
+        for dataset in DATASETS
+        for path in sorted(folder.glob(f"{dataset}-*"))
+        if path.is_dir() and (found := _list_synthetic(dataset, path)) is not None
+    ]
+    return [*made, *_list_real(folder)]
+
+
+def _list_synthetic(dataset: str, path: Path) -> DatasetListing | None:
+    size = path.name.removeprefix(f"{dataset}-")
+    if not size.isdecimal():
+        return None
+    try:
+        manifest = read_sample_manifest(path)
+    except StorageError as error:
+        return DatasetListing(dataset=dataset, kind="made", path=str(path), complete=False, detail=error.message)
+    if manifest is not None:
+        return DatasetListing(
+            dataset=dataset, kind="made", size=manifest.size, samples=manifest.samples, bytes=manifest.bytes,
+            path=str(path),
+        )  # fmt: skip
+    parts = [part for inner in sorted(path.iterdir()) if (part := read_sample_part(inner)) is not None]
+    return DatasetListing(
+        dataset=dataset, kind="made", size=int(size), samples=sum(part.samples for part in parts),
+        bytes=sum(part.bytes for part in parts), complete=False, path=str(path),
+        detail=f"not complete: {data_make_command(dataset, int(size), path.parent)}",
+    )  # fmt: skip
+
+
+def _list_real(folder: Path) -> list[DatasetListing]:
+    found = []
+    for dataset, path in (("mnist", folder / "MNIST" / "raw"), ("cifar10", folder / "cifar-10-batches-py")):
+        if path.is_dir():
+            whole = DATASETS[dataset]
+            found.append(_real_listing(dataset, path, size=whole.shape[-1]))
+    images = find_imagenet(folder)
+    if images is not None:
+        with os.scandir(images / "train") as entries:
+            classes = sum(entry.is_dir() for entry in entries)
+        found.append(_real_listing("imagenet", images, detail=f"{classes} classes to train on"))
+    if (folder / "cosmoflow" / "train").is_dir():
+        universes = len(list_volume_files(folder / "cosmoflow" / "train"))
+        found.append(_real_listing("cosmoflow", folder / "cosmoflow", detail=f"{universes} files to train on"))
+    tokens = folder / "tokens" / "train.bin"
+    if tokens.is_file():
+        found.append(_real_listing("tokens", tokens, size_bytes=tokens.stat().st_size))
+    return found
+
+
+def _real_listing(
+    dataset: str, path: Path, size: int | None = None, size_bytes: int | None = None, detail: str = ""
+) -> DatasetListing:
+    return DatasetListing(dataset=dataset, kind="real", size=size, bytes=size_bytes, path=str(path), detail=detail)
+
+
+def find_imagenet(folder: Path) -> Path | None:
+    """The folder below ``folder`` that holds ImageNet's ``train``."""
+    return next((folder / name for name in IMAGENET_NAMES if (folder / name / "train").is_dir()), None)
+
+
+def list_volume_files(folder: Path) -> list[Path]:
+    """All HDF5 files below ``folder``, in the same order everywhere."""
+    return sorted(path for path in folder.rglob("*") if path.suffix in VOLUME_SUFFIXES and path.is_file())

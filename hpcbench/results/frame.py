@@ -1,0 +1,362 @@
+"""Results as a polars frame with one row per run and one column per scalar, named by its path in ``result.json``.
+The columns are derived from the records; raw step times and per-rank values are in the files alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.fileio import UnsafeFileError, read_error, read_regular_with_stat
+from hpcbench.results.decode import decode_result, decode_result_unbounded
+from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, CollectedResult
+from hpcbench.results.schema import STATUS_BROKEN, FailureRecord, RunMetrics, RunResult, VerificationResult
+
+if TYPE_CHECKING:
+    import polars
+
+RESULT_COLUMNS = ("run_id", "config_id", "attempt", "sweep", "cluster", "status", "environment_digest", "warnings")
+PROVENANCE_KEYS = ("hpcbench", "hpcbench_commit", "torch", "submission", "environment_key")
+"""What of a result's provenance is in the frame, as text."""
+FILE_COLUMNS = ("file.mtime_ns", "file.size_bytes")
+"""When ``result.json`` was put in place, and its size: what tells whether it is still the same."""
+_NESTED_RECORDS: dict[str, type[msgspec.Struct]] = {
+    "spec": RunSpec, "metrics": RunMetrics, "verification": VerificationResult, "error": FailureRecord
+}  # fmt: skip
+JSON_TEXT = "JSON"
+"""Tables and lists are text in the frame: their JSON, nothing where they are empty."""
+_COLUMN_TYPES = {bool: "Boolean", int: "Int64", float: "Float64", str: "String", dict: JSON_TEXT, list: JSON_TEXT}
+
+
+class RecordField(NamedTuple):
+    """A field of a record: the frame's type, or the record that it holds."""
+
+    name: str
+    dtype: str
+    record: type[msgspec.Struct] | None = None
+
+
+@functools.cache
+def record_fields(record: type[msgspec.Struct]) -> tuple[RecordField, ...]:
+    """The fields of ``record`` in their order."""
+    hints = typing.get_type_hints(record)
+    return tuple(_record_field(name, hints[name]) for name in record.__struct_fields__)
+
+
+def _record_field(name: str, hint: Any) -> RecordField:
+    kinds = [kind for kind in _hint_types(hint) if kind is not type(None)]
+    assert len(kinds) == 1, f"{name}: {hint} is not one type"
+    (kind,) = kinds
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return RecordField(name, "", kind)
+    return RecordField(name, _COLUMN_TYPES[kind])
+
+
+def _hint_types(hint: Any) -> list[Any]:
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return _hint_types(typing.get_args(hint)[0])
+    if origin is typing.Union or isinstance(hint, types.UnionType):
+        return [kind for one in typing.get_args(hint) for kind in _hint_types(one)]
+    if origin is typing.Literal:
+        return list({type(value) for value in typing.get_args(hint)})
+    return [origin or hint]
+
+
+@functools.cache
+def column_types() -> dict[str, str]:
+    """Every column's name and polars type, in order."""
+    found = {field.name: field.dtype for field in record_fields(RunResult) if field.name in RESULT_COLUMNS}
+    for name, record in _NESTED_RECORDS.items():
+        found |= _flatten_record(name, record)
+    found |= {f"provenance.{name}": "String" for name in PROVENANCE_KEYS}
+    return found | dict.fromkeys(FILE_COLUMNS, "Int64")
+
+
+def _flatten_record(name: str, record: type[msgspec.Struct]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for column in record_fields(record):
+        found |= (
+            _flatten_record(f"{name}.{column.name}", column.record)
+            if column.record
+            else {f"{name}.{column.name}": column.dtype}
+        )
+    return found
+
+
+def results_frame(results: Sequence[RunResult], files: Sequence[tuple[int, int]] | None = None) -> polars.DataFrame:
+    """``results`` as a frame; ``files`` are their modification times (ns) and sizes (bytes), where there are files.
+
+    Raises ``TypeError`` or ``OverflowError`` where a number is beyond 64 bits.
+    """
+    columns: dict[str, Sequence[Any]] = {}
+    for name in RESULT_COLUMNS:
+        columns[name] = list(map(attrgetter(name), results))
+    columns["warnings"] = [encode_sorted_json(result.warnings) if result.warnings else None for result in results]
+    for name, record in _NESTED_RECORDS.items():
+        _add_record_columns(columns, name, record, list(map(attrgetter(name), results)))
+    known = list(map(attrgetter("provenance"), results))
+    for name in PROVENANCE_KEYS:
+        values = [one.get(name) for one in known]
+        if not set(map(type, values)) <= {str, NoneType}:
+            values = [value if isinstance(value, str) else None for value in values]
+        columns[f"provenance.{name}"] = values
+    for number, name in enumerate(FILE_COLUMNS):
+        columns[name] = [one[number] for one in files] if files is not None else [None] * len(results)
+    return _make_frame(columns)
+
+
+def _add_record_columns(
+    columns: dict[str, Sequence[Any]], path: str, record: type[msgspec.Struct], values: Sequence[Any]
+) -> None:
+    """The columns of ``record`` below ``path``; ``values`` are records or ``None``."""
+    if not any(values):
+        # Most runs have no error and were not verified: no need to look at each.
+        columns |= dict.fromkeys(_flatten_record(path, record), [None] * len(values))
+        return
+    fields = record_fields(record)
+    blank = (None,) * len(fields)
+    astuple = msgspec.structs.astuple
+    rows = [blank if value is None else astuple(value) for value in values]
+    for entry, column in zip(fields, zip(*rows, strict=True) if rows else [()] * len(fields), strict=True):
+        name = f"{path}.{entry.name}"
+        if entry.record is not None:
+            _add_record_columns(columns, name, entry.record, column)
+        elif entry.dtype == JSON_TEXT:
+            columns[name] = [encode_sorted_json(value) if value else None for value in column]
+        else:
+            columns[name] = column
+
+
+def encode_sorted_json(value: Any) -> str:
+    """The one text of a table of options."""
+    return msgspec.json.encode(value, order="deterministic").decode()
+
+
+def _make_frame(columns: dict[str, Sequence[Any]]) -> polars.DataFrame:
+    import polars
+
+    return polars.DataFrame(
+        [_make_series(name, columns[name], dtype) for name, dtype in column_types().items()],
+    )
+
+
+def _make_series(name: str, values: Sequence[Any], dtype: str) -> polars.Series:
+    import polars
+
+    kind = polars.String if dtype == JSON_TEXT else getattr(polars, dtype)
+    first = values[0] if values else None
+    if values and not isinstance(first, int | float) and values.count(first) == len(values):
+        # Most parameters stand at one value: a column of it costs nothing.
+        return _repeat_value(polars.Series(name, [first], dtype=kind), len(values))
+    return polars.Series(name, values, dtype=kind)
+
+
+def _repeat_value(one: polars.Series, count: int) -> polars.Series:
+    """``count`` times the value of ``one``; ``polars.repeat`` starts the whole query engine for it."""
+    column: polars.Series = one.new_from_index(0, count)
+    return column
+
+
+def broken_results_frame(
+    entries: Iterable[CollectedResult], files: Sequence[tuple[int, int]] | None = None
+) -> polars.DataFrame:
+    """Runs whose result cannot be read: status ``broken``, the reason as ``error.message``."""
+    given = list(entries)
+    columns: dict[str, Sequence[Any]] = dict.fromkeys(column_types(), [None] * len(given))
+    columns |= {
+        "run_id": [entry.run_id for entry in given], "cluster": [entry.cluster for entry in given],
+        "status": [STATUS_BROKEN] * len(given), "error.type": ["BrokenFile"] * len(given),
+        "error.message": [entry.problem for entry in given],
+    }  # fmt: skip
+    for number, name in enumerate(FILE_COLUMNS):
+        if files is not None:
+            columns[name] = [one[number] for one in files]
+    return _make_frame(columns)
+
+
+def collected_frame(entries: Iterable[CollectedResult]) -> polars.DataFrame:
+    """What was collected, in its order: results and broken files."""
+    import polars
+
+    given = list(entries)
+    whole = results_frame([entry.result for entry in given if entry.result is not None])
+    whole = whole.with_columns(
+        # A result lies in the tree of the cluster that it is shown under.
+        polars.Series("cluster", [entry.cluster for entry in given if entry.result is not None], dtype=polars.String)
+    )
+    frame = polars.concat([whole, broken_results_frame(entry for entry in given if entry.result is None)])
+    order = [number for number, entry in enumerate(given) if entry.result is not None]
+    order += [number for number, entry in enumerate(given) if entry.result is None]
+    return frame.with_columns(polars.Series("_order", order, dtype=polars.Int64)).sort("_order").drop("_order")
+
+
+_CHUNK_RESULTS = 2000
+"""Results that are in memory as records at a time."""
+NO_FILE_STATE = (0, 0)
+
+
+class FileState(NamedTuple):
+    """What tells a file from the one that was there before."""
+
+    mtime_ns: int
+    size_bytes: int
+
+
+def prefix_mtimes_ns(tree: ClusterTree) -> dict[str, int]:
+    """Modification time (ns) of every real folder ``runs/<first two hex>``, by its name."""
+    runs = tree.root / "runs"
+    found: dict[str, int] = {}
+    if runs.is_symlink():
+        return found
+    try:
+        with os.scandir(runs) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    if entry.is_dir(follow_symlinks=False):
+                        found[entry.name] = entry.stat(follow_symlinks=False).st_mtime_ns
+    except (FileNotFoundError, NotADirectoryError):
+        return found
+    except OSError as error:
+        raise read_error(error, runs) from error
+    return dict(sorted(found.items()))
+
+
+def file_state(path: Path | str) -> FileState | None:
+    """The state of what lies at ``path``, a link included; ``None`` where there is nothing."""
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return None
+    return FileState(found.st_mtime_ns, found.st_size)
+
+
+@dataclass
+class FolderScan:
+    """What a reading of some folders found: results that are new or changed, and what else is there."""
+
+    chunks: list[polars.DataFrame] = field(default_factory=list)
+    kept: set[str] = field(default_factory=set)
+    """Runs whose result is as it is known."""
+    unfinished: list[str] = field(default_factory=list)
+    """Runs that have a folder and no result."""
+    read: int = 0
+
+
+class FolderScanner:
+    """Reads results of ``tree`` into chunks of a frame."""
+
+    def __init__(self, tree: ClusterTree) -> None:
+        self._tree = tree
+        self._whole: list[tuple[RunResult, tuple[int, int]]] = []
+        self._broken: list[tuple[CollectedResult, tuple[int, int]]] = []
+        self._found = FolderScan()
+
+    def read(self, names: Iterable[str], known: Mapping[str, tuple[int, int]]) -> FolderScan:
+        """All of the folders ``names``, without results that are still in the state ``known``.
+
+        A file that is no result, and a link in place of a run, are rows with the reason. Raises ``StorageError``
+        where a folder may not be read.
+        """
+        for name in names:
+            folder = f"{self._tree.root}/runs/{name}"
+            for run_id, is_link in self._changed(folder, known):
+                if not (RUN_ID_PATTERN.fullmatch(run_id) and run_id.startswith(name)):
+                    continue
+                if is_link:
+                    self._note(run_id, f"{folder}/{run_id} is a link: none is followed inside a results tree")
+                else:
+                    self._read(f"{folder}/{run_id}/result.json", run_id)
+            if len(self._whole) >= _CHUNK_RESULTS:
+                self._close_chunk()
+        self._close_chunk()
+        return self._found
+
+    def _changed(self, folder: str, known: Mapping[str, tuple[int, int]]) -> list[tuple[str, bool]]:
+        """What lies in ``folder`` and is not in the state ``known``, in order: its name, and whether it is a link."""
+        changed = []
+        kept = self._found.kept
+        lstat = os.lstat
+        try:
+            with os.scandir(folder) as entries:
+                for entry in entries:
+                    run_id, is_link = entry.name, entry.is_symlink()
+                    if run_id in known and not is_link:
+                        # In a large tree most of what is looked at takes this way.
+                        with contextlib.suppress(OSError):
+                            found = lstat(f"{folder}/{run_id}/result.json")
+                            if (found.st_mtime_ns, found.st_size) == known[run_id]:
+                                kept.add(run_id)
+                                continue
+                    changed.append((run_id, is_link))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise read_error(error, Path(folder)) from error
+        return sorted(changed)
+
+    def _read(self, path: str, run_id: str) -> None:
+        try:
+            data, state = read_regular_with_stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            self._found.unfinished.append(run_id)
+            return
+        except UnsafeFileError as error:
+            self._note(run_id, f"result.json is broken: {error.strerror}", file_state(path))
+            return
+        except OSError as error:
+            failure = read_error(error, Path(path))
+            self._note(
+                run_id, f"{failure.message}; {failure.hint}" if failure.hint else failure.message, file_state(path)
+            )
+            return
+        seen = (state.st_mtime_ns, state.st_size)
+        try:
+            self._whole.append((decode_result_unbounded(data, run_id), seen))
+        except msgspec.MsgspecError as error:
+            self._note(run_id, f"result.json is broken: {error}", seen)
+        self._found.read += 1
+
+    def _note(self, run_id: str, problem: str, state: tuple[int, int] | None = None) -> None:
+        self._broken.append((CollectedResult(self._tree.root.name, run_id, None, problem), state or NO_FILE_STATE))
+
+    def _close_chunk(self) -> None:
+        if self._whole:
+            try:
+                self._found.chunks.append(self._frame())
+            except (TypeError, OverflowError):
+                self._whole = [pair for pair in self._whole if self._fits(pair)]
+                self._found.chunks.append(self._frame())
+        if self._broken:
+            self._found.chunks.append(broken_results_frame(*map(list, zip(*self._broken, strict=True))))
+        self._whole, self._broken = [], []
+
+    def _frame(self) -> polars.DataFrame:
+        import polars
+
+        frame = results_frame([result for result, _ in self._whole], [state for _, state in self._whole])
+        # A result lies in the tree of the cluster that it is shown under, whatever it says.
+        return frame.with_columns(cluster=polars.lit(self._tree.root.name, dtype=polars.String))
+
+    def _fits(self, pair: tuple[RunResult, tuple[int, int]]) -> bool:
+        """Whether every integer of a result fits into a column; it is noted where one does not."""
+        result, state = pair
+        try:
+            decode_result(msgspec.json.encode(result), result.run_id)
+            results_frame([result])
+        except (msgspec.MsgspecError, TypeError, OverflowError) as error:
+            reason = str(error).partition("\n")[0]
+            self._note(result.run_id, f"result.json is broken: {reason}", state)
+            return False
+        return True

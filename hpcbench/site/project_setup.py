@@ -1,0 +1,120 @@
+"""Set-up of a project on disk: its folder with a sweep and a profile, and its data sets as files."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.errors import SubmitError
+from hpcbench.fileio import make_folder, write_atomic
+from hpcbench.paths import shared_folder
+from hpcbench.render.job_script import rank_python
+from hpcbench.submit.scheduler_settings import scrubbed_environment
+
+_PROJECT_README = """# An hpcbench project
+
+    hpcbench run quickstart                        # six short trainings on this machine
+    hpcbench plan quickstart --cluster my-cluster  # what they would be on a cluster
+    hpcbench submit quickstart --cluster my-cluster
+    hpcbench table quickstart
+
+Copy `clusters/generic-slurm.toml` to `clusters/my-cluster.toml`, set its `name`, and go through its keys.
+Sweeps are in `sweeps/`, results land in `results/`. Templates in `templates/` override the shipped ones by name.
+"""
+
+
+def write_project(folder: Path) -> list[Path]:
+    """Write what is missing in ``folder``; files that exist are left alone. Returns what was written."""
+    shipped = {
+        folder / "README.md": _PROJECT_README.encode(),
+        folder / ".gitignore": b"/results/\n",
+        folder / "sweeps" / "quickstart.toml": _shipped_file("sweeps", "quickstart.toml"),
+        folder / "clusters" / "generic-slurm.toml": _shipped_file("clusters", "generic-slurm.toml"),
+        folder / "templates" / "README.md": _shipped_file("templates", "README.md"),
+        folder / "schemas" / "sweep.json": _schema_file("sweep"),
+        folder / "schemas" / "cluster.json": _schema_file("cluster"),
+    }
+    written = []
+    for path, data in shipped.items():
+        if not path.exists():
+            make_folder(path.parent)
+            write_atomic(path, data)
+            written.append(path)
+    return written
+
+
+def _shipped_file(kind: str, name: str) -> bytes:
+    """A shipped file; its schema line points to the project's own schemas."""
+    return (shared_folder(kind) / name).read_bytes().replace(b"../docs/schemas/", b"../schemas/")
+
+
+def _schema_file(kind: str) -> bytes:
+    from hpcbench.results.json_schema import make_json_schema
+
+    return msgspec.json.format(msgspec.json.encode(make_json_schema(kind)), indent=1) + b"\n"
+
+
+class SampleRequest(NamedTuple):
+    """What to make; ``None`` leaves it to the maker."""
+
+    dataset: str
+    size: int | None
+    samples: int | None
+    workers: int | None
+
+
+class SampleProgress(msgspec.Struct):
+    """How far the maker is."""
+
+    done: int
+    samples: int
+
+
+def make_samples(profile: ClusterProfile, folder: Path, order: SampleRequest) -> Iterator[SampleProgress]:
+    """Run the maker in the profile's own environment and pass on what it says.
+
+    ``SubmitError`` where it fails (it has said why on standard error), or can only be run in a job.
+    """
+    environment = profile.environment(None)
+    words = ["-m", "hpcbench.worker", "data", "make", order.dataset, "--folder", str(folder)]
+    for name, value in (("--size", order.size), ("--samples", order.samples), ("--workers", order.workers)):
+        words += [] if value is None else [name, str(value)]
+    if environment.modules or environment.container or environment.setup:
+        raise SubmitError(
+            f"the environment of {profile.name} is made by modules, setup lines or a container",
+            hint=f"run this inside it: {shlex.join(['python', *words])}",
+        )
+    command = [rank_python(environment), *words]
+    try:
+        process = subprocess.Popen(
+            command, env=scrubbed_environment() | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True
+        )
+    except OSError as error:
+        raise SubmitError(f"cannot run {command[0]}: {error.strerror}") from error
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            yield msgspec.json.decode(line, type=SampleProgress)
+    finally:
+        _stop_process(process)
+    if process.returncode:
+        raise SubmitError(f"{order.dataset} was not made: {shlex.join(command)} ended with {process.returncode}")
+
+
+def _stop_process(process: subprocess.Popen[str]) -> None:
+    """Its own end, or one that is asked for where nobody listens any more."""
+    assert process.stdout is not None
+    process.stdout.close()
+    try:
+        process.wait(5)
+    except subprocess.TimeoutExpired:
+        os.kill(process.pid, signal.SIGTERM)
+        process.wait()

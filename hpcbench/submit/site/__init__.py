@@ -1,1 +1,0 @@
-"""What a live scheduler says of its cluster: read, written down as a profile, compared with one."""

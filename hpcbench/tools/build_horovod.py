@@ -1,0 +1,485 @@
+"""``python -m hpcbench.tools.build_horovod``: build Horovod as a wheel for an interpreter's torch, cache and install
+it.
+
+Only the standard library is used: the target interpreter needs torch and nothing of hpcbench."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcbench.errors import HpcbenchError, WorkerError
+
+HOROVOD_VERSION = "0.28.1"
+PATCH_REVISION = 1
+"""Raised whenever what is mended below changes, so that a cached wheel of other source is not taken."""
+
+
+class SourceEdit(NamedTuple):
+    """One change of text; ``pattern`` (a regular expression) must be found in ``file``."""
+
+    file: str
+    pattern: str
+    replacement: str
+    why: str
+
+
+def source_edits(cxx_standard: int, cuda: bool, mpicxx: str = "") -> list[SourceEdit]:
+    """What is changed for a torch whose headers want C++ ``cxx_standard``; ``mpicxx`` is MPI's compiler, if any."""
+    standard = f"set(CMAKE_CXX_STANDARD {cxx_standard})"
+    found = [
+        SourceEdit("CMakeLists.txt", r"set\(CMAKE_CXX_STANDARD 14\)", standard, "torch's headers"),
+        SourceEdit("horovod/torch/CMakeLists.txt", r"set\(CMAKE_CXX_STANDARD 14\)", standard, "torch's headers"),
+        SourceEdit(
+            "CMakeLists.txt", r"-std=c\+\+11\"\)\n        endif", f'-std=c++{cxx_standard}")\n        endif', "CUDA"
+        ),
+        SourceEdit(
+            "horovod/torch/CMakeLists.txt",
+            r"from distutils\.sysconfig import get_python_inc; print\(get_python_inc\(\)\)",
+            "import sysconfig; print(sysconfig.get_path('include'))",
+            "Python 3.12 has no distutils",
+        ),
+        SourceEdit(
+            "horovod/runner/js_run.py",
+            r"from distutils\.spawn import find_executable",
+            "from shutil import which as find_executable",
+            "Python 3.12 has no distutils",
+        ),
+        SourceEdit("setup.py", r"setup_requires=.*", "setup_requires=[],", "nothing is fetched while it builds"),
+        SourceEdit("setup.py", r"else 'RelWithDebInfo'", "else 'Release'", "debugging symbols cost time and space"),
+        SourceEdit("setup.py", r"require_list\.append\('cffi>=1\.4\.0'\)", "pass", "the extension does not use cffi"),
+    ]
+    if not cuda:
+        # A compiler for CUDA on PATH would otherwise be tried, and must work, for a wheel that holds no CUDA.
+        found.append(
+            SourceEdit("CMakeLists.txt", r"\nif\(CMAKE_CUDA_COMPILER\)", "\nif(FALSE)", "no CUDA in this wheel")
+        )
+    if mpicxx:
+        both = {"CXX": mpicxx, "C": str(Path(mpicxx).with_name("mpicc"))}
+        chosen = "".join(
+            f'set(MPI_{key}_COMPILER "{path}" CACHE FILEPATH "" FORCE)\n    ' for key, path in both.items()
+        )
+        chosen += "find_package(MPI "
+        found.append(SourceEdit("CMakeLists.txt", r"find_package\(MPI ", chosen, "cmake looks beside mpirun first"))
+    return found
+
+
+def patch_source(source: Path, cxx_standard: int, cuda: bool, mpicxx: str = "") -> None:
+    """Apply ``edits`` to the unpacked package; ``WorkerError`` where one finds nothing to change."""
+    for edit in source_edits(cxx_standard, cuda, mpicxx):
+        path = source / edit.file
+        text, count = re.subn(edit.pattern, lambda _, edit=edit: edit.replacement, path.read_text(encoding="utf-8"))  # type: ignore[misc]
+        if count == 0:
+            raise WorkerError(
+                f"{path}: {edit.pattern!r} is not there: is this Horovod {HOROVOD_VERSION}? (for: {edit.why})"
+            )
+        path.write_text(text, encoding="utf-8")
+
+
+def fetch_source(pip: Sequence[str], folder: Path, env: dict[str, str]) -> Path:
+    """Download the source package with ``pip`` into ``folder`` and unpack it there; returns its root."""
+    command = [
+        *pip,
+        "download",
+        f"horovod=={HOROVOD_VERSION}",
+        "--no-binary",
+        "horovod",
+        "--no-deps",
+        "--no-build-isolation",
+        "--quiet",
+        "--dest",
+        str(folder),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    archive = folder / f"horovod-{HOROVOD_VERSION}.tar.gz"
+    if done.returncode != 0 or not archive.exists():
+        raise WorkerError(
+            f"cannot download Horovod {HOROVOD_VERSION}'s source package: {done.stderr.strip()[-400:]}",
+            hint=f"is the package index reachable from here? Elsewhere: {' '.join(command[:-2])}; "
+            f"then --source horovod-{HOROVOD_VERSION}.tar.gz",
+        )
+    return unpack_source(archive, folder)
+
+
+def unpack_source(archive: Path, folder: Path) -> Path:
+    """Unpack the source package ``archive`` into ``folder``; returns its root."""
+    with tarfile.open(archive) as package:
+        # The filter came with security releases of Python 3.10 and 3.11, and is the default from 3.14 on.
+        if hasattr(tarfile, "data_filter"):
+            package.extractall(folder, filter="data")
+        else:
+            package.extractall(folder)  # noqa: S202 - a released package, built and run in the next moment
+    root = folder / f"horovod-{HOROVOD_VERSION}"
+    if not root.is_dir():
+        raise WorkerError(f"{archive} is not the source package of Horovod {HOROVOD_VERSION}")
+    return root
+
+
+_SYSTEM_PACKAGES = {"g++": "g++", "make": "make", "Python.h": "python3-dev"}
+_BUILD_TOOLS = ("setuptools>=68", "wheel", "packaging")
+_CMAKE_REQUIREMENT = "cmake>=3.18,<4"
+
+_TARGET_SCRIPT = """
+import json, os, platform, sys, sysconfig
+found = {"tag": f"{sys.implementation.cache_tag}", "machine": platform.machine(), "libc": "-".join(platform.libc_ver()),
+         "include": sysconfig.get_path("include"), "torch": None, "cuda": None, "cuda_home": None, "standards": []}
+try:
+    import re, torch
+    found["torch"], found["cuda"] = str(torch.__version__), torch.version.cuda
+    text = open(os.path.join(os.path.dirname(torch.__file__), "utils", "cpp_extension.py"), encoding="utf-8").read()
+    found["standards"] = [int(number) for number in re.findall(r"-std=c\\+\\+(\\d+)'", text)]
+    if torch.version.cuda:
+        from torch.utils.cpp_extension import CUDA_HOME
+        found["cuda_home"] = CUDA_HOME
+except ImportError as error:
+    found["why"] = str(error)
+try:
+    import nvidia.nccl
+    found["nccl"] = list(nvidia.nccl.__path__)[0]
+except ImportError:
+    pass
+try:
+    import pip
+    found["pip"] = pip.__version__
+except ImportError:
+    pass
+print("found:" + json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class BuildTarget:
+    """The interpreter that Horovod is built for."""
+
+    python: str
+    torch: str
+    tag: str
+    machine: str
+    libc: str
+    include: str
+    cxx_standard: int
+    cuda_home: str | None
+    nccl_package: str | None
+
+    @property
+    def pip(self) -> list[str]:
+        """The command that installs into it."""
+        return [self.python, "-m", "pip", "--disable-pip-version-check"]
+
+
+@dataclass(frozen=True)
+class BuildFeatures:
+    """What goes into the wheel beside Gloo; empty where it does not."""
+
+    mpi: str = ""
+    """Tells one MPI from another: a digest of how its compiler links."""
+    mpicxx: str = ""
+    """The path of that compiler."""
+    nccl: str = ""
+    """The folder with NCCL's ``include`` and ``lib``."""
+
+    @property
+    def listed(self) -> str:
+        """``gloo, mpi``."""
+        return ", ".join(["gloo", *(["mpi"] if self.mpi else []), *(["nccl"] if self.nccl else [])])
+
+
+def examine_target(python: str) -> BuildTarget:
+    """Ask ``python`` what it is; ``WorkerError`` names what a build lacks and the command that installs it."""
+    try:
+        done = subprocess.run([python, "-c", _TARGET_SCRIPT], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise WorkerError(f"{python}: {error.strerror}", hint="--python takes the path of an interpreter") from error
+    answer = [line for line in done.stdout.splitlines() if line.startswith("found:")]
+    if not answer:
+        raise WorkerError(f"{python} does not run: {done.stderr.strip()[-400:]}")
+    found = json.loads(answer[-1].removeprefix("found:"))
+    if not found["torch"]:
+        raise WorkerError(
+            f"{python} cannot import torch ({found.get('why')}), and Horovod is built against it",
+            hint=f"{python} -m pip install 'torch>=2.6'",
+        )
+    if "pip" not in found:
+        raise WorkerError(f"{python} has no pip", hint=f"{python} -m ensurepip")
+    standard = max(found["standards"], default=17)
+    _require_compiler(found["include"], standard)
+    return BuildTarget(
+        python, found["torch"], found["tag"], found["machine"], found["libc"], found["include"], standard,
+        found["cuda_home"], found.get("nccl"),
+    )  # fmt: skip
+
+
+def cxx_compiler() -> str:
+    """The C++ compiler that cmake will take, too."""
+    return os.environ.get("CXX") or "g++"
+
+
+def _require_compiler(include: str, standard: int) -> None:
+    missing = [name for name in (cxx_compiler(), "make") if not shutil.which(name)]
+    if not (Path(include) / "Python.h").exists():
+        missing.append("Python.h")
+    if missing:
+        packages = " ".join(sorted({_SYSTEM_PACKAGES.get(name, "g++") for name in missing}))
+        places = "".join(f" ({include}/Python.h)" for name in missing if name == "Python.h")
+        raise WorkerError(
+            f"building Horovod needs {', '.join(missing)}, not found here{places}",
+            hint=f"apt-get install {packages}; on a cluster load its compiler and Python modules",
+        )
+    said = compile_error([cxx_compiler(), f"-std=c++{standard}"], "#include <string_view>\nint main() { return 0; }\n")
+    if said:
+        raise WorkerError(
+            f"{cxx_compiler()} does not compile C++{standard}, which torch's headers need: {said}",
+            hint="g++ 10 or newer does: apt-get install g++, or load a newer compiler's module (CXX names another)",
+        )
+
+
+def compile_error(command: Sequence[str], source: str) -> str:
+    """What ``command`` says when it fails to compile and link ``source``; empty where it can."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "try.cc"
+        file.write_text(source, encoding="utf-8")
+        try:
+            done = subprocess.run(
+                [*command, str(file), "-o", str(Path(folder) / "try")], capture_output=True, text=True, check=False
+            )
+        except OSError as error:
+            return str(error)
+        return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it says nothing"])[0]
+
+
+def find_features(target: BuildTarget, mpi: bool, nccl: bool) -> BuildFeatures:
+    """MPI where a program can be linked with it, NCCL where torch has CUDA and its toolkit and headers are here."""
+    digest, mpicxx = find_mpi() if mpi else ("", "")
+    return BuildFeatures(digest, mpicxx, _find_nccl(target) if nccl else "")
+
+
+def find_mpi() -> tuple[str, str]:
+    """A digest of how MPI's compiler links, and its path; both empty where no program can be linked with MPI."""
+    # A wrapper alone proves nothing: distributions install it without the headers.
+    source = "#include <mpi.h>\nint main() { MPI_Init(0, 0); return MPI_Finalize(); }\n"
+    mpicxx = shutil.which("mpicxx")
+    if not mpicxx or compile_error([mpicxx], source):
+        return "", ""
+    done = subprocess.run([mpicxx, "-show"], capture_output=True, text=True, check=False)
+    return hashlib.sha256(done.stdout.encode()).hexdigest()[:8], mpicxx
+
+
+def _find_nccl(target: BuildTarget) -> str:
+    if not target.cuda_home or not (Path(target.cuda_home) / "bin" / "nvcc").exists():
+        return ""
+    given = [os.environ.get(name) for name in ("HOROVOD_NCCL_HOME", "NCCL_HOME", "NCCL_ROOT", "EBROOTNCCL")]
+    places = [place for place in (*given, target.nccl_package, "/usr") if place]
+    return next((place for place in places if (Path(place) / "include" / "nccl.h").exists()), "")
+
+
+def make_build_environment(target: BuildTarget, parts: BuildFeatures, folder: Path) -> dict[str, str]:
+    """A private build environment in ``folder``; returns the variables to build with."""
+    tools = folder / "tools"
+    cmake = _system_cmake()
+    wanted = [*_BUILD_TOOLS, *([] if cmake else [_CMAKE_REQUIREMENT])]
+    command = [*target.pip, "install", "--quiet", "--target", str(tools), *wanted]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise WorkerError(
+            f"pip could not fetch what the build needs ({', '.join(wanted)}): {done.stderr.strip()[-400:]}",
+            hint="apt-get install cmake, or load its module (3.13 to 3.31)" if not cmake else None,
+        )
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "PYTHON"))}
+    env |= {
+        "PYTHONPATH": str(tools),
+        "HOROVOD_CMAKE": cmake or str(tools / "cmake" / "data" / "bin" / "cmake"),
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_CPU_OPERATIONS": "GLOO",
+        "HOROVOD_WITH_MPI" if parts.mpi else "HOROVOD_WITHOUT_MPI": "1",
+    }
+    if parts.nccl:
+        env |= {
+            "HOROVOD_GPU_OPERATIONS": "NCCL",
+            "HOROVOD_NCCL_LINK": "SHARED",
+            "HOROVOD_CUDA_HOME": target.cuda_home or "",
+            "HOROVOD_NCCL_HOME": str(_linkable_nccl(Path(parts.nccl), folder)),
+        }
+    return env
+
+
+def _system_cmake() -> str | None:
+    """The machine's cmake, where it is of a version that Horovod's files still work with."""
+    path = shutil.which("cmake")
+    if path is None:
+        return None
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+    version = re.search(r"version (\d+)\.(\d+)", said)
+    return path if version and (3, 13) <= (int(version[1]), int(version[2])) < (4, 0) else None
+
+
+def _linkable_nccl(home: Path, folder: Path) -> Path:
+    """NCCL's home with a ``libnccl.so``: torch's own package has only the name that is loaded, ``libnccl.so.2``."""
+    library = home / "lib"
+    if not (library / "libnccl.so.2").exists() or (library / "libnccl.so").exists():
+        return home
+    made = folder / "nccl"
+    (made / "lib").mkdir(parents=True)
+    (made / "lib" / "libnccl.so").symlink_to(library / "libnccl.so.2")
+    (made / "include").symlink_to(home / "include")
+    return made
+
+
+_RUNTIME_PACKAGES = ("cloudpickle", "psutil", "pyyaml", "packaging")
+
+
+class BuildOptions(NamedTuple):
+    """What was asked for on the command line."""
+
+    python: str
+    mpi: bool
+    nccl: bool
+    jobs: int
+    source: Path | None
+
+
+def main(words: list[str] | None = None) -> int:
+    """Build where the cache has no wheel, install, say what is in it; returns the exit code."""
+    wish = _parse_options(sys.argv[1:] if words is None else words)
+    try:
+        target = examine_target(wish.python)
+        parts = find_features(target, wish.mpi, wish.nccl)
+        wheel = find_cached_wheel(wheel_cache_folder(), target, parts)
+        if wheel is None:
+            _print_progress(
+                f"building Horovod {HOROVOD_VERSION} for torch {target.torch} ({parts.listed}), {wish.jobs} jobs: "
+                f"minutes"
+            )
+            wheel = _build_wheel(wish, target, parts)
+        else:
+            _print_progress(f"from the cache: {wheel}")
+        install_wheel(target, wheel)
+        _print_progress(f"{target.python}: Horovod {describe_installed(target)}")
+    except HpcbenchError as error:
+        print(f"hpcbench: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+def wheel_cache_folder() -> Path:
+    """Where wheels are kept: outside of any checkout or environment."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "hpcbench" / "wheels"
+
+
+def wheel_cache_key(target: BuildTarget, parts: BuildFeatures) -> str:
+    """A name for everything that a wheel depends on: another value of any of these is another wheel."""
+    known = {"horovod": HOROVOD_VERSION, "patch": PATCH_REVISION, "torch": target.torch, "python": target.tag,
+             "machine": target.machine, "libc": target.libc, "mpi": parts.mpi, "nccl": parts.nccl}  # fmt: skip
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def wheel_local_version(target: BuildTarget, parts: BuildFeatures) -> str:
+    """What stands behind the ``+`` of the wheel's version, so that pip, too, tells one build from the next."""
+    torch = target.torch.replace("+", ".").replace("-", ".").replace("_", ".")
+    return f"patch{PATCH_REVISION}.torch{torch}.{parts.listed.replace(', ', '.')}"
+
+
+def find_cached_wheel(folder: Path, target: BuildTarget, parts: BuildFeatures) -> Path | None:
+    """The wheel that was built before, if there is one."""
+    return next(iter(sorted((folder / wheel_cache_key(target, parts)).glob("horovod-*.whl"))), None)
+
+
+def store_wheel(folder: Path, wheel: Path, name: str) -> Path:
+    """Move ``wheel`` into the cache under ``name``, at once: a second build at the same time harms nobody."""
+    kept = folder / name / wheel.name
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    partial = kept.with_name(f".{kept.name}.{os.getpid()}")
+    shutil.copyfile(wheel, partial)
+    os.replace(partial, kept)
+    return kept
+
+
+def install_wheel(target: BuildTarget, wheel: Path) -> None:
+    """Install ``wheel`` and what it imports; torch and everything else that is there stays."""
+    done = subprocess.run(
+        [*target.pip, "install", "--quiet", "--no-deps", str(wheel)], capture_output=True, text=True, check=False
+    )
+    if done.returncode == 0:
+        command = [*target.pip, "install", "--quiet", *_RUNTIME_PACKAGES]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise WorkerError(f"pip could not install {wheel}: {done.stderr.strip()[-600:]}")
+
+
+def describe_installed(target: BuildTarget) -> str:
+    """What the target's interpreter finds; ``WorkerError`` where it cannot import it."""
+    text = (
+        "import horovod, horovod.torch as h; built = {'gloo': h.gloo_built(), 'mpi': h.mpi_built(), "
+        "'nccl': h.nccl_built()}; print(horovod.__version__, 'with', ', '.join(k for k, v in built.items() if v))"
+    )
+    with tempfile.TemporaryDirectory() as elsewhere:
+        command = [target.python, "-c", text]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=elsewhere, check=False)
+    if done.returncode != 0:
+        raise WorkerError(f"Horovod was built and installed, but cannot be imported:\n{done.stderr.strip()[-800:]}")
+    return done.stdout.strip().splitlines()[-1]
+
+
+def _build_wheel(wish: BuildOptions, target: BuildTarget, parts: BuildFeatures) -> Path:
+    with tempfile.TemporaryDirectory(prefix="hpcbench-horovod-") as name:
+        folder = Path(name)
+        env = make_build_environment(target, parts, folder)
+        root = unpack_source(wish.source, folder) if wish.source else fetch_source(target.pip, folder, env)
+        env |= {"HOROVOD_LOCAL_VERSION": wheel_local_version(target, parts), "MAKEFLAGS": f"-j{wish.jobs}",
+                "CMAKE_BUILD_PARALLEL_LEVEL": str(wish.jobs)}  # fmt: skip
+        patch_source(root, target.cxx_standard, cuda=bool(parts.nccl), mpicxx=parts.mpicxx)
+        log = folder / "log"
+        nice = ["nice", "-n", "10"] if shutil.which("nice") else []
+        command = [*nice, *target.pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--verbose",
+                   "--wheel-dir", str(folder / "out"), str(root)]  # fmt: skip
+        with open(log, "wb") as file:
+            code = subprocess.run(command, stdout=file, stderr=file, env=env, check=False).returncode
+        wheels = sorted((folder / "out").glob("horovod-*.whl"))
+        if code != 0 or not wheels:
+            kept = wheel_cache_folder() / "horovod-build.log"
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(log, kept)
+            raise WorkerError(f"the build failed:\n{_error_lines(log)}", hint=f"all of its output: {kept}")
+        return store_wheel(wheel_cache_folder(), wheels[0], wheel_cache_key(target, parts))
+
+
+def _error_lines(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    telling = [line for line in lines if "error" in line.lower()]
+    return "\n".join((telling or lines)[:8])
+
+
+def _print_progress(text: str) -> None:
+    print(f"hpcbench: {text}", file=sys.stderr, flush=True)  # noqa: T201
+
+
+def _parse_options(words: list[str]) -> BuildOptions:
+    parser = argparse.ArgumentParser(prog="python -m hpcbench.tools.build_horovod", description=__doc__)
+    text = "the interpreter to build for (this one); give a cluster's environment its own"
+    parser.add_argument("--python", default=sys.executable, metavar="PATH", help=text)
+    parser.add_argument("--without-mpi", action="store_true", help="leave MPI out even where mpicxx works")
+    parser.add_argument("--without-nccl", action="store_true", help="leave NCCL out even for a CUDA torch")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="compilers at a time (2)")
+    text = f"horovod-{HOROVOD_VERSION}.tar.gz, for a machine without a package index"
+    parser.add_argument("--source", type=Path, metavar="FILE", help=text)
+    given: Any = parser.parse_args(words)
+    return BuildOptions(given.python, not given.without_mpi, not given.without_nccl, max(1, given.jobs), given.source)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Layers whose channels are shared by the ranks of a group."""

@@ -1,0 +1,129 @@
+"""Reader threads that load the next batches while a step computes.
+
+Reading and decoding release the interpreter lock.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hpcbench.errors import WorkerError
+
+SAMPLE_TIMEOUT_S = 300.0
+"""How long no sample at all may come before a run is given up."""
+_CLOSE_TIMEOUT_S = 1.0
+
+
+class SampleReader(Protocol):
+    """A set in files. ``read`` is called from several threads at once and calls no torch: that would start more."""
+
+    where: str
+    """What is read, for a person."""
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+
+    def read(self, index: int, inputs: Any, target: Any) -> None:
+        """Put sample ``index`` into the numpy arrays ``inputs`` [*shape] and ``target`` [1], [values] or [length]."""
+
+
+class SampleLayout:
+    """What one sample is in memory."""
+
+    def __init__(self, inputs: tuple[int, ...], targets: tuple[int, ...], target: str) -> None:
+        self.inputs, self.targets = inputs, targets
+        self.inputs_type = torch.int64 if target == "tokens" else torch.float32
+        self.targets_type = torch.float32 if target == "values" else torch.int64
+
+
+class PendingBatch:
+    """One batch on its way."""
+
+    def __init__(self, indexes: Sequence[int], shape: SampleLayout, pinned: bool) -> None:
+        count = len(indexes)
+        self.indexes = indexes
+        self.inputs = torch.empty(count, *shape.inputs, dtype=shape.inputs_type, pin_memory=pinned)
+        self.targets = torch.empty(count, *shape.targets, dtype=shape.targets_type, pin_memory=pinned)
+        self.arrays = (self.inputs.numpy(), self.targets.numpy().reshape(count, -1))
+        self.error: BaseException | None = None
+        self.dropped = False
+        self._left = count
+        self._progress = threading.Condition()
+
+    def done(self, error: BaseException | None) -> None:
+        """One sample more has come, or failed."""
+        with self._progress:
+            self.error = self.error or error
+            self._left -= 1
+            self._progress.notify_all()
+
+    def wait(self, where: str) -> tuple[Tensor, Tensor]:
+        """The batch, once all of it is there. Raises what reading raised."""
+        with self._progress:
+            while self._left and self.error is None:
+                before = self._left
+                if not self._progress.wait(SAMPLE_TIMEOUT_S) and self._left == before:
+                    raise WorkerError(
+                        f"waited {SAMPLE_TIMEOUT_S:.0f} s for a sample of {where}: the file system is stuck"
+                    )
+        if self.error is not None:
+            raise self.error
+        return self.inputs, self.targets
+
+
+class BatchLoader:
+    """``threads`` readers of one set. They are daemons: a rank that ends does not wait for a file system."""
+
+    def __init__(self, samples: SampleReader, shape: SampleLayout, threads: int, pinned: bool) -> None:
+        self.threads = threads
+        self._samples, self._shape, self._pinned = samples, shape, pinned
+        self._jobs: queue.SimpleQueue[tuple[PendingBatch, int] | None] = queue.SimpleQueue()
+        self._readers = [
+            threading.Thread(target=self._serve, name=f"loader-{number}", daemon=True) for number in range(threads)
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def begin(self, indexes: Sequence[int]) -> PendingBatch:
+        """Ask for a batch; returns at once."""
+        loading = PendingBatch(indexes, self._shape, self._pinned)
+        for position in range(len(indexes)):
+            self._jobs.put((loading, position))
+        return loading
+
+    def wait(self, loading: PendingBatch) -> tuple[Tensor, Tensor]:
+        """Its inputs and targets, on the host."""
+        return loading.wait(self._samples.where)
+
+    def close(self) -> None:
+        """End the threads, each after the sample that it is at; one that is stuck is left to the process's end."""
+        while True:
+            try:
+                self._jobs.get_nowait()
+            except queue.Empty:
+                break
+        for _ in self._readers:
+            self._jobs.put(None)
+        give_up = time.monotonic() + _CLOSE_TIMEOUT_S
+        for reader in self._readers:
+            reader.join(max(0.0, give_up - time.monotonic()))
+
+    def _serve(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            loading, position = job
+            if loading.dropped or loading.error is not None:
+                continue
+            inputs, targets = loading.arrays
+            try:
+                self._samples.read(loading.indexes[position], inputs[position], targets[position])
+            except BaseException as error:  # noqa: BLE001 - the step that waits for it raises it
+                loading.done(error)
+            else:
+                loading.done(None)

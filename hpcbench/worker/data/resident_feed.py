@@ -1,0 +1,229 @@
+"""Real data sets small enough to stay on the device as a whole: MNIST, CIFAR-10 and scikit-learn's digits.
+
+MNIST and CIFAR-10 are read from their original files in torchvision's folder layout."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import struct
+import zlib
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import WorkerError
+from hpcbench.parallel.workloads import DATASETS
+from hpcbench.worker.data.feed import Batch, DataFeed, DataSource
+from hpcbench.worker.data.file_feed import missing_files_error, require_data_folder
+from hpcbench.worker.failure import install_hint
+
+_EVALUATION_BATCH = 500
+
+
+class ResidentFeed(DataFeed):
+    """``train`` is one epoch; ``held_out`` is for evaluation alone. Both are inputs and labels on the host."""
+
+    kind = "real"
+
+    def __init__(self, spec: RunSpec, device: torch.device, train: Batch, held_out: Batch) -> None:
+        super().__init__(spec, device, samples=len(train[1]))
+        self._inputs, self._labels = self.place(train[0]), train[1].to(device)
+        self._unseen = (self.place(held_out[0]), held_out[1].to(device))
+
+        self._order: tuple[int, Tensor] = (-1, self._labels)
+
+    def epoch_order(self, epoch: int) -> Tensor:
+        """Kept on the device, so that no step has to wait for it."""
+        if self._order[0] != epoch:
+            self._order = (epoch, super().epoch_order(epoch).to(self.device))
+        return self._order[1]
+
+    def prepare(self, replica: int) -> None:
+        """Everything is resident already."""
+        self.batch(0, replica)
+
+    def batch(self, step: int, replica: int) -> Batch:
+        """[share, *shape] and [share]."""
+        chosen = self.chosen(step, replica)
+        return self.place(self._inputs[chosen]), self._labels[chosen]
+
+    def held_out(self) -> Iterator[Batch]:
+        """Images that training never sees."""
+        inputs, labels = self._unseen
+        return zip(torch.split(inputs, _EVALUATION_BATCH), torch.split(labels, _EVALUATION_BATCH), strict=True)
+
+
+def normalize_channels(inputs: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """``inputs`` [n, channels, ...] with the channels' ``mean`` taken off, in units of their ``std``."""
+    channels = (1, len(mean), *(1 for _ in inputs.shape[2:]))
+    return (inputs - torch.tensor(mean).view(channels)) / torch.tensor(std).view(channels)
+
+
+_CHANNEL_STATISTICS = {"mnist": ((0.1307,), (0.3081,)), "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))}
+"""Mean and standard deviation of the channels of the training images, in [0, 1]."""
+_MAX_FILE_BYTES = 256 * 2**20
+_IDX_UINT8 = 0x08
+
+
+class ArchiveFeed(ResidentFeed):
+    """All of it lies on the device; the set's own test part is held out."""
+
+    def __init__(self, spec: RunSpec, device: torch.device, source: DataSource) -> None:
+        self._folder = require_data_folder(spec, source.folder)
+        read = _read_mnist if spec.dataset == "mnist" else _read_cifar10
+        train, held_out = read(spec, self._folder)
+        super().__init__(
+            spec, device, _normalize_pixels(spec.dataset, *train), _normalize_pixels(spec.dataset, *held_out)
+        )
+
+    def described(self) -> dict[str, Any]:
+        """Also where the files are."""
+        return {**super().described(), "data_folder": str(self._folder)}
+
+
+def _normalize_pixels(dataset: str, pixels: Tensor, labels: Tensor) -> Batch:
+    return normalize_channels(pixels.float() / 255, *_CHANNEL_STATISTICS[dataset]), labels
+
+
+def _read_mnist(spec: RunSpec, folder: Path) -> tuple[Batch, Batch]:
+    root = folder / "MNIST" / "raw"
+    return _read_mnist_part(spec, folder, root, "train"), _read_mnist_part(spec, folder, root, "t10k")
+
+
+def _read_mnist_part(spec: RunSpec, folder: Path, root: Path, part: str) -> Batch:
+    paths = []
+    for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
+        found = next((path for path in (root / name, root / f"{name}.gz") if path.is_file()), None)
+        if found is None:
+            raise missing_files_error(spec, folder, name)
+        paths.append(found)
+    images, labels = (read_idx(path) for path in paths)
+    _check_labels(paths[1], labels, len(images), DATASETS[spec.dataset].outputs)
+    if images.shape[1:] != DATASETS[spec.dataset].shape[1:]:
+        raise WorkerError(f"{paths[0]} holds images of {images.shape[1:]}, (28, 28) are wanted")
+    return torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels.astype(np.int64))
+
+
+def read_idx(path: Path) -> Any:
+    """The array of bytes in an idx file (yann.lecun.com's format), which may be packed by gzip."""
+    data = _read_whole_file(path)
+    if len(data) < 4 or data[:2] != b"\0\0" or data[2] != _IDX_UINT8 or not 1 <= data[3] <= 3:
+        raise WorkerError(f"{path} is no idx file of bytes: it begins with {data[:4].hex() or 'nothing'}")
+    dims = data[3]
+    begin = 4 + 4 * dims
+    if len(data) < begin:
+        raise WorkerError(f"{path} is cut short: {len(data)} bytes")
+    shape = struct.unpack(f">{dims}I", data[4:begin])
+    wanted = begin + int(np.prod(shape, dtype=object))
+    if len(data) != wanted:
+        raise WorkerError(f"{path} has {len(data)} bytes, but its header speaks of {wanted}", hint="fetch it again")
+    return np.frombuffer(data, dtype=np.uint8, offset=begin).reshape(shape).copy()
+
+
+def _read_whole_file(path: Path) -> bytes:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise WorkerError(f"cannot read {path}: {error}", hint="fetch it again") from error
+    if len(data) > _MAX_FILE_BYTES:
+        raise WorkerError(f"{path} is larger than {_MAX_FILE_BYTES} bytes: none of this set's files")
+    return data
+
+
+def _read_cifar10(spec: RunSpec, folder: Path) -> tuple[Batch, Batch]:
+    root = folder / "cifar-10-batches-py"
+    paths = [root / f"data_batch_{number}" for number in range(1, 6)]
+    for path in (*paths, root / "test_batch"):
+        if not path.is_file():
+            raise missing_files_error(spec, folder, path.name)
+    parts = [read_cifar_batch(path) for path in paths]
+    train = torch.cat([pixels for pixels, _ in parts]), torch.cat([labels for _, labels in parts])
+    return train, read_cifar_batch(root / "test_batch")
+
+
+def read_cifar_batch(path: Path) -> Batch:
+    """One of CIFAR-10's python batches: pixels [n, 3, 32, 32] and labels [n]."""
+    try:
+        held = _NumpyUnpickler(io.BytesIO(_read_whole_file(path)), encoding="bytes").load()
+    except WorkerError:
+        raise
+    except Exception as error:
+        hint = "fetch cifar-10-python.tar.gz again, from its author"
+        raise WorkerError(f"{path} is no batch of CIFAR-10: {error}", hint=hint) from error
+    pixels = held.get(b"data") if isinstance(held, dict) else None
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.ndim != 2 or pixels.shape[1] != 3072:
+        raise WorkerError(f"{path} is no batch of CIFAR-10: no rows of 3,072 bytes under 'data'", hint="fetch it again")
+    labels = np.array(held.get(b"labels"))
+    _check_labels(path, labels, len(pixels), 10)
+    return torch.from_numpy(pixels.reshape(-1, 3, 32, 32).copy()), torch.from_numpy(labels.astype(np.int64))
+
+
+def _check_labels(path: Path, labels: Any, count: int, classes: int) -> None:
+    if labels.shape != (count,) or labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() >= classes:
+        raise WorkerError(f"{path} does not hold {count} labels from 0 to {classes - 1}", hint="fetch it again")
+
+
+_NUMPY_RECONSTRUCT = np.empty(0).__reduce__()[0]
+_ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
+    ("numpy.core.multiarray", "_reconstruct"): _NUMPY_RECONSTRUCT,
+    ("numpy._core.multiarray", "_reconstruct"): _NUMPY_RECONSTRUCT,
+    ("numpy", "ndarray"): np.ndarray,
+    ("numpy", "dtype"): np.dtype,
+}
+
+
+class _NumpyUnpickler(pickle.Unpickler):
+    """A pickle can name any function to be called. Those of CIFAR-10 name numpy's arrays, and nothing else is found."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What an array is made with."""
+        if (module, name) not in _ALLOWED_GLOBALS:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch does; nothing of it was run")
+        return _ALLOWED_GLOBALS[module, name]
+
+
+class DigitsFeed(ResidentFeed):
+    """The first 1,500 images train, the last 297 are held out."""
+
+    def __init__(self, spec: RunSpec, device: torch.device) -> None:
+        inputs, labels = _load_digits()
+        count = DATASETS[spec.dataset].samples
+        train = inputs[:count]
+        inputs = (inputs - train.mean()) / train.std()
+        super().__init__(spec, device, (inputs[:count], labels[:count]), (inputs[count:], labels[count:]))
+
+
+def _load_digits() -> tuple[Tensor, Tensor]:
+    """Images [1797, 1, 8, 8] and labels [1797]: a line of the package's file is 64 pixels and the digit.
+
+    Not ``load_digits``: with it comes scipy, which takes every rank a second of start-up and a file system a thousand
+    files.
+    """
+    package = find_spec("sklearn")
+    if package is None or not package.submodule_search_locations:
+        raise WorkerError(
+            "dataset digits needs scikit-learn, and this python has none",
+            status="unsupported",
+            hint=install_hint("sklearn"),
+        )
+    path = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
+    try:
+        text = gzip.decompress(path.read_bytes()).decode("ascii")
+    except OSError as error:
+        raise WorkerError(
+            f"dataset digits: this scikit-learn has no {path}: {error}",
+            status="unsupported",
+            hint="python -m pip install --upgrade scikit-learn",
+        ) from error
+    numbers = bytearray(map(int, text.replace("\n", ",").rstrip(",").split(",")))
+    rows = torch.frombuffer(numbers, dtype=torch.uint8).view(-1, 65)
+    return rows[:, :-1].double().reshape(-1, 1, 8, 8), rows[:, -1].long()

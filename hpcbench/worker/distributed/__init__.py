@@ -1,0 +1,1 @@
+"""Ranks, rendezvous, process groups and the messages between ranks."""

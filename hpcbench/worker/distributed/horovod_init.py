@@ -1,0 +1,199 @@
+"""Initialisation of Horovod among ranks that have already met, without horovodrun and ssh."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import ipaddress
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from hpcbench.errors import WorkerError
+from hpcbench.worker.distributed.rendezvous import list_interfaces, reachable_address
+from hpcbench.worker.failure import install_hint
+from hpcbench.worker.strategies.base import RankContext
+
+_ENTRY_BYTES = 256
+_started_with: dict[str, str] = {}
+"""With what Horovod was started in this process. A second start with several ranks ends in a segmentation fault."""
+
+
+def load_horovod() -> Any:
+    """``horovod.torch``; ``WorkerError`` (``unsupported``) with the command that installs it where it does not work.
+
+    A package without its extension imports with no more than a printed warning, and one that was built for another
+    torch fails on a symbol.
+    """
+    try:
+        library = importlib.import_module("horovod.torch")
+        if hasattr(library, "init"):
+            return library
+        said = "its extension for torch is missing"
+    except ImportError as error:
+        said = str(error)
+    raise WorkerError(
+        f"{sys.executable} on {socket.gethostname()} has no Horovod that works with torch {torch.__version__}: {said}",
+        status="unsupported",
+        hint=install_hint("horovod"),
+    )
+
+
+def horovod_facts(controller: str) -> dict[str, Any] | None:
+    """Version, what it was built with, and who coordinates; ``None`` where Horovod does not work."""
+    with contextlib.suppress(WorkerError):
+        library = load_horovod()
+        built = {"gloo": library.gloo_built(), "mpi": library.mpi_built(), "nccl": library.nccl_built(),
+                 "cuda": library.cuda_built()}  # fmt: skip
+        return {
+            "version": metadata.version("horovod"),
+            "built_with": [name for name, there in built.items() if there],
+            "controller": controller,
+        }
+    return None
+
+
+class HorovodSlot(NamedTuple):
+    """A rank as Horovod numbers it: among all, among those of its host, and among its like on the other hosts."""
+
+    hostname: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+def assign_slots(hosts: list[str]) -> list[HorovodSlot]:
+    """The slot of every rank, from the host that each runs on.
+
+    >>> slots(["a", "a", "b"])[2]
+    Slot(hostname='b', rank=2, size=3, local_rank=0, local_size=1, cross_rank=1, cross_size=2)
+    """
+    names = list(dict.fromkeys(hosts))
+    sizes = {name: hosts.count(name) for name in names}
+    found = []
+    for rank, host in enumerate(hosts):
+        local_rank = hosts[:rank].count(host)
+        like = [name for name in names if sizes[name] > local_rank]
+        found.append(HorovodSlot(host, rank, len(hosts), local_rank, sizes[host], like.index(host), len(like)))
+    return found
+
+
+def start_horovod(library: Any, place: RankContext, controller: str, settings: Mapping[str, str]) -> None:
+    """Initialise Horovod on every rank of ``place.group``, with the variables ``settings``.
+
+    It reads them once: started already, it is used as it is, or refused where something else was wanted.
+    """
+    wanted = {**settings, "HOROVOD_CONTROLLER": controller, "HOROVOD_SIZE": str(place.world_size)}
+    if _started_with:
+        assert wanted == _started_with, (
+            f"Horovod runs in this process with {_started_with}, it cannot start again with {wanted}"
+        )
+        return
+    _started_with.update(wanted)
+    os.environ.pop("HOROVOD_ELASTIC", None)
+    os.environ.update(settings)
+    os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = controller
+    # Both its connections and its collectives give up after 30 s otherwise.
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(max(1.0, place.wait_s)))
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(int(max(61.0, place.wait_s)))
+    if controller == "mpi":
+        _init_library(library, place)
+    else:
+        with _rendezvous_server(place):
+            _init_library(library, place)
+            # The server may go only when the last rank has found the others.
+            _gather_bytes(b"", place)
+
+
+def _init_library(library: Any, place: RankContext) -> None:
+    try:
+        library.init()
+    except ValueError as error:
+        raise WorkerError(
+            f"rank {place.rank}: {error}", hint="is HOROVOD_GLOO_IFACE an interface of every node? the log says more"
+        ) from error
+    if (library.rank(), library.size()) != (place.rank, place.world_size):
+        raise WorkerError(
+            f"Horovod numbers this process {library.rank()} of {library.size()}, but it is rank {place.rank} of "
+            f"{place.world_size}",
+            hint='controller = "mpi" needs a launcher that starts MPI ranks: mpirun, or srun --mpi=pmix',
+        )
+
+
+@contextlib.contextmanager
+def _rendezvous_server(place: RankContext) -> Iterator[None]:
+    """Where Horovod's ranks find each other: a server on rank 0 for as long as the context lasts.
+
+    Nobody has to prove who he is to that server, nor to gloo: it listens on the interface of the ranks alone, and for
+    no longer than it takes them to meet.
+    """
+    # IPv4 only: Horovod puts the address into a URL as it stands.
+    interface, address = _ipv4_interface()
+    server = _start_server(address, place.world_size) if place.rank == 0 else None
+    try:
+        port = server.server_address[1] if server else 0
+        entries = _gather_bytes(f"{socket.gethostname()} {address} {port}".encode(), place)
+        told = [entry.decode().split() for entry in entries]
+        plan = assign_slots([host for host, _, _ in told])
+        if server:
+            server.init(plan)
+        _gather_bytes(b"", place)
+        mine = plan[place.rank]
+        names = {"RANK": mine.rank, "SIZE": mine.size, "LOCAL_RANK": mine.local_rank, "LOCAL_SIZE": mine.local_size,
+                 "CROSS_RANK": mine.cross_rank, "CROSS_SIZE": mine.cross_size, "HOSTNAME": mine.hostname,
+                 "GLOO_RENDEZVOUS_ADDR": told[0][1], "GLOO_RENDEZVOUS_PORT": told[0][2]}  # fmt: skip
+        os.environ.update({f"HOROVOD_{name}": str(value) for name, value in names.items()})
+        if interface:
+            os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)
+        yield
+    finally:
+        if server:
+            server.shutdown()
+            server.server_close()
+
+
+def _ipv4_interface() -> tuple[str | None, str]:
+    """The interface that the ranks of this process's group met on, and this host's address there."""
+    name = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    addresses = [address for one in list_interfaces() if one.name == name for address in one.addresses]
+    if not addresses:
+        found, address = reachable_address(single_node=False, wanted=None, host_suffix="")
+        name, addresses = found or "", [address]
+    usable = [address for address in addresses if ipaddress.ip_address(address.partition("%")[0]).version == 4]
+    if not usable:
+        raise WorkerError(
+            f"Horovod's ranks meet over IPv4, and {name or socket.gethostname()} has only {', '.join(addresses)}",
+            status="unsupported",
+            hint="set `interface` in the cluster's profile to one with an IPv4 address",
+        )
+    return name or None, usable[0]
+
+
+def _start_server(address: str, world_size: int) -> Any:
+    http_server = importlib.import_module("horovod.runner.http.http_server")
+    # RendezvousServer itself would listen on every interface of the host.
+    server = http_server.RendezvousHTTPServer((address, 0), http_server.RendezvousHandler, 0)
+    server.daemon_threads = True
+    server.socket.listen(max(5, world_size))
+    threading.Thread(target=server.serve_forever, name="horovod-rendezvous", daemon=True).start()
+    return server
+
+
+def _gather_bytes(mine: bytes, place: RankContext) -> list[bytes]:
+    """What every rank of the group has said, by rank. Everybody waits for everybody."""
+    assert len(mine) < _ENTRY_BYTES, mine
+    padded = mine.ljust(_ENTRY_BYTES, b"\0")
+    sent = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(place.device)
+    received = [torch.empty_like(sent) for _ in range(place.world_size)]
+    dist.all_gather(received, sent, group=place.group)
+    return [bytes(one.cpu().numpy()).rstrip(b"\0") for one in received]

@@ -1,0 +1,119 @@
+"""Key-value stores and process groups along the axes of a run's mesh."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from hpcbench.parallel.mesh import MESH_AXES, RankMesh
+from hpcbench.worker.strategies.base import RankContext
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+else:
+    from torch.distributed import HashStore, PrefixStore, Store, TCPStore
+
+__all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "clone_connection", "to_timedelta"]
+
+
+def to_timedelta(value: float) -> datetime.timedelta:
+    """What the stores take as a time limit."""
+    return datetime.timedelta(seconds=max(value, 0.001))
+
+
+def clone_connection(store: TCPStore) -> TCPStore:
+    """A connection of its own to the same store: one that waits in a call blocks every other caller."""
+    return TCPStore(store.host, store.port, None, False, to_timedelta(300), wait_for_workers=False)
+
+
+class RankGroup(NamedTuple):
+    """This rank's group along one axis, or along several."""
+
+    ranks: tuple[int, ...]
+    """Ranks of the run, ascending."""
+    place: int
+    """Of this rank within them."""
+    process_group: dist.ProcessGroup | None
+    """``None`` where the rank is alone."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    def members(self) -> dist.ProcessGroup:
+        """The process group of a group that is known to have several ranks."""
+        assert self.process_group is not None, "a rank alone has nobody to talk to"
+        return self.process_group
+
+    def global_rank(self, place: int) -> int:
+        """What torch's point-to-point calls name the member at ``place``."""
+        return dist.get_global_rank(self.members(), place)
+
+
+def make_group(mesh: RankMesh, place: RankContext, *axes: str, purpose: str = "") -> RankGroup:
+    """The group of ``place`` along ``axes``. All ranks of the run make the same calls in the same order.
+
+    A ``purpose`` asks for a group of its own, with communicators of its own, beside that of the same ranks without.
+    """
+    assert mesh.size == place.world_size, f"{mesh} of {place.world_size} ranks"
+    ranks = tuple(mesh.group(place.rank, *axes))
+    return RankGroup(ranks, ranks.index(place.rank), _process_group(ranks, place, purpose))
+
+
+def make_group_of_ranks(ranks: Iterable[int], place: RankContext, purpose: str = "") -> RankGroup:
+    """The group of just those ``ranks`` of the run, ``place`` among them; each of them calls it."""
+    chosen = tuple(sorted(ranks))
+    return RankGroup(chosen, chosen.index(place.rank), _process_group(chosen, place, purpose))
+
+
+def make_axis_groups(mesh: RankMesh, place: RankContext) -> dict[str, RankGroup]:
+    """One group for each of ``MESH_AXES``."""
+    return {axis: make_group(mesh, place, axis) for axis in MESH_AXES}
+
+
+def _process_group(ranks: tuple[int, ...], place: RankContext, purpose: str = "") -> dist.ProcessGroup | None:
+    if len(ranks) == 1:
+        return None
+    whole = place.members()
+    if len(ranks) == place.world_size and not purpose:
+        return whole
+    of_whole = dist.get_process_group_ranks(whole)
+    return _new_process_group(tuple(of_whole[rank] for rank in ranks), place.wait_s, purpose)
+
+
+@cache
+def _new_process_group(global_ranks: tuple[int, ...], wait_s: float, purpose: str) -> dist.ProcessGroup:
+    """Once per process: ``verify`` asks for the groups of the measured run again, and each keeps threads."""
+    with _fixed_group_name(f"{purpose}({','.join(map(str, global_ranks))})"):
+        group: dist.ProcessGroup = dist.new_group(
+            list(global_ranks), timeout=to_timedelta(wait_s), use_local_synchronization=True
+        )
+    return group
+
+
+@contextmanager
+def _fixed_group_name(name: str) -> Iterator[None]:
+    """Groups made in here are called ``name``.
+
+    torch counts the groups that a process is in already into the name of a group that is made by its members alone:
+    members that are in different numbers of others would wait for each other under different names.
+    """
+    names: Any = distributed_c10d
+    original = names._process_group_name
+    names._process_group_name = lambda _ranks, use_hashed_name: name  # noqa: ARG005 - torch's own signature
+    try:
+        yield
+    finally:
+        names._process_group_name = original
+
+
+def clear_group_cache() -> None:
+    """After the default process group was destroyed, and all others with it."""
+    _new_process_group.cache_clear()

@@ -1,0 +1,351 @@
+"""Rendezvous of the ranks of one launch over a store that rank 0 opens, and the control messages between them."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from hpcbench.config.run_spec import TaskFileHeader
+from hpcbench.errors import WorkerError
+from hpcbench.fileio import read_regular, write_atomic
+from hpcbench.results.attempts import Attempt
+from hpcbench.results.decode import decode_record
+from hpcbench.results.schema import RankResult
+from hpcbench.worker.distributed.process_groups import Store, TCPStore, clone_connection, to_timedelta
+from hpcbench.worker.distributed.rank_environment import RankInfo, raise_open_file_limit
+
+_VIRTUAL_PREFIXES = ("docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "tun", "tap")
+
+
+class NetworkInterface(NamedTuple):
+    """An interface that is up, with its usable addresses, IPv4 first."""
+
+    name: str
+    addresses: list[str]
+
+
+def list_interfaces() -> list[NetworkInterface]:
+    """Interfaces that are up and have an address, in the system's order; link-local addresses are left out."""
+    import psutil
+
+    states = psutil.net_if_stats()
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        if name in states and not states[name].isup:
+            continue
+        v4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
+        v6 = [entry.address for entry in entries if entry.family == socket.AF_INET6]
+        usable = [text for text in v4 + v6 if not ipaddress.ip_address(text.partition("%")[0]).is_link_local]
+        if usable:
+            found.append(NetworkInterface(name, usable))
+    return found
+
+
+def choose_interface(
+    present: list[NetworkInterface], wanted: str | None, own_names: Mapping[str, str] | None = None
+) -> tuple[str, str] | None:
+    """(interface, address) for rank 0 of a world over several nodes; ``None`` where nothing but loopback is up.
+
+    ``wanted`` is the profile's interface: a name, or the beginning of one (``ib``). Without it, the interface that
+    holds the address of this host's own name (``own_names``: address -> name) goes before the first one that is up.
+    Raises ``WorkerError`` naming what there is where ``wanted`` is absent.
+    """
+    if wanted:
+        matching = [one for one in present if one.name == wanted] or [
+            one for one in present if one.name.startswith(wanted)
+        ]
+        if not matching:
+            listed = ", ".join(f"{one.name} {one.addresses[0]}" for one in present) or "none"
+            raise WorkerError(
+                f"the profile names the network interface {wanted!r}, but {socket.gethostname()} has: {listed}",
+                hint="set `interface` in the cluster's profile to one of them, or leave it out",
+            )
+        return matching[0].name, matching[0].addresses[0]
+    outward = [one for one in present if not ipaddress.ip_address(one.addresses[0].partition("%")[0]).is_loopback]
+    for one in outward:
+        for address in one.addresses:
+            if address in (own_names or {}):
+                return one.name, address
+    outward.sort(key=lambda one: one.name.startswith(_VIRTUAL_PREFIXES))
+    return (outward[0].name, outward[0].addresses[0]) if outward else None
+
+
+def resolve_addresses(name: str) -> list[str]:
+    """Addresses of a host name, IPv4 first; empty where it has none."""
+    try:
+        entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    entries.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+
+
+def interface_holding(address: str, present: list[NetworkInterface]) -> str | None:
+    """The interface that holds ``address``."""
+    return next((one.name for one in present if address in one.addresses), None)
+
+
+def reachable_address(single_node: bool, wanted: str | None, host_suffix: str) -> tuple[str | None, str]:
+    """(interface, address) by which the other ranks reach this one.
+
+    A world on one node talks over loopback. ``host_suffix`` (JUWELS' ``i``) names the fast network's host name.
+    """
+    if single_node:
+        return "lo", "127.0.0.1"
+    present, host = list_interfaces(), socket.gethostname()
+    if host_suffix and not wanted:
+        short, _, domain = host.partition(".")
+        name = short + host_suffix + (f".{domain}" if domain else "")
+        addresses = resolve_addresses(name)
+        if not addresses:
+            raise WorkerError(
+                f"{name!r} (this host's name with the profile's host_suffix {host_suffix!r}) has no address",
+                hint="set `host_suffix` in the cluster's profile to what the fast network's names end in",
+            )
+        return interface_holding(addresses[0], present), addresses[0]
+    chosen = choose_interface(present, wanted, dict.fromkeys(resolve_addresses(host), host))
+    if chosen is not None:
+        return chosen
+    addresses = resolve_addresses(host)
+    if addresses:
+        return None, addresses[0]
+    raise WorkerError(f"{host} has no address that another node could reach", hint="set `interface` in the profile")
+
+
+_STORE_POLL_S = 0.05
+_CONNECT_S = 10.0
+_NONCE_KEY = "nonce"
+_ALL_JOINED_KEY = "everyone"
+
+
+class RendezvousFile(msgspec.Struct):
+    """``rendezvous.json``. ``nonce`` begins with run and attempt: a file of another launch is never joined."""
+
+    address: str
+    port: int
+    nonce: str
+
+
+def join_store(info: RankInfo, header: TaskFileHeader, path: Path, launch: str, single_node: bool) -> TCPStore:
+    """The store that all ranks of ``launch`` (``run_id/attempt``) share, once all of them are there.
+
+    Waits ``header.wait_s`` at most; ``WorkerError`` then names the file, the seconds, and on rank 0 who is missing.
+    """
+    interface, address = reachable_address(single_node, header.interface, header.host_suffix)
+    set_interface_variables(interface, header.interface is not None, single_node)
+    if header.meet_by_host_name:
+        _, address = reachable_address(single_node, None, header.host_suffix)
+    store = (
+        _open_store(address, path, launch, header.wait_s)
+        if info.rank == 0
+        else _find_store(path, launch, header.wait_s)
+    )
+    store.set(f"joined/{info.rank}", socket.gethostname())
+    if info.rank == 0:
+        _wait_for_ranks(store, info, header.wait_s, f"{address} port {store.port}", path)
+        store.set(_ALL_JOINED_KEY, "1")
+    elif wait_for_keys(store, [_ALL_JOINED_KEY], header.wait_s):
+        raise WorkerError(
+            f"rank {info.rank} joined through {path}, but rank 0 did not see all {info.world_size} ranks "
+            f"within {header.wait_s:g} s"
+        )
+    return store
+
+
+def _wait_for_ranks(store: Store, info: RankInfo, wait_s: float, where: str, path: Path) -> None:
+    missing = wait_for_keys(store, [f"joined/{rank}" for rank in range(info.world_size)], wait_s)
+    if missing:
+        ranks = ", ".join(key.partition("/")[2] for key in missing)
+        raise WorkerError(
+            f"rank 0 waited {wait_s:g} s at {where} for rank{'s' * (len(missing) > 1)} {ranks} of "
+            f"{info.world_size} to read {path} and join",
+            hint="did they start? can their nodes read this file, and reach this address?",
+        )
+
+
+def set_interface_variables(interface: str | None, named_by_profile: bool, single_node: bool) -> None:
+    """Tell gloo (and NCCL where the profile names one) the interface; what the user set stays."""
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if named_by_profile and not single_node:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _open_store(address: str, path: Path, launch: str, wait_s: float) -> TCPStore:
+    raise_open_file_limit()
+    # Port 0: the system hands out a free one, so that two tasks of an array on one node never meet.
+    store = TCPStore(address, 0, None, True, to_timedelta(wait_s), wait_for_workers=False)
+    nonce = f"{launch}/{secrets.token_hex(8)}"
+    store.set(_NONCE_KEY, nonce)
+    write_atomic(path, msgspec.json.encode(RendezvousFile(address, store.port, nonce)) + b"\n")
+    return store
+
+
+def _find_store(path: Path, launch: str, wait_s: float) -> TCPStore:
+    give_up = time.monotonic() + wait_s
+    seen = "the file did not appear"
+    while (left := give_up - time.monotonic()) > 0:
+        meeting = _read_rendezvous(path)
+        if meeting is not None:
+            if not meeting.nonce.startswith(f"{launch}/"):
+                seen = f"it belongs to another launch ({meeting.nonce!r})"
+            else:
+                store = _connect_store(meeting, wait_s, min(left, _CONNECT_S))
+                if store is not None:
+                    return store
+                seen = f"nobody who knows its nonce answers at {meeting.address} port {meeting.port}"
+        time.sleep(_STORE_POLL_S)
+    raise WorkerError(
+        f"waited {wait_s:g} s for rank 0's address in {path}: {seen}",
+        hint="is rank 0 running, and is the results tree on a file system that all nodes share?",
+    )
+
+
+def _read_rendezvous(path: Path) -> RendezvousFile | None:
+    with contextlib.suppress(OSError):
+        # Listing the folder makes NFS look again where it remembers that the file was absent.
+        os.listdir(path.parent)
+    try:
+        return decode_record(read_regular(path), RendezvousFile)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _connect_store(meeting: RendezvousFile, wait_s: float, limit_s: float) -> TCPStore | None:
+    try:
+        # A socket of our own first: torch's client writes a warning for every refusal.
+        with socket.create_connection((meeting.address, meeting.port), limit_s):
+            pass
+        store = TCPStore(meeting.address, meeting.port, None, False, to_timedelta(limit_s), wait_for_workers=False)
+        if store.check([_NONCE_KEY]) and store.get(_NONCE_KEY) == meeting.nonce.encode():
+            store.set_timeout(to_timedelta(wait_s))
+            return store
+    except (OSError, RuntimeError):
+        return None
+    return None
+
+
+def wait_for_keys(store: Store, keys: list[str], wait_s: float) -> list[str]:
+    """Which of ``keys`` are still absent when all are there or ``wait_s`` has passed."""
+    give_up = time.monotonic() + wait_s
+    pause = 0.002
+    missing = keys
+    while True:
+        missing = [key for key in missing if not store.check([key])]
+        if not missing or time.monotonic() > give_up:
+            return missing
+        time.sleep(pause)
+        pause = min(2 * pause, _STORE_POLL_S)
+
+
+_NO_TIMEOUT = datetime.timedelta(days=7)
+_PROGRESS_POLL_S = 0.5
+_LARGEST_VALUE_BYTES = 4 * 2**20
+_ABORT_KEY = "abort"
+_CAUSE_KEY = "cause"
+
+
+class FailureCause(msgspec.Struct, kw_only=True):
+    """Why the launch ends early, by the first rank that knew a cause of its own."""
+
+    rank: int
+    host: str
+    status: str
+    type: str
+    message: str
+    hint: str | None = None
+    traceback_tail: str | None = None
+
+
+class ControlChannel:
+    """The shared store, seen from one rank. Nothing here waits without a limit."""
+
+    def __init__(self, store: TCPStore, rank: int, world_size: int) -> None:
+        self.store = store
+        self.rank = rank
+        self.world_size = world_size
+
+    def watch(self, told: Callable[[], None], lost: Callable[[], None]) -> None:
+        """From a thread, call ``told`` when any rank gives up, ``lost`` when rank 0's process is gone.
+
+        The thread sleeps in the store until then: it costs the measured steps nothing.
+        """
+        mine = clone_connection(self.store)
+
+        def wait() -> None:
+            try:
+                mine.wait([_ABORT_KEY], _NO_TIMEOUT)
+            except RuntimeError:
+                lost()
+                return
+            told()
+
+        threading.Thread(target=wait, name="peers", daemon=True).start()
+
+    def give_up(self, cause: FailureCause | None) -> None:
+        """Tell the others that this rank ends; ``cause`` is ``None`` where it only follows from another's end."""
+        with contextlib.suppress(RuntimeError):
+            if cause is not None:
+                self.store.compare_set(_CAUSE_KEY, "", msgspec.json.encode(cause).decode())
+            self.store.set(_ABORT_KEY, "1")
+
+    def cause(self) -> FailureCause | None:
+        """What the first rank that gave up for a cause of its own has said."""
+        try:
+            if self.store.check([_CAUSE_KEY]):
+                return msgspec.json.decode(self.store.get(_CAUSE_KEY), type=FailureCause)
+        except (RuntimeError, msgspec.MsgspecError):
+            return None
+        return None
+
+    def post(self, key: str, text: str) -> None:
+        """Say something to whoever waits for it."""
+        self.store.set(key, text)
+
+    def follow(self, progress: str, done: str, patience_s: float, check: Callable[[], None], what: str) -> None:
+        """Wait until ``done`` is posted, as long as ``progress`` changes at least every ``patience_s``.
+
+        Sleeps between looks, and calls ``check`` after each, which may raise. ``WorkerError`` says what was waited
+        for and how far it had got.
+        """
+        pause, seen, since = 0.002, "nothing yet", time.monotonic()
+        while not self.store.check([done]):
+            check()
+            now = self.store.get(progress).decode() if self.store.check([progress]) else seen
+            if now != seen:
+                seen, since = now, time.monotonic()
+            if time.monotonic() - since > patience_s:
+                raise WorkerError(
+                    f"rank {self.rank} waited {patience_s:g} s for {what} to get any further; last heard: {seen}"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, _PROGRESS_POLL_S)
+
+    def send(self, result: RankResult) -> None:
+        """Hand ``result`` to rank 0. What is too large for a store is left to the rank's file."""
+        data = msgspec.json.encode(result)
+        with contextlib.suppress(RuntimeError):
+            self.store.set(f"result/{self.rank}", data.decode() if len(data) <= _LARGEST_VALUE_BYTES else "")
+
+    def collect(self, attempt: Attempt, wait_s: float) -> dict[int, RankResult]:
+        """What the ranks sent, by rank; files stand in for those that did not within ``wait_s``."""
+        keys = {f"result/{rank}": rank for rank in range(self.world_size)}
+        found: dict[int, RankResult] = {}
+        with contextlib.suppress(RuntimeError):
+            missing = wait_for_keys(self.store, list(keys), wait_s)
+            for key, rank in keys.items():
+                data = b"" if key in missing else self.store.get(key)
+                if data:
+                    found[rank] = msgspec.json.decode(data, type=RankResult)
+        return found if len(found) == self.world_size else {**attempt.read_ranks(), **found}

@@ -1,0 +1,3 @@
+"""Instruments around the steps: clocks, profiler, layer trace, traffic recorder, counters of host and GPU,
+provenance.
+"""

@@ -1,0 +1,226 @@
+"""Provenance of a rank: software versions, hardware, job and environment, and the digest of all that can change a
+measurement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+import hpcbench
+from hpcbench.config.run_spec import RunSpec, TaskFileHeader
+from hpcbench.parallel.workloads import custom_model_file, is_custom_model
+from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask, performance_environment, resource_limits
+from hpcbench.worker.measure.gpu import host_gpu_facts, rank_gpu_facts
+from hpcbench.worker.measure.host import cores_per_numa_node, host_facts
+
+_TRACKED_PACKAGES = ("numpy", "torchvision", "scikit-learn", "horovod", "fairscale", "pillow", "h5py", "triton",
+             "pytorch-triton", "mkl", "intel-openmp", "tbb", "intel-extension-for-pytorch")  # fmt: skip
+_NVIDIA_DIST_INFO = re.compile(r"(nvidia_[a-z0-9_]+)-([^-]+)\.dist-info")
+"""CUDA's libraries come as one distribution each, by many names."""
+_MONITORING_PACKAGE = "nvidia-ml-py"
+
+
+def package_versions() -> dict[str, str]:
+    """Installed distributions that can change a measurement."""
+    found = {}
+    for name in _TRACKED_PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    for folder in reversed(sys.path):
+        with contextlib.suppress(OSError):
+            for entry in Path(folder or ".").glob("nvidia_*.dist-info"):
+                if match := _NVIDIA_DIST_INFO.fullmatch(entry.name):
+                    found[match[1].replace("_", "-")] = match[2]
+    found.pop(_MONITORING_PACKAGE, None)
+    return dict(sorted(found.items()))
+
+
+def torch_build_facts() -> dict[str, Any]:
+    """How torch was built and what it uses of this processor; what a build does not say is absent."""
+    shown = torch.__config__.show()
+    found = {
+        "blas": _first_match(r"BLAS_INFO=(\w+)", shown),
+        "mkl": _first_match(r"Math Kernel Library Version ([0-9.]+)", shown),
+        "onednn": _first_match(r"MKL-DNN v(\S+)", shown),
+        "openmp": _first_match(r"OpenMP (\d+)", shown),
+        "parallel_backend": _first_match(r"parallel backend: (.+)", torch.__config__.parallel_info()),
+        "cpu_capability": _first_match(r"CPU capability usage: (\S+)", shown),
+        "with": " ".join(re.findall(r"USE_(CUDA|ROCM|MPI|NCCL|GLOO|MKLDNN|OPENMP|XPU)=(?:ON|1)\b", shown)),
+    }
+    return {key: value for key, value in found.items() if value}
+
+
+def git_commit() -> str | None:
+    """The commit of this package's checkout, with ``-dirty`` where files were changed; ``None`` outside of one."""
+    root = Path(hpcbench.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        return done.stdout.strip() or None
+    return None
+
+
+def _first_match(pattern: str, text: str) -> str | None:
+    found = re.search(pattern, text)
+    return found[1].strip() if found else None
+
+
+_DIGEST_KEYS = (
+    "hpcbench",
+    "python",
+    "torch",
+    "torch_git",
+    "torch_build",
+    "cuda",
+    "cudnn",
+    "nccl",
+    "driver",
+    "packages",
+    "machine",
+    "device",
+    "cpu_model",
+    "cores",
+    "cpu",
+    "gpu_model",
+    "gpu",
+    "infiniband",
+    "container",
+    "container_kind",
+    "model_file_sha256",
+)
+_JOB_VARIABLES = {
+    "job_id": "SLURM_JOB_ID", "array_job_id": "SLURM_ARRAY_JOB_ID", "array_task_id": "SLURM_ARRAY_TASK_ID",
+    "step_id": "SLURM_STEP_ID", "nodelist": "SLURM_JOB_NODELIST", "partition": "SLURM_JOB_PARTITION",
+    "account": "SLURM_JOB_ACCOUNT", "qos": "SLURM_JOB_QOS", "reservation": "SLURM_JOB_RESERVATION",
+    "cluster": "SLURM_CLUSTER_NAME", "restart_count": "SLURM_RESTART_COUNT", "submit_host": "SLURM_SUBMIT_HOST",
+    "nodes": "SLURM_JOB_NUM_NODES", "tasks": "SLURM_NTASKS", "tasks_per_node": "SLURM_TASKS_PER_NODE",
+    "cpus_per_task": "SLURM_CPUS_PER_TASK", "threads_per_core": "SLURM_THREADS_PER_CORE", "hint": "SLURM_HINT",
+    "memory_per_node_mib": "SLURM_MEM_PER_NODE", "memory_per_cpu_mib": "SLURM_MEM_PER_CPU",
+    "constraint": "SLURM_CONSTRAINT", "begin_unix_s": "SLURM_JOB_START_TIME", "end_unix_s": "SLURM_JOB_END_TIME",
+    "step_tasks": "SLURM_STEP_NUM_TASKS", "step_tasks_per_node": "SLURM_STEP_TASKS_PER_NODE",
+    "step_nodelist": "SLURM_STEP_NODELIST", "distribution": "SLURM_DISTRIBUTION", "cpu_bind": "SLURM_CPU_BIND",
+    "gpus": "SLURM_STEP_GPUS",
+}  # fmt: skip
+_IMAGE_VARIABLES = (
+    "SLURM_CONTAINER",
+    "APPTAINER_CONTAINER",
+    "SINGULARITY_CONTAINER",
+    "SINGULARITY_NAME",
+    "ENROOT_IMAGE",
+    "PYXIS_IMAGE",
+    "UDOCKER_CONTAINER",
+    "CONTAINER_IMAGE",
+)
+
+
+def rank_provenance(device: torch.device) -> dict[str, Any]:
+    """What may differ between the ranks of one host."""
+    found: dict[str, Any] = {
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "cpu_mask": cpu_mask(),
+        "numa_nodes": cores_per_numa_node(cpu_mask()),
+    }
+    return found | (rank_gpu_facts(device) if device.type == "cuda" else {})
+
+
+def collect_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, device: torch.device) -> dict[str, Any]:
+    """Everything that this rank can say about where it runs; parts that cannot be found are absent.
+
+    A host's first rank speaks for all that run there: the others say only what may differ between them.
+    """
+    found = rank_provenance(device)
+    if info.local_rank == 0:
+        found |= _host_provenance(header, spec, info, device)
+    return {key: value for key, value in found.items() if value is not None and value not in ({}, [])}
+
+
+def _host_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "hpcbench": hpcbench.__version__,
+        "hpcbench_commit": git_commit(),
+        "python": platform.python_version(),
+        "executable": sys.executable,
+        "torch": str(torch.__version__),
+        "torch_git": torch.version.git_version,
+        "torch_build": torch_build_facts(),
+        "cuda": torch.version.cuda,
+        "packages": package_versions(),
+        "host": socket.gethostname(),
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cpu_model": cpu_model(),
+        "cores": os.cpu_count(),
+        "device": device.type,
+        "gloo": dist.is_available() and dist.is_gloo_available(),
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+        "launcher": info.launcher,
+        "seed": spec.seed + spec.repeat,
+        "submission": header.submission,
+        "limits": resource_limits(),
+        "scrubbed": header.scrubbed,
+        "job": {key: os.environ[name] for key, name in _JOB_VARIABLES.items() if name in os.environ},
+        "env": performance_environment(os.environ),
+        "container": next((os.environ[name] for name in _IMAGE_VARIABLES if os.environ.get(name)), None),
+        **host_facts(cpu_mask()),
+    }
+    if header.model_folder and is_custom_model(spec.model):
+        file = custom_model_file(spec.model, Path(header.model_folder))
+        found["model_file_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest() if file else None
+    if spec.strategy == "horovod":
+        from hpcbench.worker.distributed.horovod_init import horovod_facts
+
+        found["horovod"] = horovod_facts(str(spec.options.get("controller", "gloo")))
+    return found | (_cuda_provenance() if device.type == "cuda" else {})
+
+
+def _cuda_provenance() -> dict[str, Any]:
+    found = {**host_gpu_facts(), "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+    with contextlib.suppress(Exception):  # a torch built without NCCL has no version to tell
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["nccl"] = ".".join(str(part) for part in version)
+    return found
+
+
+def environment_digest(provenance: Mapping[str, Any], header: TaskFileHeader, given: Mapping[str, str]) -> str | None:
+    """12 hex digits of what would change a measurement of the same run: software, hardware, profile and variables.
+
+    ``given`` is ``user_performance_environment`` at the start. Hosts, jobs, paths, the names and places of devices
+    and what
+    follows from the run's own shape (threads of a rank) are left out, so that the runs of one sweep on one kind of
+    node share a digest. ``None`` from a rank that does not speak for its host.
+    """
+    if "hpcbench" not in provenance:
+        return None
+    kept = {key: provenance[key] for key in _DIGEST_KEYS if key in provenance}
+    kept["hugepages"] = provenance.get("hugepages", {}).get("transparent")
+    kept["cores_per_task"] = header.cores_per_task
+    kept["interface"] = header.interface
+    kept["env"] = dict(given)
+    return hashlib.sha256(msgspec.json.encode(kept, order="deterministic")).hexdigest()[:12]
+
+
+def cpu_model() -> str:
+    """The processor's name as the kernel gives it."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("model name", "Model", "cpu\t")):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,261 @@
+"""GPU state, clocks, topology and facts from NVML and torch. A query without an answer returns ``None``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+_ROOT_PID_NAMESPACE_INODE = 0xEFFFFFFC
+"""The number that Linux gives the first namespace of processes."""
+_THROTTLE_REASONS = {
+    "SwPowerCap": "power cap", "HwSlowdown": "hardware slowdown", "SwThermalSlowdown": "heat (driver)",
+    "HwThermalSlowdown": "heat (hardware)", "HwPowerBrakeSlowdown": "power brake",
+}  # fmt: skip
+_IDLE_REASON_BIT = 0x1
+_VIOLATION_POLICIES = {"power": "NVML_PERF_POLICY_POWER", "thermal": "NVML_PERF_POLICY_THERMAL"}
+
+
+class SmClock(NamedTuple):
+    """An SM clock and the most that it can be."""
+
+    hz: float
+    most_hz: float
+
+
+class NvmlDevice:
+    """One device, asked through ``library`` (the module ``pynvml``)."""
+
+    def __init__(self, library: Any, handle: Any, is_partition: bool) -> None:
+        self.library = library
+        self.handle = handle
+        self.is_partition = is_partition
+        """A MIG instance: counters of the whole device say nothing about it."""
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """What ``pynvml.<name>`` says of this device, ``None`` where it says nothing."""
+        return query_or_none(lambda: getattr(self.library, name)(self.handle, *arguments))
+
+    def energy_j(self) -> float | None:
+        """Since the driver was loaded."""
+        millijoules = None if self.is_partition else self.ask("nvmlDeviceGetTotalEnergyConsumption")
+        return None if millijoules is None else millijoules / 1e3
+
+    def other_processes(self, own: set[int]) -> int | None:
+        """Processes that compute on the device beside ``own``.
+
+        In a container NVML's numbers may be the host's: then all but one, this rank's, are others.
+        """
+        found = None if self.is_partition else self.ask("nvmlDeviceGetComputeRunningProcesses")
+        if found is None:
+            return None
+        if _in_root_pid_namespace():
+            return len({process.pid for process in found} - own)
+        return max(0, len({process.pid for process in found}) - 1)
+
+    def reasons(self) -> list[str]:
+        """Why the clock is held down now; being idle and a clock that somebody set are no reasons."""
+        bits = self._reason_bits()
+        names = {
+            text: getattr(self.library, f"nvmlClocksThrottleReason{name}", 0)
+            for name, text in _THROTTLE_REASONS.items()
+        }
+        return [text for text, bit in names.items() if bits & bit]
+
+    def held_s(self) -> dict[str, float]:
+        """Seconds for which power and heat have held the clock down, since ever."""
+        found = {}
+        for name, policy in _VIOLATION_POLICIES.items():
+            status = self.ask("nvmlDeviceGetViolationStatus", getattr(self.library, policy, None))
+            if status is not None:
+                found[name] = status.violationTime / 1e9
+        return found
+
+    def sm_clock(self) -> SmClock | None:
+        """``None`` while the device is idle: its clock then means nothing."""
+        kind = getattr(self.library, "NVML_CLOCK_SM", 1)
+        now, most = self.ask("nvmlDeviceGetClockInfo", kind), self.ask("nvmlDeviceGetMaxClockInfo", kind)
+        if now is None or most is None or self._reason_bits() & _IDLE_REASON_BIT:
+            return None
+        return SmClock(now * 1e6, most * 1e6)
+
+    def _reason_bits(self) -> int:
+        return int(self.ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0)
+
+
+def load_nvml() -> Any | None:
+    """The module ``pynvml``, ready; ``None`` without it or without a driver."""
+
+    def ready() -> Any:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml
+
+    return query_or_none(ready)
+
+
+def open_nvml_device(uuid: str) -> NvmlDevice | None:
+    """The device that torch gives this ``uuid`` (without a prefix), ``None`` where NVML does not know it."""
+    library = load_nvml()
+    if library is None:
+        return None
+    handle = query_or_none(lambda: library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+    if handle is not None:
+        mode = query_or_none(lambda: library.nvmlDeviceGetMigMode(handle))
+        return NvmlDevice(library, handle, is_partition=bool(mode and mode[0]))
+    part = query_or_none(lambda: library.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}"))
+    whole = None if part is None else query_or_none(lambda: library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(part))
+    return None if whole is None else NvmlDevice(library, whole, is_partition=True)
+
+
+def query_or_none(question: Callable[[], Any]) -> Any:
+    """What ``question`` returns; ``None`` where it raises, whatever that is: a broken driver raises anything."""
+    try:
+        return question()
+    except Exception:  # noqa: BLE001
+        return None
+
+
+def _in_root_pid_namespace(namespace: Path = Path("/proc/self/ns/pid")) -> bool:
+    try:
+        return namespace.stat().st_ino == _ROOT_PID_NAMESPACE_INODE
+    except OSError:
+        return False
+
+
+ROOT = Path("/")
+_PCI_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+"""What two devices have in common, as nvidia-smi abbreviates it."""
+_UNIQUE_PER_GPU = frozenset({"uuid", "pci", "numa_node"})
+"""Facts of one GPU, also where a host has but one."""
+_NVLINK_SWITCH_TYPE = 2
+"""``NVML_NVLINK_DEVICE_TYPE_SWITCH``"""
+
+
+def device_uuid(device: torch.device) -> str:
+    """The GPU's own number, the same whatever CUDA_VISIBLE_DEVICES calls it."""
+    import torch
+
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def rank_gpu_facts(device: torch.device) -> dict[str, Any]:
+    """The rank's own device."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "gpu_model": properties.name,
+        "gpu_uuid": device_uuid(device),
+        "gpu_memory_bytes": properties.total_memory,
+    }
+
+
+def host_gpu_facts(root: Path = ROOT) -> dict[str, Any]:
+    """``driver``; ``gpu``: what the host's GPUs have in common; ``gpus``: what each has of its own; ``gpu_links``."""
+    library = load_nvml()
+    if library is None:
+        return {}
+    count = query_or_none(library.nvmlDeviceGetCount) or 0
+    handles = [query_or_none(partial(library.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
+    gpus = [NvmlDevice(library, handle, is_partition=False) for handle in handles if handle is not None]
+    found: dict[str, Any] = {"driver": query_or_none(library.nvmlSystemGetDriverVersion)}
+    facts = [_gpu_facts(gpu, root) for gpu in gpus]
+    if facts:
+        shared = {
+            key: value
+            for key, value in facts[0].items()
+            if key not in _UNIQUE_PER_GPU and all(one.get(key) == value for one in facts)
+        }
+        found["gpu"] = shared
+        found["gpus"] = [{key: one[key] for key in one if key not in shared} for one in facts]
+    if len(gpus) > 1:
+        found["gpu_links"] = _link_matrix(gpus)
+    return found
+
+
+def _gpu_facts(gpu: NvmlDevice, root: Path) -> dict[str, Any]:
+    library = gpu.library
+    memory, pci = gpu.ask("nvmlDeviceGetMemoryInfo"), gpu.ask("nvmlDeviceGetPciInfo")
+    limit_mw, clocks = gpu.ask("nvmlDeviceGetPowerManagementLimit"), {}
+    for name, kind in (("max_sm_hz", "NVML_CLOCK_SM"), ("max_memory_hz", "NVML_CLOCK_MEM")):
+        mhz = gpu.ask("nvmlDeviceGetMaxClockInfo", getattr(library, kind, None))
+        clocks[name] = None if mhz is None else mhz * 10**6
+    modes = {
+        name: None if pair is None else ("on" if pair[0] else "off")
+        for name, pair in (("ecc", gpu.ask("nvmlDeviceGetEccMode")), ("mig", gpu.ask("nvmlDeviceGetMigMode")))
+    }
+    generation, width = gpu.ask("nvmlDeviceGetMaxPcieLinkGeneration"), gpu.ask("nvmlDeviceGetMaxPcieLinkWidth")
+    address = _decode_text(pci.busId) if pci is not None else None
+    found = {
+        "model": gpu.ask("nvmlDeviceGetName"),
+        "uuid": gpu.ask("nvmlDeviceGetUUID"),
+        "pci": address,
+        "numa_node": _gpu_numa_node(address, root),
+        "memory_bytes": None if memory is None else memory.total,
+        "power_limit_w": None if limit_mw is None else limit_mw / 1e3,
+        "pcie": None if generation is None or width is None else f"gen {generation} x{width}",
+        **clocks,
+        **modes,
+    }
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _gpu_numa_node(address: str | None, root: Path) -> int | None:
+    """NVML writes PCI domains with eight digits, the kernel with four."""
+    if address is None:
+        return None
+    try:
+        node = int((root / "sys/bus/pci/devices" / address[-12:].lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def _link_matrix(gpus: list[NvmlDevice]) -> list[str]:
+    """A row a GPU: ``X`` is itself, ``NV4`` four links of NVLink, else the level at which the PCI tree joins them."""
+    links = [_nvlink_counts(gpu) for gpu in gpus]
+    addresses = [_pci_address(gpu.ask("nvmlDeviceGetPciInfo")) for gpu in gpus]
+
+    def joint(one: int, other: int) -> str:
+        if one == other:
+            return "X"
+        direct = links[one].get(addresses[other] or "", 0)
+        count = direct or min(links[one].get(_SWITCH_KEY, 0), links[other].get(_SWITCH_KEY, 0))
+        if count:
+            return f"NV{count}"
+        return _PCI_LEVELS.get(gpus[one].ask("nvmlDeviceGetTopologyCommonAncestor", gpus[other].handle), "?")
+
+    return [" ".join(joint(one, other) for other in range(len(gpus))) for one in range(len(gpus))]
+
+
+_SWITCH_KEY = "switch"
+
+
+def _nvlink_counts(gpu: NvmlDevice) -> Mapping[str, int]:
+    """Active links of NVLink by the PCI address at their other end, those that end at a switch together."""
+    found: Counter[str] = Counter()
+    for link in range(getattr(gpu.library, "NVML_NVLINK_MAX_LINKS", 0)):
+        state = gpu.ask("nvmlDeviceGetNvLinkState", link)
+        if state is None:
+            break
+        if state:
+            is_switch = gpu.ask("nvmlDeviceGetNvLinkRemoteDeviceType", link) == _NVLINK_SWITCH_TYPE
+            found[
+                _SWITCH_KEY if is_switch else _pci_address(gpu.ask("nvmlDeviceGetNvLinkRemotePciInfo", link)) or "?"
+            ] += 1
+    return found
+
+
+def _pci_address(pci: Any) -> str | None:
+    return None if pci is None else _decode_text(pci.busId)[-12:].lower()
+
+
+def _decode_text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value

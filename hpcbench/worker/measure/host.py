@@ -1,0 +1,352 @@
+"""Facts about a host, its control groups and the memory of a rank, from kernel files. Unreadable facts are omitted."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpcbench.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+PROC_CGROUP = Path("/proc/self/cgroup")
+CGROUP_MOUNT = Path("/sys/fs/cgroup")
+_NO_LIMIT_BYTES = 2**60
+
+
+def oom_kills(proc_cgroup: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> int | None:
+    """Processes killed for memory in this process's control group and in those around it; ``None`` where unknown.
+
+    v1 counts a kill in the group that the killed process was in, v2 in every group above it as well; the limit may
+    stand at the job's step, at the job or at the node. The sum over this group and its parents therefore rises with
+    every kill that concerns the job under both, though v2's sum counts one kill several times: only that it rose
+    between two calls means something. Groups beside this one (other steps of the job) are not seen under v1.
+    """
+    files = {1: "memory.oom_control", 2: "memory.events"}
+    groups = _cgroup_folders("memory", proc_cgroup, mount)
+    counts = [_read_count(folder / files[version], "oom_kill") for folder, version in groups]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def memory_limit_bytes(proc_cgroup: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> int | None:
+    """The smallest limit of this process's memory group and those around it; ``None`` where there is none.
+
+    Under v1 a group without a limit shows a number that no machine has.
+    """
+    files = {1: "memory.limit_in_bytes", 2: "memory.max"}
+    limits = []
+    for folder, version in _cgroup_folders("memory", proc_cgroup, mount):
+        try:
+            limits.append(int((folder / files[version]).read_text()))
+        except (OSError, ValueError):
+            continue
+    return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
+
+
+def cpu_quota_cores(proc_cgroup: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> float | None:
+    """The processor time per second that this process's groups grant, in cores; ``None`` where none limits it."""
+    quotas = []
+    for folder, version in _cgroup_folders("cpu", proc_cgroup, mount):
+        try:
+            if version == 1:
+                words = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
+            else:
+                words = (folder / "cpu.max").read_text().split()
+            quotas.append(int(words[0]) / int(words[1]))
+        except (OSError, ValueError, IndexError, ZeroDivisionError):
+            continue
+    return min((quota for quota in quotas if quota > 0), default=None)
+
+
+def throttled_s(proc_cgroup: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> float | None:
+    """Seconds for which quotas have held threads of this process's groups back, summed over cores, since ever."""
+    keys = {1: ("throttled_time", 1e9), 2: ("throttled_usec", 1e6)}
+    found = []
+    for folder, version in _cgroup_folders("cpu", proc_cgroup, mount):
+        key, per_s = keys[version]
+        count = _read_count(folder / "cpu.stat", key)
+        if count is not None:
+            found.append(count / per_s)
+    return sum(found) if found else None
+
+
+def _cgroup_folders(controller: str, proc_cgroup: Path, mount: Path) -> list[tuple[Path, int]]:
+    """Folders of this process's group and those around it, with the version (1, 2) of their hierarchy."""
+    try:
+        lines = proc_cgroup.read_text().splitlines()
+    except OSError:
+        return []
+    found: list[tuple[Path, int]] = []
+    for line in lines:
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controller in controllers.split(","):
+            found += [(folder, 1) for folder in _ancestor_folders(mount / controller, path)]
+        elif not controllers:
+            # A hybrid machine mounts the v2 tree one level lower and keeps its controllers in v1.
+            root = mount / "unified" if (mount / "unified").is_dir() else mount
+            found += [(folder, 2) for folder in _ancestor_folders(root, path)]
+    return found
+
+
+def _ancestor_folders(root: Path, path: str) -> list[Path]:
+    """``root/path`` and its parents down to ``root``. Inside a container the path may not exist: parents still do."""
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    return [root.joinpath(*parts[:length]) for length in range(len(parts), -1, -1)]
+
+
+def _read_count(file: Path, wanted: str) -> int | None:
+    try:
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == wanted:
+                return int(value)
+    except (OSError, ValueError):
+        return None
+    return None
+
+
+ROOT = Path("/")
+_CPU_FOLDER = "sys/devices/system/cpu"
+_NUMA_FOLDER = "sys/devices/system/node"
+_CONTAINER_MARKERS = {".singularity.d": "apptainer", "run/.containerenv": "podman", ".dockerenv": "docker"}
+_FABRIC_PREFIXES = ("ib", "hsn", "bond")
+_MAX_INTERFACES = 16
+
+
+def host_facts(mask: Sequence[int], root: Path = ROOT) -> dict[str, Any]:
+    """Everything below, under one key each."""
+    return {
+        "os": os_release(root),
+        "cpu": cpu_facts(mask, root),
+        "memory_bytes": machine_memory_bytes(root),
+        "hugepages": hugepage_facts(root),
+        "cgroup": cgroup_limits(root),
+        "interfaces": interface_facts(root),
+        "infiniband": infiniband_ports(root),
+        "container_kind": container_kind(root),
+    }
+
+
+def os_release(root: Path = ROOT) -> str | None:
+    """The distribution's name and version."""
+    for line in (_read_text(root / "etc/os-release") or "").splitlines():
+        if line.startswith("PRETTY_NAME="):
+            return line.partition("=")[2].strip().strip('"') or None
+    return None
+
+
+def cpu_facts(mask: Sequence[int], root: Path = ROOT) -> dict[str, Any]:
+    """Sockets, cores and threads of the machine, its caches, and how its clock is governed."""
+    places = [
+        tuple(_read_text(folder / "topology" / name) for name in ("physical_package_id", "core_id"))
+        for folder in (root / _CPU_FOLDER).glob("cpu[0-9]*")
+    ]
+    first = root / _CPU_FOLDER / f"cpu{mask[0] if mask else 0}"
+    max_khz = _read_text(first / "cpufreq/cpuinfo_max_freq")
+    return _without_none({
+        "sockets": len({socket for socket, _ in places if socket is not None}) or None,
+        "cores": len({place for place in places if None not in place}) or None,
+        "threads": len(places) or None,
+        "smt": _read_text(root / _CPU_FOLDER / "smt/control"),
+        "numa_nodes": len(list((root / _NUMA_FOLDER).glob("node[0-9]*"))) or None,
+        "caches": _cache_sizes(first / "cache"),
+        "governor": _read_text(first / "cpufreq/scaling_governor"),
+        "frequency_driver": _read_text(first / "cpufreq/scaling_driver"),
+        "max_hz": int(max_khz) * 1000 if max_khz and max_khz.isdecimal() else None,
+    })  # fmt: skip
+
+
+def cores_per_numa_node(mask: Sequence[int], root: Path = ROOT) -> dict[str, int]:
+    """How many of the cores in ``mask`` each NUMA node has."""
+    found = {}
+    for node in sorted((root / _NUMA_FOLDER).glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
+        count = len(set(mask) & parse_core_list(_read_text(node / "cpulist") or ""))
+        if count:
+            found[node.name[4:]] = count
+    return found
+
+
+def machine_memory_bytes(root: Path = ROOT) -> int | None:
+    """What the machine has."""
+    kib = _meminfo(root, "MemTotal")
+    return None if kib is None else kib * 1024
+
+
+def hugepage_facts(root: Path = ROOT) -> dict[str, Any]:
+    """The setting of transparent huge pages, and how many were reserved."""
+    chosen = re.search(r"\[(\w+)\]", _read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
+    return _without_none({"transparent": chosen[1] if chosen else None, "reserved": _meminfo(root, "HugePages_Total")})
+
+
+def cgroup_limits(root: Path = ROOT) -> dict[str, Any]:
+    """What the control groups of this process grant it."""
+    where = root / "proc/self/cgroup", root / "sys/fs/cgroup"
+    return _without_none({
+        "cpu_quota_cores": cpu_quota_cores(*where),
+        "memory_limit_bytes": memory_limit_bytes(*where),
+    })  # fmt: skip
+
+
+def interface_facts(root: Path = ROOT) -> list[dict[str, Any]]:
+    """Network interfaces that are hardware or named like a fabric's, in the kernel's words; speed where it is told."""
+    found = []
+    for folder in sorted((root / "sys/class/net").glob("*")):
+        if not ((folder / "device").exists() or folder.name.startswith(_FABRIC_PREFIXES)):
+            continue
+        speed, mtu = _read_text(folder / "speed"), _read_text(folder / "mtu")
+        entry = {
+            "name": folder.name,
+            "state": _read_text(folder / "operstate"),
+            "speed_bit_per_s": int(speed) * 10**6 if speed and speed.isdecimal() else None,
+            "mtu_bytes": int(mtu) if mtu and mtu.isdecimal() else None,
+        }
+        found.append(_without_none(entry))
+    return found[:_MAX_INTERFACES]
+
+
+def infiniband_ports(root: Path = ROOT) -> list[str]:
+    """One line a port: device and port, link layer, rate, state."""
+    found = []
+    for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
+        facts = [_read_text(port / name) for name in ("link_layer", "rate", "state")]
+        words = [fact.partition(": ")[2] or fact for fact in facts if fact]
+        found.append(f"{port.parent.parent.name}/{port.name} {', '.join(words)}")
+    return found
+
+
+def container_kind(root: Path = ROOT) -> str | None:
+    """What has made the container that this process runs in, by the file that it leaves there."""
+    return next((kind for mark, kind in _CONTAINER_MARKERS.items() if (root / mark).exists()), None)
+
+
+def parse_core_list(text: str) -> set[int]:
+    """The kernel's lists of cores: ``0-3,8``."""
+    found: set[int] = set()
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        if first.isdecimal() and (last or first).isdecimal():
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _cache_sizes(folder: Path) -> dict[str, str]:
+    found = {}
+    for index in sorted(folder.glob("index[0-9]*")):
+        level, kind, size = (_read_text(index / name) for name in ("level", "type", "size"))
+        if level and kind and size and kind != "Instruction":
+            found[f"L{level}"] = size
+    return found
+
+
+def _meminfo(root: Path, key: str) -> int | None:
+    for line in (_read_text(root / "proc/meminfo") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == key and value.split()[:1] and value.split()[0].isdecimal():
+            return int(value.split()[0])
+    return None
+
+
+def _without_none(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value not in (None, {})}
+
+
+def _read_text(file: Path) -> str | None:
+    try:
+        return file.read_text(errors="replace").strip() or None
+    except OSError:
+        return None
+
+
+_STATUS_FILE = Path("/proc/self/status")
+
+
+class PeakMemory(NamedTuple):
+    """Bytes. On a cpu the resident set of the process, interpreter and libraries included; on cuda the allocator's."""
+
+    memory_bytes: int
+    reserved_bytes: int | None
+
+
+def read_peak_memory(device: torch.device | None) -> PeakMemory:
+    """The peak since the process began."""
+    if device is not None and device.type == "cuda":
+        import torch
+
+        return PeakMemory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+    return PeakMemory(peak_resident_bytes(), None)
+
+
+def peak_resident_bytes(status: Path = _STATUS_FILE) -> int:
+    """Peak resident set of this process.
+
+    The kernel's ``VmHWM`` begins anew when a program starts. ``ru_maxrss`` does not: it begins with what the parent
+    held when it started this process, so under a large launcher it is the launcher's.
+    """
+    try:
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""glibc's ``malloc.h``."""
+_MAX_MMAP_THRESHOLD_BYTES = 32 * 2**20
+"""The most that ``mallopt`` takes for the second: what is larger goes back to the system at once."""
+_NEVER_TRIM_BYTES = 2**31 - 1
+_USER_MALLOC_VARIABLES = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
+
+
+def keep_freed_memory(env: Mapping[str, str]) -> bool:
+    """Have the process keep what is freed, for the tensors to come, as CUDA's caching allocator does; whether it will.
+
+    By default glibc gives large blocks back, and every step takes its activations and gradients anew, page by page
+    from the system: 18 to 30 % of a step of a small convolutional network, more or less by the layout of the heap.
+    What ``env`` sets of this stays. Other C libraries have no such call, or ignore it.
+    """
+    if any(name in env for name in _USER_MALLOC_VARIABLES):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return False
+    kept = mallopt(_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD_BYTES)
+    return bool(kept and mallopt(_TRIM_THRESHOLD, _NEVER_TRIM_BYTES))
+
+
+_MIB = 2**20
+
+
+def describe_job_memory(env: Mapping[str, str], limit_bytes: int | None, machine_bytes: int | None) -> str:
+    """``asked for 1.4 GiB a node; the job's limit is 1.4 GiB; the machine has 377 GiB``, as far as it is known.
+
+    ``env`` is the job's: SLURM gives what was asked for in MiB, per node or per core.
+    """
+    found = []
+    for name, of in (("SLURM_MEM_PER_NODE", "a node"), ("SLURM_MEM_PER_CPU", "a core"), ("SLURM_MEM_PER_GPU", "a GPU")):
+        if env.get(name, "").isdecimal():
+            asked = int(env[name]) * _MIB
+            found.append(f"asked for {format_bytes(asked)} {of}" if asked else "asked for all memory of the node")
+    if limit_bytes is not None:
+        found.append(f"the limit of its memory group is {format_bytes(limit_bytes)}")
+    if machine_bytes is not None:
+        found.append(f"the machine has {format_bytes(machine_bytes)}")
+    return "; ".join(found)
+
+
+def describe_own_job_memory() -> str:
+    """The words for this process on this machine."""
+    try:
+        machine_bytes: int | None = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        machine_bytes = None
+    return describe_job_memory(os.environ, memory_limit_bytes(), machine_bytes)

@@ -1,0 +1,234 @@
+"""FLOPs, activations and moved bytes per layer of one forward and backward pass, on real or fake tensors."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from hpcbench.parallel.layer_table import LOSS_ROW_NAME
+from hpcbench.worker.model_execution import summed_loss
+
+_ATTENTION_PREFIX = "_scaled_dot_product"
+
+
+def operation_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
+    """FLOPs of one call; 0 for what is neither a convolution, a matrix product nor attention.
+
+    Own formulas where torch's differ from what is computed: its backward of a grouped convolution counts every group
+    with the channels of all, its fused attention for CPUs counts nothing, and the backward of fused attention counts
+    the scores that are computed a second time, which is recomputation.
+    """
+    packet = getattr(func, "overloadpacket", None)
+    if packet is torch.ops.aten.convolution_backward:
+        grad, inputs, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
+        directions = int(wanted[0]) + int(wanted[1])
+        return directions * _convolution_flops(inputs.shape, weight.shape, grad.shape, transposed)
+    name = str(func._schema.name).partition("::")[2]
+    if name.startswith(_ATTENTION_PREFIX):
+        return 2 * _attention_flops(*args[1:4]) if name.endswith("_backward") else _attention_flops(*args[:3])
+    if packet not in flop_registry:
+        return 0
+    return int(flop_registry[packet](*args, **kwargs, out_val=out))
+
+
+def attention_heads(func: Any, args: Sequence[Any]) -> int:
+    """Heads of the queries in a call of fused attention, 0 for every other operation."""
+    name = str(func._schema.name).partition("::")[2]
+    return int(args[0].shape[1]) if name.startswith(_ATTENTION_PREFIX) and not name.endswith("_backward") else 0
+
+
+def _convolution_flops(inputs: Sequence[int], weight: Sequence[int], outputs: Sequence[int], transposed: bool) -> int:
+    """Every position of the output (of the input, where it is transposed) meets every weight once."""
+    positions = inputs if transposed else outputs
+    return 2 * positions[0] * math.prod(positions[2:]) * math.prod(weight)
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """Queries times keys, then scores times values; a causal mask spares nothing here."""
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
+
+
+@dataclass
+class TracedLayer:
+    """One row, for a whole batch."""
+
+    name: str
+    module: nn.Module | None
+    is_leaf: bool
+    input_shape: list[int] = field(default_factory=list)
+    output_shape: list[int] = field(default_factory=list)
+    output_bytes: int = 0
+    flops: list[int] = field(default_factory=lambda: [0, 0])
+    """Forward, backward."""
+    moved_bytes: list[int] = field(default_factory=lambda: [0, 0])
+    activation_bytes: int = 0
+    heads: int = 0
+    """Of the attention that it computes."""
+
+    def does_something(self) -> bool:
+        """Whether it computed or kept anything."""
+        return bool(sum(self.flops) or sum(self.moved_bytes) or self.activation_bytes)
+
+
+class _SequenceMark(NamedTuple):
+    """From this number on, the nodes of autograd's graph belong to this row."""
+
+    sequence: int
+    row: TracedLayer
+
+
+class _TraceState:
+    """Whose operation this is: in the forward pass the innermost module that runs, in the backward pass that of the
+    node of autograd's graph, whose sequence number tells when it was made."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.rows: list[TracedLayer] = []
+        """In the order in which the modules returned."""
+        self._running: list[TracedLayer] = []
+        self._marks: list[_SequenceMark] = []
+        self.is_backward = False
+        self._kept: list[Tensor] = []
+        own = [*model.parameters(), *model.buffers()]
+        self._not_counted = {_storage_id(tensor) for tensor in own}
+
+    def enter(self, row: TracedLayer) -> None:
+        self._running.append(row)
+        self._mark()
+
+    def leave(self) -> None:
+        self.rows.append(self._running.pop())
+        self._mark()
+
+    def _mark(self) -> None:
+        if self._running:
+            self._marks.append(_SequenceMark(torch._C._autograd._get_sequence_nr(), self._running[-1]))
+
+    def row(self) -> TracedLayer | None:
+        """Whose operation the one under way is; ``None`` where gradients are summed into a parameter."""
+        if not self.is_backward:
+            return self._running[-1] if self._running else None
+        node = torch._C._current_autograd_node()
+        if node is None or node.name() == "torch::autograd::AccumulateGrad":
+            return None
+        place = bisect_right(self._marks, node._sequence_nr(), key=lambda mark: mark.sequence) - 1
+        return self._marks[place].row if place >= 0 else None
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """What autograd calls for every tensor that it saves."""
+        storage = _storage_id(tensor)
+        if self._running and storage not in self._not_counted:
+            self._not_counted.add(storage)
+            # While it is held nothing else gets its address.
+            self._kept.append(tensor)
+            self._running[-1].activation_bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+
+class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every operation of both passes."""
+
+    def __init__(self, trace: _TraceState) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._trace = trace
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        row = self._trace.row()
+        if row is not None:
+            direction = int(self._trace.is_backward)
+            row.flops[direction] += operation_flops(func, args, kwargs, out)
+            row.heads = attention_heads(func, args) or row.heads
+            row.moved_bytes[direction] += _moved_bytes(func, (args, kwargs), out)
+        return out
+
+
+def trace_layers(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[TracedLayer]:
+    """Forward, loss and backward on a batch: the rows that computed or kept anything, and every call of a leaf."""
+    seen = _TraceState(model)
+    with _module_hooks(model, seen), saved_tensors_hooks(seen.keep, lambda tensor: tensor), _OperationCounter(seen):
+        outputs = model(inputs)
+        row = TracedLayer(LOSS_ROW_NAME, None, is_leaf=True, input_shape=list(outputs.shape))
+        seen.enter(row)
+        loss = summed_loss(outputs, targets) / len(targets)
+        seen.leave()
+        seen.is_backward = True
+        torch.autograd.backward(loss)
+    return seen.rows
+
+
+@contextmanager
+def _module_hooks(model: nn.Module, seen: _TraceState) -> Iterator[None]:
+    handles = []
+    for name, module in model.named_modules():
+        is_leaf = next(module.children(), None) is None
+        handles += [
+            module.register_forward_pre_hook(_pre_hook(name, is_leaf, seen), with_kwargs=True),
+            module.register_forward_hook(_post_hook(seen)),
+        ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _pre_hook(name: str, is_leaf: bool, seen: _TraceState) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        # A checkpointed module runs again in the backward pass: that is no row of its own.
+        if not seen.is_backward:
+            shape = _first_shape((args, kwargs))
+            seen.enter(TracedLayer(name, module, is_leaf, input_shape=shape))
+
+    return hook
+
+
+def _post_hook(seen: _TraceState) -> Callable[..., None]:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+        if not seen.is_backward:
+            row = seen._running[-1]
+            row.output_shape = _first_shape(output)
+            row.output_bytes = sum(_tensor_bytes(tensor) for tensor in _tensor_leaves(output))
+            seen.leave()
+
+    return hook
+
+
+def _tensor_leaves(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _first_shape(values: Any) -> list[int]:
+    return next((list(tensor.shape) for tensor in _tensor_leaves(values)), [])
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _storage_id(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _moved_bytes(func: Any, given: Any, out: Any) -> int:
+    """What goes in and comes out; nothing for a view, for memory that is only taken, or for a question."""
+    if func.namespace == "prim" or "empty" in func._schema.name:
+        return 0
+    sources, results = _tensor_leaves(given), _tensor_leaves(out)
+    if not func._schema.is_mutable:
+        places = {_storage_id(tensor) for tensor in sources}
+        if any(_storage_id(tensor) in places for tensor in results):
+            return 0
+    return sum(_tensor_bytes(tensor) for tensor in (*sources, *results))

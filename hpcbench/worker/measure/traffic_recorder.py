@@ -1,0 +1,142 @@
+"""Recorder of the collectives that a rank calls, and the recorded step after the profiled ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.traffic import Traffic, merge_calls
+from hpcbench.worker.data.feed import DataFeed
+from hpcbench.worker.measure.clocks import synchronize
+from hpcbench.worker.shutdown import StopController
+from hpcbench.worker.strategies.base import Strategy
+
+_COMM_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+
+_COLLECTIVES: dict[str, tuple[str, int]] = {
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "allgather_": ("all_gather", 1),
+    "_allgather_base_": ("all_gather", 1),
+    "allgather_into_tensor_coalesced_": ("all_gather", 1),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    "alltoall_base_": ("all_to_all", 1),
+    "alltoall_": ("all_to_all", 1),
+    "send": ("send", 0),
+    "all_reduce": ("all_reduce", 0),
+    "all_reduce_": ("all_reduce", 0),
+    "all_gather_into_tensor": ("all_gather", 0),
+    "all_gather_into_tensor_out": ("all_gather", 0),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "broadcast": ("broadcast", 0),
+    "all_to_all_single": ("all_to_all", 0),
+}
+"""Operators of torch's namespaces: the operation, and which argument is handed over."""
+
+_WITHOUT_PAYLOAD = (
+    "barrier",
+    "monitored_barrier_",
+    "recv_",
+    "recv_any_source_",
+    "wait_tensor",
+    "_wrap_tensor_autograd",
+)
+
+
+class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context; the calls made within it by this thread, and by autograd for it, are in ``calls``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Traffic] = []
+        """In the order in which they were made."""
+        self.unknown: set[str] = set()
+        """Operators that communicate and of whose arguments nothing is known."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in _COMM_NAMESPACES:
+            self._note(func.__name__.partition(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def _note(self, name: str, args: Any) -> None:
+        if name in _WITHOUT_PAYLOAD:
+            return
+        if name not in _COLLECTIVES:
+            # Not raised here: the other ranks are in the middle of a step with this one.
+            self.unknown.add(name)
+            return
+        operation, place = _COLLECTIVES[name]
+        payload_bytes = sum(one.numel() * one.element_size() for one in tree_leaves(args[place]))
+        size = 2 if operation == "send" else _group_size(args)
+        self.calls.append(Traffic(operation=operation, group_size=size, payload_bytes=payload_bytes))
+
+    def merged(self) -> list[Traffic]:
+        """Equal calls as one; all of them must be known."""
+        assert not self.unknown, f"torch's {sorted(self.unknown)} communicate, and nothing is known of their arguments"
+        return merge_calls(self.calls)
+
+
+def record_traffic(do: Callable[[], object]) -> list[Traffic]:
+    """What this rank passes to collectives in ``do``."""
+    recorder = TrafficRecorder()
+    with recorder:
+        do()
+    return recorder.merged()
+
+
+def _group_size(args: Any) -> int:
+    """Functional operators end with their group's name; the others hold it as an object somewhere."""
+    if isinstance(args[-1], str):
+        named: dist.ProcessGroup = distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined, arg-type]
+        return named.size()
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            with suppress(RuntimeError):
+                return dist.ProcessGroup.unbox(argument).size()
+    raise AssertionError("a collective without a group")
+
+
+class TrafficRecord(NamedTuple):
+    """What came of the step; the run is as good without."""
+
+    calls: list[Traffic]
+    warnings: list[str]
+
+
+def run_recorded_step(
+    strategy: Strategy, feed: DataFeed, spec: RunSpec, device: torch.device, stop: StopController,
+    any_rank: Callable[[bool], bool],
+    first: int,
+) -> TrafficRecord:  # fmt: skip
+    """The first step with a whole batch from number ``first`` on, all ranks together, where steps are profiled at all.
+
+    None on a lone rank, in a compiled model (it would be compiled anew under a recorder), and for a strategy that talks
+    past the recorder (``traffic_is_seen``). A rank that is told to stop leaves it out on all ranks.
+    """
+    seen = getattr(strategy, "traffic_is_seen", True)
+    if spec.profile_steps == 0 or spec.ranks == 1 or spec.compile or not seen or any_rank(stop.due()):
+        return TrafficRecord([], [])
+    whole = feed.global_count(first) == feed.global_batch_size
+    if not whole:
+        # Made all the same: a pipeline that runs across steps has begun it.
+        strategy.step(feed, first)
+    recorder = TrafficRecorder()
+    with recorder:
+        strategy.step(feed, first if whole else first + 1)
+    synchronize(device)
+    if recorder.unknown:
+        names = ", ".join(sorted(recorder.unknown))
+        return TrafficRecord([], [f"no record of the traffic: nothing is known of torch's {names}"])
+    return TrafficRecord(recorder.merged(), [])

@@ -1,0 +1,1 @@
+"""Microbenchmarks of a calibration run: layers, optimizer updates and collectives."""

@@ -1,0 +1,290 @@
+"""Times of every collective at many sizes: alone, beside other groups, and overlapped with computation.
+
+The root rotates from call to call, and single messages go to and fro: otherwise calls would overlap and hide their
+latency."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.traffic import COMM_OPERATIONS
+from hpcbench.results.schema import CollectiveProbe, OverlapProbe
+from hpcbench.worker.measure.clocks import median, relative_spread, synchronize
+from hpcbench.worker.strategies.base import RankContext
+
+_OVERLAP_REPEATS = 7
+_COMPUTE_SHARE = 0.7
+"""Of the all_reduce's time that is computed, so that all of it is under way meanwhile."""
+
+
+class _OverlapReading(NamedTuple):
+    issued_s: float
+    computed_s: float
+    ended_s: float
+
+
+def measure_overlap(
+    group: dist.ProcessGroup, device: torch.device, spec: RunSpec, payload_bytes: int, budget_s: float
+) -> OverlapProbe:
+    """Of an all_reduce of ``payload_bytes`` and a convolution that is repeated; the slowest rank's medians."""
+    buffer = torch.zeros(payload_bytes // 4, device=device)
+    layer = torch.nn.Conv2d(64, 64, 3, padding=1, device=device).requires_grad_(False)
+    image = torch.zeros(8, 64, 32, 32, device=device)
+
+    def compute(times: int) -> None:
+        for _ in range(times):
+            layer(image)
+
+    def slowest(values: list[float]) -> list[float]:
+        shared = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
+        return [float(one) for one in shared.tolist()]
+
+    def read(times: int, sends: bool) -> list[float]:
+        slowest([0.0])
+        return slowest(list(_read_overlap(lambda: compute(times), group, buffer if sends else None, device)))
+
+    read(1, True)
+    once_s, comm_s = read(10, False)[1] / 10, read(0, True)[2]
+    times = max(1, int(_COMPUTE_SHARE * comm_s / once_s))
+    repeats = max(3, min(_OVERLAP_REPEATS, int(budget_s / max(3 * comm_s, 1e-6))))
+    readings = [(read(times, False), read(0, True), read(times, True)) for _ in range(repeats)]
+    alone, sent, both = (_median_reading([one[kind] for one in readings]) for kind in range(3))
+    return OverlapProbe(
+        ranks=spec.ranks,
+        nodes=spec.nodes,
+        payload_bytes=payload_bytes,
+        compute_s=alone.computed_s,
+        comm_s=sent.ended_s,
+        compute_under_comm_s=both.computed_s - both.issued_s,
+        both_s=both.ended_s,
+        issue_s=sent.issued_s,
+        repeats=repeats,
+    )
+
+
+def _median_reading(readings: list[list[float]]) -> _OverlapReading:
+    return _OverlapReading(*(median(values) for values in zip(*readings, strict=True)))
+
+
+def _read_overlap(
+    compute: Callable[[], None], group: dist.ProcessGroup, buffer: torch.Tensor | None, device: torch.device
+) -> _OverlapReading:
+    """Seconds from the beginning: the all_reduce was begun, the computation done, both done."""
+    synchronize(device)
+    began = time.perf_counter()
+    work = dist.all_reduce(buffer, group=group, async_op=True) if buffer is not None else None
+    issued_s = time.perf_counter() - began
+    compute()
+    # The stream that computes, not the library's: its end is that of the computation alone.
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    computed_s = time.perf_counter() - began
+    if work is not None:
+        work.wait()
+    synchronize(device)
+    return _OverlapReading(issued_s, computed_s, time.perf_counter() - began)
+
+
+SIZE_COUNT = 12
+MIN_MESSAGE_BYTES = 1024
+EXCHANGE = "exchange"
+MIN_REPEATS, MAX_REPEATS = 3, 30
+_BURST_S = 2e-3
+"""Calls follow each other for so long before the clock is read, unless one takes longer."""
+_PAIRWISE = ("send", EXCHANGE)
+_CONTENDED_BYTES = (2**18, 2**20, 2**22)
+_MAX_BUDGET_FACTOR = 8
+"""A size that takes so many times its part of the budget is left out, and all larger ones."""
+
+CollectiveCall = Callable[[int], object]
+"""One call of the operation, given how many came before it."""
+
+
+class ProbeGroup(NamedTuple):
+    """The ranks of one group, this one among them."""
+
+    group: dist.ProcessGroup
+    ranks: list[int]
+    """Of the default group."""
+    own: int
+    """Place of this rank."""
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        """Ranks."""
+        return len(self.ranks)
+
+    def largest(self, values: list[float]) -> list[float]:
+        """Of every value the largest of all ranks."""
+        # Doubles, which every backend reduces.
+        all_of_them = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(all_of_them, op=dist.ReduceOp.MAX, group=self.group)
+        return [float(one) for one in all_of_them.tolist()]
+
+    def meet(self) -> None:
+        """Wait for all of them."""
+        self.largest([0.0])
+
+
+def measure_collectives(
+    spec: RunSpec, place: RankContext, largest_bytes: int, budget_s: float, check: Callable[[], None]
+) -> tuple[list[CollectiveProbe], list[OverlapProbe]]:
+    """What the run's placement can tell: all operations where ranks lie alike, contention where nodes hold several.
+
+    ``check`` raises on all ranks where one was told to stop.
+    """
+    group = place.members()
+    team = ProbeGroup(group, dist.get_process_group_ranks(group), place.rank, place.device)
+    if spec.nodes > 1 and spec.tasks_per_node > 1:
+        return _measure_contention(team, spec, largest_bytes, budget_s, check), []
+    found = []
+    operations = (
+        [*COMM_OPERATIONS, EXCHANGE] if team.size == 2 else [one for one in COMM_OPERATIONS if one not in _PAIRWISE]
+    )
+    sizes = message_sizes(largest_bytes)
+    point_s = budget_s / (len(operations) * len(sizes))
+    for operation in operations:
+        for payload_bytes in sizes:
+            check()
+            call = make_collective_call(team, operation, payload_bytes)
+            readings = time_collective(team, call, point_s, halves=operation == "send")
+            if not readings:
+                break
+            found.append(_collective_probe(operation, team.size, spec.nodes, payload_bytes, 1, readings))
+    check()
+    return found, [measure_overlap(team.group, team.device, spec, _overlap_message_bytes(found), budget_s / 10)]
+
+
+def message_sizes(largest_bytes: int) -> list[int]:
+    """``SIZE_COUNT`` sizes in about equal ratios, from ``MIN_MESSAGE_BYTES`` on."""
+    unit = MIN_MESSAGE_BYTES
+    ratio = (max(largest_bytes, 2 * unit) / unit) ** (1 / (SIZE_COUNT - 1))
+    return sorted({round(ratio**number) * unit for number in range(SIZE_COUNT)})
+
+
+def make_collective_call(team: ProbeGroup, operation: str, payload_bytes: int) -> CollectiveCall:
+    """Makes one call of ``operation``; payloads as ``parallel.traffic.Traffic`` counts them."""
+    count, size, group, device = payload_bytes // 4, team.size, team.group, team.device
+    own = torch.zeros(-(-count // size) * size, device=device)
+    if operation == "all_reduce":
+        return lambda _: dist.all_reduce(own, group=group)
+    if operation == "reduce_scatter":
+        part = torch.zeros(len(own) // size, device=device)
+        return lambda _: dist.reduce_scatter_tensor(part, own, group=group)
+    if operation == "all_gather":
+        whole = torch.zeros(count * size, device=device)
+        return lambda _: dist.all_gather_into_tensor(whole, own[:count], group=group)
+    if operation == "all_to_all":
+        received = torch.zeros_like(own)
+        return lambda _: dist.all_to_all_single(received, own, group=group)
+    if operation == "broadcast":
+        return lambda number: dist.broadcast(own, src=team.ranks[number % size], group=group)
+    if operation == "reduce":
+        return lambda number: dist.reduce(own, dst=team.ranks[number % size], group=group)
+    return partial(_ping_pong if operation == "send" else _exchange_both_ways, team, own, torch.zeros_like(own))
+
+
+def _ping_pong(team: ProbeGroup, own: Tensor, received: Tensor, _number: int) -> None:
+    other = team.ranks[1 - team.own]
+    if team.own == 0:
+        dist.send(own, dst=other, group=team.group)
+        dist.recv(received, src=other, group=team.group)
+    else:
+        dist.recv(received, src=other, group=team.group)
+        dist.send(own, dst=other, group=team.group)
+
+
+def _exchange_both_ways(team: ProbeGroup, own: Tensor, received: Tensor, _number: int) -> None:
+    other = team.ranks[1 - team.own]
+    operations = [
+        dist.P2POp(dist.isend, own, other, group=team.group),
+        dist.P2POp(dist.irecv, received, other, group=team.group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def time_collective(
+    team: ProbeGroup, call: CollectiveCall, point_s: float, halves: bool = False, is_active: bool = True
+) -> list[float]:
+    """Seconds of one call in each repeat, of the slowest rank; empty where it takes far longer than ``point_s``.
+
+    ``halves``: a call is two messages, one after the other. A rank that is not active waits for the others.
+    """
+
+    def repeat(calls: int, first: int) -> float:
+        synchronize(team.device)
+        began = time.perf_counter()
+        for number in range(first, first + calls):
+            call(number)
+        synchronize(team.device)
+        return (time.perf_counter() - began) / calls
+
+    if is_active:
+        repeat(1, 0)
+    team.meet()
+    alone_s = team.largest([repeat(2, 1) if is_active else 0.0])[0]
+    if alone_s * MIN_REPEATS > point_s * _MAX_BUDGET_FACTOR:
+        return []
+    calls = max(1, min(50, round(_BURST_S / alone_s)))
+    repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(point_s / (calls * alone_s))))
+    own = [repeat(calls, 3 + calls * number) if is_active else 0.0 for number in range(repeats)]
+    return [one / 2 if halves else one for one in team.largest(own)]
+
+
+def _collective_probe(
+    operation: str, ranks: int, nodes: int, payload_bytes: int, groups: int, readings: list[float]
+) -> CollectiveProbe:
+    return CollectiveProbe(
+        operation=operation,
+        ranks=ranks,
+        nodes=nodes,
+        payload_bytes=payload_bytes,
+        groups=groups,
+        seconds=median(readings),
+        spread=relative_spread(readings),
+        repeats=len(readings),
+    )
+
+
+def _overlap_message_bytes(found: list[CollectiveProbe]) -> int:
+    """A message that takes long enough to compute under it, and not too long."""
+    reduced = [one for one in found if one.operation == "all_reduce"]
+    fitting = [one.payload_bytes for one in reduced if one.seconds <= 0.1]
+    return max(fitting, default=MIN_MESSAGE_BYTES)
+
+
+def _measure_contention(
+    team: ProbeGroup, spec: RunSpec, largest_bytes: int, budget_s: float, check: Callable[[], None]
+) -> list[CollectiveProbe]:
+    """all_reduce among the ranks of one place on every node: one such group alone, then more of them together."""
+    tasks = spec.tasks_per_node
+    groups = [
+        dist.new_group([team.ranks[node * tasks + place] for node in range(spec.nodes)]) for place in range(tasks)
+    ]
+    place, node = team.own % tasks, team.own // tasks
+    members = [team.ranks[one * tasks + place] for one in range(spec.nodes)]
+    mine = ProbeGroup(groups[place], members, node, team.device)
+    counts = sorted({1, *(2**power for power in range(1, 10) if 2**power < tasks), tasks})
+    sizes = [size for size in _CONTENDED_BYTES if size <= largest_bytes]
+    found = []
+    for payload_bytes in sizes:
+        call = make_collective_call(mine, "all_reduce", payload_bytes)
+        for count in counts:
+            check()
+            # Groups whose turn it is not wait for those whose it is.
+            team.meet()
+            readings = time_collective(team, call, budget_s / (len(counts) * len(sizes)), is_active=place < count)
+            if readings:
+                found.append(_collective_probe("all_reduce", spec.nodes, spec.nodes, payload_bytes, count, readings))
+    return found

@@ -1,0 +1,311 @@
+"""Times of every layer, whole and split, and of the optimizer's update.
+
+Layers are not repeated one by one, which would keep each in the caches: a round runs forward through all layers, back,
+and through the optimizer, as a step does. The overhead of an empty pass is subtracted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.results.schema import KernelProbe, UpdateProbe
+from hpcbench.worker.measure.clocks import CallTimer, median, relative_spread
+from hpcbench.worker.microbench.module_capture import CapturedModule, capture_modules, isolate_module, replay_tensor
+from hpcbench.worker.strategies.base import DataParallelStrategy, optimizer_class_and_arguments
+
+LAYER_SPLITS = ("outputs", "inputs", "positions")
+_CONVOLUTION_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def slice_layer(module: nn.Module, x: Tensor, split: str, parts: int) -> tuple[nn.Module, Tensor] | None:
+    """A new layer and the input for one of ``parts``; ``None`` where the layer cannot be split so."""
+    if isinstance(module, nn.Linear):
+        return _slice_linear(module, x, split, parts)
+    if isinstance(module, _CONVOLUTION_TYPES):
+        return _slice_convolution(module, x, split, parts)
+    return None
+
+
+def _slice_linear(module: nn.Linear, x: Tensor, split: str, parts: int) -> tuple[nn.Module, Tensor] | None:
+    features_in, features_out = module.in_features, module.out_features
+    if split == "positions":
+        if x.dim() < 3 or x.shape[1] < parts:
+            return None
+        return module, _first_part(x, 1, parts)
+    whole = features_out if split == "outputs" else features_in
+    if whole % parts:
+        return None
+    sizes = (features_in, whole // parts) if split == "outputs" else (whole // parts, features_out)
+    made = nn.Linear(*sizes, bias=module.bias is not None, device=x.device, dtype=module.weight.dtype)
+    return made, x if split == "outputs" else _first_part(x, x.dim() - 1, parts)
+
+
+def _slice_convolution(module: Any, x: Tensor, split: str, parts: int) -> tuple[nn.Module, Tensor] | None:
+    if split == "positions":
+        extent, kernel = x.shape[2] // parts, module.dilation[0] * (module.kernel_size[0] - 1) + 1
+        if x.shape[2] % parts or extent + 2 * _padding_width(module) < kernel:
+            return None
+        return module, _first_part(x, 2, parts)
+    whole = module.out_channels if split == "outputs" else module.in_channels
+    if module.groups != 1 or whole % parts:
+        return None
+    channels = (module.in_channels, whole // parts) if split == "outputs" else (whole // parts, module.out_channels)
+    made = type(module)(
+        *channels, module.kernel_size, module.stride, module.padding, module.dilation,
+        bias=module.bias is not None, device=x.device, dtype=module.weight.dtype,
+    )  # fmt: skip
+    if split == "outputs":
+        return made, x
+    return made, _first_part(x, 1, parts)
+
+
+def _padding_width(module: Any) -> int:
+    return 0 if isinstance(module.padding, str) else int(module.padding[0])
+
+
+def _first_part(x: Tensor, dim: int, parts: int) -> Tensor:
+    """The first part, in memory of its own and in the same order."""
+    return x.narrow(dim, 0, x.shape[dim] // parts).clone()
+
+
+MIN_ROUNDS, MAX_ROUNDS = 3, 60
+_MIN_KERNEL_S = 5e-7
+
+
+@dataclass
+class LayerCall:
+    """One layer at one size."""
+
+    row: str
+    kind: str
+    split: str
+    parts: int
+    samples: int
+    call: Callable[[], Tensor]
+    parameters: list[nn.Parameter] = field(default_factory=list)
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    output: Tensor | None = None
+    gradient: Tensor | None = None
+
+    def forward(self) -> None:
+        """Keeps what the backward pass needs."""
+        self.output = self.call()
+
+    def ready_to_go_back(self) -> bool:
+        """Whether anything flows back; makes the gradient that comes in from behind, once."""
+        if self.output is None or not self.output.requires_grad:
+            return False
+        if self.gradient is None:
+            self.gradient = torch.randn_like(self.output.detach())
+        return True
+
+    def backward(self) -> None:
+        """Leaves the parameters' gradients."""
+        assert self.output is not None, "the forward pass comes first"
+        torch.autograd.backward(self.output, self.gradient)
+
+    def clear(self) -> None:
+        """As the loop does before each step."""
+        self.output = None
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def measure_kernels(
+    strategy: DataParallelStrategy,
+    batch: tuple[Tensor, Tensor],
+    shares: list[int],
+    budget_s: float,
+    check: Callable[[], None],
+) -> list[KernelProbe]:
+    """All distinct layers of the strategy's model on ``batch``; rounds are repeated until ``budget_s`` has passed."""
+    device = batch[0].device
+    groups = [
+        _capture_whole_layers(strategy, (batch[0][: len(batch[0]) // parts], batch[1][: len(batch[1]) // parts]), parts)
+        for parts in _sample_splits(shares, len(batch[0]))
+    ]
+    for parts in shares:
+        if parts > 1:
+            groups += [
+                group for split in LAYER_SPLITS if (group := _split_layers(strategy, groups[0][1], split, parts))
+            ]
+    pieces = [group for _, _, group in groups if group]
+    nothing = LayerCall("", "", "", 1, 1, replay_tensor(torch.zeros(1, device=device)))
+    rounds: list[_RoundGroup] = [(group, _group_optimizer(strategy.spec, group)) for group in pieces]
+    _run_rounds([*rounds, ([nothing], None)], device, budget_s, check)
+    overhead_s = (median(nothing.forward_s), median(nothing.backward_s))
+    return [_kernel_probe(piece, overhead_s) for group in pieces for piece in group]
+
+
+_CallGroup = tuple[int, list[CapturedModule], list[LayerCall]]
+
+
+def _sample_splits(shares: list[int], samples: int) -> list[int]:
+    return [1, *(parts for parts in shares if 1 < parts <= samples // 2)]
+
+
+def _capture_whole_layers(strategy: DataParallelStrategy, batch: tuple[Tensor, Tensor], parts: int) -> _CallGroup:
+    """All layers and the loss, on fewer samples where ``parts`` is more than one."""
+
+    def run(inputs: Tensor) -> Tensor:
+        with strategy.arithmetic.autocast():
+            outputs: Tensor = strategy.module(inputs)
+        return outputs
+
+    found, outputs = capture_modules(strategy.module, batch[0], run)
+    split = "whole" if parts == 1 else "samples"
+    samples = len(batch[0])
+    pieces = [_make_layer_call(strategy, one, isolate_module(one), one.inputs, split, parts, samples) for one in found]
+    source = replay_tensor(outputs)
+    loss = LayerCall("loss", "Loss", split, parts, samples, lambda: strategy.losses(source(), batch[1]) / samples)
+    return parts, found, [*pieces, loss]
+
+
+def _split_layers(
+    strategy: DataParallelStrategy, found: list[CapturedModule], split: str, parts: int
+) -> _CallGroup | None:
+    pieces = []
+    for one in found:
+        x = one.inputs[0] if one.inputs else None
+        made = slice_layer(one.module, x, split, parts) if isinstance(x, Tensor) else None
+        if made is not None:
+            pieces.append(_make_layer_call(strategy, one, made[0].train(), [made[1]], split, parts, len(made[1])))
+    return (parts, found, pieces) if pieces else None
+
+
+def _make_layer_call(
+    strategy: DataParallelStrategy,
+    one: CapturedModule,
+    module: nn.Module,
+    inputs: list[object],
+    split: str,
+    parts: int,
+    samples: int,
+) -> LayerCall:
+    sources = [
+        replay_tensor(value) if isinstance(value, Tensor) and flows else _return_constant(value)
+        for value, flows in zip(inputs, one.flows_back, strict=True)
+    ]
+
+    def call() -> Tensor:
+        with strategy.arithmetic.autocast():
+            output: Tensor = module(*(source() for source in sources))
+        return output
+
+    return LayerCall(one.name, one.kind, split, parts, samples, call, list(module.parameters()))
+
+
+def _return_constant(value: object) -> Callable[[], object]:
+    return lambda: value
+
+
+def _group_optimizer(spec: RunSpec, group: list[LayerCall]) -> torch.optim.Optimizer | None:
+    """The run's, for the group's parameters, which it leaves as they are; ``None`` where there are none."""
+    parameters = {id(parameter): parameter for piece in group for parameter in piece.parameters}
+    kind, arguments = optimizer_class_and_arguments(spec)
+    make: Callable[..., torch.optim.Optimizer] = kind
+    return make(list(parameters.values()), **{**arguments, "lr": 0.0}) if parameters else None
+
+
+_RoundGroup = tuple[list[LayerCall], torch.optim.Optimizer | None]
+
+
+def _run_rounds(groups: list[_RoundGroup], device: torch.device, budget_s: float, check: Callable[[], None]) -> None:
+    """The first round is not kept: memory is taken, and libraries choose their algorithms."""
+    ends, done = time.perf_counter() + budget_s, 0
+    while done < MIN_ROUNDS + 1 or (done < MAX_ROUNDS and time.perf_counter() < ends):
+        check()
+        watch = CallTimer(device)
+        for group, optimizer in groups:
+            _run_round(group, optimizer, watch)
+        watch.settle()
+        if done == 0:
+            for group, _ in groups:
+                for piece in group:
+                    piece.forward_s.clear()
+                    piece.backward_s.clear()
+        done += 1
+
+
+def _run_round(group: list[LayerCall], optimizer: torch.optim.Optimizer | None, watch: CallTimer) -> None:
+    """Forward through all, then back, then the update: of large weights it leaves nothing in the caches."""
+    for piece in group:
+        piece.clear()
+    watch.get_ahead()
+    for piece in group:
+        watch.time(piece.forward, piece.forward_s)
+    back = [piece for piece in reversed(group) if piece.ready_to_go_back()]
+    watch.get_ahead()
+    for piece in back:
+        watch.time(piece.backward, piece.backward_s)
+        piece.output = None
+    if optimizer is not None:
+        optimizer.step()
+
+
+def _kernel_probe(piece: LayerCall, overhead_s: tuple[float, float]) -> KernelProbe:
+    readings = [piece.forward_s, piece.backward_s]
+    forward_s, backward_s = (
+        max(median(own) - extra, _MIN_KERNEL_S) if own else None
+        for own, extra in zip(readings, overhead_s, strict=True)
+    )
+    assert forward_s is not None, f"{piece.row} was never called"
+    return KernelProbe(
+        row=piece.row,
+        kind=piece.kind,
+        split=piece.split,
+        parts=piece.parts,
+        samples=piece.samples,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        spread=max(relative_spread(own) for own in readings if own),
+        repeats=len(piece.forward_s),
+    )
+
+
+def measure_optimizer_updates(spec: RunSpec, module: nn.Module, repeats: int = 5) -> list[UpdateProbe]:
+    """The run's optimizer on tensors of every size that the model has, all tensors of a size together.
+
+    With what the next step begins with: giving back the gradients, which the allocator may return to the system.
+    """
+    by_size: dict[int, list[nn.Parameter]] = {}
+    for parameter in module.parameters():
+        by_size.setdefault(parameter.numel() * parameter.element_size(), []).append(parameter)
+    kind, arguments = optimizer_class_and_arguments(spec)
+    make: Callable[..., torch.optim.Optimizer] = kind
+    optimizers = {size: make(parameters, **arguments) for size, parameters in by_size.items()}
+    readings: dict[int, list[float]] = {size: [] for size in by_size}
+    device = next(module.parameters()).device
+    for number in range(repeats + 1):
+        for parameter in module.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        watch = CallTimer(device)
+        for size, optimizer in optimizers.items():
+            watch.time(partial(_optimizer_step, optimizer), readings[size])
+        watch.settle()
+        if number == 0:
+            # The state is made in the first step.
+            readings = {size: [] for size in by_size}
+    return [
+        UpdateProbe(
+            optimizer=spec.optimizer,
+            parameter_bytes=size,
+            seconds=median(found) / len(by_size[size]),
+            spread=relative_spread(found),
+            repeats=repeats,
+        )
+        for size, found in readings.items()
+    ]
+
+
+def _optimizer_step(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,141 @@
+"""Modules of a model with their captured inputs and outputs, so that each can be called by itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+@dataclass
+class CapturedModule:
+    """The first call of one of several equal modules."""
+
+    name: str
+    kind: str
+    """As in the table of layers: the module's class, ``.other`` appended for what it does around its children."""
+    module: nn.Module
+    inputs: list[Any]
+    flows_back: list[bool]
+    """Of every input, whether a gradient is wanted."""
+    children: dict[str, list[Tensor]] = field(default_factory=dict)
+    """What direct children gave back, call by call."""
+
+
+def capture_modules(
+    model: nn.Module, inputs: Tensor, forward: Callable[[Tensor], Tensor]
+) -> tuple[list[CapturedModule], Tensor]:
+    """One forward pass: modules that differ in their class, settings or shapes, and the model's output."""
+    seen = _ModuleCapture()
+    handles = [handle for name, module in model.named_modules() for handle in seen.hooks(name, module)]
+    try:
+        outputs = forward(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen.found, outputs.detach().clone()
+
+
+class _ModuleCapture:
+    def __init__(self) -> None:
+        self.found: list[CapturedModule] = []
+        self._known: set[tuple[Any, ...]] = set()
+        self._running: list[CapturedModule | None] = []
+
+    def hooks(self, name: str, module: nn.Module) -> list[Any]:
+        return [
+            module.register_forward_pre_hook(self._before(name)),
+            module.register_forward_hook(self._after(name.rpartition(".")[2])),
+        ]
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._running.append(self._new(name, module, args))
+
+        return hook
+
+    def _new(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> CapturedModule | None:
+        if isinstance(module, nn.Sequential | nn.Identity | nn.ModuleList):
+            return None
+        is_leaf = next(module.children(), None) is None
+        kind = type(module).__name__ + ("" if is_leaf else ".other")
+        key = (kind, repr(module), *(tuple(one.shape) for one in args if isinstance(one, Tensor)))
+        if key in self._known:
+            return None
+        self._known.add(key)
+        flows_back = [isinstance(one, Tensor) and one.requires_grad for one in args]
+        # What runs next may write over it.
+        kept = [one.detach().clone() if isinstance(one, Tensor) else one for one in args]
+        captured = CapturedModule(name, kind, module, kept, flows_back)
+        self.found.append(captured)
+        return captured
+
+    def _after(self, own_name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            self._running.pop()
+            caller = self._running[-1] if self._running else None
+            if caller is not None and isinstance(output, Tensor):
+                caller.children.setdefault(own_name, []).append(output.detach().clone())
+
+        return hook
+
+
+class _ReplayedTensor(torch.autograd.Function):
+    """A tensor that is there already, as if it had just been computed from ``inputs``.
+
+    What flows back to them is there already, too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _trigger: Tensor, holder: list[Tensor], flowing: list[Tensor], *inputs: Tensor) -> Tensor:
+        # The gradients belong to the call, not to the graph.
+        ctx.flowing = flowing
+        if len(flowing) < len(inputs):
+            flowing += [torch.randn_like(one) if one.is_floating_point() else one for one in inputs[len(flowing) :]]
+        return holder[0].detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _gradient: Tensor) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad[3:]
+        return (None, None, None, *(one if needs else None for one, needs in zip(ctx.flowing, wanted, strict=True)))
+
+
+def replay_tensor(tensor: Tensor) -> Callable[..., Tensor]:
+    """A function that hands ``tensor`` over, with a gradient wanted, as if it were made of its arguments."""
+    trigger, holder, flowing = torch.zeros((), requires_grad=True), [tensor], list[Tensor]()
+    return lambda *inputs: _ReplayedTensor.apply(trigger, holder, flowing, *inputs)  # type: ignore[no-untyped-call]
+
+
+def isolate_module(captured: CapturedModule) -> nn.Module:
+    """The module itself where it has no children; else a copy whose children give back what they gave back before."""
+    module = captured.module
+    if next(module.children(), None) is None:
+        return module
+    clone = copy.copy(module)
+    clone._modules = dict(module._modules)
+    for name, outputs in captured.children.items():
+        child = module._modules.get(name)
+        if child is not None:
+            clone._modules[name] = _replay_child(child, outputs)
+    return clone
+
+
+def _replay_child(child: nn.Module, outputs: list[Tensor]) -> nn.Module:
+    """``child`` with all that it has, but for what it computes."""
+    sources = [replay_tensor(output) for output in outputs]
+    calls = 0
+
+    def forward(*args: Any, **_kwargs: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return sources[(calls - 1) % len(sources)](*(one for one in args if isinstance(one, Tensor)))
+
+    clone = copy.copy(child)
+    clone.forward = forward
+    return clone

@@ -1,0 +1,225 @@
+"""Loss, precision, compilation and activation checkpointing of a run's model."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import WorkerError
+
+
+def summed_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """The sum of the samples' losses, in fp32 at least.
+
+    * classes: outputs [n, classes], targets [n] (int64): cross-entropy;
+    * tokens: outputs [n, length, vocabulary], targets [n, length] (int64): mean cross-entropy over the positions;
+    * values: outputs and targets [n, values] (floating point): mean squared error over the values.
+    """
+    wide = outputs if outputs.dtype == torch.float64 else outputs.float()
+    if targets.is_floating_point():
+        return F.mse_loss(wide, targets.to(wide.dtype), reduction="sum") / targets[0].numel()
+    if targets.dim() == 1:
+        return F.cross_entropy(wide, targets, reduction="sum")
+    return F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum") / targets.shape[1]
+
+
+class MixedPrecision:
+    """Autocast and loss scaling of one run. fp64 and fp32 need neither; bf16 and fp16 keep fp32 weights.
+
+    Raises ``WorkerError`` (``unsupported``) for tf32 and fp16 on a cpu.
+    """
+
+    def __init__(self, precision: str, device: torch.device) -> None:
+        if precision in ("tf32", "fp16") and device.type != "cuda":
+            raise WorkerError(
+                f"precision {precision} needs a cuda device; this run's is {device.type}",
+                status="unsupported",
+                hint="fp64, fp32 and bf16 run on a cpu",
+            )
+        allow_tf32(precision == "tf32")
+        self._lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+        self._device = device.type
+        self._scaler = torch.amp.GradScaler("cuda") if precision == "fp16" else None
+        self._asked = self._made = 0
+        self._counted: torch.optim.Optimizer | None = None
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The context of the forward pass."""
+        if self._lower is None:
+            return nullcontext()
+        context: AbstractContextManager[None] = torch.autocast(self._device, dtype=self._lower)
+        return context
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients of ``loss``, scaled for fp16 so that small ones do not vanish."""
+        scaled = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled.backward()  # type: ignore[no-untyped-call]
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """One optimizer step; fp16 leaves it out where a gradient overflowed.
+
+        Afterwards gradients are those that the step used: a scaler divides them in place. It reads from the device
+        whether one overflowed, so fp16 waits once a step, within the step's time.
+        """
+        if self._scaler is None:
+            optimizer.step()
+            return
+        if self._counted is not optimizer:
+            self._counted = optimizer
+            optimizer.register_step_post_hook(self._count)
+        self._asked += 1
+        self._scaler.step(optimizer)
+        self._scaler.update()
+
+    def notes(self) -> list[str]:
+        """Warnings about the updates so far."""
+        left_out = self._asked - self._made
+        if not left_out:
+            return []
+        return [
+            f"{left_out} of {self._asked} updates (warm-up included) were left out: a gradient overflowed in fp16, "
+            "and its scale was lowered"
+        ]
+
+    def _count(self, *_step: object) -> None:
+        self._made += 1
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether float32 products and convolutions may be computed in tf32 on cuda.
+
+    cuDNN's convolutions are unless told not to: fp32 must mean fp32. Set by torch's older switches: what they set is
+    read alike through the newer ``fp32_precision``, while the older ones raise on what was set through that.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+def compile_in_place(module: nn.Module, backend: Any = "inductor") -> None:
+    """Compile ``module`` so that its names stay. Before DDP wraps it: torch advises so, and still cuts the backward
+    graph at DDP's buckets. Compilation itself happens in the first step of each shape.
+    """
+    module.compile(backend=backend)
+
+
+def count_compiled_graphs() -> int:
+    """How many graphs this process has compiled so far; 0 where this torch does not count them."""
+    try:
+        from torch._dynamo.utils import counters
+
+        return int(counters["stats"]["unique_graphs"])
+    except (ImportError, AttributeError, KeyError, TypeError, ValueError):
+        return 0
+
+
+def recompilation_warning(count: int) -> str | None:
+    """What to do about graphs that were compiled within the timed steps."""
+    if count == 0:
+        return None
+    return (
+        f"{count} graph{'s' if count > 1 else ''} compiled within the timed steps: a shape was new there. "
+        "drop_last = true leaves out partial batches; more warmup_steps let every shape come before"
+    )
+
+
+def force_eager() -> AbstractContextManager[Any]:
+    """Within it compiled modules are called as they were written, and nothing is compiled."""
+    # Importing the compiler takes seconds: who has not used it so far does not need this.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+class SequentialBlocks(nn.Sequential):
+    """As ``nn.Sequential``, whose own ``forward`` the compiler skips: it would compile every block by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One block after another."""
+        for block in self:
+            x = block(x)
+        return x
+
+
+class CheckpointedBlocks(SequentialBlocks):
+    """Keeps the input of every block and computes the block again in the backward pass (Chen et al. 2016)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One block after another; dropout draws the same numbers the second time."""
+        if not torch.is_grad_enabled():
+            return super().forward(x)
+        for block in self:
+            x = checkpoint_block(block, x)
+        return x
+
+
+def wrap_blocks(model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
+    """``model`` as the run asks for it: the same modules under the same names, and so is any slice of it.
+
+    Raises ``WorkerError`` (``unsupported``) for a model that does more than to call its blocks in order.
+    """
+    if not (spec.compile or spec.activation_checkpointing):
+        return model
+    if type(model).forward is not nn.Sequential.forward:
+        raise WorkerError(
+            f"compile and activation_checkpointing call the blocks of {spec.model} in order, "
+            f"but {type(model).__name__} has a forward of its own",
+            status="unsupported",
+            hint="put what it does into a block",
+        )
+    kind = CheckpointedBlocks if spec.activation_checkpointing else SequentialBlocks
+    if spec.activation_checkpointing:
+        for block in model:
+            disable_inplace_first_op(block)
+    return kind(OrderedDict(model.named_children())).train(model.training)
+
+
+def disable_inplace_first_op(block: nn.Module) -> None:
+    """Let ``block`` not begin by writing over its input, which is a leaf of autograd's graph where the block is a cut
+    piece of a model: VGG's in-place ReLUs are blocks of their own."""
+    for module in block.modules():
+        if next(module.children(), None) is None and not isinstance(module, nn.Flatten | nn.Identity):
+            if getattr(module, "inplace", False):
+                module.inplace = False  # type: ignore[assignment]
+            return
+
+
+def checkpoint_block(block: nn.Module, x: Tensor) -> Tensor:
+    """``block(x)``, of which only ``x`` is kept for the backward pass."""
+    if torch.compiler.is_compiling():
+        # A compiled graph writes statistics once, in its forward part.
+        compiled: Tensor = checkpoint(block, x, use_reentrant=False)
+        return compiled
+    output: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=partial(_checkpoint_contexts, block))
+    return output
+
+
+def _checkpoint_contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), frozen_running_statistics(block)
+
+
+@contextlib.contextmanager
+def frozen_running_statistics(block: nn.Module) -> Iterator[None]:
+    """BatchNorm computes as in training, but its running statistics stay: the first pass has counted the batch."""
+    norms = [
+        module
+        for module in block.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.track_running_stats
+    ]
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        # Not track_running_stats = False: the operator would save other tensors than in the first pass.
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, (momentum, count) in zip(norms, kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, count

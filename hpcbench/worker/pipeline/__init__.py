@@ -1,1 +1,0 @@
-"""The point-to-point runtime that executes ``parallel.schedule``."""

@@ -1,0 +1,85 @@
+"""The life of one rank, from its environment to its part of the result.
+
+This module does not import torch at its top.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import sys
+from pathlib import Path
+
+from hpcbench.config.run_spec import RunTask, TaskFileHeader, read_task
+from hpcbench.errors import WorkerError
+from hpcbench.results.attempts import Attempt
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.worker import begin
+from hpcbench.worker.begin import done_reason
+from hpcbench.worker.distributed import rank_environment
+from hpcbench.worker.distributed.rank_environment import RankInfo, check_world_size, detect_rank
+from hpcbench.worker.finalize import RunFinalizer
+from hpcbench.worker.shutdown import StopController
+
+
+def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
+    """Run one rank of a run; returns the exit code: 0 where the run (as far as this rank knows) is ok.
+
+    Without ``attempt_number`` rank 0 begins an attempt, unless the run is done already, and the others find it.
+    """
+    header, task = read_task(tasks, index)
+    given = rank_environment.user_environment(os.environ, Path(f"/proc/{os.getppid()}/environ"))
+    rank_environment.apply_run_environment(task.spec.env, task.run_id)
+    stop = StopController()
+    stop.install()
+    info = detect_rank(os.environ, os.getpid(), os.getppid())
+    attempt = _find_or_claim_attempt(tasks, index, header, task, info, attempt_number)
+    if attempt is None:
+        return 0
+    marker = attempt.start_marker()
+    stop.set_deadline(marker.deadline_unix_s if marker else None, task.time_limit_s)
+    closing = RunFinalizer(header, task, attempt, info, stop)
+    closing.given_env = given
+    stop.on_stuck(closing.abandon)
+    try:
+        _run_measured(closing)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the result says it
+        return closing.end(error)
+    return closing.end(None)
+
+
+def _find_or_claim_attempt(
+    tasks: Path, index: int, header: TaskFileHeader, task: RunTask, info: RankInfo, number: int | None
+) -> Attempt | None:
+    tree = ClusterTree(Path(header.tree))
+    folder = tree.run_folder(task.run_id)
+    if number is not None:
+        return Attempt(folder, number)
+    # Whoever starts a rank by hand wants this very run: only what is done is left alone.
+    if why := done_reason(tree, task):
+        print(f"hpcbench: {task.run_id}: {why}: nothing to do", file=sys.stderr)  # noqa: T201
+        return None
+    if info.rank == 0:
+        return begin.claim_attempt(tasks, index, header, task, info.launch)
+    return begin.find_attempt(folder, info, header.wait_s)
+
+
+def _run_measured(closing: RunFinalizer) -> None:
+    check_world_size(closing.info, closing.task.spec)
+    _require_torch()
+    closing.stop.check()
+    from hpcbench.worker.measured_run import measure_run
+
+    measure_run(closing)
+
+
+def _require_torch() -> None:
+    try:
+        importlib.import_module("torch")
+    except ImportError as error:
+        raise WorkerError(
+            f"{sys.executable} on {socket.gethostname()} cannot import torch: {error}",
+            status="unsupported",
+            hint="install it into the profile's environment: python -m pip install torch",
+        ) from error

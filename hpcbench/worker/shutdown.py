@@ -1,0 +1,152 @@
+"""Signals, deadlines and stop requests of a rank. A stopped run keeps its measurements."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+STEP_GRACE_S = 2.0
+"""How long a rank may take to reach the next step's boundary before it is ended where it stands."""
+
+_SIGNALS = ("SIGTERM", "SIGUSR2", "SIGINT", "SIGHUP")
+
+
+class Stopped(Exception):
+    """The run ends here, with what was measured; ``status`` is ``timeout`` or ``cancelled``."""
+
+    def __init__(self, status: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class PeerEnded(Exception):
+    """Another rank cannot go on, so this one cannot either; the cause is that rank's to tell."""
+
+
+def stop_margin_s(limit_s: float) -> float:
+    """How long before its deadline a run of ``limit_s`` ends by itself, so that its result is written in time."""
+    return min(5.0, 0.05 * limit_s)
+
+
+def deadline_window_s(limit_s: float) -> float:
+    """How long before the deadline a TERM already means the time limit: the scheduler's clock began before ours."""
+    return min(30.0, 0.1 * limit_s)
+
+
+def stop_for_signal(number: int, now: float, deadline: float | None) -> Stopped:
+    """What a signal means. ``SIGUSR2`` is the scheduler's early warning of the time limit.
+
+    ``now`` and ``deadline`` are unix seconds.
+    """
+    name = signal.Signals(number).name
+    if name == "SIGUSR2":
+        return Stopped("timeout", "stopped by SIGUSR2, the scheduler's warning of the time limit")
+    if deadline is not None and now >= deadline:
+        return Stopped("timeout", f"stopped by {name} at the time limit")
+    return Stopped("cancelled", f"stopped by {name}")
+
+
+class StopController:
+    """Whether to stop, and why: looked at by the loop once a step, set by signals, the clock, or another rank.
+
+    Signals reach a Python handler only between two byte codes of the main thread, which may sit in a collective
+    whose peer is dead. The C-level handler also writes the signal's number to a socket; a thread reads it there, and
+    calls ``abandon`` when the main thread has not come back within ``STEP_GRACE_S``.
+    """
+
+    def __init__(self) -> None:
+        self.reason: Stopped | PeerEnded | None = None
+        self.deadline: float | None = None
+        self._deadline_step = float("inf")
+        self._near = 0.0
+        self._abandon: Callable[[BaseException], None] | None = None
+        self._lock = threading.Lock()
+        self._reader: socket.socket | None = None
+        self._writer: socket.socket | None = None
+
+    def install(self) -> None:
+        """Take over the signals of this process; one that is ignored (nohup, ``&``) stays ignored."""
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
+        for name in _SIGNALS:
+            number = getattr(signal, name)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _noop_handler)
+        threading.Thread(target=self._read, args=(self._reader,), name="stop", daemon=True).start()
+
+    def set_deadline(self, deadline: float | None, limit_s: float) -> None:
+        """``deadline`` in unix seconds; the loop ends ``stop_margin_s`` before it, and a rank that is stuck a little
+        later.
+
+        In a pack no scheduler warns the ranks of their own run's limit.
+        """
+        self.deadline = deadline
+        self._near = deadline_window_s(limit_s)
+        self._deadline_step = float("inf") if deadline is None else deadline - stop_margin_s(limit_s)
+        if deadline is not None:
+            threading.Thread(target=self._watch_clock, name="deadline", daemon=True).start()
+
+    def on_stuck(self, abandon: Callable[[BaseException], None]) -> None:
+        """What to call from a thread when the main thread does not come back; it must not return."""
+        self._abandon = abandon
+
+    def due(self) -> bool:
+        """Whether the loop should end before its next step. Costs well under a microsecond."""
+        if self.reason is None and time.time() >= self._deadline_step:
+            self._set(_time_limit_stop())
+        return self.reason is not None
+
+    def check(self) -> None:
+        """Raise the reason to stop, if there is one."""
+        if self.due() and self.reason is not None:
+            raise self.reason
+
+    def request(self, cause: Stopped | PeerEnded, grace_s: float = STEP_GRACE_S) -> None:
+        """Ask the loop to stop for ``cause``, and end the process from here unless it does within ``grace_s``.
+
+        Only a thread beside the main one may call this: it waits.
+        """
+        self._set(cause)
+        time.sleep(grace_s)
+        if self._abandon is not None:
+            self._abandon(cause)
+
+    def _set(self, reason: Stopped | PeerEnded) -> None:
+        with self._lock:
+            self.reason = self.reason or reason
+
+    def _watch_clock(self) -> None:
+        time.sleep(max(0.0, self._deadline_step - time.time()))
+        self.request(_time_limit_stop())
+
+    def _read(self, reader: socket.socket) -> None:
+        while True:
+            for number in reader.recv(1):
+                if signal.Signals(number).name not in _SIGNALS:
+                    continue
+                deadline = None if self.deadline is None else self.deadline - self._near
+                cause = stop_for_signal(number, time.time(), deadline)
+                self._set(cause)
+                # Every signal gets its own patience, so that a second one is not read only after the first's.
+                threading.Thread(target=self.request, args=(cause,), daemon=True).start()
+
+
+def _time_limit_stop() -> Stopped:
+    return Stopped("timeout", "reached the time limit")
+
+
+def _noop_handler(number: int, frame: object) -> None:
+    """A Python handler must exist for the wake-up socket to be written; the thread does the rest."""
+
+
+def exit_now(code: int) -> None:
+    """End the process without waiting for threads that sit in a store or a collective."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

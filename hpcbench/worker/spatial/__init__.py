@@ -1,1 +1,0 @@
-"""Layers whose feature maps are cut along their spatial dims."""

@@ -1,0 +1,1 @@
+"""Filter and channel parallelism (Dryden et al. 2019)."""

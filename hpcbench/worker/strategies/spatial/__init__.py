@@ -1,0 +1,1 @@
+"""Spatial parallelism with halo exchange."""

@@ -1,1 +1,0 @@
-"""What the ranks that share transformer blocks compute and pass to each other."""

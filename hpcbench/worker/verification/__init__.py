@@ -1,0 +1,1 @@
+"""Comparison of a run's training with its reference training."""

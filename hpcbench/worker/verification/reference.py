@@ -1,0 +1,226 @@
+"""The reference training of data-parallel runs in one process, and the comparison of two trainings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.tolerances import VerificationCheck
+from hpcbench.results.schema import ReferenceComparison
+from hpcbench.worker.data.feed import DataFeed
+from hpcbench.worker.model_execution import MixedPrecision, summed_loss
+from hpcbench.worker.strategies.base import make_optimizer
+
+
+@dataclass
+class TrainingRecord:
+    """Mean loss of the global batch per step, the gradients of the first and the last step, the weights afterwards.
+
+    Tensors go by their single-device names, and lie on the host.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    first_gradients: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    state: dict[str, Tensor] = field(default_factory=dict)
+    """Parameters and buffers."""
+
+
+def compare_training(ours: TrainingRecord, reference: TrainingRecord, check: VerificationCheck) -> ReferenceComparison:
+    """Whether ``ours`` is what ``reference`` is, within the check's tolerances."""
+    early = check.tolerance if check.first_tolerance is None else check.first_tolerance
+    loss, *losses = _loss_differences(ours.losses, reference.losses, check, early)
+    first = _tensor_differences("gradient", "in step 1", ours.first_gradients, reference.first_gradients, early)
+    last = _tensor_differences(
+        "gradient", f"in step {check.steps}", ours.gradients, reference.gradients, check.gradient_tolerance
+    )
+    after = f"after {check.steps} step{'s' * (check.steps > 1)}"
+    weights = (
+        _tensor_differences("weight", after, ours.state, reference.state, check.tolerance) if check.weights else []
+    )
+    gradients = first + last if check.steps > 1 else first
+    everything = [loss, *losses, *gradients, *weights]
+    # What is wrong spreads to all tensors with the first update: before it, it can still be told where it began.
+    suspects = first if any(one.too_far for one in first) else everything
+    worst = max(suspects, key=lambda one: one.value / one.tolerance)
+    return ReferenceComparison(
+        passed=not any(one.too_far for one in everything),
+        precision=check.precision,
+        tolerance=check.tolerance,
+        steps=check.steps,
+        loss_max_rel=_max_finite([loss, *losses]),
+        gradient_max_rel=_max_finite(gradients),
+        weight_max_rel=_max_finite(weights),
+        worst=worst.name,
+        worst_rel=_finite_or_none(worst.value),
+        worst_tolerance=worst.tolerance,
+    )
+
+
+def max_relative_difference(ours: Tensor, reference: Tensor) -> float:
+    """max|a - b| / max(1, max|b|), the measure of every comparison; infinite where one is not finite."""
+    a, b = ours.detach().double().cpu(), reference.detach().double().cpu()
+    if a.shape != b.shape or not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        return float("inf")
+    if a.numel() == 0:
+        return 0.0
+    return ((a - b).abs().max() / b.abs().max().clamp(min=1.0)).item()
+
+
+def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies that no later step changes."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+
+def all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether no number overflowed."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())
+
+
+class _Difference(NamedTuple):
+    name: str
+    value: float
+    tolerance: float
+
+    @property
+    def too_far(self) -> bool:
+        return not self.value <= self.tolerance
+
+
+def _loss_differences(
+    ours: list[float], reference: list[float], check: VerificationCheck, early: float
+) -> list[_Difference]:
+    assert len(ours) == len(reference) > 0, "trained for different numbers of steps"
+    wide = torch.float64
+    return [
+        _Difference(
+            f"loss of step {step}",
+            max_relative_difference(torch.tensor(a, dtype=wide), torch.tensor(b, dtype=wide)),
+            early if step == 1 else check.tolerance,
+        )
+        for step, (a, b) in enumerate(zip(ours, reference, strict=True), start=1)
+    ]
+
+
+def _tensor_differences(
+    kind: str, when: str, ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: float
+) -> list[_Difference]:
+    """The difference of every tensor of either; infinite where the other lacks it."""
+    found = []
+    for name in dict.fromkeys([*reference, *ours]):
+        both = name in ours and name in reference
+        value = max_relative_difference(ours[name], reference[name]) if both else math.inf
+        found.append(_Difference(f"{kind} of {name} {when}", value, tolerance))
+    return found
+
+
+def _max_finite(differences: list[_Difference]) -> float | None:
+    return _finite_or_none(max(one.value for one in differences)) if differences else None
+
+
+def _finite_or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _no_tick() -> None:
+    pass
+
+
+def train_reference(
+    model: nn.Module,
+    spec: RunSpec,
+    feed: DataFeed,
+    steps: Iterable[int],
+    tick: Callable[[], None] = _no_tick,
+    backwards: bool = False,
+) -> TrainingRecord:
+    """Train ``model`` in place on the steps numbered ``steps`` as ``spec.dp_degree`` replicas would.
+
+    Each replica's share (and each micro-batch of it) is forwarded by itself, so that BatchNorm sees what it would see
+    there; the losses' sum is divided by the true global sample count; one update follows. Running statistics are those
+    of replica 0. ``tick`` is called after every replica. ``backwards`` sums the replicas from the last one on: what
+    differs then is rounding alone.
+    """
+    model.to(feed.device).train()
+    optimizer = make_optimizer(spec, model)
+    arithmetic = MixedPrecision(spec.precision, feed.device)
+    trained = TrainingRecord()
+    order = range(feed.replicas)[:: -1 if backwards else 1]
+    for step in steps:
+        loss = 0.0
+        summed: dict[nn.Parameter, Tensor] = {}
+        for replica in order:
+            # Summed replica by replica, as an all_reduce does: of two replicas the sum is the same to the last bit.
+            optimizer.zero_grad(set_to_none=True)
+            loss += _accumulate_replica(model, feed, step, replica, arithmetic)
+            for parameter in model.parameters():
+                if parameter.grad is not None and parameter in summed:
+                    summed[parameter].add_(parameter.grad)
+                elif parameter.grad is not None:
+                    summed[parameter] = parameter.grad
+            feed.forget()
+            tick()
+        for parameter in model.parameters():
+            parameter.grad = summed.get(parameter)
+        arithmetic.update(optimizer)
+        _record_step(trained, loss, model)
+    return _record_final_state(trained, model)
+
+
+def train_full_batch(model: nn.Module, spec: RunSpec, feed: DataFeed, steps: Iterable[int]) -> TrainingRecord:
+    """The plain single-device run on the global batch: equal to the above only for a model without BatchNorm."""
+    model.to(feed.device).train()
+    optimizer = make_optimizer(spec, model)
+    arithmetic = MixedPrecision(spec.precision, feed.device)
+    trained = TrainingRecord()
+    for step in steps:
+        batches = [feed.batch(step, replica) for replica in range(feed.replicas)]
+        inputs, labels = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+        optimizer.zero_grad(set_to_none=True)
+        with arithmetic.autocast():
+            outputs = model(inputs)
+        loss = summed_loss(outputs, labels) / len(labels)
+        arithmetic.backward(loss)
+        arithmetic.update(optimizer)
+        _record_step(trained, loss.item(), model)
+    return _record_final_state(trained, model)
+
+
+def _record_step(trained: TrainingRecord, loss: float, model: nn.Module) -> None:
+    trained.losses.append(loss)
+    if len(trained.losses) == 1:
+        trained.first_gradients = _host_gradients(model)
+
+
+def _record_final_state(trained: TrainingRecord, model: nn.Module) -> TrainingRecord:
+    trained.gradients = _host_gradients(model)
+    trained.state = copy_to_host(model.state_dict())
+    return trained
+
+
+def _host_gradients(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return copy_to_host({name: parameter.grad for name, parameter in named if parameter.grad is not None})
+
+
+def _accumulate_replica(model: nn.Module, feed: DataFeed, step: int, replica: int, arithmetic: MixedPrecision) -> float:
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    inputs, labels = feed.batch(step, replica)
+    total = 0.0
+    for part in feed.micro_shares(step, replica):
+        chosen = slice(part.start, part.stop)
+        with arithmetic.autocast():
+            outputs = model(inputs[chosen])
+        loss = summed_loss(outputs, labels[chosen]) / feed.global_count(step)
+        arithmetic.backward(loss)
+        total += loss.item()
+    if replica:
+        for name, buffer in model.named_buffers():
+            buffer.data.copy_(kept[name])
+    return total

@@ -1,0 +1,150 @@
+"""The reference training of a PipeDream run in one process, with delayed gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.pipeline.schedules import PipelineLayout
+from hpcbench.parallel.pipeline.stage_partition import block_ranges
+from hpcbench.parallel.pipeline.weight_versions import forwards_ahead_at_step_end
+from hpcbench.parallel.strategies.pipedream import pipedream_staleness
+from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
+from hpcbench.worker.model_execution import MixedPrecision, summed_loss
+from hpcbench.worker.strategies.base import chosen_options, make_optimizer
+from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks
+from hpcbench.worker.verification.reference import TrainingRecord, copy_to_host
+
+
+def _no_tick() -> None:
+    pass
+
+
+def train_pipedream_reference(
+    model: nn.Sequential, spec: RunSpec, feed: DataFeed, steps: Iterable[int], tick: Callable[[], None] = _no_tick
+) -> TrainingRecord:
+    """``train_delayed`` with the stages that the run itself would have."""
+    blocks = assign_blocks(model, spec, chosen_options(spec), PipelineLayout(spec.pp_degree))
+    return train_delayed(model, spec, feed, steps, [one.start for one in blocks[1:]], tick)
+
+
+def train_delayed(
+    model: nn.Sequential,
+    spec: RunSpec,
+    feed: DataFeed,
+    steps: Iterable[int],
+    cuts: Sequence[int],
+    tick: Callable[[], None] = _no_tick,
+) -> TrainingRecord:
+    """Train ``model`` in place on the steps numbered ``steps`` as a pipeline cut at ``cuts`` would.
+
+    Every minibatch is forwarded by itself through all stages, each with the version of its weights that ``Staleness``
+    says; the optimizer applies the gradient to the newest ones. Running statistics are those of replica 0, after as
+    many forward passes as its stage has made when the last step ends.
+    """
+    steps = list(steps)
+    simulated = _DelayedTraining(model, spec, feed, MinibatchSequence(feed, steps), cuts)
+    trained = TrainingRecord()
+    for place in range(len(steps)):
+        trained.losses.append(simulated.step(place, tick))
+        if place == 0:
+            trained.first_gradients = simulated.gradients()
+    trained.gradients = simulated.gradients()
+    simulated.run_ahead(len(steps))
+    trained.state = copy_to_host(model.state_dict())
+    return trained
+
+
+class _DelayedTraining:
+    def __init__(
+        self, model: nn.Sequential, spec: RunSpec, feed: DataFeed, minibatches: MinibatchSequence, cuts: Sequence[int]
+    ) -> None:
+        self._model = model.to(feed.device).train()
+        self._stages = [model[part.start : part.stop] for part in block_ranges(cuts, len(model))]
+        self._optimizer = make_optimizer(spec, model)
+        self._arithmetic = MixedPrecision(spec.precision, feed.device)
+        self._feed, self._minibatches = feed, minibatches
+        self._delay = pipedream_staleness(spec)
+        self._versions: list[dict[int, dict[str, Tensor]]] = [{} for _ in self._stages]
+        self._made = 0
+        self._keep()
+
+    def step(self, place: int, tick: Callable[[], None]) -> float:
+        """All minibatches of a step and their updates; the step's loss."""
+        first, count = self._minibatches.first(place), self._minibatches.count(place)
+        total = self._minibatches.samples(place)
+        summed = 0.0
+        self._optimizer.zero_grad(set_to_none=True)
+        for number in range(first, first + count):
+            share = total if self._delay.double_buffered else self._minibatches.at(number).samples
+            for replica in range(self._feed.replicas):
+                summed += self._backward(number, replica, share)
+                tick()
+            if not self._delay.double_buffered or number == first + count - 1:
+                self._update(is_last=number == first + count - 1)
+        self._feed.forget()
+        return summed / total
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Of the last update."""
+        named = self._model.named_parameters()
+        return copy_to_host({name: one.grad for name, one in named if one.grad is not None})
+
+    def run_ahead(self, place: int) -> None:
+        """The forward passes that stages have made of the steps from ``place`` on, for the running statistics."""
+        done, following = self._minibatches.first(place), self._minibatches.count(place)
+        most = [forwards_ahead_at_step_end(self._delay, stage, following) for stage in range(len(self._stages))]
+        with torch.no_grad():
+            for number in range(done, done + max(most)):
+                x, _ = self._minibatches.batch(number, 0)
+                for stage, ahead in enumerate(most):
+                    if number < done + ahead:
+                        x = self._forward(stage, self._weights(stage, number), x)
+
+    def _backward(self, number: int, replica: int, share: int) -> float:
+        """Add the gradients of a minibatch to what there is; the sum of its samples' losses."""
+        kept = {name: buffer.clone() for name, buffer in self._model.named_buffers()} if replica else {}
+        x, targets = self._minibatches.batch(number, replica)
+        used = []
+        for stage in range(len(self._stages)):
+            weights = {name: one.detach().requires_grad_() for name, one in self._weights(stage, number).items()}
+            used.append(weights)
+            x = self._forward(stage, weights, x)
+        loss = summed_loss(x, targets)
+        self._arithmetic.backward(loss / share)
+        for module, weights in zip(self._stages, used, strict=True):
+            for name, parameter in module.named_parameters():
+                gradient = weights[name].grad
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+        for name, buffer in self._model.named_buffers():
+            if name in kept:
+                buffer.data.copy_(kept[name])
+        return loss.item()
+
+    def _forward(self, stage: int, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        with self._arithmetic.autocast():
+            output: Tensor = functional_call(self._stages[stage], weights, (x,))
+        return output
+
+    def _update(self, is_last: bool) -> None:
+        self._arithmetic.update(self._optimizer)
+        self._made += 1
+        self._keep()
+        if not is_last:
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def _keep(self) -> None:
+        """Copy what the last update has made; forget what no later minibatch is computed with."""
+        for stage, (module, versions) in enumerate(zip(self._stages, self._versions, strict=True)):
+            versions[self._made] = {name: one.detach().clone() for name, one in module.named_parameters()}
+            for old in [one for one in versions if one < self._delay.version(stage, self._made)]:
+                del versions[old]
+
+    def _weights(self, stage: int, number: int) -> dict[str, Tensor]:
+        update = self._minibatches.at(number).step if self._delay.double_buffered else number
+        return self._versions[stage][self._delay.version(stage, update)]

@@ -1,0 +1,287 @@
+"""``verify = true``: a few untimed steps by the strategy and by its reference, compared tensor by tensor."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from typing import NamedTuple
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import WorkerError
+from hpcbench.parallel.catalog import get_strategy, load_reference_trainer, load_runtime_class
+from hpcbench.parallel.tolerances import (
+    PERTURBATION_MARGIN,
+    VERIFICATION_LEARNING_RATE,
+    VerificationCheck,
+    lossy_tolerance,
+    verification_checks,
+)
+from hpcbench.results.schema import ReferenceComparison, VerificationResult
+from hpcbench.worker.data.feed import DataFeed, DataSource, make_feed
+from hpcbench.worker.distributed.rendezvous import ControlChannel
+from hpcbench.worker.failure import is_out_of_memory
+from hpcbench.worker.model_execution import wrap_blocks
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.shutdown import StopController, Stopped
+from hpcbench.worker.strategies.base import RankContext, Strategy
+from hpcbench.worker.verification.reference import TrainingRecord, all_finite, compare_training, copy_to_host
+
+_PROGRESS_KEY = "verify/progress"
+_DONE_KEY = "verify/done"
+
+
+class VerificationInputs(NamedTuple):
+    """Where the run's samples and a model of the user's own come from."""
+
+    source: DataSource
+    model_folder: str | None
+
+
+def verify_run(
+    spec: RunSpec,
+    place: RankContext,
+    given: VerificationInputs,
+    stop: StopController,
+    link: ControlChannel | None,
+    wait_s: float,
+) -> VerificationResult | None:
+    """Train with a fresh instance of the run's strategy and, on rank 0, the reference; compare.
+
+    Called on every rank, after the timed steps. Rank 0 returns what it found; the others wait for it and return
+    ``None``. ``Stopped`` where the run is told to end meanwhile.
+    """
+    try:
+        ours = [_train_like_run(spec, check, place, given, stop) for check in verification_checks(spec)]
+        _free_memory(place.device)
+        if place.rank == 0:
+            return _verification_result(
+                ReferenceTrainer(spec, place.device, given, _progress_tick(stop, link)), ours, link
+            )
+        assert link is not None, "a second rank without a link"
+        link.follow(_PROGRESS_KEY, _DONE_KEY, wait_s, stop.check, "rank 0 to train the reference of verify")
+    except Stopped as told:
+        raise Stopped(told.status, f"{told}, while it was being verified: all steps had been timed") from told
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise WorkerError(
+            f"the run was measured, but verifying it needs more memory: {error}",
+            hint="the reference is the whole model in fp64 on one device: verify with a smaller batch_size or "
+            "input_size",
+        ) from error
+    return None
+
+
+def train_strategy(
+    strategy: Strategy,
+    feed: DataFeed,
+    steps: tuple[int, ...],
+    place: RankContext,
+    check: Callable[[], None] = lambda: None,
+) -> TrainingRecord:
+    """What ``strategy``, which is set up, makes of ``steps``; tensors on rank 0 alone. Called on every rank."""
+    trained, parts = TrainingRecord(), []
+    feed.prepare(strategy.replica)
+    strategy.announce(steps)
+    for step in steps:
+        check()
+        parts.append(strategy.step(feed, step).double())
+        if step == steps[0]:
+            trained.first_gradients = _rank0_copy(strategy.gradients(), place)
+    losses = torch.stack(parts)
+    if place.world_size > 1:
+        dist.all_reduce(losses, group=place.group)
+    trained.losses = losses.tolist()
+    trained.gradients = _rank0_copy(strategy.gradients(), place)
+    trained.state = _rank0_copy(strategy.weights(), place)
+    return trained
+
+
+def compared_steps(spec: RunSpec, feed: DataFeed, count: int) -> tuple[int, ...]:
+    """The run's first ``count`` steps; the last of them is its first step with a partial batch, where it has one."""
+    partial = feed.steps_per_epoch - 1
+    own = spec.warmup_steps + spec.steps
+    if count <= partial < own and feed.global_count(partial) < feed.global_batch_size:
+        return (*range(count - 1), partial)
+    return tuple(range(count))
+
+
+def comparison_spec(spec: RunSpec, precision: str) -> RunSpec:
+    """``spec`` in that arithmetic, at the learning rate of all comparisons, its model without dropout."""
+    options = {
+        name: type(value)(0) if _is_dropout_option(name, value) else value for name, value in spec.model_options.items()
+    }
+    return msgspec.structs.replace(
+        spec, precision=precision, learning_rate=VERIFICATION_LEARNING_RATE, model_options=options
+    )
+
+
+def _is_dropout_option(name: str, value: object) -> bool:
+    return "dropout" in name and isinstance(value, int | float) and value > 0
+
+
+def disable_dropout(model: nn.Sequential) -> bool:
+    """Set every probability of dropping something to 0, in place; whether there was one.
+
+    Layers keep it under ``p``, attention (torch's and others') in an attribute of its own.
+    """
+    found = False
+    for module in model.modules():
+        is_layer = any(word in type(module).__name__.lower() for word in ("dropout", "droppath", "stochasticdepth"))
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and value > 0 and ("drop" in name or (is_layer and name == "p")):
+                setattr(module, name, 0.0)
+                found = True
+    return found
+
+
+def _train_like_run(
+    spec: RunSpec, check: VerificationCheck, place: RankContext, given: VerificationInputs, stop: StopController
+) -> TrainingRecord:
+    chosen = comparison_spec(spec, check.precision)
+    model = build_model(chosen, given.model_folder)
+    disable_dropout(model)
+    fresh: Strategy = load_runtime_class(chosen.strategy)()
+    fresh.setup(wrap_blocks(model, chosen), chosen, place)
+    with closing(make_feed(chosen, place.device, given.source)) as feed:
+        return train_strategy(fresh, feed, compared_steps(chosen, feed, check.steps), place, stop.check)
+
+
+def _progress_tick(stop: StopController, link: ControlChannel | None) -> Callable[[], None]:
+    """Called after every share of a step of the reference: the others are told that it gets on."""
+    told = 0
+
+    def tick() -> None:
+        nonlocal told
+        stop.check()
+        told += 1
+        if link is not None:
+            link.post(_PROGRESS_KEY, f"{told} shares of a step are done")
+
+    return tick
+
+
+def _verification_result(
+    reference: ReferenceTrainer, ours: list[TrainingRecord], link: ControlChannel | None
+) -> VerificationResult:
+    found = [
+        reference.judge(trained, check)
+        for check, trained in zip(verification_checks(reference.spec), ours, strict=True)
+    ]
+    if link is not None:
+        link.post(_DONE_KEY, "1")
+    first, *others = found
+    passed = all(one.passed for one in found)
+    return VerificationResult(
+        **{**msgspec.structs.asdict(first), "passed": passed},
+        own_precision=others[0] if others else None,
+        notes=reference.notes,
+    )
+
+
+class ReferenceTrainer:
+    """Trains what a run is compared with, on rank 0's device alone, and says in ``notes`` what was compared."""
+
+    def __init__(
+        self, spec: RunSpec, device: torch.device, given: VerificationInputs, tick: Callable[[], None]
+    ) -> None:
+        self.spec, self._device, self._given, self._tick = spec, device, given, tick
+        self.notes: list[str] = []
+
+    def judge(self, ours: TrainingRecord, check: VerificationCheck) -> ReferenceComparison:
+        """Compare ``ours`` with the reference of ``check``.
+
+        Some networks (BatchNorm over two samples) make of the last bit, within the steps, more than is allowed even
+        in fp64. So what differs too much after the first step is measured by what the reference makes of it.
+        """
+        reference = self._train(check)
+        found = compare_with_notes(ours, reference, check, self.notes)
+        if found.passed or check.steps == 1 or not all_finite(reference.state):
+            return found
+        itself = compare_training(self._train(check, shaken=True), reference, check._replace(first_tolerance=None))
+        grown = max(itself.loss_max_rel or 0.0, itself.weight_max_rel or 0.0)
+        grown = max(grown, (itself.gradient_max_rel or 0.0) * VERIFICATION_LEARNING_RATE)
+        if PERTURBATION_MARGIN * grown <= check.tolerance:
+            return found
+        wider = check._replace(tolerance=PERTURBATION_MARGIN * grown)
+        self.notes.append(
+            f"{check.precision}: of a change in the last bit of its weights the reference itself makes {grown:.1e} in "
+            f"{check.steps} steps, so {wider.tolerance:.1e} is allowed there; in the first step {check.first_tolerance}"
+        )
+        return compare_training(ours, reference, wider)
+
+    def _train(self, check: VerificationCheck, shaken: bool = False) -> TrainingRecord:
+        chosen = comparison_spec(self.spec, check.precision)
+        model = build_model(chosen, self._given.model_folder)
+        had_dropout = disable_dropout(model)
+        if shaken:
+            perturb_last_bit(model)
+        with closing(make_feed(chosen, self._device, self._given.source)) as feed:
+            steps = compared_steps(chosen, feed, check.steps)
+            trained: TrainingRecord = load_reference_trainer(chosen.strategy)(model, chosen, feed, steps, self._tick)
+            if not self.notes:
+                self.notes += _verification_notes(self.spec, feed, steps, had_dropout)
+        del model, feed
+        _free_memory(self._device)
+        return trained
+
+
+def perturb_last_bit(model: nn.Module) -> None:
+    """Change every parameter in its last bit, up or down by a rule."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            flat = torch.arange(parameter.numel()).reshape(parameter.shape)
+            signs = torch.where(flat % 3 == 0, -1.0, 1.0).to(parameter)
+            parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
+
+
+def compare_with_notes(
+    ours: TrainingRecord, reference: TrainingRecord, check: VerificationCheck, notes: list[str]
+) -> ReferenceComparison:
+    """As ``compare``, without what the arithmetic makes meaningless; ``notes`` gets what was left out, and why."""
+    if check.precision == "fp16" and not (all_finite(ours.gradients) and all_finite(reference.gradients)):
+        notes.append(
+            "fp16: the first step overflowed, as it may until the loss scale has settled; only losses compared"
+        )
+        ours, reference = TrainingRecord(ours.losses), TrainingRecord(reference.losses)
+    if not check.weights:
+        notes.append(f"{check.precision}: no weights compared, since adam divides rounding by itself; in fp64 they are")
+        ours, reference = replace(ours, state={}), replace(reference, state={})
+    found = compare_training(ours, reference, check)
+    if not (all_finite(reference.state) and all_finite(reference.gradients)):
+        notes.append(f"{check.precision}: the reference itself is not finite: nothing can be told from it")
+    return found
+
+
+def _verification_notes(spec: RunSpec, feed: DataFeed, steps: tuple[int, ...], had_dropout: bool) -> list[str]:
+    """What was compared, in words."""
+    uneven = [step for step in steps if feed.global_count(step) < feed.global_batch_size]
+    listed = ", ".join(str(step) for step in steps)
+    text = f"steps {listed} at learning rate {VERIFICATION_LEARNING_RATE:g}, {spec.optimizer}"
+    if uneven:
+        text += f"; step {uneven[0]} has {feed.global_count(uneven[0])} of {feed.global_batch_size} samples"
+    notes = [text, f"reference: {get_strategy(spec.strategy).reference}, {feed.replicas} replicas in one process"]
+    if had_dropout or any(_is_dropout_option(name, value) for name, value in spec.model_options.items()):
+        notes.append("dropout set to 0")
+    if lossy := lossy_tolerance(spec):
+        notes.append(f"gradients of this strategy with these options are not exact: its own bound is {lossy:g}")
+    if spec.devices == 1:
+        notes.append("on one device the reference is the same training again: that it repeats itself was checked")
+    return notes
+
+
+def _rank0_copy(tensors: dict[str, Tensor], place: RankContext) -> dict[str, Tensor]:
+    return copy_to_host(tensors) if place.rank == 0 else {}
+
+
+def _free_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
