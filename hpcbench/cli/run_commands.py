@@ -165,7 +165,7 @@ def watch_runs(made: SweepPlan, results: str | None, superseded: Mapping[str, st
         from hpcbench.forecast.forecast import forecast_plan
         from hpcbench.submit.plan import available_cores
 
-        left_s = forecast_plan(made, results_tree(results).cluster(made.profile.name)).left_s(
+        left_s = forecast_plan(made, results_tree(results).cluster(made.profile.name)).remaining_s(
             made.missing, available_cores()
         )
         watcher.predicted_s |= {} if left_s is None else {made.sweep.name: left_s}

@@ -126,7 +126,7 @@ def _plan_json(made: SweepPlan, ahead: PlanForecast) -> dict[str, Any]:
         "node_hours": made.node_hours(missing),
         "predicted": {
             "node_hours": ahead.node_hours(missing),
-            "does_not_fit": ahead.unfit(missing),
+            "does_not_fit": ahead.not_fitting(missing),
             "not_priced": dict(ahead.unpriced),
             "machines": [{"depth": one.depth, "source": one.source} for one in ahead.forecast.machines()],
         },

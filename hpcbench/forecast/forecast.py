@@ -86,7 +86,7 @@ class Forecast:
         self._held: dict[Any, MemoryBreakdown | NotPredicted] = {}
         self._found: dict[Any, Prediction | NotPredicted] = {}
 
-    def of(self, spec: RunSpec, *, quick: bool = False, most: int | None = None) -> Prediction | NotPredicted:
+    def predict(self, spec: RunSpec, *, quick: bool = False, most: int | None = None) -> Prediction | NotPredicted:
         """The prediction for ``spec``, or why there is none; beyond ``most`` different ones none is made.
 
         ``quick``: where the machine was fitted its interval is not worked out anew for every number that is uncertain.
@@ -107,7 +107,7 @@ class Forecast:
 
     def run_time_s(self, spec: RunSpec) -> float | None:
         """How long a launch takes, its start included; evaluation, checks and the queue are not. ``None``: unknown."""
-        found = self.of(spec, quick=True)
+        found = self.predict(spec, quick=True)
         return None if isinstance(found, NotPredicted) else self.launch_s(spec, found)
 
     def launch_s(self, spec: RunSpec, found: Prediction) -> float:
@@ -162,7 +162,7 @@ class Forecast:
         except HpcbenchError as error:
             return NotPredicted(error.message)
 
-    def room(self, spec: RunSpec) -> MemoryFit | NotPredicted:
+    def memory_fit(self, spec: RunSpec) -> MemoryFit | NotPredicted:
         """What the fullest rank holds, and how much there is."""
         held = self._fullest(spec)
         if isinstance(held, NotPredicted):
@@ -247,21 +247,21 @@ class PlanForecast:
         priced = [spec.nodes * self.run_time_s[key] for key, spec in runs.items() if key in self.run_time_s]
         return sum(priced) / 3600 if priced else None
 
-    def left_s(self, runs: dict[str, RunSpec], cores: int) -> float | None:
+    def remaining_s(self, runs: dict[str, RunSpec], cores: int) -> float | None:
         """How long this machine's ``cores`` will take for ``runs``; ``None`` where one of them is not priced."""
         if not runs or any(key not in self.run_time_s for key in runs):
             return None
         work = sum(self.run_time_s[key] * min(spec.ranks, cores) for key, spec in runs.items())
         return max(work / cores, *(self.run_time_s[key] for key in runs))
 
-    def unfit(self, runs: dict[str, RunSpec]) -> list[str]:
+    def not_fitting(self, runs: dict[str, RunSpec]) -> list[str]:
         """Those of ``runs`` that will probably not fit into memory."""
         return [key for key in runs if key in self.found and self.found[key].fits is False]
 
     def warnings(self, runs: dict[str, RunSpec]) -> list[str]:
         """Runs that will not fit, with what they need and what there is; and those that nothing is said of."""
         lines = []
-        large = self.unfit(runs)
+        large = self.not_fitting(runs)
         if large:
             key = max(large, key=lambda one: self.found[one].peak_memory_bytes)
             worst = self.found[key]
@@ -285,7 +285,7 @@ def forecast_plan(plan: SweepPlan, tree: ClusterTree) -> PlanForecast:
         Forecast(plan.profile, tree, custom_model_folder(plan.sweep, plan.profile), python=None, forgiving=True)
     )
     for key, spec in plan.runs.items():
-        found = made.forecast.of(spec, quick=True, most=MAX_PRICED_CONFIGURATIONS)
+        found = made.forecast.predict(spec, quick=True, most=MAX_PRICED_CONFIGURATIONS)
         if isinstance(found, NotPredicted):
             made.unpriced[found.reason] += 1
             continue

@@ -177,10 +177,10 @@ def format_need_and_limit(need_bytes: int, limit_bytes: int) -> tuple[str, str]:
 class Predictor(Protocol):
     """Predictions for runs on one cluster."""
 
-    def of(self, spec: RunSpec, *, quick: bool = False) -> Prediction | NotPredicted:
+    def predict(self, spec: RunSpec, *, quick: bool = False) -> Prediction | NotPredicted:
         """The prediction, or why there is none; ``quick`` may be less exact about its interval."""
 
-    def room(self, spec: RunSpec) -> MemoryFit | NotPredicted:
+    def memory_fit(self, spec: RunSpec) -> MemoryFit | NotPredicted:
         """Its memory alone, which is quick to tell."""
 
     def machine(self, spec: RunSpec) -> Machine:

@@ -100,7 +100,7 @@ def recommend(
     for one in ranked:
         _set_ratio(one, ranked[0], search.value, answers.machine(one.spec))
     for one in ranked[:FULLY_PREDICTED]:
-        whole = answers.of(one.spec)
+        whole = answers.predict(one.spec)
         one.predicted = one.predicted if isinstance(whole, NotPredicted) else whole
     for one in ranked[:BATCH_SIZE_SEARCHED]:
         one.largest_batch_size = largest_batch_size(one.spec, answers)
@@ -141,7 +141,7 @@ class _CandidateSearch:
             if fitting is None or config_id(fitting[1]) in self._seen:
                 continue
             self._seen.add(config_id(fitting[1]))
-            found = self._answers.of(fitting[1], quick=True)
+            found = self._answers.predict(fitting[1], quick=True)
             self.priced += 1
             if isinstance(found, NotPredicted):
                 self._refuse(point["strategy"], "formulas", found.reason)
@@ -152,7 +152,7 @@ class _CandidateSearch:
         return added
 
     def _fitting(self, point: SweepPoint, spec: RunSpec, world: DeviceAllocation) -> tuple[SweepPoint, RunSpec] | None:
-        room = self._answers.room(spec)
+        room = self._answers.memory_fit(spec)
         if isinstance(room, NotPredicted):
             self._refuse(spec.strategy, "formulas", room.reason)
             return None
@@ -161,7 +161,7 @@ class _CandidateSearch:
         least = room
         for smaller in reduced_memory_points(point, spec.batch_size):
             made = resolve_point(smaller, self._limits)
-            room = NotPredicted("") if isinstance(made, InfeasiblePoint) else self._answers.room(made)
+            room = NotPredicted("") if isinstance(made, InfeasiblePoint) else self._answers.memory_fit(made)
             if isinstance(made, InfeasiblePoint) or isinstance(room, NotPredicted):
                 continue
             if room.is_enough:
@@ -224,7 +224,7 @@ def largest_batch_size(spec: RunSpec, answers: Predictor) -> int | None:
 
     def room(size: int) -> float:
         """Bytes that are left with micro-batches of ``size``."""
-        found = answers.room(msgspec.structs.replace(spec, batch_size=size * spec.micro_batches))
+        found = answers.memory_fit(msgspec.structs.replace(spec, batch_size=size * spec.micro_batches))
         if isinstance(found, NotPredicted) or found.memory_limit_bytes is None:
             return -inf
         return found.memory_limit_bytes - found.peak_memory_bytes

@@ -77,9 +77,9 @@ class ClusterForecasts:
         return self._known[cluster]
 
     def predict(self, cluster: str, spec: RunSpec) -> Prediction | NotPredicted:
-        """As ``Forecast.of``."""
+        """The prediction of ``Forecast.predict``, or the reason why the cluster has no forecast."""
         found = self.of(cluster)
-        return found if isinstance(found, NotPredicted) else found.of(spec)
+        return found if isinstance(found, NotPredicted) else found.predict(spec)
 
     def fitted_from(self, cluster: str, spec: RunSpec) -> frozenset[str]:
         """The runs that the numbers behind a prediction were fitted to."""

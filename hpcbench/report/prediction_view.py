@@ -59,7 +59,7 @@ def predict_configurations(
     for run_id, spec in runs.items():
         key = config_id(spec)
         if key not in by_config:
-            by_config[key] = PredictedConfiguration(spec, [], forecast.of(spec))
+            by_config[key] = PredictedConfiguration(spec, [], forecast.predict(spec))
         by_config[key].run_ids.append(run_id)
     if condition is None:
         return list(by_config.values())

@@ -35,7 +35,7 @@ class AttemptStart(msgspec.Struct, kw_only=True, omit_defaults=True):
     index: int | None = None
     tree: str | None = None
 
-    def is_of(self, submission: str) -> bool:
+    def belongs_to(self, submission: str) -> bool:
         """Whether a job of that submission began the attempt."""
         return self.task_file is not None and Path(self.task_file).parent.name == submission
 
@@ -52,7 +52,7 @@ class Attempt:
         """Where rank 0 tells the others how to reach it."""
         return self.folder / "rendezvous.json"
 
-    def start_marker(self) -> AttemptStart | None:
+    def read_start(self) -> AttemptStart | None:
         """Who began this attempt; ``None`` where the marker is absent or broken."""
         try:
             return decode_record(read_regular(self.folder / "attempt.json"), AttemptStart)

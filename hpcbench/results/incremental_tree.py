@@ -42,12 +42,12 @@ class IncrementalClusterTree(ClusterTree):
         self._settled: dict[str, int] = {}
         """Of runs that were read when their folder had had its modification time (ns) for a while: that time."""
 
-    def heads(self, run_ids: Collection[str]) -> dict[str, ResultSummary]:
+    def summaries(self, run_ids: Collection[str]) -> dict[str, ResultSummary]:
         """As ``ClusterTree.heads``. Runs that were not asked for before are looked up, too."""
         wanted = [run_id for run_id in run_ids if not self._is_ok(run_id)]
         if len(wanted) <= _MAX_SINGLE_LOOKUPS:
             for run_id in wanted:
-                self.head(run_id)
+                self.summary(run_id)
         else:
             self._look_for(wanted)
         return {run_id: self._heads[run_id] for run_id in run_ids if run_id in self._heads}
@@ -77,16 +77,16 @@ class IncrementalClusterTree(ClusterTree):
             if prefix not in names:
                 names[prefix] = self._listed(prefix)
             if run_id in names[prefix]:
-                self.head(run_id)
+                self.summary(run_id)
             else:
                 self._heads.pop(run_id, None)
             if now_s - self._seen[prefix][1] > _MTIME_RESOLUTION_S:
                 # Later changes cannot bear this time any more.
                 self._settled[run_id] = mtimes_ns[prefix]
 
-    def head(self, run_id: str) -> ResultSummary | None:
+    def summary(self, run_id: str) -> ResultSummary | None:
         """The head of one result as its file is now."""
-        head = super().head(run_id)
+        head = super().summary(run_id)
         if head is None:
             self._heads.pop(run_id, None)
             return None
@@ -96,7 +96,7 @@ class IncrementalClusterTree(ClusterTree):
                 self._ended[run_id] = os.lstat(self.root / "runs" / run_id[:2] / run_id / "result.json").st_mtime
         return head
 
-    def known(self, run_id: str) -> ResultSummary | None:
+    def cached_summary(self, run_id: str) -> ResultSummary | None:
         """The head as it was read last."""
         return self._heads.get(run_id)
 

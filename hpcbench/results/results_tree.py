@@ -100,18 +100,18 @@ class ClusterTree:
             raise BrokenFileError(error.message) from None
         return folder
 
-    def heads(self, run_ids: Collection[str]) -> dict[str, ResultSummary]:
+    def summaries(self, run_ids: Collection[str]) -> dict[str, ResultSummary]:
         """The heads of the results that there are among ``run_ids``; a broken file is a head with status ``broken``."""
         begun = self.existing_runs() if len(run_ids) > _MAX_SINGLE_LOOKUPS else run_ids
         found: dict[str, ResultSummary] = {}
         for run_id in run_ids:
             if run_id in begun:
-                head = self.head(run_id)
+                head = self.summary(run_id)
                 if head is not None:
                     found[run_id] = head
         return found
 
-    def head(self, run_id: str) -> ResultSummary | None:
+    def summary(self, run_id: str) -> ResultSummary | None:
         """The head of one run's result, or ``None`` where there is none."""
         try:
             result = self.read_result(run_id)

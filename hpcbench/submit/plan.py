@@ -279,7 +279,7 @@ def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Sweep
             where=str(sweep.source.path),
             hint="\n  ".join(reasons[:10]),
         )
-    return SweepPlan(sweep, profile, runs, dropped, tree.heads(runs))
+    return SweepPlan(sweep, profile, runs, dropped, tree.summaries(runs))
 
 
 def partition_limits(profile: ClusterProfile, partition: str | None) -> PartitionLimits:

@@ -184,7 +184,7 @@ def run_states(
 
     Results of ``stale`` runs do not count: they are to be measured anew.
     """
-    heads = tree.heads(run_ids)
+    heads = tree.summaries(run_ids)
     left = [key for key in run_ids if key in stale or key not in heads or heads[key].status != STATUS_OK]
     places = find_submissions(tree, left)
     if not heads and not places:
@@ -201,7 +201,7 @@ def run_states(
         found = look.state(key, ticket, is_absent=head is None) if ticket else _PLANNED_STATE
         if head is None and found.state not in _OPEN_STATES and key not in stale:
             # It may have left its result since the tree was looked at.
-            head = tree.head(key)
+            head = tree.summary(key)
         if head is None:
             states[key] = _ignore_if_stale(key, found, stale)
         elif (
@@ -293,7 +293,7 @@ class _StateResolver:
             return _make_state(ticket, "planned", f"its job {ticket.job_id} ended before it began")
         reason = f"job {ticket.job_id} is unknown to the scheduler and left no result{ticket.last_words()}"
         attempt = self._attempt(run_id, ticket)
-        marker = attempt.start_marker() if attempt else None
+        marker = attempt.read_start() if attempt else None
         since = max(ticket.record.created_unix_s, marker.started_unix_s if marker else 0.0)
         if self.now_unix_s - since > RUN_LEASE_S + ticket.array.job_limit_s:
             return _make_state(ticket, "planned", f"{reason}; its lease has passed")
@@ -315,8 +315,8 @@ class _StateResolver:
     def _attempt(self, run_id: str, ticket: SubmittedRun) -> Attempt | None:
         """The newest attempt, if a job of this submission began it."""
         attempt = latest_attempt(self.tree.run_folder(run_id))
-        marker = attempt.start_marker() if attempt else None
-        return attempt if marker is not None and marker.is_of(ticket.record.submission) else None
+        marker = attempt.read_start() if attempt else None
+        return attempt if marker is not None and marker.belongs_to(ticket.record.submission) else None
 
     def _job_began(self, ticket: SubmittedRun) -> bool:
         """Whether the job, of which the scheduler knows no more, has begun any of its runs."""
@@ -341,8 +341,8 @@ def _will_replace_result(
     left then tells nothing, nor does it while the job is running, for that may be the first run or the second.
     """
     attempt = latest_attempt(tree.run_folder(run_id))
-    marker = attempt.start_marker() if attempt else None
-    if attempt is None or marker is None or not marker.is_of(ticket.record.submission):
+    marker = attempt.read_start() if attempt else None
+    if attempt is None or marker is None or not marker.belongs_to(ticket.record.submission):
         return not ticket.is_dropped
     if attempt.number > head.attempt:
         return True

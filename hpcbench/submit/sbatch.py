@@ -291,7 +291,7 @@ class JobSubmitter:
         array = self._record.arrays[chunk.array]
         for run_id in array.run_ids[chunk.first * array.pack : (chunk.first + chunk.count) * array.pack]:
             attempt = latest_attempt(self._tree.run_folder(run_id))
-            marker = attempt.start_marker() if attempt else None
-            if marker is not None and marker.job_id and marker.is_of(self._folder.name):
+            marker = attempt.read_start() if attempt else None
+            if marker is not None and marker.job_id and marker.belongs_to(self._folder.name):
                 return marker.job_id.partition("_")[0]
         return None

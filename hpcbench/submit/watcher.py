@@ -134,13 +134,13 @@ class SweepWatcher:
 
     def look(self, states: Mapping[str, RunState]) -> dict[str, RunState]:
         """``states`` with the ok results that have come since, without asking the scheduler."""
-        heads = self.tree.heads([key for key, state in states.items() if state.state in ACTIVE_STATES])
+        heads = self.tree.summaries([key for key, state in states.items() if state.state in ACTIVE_STATES])
         done = {key for key, head in heads.items() if head.status == STATUS_OK} - self._stale()
         return {key: RunState(STATUS_OK) if key in done else state for key, state in states.items()}
 
     def _stale(self) -> set[str]:
         """Runs whose result is still the one that is being replaced."""
-        heads = self.tree.heads(self._superseded)
+        heads = self.tree.summaries(self._superseded)
         return {key for key, head in heads.items() if self.tree.is_superseded(key, head)}
 
     def snapshots(self, states: Mapping[str, RunState]) -> list[SweepSnapshot]:
@@ -210,8 +210,8 @@ class SweepWatcher:
 
     def _took(self, run_id: str, ended_unix_s: float, state: RunState) -> TimedRun | None:
         if (run_id, ended_unix_s) not in self._timed:
-            head = self.tree.known(run_id)
-            marker = Attempt(self.tree.run_folder(run_id), head.attempt).start_marker() if head else None
+            head = self.tree.cached_summary(run_id)
+            marker = Attempt(self.tree.run_folder(run_id), head.attempt).read_start() if head else None
             self._timed[run_id, ended_unix_s] = (
                 TimedRun(marker.started_unix_s, ended_unix_s, state.state == STATUS_OK) if marker else None
             )
@@ -220,7 +220,7 @@ class SweepWatcher:
     def _running_since(self, run_id: str) -> float | None:
         if run_id not in self._since:
             attempt = latest_attempt(self.tree.run_folder(run_id))
-            marker = attempt.start_marker() if attempt else None
+            marker = attempt.read_start() if attempt else None
             if marker is None:
                 return None
             self._since[run_id] = marker.started_unix_s

@@ -81,7 +81,7 @@ def find_attempt(run_folder: Path, info: RankInfo, wait_s: float) -> Attempt:
     while True:
         for number in reversed(attempt_numbers(run_folder)):
             attempt = Attempt(run_folder, number)
-            marker = attempt.start_marker()
+            marker = attempt.read_start()
             over = (attempt.folder / f"rank-{info.rank}.json").exists()
             if marker is not None and marker.launch == info.launch and not over:
                 return attempt
@@ -151,7 +151,7 @@ def _ended_in_submission_reason(
     again; those of the pack that had ended before keep their results.
     """
     result = _read_result(tree, task.run_id)
-    marker = Attempt(tree.run_folder(task.run_id), result.attempt).start_marker() if result is not None else None
+    marker = Attempt(tree.run_folder(task.run_id), result.attempt).read_start() if result is not None else None
     if result is None or marker is None or marker.task_file != str(tasks.absolute()):
         return None
     was_restarted = slurm_restart_count(os.environ) > marker.restart_count
@@ -172,7 +172,7 @@ def _later_run_started(tree: ClusterTree, tasks: Path, index: int, pack: int) ->
         except WorkerError:
             return False
         folder = tree.run_folder(task.run_id)
-        markers = (Attempt(folder, number).start_marker() for number in attempt_numbers(folder))
+        markers = (Attempt(folder, number).read_start() for number in attempt_numbers(folder))
         if any(marker is not None and marker.task_file == str(tasks.absolute()) for marker in markers):
             return True
     return False

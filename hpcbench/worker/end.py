@@ -44,7 +44,7 @@ def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: 
     attempt = Attempt(tree.run_folder(task.run_id), attempt_number)
     received = received.upper().removeprefix("SIG")
     ranks = attempt.read_ranks()
-    status, how = _status_from_exit(attempt.start_marker(), task.time_limit_s, exit_code, received)
+    status, how = _status_from_exit(attempt.read_start(), task.time_limit_s, exit_code, received)
     displaced = exit_code != 0 and is_preempted(job_says, slurm_restart_count(os.environ))
     present = _existing_result(tree, task.run_id, attempt_number)
     if present is not None:

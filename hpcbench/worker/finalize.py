@@ -210,7 +210,7 @@ class RunFinalizer:
             time.sleep(0.1)
 
     def _judge(self, ranks: dict[int, RankResult], error: BaseException | None) -> RunOutcome:
-        marker = self.attempt.start_marker()
+        marker = self.attempt.read_start()
         return decide_outcome(
             self.task.spec.ranks,
             ranks,

@@ -37,7 +37,7 @@ def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
     attempt = _find_or_claim_attempt(tasks, index, header, task, info, attempt_number)
     if attempt is None:
         return 0
-    marker = attempt.start_marker()
+    marker = attempt.read_start()
     stop.set_deadline(marker.deadline_unix_s if marker else None, task.time_limit_s)
     closing = RunFinalizer(header, task, attempt, info, stop)
     closing.given_env = given

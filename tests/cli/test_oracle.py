@@ -211,7 +211,7 @@ def planted(tree: Path, strategy: str, factor: float, launches: int = 3, status:
             **placed,
             **more,
         )  # fmt: skip
-        found = Forecast(profile).of(spec)
+        found = Forecast(profile).predict(spec)
         assert isinstance(found, Prediction)
         time_s = found.step_time_s * factor * (0.99, 1.0, 1.01)[repeat]
         spread = StepTimeStatistics(**{**dict.fromkeys(StepTimeStatistics.__struct_fields__, time_s), "std": 0.0})
@@ -279,7 +279,7 @@ def test_a_calibration_is_taken_and_its_own_runs_are_not_scored(tmp_path: Path) 
     assert found["machines"][0]["depth"] == "calibrated"
     assert found["machines"][0]["source"].startswith("calibration of 2026-11-21")
     single = next(one for one in found["predictions"] if one["spec"]["strategy"] == "single")
-    alone = Forecast(profile).of(msgspec.convert(single["spec"], RunSpec))
+    alone = Forecast(profile).predict(msgspec.convert(single["spec"], RunSpec))
     assert isinstance(alone, Prediction)
     assert single["predicted"]["compute_s"] == pytest.approx(2 * alone.compute_s)
 

@@ -254,6 +254,6 @@ def test_asking_about_one_strategy_changes_nothing_of_another() -> None:
     of = {
         key: RunSpec(**RESNET, strategy=key, batch_size=8, nodes=2, dp_degree=2) for key in ("fsdp", "fairscale_sddp")
     }
-    before = forecast.room(of["fsdp"])
-    forecast.room(of["fairscale_sddp"])
-    assert forecast.room(of["fsdp"]) == before
+    before = forecast.memory_fit(of["fsdp"])
+    forecast.memory_fit(of["fairscale_sddp"])
+    assert forecast.memory_fit(of["fsdp"]) == before

@@ -95,7 +95,7 @@ def test_intervals_are_in_the_unit_of_the_step(seconds: float, text: str) -> Non
 class Told:
     """Says that a second replica does not fit, and nothing of pipelines."""
 
-    def of(self, spec: RunSpec) -> Any:
+    def predict(self, spec: RunSpec) -> Any:
         return NotPredicted("no") if spec.strategy == "gpipe" else told(1.0, fits=spec.nodes == 1)
 
 

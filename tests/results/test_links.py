@@ -123,7 +123,7 @@ def test_files_behind_links_are_not_read(tree: ClusterTree, tmp_path: Path) -> N
     (tmp_path / "secret").write_text("secret")
     (folder / "err.log").symlink_to(tmp_path / "secret")
     attempt = Attempt(tree.run_folder(ID), 1)
-    assert (attempt.start_marker(), attempt.read_ranks(), read_tail(folder / "err.log")) == (None, {}, "")
+    assert (attempt.read_start(), attempt.read_ranks(), read_tail(folder / "err.log")) == (None, {}, "")
 
 
 @pytest.mark.parametrize("name", ["result.json", "attempts/1/attempt.json", "attempts/1/rank-0.json"])
@@ -135,7 +135,7 @@ def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tree: ClusterTree, name: 
     if name == "result.json":
         assert ["no plain file" in entry.problem for entry in collect_results(tree)] == [True]
     elif name.endswith("attempt.json"):
-        assert attempt.start_marker() is None
+        assert attempt.read_start() is None
     else:
         assert attempt.read_ranks() == {}
 

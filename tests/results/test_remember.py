@@ -34,9 +34,9 @@ class Counting(IncrementalClusterTree):
         """What a look at ``run_ids`` reads; it finds what a fresh reader finds."""
         self.now_s += after_s
         self.reads.clear()
-        found = self.heads(run_ids)
+        found = self.summaries(run_ids)
         reads, self.reads = self.reads, []
-        assert found == ClusterTree(self.root).heads(run_ids)
+        assert found == ClusterTree(self.root).summaries(run_ids)
         return sorted(reads)
 
 
@@ -78,7 +78,7 @@ def test_what_changed_is_read_and_little_else(tmp_path: Path, planted: list[RunR
     assert {new.run_id, again.run_id} <= set(reads)
     prefixes = {new.run_id[:2], again.run_id[:2]}
     assert {run_id[:2] for run_id in reads} == prefixes
-    assert tree.known(again.run_id) == ClusterTree(tree.root).head(again.run_id)
+    assert tree.cached_summary(again.run_id) == ClusterTree(tree.root).summary(again.run_id)
 
 
 def test_two_changes_within_one_modification_time_are_both_seen(tmp_path: Path, planted: list[RunResult]) -> None:
@@ -130,6 +130,6 @@ def test_one_run_alone_is_always_read_and_a_result_that_is_gone_is_gone(
     ended = tree.ended_unix_s(failed)
     assert ended == (tree.run_folder(failed) / "result.json").stat().st_mtime
     shutil.rmtree(tree.run_folder(failed))
-    assert tree.head(failed) is None
-    assert (tree.known(failed), tree.ended_unix_s(failed)) == (None, None)
-    assert failed not in tree.heads(ids)
+    assert tree.summary(failed) is None
+    assert (tree.cached_summary(failed), tree.ended_unix_s(failed)) == (None, None)
+    assert failed not in tree.summaries(ids)

@@ -104,7 +104,7 @@ def test_attempts_are_numbered_and_claimed_once(tree: ClusterTree) -> None:
     latest = latest_attempt(tree.run_folder(ID))
     assert latest is not None
     assert latest.number == 8
-    marker = latest.start_marker()
+    marker = latest.read_start()
     assert marker is not None
     assert marker.attempt == 8
 

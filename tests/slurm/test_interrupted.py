@@ -106,7 +106,7 @@ class Job:
     def markers(self, spec: RunSpec) -> list[AttemptStart]:
         folder = tree_of(self.folder).run_folder(run_id(spec))
         numbers = sorted(int(path.parent.name) for path in folder.glob("attempts/*/attempt.json"))
-        found = [Attempt(folder, number).start_marker() for number in numbers]
+        found = [Attempt(folder, number).read_start() for number in numbers]
         return [marker for marker in found if marker is not None]
 
 

@@ -33,8 +33,8 @@ def said(found: Prediction | NotPredicted) -> Prediction:
 
 def test_a_rehearsal_computes_there_and_communicates_here() -> None:
     forecast = Forecast(BOX)
-    here, rehearsed = said(forecast.of(spec())), said(forecast.of(spec(rehearse="abci-v100")))
-    there = said(Forecast(ABCI).of(spec(rehearse=None)))
+    here, rehearsed = said(forecast.predict(spec())), said(forecast.predict(spec(rehearse="abci-v100")))
+    there = said(Forecast(ABCI).predict(spec(rehearse=None)))
     assert rehearsed.compute_s < here.compute_s / 10
     assert abs(rehearsed.compute_s / there.compute_s - 1) < 0.05
     assert rehearsed.comm_s == pytest.approx(here.comm_s)
@@ -43,7 +43,7 @@ def test_a_rehearsal_computes_there_and_communicates_here() -> None:
 
 
 def test_a_cluster_that_nobody_knows_is_a_reason() -> None:
-    found = Forecast(BOX).of(spec(rehearse="nowhere"))
+    found = Forecast(BOX).predict(spec(rehearse="nowhere"))
     assert isinstance(found, NotPredicted)
     assert "nowhere" in found.reason
 
@@ -66,7 +66,7 @@ def test_a_hole_in_a_formula_is_raised_unless_somebody_looks_at_more(monkeypatch
 
     monkeypatch.setattr("hpcbench.forecast.forecast.predict", hole)
     with pytest.raises(AssertionError, match="no such layer"):
-        Forecast(BOX).of(spec())
-    found = Forecast(BOX, forgiving=True).of(spec())
+        Forecast(BOX).predict(spec())
+    found = Forecast(BOX, forgiving=True).predict(spec())
     assert isinstance(found, NotPredicted)
     assert "no such layer" in found.reason

@@ -58,7 +58,7 @@ def test_node_hours_are_of_what_is_priced() -> None:
     ],
 )
 def test_how_long_a_machine_takes(times: dict[str, float], cores: int, left_s: float | None) -> None:
-    assert foreseen(**times).left_s({"a": spec(1), "b": spec(2)}, cores) == left_s
+    assert foreseen(**times).remaining_s({"a": spec(1), "b": spec(2)}, cores) == left_s
 
 
 def made(folder: Path, text: str = SWEEP) -> Any:

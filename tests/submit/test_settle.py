@@ -72,7 +72,7 @@ def test_what_may_still_change_is_not_written_down(
     submit(plan, cluster_tree)
     (fake_slurm / "sacct").write_text(line.format(now=ended(5), past=ended(600)) + "\n")
     look(plan, cluster_tree)
-    assert cluster_tree.heads(plan.runs) == {}
+    assert cluster_tree.summaries(plan.runs) == {}
 
 
 def test_a_lost_run_is_anybodys_once_its_lease_has_passed(

@@ -100,7 +100,7 @@ def test_the_jobs_end_is_the_deadline_where_it_comes_first(tmp_path: Path, monke
     ends = int(time.time()) + 60
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(ends))
     begin(tasks, 0)
-    marker = Attempt(tree_of(tmp_path).run_folder(run_id(SPEC)), 1).start_marker()
+    marker = Attempt(tree_of(tmp_path).run_folder(run_id(SPEC)), 1).read_start()
     assert marker is not None
     assert marker.deadline_unix_s == ends
 

@@ -145,7 +145,7 @@ class Project:
 
     def begun(self) -> int:
         """How many attempts have a start marker."""
-        return sum(attempt.start_marker() is not None for _, attempt in self.attempts())
+        return sum(attempt.read_start() is not None for _, attempt in self.attempts())
 
 
 def wait_for(what: str, found: Callable[[], Any], limit_s: float = 120.0) -> Any:

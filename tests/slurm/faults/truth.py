@@ -88,11 +88,11 @@ def _run_twice(project: Project) -> list[str]:
     """Attempts that ought not to be: after an ok one, or begun before the one before had ended."""
     attempts: dict[str, list[Attempt]] = defaultdict(list)
     for run_id, attempt in project.attempts():
-        if attempt.start_marker() is not None:
+        if attempt.read_start() is not None:
             attempts[run_id].append(attempt)
     found = []
     for run_id, of_run in attempts.items():
-        starts = [attempt.start_marker() for attempt in of_run]
+        starts = [attempt.read_start() for attempt in of_run]
         launches = {(start.job_id, start.restart_count, start.launch) for start in starts if start}
         if len(launches) != len(of_run):
             found.append(f"{run_id}: two attempts of one launch")
@@ -105,7 +105,7 @@ def _run_twice(project: Project) -> list[str]:
 
 
 def _out_of_turn(project: Project, run_id: str, before: Attempt, after: Attempt) -> list[str]:
-    second = after.start_marker()
+    second = after.read_start()
     assert second is not None
     found = []
     if run_id not in project.damaged and _is_ok(project, run_id, before):
@@ -117,13 +117,13 @@ def _out_of_turn(project: Project, run_id: str, before: Attempt, after: Attempt)
 
 def _is_ok(project: Project, run_id: str, attempt: Attempt) -> bool:
     """Whether all ranks of the attempt left a file that says ok."""
-    start, ranks = attempt.start_marker(), attempt.read_ranks()
+    start, ranks = attempt.read_start(), attempt.read_ranks()
     assert start is not None
     (world,) = {
         array.ranks
         for folder, record in project.submissions()
         for array in record.arrays
-        if start.is_of(folder.name) and run_id in array.run_ids
+        if start.belongs_to(folder.name) and run_id in array.run_ids
     }
     return len(ranks) == world and all(rank.status == "ok" for rank in ranks.values())
 
