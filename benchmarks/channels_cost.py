@@ -21,8 +21,8 @@ from benchmarks.ratios import Block, paired, tell
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.strategies.channel import channel_layers
 
 PAIRS = 20

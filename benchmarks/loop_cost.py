@@ -23,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.ratios import median_interval
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.data.feed import DataFeed, make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.strategies.data import DdpStrategy
 from hpcbench.worker.training_loop import LoopProgress, loop_overhead_s, run_training_loop
 

@@ -29,8 +29,8 @@ from hpcbench.parallel.pipeline.steady_state import schedule_step_time
 from hpcbench.parallel.pipeline.weight_versions import Staleness
 from hpcbench.worker.block_times import block_profile_request, profile_blocks
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 
 PAIRS = 8
 STEPS = 4

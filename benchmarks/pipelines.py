@@ -26,9 +26,10 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.pipeline.schedule_simulator import ActionSpan
 from hpcbench.parallel.pipeline.steady_state import measured_bubble_fraction
 from hpcbench.worker.data.feed import DataFeed, make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext, make_optimizer
+from hpcbench.worker.strategies.base import make_optimizer
 from hpcbench.worker.strategies.pipeline.action_timeline import ActionRecorder
 from hpcbench.worker.strategies.pipeline.chunk import ModelChunk
 from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy

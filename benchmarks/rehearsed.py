@@ -24,9 +24,9 @@ from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.roofline import DeviceCompute
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.emulation_mode import EmulationMode
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 
 CPU = torch.device("cpu")
 SLOW = DeviceCompute(peak_flops_per_s={"fp32": 40e9}, memory_bandwidth_bytes_per_s=20e9, launch_s=1e-4)

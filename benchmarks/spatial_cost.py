@@ -24,8 +24,9 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext, Strategy
+from hpcbench.worker.strategies.base import Strategy
 from hpcbench.worker.strategies.spatial.halo_exchange import HaloExchange
 
 STEPS = 9

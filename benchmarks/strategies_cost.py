@@ -26,8 +26,8 @@ from benchmarks.ratios import median_interval, tell
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import DataFeed, make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 
 PAIRS = 60
 STEPS = 4

@@ -18,7 +18,14 @@ from hpcbench.parallel.catalog import get_strategy, load_runtime_class
 from hpcbench.parallel.layer_table import LayerTableRequest, read_shipped_table
 from hpcbench.paths import expand_path
 from hpcbench.worker.data.feed import DataFeed, DataSource, make_feed
-from hpcbench.worker.distributed.process_groups import HashStore, PrefixStore, Store, clone_connection, to_timedelta
+from hpcbench.worker.distributed.process_groups import (
+    HashStore,
+    PrefixStore,
+    RankContext,
+    Store,
+    clone_connection,
+    to_timedelta,
+)
 from hpcbench.worker.distributed.rank_environment import (
     RankInfo,
     core_warnings,
@@ -38,7 +45,7 @@ from hpcbench.worker.measure.traffic_recorder import run_recorded_step
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import PeerEnded, StopController
-from hpcbench.worker.strategies.base import ProbingStrategy, RankContext, Strategy
+from hpcbench.worker.strategies.base import ProbingStrategy, Strategy
 from hpcbench.worker.strategies.pipeline.action_timeline import record_timeline, watch_pipeline
 from hpcbench.worker.training_loop import LoopProgress, make_evaluate_hook, run_training_loop
 from hpcbench.worker.verification.verify import VerificationInputs, verify_run

@@ -12,9 +12,8 @@ from msgspec.structs import replace
 
 from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.distributed.process_groups import TCPStore, to_timedelta
+from hpcbench.worker.distributed.process_groups import RankContext, TCPStore, to_timedelta
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 from tests.distributed.cases import CPU, Case, make_case, short_epoch
 from tests.distributed.test_data_parallel import PLAIN
 

@@ -20,11 +20,12 @@ from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.results.schema import ReferenceComparison
 from hpcbench.worker.data.feed import NO_FILES, DataFeed, DataSource, make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.step_profiler import ProfileResult, run_profiled_steps
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import RankContext, Strategy
+from hpcbench.worker.strategies.base import Strategy
 from hpcbench.worker.verification.reference import TrainingRecord, compare_training, train_full_batch, train_reference
 from hpcbench.worker.verification.verify import train_strategy
 from tests.distributed.narrow import build_narrow

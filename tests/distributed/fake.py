@@ -17,10 +17,10 @@ from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed import process_groups
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 
 CPU = torch.device("cpu")
 

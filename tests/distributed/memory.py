@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.host import peak_resident_bytes
-from hpcbench.worker.strategies.base import DataParallelStrategy, RankContext
+from hpcbench.worker.strategies.base import DataParallelStrategy
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 

@@ -21,12 +21,11 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.worker.data.feed import make_feed
-from hpcbench.worker.distributed.process_groups import RankGroup
+from hpcbench.worker.distributed.process_groups import RankContext, RankGroup
 from hpcbench.worker.model_execution import summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.models.gpt import Embedding, TokenHead
 from hpcbench.worker.models.transformer import Attention, Mlp
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.strategies.model_parallel import gather_shards
 from hpcbench.worker.strategies.tensor import (
     VocabularyParallelEmbedding,

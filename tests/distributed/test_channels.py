@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.training_loop import held_out_accuracy
 from tests.distributed import cases
 from tests.distributed.cases import (

@@ -20,9 +20,9 @@ from hpcbench.parallel.layer_table import LayerTableRequest
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.verification.reference import compare_training
 from hpcbench.worker.verification.verify import train_strategy
 from tests.distributed.cases import CPU, EXACT, Case, make_case, run_reference, short_epoch

@@ -24,8 +24,8 @@ from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.results.schema import PipelinePrediction
 from hpcbench.worker import block_times
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.verification.reference import TrainingRecord, compare_training
 from hpcbench.worker.verification.verify import comparison_spec, train_strategy
 from tests.distributed.cases import CPU, EXACT, make_case

@@ -16,8 +16,8 @@ from hpcbench.parallel.catalog import STRATEGIES, exclusion_reason, load_runtime
 from hpcbench.parallel.pipeline.weight_versions import Staleness
 from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
 from hpcbench.worker.verification.reference import TrainingRecord, compare_training
 from hpcbench.worker.verification.reference_pipedream import train_pipedream_reference

@@ -13,9 +13,9 @@ from hpcbench.oracle.strategies.pipedream import PipedreamCost
 from hpcbench.parallel.pipeline.schedules import Action
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic

@@ -17,9 +17,9 @@ from hpcbench.parallel.catalog import load_cost_class, load_runtime_class
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.roofline import DeviceCompute
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.emulation_mode import EmulationMode
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 

@@ -14,9 +14,8 @@ from hpcbench.parallel.gradient_buckets import MIB, bucket_payload_bytes
 from hpcbench.parallel.mesh import RankMesh
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
-from hpcbench.worker.distributed.process_groups import make_axis_groups
+from hpcbench.worker.distributed.process_groups import RankContext, make_axis_groups
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
-from hpcbench.worker.strategies.base import RankContext
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 

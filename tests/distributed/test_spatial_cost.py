@@ -17,11 +17,11 @@ from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, read_sh
 from hpcbench.parallel.strategies.spatial import spatial_split_of_run
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.model_execution import summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.strategies.spatial.strategy import SpatialStrategy as Runtime
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic

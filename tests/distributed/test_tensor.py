@@ -17,8 +17,8 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.parallel.tolerances import ONE_STEP_TOLERANCES
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.strategies.tensor import TensorParallelStrategy
 from hpcbench.worker.strategies.tensor_layers import RowLinear, TensorParallelComm
 from hpcbench.worker.training_loop import held_out_accuracy

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.strategies.tensor import TensorParallelStrategy
 from hpcbench.worker.strategies.tensor_layers import rank_local_rng
 from tests.distributed.cases import CPU

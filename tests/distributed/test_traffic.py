@@ -18,11 +18,12 @@ from hpcbench.parallel.catalog import load_cost_class, load_runtime_class
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
 from hpcbench.parallel.traffic import Traffic, merge_calls, total_payload_bytes
 from hpcbench.worker.data.feed import DataFeed, make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext, Strategy
+from hpcbench.worker.strategies.base import Strategy
 from hpcbench.worker.strategies.data import DdpStrategy
 from hpcbench.worker.strategies.fairscale import import_fairscale
 from tests.conftest import absent, require_horovod

@@ -23,10 +23,9 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.results.schema import VerificationResult
 from hpcbench.worker.data.feed import NO_FILES, DataFeed
-from hpcbench.worker.distributed.process_groups import TCPStore, to_timedelta
+from hpcbench.worker.distributed.process_groups import RankContext, TCPStore, to_timedelta
 from hpcbench.worker.distributed.rendezvous import ControlChannel
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.strategies.data import DdpStrategy
 from hpcbench.worker.verification import reference
 from hpcbench.worker.verification import verify as verifying

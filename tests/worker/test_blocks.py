@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from hpcbench.errors import WorkerError
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import CheckpointedBlocks, SequentialBlocks, wrap_blocks
-from hpcbench.worker.strategies.base import RankContext, SingleStrategy
+from hpcbench.worker.strategies.base import SingleStrategy
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")

@@ -14,8 +14,8 @@ from hpcbench.parallel.catalog import load_runtime_class, shipped_model_entries
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.verification.reference import train_reference
 from tests.worker.cells import CELLS, COUNTED_ONLY, Cell
 from tests.worker.helpers import make_spec

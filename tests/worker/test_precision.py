@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import MixedPrecision, allow_tf32
-from hpcbench.worker.strategies.base import RankContext, SingleStrategy
+from hpcbench.worker.strategies.base import SingleStrategy
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.roofline import DeviceCompute, Kernel, KernelSample
 from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.emulation_mode import EmulationMode
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import RankContext
 
 CPU = torch.device("cpu")
 QUICK = DeviceCompute(peak_flops_per_s={"fp32": 1e18}, memory_bandwidth_bytes_per_s=1e18, launch_s=0.0)

@@ -14,11 +14,10 @@ import torch
 from hpcbench.config.run_spec import run_id
 from hpcbench.errors import WorkerError
 from hpcbench.worker import measured_run
-from hpcbench.worker.distributed.process_groups import HashStore
+from hpcbench.worker.distributed.process_groups import HashStore, RankContext
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.measure.environment_record import collect_provenance, environment_digest
 from hpcbench.worker.measured_run import choose_device, ranks_sharing_devices
-from hpcbench.worker.strategies.base import RankContext
 from tests.worker.helpers import make_header, make_spec, tree_of, write_tasks
 
 LOGIN_NODE = ["click", "pydantic", "submitit", "jinja2", "polars", "rich", "tomli", "tomlkit", "altair"]

@@ -16,11 +16,10 @@ from hpcbench.parallel.strategy_entry import Option
 from hpcbench.parallel.tolerances import VerificationCheck, verification_checks
 from hpcbench.results.schema import ReferenceComparison, VerificationResult
 from hpcbench.worker.data.feed import NO_FILES, make_feed
-from hpcbench.worker.distributed.process_groups import TCPStore, clone_connection, to_timedelta
+from hpcbench.worker.distributed.process_groups import RankContext, TCPStore, clone_connection, to_timedelta
 from hpcbench.worker.distributed.rendezvous import ControlChannel
 from hpcbench.worker.failure import decide_outcome
 from hpcbench.worker.shutdown import StopController, Stopped
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.verification import verify as verifying
 from hpcbench.worker.verification.reference import TrainingRecord, compare_training, max_relative_difference
 from hpcbench.worker.verification.verify import (

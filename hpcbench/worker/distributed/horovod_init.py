@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from hpcbench.errors import WorkerError
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.rendezvous import list_interfaces, reachable_address
 from hpcbench.worker.failure import install_hint
-from hpcbench.worker.strategies.base import RankContext
 
 _ENTRY_BYTES = 256
 _started_with: dict[str, str] = {}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import datetime
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from hpcbench.parallel.mesh import MESH_AXES, RankMesh
-from hpcbench.worker.strategies.base import RankContext
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
@@ -30,6 +31,24 @@ def to_timedelta(value: float) -> datetime.timedelta:
 def clone_connection(store: TCPStore) -> TCPStore:
     """A connection of its own to the same store: one that waits in a call blocks every other caller."""
     return TCPStore(store.host, store.port, None, False, to_timedelta(300), wait_for_workers=False)
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """Where a strategy runs: a rank of ``group`` (the default group where ``None``) and its device."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    wait_s: float = 300.0
+    """How long a rank waits for the others."""
+
+    def members(self) -> dist.ProcessGroup:
+        """The group itself, for libraries that want one named."""
+        group = self.group or dist.group.WORLD
+        assert group is not None, "a strategy with a degree of its own has a process group"
+        return group
 
 
 class RankGroup(NamedTuple):

@@ -17,8 +17,8 @@ from torch import Tensor
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.traffic import COMM_OPERATIONS
 from hpcbench.results.schema import CollectiveProbe, OverlapProbe
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import median, relative_spread, synchronize
-from hpcbench.worker.strategies.base import RankContext
 
 _OVERLAP_REPEATS = 7
 _COMPUTE_SHARE = 0.7

@@ -4,37 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel import catalog
 from hpcbench.results.schema import ProbeResults
 from hpcbench.worker.data.feed import Batch, DataFeed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
 from hpcbench.worker.model_execution import MixedPrecision, compile_in_place, summed_loss
-
-
-@dataclass(frozen=True)
-class RankContext:
-    """Where a strategy runs: a rank of ``group`` (the default group where ``None``) and its device."""
-
-    rank: int
-    world_size: int
-    device: torch.device
-    group: dist.ProcessGroup | None = None
-    wait_s: float = 300.0
-    """How long a rank waits for the others."""
-
-    def members(self) -> dist.ProcessGroup:
-        """The group itself, for libraries that want one named."""
-        group = self.group or dist.group.WORLD
-        assert group is not None, "a strategy with a degree of its own has a process group"
-        return group
 
 
 class Strategy(Protocol):

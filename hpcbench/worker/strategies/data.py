@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import get_strategy
-from hpcbench.worker.strategies.base import DataParallelStrategy, RankContext, chosen_options
+from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.strategies.base import DataParallelStrategy, chosen_options
 
 
 class DdpStrategy(DataParallelStrategy):

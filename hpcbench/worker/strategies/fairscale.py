@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.failure import install_hint
 from hpcbench.worker.strategies.base import (
     DataParallelStrategy,
-    RankContext,
     chosen_options,
     optimizer_class_and_arguments,
 )

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.worker.strategies.base import DataParallelStrategy, RankContext, chosen_options, make_optimizer
+from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.strategies.base import DataParallelStrategy, chosen_options, make_optimizer
 from hpcbench.worker.strategies.fairscale import import_fairscale, refuse_fp16
 from hpcbench.worker.strategies.fsdp import untied_blocks
 

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.worker.strategies.base import DataParallelStrategy, RankContext, chosen_options
+from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.strategies.base import DataParallelStrategy, chosen_options
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

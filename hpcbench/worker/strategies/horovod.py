@@ -11,7 +11,8 @@ from hpcbench.errors import WorkerError
 from hpcbench.parallel.mesh import steps_per_epoch
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.horovod_init import load_horovod, start_horovod
-from hpcbench.worker.strategies.base import DataParallelStrategy, RankContext, chosen_options
+from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.strategies.base import DataParallelStrategy, chosen_options
 
 _OPTION_VARIABLES = {"fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD", "cycle_time_ms": "HOROVOD_CYCLE_TIME",
               "hierarchical_allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE"}  # fmt: skip

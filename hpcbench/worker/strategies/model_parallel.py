@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.mesh import RankMesh
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
-from hpcbench.worker.distributed.process_groups import RankGroup, make_axis_groups
-from hpcbench.worker.strategies.base import DataParallelStrategy, RankContext, chosen_options
+from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_axis_groups
+from hpcbench.worker.strategies.base import DataParallelStrategy, chosen_options
 
 
 class TensorSharding(NamedTuple):

@@ -10,10 +10,11 @@ from torch import nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.results.schema import ProbeResults
 from hpcbench.worker.data.feed import DataFeed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.host import read_peak_memory
 from hpcbench.worker.microbench.collective_probes import measure_collectives
 from hpcbench.worker.microbench.kernel_probes import measure_kernels, measure_optimizer_updates
-from hpcbench.worker.strategies.base import DataParallelStrategy, RankContext, chosen_options
+from hpcbench.worker.strategies.base import DataParallelStrategy, chosen_options
 
 
 class _IndependentReplicasStrategy(DataParallelStrategy):

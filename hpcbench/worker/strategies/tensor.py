@@ -17,11 +17,10 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.mesh import RankMesh, even_ranges
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
-from hpcbench.worker.distributed.process_groups import RankGroup, make_group
+from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_group
 from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.gpt import Embedding, TokenHead
 from hpcbench.worker.models.transformer import TransformerBlock
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, TensorSharding, gather_shards
 from hpcbench.worker.strategies.tensor_layers import (
     ColumnLinear,

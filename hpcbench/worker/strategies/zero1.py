@@ -11,7 +11,8 @@ import torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.worker.strategies.base import RankContext, chosen_options, optimizer_class_and_arguments
+from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.strategies.base import chosen_options, optimizer_class_and_arguments
 from hpcbench.worker.strategies.data import DdpStrategy
 
 

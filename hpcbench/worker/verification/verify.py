@@ -25,12 +25,13 @@ from hpcbench.parallel.tolerances import (
 )
 from hpcbench.results.schema import ReferenceComparison, VerificationResult
 from hpcbench.worker.data.feed import DataFeed, DataSource, make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.rendezvous import ControlChannel
 from hpcbench.worker.failure import is_out_of_memory
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController, Stopped
-from hpcbench.worker.strategies.base import RankContext, Strategy
+from hpcbench.worker.strategies.base import Strategy
 from hpcbench.worker.verification.reference import TrainingRecord, all_finite, compare_training, copy_to_host
 
 _PROGRESS_KEY = "verify/progress"

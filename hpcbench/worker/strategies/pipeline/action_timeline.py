@@ -22,8 +22,9 @@ from hpcbench.parallel.pipeline.schedules import Action
 from hpcbench.parallel.strategies.pipeline import STRATEGIES
 from hpcbench.results.schema import TimelineSpan
 from hpcbench.worker.data.feed import DataFeed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import RankContext, Strategy
+from hpcbench.worker.strategies.base import Strategy
 
 
 class ActionRecorder:

@@ -12,8 +12,9 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.worker.data.feed import DataFeed
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import frozen_running_statistics
-from hpcbench.worker.strategies.base import DataParallelStrategy, RankContext, chosen_options
+from hpcbench.worker.strategies.base import DataParallelStrategy, chosen_options
 from hpcbench.worker.strategies.fairscale import import_fairscale
 from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks
 

@@ -18,8 +18,8 @@ from hpcbench.parallel.pipeline.schedules import BACKWARD, FORWARD, UPDATE, Acti
 from hpcbench.parallel.pipeline.weight_versions import Staleness, stage_step_actions
 from hpcbench.parallel.strategies.pipedream import pipedream_staleness
 from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import summed_loss
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import ActionHooks, PipelineBatch, PipelineRuntime
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 

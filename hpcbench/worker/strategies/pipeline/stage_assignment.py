@@ -22,8 +22,8 @@ from hpcbench.parallel.pipeline.stage_partition import balanced_cuts, block_rang
 from hpcbench.parallel.pipeline.steady_state import schedule_step_time
 from hpcbench.parallel.strategies.pipedream import pipedream_staleness
 from hpcbench.results.schema import PipelinePrediction
+from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import trace_layer_table
-from hpcbench.worker.strategies.base import RankContext
 from hpcbench.worker.strategies.pipeline.chunk import copy_to_meta
 
 _MEASURED_CHAINS: dict[tuple[Any, ...], BlockProfile] = {}

@@ -16,8 +16,8 @@ from hpcbench.parallel.pipeline.schedules import Action, message_after, schedule
 from hpcbench.parallel.strategies.pipeline import cuts_exclusion, pipeline_layout
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
-from hpcbench.worker.distributed.process_groups import RankGroup, make_group, make_group_of_ranks
-from hpcbench.worker.strategies.base import RankContext, make_optimizer
+from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_group, make_group_of_ranks
+from hpcbench.worker.strategies.base import make_optimizer
 from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, TensorSharding
 from hpcbench.worker.strategies.model_parallel import gather_shards as whole
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk

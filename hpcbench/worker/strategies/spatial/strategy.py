@@ -32,8 +32,7 @@ from hpcbench.parallel.strategies.spatial import (
 from hpcbench.parallel.workloads import sample_shape
 from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
-from hpcbench.worker.distributed.process_groups import make_group
-from hpcbench.worker.strategies.base import RankContext
+from hpcbench.worker.distributed.process_groups import RankContext, make_group
 from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy
 from hpcbench.worker.strategies.spatial.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
 from hpcbench.worker.strategies.spatial.spatial_batch_norm import SpatialBatchNorm
