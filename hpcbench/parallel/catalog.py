@@ -104,14 +104,14 @@ def _import_object(named: str) -> Any:
 
 @cache
 def shipped_model_entries() -> dict[str, ModelEntry]:
-    """Every shipped model, read from the literal ``MODELS`` tables of the model files without importing them."""
+    """Every shipped model, read from the literal tables of the model files without importing them."""
     folder = Path(__file__).resolve().parent.parent / "worker" / "models"
     found: dict[str, ModelEntry] = {}
     for path in sorted(folder.glob("*.py")):
         for name, entry in _read_models_table(path).items():
             options = {
                 key: Option(_OPTION_KINDS[kind], default, description)
-                for key, (kind, default, description) in entry.get("options", {}).items()
+                for key, (kind, default, description) in entry["options"].items()
             }
             builder = f"hpcbench.worker.models.{path.stem}:{entry['builder']}"
             found[name] = ModelEntry(builder, entry["kind"], entry["min_size"], entry["description"], options)
@@ -122,11 +122,16 @@ _OPTION_KINDS = {"bool": bool, "int": int, "float": float, "str": str}
 
 
 def _read_models_table(path: Path) -> dict[str, Any]:
+    """The entries of ``MODELS`` in a model file, each one completed by the file's ``DEFAULTS``."""
+    tables: dict[str, dict[str, Any]] = {"DEFAULTS": {}, "MODELS": {}}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and [getattr(target, "id", None) for target in node.targets] == ["MODELS"]:
-            table: dict[str, Any] = ast.literal_eval(node.value)
-            return table
-    return {}
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id in tables:
+            tables[node.targets[0].id] = ast.literal_eval(node.value)
+    defaults = {"builder": "build", "options": {}} | tables["DEFAULTS"]
+    return {
+        name: defaults | entry | {"options": defaults["options"] | entry.get("options", {})}
+        for name, entry in tables["MODELS"].items()
+    }
 
 
 def get_model(key: str) -> ModelEntry:

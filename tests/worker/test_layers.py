@@ -227,7 +227,7 @@ def test_a_table_takes_no_memory() -> None:
     code = (
         "import sys; from hpcbench.worker.layers import answer\n"
         "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'VmHWM' in line)\n"
-        "from hpcbench.worker.models.build import torchvision_models; torchvision_models(); before = peak()\n"
+        "from hpcbench.worker.models.build import import_torchvision_models; import_torchvision_models(); before = peak()\n"
         "got = answer(sys.stdin.buffer.read()); assert got.table, got.error\n"
         "print(before, peak(), got.table.totals().activation_bytes)"
     )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,17 +19,22 @@ from hpcbench.parallel.catalog import get_model
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.worker.failure import is_out_of_memory
 
+SMALL_IMAGE_EDGE = 64
+"""Images with a shorter edge get a model's MNIST/CIFAR form."""
+
 _declared_libraries: list[Any] = []
-"""Operators are gone when the library that defined them is collected."""
+"""Operators vanish when the library object that defined them is collected."""
 
 
 def import_torchvision_models() -> ModuleType:
-    """``torchvision.models``.
+    """Import and return ``torchvision.models``.
 
-    The wheel made for another torch build cannot load its compiled operators, and its Python part then stumbles over
-    their absence (``operator torchvision::nms does not exist``). The classifiers use none of them, so the two that it
-    asks for are declared, but only after a plain import has failed: a torchvision that works stays untouched.
-    Raises ``WorkerError`` (``unsupported``) where there is none.
+    A wheel built for another torch cannot load its compiled operators, and then its Python part fails because they are
+    missing (``operator torchvision::nms does not exist``). The classifiers use none of them, so the two that it asks
+    for are declared here, but only after a plain import has failed: a torchvision that works stays untouched.
+
+    Raises:
+        WorkerError: ``unsupported`` if torchvision is not installed.
     """
     try:
         return importlib.import_module("torchvision.models")
@@ -41,24 +47,19 @@ def import_torchvision_models() -> ModuleType:
             status="unsupported",
             hint="python -m pip install torchvision",
         ) from error
-    _unload_torchvision()
-    _declare_operators()
-    return importlib.import_module("torchvision.models")
-
-
-def _declare_operators() -> None:
+    # The failed import has left modules behind that are only partly initialised.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        del sys.modules[name]
     library = torch.library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")  # type: ignore[no-untyped-call]
     _declared_libraries.append(library)
+    return importlib.import_module("torchvision.models")
 
 
-def _unload_torchvision() -> None:
-    """Drop what the failed import left half-made."""
-    import sys
-
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-        del sys.modules[name]
+def build_torchvision_model(name: str, classes: int, **options: Any) -> Any:
+    """torchvision's model ``name`` with random weights and ``classes`` outputs."""
+    return getattr(import_torchvision_models(), name)(weights=None, num_classes=classes, **options)
 
 
 _BUILDER_SIGNATURE = "function(in_shape, outputs, **model_options) -> torch.nn.Sequential"
@@ -67,81 +68,94 @@ _BUILDER_SIGNATURE = "function(in_shape, outputs, **model_options) -> torch.nn.S
 def build_custom_model(
     model: str, folder: str | None, in_shape: tuple[int, ...], outputs: int, options: Mapping[str, Any]
 ) -> nn.Sequential:
-    """What ``model`` (``package.module:function``) in ``folder`` returns for samples of ``in_shape``.
+    """Call a user's model function.
 
-    Raises ``WorkerError``: ``unsupported`` where that is no sequence of blocks, ``failed`` where it raises. A package
-    that is missing, and memory that is, keep the exceptions that say so.
+    Args:
+        model: ``package.module:function``.
+        folder: Folder that contains the module.
+        in_shape: Shape of one sample, without the batch dimension.
+        outputs: Number of classes, values or tokens.
+        options: The run's ``model_options``.
+
+    Returns:
+        The function's result: a sequence of the model's blocks.
+
+    Raises:
+        WorkerError: ``unsupported`` if the result is not a sequence of blocks; ``failed`` if the user's code raises.
+        ModuleNotFoundError: The user's code imports a package that is not installed.
     """
-    module, _, name = model.partition(":")
-    function = getattr(_import_custom_module(model, module, folder), name, None)
-    if not callable(function):
-        raise WorkerError(f"model {model}: module {module} has no function {name}")
-    built = _call_user_code(f"model {model}", lambda: function(in_shape, outputs, **options))
-    if not isinstance(built, nn.Sequential) or not len(built):
-        found = "an empty one" if isinstance(built, nn.Sequential) else type(built).__name__
-        raise WorkerError(
-            f"model {model} must return a torch.nn.Sequential of its blocks, not {found}",
-            status="unsupported",
-            hint=f"it is called as {_BUILDER_SIGNATURE}",
-        )
-    return built
-
-
-def _import_custom_module(model: str, module: str, folder: str | None) -> ModuleType:
-    if folder is None:
-        raise WorkerError(f"model {model}: neither the sweep nor the profile names a model_folder")
-    if sys.path[:1] != [folder]:
-        sys.path.insert(0, folder)
+    module_name, _, function_name = model.partition(":")
+    step = f"importing {module_name}"
     try:
-        found: ModuleType = _call_user_code(f"importing {module}", lambda: importlib.import_module(module))
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise
-        raise WorkerError(
-            f"model {model}: there is no module {module} in {folder}",
-            hint="the folder must be visible under this path on the nodes, and inside a container",
-        ) from error
-    file = getattr(found, "__file__", None)
-    if file is None or not Path(file).is_relative_to(folder):
-        raise WorkerError(
-            f"model {model}: {module} is {file or 'a part of Python'}, not a module in {folder}",
-            hint="give it a name that no other package has",
-        )
-    return found
-
-
-def _call_user_code(what: str, call: Callable[[], Any]) -> Any:
-    try:
-        return call()
+        module = _import_custom_module(model, module_name, folder)
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            raise WorkerError(f"model {model}: module {module_name} has no function {function_name}")
+        step = f"model {model}"
+        blocks = function(in_shape, outputs, **options)
     except (HpcbenchError, ModuleNotFoundError):
         raise
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        said = f"{what} raised {type(error).__name__}: {error}"
-        raise WorkerError(said, hint=f"it is called as {_BUILDER_SIGNATURE}") from error
+        raise WorkerError(
+            f"{step} raised {type(error).__name__}: {error}", hint=f"it is called as {_BUILDER_SIGNATURE}"
+        ) from error
+    if not isinstance(blocks, nn.Sequential) or not len(blocks):
+        result = "an empty one" if isinstance(blocks, nn.Sequential) else type(blocks).__name__
+        raise WorkerError(
+            f"model {model} must return a torch.nn.Sequential of its blocks, not {result}",
+            status="unsupported",
+            hint=f"it is called as {_BUILDER_SIGNATURE}",
+        )
+    return blocks
 
 
-SMALL_IMAGE_EDGE = 64
-"""Images with a shorter edge get a model's MNIST/CIFAR form."""
+def _import_custom_module(model: str, name: str, folder: str | None) -> ModuleType:
+    if folder is None:
+        raise WorkerError(f"model {model}: neither the sweep nor the profile names a model_folder")
+    if sys.path[:1] != [folder]:
+        sys.path.insert(0, folder)
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise WorkerError(
+            f"model {model}: there is no module {name} in {folder}",
+            hint="the folder must be visible under this path on the nodes, and inside a container",
+        ) from error
+    file = getattr(module, "__file__", None)
+    if file is None or not Path(file).is_relative_to(folder):
+        raise WorkerError(
+            f"model {model}: {name} is {file or 'a part of Python'}, not a module in {folder}",
+            hint="give it a name that no other package has",
+        )
+    return module
 
 
 def build_model(spec: RunSpec, model_folder: str | None = None) -> nn.Sequential:
-    """The run's model as a sequence of blocks, in the run's type (float64 for fp64) and memory format, on the host.
+    """Build the run's model on the host, as a sequence of blocks.
 
-    Draws from torch's global generator, seeded with the run's seed plus its repeat. ``custom_model_folder`` is where
-    a user's
-    own model is; see ``own.build_own`` for what that may raise.
+    Weights are drawn from torch's global generator, seeded with the run's seed plus its repeat: all ranks build the
+    same weights.
+
+    Args:
+        spec: The run; its precision and ``channels_last`` decide the dtype and memory format.
+        model_folder: Folder of a user's own model.
+
+    Returns:
+        The blocks; called with [n, *sample shape] they return the model's output.
+
+    Raises:
+        WorkerError: see ``import_torchvision_models`` and ``build_custom_model``.
     """
     torch.manual_seed(spec.seed + spec.repeat)
     return _build_from_spec(spec, model_folder)
 
 
 def build_meta_model(spec: RunSpec, model_folder: str | None = None) -> nn.Sequential:
-    """What ``build_model`` returns, its parameters and buffers on the meta device: no memory, no numbers.
-
-    Leaves torch's global generator as it was.
-    """
+    """Build the run's model on the meta device, without memory or numbers. Leaves the global generator unchanged."""
     with torch.device("meta"):
         return _build_from_spec(spec, model_folder)
 
@@ -151,18 +165,27 @@ def _build_from_spec(spec: RunSpec, model_folder: str | None) -> nn.Sequential:
     options = {name: option.default for name, option in entry.options.items()} | spec.model_options
     shape, outputs = sample_shape(spec.dataset, spec.input_size), DATASETS[spec.dataset].outputs
     if entry.own:
-        built = build_custom_model(spec.model, model_folder, shape, outputs, options)
+        model = build_custom_model(spec.model, model_folder, shape, outputs, options)
     else:
         module, _, function = entry.builder.partition(":")
-        built = getattr(importlib.import_module(module), function)(spec.model, shape, outputs, options)
+        model = getattr(importlib.import_module(module), function)(spec.model, shape, outputs, options)
     if spec.precision == "fp64":
-        built = built.double()
+        model = model.double()
     if spec.channels_last:
         layout = torch.channels_last_3d if len(shape) == 4 else torch.channels_last
-        built = built.to(memory_format=layout)  # type: ignore[call-overload]
-    return built
+        model = model.to(memory_format=layout)  # type: ignore[call-overload]
+    return model
 
 
-def count_parameters(built: nn.Module) -> int:
-    """Trainable numbers of a model."""
-    return sum(parameter.numel() for parameter in built.parameters())
+def copy_to_meta(model: nn.Sequential) -> nn.Sequential:
+    """Copy ``model`` to the meta device; no number is copied, and tied weights stay tied."""
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        meta = tensor.detach().to("meta")
+        memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+    return copy.deepcopy(model, memo)
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Return the number of trainable values of ``model``."""
+    return sum(parameter.numel() for parameter in model.parameters())

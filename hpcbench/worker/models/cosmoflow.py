@@ -1,9 +1,9 @@
 """CosmoFlow (Mathuriya et al. 2018, arXiv:1808.04728) in MLPerf HPC's form (Farrell et al. 2021, arXiv:2110.11466).
 
 The sizes follow MLPerf's reference from v1.0 on: five 3^3 convolutions starting at 32 filters and doubling, each
-followed
-by a leaky ReLU (slope 0.3) and a 2^3 pool; then 128, 64 and 4 linear units with dropout 0.5 after the first two and
-1.2 tanh at the end. Weights use Glorot initialisation."""
+followed by a leaky ReLU (slope 0.3) and a 2^3 pool; then 128, 64 and 4 linear units with dropout 0.5 after the first
+two and 1.2 tanh at the end. Weights use Glorot initialisation.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 MODELS = {
     "cosmoflow": {
-        "builder": "build",
         "kind": "volumes",
         "min_size": 8,
         "description": "3-D convolutions on volumes, MLPerf HPC's form at 128^3; larger volumes get more of them",
@@ -31,7 +30,7 @@ class ScaledTanh(nn.Module):
     """1.2 tanh: targets lie in [-1, 1], which tanh itself reaches only at infinity."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of any shape."""
+        """Any shape -> the same shape."""
         return 1.2 * torch.tanh(x)
 
 

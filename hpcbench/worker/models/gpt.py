@@ -1,8 +1,8 @@
 """Decoder-only pre-norm transformers after GPT-2 and GPT-3 (Radford et al. 2019, Brown et al. 2020).
 
 The sizes are those of GPT-3's table 2.1 and of Turing-NLG (Rosset 2020). The output layer has its own weights unless
-the
-option ``tied`` is set: a sequence whose first and last block share a weight cannot be cut between them."""
+the option ``tied`` is set: a sequence whose first and last block share a weight cannot be cut between them.
+"""
 
 from __future__ import annotations
 
@@ -13,104 +13,35 @@ from torch import Tensor, nn
 
 from hpcbench.worker.models.transformer import TransformerBlock
 
+DEFAULTS = {
+    "kind": "tokens",
+    "min_size": 1,
+    "options": {
+        "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
+        "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
+        "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
+    },
+}
 MODELS = {
     "gpt": {
-        "builder": "build",
-        "kind": "tokens",
-        "min_size": 1,
         "description": "4 layers, 128 wide, 4 heads: trains on a CPU",
         "options": {
             "context": ("int", 1024, "positions that there are weights for, at least; a longer input gets its own"),
-            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
-            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
         },
     },
-    "gpt_125m": {
-        "builder": "build",
-        "kind": "tokens",
-        "min_size": 1,
-        "description": "GPT-3 Small: 12 layers, 768 wide, 12 heads",
-        "options": {
-            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
-            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
-            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
-        },
-    },
-    "gpt_350m": {
-        "builder": "build",
-        "kind": "tokens",
-        "min_size": 1,
-        "description": "GPT-3 Medium: 24 layers, 1024 wide, 16 heads",
-        "options": {
-            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
-            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
-            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
-        },
-    },
-    "gpt_760m": {
-        "builder": "build",
-        "kind": "tokens",
-        "min_size": 1,
-        "description": "GPT-3 Large: 24 layers, 1536 wide, 16 heads",
-        "options": {
-            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
-            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
-            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
-        },
-    },
+    "gpt_125m": {"description": "GPT-3 Small: 12 layers, 768 wide, 12 heads"},
+    "gpt_350m": {"description": "GPT-3 Medium: 24 layers, 1024 wide, 16 heads"},
+    "gpt_760m": {"description": "GPT-3 Large: 24 layers, 1536 wide, 16 heads"},
     "gpt_1_3b": {
-        "builder": "build",
-        "kind": "tokens",
-        "min_size": 1,
-        "description": "GPT-3 XL: 24 layers, 2048 wide, 16 heads of 128 (the paper's 24 do not divide its width)",
-        "options": {
-            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
-            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
-            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
-        },
+        "description": "GPT-3 XL: 24 layers, 2048 wide, 16 heads of 128 (the paper's 24 do not divide its width)"
     },
-    "gpt_2_7b": {
-        "builder": "build",
-        "kind": "tokens",
-        "min_size": 1,
-        "description": "GPT-3 2.7B: 32 layers, 2560 wide, 32 heads",
-        "options": {
-            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
-            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
-            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
-        },
-    },
-    "gpt_6_7b": {
-        "builder": "build",
-        "kind": "tokens",
-        "min_size": 1,
-        "description": "GPT-3 6.7B: 32 layers, 4096 wide, 32 heads",
-        "options": {
-            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
-            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
-            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
-        },
-    },
-    "gpt_13b": {
-        "builder": "build",
-        "kind": "tokens",
-        "min_size": 1,
-        "description": "GPT-3 13B: 40 layers, 5120 wide (the paper prints 5140), 40 heads of 128",
-        "options": {
-            "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
-            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
-            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
-        },
-    },
+    "gpt_2_7b": {"description": "GPT-3 2.7B: 32 layers, 2560 wide, 32 heads"},
+    "gpt_6_7b": {"description": "GPT-3 6.7B: 32 layers, 4096 wide, 32 heads"},
+    "gpt_13b": {"description": "GPT-3 13B: 40 layers, 5120 wide (the paper prints 5140), 40 heads of 128"},
     "gpt_17b": {
-        "builder": "build",
-        "kind": "tokens",
-        "min_size": 1,
         "description": "as Turing-NLG: 78 layers, 4256 wide, 28 heads",
         "options": {
             "context": ("int", 1024, "positions that there are weights for, at least; a longer input gets its own"),
-            "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
-            "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
         },
     },
 }
@@ -174,16 +105,12 @@ def build(name: str, in_shape: tuple[int, ...], vocabulary: int, options: dict[s
     head = TokenHead(size.width, vocabulary)
     if options["tied"]:
         head.output.weight = embedding.tokens.weight
-    built = nn.Sequential(embedding, *blocks, head)
-    _initialize_weights(built, size.layers)
-    return built
-
-
-def _initialize_weights(built: nn.Module, layers: int) -> None:
-    """GPT-2's initialisation: what is added to the residual stream starts smaller the more blocks add to it."""
-    for name, module in built.named_modules():
+    model = nn.Sequential(embedding, *blocks, head)
+    for module_name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
-            adds = name.endswith(("attention.output", "mlp.down"))
-            nn.init.normal_(module.weight, std=_INITIAL_STD / math.sqrt(2 * layers) if adds else _INITIAL_STD)
+            # GPT-2's initialisation: layers that add to the residual stream start smaller, by the number of blocks.
+            is_residual = module_name.endswith(("attention.output", "mlp.down"))
+            nn.init.normal_(module.weight, std=_INITIAL_STD / (math.sqrt(2 * size.layers) if is_residual else 1.0))
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+    return model

@@ -7,11 +7,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, import_torchvision_models
+from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, build_torchvision_model
 
 MODELS = {
     "mobilenetv2": {
-        "builder": "build",
         "kind": "images",
         "min_size": 8,
         "description": "inverted residuals with depthwise convolutions; below 64 pixels it halves three times only",
@@ -46,9 +45,9 @@ class InvertedResidual(nn.Module):
         self.bn3 = nn.BatchNorm2d(channels)
         self.shortcut: nn.Sequential | None = None
         if stride == 1:
-            same = channels_in == channels
-            widths = [] if same else [nn.Conv2d(channels_in, channels, 1, bias=False), nn.BatchNorm2d(channels)]
-            self.shortcut = nn.Sequential(*widths)
+            self.shortcut = nn.Sequential()
+            if channels_in != channels:
+                self.shortcut.extend([nn.Conv2d(channels_in, channels, 1, bias=False), nn.BatchNorm2d(channels)])
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, channels_in, h, w] -> [n, channels, h / stride, w / stride]."""
@@ -61,7 +60,11 @@ class InvertedResidual(nn.Module):
 def build(_name: str, in_shape: tuple[int, ...], classes: int, options: dict[str, Any]) -> nn.Sequential:
     """MobileNetV2 for images of ``in_shape`` (channels, height, width), as a sequence of blocks."""
     if in_shape[-1] >= SMALL_IMAGE_EDGE:
-        return _build_from_torchvision(in_shape[0], classes, options["dropout"])
+        model = build_torchvision_model("mobilenet_v2", classes, dropout=options["dropout"])
+        if in_shape[0] != 3:
+            model.features[0][0] = nn.Conv2d(in_shape[0], _STEM_CHANNELS, 3, 2, padding=1, bias=False)
+        pool = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+        return nn.Sequential(*model.features, pool, *model.classifier)
     blocks: list[nn.Module] = [_convolution_block(in_shape[0], _STEM_CHANNELS, 3)]
     channels_in = _STEM_CHANNELS
     for expansion, channels, count, stride in _STAGE_SETTINGS:
@@ -75,11 +78,3 @@ def build(_name: str, in_shape: tuple[int, ...], classes: int, options: dict[str
 def _convolution_block(channels_in: int, channels: int, kernel: int) -> nn.Sequential:
     convolution = nn.Conv2d(channels_in, channels, kernel, padding=kernel // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(channels), nn.ReLU())
-
-
-def _build_from_torchvision(channels: int, classes: int, dropout: float) -> nn.Sequential:
-    whole = import_torchvision_models().mobilenet_v2(weights=None, num_classes=classes, dropout=dropout)
-    features = list(whole.features)
-    if channels != 3:
-        features[0][0] = nn.Conv2d(channels, _STEM_CHANNELS, 3, 2, padding=1, bias=False)
-    return nn.Sequential(*features, nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), *whole.classifier)

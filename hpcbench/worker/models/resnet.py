@@ -7,30 +7,13 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, import_torchvision_models
+from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, build_torchvision_model
 
+DEFAULTS = {"kind": "images", "min_size": 8}
 MODELS = {
-    "resnet18": {
-        "builder": "build",
-        "kind": "images",
-        "min_size": 8,
-        "description": "18 layers, residual; below 64 pixels a 3x3 stem without pooling",
-        "options": {},
-    },
-    "resnet50": {
-        "builder": "build",
-        "kind": "images",
-        "min_size": 8,
-        "description": "50 layers, residual, bottlenecks; below 64 pixels a 3x3 stem without pooling",
-        "options": {},
-    },
-    "resnet152": {
-        "builder": "build",
-        "kind": "images",
-        "min_size": 8,
-        "description": "152 layers, residual, bottlenecks; below 64 pixels a 3x3 stem without pooling",
-        "options": {},
-    },
+    "resnet18": {"description": "18 layers, residual; below 64 pixels a 3x3 stem without pooling"},
+    "resnet50": {"description": "50 layers, residual, bottlenecks; below 64 pixels a 3x3 stem without pooling"},
+    "resnet152": {"description": "152 layers, residual, bottlenecks; below 64 pixels a 3x3 stem without pooling"},
 }
 
 
@@ -92,7 +75,12 @@ _BLOCKS_PER_STAGE: dict[str, tuple[type[BasicBlock | Bottleneck], tuple[int, ...
 def build(name: str, in_shape: tuple[int, ...], classes: int, _options: dict[str, Any]) -> nn.Sequential:
     """``name`` for images of ``in_shape`` (channels, height, width), as a sequence of blocks."""
     if in_shape[-1] >= SMALL_IMAGE_EDGE:
-        return _build_from_torchvision(name, in_shape[0], classes)
+        model = build_torchvision_model(name, classes)
+        if in_shape[0] != 3:
+            model.conv1 = nn.Conv2d(in_shape[0], 64, 7, 2, padding=3, bias=False)
+        stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
+        stages = [block for stage in (model.layer1, model.layer2, model.layer3, model.layer4) for block in stage]
+        return nn.Sequential(stem, *stages, nn.Sequential(model.avgpool, nn.Flatten(), model.fc))
     blocks: list[nn.Module] = [
         nn.Sequential(nn.Conv2d(in_shape[0], 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
     ]
@@ -105,12 +93,3 @@ def build(name: str, in_shape: tuple[int, ...], classes: int, _options: dict[str
             channels_in = channels * kind.expansion
     head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels_in, classes))
     return nn.Sequential(*blocks, head)
-
-
-def _build_from_torchvision(name: str, channels: int, classes: int) -> nn.Sequential:
-    whole = getattr(import_torchvision_models(), name)(weights=None, num_classes=classes)
-    if channels != 3:
-        whole.conv1 = nn.Conv2d(channels, 64, 7, 2, padding=3, bias=False)
-    stem = nn.Sequential(whole.conv1, whole.bn1, whole.relu, whole.maxpool)
-    stages = [block for stage in (whole.layer1, whole.layer2, whole.layer3, whole.layer4) for block in stage]
-    return nn.Sequential(stem, *stages, nn.Sequential(whole.avgpool, nn.Flatten(), whole.fc))

@@ -1,10 +1,10 @@
 """The transformer block that the GPT and ViT models share.
 
-Its linear layers have fixed names so that tensor parallelism can split them: ``attention.query``, ``.key``,
-``.value`` and
-``mlp.up`` by output features (column), ``attention.output`` and ``mlp.down`` by input features (row). Heads are
-contiguous
-in the features; their number is derived from the tensor shapes, so half of the features are half of the heads."""
+Its linear layers have fixed names so that tensor parallelism can split them: ``attention.query``, ``.key``, ``.value``
+and ``mlp.up`` by output features (column), ``attention.output`` and ``mlp.down`` by input features (row). Heads are
+contiguous in the features; their number is derived from the tensor shapes, so half of the features are half of the
+heads.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Self-attention of several heads; ``causal`` lets a position see itself and what is before it."""
+    """Self-attention with several heads; with ``causal`` a position attends to itself and earlier positions only."""
 
     def __init__(self, width: int, heads: int, causal: bool, dropout: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Mlp(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention and two linear layers, each normalised before and added to what it was given."""
+    """Attention and an MLP, each with a layer norm before it and a residual connection around it."""
 
     def __init__(self, width: int, heads: int, causal: bool, dropout: float, epsilon: float = 1e-5) -> None:
         super().__init__()

@@ -6,65 +6,39 @@ from typing import Any
 
 from torch import nn
 
-from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, import_torchvision_models
+from hpcbench.worker.models.build import SMALL_IMAGE_EDGE, build_torchvision_model
 
+DEFAULTS = {
+    "kind": "images",
+    "min_size": 8,
+    "options": {
+        "batch_norm": ("bool", True, "below 64 pixels: BatchNorm after every convolution"),
+        "dropout": ("float", 0.5, "from 64 pixels on: dropout between the linear layers"),
+    },
+}
 MODELS = {
-    "vgg11": {
-        "builder": "build",
-        "kind": "images",
-        "min_size": 8,
-        "description": "11 layers, no shortcuts, wide; below 64 pixels one linear layer and BatchNorm",
-        "options": {
-            "batch_norm": ("bool", True, "below 64 pixels: BatchNorm after every convolution"),
-            "dropout": ("float", 0.5, "from 64 pixels on: dropout between the linear layers"),
-        },
-    },
-    "vgg16": {
-        "builder": "build",
-        "kind": "images",
-        "min_size": 8,
-        "description": "16 layers, no shortcuts, wide; below 64 pixels one linear layer and BatchNorm",
-        "options": {
-            "batch_norm": ("bool", True, "below 64 pixels: BatchNorm after every convolution"),
-            "dropout": ("float", 0.5, "from 64 pixels on: dropout between the linear layers"),
-        },
-    },
-}  # fmt: skip
+    "vgg11": {"description": "11 layers, no shortcuts, wide; below 64 pixels one linear layer and BatchNorm"},
+    "vgg16": {"description": "16 layers, no shortcuts, wide; below 64 pixels one linear layer and BatchNorm"},
+}
 
-_MAX_POOL = 0
+_POOL = 0
 _LAYER_CHANNELS = {
-    "vgg11": (64, _MAX_POOL, 128, _MAX_POOL, 256, 256, _MAX_POOL, 512, 512, _MAX_POOL, 512, 512, _MAX_POOL),
-    "vgg16": (
-        64,
-        64,
-        _MAX_POOL,
-        128,
-        128,
-        _MAX_POOL,
-        256,
-        256,
-        256,
-        _MAX_POOL,
-        512,
-        512,
-        512,
-        _MAX_POOL,
-        512,
-        512,
-        512,
-        _MAX_POOL,
-    ),
+    "vgg11": (64, _POOL, 128, _POOL, 256, 256, _POOL, 512, 512, _POOL, 512, 512, _POOL),
+    "vgg16": (64, 64, _POOL, 128, 128, _POOL, 256, 256, 256, _POOL, 512, 512, 512, _POOL, 512, 512, 512, _POOL),
 }
 
 
 def build(name: str, in_shape: tuple[int, ...], classes: int, options: dict[str, Any]) -> nn.Sequential:
     """``name`` for images of ``in_shape`` (channels, height, width), as a sequence of blocks."""
     if in_shape[-1] >= SMALL_IMAGE_EDGE:
-        return _build_from_torchvision(name, in_shape[0], classes, options["dropout"])
+        model = build_torchvision_model(name, classes, dropout=options["dropout"])
+        if in_shape[0] != 3:
+            model.features[0] = nn.Conv2d(in_shape[0], 64, 3, padding=1)
+        return nn.Sequential(*model.features, nn.Sequential(model.avgpool, nn.Flatten()), *model.classifier)
     blocks: list[nn.Module] = []
     channels_in, extent = in_shape[0], in_shape[-1]
     for channels in _LAYER_CHANNELS[name]:
-        if channels != _MAX_POOL:
+        if channels != _POOL:
             blocks.append(_convolution_block(channels_in, channels, options["batch_norm"]))
             channels_in = channels
         elif extent >= 2:  # an 8x8 or 28x28 image is a single pixel before the last pools
@@ -84,11 +58,3 @@ def _convolution_block(channels_in: int, channels: int, batch_norm: bool) -> nn.
     nn.init.zeros_(convolution.bias)
     norm = [nn.BatchNorm2d(channels)] if batch_norm else []
     return nn.Sequential(convolution, *norm, nn.ReLU(inplace=True))
-
-
-def _build_from_torchvision(name: str, channels: int, classes: int, dropout: float) -> nn.Sequential:
-    whole = getattr(import_torchvision_models(), name)(weights=None, num_classes=classes, dropout=dropout)
-    features = list(whole.features)
-    if channels != 3:
-        features[0] = nn.Conv2d(channels, 64, 3, padding=1)
-    return nn.Sequential(*features, nn.Sequential(whole.avgpool, nn.Flatten()), *whole.classifier)

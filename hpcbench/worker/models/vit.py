@@ -10,28 +10,15 @@ from torch import Tensor, nn
 
 from hpcbench.worker.models.transformer import TransformerBlock
 
+DEFAULTS = {
+    "kind": "images",
+    "min_size": 16,
+    "options": {"dropout": ("float", 0.0, "of embeddings, attention and after each half of a block")},
+}
 MODELS = {
-    "vit": {
-        "builder": "build",
-        "kind": "images",
-        "min_size": 8,
-        "description": "4 layers, 128 wide, 4 heads, patches of 4x4: trains on a CPU",
-        "options": {"dropout": ("float", 0.0, "of embeddings, attention and after each half of a block")},
-    },
-    "vit_b16": {
-        "builder": "build",
-        "kind": "images",
-        "min_size": 16,
-        "description": "ViT-B/16: 12 layers, 768 wide, 12 heads, patches of 16x16",
-        "options": {"dropout": ("float", 0.0, "of embeddings, attention and after each half of a block")},
-    },
-    "vit_l16": {
-        "builder": "build",
-        "kind": "images",
-        "min_size": 16,
-        "description": "ViT-L/16: 24 layers, 1024 wide, 16 heads, patches of 16x16",
-        "options": {"dropout": ("float", 0.0, "of embeddings, attention and after each half of a block")},
-    },
+    "vit": {"description": "4 layers, 128 wide, 4 heads, patches of 4x4: trains on a CPU", "min_size": 8},
+    "vit_b16": {"description": "ViT-B/16: 12 layers, 768 wide, 12 heads, patches of 16x16"},
+    "vit_l16": {"description": "ViT-L/16: 24 layers, 1024 wide, 16 heads, patches of 16x16"},
 }
 
 
