@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from benchmarks.ratios import Block, paired, tell
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.strategies.channel import channel_layers
 
 PAIRS = 20
@@ -51,7 +51,7 @@ class Clock:
 
 
 def block_of(spec: RunSpec, place: RankContext) -> Block:
-    strategy = load_runtime_class(spec.strategy)()
+    strategy = resolve_runtime(spec.strategy)()
     strategy.setup(build_model(spec), spec, place)
     feed = make_feed(spec, CPU)
 

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from benchmarks.ratios import median_interval
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.parallel.pipeline.stage_partition import parse_cuts
 from hpcbench.parallel.pipeline.steady_state import schedule_step_time
@@ -31,6 +30,7 @@ from hpcbench.worker.block_times import block_profile_request, profile_blocks
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 
 PAIRS = 8
 STEPS = 4
@@ -73,7 +73,7 @@ def seconds(block: Callable[[], None]) -> float:
 
 
 def block_of(spec: RunSpec, model: nn.Sequential, place: RankContext) -> Callable[[], None]:
-    strategy, feed = load_runtime_class(spec.strategy)(), make_feed(spec, CPU)
+    strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
     strategy.setup(model, spec, place)
     done = 0
 

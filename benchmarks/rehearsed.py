@@ -20,13 +20,13 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.machine import nominal_machine
 from hpcbench.oracle.prediction import Prediction, predict
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.roofline import DeviceCompute
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.emulation_mode import EmulationMode
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 
 CPU = torch.device("cpu")
 SLOW = DeviceCompute(peak_flops_per_s={"fp32": 40e9}, memory_bandwidth_bytes_per_s=20e9, launch_s=1e-4)
@@ -62,7 +62,7 @@ def predicted(spec: RunSpec) -> Prediction:
 
 def measured(spec: RunSpec, rank: int) -> tuple[list[float], float]:
     """The slowest rank's steps, and what the longest of them computes in one."""
-    strategy, feed = load_runtime_class(spec.strategy)(), make_feed(spec, CPU)
+    strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
     strategy.setup(build_model(spec), spec, RankContext(rank, spec.ranks, CPU))
     strategy.announce(range(STEPS + 3))
     mode, ends, computed = EmulationMode(SLOW, spec.precision, spec.model, CPU), [], []

@@ -21,12 +21,11 @@ import torch.distributed as dist
 
 from benchmarks.ratios import tell
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Strategy
+from hpcbench.worker.strategies.base import Strategy, resolve_runtime
 from hpcbench.worker.strategies.spatial.halo_exchange import HaloExchange
 
 STEPS = 9
@@ -78,7 +77,7 @@ class Clock:
 
 
 def strategy_of(spec: RunSpec, place: RankContext) -> Strategy:
-    made: Strategy = load_runtime_class(spec.strategy)()
+    made: Strategy = resolve_runtime(spec.strategy)()
     made.setup(build_model(spec), spec, place)
     return made
 

@@ -24,10 +24,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.ratios import median_interval, tell
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import DataFeed, make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 
 PAIRS = 60
 STEPS = 4
@@ -144,7 +144,7 @@ BY_HAND = {
 
 
 def ours(spec: RunSpec, feed: DataFeed, place: RankContext) -> Block:
-    strategy = load_runtime_class(spec.strategy)()
+    strategy = resolve_runtime(spec.strategy)()
     strategy.setup(build_model(spec), spec, place)
 
     def block() -> Tensor:

@@ -30,8 +30,9 @@ from hpcbench.oracle.published_formulas import (
     ddlbench_horovod_step_s,
 )
 from hpcbench.oracle.step_time import StepBreakdown
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel import layer_table
-from hpcbench.parallel.catalog import load_cost_class, options_with_defaults
+from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.gradient_buckets import MIB
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.strategies.pipeline import pipeline_layout
@@ -77,7 +78,7 @@ def single_device_spec(spec: RunSpec) -> RunSpec:
 def single_device_step(asked: BaselineRequest) -> StepBreakdown:
     """The step of ``alone``, by the oracle."""
     spec = single_device_spec(asked.spec)
-    found: StepBreakdown = load_cost_class("single").step(spec, asked.table, CostModel(asked.machine, spec))
+    found: StepBreakdown = resolve_cost("single").step(spec, asked.table, CostModel(asked.machine, spec))
     return found
 
 

@@ -30,6 +30,7 @@ from hpcbench.oracle.placement import (
 from hpcbench.oracle.step_time import WAIT_FOR_ALL, StepBreakdown
 from hpcbench.oracle.stream_simulator import CommCall, ComputeEvent, StreamEvent
 from hpcbench.oracle.tensor_rank import tensor_row_share
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.gradient_buckets import (
     DEFAULT_BUCKET_CAP_MB,
     MIB,
@@ -76,7 +77,7 @@ class PipelineActionCosts:
 
     def __init__(self, plan: PipelineRank, clock: CostModel) -> None:
         self.plan, self.clock = plan, clock
-        self.splits = plan.spec.strategy == "zero_bubble"
+        self.splits = get_strategy(plan.spec.strategy).splits_backward
         self.busy = lru_cache(maxsize=None)(self._busy)
         self.passes = lru_cache(maxsize=None)(self._passes)
         self._pass = lru_cache(maxsize=None)(self._row_pass)

@@ -15,9 +15,8 @@ from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.placement import halo_placement, place_group
 from hpcbench.oracle.step_time import StepBreakdown
-from hpcbench.oracle.strategies.base import Cost
+from hpcbench.oracle.strategies.base import Cost, resolve_cost
 from hpcbench.oracle.uncertainty import CostModelFactory, log_step_spreads
-from hpcbench.parallel.catalog import load_cost_class
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.mesh import RankMesh
 from hpcbench.parallel.strategies.spatial import spatial_grid
@@ -69,7 +68,7 @@ def predict(
     ``clock_of`` prices it where the runs are another library's; ``memory`` is what ``fullest`` says of them, for who
     knows it already.
     """
-    cost: Cost = load_cost_class(spec.strategy)
+    cost: Cost = resolve_cost(spec.strategy)
     step = cost.step(spec, table, clock_of(machine, spec))
     memory = memory or peak_rank_memory(spec, table, machine.device)
     peak = memory.total_bytes + round(machine.base_bytes)
@@ -109,7 +108,7 @@ def _prediction_interval(
 
 def peak_rank_memory(spec: RunSpec, table: LayerTable, device: str = "cuda") -> MemoryBreakdown:
     """What the device holds that holds most. Devices that one rank drives are one on a ``cpu``."""
-    cost: Cost = load_cost_class(spec.strategy)
+    cost: Cost = resolve_cost(spec.strategy)
     if device == "cpu" and spec.devices_per_task > 1:
         held = sum_memory([cost.memory(spec, table, place) for place in range(spec.devices_per_task)])
     else:

@@ -23,7 +23,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.machine import Machine, Posterior, StrategyOverhead
-from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTable
 
 COMPUTE, BANDWIDTH, STRAGGLING, DELAY = "compute", "bandwidth", "straggling", "delay"
@@ -131,7 +131,7 @@ def predicted_step_s(
     machine: Machine, spec: RunSpec, table: LayerTable, clock_of: CostModelFactory = CostModel
 ) -> float:
     """What the oracle says of a run on ``machine``."""
-    time_s: float = load_cost_class(spec.strategy).step(spec, table, clock_of(machine, spec)).step_time_s
+    time_s: float = resolve_cost(spec.strategy).step(spec, table, clock_of(machine, spec)).step_time_s
     return time_s
 
 

@@ -73,33 +73,19 @@ def options_with_defaults(spec: RunSpec) -> dict[str, Any]:
 
 def exclusion_reason(spec: RunSpec) -> str | None:
     """Why the run's strategy cannot do what it asks for, as far as integers and names tell."""
-    named = get_strategy(spec.strategy).limit
-    if named is None:
-        return None
-    reason: str | None = _import_object(named)(spec)
-    return reason
+    exclusion = get_strategy(spec.strategy).exclusion
+    return None if exclusion is None else exclusion(spec)
 
 
-def load_runtime_class(key: str) -> Any:
-    """The runtime class of a strategy. Imports torch: for the worker alone."""
-    return _import_object(get_strategy(key).runtime)
+def load_object(reference: str) -> object:
+    """Import the object that ``"module:name"`` of a registry entry refers to.
 
-
-def load_cost_class(key: str) -> Any:
-    """The cost class of a strategy (``oracle.cost.Cost``)."""
-    cost = get_strategy(key).cost
-    assert cost is not None, f"{key} has no cost"
-    return _import_object(cost)
-
-
-def load_reference_trainer(key: str) -> Any:
-    """The function that trains a strategy's reference (``worker.reference.train_reference``). For the worker alone."""
-    return _import_object(REFERENCE_TRAINERS[get_strategy(key).reference])
-
-
-def _import_object(named: str) -> Any:
-    module, _, name = named.partition(":")
-    return getattr(importlib.import_module(module), name)
+    The typed functions are ``worker.strategies.base.resolve_runtime`` and ``oracle.strategies.base.resolve_cost``:
+    this package imports neither torch nor the oracle.
+    """
+    module, _, name = reference.partition(":")
+    loaded: object = getattr(importlib.import_module(module), name)
+    return loaded
 
 
 @cache

@@ -11,16 +11,8 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, max_job_minutes
-from hpcbench.errors import ConfigError
 from hpcbench.parallel.catalog import ALIASES, exclusion_reason, get_model, get_strategy, shipped_model_entries
 from hpcbench.parallel.layer_table import LayerTable
-from hpcbench.parallel.strategies import channel
-from hpcbench.parallel.strategies.fairscale_pipe import STRATEGIES as FAIRSCALE_PIPE
-from hpcbench.parallel.strategies.pipedream import STRATEGIES as PIPEDREAM
-from hpcbench.parallel.strategies.pipeline import STRATEGIES as PIPELINES
-from hpcbench.parallel.strategies.pipeline import cuts_exclusion, pipeline_layout
-from hpcbench.parallel.strategies.spatial import spatial_grid, spatial_table_exclusion
-from hpcbench.parallel.strategies.tensor import TRANSFORMER_BLOCK_KIND
 from hpcbench.parallel.strategy_entry import Option, StrategyEntry
 from hpcbench.parallel.workloads import DATASETS, FIXED_SIZE_DATASETS, sample_shape
 
@@ -267,17 +259,5 @@ def shipped_model_dataset_pairs() -> list[tuple[str, str]]:
 
 def table_exclusion_reason(spec: RunSpec, table: LayerTable) -> str | None:
     """Why the strategy of the run cannot split the model of ``table``."""
-    pipes = {*PIPELINES, *PIPEDREAM, *FAIRSCALE_PIPE}
-    splits_blocks = spec.strategy == "tensor" or (spec.strategy in pipes and spec.tp_degree > 1)
-    if splits_blocks and not any(layer.kind == TRANSFORMER_BLOCK_KIND for layer in table.layers):
-        return f"{spec.strategy} splits transformer blocks, and {spec.model} has none"
-    if spec.strategy in pipes:
-        return cuts_exclusion(spec, pipeline_layout(spec), table.blocks)
-    if spec.strategy in ("filter", "channel"):
-        return channel.channel_table_exclusion(spec, table)
-    if spec.strategy == "spatial" and spec.sp_degree > 1:
-        try:
-            return spatial_table_exclusion(table, spatial_grid(spec), int(spec.options.get("until", 0)))
-        except ConfigError as error:
-            return f"spatial: {error.message}"
-    return None
+    exclusion = get_strategy(spec.strategy).table_exclusion
+    return None if exclusion is None else exclusion(spec, table)

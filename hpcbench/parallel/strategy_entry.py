@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.layer_table import LayerTable
+
+if TYPE_CHECKING:
+    from hpcbench.parallel.pipeline.weight_versions import Staleness
+
+_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class Option(NamedTuple):
@@ -15,27 +23,117 @@ class Option(NamedTuple):
     description: str
     choices: tuple[Any, ...] = ()
     lossy: Mapping[Any, float] = MappingProxyType({})
-    """Values with which gradients are not exact, and the largest difference that each may make under ``verify``."""
+    """Values with which gradients are inexact, each with the largest difference that ``verify`` accepts."""
+
+
+class ParityCase(NamedTuple):
+    """One small training that must give the reference's losses, gradients and weights on real ranks.
+
+    ``degrees`` replaces the default, which gives all ranks to the strategy's own degree.
+    """
+
+    model: str
+    dataset: str
+    model_options: Mapping[str, Any] = _EMPTY
+    options: Mapping[str, Any] = _EMPTY
+    ranks: int = 2
+    micro_batches: int = 1
+    degrees: Mapping[str, int] = _EMPTY
+    devices_per_task: int = 1
+    """Above 1 for a strategy whose one process drives several devices."""
+
+
+_DEFAULT_PARITY_CASES = {
+    None: (ParityCase("vgg11", "digits", {"batch_norm": False}, ranks=1, micro_batches=2),),
+    "dp_degree": (
+        ParityCase("vgg11", "digits", {"batch_norm": False}, micro_batches=2),
+        ParityCase("resnet18", "digits"),
+    ),
+    "tp_degree": (ParityCase("gpt", "tokens"),),
+    "sp_degree": (ParityCase("resnet18", "digits"),),
+    "pp_degree": (ParityCase("vgg11", "digits", {"batch_norm": False}, micro_batches=4),),
+}
+
+
+class CalibrationRuns(NamedTuple):
+    """The runs with which ``hpcbench calibrate`` measures the overhead of a strategy's library."""
+
+    workload: Literal["transformer", "convolutional"] = "transformer"
+    batch_factor: int = 1
+    """Batch size as a multiple of the workload's."""
+    micro_batches: int = 1
+    one_process: bool = False
+    """Whether one process drives two devices; otherwise 2 and 4 ranks run."""
+    cpu_options: Mapping[str, Any] = _EMPTY
+    """Options of the runs on CPUs."""
+
+
+class PlotStyle(NamedTuple):
+    """Names of a colour, shape and dash of ``hpcbench.report.plots.theme``."""
+
+    colour: str
+    shape: str
+    dash: str
 
 
 class StrategyEntry(NamedTuple):
-    """``own_degree`` takes what the world leaves when no degree is given; ``None`` is a lone device."""
+    """Everything that the rest of hpcbench knows about a strategy.
+
+    Runtime and cost are strings ``"module:Class"``, so that a login node reads the registry without torch. All other
+    behaviour that differs between strategies is a field here: no other module compares names of strategies.
+    """
 
     own_degree: str | None
+    """The degree that takes the devices left by the other degrees of a sweep; ``None``: one device."""
     runtime: str
+    """``"module:Class"`` of a ``hpcbench.worker.strategies.base.Strategy``."""
     description: str
-    options: Mapping[str, Option] = MappingProxyType({})
-    reference: str = "data_parallel"
-    """One of ``REFERENCE_TRAINERS``: what a run of it must compute."""
-    lossy: float | None = None
-    """As ``Option.lossy``, where the strategy is inexact whatever its options."""
-    widest: str = "fp64"
-    """The most exact arithmetic that it can be verified in."""
-    limit: str | None = None
-    """``module:function``: what excludes a run (a ``RunSpec``) for this strategy in particular, or ``None``."""
-    hybrid: tuple[str, ...] = ()
-    """Other degrees that may be more than 1: the strategy is then a hybrid with those."""
-    rehearsable: bool = True
-    """Whether all that it computes and passes goes through torch's operators."""
     cost: str | None = None
-    """``module:Class`` of ``hpcbench.oracle``: what a rank passes to whom, and what it holds."""
+    """``"module:Class"`` of a ``hpcbench.oracle.strategies.base.Cost``; ``None``: runs are not predicted."""
+    options: Mapping[str, Option] = MappingProxyType({})
+    exclusion: Callable[[RunSpec], str | None] | None = None
+    """The reason why a run is infeasible by its integers and names alone, or ``None``."""
+    table_exclusion: Callable[[RunSpec, LayerTable], str | None] | None = None
+    """The reason why the strategy cannot split the model of a layer table, or ``None``."""
+    hybrid: tuple[str, ...] = ()
+    """Further degrees that may be above 1: the strategy is then a hybrid with those."""
+    rehearsable: bool = True
+    """Whether all computation and communication goes through torch's operators."""
+
+    # Verification
+    reference: str = "data_parallel"
+    """Key of ``REFERENCE_TRAINERS``: the training in one process that a verified run is compared with."""
+    widest: str = "fp64"
+    """The most exact precision in which the strategy can be verified."""
+    lossy: float | None = None
+    """As ``Option.lossy``, for a strategy that is inexact with any options."""
+    parity_cases: tuple[ParityCase, ...] = ()
+    """Cases of the parity, traffic and memory tests; by default those of ``own_degree``."""
+    exact_traffic: bool = True
+    """Whether the cost predicts each call; ``False``: timing decides about the calls, only total bytes are exact."""
+
+    # Data parallelism
+    owners_largest_first: bool = False
+    """Whether parameters are assigned to replicas in descending order of size (ZeRO-1) instead of model order."""
+
+    # Pipelines
+    schedule: str | None = None
+    """Key of ``hpcbench.parallel.pipeline.schedules.SCHEDULES``; ``None``: no pipeline."""
+    splits_backward: bool = False
+    """Whether a backward pass is two actions: gradients of the inputs, and later those of the weights."""
+    records_timeline: bool = False
+    """Whether ranks execute the actions of ``schedule`` themselves, step by step, and record their times."""
+    staleness: Callable[[RunSpec], Staleness] | None = None
+    """Weight versions of an asynchronous pipeline; ``None``: every step uses the newest weights."""
+
+    # Calibration, reports, provenance
+    calibration: CalibrationRuns | None = None
+    """Runs in a calibration sweep; ``None``: none."""
+    plot_style: PlotStyle | None = None
+    """Style in plots; ``None``: the first free one."""
+    library_facts: str | None = None
+    """``"module:function"`` of the worker: facts about the strategy's library for the provenance of a result."""
+
+    @property
+    def tested_cases(self) -> tuple[ParityCase, ...]:
+        return self.parity_cases or _DEFAULT_PARITY_CASES[self.own_degree]

@@ -13,6 +13,7 @@ from rich.text import Text
 from hpcbench.config.run_spec import strategy_label
 from hpcbench.fileio import printable_excerpt, printable_text
 from hpcbench.forecast.forecast import PlanForecast
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.pipeline.schedule_simulator import ScheduleTimeline, simulate_schedule
 from hpcbench.parallel.pipeline.schedules import (
     BACKWARD,
@@ -23,7 +24,6 @@ from hpcbench.parallel.pipeline.schedules import (
     PipelineLayout,
     schedule_actions,
 )
-from hpcbench.parallel.strategies.pipeline import STRATEGIES as PIPELINES
 from hpcbench.parallel.strategies.pipeline import pipeline_layout
 from hpcbench.report.results_table import split_parameters
 from hpcbench.submit.plan import JobGroup, SweepPlan
@@ -182,7 +182,7 @@ def _schedule_lines(plan: SweepPlan) -> Iterator[str]:
     kinds = {
         (spec.strategy, pipeline_layout(spec), spec.micro_batches)
         for spec in plan.missing.values()
-        if spec.strategy in PIPELINES and 1 < spec.pp_degree <= MAX_STAGES_DRAWN
+        if get_strategy(spec.strategy).records_timeline and 1 < spec.pp_degree <= MAX_STAGES_DRAWN
     }
     shown = sorted(kinds, key=lambda kind: (kind[1].ranks * kind[2], kind[0]))[:MAX_SCHEDULES_DRAWN]
     for schedule, layout, micro_batches in shown:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hpcbench.config.run_spec import RunSpec, TaskFileHeader
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import get_strategy, load_runtime_class
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerTableRequest, read_shipped_table
 from hpcbench.paths import expand_path
 from hpcbench.worker.data.feed import DataFeed, DataSource, make_feed
@@ -45,7 +45,7 @@ from hpcbench.worker.measure.traffic_recorder import run_recorded_step
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import PeerEnded, StopController
-from hpcbench.worker.strategies.base import ProbingStrategy, Strategy
+from hpcbench.worker.strategies.base import ProbingStrategy, Strategy, resolve_runtime
 from hpcbench.worker.strategies.pipeline.action_timeline import record_timeline, watch_pipeline
 from hpcbench.worker.training_loop import LoopProgress, make_evaluate_hook, run_training_loop
 from hpcbench.worker.verification.verify import VerificationInputs, verify_run
@@ -206,7 +206,7 @@ def measure_run(closing: RunFinalizer) -> None:
     place = join_world(closing, device)
     _record_provenance(closing, device)
     closing.stop.check()
-    runtime: type[Strategy] = load_runtime_class(spec.strategy)
+    runtime: type[Strategy] = resolve_runtime(spec.strategy)
     strategy = runtime()
     source = DataSource(
         expand_path(header.data_folder) if header.data_folder else None, loader_thread_count(header, info)

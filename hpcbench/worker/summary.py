@@ -10,11 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.mesh import RankMesh, dropped_samples
 from hpcbench.parallel.pipeline.schedule_simulator import ActionSpan
 from hpcbench.parallel.pipeline.schedules import Action
 from hpcbench.parallel.pipeline.steady_state import measured_bubble_fraction, planned_timeline
-from hpcbench.parallel.strategies.pipeline import STRATEGIES, pipeline_layout
+from hpcbench.parallel.strategies.pipeline import pipeline_layout
 from hpcbench.parallel.traffic import total_payload_bytes
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.results.schema import (
@@ -177,7 +178,8 @@ def samples_per_epoch(spec: RunSpec, samples: int | None = None) -> int:
 def pipeline_timeline(spec: RunSpec, ranks: Mapping[int, RankResult]) -> PipelineTimeline | None:
     """The first replica's ranks; ``None`` where the run is no pipeline of one step, or a rank recorded nothing."""
     group = RankMesh.of(spec).group(0, "pp")
-    if spec.strategy not in STRATEGIES or not all(rank in ranks and ranks[rank].timeline for rank in group):
+    has_timelines = all(rank in ranks and ranks[rank].timeline for rank in group)
+    if not has_timelines or not get_strategy(spec.strategy).records_timeline:
         return None
     measured = {place: [_to_span(one) for one in ranks[rank].timeline] for place, rank in enumerate(group)}
     walked = planned_timeline(spec.strategy, pipeline_layout(spec), spec.micro_batches, measured)

@@ -21,7 +21,7 @@ from hpcbench.oracle.calibration.calibration_store import FitResidual, machine_f
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.machine import Machine, nominal_machine
 from hpcbench.oracle.prediction import predict
-from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.report.prediction_view import worst_residuals
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import available_cores
@@ -117,7 +117,7 @@ def whole_runs(tmp_path: Path) -> tuple[ClusterProfile, Machine, ClusterTree]:
     for nodes in (1, 2, 4):
         strategy = "ddp" if nodes > 1 else "single"
         run = run_of(strategy, 1.0, "resnet18", nodes=nodes, dp_degree=nodes)
-        step = load_cost_class(strategy).step(run.spec, run.table, CostModel(nominal, run.spec))
+        step = resolve_cost(strategy).step(run.spec, run.table, CostModel(nominal, run.spec))
         run = run_of(strategy, step.step_time_s + 0.5 * step.compute_s, "resnet18", nodes=nodes, dp_degree=nodes)
         tree.write_result(run.result)
     return profile, nominal, tree

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from msgspec.structs import replace
 
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext, TCPStore, to_timedelta
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 from tests.distributed.cases import CPU, Case, make_case, short_epoch
 from tests.distributed.test_data_parallel import PLAIN
 
@@ -33,7 +33,7 @@ def main() -> None:
     options = {"op": "adasum", "controller": "mpi"}
     spec = replace(case.spec, strategy="horovod", options=options)
     with short_epoch(spec.dataset, case.samples):
-        feed, strategy = make_feed(spec, CPU), load_runtime_class("horovod")()
+        feed, strategy = make_feed(spec, CPU), resolve_runtime("horovod")()
         strategy.setup(build_model(spec), spec, RankContext(rank, 2, CPU))
         for step in range(case.steps):
             strategy.step(feed, step)

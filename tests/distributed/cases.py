@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_reference_trainer, load_runtime_class
 from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.results.schema import ReferenceComparison
@@ -25,8 +24,14 @@ from hpcbench.worker.measure.step_profiler import ProfileResult, run_profiled_st
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import Strategy
-from hpcbench.worker.verification.reference import TrainingRecord, compare_training, train_full_batch, train_reference
+from hpcbench.worker.strategies.base import Strategy, resolve_runtime
+from hpcbench.worker.verification.reference import (
+    TrainingRecord,
+    compare_training,
+    resolve_reference_trainer,
+    train_full_batch,
+    train_reference,
+)
 from hpcbench.worker.verification.verify import train_strategy
 from tests.distributed.narrow import build_narrow
 
@@ -131,7 +136,7 @@ def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
     place = RankContext(dist.get_rank(group), case.spec.ranks, CPU, group)
     with short_epoch(case.spec.dataset, case.samples):
         feed = make_feed(case.spec, CPU, case.source)
-        strategy = load_runtime_class(case.spec.strategy)()
+        strategy = resolve_runtime(case.spec.strategy)()
         strategy.setup(wrap_blocks(build(case), case.spec), case.spec, place)
         if case.in_rank_order:
             strategy.runner.register_comm_hook(group, sum_in_rank_order)
@@ -188,7 +193,7 @@ def run_reference(case: Case, backwards: bool = False) -> TrainingRecord:
 
     Data-parallel strategies are compared with one and the same, which knows nothing of theirs.
     """
-    spec, reference = case.spec, load_reference_trainer(case.spec.strategy)
+    spec, reference = case.spec, resolve_reference_trainer(case.spec.strategy)
     if reference is train_reference:
         spec = msgspec.structs.replace(
             spec, strategy="single", options={}, nodes=1, tasks_per_node=1, tp_degree=1, compile=False,

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed import process_groups
@@ -21,6 +20,7 @@ from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 
 CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ def fake_traffic(spec: RunSpec, rank: int, warmup_steps: int = 1) -> list[Traffi
 def fake_calls(spec: RunSpec, rank: int, warmup_steps: int = 1) -> TrafficRecorder:
     """The same, with the order."""
     with fake_world(rank, spec.ranks) as place:
-        strategy = load_runtime_class(spec.strategy)()
+        strategy = resolve_runtime(spec.strategy)()
         strategy.setup(wrap_blocks(build_model(spec), spec), spec, place)
         feed = make_feed(spec, CPU)
         for step in range(warmup_steps):

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.host import peak_resident_bytes
-from hpcbench.worker.strategies.base import DataParallelStrategy
+from hpcbench.worker.strategies.base import DataParallelStrategy, resolve_runtime
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 
@@ -90,7 +89,7 @@ def measure(spec: RunSpec, group: dist.ProcessGroup) -> Held:
     """Two steps; what is held is looked at around the second update."""
     feed, found, gathered = make_feed(spec, CPU), list[int](), [0]
     started = every_tensor()
-    strategy: DataParallelStrategy = load_runtime_class(spec.strategy)()
+    strategy: DataParallelStrategy = resolve_runtime(spec.strategy)()
     strategy.setup(build_blocks(spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group))
     strategy.step(feed, 0)
     update = strategy.update

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext, RankGroup
@@ -26,6 +25,7 @@ from hpcbench.worker.model_execution import summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.models.gpt import Embedding, TokenHead
 from hpcbench.worker.models.transformer import Attention, Mlp
+from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.strategies.model_parallel import gather_shards
 from hpcbench.worker.strategies.tensor import (
     VocabularyParallelEmbedding,
@@ -118,7 +118,7 @@ def measure_held(spec: RunSpec, group: dist.ProcessGroup | None) -> Held:
     """Around the second step."""
     place = RankContext(dist.get_rank(group), spec.ranks, CPU, group)
     with small_vocabulary():
-        strategy = load_runtime_class(spec.strategy)()
+        strategy = resolve_runtime(spec.strategy)()
         strategy.setup(wrap_blocks(build_model(spec), spec), spec, place)
         feed = make_feed(spec, CPU)
         strategy.step(feed, 0)

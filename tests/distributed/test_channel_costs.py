@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.strategies.channel import channel_row_memory
-from hpcbench.parallel.catalog import load_cost_class, load_runtime_class
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feed import make_feed
@@ -20,6 +20,7 @@ from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic, fake_world
 from tests.distributed.memory import state_of, storages
@@ -46,7 +47,7 @@ def table_of(spec: RunSpec) -> LayerTable:
 
 def sent(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
     """In the second step, as a strategy is used."""
-    strategy = load_runtime_class(spec.strategy)()
+    strategy = resolve_runtime(spec.strategy)()
     strategy.setup(
         wrap_blocks(build_model(spec), spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group)
     )
@@ -67,7 +68,7 @@ def sent(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
 )
 def test_payloads_on_real_ranks(pool: Pool, strategy: str, form: str, tp: int, dp: int, more: dict[str, Any]) -> None:
     spec = spec_of(strategy, form, tp, dp, **more)
-    table, cost = table_of(spec), load_cost_class(strategy)
+    table, cost = table_of(spec), resolve_cost(strategy)
     for rank, found in enumerate(pool.call(spec.ranks, sent, spec)):
         assert found == cost.traffic(spec, table, rank)
         assert found
@@ -93,7 +94,7 @@ def test_payloads_in_a_world_that_is_not_there(
     strategy: str, form: str, tp: int, dp: int, rank: int, more: dict[str, Any]
 ) -> None:
     spec = spec_of(strategy, form, tp, dp, **{"batch_size": 2, **more})
-    assert fake_traffic(spec, rank) == load_cost_class(strategy).traffic(spec, table_of(spec), rank)
+    assert fake_traffic(spec, rank) == resolve_cost(strategy).traffic(spec, table_of(spec), rank)
 
 
 class Held(NamedTuple):
@@ -107,7 +108,7 @@ class Held(NamedTuple):
 
 
 def held(spec: RunSpec, place: RankContext) -> Held:
-    strategy = load_runtime_class(spec.strategy)()
+    strategy = resolve_runtime(spec.strategy)()
     strategy.setup(wrap_blocks(build_model(spec), spec), spec, place)
     feed = make_feed(spec, CPU)
     strategy.step(feed, 0)
@@ -145,7 +146,7 @@ def test_memory(strategy: str, form: str, tp: int, more: dict[str, Any]) -> None
     table = table_of(spec)
     with fake_world(rank, tp) as place:
         found = held(spec, place)
-    expected = load_cost_class(strategy).memory(spec, table, rank)
+    expected = resolve_cost(strategy).memory(spec, table, rank)
     size = expected.parameters_bytes
     assert found.buffers == expected.buffers_bytes
     assert (found.parameters, found.gradients) == (size, size)

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.training_loop import held_out_accuracy
 from tests.distributed import cases
 from tests.distributed.cases import (
@@ -188,7 +188,7 @@ def test_bf16(pool: Pool, strategy: str, form: str) -> None:
 def train_and_evaluate(case: Case, group: dist.ProcessGroup) -> tuple[float | None, dict[str, Tensor]]:
     """What a rank finds on the held-out samples after a step, and the weights that it would save."""
     place = RankContext(dist.get_rank(group), case.spec.ranks, CPU, group)
-    strategy, feed = load_runtime_class(case.spec.strategy)(), make_feed(case.spec, CPU)
+    strategy, feed = resolve_runtime(case.spec.strategy)(), make_feed(case.spec, CPU)
     strategy.setup(wrap_blocks(build_model(case.spec), case.spec), case.spec, place)
     strategy.step(feed, 0)
     found = held_out_accuracy(strategy.module, feed)

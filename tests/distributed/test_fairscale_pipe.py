@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_cost_class, load_runtime_class
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTableRequest
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.parallel.tolerances import VerificationCheck
@@ -23,6 +23,7 @@ from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.verification.reference import compare_training
 from hpcbench.worker.verification.verify import train_strategy
 from tests.distributed.cases import CPU, EXACT, Case, make_case, run_reference, short_epoch
@@ -42,7 +43,7 @@ def test_two_stages(recompute: str, samples: int) -> None:
     case = Case(msgspec.structs.replace(case.spec, devices_per_task=2), samples, 1)
     place = RankContext(0, 1, CPU)
     with short_epoch("digits", samples):
-        feed, strategy = make_feed(case.spec, CPU), load_runtime_class("fairscale_pipe")()
+        feed, strategy = make_feed(case.spec, CPU), resolve_runtime("fairscale_pipe")()
         strategy.setup(build_model(case.spec), case.spec, place)
         trained = train_strategy(strategy, feed, (0,), place)
         assert strategy.module.eval()(feed.batch(0, 0)[0]).shape == (samples, 10)
@@ -62,7 +63,7 @@ def resident(name: str) -> int:
 def peak_bytes(spec: RunSpec) -> int:
     """What three steps take beside the process as it was when the model had been built, and the model."""
     torch.set_num_threads(1)
-    feed, strategy = make_feed(spec, CPU), load_runtime_class(spec.strategy)()
+    feed, strategy = make_feed(spec, CPU), resolve_runtime(spec.strategy)()
     strategy.setup(build_model(spec, ROOT), spec, RankContext(0, 1, CPU))
     weights = sum(one.nbytes for one in strategy.weights().values())
     feed.batch(0, 0)
@@ -81,7 +82,7 @@ def test_sums_of_gradients_are_made_anew(micro_batches: int) -> None:
         pp_degree=2, micro_batches=micro_batches, momentum=0.9,
     )  # fmt: skip
     table = make_layer_table(LayerTableRequest(model=spec.model, dataset=spec.dataset, model_folder=ROOT))
-    memory = load_cost_class(spec.strategy).memory
+    memory = resolve_cost(spec.strategy).memory
     promised = sum(memory(spec, table, device).total_bytes for device in range(2))
     with ProcessPoolExecutor(1, get_context("spawn")) as alone:
         measured = alone.submit(peak_bytes, spec).result()

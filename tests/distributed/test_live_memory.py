@@ -21,13 +21,14 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_cost_class, load_runtime_class
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTableRequest
 from hpcbench.parallel.mesh import RankMesh
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.strategies.data import DdpStrategy
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_world
@@ -55,7 +56,7 @@ def peak_bytes(spec: RunSpec, rank: int) -> int:
         feed = make_feed(spec, CPU)
         feed.batch(0, RankMesh.of(spec).coordinates(rank).dp)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
-            strategy = load_runtime_class(spec.strategy)()
+            strategy = resolve_runtime(spec.strategy)()
             strategy.setup(wrap_blocks(build_model(spec, ROOT), spec), spec, place)
             if isinstance(strategy, DdpStrategy):
                 strategy.runner.register_comm_hook(dist.group.WORLD, at_once)
@@ -114,7 +115,7 @@ def _one_thread() -> None:
 )
 def test_the_peak(key: str, ranks: int, model: str, more: dict[str, Any]) -> None:
     spec = spec_of(key, ranks, model, **{"optimizer": "adam", **more})
-    found = load_cost_class(key).memory(spec, table_of(spec), ranks - 1)
+    found = resolve_cost(key).memory(spec, table_of(spec), ranks - 1)
     measured = peak_bytes(spec, ranks - 1)
     print(f"{found.total_bytes / measured:.3f}", key, model, more, found)
     assert found.total_bytes == pytest.approx(measured, rel=0.1)
@@ -145,7 +146,7 @@ def headed(in_shape: tuple[int, ...], outputs: int) -> nn.Sequential:
 def test_a_gradient_is_whole_before_it_is_added(key: str, ranks: int, more: dict[str, Any]) -> None:
     spec = spec_of(key, ranks, f"{__name__}:headed", optimizer="sgd", **more)
     table = make_layer_table(LayerTableRequest(model=spec.model, dataset=spec.dataset, model_folder=ROOT))
-    found = load_cost_class(key).memory(spec, table, 0)
+    found = resolve_cost(key).memory(spec, table, 0)
     measured = peak_bytes(spec, 0)
     print(f"{found.total_bytes / measured:.3f}", key, more, found)
     assert found.total_bytes == pytest.approx(measured, rel=0.05)
@@ -176,7 +177,7 @@ AGAIN: dict[str, Any] = {"batch_size": 256, "activation_checkpointing": True}
     ids=lambda spec: f"{spec.strategy}-{spec.model}",
 )
 def test_the_peak_where_layers_are_shared(spec: RunSpec) -> None:
-    found = load_cost_class(spec.strategy).memory(spec, table_of(spec), spec.ranks - 1)
+    found = resolve_cost(spec.strategy).memory(spec, table_of(spec), spec.ranks - 1)
     measured = peak_bytes(spec, spec.ranks - 1)
     print(f"{found.total_bytes / measured:.3f}", found)
     assert found.total_bytes == pytest.approx(measured, rel=0.1)

@@ -13,7 +13,6 @@ from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import load_reference_trainer, load_runtime_class
 from hpcbench.parallel.pipeline.block_profile import (
     BlockProfile,
     BlockProfileRequest,
@@ -26,7 +25,8 @@ from hpcbench.worker import block_times
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.verification.reference import TrainingRecord, compare_training
+from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.verification.reference import TrainingRecord, compare_training, resolve_reference_trainer
 from hpcbench.worker.verification.verify import comparison_spec, train_strategy
 from tests.distributed.cases import CPU, EXACT, make_case
 from tests.distributed.pool import Pool
@@ -61,15 +61,15 @@ def cut_and_train(
     wide = comparison_spec(spec, "fp64")
     name, value = ("_BUDGET_S", 0.0) if cache else ("measured_chain", planned if place.rank == 0 else None)
     with mock.patch.object(block_times, name, value):
-        first = load_runtime_class(spec.strategy)()
+        first = resolve_runtime(spec.strategy)()
         first.setup(build_model(spec), spec, place)
-    again = load_runtime_class(spec.strategy)()
+    again = resolve_runtime(spec.strategy)()
     again.setup(build_model(wide), wide, place)
     assert again.blocks == first.blocks, "verified with other stages than those that were measured"
     trained = train_strategy(again, make_feed(wide, CPU), (0, 1, 2), place)
     reference = None
     if place.rank == 0:
-        reference = load_reference_trainer(spec.strategy)(build_model(wide), wide, make_feed(wide, CPU), (0, 1, 2))
+        reference = resolve_reference_trainer(spec.strategy)(build_model(wide), wide, make_feed(wide, CPU), (0, 1, 2))
     return [held.start for held in first.blocks], first.predicted, trained, reference
 
 
@@ -117,7 +117,7 @@ def fail(spec: RunSpec, group: dist.ProcessGroup) -> str:
 
     place = RankContext(dist.get_rank(group), spec.ranks, CPU, group)
     with mock.patch.object(block_times, "profile_blocks", cannot), pytest.raises(WorkerError) as raised:
-        load_runtime_class(spec.strategy)().setup(build_model(spec), spec, place)
+        resolve_runtime(spec.strategy)().setup(build_model(spec), spec, place)
     return raised.value.message
 
 

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import STRATEGIES, exclusion_reason, load_runtime_class
+from hpcbench.parallel.catalog import STRATEGIES, exclusion_reason
 from hpcbench.parallel.pipeline.weight_versions import Staleness
 from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
 from hpcbench.worker.verification.reference import TrainingRecord, compare_training
 from hpcbench.worker.verification.reference_pipedream import train_pipedream_reference
@@ -164,7 +165,7 @@ def test_steps_that_do_not_follow_one_another(pool: Pool) -> None:
 
 def train_steps(spec: RunSpec, steps: tuple[int, ...], group: dist.ProcessGroup) -> TrainingRecord:
     place = RankContext(dist.get_rank(group), spec.ranks, CPU, group)
-    strategy = load_runtime_class(spec.strategy)()
+    strategy = resolve_runtime(spec.strategy)()
     strategy.setup(build_model(spec), spec, place)
     return train_strategy(strategy, make_feed(spec, CPU), steps, place)
 

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.training_loop import held_out_accuracy
 from hpcbench.worker.verification.reference import train_reference
 from tests.distributed.cases import CPU
@@ -56,7 +56,7 @@ def synchronous() -> float:
 
 
 def learnt(spec: RunSpec, group: dist.ProcessGroup) -> float:
-    strategy, feed = load_runtime_class(spec.strategy)(), make_feed(spec, CPU)
+    strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
     strategy.setup(network(spec.seed), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group))
     for step in range(EPOCHS * feed.steps_per_epoch):
         strategy.step(feed, step)

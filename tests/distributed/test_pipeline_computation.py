@@ -13,13 +13,14 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.machine import nominal_machine
-from hpcbench.parallel.catalog import load_cost_class, load_runtime_class
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.roofline import DeviceCompute
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.emulation_mode import EmulationMode
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 
@@ -30,7 +31,7 @@ FAST = DeviceCompute(peak_flops_per_s={"fp32": 2e12}, memory_bandwidth_bytes_per
 
 def computed_s(spec: RunSpec, group: dist.ProcessGroup) -> float:
     """In the second step: the first one of pipedream fills the pipeline."""
-    strategy, feed = load_runtime_class(spec.strategy)(), make_feed(spec, CPU)
+    strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
     strategy.setup(build_model(spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group))
     strategy.announce(range(3))
     mode = EmulationMode(FAST, spec.precision, spec.model, CPU)
@@ -61,5 +62,5 @@ def test_the_longest_stage(pool: Pool, strategy: str, more: dict[str, Any]) -> N
     table = read_shipped_table("resnet18", "cifar10")
     assert table is not None
     machine = msgspec.structs.replace(nominal_machine(load_cluster("local")[0]), compute=FAST)
-    expected = load_cost_class(strategy).step(spec, table, CostModel(machine, spec)).compute_s
+    expected = resolve_cost(strategy).step(spec, table, CostModel(machine, spec)).compute_s
     assert max(pool.call(2, computed_s, spec)) == pytest.approx(expected, rel=0.1)

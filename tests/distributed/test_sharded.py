@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import STRATEGIES, load_runtime_class
+from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.tolerances import lossy_tolerance
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import compile_in_place, wrap_blocks
 from hpcbench.worker.strategies import base
+from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.strategies.fairscale import FairscaleSddpStrategy, import_fairscale
 from hpcbench.worker.training_loop import held_out_accuracy
 from hpcbench.worker.verification.reference import TrainingRecord, train_reference
@@ -225,7 +226,7 @@ def test_compiled_models(pool: Pool, key: str) -> None:
 def train_and_evaluate(case: Case, group: dist.ProcessGroup) -> tuple[list[float | None], TrainingRecord]:
     """What every rank finds on the held-out samples between two steps, and the weights after the second one."""
     place = RankContext(dist.get_rank(group), case.spec.ranks, CPU, group)
-    strategy, feed, found = load_runtime_class(case.spec.strategy)(), make_feed(case.spec, CPU), TrainingRecord()
+    strategy, feed, found = resolve_runtime(case.spec.strategy)(), make_feed(case.spec, CPU), TrainingRecord()
     strategy.setup(wrap_blocks(build(case), case.spec), case.spec, place)
     accuracies = []
     for step in range(2):

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, TensorShape
 from hpcbench.worker.strategies.fairscale import import_fairscale
 from tests.conftest import absent
@@ -55,7 +55,7 @@ def test_state_is_as_small_as_promised(pool: Pool, key: str, ranks: int) -> None
         assert one.parameters + one.gradients + one.optimizer == pytest.approx(expected, rel=0.1)
         assert one.all_before == pytest.approx(expected, rel=0.1)
         assert one.all_after == pytest.approx(expected, rel=0.1)
-        formula = load_cost_class(key).memory(spec_of(key, ranks), blocks_table(), 0)
+        formula = resolve_cost(key).memory(spec_of(key, ranks), blocks_table(), 0)
         assert one.parameters == pytest.approx(formula.parameters_bytes, rel=0.1)
         # Adam's temporaries are those of one block.
         assert one.optimizer == pytest.approx(formula.optimizer_bytes, rel=0.1, abs=2 * BLOCK)

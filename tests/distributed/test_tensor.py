@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.parallel.tolerances import ONE_STEP_TOLERANCES
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.strategies.tensor import TensorParallelStrategy
 from hpcbench.worker.strategies.tensor_layers import RowLinear, TensorParallelComm
 from hpcbench.worker.training_loop import held_out_accuracy
@@ -151,7 +151,7 @@ def run_wrong(case: Case, wrong: str, group: dist.ProcessGroup) -> OfRank:
 def evaluate(spec: RunSpec, group: dist.ProcessGroup | None) -> tuple[float | None, bool]:
     place = RankContext(dist.get_rank(group), spec.ranks, CPU, group) if group else RankContext(0, 1, CPU)
     with small_vocabulary():
-        strategy = load_runtime_class(spec.strategy)()
+        strategy = resolve_runtime(spec.strategy)()
         strategy.setup(build_model(spec), spec, place)
         feed = make_feed(spec, CPU)
         found = held_out_accuracy(strategy.module, feed)
@@ -172,7 +172,7 @@ def test_evaluation_sees_whole_scores(pool: Pool) -> None:
 def whole_scores(spec: RunSpec, group: dist.ProcessGroup) -> Tensor:
     with small_vocabulary():
         model = build_model(spec)
-        strategy = load_runtime_class(spec.strategy)()
+        strategy = resolve_runtime(spec.strategy)()
         strategy.setup(model, spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group))
         inputs, _ = make_feed(spec, CPU).batch(0, 0)
         with torch.no_grad():

@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.strategies.tensor import TensorCost, kept_activation_bytes
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feed import make_feed
@@ -18,6 +17,7 @@ from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic, fake_world
 from tests.distributed.pool import Pool
@@ -40,7 +40,7 @@ def table_of(spec: RunSpec) -> LayerTable:
 
 def real_traffic(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
     with small_vocabulary():
-        strategy = load_runtime_class(spec.strategy)()
+        strategy = resolve_runtime(spec.strategy)()
         strategy.setup(
             wrap_blocks(build_model(spec), spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group)
         )

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import load_cost_class, load_runtime_class
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
 from hpcbench.parallel.traffic import Traffic, merge_calls, total_payload_bytes
 from hpcbench.worker.data.feed import DataFeed, make_feed
@@ -23,7 +23,7 @@ from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import Strategy
+from hpcbench.worker.strategies.base import Strategy, resolve_runtime
 from hpcbench.worker.strategies.data import DdpStrategy
 from hpcbench.worker.strategies.fairscale import import_fairscale
 from tests.conftest import absent, require_horovod
@@ -61,13 +61,13 @@ def table_of(spec: RunSpec) -> LayerTable:
 
 
 def expected(spec: RunSpec, rank: int = 0) -> list[Traffic]:
-    found: list[Traffic] = load_cost_class(spec.strategy).traffic(spec, table_of(spec), rank)
+    found: list[Traffic] = resolve_cost(spec.strategy).traffic(spec, table_of(spec), rank)
     return found
 
 
 def started(spec: RunSpec, group: dist.ProcessGroup, steps: int = 3) -> tuple[Strategy, DataFeed]:
     """Steps enough for DDP to have made its buckets for good."""
-    strategy, feed = load_runtime_class(spec.strategy)(), make_feed(spec, CPU)
+    strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
     strategy.setup(
         wrap_blocks(build_model(spec), spec),
         spec,
@@ -132,7 +132,7 @@ def at_once(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses ann
 
 def fake_steady(spec: RunSpec, rank: int) -> list[Traffic]:
     with fake_world(rank, spec.ranks) as place:
-        strategy, feed = load_runtime_class(spec.strategy)(), make_feed(spec, CPU)
+        strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
         strategy.setup(build_model(spec), spec, place)
         if isinstance(strategy, DdpStrategy):
             strategy.runner.register_comm_hook(dist.group.WORLD, at_once)

@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.machine import Machine
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.stream_simulator import CommCall, RepeatEvent, StreamEvent, StreamTimes
-from hpcbench.parallel.catalog import load_cost_class
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.traffic import Traffic, merge_calls
 
@@ -32,14 +32,14 @@ class Listener(CostModel):
 def heard(spec: RunSpec, table: LayerTable, machine: Machine) -> list[Traffic]:
     """What a step's price is made of, as ``Cost.traffic`` writes it."""
     clock = Listener(machine, spec)
-    load_cost_class(spec.strategy).step(spec, table, clock)
+    resolve_cost(spec.strategy).step(spec, table, clock)
     return merge_calls(clock.heard)
 
 
 def heard_in_order(spec: RunSpec, table: LayerTable, machine: Machine) -> list[Traffic]:
     """The same, call by call."""
     clock = Listener(machine, spec)
-    load_cost_class(spec.strategy).step(spec, table, clock)
+    resolve_cost(spec.strategy).step(spec, table, clock)
     return [replace(one, count=1) for one in clock.heard for _ in range(one.count)]
 
 

@@ -28,7 +28,7 @@ from hpcbench.oracle.cost_model import CostModel, RowShare, expected_normal_maxi
 from hpcbench.oracle.machine import Machine, nominal_machine
 from hpcbench.oracle.peak_memory import parameter_bytes
 from hpcbench.oracle.prediction import predict
-from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.roofline import KernelSample, RooflineModel
 from hpcbench.results.schema import (
@@ -252,7 +252,7 @@ def test_runs_of_a_strategy_give_its_overhead_and_the_memory_of_a_process(calibr
     for number, nodes in enumerate((2, 4)):
         more: dict[str, Any] = {"nodes": nodes, "dp_degree": nodes, "batch_size": 8 * (number + 1)}
         spec = RunSpec(model="vit", dataset="cifar10", strategy="ddp", **more)
-        cost, table = load_cost_class("ddp"), table_of("vit")
+        cost, table = resolve_cost("ddp"), table_of("vit")
         step = cost.step(spec, table, CostModel(machine, spec))
         run = run_of("ddp", step.step_time_s + 0.02 * step.compute_s + 0.004, **more)
         run.result.metrics.peak_memory_bytes = cost.memory(spec, table, 0).total_bytes + 222 * 2**20

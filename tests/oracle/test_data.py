@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.strategies.data_buckets import powersgd_bytes
-from hpcbench.parallel.catalog import load_cost_class
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, TensorShape
 from hpcbench.parallel.traffic import Traffic
 
@@ -37,7 +37,7 @@ def spec_of(strategy: str, dp_degree: int = 2, **more: Any) -> RunSpec:
 
 
 def calls(strategy: str, dp_degree: int = 2, **more: Any) -> list[tuple[str, int, int, int]]:
-    found: list[Traffic] = load_cost_class(strategy).traffic(spec_of(strategy, dp_degree, **more), TABLE, 0)
+    found: list[Traffic] = resolve_cost(strategy).traffic(spec_of(strategy, dp_degree, **more), TABLE, 0)
     return [(one.operation, one.group_size, one.payload_bytes, one.count) for one in found]
 
 

@@ -18,7 +18,7 @@ from hpcbench.oracle.pipeline_step import PipelineActionCosts, PipelineStep, wei
 from hpcbench.oracle.placement import are_on_one_node, place_group, place_neighbour_pair
 from hpcbench.oracle.prediction import predict
 from hpcbench.oracle.step_time import StepBreakdown
-from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTable, TensorShape, read_shipped_table
 
 SYNCHRONOUS = ("model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble")
@@ -55,7 +55,7 @@ def spec_of(strategy: str, pp_degree: int, micro_batches: int = 8, **more: Any) 
 
 
 def step(spec: RunSpec, table: LayerTable = TABLE, machine: Machine = NOMINAL) -> StepBreakdown:
-    found: StepBreakdown = load_cost_class(spec.strategy).step(spec, table, CostModel(machine, spec))
+    found: StepBreakdown = resolve_cost(spec.strategy).step(spec, table, CostModel(machine, spec))
     return found
 
 
@@ -150,7 +150,7 @@ def test_every_call_of_the_traffic_is_priced(spec: RunSpec) -> None:
     clock = CostModel(NOMINAL, spec)
     pipeline = PipelineStep(PipelineActionCosts(PipelineRank(spec, table, 0), clock))
     for place in range(spec.pp_degree):
-        traffic = load_cost_class(spec.strategy).traffic(spec, table, place * spec.tp_degree)
+        traffic = resolve_cost(spec.strategy).traffic(spec, table, place * spec.tp_degree)
         groups = {
             "send": place_neighbour_pair(spec, "pp"),
             "all_reduce": place_group(spec, "tp") if spec.tp_degree > 1 else pipeline.replicas(place),
@@ -173,7 +173,7 @@ def tied(table: LayerTable, spec: RunSpec) -> LayerTable:
 @pytest.mark.parametrize("versions", ["stash", "2bw"])
 def test_every_call_of_pipedream_is_priced(versions: str) -> None:
     spec = spec_of("pipedream", 2, 4, dp_degree=2, options={"weight_versions": versions, "cuts": "7"})
-    clock, cost = CostModel(FREE, spec), load_cost_class("pipedream")
+    clock, cost = CostModel(FREE, spec), resolve_cost("pipedream")
     slow = msgspec.structs.replace(
         NOMINAL,
         comm=msgspec.structs.replace(
@@ -288,10 +288,10 @@ def test_one_process_of_several_devices(device: str) -> None:
     machine = msgspec.structs.replace(NOMINAL, device=device)
     other = spec_of("gpipe", 4, nodes=1, tasks_per_node=4) if device == "cuda" else spec_of("single", 1)
     assert step(spec, machine=machine).step_time_s == pytest.approx(step(other, machine=machine).step_time_s)
-    assert load_cost_class("fairscale_pipe").traffic(spec, TABLE, 0) == []
+    assert resolve_cost("fairscale_pipe").traffic(spec, TABLE, 0) == []
     gpipe = spec_of("gpipe", 4)
     held = [
-        load_cost_class("gpipe").memory(gpipe, TABLE, rank).total_bytes
+        resolve_cost("gpipe").memory(gpipe, TABLE, rank).total_bytes
         + max(PipelineRank(gpipe, TABLE, rank).own_tensors(rank))
         for rank in range(4)
     ]

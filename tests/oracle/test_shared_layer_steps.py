@@ -17,9 +17,9 @@ from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.machine import Machine, nominal_machine
 from hpcbench.oracle.placement import halo_placement, place_group
 from hpcbench.oracle.step_time import StepBreakdown
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.strategies.channel import FilterCost
 from hpcbench.oracle.strategies.spatial import SpatialCost
-from hpcbench.parallel.catalog import load_cost_class
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, TensorShape, read_shipped_table
 from hpcbench.parallel.strategies.spatial import spatial_grid
 from tests.oracle.heard import heard
@@ -69,7 +69,7 @@ def spec_of(table: str, strategy: str, options: dict[str, Any], degree: int, dp:
 
 def step(spec: RunSpec, machine: Machine = MACHINE) -> StepBreakdown:
     table = table_of(f"{spec.model}-{spec.dataset}")
-    found: StepBreakdown = load_cost_class(spec.strategy).step(spec, table, CostModel(machine, spec))
+    found: StepBreakdown = resolve_cost(spec.strategy).step(spec, table, CostModel(machine, spec))
     return found
 
 
@@ -85,7 +85,7 @@ def test_what_is_priced_is_the_traffic(
 ) -> None:
     spec = spec_of(table, strategy, options, degree, dp, **more)
     rank = halo_placement(spatial_grid(spec), place_group(spec, "sp")).place if strategy == "spatial" else 0
-    assert heard(spec, table_of(table), MACHINE) == load_cost_class(strategy).traffic(spec, table_of(table), rank)
+    assert heard(spec, table_of(table), MACHINE) == resolve_cost(strategy).traffic(spec, table_of(table), rank)
 
 
 @pytest.mark.parametrize("more", VARIANTS)

@@ -15,9 +15,9 @@ from hpcbench.oracle.peak_memory import parameter_bytes
 from hpcbench.oracle.placement import place_group
 from hpcbench.oracle.prediction import peak_rank_memory, predict
 from hpcbench.oracle.step_time import StepBreakdown
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.strategies.data import bucket_calls_when_ready
 from hpcbench.oracle.stream_simulator import CommCall
-from hpcbench.parallel.catalog import load_cost_class
 from hpcbench.parallel.gradient_buckets import MIB, first_use_rows
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.traffic import Traffic
@@ -44,7 +44,7 @@ def spec_of(strategy: str, dp_degree: int, **more: Any) -> RunSpec:
 
 
 def step(spec: RunSpec) -> StepBreakdown:
-    found: StepBreakdown = load_cost_class(spec.strategy).step(spec, TABLE, CostModel(nominal_machine(PROFILE), spec))
+    found: StepBreakdown = resolve_cost(spec.strategy).step(spec, TABLE, CostModel(nominal_machine(PROFILE), spec))
     return found
 
 
@@ -77,7 +77,7 @@ def test_every_call_of_the_traffic_is_priced(strategy: str) -> None:
     # NCCL has one call under way at a time, so that the time of all is their sum.
     clock = CostModel(msgspec.structs.replace(nominal_machine(PROFILE), device="cuda"), spec)
     priced = all_calls_s(spec, clock)
-    found = load_cost_class(strategy).step(spec, TABLE, clock)
+    found = resolve_cost(strategy).step(spec, TABLE, clock)
     assert found.comm_s == pytest.approx(priced, rel=0.2 if strategy == "horovod" else 1e-9)
 
 
@@ -100,7 +100,7 @@ def test_owners_take_turns_on_gloos_threads_whichever_row_made_their_gradients()
 
 
 def all_calls_s(spec: RunSpec, clock: CostModel) -> float:
-    traffic = load_cost_class(spec.strategy).traffic(spec, TABLE, 0)
+    traffic = resolve_cost(spec.strategy).traffic(spec, TABLE, 0)
     return sum(call.seconds for one in traffic for call in clock.calls(one, place_group(spec, "dp")))
 
 

@@ -10,15 +10,16 @@ import pytest
 
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigError, ConfigErrors
-from hpcbench.parallel.catalog import STRATEGIES, get_strategy, load_runtime_class, shipped_model_entries
+from hpcbench.parallel.catalog import STRATEGIES, get_strategy, shipped_model_entries
 from hpcbench.parallel.check_names import check_names
+from hpcbench.worker.strategies.base import resolve_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("key", STRATEGIES)
 def test_every_strategy_has_a_runtime_and_a_place_in_the_glossary(key: str) -> None:
-    assert load_runtime_class(key)
+    assert resolve_runtime(key)
     assert f"`{key}`" in (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
 
 

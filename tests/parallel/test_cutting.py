@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import load_cost_class, options_with_defaults
+from hpcbench.oracle.strategies.base import resolve_cost
+from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.pipeline.stage_balance import chunk_blocks, chunk_memory_cost, peak_micro_batches_in_flight
 from hpcbench.parallel.pipeline.stage_partition import block_ranges
@@ -64,7 +65,7 @@ def test_the_largest_rank_holds_less_than_with_other_balances(strategy: str, mod
 
     def largest(balance: str) -> int:
         spec = spec_of(strategy, 4, options={"balance": balance}, model=model)
-        cost, table = load_cost_class(strategy), table_of(spec)
+        cost, table = resolve_cost(strategy), table_of(spec)
         return max(int(cost.memory(spec, table, rank).total_bytes) for rank in range(4))
 
     assert largest("memory") <= 1.02 * min(largest("time"), largest("parameters"))

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from hpcbench.parallel.catalog import load_runtime_class, shipped_model_entries
+from hpcbench.parallel.catalog import shipped_model_entries
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.verification.reference import train_reference
 from tests.worker.cells import CELLS, COUNTED_ONLY, Cell
 from tests.worker.helpers import make_spec
@@ -53,7 +54,7 @@ def test_what_cannot_be_is_dropped_for_the_stated_reason(cell: Cell) -> None:
 def test_the_others_train(cell: Cell) -> None:
     model, dataset, input_size, batch_size, _ = cell
     spec = make_spec(model=model, dataset=dataset, input_size=input_size, batch_size=batch_size)
-    strategy = load_runtime_class(spec.strategy)()
+    strategy = resolve_runtime(spec.strategy)()
     feed = make_feed(spec, CPU)
     strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
     named = dict(strategy.module.named_parameters())

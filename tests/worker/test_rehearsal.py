@@ -13,13 +13,13 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.machine import nominal_machine
 from hpcbench.oracle.prediction import predict
-from hpcbench.parallel.catalog import load_runtime_class
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.roofline import DeviceCompute, Kernel, KernelSample
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.emulation_mode import EmulationMode
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.base import resolve_runtime
 
 CPU = torch.device("cpu")
 QUICK = DeviceCompute(peak_flops_per_s={"fp32": 1e18}, memory_bandwidth_bytes_per_s=1e18, launch_s=0.0)
@@ -84,7 +84,7 @@ def test_a_step_takes_what_the_oracle_says(model: str, dataset: str, batch_size:
         read_shipped_table(model, dataset),
     )
     assert table is not None
-    strategy, feed = load_runtime_class("single")(), make_feed(spec, CPU)
+    strategy, feed = resolve_runtime("single")(), make_feed(spec, CPU)
     strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
     mode = EmulationMode(machine.compute, spec.precision, model, CPU)
     with mode:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import log, sqrt
 from typing import Any, NamedTuple
 
@@ -10,7 +10,9 @@ import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.parallel.strategy_entry import CalibrationRuns
 from hpcbench.results.schema import STATUS_OK, RunResult
 
 _Z95 = 1.96
@@ -77,14 +79,7 @@ _SEEDS_PER_CALIBRATION = 100
 _MAX_NODES = 4
 """Beyond them latency and bandwidth are extrapolated by the algorithms' structure."""
 _LAUNCHES = 3
-_MICRO_BATCHES = 4
 _PACK = 8
-
-_DATA_PARALLEL = ("ddp", "zero1", "fsdp", "fairscale_oss", "fairscale_sddp", "fairscale_fsdp", "horovod")
-_PIPELINES = ("model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream")
-_CONVOLUTIONAL = ("filter", "channel", "spatial")
-_CPU_OPTIONS: dict[str, dict[str, Any]] = {"horovod": {"options": {"cycle_time_ms": 10}}}
-"""Negotiating every millisecond, as it does by itself, takes a rank without a spare core more than its computation."""
 
 
 class CalibrationWorkload(NamedTuple):
@@ -178,9 +173,7 @@ def calibration_sweep_toml(
         fixed["partition"] = partition
     points = [
         *_probe_points(size, workloads, fixed["seed"], budget_s),
-        *_training_points(
-            strategy_scales(size, profile.device), workloads, _CPU_OPTIONS if profile.device == "cpu" else {}
-        ),
+        *_training_points(strategy_scales(size, profile.device), workloads, profile.device),
         *_one_process_points(size, workloads.transformer),
     ]
     lines = [
@@ -230,29 +223,42 @@ def strategy_scales(size: ClusterSize, device: str) -> list[CalibrationScale]:
 
 
 def _training_points(
-    worlds: Sequence[CalibrationScale], workloads: DeviceWorkloads, more: Mapping[str, dict[str, Any]]
+    worlds: Sequence[CalibrationScale], workloads: DeviceWorkloads, device: str
 ) -> Iterator[dict[str, Any]]:
     """Every strategy in every world; a larger world with a larger batch, so that what a library takes by the step is
     told from what it takes of the computation. A pipeline's micro-batch is as large as the others' batch."""
+    strategies = _calibrated_strategies(one_process=False)
     for number, world in enumerate(worlds):
-        for key in (*_DATA_PARALLEL, "tensor"):
-            yield {"strategy": key, **workloads.transformer.keys(number + 1), **world.keys(), **more.get(key, {})}
-        for key in _PIPELINES:
-            yield {"strategy": key, **world.keys(), **_micro_batched_keys(workloads.transformer, number + 1, key)}
-        for key in _CONVOLUTIONAL:
-            yield {"strategy": key, **workloads.convolutional.keys(number + 1), **world.keys()}
+        for key, runs in strategies:
+            workload = workloads.transformer if runs.workload == "transformer" else workloads.convolutional
+            options = {"options": dict(runs.cpu_options)} if runs.cpu_options and device == "cpu" else {}
+            if runs.batch_factor == 1:
+                yield {"strategy": key, **workload.keys(number + 1), **world.keys(), **options}
+            else:
+                yield {"strategy": key, **world.keys(), **_micro_batched_keys(runs, workload, number + 1)}
+
+
+def _calibrated_strategies(*, one_process: bool) -> list[tuple[str, CalibrationRuns]]:
+    """Key and runs of each strategy; first those that train transformers, plain batches before micro-batches."""
+    chosen = [
+        (key, entry.calibration)
+        for key, entry in STRATEGIES.items()
+        if entry.calibration is not None and entry.calibration.one_process == one_process
+    ]
+    return sorted(chosen, key=lambda item: (item[1].workload != "transformer", item[1].batch_factor))
 
 
 def _one_process_points(size: ClusterSize, workload: CalibrationWorkload) -> Iterator[dict[str, Any]]:
     """A library whose one process drives two devices."""
     if size.tasks_per_node >= 2:
-        for times in (1, 2):
-            yield {"strategy": "fairscale_pipe", "devices_per_task": 2, **_micro_batched_keys(workload, times)}
+        for key, runs in _calibrated_strategies(one_process=True):
+            for times in (1, 2):
+                yield {"strategy": key, "devices_per_task": 2, **_micro_batched_keys(runs, workload, times)}
 
 
-def _micro_batched_keys(workload: CalibrationWorkload, times: int, strategy: str = "") -> dict[str, Any]:
-    count = {} if strategy == "model" else {"micro_batches": _MICRO_BATCHES}
-    return workload.keys(times * _MICRO_BATCHES) | count
+def _micro_batched_keys(runs: CalibrationRuns, workload: CalibrationWorkload, times: int) -> dict[str, Any]:
+    count = {} if runs.micro_batches == 1 else {"micro_batches": runs.micro_batches}
+    return workload.keys(times * runs.batch_factor) | count
 
 
 def _toml_value(value: Any) -> str:

@@ -25,7 +25,7 @@ from hpcbench.oracle.cost_model import CostModel, expected_normal_maximum
 from hpcbench.oracle.machine import Machine, StrategyOverhead
 from hpcbench.oracle.prediction import peak_rank_memory
 from hpcbench.oracle.step_time import StepBreakdown
-from hpcbench.parallel.catalog import load_cost_class
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.results.schema import CollectiveProbe, OverlapProbe
 
 _STEP_NOISE = 0.03
@@ -171,7 +171,7 @@ def fit_strategy_overheads(
     found: dict[str, StrategyOverhead] = {}
     residuals, notes = [], []
     for key, own in sorted(by_key.items()):
-        cost = load_cost_class(key)
+        cost = resolve_cost(key)
         if not hasattr(cost, "step"):
             notes.append(f"{key}: its step is not predicted yet, so that nothing was fitted")
             continue
@@ -186,7 +186,7 @@ def fit_strategy_overheads(
 
 
 def _predicted_step_s(machine: Machine, run: CalibrationRun) -> float:
-    step: StepBreakdown = load_cost_class(run.spec.strategy).step(run.spec, run.table, CostModel(machine, run.spec))
+    step: StepBreakdown = resolve_cost(run.spec.strategy).step(run.spec, run.table, CostModel(machine, run.spec))
     return step.step_time_s
 
 

@@ -10,7 +10,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel, unsharded_row_kernels
 from hpcbench.oracle.peak_memory import HALF_BYTES, buffer_bytes, element_bytes, element_count, parameter_bytes
 from hpcbench.oracle.placement import place_group
-from hpcbench.parallel.catalog import options_with_defaults
+from hpcbench.parallel.catalog import get_strategy, options_with_defaults
 from hpcbench.parallel.gradient_buckets import (
     DEFAULT_BUCKET_CAP_MB,
     FIRST_BUCKET_CAP_BYTES,
@@ -58,7 +58,7 @@ def coalesced_buffer_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
 def owned_parameters(spec: RunSpec, table: LayerTable) -> list[list[int]]:
     """Places of the parameters that each replica updates; of replicas beyond the last one of these: none."""
     counts = tuple(element_count(tensor) for tensor in table.parameter_tensors)
-    return _cached_owners(counts, min(spec.dp_degree, len(counts)), spec.strategy == "zero1")
+    return _cached_owners(counts, min(spec.dp_degree, len(counts)), get_strategy(spec.strategy).owners_largest_first)
 
 
 @lru_cache(maxsize=256)

@@ -12,6 +12,7 @@ from math import prod
 from typing import Any
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.mesh import even_ranges
 from hpcbench.parallel.pipeline.schedules import (
@@ -30,7 +31,6 @@ from hpcbench.parallel.pipeline.stage_partition import (
     minimax_cuts,
     parse_cuts,
 )
-from hpcbench.parallel.strategies.pipedream import pipedream_staleness
 
 _OPTIMIZER_STATES = {"adam": 2, "adamw": 2}
 
@@ -91,11 +91,12 @@ def chunk_memory_cost(
 
 def peak_micro_batches_in_flight(spec: RunSpec, layout: PipelineLayout) -> list[int]:
     """Of each chunk, the most micro-batches whose activations a rank keeps at the same time."""
-    if spec.strategy == "pipedream":
+    entry = get_strategy(spec.strategy)
+    if entry.staleness is not None:
         return [warmup_forwards(layout, stage) + 1 for stage in range(layout.stages)]
-    schedule = "gpipe" if spec.strategy == "fairscale_pipe" else spec.strategy
+    assert entry.schedule is not None, f"{spec.strategy} is no pipeline"
     most = [0] * layout.chunks
-    for own in schedule_actions(schedule, layout, spec.micro_batches):
+    for own in schedule_actions(entry.schedule, layout, spec.micro_batches):
         kept: Counter[int] = Counter()
         for kind, chunk, _ in own:
             kept[chunk] += {FORWARD: 1, BACKWARD: -1, BACKWARD_WEIGHT: -1}.get(kind, 0)
@@ -105,6 +106,7 @@ def peak_micro_batches_in_flight(spec: RunSpec, layout: PipelineLayout) -> list[
 
 def _weight_versions_held(spec: RunSpec, layout: PipelineLayout) -> list[int]:
     """Versions of its weights that each chunk holds."""
-    if spec.strategy != "pipedream":
+    staleness = get_strategy(spec.strategy).staleness
+    if staleness is None:
         return [1] * layout.chunks
-    return [pipedream_staleness(spec).held(stage) for stage in range(layout.stages)]
+    return [staleness(spec).held(stage) for stage in range(layout.stages)]

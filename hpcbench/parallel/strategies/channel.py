@@ -13,7 +13,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel import layer_table
 from hpcbench.parallel.layer_table import LayerTable, cached_by_identity, read_shipped_table
 from hpcbench.parallel.mesh import even_ranges
-from hpcbench.parallel.strategy_entry import Option, StrategyEntry
+from hpcbench.parallel.strategy_entry import CalibrationRuns, Option, ParityCase, PlotStyle, StrategyEntry
 
 _CHANNEL_OPTIONS = {
     "form": Option(
@@ -24,29 +24,6 @@ _CHANNEL_OPTIONS = {
     ),
     "split_last": Option(bool, False, "the last layer is split, too"),
 }
-
-STRATEGIES = {
-    "filter": StrategyEntry(
-        own_degree="tp_degree",
-        runtime="hpcbench.worker.strategies.channel.strategy:FilterStrategy",
-        description="every layer's output channels shared by the ranks: each computes some filters",
-        options=_CHANNEL_OPTIONS,
-        limit="hpcbench.parallel.strategies.channel:channel_exclusion",
-        hybrid=("dp_degree",),
-        cost="hpcbench.oracle.strategies.channel:FilterCost",
-    ),
-    "channel": StrategyEntry(
-        own_degree="tp_degree",
-        runtime="hpcbench.worker.strategies.channel.strategy:ChannelStrategy",
-        description="every layer's input channels shared by the ranks: each adds its part to every output",
-        options=_CHANNEL_OPTIONS,
-        limit="hpcbench.parallel.strategies.channel:channel_exclusion",
-        hybrid=("dp_degree",),
-        cost="hpcbench.oracle.strategies.channel:ChannelCost",
-    ),
-}
-
-ALIASES = {"data_filter": "filter", "data_channel": "channel"}
 
 
 class BoundaryOps(NamedTuple):
@@ -299,3 +276,40 @@ def channel_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:
         f"tp_degree {spec.tp_degree}, but {spec.strategy} of {spec.model} needs a channel of every layer for every "
         f"rank: the largest tp_degree that works is {most}"
     )
+
+
+_CHANNEL_PARITY_CASES = (
+    ParityCase("vgg11", "digits", {"batch_norm": False}),
+    ParityCase("resnet18", "digits", options={"form": "gathered"}, micro_batches=2),
+)
+
+STRATEGIES = {
+    "filter": StrategyEntry(
+        own_degree="tp_degree",
+        runtime="hpcbench.worker.strategies.channel.strategy:FilterStrategy",
+        description="every layer's output channels shared by the ranks: each computes some filters",
+        options=_CHANNEL_OPTIONS,
+        exclusion=channel_exclusion,
+        hybrid=("dp_degree",),
+        cost="hpcbench.oracle.strategies.channel:FilterCost",
+        table_exclusion=channel_table_exclusion,
+        calibration=CalibrationRuns("convolutional"),
+        plot_style=PlotStyle("orange", "up", "solid"),
+        parity_cases=_CHANNEL_PARITY_CASES,
+    ),
+    "channel": StrategyEntry(
+        own_degree="tp_degree",
+        runtime="hpcbench.worker.strategies.channel.strategy:ChannelStrategy",
+        description="every layer's input channels shared by the ranks: each adds its part to every output",
+        options=_CHANNEL_OPTIONS,
+        exclusion=channel_exclusion,
+        hybrid=("dp_degree",),
+        cost="hpcbench.oracle.strategies.channel:ChannelCost",
+        table_exclusion=channel_table_exclusion,
+        calibration=CalibrationRuns("convolutional"),
+        plot_style=PlotStyle("sky", "down", "long"),
+        parity_cases=_CHANNEL_PARITY_CASES,
+    ),
+}
+
+ALIASES = {"data_filter": "filter", "data_channel": "channel"}

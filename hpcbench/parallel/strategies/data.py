@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.strategy_entry import Option, StrategyEntry
+from hpcbench.parallel.strategy_entry import CalibrationRuns, Option, PlotStyle, StrategyEntry
 
 FP16_COMPRESSION_TOLERANCE = 2.0**-8
 """Of gradients or weights rounded to fp16 on their way: eight unit roundoffs, for a sum over replicas."""
@@ -11,126 +11,6 @@ BF16_COMPRESSION_TOLERANCE = 2.0**-4
 """As bf16 arithmetic itself, see ``bounds.ONE_STEP``."""
 POWERSGD_FIRST_STEP_TOLERANCE = 1e-2
 """PowerSGD approximates without a bound, but not before its third step, and one step is compared."""
-
-STRATEGIES = {
-    "single": StrategyEntry(
-        own_degree=None,
-        runtime="hpcbench.worker.strategies.base:SingleStrategy",
-        cost="hpcbench.oracle.strategies.data:SingleCost",
-        description="one device, no parallelism: the reference of every speed-up",
-    ),
-    "ddp": StrategyEntry(
-        own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.data:DdpStrategy",
-        cost="hpcbench.oracle.strategies.data:DdpCost",
-        description="torch DistributedDataParallel: replicas, gradients all_reduced in buckets",
-        options={
-            "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
-            "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
-            "static_graph": Option(bool, False, "the graph is the same in every step"),
-            "compression": Option(
-                str,
-                "none",
-                "of gradients on their way: lossy",
-                ("none", "fp16", "bf16", "powersgd"),
-                lossy={
-                    "fp16": FP16_COMPRESSION_TOLERANCE,
-                    "bf16": BF16_COMPRESSION_TOLERANCE,
-                    "powersgd": POWERSGD_FIRST_STEP_TOLERANCE,
-                },
-            ),
-            "powersgd_rank": Option(int, 2, "rank of PowerSGD's factors"),
-        },
-        limit="hpcbench.parallel.strategies.data:ddp_exclusion",
-    ),
-    "zero1": StrategyEntry(
-        own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.zero1:Zero1Strategy",
-        cost="hpcbench.oracle.strategies.data:Zero1Cost",
-        description="torch ZeroRedundancyOptimizer over DDP: optimizer state sharded (ZeRO-1)",
-        options={
-            "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
-            "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
-            "parameters_as_bucket_view": Option(bool, False, "parameters are views of the buckets they are sent in"),
-        },
-    ),
-    "fsdp": StrategyEntry(
-        own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.fsdp:FsdpStrategy",
-        cost="hpcbench.oracle.strategies.sharded:FsdpCost",
-        description="torch fully_shard: parameters, gradients and optimizer state sharded (ZeRO-3)",
-        options={
-            "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
-            "mixed_precision": Option(
-                bool,
-                False,
-                "parameters are used in bf16, gradients reduced in fp32",
-                lossy={True: BF16_COMPRESSION_TOLERANCE},
-            ),
-            "shard_degree": Option(int, 0, "ranks that hold one copy together, 0 for all: hybrid sharding"),
-        },
-        limit="hpcbench.parallel.strategies.data:fsdp_exclusion",
-    ),
-    "fairscale_oss": StrategyEntry(
-        own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.fairscale:FairscaleOssStrategy",
-        cost="hpcbench.oracle.strategies.data:FairscaleOssCost",
-        description="fairscale OSS over DDP: optimizer state sharded (ZeRO-1)",
-        options={
-            "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
-            "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
-            "broadcast_fp16": Option(
-                bool, False, "updated parameters are sent in fp16: lossy", lossy={True: FP16_COMPRESSION_TOLERANCE}
-            ),
-        },
-    ),
-    "fairscale_sddp": StrategyEntry(
-        own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.fairscale:FairscaleSddpStrategy",
-        cost="hpcbench.oracle.strategies.data:FairscaleSddpCost",
-        description="fairscale ShardedDataParallel: optimizer state and gradients sharded (ZeRO-2)",
-        options={
-            "reduce_buffer_mb": Option(float, 32.0, "size of a gradient bucket in MiB, 0 for none"),
-            "reduce_fp16": Option(
-                bool,
-                False,
-                "gradients are reduced in fp16, without buckets: lossy",
-                lossy={True: FP16_COMPRESSION_TOLERANCE},
-            ),
-        },
-        limit="hpcbench.parallel.strategies.data:fairscale_sddp_exclusion",
-    ),
-    "fairscale_fsdp": StrategyEntry(
-        own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.fairscale_fsdp:FairscaleFsdpStrategy",
-        cost="hpcbench.oracle.strategies.sharded:FairscaleFsdpCost",
-        description="fairscale FullyShardedDataParallel: everything sharded (ZeRO-3)",
-        options={
-            "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
-            "flatten_parameters": Option(bool, True, "the parameters of a block are one tensor"),
-            "bucket_cap_mb": Option(int, 0, "size of a gradient bucket in MiB; on a cpu only 0, which is none"),
-        },
-        limit="hpcbench.parallel.strategies.data:fairscale_fsdp_exclusion",
-        widest="fp32",
-    ),
-    "horovod": StrategyEntry(
-        rehearsable=False,
-        own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.horovod:HorovodStrategy",
-        cost="hpcbench.oracle.strategies.data:HorovodCost",
-        description="Horovod: replicas, gradients fused and all_reduced by a background thread",
-        options={
-            "fusion_threshold_mb": Option(float, 128.0, "gradients are fused up to this many MiB; 0 fuses none"),
-            "cycle_time_ms": Option(float, 1.0, "how often the background thread looks for gradients"),
-            "compression": Option(str, "none", "of gradients on their way; fp16 is lossy", ("none", "fp16")),
-            "op": Option(str, "average", "how gradients are combined; adasum is lossy", ("average", "adasum")),
-            "controller": Option(str, "gloo", "who coordinates and carries data between CPUs", ("gloo", "mpi")),
-            "hierarchical_allreduce": Option(bool, False, "reduce inside each node first; needs NCCL"),
-            "lr_scaling": Option(bool, False, "learning_rate times dp_degree"),
-            "lr_warmup_epochs": Option(float, 0.0, "epochs in which the scaled rate is reached from learning_rate"),
-        },
-    ),
-}
 
 
 def ddp_exclusion(spec: RunSpec) -> str | None:
@@ -173,3 +53,142 @@ def _fp16_exclusion(spec: RunSpec) -> str | None:
     if spec.precision == "fp16":
         return f"{spec.strategy} with fp16 would need a loss scale that all shards agree on: use bf16"
     return None
+
+
+STRATEGIES = {
+    "single": StrategyEntry(
+        own_degree=None,
+        runtime="hpcbench.worker.strategies.base:SingleStrategy",
+        cost="hpcbench.oracle.strategies.data:SingleCost",
+        description="one device, no parallelism: the reference of every speed-up",
+        plot_style=PlotStyle("black", "star", "solid"),
+    ),
+    "ddp": StrategyEntry(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.data:DdpStrategy",
+        cost="hpcbench.oracle.strategies.data:DdpCost",
+        description="torch DistributedDataParallel: replicas, gradients all_reduced in buckets",
+        options={
+            "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
+            "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
+            "static_graph": Option(bool, False, "the graph is the same in every step"),
+            "compression": Option(
+                str,
+                "none",
+                "of gradients on their way: lossy",
+                ("none", "fp16", "bf16", "powersgd"),
+                lossy={
+                    "fp16": FP16_COMPRESSION_TOLERANCE,
+                    "bf16": BF16_COMPRESSION_TOLERANCE,
+                    "powersgd": POWERSGD_FIRST_STEP_TOLERANCE,
+                },
+            ),
+            "powersgd_rank": Option(int, 2, "rank of PowerSGD's factors"),
+        },
+        exclusion=ddp_exclusion,
+        calibration=CalibrationRuns(),
+        plot_style=PlotStyle("blue", "circle", "solid"),
+    ),
+    "zero1": StrategyEntry(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.zero1:Zero1Strategy",
+        cost="hpcbench.oracle.strategies.data:Zero1Cost",
+        description="torch ZeroRedundancyOptimizer over DDP: optimizer state sharded (ZeRO-1)",
+        options={
+            "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
+            "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
+            "parameters_as_bucket_view": Option(bool, False, "parameters are views of the buckets they are sent in"),
+        },
+        owners_largest_first=True,
+        calibration=CalibrationRuns(),
+        plot_style=PlotStyle("green", "up", "long"),
+    ),
+    "fsdp": StrategyEntry(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.fsdp:FsdpStrategy",
+        cost="hpcbench.oracle.strategies.sharded:FsdpCost",
+        description="torch fully_shard: parameters, gradients and optimizer state sharded (ZeRO-3)",
+        options={
+            "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
+            "mixed_precision": Option(
+                bool,
+                False,
+                "parameters are used in bf16, gradients reduced in fp32",
+                lossy={True: BF16_COMPRESSION_TOLERANCE},
+            ),
+            "shard_degree": Option(int, 0, "ranks that hold one copy together, 0 for all: hybrid sharding"),
+        },
+        exclusion=fsdp_exclusion,
+        calibration=CalibrationRuns(),
+        plot_style=PlotStyle("purple", "diamond", "dash-dot"),
+    ),
+    "fairscale_oss": StrategyEntry(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.fairscale:FairscaleOssStrategy",
+        cost="hpcbench.oracle.strategies.data:FairscaleOssCost",
+        description="fairscale OSS over DDP: optimizer state sharded (ZeRO-1)",
+        options={
+            "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
+            "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
+            "broadcast_fp16": Option(
+                bool, False, "updated parameters are sent in fp16: lossy", lossy={True: FP16_COMPRESSION_TOLERANCE}
+            ),
+        },
+        calibration=CalibrationRuns(),
+        plot_style=PlotStyle("orange", "down", "dots"),
+    ),
+    "fairscale_sddp": StrategyEntry(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.fairscale:FairscaleSddpStrategy",
+        cost="hpcbench.oracle.strategies.data:FairscaleSddpCost",
+        description="fairscale ShardedDataParallel: optimizer state and gradients sharded (ZeRO-2)",
+        options={
+            "reduce_buffer_mb": Option(float, 32.0, "size of a gradient bucket in MiB, 0 for none"),
+            "reduce_fp16": Option(
+                bool,
+                False,
+                "gradients are reduced in fp16, without buckets: lossy",
+                lossy={True: FP16_COMPRESSION_TOLERANCE},
+            ),
+        },
+        exclusion=fairscale_sddp_exclusion,
+        calibration=CalibrationRuns(),
+        plot_style=PlotStyle("sky", "left", "short"),
+    ),
+    "fairscale_fsdp": StrategyEntry(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.fairscale_fsdp:FairscaleFsdpStrategy",
+        cost="hpcbench.oracle.strategies.sharded:FairscaleFsdpCost",
+        description="fairscale FullyShardedDataParallel: everything sharded (ZeRO-3)",
+        options={
+            "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
+            "flatten_parameters": Option(bool, True, "the parameters of a block are one tensor"),
+            "bucket_cap_mb": Option(int, 0, "size of a gradient bucket in MiB; on a cpu only 0, which is none"),
+        },
+        exclusion=fairscale_fsdp_exclusion,
+        widest="fp32",
+        calibration=CalibrationRuns(),
+        plot_style=PlotStyle("black", "diamond", "short"),
+    ),
+    "horovod": StrategyEntry(
+        rehearsable=False,
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.horovod:HorovodStrategy",
+        cost="hpcbench.oracle.strategies.data:HorovodCost",
+        description="Horovod: replicas, gradients fused and all_reduced by a background thread",
+        options={
+            "fusion_threshold_mb": Option(float, 128.0, "gradients are fused up to this many MiB; 0 fuses none"),
+            "cycle_time_ms": Option(float, 1.0, "how often the background thread looks for gradients"),
+            "compression": Option(str, "none", "of gradients on their way; fp16 is lossy", ("none", "fp16")),
+            "op": Option(str, "average", "how gradients are combined; adasum is lossy", ("average", "adasum")),
+            "controller": Option(str, "gloo", "who coordinates and carries data between CPUs", ("gloo", "mpi")),
+            "hierarchical_allreduce": Option(bool, False, "reduce inside each node first; needs NCCL"),
+            "lr_scaling": Option(bool, False, "learning_rate times dp_degree"),
+            "lr_warmup_epochs": Option(float, 0.0, "epochs in which the scaled rate is reached from learning_rate"),
+        },
+        calibration=CalibrationRuns(cpu_options={"cycle_time_ms": 10}),
+        exact_traffic=False,
+        library_facts="hpcbench.worker.distributed.horovod_init:horovod_facts",
+        plot_style=PlotStyle("vermillion", "square", "short"),
+    ),
+}

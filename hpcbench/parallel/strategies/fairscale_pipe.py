@@ -4,24 +4,7 @@ from __future__ import annotations
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.strategies import pipeline
-from hpcbench.parallel.strategy_entry import StrategyEntry
-
-STRATEGIES = {
-    "fairscale_pipe": StrategyEntry(
-        own_degree="pp_degree",
-        runtime="hpcbench.worker.strategies.pipeline.fairscale_pipe:FairscalePipeStrategy",
-        description="pipeline of one process over several devices (fairscale's Pipe, torchgpipe)",
-        options={
-            "balance": pipeline.PIPELINE_OPTIONS["balance"]._replace(
-                description="what stages share evenly, by the table of layers", choices=pipeline.TABLE_BALANCES
-            ),
-            "cuts": pipeline.PIPELINE_OPTIONS["cuts"],
-            "recompute": pipeline.PIPELINE_OPTIONS["recompute"],
-        },
-        cost="hpcbench.oracle.strategies.pipeline:FairscalePipeCost",
-        limit="hpcbench.parallel.strategies.fairscale_pipe:fairscale_pipe_exclusion",
-    ),
-}
+from hpcbench.parallel.strategy_entry import ParityCase, PlotStyle, StrategyEntry
 
 
 def fairscale_pipe_exclusion(spec: RunSpec) -> str | None:
@@ -38,3 +21,28 @@ def fairscale_pipe_exclusion(spec: RunSpec) -> str | None:
     if spec.model_options.get("tied") and spec.pp_degree > 1:
         return "fairscale_pipe cannot share tied weights between its stages: use gpipe"
     return pipeline.pipeline_exclusion(spec)
+
+
+STRATEGIES = {
+    "fairscale_pipe": StrategyEntry(
+        own_degree="pp_degree",
+        runtime="hpcbench.worker.strategies.pipeline.fairscale_pipe:FairscalePipeStrategy",
+        description="pipeline of one process over several devices (fairscale's Pipe, torchgpipe)",
+        options={
+            "balance": pipeline.PIPELINE_OPTIONS["balance"]._replace(
+                description="what stages share evenly, by the table of layers", choices=pipeline.TABLE_BALANCES
+            ),
+            "cuts": pipeline.PIPELINE_OPTIONS["cuts"],
+            "recompute": pipeline.PIPELINE_OPTIONS["recompute"],
+        },
+        cost="hpcbench.oracle.strategies.pipeline:FairscalePipeCost",
+        exclusion=fairscale_pipe_exclusion,
+        table_exclusion=pipeline.pipeline_table_exclusion,
+        schedule="gpipe",
+        calibration=pipeline.PIPELINE_CALIBRATION._replace(one_process=True),
+        plot_style=PlotStyle("sky", "circle", "dots"),
+        parity_cases=(
+            ParityCase("vgg11", "digits", {"batch_norm": False}, ranks=1, micro_batches=4, devices_per_task=2),
+        ),
+    ),
+}

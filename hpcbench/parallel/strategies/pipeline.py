@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.layer_table import read_shipped_table
+from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.parallel.pipeline.stage_partition import parse_cuts
 from hpcbench.parallel.strategies import tensor
-from hpcbench.parallel.strategy_entry import Option, StrategyEntry
+from hpcbench.parallel.strategy_entry import CalibrationRuns, Option, PlotStyle, StrategyEntry
 
 RECOMPUTE_CHOICES = ("never", "except_last", "always")
 TABLE_BALANCES = ("time", "memory", "parameters", "blocks")
@@ -20,46 +23,16 @@ PIPELINE_OPTIONS = {
     "batch_norm": Option(str, "micro_batch", "what BatchNorm's running statistics are of", ("micro_batch", "deferred")),
 }
 VIRTUAL_STAGES_OPTION = Option(int, 2, "chunks that every rank holds")
+PIPELINE_CALIBRATION = CalibrationRuns(batch_factor=4, micro_batches=4)
 STAGE_REPLICAS_OPTION = Option(
     str, "", "ranks of every stage, such as 2-1-1: their sum is pp_degree, micro-batches go round"
 )
 
 
-def _pipeline_entry(description: str, **more: Option) -> StrategyEntry:
-    return StrategyEntry(
-        own_degree="pp_degree",
-        runtime="hpcbench.worker.strategies.pipeline.strategy:PipelineStrategy",
-        description=description,
-        options={**PIPELINE_OPTIONS, **more},
-        reference="pipeline",
-        cost="hpcbench.oracle.strategies.pipeline:PipelineCost",
-        hybrid=("dp_degree", "tp_degree"),
-        limit="hpcbench.parallel.strategies.pipeline:pipeline_exclusion",
-    )
-
-
-STRATEGIES = {
-    "model": _pipeline_entry("layers split over ranks, one micro-batch at a time: what pipelines are measured against"),
-    "gpipe": _pipeline_entry(
-        "pipeline: all micro-batches forward, then all backward (GPipe)", stage_replicas=STAGE_REPLICAS_OPTION
-    ),
-    "1f1b": _pipeline_entry(
-        "pipeline: one micro-batch forward, one backward (PipeDream-Flush)", stage_replicas=STAGE_REPLICAS_OPTION
-    ),
-    "interleaved_1f1b": _pipeline_entry(
-        "1f1b with several chunks of the model on every rank", virtual_stages=VIRTUAL_STAGES_OPTION
-    ),
-    "zero_bubble": _pipeline_entry("1f1b whose gradients of weights fill the bubble (ZB-H1)"),
-}
-
-ALIASES = {"data_pipeline": "1f1b", "data_tensor_pipeline": "1f1b"}
-
-
 def pipeline_layout(spec: RunSpec) -> PipelineLayout:
     """The pipeline of one replica of the run."""
-    virtual = (
-        spec.options.get("virtual_stages", VIRTUAL_STAGES_OPTION.default) if spec.strategy == "interleaved_1f1b" else 1
-    )
+    has_virtual_stages = spec.strategy in STRATEGIES and "virtual_stages" in STRATEGIES[spec.strategy].options
+    virtual = spec.options.get("virtual_stages", VIRTUAL_STAGES_OPTION.default) if has_virtual_stages else 1
     assert isinstance(virtual, int)
     replicas = parse_stage_replicas(str(spec.options.get("stage_replicas", "")))
     return PipelineLayout(len(replicas), 1, replicas) if replicas else PipelineLayout(spec.pp_degree, virtual)
@@ -124,3 +97,66 @@ def _stage_replicas_exclusion(spec: RunSpec) -> str | None:
     if spec.options.get("batch_norm") == "deferred":
         return f"{named} with batch_norm deferred: a replica sees a part of the mini-batch alone, use micro_batch"
     return None
+
+
+def pipeline_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:
+    """The reason why the model of ``table`` cannot be divided into the run's stages, or ``None``."""
+    if spec.tp_degree > 1 and (reason := tensor.transformer_table_exclusion(spec, table)):
+        return reason
+    return cuts_exclusion(spec, pipeline_layout(spec), table.blocks)
+
+
+def _pipeline_entry(
+    schedule: str, description: str, style: PlotStyle, options: Mapping[str, Option] = MappingProxyType({})
+) -> StrategyEntry:
+    return StrategyEntry(
+        own_degree="pp_degree",
+        runtime="hpcbench.worker.strategies.pipeline.strategy:PipelineStrategy",
+        description=description,
+        options={**PIPELINE_OPTIONS, **options},
+        reference="pipeline",
+        cost="hpcbench.oracle.strategies.pipeline:PipelineCost",
+        hybrid=("dp_degree", "tp_degree"),
+        exclusion=pipeline_exclusion,
+        table_exclusion=pipeline_table_exclusion,
+        schedule=schedule,
+        records_timeline=True,
+        calibration=PIPELINE_CALIBRATION,
+        plot_style=style,
+    )
+
+
+_STAGE_REPLICAS = {"stage_replicas": STAGE_REPLICAS_OPTION}
+
+STRATEGIES = {
+    "model": _pipeline_entry(
+        "model",
+        "layers split over ranks, one micro-batch at a time: what pipelines are measured against",
+        PlotStyle("black", "square", "dots"),
+    )._replace(calibration=PIPELINE_CALIBRATION._replace(micro_batches=1)),
+    "gpipe": _pipeline_entry(
+        "gpipe",
+        "pipeline: all micro-batches forward, then all backward (GPipe)",
+        PlotStyle("orange", "right", "long"),
+        _STAGE_REPLICAS,
+    ),
+    "1f1b": _pipeline_entry(
+        "1f1b",
+        "pipeline: one micro-batch forward, one backward (PipeDream-Flush)",
+        PlotStyle("vermillion", "left", "solid"),
+        _STAGE_REPLICAS,
+    ),
+    "interleaved_1f1b": _pipeline_entry(
+        "interleaved_1f1b",
+        "1f1b with several chunks of the model on every rank",
+        PlotStyle("purple", "up", "short"),
+        {"virtual_stages": VIRTUAL_STAGES_OPTION},
+    ),
+    "zero_bubble": _pipeline_entry(
+        "zero_bubble",
+        "1f1b whose gradients of weights fill the bubble (ZB-H1)",
+        PlotStyle("green", "cross", "dash-dot"),
+    )._replace(splits_backward=True),
+}
+
+ALIASES = {"data_pipeline": "1f1b", "data_tensor_pipeline": "1f1b"}

@@ -8,33 +8,6 @@ from hpcbench.parallel.strategy_entry import Option, StrategyEntry
 
 _BUDGET_OPTION = Option(float, 20.0, "seconds that the measurements may take, about")
 
-PROBES = {
-    "probe_layers": StrategyEntry(
-        own_degree=None,
-        runtime="hpcbench.worker.strategies.probes:ProbeLayersStrategy",
-        cost="hpcbench.oracle.strategies.data:SingleCost",
-        description="calibration: every kernel of the model by itself, whole and in the parts that ranks get",
-        options={
-            "shares": Option(
-                str, "1,2,4", "layers are also cut into so many parts, by samples and by what ranks share"
-            ),
-            "budget_s": _BUDGET_OPTION,
-        },
-        limit="hpcbench.parallel.strategies.probes:probe_layers_exclusion",
-    ),
-    "probe_collectives": StrategyEntry(
-        own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.probes:ProbeCollectivesStrategy",
-        cost="hpcbench.oracle.strategies.data:SingleCost",
-        description="calibration: every collective at many sizes, alone, beside others and under computation",
-        options={
-            "largest_mb": Option(float, 16.0, "largest message in MiB"),
-            "budget_s": _BUDGET_OPTION,
-        },
-        limit="hpcbench.parallel.strategies.probes:probe_collectives_exclusion",
-    ),
-}
-
 
 def probe_layers_exclusion(spec: RunSpec) -> str | None:
     """Layers are called one by one; parts are whole numbers."""
@@ -62,3 +35,31 @@ def _probe_exclusion(spec: RunSpec) -> str | None:
         return f"{spec.strategy} measures this machine: it rehearses no other"
     budget_s = spec.options.get("budget_s", _BUDGET_OPTION.default)
     return None if isinstance(budget_s, int | float) and budget_s > 0 else f"{spec.strategy} with budget_s {budget_s}"
+
+
+PROBES = {
+    "probe_layers": StrategyEntry(
+        own_degree=None,
+        runtime="hpcbench.worker.strategies.probes:ProbeLayersStrategy",
+        cost="hpcbench.oracle.strategies.data:SingleCost",
+        description="calibration: every kernel of the model by itself, whole and in the parts that ranks get",
+        options={
+            "shares": Option(
+                str, "1,2,4", "layers are also cut into so many parts, by samples and by what ranks share"
+            ),
+            "budget_s": _BUDGET_OPTION,
+        },
+        exclusion=probe_layers_exclusion,
+    ),
+    "probe_collectives": StrategyEntry(
+        own_degree="dp_degree",
+        runtime="hpcbench.worker.strategies.probes:ProbeCollectivesStrategy",
+        cost="hpcbench.oracle.strategies.data:SingleCost",
+        description="calibration: every collective at many sizes, alone, beside others and under computation",
+        options={
+            "largest_mb": Option(float, 16.0, "largest message in MiB"),
+            "budget_s": _BUDGET_OPTION,
+        },
+        exclusion=probe_collectives_exclusion,
+    ),
+}

@@ -15,41 +15,12 @@ from hpcbench.parallel.layer_table import LayerRow as Row
 from hpcbench.parallel.layer_table import LayerTable, cached_by_identity, is_shipped_configuration, read_shipped_table
 from hpcbench.parallel.strategies.channel import has_attention
 from hpcbench.parallel.strategies.halo import HaloLayer, SlidingWindow
-from hpcbench.parallel.strategy_entry import Option, StrategyEntry
+from hpcbench.parallel.strategy_entry import CalibrationRuns, Option, PlotStyle, StrategyEntry
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 
 LOCAL_STATISTICS_TOLERANCE = 16.0
 """BatchNorm over a rank's own part computes another function, for which there is no bound: this one only shows numbers
 that are out of all proportion. Measured: 2.0 for resnet18 on 8x8 images, where a part has few values per channel."""
-
-STRATEGIES = {
-    "spatial": StrategyEntry(
-        own_degree="sp_degree",
-        runtime="hpcbench.worker.strategies.spatial.strategy:SpatialStrategy",
-        description="images and volumes cut into parts with halo exchange; the fully connected layers whole",
-        options={
-            "grid": Option(str, "", "ranks along each spatial dim, such as '2x2'; by default all along the first"),
-            "until": Option(int, 0, "the first block that is whole again; 0 is as late as the extents allow"),
-            "overlap": Option(bool, True, "halos travel while the interior or the weights' gradient is computed"),
-            "batch_norm": Option(
-                str,
-                "group",
-                "statistics over all parts, or of a rank's own part: lossy",
-                ("group", "local"),
-                lossy={"local": LOCAL_STATISTICS_TOLERANCE},
-            ),
-            "global_pool": Option(
-                str, "reduce", "the mean over all positions: of sums, or after gathering them", ("reduce", "gather")
-            ),
-            "bucket_cap_mb": Option(float, DEFAULT_BUCKET_CAP_MB, "size of a gradient bucket in MiB"),
-        },
-        limit="hpcbench.parallel.strategies.spatial:spatial_exclusion",
-        hybrid=("dp_degree",),
-        cost="hpcbench.oracle.strategies.spatial:SpatialCost",
-    ),
-}
-
-ALIASES = {"data_spatial": "spatial"}
 
 
 CONVOLUTION_KINDS = frozenset({"Conv2d", "Conv3d"})
@@ -320,3 +291,45 @@ def spatial_table_exclusion(table: LayerTable, grid: tuple[int, ...], until: int
 def _shipped_table_exclusion(model: str, dataset: str, grid: tuple[int, ...], until: int) -> str | None:
     table = read_shipped_table(model, dataset)
     return None if table is None else spatial_table_exclusion(table, grid, until)
+
+
+def _spatial_run_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:
+    if spec.sp_degree == 1:
+        return None
+    try:
+        return spatial_table_exclusion(table, spatial_grid(spec), int(spec.options.get("until", 0)))
+    except ConfigError as error:
+        return f"spatial: {error.message}"
+
+
+STRATEGIES = {
+    "spatial": StrategyEntry(
+        own_degree="sp_degree",
+        runtime="hpcbench.worker.strategies.spatial.strategy:SpatialStrategy",
+        description="images and volumes cut into parts with halo exchange; the fully connected layers whole",
+        options={
+            "grid": Option(str, "", "ranks along each spatial dim, such as '2x2'; by default all along the first"),
+            "until": Option(int, 0, "the first block that is whole again; 0 is as late as the extents allow"),
+            "overlap": Option(bool, True, "halos travel while the interior or the weights' gradient is computed"),
+            "batch_norm": Option(
+                str,
+                "group",
+                "statistics over all parts, or of a rank's own part: lossy",
+                ("group", "local"),
+                lossy={"local": LOCAL_STATISTICS_TOLERANCE},
+            ),
+            "global_pool": Option(
+                str, "reduce", "the mean over all positions: of sums, or after gathering them", ("reduce", "gather")
+            ),
+            "bucket_cap_mb": Option(float, DEFAULT_BUCKET_CAP_MB, "size of a gradient bucket in MiB"),
+        },
+        exclusion=spatial_exclusion,
+        hybrid=("dp_degree",),
+        cost="hpcbench.oracle.strategies.spatial:SpatialCost",
+        table_exclusion=_spatial_run_table_exclusion,
+        calibration=CalibrationRuns("convolutional"),
+        plot_style=PlotStyle("green", "square", "dash-dot"),
+    ),
+}
+
+ALIASES = {"data_spatial": "spatial"}

@@ -8,30 +8,8 @@ from math import prod
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.mesh import even_ranges
-from hpcbench.parallel.strategy_entry import Option, StrategyEntry
+from hpcbench.parallel.strategy_entry import CalibrationRuns, Option, PlotStyle, StrategyEntry
 from hpcbench.parallel.workloads import DATASETS, is_custom_model, sample_shape
-
-STRATEGIES = {
-    "tensor": StrategyEntry(
-        own_degree="tp_degree",
-        runtime="hpcbench.worker.strategies.tensor:TensorParallelStrategy",
-        description="transformer blocks split by heads and features (Megatron): column layers, then row layers",
-        options={
-            "sequence_parallel": Option(
-                bool, False, "between split layers each rank keeps its own tokens: reduce_scatter and all_gather"
-            ),
-            "vocabulary_parallel": Option(
-                bool, True, "embedding, output layer and loss are split by vocabulary; of language models alone"
-            ),
-        },
-        limit="hpcbench.parallel.strategies.tensor:tensor_exclusion",
-        hybrid=("dp_degree",),
-        cost="hpcbench.oracle.strategies.tensor:TensorCost",
-    ),
-}
-
-ALIASES = {"data_tensor": "tensor"}
-
 
 TRANSFORMER_BLOCK_KIND = "TransformerBlock.other"
 """Kind of the row that every transformer block has in a table of layers."""
@@ -91,3 +69,35 @@ class _TransformerDims:
 def _transformer_dims(model: str, dataset: str) -> _TransformerDims | None:
     table = read_shipped_table(model, dataset)
     return None if table is None else _TransformerDims(table)
+
+
+def transformer_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:
+    """The reason why a model without transformer blocks cannot be tensor-parallel, or ``None``."""
+    if any(layer.kind == TRANSFORMER_BLOCK_KIND for layer in table.layers):
+        return None
+    return f"{spec.strategy} splits transformer blocks, and {spec.model} has none"
+
+
+STRATEGIES = {
+    "tensor": StrategyEntry(
+        own_degree="tp_degree",
+        runtime="hpcbench.worker.strategies.tensor:TensorParallelStrategy",
+        description="transformer blocks split by heads and features (Megatron): column layers, then row layers",
+        options={
+            "sequence_parallel": Option(
+                bool, False, "between split layers each rank keeps its own tokens: reduce_scatter and all_gather"
+            ),
+            "vocabulary_parallel": Option(
+                bool, True, "embedding, output layer and loss are split by vocabulary; of language models alone"
+            ),
+        },
+        exclusion=tensor_exclusion,
+        hybrid=("dp_degree",),
+        cost="hpcbench.oracle.strategies.tensor:TensorCost",
+        table_exclusion=transformer_table_exclusion,
+        calibration=CalibrationRuns(),
+        plot_style=PlotStyle("vermillion", "right", "short"),
+    ),
+}
+
+ALIASES = {"data_tensor": "tensor"}

@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpcbench.parallel.catalog import STRATEGIES
+
 if TYPE_CHECKING:
     import polars
 
@@ -65,27 +67,30 @@ def _svg_path(outline: Sequence[tuple[float, float]]) -> str:
     return f"M{'L'.join(f'{x:.3g},{y:.3g}' for x, y in outline)}Z"
 
 
-_STRATEGY_STYLE_PARTS = {
-    "single": (BLACK, "star", "solid"),
-    "ddp": (BLUE, "circle", "solid"),
-    "horovod": (VERMILLION, "square", "short"),
-    "zero1": (GREEN, "up", "long"),
-    "fsdp": (PURPLE, "diamond", "dash-dot"),
-    "fairscale_oss": (ORANGE, "down", "dots"),
-    "fairscale_sddp": (SKY, "left", "short"),
-    "fairscale_fsdp": (BLACK, "diamond", "short"),
-    "filter": (ORANGE, "up", "solid"),
-    "channel": (SKY, "down", "long"),
-    "spatial": (GREEN, "square", "dash-dot"),
-    "tensor": (VERMILLION, "right", "short"),
-    "model": (BLACK, "square", "dots"),
-    "gpipe": (ORANGE, "right", "long"),
-    "fairscale_pipe": (SKY, "circle", "dots"),
-    "1f1b": (VERMILLION, "left", "solid"),
-    "interleaved_1f1b": (PURPLE, "up", "short"),
-    "zero_bubble": (GREEN, "cross", "dash-dot"),
-    "pipedream": (BLUE, "star", "dots"),
-}
+_COLOUR_NAMES = {
+    "black": BLACK, "blue": BLUE, "vermillion": VERMILLION, "green": GREEN, "purple": PURPLE, "sky": SKY,
+    "orange": ORANGE,
+}  # fmt: skip
+
+
+def _strategy_style_parts() -> dict[str, tuple[str, str, str]]:
+    """Colour, shape and dash of every strategy: those of its registry entry, or the first free ones."""
+    parts = {
+        key: (_COLOUR_NAMES[entry.plot_style.colour], entry.plot_style.shape, entry.plot_style.dash)
+        for key, entry in STRATEGIES.items()
+        if entry.plot_style is not None
+    }
+    free = (
+        (colour, shape, dash)
+        for dash in _DASHES
+        for shape in _SHAPES
+        for colour in COLOURS
+        if (shape, dash) not in {used[1:] for used in parts.values()}
+    )
+    return {key: parts[key] if key in parts else parts.setdefault(key, next(free)) for key in STRATEGIES}
+
+
+_STRATEGY_STYLE_PARTS = _strategy_style_parts()
 STRATEGY_STYLES = {name: _make_style(*parts) for name, parts in _STRATEGY_STYLE_PARTS.items()}
 """The same colour, shape and dash for a strategy in every plot; of a hybrid the shape is hollow."""
 _DEGREE_NAMES = frozenset({"dp", "tp", "sp", "pp"})

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.rendezvous import list_interfaces, reachable_address
@@ -46,7 +47,7 @@ def load_horovod() -> Any:
     )
 
 
-def horovod_facts(controller: str) -> dict[str, Any] | None:
+def horovod_facts(spec: RunSpec) -> dict[str, Any] | None:
     """Version, what it was built with, and who coordinates; ``None`` where Horovod does not work."""
     with contextlib.suppress(WorkerError):
         library = load_horovod()
@@ -55,7 +56,7 @@ def horovod_facts(controller: str) -> dict[str, Any] | None:
         return {
             "version": metadata.version("horovod"),
             "built_with": [name for name, there in built.items() if there],
-            "controller": controller,
+            "controller": str(spec.options.get("controller", "gloo")),
         }
     return None
 

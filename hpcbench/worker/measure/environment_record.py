@@ -12,10 +12,10 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import hpcbench
 from hpcbench.config.run_spec import RunSpec, TaskFileHeader
+from hpcbench.parallel.catalog import get_strategy, load_object
 from hpcbench.parallel.workloads import custom_model_file, is_custom_model
 from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask, performance_environment, resource_limits
 from hpcbench.worker.measure.gpu import host_gpu_facts, rank_gpu_facts
@@ -184,10 +185,9 @@ def _host_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, devi
     if header.model_folder and is_custom_model(spec.model):
         file = custom_model_file(spec.model, Path(header.model_folder))
         found["model_file_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest() if file else None
-    if spec.strategy == "horovod":
-        from hpcbench.worker.distributed.horovod_init import horovod_facts
-
-        found["horovod"] = horovod_facts(str(spec.options.get("controller", "gloo")))
+    if reference := get_strategy(spec.strategy).library_facts:
+        library_facts = cast(Callable[[RunSpec], dict[str, Any]], load_object(reference))
+        found[spec.strategy] = library_facts(spec)
     return found | (_cuda_provenance() if device.type == "cuda" else {})
 
 

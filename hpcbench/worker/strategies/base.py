@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,14 @@ class Strategy(Protocol):
 
     replica: int
     """The data-parallel replica that this rank belongs to."""
-    module: nn.Module
-    """The weights that this rank holds, in a form that can be called: for evaluation and comparison."""
     forward_is_collective: bool
     """Whether ``module`` can only be called by all ranks together."""
     phases: PhaseMarker
     """Put around the parts of a step; the loop replaces it in profiled steps."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The weights that this rank holds, in a form that can be called: for evaluation and comparison."""
 
     def setup(self, model: nn.Sequential, spec: RunSpec, place: RankContext) -> None:
         """Take ``model`` (built on the host, the same on every rank) apart or wrap it. May communicate."""
@@ -55,6 +57,14 @@ class Strategy(Protocol):
     @staticmethod
     def close() -> None:
         """Called once in every rank's process after all else, when no instance is left; not after an error."""
+
+
+def resolve_runtime(key: str) -> type[Strategy]:
+    """Import the runtime class of strategy ``key``.
+
+    ``tests/test_seams.py`` checks every class of the registry against ``Strategy``, statically and when it runs.
+    """
+    return cast(type[Strategy], catalog.load_object(catalog.get_strategy(key).runtime))
 
 
 @runtime_checkable

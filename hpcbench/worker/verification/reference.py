@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import REFERENCE_TRAINERS, get_strategy, load_object
 from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.results.schema import ReferenceComparison
 from hpcbench.worker.data.feed import DataFeed
@@ -171,6 +172,25 @@ def train_reference(
         arithmetic.update(optimizer)
         _record_step(trained, loss, model)
     return _record_final_state(trained, model)
+
+
+class ReferenceTrainer(Protocol):
+    """A training in one process that a strategy's run must equal."""
+
+    def __call__(
+        self,
+        model: nn.Sequential,
+        spec: RunSpec,
+        feed: DataFeed,
+        steps: Iterable[int],
+        tick: Callable[[], None] = ...,
+        /,
+    ) -> TrainingRecord: ...
+
+
+def resolve_reference_trainer(key: str) -> ReferenceTrainer:
+    """Import the function that trains the reference of strategy ``key``."""
+    return cast(ReferenceTrainer, load_object(REFERENCE_TRAINERS[get_strategy(key).reference]))
 
 
 def train_full_batch(model: nn.Module, spec: RunSpec, feed: DataFeed, steps: Iterable[int]) -> TrainingRecord:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.catalog import get_strategy, load_reference_trainer, load_runtime_class
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.tolerances import (
     PERTURBATION_MARGIN,
     VERIFICATION_LEARNING_RATE,
@@ -31,8 +31,14 @@ from hpcbench.worker.failure import is_out_of_memory
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController, Stopped
-from hpcbench.worker.strategies.base import Strategy
-from hpcbench.worker.verification.reference import TrainingRecord, all_finite, compare_training, copy_to_host
+from hpcbench.worker.strategies.base import Strategy, resolve_runtime
+from hpcbench.worker.verification.reference import (
+    TrainingRecord,
+    all_finite,
+    compare_training,
+    copy_to_host,
+    resolve_reference_trainer,
+)
 
 _PROGRESS_KEY = "verify/progress"
 _DONE_KEY = "verify/done"
@@ -149,7 +155,7 @@ def _train_like_run(
     chosen = comparison_spec(spec, check.precision)
     model = build_model(chosen, given.model_folder)
     disable_dropout(model)
-    fresh: Strategy = load_runtime_class(chosen.strategy)()
+    fresh: Strategy = resolve_runtime(chosen.strategy)()
     fresh.setup(wrap_blocks(model, chosen), chosen, place)
     with closing(make_feed(chosen, place.device, given.source)) as feed:
         return train_strategy(fresh, feed, compared_steps(chosen, feed, check.steps), place, stop.check)
@@ -226,7 +232,7 @@ class ReferenceTrainer:
             perturb_last_bit(model)
         with closing(make_feed(chosen, self._device, self._given.source)) as feed:
             steps = compared_steps(chosen, feed, check.steps)
-            trained: TrainingRecord = load_reference_trainer(chosen.strategy)(model, chosen, feed, steps, self._tick)
+            trained: TrainingRecord = resolve_reference_trainer(chosen.strategy)(model, chosen, feed, steps, self._tick)
             if not self.notes:
                 self.notes += _verification_notes(self.spec, feed, steps, had_dropout)
         del model, feed

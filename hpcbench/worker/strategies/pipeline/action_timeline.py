@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.pipeline.schedule_simulator import ActionSpan
 from hpcbench.parallel.pipeline.schedules import Action
-from hpcbench.parallel.strategies.pipeline import STRATEGIES
 from hpcbench.results.schema import TimelineSpan
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
@@ -170,7 +170,9 @@ def record_timeline(
     together, as closely as a barrier parts them.
     """
     runtime = getattr(strategy, "runtime", None)
-    if spec.profile_steps == 0 or runtime is None or spec.strategy not in STRATEGIES or any_rank(stop.due()):
+    if spec.profile_steps == 0 or runtime is None or not get_strategy(spec.strategy).records_timeline:
+        return []
+    if any_rank(stop.due()):
         return []
     while feed.global_count(step) < feed.global_batch_size and feed.steps_per_epoch > 1:
         step += 1

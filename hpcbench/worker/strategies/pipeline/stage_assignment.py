@@ -14,13 +14,13 @@ from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError, WorkerError
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.pipeline.block_profile import BlockProfile, BlockProfileResponse
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.parallel.pipeline.stage_balance import chunk_blocks
 from hpcbench.parallel.pipeline.stage_partition import balanced_cuts, block_ranges, parse_cuts
 from hpcbench.parallel.pipeline.steady_state import schedule_step_time
-from hpcbench.parallel.strategies.pipedream import pipedream_staleness
 from hpcbench.results.schema import PipelinePrediction
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import trace_layer_table
@@ -63,7 +63,8 @@ def predict_step(
 ) -> PipelinePrediction:
     """A step of the run by its schedule and the measured times."""
     chain = measured.chain()
-    delay = pipedream_staleness(spec) if spec.strategy == "pipedream" else None
+    staleness = get_strategy(spec.strategy).staleness
+    delay = None if staleness is None else staleness(spec)
     chunks = [[chain[place] for place in held] for held in blocks]
     found = schedule_step_time(spec.strategy, layout, spec.micro_batches, chunks, delay)
     return PipelinePrediction(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.pipeline.schedules import Action, message_after, schedule_actions
 from hpcbench.parallel.strategies.pipeline import cuts_exclusion, pipeline_layout
 from hpcbench.worker.data.feed import DataFeed
@@ -62,10 +63,11 @@ class PipelineStrategy(ModelParallelStrategy):
         channels = make_p2p_groups(self.own, self.layout, another)
         every = (message_after(action, self.layout) for own in self.schedule(spec.micro_batches) for action in own)
         warm_up_links(channels, [one for one in every if one is not None], self.own.place, place.device)
+        splits_backward = get_strategy(spec.strategy).splits_backward
         self.runtime = self.runtime_kind(
             layout=self.layout,
             rank=self.own.place,
-            chunks={one: ModelChunk(self.module.chunk(one), spec.strategy == "zero_bubble") for one in self._numbers},
+            chunks={one: ModelChunk(self.module.chunk(one), splits_backward) for one in self._numbers},
             mail=P2PTransport(channels, place.device, place.wait_s),
             boundaries=self.boundaries,
             arithmetic=self.arithmetic,

@@ -1,0 +1,141 @@
+"""The seams of a strategy: every runtime satisfies ``Strategy``, every cost ``Cost``, statically and when it is loaded."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from typing_extensions import get_protocol_members
+
+from hpcbench.oracle.strategies.base import Cost, resolve_cost
+from hpcbench.oracle.strategies.channel import ChannelCost, FilterCost
+from hpcbench.oracle.strategies.data import (
+    DdpCost,
+    FairscaleOssCost,
+    FairscaleSddpCost,
+    HorovodCost,
+    SingleCost,
+    Zero1Cost,
+)
+from hpcbench.oracle.strategies.pipedream import PipedreamCost
+from hpcbench.oracle.strategies.pipeline import FairscalePipeCost, PipelineCost
+from hpcbench.oracle.strategies.sharded import FairscaleFsdpCost, FsdpCost
+from hpcbench.oracle.strategies.spatial import SpatialCost
+from hpcbench.oracle.strategies.tensor import TensorCost
+from hpcbench.parallel.catalog import PROBES, REFERENCE_TRAINERS, STRATEGIES, load_object
+from hpcbench.parallel.pipeline.schedules import SCHEDULES
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.worker.strategies.base import DataParallelStrategy, SingleStrategy, Strategy, resolve_runtime
+from hpcbench.worker.strategies.channel.strategy import ChannelStrategy, FilterStrategy
+from hpcbench.worker.strategies.data import DdpStrategy
+from hpcbench.worker.strategies.fairscale import FairscaleOssStrategy, FairscaleSddpStrategy
+from hpcbench.worker.strategies.fairscale_fsdp import FairscaleFsdpStrategy
+from hpcbench.worker.strategies.fsdp import FsdpStrategy
+from hpcbench.worker.strategies.horovod import HorovodStrategy
+from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
+from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
+from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
+from hpcbench.worker.strategies.probes import ProbeCollectivesStrategy, ProbeLayersStrategy
+from hpcbench.worker.strategies.spatial.strategy import SpatialStrategy
+from hpcbench.worker.strategies.tensor import TensorParallelStrategy
+from hpcbench.worker.strategies.zero1 import Zero1Strategy
+from hpcbench.worker.verification.reference import resolve_reference_trainer
+
+ALL = {**STRATEGIES, **PROBES}
+
+# mypy checks each class of these tables against the protocol.
+CHECKED_RUNTIMES: tuple[type[Strategy], ...] = (
+    DataParallelStrategy,
+    SingleStrategy,
+    DdpStrategy,
+    Zero1Strategy,
+    FsdpStrategy,
+    FairscaleOssStrategy,
+    FairscaleSddpStrategy,
+    FairscaleFsdpStrategy,
+    HorovodStrategy,
+    FilterStrategy,
+    ChannelStrategy,
+    SpatialStrategy,
+    TensorParallelStrategy,
+    PipelineStrategy,
+    PipedreamStrategy,
+    FairscalePipeStrategy,
+    ProbeLayersStrategy,
+    ProbeCollectivesStrategy,
+)
+CHECKED_COSTS: tuple[type[Cost], ...] = (
+    SingleCost,
+    DdpCost,
+    Zero1Cost,
+    FsdpCost,
+    FairscaleOssCost,
+    FairscaleSddpCost,
+    FairscaleFsdpCost,
+    HorovodCost,
+    FilterCost,
+    ChannelCost,
+    SpatialCost,
+    TensorCost,
+    PipelineCost,
+    PipedreamCost,
+    FairscalePipeCost,
+)
+
+
+@pytest.mark.parametrize("key", ALL)
+def test_a_registered_runtime_satisfies_the_protocol(key: str) -> None:
+    runtime = resolve_runtime(key)
+    assert inspect.isclass(runtime)
+    declared = {name for base in runtime.__mro__ for name in (*vars(base), *getattr(base, "__annotations__", ()))}
+    # ``replica`` is set by ``setup``, and nowhere declared.
+    assert get_protocol_members(Strategy) - declared - {"replica", "module"} == set()
+    for name in ("setup", "announce", "step", "weights", "gradients", "close"):
+        expected, actual = (inspect.signature(getattr(owner, name)).parameters for owner in (Strategy, runtime))
+        assert list(actual) == list(expected), name
+
+
+@pytest.mark.parametrize("key", ALL)
+def test_a_registered_runtime_is_checked_by_mypy(key: str) -> None:
+    """A subclass of a class in the table is checked as well: mypy compares overrides with what they override."""
+    assert issubclass(resolve_runtime(key), CHECKED_RUNTIMES)
+
+
+@pytest.mark.parametrize("key", [key for key, entry in ALL.items() if entry.cost is not None])
+def test_a_registered_cost_satisfies_the_protocol_and_is_checked_by_mypy(key: str) -> None:
+    cost = resolve_cost(key)
+    assert issubclass(cost, Cost)
+    assert issubclass(cost, CHECKED_COSTS)
+    for name in get_protocol_members(Cost):
+        assert inspect.ismethod(getattr(cost, name)), f"{name} is no class method"
+        assert list(inspect.signature(getattr(cost, name)).parameters) == list(
+            inspect.signature(getattr(Cost, name)).parameters
+        )
+
+
+@pytest.mark.parametrize("key", ALL)
+def test_the_references_of_an_entry_are_known(key: str) -> None:
+    entry = ALL[key]
+    assert entry.reference in REFERENCE_TRAINERS
+    assert callable(resolve_reference_trainer(key))
+    assert entry.library_facts is None or callable(load_object(entry.library_facts))
+    assert entry.schedule is None or entry.schedule in SCHEDULES
+
+
+@pytest.mark.parametrize("key", STRATEGIES)
+def test_a_strategy_does_not_exclude_its_own_parity_cases(key: str) -> None:
+    for case in STRATEGIES[key].tested_cases:
+        point = {
+            "strategy": key,
+            "model": case.model,
+            "dataset": case.dataset,
+            "model_options": dict(case.model_options),
+            "options": dict(case.options),
+            "batch_size": 8,
+            "micro_batches": case.micro_batches,
+            "tasks_per_node": case.ranks,
+            "devices_per_task": case.devices_per_task,
+            **case.degrees,
+        }
+        resolved = resolve_point(point, PartitionLimits("any"))
+        assert not isinstance(resolved, InfeasiblePoint), resolved.reason
