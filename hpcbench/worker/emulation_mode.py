@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -13,13 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.flop_counter import conv_flop_count, flop_registry, sdpa_flop_count
 
+from hpcbench.config.run_spec import RunSpec, TaskFileHeader
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.roofline import BACKWARD, FORWARD, UPDATE, DeviceCompute, EmulatedDevice, Kernel, RooflineModel
-
-if TYPE_CHECKING:
-    from hpcbench.worker.data.feed import DataFeed
-    from hpcbench.worker.finalize import RunFinalizer
-    from hpcbench.worker.strategies.base import Strategy
+from hpcbench.worker.data.feed import DataFeed
+from hpcbench.worker.strategies.base import Strategy
 
 _LAYER_KINDS = (
     ("batch_norm", "BatchNorm2d"),
@@ -294,26 +292,27 @@ def _is_broadcast_zero(tensor: Tensor) -> bool:
     return tensor.numel() > 1 and 0 in tensor.stride()
 
 
-def apply_emulation(closing: RunFinalizer, strategy: Strategy, device: torch.device) -> None:
-    """Let the steps of ``strategy`` compute nothing, where the run asks for it, and say so in its result.
+def apply_emulation(
+    spec: RunSpec, header: TaskFileHeader, strategy: Strategy, device: torch.device
+) -> EmulatedDevice | None:
+    """Replace the computation of ``strategy``'s steps by sleeps, and return the emulated device; ``None`` if the run
+    emulates none.
 
-    Raises ``WorkerError`` (``unsupported``) on an accelerator, and where the task file lacks the cluster.
+    Raises:
+        WorkerError: ``unsupported`` on an accelerator; the task file lacks the emulated cluster.
     """
-    spec, header = closing.task.spec, closing.header
     if spec.rehearse is None:
-        return
+        return None
     if device.type != "cpu":
         raise WorkerError(f"a rehearsal sleeps on the host: it needs cpu ranks, not {device}", status="unsupported")
     if spec.rehearse not in header.rehearsed:
         raise WorkerError(f"the task file says nothing of {spec.rehearse}, which the run rehearses")
-    given: Any = header.rehearsed[spec.rehearse]
-    found = msgspec.convert(given, EmulatedDevice)
-    closing.provenance["rehearsed"] = {"cluster": found.cluster, "source": found.source}
-    closing.warnings.append(f"rehearsed: computation is timed sleeps as {found.cluster} ({found.source})")
-    mode, whole_step = EmulationMode(found.compute, spec.precision, spec.model, device), strategy.step
+    emulated = msgspec.convert(header.rehearsed[spec.rehearse], EmulatedDevice)
+    mode, whole_step = EmulationMode(emulated.compute, spec.precision, spec.model, device), strategy.step
 
-    def rehearsed_step(feed: DataFeed, step: int) -> Tensor:
+    def emulated_step(feed: DataFeed, step: int) -> Tensor:
         with mode:
             return whole_step(feed, step)
 
-    strategy.step = rehearsed_step  # type: ignore[method-assign]
+    strategy.step = emulated_step  # type: ignore[method-assign]
+    return emulated

@@ -8,7 +8,9 @@ import re
 import sys
 import traceback
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+import msgspec
 
 from hpcbench.errors import WorkerError
 from hpcbench.fileio import printable_text
@@ -129,23 +131,20 @@ class RunOutcome(NamedTuple):
     error: FailureRecord | None
 
 
-class ReportedCause(Protocol):
-    """What a rank told the others before it ended (``link.Cause``)."""
+class FailureCause(msgspec.Struct):
+    """Why the launch ends early, as announced by the first rank with a failure of its own."""
 
     rank: int
     host: str
     status: str
-    type: str
-    message: str
-    hint: str | None
-    traceback_tail: str | None
+    failure: FailureRecord
 
 
 def decide_outcome(
     world_size: int,
     ranks: Mapping[int, RankResult],
     *,
-    cause: ReportedCause | None,
+    cause: FailureCause | None,
     only_follows: bool,
     launcher: str,
     oom_kills_before: int | None,
@@ -158,14 +157,12 @@ def decide_outcome(
     """
     vanished = [rank for rank in range(world_size) if rank not in ranks]
     if cause is not None and not (cause.status == "cancelled" and vanished and launcher == "torchrun"):
-        return RunOutcome(cause.status, _cause_failure(cause, world_size))
+        if world_size > 1 and cause.status not in STOPPED_STATUSES:
+            return RunOutcome(cause.status, located_failure(cause.failure, cause.rank, cause.host))
+        return RunOutcome(cause.status, cause.failure)
     if vanished and was_oom_killed(oom_kills_before):
-        return RunOutcome(
-            "oom",
-            lost_ranks_failure(
-                vanished, ranks, f"the kernel killed a process of this job for its memory: {describe_own_job_memory()}"
-            ),
-        )
+        why = f"the kernel killed a process of this job for its memory: {describe_own_job_memory()}"
+        return RunOutcome("oom", lost_ranks_failure(vanished, ranks, why))
     if vanished:
         return RunOutcome("failed", lost_ranks_failure(vanished, ranks, "killed, or ended by something outside python"))
     if all(one.status == STATUS_OK for one in ranks.values()):
@@ -200,31 +197,20 @@ def was_oom_killed(before: int | None) -> bool:
     return before is not None and now is not None and now > before
 
 
-def _cause_failure(cause: ReportedCause, world_size: int) -> FailureRecord:
-    where = f"rank {cause.rank} on {cause.host}: " if world_size > 1 and cause.status not in STOPPED_STATUSES else ""
-    return FailureRecord(
-        type=cause.type, message=where + cause.message, hint=cause.hint, traceback_tail=cause.traceback_tail
-    )
+def located_failure(failure: FailureRecord, rank: int, host: str) -> FailureRecord:
+    """Return ``failure`` with the rank and the host in its message."""
+    return msgspec.structs.replace(failure, message=f"rank {rank} on {host}: {failure.message}")
 
 
 def _first_failure_outcome(ranks: Mapping[int, RankResult], only_follows: bool) -> RunOutcome:
-    """Where no rank told a cause: the lowest rank that failed by itself, before those that only followed."""
+    """No rank announced a cause: prefer the lowest rank that failed by itself to those that only followed."""
     failed = [rank for rank in sorted(ranks) if ranks[rank].status != STATUS_OK]
     if only_follows:
         failed = [rank for rank in failed if rank != 0] or failed
-    rank = failed[0]
-    error = ranks[rank].error
-    if error is None or len(ranks) == 1:
-        return RunOutcome(ranks[rank].status, error)
-    return RunOutcome(
-        ranks[rank].status,
-        FailureRecord(
-            type=error.type,
-            message=f"rank {rank} on {ranks[rank].host}: {error.message}",
-            hint=error.hint,
-            traceback_tail=error.traceback_tail,
-        ),
-    )
+    first = ranks[failed[0]]
+    if first.error is None or len(ranks) == 1:
+        return RunOutcome(first.status, first.error)
+    return RunOutcome(first.status, located_failure(first.error, first.rank, first.host))
 
 
 def lost_ranks_failure(vanished: list[int], ranks: Mapping[int, RankResult], why: str, log: str = "") -> FailureRecord:

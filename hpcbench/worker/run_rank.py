@@ -1,7 +1,6 @@
-"""The life of one rank, from its environment to its part of the result.
+"""Life of one rank, from its environment to its part of the result.
 
-This module does not import torch at its top.
-"""
+torch is imported only once the run's environment variables are set."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from hpcbench.worker import begin
 from hpcbench.worker.begin import done_reason
 from hpcbench.worker.distributed import rank_environment
 from hpcbench.worker.distributed.rank_environment import RankInfo, check_world_size, detect_rank
-from hpcbench.worker.finalize import RunFinalizer
+from hpcbench.worker.finalize import RankMeasurements, RunContext, RunFinalizer
 from hpcbench.worker.shutdown import StopController
 
 
@@ -29,7 +28,7 @@ def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
     Without ``attempt_number`` rank 0 begins an attempt, unless the run is done already, and the others find it.
     """
     header, task = read_task(tasks, index)
-    given = rank_environment.user_environment(os.environ, Path(f"/proc/{os.getppid()}/environ"))
+    user_env = rank_environment.user_environment(os.environ, Path(f"/proc/{os.getppid()}/environ"))
     rank_environment.apply_run_environment(task.spec.env, task.run_id)
     stop = StopController()
     stop.install()
@@ -39,14 +38,19 @@ def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
         return 0
     marker = attempt.read_start()
     stop.set_deadline(marker.deadline_unix_s if marker else None, task.time_limit_s)
-    closing = RunFinalizer(header, task, attempt, info, stop)
-    closing.given_env = given
-    stop.on_stuck(closing.abandon)
+    context = RunContext(header, task, attempt, info, user_env)
+    finalizer = RunFinalizer(context, RankMeasurements.of(context), stop)
+    stop.set_abort_callback(finalizer.abort)
     try:
-        _run_measured(closing)
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the result says it
-        return closing.end(error)
-    return closing.end(None)
+        check_world_size(info, task.spec)
+        _require_torch()
+        stop.raise_if_stopped()
+        from hpcbench.worker.measured_run import measure_run
+
+        measure_run(finalizer)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it becomes the result
+        return finalizer.finish(error)
+    return finalizer.finish(None)
 
 
 def _find_or_claim_attempt(
@@ -63,15 +67,6 @@ def _find_or_claim_attempt(
     if info.rank == 0:
         return begin.claim_attempt(tasks, index, header, task, info.launch)
     return begin.find_attempt(folder, info, header.wait_s)
-
-
-def _run_measured(closing: RunFinalizer) -> None:
-    check_world_size(closing.info, closing.task.spec)
-    _require_torch()
-    closing.stop.check()
-    from hpcbench.worker.measured_run import measure_run
-
-    measure_run(closing)
 
 
 def _require_torch() -> None:

@@ -56,7 +56,7 @@ class StopController:
 
     Signals reach a Python handler only between two byte codes of the main thread, which may sit in a collective
     whose peer is dead. The C-level handler also writes the signal's number to a socket; a thread reads it there, and
-    calls ``abandon`` when the main thread has not come back within ``STEP_GRACE_S``.
+    calls the abort callback when the main thread has not come back within ``STEP_GRACE_S``.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class StopController:
         self.deadline: float | None = None
         self._deadline_step = float("inf")
         self._near = 0.0
-        self._abandon: Callable[[BaseException], None] | None = None
+        self._abort: Callable[[BaseException], None] | None = None
         self._lock = threading.Lock()
         self._reader: socket.socket | None = None
         self._writer: socket.socket | None = None
@@ -92,30 +92,30 @@ class StopController:
         if deadline is not None:
             threading.Thread(target=self._watch_clock, name="deadline", daemon=True).start()
 
-    def on_stuck(self, abandon: Callable[[BaseException], None]) -> None:
-        """What to call from a thread when the main thread does not come back; it must not return."""
-        self._abandon = abandon
+    def set_abort_callback(self, abort: Callable[[BaseException], None]) -> None:
+        """Set the callback that a thread calls when the main thread is stuck; it must not return."""
+        self._abort = abort
 
-    def due(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether the loop should end before its next step. Costs well under a microsecond."""
         if self.reason is None and time.time() >= self._deadline_step:
             self._set(_time_limit_stop())
         return self.reason is not None
 
-    def check(self) -> None:
+    def raise_if_stopped(self) -> None:
         """Raise the reason to stop, if there is one."""
-        if self.due() and self.reason is not None:
+        if self.should_stop() and self.reason is not None:
             raise self.reason
 
-    def request(self, cause: Stopped | PeerEnded, grace_s: float = STEP_GRACE_S) -> None:
+    def stop_after_grace(self, cause: Stopped | PeerEnded, grace_s: float = STEP_GRACE_S) -> None:
         """Ask the loop to stop for ``cause``, and end the process from here unless it does within ``grace_s``.
 
         Only a thread beside the main one may call this: it waits.
         """
         self._set(cause)
         time.sleep(grace_s)
-        if self._abandon is not None:
-            self._abandon(cause)
+        if self._abort is not None:
+            self._abort(cause)
 
     def _set(self, reason: Stopped | PeerEnded) -> None:
         with self._lock:
@@ -123,7 +123,7 @@ class StopController:
 
     def _watch_clock(self) -> None:
         time.sleep(max(0.0, self._deadline_step - time.time()))
-        self.request(_time_limit_stop())
+        self.stop_after_grace(_time_limit_stop())
 
     def _read(self, reader: socket.socket) -> None:
         while True:
@@ -134,7 +134,7 @@ class StopController:
                 cause = stop_for_signal(number, time.time(), deadline)
                 self._set(cause)
                 # Every signal gets its own patience, so that a second one is not read only after the first's.
-                threading.Thread(target=self.request, args=(cause,), daemon=True).start()
+                threading.Thread(target=self.stop_after_grace, args=(cause,), daemon=True).start()
 
 
 def _time_limit_stop() -> Stopped:

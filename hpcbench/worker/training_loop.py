@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.results.schema import EvaluationPoint
+from hpcbench.results.schema import EvaluationPoint, RankResult
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.measure.clocks import StepClock, make_step_clock, process_age_s, synchronize
 from hpcbench.worker.model_execution import count_compiled_graphs, force_eager, recompilation_warning
@@ -53,13 +53,22 @@ class LoopProgress:
         values = [float(value) for value in torch.stack(self.losses).tolist()] if self.losses else []
         return [value if math.isfinite(value) else None for value in values]
 
-    def notes(self) -> list[str]:
-        """Warnings about the timed steps."""
+    def warnings(self) -> list[str]:
         warning = recompilation_warning(self.recompiled)
         return [warning] if warning else []
 
-    def settle(self) -> None:
-        """Training is over and the device idle: what is read from now on never waits."""
+    def write_into(self, result: RankResult, may_wait: bool) -> None:
+        """Set the fields of ``result`` that come from the steps so far."""
+        times = self.step_times_s()
+        result.steps_done, result.step_times_s = len(times), times
+        result.step_samples = self.samples[: len(times)]
+        result.losses = self.read_losses(may_wait)
+        result.time_to_first_step_s = self.time_to_first_step_s
+        result.evaluations = self.evaluations
+        result.accuracy = self.evaluations[-1].accuracy if self.evaluations else None
+
+    def complete_timing(self) -> None:
+        """The device is idle after the last timed step: reading never waits from here on."""
         self._read = self.read_losses(may_wait=True)
         self.complete = True
 
@@ -90,7 +99,7 @@ def run_training_loop(
     feed.prepare(strategy.replica)
     began = time.perf_counter()
     for step in range(spec.warmup_steps):
-        stop.check()
+        stop.raise_if_stopped()
         progress.losses.append(strategy.step(feed, step))
         _record_first_step(progress)
     synchronize(progress.device)
@@ -102,12 +111,12 @@ def run_training_loop(
         at_end()
         progress.recompiled += count_compiled_graphs() - compiled if spec.compile else 0
         if len(progress.losses) < steps.stop:
-            stop.check()
+            stop.raise_if_stopped()
         if steps.stop == total:
-            progress.settle()
+            progress.complete_timing()
         if evaluate is not None and evaluate(steps.stop):
             break
-    progress.settle()
+    progress.complete_timing()
 
 
 def timed_segments(warmup_steps: int, steps: int, every: int) -> list[range]:
@@ -127,7 +136,7 @@ def _run_timed_steps(
     mark, append = progress.clock.mark, progress.losses.append
     progress.clock.begin()
     for step in steps:
-        if stop.due():
+        if stop.should_stop():
             break
         append(strategy.step(feed, step))
         mark()
@@ -151,7 +160,7 @@ def loop_overhead_s(device: torch.device, repeats: int = 10_000) -> float:
     stop.set_deadline(time.time() + 3600, 3600)
     began = time.perf_counter()
     for _ in range(repeats):
-        if stop.due():
+        if stop.should_stop():
             break
         append(loss)
         mark()

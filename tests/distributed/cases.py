@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.parallel.workloads import DATASETS
-from hpcbench.results.schema import ReferenceComparison
+from hpcbench.results.schema import ReferenceComparison, StepPhases
 from hpcbench.worker.data.feed import NO_FILES, DataFeed, DataSource, make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.measure.step_profiler import ProfileResult, run_profiled_steps
+from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController
@@ -71,7 +71,7 @@ class OfRank:
     trained: TrainingRecord
     counts: list[int]
     differs_from_rank_0: float
-    profiled: ProfileResult | None = None
+    profiled: tuple[StepPhases | None, list[str]] | None = None
 
 
 def make_case(ranks: int, model: str, dataset: str, model_options: Any = None, steps: int = 5, **more: Any) -> Case:
@@ -156,7 +156,9 @@ def _distance(strategy: Strategy, group: dist.ProcessGroup) -> float:
     return worst
 
 
-def profile_late(case: Case, strategy: Any, group: dist.ProcessGroup, late_s: float) -> ProfileResult:
+def profile_late(
+    case: Case, strategy: Any, group: dist.ProcessGroup, late_s: float
+) -> tuple[StepPhases | None, list[str]]:
     """The split of further steps, rank 1 being late."""
 
     def all_reduce(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
@@ -171,9 +173,10 @@ def profile_late(case: Case, strategy: Any, group: dist.ProcessGroup, late_s: fl
         return bool(said.item())
 
     strategy.runner.register_comm_hook(group, all_reduce)
-    return run_profiled_steps(
-        strategy, make_feed(case.spec, CPU), case.spec, CPU, StopController(), any_rank, case.steps
-    )
+    warnings: list[str] = []
+    feed = make_feed(case.spec, CPU)
+    phases = run_profiled_steps(strategy, feed, case.spec, CPU, StopController(), any_rank, case.steps, warnings)
+    return phases, warnings
 
 
 def sum_in_rank_order(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings

@@ -13,12 +13,12 @@ from typing import Any
 
 from hpcbench.results.schema import StepPhases
 from hpcbench.worker.__main__ import main
-from hpcbench.worker.finalize import RunFinalizer
+from hpcbench.worker.finalize import RankMeasurements
 from hpcbench.worker.strategies.base import DataParallelStrategy
 
 RANK, SECONDS = os.environ["SLOW"].split(":")
 
-_step, _setup, _rank_result = DataParallelStrategy.step, DataParallelStrategy.setup, RunFinalizer._rank_result
+_step, _setup, _rank_result = DataParallelStrategy.step, DataParallelStrategy.setup, RankMeasurements.rank_result
 _steps: list[tuple[float, float]] = []
 
 
@@ -45,7 +45,7 @@ def rank_result(self: Any, *arguments: Any) -> Any:
 
 DataParallelStrategy.setup = setup  # type: ignore[method-assign]
 DataParallelStrategy.step = step  # type: ignore[method-assign,assignment]
-RunFinalizer._rank_result = rank_result  # type: ignore[method-assign,assignment]
+RankMeasurements.rank_result = rank_result  # type: ignore[method-assign,assignment]
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -27,11 +27,12 @@ def split_of_rank_0(pool: Pool, late_s: float) -> StepPhases:
         model="vgg11", model_options={"batch_norm": False}, strategy="ddp", tasks_per_node=2, dp_degree=2,
         batch_size=4, profile_steps=2, options={"bucket_cap_mb": 1000.0},
     )  # fmt: skip
-    found = pool.run(Case(spec, samples=1500, steps=2, late_s=late_s))[0].profiled
-    assert found is not None
-    assert found.warnings == []
-    assert found.phases is not None
-    return found.phases
+    profiled = pool.run(Case(spec, samples=1500, steps=2, late_s=late_s))[0].profiled
+    assert profiled is not None
+    phases, warnings = profiled
+    assert warnings == []
+    assert phases is not None
+    return phases
 
 
 def test_waiting_for_a_late_rank_is_exposed_communication(pool: Pool) -> None:

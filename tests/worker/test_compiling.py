@@ -41,8 +41,8 @@ def test_compiled_training_is_eager_training_and_new_shapes_are_told() -> None:
     made = count_compiled_graphs() - before
     assert made == 2, "one for the whole model, another for the partial batch"
     assert progress.recompiled == 1
-    assert progress.notes() == [recompilation_warning(1)]
-    assert plain.notes() == []
+    assert progress.warnings() == [recompilation_warning(1)]
+    assert plain.warnings() == []
     assert progress.read_losses(may_wait=True) == pytest.approx(plain.read_losses(may_wait=True), rel=1e-5)
     assert list(compiled.weights()) == list(eager.weights()) == ["1.weight", "1.bias"]
     for name, tensor in eager.weights().items():

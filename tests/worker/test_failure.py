@@ -5,8 +5,14 @@ import torch
 
 from hpcbench.errors import WorkerError
 from hpcbench.worker import failure as failure_module
-from hpcbench.worker.distributed.rendezvous import FailureCause
-from hpcbench.worker.failure import decide_outcome, describe_error, install_hint, is_peer_lost, is_peer_lost_message
+from hpcbench.worker.failure import (
+    FailureCause,
+    decide_outcome,
+    describe_error,
+    install_hint,
+    is_peer_lost,
+    is_peer_lost_message,
+)
 from hpcbench.worker.model_execution import MixedPrecision
 from hpcbench.worker.shutdown import PeerEnded
 from tests.worker.helpers import failure, make_rank
@@ -72,7 +78,7 @@ def test_what_only_follows_from_another_ranks_end(error: BaseException, lost: bo
 
 
 def cause(status: str = "failed", rank: int = 1, kind: str = "ValueError") -> FailureCause:
-    return FailureCause(rank=rank, host="n1", status=status, type=kind, message="mine")
+    return FailureCause(rank, "n1", status, failure(kind, "mine"))
 
 
 @pytest.fixture(autouse=True)

@@ -225,10 +225,10 @@ def test_attention_names_its_heads() -> None:
 def test_a_table_takes_no_memory() -> None:
     """As much as a process that has only imported torch, but for 300 MB, where real activations would take GiB."""
     code = (
-        "import sys; from hpcbench.worker.layers import answer\n"
+        "import sys; from hpcbench.worker.layers import answer_request\n"
         "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'VmHWM' in line)\n"
         "from hpcbench.worker.models.build import import_torchvision_models; import_torchvision_models(); before = peak()\n"
-        "got = answer(sys.stdin.buffer.read()); assert got.table, got.error\n"
+        "got = answer_request(sys.stdin.buffer.read()); assert got.table, got.error\n"
         "print(before, peak(), got.table.totals().activation_bytes)"
     )
     request = msgspec.json.encode(LayerTableRequest(model="vgg11", dataset="highres", input_size=4096))

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from hpcbench.results.schema import StepPhases
 from hpcbench.worker.data.feed import DataFeed, make_feed
 from hpcbench.worker.measure import step_profiler
 from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
-from hpcbench.worker.measure.step_profiler import ProfileResult, run_profiled_steps
+from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.shutdown import StopController, Stopped
 from tests.worker.helpers import make_spec
 
@@ -55,30 +56,33 @@ class Multiplier:
         pass
 
 
-def run(strategy: Multiplier, stop: StopController | None = None, profile_steps: int = 2) -> ProfileResult:
+def run(
+    strategy: Multiplier, stop: StopController | None = None, profile_steps: int = 2
+) -> tuple[StepPhases | None, list[str]]:
     spec = make_spec(profile_steps=profile_steps)
-    return run_profiled_steps(strategy, make_feed(spec, CPU), spec, CPU, stop or StopController(), bool, first=6)
+    warnings: list[str] = []
+    stop = stop or StopController()
+    return run_profiled_steps(strategy, make_feed(spec, CPU), spec, CPU, stop, bool, 6, warnings), warnings
 
 
 def test_a_lone_device_has_phases_and_no_communication(capfd: pytest.CaptureFixture[str]) -> None:
     strategy = Multiplier()
-    found = run(strategy)
+    phases, warnings = run(strategy)
     assert strategy.steps == [6, 7]
     assert strategy.phases is no_marker, "whoever steps from here on pays for no mark"
-    phases = found.phases
     assert phases is not None
     assert phases.forward_s is not None
     assert phases.compute_s is not None
     assert 0 < phases.forward_s < phases.step_s
     assert 0 < phases.compute_s <= phases.step_s
     assert (phases.comm_s, phases.exposed_comm_s, phases.data_s, phases.backward_s) == (None, None, None, None)
-    assert found.warnings == []
+    assert warnings == []
     assert "".join(capfd.readouterr()) == "", "the profiler's library keeps quiet"
 
 
 def test_none_are_made_where_none_are_asked_for() -> None:
     strategy = Multiplier()
-    assert run(strategy, profile_steps=0) == ProfileResult(None, [])
+    assert run(strategy, profile_steps=0) == (None, [])
     assert strategy.steps == []
 
 
@@ -90,7 +94,7 @@ def test_a_profiler_that_fails_is_a_warning_and_the_steps_are_made_all_the_same(
 
     monkeypatch.setattr(step_profiler, "profile", refuse)
     strategy = Multiplier()
-    assert run(strategy) == ProfileResult(None, ["no profile of the steps: RuntimeError: no CUPTI"])
+    assert run(strategy) == (None, ["no profile of the steps: RuntimeError: no CUPTI"])
     assert strategy.steps == [6, 7], "the other ranks wait for this one in each of them"
 
 
@@ -99,7 +103,7 @@ def test_events_that_cannot_be_read_are_a_warning(monkeypatch: pytest.MonkeyPatc
         raise AttributeError("start_ns")
 
     monkeypatch.setattr(step_profiler, "profiler_events", unreadable)
-    assert run(Multiplier()) == ProfileResult(None, ["no profile of the steps: AttributeError: start_ns"])
+    assert run(Multiplier()) == (None, ["no profile of the steps: AttributeError: start_ns"])
 
 
 @pytest.mark.parametrize(("told_at", "made"), [(6, 1), (5, 0)])
@@ -111,9 +115,9 @@ def test_who_is_told_to_stop_leaves_the_rest_out(told_at: int, made: int) -> Non
             stop.reason = Stopped("timeout", "told")
 
     tell(5)  # before the first of them
-    found = run(Multiplier(tell), stop)
-    assert (found.phases is not None) == (made > 0)
-    assert found.warnings == [f"{made} of 2 profiled steps were made: no time was left"]
+    phases, warnings = run(Multiplier(tell), stop)
+    assert (phases is not None) == (made > 0)
+    assert warnings == [f"{made} of 2 profiled steps were made: no time was left"]
 
 
 def test_a_step_that_fails_is_no_failure_of_the_profiler() -> None:

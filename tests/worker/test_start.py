@@ -13,11 +13,11 @@ import torch
 
 from hpcbench.config.run_spec import run_id
 from hpcbench.errors import WorkerError
-from hpcbench.worker import measured_run
+from hpcbench.worker.distributed import world
 from hpcbench.worker.distributed.process_groups import HashStore, RankContext
 from hpcbench.worker.distributed.rank_environment import RankInfo
+from hpcbench.worker.distributed.world import choose_device, ranks_sharing_devices
 from hpcbench.worker.measure.environment_record import collect_provenance, environment_digest
-from hpcbench.worker.measured_run import choose_device, ranks_sharing_devices
 from tests.worker.helpers import make_header, make_spec, tree_of, write_tasks
 
 LOGIN_NODE = ["click", "pydantic", "submitit", "jinja2", "polars", "rich", "tomli", "tomlkit", "altair"]
@@ -177,12 +177,12 @@ def test_ranks_that_share_a_gpu_are_found() -> None:
 
 
 def test_ranks_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured_run, "device_uuid", lambda device: "GPU-1")
+    monkeypatch.setattr(world, "device_uuid", lambda device: "GPU-1")
     store = HashStore()
     places = [RankContext(rank, 2, torch.device("cpu")) for rank in (1, 0)]
-    measured_run._refuse_shared_devices(store, places[0], 5.0)
+    world._refuse_shared_devices(store, places[0], 5.0)
     with pytest.raises(WorkerError, match="ranks share a GPU: 0, 1"):
-        measured_run._refuse_shared_devices(store, places[1], 5.0)
+        world._refuse_shared_devices(store, places[1], 5.0)
 
 
 def test_no_gpu_where_the_profile_says_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

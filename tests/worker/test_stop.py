@@ -42,13 +42,13 @@ def test_margins_are_small_parts_of_a_limit() -> None:
 
 def test_the_deadline_comes_due_by_itself() -> None:
     stop = StopController()
-    assert not stop.due()
+    assert not stop.should_stop()
     stop.set_deadline(time.time() + 1000, 100.0)
-    assert not stop.due()
+    assert not stop.should_stop()
     stop.set_deadline(time.time() + 4, 100.0)
-    assert stop.due()
+    assert stop.should_stop()
     with pytest.raises(Stopped, match="time limit") as caught:
-        stop.check()
+        stop.raise_if_stopped()
     assert caught.value.status == "timeout"
 
 
@@ -56,7 +56,7 @@ def test_a_rank_that_is_stuck_at_its_deadline_is_ended() -> None:
     """Nobody tells a run of a pack that its time is over."""
     stop = StopController()
     seen = threading.Event()
-    stop.on_stuck(lambda _: seen.set())
+    stop.set_abort_callback(lambda _: seen.set())
     stop.set_deadline(time.time() + 0.2, 1.0)
     assert seen.wait(30)
     assert isinstance(stop.reason, Stopped)
@@ -66,10 +66,10 @@ def test_a_rank_that_is_stuck_at_its_deadline_is_ended() -> None:
 def test_the_first_reason_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     stop = StopController()
     abandoned: list[BaseException] = []
-    stop.on_stuck(abandoned.append)
+    stop.set_abort_callback(abandoned.append)
     first, second = Stopped("timeout", "first"), PeerEnded("second")
-    stop.request(first, grace_s=0)
-    stop.request(second, grace_s=0)
+    stop.stop_after_grace(first, grace_s=0)
+    stop.stop_after_grace(second, grace_s=0)
     assert stop.reason is first
     assert abandoned == [first, second], "each asks to end the process; whoever ends it first wins"
 
@@ -80,7 +80,7 @@ def test_a_signal_reaches_the_flag_while_the_main_thread_does_not_look(monkeypat
     before = signal.getsignal(signal.SIGUSR2)
     seen = threading.Event()
     stop = StopController()
-    stop.on_stuck(lambda _: seen.set())
+    stop.set_abort_callback(lambda _: seen.set())
     try:
         stop.install()
         signal.raise_signal(signal.SIGUSR2)

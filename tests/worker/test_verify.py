@@ -250,21 +250,21 @@ def test_waiting_ends_when_it_is_done(links: list[ControlChannel]) -> None:
         nonlocal looks
         looks += 1
         if looks == 3:
-            links[0].post("progress", "one")
+            links[0].publish("progress", "one")
         if looks == 5:
-            links[0].post("done", "1")
+            links[0].publish("done", "1")
             told.set()
 
-    links[1].follow("progress", "done", 30.0, look, "something")
+    links[1].wait_while_progressing("progress", "done", 30.0, look, "something")
     assert told.is_set()
 
 
 def test_waiting_has_a_limit_that_says_what_it_waited_for(links: list[ControlChannel]) -> None:
-    links[0].post("progress", "7 shares of a step are done")
+    links[0].publish("progress", "7 shares of a step are done")
     with pytest.raises(
         WorkerError, match=r"rank 1 waited 0.2 s for rank 0 to train .*; last heard: 7 shares of a step"
     ):
-        links[1].follow("progress", "done", 0.2, go_on, "rank 0 to train the reference")
+        links[1].wait_while_progressing("progress", "done", 0.2, go_on, "rank 0 to train the reference")
 
 
 def test_waiting_ends_when_the_run_is_told_to_stop(links: list[ControlChannel]) -> None:
@@ -272,4 +272,4 @@ def test_waiting_ends_when_the_run_is_told_to_stop(links: list[ControlChannel]) 
         raise Stopped("cancelled", "stopped by SIGTERM")
 
     with pytest.raises(Stopped):
-        links[1].follow("progress", "done", 30.0, told, "something")
+        links[1].wait_while_progressing("progress", "done", 30.0, told, "something")

@@ -24,6 +24,7 @@ from hpcbench.results.decode import decode_record
 from hpcbench.results.schema import RankResult
 from hpcbench.worker.distributed.process_groups import Store, TCPStore, clone_connection, to_timedelta
 from hpcbench.worker.distributed.rank_environment import RankInfo, raise_open_file_limit
+from hpcbench.worker.failure import FailureCause
 
 _VIRTUAL_PREFIXES = ("docker", "virbr", "veth", "br-", "cni", "podman", "flannel", "tun", "tap")
 
@@ -256,18 +257,6 @@ _ABORT_KEY = "abort"
 _CAUSE_KEY = "cause"
 
 
-class FailureCause(msgspec.Struct, kw_only=True):
-    """Why the launch ends early, by the first rank that knew a cause of its own."""
-
-    rank: int
-    host: str
-    status: str
-    type: str
-    message: str
-    hint: str | None = None
-    traceback_tail: str | None = None
-
-
 class ControlChannel:
     """The shared store, seen from one rank. Nothing here waits without a limit."""
 
@@ -276,32 +265,32 @@ class ControlChannel:
         self.rank = rank
         self.world_size = world_size
 
-    def watch(self, told: Callable[[], None], lost: Callable[[], None]) -> None:
-        """From a thread, call ``told`` when any rank gives up, ``lost`` when rank 0's process is gone.
+    def watch_peers(self, on_abort: Callable[[], None], on_lost: Callable[[], None]) -> None:
+        """From a thread, call ``on_abort`` when a rank announces its end, ``on_lost`` when rank 0's process is gone.
 
         The thread sleeps in the store until then: it costs the measured steps nothing.
         """
-        mine = clone_connection(self.store)
+        store = clone_connection(self.store)
 
         def wait() -> None:
             try:
-                mine.wait([_ABORT_KEY], _NO_TIMEOUT)
+                store.wait([_ABORT_KEY], _NO_TIMEOUT)
             except RuntimeError:
-                lost()
-                return
-            told()
+                on_lost()
+            else:
+                on_abort()
 
         threading.Thread(target=wait, name="peers", daemon=True).start()
 
-    def give_up(self, cause: FailureCause | None) -> None:
-        """Tell the others that this rank ends; ``cause`` is ``None`` where it only follows from another's end."""
+    def announce_abort(self, cause: FailureCause | None) -> None:
+        """Announce that this rank ends; ``cause`` is ``None`` if that only follows from another rank's end."""
         with contextlib.suppress(RuntimeError):
             if cause is not None:
                 self.store.compare_set(_CAUSE_KEY, "", msgspec.json.encode(cause).decode())
             self.store.set(_ABORT_KEY, "1")
 
     def cause(self) -> FailureCause | None:
-        """What the first rank that gave up for a cause of its own has said."""
+        """Return the cause that the first failed rank announced."""
         try:
             if self.store.check([_CAUSE_KEY]):
                 return msgspec.json.decode(self.store.get(_CAUSE_KEY), type=FailureCause)
@@ -309,25 +298,31 @@ class ControlChannel:
             return None
         return None
 
-    def post(self, key: str, text: str) -> None:
-        """Say something to whoever waits for it."""
+    def publish(self, key: str, text: str) -> None:
+        """Set ``key`` for all ranks."""
         self.store.set(key, text)
 
-    def follow(self, progress: str, done: str, patience_s: float, check: Callable[[], None], what: str) -> None:
-        """Wait until ``done`` is posted, as long as ``progress`` changes at least every ``patience_s``.
+    def wait_while_progressing(
+        self, progress_key: str, done_key: str, patience_s: float, check: Callable[[], None], awaited: str
+    ) -> None:
+        """Wait for ``done_key`` as long as the value of ``progress_key`` changes at least every ``patience_s``.
 
-        Sleeps between looks, and calls ``check`` after each, which may raise. ``WorkerError`` says what was waited
-        for and how far it had got.
+        Args:
+            check: called at every poll; may raise.
+            awaited: name of the work, for the message.
+
+        Raises:
+            WorkerError: no progress for ``patience_s``.
         """
-        pause, seen, since = 0.002, "nothing yet", time.monotonic()
-        while not self.store.check([done]):
+        pause, progress, changed_s = 0.002, "nothing yet", time.monotonic()
+        while not self.store.check([done_key]):
             check()
-            now = self.store.get(progress).decode() if self.store.check([progress]) else seen
-            if now != seen:
-                seen, since = now, time.monotonic()
-            if time.monotonic() - since > patience_s:
+            current = self.store.get(progress_key).decode() if self.store.check([progress_key]) else progress
+            if current != progress:
+                progress, changed_s = current, time.monotonic()
+            if time.monotonic() - changed_s > patience_s:
                 raise WorkerError(
-                    f"rank {self.rank} waited {patience_s:g} s for {what} to get any further; last heard: {seen}"
+                    f"rank {self.rank} waited {patience_s:g} s for {awaited} to get any further; last heard: {progress}"
                 )
             time.sleep(pause)
             pause = min(2 * pause, _PROGRESS_POLL_S)
@@ -341,11 +336,11 @@ class ControlChannel:
     def collect(self, attempt: Attempt, wait_s: float) -> dict[int, RankResult]:
         """What the ranks sent, by rank; files stand in for those that did not within ``wait_s``."""
         keys = {f"result/{rank}": rank for rank in range(self.world_size)}
-        found: dict[int, RankResult] = {}
+        results: dict[int, RankResult] = {}
         with contextlib.suppress(RuntimeError):
             missing = wait_for_keys(self.store, list(keys), wait_s)
             for key, rank in keys.items():
                 data = b"" if key in missing else self.store.get(key)
                 if data:
-                    found[rank] = msgspec.json.decode(data, type=RankResult)
-        return found if len(found) == self.world_size else {**attempt.read_ranks(), **found}
+                    results[rank] = msgspec.json.decode(data, type=RankResult)
+        return results if len(results) == self.world_size else {**attempt.read_ranks(), **results}

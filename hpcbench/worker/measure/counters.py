@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from hpcbench.results.schema import HostActivity
+from hpcbench.results.schema import HostActivity, RankResult
 from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask
 from hpcbench.worker.measure import gpu, host
 from hpcbench.worker.measure.gpu import NvmlDevice
@@ -252,6 +252,10 @@ class RegionCounters:
     def energy_source(self) -> str | None:
         """What ``energy_j`` was read from."""
         return self._meter.source if self._meter and self.energy_j is not None else None
+
+    def write_into(self, result: RankResult) -> None:
+        """Set the fields of ``result`` that come from the counters."""
+        result.watched, result.energy_j, result.energy_source = self.watched, self.energy_j, self.energy_source
 
     def begin(self) -> None:
         """A timed step is about to begin."""

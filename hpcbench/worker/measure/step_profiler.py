@@ -134,44 +134,40 @@ def _operator_namespace(name: str) -> str | None:
     return namespace if colons and namespace.isidentifier() and operator.isidentifier() else None
 
 
-class ProfileResult(NamedTuple):
-    """What came of the profiled steps; the run is as good without."""
-
-    phases: StepPhases | None
-    warnings: list[str]
-
-
 def run_profiled_steps(
     strategy: Strategy, feed: DataFeed, spec: RunSpec, device: torch.device, stop: StopController,
-    any_rank: Callable[[bool], bool],
-    first: int,
-) -> ProfileResult:  # fmt: skip
-    """``spec.profile_steps`` steps from number ``first`` on, all ranks together.
+    any_rank: Callable[[bool], bool], first: int, warnings: list[str],
+) -> StepPhases | None:  # fmt: skip
+    """Profile ``spec.profile_steps`` steps on all ranks together and return their phases.
 
-    A rank that is told to stop ends them on all ranks; what a profiler cannot do is a warning. Every rank makes the
-    same steps whether its own profiler works or not.
+    A rank that is stopped ends them on all ranks. Every rank runs the same steps whether its own profiler works or not:
+    its failure is only appended to ``warnings``.
+
+    Args:
+        any_rank: whether a flag is true on any rank; the ranks wait for each other in it.
+        first: number of the first step.
     """
     if spec.profile_steps == 0:
-        return ProfileResult(None, [])
-    recorder = _SafeProfiler(device)
-    recorder.start()
-    made = 0
+        return None
+    profiler = _SafeProfiler(device, warnings)
+    profiler.start()
+    count = 0
     try:
         strategy.phases = _mark_phase
         for step in range(first, first + spec.profile_steps):
             # The agreement is a barrier too: the ranks begin each step together.
-            if any_rank(stop.due()):
+            if any_rank(stop.should_stop()):
                 break
             with record_function(STEP_MARK):
                 strategy.step(feed, step)
                 synchronize(device)
-            made += 1
+            count += 1
     finally:
         strategy.phases = no_marker
-        events = recorder.stop()
-    if made < spec.profile_steps:
-        recorder.warnings.append(f"{made} of {spec.profile_steps} profiled steps were made: no time was left")
-    return ProfileResult(split_phases(events, device.type == "cuda") if made else None, recorder.warnings)
+        events = profiler.stop()
+    if count < spec.profile_steps:
+        warnings.append(f"{count} of {spec.profile_steps} profiled steps were made: no time was left")
+    return split_phases(events, device.type == "cuda") if count else None
 
 
 def _mark_phase(name: str) -> AbstractContextManager[object]:
@@ -182,8 +178,8 @@ def _mark_phase(name: str) -> AbstractContextManager[object]:
 class _SafeProfiler:
     """torch's profiler, whose failures are warnings."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.warnings: list[str] = []
+    def __init__(self, device: torch.device, warnings: list[str]) -> None:
+        self._warnings = warnings
         self._activities = [ProfilerActivity.CPU]
         if device.type == "cuda":
             self._activities.append(ProfilerActivity.CUDA)
@@ -214,7 +210,9 @@ class _SafeProfiler:
             yield
         except Exception as error:  # noqa: BLE001 - no profile is worth a measured run
             self._profile = None
-            self.warnings.append(f"no profile of the steps: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            self._warnings.append(
+                f"no profile of the steps: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            )
 
 
 def profiler_events(raw: list[Any]) -> list[ProfilerEvent]:

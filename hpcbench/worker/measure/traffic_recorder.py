@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -108,35 +108,33 @@ def _group_size(args: Any) -> int:
     raise AssertionError("a collective without a group")
 
 
-class TrafficRecord(NamedTuple):
-    """What came of the step; the run is as good without."""
-
-    calls: list[Traffic]
-    warnings: list[str]
-
-
 def run_recorded_step(
     strategy: Strategy, feed: DataFeed, spec: RunSpec, device: torch.device, stop: StopController,
-    any_rank: Callable[[bool], bool],
-    first: int,
-) -> TrafficRecord:  # fmt: skip
-    """The first step with a whole batch from number ``first`` on, all ranks together, where steps are profiled at all.
+    any_rank: Callable[[bool], bool], first: int, warnings: list[str],
+) -> list[Traffic]:  # fmt: skip
+    """Return this rank's traffic in one step with a whole batch, run by all ranks together.
 
-    None on a lone rank, in a compiled model (it would be compiled anew under a recorder), and for a strategy that talks
-    past the recorder (``traffic_is_seen``). A rank that is told to stop leaves it out on all ranks.
+    Empty if steps are not profiled, on a lone rank, with a compiled model (a recorder would have it compiled again),
+    for a strategy whose communication the recorder does not see (``traffic_is_seen``), and if a rank is stopped.
+
+    Args:
+        any_rank: whether a flag is true on any rank; the ranks wait for each other in it.
+        first: number of the next step, which is recorded if its batch is whole, else the one after it.
+        warnings: gets the operators of torch that the recorder does not know.
     """
     seen = getattr(strategy, "traffic_is_seen", True)
-    if spec.profile_steps == 0 or spec.ranks == 1 or spec.compile or not seen or any_rank(stop.due()):
-        return TrafficRecord([], [])
-    whole = feed.global_count(first) == feed.global_batch_size
-    if not whole:
-        # Made all the same: a pipeline that runs across steps has begun it.
+    if spec.profile_steps == 0 or spec.ranks == 1 or spec.compile or not seen or any_rank(stop.should_stop()):
+        return []
+    if feed.global_count(first) < feed.global_batch_size:
+        # Run without a record: a pipeline that runs across steps has begun it.
         strategy.step(feed, first)
+        first += 1
     recorder = TrafficRecorder()
     with recorder:
-        strategy.step(feed, first if whole else first + 1)
+        strategy.step(feed, first)
     synchronize(device)
     if recorder.unknown:
         names = ", ".join(sorted(recorder.unknown))
-        return TrafficRecord([], [f"no record of the traffic: nothing is known of torch's {names}"])
-    return TrafficRecord(recorder.merged(), [])
+        warnings.append(f"no record of the traffic: nothing is known of torch's {names}")
+        return []
+    return recorder.merged()

@@ -56,7 +56,7 @@ def verify_run(
     place: RankContext,
     given: VerificationInputs,
     stop: StopController,
-    link: ControlChannel | None,
+    channel: ControlChannel | None,
     wait_s: float,
 ) -> VerificationResult | None:
     """Train with a fresh instance of the run's strategy and, on rank 0, the reference; compare.
@@ -69,10 +69,12 @@ def verify_run(
         _free_memory(place.device)
         if place.rank == 0:
             return _verification_result(
-                ReferenceTrainer(spec, place.device, given, _progress_tick(stop, link)), ours, link
+                ReferenceTrainer(spec, place.device, given, _progress_tick(stop, channel)), ours, channel
             )
-        assert link is not None, "a second rank without a link"
-        link.follow(_PROGRESS_KEY, _DONE_KEY, wait_s, stop.check, "rank 0 to train the reference of verify")
+        assert channel is not None, "a second rank without a channel"
+        channel.wait_while_progressing(
+            _PROGRESS_KEY, _DONE_KEY, wait_s, stop.raise_if_stopped, "rank 0 to train the reference of verify"
+        )
     except Stopped as told:
         raise Stopped(told.status, f"{told}, while it was being verified: all steps had been timed") from told
     except Exception as error:
@@ -158,32 +160,32 @@ def _train_like_run(
     fresh: Strategy = resolve_runtime(chosen.strategy)()
     fresh.setup(wrap_blocks(model, chosen), chosen, place)
     with closing(make_feed(chosen, place.device, given.source)) as feed:
-        return train_strategy(fresh, feed, compared_steps(chosen, feed, check.steps), place, stop.check)
+        return train_strategy(fresh, feed, compared_steps(chosen, feed, check.steps), place, stop.raise_if_stopped)
 
 
-def _progress_tick(stop: StopController, link: ControlChannel | None) -> Callable[[], None]:
+def _progress_tick(stop: StopController, channel: ControlChannel | None) -> Callable[[], None]:
     """Called after every share of a step of the reference: the others are told that it gets on."""
     told = 0
 
     def tick() -> None:
         nonlocal told
-        stop.check()
+        stop.raise_if_stopped()
         told += 1
-        if link is not None:
-            link.post(_PROGRESS_KEY, f"{told} shares of a step are done")
+        if channel is not None:
+            channel.publish(_PROGRESS_KEY, f"{told} shares of a step are done")
 
     return tick
 
 
 def _verification_result(
-    reference: ReferenceTrainer, ours: list[TrainingRecord], link: ControlChannel | None
+    reference: ReferenceTrainer, ours: list[TrainingRecord], channel: ControlChannel | None
 ) -> VerificationResult:
     found = [
-        reference.judge(trained, check)
+        reference.compare(trained, check)
         for check, trained in zip(verification_checks(reference.spec), ours, strict=True)
     ]
-    if link is not None:
-        link.post(_DONE_KEY, "1")
+    if channel is not None:
+        channel.publish(_DONE_KEY, "1")
     first, *others = found
     passed = all(one.passed for one in found)
     return VerificationResult(
@@ -202,7 +204,7 @@ class ReferenceTrainer:
         self.spec, self._device, self._given, self._tick = spec, device, given, tick
         self.notes: list[str] = []
 
-    def judge(self, ours: TrainingRecord, check: VerificationCheck) -> ReferenceComparison:
+    def compare(self, ours: TrainingRecord, check: VerificationCheck) -> ReferenceComparison:
         """Compare ``ours`` with the reference of ``check``.
 
         Some networks (BatchNorm over two samples) make of the last bit, within the steps, more than is allowed even

@@ -172,7 +172,7 @@ def record_timeline(
     runtime = getattr(strategy, "runtime", None)
     if spec.profile_steps == 0 or runtime is None or not get_strategy(spec.strategy).records_timeline:
         return []
-    if any_rank(stop.due()):
+    if any_rank(stop.should_stop()):
         return []
     while feed.global_count(step) < feed.global_batch_size and feed.steps_per_epoch > 1:
         step += 1

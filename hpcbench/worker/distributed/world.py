@@ -1,0 +1,141 @@
+"""World of a run's ranks: the device of each, its control channel and the default process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from hpcbench.config.run_spec import RunSpec, TaskFileHeader
+from hpcbench.errors import WorkerError
+from hpcbench.parallel.catalog import get_strategy
+from hpcbench.worker.distributed.process_groups import (
+    HashStore,
+    PrefixStore,
+    RankContext,
+    Store,
+    clone_connection,
+    to_timedelta,
+)
+from hpcbench.worker.distributed.rank_environment import RankInfo
+from hpcbench.worker.distributed.rendezvous import ControlChannel, join_store, set_interface_variables, wait_for_keys
+from hpcbench.worker.measure.gpu import device_uuid
+from hpcbench.worker.shutdown import PeerEnded, StopController
+
+
+def choose_device(kind: str, info: RankInfo) -> torch.device:
+    """Return the device of this rank: the cpu, or among the visible GPUs the one of its local rank.
+
+    A rank that sees a single GPU was assigned it by the launcher.
+
+    Args:
+        kind: the cluster profile's device, ``cpu`` or ``cuda``.
+
+    Raises:
+        WorkerError: fewer GPUs are visible than ranks need.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
+    if count == 0:
+        raise WorkerError(
+            f"the profile's device is cuda, but torch {torch.__version__} sees no GPU on {socket.gethostname()} "
+            f"(CUDA_VISIBLE_DEVICES {visible})",
+            hint="does the job ask for GPUs, and is this torch built for CUDA?",
+        )
+    if 1 < count < info.local_world_size:
+        raise WorkerError(
+            f"{info.local_world_size} ranks on {socket.gethostname()} see {count} GPUs "
+            f"(CUDA_VISIBLE_DEVICES {visible})",
+            hint="one rank per GPU: let tasks_per_node be at most the GPUs of a node",
+        )
+    device = torch.device("cuda", 0 if count == 1 else info.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def ranks_sharing_devices(uuids: list[str]) -> list[list[int]]:
+    """Return the groups of ranks with the same GPU; ``uuids`` is indexed by rank."""
+    by_uuid: dict[str, list[int]] = {}
+    for rank, uuid in enumerate(uuids):
+        by_uuid.setdefault(uuid, []).append(rank)
+    return [ranks for ranks in by_uuid.values() if len(ranks) > 1]
+
+
+def open_control_channel(
+    info: RankInfo, header: TaskFileHeader, rendezvous_path: Path, launch: str, single_node: bool, stop: StopController
+) -> ControlChannel | None:
+    """Meet the other ranks of ``launch`` and stop this one when another rank ends; ``None`` for a lone rank."""
+    if info.world_size == 1:
+        return None
+    store = join_store(info, header, rendezvous_path, launch, single_node)
+    channel = ControlChannel(store, info.rank, info.world_size)
+    channel.watch_peers(
+        on_abort=lambda: stop.stop_after_grace(PeerEnded("another rank gave up")),
+        on_lost=lambda: stop.stop_after_grace(PeerEnded("rank 0's process has ended")),
+    )
+    return channel
+
+
+def join_world(
+    spec: RunSpec, info: RankInfo, device: torch.device, channel: ControlChannel | None, wait_s: float
+) -> RankContext:
+    """Create the default process group; a lone rank gets one only where its strategy needs one.
+
+    Raises:
+        WorkerError: two ranks have the same GPU.
+    """
+    context = RankContext(info.rank, info.world_size, device, wait_s=wait_s)
+    store: Store
+    if channel is not None:
+        if device.type == "cuda":
+            _refuse_shared_devices(channel.store, context, wait_s)
+        # A separate connection: while a collective is set up, the channel's must stay free for the stop thread.
+        store = PrefixStore("group", clone_connection(channel.store))
+    elif get_strategy(spec.strategy).own_degree is not None:
+        set_interface_variables("lo", named_by_profile=False, single_node=True)
+        store = HashStore()
+    else:
+        return context
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=to_timedelta(wait_s),
+    )
+    return context
+
+
+def _refuse_shared_devices(store: Store, context: RankContext, wait_s: float) -> None:
+    store.set(f"device/{context.rank}", device_uuid(context.device))
+    if context.rank != 0:
+        return
+    keys = [f"device/{rank}" for rank in range(context.world_size)]
+    missing = wait_for_keys(store, keys, wait_s)
+    shared = [] if missing else ranks_sharing_devices([store.get(key).decode() for key in keys])
+    if shared:
+        groups = "; ".join(", ".join(str(rank) for rank in ranks) for ranks in shared)
+        raise WorkerError(
+            f"ranks share a GPU: {groups}",
+            hint="give every rank its own: srun --gpus-per-task=1, or no CUDA_VISIBLE_DEVICES of one device for all",
+        )
+
+
+def barrier(context: RankContext) -> None:
+    """Wait for all ranks of the default group, if there is one."""
+    if dist.is_initialized():
+        dist.barrier(device_ids=[context.device.index] if context.device.type == "cuda" else None)
+
+
+def any_rank(context: RankContext, flag: bool) -> bool:
+    """Return on every rank whether ``flag`` is true on any rank of the default group. Waits for all of them."""
+    if not dist.is_initialized():
+        return flag
+    flags = torch.tensor(int(flag), dtype=torch.int32, device=context.device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
