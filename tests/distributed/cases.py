@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -24,7 +24,7 @@ from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import Strategy, resolve_runtime
+from hpcbench.worker.strategies.base import DataParallelStrategy, Strategy, resolve_runtime
 from hpcbench.worker.verification.reference import (
     TrainingRecord,
     compare_training,
@@ -139,7 +139,8 @@ def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
         strategy = resolve_runtime(case.spec.strategy)()
         strategy.setup(wrap_blocks(build(case), case.spec), case.spec, place)
         if case.in_rank_order:
-            strategy.runner.register_comm_hook(group, sum_in_rank_order)
+            runner: Any = cast(DataParallelStrategy, strategy).runner
+            runner.register_comm_hook(group, sum_in_rank_order)
         trained = train_strategy(strategy, feed, tuple(range(case.steps)), place)
         counts = [feed.count(step, strategy.replica) for step in range(case.steps)]
         profiled = None if case.late_s is None else profile_late(case, strategy, group, case.late_s)
@@ -196,7 +197,8 @@ def run_reference(case: Case, backwards: bool = False) -> TrainingRecord:
 
     Data-parallel strategies are compared with one and the same, which knows nothing of theirs.
     """
-    spec, reference = case.spec, resolve_reference_trainer(case.spec.strategy)
+    spec = case.spec
+    reference: Callable[..., TrainingRecord] = resolve_reference_trainer(case.spec.strategy)
     if reference is train_reference:
         spec = msgspec.structs.replace(
             spec, strategy="single", options={}, nodes=1, tasks_per_node=1, tp_degree=1, compile=False,

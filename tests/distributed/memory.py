@@ -89,7 +89,8 @@ def measure(spec: RunSpec, group: dist.ProcessGroup) -> Held:
     """Two steps; what is held is looked at around the second update."""
     feed, found, gathered = make_feed(spec, CPU), list[int](), [0]
     started = every_tensor()
-    strategy: DataParallelStrategy = resolve_runtime(spec.strategy)()
+    strategy = resolve_runtime(spec.strategy)()
+    assert isinstance(strategy, DataParallelStrategy)
     strategy.setup(build_blocks(spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group))
     strategy.step(feed, 0)
     update = strategy.update

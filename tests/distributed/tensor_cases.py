@@ -25,7 +25,7 @@ from hpcbench.worker.model_execution import summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.models.gpt import Embedding, TokenHead
 from hpcbench.worker.models.transformer import Attention, Mlp
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategies.base import DataParallelStrategy, resolve_runtime
 from hpcbench.worker.strategies.model_parallel import gather_shards
 from hpcbench.worker.strategies.tensor import (
     VocabularyParallelEmbedding,
@@ -123,6 +123,7 @@ def measure_held(spec: RunSpec, group: dist.ProcessGroup | None) -> Held:
         feed = make_feed(spec, CPU)
         strategy.step(feed, 0)
         feed.prepare(strategy.replica)
+        assert isinstance(strategy, DataParallelStrategy)
         live, found = LiveBytes(), list[int]()
         backward, update = strategy.arithmetic.backward, strategy.update
 

@@ -20,7 +20,7 @@ from hpcbench.worker.layers import make_layer_table
 from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategies.base import DataParallelStrategy, resolve_runtime
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic, fake_world
 from tests.distributed.memory import state_of, storages
@@ -109,6 +109,7 @@ class Held(NamedTuple):
 
 def held(spec: RunSpec, place: RankContext) -> Held:
     strategy = resolve_runtime(spec.strategy)()
+    assert isinstance(strategy, DataParallelStrategy)
     strategy.setup(wrap_blocks(build_model(spec), spec), spec, place)
     feed = make_feed(spec, CPU)
     strategy.step(feed, 0)

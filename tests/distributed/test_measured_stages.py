@@ -26,6 +26,7 @@ from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime
+from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 from hpcbench.worker.verification.reference import TrainingRecord, compare_training, resolve_reference_trainer
 from hpcbench.worker.verification.verify import comparison_spec, train_strategy
 from tests.distributed.cases import CPU, EXACT, make_case
@@ -62,11 +63,14 @@ def cut_and_train(
     name, value = ("_BUDGET_S", 0.0) if cache else ("measured_chain", planned if place.rank == 0 else None)
     with mock.patch.object(block_times, name, value):
         first = resolve_runtime(spec.strategy)()
+        assert isinstance(first, PipelineStrategy)
         first.setup(build_model(spec), spec, place)
     again = resolve_runtime(spec.strategy)()
+    assert isinstance(again, PipelineStrategy)
     again.setup(build_model(wide), wide, place)
     assert again.blocks == first.blocks, "verified with other stages than those that were measured"
     trained = train_strategy(again, make_feed(wide, CPU), (0, 1, 2), place)
+    assert first.predicted is not None
     reference = None
     if place.rank == 0:
         reference = resolve_reference_trainer(spec.strategy)(build_model(wide), wide, make_feed(wide, CPU), (0, 1, 2))
