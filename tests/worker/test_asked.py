@@ -44,8 +44,8 @@ def test_this_machine_has_memory() -> None:
     ],
 )  # fmt: skip
 def test_the_smallest_limit_counts(tmp_path: Path, line: str, files: dict[str, str], limit: int | None) -> None:
-    (tmp_path / "cgroup").write_text(line + "\n")
-    for name, text in files.items():
+    groups = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in {"proc/self/cgroup": line + "\n", **groups}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert memory_limit_bytes(tmp_path / "cgroup", tmp_path) == limit
+    assert memory_limit_bytes(tmp_path) == limit

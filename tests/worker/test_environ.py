@@ -94,5 +94,7 @@ def test_peak_memory_is_this_processes_and_not_its_parents() -> None:
 
 def test_peak_memory_without_the_kernels_file(tmp_path: Path) -> None:
     assert peak_resident_bytes(tmp_path / "absent") == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    (tmp_path / "status").write_text("VmPeak:\t  9 kB\nVmHWM:\t  5 kB\n")
-    assert peak_resident_bytes(tmp_path / "status") == 5120
+    status = tmp_path / "proc/self/status"
+    status.parent.mkdir(parents=True)
+    status.write_text("VmPeak:\t  9 kB\nVmHWM:\t  5 kB\n")
+    assert peak_resident_bytes(tmp_path) == 5120

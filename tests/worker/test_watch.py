@@ -15,8 +15,7 @@ from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.measure import counters as module
 from hpcbench.worker.measure.counters import (
     CoreTimes,
-    CrayMeter,
-    RaplMeter,
+    EnergyMeter,
     RegionCounters,
     count_thermal_throttles,
     mean_core_hz,
@@ -71,9 +70,9 @@ def test_clocks_and_heat(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_quotas(tmp_path: Path, proc: str, files: dict[str, object], quota: Any, held_s: Any) -> None:
-    mount = write_tree(tmp_path / "mount", {"x": "", **files})
-    own = write_tree(tmp_path, {"cgroup": proc}) / "cgroup"
-    assert (cpu_quota_cores(own, mount), throttled_s(own, mount)) == (quota, held_s)
+    groups = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    root = write_tree(tmp_path, {"proc/self/cgroup": proc, **groups})
+    assert (cpu_quota_cores(root), throttled_s(root)) == (quota, held_s)
 
 
 def test_own_time_is_that_of_threads_and_children_that_live_or_have_ended() -> None:
@@ -107,7 +106,7 @@ def test_rapl_adds_packages_and_memory_and_wraps_around(tmp_path: Path) -> None:
     zones = {"intel_rapl_0": ("package-0", 10**12 - 4_000_000), "intel_rapl_1": ("package-1", 0),
              "intel_rapl_0_0": ("core", 1), "intel_rapl_0_1": ("dram", 500_000), "intel_rapl_2": ("psys", 1)}  # fmt: skip
     meter, absent = open_node_meter(write_tree(tmp_path, rapl(**zones)))
-    assert isinstance(meter, RaplMeter)
+    assert isinstance(meter, EnergyMeter)
     assert (meter.source, absent) == ("rapl package + dram, whole node", None)
     meter.begin()
     write_tree(tmp_path, rapl(intel_rapl_0=("package-0", 6_000_000), intel_rapl_1=("package-1", 30_000_000),
@@ -120,7 +119,7 @@ def test_counters_of_a_cray_node(tmp_path: Path) -> None:
     assert open_node_meter(tmp_path) == (None, None)
     files: dict[str, object] = {"sys/cray/pm_counters/energy": "1000 J 17 us"}
     meter, _ = open_node_meter(write_tree(tmp_path, files))
-    assert isinstance(meter, CrayMeter)
+    assert isinstance(meter, EnergyMeter)
     assert meter.source == "pm_counters node, whole node"
     meter.begin()
     write_tree(tmp_path, {"sys/cray/pm_counters/energy": "1250 J 18 us"})

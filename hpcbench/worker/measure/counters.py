@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import psutil
 
 from hpcbench.results.schema import HostActivity, RankResult
 from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask
-from hpcbench.worker.measure import gpu, host
-from hpcbench.worker.measure.gpu import NvmlDevice
+from hpcbench.worker.measure import gpu
+from hpcbench.worker.measure.host import ROOT, cpu_quota_cores, read_int, read_text, throttled_s
 
 if TYPE_CHECKING:
     import torch
-
-CORES_ROOT = Path("/")
 
 
 class CoreTimes(NamedTuple):
@@ -28,25 +29,23 @@ class CoreTimes(NamedTuple):
     stolen_s: float
 
 
-def read_core_times(cores: Sequence[int], root: Path = CORES_ROOT) -> list[CoreTimes]:
-    """Of each of ``cores``; empty where the kernel does not show one of them."""
+def read_core_times(cores: Sequence[int], root: Path = ROOT) -> list[CoreTimes]:
+    """Return the times of each of ``cores``; empty if the kernel lacks one of them."""
     per_s = os.sysconf("SC_CLK_TCK")
-    found: dict[str, CoreTimes] = {}
+    times: dict[str, CoreTimes] = {}
     try:
         for line in (root / "proc/stat").read_text().splitlines():
             name, *fields = line.split()
             if name.startswith("cpu") and len(fields) >= 8:
                 user, nice, system = (int(field) for field in fields[:3])
-                found[name] = CoreTimes((user + nice + system) / per_s, int(fields[7]) / per_s)
-        return [found[f"cpu{core}"] for core in cores]
+                times[name] = CoreTimes((user + nice + system) / per_s, int(fields[7]) / per_s)
+        return [times[f"cpu{core}"] for core in cores]
     except (OSError, ValueError, KeyError):
         return []
 
 
 def process_tree_cpu_s() -> float:
-    """Processor time of this process, all of its threads, and of every process that it started."""
-    import psutil
-
+    """Return the processor time of this process, all of its threads, and every process that it started."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     total = time.process_time() + ended.ru_utime + ended.ru_stime
     for child in psutil.Process().children(recursive=True):
@@ -59,24 +58,22 @@ def process_tree_cpu_s() -> float:
 
 
 def process_tree_pids() -> set[int]:
-    """Numbers of this process and of those that it started."""
-    import psutil
-
+    """Return the process ids of this process and of those that it started."""
     return {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
 
 
-def mean_core_hz(cores: Sequence[int], root: Path = CORES_ROOT) -> float | None:
-    """The mean clock of ``cores``; ``None`` where the kernel does not show it."""
-    clocks = [_read_int(_cpu_folder(root, core) / "cpufreq/scaling_cur_freq") for core in cores]
+def mean_core_hz(cores: Sequence[int], root: Path = ROOT) -> float | None:
+    """Return the mean clock of ``cores``; ``None`` if the kernel does not show it."""
+    clocks = [read_int(_cpu_folder(root, core) / "cpufreq/scaling_cur_freq") for core in cores]
     known = [clock * 1000.0 for clock in clocks if clock is not None]
     return sum(known) / len(known) if known else None
 
 
-def count_thermal_throttles(cores: Sequence[int], root: Path = CORES_ROOT) -> int | None:
-    """How often ``cores`` or their packages have lowered their clock for heat; ``None`` where nothing counts it."""
+def count_thermal_throttles(cores: Sequence[int], root: Path = ROOT) -> int | None:
+    """Return how often ``cores`` or their packages have lowered their clock for heat; ``None`` if nothing counts it."""
     folders = [_cpu_folder(root, core) / "thermal_throttle" for core in cores]
-    of_cores = [count for folder in folders if (count := _read_int(folder / "core_throttle_count")) is not None]
-    of_packages = [count for folder in folders if (count := _read_int(folder / "package_throttle_count")) is not None]
+    of_cores = [count for folder in folders if (count := read_int(folder / "core_throttle_count")) is not None]
+    of_packages = [count for folder in folders if (count := read_int(folder / "package_throttle_count")) is not None]
     return sum(of_cores) + max(of_packages, default=0) if of_cores or of_packages else None
 
 
@@ -84,173 +81,132 @@ def _cpu_folder(root: Path, core: int) -> Path:
     return root / f"sys/devices/system/cpu/cpu{core}"
 
 
-def _read_int(file: Path) -> int | None:
-    try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-METERS_ROOT = Path("/")
 _MAX_PACKAGE_WATTS = 600
-"""More than a processor package draws: decides after how long a counter may have wrapped around unseen."""
+"""More than a processor package draws: after how long a counter may have wrapped around unseen."""
 
 
-class EnergyMeter(Protocol):
-    """Something that counts energy."""
+class EnergyCounter(NamedTuple):
+    """A counter of consumed energy that starts anew with its driver, or wraps around at ``wraps_at``."""
 
-    source: str
-
-    def begin(self) -> None:
-        """Start to count."""
-
-    def end(self, wall_s: float) -> float | None:
-        """Joules since ``begin``, ``wall_s`` ago; ``None`` where they cannot be told."""
+    read: Callable[[], float | None]
+    per_j: float
+    """Counts per joule."""
+    wraps_at: int | None = None
 
 
-class _RaplCounter(NamedTuple):
-    file: Path
-    range_uj: int
+class EnergyMeter:
+    """Energy that several counters count together."""
 
-
-class RaplMeter:
-    """Running Average Power Limit: one counter a package, and one for its memory where there is one."""
-
-    def __init__(self, counters: list[_RaplCounter], source: str) -> None:
+    def __init__(self, source: str, counters: Sequence[EnergyCounter]) -> None:
         self.source = source
         self._counters = counters
-        self._before: list[int] = []
+        self._before: list[float | None] = []
 
     def begin(self) -> None:
-        """Start to count."""
-        self._before = [int(counter.file.read_text()) for counter in self._counters]
+        self._before = [counter.read() for counter in self._counters]
 
     def end(self, wall_s: float) -> float | None:
-        """A counter that ended lower has wrapped around once; ``None`` where it could have done so more often."""
-        total_uj = 0
-        for counter, before in zip(self._counters, self._before, strict=True):
-            used = int(counter.file.read_text()) - before
-            total_uj += used if used >= 0 else used + counter.range_uj
-            if wall_s * _MAX_PACKAGE_WATTS * 1e6 > counter.range_uj:
+        """Return the joules since ``begin``, ``wall_s`` ago; ``None`` if a counter lacks them.
+
+        A counter that ended lower has wrapped around once; one that could have done so more often has no value.
+        """
+        joules = 0.0
+        for (read, per_j, wraps_at), before in zip(self._counters, self._before, strict=True):
+            after = read()
+            if before is None or after is None:
                 return None
-        return total_uj / 1e6
+            used = after - before
+            if wraps_at is None:
+                if used < 0:
+                    return None
+            elif wall_s * _MAX_PACKAGE_WATTS * per_j > wraps_at:
+                return None
+            elif used < 0:
+                used += wraps_at
+            joules += used / per_j
+        return joules
 
 
-class CrayMeter:
-    """HPE Cray's counters of a node: a number of joules and its unit."""
+def open_node_meter(root: Path = ROOT) -> tuple[EnergyMeter | None, str | None]:
+    """Return the meter of this node's processors, or the reason why this process may read none.
 
-    def __init__(self, file: Path, source: str) -> None:
-        self.source = source
-        self._file = file
-        self._before = 0
-
-    def begin(self) -> None:
-        """Start to count."""
-        self._before = self._read()
-
-    def end(self, wall_s: float) -> float | None:
-        """The counter does not wrap around; it starts anew with the node."""
-        used = self._read() - self._before
-        return float(used) if used >= 0 else None
-
-    def _read(self) -> int:
-        return int(self._file.read_text().split()[0])
-
-
-class GpuEnergyMeter:
-    """NVML's counter of one GPU."""
-
-    source = "nvml"
-
-    def __init__(self, gpu: NvmlDevice) -> None:
-        self._gpu = gpu
-        self._before: float | None = None
-
-    def begin(self) -> None:
-        """Start to count."""
-        self._before = self._gpu.energy_j()
-
-    def end(self, wall_s: float) -> float | None:
-        """The counter starts anew with the driver."""
-        after = self._gpu.energy_j()
-        if self._before is None or after is None or after < self._before:
-            return None
-        return after - self._before
-
-
-def open_node_meter(root: Path = METERS_ROOT) -> tuple[EnergyMeter | None, str | None]:
-    """The counter of this node's processors, or why there is none that this process may read."""
-    counters, names = _rapl_counters(root / "sys/class/powercap")
-    if counters and all(_is_readable(counter.file) for counter in counters):
-        return RaplMeter(counters, f"rapl {' + '.join(names)}, whole node"), None
-    pm = root / "sys/cray/pm_counters"
-    for name, what in (("cpu_energy", "cpu"), ("energy", "node")):
-        if _is_readable(pm / name):
-            return CrayMeter(pm / name, f"pm_counters {what}, whole node"), None
+    Sources are RAPL (one counter per package, and one for its memory) and the counters of HPE Cray nodes.
+    """
+    # "psys" and "core" count again what packages do.
+    by_kind: dict[str, list[EnergyCounter]] = {"package": [], "dram": []}
+    is_readable = True
+    for zone in sorted((root / "sys/class/powercap").glob("intel-rapl:*")):
+        kind = (read_text(zone / "name") or "").partition("-")[0]
+        wraps_at = read_int(zone / "max_energy_range_uj")
+        if kind in by_kind and wraps_at is not None:
+            by_kind[kind].append(EnergyCounter(partial(_read_energy, zone / "energy_uj"), 1e6, wraps_at))
+            is_readable = is_readable and read_text(zone / "energy_uj") is not None
+    counters = [counter for kind in by_kind.values() for counter in kind]
+    if counters and is_readable:
+        return EnergyMeter(f"rapl {' + '.join(kind for kind in by_kind if by_kind[kind])}, whole node", counters), None
+    for name, part in (("cpu_energy", "cpu"), ("energy", "node")):
+        file = root / "sys/cray/pm_counters" / name
+        if read_text(file) is not None:
+            return EnergyMeter(f"pm_counters {part}, whole node", [EnergyCounter(partial(_read_energy, file), 1)]), None
     return None, "the rapl counters may be read by root only" if counters else None
 
 
-def _rapl_counters(powercap: Path) -> tuple[list[_RaplCounter], list[str]]:
-    """Packages and, below them, their memory. ``psys`` and ``core`` count again what others do."""
-    found: dict[str, list[_RaplCounter]] = {"package": [], "dram": []}
-    for zone in sorted(powercap.glob("intel-rapl:*")):
-        try:
-            kind = (zone / "name").read_text().partition("-")[0].strip()
-            if kind in found:
-                found[kind].append(_RaplCounter(zone / "energy_uj", int((zone / "max_energy_range_uj").read_text())))
-        except (OSError, ValueError):
-            continue
-    return [counter for kind in found.values() for counter in kind], [name for name, kind in found.items() if kind]
+def _read_energy(file: Path) -> int:
+    """Return the number at the beginning of ``file``; a unit may follow it."""
+    return int(file.read_text().split()[0])
 
 
-def _is_readable(file: Path) -> bool:
-    try:
-        return bool(file.read_text().strip())
-    except OSError:
-        return False
+class _Reading(NamedTuple):
+    """Counters at one edge of a region; what cannot be read is empty or ``None``."""
 
-
-class _CoreReading(NamedTuple):
     at_s: float
-    times: list[CoreTimes]
+    cores: list[CoreTimes]
     own_s: float
     throttled_s: float | None
+    quota_cores: float | None
     hot_events: int | None
-    hz: float | None
+    core_hz: float | None
+    gpu_others: int | None = None
+    gpu_reasons: tuple[str, ...] = ()
+    gpu_held_s: dict[str, float] = {}  # noqa: RUF012 - never changed
+    gpu_clock: gpu.SmClock | None = None
 
 
-class _GpuReading(NamedTuple):
-    others: int | None
-    reasons: list[str]
-    held_s: dict[str, float]
-    clock: gpu.SmClock | None
+_Region = tuple[_Reading, _Reading]
+_Number = TypeVar("_Number", int, float)
 
 
 class RegionCounters:
-    """Of one rank. ``begin`` and ``end`` stand right around timed steps, once or several times; the fields add up."""
+    """Counters of one rank. ``begin`` and ``end`` stand right around timed steps, once or several times."""
 
-    def __init__(self, device: torch.device, info: RankInfo, root: Path = Path("/")) -> None:
-        self.watched: HostActivity | None = None
+    def __init__(self, device: torch.device, info: RankInfo, root: Path = ROOT) -> None:
         self.energy_absent: str | None = None
-        """Why a counter that is there was not read."""
+        """Reason why a counter that exists was not read."""
         self._root = root
         self._mask = cpu_mask()
-        self._gpu = _open_rank_gpu(device)
-        self._meter: EnergyMeter | None = GpuEnergyMeter(self._gpu) if self._gpu else None
-        if device.type == "cpu" and info.local_rank == 0:
+        self._gpu = gpu.open_nvml_device(gpu.device_uuid(device)) if device.type == "cuda" else None
+        self._meter: EnergyMeter | None = None
+        if self._gpu:
+            self._meter = EnergyMeter("nvml", [EnergyCounter(self._gpu.energy_j, 1)])
+        elif device.type == "cpu" and info.local_rank == 0:
             self._meter, self.energy_absent = open_node_meter(root)
-        self._before: tuple[_CoreReading, _GpuReading | None] | None = None
+        self._before: _Reading | None = None
+        self._regions: list[_Region] = []
         self._joules: list[float | None] = []
 
     @property
+    def watched(self) -> HostActivity | None:
+        """Activity in all regions together; what one reading lacks is absent."""
+        return _summarize_regions(self._regions) if self._regions else None
+
+    @property
     def energy_j(self) -> float | None:
-        """Of the device or the node; ``None`` where it could not be read at every edge."""
+        """Energy of the device or the node; ``None`` unless it could be read at every edge."""
         known = [joules for joules in self._joules if joules is not None]
         return sum(known) if known and len(known) == len(self._joules) else None
 
     @property
     def energy_source(self) -> str | None:
-        """What ``energy_j`` was read from."""
         return self._meter.source if self._meter and self.energy_j is not None else None
 
     def write_into(self, result: RankResult) -> None:
@@ -258,110 +214,62 @@ class RegionCounters:
         result.watched, result.energy_j, result.energy_source = self.watched, self.energy_j, self.energy_source
 
     def begin(self) -> None:
-        """A timed step is about to begin."""
-        self._before = (self._read_cores(), self._read_gpu())
+        self._before = self._read()
         if self._meter:
             gpu.query_or_none(self._meter.begin)
 
     def end(self) -> None:
-        """The last timed step for now has ended."""
+        """End the region, if one has begun."""
         if self._before is None:
             return
-        wall_s = time.monotonic() - self._before[0].at_s
         if self._meter:
-            self._joules.append(gpu.query_or_none(lambda: self._meter and self._meter.end(wall_s)))
-        part = _reading_difference(*self._before, self._read_cores(), self._read_gpu())
-        part.cpu_quota_cores = host.cpu_quota_cores(*self._groups())
-        self.watched = part if self.watched is None else _add_regions(self.watched, part)
+            self._joules.append(gpu.query_or_none(partial(self._meter.end, time.monotonic() - self._before.at_s)))
+        self._regions.append((self._before, self._read()))
         self._before = None
 
-    def _read_cores(self) -> _CoreReading:
-        mask, root = self._mask, self._root
-        return _CoreReading(
+    def _read(self) -> _Reading:
+        mask, root, device = self._mask, self._root, self._gpu
+        reading = _Reading(
             time.monotonic(),
             read_core_times(mask, root),
             process_tree_cpu_s(),
-            host.throttled_s(*self._groups()),
+            throttled_s(root),
+            cpu_quota_cores(root),
             count_thermal_throttles(mask, root),
             mean_core_hz(mask, root),
         )
-
-    def _groups(self) -> tuple[Path, Path]:
-        return self._root / "proc/self/cgroup", self._root / "sys/fs/cgroup"
-
-    def _read_gpu(self) -> _GpuReading | None:
-        gpu = self._gpu
-        if gpu is None:
-            return None
-        return _GpuReading(gpu.other_processes(process_tree_pids()), gpu.reasons(), gpu.held_s(), gpu.sm_clock())
-
-
-def _open_rank_gpu(device: torch.device) -> gpu.NvmlDevice | None:
-    if device.type != "cuda":
-        return None
-    from hpcbench.worker.measure.gpu import device_uuid
-
-    return gpu.open_nvml_device(device_uuid(device))
+        if device is None:
+            return reading
+        return reading._replace(
+            gpu_others=device.other_processes(process_tree_pids()),
+            gpu_reasons=tuple(device.throttle_reasons()),
+            gpu_held_s=device.violation_s(),
+            gpu_clock=device.sm_clock(),
+        )
 
 
-def _reading_difference(
-    before: _CoreReading, gpu_before: _GpuReading | None, after: _CoreReading, gpu_after: _GpuReading | None
-) -> HostActivity:
-    pairs = list(zip(before.times, after.times, strict=False))
-    clocks = [hz for hz in (before.hz, after.hz) if hz is not None]
-    watched = HostActivity(
-        wall_s=after.at_s - before.at_s,
-        busy_s=[round(later.busy_s - earlier.busy_s, 2) for earlier, later in pairs],
-        stolen_s=[round(later.stolen_s - earlier.stolen_s, 2) for earlier, later in pairs],
-        own_s=after.own_s - before.own_s,
-        throttled_s=_subtract_known(before.throttled_s, after.throttled_s),
-        hot_events=_int_or_none(_subtract_known(before.hot_events, after.hot_events)),
-        core_hz=clocks if len(clocks) == 2 else [],
-    )
-    if gpu_before and gpu_after:
-        counts = [one.others for one in (gpu_before, gpu_after) if one.others is not None]
-        seen = [one.clock for one in (gpu_before, gpu_after) if one.clock is not None]
-        watched.gpu_others = max(counts, default=None)
-        watched.gpu_reasons = list(dict.fromkeys(gpu_before.reasons + gpu_after.reasons))
-        watched.gpu_held_s = {
-            name: gpu_after.held_s[name] - held for name, held in gpu_before.held_s.items() if name in gpu_after.held_s
-        }
-        watched.gpu_sm_hz = list(max(seen)) if seen else []
-    return watched
-
-
-def _add_regions(first: HostActivity, then: HostActivity) -> HostActivity:
-    """Both regions as one; what one of them does not know is not known of both."""
-    held = {
-        name: first.gpu_held_s[name] + then.gpu_held_s[name] for name in first.gpu_held_s if name in then.gpu_held_s
-    }
+def _summarize_regions(regions: Sequence[_Region]) -> HostActivity:
+    readings = [reading for region in regions for reading in region]
+    cores = range(min(len(reading.cores) for reading in readings))
+    clocks_hz = [reading.core_hz for reading in readings]
+    held = [name for name in readings[0].gpu_held_s if all(name in reading.gpu_held_s for reading in readings)]
+    sm_clocks = [reading.gpu_clock for reading in readings if reading.gpu_clock is not None]
     return HostActivity(
-        wall_s=first.wall_s + then.wall_s,
-        busy_s=_add_lists(first.busy_s, then.busy_s),
-        stolen_s=_add_lists(first.stolen_s, then.stolen_s),
-        own_s=_add_known(first.own_s, then.own_s),
-        throttled_s=_add_known(first.throttled_s, then.throttled_s),
-        cpu_quota_cores=then.cpu_quota_cores,
-        hot_events=_int_or_none(_add_known(first.hot_events, then.hot_events)),
-        core_hz=[first.core_hz[0], then.core_hz[1]] if first.core_hz and then.core_hz else [],
-        gpu_others=max((count for count in (first.gpu_others, then.gpu_others) if count is not None), default=None),
-        gpu_reasons=list(dict.fromkeys(first.gpu_reasons + then.gpu_reasons)),
-        gpu_held_s=held,
-        gpu_sm_hz=max(first.gpu_sm_hz, then.gpu_sm_hz),
+        wall_s=sum(after.at_s - before.at_s for before, after in regions),
+        busy_s=[sum(round(b.cores[core].busy_s - a.cores[core].busy_s, 2) for a, b in regions) for core in cores],
+        stolen_s=[sum(round(b.cores[core].stolen_s - a.cores[core].stolen_s, 2) for a, b in regions) for core in cores],
+        own_s=sum(after.own_s - before.own_s for before, after in regions),
+        throttled_s=_sum_differences([(before.throttled_s, after.throttled_s) for before, after in regions]),
+        cpu_quota_cores=readings[-1].quota_cores,
+        hot_events=_sum_differences([(before.hot_events, after.hot_events) for before, after in regions]),
+        core_hz=[hz for hz in (clocks_hz[0], clocks_hz[-1]) if hz is not None] if None not in clocks_hz else [],
+        gpu_others=max((reading.gpu_others for reading in readings if reading.gpu_others is not None), default=None),
+        gpu_reasons=list(dict.fromkeys(reason for reading in readings for reason in reading.gpu_reasons)),
+        gpu_held_s={name: sum(b.gpu_held_s[name] - a.gpu_held_s[name] for a, b in regions) for name in held},
+        gpu_sm_hz=list(max(sm_clocks)) if sm_clocks else [],
     )
 
 
-def _add_lists(first: list[float], then: list[float]) -> list[float]:
-    return [one + other for one, other in zip(first, then, strict=True)] if len(first) == len(then) else []
-
-
-def _add_known(first: float | None, then: float | None) -> float | None:
-    return None if first is None or then is None else first + then
-
-
-def _int_or_none(count: float | None) -> int | None:
-    return None if count is None else int(count)
-
-
-def _subtract_known(before: float | None, after: float | None) -> float | None:
-    return None if before is None or after is None else after - before
+def _sum_differences(pairs: Sequence[tuple[_Number | None, _Number | None]]) -> _Number | None:
+    differences = [after - before for before, after in pairs if before is not None and after is not None]
+    return sum(differences) if len(differences) == len(pairs) else None

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from hpcbench.worker.measure.host import ROOT, read_int
+
 if TYPE_CHECKING:
     import torch
 
@@ -37,13 +39,13 @@ class NvmlDevice:
         self.is_partition = is_partition
         """A MIG instance: counters of the whole device say nothing about it."""
 
-    def ask(self, name: str, *arguments: Any) -> Any:
+    def query(self, name: str, *arguments: Any) -> Any:
         """What ``pynvml.<name>`` says of this device, ``None`` where it says nothing."""
         return query_or_none(lambda: getattr(self.library, name)(self.handle, *arguments))
 
     def energy_j(self) -> float | None:
         """Since the driver was loaded."""
-        millijoules = None if self.is_partition else self.ask("nvmlDeviceGetTotalEnergyConsumption")
+        millijoules = None if self.is_partition else self.query("nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1e3
 
     def other_processes(self, own: set[int]) -> int | None:
@@ -51,14 +53,14 @@ class NvmlDevice:
 
         In a container NVML's numbers may be the host's: then all but one, this rank's, are others.
         """
-        found = None if self.is_partition else self.ask("nvmlDeviceGetComputeRunningProcesses")
+        found = None if self.is_partition else self.query("nvmlDeviceGetComputeRunningProcesses")
         if found is None:
             return None
         if _in_root_pid_namespace():
             return len({process.pid for process in found} - own)
         return max(0, len({process.pid for process in found}) - 1)
 
-    def reasons(self) -> list[str]:
+    def throttle_reasons(self) -> list[str]:
         """Why the clock is held down now; being idle and a clock that somebody set are no reasons."""
         bits = self._reason_bits()
         names = {
@@ -67,11 +69,11 @@ class NvmlDevice:
         }
         return [text for text, bit in names.items() if bits & bit]
 
-    def held_s(self) -> dict[str, float]:
+    def violation_s(self) -> dict[str, float]:
         """Seconds for which power and heat have held the clock down, since ever."""
         found = {}
         for name, policy in _VIOLATION_POLICIES.items():
-            status = self.ask("nvmlDeviceGetViolationStatus", getattr(self.library, policy, None))
+            status = self.query("nvmlDeviceGetViolationStatus", getattr(self.library, policy, None))
             if status is not None:
                 found[name] = status.violationTime / 1e9
         return found
@@ -79,13 +81,13 @@ class NvmlDevice:
     def sm_clock(self) -> SmClock | None:
         """``None`` while the device is idle: its clock then means nothing."""
         kind = getattr(self.library, "NVML_CLOCK_SM", 1)
-        now, most = self.ask("nvmlDeviceGetClockInfo", kind), self.ask("nvmlDeviceGetMaxClockInfo", kind)
+        now, most = self.query("nvmlDeviceGetClockInfo", kind), self.query("nvmlDeviceGetMaxClockInfo", kind)
         if now is None or most is None or self._reason_bits() & _IDLE_REASON_BIT:
             return None
         return SmClock(now * 1e6, most * 1e6)
 
     def _reason_bits(self) -> int:
-        return int(self.ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0)
+        return int(self.query("nvmlDeviceGetCurrentClocksThrottleReasons") or 0)
 
 
 def load_nvml() -> Any | None:
@@ -129,7 +131,6 @@ def _in_root_pid_namespace(namespace: Path = Path("/proc/self/ns/pid")) -> bool:
         return False
 
 
-ROOT = Path("/")
 _PCI_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """What two devices have in common, as nvidia-smi abbreviates it."""
 _UNIQUE_PER_GPU = frozenset({"uuid", "pci", "numa_node"})
@@ -182,20 +183,20 @@ def host_gpu_facts(root: Path = ROOT) -> dict[str, Any]:
 
 def _gpu_facts(gpu: NvmlDevice, root: Path) -> dict[str, Any]:
     library = gpu.library
-    memory, pci = gpu.ask("nvmlDeviceGetMemoryInfo"), gpu.ask("nvmlDeviceGetPciInfo")
-    limit_mw, clocks = gpu.ask("nvmlDeviceGetPowerManagementLimit"), {}
+    memory, pci = gpu.query("nvmlDeviceGetMemoryInfo"), gpu.query("nvmlDeviceGetPciInfo")
+    limit_mw, clocks = gpu.query("nvmlDeviceGetPowerManagementLimit"), {}
     for name, kind in (("max_sm_hz", "NVML_CLOCK_SM"), ("max_memory_hz", "NVML_CLOCK_MEM")):
-        mhz = gpu.ask("nvmlDeviceGetMaxClockInfo", getattr(library, kind, None))
+        mhz = gpu.query("nvmlDeviceGetMaxClockInfo", getattr(library, kind, None))
         clocks[name] = None if mhz is None else mhz * 10**6
     modes = {
         name: None if pair is None else ("on" if pair[0] else "off")
-        for name, pair in (("ecc", gpu.ask("nvmlDeviceGetEccMode")), ("mig", gpu.ask("nvmlDeviceGetMigMode")))
+        for name, pair in (("ecc", gpu.query("nvmlDeviceGetEccMode")), ("mig", gpu.query("nvmlDeviceGetMigMode")))
     }
-    generation, width = gpu.ask("nvmlDeviceGetMaxPcieLinkGeneration"), gpu.ask("nvmlDeviceGetMaxPcieLinkWidth")
+    generation, width = gpu.query("nvmlDeviceGetMaxPcieLinkGeneration"), gpu.query("nvmlDeviceGetMaxPcieLinkWidth")
     address = _decode_text(pci.busId) if pci is not None else None
     found = {
-        "model": gpu.ask("nvmlDeviceGetName"),
-        "uuid": gpu.ask("nvmlDeviceGetUUID"),
+        "model": gpu.query("nvmlDeviceGetName"),
+        "uuid": gpu.query("nvmlDeviceGetUUID"),
         "pci": address,
         "numa_node": _gpu_numa_node(address, root),
         "memory_bytes": None if memory is None else memory.total,
@@ -209,19 +210,14 @@ def _gpu_facts(gpu: NvmlDevice, root: Path) -> dict[str, Any]:
 
 def _gpu_numa_node(address: str | None, root: Path) -> int | None:
     """NVML writes PCI domains with eight digits, the kernel with four."""
-    if address is None:
-        return None
-    try:
-        node = int((root / "sys/bus/pci/devices" / address[-12:].lower() / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return node if node >= 0 else None
+    node = read_int(root / "sys/bus/pci/devices" / address[-12:].lower() / "numa_node") if address is not None else None
+    return node if node is not None and node >= 0 else None
 
 
 def _link_matrix(gpus: list[NvmlDevice]) -> list[str]:
     """A row a GPU: ``X`` is itself, ``NV4`` four links of NVLink, else the level at which the PCI tree joins them."""
     links = [_nvlink_counts(gpu) for gpu in gpus]
-    addresses = [_pci_address(gpu.ask("nvmlDeviceGetPciInfo")) for gpu in gpus]
+    addresses = [_pci_address(gpu.query("nvmlDeviceGetPciInfo")) for gpu in gpus]
 
     def joint(one: int, other: int) -> str:
         if one == other:
@@ -230,7 +226,7 @@ def _link_matrix(gpus: list[NvmlDevice]) -> list[str]:
         count = direct or min(links[one].get(_SWITCH_KEY, 0), links[other].get(_SWITCH_KEY, 0))
         if count:
             return f"NV{count}"
-        return _PCI_LEVELS.get(gpus[one].ask("nvmlDeviceGetTopologyCommonAncestor", gpus[other].handle), "?")
+        return _PCI_LEVELS.get(gpus[one].query("nvmlDeviceGetTopologyCommonAncestor", gpus[other].handle), "?")
 
     return [" ".join(joint(one, other) for other in range(len(gpus))) for one in range(len(gpus))]
 
@@ -242,13 +238,13 @@ def _nvlink_counts(gpu: NvmlDevice) -> Mapping[str, int]:
     """Active links of NVLink by the PCI address at their other end, those that end at a switch together."""
     found: Counter[str] = Counter()
     for link in range(getattr(gpu.library, "NVML_NVLINK_MAX_LINKS", 0)):
-        state = gpu.ask("nvmlDeviceGetNvLinkState", link)
+        state = gpu.query("nvmlDeviceGetNvLinkState", link)
         if state is None:
             break
         if state:
-            is_switch = gpu.ask("nvmlDeviceGetNvLinkRemoteDeviceType", link) == _NVLINK_SWITCH_TYPE
+            is_switch = gpu.query("nvmlDeviceGetNvLinkRemoteDeviceType", link) == _NVLINK_SWITCH_TYPE
             found[
-                _SWITCH_KEY if is_switch else _pci_address(gpu.ask("nvmlDeviceGetNvLinkRemotePciInfo", link)) or "?"
+                _SWITCH_KEY if is_switch else _pci_address(gpu.query("nvmlDeviceGetNvLinkRemotePciInfo", link)) or "?"
             ] += 1
     return found
 

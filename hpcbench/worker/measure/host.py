@@ -15,12 +15,36 @@ from hpcbench.units import format_bytes
 if TYPE_CHECKING:
     import torch
 
-PROC_CGROUP = Path("/proc/self/cgroup")
-CGROUP_MOUNT = Path("/sys/fs/cgroup")
+ROOT = Path("/")
 _NO_LIMIT_BYTES = 2**60
 
 
-def oom_kills(proc_cgroup: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> int | None:
+def read_text(file: Path) -> str | None:
+    """Return the stripped text of ``file``; ``None`` if it is empty or unreadable."""
+    try:
+        return file.read_text(errors="replace").strip() or None
+    except OSError:
+        return None
+
+
+def read_int(file: Path) -> int | None:
+    """Return the number in ``file``; ``None`` if it is unreadable or holds something else."""
+    try:
+        return int(read_text(file) or "")
+    except ValueError:
+        return None
+
+
+def read_counter(file: Path, name: str) -> int | None:
+    """Return the number after ``name`` in a file with one named number per line; ``None`` if there is none."""
+    for line in (read_text(file) or "").splitlines():
+        words = line.split()
+        if words[:1] == [name]:
+            return int(words[1]) if words[1:] and words[1].isdecimal() else None
+    return None
+
+
+def oom_kills(root: Path = ROOT) -> int | None:
     """Processes killed for memory in this process's control group and in those around it; ``None`` where unknown.
 
     v1 counts a kill in the group that the killed process was in, v2 in every group above it as well; the limit may
@@ -29,31 +53,26 @@ def oom_kills(proc_cgroup: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> in
     between two calls means something. Groups beside this one (other steps of the job) are not seen under v1.
     """
     files = {1: "memory.oom_control", 2: "memory.events"}
-    groups = _cgroup_folders("memory", proc_cgroup, mount)
-    counts = [_read_count(folder / files[version], "oom_kill") for folder, version in groups]
+    groups = _cgroup_folders("memory", root)
+    counts = [read_counter(folder / files[version], "oom_kill") for folder, version in groups]
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
 
 
-def memory_limit_bytes(proc_cgroup: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> int | None:
+def memory_limit_bytes(root: Path = ROOT) -> int | None:
     """The smallest limit of this process's memory group and those around it; ``None`` where there is none.
 
     Under v1 a group without a limit shows a number that no machine has.
     """
     files = {1: "memory.limit_in_bytes", 2: "memory.max"}
-    limits = []
-    for folder, version in _cgroup_folders("memory", proc_cgroup, mount):
-        try:
-            limits.append(int((folder / files[version]).read_text()))
-        except (OSError, ValueError):
-            continue
-    return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
+    limits = [read_int(folder / files[version]) for folder, version in _cgroup_folders("memory", root)]
+    return min((limit for limit in limits if limit is not None and limit < _NO_LIMIT_BYTES), default=None)
 
 
-def cpu_quota_cores(proc_cgroup: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> float | None:
+def cpu_quota_cores(root: Path = ROOT) -> float | None:
     """The processor time per second that this process's groups grant, in cores; ``None`` where none limits it."""
     quotas = []
-    for folder, version in _cgroup_folders("cpu", proc_cgroup, mount):
+    for folder, version in _cgroup_folders("cpu", root):
         try:
             if version == 1:
                 words = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
@@ -65,34 +84,31 @@ def cpu_quota_cores(proc_cgroup: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT)
     return min((quota for quota in quotas if quota > 0), default=None)
 
 
-def throttled_s(proc_cgroup: Path = PROC_CGROUP, mount: Path = CGROUP_MOUNT) -> float | None:
+def throttled_s(root: Path = ROOT) -> float | None:
     """Seconds for which quotas have held threads of this process's groups back, summed over cores, since ever."""
     keys = {1: ("throttled_time", 1e9), 2: ("throttled_usec", 1e6)}
-    found = []
-    for folder, version in _cgroup_folders("cpu", proc_cgroup, mount):
+    seconds = []
+    for folder, version in _cgroup_folders("cpu", root):
         key, per_s = keys[version]
-        count = _read_count(folder / "cpu.stat", key)
+        count = read_counter(folder / "cpu.stat", key)
         if count is not None:
-            found.append(count / per_s)
-    return sum(found) if found else None
+            seconds.append(count / per_s)
+    return sum(seconds) if seconds else None
 
 
-def _cgroup_folders(controller: str, proc_cgroup: Path, mount: Path) -> list[tuple[Path, int]]:
-    """Folders of this process's group and those around it, with the version (1, 2) of their hierarchy."""
-    try:
-        lines = proc_cgroup.read_text().splitlines()
-    except OSError:
-        return []
-    found: list[tuple[Path, int]] = []
-    for line in lines:
+def _cgroup_folders(controller: str, root: Path) -> list[tuple[Path, int]]:
+    """Return the folders of this process's group and those around it, with the version (1, 2) of their hierarchy."""
+    mount = root / "sys/fs/cgroup"
+    folders: list[tuple[Path, int]] = []
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controller in controllers.split(","):
-            found += [(folder, 1) for folder in _ancestor_folders(mount / controller, path)]
+            folders += [(folder, 1) for folder in _ancestor_folders(mount / controller, path)]
         elif not controllers:
             # A hybrid machine mounts the v2 tree one level lower and keeps its controllers in v1.
-            root = mount / "unified" if (mount / "unified").is_dir() else mount
-            found += [(folder, 2) for folder in _ancestor_folders(root, path)]
-    return found
+            top = mount / "unified" if (mount / "unified").is_dir() else mount
+            folders += [(folder, 2) for folder in _ancestor_folders(top, path)]
+    return folders
 
 
 def _ancestor_folders(root: Path, path: str) -> list[Path]:
@@ -101,18 +117,6 @@ def _ancestor_folders(root: Path, path: str) -> list[Path]:
     return [root.joinpath(*parts[:length]) for length in range(len(parts), -1, -1)]
 
 
-def _read_count(file: Path, wanted: str) -> int | None:
-    try:
-        for line in file.read_text().splitlines():
-            key, _, value = line.partition(" ")
-            if key == wanted:
-                return int(value)
-    except (OSError, ValueError):
-        return None
-    return None
-
-
-ROOT = Path("/")
 _CPU_FOLDER = "sys/devices/system/cpu"
 _NUMA_FOLDER = "sys/devices/system/node"
 _CONTAINER_MARKERS = {".singularity.d": "apptainer", "run/.containerenv": "podman", ".dockerenv": "docker"}
@@ -136,7 +140,7 @@ def host_facts(mask: Sequence[int], root: Path = ROOT) -> dict[str, Any]:
 
 def os_release(root: Path = ROOT) -> str | None:
     """The distribution's name and version."""
-    for line in (_read_text(root / "etc/os-release") or "").splitlines():
+    for line in (read_text(root / "etc/os-release") or "").splitlines():
         if line.startswith("PRETTY_NAME="):
             return line.partition("=")[2].strip().strip('"') or None
     return None
@@ -145,21 +149,21 @@ def os_release(root: Path = ROOT) -> str | None:
 def cpu_facts(mask: Sequence[int], root: Path = ROOT) -> dict[str, Any]:
     """Sockets, cores and threads of the machine, its caches, and how its clock is governed."""
     places = [
-        tuple(_read_text(folder / "topology" / name) for name in ("physical_package_id", "core_id"))
+        tuple(read_text(folder / "topology" / name) for name in ("physical_package_id", "core_id"))
         for folder in (root / _CPU_FOLDER).glob("cpu[0-9]*")
     ]
     first = root / _CPU_FOLDER / f"cpu{mask[0] if mask else 0}"
-    max_khz = _read_text(first / "cpufreq/cpuinfo_max_freq")
+    max_khz = read_int(first / "cpufreq/cpuinfo_max_freq")
     return _without_none({
         "sockets": len({socket for socket, _ in places if socket is not None}) or None,
         "cores": len({place for place in places if None not in place}) or None,
         "threads": len(places) or None,
-        "smt": _read_text(root / _CPU_FOLDER / "smt/control"),
+        "smt": read_text(root / _CPU_FOLDER / "smt/control"),
         "numa_nodes": len(list((root / _NUMA_FOLDER).glob("node[0-9]*"))) or None,
         "caches": _cache_sizes(first / "cache"),
-        "governor": _read_text(first / "cpufreq/scaling_governor"),
-        "frequency_driver": _read_text(first / "cpufreq/scaling_driver"),
-        "max_hz": int(max_khz) * 1000 if max_khz and max_khz.isdecimal() else None,
+        "governor": read_text(first / "cpufreq/scaling_governor"),
+        "frequency_driver": read_text(first / "cpufreq/scaling_driver"),
+        "max_hz": max_khz * 1000 if max_khz is not None else None,
     })  # fmt: skip
 
 
@@ -167,7 +171,7 @@ def cores_per_numa_node(mask: Sequence[int], root: Path = ROOT) -> dict[str, int
     """How many of the cores in ``mask`` each NUMA node has."""
     found = {}
     for node in sorted((root / _NUMA_FOLDER).glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
-        count = len(set(mask) & parse_core_list(_read_text(node / "cpulist") or ""))
+        count = len(set(mask) & parse_core_list(read_text(node / "cpulist") or ""))
         if count:
             found[node.name[4:]] = count
     return found
@@ -175,23 +179,20 @@ def cores_per_numa_node(mask: Sequence[int], root: Path = ROOT) -> dict[str, int
 
 def machine_memory_bytes(root: Path = ROOT) -> int | None:
     """What the machine has."""
-    kib = _meminfo(root, "MemTotal")
+    kib = read_counter(root / "proc/meminfo", "MemTotal:")
     return None if kib is None else kib * 1024
 
 
 def hugepage_facts(root: Path = ROOT) -> dict[str, Any]:
     """The setting of transparent huge pages, and how many were reserved."""
-    chosen = re.search(r"\[(\w+)\]", _read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
-    return _without_none({"transparent": chosen[1] if chosen else None, "reserved": _meminfo(root, "HugePages_Total")})
+    chosen = re.search(r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
+    reserved = read_counter(root / "proc/meminfo", "HugePages_Total:")
+    return _without_none({"transparent": chosen[1] if chosen else None, "reserved": reserved})
 
 
 def cgroup_limits(root: Path = ROOT) -> dict[str, Any]:
     """What the control groups of this process grant it."""
-    where = root / "proc/self/cgroup", root / "sys/fs/cgroup"
-    return _without_none({
-        "cpu_quota_cores": cpu_quota_cores(*where),
-        "memory_limit_bytes": memory_limit_bytes(*where),
-    })  # fmt: skip
+    return _without_none({"cpu_quota_cores": cpu_quota_cores(root), "memory_limit_bytes": memory_limit_bytes(root)})
 
 
 def interface_facts(root: Path = ROOT) -> list[dict[str, Any]]:
@@ -200,12 +201,13 @@ def interface_facts(root: Path = ROOT) -> list[dict[str, Any]]:
     for folder in sorted((root / "sys/class/net").glob("*")):
         if not ((folder / "device").exists() or folder.name.startswith(_FABRIC_PREFIXES)):
             continue
-        speed, mtu = _read_text(folder / "speed"), _read_text(folder / "mtu")
+        # The speed of an interface that is down is -1.
+        speed = read_int(folder / "speed")
         entry = {
             "name": folder.name,
-            "state": _read_text(folder / "operstate"),
-            "speed_bit_per_s": int(speed) * 10**6 if speed and speed.isdecimal() else None,
-            "mtu_bytes": int(mtu) if mtu and mtu.isdecimal() else None,
+            "state": read_text(folder / "operstate"),
+            "speed_bit_per_s": speed * 10**6 if speed is not None and speed >= 0 else None,
+            "mtu_bytes": read_int(folder / "mtu"),
         }
         found.append(_without_none(entry))
     return found[:_MAX_INTERFACES]
@@ -215,7 +217,7 @@ def infiniband_ports(root: Path = ROOT) -> list[str]:
     """One line a port: device and port, link layer, rate, state."""
     found = []
     for port in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
-        facts = [_read_text(port / name) for name in ("link_layer", "rate", "state")]
+        facts = [read_text(port / name) for name in ("link_layer", "rate", "state")]
         words = [fact.partition(": ")[2] or fact for fact in facts if fact]
         found.append(f"{port.parent.parent.name}/{port.name} {', '.join(words)}")
     return found
@@ -239,32 +241,14 @@ def parse_core_list(text: str) -> set[int]:
 def _cache_sizes(folder: Path) -> dict[str, str]:
     found = {}
     for index in sorted(folder.glob("index[0-9]*")):
-        level, kind, size = (_read_text(index / name) for name in ("level", "type", "size"))
+        level, kind, size = (read_text(index / name) for name in ("level", "type", "size"))
         if level and kind and size and kind != "Instruction":
             found[f"L{level}"] = size
     return found
 
 
-def _meminfo(root: Path, key: str) -> int | None:
-    for line in (_read_text(root / "proc/meminfo") or "").splitlines():
-        name, _, value = line.partition(":")
-        if name == key and value.split()[:1] and value.split()[0].isdecimal():
-            return int(value.split()[0])
-    return None
-
-
 def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value not in (None, {})}
-
-
-def _read_text(file: Path) -> str | None:
-    try:
-        return file.read_text(errors="replace").strip() or None
-    except OSError:
-        return None
-
-
-_STATUS_FILE = Path("/proc/self/status")
 
 
 class PeakMemory(NamedTuple):
@@ -283,19 +267,14 @@ def read_peak_memory(device: torch.device | None) -> PeakMemory:
     return PeakMemory(peak_resident_bytes(), None)
 
 
-def peak_resident_bytes(status: Path = _STATUS_FILE) -> int:
-    """Peak resident set of this process.
+def peak_resident_bytes(root: Path = ROOT) -> int:
+    """Return the peak resident set of this process.
 
     The kernel's ``VmHWM`` begins anew when a program starts. ``ru_maxrss`` does not: it begins with what the parent
     held when it started this process, so under a large launcher it is the launcher's.
     """
-    try:
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak_kib = read_counter(root / "proc/self/status", "VmHWM:")
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if peak_kib is None else peak_kib) * 1024
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
