@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -51,25 +50,24 @@ def claim_attempt(
 ) -> Attempt:
     """Begin a new attempt of ``task`` and leave its start marker."""
     now = time.time()
-    start: dict[str, Any] = {
-        "launch": launch,
-        "host": socket.gethostname(),
-        "started_unix_s": now,
-        "job_id": slurm_job_id(os.environ),
-        "restart_count": slurm_restart_count(os.environ),
-        "deadline_unix_s": _deadline_unix_s(now, time_limit_s or task.time_limit_s),
-        "oom_kills": oom_kills(),
-        "task_file": str(tasks.absolute()),
-        "index": index,
-        "tree": header.tree,
-    }
-    return begin_attempt(ClusterTree(Path(header.tree)).run_folder(task.run_id), **start)
-
-
-def _deadline_unix_s(now: float, limit_s: float) -> float:
-    """The launch's own limit, or the job's end where that comes first (a job began before its first run)."""
-    end = os.environ.get("SLURM_JOB_END_TIME", "")
-    return min(now + limit_s, float(end)) if end.isdecimal() and int(end) > now else now + limit_s
+    deadline = now + (time_limit_s or task.time_limit_s)
+    job_end = os.environ.get("SLURM_JOB_END_TIME", "")
+    if job_end.isdecimal() and int(job_end) > now:
+        # The job began before its first run, so it may end before the run's own limit.
+        deadline = min(deadline, float(job_end))
+    return begin_attempt(
+        ClusterTree(Path(header.tree)).run_folder(task.run_id),
+        launch=launch,
+        host=socket.gethostname(),
+        started_unix_s=now,
+        job_id=slurm_job_id(os.environ),
+        restart_count=slurm_restart_count(os.environ),
+        deadline_unix_s=deadline,
+        oom_kills=oom_kills(),
+        task_file=str(tasks.absolute()),
+        index=index,
+        tree=header.tree,
+    )
 
 
 def find_attempt(run_folder: Path, info: RankInfo, wait_s: float) -> Attempt:
@@ -126,7 +124,7 @@ def begin(tasks: Path, index: int, time_limit_s: float | None = None) -> int:
 
 def done_reason(tree: ClusterTree, task: RunTask) -> str | None:
     """That the run has an ok result which it is not to replace, in words; a broken result is none."""
-    result = _read_result(tree, task.run_id)
+    result = read_result(tree, task.run_id)
     if result is None or result.status != STATUS_OK:
         return None
     if task.supersedes is not None and environment_key(result) == task.supersedes:
@@ -150,7 +148,7 @@ def _ended_in_submission_reason(
     A scheduler starts a job anew only when it was interrupted from outside. The run that was under way then is run
     again; those of the pack that had ended before keep their results.
     """
-    result = _read_result(tree, task.run_id)
+    result = read_result(tree, task.run_id)
     marker = Attempt(tree.run_folder(task.run_id), result.attempt).read_start() if result is not None else None
     if result is None or marker is None or marker.task_file != str(tasks.absolute()):
         return None
@@ -182,7 +180,7 @@ def _stop_rule_reason(tree: ClusterTree, tasks: Path, task: RunTask) -> str | No
     """Why the sweep's stop rules keep the run from starting."""
 
     def status_of(run_id: str) -> str | None:
-        result = _read_result(tree, run_id)
+        result = read_result(tree, run_id)
         return None if result is None else result.status
 
     for line in task.stop_groups:
@@ -203,7 +201,8 @@ def _write_skipped(tree: ClusterTree, header: TaskFileHeader, task: RunTask, why
     tree.write_result(result)
 
 
-def _read_result(tree: ClusterTree, run_id: str) -> RunResult | None:
+def read_result(tree: ClusterTree, run_id: str) -> RunResult | None:
+    """Return the result of ``run_id``; a broken one counts as absent."""
     try:
         return tree.read_result(run_id)
     except msgspec.MsgspecError:

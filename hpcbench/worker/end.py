@@ -9,16 +9,20 @@ import sys
 import time
 from pathlib import Path
 
-import msgspec
-
 from hpcbench.config.run_spec import read_task
 from hpcbench.errors import HpcbenchError
 from hpcbench.fileio import read_tail
 from hpcbench.results.attempts import Attempt, AttemptStart
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, FailureRecord, RankResult, RunResult
-from hpcbench.worker.begin import EXIT_PREEMPTED, slurm_restart_count
-from hpcbench.worker.failure import STOPPED_STATUSES, is_peer_lost_message, lost_ranks_failure, was_oom_killed
+from hpcbench.worker.begin import EXIT_PREEMPTED, read_result, slurm_restart_count
+from hpcbench.worker.failure import (
+    STOPPED_STATUSES,
+    is_peer_lost_message,
+    located_failure,
+    lost_ranks_failure,
+    was_oom_killed,
+)
 from hpcbench.worker.measure.host import describe_own_job_memory
 from hpcbench.worker.shutdown import deadline_window_s
 from hpcbench.worker.summary import summarize_run
@@ -30,14 +34,17 @@ _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT")
 _SLURM_OOM = re.compile(r"oom[-_ ]kill event|Out Of Memory", re.IGNORECASE)
 
 
-def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: str, job_says: str = "") -> int:
+def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: str, job_state_line: str = "") -> int:
     """Make sure that the attempt has a result.
 
-    ``runs_exit_code`` is the launcher's, ``received`` the signal that the batch script got (``TERM``), or empty;
-    ``job_says`` is what the scheduler knows of the job, or empty.
-    Returns 0 where the tree now says how this run ended (ok or not), ``EXIT_PREEMPTED`` where that is because the job
-    is
-    being preempted; otherwise ``runs_exit_code``, or 3 where that is 0.
+    Args:
+        exit_code: of the launcher.
+        received: signal that the batch script got (``TERM``), or empty.
+        job_state_line: line of `scontrol show job --oneliner`, or empty.
+
+    Returns:
+        0 if the tree now holds the end of this run (ok or not), ``EXIT_PREEMPTED`` if the job is being preempted;
+        otherwise ``exit_code``, or 3 if that is 0.
     """
     header, task = read_task(tasks, index)
     tree = ClusterTree(Path(header.tree))
@@ -45,9 +52,9 @@ def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: 
     received = received.upper().removeprefix("SIG")
     ranks = attempt.read_ranks()
     status, how = _status_from_exit(attempt.read_start(), task.time_limit_s, exit_code, received)
-    displaced = exit_code != 0 and is_preempted(job_says, slurm_restart_count(os.environ))
-    present = _existing_result(tree, task.run_id, attempt_number)
-    if present is not None:
+    displaced = exit_code != 0 and is_preempted(job_state_line, slurm_restart_count(os.environ))
+    present = read_result(tree, task.run_id)
+    if present is not None and (present.status == STATUS_OK or present.attempt >= attempt_number):
         if present.attempt != attempt_number or present.status == STATUS_OK:
             # What is being measured anew keeps its earlier result until then.
             return EXIT_PREEMPTED if displaced and present.attempt < attempt_number else 0
@@ -67,16 +74,16 @@ def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: 
     return _write_result(tree, result, exit_code)
 
 
-def is_preempted(job_says: str, restarts: int) -> bool:
+def is_preempted(job_state_line: str, restarts: int) -> bool:
     """Whether a job that has begun ``restarts`` times anew is being preempted, or back in the queue already.
 
-    ``job_says`` is a line of `scontrol show job --oneliner`; an empty one says nothing.
+    ``job_state_line`` is a line of `scontrol show job --oneliner`; an empty one says nothing.
     """
-    said = dict(re.findall(r"(?:^| )(JobState|PreemptTime|Restarts)=(\S+)", job_says))
-    again = said.get("Restarts", "")
+    fields = dict(re.findall(r"(?:^| )(JobState|PreemptTime|Restarts)=(\S+)", job_state_line))
+    again = fields.get("Restarts", "")
     return (
-        said.get("JobState") == "PREEMPTED"
-        or bool(_TIMESTAMP.match(said.get("PreemptTime", "")))
+        fields.get("JobState") == "PREEMPTED"
+        or bool(_TIMESTAMP.match(fields.get("PreemptTime", "")))
         or (again.isdecimal() and int(again) > restarts)
     )
 
@@ -131,15 +138,6 @@ def _write_result(tree: ClusterTree, result: RunResult, exit_code: int) -> int:
     return 0
 
 
-def _existing_result(tree: ClusterTree, run_id: str, attempt: int) -> RunResult | None:
-    """The result that is there already and that this attempt must leave alone."""
-    try:
-        result = tree.read_result(run_id)
-    except msgspec.MsgspecError:
-        return None
-    return result if result is not None and (result.status == STATUS_OK or result.attempt >= attempt) else None
-
-
 def _status_from_exit(start: AttemptStart | None, limit_s: float, exit_code: int, received: str) -> tuple[str, str]:
     """(status, how the ranks ended in words)."""
     how = describe_exit(exit_code)
@@ -174,29 +172,19 @@ def describe_exit(code: int) -> str:
 def _failure_record(
     status: str, how: str, ranks: dict[int, RankResult], world_size: int, log: str
 ) -> tuple[str, FailureRecord]:
-    """A rank that could still say why it failed is believed; otherwise the exit code is all there is."""
+    """Return the status and the failure of a rank that recorded one; otherwise the exit code is all there is."""
     silent = missing_ranks(ranks, world_size)
-    # Nobody stopped the job: ranks that were told to stop were told so by the launcher, because of the silent ones.
-    told = _first_rank_with_own_error(
-        {rank: one for rank, one in ranks.items() if not (silent and one.status in STOPPED_STATUSES)}
-    )
-    if status == "failed" and told is not None:
-        error = ranks[told].error
-        assert error is not None
-        message = f"rank {told} on {ranks[told].host}: {error.message} ({how})"
-        tail_of = error.traceback_tail or log
-        return ranks[told].status, FailureRecord(
-            type=error.type, message=message, hint=error.hint, traceback_tail=tail_of
-        )
+    for rank in sorted(ranks) if status == "failed" else ():
+        result = ranks[rank]
+        # Beside silent ranks the job was not stopped: the launcher stopped this rank because of them.
+        was_stopped_by_launcher = bool(silent) and result.status in STOPPED_STATUSES
+        error = result.error
+        if error is None or was_stopped_by_launcher or is_peer_lost_message(error.type, error.message):
+            continue
+        failure = located_failure(error, rank, result.host)
+        failure.message += f" ({how})"
+        failure.traceback_tail = failure.traceback_tail or log
+        return result.status, failure
     if silent:
         return status, lost_ranks_failure(silent, ranks, how, log)
     return status, FailureRecord(type="NoResult", message=f"{how}; every rank left a file, but rank 0 no result")
-
-
-def _first_rank_with_own_error(ranks: dict[int, RankResult]) -> int | None:
-    """The lowest rank with an error of its own: not one that only says that another rank is gone."""
-    for rank in sorted(ranks):
-        error = ranks[rank].error
-        if error is not None and not is_peer_lost_message(error.type, error.message):
-            return rank
-    return None

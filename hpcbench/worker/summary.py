@@ -44,6 +44,7 @@ from hpcbench.worker.failure import join_numbers
 from hpcbench.worker.measure.interference import interference_warnings
 
 _Number = TypeVar("_Number", int, float)
+_Value = TypeVar("_Value")
 
 
 class MetricsInput(NamedTuple):
@@ -80,11 +81,11 @@ def compute_metrics(measured: MetricsInput, warnings: list[str]) -> RunMetrics:
         epoch_time_s=samples_per_epoch(spec, samples) / rate if rate else None,
         flops_per_s=flops_per_s,
         mfu=mfu,
-        peak_memory_bytes=_max_or_none(one.peak_memory_bytes for one in ranks.values()),
-        peak_reserved_bytes=_max_or_none(one.peak_reserved_bytes for one in ranks.values()),
-        time_to_first_step_s=_max_or_none(one.time_to_first_step_s for one in ranks.values()),
+        peak_memory_bytes=_max_known(result.peak_memory_bytes for result in ranks.values()),
+        peak_reserved_bytes=_max_known(result.peak_reserved_bytes for result in ranks.values()),
+        time_to_first_step_s=_max_known(result.time_to_first_step_s for result in ranks.values()),
         loss=_global_loss(ranks, warnings) if whole else None,
-        accuracy=next((one.accuracy for one in ranks.values() if one.accuracy is not None), None),
+        accuracy=_first_known(result.accuracy for result in ranks.values()),
         time_to_accuracy_s=reached.train_time_s if reached else None,
         steps_to_accuracy=reached.step if reached else None,
         outlier_steps=count_outliers(steady),
@@ -106,8 +107,12 @@ _ABSENT_WHEN_EMULATED = (
 """What a run that computed nothing has not measured."""
 
 
-def _max_or_none(values: Iterable[_Number | None]) -> _Number | None:
+def _max_known(values: Iterable[_Number | None]) -> _Number | None:
     return max((value for value in values if value is not None), default=None)
+
+
+def _first_known(values: Iterable[_Value | None]) -> _Value | None:
+    return next((value for value in values if value is not None), None)
 
 
 _PHASE_FIELDS = tuple(name for name in StepPhases.__struct_fields__ if name != "step_s")
@@ -132,7 +137,7 @@ def _flops_and_mfu(
     spec: RunSpec, header: TaskFileHeader, ranks: Mapping[int, RankResult], rate: float | None
 ) -> tuple[float | None, float | None]:
     """FLOP/s of all devices, and their share of the devices' peak in the run's precision where the profile knows it."""
-    per_sample = next((one.flops_per_sample for one in ranks.values() if one.flops_per_sample is not None), None)
+    per_sample = _first_known(result.flops_per_sample for result in ranks.values())
     if rate is None or per_sample is None:
         return None, None
     peak = header.peak_flops_per_s.get(spec.precision)
@@ -181,29 +186,35 @@ def pipeline_timeline(spec: RunSpec, ranks: Mapping[int, RankResult]) -> Pipelin
     has_timelines = all(rank in ranks and ranks[rank].timeline for rank in group)
     if not has_timelines or not get_strategy(spec.strategy).records_timeline:
         return None
-    measured = {place: [_to_span(one) for one in ranks[rank].timeline] for place, rank in enumerate(group)}
-    walked = planned_timeline(spec.strategy, pipeline_layout(spec), spec.micro_batches, measured)
+    measured = {
+        stage: [
+            ActionSpan(Action(span.kind, span.chunk, span.micro_batch), span.begin_s, span.end_s)
+            for span in ranks[rank].timeline
+        ]
+        for stage, rank in enumerate(group)
+    }
+    planned = planned_timeline(spec.strategy, pipeline_layout(spec), spec.micro_batches, measured)
     begin = min(spans[0].begin for spans in measured.values())
     return PipelineTimeline(
         bubble_fraction=measured_bubble_fraction(list(measured.values())),
-        planned_bubble_fraction=walked.bubble_fraction,
+        planned_bubble_fraction=planned.bubble_fraction,
         measured_s=max(spans[-1].end for spans in measured.values()) - begin,
-        planned_s=walked.end,
+        planned_s=planned.end,
         ranks=[
             RankTimeline(
                 rank=rank,
-                planned=[TimelineSpan(*span.action, span.begin, span.end) for span in walked.ranks[place]],
-                measured=[TimelineSpan(*one.action, one.begin - begin, one.end - begin) for one in measured[place]],
+                planned=[TimelineSpan(*span.action, span.begin, span.end) for span in planned.ranks[stage]],
+                measured=[TimelineSpan(*span.action, span.begin - begin, span.end - begin) for span in measured[stage]],
             )
-            for place, rank in enumerate(group)
+            for stage, rank in enumerate(group)
         ],
     )
 
 
-def _to_span(one: TimelineSpan) -> ActionSpan:
-    return ActionSpan(Action(one.kind, one.chunk, one.micro_batch), one.begin_s, one.end_s)
-
-
+_RANK_FIELDS = (
+    "rank", "local_rank", "node_rank", "replica", "host", "pid", "device", "cpu_mask", "status", "steps_done",
+    "peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s", "phases", "state",
+)  # fmt: skip
 _RANK_PROVENANCE_KEYS = ("threads", "gpu_model", "gpu_uuid")
 
 
@@ -221,18 +232,21 @@ def summarize_run(
     provenance = _run_provenance(ranks)
     if header.environment_key is not None:
         provenance["environment_key"] = header.environment_key
-    notes: list[str] = []
-    found = count_warmup_steps(slowest)
-    samples = _counted_epoch_samples(provenance) or DATASETS[spec.dataset].samples
-    measured = MetricsInput(spec, header, ranks, slowest, found or 0, samples)
-    metrics = compute_metrics(measured, notes) if ranks else RunMetrics()
-    metrics.warmup_found_steps = found
+    warnings: list[str] = []
+    warmup_steps = count_warmup_steps(slowest)
+    # Files may hold another number of samples than the data set: the feed has counted them.
+    samples = provenance.get("data", {}).get("epoch_samples") or DATASETS[spec.dataset].samples
+    measured = MetricsInput(spec, header, ranks, slowest, warmup_steps or 0, samples)
+    metrics = compute_metrics(measured, warnings) if ranks else RunMetrics()
+    metrics.warmup_found_steps = warmup_steps
     timeline = pipeline_timeline(spec, ranks)
     metrics.bubble_fraction = timeline.bubble_fraction if timeline is not None else None
-    if found:
-        notes.append(make_warmup_warning(found, len(slowest), spec.warmup_steps))
+    if warmup_steps:
+        warnings.append(make_warmup_warning(warmup_steps, len(slowest), spec.warmup_steps))
     if slowest and len(ranks) < spec.ranks:
-        notes.append(f"step times are those of the ranks that left a file ({join_numbers(sorted(ranks))}), not of all")
+        warnings.append(
+            f"step times are those of the ranks that left a file ({join_numbers(sorted(ranks))}), not of all"
+        )
     return RunResult(
         run_id=task.run_id,
         config_id=task.config_id,
@@ -242,19 +256,19 @@ def summarize_run(
         status=status,
         spec=spec,
         metrics=metrics,
-        predicted=next((one.predicted for one in ranks.values() if one.predicted is not None), None),
+        predicted=_first_known(result.predicted for result in ranks.values()),
         ranks=[_rank_entry(rank, ranks.get(rank), measured.skipped) for rank in range(spec.ranks)],
         step_times_s=slowest,
         traffic=_max_rank_traffic(ranks),
         warnings=[
-            *notes,
+            *warnings,
             *_batch_warnings(spec, len(slowest), samples),
             *interference_warnings(spec, ranks),
             *_rank_warnings(ranks),
         ],
-        probe=next((one.probe for one in ranks.values() if one.probe is not None), None),
+        probe=_first_known(result.probe for result in ranks.values()),
         timeline=timeline,
-        verification=next((one.verification for one in ranks.values() if one.verification is not None), None),
+        verification=_first_known(result.verification for result in ranks.values()),
         provenance=provenance,
         environment_digest=provenance.pop("environment_digest", None),
         error=None if status == STATUS_OK else error,
@@ -264,13 +278,6 @@ def summarize_run(
 def slowest_rank_times_s(ranks: Mapping[int, RankResult]) -> list[float]:
     """Of every timed step that all ranks have ended, the longest time that any of them took."""
     return [max(times) for times in zip(*(result.step_times_s for result in ranks.values()), strict=False)]
-
-
-def _counted_epoch_samples(provenance: Mapping[str, Any]) -> int | None:
-    """What the feed counted, where the run came as far as that."""
-    data = provenance.get("data")
-    found = data.get("epoch_samples") if isinstance(data, dict) else None
-    return found if isinstance(found, int) else None
 
 
 def _batch_warnings(spec: RunSpec, timed: int, samples: int) -> list[str]:
@@ -317,23 +324,10 @@ def _max_rank_traffic(ranks: Mapping[int, RankResult]) -> RankTraffic | None:
 def _rank_entry(rank: int, result: RankResult | None, skipped: int) -> dict[str, Any]:
     if result is None:
         return {"rank": rank, "left_file": False}
-    entry: dict[str, Any] = {
-        "rank": rank,
-        "local_rank": result.local_rank,
-        "node_rank": result.node_rank,
-        "replica": result.replica,
-        "host": result.host,
-        "pid": result.pid,
-        "device": result.device,
-        "cpu_mask": result.cpu_mask,
-        "status": result.status,
-        "steps_done": result.steps_done,
-        "step_time_median_s": statistics.median(times) if (times := result.step_times_s[skipped:]) else None,
-        "peak_memory_bytes": result.peak_memory_bytes,
-        "peak_reserved_bytes": result.peak_reserved_bytes,
-        "time_to_first_step_s": result.time_to_first_step_s,
-        "phases": msgspec.to_builtins(result.phases) if result.phases else None,
-        "state": result.state,
+    times = result.step_times_s[skipped:]
+    entry = {
+        **{name: msgspec.to_builtins(getattr(result, name)) for name in _RANK_FIELDS},
+        "step_time_median_s": statistics.median(times) if times else None,
         "error": result.error.message if result.error else None,
         **{key: result.provenance.get(key) for key in _RANK_PROVENANCE_KEYS},
     }
