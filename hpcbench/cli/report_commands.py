@@ -230,9 +230,11 @@ def _prediction_frame_function(kind: str) -> Callable[..., polars.DataFrame]:
 
 
 def _picture_json(picture: Plot) -> dict[str, Any]:
+    from hpcbench.report.plots.plotting import plot_specification
+
     return {
         "name": picture.name, "title": picture.title, "alt": picture.alt, "notes": picture.notes,
-        "nothing": picture.nothing or None, "specification": picture.specification, "rows": picture.rows,
+        "nothing": picture.nothing or None, "specification": plot_specification(picture), "rows": picture.rows,
     }  # fmt: skip
 
 

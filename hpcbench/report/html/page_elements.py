@@ -16,7 +16,7 @@ from hpcbench.fileio import escape_control_characters, printable_excerpt
 from hpcbench.report.configurations import ResultRow
 from hpcbench.report.findings.finding import EvidenceRow
 from hpcbench.report.plots.plot_model import Plot, PlotRequest
-from hpcbench.report.plots.plotting import PLOTS, draw_plot, encode_plot
+from hpcbench.report.plots.plotting import PLOTS, draw_plot, encode_plot, plot_specification
 from hpcbench.report.results_table import split_parameters
 from hpcbench.report.table_model import WarningFootnotes, column_heading, format_value
 from hpcbench.results.schema import STATUS_OK
@@ -281,7 +281,7 @@ def draw_page_figures(
 def make_page_figure(picture: Plot) -> PageFigure:
     """``picture`` for a page. Raises ``ConfigError`` where altair or vl-convert is missing."""
     image = base64.b64encode(encode_plot(picture, ".svg")).decode()
-    text = script_json(picture.specification)
+    text = script_json(plot_specification(picture))
     names = list(picture.frame.columns) if picture.frame is not None else []
     rows = [[_plain_value(row[name]) for name in names] for row in picture.rows]
     notes = [f"the first {_MAX_DATA_ROWS} of {len(rows)} points"] if len(rows) > _MAX_DATA_ROWS else []

@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import polars as pl
 from rich.text import Text
 
 from hpcbench.report.plots import theme
 from hpcbench.report.plots.line_chart import axis_lines, flow_entries, truncated_text
-from hpcbench.report.plots.point_data import name_margin, row_axis, row_panels
+from hpcbench.report.plots.point_data import name_margin
 from hpcbench.report.plots.theme import PlotAxis, column_values
 
-if TYPE_CHECKING:
-    import polars
-
-_BOX_NUMBERS = ("low", "quarter", "median", "three_quarters", "high", "value")
-BOX_COLUMNS = ("panel", "series", "row", "role", *_BOX_NUMBERS, "note")
+BOX_NUMBERS = ("low", "quarter", "median", "three_quarters", "high", "value")
+BOX_COLUMNS = ("panel", "series", "row", "role", *BOX_NUMBERS, "note")
 BOX_ROLE, DOT_ROLE, MISSING_ROLE = "box", "dot", "lost"
 """A row's summary, one of its figures (``value``), or a row that has none but a ``note`` why."""
 MAX_DOTS = 40
 """Figures drawn of a row: more are thinned evenly by size, the ends kept."""
-_BOX_WIDTH_PX = 480
 
 
 def five_number_summary(values: Sequence[float], ends: tuple[float, float] = (0.0, 1.0)) -> dict[str, float]:
     """``low`` and ``high`` at the shares ``ends``, ``quarter``, ``median`` and ``three_quarters`` of ``values``."""
     ordered = sorted(values)
     shares = (ends[0], 0.25, 0.5, 0.75, ends[1])
-    return dict(zip(_BOX_NUMBERS, (_quantile(ordered, share) for share in shares), strict=False))
+    return dict(zip(BOX_NUMBERS, (_quantile(ordered, share) for share in shares), strict=False))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
@@ -48,11 +45,9 @@ def thin_evenly(values: Sequence[float], most: int = MAX_DOTS) -> list[float]:
     return [ordered[round(place * (len(ordered) - 1) / (most - 1))] for place in range(most)]
 
 
-def box_frame(rows: list[dict[str, Any]]) -> polars.DataFrame:
+def box_frame(rows: list[dict[str, Any]]) -> pl.DataFrame:
     """``rows`` as ``COLUMNS``; what they lack is null."""
-    import polars as pl
-
-    schema = {name: pl.Float64 if name in _BOX_NUMBERS else pl.String for name in BOX_COLUMNS}
+    schema = {name: pl.Float64 if name in BOX_NUMBERS else pl.String for name in BOX_COLUMNS}
     return pl.DataFrame([{name: row.get(name) for name in BOX_COLUMNS} for row in rows], schema=schema)
 
 
@@ -66,62 +61,11 @@ class BoxChart:
     bars: bool = False
     """Bars from zero to the most rather than boxes, for what adds up from nothing."""
 
-    def vega(self, frame: polars.DataFrame) -> dict[str, Any]:
-        """As ``Drawing``."""
-        values = []
-        for row in frame.iter_rows(named=True):
-            shown = {name: self.x.shown(row[name]) for name in _BOX_NUMBERS}
-            values.append({name: value for name, value in {**row, **shown}.items() if value is not None})
-        roles = set(frame["role"].to_list())
-        layers = [layer for role, layer in self._layers(frame) if role in roles]
-        unit = {"layer": layers, "encoding": {"y": row_axis(frame["row"].to_list())}}
-        return row_panels(values, unit, frame["panel"].unique(maintain_order=True).to_list(), _BOX_WIDTH_PX)
-
-    def _layers(self, frame: polars.DataFrame) -> list[tuple[str, dict[str, Any]]]:
-        """Each with the role that it is for, the lowest first."""
-        known = theme.series_styles(frame["series"].unique(maintain_order=True).to_list())
-        scale = {"domain": list(known), "range": [style.colour for style in known.values()]}
-        colour = {"field": "series", "type": "nominal", "legend": None, "scale": scale}
-        told = [
-            {"field": name, "type": "quantitative", "title": name.replace("_", " "), "format": "~g"}
-            for name in _BOX_NUMBERS[:5]
-        ]
-        tooltip = [{"field": "row", "type": "nominal", "title": "run"}, *told]
-        body = {"type": "bar", "height": {"band": 0.6}, "fillOpacity": 0.3, "strokeWidth": 1.5}
-        line, middle, dot = (
-            {"type": kind, "aria": False, **more}
-            for kind, more in (
-                ("rule", {}), ("tick", {"thickness": 3, "height": {"band": 0.75}}),
-                ("tick", {"thickness": 1, "opacity": 0.7, "height": {"band": 0.35}, "color": "#000000"}),
-            )
-        )  # fmt: skip
-        filled = {"color": colour, "stroke": colour, "tooltip": tooltip}
-        dots = _role_layer(DOT_ROLE, dot, {"x": self._x("value")})
-        words = {"text": {"field": "note", "type": "nominal"}, "color": {"value": "#000000"}}
-        lost = _role_layer(MISSING_ROLE, {"type": "text", "align": "left", "fontSize": 12, "x": 4}, words)
-        if self.bars:
-            return [
-                (BOX_ROLE, _role_layer(BOX_ROLE, body, {"x": self._x("high"), "x2": {"datum": 0}, **filled})),
-                (DOT_ROLE, dots),
-                (MISSING_ROLE, lost),
-            ]
-        box = {"x": self._x("quarter"), "x2": {"field": "three_quarters"}, **filled}
-        whiskers = {"x": self._x("low"), "x2": {"field": "high"}, "color": colour}
-        return [
-            (BOX_ROLE, _role_layer(BOX_ROLE, line, whiskers)), (BOX_ROLE, _role_layer(BOX_ROLE, body, box)),
-            (DOT_ROLE, dots),
-            (BOX_ROLE, _role_layer(BOX_ROLE, middle, {"x": self._x("median"), "color": colour})), (MISSING_ROLE, lost),
-        ]  # fmt: skip
-
-    def _x(self, field: str) -> dict[str, Any]:
-        scale = {"zero": self.bars}
-        return {"field": field, "type": "quantitative", "title": self.x.heading, "scale": scale}
-
-    def text(self, frame: polars.DataFrame, width: int, *, plain: bool) -> list[Text]:
+    def text(self, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
         """As ``Drawing``."""
         left = name_margin(frame["row"].to_list(), width)
         cells = max(8, width - left - 1)
-        ends = [value / self.x.factor for name in _BOX_NUMBERS for value in column_values(frame, name)]
+        ends = [value / self.x.factor for name in BOX_NUMBERS for value in column_values(frame, name)]
         low, high = (min([0.0, *ends]) if self.bars or not ends else min(ends)), max(ends, default=1.0)
         high = high if high > low else low + (abs(low) or 1.0)
         known = theme.series_styles(frame["series"].unique(maintain_order=True).to_list())
@@ -145,7 +89,7 @@ class BoxChart:
         return [*lines, Text(""), *flow_entries([Text(one) for one in key], width)]
 
     def _drawn(
-        self, inside: polars.DataFrame, ends: tuple[float, float], cells: int, known: dict[str, theme.SeriesStyle], *,
+        self, inside: pl.DataFrame, ends: tuple[float, float], cells: int, known: dict[str, theme.SeriesStyle], *,
         plain: bool,
     ) -> Text:  # fmt: skip
         """One row: whiskers, over them the box, over that the median."""
@@ -175,20 +119,13 @@ _BOX_CHARACTERS = {False: ("▒", "─", "█"), True: ("=", "-", "|")}
 _BAR_CHARACTER = {False: "█", True: "#"}
 
 
-def _role_layer(role: str, mark: dict[str, Any], encoding: dict[str, Any]) -> dict[str, Any]:
-    return {"transform": [{"filter": {"field": "role", "equal": role}}], "mark": mark, "encoding": encoding}
-
-
-def row_medians(frame: polars.DataFrame) -> list[tuple[str, float]]:
+def row_medians(frame: pl.DataFrame) -> list[tuple[str, float]]:
     """Rows' names, with their panel where they have one, and medians."""
     rows = frame.filter(frame["role"] == BOX_ROLE)["panel", "row", "median"].iter_rows()
     return [(f"{panel}, {row}" if panel else row, value) for panel, row, value in rows]
 
 
 STACK_COLUMNS = ("panel", "series", "row", "part", "value", "begin", "end", "total", "label")
-_STACK_WIDTH_PX = 480
-_MIN_LABELLED_SHARE = 0.07
-"""A part of this share of the longest bar has room for its share of its own."""
 
 
 class StackPart(NamedTuple):
@@ -210,45 +147,7 @@ class StackedBarChart:
     total: str
     """What the mark is."""
 
-    def vega(self, frame: polars.DataFrame) -> dict[str, Any]:
-        """As ``Drawing``."""
-        used = self._used(frame)
-        longest = max(column_values(frame, "end"))
-        ends = {(panel, row): end for panel, row, end in frame["panel", "row", "end"].iter_rows()}
-        values = [
-            {
-                **{name: row[name] for name in ("panel", "row", "part", "label")},
-                **{name: self.x.shown(row[name]) for name in ("value", "begin", "end", "total")},
-                "ink": self.parts[row["part"]].ink,
-                "middle": self.x.shown((row["begin"] + row["end"]) / 2),
-                "share": f"{row['value'] / ends[row['panel'], row['row']]:.0%}"
-                if row["value"] >= _MIN_LABELLED_SHARE * longest
-                else "",
-            }
-            for row in frame.iter_rows(named=True)
-        ]
-        colour = {"domain": used, "range": [self.parts[name].colour for name in used]}
-        tooltip = [
-            *({"field": name, "type": "nominal", "title": name} for name in ("row", "part", "share")),
-            {"field": "value", "type": "quantitative", "title": self.x.heading, "format": "~g"},
-            {"field": "total", "type": "quantitative", "title": self.total, "format": "~g"},
-        ]
-        x = {"type": "quantitative", "title": self.x.heading}
-        part = {"field": "part", "type": "nominal", "title": None}
-        layers: list[dict[str, Any]] = [
-            {"mark": {"type": "bar", "stroke": "#000000", "strokeWidth": 0.6, "height": {"band": 0.72}},
-             "encoding": {"x": {"field": "begin", **x}, "x2": {"field": "end"}, "tooltip": tooltip,
-                          "color": {**part, "scale": colour}}},
-            {"mark": {"type": "text", "fontSize": 11, "aria": False},
-             "encoding": {"x": {"field": "middle", **x}, "text": {"field": "share", "type": "nominal"},
-                          "fill": {"field": "ink", "type": "nominal", "scale": None}}},
-            {"mark": {"type": "tick", "thickness": 2.5, "color": "#000000", "height": {"band": 1}, "aria": False},
-             "encoding": {"x": {"field": "total", **x}}},
-        ]  # fmt: skip
-        unit = {"layer": layers, "encoding": {"y": row_axis(frame["row"].to_list())}}
-        return row_panels(values, unit, frame["panel"].unique(maintain_order=True).to_list(), _STACK_WIDTH_PX)
-
-    def text(self, frame: polars.DataFrame, width: int, *, plain: bool) -> list[Text]:
+    def text(self, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
         """As ``Drawing``."""
         names = frame["row"].unique(maintain_order=True).to_list()
         left = name_margin(names, width)
@@ -274,11 +173,11 @@ class StackedBarChart:
         entries = [
             Text.assemble(((one.plain if plain else one.character) * 2, theme.terminal_colour(one.colour)), f" {name}")
             for name, one in self.parts.items()
-            if name in self._used(frame)
+            if name in self.used_parts(frame)
         ]
         return [*lines, Text(""), *flow_entries([*entries, Text(f"at the end: {self.total}")], width)]
 
-    def _used(self, frame: polars.DataFrame) -> list[str]:
+    def used_parts(self, frame: pl.DataFrame) -> list[str]:
         there = set(frame["part"].to_list())
         return [name for name in self.parts if name in there]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import polars as pl
 
 from hpcbench.report.configurations import STEP_TIME
 from hpcbench.report.plots import theme
@@ -26,9 +28,6 @@ from hpcbench.report.plots.point_data import plot_points, printable_name, row_na
 from hpcbench.report.plots.theme import make_axis
 from hpcbench.units import format_bytes, format_seconds
 
-if TYPE_CHECKING:
-    import polars
-
 PARTS_NAME, PARTS_TITLE = "parts", "Where a step's time goes"
 COMPUTE, HIDDEN_COMM, EXPOSED_COMM, BUBBLE, REST = (
     "computation", "computation over communication", "communication", "bubble", "rest",
@@ -44,19 +43,17 @@ _PHASES = ("compute_s", "comm_s", "exposed_comm_s", "step_s")
 _IMPLAUSIBLE_SECONDS = 1e9
 
 
-def step_parts_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
+def step_parts_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """The parts of the profiled steps, beside the median of the timed ones: of the rank that computes longest.
 
     Of pipelines, whose ranks wait in turn, the mean of all ranks, as their bubble is; it is waited for with messages
     and is taken out of what else were communication.
     """
-    import polars as pl
-
-    found = plot_points(frame, asked.by, "metrics.compute_s")
-    if found.nothing:
-        return Plot(PARTS_NAME, PARTS_TITLE, nothing=found.nothing, notes=found.notes)
-    rows, notes = select_rows(found, asked.by)
-    piped = _pipeline_parts(rows, asked)
+    points = plot_points(frame, request.by, "metrics.compute_s")
+    if points.nothing:
+        return Plot(PARTS_NAME, PARTS_TITLE, nothing=points.nothing, notes=points.notes)
+    rows, notes = select_rows(points, request.by)
+    piped = _pipeline_parts(rows, request)
     split = [
         {**row, **one}
         for row in rows.iter_rows(named=True)
@@ -75,13 +72,13 @@ def step_parts_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
     if rows["launches"].max() != 1:
         more.append("of several launches the median of each part")
     return Plot(
-        PARTS_NAME, PARTS_TITLE, found.shared, _parts_alt_text(drawn),
+        PARTS_NAME, PARTS_TITLE, points.shared, _parts_alt_text(drawn),
         StackedBarChart(make_axis("time", "s", drawn["total"]), STEP_PARTS, "step time"), drawn,
         [*more, *notes],
     )  # fmt: skip
 
 
-def _pipeline_parts(rows: polars.DataFrame, asked: PlotRequest) -> dict[str, dict[str, float]]:
+def _pipeline_parts(rows: pl.DataFrame, request: PlotRequest) -> dict[str, dict[str, float]]:
     """By row and panel the parts of pipelines: the means over ranks, of several launches the median."""
     piped = rows.filter(rows["metrics.bubble_fraction"].is_not_null())
     keys = {
@@ -90,7 +87,7 @@ def _pipeline_parts(rows: polars.DataFrame, asked: PlotRequest) -> dict[str, dic
         for one in ids
     }
     launches: dict[str, list[dict[str, float]]] = {}
-    for result in asked.whole(list(keys)) if asked.whole and keys else ():
+    for result in request.whole(list(keys)) if request.whole and keys else ():
         phases = [rank.get("phases") for rank in result.ranks]
         read = [one for one in map(_read_phases, phases) if one is not None]
         if read and len(read) == len(phases):
@@ -130,7 +127,7 @@ def _split_step(row: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def _parts_alt_text(drawn: polars.DataFrame) -> str:
+def _parts_alt_text(drawn: pl.DataFrame) -> str:
     said = []
     groups = list(drawn.group_by(["panel", "row"], maintain_order=True))
     for (panel, row), inside in groups[-_MAX_ROWS_IN_ALT_TEXT:]:
@@ -148,19 +145,19 @@ _OOM_STATUS = "oom"
 _MAX_OOM_ROWS = 8
 
 
-def memory_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
+def memory_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """The peak of each rank, the most of its launches; below them what ran out of memory."""
-    found = plot_points(frame, asked.by, _PEAK_MEMORY)
-    if found.nothing:
-        return Plot(MEMORY_NAME, MEMORY_TITLE, nothing=found.nothing, notes=found.notes)
-    rows, notes = select_rows(found, asked.by)
-    ranks = _rank_peaks(rows, asked)
+    points = plot_points(frame, request.by, _PEAK_MEMORY)
+    if points.nothing:
+        return Plot(MEMORY_NAME, MEMORY_TITLE, nothing=points.nothing, notes=points.notes)
+    rows, notes = select_rows(points, request.by)
+    ranks = _rank_peaks(rows, request)
     made: list[dict[str, Any]] = []
     for row in rows.iter_rows(named=True):
         peaks = _row_peaks(row, ranks) or [row[_PEAK_MEMORY]]
         made.append({**row, "role": BOX_ROLE, **five_number_summary(peaks)})
         made += [{**row, "role": DOT_ROLE, "value": value} for value in thin_evenly(peaks)]
-    lost = _oom_rows(frame, asked, {row["panel"] for row in made})
+    lost = _oom_rows(frame, request, {row["panel"] for row in made})
     drawn = box_frame([*made, *lost[:_MAX_OOM_ROWS]])
     boxes = drawn.filter(drawn["role"] == BOX_ROLE)
     told = join_texts([
@@ -173,19 +170,19 @@ def memory_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
         notes = [*notes, f"out of memory: {pluralize(len(lost), 'configuration')}"]
     unread = [] if ranks else ["the fullest rank alone: single ranks were not read"]
     return Plot(
-        MEMORY_NAME, MEMORY_TITLE, found.shared, alt,
+        MEMORY_NAME, MEMORY_TITLE, points.shared, alt,
         BoxChart(make_axis("peak memory", "B", drawn["high"]), "from the emptiest rank to the fullest", bars=True),
         drawn,
         ["bar: the fullest rank; thin marks (of files): single ranks", *unread, *notes],
     )  # fmt: skip
 
 
-def _rank_peaks(rows: polars.DataFrame, asked: PlotRequest) -> dict[tuple[str, str], dict[int, float]]:
+def _rank_peaks(rows: pl.DataFrame, request: PlotRequest) -> dict[tuple[str, str], dict[int, float]]:
     """Of every launch that is drawn the peaks of its ranks, in bytes."""
-    if asked.whole is None:
+    if request.whole is None:
         return {}
     wanted = [(cluster, one) for cluster, ids in rows["cluster", "run_ids"].iter_rows() for one in ids]
-    return {(one.cluster, one.run_id): _read_peaks(one.ranks) for one in asked.whole(wanted)}
+    return {(one.cluster, one.run_id): _read_peaks(one.ranks) for one in request.whole(wanted)}
 
 
 def _read_peaks(ranks: list[dict[str, Any]]) -> dict[int, float]:
@@ -206,15 +203,13 @@ def _row_peaks(row: dict[str, Any], ranks: dict[tuple[str, str], dict[int, float
     return list(most.values())
 
 
-def _oom_rows(frame: polars.DataFrame, asked: PlotRequest, panels: set[str]) -> list[dict[str, Any]]:
+def _oom_rows(frame: pl.DataFrame, request: PlotRequest, panels: set[str]) -> list[dict[str, Any]]:
     """Rows of what ran out of memory, in the panels that are drawn."""
-    import polars as pl
-
     oom = frame.filter(pl.col("status") == _OOM_STATUS)
     if oom.is_empty():
         return []
-    rows = with_labels(oom, asked.by)
-    rows = rows.with_columns(row_name_column(asked.by)).sort("devices", maintain_order=True)
+    rows = with_labels(oom, request.by)
+    rows = rows.with_columns(row_name_column(request.by)).sort("devices", maintain_order=True)
     different = rows.unique(["cluster", "spec.model", "row", "spec.batch_size"], keep="first", maintain_order=True)
     panel = next(iter(panels)) if len(panels) == 1 else "out of memory"
     return [
@@ -237,16 +232,16 @@ _MAX_DISTRIBUTION_ROWS = 16
 _WHISKER_SHARES = (0.1, 0.9)
 
 
-def distribution_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
+def distribution_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """Every timed step of the slowest rank, of all launches of a configuration together.
 
     Steps that were found to be still warming up are left out, as they are of every figure.
     """
-    found = plot_points(frame, asked.by, STEP_TIME)
-    if found.nothing:
-        return Plot(DISTRIBUTION_NAME, DISTRIBUTION_TITLE, nothing=found.nothing, notes=found.notes)
-    rows, notes = select_rows(found, asked.by, _MAX_DISTRIBUTION_ROWS)
-    steps = _timed_steps(rows, asked)
+    points = plot_points(frame, request.by, STEP_TIME)
+    if points.nothing:
+        return Plot(DISTRIBUTION_NAME, DISTRIBUTION_TITLE, nothing=points.nothing, notes=points.notes)
+    rows, notes = select_rows(points, request.by, _MAX_DISTRIBUTION_ROWS)
+    steps = _timed_steps(rows, request)
     made: list[dict[str, Any]] = []
     for row in rows.iter_rows(named=True):
         times = [time for one in row["run_ids"] for time in steps.get((row["cluster"], one), ())]
@@ -266,19 +261,19 @@ def distribution_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
         f"thin marks (of files): single steps, at most {MAX_DOTS} a row, the fastest and the slowest among them",
     ]
     return Plot(
-        DISTRIBUTION_NAME, DISTRIBUTION_TITLE, found.shared, alt,
+        DISTRIBUTION_NAME, DISTRIBUTION_TITLE, points.shared, alt,
         BoxChart(make_axis("step time", "s", drawn["median"]), "10 % to 90 % of the steps"),
         drawn, [*more, *notes],
     )  # fmt: skip
 
 
-def _timed_steps(rows: polars.DataFrame, asked: PlotRequest) -> dict[tuple[str, str], list[float]]:
+def _timed_steps(rows: pl.DataFrame, request: PlotRequest) -> dict[tuple[str, str], list[float]]:
     """The seconds of the steps that count, of every launch that is drawn."""
-    if asked.whole is None:
+    if request.whole is None:
         return {}
     wanted = [(cluster, one) for cluster, ids in rows["cluster", "run_ids"].iter_rows() for one in ids]
     found = {}
-    for one in asked.whole(wanted):
+    for one in request.whole(wanted):
         times = one.step_times_s[one.metrics.warmup_found_steps or 0 :]
         found[one.cluster, one.run_id] = [time for time in times if 0 < time < 1e9]
     return {key: times for key, times in found.items() if times}

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import polars as pl
 from rich.text import Text
 
 from hpcbench.report.plots import theme
 from hpcbench.report.plots.line_chart import axis_lines, flow_entries, truncated_text
 from hpcbench.report.plots.plot_model import Plot, PlotRequest, pluralize
-from hpcbench.report.plots.point_data import ROW_HEIGHT_PX, plot_points, printable_name, select_rows
+from hpcbench.report.plots.point_data import plot_points, printable_name, select_rows
 from hpcbench.report.plots.theme import PlotAxis, column_values, make_axis
 from hpcbench.results.schema import PipelineTimeline, RunResult, TimelineSpan
 from hpcbench.units import format_seconds
 
-if TYPE_CHECKING:
-    import polars
-
 SPAN_COLUMNS = ("panel", "source", "rank", "kind", "name", "chunk", "micro_batch", "begin_s", "end_s")
 """``panel`` is the run, ``source`` whether a span was measured or planned, ``name`` the action and its micro-batch."""
-_GANTT_WIDTH_PX = 620
-_CHARACTER_PX = 7.0
-"""A name is written into a bar that has so much room for each of its characters."""
 
 
 class ActionStyle(NamedTuple):
@@ -39,7 +34,7 @@ ACTION_STYLES = {
     "I": ActionStyle("backward of inputs", theme.GREEN, "#000000"),
     "W": ActionStyle("backward of weights", theme.ORANGE, "#000000"),
 }
-_OTHER_ACTION = ActionStyle("other", theme.LIGHT_GREY, "#000000")
+OTHER_ACTION = ActionStyle("other", theme.LIGHT_GREY, "#000000")
 
 
 @dataclass(frozen=True)
@@ -49,53 +44,7 @@ class GanttChart:
     axes: dict[str, PlotAxis]
     """Of each run."""
 
-    def vega(self, frame: polars.DataFrame) -> dict[str, Any]:
-        """As ``Drawing``."""
-        there = {ACTION_STYLES.get(kind, _OTHER_ACTION) for kind in frame["kind"].to_list()}
-        # The same for all runs: their scales become one.
-        kinds = [one for one in (*ACTION_STYLES.values(), _OTHER_ACTION) if one in there]
-        runs = [self._run(run, frame.filter(frame["panel"] == run), kinds) for run in self.axes]
-        return runs[0] if len(runs) == 1 else {"vconcat": runs}
-
-    def _run(self, run: str, frame: polars.DataFrame, kinds: list[ActionStyle]) -> dict[str, Any]:
-        axis = self.axes[run]
-        longest = max(column_values(frame, "end_s"))
-        values = [
-            {
-                "source": row["source"], "rank": f"rank {row['rank']}",
-                "action": ACTION_STYLES.get(row["kind"], _OTHER_ACTION).title,
-                "chunk": row["chunk"], "micro_batch": row["micro_batch"], "begin": axis.shown(row["begin_s"]),
-                "end": axis.shown(row["end_s"]), "middle": axis.shown((row["begin_s"] + row["end_s"]) / 2),
-                "name": row["name"] if _name_fits(row, longest) else "",
-                "ink": ACTION_STYLES.get(row["kind"], _OTHER_ACTION).ink,
-            }
-            for row in frame.iter_rows(named=True)
-        ]  # fmt: skip
-        colour = {"domain": [one.title for one in kinds], "range": [one.colour for one in kinds]}
-        ranks = list(dict.fromkeys(row["rank"] for row in sorted(values, key=lambda row: int(row["rank"][5:]))))
-        x = {"type": "quantitative", "title": axis.heading}
-        y = {"field": "rank", "type": "nominal", "sort": ranks, "title": None, "axis": {"grid": False}}
-        action = {"field": "action", "type": "nominal", "title": None}
-        tooltip = [{"field": name, "type": "nominal"} for name in ("rank", "action", "chunk", "micro_batch")]
-        tooltip += [{"field": name, "type": "quantitative", "format": "~g"} for name in ("begin", "end")]
-        layers = [
-            {"mark": {"type": "bar", "stroke": "#000000", "strokeWidth": 0.5, "height": {"band": 0.85}, "aria": False},
-             "encoding": {"x": {"field": "begin", **x}, "x2": {"field": "end"}, "tooltip": tooltip,
-                          "color": {**action, "scale": colour}}},
-            {"mark": {"type": "text", "fontSize": 10, "aria": False},
-             "encoding": {"x": {"field": "middle", **x}, "text": {"field": "name", "type": "nominal"},
-                          "fill": {"field": "ink", "type": "nominal", "scale": None}}},
-        ]  # fmt: skip
-        return {
-            "data": {"values": values},
-            **({"title": {"text": run, "fontSize": 13, "anchor": "start"}} if len(self.axes) > 1 else {}),
-            "facet": {"row": {"field": "source", "type": "nominal", "sort": ["measured", "planned"], "title": None}},
-            "spec": {
-                "width": _GANTT_WIDTH_PX, "height": {"step": ROW_HEIGHT_PX}, "layer": layers, "encoding": {"y": y},
-            },
-        }  # fmt: skip
-
-    def text(self, frame: polars.DataFrame, width: int, *, plain: bool) -> list[Text]:
+    def text(self, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
         """As ``Drawing``."""
         left = len("rank ") + max(len(str(rank)) for rank in frame["rank"].to_list()) + 1
         cells = max(8, width - left - 1)
@@ -121,18 +70,14 @@ class GanttChart:
         return [*lines, Text(""), *flow_entries([*entries, Text("and its micro-batch")], width)]
 
 
-def _name_fits(row: dict[str, Any], longest: float) -> bool:
-    return bool((row["end_s"] - row["begin_s"]) / longest * _GANTT_WIDTH_PX >= _CHARACTER_PX * len(row["name"]))
-
-
-def _rank_line(spans: polars.DataFrame, longest: float, cells: int) -> Text:
+def _rank_line(spans: pl.DataFrame, longest: float, cells: int) -> Text:
     """Names where actions begin, dots while they go on, blanks while the rank waits."""
     line: list[tuple[str, str]] = [(" ", "")] * cells
     for name, kind, begin, end in spans["name", "kind", "begin_s", "end_s"].iter_rows():
         first = min(round(begin / longest * cells), cells - 1)
         count = max(1, round(end / longest * cells) - first)
         shown = name if len(name) <= count else name[:1]
-        colour = theme.terminal_colour(ACTION_STYLES.get(kind, _OTHER_ACTION).colour)
+        colour = theme.terminal_colour(ACTION_STYLES.get(kind, OTHER_ACTION).colour)
         for place, character in enumerate(shown.ljust(count, ".")[: cells - first]):
             line[first + place] = (character, colour)
     text = Text()
@@ -151,15 +96,15 @@ _IMPLAUSIBLE_SECONDS, _IMPLAUSIBLE_COUNT = 1e9, 10**9
 _BUBBLE_COLUMN = "metrics.bubble_fraction"
 
 
-def timeline_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
+def timeline_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """The untimed step whose actions were noted, of one launch of up to four configurations each."""
-    found = plot_points(frame, asked.by, _BUBBLE_COLUMN)
-    if found.nothing:
-        nothing = found.nothing.replace("none has it measured", "none is a pipeline whose step was noted")
-        return Plot(TIMELINE_NAME, TIMELINE_TITLE, nothing=nothing, notes=found.notes)
-    rows, notes = select_rows(found, asked.by, _MAX_TIMELINES)
+    points = plot_points(frame, request.by, _BUBBLE_COLUMN)
+    if points.nothing:
+        nothing = points.nothing.replace("none has it measured", "none is a pipeline whose step was noted")
+        return Plot(TIMELINE_NAME, TIMELINE_TITLE, nothing=nothing, notes=points.notes)
+    rows, notes = select_rows(points, request.by, _MAX_TIMELINES)
     wanted = [(cluster, ids[0]) for cluster, ids in rows["cluster", "run_ids"].iter_rows()]
-    read = {(one.cluster, one.run_id): one for one in asked.whole(wanted)} if asked.whole else {}
+    read = {(one.cluster, one.run_id): one for one in request.whole(wanted)} if request.whole else {}
     drawn: dict[str, list[dict[str, Any]]] = {}
     said = []
     for key, row in zip(wanted, rows.iter_rows(named=True), strict=True):
@@ -181,7 +126,7 @@ def timeline_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
         "median of its kind, messages at no cost",
         *said,
     ]
-    subtitle = next(iter(drawn)) + (f", {found.shared}" if found.shared else "") if len(drawn) == 1 else found.shared
+    subtitle = next(iter(drawn)) + (f", {points.shared}" if points.shared else "") if len(drawn) == 1 else points.shared
     alt = f"Timelines of {pluralize(len(drawn), 'pipeline')}. {'. '.join(said)}."
     return Plot(TIMELINE_NAME, TIMELINE_TITLE, subtitle, alt, GanttChart(axes), _span_frame(drawn), [*more, *notes])
 
@@ -223,9 +168,7 @@ def _timeline_text(run: str, timeline_: PipelineTimeline) -> str:
     return f"{run}: {'; '.join(told)}" if told else run
 
 
-def _span_frame(drawn: dict[str, list[dict[str, Any]]]) -> polars.DataFrame:
-    import polars as pl
-
+def _span_frame(drawn: dict[str, list[dict[str, Any]]]) -> pl.DataFrame:
     whole = ("rank", "chunk", "micro_batch")
     schema = {
         name: pl.Float64 if name.endswith("_s") else pl.Int64 if name in whole else pl.String for name in SPAN_COLUMNS

@@ -1,29 +1,23 @@
-"""Line charts over a numeric axis, as Vega-Lite and as a character grid."""
+"""Line charts over a numeric axis, and their drawing as a grid of characters."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
+import polars as pl
 from rich.cells import cell_len
 from rich.text import Text
 
 from hpcbench.report.plots import theme
-from hpcbench.report.plots.plot_model import facet_panels
 from hpcbench.report.plots.theme import PlotAxis, column_values, format_tick, linear_ticks, log_ticks
-
-if TYPE_CHECKING:
-    import polars
 
 _LINE_NUMBERS = ("x", "y", "low", "high")
 LINE_COLUMNS = ("panel", "series", "role", *_LINE_NUMBERS, "label", "launches")
 MEASURED, PREDICTED, IDEAL, CROSSOVER, BAND = "measured", "predicted", "ideal", "crossing", "band"
 """What a row is. An ideal is a thin line, a crossing a ring where two lines meet, a band the space around an ideal."""
-_LINE_WIDTH_PX, _LINE_HEIGHT_PX = 560, 340
-_PREDICTED_POINT_AREA = 24
-"""Area of the points that tell predicted lines apart in print."""
 
 
 @dataclass(frozen=True)
@@ -39,110 +33,13 @@ class LineChart:
     ideal: str = "ideal"
     """What a thin line is."""
 
-    def vega(self, frame: polars.DataFrame) -> dict[str, Any]:
-        """As ``Drawing``."""
-        roles = set(frame["role"])
-        known = theme.series_styles(
-            frame.filter(frame["role"].is_in([MEASURED, PREDICTED]))["series"].unique(maintain_order=True).to_list()
-        )
-        layers = []
-        if BAND in roles:
-            layers.append(
-                _role_layer(BAND, {"type": "area", "color": theme.LIGHT_GREY, "opacity": 0.5}, self._ends(), plain=True)
-            )
-        if IDEAL in roles:
-            mark = {"type": "line", "color": theme.GREY, "strokeWidth": 1.2, "strokeDash": [3, 3]}
-            layers.append(_role_layer(IDEAL, mark, {"detail": {"field": "series"}}, plain=True))
-        if PREDICTED in roles:
-            band = {"type": "area", "opacity": 0.15}
-            small = {"type": "point", "filled": True, "size": _PREDICTED_POINT_AREA}
-            layers += [
-                _role_layer(PREDICTED, band, self._ends()),
-                _role_layer(PREDICTED, {"type": "line"}, _dash_channel(known)),
-                _role_layer(PREDICTED, small, {"shape": _series_channel("shape", known)}),
-            ]  # fmt: skip
-        elif self.joined:
-            layers.append(_role_layer(MEASURED, {"type": "line"}, _dash_channel(known)))
-        layers.append(_role_layer(MEASURED, {"type": "rule", "strokeWidth": 1.5}, self._ends()))
-        layers.append(
-            _role_layer(MEASURED, {"type": "point", "filled": True}, {"shape": _series_channel("shape", known)})
-        )
-        if CROSSOVER in roles:
-            ring = {"type": "point", "shape": "circle", "size": 260, "filled": False, "color": "#000000"}
-            layers.append(_role_layer(CROSSOVER, ring, {}, plain=True))
-        for layer in layers:
-            layer["encoding"].setdefault("y", self._y(frame))
-            if "color" not in layer["encoding"]:
-                layer["encoding"]["color"] = _series_channel("color", known, self.legend)
-        unit = {
-            "layer": layers, "encoding": {"x": self._x(frame), "tooltip": self._tooltip()},
-            "resolve": {"legend": {"strokeDash": "independent"}},
-        }  # fmt: skip
-        return facet_panels(
-            self._values(frame),
-            unit,
-            frame["panel"].unique(maintain_order=True).to_list(),
-            _LINE_WIDTH_PX,
-            _LINE_HEIGHT_PX,
-        )
-
-    def text(self, frame: polars.DataFrame, width: int, *, plain: bool) -> list[Text]:
+    def text(self, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
         """As ``Drawing``."""
         return line_chart_text(self, frame, width, plain=plain)
 
-    def _values(self, frame: polars.DataFrame) -> list[dict[str, Any]]:
-        rows = []
-        for row in frame.iter_rows(named=True):
-            shown = {name: self.y.shown(row[name]) for name in ("y", "low", "high")}
-            rows.append(
-                {
-                    name: value
-                    for name, value in {**row, **shown, "x": self.x.shown(row["x"])}.items()
-                    if value is not None
-                }
-            )
-        return rows
 
-    def _x(self, frame: polars.DataFrame) -> dict[str, Any]:
-        given: dict[str, Any] = {"field": "x", "type": "quantitative", "title": self.x.heading}
-        values = sorted(
-            {value / self.x.factor for value in column_values(frame.filter(frame["role"] != CROSSOVER), "x")}
-        )
-        whole = all(value == int(value) for value in values)
-        scale: dict[str, Any] = {"padding": 14, "nice": False, "zero": False}
-        if self.x.log:
-            scale = {"type": "log", "base": self.x.log, "padding": 14, "nice": False}
-        if whole and len(values) <= MAX_INTEGER_TICKS:
-            return {**given, "scale": scale, "axis": {"values": values, "format": "d"}}
-        marks = {"values": log_ticks(values[0], values[-1])} if self.x.log else {}
-        return {**given, "scale": scale, "axis": {**marks, "format": "~g"}}
-
-    def _y(self, frame: polars.DataFrame) -> dict[str, Any]:
-        given: dict[str, Any] = {"field": "y", "type": "quantitative", "title": self.y.heading}
-        if not self.y.log:
-            return {**given, "scale": {"zero": self.from_zero}}
-        known = [value for name in ("y", "low", "high") for value in column_values(frame, name) if value > 0]
-        marks = log_ticks(min(known) / self.y.factor, max(known) / self.y.factor)
-        scale = {"type": "log", "padding": 10, "nice": False}
-        return {**given, "scale": scale, "axis": {"values": marks, "format": "~g"}}
-
-    def _ends(self) -> dict[str, Any]:
-        return {"y": {"field": "low", "type": "quantitative", "title": self.y.heading}, "y2": {"field": "high"}}
-
-    def _tooltip(self) -> list[dict[str, Any]]:
-        named = [("label", "run"), ("role", "")]
-        numbers = [("x", self.x.heading), ("y", self.y.heading), ("low", "low"), ("high", "high")]
-        return [
-            *({"field": field, "type": "nominal", "title": title or field} for field, title in named),
-            *({"field": field, "type": "quantitative", "title": title, "format": "~g"} for field, title in numbers),
-            {"field": "launches", "type": "quantitative", "title": "launches"},
-        ]
-
-
-def line_rows(rows: polars.DataFrame, role: str) -> polars.DataFrame:
+def line_rows(rows: pl.DataFrame, role: str) -> pl.DataFrame:
     """``rows`` with ``panel``, ``x`` and ``y`` at least, as ``COLUMNS``; what they lack is null, a name the role's."""
-    import polars as pl
-
     lacking = [
         pl.lit(role).alias(name) if name in ("series", "label") else pl.lit(None).alias(name)
         for name in LINE_COLUMNS
@@ -154,29 +51,6 @@ def line_rows(rows: polars.DataFrame, role: str) -> polars.DataFrame:
             for name in LINE_COLUMNS
         )
     )
-
-
-def _role_layer(role: str, mark: dict[str, Any], encoding: dict[str, Any], *, plain: bool = False) -> dict[str, Any]:
-    """A layer of the rows of one role; ``plain`` ones have no series' colour."""
-    layer: dict[str, Any] = {
-        "transform": [{"filter": {"field": "role", "equal": role}}],
-        "mark": mark,
-        "encoding": {**encoding},
-    }
-    if plain:
-        layer["encoding"]["color"] = {"value": mark["color"]}
-    return layer
-
-
-def _series_channel(channel: str, known: dict[str, theme.SeriesStyle], legend: str = "strategy") -> dict[str, Any]:
-    place = {"color": 0, "shape": 1, "strokeDash": 3}[channel]
-    scale = {"domain": list(known), "range": [style[place] for style in known.values()]}
-    return {"field": "series", "type": "nominal", "title": legend, "scale": scale, "sort": None}
-
-
-def _dash_channel(known: dict[str, theme.SeriesStyle]) -> dict[str, Any]:
-    # The legend shows the shape; dashes around a small symbol would only spoil it.
-    return {"strokeDash": {**_series_channel("strokeDash", known), "legend": None}}
 
 
 _GRID_HEIGHT = 14
@@ -230,7 +104,7 @@ class _CharacterGrid:
         return text
 
 
-def line_chart_text(drawing: LineChart, frame: polars.DataFrame, width: int, *, plain: bool) -> list[Text]:
+def line_chart_text(drawing: LineChart, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
     """A grid for each panel with its axes, and the meaning of the characters below the last one."""
 
     series = frame.filter(frame["role"].is_in([MEASURED, PREDICTED]))["series"].unique(maintain_order=True).to_list()
@@ -259,7 +133,7 @@ def line_chart_text(drawing: LineChart, frame: polars.DataFrame, width: int, *, 
 
 
 def _panel_lines(
-    drawing: LineChart, inside: polars.DataFrame, frame: polars.DataFrame, marks: dict[str, tuple[str, str]],
+    drawing: LineChart, inside: pl.DataFrame, frame: pl.DataFrame, marks: dict[str, tuple[str, str]],
     form: tuple[int, bool],
 ) -> list[Text]:  # fmt: skip
     """One grid: every panel has the same scales."""
@@ -290,7 +164,7 @@ def _panel_lines(
 
 
 def _draw_series(
-    grid: _CharacterGrid, drawing: LineChart, inside: polars.DataFrame, marks: dict[str, tuple[str, str]],
+    grid: _CharacterGrid, drawing: LineChart, inside: pl.DataFrame, marks: dict[str, tuple[str, str]],
     form: tuple[_CellScale, _CellScale, int, bool],
 ) -> None:  # fmt: skip
 

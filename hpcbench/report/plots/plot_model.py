@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+import polars as pl
+
 from hpcbench.report.column_names import short_name
-from hpcbench.report.plots import theme
 from hpcbench.report.plots.theme import column_values
 from hpcbench.results.schema import RunResult
 
 if TYPE_CHECKING:
-    import polars
     from rich.text import Text
 
 ReadFullResults = Callable[[Sequence[tuple[str, str]]], Iterable[RunResult]]
@@ -21,23 +21,19 @@ ReadFullResults = Callable[[Sequence[tuple[str, str]]], Iterable[RunResult]]
 
 @dataclass(frozen=True)
 class PlotRequest:
-    """What a picture may be asked for beside its results."""
+    """What a picture may be request for beside its results."""
 
     by: tuple[str, ...] = ()
     """Columns that tell the lines from each other; without any it is the strategy."""
     whole: ReadFullResults | None = None
-    predicted: polars.DataFrame | None = None
+    predicted: pl.DataFrame | None = None
     """Rows of an oracle: columns as the kind that reads them says."""
 
 
 class Chart(Protocol):
     """A form of picture, over the columns that it names."""
 
-    def vega(self, frame: polars.DataFrame) -> dict[str, Any]:
-        """Data, marks and scales in Vega-Lite, without title and ``config``."""
-        ...
-
-    def text(self, frame: polars.DataFrame, width: int, *, plain: bool) -> list[Text]:
+    def text(self, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
         """Lines of at most ``width`` characters, of ASCII alone where ``plain``."""
         ...
 
@@ -53,57 +49,16 @@ class Plot:
     alt: str = ""
     """What the plot shows, in words and numbers computed from ``frame``."""
     drawing: Chart | None = None
-    frame: polars.DataFrame | None = None
+    frame: pl.DataFrame | None = None
     """The plotted rows, in SI units."""
     notes: list[str] = field(default_factory=list)
     """What spreads are, and what was left out."""
     nothing: str = ""
 
     @property
-    def specification(self) -> dict[str, Any]:
-        """Vega-Lite with its data inside; nothing in it is fetched. Empty where there is nothing to draw."""
-        if self.drawing is None or self.frame is None:
-            return {}
-        title: dict[str, Any] = {"text": self.title}
-        if self.subtitle:
-            title["subtitle"] = _wrap_subtitle(self.subtitle)
-        return {
-            "description": self.alt, "title": title, "config": theme.vega_config(), "padding": 8,
-            **self.drawing.vega(self.frame),
-        }  # fmt: skip
-
-    @property
     def rows(self) -> list[dict[str, Any]]:
         """The plotted rows as plain data, in SI units."""
         return [] if self.frame is None else self.frame.to_dicts()
-
-
-_SUBTITLE_WIDTH = 90
-
-
-def _wrap_subtitle(text: str) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, _SUBTITLE_WIDTH, max_lines=3, placeholder=" ...")
-
-
-_PANELS_PER_ROW = 2
-_PANEL_SCALE = 0.62
-
-
-def facet_panels(
-    values: list[dict[str, Any]], unit: dict[str, Any], panels: list[str], width: int, height: int
-) -> dict[str, Any]:
-    """``unit`` over ``values``, once for each of ``panels`` where there are several."""
-    if len(panels) < 2:
-        return {"data": {"values": values}, "width": width, "height": height, **unit}
-    small = {"width": round(width * _PANEL_SCALE), "height": round(height * _PANEL_SCALE)}
-    return {
-        "data": {"values": values},
-        "facet": {"field": "panel", "type": "nominal", "sort": panels, "title": None},
-        "columns": _PANELS_PER_ROW,
-        "spec": {**small, **unit},
-    }
 
 
 _MAX_PANELS_IN_ALT_TEXT = 4
@@ -115,7 +70,7 @@ def legend_title(by: Sequence[str]) -> str:
     return ", ".join(short_name(name) for name in by) or "strategy"
 
 
-def whisker_notes(rows: polars.DataFrame, more: str = "") -> list[str]:
+def whisker_notes(rows: pl.DataFrame, more: str = "") -> list[str]:
     """What the whiskers of ``rows`` (columns ``low``, ``launches``) are; nothing where there are none."""
     given = rows.filter(rows["low"].is_not_null())
     counts = sorted({int(count) for count in given["launches"].to_list()})
@@ -138,7 +93,7 @@ def join_texts(texts: Sequence[str]) -> str:
     return "; ".join([*texts[:_MAX_LISTED], *more])
 
 
-def lines_alt_text(rows: polars.DataFrame, what: str, shown: Callable[[float], str], *, most: bool) -> str:
+def lines_alt_text(rows: pl.DataFrame, what: str, shown: Callable[[float], str], *, most: bool) -> str:
     """Alt text of lines over devices (columns ``panel, series, x, y``): who leads at the most devices, and by what.
 
     ``most``: the highest leads, else the lowest.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import polars as pl
 from rich.text import Text
 
 from hpcbench.errors import ConfigError, did_you_mean
@@ -25,7 +26,6 @@ from hpcbench.report.plots.scaling_plots import efficiency_plot, energy_plot, sc
 if TYPE_CHECKING:
     from types import ModuleType
 
-    import polars
     from rich.console import Console, ConsoleOptions, RenderResult
 
 
@@ -33,7 +33,7 @@ class PlotKind(NamedTuple):
     """One plot: the function that draws it, and the columns that it reads in addition to ``BASE_COLUMNS``."""
 
     summary: str
-    plot: Callable[[polars.DataFrame, PlotRequest], Plot]
+    plot: Callable[[pl.DataFrame, PlotRequest], Plot]
     columns: tuple[str, ...] = ()
     whole: bool = False
     """Whether it needs ``PlotRequest.whole``: figures that are in result files alone."""
@@ -64,9 +64,9 @@ def plot_kind(name: str) -> PlotKind:
     return PLOTS[name]
 
 
-def draw_plot(name: str, frame: polars.DataFrame, asked: PlotRequest | None = None) -> Plot:
+def draw_plot(name: str, frame: pl.DataFrame, request: PlotRequest | None = None) -> Plot:
     """The picture ``name`` of a frame of ``report.load.gather`` with ``columns_of(name)`` at least."""
-    return plot_kind(name).plot(frame, asked or PlotRequest())
+    return plot_kind(name).plot(frame, request or PlotRequest())
 
 
 def plot_columns(name: str) -> list[str]:
@@ -100,7 +100,7 @@ def save_plot(picture: Plot, path: Path) -> None:
 
 def encode_plot(picture: Plot, ending: str) -> bytes:
     """The bytes of a file with ``ending``."""
-    specification = validated_specification(picture.specification)
+    specification = _build_specification(picture)
     if ending == ".json":
         text = msgspec.json.format(msgspec.json.encode(specification), indent=1).decode()
         return escape_control_characters(text).encode() + b"\n"
@@ -116,20 +116,21 @@ def encode_plot(picture: Plot, ending: str) -> bytes:
     return bytes(convert.vegalite_to_pdf(specification, **options))
 
 
-def validated_specification(specification: dict[str, Any]) -> dict[str, Any]:
-    """``specification`` with the version of the schema that altair has found it to follow."""
-    altair = _import_package("altair", "altair")
-    # Looking at each row costs seconds, and any row is valid.
-    found: dict[str, Any] = altair.Chart.from_dict(_without_rows(specification)).to_dict()
-    return {"$schema": found["$schema"], **specification}
+def plot_specification(plot: Plot) -> dict[str, Any]:
+    """The Vega-Lite specification of ``plot`` with its rows inside, without the address of its schema.
+
+    Empty where there is nothing to draw. Raises ``ConfigError`` where altair is missing.
+    """
+    return {key: value for key, value in _build_specification(plot).items() if key != "$schema"}
 
 
-def _without_rows(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_rows(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: {"values": []} if key == "data" else _without_rows(one) for key, one in value.items()}
+def _build_specification(plot: Plot) -> dict[str, Any]:
+    if plot.drawing is None:
+        return {}
+    _import_package("altair", "altair")
+    charts = importlib.import_module("hpcbench.report.plots.altair_charts")
+    specification: dict[str, Any] = charts.plot_specification(plot)
+    return specification
 
 
 def _import_package(module: str, name: str) -> ModuleType:
@@ -140,7 +141,7 @@ def _import_package(module: str, name: str) -> ModuleType:
 
 
 def _explorable_page(picture: Plot, scripts: str) -> str:
-    data = msgspec.json.encode(picture.specification).decode()
+    data = msgspec.json.encode(plot_specification(picture)).decode()
     # Within a script's text only this could end it.
     data = escape_control_characters(data).replace("<", "\\u003c")
     title, alt = html.escape(picture.title), html.escape(picture.alt)

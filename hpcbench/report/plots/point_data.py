@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import polars as pl
 
 from hpcbench.config.run_spec import DEGREE_NAMES
 from hpcbench.errors import ConfigError
@@ -29,9 +30,6 @@ from hpcbench.report.configurations import (
     with_speedups,
 )
 from hpcbench.results.schema import STATUS_OK
-
-if TYPE_CHECKING:
-    import polars
 
 MAX_PANELS = 9
 MAX_SERIES = 12
@@ -66,7 +64,7 @@ class PlotPoints(NamedTuple):
     """``frame``: rows of ``configurations`` with ``speedup`` and ``efficiency``, ``panel``, ``series``, ``devices`` and
     ``label`` (the strategy with its degrees)."""
 
-    frame: polars.DataFrame
+    frame: pl.DataFrame
     shared: str
     """In words, what all of them have in common."""
     notes: list[str]
@@ -75,14 +73,12 @@ class PlotPoints(NamedTuple):
 
 
 def plot_points(
-    frame: polars.DataFrame, by: Sequence[str] = (), metric: str = THROUGHPUT, *, every: bool = False
+    frame: pl.DataFrame, by: Sequence[str] = (), metric: str = THROUGHPUT, *, every: bool = False
 ) -> PlotPoints:
     """The measured configurations of ``frame`` that have a ``metric``; of several for one point the fastest.
 
     With ``every`` all of them, however many.
     """
-    import polars as pl
-
     ended = ok_results(frame)
     if ended.is_empty():
         return PlotPoints(ended, "", [], _no_points_reason(frame))
@@ -112,10 +108,8 @@ def plot_points(
     return PlotPoints(there, shared, notes) if every else _limit_panels_and_series(there, shared, notes)
 
 
-def _limit_panels_and_series(rows: polars.DataFrame, shared: str, notes: list[str]) -> PlotPoints:
+def _limit_panels_and_series(rows: pl.DataFrame, shared: str, notes: list[str]) -> PlotPoints:
     """One configuration a point, and no more panels and lines than can be told apart."""
-    import polars as pl
-
     for key, most, words in (("panel", MAX_PANELS, "panels"), ("series", MAX_SERIES, "lines")):
         counts = rows.group_by(key, maintain_order=True).len().sort("len", descending=True, maintain_order=True)
         if len(counts) > most:
@@ -142,7 +136,7 @@ def _natural_sort_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name[:_MAX_NAME])]
 
 
-def _no_points_reason(frame: polars.DataFrame) -> str:
+def _no_points_reason(frame: pl.DataFrame) -> str:
     if frame.is_empty():
         return "there are no results"
     count = "the one run" if len(frame) == 1 else f"none of {len(frame)} runs"
@@ -150,19 +144,19 @@ def _no_points_reason(frame: polars.DataFrame) -> str:
     return f"{count} {verb}: {_status_counts(frame)}"
 
 
-def _failed_run_notes(frame: polars.DataFrame) -> list[str]:
+def _failed_run_notes(frame: pl.DataFrame) -> list[str]:
     failed = frame.filter(frame["status"] != STATUS_OK)
     if failed.is_empty():
         return []
     return [f"not drawn: {len(failed)} run{'s' * (len(failed) > 1)} that did not end well ({_status_counts(failed)})"]
 
 
-def _status_counts(frame: polars.DataFrame) -> str:
+def _status_counts(frame: pl.DataFrame) -> str:
     counts = frame.group_by("status", maintain_order=True).len().sort("len", descending=True, maintain_order=True)
     return ", ".join(f"{count} {printable_text(status)[:_MAX_NAME]}" for status, count in counts.iter_rows())
 
 
-def _with_key_columns(frame: polars.DataFrame, by: Sequence[str]) -> polars.DataFrame:
+def _with_key_columns(frame: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
     for column in by:
         if split_option_column(column):
             frame = with_option_column(frame, column)
@@ -171,10 +165,8 @@ def _with_key_columns(frame: polars.DataFrame, by: Sequence[str]) -> polars.Data
     return frame
 
 
-def _with_rate_bounds(rows: polars.DataFrame) -> polars.DataFrame:
+def _with_rate_bounds(rows: pl.DataFrame) -> pl.DataFrame:
     """Of a single launch the rates that the 95 % interval of its median step time allows."""
-    import polars as pl
-
     single = pl.col("launches") < 2
     bounds = [
         pl.when(single & (pl.col(f"{STEP_TIME}:{other}") > 0))
@@ -185,38 +177,30 @@ def _with_rate_bounds(rows: polars.DataFrame) -> polars.DataFrame:
     return rows.with_columns(bounds)
 
 
-def _with_batch_per_device(rows: polars.DataFrame) -> polars.DataFrame:
-    import polars as pl
-
+def _with_batch_per_device(rows: pl.DataFrame) -> pl.DataFrame:
     return rows.with_columns((pl.col("global_batch_size") / pl.col("devices")).alias("_per_device"))
 
 
-def _rounded_text(column: str) -> polars.Expr:
+def _rounded_text(column: str) -> pl.Expr:
     """Whole numbers without a decimal point."""
-    import polars as pl
-
     value = pl.col(column)
     return pl.when(value == value.round()).then(value.cast(pl.Int64).cast(pl.String)).otherwise(
         value.cast(pl.Float64).round(3).cast(pl.String)
     )  # fmt: skip
 
 
-def _constant_batch(rows: polars.DataFrame) -> tuple[str, str, Scaling]:
+def _constant_batch(rows: pl.DataFrame) -> tuple[str, str, Scaling]:
     """Which batch the runs hold equal while devices grow: the one with the fewest values."""
     given = _with_batch_per_device(rows)
     return min(_BATCH_KINDS, key=lambda one: given[one[0]].n_unique())
 
 
-def _degree_above_one(name: str) -> polars.Expr:
-    import polars as pl
-
+def _degree_above_one(name: str) -> pl.Expr:
     return (pl.col(f"spec.{name}") > 1).cast(pl.Int64)
 
 
-def _strategy_with_degrees(template: str) -> polars.Expr:
+def _strategy_with_degrees(template: str) -> pl.Expr:
     """The strategy; of a hybrid with ``template`` for each of its degrees."""
-    import polars as pl
-
     several = sum((_degree_above_one(name) for name in DEGREE_NAMES), pl.lit(0)) > 1
     parts = [
         pl.when(several & (pl.col(f"spec.{name}") > 1))
@@ -227,12 +211,12 @@ def _strategy_with_degrees(template: str) -> polars.Expr:
     return pl.concat_str([pl.col("spec.strategy"), *parts])
 
 
-def _label_text() -> polars.Expr:
+def _label_text() -> pl.Expr:
     """As ``config.spec.strategy_label``."""
     return _strategy_with_degrees(" {}{}")
 
 
-def with_labels(frame: polars.DataFrame, by: Sequence[str]) -> polars.DataFrame:
+def with_labels(frame: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
     """Rows of a results frame with ``series``, ``label`` and ``devices``, as ``points`` names them."""
     return _with_printable_names(
         _with_series(with_derived_columns(_with_key_columns(frame, by)), by).with_columns(_label_text().alias("label")),
@@ -240,10 +224,8 @@ def with_labels(frame: polars.DataFrame, by: Sequence[str]) -> polars.DataFrame:
     )
 
 
-def _with_series(rows: polars.DataFrame, by: Sequence[str]) -> polars.DataFrame:
+def _with_series(rows: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
     """A hybrid is one line however large its degrees are: ``filter dp tp``."""
-    import polars as pl
-
     if not by:
         family = _strategy_with_degrees(" {}:{}").str.replace_all(r":\d+", "")
         return _with_printable_names(rows.with_columns(family.alias("series")), "series")
@@ -255,10 +237,8 @@ def _with_series(rows: polars.DataFrame, by: Sequence[str]) -> polars.DataFrame:
     return _with_printable_names(rows.with_columns(pl.concat_str(parts, separator=", ").alias("series")), "series")
 
 
-def _with_printable_names(rows: polars.DataFrame, column: str) -> polars.DataFrame:
+def _with_printable_names(rows: pl.DataFrame, column: str) -> pl.DataFrame:
     """Somebody else may have written the names in ``column``."""
-    import polars as pl
-
     names = rows[column].unique().to_list()
     return rows.with_columns(
         pl.col(column).replace_strict(names, [printable_name(one) for one in names], return_dtype=pl.String)
@@ -271,10 +251,8 @@ def printable_name(value: Any) -> str:
     return text if len(text) <= _MAX_NAME else f"{text[: _MAX_NAME - 3]}..."
 
 
-def _with_panels(rows: polars.DataFrame) -> tuple[polars.DataFrame, str]:
+def _with_panels(rows: pl.DataFrame) -> tuple[pl.DataFrame, str]:
     """``rows`` with ``panel``: what differs between them; and what does not."""
-    import polars as pl
-
     varying = [name for name in _PANEL_TEXTS if rows[name].n_unique() > 1]
     shared = ", ".join(_panel_text(name, rows[name][0]) for name in _ALWAYS_IN_SUBTITLE if name not in varying)
     if not varying:
@@ -298,17 +276,13 @@ def _panel_text(name: str, value: Any) -> str:
 
 
 MAX_CHART_ROWS = 24
-ROW_HEIGHT_PX = 24
-"""Height of a row in a picture."""
 
 
-def select_rows(found: PlotPoints, by: Sequence[str], most: int = MAX_CHART_ROWS) -> tuple[polars.DataFrame, list[str]]:
+def select_rows(found: PlotPoints, by: Sequence[str], most: int = MAX_CHART_ROWS) -> tuple[pl.DataFrame, list[str]]:
     """The points of the most devices as rows, few devices first, with ``row`` their name; and what is to be said.
 
     Points are named by strategy and degrees, or by what ``by`` tells apart.
     """
-    import polars as pl
-
     rows, notes = found.frame, found.notes
     if len(rows) > most:
         notes = [*notes, f"the {most} rows with most devices of {len(rows)}; others can be chosen with --where"]
@@ -318,31 +292,10 @@ def select_rows(found: PlotPoints, by: Sequence[str], most: int = MAX_CHART_ROWS
     return rows.with_columns(row_name_column(by)).sort(order, "devices", "series", maintain_order=True), notes
 
 
-def row_name_column(by: Sequence[str]) -> polars.Expr:
+def row_name_column(by: Sequence[str]) -> pl.Expr:
     """``row``: ``ddp, 4 devices``."""
-    import polars as pl
-
     unit = pl.when(pl.col("devices") == 1).then(pl.lit("device")).otherwise(pl.lit("devices"))
     return pl.format("{}, {} {}", "series" if by else "label", "devices", unit).alias("row")
-
-
-def row_axis(names: list[str]) -> dict[str, Any]:
-    """The vertical axis of rows, from above in the order of ``names``."""
-    return {
-        "field": "row", "type": "nominal", "sort": list(dict.fromkeys(names)), "title": None,
-        "axis": {"grid": False, "domain": False, "ticks": False, "labelPadding": 8},
-    }  # fmt: skip
-
-
-def row_panels(values: list[dict[str, Any]], unit: dict[str, Any], panels: list[str], width: int) -> dict[str, Any]:
-    """``unit`` once, or in panels below each other that have rows of their own and one common scale."""
-    size = {"width": width, "height": {"step": ROW_HEIGHT_PX}}
-    if len(panels) < 2:
-        return {"data": {"values": values}, **size, **unit}
-    return {
-        "data": {"values": values}, "facet": {"field": "panel", "type": "nominal", "sort": panels, "title": None},
-        "columns": 1, "spec": {**size, **unit}, "resolve": {"scale": {"y": "independent"}},
-    }  # fmt: skip
 
 
 def name_margin(names: Iterable[str], width: int) -> int:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from typing import TYPE_CHECKING
+
+import polars as pl
 
 from hpcbench.report.configurations import HIGH, LOW, STEP_TIME
 from hpcbench.report.plots.line_chart import BAND, IDEAL, MEASURED, LineChart, line_rows
 from hpcbench.report.plots.plot_model import Plot, PlotRequest, legend_title, pluralize, whisker_notes
 from hpcbench.report.plots.point_data import plot_points, printable_name
 from hpcbench.report.plots.theme import PlotAxis, make_axis
-
-if TYPE_CHECKING:
-    import polars
 
 NAME, TITLE = "predicted", "Measured over predicted step time"
 _TOLERANCE = 0.1
@@ -22,20 +20,18 @@ _MEASURED_BLOCKS = '"measured"'
 """What options of runs hold that have timed their blocks: results of others have no prediction of their own."""
 
 
-def measured_over_predicted_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
+def measured_over_predicted_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """A point for each configuration, on the line where both are equal, in the band where they are within 10 %.
 
-    From ``asked.predicted`` (columns ``strategy, predicted, measured`` in seconds, and perhaps ``panel, label, low,
+    From ``request.predicted`` (columns ``strategy, predicted, measured`` in seconds, and perhaps ``panel, label, low,
     high``), else from results of pipelines that have predicted their own step.
     """
-    import polars as pl
-
     notes: list[str] = []
-    if asked.predicted is not None:
-        rows = _rows_from_oracle(asked.predicted)
+    if request.predicted is not None:
+        rows = _rows_from_oracle(request.predicted)
         shared = ""
     else:
-        rows, shared, notes, nothing = _rows_from_results(frame, asked)
+        rows, shared, notes, nothing = _rows_from_results(frame, request)
         if nothing:
             return Plot(NAME, TITLE, nothing=nothing, notes=notes)
     rows = rows.filter(
@@ -56,15 +52,13 @@ def measured_over_predicted_plot(frame: polars.DataFrame, asked: PlotRequest) ->
     )
     return Plot(
         NAME, TITLE, shared, f"Measured over predicted step times: {said}.",
-        LineChart(x, y, joined=False, from_zero=False, ideal="equal", legend=legend_title(asked.by)),
+        LineChart(x, y, joined=False, from_zero=False, ideal="equal", legend=legend_title(request.by)),
         pl.concat([rows, *_equality_rows(rows)]),
         [f"dotted: equal; grey (of files): within {_TOLERANCE:.0%}", said, *whisker_notes(rows), *notes],
     )  # fmt: skip
 
 
-def _rows_from_oracle(frame: polars.DataFrame) -> polars.DataFrame:
-    import polars as pl
-
+def _rows_from_oracle(frame: pl.DataFrame) -> pl.DataFrame:
     names = frame["strategy"].unique().to_list()
     more = [name for name in ("panel", "label", "low", "high", "launches") if name in frame.columns]
     series = pl.col("strategy").replace_strict(names, [printable_name(one) for one in names], return_dtype=pl.String)
@@ -75,22 +69,20 @@ def _rows_from_oracle(frame: polars.DataFrame) -> polars.DataFrame:
     )
 
 
-def _rows_from_results(frame: polars.DataFrame, asked: PlotRequest) -> tuple[polars.DataFrame, str, list[str], str]:
+def _rows_from_results(frame: pl.DataFrame, request: PlotRequest) -> tuple[pl.DataFrame, str, list[str], str]:
     """Rows from results that have predicted their own step; what they share; notes; or why there are none."""
-    import polars as pl
-
     own = frame.filter(pl.col("spec.options").str.contains(_MEASURED_BLOCKS, literal=True))
-    if own.is_empty() or asked.whole is None:
+    if own.is_empty() or request.whole is None:
         return own, "", [], "no run has a prediction: a pipeline with balance = measured makes one of its own"
-    found = plot_points(own, asked.by, STEP_TIME, every=True)
-    if found.nothing:
-        return own, "", found.notes, found.nothing
-    rows, notes = found.frame.sort("series", "devices", "config_id"), found.notes
+    points = plot_points(own, request.by, STEP_TIME, every=True)
+    if points.nothing:
+        return own, "", points.notes, points.nothing
+    rows, notes = points.frame.sort("series", "devices", "config_id"), points.notes
     if len(rows) > _MAX_READ:
         notes = [*notes, f"the first {_MAX_READ} configurations of {len(rows)}; others can be chosen with --where"]
         rows = rows.head(_MAX_READ)
     wanted = [(cluster, one) for cluster, ids in rows.select("cluster", "run_ids").iter_rows() for one in ids]
-    made = {(one.cluster, one.run_id): one.predicted.step_time_s for one in asked.whole(wanted) if one.predicted}
+    made = {(one.cluster, one.run_id): one.predicted.step_time_s for one in request.whole(wanted) if one.predicted}
     steps = [
         [made[cluster, one] for one in ids if (cluster, one) in made]
         for cluster, ids in rows.select("cluster", "run_ids").iter_rows()
@@ -101,14 +93,12 @@ def _rows_from_results(frame: polars.DataFrame, asked: PlotRequest) -> tuple[pol
             "series", pl.format("{}, {} devices", "label", "devices").alias("label"), "launches", "x",
             pl.lit("").alias("panel"), y=STEP_TIME, low=f"{STEP_TIME}:{LOW}", high=f"{STEP_TIME}:{HIGH}",
         ),
-        found.shared, notes, "",
+        points.shared, notes, "",
     )  # fmt: skip
 
 
-def _equality_rows(rows: polars.DataFrame) -> list[polars.DataFrame]:
+def _equality_rows(rows: pl.DataFrame) -> list[pl.DataFrame]:
     """The line of equal figures and the band around it, in every panel from the least to the most of all."""
-    import polars as pl
-
     least = min([*rows["x"], *rows["y"]]) * (1 - _TOLERANCE)
     most = max([*rows["x"], *rows["y"]]) * (1 + _TOLERANCE)
     panels = rows.select(pl.col("panel").unique(maintain_order=True))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import combinations, pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import polars as pl
 
 from hpcbench.report.configurations import HIGH, LOW, STEP_TIME, THROUGHPUT
 from hpcbench.report.plots.line_chart import CROSSOVER, IDEAL, MEASURED, PREDICTED, LineChart, line_rows
@@ -13,9 +15,6 @@ from hpcbench.report.plots.plot_model import Plot, PlotRequest, legend_title, li
 from hpcbench.report.plots.point_data import plot_points, printable_name
 from hpcbench.report.plots.theme import count_axis, make_axis
 from hpcbench.units import format_seconds
-
-if TYPE_CHECKING:
-    import polars
 
 
 class Crossover(NamedTuple):
@@ -72,27 +71,13 @@ def _log_height(line: LinePoints, x: float) -> float:
 THROUGHPUT_NAME, THROUGHPUT_TITLE = "throughput", "Throughput over devices"
 
 
-def throughput_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
+def throughput_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """Samples/s of all ranks, the median of launches; the ideal is a baseline's rate times its devices' number."""
-    import polars as pl
-
-    found = plot_points(frame, asked.by)
-    if found.nothing:
-        return Plot(THROUGHPUT_NAME, THROUGHPUT_TITLE, nothing=found.nothing, notes=found.notes)
-    rows = line_rows(
-        found.frame.select(
-            "panel",
-            "series",
-            "label",
-            "launches",
-            x="devices",
-            y=THROUGHPUT,
-            low=f"{THROUGHPUT}:{LOW}",
-            high=f"{THROUGHPUT}:{HIGH}",
-        ),
-        MEASURED,
-    )
-    ideal = _ideal_throughput(found.frame)
+    points = plot_points(frame, request.by)
+    if points.nothing:
+        return Plot(THROUGHPUT_NAME, THROUGHPUT_TITLE, nothing=points.nothing, notes=points.notes)
+    rows = _measured_rows(points.frame, THROUGHPUT)
+    ideal = _ideal_throughput(points.frame)
     x = count_axis("devices", rows["x"])
     y = make_axis("{}samples/s", "/s", rows["y"], log=bool(x.log))
     drawn = pl.concat([rows, ideal])
@@ -101,16 +86,14 @@ def throughput_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
         *(["ideal: as many times one device's rate as there are devices"] if len(ideal) else []),
     ]
     return Plot(
-        THROUGHPUT_NAME, THROUGHPUT_TITLE, found.shared,
+        THROUGHPUT_NAME, THROUGHPUT_TITLE, points.shared,
         lines_alt_text(rows, "throughput", lambda value: f"{value:.4g} samples/s", most=True),
-        LineChart(x, y, legend=legend_title(asked.by)), drawn, [*notes, *found.notes],
+        LineChart(x, y, legend=legend_title(request.by)), drawn, [*notes, *points.notes],
     )  # fmt: skip
 
 
-def _ideal_throughput(rows: polars.DataFrame) -> polars.DataFrame:
+def _ideal_throughput(rows: pl.DataFrame) -> pl.DataFrame:
     """In each panel where there is a baseline, its rate per device times the fewest and the most devices."""
-    import polars as pl
-
     known = rows.filter(pl.col("efficiency") > 0).with_columns(
         (pl.col(THROUGHPUT) / pl.col("efficiency") / pl.col("devices")).alias("_each")
     )
@@ -124,16 +107,14 @@ def _ideal_throughput(rows: polars.DataFrame) -> polars.DataFrame:
 EFFICIENCY_NAME, EFFICIENCY_TITLE = "efficiency", "Efficiency over devices"
 
 
-def efficiency_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
+def efficiency_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """The speed-up over one device with the same workload, per device, as tables compute it; 100 % is the ideal."""
-    import polars as pl
-
-    found = plot_points(frame, asked.by, "efficiency")
-    if found.nothing:
-        return Plot(EFFICIENCY_NAME, EFFICIENCY_TITLE, nothing=found.nothing, notes=found.notes)
+    points = plot_points(frame, request.by, "efficiency")
+    if points.nothing:
+        return Plot(EFFICIENCY_NAME, EFFICIENCY_TITLE, nothing=points.nothing, notes=points.notes)
     per_speedup = pl.col("efficiency") / pl.col("speedup")
     rows = line_rows(
-        found.frame.select(
+        points.frame.select(
             "panel", "series", "label", "launches", x="devices", y="efficiency",
             low=pl.col(f"speedup:{LOW}") * per_speedup, high=pl.col(f"speedup:{HIGH}") * per_speedup,
         ),
@@ -148,81 +129,54 @@ def efficiency_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
         *whisker_notes(rows, "the baseline's own is in them"),
         "ideal: the baseline's rate from each of its devices",
     ]
-    return Plot(
-        EFFICIENCY_NAME,
-        EFFICIENCY_TITLE,
-        found.shared,
-        lines_alt_text(rows, "efficiency", lambda value: f"{value:.0%}", most=True),
-        LineChart(
-            count_axis("devices", rows["x"]), make_axis("efficiency", "%", rows["y"]), legend=legend_title(asked.by)
-        ),
-        drawn,
-        [*notes, *found.notes],
-    )
+    alt = lines_alt_text(rows, "efficiency", lambda value: f"{value:.0%}", most=True)
+    x, y = count_axis("devices", rows["x"]), make_axis("efficiency", "%", rows["y"])
+    lines = LineChart(x, y, legend=legend_title(request.by))
+    return Plot(EFFICIENCY_NAME, EFFICIENCY_TITLE, points.shared, alt, lines, drawn, [*notes, *points.notes])
 
 
 ENERGY_NAME, ENERGY_TITLE = "energy", "Energy per sample over devices"
 _ENERGY_PER_SAMPLE = "metrics.energy_per_sample_j"
 
 
-def energy_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
+def energy_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """The devices' energy over the timed steps, over the samples in them: mean step time x steps x samples/s."""
-    import polars as pl
-
     samples = pl.col("metrics.step_time_s.mean") * pl.col("spec.steps") * pl.col(THROUGHPUT)
     # Of every launch by itself: a slow one may well have drawn less power.
-    found = plot_points(
+    points = plot_points(
         frame.with_columns((pl.col("metrics.energy_j") / samples).alias(_ENERGY_PER_SAMPLE)),
-        asked.by,
+        request.by,
         _ENERGY_PER_SAMPLE,
     )
-    if found.nothing:
-        return Plot(
-            ENERGY_NAME,
-            ENERGY_TITLE,
-            nothing=found.nothing.replace("energy_per_sample_j", ENERGY_NAME),
-            notes=found.notes,
-        )
-    rows = line_rows(
-        found.frame.select(
-            "panel",
-            "series",
-            "label",
-            "launches",
-            x="devices",
-            y=_ENERGY_PER_SAMPLE,
-            low=f"{_ENERGY_PER_SAMPLE}:{LOW}",
-            high=f"{_ENERGY_PER_SAMPLE}:{HIGH}",
-        ),
-        MEASURED,
-    )
+    if points.nothing:
+        nothing = points.nothing.replace("energy_per_sample_j", ENERGY_NAME)
+        return Plot(ENERGY_NAME, ENERGY_TITLE, nothing=nothing, notes=points.notes)
+    rows = _measured_rows(points.frame, _ENERGY_PER_SAMPLE)
     sources = [
-        printable_name(one) for one in found.frame["metrics.energy_source"].drop_nulls().unique().sort().to_list()
+        printable_name(one) for one in points.frame["metrics.energy_source"].drop_nulls().unique().sort().to_list()
     ]
     y = make_axis("energy per sample", "J", rows["y"])
     alt = lines_alt_text(rows, "energy per sample", lambda value: f"{y.shown(value)} {y.unit}", most=False)
     notes = [*whisker_notes(rows), *([f"read from: {'; '.join(sources)}"] if sources else [])]
-    lines = LineChart(count_axis("devices", rows["x"]), y, legend=legend_title(asked.by))
-    return Plot(ENERGY_NAME, ENERGY_TITLE, found.shared, alt, lines, rows, [*notes, *found.notes])
+    lines = LineChart(count_axis("devices", rows["x"]), y, legend=legend_title(request.by))
+    return Plot(ENERGY_NAME, ENERGY_TITLE, points.shared, alt, lines, rows, [*notes, *points.notes])
 
 
 SCALING_NAME, SCALING_TITLE = "scaling", "Step time over devices"
 _MAX_CROSSOVERS_NAMED = 5
 
 
-def scaling_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
-    """The median step time; points over predicted lines where ``asked.predicted`` has some.
+def scaling_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
+    """The median step time; points over predicted lines where ``request.predicted`` has some.
 
     Its columns: ``strategy, devices, step_time_s, step_time_low_s, step_time_high_s``, and ``panel`` (as the measured
     rows have it) where there are several. Without measurements it is drawn alone.
     """
-    import polars as pl
-
-    found = plot_points(frame, asked.by, STEP_TIME)
-    rows = line_rows(_measured_rows(found.frame), MEASURED) if not found.nothing else None
-    predicted, notes = _predicted_rows(asked.predicted, rows)
+    points = plot_points(frame, request.by, STEP_TIME)
+    rows = _measured_rows(points.frame, STEP_TIME) if not points.nothing else None
+    predicted, notes = _predicted_rows(request.predicted, rows)
     if rows is None and predicted is None:
-        return Plot(SCALING_NAME, SCALING_TITLE, nothing=found.nothing, notes=found.notes)
+        return Plot(SCALING_NAME, SCALING_TITLE, nothing=points.nothing, notes=points.notes)
     drawn = pl.concat([one for one in (rows, predicted) if one is not None])
     crossed = _crossover_rows(predicted if predicted is not None else drawn)
     x = count_axis("devices", drawn["x"])
@@ -230,37 +184,26 @@ def scaling_plot(frame: polars.DataFrame, asked: PlotRequest) -> Plot:
     alt = lines_alt_text(drawn, "step time", format_seconds, most=False)
     told = [_crossover_text(row) for row in crossed.head(_MAX_CROSSOVERS_NAMED).iter_rows(named=True)]
     if rows is not None:
-        notes = [*whisker_notes(rows), *notes, *_unequal_batch_notes(found.frame)]
+        notes = [*whisker_notes(rows), *notes, *_unequal_batch_notes(points.frame)]
     if predicted is not None:
         notes.insert(0, "lines: predicted, with their interval; points: measured")
     if told:
         notes.append(f"lines cross ({'predicted' if predicted is not None else 'between medians'}): {'; '.join(told)}")
     return Plot(
-        SCALING_NAME, SCALING_TITLE, found.shared, f"{alt} Lines cross: {'; '.join(told)}." if told else alt,
-        LineChart(x, y, from_zero=False, legend=legend_title(asked.by)), pl.concat([drawn, crossed]),
-        [*notes, *found.notes],
+        SCALING_NAME, SCALING_TITLE, points.shared, f"{alt} Lines cross: {'; '.join(told)}." if told else alt,
+        LineChart(x, y, from_zero=False, legend=legend_title(request.by)), pl.concat([drawn, crossed]),
+        [*notes, *points.notes],
     )  # fmt: skip
 
 
-def _measured_rows(rows: polars.DataFrame) -> polars.DataFrame:
-    return rows.select(
-        "panel",
-        "series",
-        "label",
-        "launches",
-        x="devices",
-        y=STEP_TIME,
-        low=f"{STEP_TIME}:{LOW}",
-        high=f"{STEP_TIME}:{HIGH}",
-    )
+def _measured_rows(points: pl.DataFrame, metric: str) -> pl.DataFrame:
+    """Rows of ``metric`` over devices, with the ends of its interval."""
+    ends = {"low": f"{metric}:{LOW}", "high": f"{metric}:{HIGH}"}
+    return line_rows(points.select("panel", "series", "label", "launches", x="devices", y=metric, **ends), MEASURED)
 
 
-def _predicted_rows(
-    given: polars.DataFrame | None, measured: polars.DataFrame | None
-) -> tuple[polars.DataFrame | None, list[str]]:
+def _predicted_rows(given: pl.DataFrame | None, measured: pl.DataFrame | None) -> tuple[pl.DataFrame | None, list[str]]:
     """The predicted rows and what is to be said of them."""
-    import polars as pl
-
     if given is None or given.is_empty():
         return None, []
     panels = measured["panel"].unique().to_list() if measured is not None else [""]
@@ -277,10 +220,8 @@ def _predicted_rows(
     return line_rows(rows.sort("panel", "series", "x"), PREDICTED), []
 
 
-def _crossover_rows(rows: polars.DataFrame) -> polars.DataFrame:
+def _crossover_rows(rows: pl.DataFrame) -> pl.DataFrame:
     """A row for each crossing of lines: ``series`` overtakes ``label``."""
-    import polars as pl
-
     found = []
     for (panel,), inside in rows.group_by(["panel"], maintain_order=True):
         lines = {
@@ -300,10 +241,8 @@ def _crossover_text(row: dict[str, object]) -> str:
     return f"{row['series']} is below {row['label']} from {row['x']:.3g} devices on{where}"
 
 
-def _unequal_batch_notes(rows: polars.DataFrame) -> list[str]:
+def _unequal_batch_notes(rows: pl.DataFrame) -> list[str]:
     """Lines whose steps take different batches are no race."""
-    import polars as pl
-
     batches = rows.group_by("panel", "devices").agg(pl.col("global_batch_size").n_unique().alias("count"))
     if not (batches["count"] > 1).any():
         return []

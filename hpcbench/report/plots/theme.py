@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import polars as pl
 
 from hpcbench.parallel.catalog import STRATEGIES
-
-if TYPE_CHECKING:
-    import polars
 
 BLACK, BLUE, VERMILLION, GREEN = "#000000", "#0072B2", "#D55E00", "#009E73"
 PURPLE, SKY, ORANGE = "#CC79A7", "#56B4E9", "#E69F00"
@@ -233,7 +232,7 @@ def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
     return inside[:: math.ceil(len(inside) / most)]
 
 
-def column_values(frame: polars.DataFrame, column: str) -> list[float]:
+def column_values(frame: pl.DataFrame, column: str) -> list[float]:
     """The numbers in ``column`` that are there."""
     return [float(value) for value in frame[column].drop_nulls().to_list()]
 
