@@ -114,7 +114,7 @@ class PipelineRank:
         self.layout: PipelineLayout = pipeline_layout(spec)
         self.place = RankMesh.of(spec).coordinates(rank).pp
         self.chunks = self.layout.chunks_of(self.place)
-        self.replicas = spec.dp_degree * self.layout.widths[self.layout.stage_of(self.place)]
+        self.replicas = spec.dp_degree * self.layout.stage_sizes[self.layout.stage_of(self.place)]
         """Ranks that hold the same chunks."""
         options = {name: option.default for name, option in PIPELINE_OPTIONS.items()} | spec.options
         self.recompute = options["recompute"]
@@ -149,7 +149,7 @@ class PipelineRank:
     @cached_property
     def ties(self) -> list[TiedWeightRanks]:
         """Weights that several ranks have."""
-        placed = [(one, (self.layout.rank(chunk, 0) for chunk in one.chunks)) for one in self._pieces.ties]
+        placed = [(one, (self.layout.rank_of(chunk, 0) for chunk in one.chunks)) for one in self._pieces.ties]
         return [TiedWeightRanks(tuple(dict.fromkeys(places)), self.scale * one.size_bytes) for one, places in placed]
 
     def holds(self, tie: TiedWeightRanks) -> bool:

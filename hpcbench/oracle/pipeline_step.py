@@ -296,7 +296,7 @@ class PipelineStep:
     def _own(self, place: int) -> Counter[tuple[float, bool]]:
         """How many micro-batches of each kind pass through the rank there."""
         kinds = self._kinds
-        if max(self.layout.widths) == 1:
+        if max(self.layout.stage_sizes) == 1:
             return self._every
         return Counter(kinds[number] for number in self.layout.micro_batches_of(place, len(kinds)))
 
@@ -310,7 +310,7 @@ class PipelineStep:
 
     def replicas(self, place: int) -> GroupPlacement:
         """The ranks that hold the same chunks."""
-        width = self.layout.widths[self.layout.stage_of(place)]
+        width = self.layout.stage_sizes[self.layout.stage_of(place)]
         return place_group(self.plan.spec, "dp") if width == 1 else place_subgroups(self.plan.spec, "pp", width)[0]
 
     def buckets(self, place: int, chunk: int) -> list[CommCall]:
@@ -328,13 +328,13 @@ class PipelineStep:
         """When the gradients of the chunks there are summed over their replicas."""
         if self.replicas(place).ranks < 2:
             return course.end
-        begin = min(begin for begin, _ in course.last.values())
+        begin = min(begin for begin, _ in course.gradients_done.values())
         return begin + self.clock.run(self._ending(place, course, begin)).end_s
 
     def _ending(self, place: int, course: RankTimes, begin: float) -> Iterator[StreamEvent]:
         """From the first chunk's last backward pass on: what is computed, and each bucket as it fills."""
         now = begin
-        for chunk, (its_begin, its_end) in sorted(course.last.items(), key=lambda item: item[1]):
+        for chunk, (its_begin, its_end) in sorted(course.gradients_done.items(), key=lambda item: item[1]):
             yield ComputeEvent(max(its_begin - now, 0.0))
             yield from self._last_pass(place, chunk, its_end - its_begin)
             now = its_end

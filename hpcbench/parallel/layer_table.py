@@ -106,6 +106,13 @@ class LayerTable(msgspec.Struct, frozen=True, kw_only=True):
             largest_parameters=max(self.layers, key=lambda layer: layer.parameters).name,
         )
 
+    def rows_by_block(self) -> list[list[LayerRow]]:
+        """The rows of each block; the loss belongs to the last one."""
+        blocks: list[list[LayerRow]] = [[] for _ in range(self.blocks)]
+        for row in self.layers:
+            blocks[min(row.block, self.blocks - 1)].append(row)
+        return blocks
+
     def flops_per_sample(self) -> int:
         """Forward and backward, of the whole model."""
         return sum(layer.forward_flops + layer.backward_flops for layer in self.layers)

@@ -152,8 +152,8 @@ def test_running_statistics_have_seen_what_the_stage_has_forwarded(options: dict
 
 
 def test_versions_that_are_held() -> None:
-    assert [Staleness(4, vertical_sync=True).held(stage) for stage in range(4)] == [4, 4, 4, 4]
-    assert [Staleness(4, double_buffered=True).held(stage) for stage in range(4)] == [2, 2, 2, 2]
+    assert [Staleness(4, vertical_sync=True).versions_held(stage) for stage in range(4)] == [4, 4, 4, 4]
+    assert [Staleness(4, double_buffered=True).versions_held(stage) for stage in range(4)] == [2, 2, 2, 2]
 
 
 def test_minibatches_follow_the_announced_steps() -> None:

@@ -62,7 +62,7 @@ def test_as_many_versions_as_the_formula_says_and_no_more_memory(stage: int, ver
         memory = {one.data_ptr() for held in stash._older.values() for one in held} | {module.weight.data_ptr()}
         assert len(memory) == stash.versions
         peak = max(peak, stash.versions)
-    assert peak == Staleness(4, vertical).held(stage)
+    assert peak == Staleness(4, vertical).versions_held(stage)
 
 
 def test_double_buffers_sum_a_steps_gradients() -> None:

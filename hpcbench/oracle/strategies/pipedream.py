@@ -50,7 +50,7 @@ def _stage_times(pipeline: PipelineStep, place: int, with_comm: bool) -> StageTi
     samples = spec.batch_size / spec.micro_batches
     busy = times.busy(place, samples, times.plan.is_recomputed(0, spec.micro_batches))
     update_s = times.update_s(place)
-    if pipedream_staleness(spec).updates(place):
+    if pipedream_staleness(spec).updates_behind(place):
         # Older minibatches still need what the update is about to overwrite.
         update_s += sum(copy_event(times.clock, spec, size).seconds for size in times.plan.own_tensors(place))
     if not with_comm:
@@ -101,7 +101,7 @@ class PipedreamCost:
             gradients_bytes=plain.parameters_bytes * (2 if delay.double_buffered and m > 1 else 1),
             activations_bytes=run.alive_bytes(actions) + run.recomputed_bytes(),
             communication_bytes=run.waiting_bytes() + early,
-            stashed_bytes=(delay.held(run.place) - 1) * plain.parameters_bytes,
+            stashed_bytes=(delay.versions_held(run.place) - 1) * plain.parameters_bytes,
         )
 
     @classmethod

@@ -1,6 +1,4 @@
-"""Discrete-event simulation of a pipeline schedule: start and end of every action, also extrapolated for long
-schedules.
-"""
+"""Discrete-event simulation of a pipeline schedule: start and end of every action, extrapolated for long schedules."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from hpcbench.parallel.pipeline.schedules import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    SCHEDULES,
     Action,
     PipelineLayout,
     schedule_actions,
@@ -35,71 +34,92 @@ class ScheduleTimeline(NamedTuple):
 
     @property
     def end(self) -> float:
-        """When the last rank is done; all begin at 0."""
+        """End of the last action; the first one begins at 0."""
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of all ranks' time in which they compute nothing."""
-        busy = sum(span.end - span.begin for spans in self.ranks for span in spans)
-        return 1.0 - busy / (len(self.ranks) * self.end) if self.end else 0.0
+        return measured_bubble_fraction(self.ranks) or 0.0
+
+
+def measured_bubble_fraction(ranks: Sequence[Sequence[ActionSpan]]) -> float | None:
+    """Idle share of all ranks' time between the first action's begin and the last one's end; ``None`` without any."""
+    spans = [span for rank_spans in ranks for span in rank_spans]
+    if not spans:
+        return None
+    length = max(span.end for span in spans) - min(span.begin for span in spans)
+    busy = sum(span.end - span.begin for span in spans)
+    return 1.0 - busy / (len(ranks) * length) if length else None
 
 
 class ActionOrder(NamedTuple):
-    """All ranks' actions in an order in which every one finds done what it needs; an entry an action in each list."""
+    """All ranks' actions in an order in which every dependency precedes its action; each list has an entry per action.
+
+    For ``gpipe`` on two ranks with one micro-batch::
+
+        position              0        1        2        3
+        ranks                 0        1        1        0
+        actions             F(0, 0)  F(1, 0)  B(1, 0)  B(0, 0)
+        dependencies         -1        0       -1        2
+        has_remote_consumer  True    False     True    False
+    """
 
     ranks: list[int]
     actions: list[Action]
-    awaited: list[int]
-    """Place of the action of another rank that this one waits for; -1 where it waits for none."""
-    sent: list[bool]
+    dependencies: list[int]
+    """Position of the action of another rank that this one waits for, or -1."""
+    has_remote_consumer: list[bool]
     """Whether another rank waits for the result."""
 
 
 def topological_order(ranks: Sequence[Sequence[Action]], layout: PipelineLayout) -> ActionOrder:
-    """The actions of all ranks, each rank's in its own order."""
-    found = ActionOrder([], [], [], [])
-    width = 1 + max((one.micro_batch for own in ranks for one in own), default=0)
-    backwards, last = layout.chunks * width, (2 * layout.chunks - 1) * width
-    done: dict[int, int] = {}
-    waiting: dict[int, int] = {}
-    places = [0] * len(ranks)
+    """Merge the ranks' lists of actions, keeping the order of each. ``AssertionError`` if they deadlock.
+
+    A forward or backward pass has a slot, ``chunk * width + micro_batch`` (backward passes after all forward passes):
+    the slot that it waits for is one ``width`` lower or higher, that of the same micro-batch in the next chunk.
+    """
+    order = ActionOrder([], [], [], [])
+    width = 1 + max((action.micro_batch for actions in ranks for action in actions), default=0)
+    first_backward, last_chunk_backward = layout.chunks * width, (2 * layout.chunks - 1) * width
+    positions_by_slot: dict[int, int] = {}
+    waiting_ranks: dict[int, int] = {}
+    next_action = [0] * len(ranks)
     ready = list(range(len(ranks) - 1, -1, -1))
     while ready:
         rank = ready.pop()
-        own, place = ranks[rank], places[rank]
-        while place < len(own):
-            kind, chunk, one = action = own[place]
-            # What the neighbouring chunk must have done; what the own one has done comes earlier in the own order.
+        actions, index = ranks[rank], next_action[rank]
+        while index < len(actions):
+            kind, chunk, micro_batch = action = actions[index]
+            # Only the neighbouring chunk is looked at: actions of the own chunk come earlier in the rank's list.
             slot, needed = -1, -1
             if kind == FORWARD:
-                slot = chunk * width + one
+                slot = chunk * width + micro_batch
                 needed = slot - width
             elif kind in (BACKWARD, BACKWARD_INPUT):
-                slot = backwards + chunk * width + one
-                needed = slot + width if slot < last else -1
-            other = -1
+                slot = first_backward + chunk * width + micro_batch
+                needed = slot + width if slot < last_chunk_backward else -1
+            dependency = -1
             if needed >= 0:
-                if needed not in done:
-                    waiting[needed] = rank
+                if needed not in positions_by_slot:
+                    waiting_ranks[needed] = rank
                     break
-                other = done[needed]
-                if found.ranks[other] == rank:
-                    other = -1
+                dependency = positions_by_slot[needed]
+                if order.ranks[dependency] == rank:
+                    dependency = -1
                 else:
-                    found.sent[other] = True
+                    order.has_remote_consumer[dependency] = True
             if slot >= 0:
-                done[slot] = len(found.ranks)
-                if slot in waiting:
-                    ready.append(waiting.pop(slot))
-            found.ranks.append(rank)
-            found.actions.append(action)
-            found.awaited.append(other)
-            found.sent.append(False)
-            place += 1
-        places[rank] = place
-    assert all(place == len(own) for place, own in zip(places, ranks, strict=True)), "a schedule that gets stuck"
-    return found
+                positions_by_slot[slot] = len(order.ranks)
+                if slot in waiting_ranks:
+                    ready.append(waiting_ranks.pop(slot))
+            order.ranks.append(rank)
+            order.actions.append(action)
+            order.dependencies.append(dependency)
+            order.has_remote_consumer.append(False)
+            index += 1
+        next_action[rank] = index
+    assert next_action == [len(actions) for actions in ranks], "a schedule that gets stuck"
+    return order
 
 
 def simulate_schedule(
@@ -108,145 +128,112 @@ def simulate_schedule(
     duration: Callable[[Action], float],
     transfer: Callable[[Action], float] = lambda _: 0.0,
 ) -> ScheduleTimeline:
-    """Every rank does its next action as soon as it is done with the one before and has what the action needs.
+    """Execute every rank's actions in order, each as soon as the previous one and the action's dependency are done.
 
-    ``transfer`` is the time that the result of an action takes to another rank that waits for it. A rank sends one
-    message after another, which costs it no time of its own.
+    ``transfer`` is the time until the result of an action reaches another rank that waits for it. A rank sends one
+    message after another, which takes none of its computing time.
     """
     order = topological_order(ranks, layout)
-    found: list[list[ActionSpan]] = [[] for _ in ranks]
-    spent = action_times(order, len(ranks), duration, transfer)
-    for rank, action, begin, end in zip(order.ranks, order.actions, *spent, strict=True):
-        found[rank].append(ActionSpan(action, begin, end))
-    return ScheduleTimeline(found)
+    timeline = ScheduleTimeline([[] for _ in ranks])
+    times = action_times(order, len(ranks), duration, transfer)
+    for rank, action, begin, end in zip(order.ranks, order.actions, *times, strict=True):
+        timeline.ranks[rank].append(ActionSpan(action, begin, end))
+    return timeline
 
 
 def action_times(
     order: ActionOrder, ranks: int, duration: Callable[[Action], float], transfer: Callable[[Action], float]
 ) -> tuple[list[float], list[float]]:
-    """When each of the actions of so many ranks begins and ends; see ``walk``."""
+    """Return begin and end of every action of ``order``; see ``simulate_schedule``."""
     begins: list[float] = []
     ends: list[float] = []
     arrivals: list[float] = []
-    free, gone = [0.0] * ranks, [0.0] * ranks
-    for rank, action, awaited, is_sent in zip(*order, strict=True):
-        begin = free[rank]
-        if awaited >= 0 and arrivals[awaited] > begin:
-            begin = arrivals[awaited]
+    rank_free, link_free = [0.0] * ranks, [0.0] * ranks
+    for rank, action, dependency, is_sent in zip(*order, strict=True):
+        begin = rank_free[rank]
+        if dependency >= 0 and arrivals[dependency] > begin:
+            begin = arrivals[dependency]
         end = arrival = begin + duration(action)
-        free[rank] = end
+        rank_free[rank] = end
         if is_sent:
-            if gone[rank] > end:
-                arrival = gone[rank]
+            if link_free[rank] > end:
+                arrival = link_free[rank]
             arrival += transfer(action)
-            gone[rank] = arrival
+            link_free[rank] = arrival
         begins.append(begin)
         ends.append(end)
         arrivals.append(arrival)
     return begins, ends
 
 
-def live_activations(own: Sequence[Action]) -> list[list[Action]]:
-    """After each action, the forward passes whose activations are still kept: until ``B``, or ``W`` of a split one."""
-    kept: list[Action] = []
-    found: list[list[Action]] = []
-    for action in own:
-        if action.kind == FORWARD:
-            kept.append(action)
-        elif action.kind in (BACKWARD, BACKWARD_WEIGHT):
-            kept.remove(action._replace(kind=FORWARD))
-        found.append(list(kept))
-    return found
-
-
-def peak_live_activations(own: Sequence[Action]) -> int:
-    """The most forward passes whose activations one rank keeps at the same time."""
-    return max((len(kept) for kept in live_activations(own)), default=0)
-
-
 _MAX_SIMULATED_ACTIONS = 20_000
-"""So many actions are walked through as they are."""
-_LONG_ROUNDS, _SHORT_ROUNDS = 4, 2
-"""Otherwise as many micro-batches as there are stages, so often, and the rest goes on as the second half did."""
-_EXACT_ROUNDS = {"model": (2, 1), "gpipe": (2, 1)}
-"""What these need for that to be exact."""
+"""Longer schedules are extrapolated."""
 
 
 class ActionCosts(NamedTuple):
-    """What the actions of a schedule take, and their results' ways to another rank; see ``parallel.walk.walk``."""
+    """Durations of the actions of a schedule and of sending their results; see ``simulate_schedule``."""
 
     duration: Callable[[Action], float]
     transfer: Callable[[Action], float]
 
 
 class RankTimes(NamedTuple):
-    """One rank's way through the schedule."""
+    """Begin of a rank's first action and end of its last one."""
 
     begin: float
-    """Of its first action."""
     end: float
-    """Of its last one."""
-    last: dict[int, tuple[float, float]]
-    """By chunk: begin and end of the action after which its gradients are whole."""
+    gradients_done: dict[int, tuple[float, float]]
+    """By chunk: begin and end of the action that completes its gradients."""
 
 
 def rank_times(
-    schedule: str, layout: PipelineLayout, micro_batches: int, prices: Callable[[int], ActionCosts]
+    schedule: str, layout: PipelineLayout, micro_batches: int, costs: Callable[[int], ActionCosts]
 ) -> list[RankTimes]:
-    """Of every rank of the pipeline, by a walk through ``schedule``.
+    """Simulate ``schedule`` and return the times of every rank of the pipeline.
 
-    ``prices`` are asked for the micro-batches of a schedule of so many. A long schedule repeats itself: it is walked
-    with fewer micro-batches, twice, and what lies between the two is repeated. Where stages differ, it settles slowly:
-    ``tests/parallel/test_course.py`` says how far that is from the whole walk.
+    ``costs(n)`` are the costs in a schedule of ``n`` micro-batches. A long schedule is periodic: two shorter ones are
+    simulated, and the difference between their ends is repeated. With unequal stages the periodic state is reached
+    slowly; ``tests/parallel/test_course.py`` bounds the error.
     """
-    period = lcm(layout.stages, *layout.widths)
-    rest = micro_batches % period
-    counts = [rounds * period + rest for rounds in _EXACT_ROUNDS.get(schedule, (_LONG_ROUNDS, _SHORT_ROUNDS))]
+    period = lcm(layout.stages, *layout.stage_sizes)
+    counts = [rounds * period + micro_batches % period for rounds in SCHEDULES[schedule].extrapolation_rounds]
     if 2 * layout.chunks * micro_batches <= _MAX_SIMULATED_ACTIONS or micro_batches <= counts[0]:
-        return _simulated_rank_times(schedule, layout, micro_batches, prices)
-    long, short = (_simulated_rank_times(schedule, layout, count, prices) for count in counts)
+        return _simulated_rank_times(schedule, layout, micro_batches, costs)
+    long, short = (_simulated_rank_times(schedule, layout, count, costs) for count in counts)
     repeats = (micro_batches - counts[0]) / (counts[0] - counts[1])
-    return [_shifted_times(one, (one.end - other.end) * repeats) for one, other in zip(long, short, strict=True)]
+    extrapolated = []
+    for times, shorter in zip(long, short, strict=True):
+        shift = (times.end - shorter.end) * repeats
+        done = {chunk: (begin + shift, end + shift) for chunk, (begin, end) in times.gradients_done.items()}
+        extrapolated.append(RankTimes(times.begin, times.end + shift, done))
+    return extrapolated
 
 
 def _simulated_rank_times(
-    schedule: str, layout: PipelineLayout, micro_batches: int, prices: Callable[[int], ActionCosts]
+    schedule: str, layout: PipelineLayout, micro_batches: int, costs: Callable[[int], ActionCosts]
 ) -> list[RankTimes]:
-    known = _ordered_schedule(schedule, layout, micro_batches)
-    begins, ends = action_times(known.order, layout.ranks, *prices(micro_batches))
+    order, positions = _ordered_schedule(schedule, layout, micro_batches)
+    begins, ends = action_times(order, layout.ranks, *costs(micro_batches))
     return [
-        RankTimes(begins[one.first], ends[one.final], {chunk: (begins[at], ends[at]) for chunk, at in one.last.items()})
-        for one in known.ranks
+        RankTimes(
+            begins[first], ends[last], {chunk: (begins[index], ends[index]) for chunk, index in completing.items()}
+        )
+        for first, last, completing in positions
     ]
 
 
-class _ActionIndices(NamedTuple):
-    """Where in the order a rank's first and final action are, and the last of each chunk that makes gradients."""
-
-    first: int
-    final: int
-    last: dict[int, int]
-
-
-class _OrderedSchedule(NamedTuple):
-    order: ActionOrder
-    ranks: list[_ActionIndices]
-
-
 @lru_cache(maxsize=64)
-def _ordered_schedule(schedule: str, layout: PipelineLayout, micro_batches: int) -> _OrderedSchedule:
+def _ordered_schedule(
+    schedule: str, layout: PipelineLayout, micro_batches: int
+) -> tuple[ActionOrder, list[tuple[int, int, dict[int, int]]]]:
+    """The order, and per rank the positions of its first and last action and of those that complete gradients."""
     order = topological_order(schedule_actions(schedule, layout, micro_batches), layout)
-    first, final = [-1] * layout.ranks, [-1] * layout.ranks
-    last: list[dict[int, int]] = [{} for _ in range(layout.ranks)]
-    for place, (rank, action) in enumerate(zip(order.ranks, order.actions, strict=True)):
-        final[rank] = place
+    first, last = [-1] * layout.ranks, [-1] * layout.ranks
+    completing: list[dict[int, int]] = [{} for _ in range(layout.ranks)]
+    for position, (rank, action) in enumerate(zip(order.ranks, order.actions, strict=True)):
+        last[rank] = position
         if first[rank] < 0:
-            first[rank] = place
+            first[rank] = position
         if action.kind in (BACKWARD, BACKWARD_WEIGHT):
-            last[rank][action.chunk] = place
-    return _OrderedSchedule(order, [_ActionIndices(*one) for one in zip(first, final, last, strict=True)])
-
-
-def _shifted_times(one: RankTimes, shift: float) -> RankTimes:
-    last = {chunk: (begin + shift, end + shift) for chunk, (begin, end) in one.last.items()}
-    return RankTimes(one.begin, one.end + shift, last)
+            completing[rank][action.chunk] = position
+    return order, list(zip(first, last, completing, strict=True))

@@ -1,6 +1,8 @@
 """Pipeline schedules: the list of actions that each rank executes in one step.
+
 The worker executes these lists and the oracle simulates them. Sends and receives follow from them: a rank sends a
-result as soon as it has computed it.
+result as soon as it has computed it. Each schedule is drawn above its function: a row per rank, time to the right.
+Small letters are forward passes (``a`` is micro-batch 0), pairs of capitals the backward passes, dots idle time.
 """
 
 from __future__ import annotations
@@ -10,14 +12,12 @@ from functools import lru_cache
 from typing import NamedTuple
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, UPDATE = "F", "B", "I", "W", "U"
-"""Kinds of actions. A backward is whole (``B``), or split into the gradient of the chunk's input (``I``), which the
-chunk before waits for, and those of its weights (``W``), which nobody waits for. ``U`` updates the weights."""
-
-SCHEDULES = ("model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream")
+"""Kinds of actions. A backward pass is whole (``B``) or split into the gradient of the chunk's input (``I``), which the
+previous chunk waits for, and those of its weights (``W``), which no other action needs. ``U`` updates the weights."""
 
 
 class Action(NamedTuple):
-    """``chunk`` counts along the model, over all ranks: of a plain pipeline it is the stage."""
+    """One action of a rank. ``chunk`` counts along the whole model: in a pipeline without virtual stages, the stage."""
 
     kind: str
     chunk: int
@@ -28,9 +28,12 @@ class Action(NamedTuple):
 
 
 class PipelineLayout(NamedTuple):
-    """Which rank of a pipeline computes what: chunk ``c`` is on stage ``c % stages``.
+    """Assignment of chunks and micro-batches to the ranks of one pipeline.
 
-    A stage with several replicas has as many ranks; micro-batches go to them in turn.
+    Chunk ``c`` is on stage ``c % stages``. The micro-batches of a stage with several replicas go round-robin::
+
+        stages=2, virtual_stages=2:  rank 0 holds chunks 0 and 2, rank 1 holds chunks 1 and 3
+        stages=2, replicas=(2, 1):   stage 0 is ranks 0 (micro-batches 0, 2, ...) and 1 (1, 3, ...), stage 1 is rank 2
     """
 
     stages: int
@@ -40,34 +43,31 @@ class PipelineLayout(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """Pieces that the model is cut into."""
         return self.stages * self.virtual_stages
 
     @property
-    def widths(self) -> tuple[int, ...]:
+    def stage_sizes(self) -> tuple[int, ...]:
         """Ranks of each stage."""
         return self.replicas or (1,) * self.stages
 
     @property
     def ranks(self) -> int:
-        """Ranks of the pipeline."""
-        return sum(self.widths)
+        """Number of ranks of the pipeline."""
+        return sum(self.stage_sizes)
 
     def stage_of(self, rank: int) -> int:
-        """The stage that ``rank`` belongs to."""
-        for stage, width in enumerate(self.widths):
-            if rank < width:
+        for stage, size in enumerate(self.stage_sizes):
+            if rank < size:
                 return stage
-            rank -= width
+            rank -= size
         raise AssertionError("a rank beyond the pipeline")
 
     def ranks_of(self, stage: int) -> range:
-        """The replicas of ``stage``."""
-        first = sum(self.widths[:stage])
-        return range(first, first + self.widths[stage])
+        first = sum(self.stage_sizes[:stage])
+        return range(first, first + self.stage_sizes[stage])
 
-    def rank(self, chunk: int, micro_batch: int) -> int:
-        """Who computes ``chunk`` for ``micro_batch``."""
+    def rank_of(self, chunk: int, micro_batch: int) -> int:
+        """The rank that computes ``chunk`` for ``micro_batch``."""
         ranks = self.ranks_of(chunk % self.stages)
         return ranks[micro_batch % len(ranks)]
 
@@ -82,191 +82,212 @@ class PipelineLayout(NamedTuple):
 
 
 def schedule_actions(schedule: str, layout: PipelineLayout, micro_batches: int) -> list[list[Action]]:
-    """Per rank of the pipeline, what it does in one step of ``micro_batches`` micro-batches.
+    """Return the actions of one step for every rank of the pipeline, each rank's in order of execution.
 
-    ``pipedream`` here is one window from an empty pipeline to an empty one; see ``pipedream_window``.
+    ``schedule`` is a key of ``SCHEDULES``. That of ``pipedream`` is one window from an empty pipeline to an empty one.
+
+    >>> [[str(action) for action in actions] for actions in schedule_actions("gpipe", PipelineLayout(1), 1)]
+    [['F(chunk 0, micro-batch 0)', 'B(chunk 0, micro-batch 0)']]
     """
-    assert layout.virtual_stages == 1 or schedule == "interleaved_1f1b", f"{schedule} has one chunk per rank"
-    if schedule == "pipedream":
-        return [pipedream_window(layout, rank, micro_batches, True, True) for rank in range(layout.ranks)]
-    extra = _extra_warmup_forwards(schedule, layout, micro_batches)
-    return [_RANK_SCHEDULES[schedule](layout, rank, micro_batches, extra) for rank in range(layout.ranks)]
+    return [rank_schedule_actions(schedule, layout, rank, micro_batches) for rank in range(layout.ranks)]
 
 
 def rank_schedule_actions(schedule: str, layout: PipelineLayout, rank: int, micro_batches: int) -> list[Action]:
-    """What one rank of ``actions`` does."""
-    if schedule == "pipedream":
-        return pipedream_window(layout, rank, micro_batches, True, True)
-    return _RANK_SCHEDULES[schedule](
-        layout, rank, micro_batches, _extra_warmup_forwards(schedule, layout, micro_batches)
-    )
+    """Return the entry of ``rank`` in ``schedule_actions``."""
+    assert layout.virtual_stages == 1 or SCHEDULES[schedule].has_virtual_stages, f"{schedule} has one chunk per rank"
+    extra = _extra_warmup_forwards(schedule, layout, micro_batches)
+    return SCHEDULES[schedule].rank_actions(layout, rank, micro_batches, extra)
 
 
-def pipedream_window(
-    layout: PipelineLayout, rank: int, micro_batches: int, is_first: bool, is_last: bool
-) -> list[Action]:
-    """What ``rank`` does between the updates of one step and those of the next (Narayanan et al. 2019, figure 8).
+def warmup_forwards(layout: PipelineLayout, stage: int) -> int:
+    """Forward passes that ``pipedream`` and ``1f1b`` are ahead of their backward passes on ``stage``.
 
-    PipeDream has no end of a step: every micro-batch is a minibatch with an update of its own, and a rank is always
-    ``ahead`` forward passes before its backward passes. A window holds the backward passes and updates of
-    ``micro_batches`` minibatches (numbered from 0 in every window), and the forward passes of as many: those numbered
-    ``micro_batches`` and more belong to the windows that follow. The first window also fills the pipeline; the last
-    one lets it run empty.
+    ``stages - 1 - stage`` with one rank per stage; with replicas PipeDream's NOAM of this stage, minus one.
     """
-    stage = layout.stage_of(rank)
-    own = layout.micro_batches_of(rank, micro_batches)
-    width = layout.widths[stage]
-    ahead = _stage_warmup_forwards(layout, stage)
-    assert width == 1 or (is_first and is_last), "replicated stages run from empty to empty"
-    forwards = [first + step * width for first in own[:1] for step in range(len(own) + ahead)]
-    done = [Action(FORWARD, stage, number) for number in (forwards[:ahead] if is_first else [])]
-    for number, forward in zip(own, forwards[ahead:], strict=True):
-        done += [Action(FORWARD, stage, forward), Action(BACKWARD, stage, number), Action(UPDATE, stage, number)]
-    return [one for one in done if not (is_last and one.micro_batch >= micro_batches)]
-
-
-def warmup_forwards(layout: PipelineLayout, rank: int) -> int:
-    """How many forward passes a rank of ``pipedream`` and ``1f1b`` is before its backward passes."""
-    return _stage_warmup_forwards(layout, layout.stage_of(rank))
-
-
-def _stage_warmup_forwards(layout: PipelineLayout, stage: int) -> int:
-    """With one rank per stage ``stages - 1 - stage``; with replicas PipeDream's NOAM for this stage, less one."""
-    behind, own = sum(layout.widths[stage:]), layout.widths[stage]
-    return -(-behind // own) - 1
-
-
-_PassOrders = tuple[list[Action], list[Action], int]
-"""Forward passes and backward passes, each in order, and how many of the former come first."""
+    remaining_ranks = sum(layout.stage_sizes[stage:])
+    return -(-remaining_ranks // layout.stage_sizes[stage]) - 1
 
 
 @lru_cache(maxsize=1024)
-def _extra_warmup_forwards(schedule: str, layout: PipelineLayout, m: int) -> int:
-    """How many forward passes longer than the formula's the warm-up is that can be executed.
+def _extra_warmup_forwards(schedule: str, layout: PipelineLayout, micro_batches: int) -> int:
+    """Forward passes to add to the formula's warm-up until the ranks do not deadlock.
 
-    Where micro-batches do not share evenly into rounds or replicas, the shortest one that can be may be longer. All
-    forward passes first can always be.
+    The formula's warm-up is known to work where micro-batches divide evenly into rounds and no stage has replicas. It
+    can be too short otherwise; all forward passes first always work.
     """
-    if _is_minimal_warmup_executable(layout, m):
+    has_even_rounds = layout.virtual_stages == 1 or micro_batches % layout.stages == 0
+    if has_even_rounds and max(layout.stage_sizes) == 1:
         return 0
-    for extra in range(layout.chunks * m + 1):
-        if not deadlocked_actions(
-            [_RANK_SCHEDULES[schedule](layout, rank, m, extra) for rank in range(layout.ranks)], layout
-        ):
+    rank_actions = SCHEDULES[schedule].rank_actions
+    for extra in range(layout.chunks * micro_batches + 1):
+        actions = [rank_actions(layout, rank, micro_batches, extra) for rank in range(layout.ranks)]
+        if not deadlocked_actions(actions, layout):
             return extra
-    raise AssertionError(f"{layout} cannot be executed with {m} micro-batches")
+    raise AssertionError(f"{layout} cannot be executed with {micro_batches} micro-batches")
 
 
-def _is_minimal_warmup_executable(layout: PipelineLayout, micro_batches: int) -> bool:
-    """Whether the shortest warm-up of every schedule is known to do."""
-    is_even = layout.virtual_stages == 1 or micro_batches % layout.stages == 0
-    return is_even and max(layout.widths) == 1
+def _stage_passes(layout: PipelineLayout, rank: int, micro_batches: int) -> tuple[list[Action], list[Action]]:
+    """The forward and the backward passes of ``rank``, which holds one chunk."""
+    stage, numbers = layout.stage_of(rank), layout.micro_batches_of(rank, micro_batches)
+    return [Action(FORWARD, stage, number) for number in numbers], [
+        Action(BACKWARD, stage, number) for number in numbers
+    ]
 
 
+# model: no pipelining, the baseline of every speed-up
+#
+#     rank 0  a . . . . . . A A b . . . . . . B B
+#     rank 1  . a . . . A A . . . b . . . B B . .
+#     rank 2  . . a A A . . . . . . b B B . . . .
 def _model_actions(layout: PipelineLayout, rank: int, micro_batches: int, _extra: int) -> list[Action]:
-    """One micro-batch after another, each on one rank at a time: no pipeline."""
-    stage, own = layout.stage_of(rank), layout.micro_batches_of(rank, micro_batches)
-    return [Action(kind, stage, one) for one in own for kind in (FORWARD, BACKWARD)]
+    """One micro-batch after another."""
+    return [action for pair in zip(*_stage_passes(layout, rank, micro_batches), strict=True) for action in pair]
 
 
+# gpipe: bubble (p - 1) / (m + p - 1); each rank keeps the activations of all m micro-batches
+#
+#     rank 0  a b c d . . . . . . D D C C B B A A
+#     rank 1  . a b c d . . . D D C C B B A A . .
+#     rank 2  . . a b c d D D C C B B A A . . . .
 def _gpipe_actions(layout: PipelineLayout, rank: int, micro_batches: int, _extra: int) -> list[Action]:
-    """All forward passes, then all backward passes, the last micro-batch's first (Huang et al. 2019)."""
-    stage, own = layout.stage_of(rank), layout.micro_batches_of(rank, micro_batches)
-    forwards = [Action(FORWARD, stage, one) for one in own]
-    return forwards + [Action(BACKWARD, stage, one) for one in reversed(own)]
+    """All forward passes, then all backward passes in reverse order (Huang et al. 2019)."""
+    forwards, backwards = _stage_passes(layout, rank, micro_batches)
+    return forwards + backwards[::-1]
 
 
+# 1f1b: the bubble of gpipe, but rank r keeps the activations of at most p - r micro-batches
+#
+#     rank 0  a b c . . . . A A d B B . C C . D D
+#     rank 1  . a b . . A A c B B d C C . D D . .
+#     rank 2  . . a A A b B B c C C d D D . . . .
 def _one_f_one_b_actions(layout: PipelineLayout, rank: int, micro_batches: int, extra: int) -> list[Action]:
-    """One forward, one backward, after as many forwards as there are stages behind (Narayanan et al. 2019)."""
-    stage, own = layout.stage_of(rank), layout.micro_batches_of(rank, micro_batches)
-    forwards = [Action(FORWARD, stage, one) for one in own]
-    backwards = [Action(BACKWARD, stage, one) for one in own]
-    return _alternate_passes(forwards, backwards, _stage_warmup_forwards(layout, stage) + extra)
+    """One forward, one backward, after a warm-up of one forward per later stage (Narayanan et al. 2019)."""
+    forwards, backwards = _stage_passes(layout, rank, micro_batches)
+    return _alternate_passes(forwards, backwards, warmup_forwards(layout, layout.stage_of(rank)) + extra)
 
 
+# interleaved_1f1b: v chunks per rank (here 2: a0 and a2 on rank 0) divide the bubble by v and multiply the messages
+#
+#     rank 0  a0 b0 a2 b2 .  .  A2 A2 .  B2 B2 A0 A0 B0 B0
+#     rank 1  .  a1 b1 a3 A3 A3 b3 B3 B3 A1 A1 B1 B1 .  .
 def _interleaved_actions(layout: PipelineLayout, rank: int, micro_batches: int, extra: int) -> list[Action]:
-    """Several chunks a rank, in rounds of as many micro-batches as there are stages (Narayanan et al. 2021, 2.2.2)."""
-    stages, virtual = layout.stages, layout.virtual_stages
+    """Several chunks per rank, in rounds of ``stages`` micro-batches (Narayanan et al. 2021, section 2.2.2)."""
+    stages, chunks = layout.stages, layout.chunks_of(rank)
     rounds = [range(first, min(first + stages, micro_batches)) for first in range(0, micro_batches, stages)]
-    chunks = layout.chunks_of(rank)
-    forwards = [Action(FORWARD, chunk, one) for numbers in rounds for chunk in chunks for one in numbers]
-    backwards = [Action(BACKWARD, chunk, one) for numbers in rounds for chunk in chunks[::-1] for one in numbers]
-    return _alternate_passes(forwards, backwards, 2 * (stages - 1 - rank) + (virtual - 1) * stages + extra)
+    forwards = [Action(FORWARD, chunk, number) for numbers in rounds for chunk in chunks for number in numbers]
+    backwards = [Action(BACKWARD, chunk, number) for numbers in rounds for chunk in chunks[::-1] for number in numbers]
+    warmup = 2 * (stages - 1 - rank) + (layout.virtual_stages - 1) * stages
+    return _alternate_passes(forwards, backwards, warmup + extra)
 
 
+# zero_bubble: capitals are gradients of inputs, digits those of weights, which fill the bubble of 1f1b
+#
+#     rank 0  a b c . . A 0 d B 1 C 2 D 3
+#     rank 1  . a b . A c B 0 d C 1 D 2 3
+#     rank 2  . . a A b B c C 0 d D 1 2 3
 def _zero_bubble_actions(layout: PipelineLayout, rank: int, micro_batches: int, extra: int) -> list[Action]:
-    """ZB-H1 (Qi et al. 2023, section 2.2): 1f1b, where the gradients of weights fill what would be waited for.
+    """1f1b with split backward passes, ZB-H1 (Qi et al. 2023, section 2.2).
 
-    Stage ``s`` leaves them ``s`` micro-batches behind, so that all stages keep as many activations as the first one
+    Stage ``s`` defers weight gradients by ``s`` micro-batches, so that all stages keep as many activations as stage 0
     of 1f1b.
     """
-    found: list[Action] = []
-    waiting: list[Action] = []
-    stage = layout.stage_of(rank)
-    for one in _one_f_one_b_actions(layout, rank, micro_batches, extra):
-        if one.kind == FORWARD:
-            found.append(one)
+    actions: list[Action] = []
+    deferred: list[Action] = []
+    for action in _one_f_one_b_actions(layout, rank, micro_batches, extra):
+        if action.kind == FORWARD:
+            actions.append(action)
             continue
-        found.append(Action(BACKWARD_INPUT, one.chunk, one.micro_batch))
-        waiting.append(Action(BACKWARD_WEIGHT, one.chunk, one.micro_batch))
-        if len(waiting) > stage:
-            found.append(waiting.pop(0))
-    return found + waiting
+        actions.append(action._replace(kind=BACKWARD_INPUT))
+        deferred.append(action._replace(kind=BACKWARD_WEIGHT))
+        if len(deferred) > layout.stage_of(rank):
+            actions.append(deferred.pop(0))
+    return actions + deferred
 
 
-_RANK_SCHEDULES: dict[str, Callable[[PipelineLayout, int, int, int], list[Action]]] = {
-    "model": _model_actions,
-    "gpipe": _gpipe_actions,
-    "1f1b": _one_f_one_b_actions,
-    "interleaved_1f1b": _interleaved_actions,
-    "zero_bubble": _zero_bubble_actions,
+# pipedream: 1f1b without an end of the step. In order of execution (F forward, B backward, U update), of a first window
+# of two minibatches, which also fills the pipeline, and a second one:
+#
+#     rank 0  Fa Fb | Fc Ba U  Fd Bb U | Fe Bc U  Ff Bd U | ...
+#     rank 1  Fa    | Fb Ba U  Fc Bb U | Fd Bc U  Fe Bd U | ...
+#     rank 2        | Fa Ba U  Fb Bb U | Fc Bc U  Fd Bd U | ...
+def pipedream_window(
+    layout: PipelineLayout, rank: int, micro_batches: int, is_first: bool, is_last: bool
+) -> list[Action]:
+    """The actions of ``rank`` between the updates of one step and those of the next (Narayanan et al. 2019, figure 8).
+
+    Every micro-batch is a minibatch with an update of its own, and a rank stays ``warmup_forwards`` forward passes
+    ahead of its backward passes. A window holds the backward passes and updates of ``micro_batches`` minibatches
+    (numbered from 0 in every window) and as many forward passes: those numbered ``micro_batches`` and above belong to
+    later windows. The first window also fills the pipeline; the last one drains it.
+    """
+    stage, numbers = layout.stage_of(rank), layout.micro_batches_of(rank, micro_batches)
+    size, ahead = layout.stage_sizes[stage], warmup_forwards(layout, stage)
+    assert size == 1 or (is_first and is_last), "stages with replicas run from empty to empty"
+    forwards = [first + step * size for first in numbers[:1] for step in range(len(numbers) + ahead)]
+    actions = [Action(FORWARD, stage, number) for number in (forwards[:ahead] if is_first else [])]
+    for number, forward in zip(numbers, forwards[ahead:], strict=True):
+        actions += [Action(FORWARD, stage, forward), Action(BACKWARD, stage, number), Action(UPDATE, stage, number)]
+    return [action for action in actions if not (is_last and action.micro_batch >= micro_batches)]
+
+
+def _alternate_passes(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    warmup = min(warmup, len(forwards))
+    actions = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards, strict=False):
+        actions += [forward, backward]
+    return actions + backwards[len(forwards) - warmup :]
+
+
+class Schedule(NamedTuple):
+    """A pipeline schedule; ``rank_actions(layout, rank, micro_batches, extra_warmup_forwards)`` lists its actions."""
+
+    rank_actions: Callable[[PipelineLayout, int, int, int], list[Action]]
+    has_virtual_stages: bool = False
+    extrapolation_rounds: tuple[int, int] = (4, 2)
+    """Rounds of ``stages`` micro-batches of the two simulations from which a long schedule is extrapolated."""
+
+
+SCHEDULES = {
+    "model": Schedule(_model_actions, extrapolation_rounds=(2, 1)),
+    "gpipe": Schedule(_gpipe_actions, extrapolation_rounds=(2, 1)),
+    "1f1b": Schedule(_one_f_one_b_actions),
+    "interleaved_1f1b": Schedule(_interleaved_actions, has_virtual_stages=True),
+    "zero_bubble": Schedule(_zero_bubble_actions),
+    "pipedream": Schedule(lambda layout, rank, count, _extra: pipedream_window(layout, rank, count, True, True)),
 }
 
 
-def _alternate_passes(forwards: list[Action], backwards: list[Action], ahead: int) -> list[Action]:
-    ahead = min(ahead, len(forwards))
-    found = forwards[:ahead]
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        found += [forward, backward]
-    return found + backwards[len(forwards) - ahead :]
-
-
 def action_dependencies(action: Action, layout: PipelineLayout) -> list[Action]:
-    """What must have been done before, on this rank or on another; a whole backward also stands for its halves."""
-    kind, chunk, one = action
-    before: list[Action] = []
-    if kind == FORWARD and chunk > 0:
-        before.append(Action(FORWARD, chunk - 1, one))
-    if kind in (BACKWARD, BACKWARD_INPUT):
-        before.append(Action(FORWARD, chunk, one))
-        if chunk < layout.chunks - 1:
-            before.append(Action(kind, chunk + 1, one))
+    """Return the actions, on any rank, that must precede ``action``."""
+    kind, chunk, number = action
+    if kind == FORWARD:
+        return [Action(FORWARD, chunk - 1, number)] if chunk > 0 else []
     if kind == BACKWARD_WEIGHT:
-        before.append(Action(BACKWARD_INPUT, chunk, one))
+        return [Action(BACKWARD_INPUT, chunk, number)]
     if kind == UPDATE:
-        before.append(Action(BACKWARD, chunk, one))
-    return before
+        return [Action(BACKWARD, chunk, number)]
+    return [Action(FORWARD, chunk, number), *([Action(kind, chunk + 1, number)] if chunk < layout.chunks - 1 else [])]
 
 
 def deadlocked_actions(ranks: list[list[Action]], layout: PipelineLayout) -> list[Action]:
-    """The actions at which the ranks would wait for ever; empty where the lists can be executed to their ends."""
+    """Return the actions at which ranks would wait forever; empty if all lists can be executed to their ends."""
     done: set[Action] = set()
-    places = [0] * len(ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, own in enumerate(ranks):
-            while places[rank] < len(own) and all(
-                one in done for one in action_dependencies(own[places[rank]], layout)
+    positions = [0] * len(ranks)
+    progress = True
+    while progress:
+        progress = False
+        for rank, actions in enumerate(ranks):
+            while positions[rank] < len(actions) and done.issuperset(
+                action_dependencies(actions[positions[rank]], layout)
             ):
-                done.add(own[places[rank]])
-                places[rank] += 1
-                moved = True
-    return [own[place] for own, place in zip(ranks, places, strict=True) if place < len(own)]
+                done.add(actions[positions[rank]])
+                positions[rank] += 1
+                progress = True
+    return [actions[position] for actions, position in zip(ranks, positions, strict=True) if position < len(actions)]
 
 
 class PipelineMessage(NamedTuple):
-    """What a rank sends as soon as ``action`` is done: its output, or the gradient of its input."""
+    """A rank's output, or the gradient of its input, sent as soon as ``action`` is done."""
 
     source: int
     target: int
@@ -274,21 +295,21 @@ class PipelineMessage(NamedTuple):
 
     @property
     def is_forward(self) -> bool:
-        """Activations; otherwise gradients."""
+        """Whether activations are sent; gradients otherwise."""
         return self.action.kind == FORWARD
 
 
 def message_after(action: Action, layout: PipelineLayout) -> PipelineMessage | None:
-    """What is sent after ``action``; ``None`` where nobody else waits for it."""
-    kind, chunk, one = action
-    following = {FORWARD: chunk + 1, BACKWARD: chunk - 1, BACKWARD_INPUT: chunk - 1}.get(kind, -1)
-    if not 0 <= following < layout.chunks:
+    """Return the message that follows ``action``, or ``None`` where no other rank waits for its result."""
+    kind, chunk, number = action
+    receiver = {FORWARD: chunk + 1, BACKWARD: chunk - 1, BACKWARD_INPUT: chunk - 1}.get(kind, -1)
+    if not 0 <= receiver < layout.chunks:
         return None
-    source, target = layout.rank(chunk, one), layout.rank(following, one)
+    source, target = layout.rank_of(chunk, number), layout.rank_of(receiver, number)
     return None if source == target else PipelineMessage(source, target, action)
 
 
 def received_messages(ranks: list[list[Action]], layout: PipelineLayout, rank: int) -> list[PipelineMessage]:
-    """What the others send to ``rank``, each sender's in the order in which it sends."""
-    sent = (message_after(action, layout) for own in ranks for action in own)
-    return [one for one in sent if one is not None and one.target == rank]
+    """Return the messages sent to ``rank``, each sender's in the order in which it sends."""
+    messages = (message_after(action, layout) for actions in ranks for action in actions)
+    return [message for message in messages if message is not None and message.target == rank]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import cache
 from itertools import accumulate, pairwise
-from math import ceil, inf
+from math import ceil, inf, prod
 from typing import NamedTuple
 
 from hpcbench.errors import ConfigError
@@ -18,15 +18,15 @@ from hpcbench.parallel.layer_table import LayerTable
 
 
 class BlockCost(NamedTuple):
-    """One block of a chain, for one micro-batch."""
+    """Cost of one block of a chain, for one micro-batch."""
 
     forward_s: float
     backward_s: float
     output_bytes: int
-    """What the next block takes; as much comes back as its gradient."""
+    """Activations for the next block; their gradient has the same size."""
     parameter_bytes: int
     kept_bytes: int
-    """What autograd keeps from the forward pass for the backward pass."""
+    """Activations that autograd keeps for the backward pass."""
 
     @property
     def compute_s(self) -> float:
@@ -35,7 +35,7 @@ class BlockCost(NamedTuple):
 
 
 class InterconnectLevel(NamedTuple):
-    """``groups`` groups of the level below (workers, for the innermost), and what passes between any two of them."""
+    """``groups`` groups of the inner level (workers, for the innermost), and the bandwidth between any two of them."""
 
     groups: int
     bandwidth_bytes_per_s: float
@@ -49,11 +49,11 @@ class PartitionStage(NamedTuple):
     replicas: int
     versions: int
     held_bytes: int
-    """What each of its workers holds."""
+    """Memory of each of its workers."""
 
 
 class PipelinePartition(NamedTuple):
-    """``bottleneck_s`` is the time per micro-batch of the slowest stage or link: in steady state, the pipeline's."""
+    """``bottleneck_s`` is the time per micro-batch of the slowest stage or link, which paces the pipeline."""
 
     bottleneck_s: float
     stages: tuple[PartitionStage, ...]
@@ -65,17 +65,17 @@ class PipelinePartition(NamedTuple):
 
 
 def minimax_cuts(blocks: int, stages: int, cost: Callable[[int, int, int], float]) -> tuple[int, ...]:
-    """First blocks of all stages but the first, so that the most expensive stage is as cheap as it can be.
+    """Return the first blocks of all stages but the first that minimise the cost of the most expensive stage.
 
     ``cost(stage, first, last)`` is that of blocks ``first`` to ``last`` - 1 as stage number ``stage``. Every stage has
-    a block. Among equals the earliest cuts win. ``ConfigError`` where there are more stages than blocks.
+    a block. Among equals the earliest cuts win. ``ConfigError`` if there are more stages than blocks.
 
-    >>> cut_chain(4, 2, lambda _stage, first, last: sum([3, 1, 1, 1][first:last]))
+    >>> minimax_cuts(4, 2, lambda _stage, first, last: sum([3, 1, 1, 1][first:last]))
     (1,)
     """
     if stages > blocks:
         raise ConfigError(f"{stages} stages of {blocks} blocks: every stage needs one", hint=f"{blocks} stages or less")
-    # best[first]: the dearest of the stages from this one on, and their cuts, where this one begins at block first.
+    # best[first]: the largest cost of this and all later stages, and their cuts, if this one begins at block first.
     best: dict[int, tuple[float, tuple[int, ...]]] = {
         first: (cost(stages - 1, first, blocks), ()) for first in range(stages - 1, blocks)
     }
@@ -92,9 +92,9 @@ def minimax_cuts(blocks: int, stages: int, cost: Callable[[int, int, int], float
 
 
 def balanced_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
-    """As ``minimax_cuts``, for blocks whose costs add up.
+    """Return ``minimax_cuts`` for blocks whose costs add up.
 
-    >>> balanced([1, 1, 1, 1, 4], 2)
+    >>> balanced_cuts([1, 1, 1, 1, 4], 2)
     (4,)
     """
     sums = [0, *accumulate(costs)]
@@ -102,9 +102,9 @@ def balanced_cuts(costs: Sequence[float], stages: int) -> tuple[int, ...]:
 
 
 def block_ranges(cuts: Sequence[int], blocks: int) -> list[range]:
-    """The blocks of every stage.
+    """Return the blocks of every stage.
 
-    >>> ranges((1, 3), 4)
+    >>> block_ranges((1, 3), 4)
     [range(0, 1), range(1, 3), range(3, 4)]
     """
     return [range(first, last) for first, last in zip([0, *cuts], [*cuts, blocks], strict=True)]
@@ -117,26 +117,29 @@ def partition_pipeline(
     replicated: bool = True,
     optimizer_states: int = 1,
 ) -> PipelinePartition:
-    """The pipeline with the smallest bottleneck that uses all workers; ``levels`` go from the innermost one outwards.
+    """Return the pipeline with the smallest bottleneck that uses all workers.
+
+    ``levels`` go from the innermost one outwards::
+
+        levels = [8 workers per node, 2 nodes]      stage 0 (blocks 0-4, 2 replicas)  ->  stage 1 (blocks 5-9, ...)
 
     On level k (of m_k groups with bandwidth B_k), with A^0 the sum of both passes' times, w the parameters of a stage
-    and a_s what block s hands on (equation 1 of the paper, and the one after it):
+    and a_s the output of block s (equation 1 of the paper, and the one after it):
 
         T^k(i..j, m) = max(A^{k-1}(i..j, m_{k-1}), 2 (m - 1) w / B_k) / m
         A^k(i..j, m) = min over s, m' of max(A^k(i..s, m - m'), 2 a_s / B_k, T^k(s+1..j, m'))
 
-    Unlike the paper's programme, every stage keeps to ``machine_memory_bytes``, the last and a lone one too: a stage
-    has
-    1 + ceil(workers behind it / its own) micro-batches in flight, never none, each with weights of its own of which
-    the newest are the live ones; gradients and the optimizer's ``optimizer_states`` tensors per parameter come on top.
-    Without ``replicated`` every stage is one worker's. Among equals the most replicated, with the fewest stages, wins.
-    ``ConfigError`` where nothing fits: it names the stage that is too large in the smallest plan.
+    Unlike the paper's programme, every stage keeps to ``memory_bytes``, the last and a single one too: a stage has
+    1 + ceil(workers behind it / its own) micro-batches in flight, each with its own weight version, of which the
+    newest are the live weights; gradients and ``optimizer_states`` tensors per parameter are added. Without
+    ``replicated`` every stage has one worker. Among equals the most replicated plan with the fewest stages wins.
+    ``ConfigError`` if nothing fits: it names the stage that is too large in the smallest plan.
     """
     assert chain, "a chain without blocks"
-    found = _PartitionSearch(chain, levels, memory_bytes, replicated, optimizer_states).best()
-    if found is not None:
-        return found
-    workers = _worker_count(levels)
+    partition = _PartitionSearch(chain, levels, memory_bytes, replicated, optimizer_states).best()
+    if partition is not None:
+        return partition
+    workers = prod(level.groups for level in levels)
     if not replicated and workers > len(chain):
         raise ConfigError(
             f"{workers} workers without replicas need as many stages, and there are {len(chain)} blocks",
@@ -153,19 +156,15 @@ def partition_pipeline(
     )
 
 
-def _worker_count(levels: Sequence[InterconnectLevel]) -> int:
-    total = 1
-    for level in levels:
-        total *= level.groups
-    return total
-
-
 _StagePlan = tuple[float, tuple[PartitionStage, ...]]
 _INFEASIBLE_PLAN: _StagePlan = (inf, ())
 
 
 class _PartitionSearch:
-    """The recursion, from the first stage on, so that what lies behind a stage is known when it is chosen."""
+    """The recursion, from the first stage on: the workers behind a stage are then known when it is chosen.
+
+    With ``by_memory`` a stage costs its bytes instead of its time, and links and replicas cost nothing.
+    """
 
     def __init__(
         self, chain: Sequence[BlockCost], levels: Sequence[InterconnectLevel], memory_bytes: float, replicated: bool,
@@ -182,81 +181,66 @@ class _PartitionSearch:
         self._stages_of = cache(self._best_stages)
 
     def best(self) -> PipelinePartition | None:
-        """The plan for the whole chain over all workers."""
+        """Return the plan for the whole chain over all workers, or ``None`` if none fits."""
         groups = self._levels[-1].groups if self._levels else 1
         cost, stages = self._stages_of(len(self._levels), 0, len(self._chain), groups, Fraction(0))
-        return PipelinePartition(cost, self._with_memory(stages)) if stages else None
+        if not stages:
+            return None
+        sized: list[PartitionStage] = []
+        workers_behind = 0
+        for stage in reversed(stages):
+            versions = 1 + ceil(Fraction(workers_behind, stage.replicas))
+            held = self._held_bytes(stage.first, stage.last, versions)
+            sized.append(stage._replace(versions=versions, held_bytes=held))
+            workers_behind += stage.replicas
+        return PipelinePartition(cost, tuple(reversed(sized)))
 
     def _best_stages(self, level: int, first: int, last: int, groups: int, behind: Fraction) -> _StagePlan:
         """A^level: blocks ``first`` to ``last`` - 1 over ``groups`` groups.
 
-        ``behind`` is the number of workers behind the whole, for each copy of it.
+        ``behind`` is the number of workers behind all of them, per copy.
         """
         if level == 0:
-            return self._lone(first, last, behind)
+            held = self._held_bytes(first, last, 1 + ceil(behind))
+            if held > self._memory_bytes:
+                return _INFEASIBLE_PLAN
+            cost = float(held) if self._by_memory else self._seconds[last] - self._seconds[first]
+            return cost, (PartitionStage(first, last, 1, 0, 0),)
         best = _INFEASIBLE_PLAN
-        below = self._levels[level - 2].groups if level > 1 else 1
-        size = _worker_count(self._levels[: level - 1])
+        inner_groups = self._levels[level - 2].groups if level > 1 else 1
+        group_workers = prod(inner.groups for inner in self._levels[: level - 1])
+        bandwidth = inf if self._by_memory else self._levels[level - 1].bandwidth_bytes_per_s
+        is_limited = self._by_memory or self._memory_bytes < inf
         for copies in range(groups if self._replicated else 1, 0, -1):
-            left = groups - copies
-            # Where no limit asks for it, what lies behind makes no difference, and every range is searched once.
-            inner_behind = (behind + left * size) / copies if self._is_limited() else behind
-            for cut in range(first + 1, last) if left else (last,):
-                own = self._stages_of(level - 1, first, cut, below, inner_behind)
-                cost = self._copied(own[0], first, cut, copies, level)
+            remaining = groups - copies
+            # Without a limit the workers behind make no difference, and every range is searched once.
+            inner_behind = (behind + remaining * group_workers) / copies if is_limited else behind
+            for cut in range(first + 1, last) if remaining else (last,):
+                cost, stages = self._stages_of(level - 1, first, cut, inner_groups, inner_behind)
+                if not self._by_memory:
+                    # T^level
+                    parameters = self._parameters[cut] - self._parameters[first]
+                    cost = max(cost, 2 * (copies - 1) * parameters / bandwidth) / copies
                 if cost >= best[0]:
                     continue
-                rest = self._stages_of(level, cut, last, left, behind) if left else (0.0, ())
-                cost = max(cost, rest[0], self._link(cut, level) if left else 0.0)
+                rest_cost, rest = self._stages_of(level, cut, last, remaining, behind) if remaining else (0.0, ())
+                link = 2 * self._chain[cut - 1].output_bytes / bandwidth if remaining else 0.0
+                cost = max(cost, rest_cost, link)
                 if cost < best[0]:
-                    repeated = tuple(stage._replace(replicas=stage.replicas * copies) for stage in own[1])
-                    best = (cost, repeated + rest[1])
+                    repeated = tuple(stage._replace(replicas=stage.replicas * copies) for stage in stages)
+                    best = (cost, repeated + rest)
         return best
 
-    def _copied(self, own: float, first: int, last: int, copies: int, level: int) -> float:
-        """T^level: of a stage with ``copies``, each of which costs ``own``."""
-        if self._by_memory:
-            return own
-        parameters = self._parameters[last] - self._parameters[first]
-        bandwidth = self._levels[level - 1].bandwidth_bytes_per_s
-        return max(own, 2 * (copies - 1) * parameters / bandwidth) / copies
-
-    def _link(self, cut: int, level: int) -> float:
-        """The activations of the block before ``cut``, and their gradients."""
-        if self._by_memory:
-            return 0.0
-        return 2 * self._chain[cut - 1].output_bytes / self._levels[level - 1].bandwidth_bytes_per_s
-
-    def _lone(self, first: int, last: int, behind: Fraction) -> _StagePlan:
-        held = self._held(first, last, 1 + ceil(behind))
-        if held > self._memory_bytes:
-            return _INFEASIBLE_PLAN
-        cost = float(held) if self._by_memory else self._seconds[last] - self._seconds[first]
-        return cost, (PartitionStage(first, last, 1, 0, 0),)
-
-    def _held(self, first: int, last: int, versions: int) -> int:
+    def _held_bytes(self, first: int, last: int, versions: int) -> int:
         parameters = self._parameters[last] - self._parameters[first]
         return parameters * (versions + 1 + self._states) + (self._kept[last] - self._kept[first]) * versions
-
-    def _is_limited(self) -> bool:
-        return self._by_memory or self._memory_bytes < inf
-
-    def _with_memory(self, stages: Sequence[PartitionStage]) -> tuple[PartitionStage, ...]:
-        found: list[PartitionStage] = []
-        behind = 0
-        for stage in reversed(stages):
-            versions = 1 + ceil(Fraction(behind, stage.replicas))
-            held = self._held(stage.first, stage.last, versions)
-            found.append(stage._replace(versions=versions, held_bytes=held))
-            behind += stage.replicas
-        return tuple(reversed(found))
 
 
 FP32_BYTES = 4
 
 
 def parse_cuts(text: str) -> tuple[int, ...] | None:
-    """``"3,7"`` as ``(3, 7)``; ``None`` where it is no ascending list of blocks after the first."""
+    """Parse ``"3,7"`` as ``(3, 7)``; ``None`` if it is no ascending list of blocks after the first."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() for part in parts):
         return None
@@ -265,17 +249,13 @@ def parse_cuts(text: str) -> tuple[int, ...] | None:
 
 
 def block_costs(table: LayerTable, balance: str) -> list[int]:
-    """What each block costs.
+    """Return the cost of each block by which ``options.balance`` balances stages.
 
-    The FLOPs of both passes for ``time`` (and for ``measured``: what a run will measure is not known here);
-    ``parameters``; or 1 for ``blocks``.
+    FLOPs of both passes for ``time`` (and for ``measured``, whose times are not known before the run), parameters for
+    ``parameters``, and 1 for ``blocks``.
     """
-    costs = [1 if balance == "blocks" else 0] * table.blocks
-    for layer in table.layers:
-        # The loss is computed where the last block is.
-        block = min(layer.block, table.blocks - 1)
-        if balance in ("time", "measured"):
-            costs[block] += layer.forward_flops + layer.backward_flops
-        elif balance == "parameters":
-            costs[block] += layer.parameters
-    return costs
+    if balance == "blocks":
+        return [1] * table.blocks
+    if balance == "parameters":
+        return [sum(row.parameters for row in rows) for rows in table.rows_by_block()]
+    return [sum(row.forward_flops + row.backward_flops for row in rows) for rows in table.rows_by_block()]

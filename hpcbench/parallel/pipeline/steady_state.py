@@ -6,7 +6,7 @@ time over the minibatches in flight on it (the maximum cycle mean of a timed eve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import ceil
 from statistics import median
@@ -26,7 +26,6 @@ from hpcbench.parallel.pipeline.schedules import (
     BACKWARD_WEIGHT,
     FORWARD,
     UPDATE,
-    Action,
     PipelineLayout,
     schedule_actions,
 )
@@ -35,60 +34,66 @@ from hpcbench.parallel.pipeline.weight_versions import Staleness, stage_actions_
 
 
 class StageTimes(NamedTuple):
-    """What one stage does for a minibatch, in seconds."""
+    """Seconds of one stage for one minibatch."""
 
     forward_s: float
     backward_s: float
     update_s: float
-    """Of one update, with all that is waited for before it."""
+    """One update, with everything that is waited for before it."""
     forward_send_s: float = 0.0
     """To the next stage."""
     backward_send_s: float = 0.0
-    """To the stage before."""
+    """To the previous stage."""
 
     @property
     def sends_s(self) -> float:
-        """Messages that leave it for one minibatch, one after another."""
+        """Both messages of a minibatch: they leave one after another."""
         return self.forward_send_s + self.backward_send_s
 
 
-def steady_step_time_s(stages: Sequence[StageTimes], delay: Staleness, micro_batches: int) -> float:
-    """Of ``micro_batches`` minibatches, with an update each or (double buffers) one for all.
+def steady_step_time_s(stages: Sequence[StageTimes], staleness: Staleness, micro_batches: int) -> float:
+    """Return the seconds of ``micro_batches`` minibatches with an update each, or one update with double buffers.
 
-    With fewer micro-batches than stages double buffers let the pipeline run dry: that is walked through.
+    With fewer micro-batches than stages, double-buffered weights let the pipeline drain: that is simulated.
     """
-    if not delay.double_buffered:
-        return micro_batches * max(circle / count for circle, count, _ in dependency_cycles(stages, True))
+    if not staleness.double_buffered:
+        return micro_batches * max(cycle_s / count for cycle_s, count, _ in dependency_cycles(stages, True))
     if micro_batches >= len(stages):
-        around_s = max(
-            micro_batches * circle / count + stages[first].update_s
-            for circle, count, first in dependency_cycles(stages, False)
+        slowest_s = max(
+            micro_batches * cycle_s / count + stages[first].update_s
+            for cycle_s, count, first in dependency_cycles(stages, False)
         )
-        return max(around_s, micro_batches * max(stage.sends_s for stage in stages))
-    return simulated_step_time_s(stages, delay, micro_batches)
+        return max(slowest_s, micro_batches * max(stage.sends_s for stage in stages))
+    return simulated_step_time_s(stages, staleness, micro_batches)
 
 
 def dependency_cycles(stages: Sequence[StageTimes], with_update: bool) -> list[tuple[float, int, int]]:
-    """Every circle: its seconds, the minibatches under way on it, and the stage that it begins at.
+    """Return every cycle of dependencies: its seconds, the minibatches in flight on it, and its first stage.
 
-    Forward from stage s to stage t, back again, and the update of s, after which s begins another minibatch: it is
-    t - s ahead of t, so t - s + 1 are under way. A stage alone is a circle, and so are the messages that it sends.
+    ::
+
+        forward(s) -> send -> ... -> forward(t) -> backward(t) -> send -> ... -> backward(s) -> update(s) -+
+            ^                                                                                              |
+            +---------------------------- the next minibatch but t - s of stage s <------------------------+
+
+    Stage s is t - s minibatches ahead of stage t, so that t - s + 1 are in flight on the cycle. A stage alone is a
+    cycle (t = s), and so are the messages that it sends.
     """
-    found = [(stage.sends_s, 1, place) for place, stage in enumerate(stages)] if with_update else []
+    cycles = [(stage.sends_s, 1, index) for index, stage in enumerate(stages)] if with_update else []
     for first, stage in enumerate(stages):
-        around_s = stage.update_s if with_update else 0.0
+        cycle_s = stage.update_s if with_update else 0.0
         for last in range(first, len(stages)):
-            around_s += stages[last].forward_s + stages[last].backward_s
+            cycle_s += stages[last].forward_s + stages[last].backward_s
             if last > first:
-                around_s += stages[last - 1].forward_send_s + stages[last].backward_send_s
-            found.append((around_s, last - first + 1, first))
-    return found
+                cycle_s += stages[last - 1].forward_send_s + stages[last].backward_send_s
+            cycles.append((cycle_s, last - first + 1, first))
+    return cycles
 
 
-def simulated_step_time_s(stages: Sequence[StageTimes], delay: Staleness, micro_batches: int) -> float:
-    """As ``steady_step_time_s``, by a walk through enough steps for them to be alike."""
+def simulated_step_time_s(stages: Sequence[StageTimes], staleness: Staleness, micro_batches: int) -> float:
+    """Return ``steady_step_time_s`` from a simulation of enough steps for the pipeline to settle."""
     layout = PipelineLayout(len(stages))
-    many = ceil(2 * layout.stages / micro_batches) + 2
+    steps = ceil(2 * layout.stages / micro_batches) + 2
     seconds = {
         FORWARD: [stage.forward_s for stage in stages],
         BACKWARD: [stage.backward_s for stage in stages],
@@ -96,30 +101,25 @@ def simulated_step_time_s(stages: Sequence[StageTimes], delay: Staleness, micro_
     }
     sends = {FORWARD: [stage.forward_send_s for stage in stages], BACKWARD: [stage.backward_send_s for stage in stages]}
 
-    def duration(action: Action) -> float:
-        return seconds[action.kind][action.chunk]
+    def end_s(count: int) -> float:
+        _, ends = action_times(
+            _order_of_steps(layout, staleness, micro_batches, count),
+            layout.ranks,
+            lambda action: seconds[action.kind][action.chunk],
+            lambda action: sends[action.kind][action.chunk],
+        )
+        return max(ends)
 
-    def transfer(action: Action) -> float:
-        return sends[action.kind][action.chunk]
-
-    shorter_s, longer_s = (
-        _end_time_s(_order_of_steps(layout, delay, micro_batches, steps), layout, duration, transfer)
-        for steps in (many, 2 * many)
-    )
-    return (longer_s - shorter_s) / many
-
-
-def _end_time_s(
-    order: ActionOrder, layout: PipelineLayout, duration: Callable[[Action], float], transfer: Callable[[Action], float]
-) -> float:
-    return max(action_times(order, layout.ranks, duration, transfer)[1])
+    return (end_s(2 * steps) - end_s(steps)) / steps
 
 
 @lru_cache(maxsize=64)
-def _order_of_steps(layout: PipelineLayout, delay: Staleness, micro_batches: int, steps: int) -> ActionOrder:
-    """What is forwarded of later steps is left out."""
-    every = [stage_actions_over_steps(layout, delay, stage, micro_batches, steps) for stage in range(layout.stages)]
-    return topological_order([[one for one in own if one.micro_batch < steps * micro_batches] for own in every], layout)
+def _order_of_steps(layout: PipelineLayout, staleness: Staleness, micro_batches: int, steps: int) -> ActionOrder:
+    """The actions of ``steps`` steps, without forward passes of later ones."""
+    ranks = [stage_actions_over_steps(layout, staleness, stage, micro_batches, steps) for stage in range(layout.stages)]
+    return topological_order(
+        [[action for action in actions if action.micro_batch < steps * micro_batches] for actions in ranks], layout
+    )
 
 
 class ScheduleStepTime(NamedTuple):
@@ -136,28 +136,23 @@ def schedule_step_time(
     layout: PipelineLayout,
     micro_batches: int,
     chunks: Sequence[Sequence[BlockCost]],
-    delay: Staleness | None = None,
+    staleness: Staleness | None = None,
 ) -> ScheduleStepTime:
-    """The step of ``schedule`` with those blocks in each chunk; of ``pipedream`` one of the steady state.
+    """Return the time of one step of ``schedule``; of an asynchronous one (with ``staleness``) in steady state.
 
-    ``delay`` is pipedream's: two versions of the weights are too few to fill a pipeline that has fewer micro-batches
-    in a step than stages. Both halves of a split backward pass count as half of it.
+    ``chunks`` are the blocks of each chunk. Both halves of a split backward pass take half its time.
     """
     forward = [sum(block.forward_s for block in blocks) for blocks in chunks]
     backward = [sum(block.backward_s for block in blocks) for blocks in chunks]
-
-    def duration(action: Action) -> float:
-        parts = {FORWARD: forward[action.chunk], BACKWARD: backward[action.chunk]}
-        halves = {BACKWARD_INPUT: backward[action.chunk] / 2, BACKWARD_WEIGHT: backward[action.chunk] / 2}
-        return {**parts, **halves}.get(action.kind, 0.0)
-
-    times = [f + b for f, b in zip(forward, backward, strict=True)]
-    if delay is None:
-        assert schedule != "pipedream", "an endless schedule without its delay"
-        walked = simulate_schedule(schedule_actions(schedule, layout, micro_batches), layout, duration)
-        return ScheduleStepTime(walked.end, walked.bubble_fraction, times)
-    stages = [StageTimes(f, b, 0.0) for f, b in zip(forward, backward, strict=True)]
-    step_time_s = steady_step_time_s(stages, delay, micro_batches)
+    times = [sum(passes) for passes in zip(forward, backward, strict=True)]
+    if staleness is None:
+        halves = [seconds / 2 for seconds in backward]
+        seconds_by_kind = {FORWARD: forward, BACKWARD: backward, BACKWARD_INPUT: halves, BACKWARD_WEIGHT: halves}
+        actions = schedule_actions(schedule, layout, micro_batches)
+        timeline = simulate_schedule(actions, layout, lambda action: seconds_by_kind[action.kind][action.chunk])
+        return ScheduleStepTime(timeline.end, timeline.bubble_fraction, times)
+    stages = [StageTimes(*passes, 0.0) for passes in zip(forward, backward, strict=True)]
+    step_time_s = steady_step_time_s(stages, staleness, micro_batches)
     busy = sum(times) * micro_batches
     return ScheduleStepTime(step_time_s, 1 - busy / (layout.stages * step_time_s) if step_time_s else 0.0, times)
 
@@ -165,25 +160,17 @@ def schedule_step_time(
 def planned_timeline(
     schedule: str, layout: PipelineLayout, micro_batches: int, measured: Mapping[int, Sequence[ActionSpan]]
 ) -> ScheduleTimeline:
-    """The schedule with every action as long as its chunk's measured ones of that kind (the median), and transfers
-    that cost nothing: what the measured step lacks to it was waited for messages, or for a slower moment."""
+    """Simulate the schedule with the median measured time of each kind of action and chunk, and free transfers.
+
+    The difference to the measured step is time spent waiting for messages or lost to variation.
+    """
     times: dict[tuple[str, int], list[float]] = {}
     for spans in measured.values():
         for span in spans:
             times.setdefault((span.action.kind, span.action.chunk), []).append(span.end - span.begin)
-    typical = {key: median(found) for key, found in times.items()}
-
-    def duration(action: Action) -> float:
-        return typical.get((action.kind, action.chunk), 0.0)
-
-    return simulate_schedule(schedule_actions(schedule, layout, micro_batches), layout, duration)
-
-
-def measured_bubble_fraction(ranks: Sequence[Sequence[ActionSpan]]) -> float | None:
-    """Share of the ranks' time, from the first action of any to the last's end, in which they compute nothing."""
-    spans = [span for own in ranks for span in own]
-    if not spans:
-        return None
-    length = max(span.end for span in spans) - min(span.begin for span in spans)
-    busy = sum(span.end - span.begin for span in spans)
-    return 1.0 - busy / (len(ranks) * length) if length else None
+    medians = {key: median(seconds) for key, seconds in times.items()}
+    return simulate_schedule(
+        schedule_actions(schedule, layout, micro_batches),
+        layout,
+        lambda action: medians.get((action.kind, action.chunk), 0.0),
+    )

@@ -57,7 +57,7 @@ class _FirstReplicaStatistics:
         for stage, held in enumerate(assign_blocks(model, spec, chosen_options(spec), layout)):
             for block in list(model)[held.start : held.stop]:
                 block.register_forward_pre_hook(self._before)
-                block.register_forward_hook(partial(self._after, layout.widths[stage]))
+                block.register_forward_hook(partial(self._after, layout.stage_sizes[stage]))
         self.begin()
 
     def begin(self) -> None:

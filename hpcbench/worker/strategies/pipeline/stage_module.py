@@ -140,11 +140,11 @@ class StageModule(nn.Module):
         """Chunk after chunk, each on its rank. A collective."""
         given: Any = x
         for number in range(self.layout.chunks):
-            source = self.layout.rank(number, 0)
+            source = self.layout.rank_of(number, 0)
             if source == self.group.place:
                 given = self.chunk(number)(given)
             if number + 1 < self.layout.chunks:
-                given = self._moved(given, number, source, self.layout.rank(number + 1, 0), len(x))
+                given = self._moved(given, number, source, self.layout.rank_of(number + 1, 0), len(x))
         (shape,) = self.boundaries.after(self.layout.chunks - 1, len(x)).shapes
         if self.group.size > 1:
             mine = source == self.group.place
@@ -219,7 +219,7 @@ def gather_on_first_rank(
     flags = torch.tensor([name in mine for name in places], dtype=torch.uint8, device=device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group.members())
     for (name, (sizes, dtype, chunk)), there in zip(places.items(), flags.tolist(), strict=True):
-        owner = layout.rank(chunk, 0)
+        owner = layout.rank_of(chunk, 0)
         if not there:
             continue
         if owner == group.place:

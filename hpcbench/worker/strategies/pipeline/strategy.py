@@ -98,7 +98,7 @@ class PipelineStrategy(ModelParallelStrategy):
         everywhere = locate_tensors(every.items(), model, blocks)
         self._ties = [
             TiedParameter(
-                tuple(dict.fromkeys(self.layout.rank(everywhere[name].chunk, 0) for name in names)), every[names[0]]
+                tuple(dict.fromkeys(self.layout.rank_of(everywhere[name].chunk, 0) for name in names)), every[names[0]]
             )
             for names in tied_parameter_names(model, everywhere)
         ]
