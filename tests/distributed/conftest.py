@@ -9,10 +9,15 @@ from tests.distributed import cases
 from tests.distributed.pool import Pool, return_freed_memory
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """As the ranks have: threads of one process that wait for each other take the cores from all others."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     """New ranks for each module: torch keeps some of what a wrapped model held for as long as a process lives."""
-    torch.set_num_threads(1)
     ranks = Pool()
     yield ranks
     ranks.close()

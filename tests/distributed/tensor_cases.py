@@ -34,7 +34,7 @@ from hpcbench.worker.strategies.tensor import (
 )
 from hpcbench.worker.strategies.tensor_layers import TensorParallelAttention, TensorParallelComm, TensorParallelMlp
 from hpcbench.worker.verification.reference import TrainingRecord
-from tests.distributed.cases import CPU, Case, OfRank, make_case, run_parallel, run_reference
+from tests.distributed.cases import CPU, Case, OfRank, check_rounding, make_case, run_parallel, run_reference
 from tests.distributed.memory import storages
 from tests.distributed.pool import Pool
 
@@ -74,6 +74,12 @@ def both(pool: Pool, case: Case) -> tuple[list[OfRank], TrainingRecord]:
     """What the ranks have trained, and what one process must."""
     with small_vocabulary():
         return pool.call(case.spec.ranks, _run, case), run_reference(case)
+
+
+def check_small(pool: Pool, case: Case) -> None:
+    """``check_rounding`` with the small vocabulary."""
+    with small_vocabulary():
+        check_rounding(lambda one: pool.call(one.spec.ranks, _run, one), case)
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

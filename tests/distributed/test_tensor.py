@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.tolerances import ONE_STEP_TOLERANCES
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
@@ -24,10 +23,8 @@ from hpcbench.worker.strategies.tensor_layers import RowLinear, TensorParallelCo
 from hpcbench.worker.training_loop import held_out_accuracy
 from tests.distributed.cases import (
     CPU,
-    TOLERANCE,
     Case,
     OfRank,
-    check,
     check_exactly,
     distance,
     make_case,
@@ -39,6 +36,7 @@ from tests.distributed.tensor_cases import (
     LayerCase,
     both,
     build_layer,
+    check_small,
     layer_gradients,
     small_vocabulary,
     split_layer,
@@ -114,14 +112,12 @@ def test_blocks_that_are_computed_again(pool: Pool, model: str, options: dict[st
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize("model", ["gpt", "vit"])
 def test_training_in_fp32(pool: Pool, model: str, ranks: int, replicas: int, options: dict[str, Any]) -> None:
-    found, expected = both(pool, tensor_case(ranks, model, dp_degree=replicas, options=options, steps=5))
-    check(found, expected, TOLERANCE)
+    check_small(pool, tensor_case(ranks, model, dp_degree=replicas, options=options, steps=5))
 
 
 @pytest.mark.parametrize("options", [{}, SEQUENCE])
 def test_a_step_in_bf16(pool: Pool, options: dict[str, Any]) -> None:
-    found, expected = both(pool, tensor_case(2, precision="bf16", options=options, steps=1))
-    check(found, expected, ONE_STEP_TOLERANCES["bf16"])
+    check_small(pool, tensor_case(2, precision="bf16", options=options, steps=1))
 
 
 def bias_before_the_sum(layer: RowLinear, x: Tensor) -> Tensor:

@@ -22,12 +22,12 @@ CPU = torch.device("cpu")
 
 def small() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
 
 
 def train(**values: Any) -> tuple[SingleStrategy, LoopProgress]:
     """Batches of 700 of 1500 samples: every third holds 100, and the first of those is timed."""
-    spec = make_spec(batch_size=700, warmup_steps=2, steps=2, **values)
+    spec = make_spec(batch_size=700, warmup_steps=2, steps=2, precision="fp64", **values)
     strategy, feed, progress = SingleStrategy(), make_feed(spec, CPU), LoopProgress(spec, CPU)
     strategy.setup(wrap_blocks(small(), spec), spec, RankContext(0, 1, CPU))
     run_training_loop(strategy, feed, spec, progress, StopController(), lambda: None)
@@ -43,11 +43,11 @@ def test_compiled_training_is_eager_training_and_new_shapes_are_told() -> None:
     assert progress.recompiled == 1
     assert progress.warnings() == [recompilation_warning(1)]
     assert plain.warnings() == []
-    assert progress.read_losses(may_wait=True) == pytest.approx(plain.read_losses(may_wait=True), rel=1e-5)
+    assert progress.read_losses(may_wait=True) == pytest.approx(plain.read_losses(may_wait=True), rel=1e-12)
     assert list(compiled.weights()) == list(eager.weights()) == ["1.weight", "1.bias"]
     for name, tensor in eager.weights().items():
-        assert torch.allclose(compiled.weights()[name], tensor, atol=1e-6)
-    spec = make_spec()
+        assert torch.allclose(compiled.weights()[name], tensor, rtol=0, atol=1e-12)
+    spec = make_spec(precision="fp64")
     assert held_out_accuracy(compiled.module, make_feed(spec, CPU)) == held_out_accuracy(
         eager.module, make_feed(spec, CPU)
     )
@@ -61,7 +61,7 @@ def test_what_the_compiler_refuses_is_told_in_one_line() -> None:
     model = wrap_blocks(small(), make_spec(compile=True))
     compile_in_place(model, backend=refusing)
     with pytest.raises(Exception, match="cannot lower this") as caught:
-        model(torch.ones(2, 1, 8, 8))
+        model(torch.ones(2, 1, 8, 8, dtype=torch.float64))
     status, failure = describe_error(caught.value)
     assert (status, failure.message.count("\n")) == ("failed", 0)
     assert "cannot lower this" in failure.message

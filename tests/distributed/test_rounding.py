@@ -1,0 +1,120 @@
+"""The bound that one device's own rounding gives: it knows nothing but rounding, and it finds an error of 1 %."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from hpcbench.worker.verification.reference import TrainingRecord
+from tests.distributed import cases
+from tests.distributed.cases import EXACT, Case, OfRank, check_rounding, make_case, one_device, run_parallel
+from tests.distributed.pool import Pool
+from tests.distributed.rounding import AS_IT_IS, FACTOR, ORDERS, bounds, distances, excesses
+from tests.distributed.tensor_cases import small_vocabulary, tensor_case
+from tests.distributed.test_channels import split_case
+from tests.distributed.test_pipeline import pipeline_case
+from tests.distributed.test_sharded import sharded_case
+from tests.distributed.test_spatial import spatial_case
+
+pytestmark = pytest.mark.distributed
+
+NARROW: dict[str, Any] = {"narrow": True, "precision": "fp32", "steps": 3}
+
+
+@pytest.mark.parametrize("order", [one for one in ORDERS if one != AS_IT_IS])
+@pytest.mark.parametrize(
+    ("model", "dataset", "more"),
+    [
+        ("resnet18", "digits", {}),
+        ("vit", "digits", {}),
+        ("cosmoflow", "cosmoflow", {"input_size": 8, "model_options": {"dropout": 0.0}}),
+    ],
+)
+def test_another_order_changes_rounding_alone(model: str, dataset: str, more: dict[str, Any], order: str) -> None:
+    """In fp64 next to nothing, in fp32 a little: in each of them the order is heeded."""
+    given = {"strategy": "single", "batch_size": 3, "narrow": model == "resnet18", **more}
+    case = make_case(1, model, dataset, steps=1, **given)
+    assert 0 < apart(case, "fp32", order) < 1e-2
+    if order != "other kernels":
+        assert 0 < apart(case, "fp64", order) < EXACT
+
+
+def apart(case: Case, precision: str, order: str) -> float:
+    one = one_device(dataclasses.replace(case, spec=msgspec.structs.replace(case.spec, precision=precision)))
+    found = distances(cases._train(one, order), cases._train(one))
+    return max(value for (kind, _), value in found.items() if kind == "first gradient")
+
+
+def trained(loss: float, *weights: float) -> TrainingRecord:
+    tensors = {f"w{number}": torch.tensor([weight, 1.0]) for number, weight in enumerate(weights)}
+    return TrainingRecord([loss], tensors, tensors, tensors)
+
+
+def test_the_bound_is_the_largest_distance_and_at_least_the_median_of_its_kind() -> None:
+    exact, orders = trained(2.0, 0.5, 0.5, 0.5), [trained(2.0, 0.6, 0.5, 0.7), trained(2.0, 0.4, 0.5, 0.5)]
+    found = bounds(orders, exact, 1e-6)
+    assert found["loss", "step 1"] == FACTOR * 1e-6
+    for kind in ("first gradient", "last gradient", "weight"):
+        of_kind = [found[kind, f"w{number}"] for number in range(3)]
+        assert of_kind == pytest.approx([FACTOR * 0.1, FACTOR * 0.1, FACTOR * 0.2], rel=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_too_far(wrong: float) -> None:
+    exact = trained(2.0, 0.5)
+    allowed = bounds([trained(2.1, 0.6)], exact, 1e-6)
+    assert excesses(trained(2.1, 0.6), exact, allowed) == []
+    assert [one.kind for one in excesses(trained(2.0, wrong), exact, allowed)] == [
+        "first gradient", "last gradient", "weight",
+    ]  # fmt: skip
+    assert excesses(trained(wrong, 0.5), exact, allowed)[0].name == "step 1"
+
+
+class Enlarged(TorchFunctionMode):
+    """Gradients of the weights of linear layers and convolutions are 1 % too large."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (F.linear, torch.conv2d, torch.conv3d):
+            x, weight, *more = args
+            args = (x, weight * 1.01 - weight.detach() * 0.01, *more)
+        return func(*args, **(kwargs or {}))
+
+
+def run_enlarged(case: Case, group: dist.ProcessGroup) -> OfRank:
+    """Rank 1 makes its own gradients 1 % too large."""
+    with small_vocabulary(), Enlarged() if dist.get_rank(group) == 1 else nullcontext():
+        return run_parallel(case, group)
+
+
+PLANTED: dict[str, Callable[[], Case]] = {
+    "ddp": partial(sharded_case, "ddp", 2, "resnet18", steps=3),
+    "ddp on four ranks": partial(sharded_case, "ddp", 4, "vgg11", steps=3),
+    "zero1": partial(sharded_case, "zero1", 2, "resnet18", steps=3),
+    "fairscale_oss": partial(sharded_case, "fairscale_oss", 2, "resnet18", steps=3),
+    "fairscale_sddp": partial(sharded_case, "fairscale_sddp", 2, "resnet18", steps=3),
+    "fsdp": partial(sharded_case, "fsdp", 2, "resnet18", steps=3),
+    "fairscale_fsdp": partial(sharded_case, "fairscale_fsdp", 2, "resnet18", steps=3),
+    "spatial": partial(spatial_case, 2, "resnet18", "mnist", **NARROW),
+    "filter": partial(split_case, "filter", "sharded", 2, **NARROW),
+    "channel": partial(split_case, "channel", "gathered", 2, **NARROW),
+    "tensor": partial(tensor_case, 2),
+    "1f1b": partial(pipeline_case, "1f1b", 2, "gpt", "tokens", input_size=8, model_options={"context": 8}),
+}
+
+
+@pytest.mark.parametrize("key", PLANTED)
+def test_one_rank_whose_gradients_are_wrong_by_1_percent_is_found(pool: Pool, key: str) -> None:
+    """In the first step, with every seed; of weights that all ranks hold, by their difference."""
+    case = PLANTED[key]()
+    with small_vocabulary(), pytest.raises(AssertionError, match="kind='first gradient'|ranks hold different weights"):
+        check_rounding(lambda one: pool.call(one.spec.ranks, run_enlarged, one), case)
