@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from hpcbench.results.results_tree import ClusterTree
     from hpcbench.submit.plan import SweepPlan
     from hpcbench.submit.run_state import RunState
-    from hpcbench.submit.send import SendOutcome
+    from hpcbench.submit.scheduler import SendOutcome
     from hpcbench.submit.submit import SubmitOutcome
     from hpcbench.submit.watcher import SweepWatcher
 
@@ -242,10 +242,11 @@ def _find_run(prefix: str, results: str | None) -> tuple[ClusterTree, str]:
 
 
 def _job_log_paths(cluster_tree: ClusterTree, run_id: str) -> list[Path]:
-    from hpcbench.submit.run_state import find_submitted_runs
+    from hpcbench.submit.scheduler import job_log
+    from hpcbench.submit.submission_record import find_submitted_runs
 
-    ticket = find_submitted_runs(cluster_tree, {run_id}).get(run_id)
-    log = ticket.job_log() if ticket else None
+    submitted_run = find_submitted_runs(cluster_tree, {run_id}).get(run_id)
+    log = job_log(submitted_run) if submitted_run else None
     return [log] if log else []
 
 

@@ -105,7 +105,7 @@ def _query_once(sweeps: tuple[str, ...], cluster_name: str | None, results: str 
     from hpcbench.report.sweep_selection import select_sweeps
 
     watchers = _make_watchers(select_sweeps(results_tree(results), sweeps, cluster_name), results)
-    return _states_by_sweep([(watcher, watcher.ask()) for watcher in watchers])
+    return _states_by_sweep([(watcher, watcher.query()) for watcher in watchers])
 
 
 def _make_watchers(
@@ -140,8 +140,8 @@ def _states_by_sweep(looked: list[tuple[SweepWatcher, dict[str, RunState]]]) -> 
 def _watch_states(sweeps: tuple[str, ...], cluster_name: str | None, results: str | None, as_json: bool) -> States:
     """Look again and again until nothing is on its way; on a terminal in place."""
     from hpcbench.report.sweep_selection import select_sweeps
-    from hpcbench.submit.run_control import SCHEDULER_POLL_S, poll_pause_s
     from hpcbench.submit.run_state import ACTIVE_STATES
+    from hpcbench.submit.watcher import poll_interval_s, poll_pause_s
 
     watchers: list[SweepWatcher] = []
     stamp = None
@@ -152,12 +152,13 @@ def _watch_states(sweeps: tuple[str, ...], cluster_name: str | None, results: st
             if (now := _sweeps_stamp(results)) != stamp:
                 watchers = _make_watchers(select_sweeps(results_tree(results), sweeps, cluster_name), results, watchers)
                 stamp = now
-            looked = [(watcher, watcher.ask()) for watcher in watchers]
+            looked = [(watcher, watcher.query()) for watcher in watchers]
             show(looked)
             active = [state for _, states in looked for state in states.values() if state.state in ACTIVE_STATES]
             if not active:
                 return _states_by_sweep(looked)
-            every_s = max(SCHEDULER_POLL_S[state.ticket.record.scheduler] for state in active if state.ticket)
+            records = [state.submitted_run.record for state in active if state.submitted_run]
+            every_s = max(poll_interval_s(record.scheduler, record.cluster) for record in records)
             time.sleep(poll_pause_s(every_s, time.monotonic() - began_s))
 
 

@@ -31,8 +31,8 @@ from hpcbench.results.bundle_archive import (
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import SCHEMA_VERSION
 from hpcbench.submit.journal import journal_paths, read_journal
-from hpcbench.submit.run_state import SubmissionMatch, submitted_runs_of
-from hpcbench.submit.submission_record import Submission, SweepRecord, list_submissions
+from hpcbench.submit.scheduler import job_log
+from hpcbench.submit.submission_record import NewestSubmission, Submission, SweepRecord, list_submissions
 
 MAX_LOG_BYTES = 16 * 2**20
 """Of a longer log only the end is bundled."""
@@ -168,8 +168,8 @@ def _submission_files(folder: Path, submission: Submission, logs_of: set[str]) -
     for array in submission.arrays:
         yield folder / f"{array.number}.sh"
         yield folder / f"{array.number}.jsonl"
-    place = SubmissionMatch(folder, submission, read_journal(folder), logs_of)
-    logs = (ticket.job_log() for _, ticket in submitted_runs_of(place))
+    newest = NewestSubmission(folder, submission, read_journal(folder), logs_of)
+    logs = (job_log(run) for _, run in newest.runs())
     yield from dict.fromkeys(log for log in logs if log is not None)
 
 

@@ -18,10 +18,8 @@ from hpcbench.render.job_script import rank_python
 from hpcbench.results.data_folder import list_datasets
 from hpcbench.site.node_probe import NodeProbe, run_probe
 from hpcbench.site.profile_check import scheduler_partitions
-from hpcbench.submit import slurm_queue
-from hpcbench.submit.plan import check_account
-from hpcbench.submit.sbatch import Notify
-from hpcbench.submit.scheduler_settings import scrubbed_environment, scrubbed_names
+from hpcbench.submit.scheduler import Notify, account_error
+from hpcbench.submit.scheduler_settings import find_command, scrubbed_environment, scrubbed_names
 
 _INSTALL_WORKER = "pip install 'hpcbench[worker]'"
 
@@ -96,7 +94,7 @@ def _check_data_folder(profile: ClusterProfile) -> DoctorCheck:
 def _check_slurm(profile: ClusterProfile) -> list[DoctorCheck]:
     findings = []
     for command, needed in (("sbatch", True), ("squeue", True), ("scancel", True), ("sacct", False)):
-        path = slurm_queue.find_command(command, profile)
+        path = find_command(command, profile)
         mend = "" if path else "run on a login node, or set scheduler.bin_folder in the profile"
         findings.append(
             DoctorCheck(
@@ -146,7 +144,8 @@ def _check_worker(profile: ClusterProfile) -> list[DoctorCheck]:
 def _check_from_node(profile: ClusterProfile, tell: Notify) -> list[DoctorCheck]:
     """What a job saw in its own environment."""
     try:
-        check_account(profile)
+        if error := account_error(profile):
+            raise error
         probe = run_probe(profile, tell)
     except HpcbenchError as error:
         return [DoctorCheck(what="job", works=False, detail=printable_text(error.message), mend=error.hint or "")]

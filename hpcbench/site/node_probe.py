@@ -22,8 +22,10 @@ from hpcbench.paths import cache_folder
 from hpcbench.render.job_script import template_context
 from hpcbench.render.launch_step import JobShape
 from hpcbench.render.template_engine import TemplateEngine
-from hpcbench.submit.sbatch import Notify, SbatchExecutor
-from hpcbench.submit.slurm_queue import QueueQuery, slurm_environment
+from hpcbench.submit.sbatch import SbatchExecutor
+from hpcbench.submit.scheduler import Notify
+from hpcbench.submit.scheduler_settings import command_environment, run_command
+from hpcbench.submit.slurm_queue import QueueQuery
 
 _ESCAPE_PATTERN = re.compile(r"\x1b\[[0-9;]*m")
 _GPU_NAME_PATTERN = re.compile(r"GPU\d+")
@@ -189,8 +191,7 @@ def run_probe(profile: ClusterProfile, tell: Notify, wait_s: float = 900.0) -> N
     folder = cache_folder() / "probes" / f"{profile.name}-{secrets.token_hex(4)}"
     make_folder(folder)
     (folder / "probe.sh").write_text(render_probe(profile, folder), encoding="utf-8")
-    environment = slurm_environment(profile)
-    job_id = SbatchExecutor(folder, environment).submit_script(folder / "probe.sh", [], 0)
+    job_id = SbatchExecutor(folder, command_environment(profile)).submit_script(folder / "probe.sh", [], 0)
     tell(f"job {job_id} looks at a node; waiting for it ...")
     try:
         text = _wait_for_output(profile, job_id, folder / "log", wait_s)
@@ -223,8 +224,4 @@ def _wait_for_output(profile: ClusterProfile, job_id: str, log: Path, wait_s: fl
 
 
 def _cancel_probe(profile: ClusterProfile, job_id: str) -> None:
-    import contextlib
-    import subprocess
-
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        subprocess.run(["scancel", job_id], env=slurm_environment(profile), timeout=60, check=False)
+    run_command(["scancel", job_id], profile)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
@@ -20,8 +19,9 @@ from hpcbench.render.job_script import render_script
 from hpcbench.render.launch_step import JobShape
 from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.site.slurm_facts import NodeFacts, PartitionFacts, SiteFacts, query_site
-from hpcbench.submit.plan import account_error
-from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error, slurm_environment
+from hpcbench.submit.scheduler import account_error
+from hpcbench.submit.scheduler_settings import run_command
+from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error
 from hpcbench.units import format_bytes
 
 
@@ -79,24 +79,17 @@ def _sbatch_refusal(profile: ClusterProfile, key: str | None) -> str | None:
         text = render_script(TemplateEngine(), profile, shape, "check", script.parent, 0)
         script.write_text(text, encoding="utf-8")
         command = ["sbatch", "--test-only", str(script)]
-        try:
-            done = subprocess.run(
-                command, env=slurm_environment(profile),
-                capture_output=True, text=True, errors="replace", timeout=60, check=False,
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-    said = done.stderr or done.stdout
-    if (
-        done.returncode == 0
-        or classify_sbatch_error(said) is not SbatchOutcome.REFUSED
-        or any(words in said for words in _TEMPORARY_REFUSALS)
-    ):
+        result = run_command(command, profile)
+    if result.exit_code is None or result.exit_code == 0:
         return None
-    lines = (line.removeprefix("sbatch: ").removeprefix("error: ") for line in said.splitlines())
+    message = result.complaint or result.output
+    is_refused = classify_sbatch_error(message) is SbatchOutcome.REFUSED
+    if not is_refused or any(words in message for words in _TEMPORARY_REFUSALS):
+        return None
+    lines = (line.removeprefix("sbatch: ").removeprefix("error: ") for line in message.splitlines())
     # Where an option is wrong, sbatch adds an advice that is none here.
     kept = [line for line in lines if line.strip() and not line.startswith('Try "')]
-    return printable_text("; ".join(kept)) or f"exit code {done.returncode}"
+    return printable_text("; ".join(kept)) or f"exit code {result.exit_code}"
 
 
 def check_against_scheduler(profile: ClusterProfile, source: TomlSource) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import getpass
 import re
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,8 +12,7 @@ import msgspec
 
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text
-from hpcbench.submit.scheduler_settings import HasSchedulerSettings
-from hpcbench.submit.slurm_queue import slurm_environment
+from hpcbench.submit.scheduler_settings import HasSchedulerSettings, run_command
 
 _GPU_PATTERN = re.compile(
     r"(?:^|,)(?P<tres>gres/)?gpu"
@@ -336,16 +334,11 @@ def _run_optional_query(command: list[str], profile: HasSchedulerSettings) -> st
 
 
 def _run_query(command: list[str], profile: HasSchedulerSettings) -> str:
-    try:
-        done = subprocess.run(
-            command, env=slurm_environment(profile),
-            capture_output=True, text=True, errors="replace", timeout=60, check=False,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SubmitError(f"{command[0]}: {error}", hint="run this on a login node of the cluster") from None
-    if done.returncode != 0:
-        raise SubmitError(
-            f"{' '.join(command[:3])}: {printable_text(done.stderr.strip())}", hint="is the controller up?"
-        )
+    result = run_command(command, profile)
+    if result.exit_code is None:
+        raise SubmitError(f"{command[0]}: {result.complaint}", hint="run this on a login node of the cluster")
+    if result.exit_code != 0:
+        complaint = printable_text(result.complaint.strip())
+        raise SubmitError(f"{' '.join(command[:3])}: {complaint}", hint="is the controller up?")
     # Names from there become TOML and go to a terminal.
-    return _CONTROL_CHARACTERS.sub(" ", done.stdout)
+    return _CONTROL_CHARACTERS.sub(" ", result.output)

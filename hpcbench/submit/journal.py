@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -25,26 +25,25 @@ class JobBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     first: int
     count: int
     name: str = ""
-    """The name of the job at the scheduler: unique to this chunk."""
+    """The name of the job at the scheduler: unique to this batch."""
     lane: int = 0
     is_array: bool = False
     tried_unix_s: float = 0.0
     job_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9]+$")] | None = None
     refused: bool = False
-    """The scheduler will not have it: its runs belong to no submission."""
+    """The scheduler refused it: its runs belong to no submission."""
 
     @property
     def is_sent(self) -> bool:
-        """Whether the scheduler has taken it."""
         return self.job_id is not None
 
     @property
-    def is_open(self) -> bool:
+    def is_unanswered(self) -> bool:
         """Whether sbatch was called and its answer is unknown."""
         return self.job_id is None and not self.refused
 
     def job_of(self, number: int) -> str:
-        """The scheduler's id of job ``number`` of the array; the chunk must have been sent."""
+        """The scheduler's id of job ``number`` of the array; the batch must have been accepted."""
         assert self.job_id is not None, self
         return f"{self.job_id}_{number - self.first}" if self.is_array else self.job_id
 
@@ -54,44 +53,46 @@ class _JournalLine(msgspec.Struct, omit_defaults=True):
 
     chunk: JobBatch | None = None
     withdrawn: bool = False
-    """The scheduler did not take the chunk and it may be sent again, whole or in parts."""
+    """The scheduler did not accept the batch; it may be sent again, whole or in parts."""
     waiting: str | None = None
     """Why the rest is not sent yet; empty once it is."""
 
 
 class Journal(msgspec.Struct):
-    """What the journals of a submission say together."""
+    """The contents of all journals of a submission."""
 
-    chunks: list[JobBatch]
-    """The scheduler took them, refused them, or has not been heard to answer."""
+    batches: list[JobBatch]
+    """The scheduler accepted them, refused them, or its answer is unknown."""
     waiting: str = ""
-    """Why what is in no chunk has not been sent."""
+    """Why the jobs that are in no batch have not been sent."""
+    dropped: Collection[str] = frozenset()
+    """The runs that were removed from the submission before they began."""
 
     def of(self, array: int) -> list[JobBatch]:
-        """The chunks of one array, by their first job."""
-        return sorted((chunk for chunk in self.chunks if chunk.array == array), key=lambda chunk: chunk.first)
+        """The batches of one array, by their first job."""
+        return sorted((batch for batch in self.batches if batch.array == array), key=lambda batch: batch.first)
 
     def job_ids(self) -> list[str]:
-        """The scheduler's ids of all jobs that it has taken, by array and number."""
-        chunks = sorted((chunk for chunk in self.chunks if chunk.is_sent), key=lambda chunk: (chunk.array, chunk.first))
-        return [chunk.job_of(chunk.first + number) for chunk in chunks for number in range(chunk.count)]
+        """The scheduler's ids of all accepted jobs, by array and number."""
+        sent = sorted((batch for batch in self.batches if batch.is_sent), key=lambda batch: (batch.array, batch.first))
+        return [batch.job_of(batch.first + number) for batch in sent for number in range(batch.count)]
 
     def unsent(self, array: int, jobs: int) -> list[tuple[int, int]]:
-        """First number and count of every run of jobs that is in no chunk."""
+        """First number and count of each sequence of consecutive jobs that is in no batch."""
         free, start = [], 0
-        for chunk in self.of(array):
-            if chunk.first > start:
-                free.append((start, chunk.first - start))
-            start = max(start, chunk.first + chunk.count)
+        for batch in self.of(array):
+            if batch.first > start:
+                free.append((start, batch.first - start))
+            start = max(start, batch.first + batch.count)
         if start < jobs:
             free.append((start, jobs - start))
         return free
 
 
 def read_journal(folder: Path) -> Journal:
-    """All journals of a submission; lines that are cut short or broken are passed over."""
+    """All journals of a submission; truncated or broken lines are skipped."""
     decoder = msgspec.json.Decoder(_JournalLine)
-    chunks: dict[tuple[int, int], JobBatch] = {}
+    batches: dict[tuple[int, int], JobBatch] = {}
     waiting = ""
     for path in journal_paths(folder):
         with contextlib.suppress(OSError):
@@ -99,14 +100,14 @@ def read_journal(folder: Path) -> Journal:
                 with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     line = decoder.decode(text)
                     if line.chunk is not None:
-                        place = (line.chunk.array, line.chunk.first)
+                        key = (line.chunk.array, line.chunk.first)
                         if line.withdrawn:
-                            chunks.pop(place, None)
+                            batches.pop(key, None)
                         else:
-                            chunks[place] = line.chunk
+                            batches[key] = line.chunk
                     if line.waiting is not None:
                         waiting = line.waiting
-    return Journal(list(chunks.values()), waiting)
+    return Journal(list(batches.values()), waiting, read_dropped_runs(folder))
 
 
 def journal_paths(folder: Path) -> list[Path]:
@@ -121,21 +122,21 @@ class JournalWriter:
         self._folder = folder
         self._path: Path | None = None
 
-    def note(self, chunk: JobBatch, *, durable: bool = False) -> None:
-        """The newest word about ``chunk``; ``durable`` lines have reached the disk before this returns."""
-        self._append(_JournalLine(chunk=chunk), durable)
+    def record(self, batch: JobBatch, *, durable: bool = False) -> None:
+        """Append the newest state of ``batch``; ``durable`` lines have reached the disk before this returns."""
+        self._append(_JournalLine(chunk=batch), durable)
 
-    def withdraw(self, chunk: JobBatch) -> None:
-        """Forget ``chunk``: it was not taken."""
-        self._append(_JournalLine(chunk=chunk, withdrawn=True))
+    def withdraw(self, batch: JobBatch) -> None:
+        """Append that ``batch`` was not accepted."""
+        self._append(_JournalLine(chunk=batch, withdrawn=True))
 
-    def wait(self, reason: str) -> None:
-        """Say why the rest is not sent; an empty reason once it is."""
+    def record_waiting(self, reason: str) -> None:
+        """Append why the rest is not sent; an empty reason once it is."""
         self._append(_JournalLine(waiting=reason))
 
     def _append(self, line: _JournalLine, durable: bool = False) -> None:
         data = msgspec.json.encode(line) + b"\n"
-        path = self._path or self._new_path()
+        path = self._path or self._folder / f"sent-{len(journal_paths(self._folder)) + 1}.jsonl"
         try:
             with open(path, "ab" if self._path else "xb") as file:
                 self._path = path
@@ -146,17 +147,14 @@ class JournalWriter:
         except OSError as error:
             raise write_error(error, path) from error
 
-    def _new_path(self) -> Path:
-        return self._folder / f"sent-{len(journal_paths(self._folder)) + 1}.jsonl"
 
-
-def mark_attempted(chunk: JobBatch) -> JobBatch:
-    """``chunk`` as it is noted before sbatch is called."""
-    return msgspec.structs.replace(chunk, tried_unix_s=time.time())
+def mark_attempted(batch: JobBatch) -> JobBatch:
+    """``batch`` as it is recorded before sbatch is called."""
+    return msgspec.structs.replace(batch, tried_unix_s=time.time())
 
 
 def read_dropped_runs(folder: Path) -> set[str]:
-    """The runs that were struck from a submission before they began."""
+    """The runs that were removed from a submission before they began."""
     try:
         return set(decode_record(read_regular(folder / "dropped.json"), list[str]))
     except (OSError, msgspec.MsgspecError):
@@ -164,5 +162,5 @@ def read_dropped_runs(folder: Path) -> set[str]:
 
 
 def drop_runs(folder: Path, run_ids: Iterable[str]) -> None:
-    """Strike runs from a submission: they are not sent, and not begun where they are queued already."""
+    """Remove runs from a submission: they are not sent, and not begun if they are queued already."""
     write_atomic(folder / "dropped.json", msgspec.json.encode(sorted({*read_dropped_runs(folder), *run_ids})) + b"\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import signal
 import stat
 import sys
@@ -17,14 +18,15 @@ import tempfile
 import time
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
 import psutil
+import submitit
+from submitit.local.local import LocalJob, start_controller
 
 from hpcbench.errors import StorageError
 from hpcbench.submit.journal import JobBatch, JournalWriter, read_dropped_runs
 from hpcbench.submit.plan import available_cores
-from hpcbench.submit.sbatch import LocalScriptExecutor, LocalScriptJob
 from hpcbench.submit.submission_record import JobArray, read_submission
 
 _POLL_S = 0.1
@@ -43,7 +45,7 @@ class CoreLocks:
             raise StorageError(f"{self._folder} is not a folder of this user", hint="remove it, or set TMPDIR")
 
     def take(self, wanted: int) -> list[IO[bytes]] | None:
-        """``wanted`` cores, or all where there are fewer; ``None`` where they are not free now."""
+        """``wanted`` cores, or all if there are fewer; ``None`` if they are not free now."""
         needed = min(max(1, wanted), self.count)
         held: list[IO[bytes]] = []
         for core in range(self.count):
@@ -65,8 +67,56 @@ def _release_cores(cores: list[IO[bytes]]) -> None:
         file.close()
 
 
+class LocalScriptJob(LocalJob[Any]):
+    """A script that runs on this machine; ``state`` and ``cancel`` work from any process of this machine."""
+
+    def get_info(self, mode: str = "force") -> dict[str, str]:
+        """The state: RUNNING, FINISHED, INTERRUPTED, or UNKNOWN once another process has reaped it."""
+        if self._process is not None:
+            return dict(super().get_info(mode))
+        return {"jobState": "RUNNING" if _is_submitit_controller(int(self.job_id)) else "UNKNOWN"}
+
+    def cancel(self, check: bool = True) -> None:
+        """Send SIGTERM to the script; it passes the signal on, and its ranks write their results."""
+        if self._process is not None or _is_submitit_controller(int(self.job_id)):
+            try:
+                os.kill(int(self.job_id), signal.SIGTERM)
+            except ProcessLookupError:
+                if check:
+                    raise
+
+
+class LocalScriptExecutor(submitit.LocalExecutor):
+    """Runs ``bash <script> <index>`` under submitit's controller, which enforces the time limit."""
+
+    def submit_script(self, script: Path, index: int, *, time_limit_s: float, warning_s: float) -> LocalScriptJob:
+        """Start one run at once. The script gets a signal ``warning_s`` before the limit."""
+        process = start_controller(
+            folder=self.folder,
+            command=shlex.join([*_keep_visible_devices(), "bash", str(script), str(index)]),
+            timeout_min=time_limit_s / 60,
+            signal_delay_s=min(int(warning_s), int(time_limit_s / 2)),
+            stderr_to_stdout=True,
+        )
+        return LocalScriptJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
+
+
+def _keep_visible_devices() -> list[str]:
+    """submitit's controller hides all devices that it does not assign; a run sees those that its submitter saw."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return ["env", "-u", "CUDA_VISIBLE_DEVICES"] if visible is None else ["env", f"CUDA_VISIBLE_DEVICES={visible}"]
+
+
+def _is_submitit_controller(pid: int) -> bool:
+    """Whether ``pid`` still is one of submitit's controllers; the system reuses process ids."""
+    try:
+        return "submitit.local._local" in psutil.Process(pid).cmdline()
+    except psutil.Error:
+        return False
+
+
 class LocalQueue:
-    """Works one submission off."""
+    """Runs the jobs of one submission, in order, as cores become free."""
 
     def __init__(self, folder: Path, warning_s: float) -> None:
         record = read_submission(folder)
@@ -81,7 +131,7 @@ class LocalQueue:
         self.stopping = False
 
     def work(self) -> None:
-        """Start every run and wait for all; a signal to stop starts no more and tells those that run."""
+        """Start every run and wait for all. After a signal to stop none is started; running ones get SIGTERM."""
         signal.signal(signal.SIGTERM, self._stop)
         signal.signal(signal.SIGINT, self._stop)
         for array in self.record.arrays:
@@ -112,23 +162,22 @@ class LocalQueue:
             warning_s=self.warning_s,
         )
         self.running.append((job, cores))
-        self.journal.note(JobBatch(array=array.number, first=number, count=1, job_id=str(job.job_id)))
+        self.journal.record(JobBatch(array=array.number, first=number, count=1, job_id=str(job.job_id)))
 
     def _reap(self) -> None:
-        for entry in list(self.running):
-            job, cores = entry
+        for job, cores in list(self.running):
             if job.done():
                 _release_cores(cores)
-                self.running.remove(entry)
+                self.running.remove((job, cores))
 
     def _finish(self) -> None:
-        told_at: float | None = None
+        stopped_s: float | None = None
         while self.running:
-            if self.stopping and told_at is None:
-                told_at = time.monotonic()
+            if self.stopping and stopped_s is None:
+                stopped_s = time.monotonic()
                 for job, _ in self.running:
                     job.cancel(check=False)
-            if told_at is not None and time.monotonic() - told_at > _KILL_AFTER_S:
+            if stopped_s is not None and time.monotonic() - stopped_s > _KILL_AFTER_S:
                 self._kill()
             self._reap()
             time.sleep(_POLL_S)

@@ -1,25 +1,101 @@
-"""The local queue process of a submission: its start, its record ``queue.json``, and whether it is alive.
+"""Jobs on this machine without a scheduler: the queue process of a submission, its record ``queue.json`` and its state.
 
-psutil and socket are imported on use, because queries about SLURM jobs do not need them."""
+psutil, socket and submitit are imported on use, because queries about other schedulers do not need them."""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
 from hpcbench.fileio import read_regular, write_atomic
 from hpcbench.results.decode import decode_record
+from hpcbench.submit.lock import exclusive_lock
+from hpcbench.submit.scheduler import BaseScheduler, JobStatus, Notify, Scheduler, SendOutcome
+from hpcbench.submit.scheduler_settings import command_environment
+from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
 
 if TYPE_CHECKING:
     import psutil
 
+    from hpcbench.config.cluster_profile import ClusterProfile
+    from hpcbench.errors import ConfigError
+    from hpcbench.results.results_tree import ClusterTree
+
+
+class LocalScheduler(BaseScheduler):
+    """Each submission has a queue process of its own (``hpcbench.submit.local_queue``); a job id is a process id."""
+
+    poll_s: ClassVar[float] = 1.0
+    queue_log: ClassVar[str | None] = "queue.log"
+
+    def account(self, profile: ClusterProfile) -> ConfigError | None:
+        return None
+
+    def submit(
+        self, folder: Path, record: Submission, profile: ClusterProfile, tree: ClusterTree, notify: Notify
+    ) -> SendOutcome:
+        """Start the submission's queue process, unless that was done before."""
+        if not queue_was_started(folder):
+            with exclusive_lock(folder / ".sending"):
+                if not queue_was_started(folder):
+                    start_local_queue(folder, command_environment(profile), profile.scheduler.warning_s)
+        return SendOutcome()
+
+    def state(self, submissions: Sequence[NewestSubmission]) -> _LocalQuery:
+        return _LocalQuery([submission.folder for submission in submissions])
+
+    def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> None:
+        import psutil
+
+        from hpcbench.submit.local_queue import LocalScriptJob
+
+        for run in whole:
+            assert run.job_id is not None
+            LocalScriptJob(folder=run.folder / "jobs", job_id=run.job_id).cancel(check=False)
+        for run in parts:
+            with contextlib.suppress(psutil.Error):
+                for process in psutil.Process(int(run.job_id or 0)).children(recursive=True):
+                    words = process.cmdline()
+                    options = dict(itertools.pairwise(words))
+                    if "hpcbench.worker" in words and options.get("--index") == str(run.index):
+                        process.terminate()
+
+    @classmethod
+    def job_log(cls, run: SubmittedRun) -> Path | None:
+        return run.folder / "jobs" / f"{run.job_id}_0_log.out" if run.job_id else None
+
+
+SCHEDULER: type[Scheduler] = LocalScheduler
+
+
+class _LocalQuery:
+    """The state of queue processes; a run has a job id once its queue has started it."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._alive = {folder: is_queue_alive(folder) for folder in folders if queue_was_started(folder)}
+
+    def result(self, runs: Mapping[str, SubmittedRun]) -> Mapping[str, JobStatus]:
+        return {run_id: self._status(run) for run_id, run in runs.items()}
+
+    def _status(self, run: SubmittedRun) -> JobStatus:
+        if run.folder not in self._alive:
+            return JobStatus("waiting", "not started yet; the next submit starts it")
+        if self._alive[run.folder]:
+            return JobStatus("running" if run.job_id else "pending", "")
+        if run.job_id:
+            return JobStatus("lost", "its queue has ended")
+        return JobStatus("planned", "its queue ended before it began")
+
 
 class LocalQueueRecord(msgspec.Struct):
-    """``queue.json``: which process works a submission off."""
+    """``queue.json``: the process that runs a submission's jobs."""
 
     pid: int
     created: float
@@ -29,18 +105,15 @@ class LocalQueueRecord(msgspec.Struct):
 
 def start_local_queue(folder: Path, environment: dict[str, str], warning_s: float) -> None:
     """Start the queue of ``folder`` as a process of its own, which outlives this one."""
+    import psutil
+
     with open(folder / "queue.log", "ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "hpcbench.submit.local_queue", str(folder), str(warning_s)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, env=environment, start_new_session=True,
         )  # fmt: skip
-    import psutil
-
-    created = psutil.Process(process.pid).create_time()
-    write_atomic(
-        folder / "queue.json",
-        msgspec.json.encode(LocalQueueRecord(process.pid, created, warning_s, _host_name())) + b"\n",
-    )
+    record = LocalQueueRecord(process.pid, psutil.Process(process.pid).create_time(), warning_s, _host_name())
+    write_atomic(folder / "queue.json", msgspec.json.encode(record) + b"\n")
 
 
 def _host_name() -> str:
@@ -50,16 +123,15 @@ def _host_name() -> str:
 
 
 def queue_was_started(folder: Path) -> bool:
-    """Whether the submission ever had a queue."""
     return (folder / "queue.json").exists()
 
 
 def is_queue_alive(folder: Path) -> bool:
-    """Whether ``folder`` is being worked off. What another machine that shares the tree does cannot be seen from here:
-    its queue counts as alive.
+    """Whether a queue runs the jobs of ``folder``. The processes of another machine that shares the tree cannot be
+    seen from here: its queue counts as alive.
     """
-    state = _read_queue_record(folder)
-    return state is not None and (state.host != _host_name() or queue_process(folder) is not None)
+    record = _read_queue_record(folder)
+    return record is not None and (record.host != _host_name() or queue_process(folder) is not None)
 
 
 def _read_queue_record(folder: Path) -> LocalQueueRecord | None:
@@ -70,16 +142,16 @@ def _read_queue_record(folder: Path) -> LocalQueueRecord | None:
 
 
 def queue_process(folder: Path) -> psutil.Process | None:
-    """The process of this machine that works ``folder`` off, if it is alive."""
-    state = _read_queue_record(folder)
-    if state is None or state.host != _host_name():
+    """The process on this machine that runs the jobs of ``folder``, if it is alive."""
+    record = _read_queue_record(folder)
+    if record is None or record.host != _host_name():
         return None
     import psutil
 
     try:
-        process = psutil.Process(state.pid)
-        alive = abs(process.create_time() - state.created) < 1 and process.status() != psutil.STATUS_ZOMBIE
-        # Somebody else may have written the file: only a queue of this very folder is ever told to stop.
+        process = psutil.Process(record.pid)
+        alive = abs(process.create_time() - record.created) < 1 and process.status() != psutil.STATUS_ZOMBIE
+        # Another user may have written the file: only a queue of this very folder is ever stopped.
         alive = alive and process.cmdline()[1:4] == ["-m", "hpcbench.submit.local_queue", str(folder)]
     except psutil.Error:
         return None

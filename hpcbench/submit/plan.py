@@ -1,7 +1,6 @@
 """The plan of a sweep on a cluster: its runs, which are finished, infeasible or stopped, and the jobs to submit.
 
-Also the limits that the profile sets on them, the account they are charged to, and the key of their software
-environment.
+Also the limits that the profile sets on them, and the key of their software environment.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from hpcbench.config.sweep_expansion import ExcludedPoint, expand_sweep, find_ex
 from hpcbench.config.sweep_file import SubmitTable
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigError
-from hpcbench.parallel.check_names import check_names
+from hpcbench.parallel.check_names import check_names, custom_model_folder
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
-from hpcbench.paths import user_folder
 from hpcbench.render.job_script import rank_python
 from hpcbench.render.launch_step import LAUNCH_OVERHEAD_S, JobShape, job_time_limit_s, make_job_shape
 from hpcbench.results.results_tree import ClusterTree
@@ -93,23 +91,6 @@ def _site_packages(python: Path) -> list[Path]:
     return sorted(prefix.glob("lib*/python3*/*-packages"))
 
 
-def account_error(profile: ClusterProfile) -> ConfigError | None:
-    """The mistake, where the site takes no job without an account and neither profile nor user names one."""
-    if not profile.account_required or profile.account is not None:
-        return None
-    return ConfigError(
-        f"cluster {profile.name} takes no job without an account",
-        hint=f'put it into {user_folder() / "config.toml"}, below [accounts]: {profile.name} = "..."',
-    )
-
-
-def check_account(profile: ClusterProfile) -> None:
-    """Raise what ``account_error`` finds."""
-    missing = account_error(profile)
-    if missing is not None:
-        raise missing
-
-
 @dataclass(frozen=True)
 class JobGroup:
     """Runs of one shape: one script, one task file, jobs of ``pack`` runs each."""
@@ -166,7 +147,9 @@ class SweepPlan:
     runs: dict[str, RunSpec]
     dropped: list[InfeasiblePoint]
     heads: dict[str, ResultSummary] = field(default_factory=dict)
-    """``run_id`` to what is known of its result, of the runs that have one."""
+    """``run_id`` to the summary of its result, for the runs that have one."""
+    model_folder: Path | None = None
+    """The folder of custom models."""
     _keys: dict[str | None, str] = field(default_factory=dict, init=False, repr=False)
     _shapes: dict[tuple[Any, ...], JobShape] = field(default_factory=dict, init=False, repr=False)
 
@@ -279,7 +262,7 @@ def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Sweep
             where=str(sweep.source.path),
             hint="\n  ".join(reasons[:10]),
         )
-    return SweepPlan(sweep, profile, runs, dropped, tree.summaries(runs))
+    return SweepPlan(sweep, profile, runs, dropped, tree.summaries(runs), custom_model_folder(sweep, profile))
 
 
 def partition_limits(profile: ClusterProfile, partition: str | None) -> PartitionLimits:

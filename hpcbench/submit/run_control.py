@@ -4,139 +4,78 @@ Cancelled runs keep their measurements; ``submit`` runs them again."""
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
-import psutil
-
-from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.errors import SubmitError
-from hpcbench.fileio import printable_text
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import drop_runs
-from hpcbench.submit.run_state import ACTIVE_STATES, RunState, SubmittedRun, find_submitted_runs
-from hpcbench.submit.sbatch import LocalScriptJob
-from hpcbench.submit.slurm_queue import slurm_environment
-from hpcbench.submit.submit import send_unsent
-from hpcbench.submit.watcher import SweepWatcher
+from hpcbench.submit.run_state import ACTIVE_STATES, RunState
+from hpcbench.submit.scheduler import scheduler_class, send_unsent
+from hpcbench.submit.submission_record import SubmittedRun, find_submitted_runs
+from hpcbench.submit.watcher import SweepWatcher, poll_interval_s, poll_pause_s
 
-_SCANCEL_IDS_PER_CALL = 500
+if TYPE_CHECKING:
+    from hpcbench.config.cluster_profile import ClusterProfile
+
+_RESULT_POLL_S = 0.5
 
 
 def cancel_runs(tree: ClusterTree, states: Mapping[str, RunState], profile: ClusterProfile) -> list[str]:
-    """Cancel those of ``states`` that are active and return their ``run_id``s.
+    """Cancel the active runs among ``states`` and return their ``run_id``s.
 
-    They are struck from their submissions first, so that none is sent or begun meanwhile; then jobs that carry
-    nothing else are cancelled, and of jobs that carry more only the run that is under way is stopped.
-    Raises ``SubmitError`` where scancel is absent or refuses.
+    They are removed from their submissions first, so that none is sent or begun meanwhile. Then jobs that carry
+    nothing else are cancelled; of jobs that carry more, only the running run is stopped.
+    Raises ``SubmitError`` if the scheduler's command is absent or refuses.
     """
     active = {key for key, state in states.items() if state.state in ACTIVE_STATES}
-    for folder, run_ids in _group_by_submission(find_submitted_runs(tree, active)).items():
+    by_submission: dict[str, list[str]] = {}
+    for key, run in find_submitted_runs(tree, active).items():
+        by_submission.setdefault(run.folder.name, []).append(key)
+    for folder, run_ids in by_submission.items():
         drop_runs(tree.submissions / folder, run_ids)
-    # Some may have been sent since they were looked at.
-    tickets = {key: ticket for key, ticket in find_submitted_runs(tree, active).items() if ticket.job_id}
-    whole = {
-        ticket.job_id: ticket for ticket in tickets.values() if ticket.job_id and _cancels_whole_job(ticket, active)
-    }
-    parts = {
-        key: ticket for key, ticket in tickets.items() if ticket.job_id not in whole and states[key].state == "running"
-    }
-    if profile.scheduler.kind == "local":
-        _cancel_local_jobs(whole.values(), parts.values())
-    else:
-        _run_scancel([], whole, profile)
-        # Only the steps of a job are told: its script goes on with the next run.
-        _run_scancel(["--signal=TERM"], [ticket.job_id for ticket in parts.values() if ticket.job_id], profile)
+    # Some may have been submitted since their state was computed.
+    runs = {key: run for key, run in find_submitted_runs(tree, active).items() if run.job_id}
+    for kind in {run.record.scheduler for run in runs.values()}:
+        of_kind = {key: run for key, run in runs.items() if run.record.scheduler == kind}
+        whole = {run.job_id: run for run in of_kind.values() if _carries_only(run, active)}
+        parts = [run for key, run in of_kind.items() if run.job_id not in whole and states[key].state == "running"]
+        scheduler_class(kind, profile.name)(profile).cancel(list(whole.values()), parts)
     return sorted(active)
 
 
-def _group_by_submission(tickets: Mapping[str, SubmittedRun]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
-    for key, ticket in tickets.items():
-        found.setdefault(ticket.folder.name, []).append(key)
-    return found
-
-
-def _cancels_whole_job(ticket: SubmittedRun, active: Collection[str]) -> bool:
-    """Whether the job carries only runs that are to be cancelled; those behind it that have ended do not count."""
-    first = ticket.index - ticket.index % ticket.array.pack
-    rest = ticket.array.run_ids[first : first + ticket.array.pack]
-    return all(run_id in active for run_id in rest) or ticket.array.pack == 1
-
-
-def _cancel_local_jobs(whole: Iterable[SubmittedRun], parts: Iterable[SubmittedRun]) -> None:
-    for ticket in whole:
-        assert ticket.job_id is not None
-        LocalScriptJob(folder=ticket.folder / "jobs", job_id=ticket.job_id).cancel(check=False)
-    for ticket in parts:
-        with contextlib.suppress(psutil.Error):
-            for process in psutil.Process(int(ticket.job_id or 0)).children(recursive=True):
-                words = process.cmdline()
-                if "hpcbench.worker" in words and _option_value(words, "--index") == str(ticket.index):
-                    process.terminate()
-
-
-def _option_value(words: list[str], option: str) -> str | None:
-    return words[words.index(option) + 1] if option in words[:-1] else None
-
-
-def _run_scancel(options: list[str], job_ids: Iterable[str], profile: ClusterProfile) -> None:
-    wanted = list(dict.fromkeys(job_ids))
-    for first in range(0, len(wanted), _SCANCEL_IDS_PER_CALL):
-        command = ["scancel", *options, *wanted[first : first + _SCANCEL_IDS_PER_CALL]]
-        try:
-            done = subprocess.run(
-                command, env=slurm_environment(profile), capture_output=True, text=True, timeout=120, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise SubmitError(f"scancel: {error}") from error
-        # A job that has ended meanwhile is what was wanted.
-        if done.returncode != 0 and "already completing or completed" not in done.stderr:
-            raise SubmitError(f"scancel refused: {printable_text(done.stderr.strip())}")
-
-
-SCHEDULER_POLL_S = {"local": 1.0, "slurm": 10.0}
-_RESULT_POLL_S = 0.5
-_PAUSE_FACTOR = 9.0
-_MAX_PAUSE_S = 120.0
-
-
-def poll_pause_s(every_s: float, took_s: float) -> float:
-    """The pause after a look that took ``took_s``: a file system or scheduler that is slow is asked less often.
-
-    Looks take at most a tenth of the time, as long as that means no pause of more than two minutes.
-    """
-    return max(every_s, min(_PAUSE_FACTOR * took_s, _MAX_PAUSE_S))
+def _carries_only(run: SubmittedRun, active: Collection[str]) -> bool:
+    """Whether the run's job carries only ``active`` runs."""
+    return run.array.pack == 1 or all(run_id in active for run_id in run.array.runs_of(run.number))
 
 
 def wait_for_runs(
-    watcher: SweepWatcher, profile: ClusterProfile, tell: Callable[[dict[str, RunState]], None]
+    watcher: SweepWatcher, profile: ClusterProfile, notify: Callable[[dict[str, RunState]], None]
 ) -> dict[str, RunState]:
-    """Block until no run is waiting, pending or running; ``tell`` is called with every new look.
+    """Block until no run is waiting, pending or running; ``notify`` is called with the states after every query.
 
-    Results are looked for often, because that costs little; the scheduler is asked rarely. What a submission could not
-    send yet is offered again whenever the scheduler is asked. Raises ``SubmitError`` where that is refused.
+    Results are read often, because that costs little; the scheduler is queried rarely. Jobs that could not be submitted
+    are submitted again whenever the scheduler is queried. Raises ``SubmitError`` if the scheduler refuses them.
     """
+    every_s = poll_interval_s(profile.scheduler.kind, profile.name)
     began_s = time.monotonic()
-    states = watcher.ask()
-    asked_s, looked_s = time.monotonic(), 0.0
-    ask_again_s = asked_s + poll_pause_s(SCHEDULER_POLL_S[profile.scheduler.kind], asked_s - began_s)
-    tell(states)
+    states = watcher.query()
+    queried_s, read_took_s = time.monotonic(), 0.0
+    next_query_s = queried_s + poll_pause_s(every_s, queried_s - began_s)
+    notify(states)
     while any(state.state in ACTIVE_STATES for state in states.values()):
-        time.sleep(poll_pause_s(_RESULT_POLL_S, looked_s))
+        time.sleep(poll_pause_s(_RESULT_POLL_S, read_took_s))
         began_s = time.monotonic()
-        if began_s >= ask_again_s:
+        if began_s >= next_query_s:
             if any(state.state == "waiting" for state in states.values()):
                 refused = send_unsent(watcher.tree, list(states), profile).refused
                 if refused:
                     raise refused[0]
-            states = watcher.ask()
-            asked_s = time.monotonic()
-            ask_again_s = asked_s + poll_pause_s(SCHEDULER_POLL_S[profile.scheduler.kind], asked_s - began_s)
+            states = watcher.query()
+            queried_s = time.monotonic()
+            next_query_s = queried_s + poll_pause_s(every_s, queried_s - began_s)
         else:
-            states = watcher.look(states)
-            looked_s = time.monotonic() - began_s
-        tell(states)
+            states = watcher.refresh_results(states)
+            read_took_s = time.monotonic() - began_s
+        notify(states)
     return states

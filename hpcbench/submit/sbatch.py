@@ -1,15 +1,18 @@
-"""Submission of a rendered script with sbatch, exactly once, through submitit; the only module that uses submitit's
-private methods.
+"""Submission of a rendered script with sbatch, exactly once, through submitit.
 
 Stock submitit writes the script itself, pickles a function, and builds a plain ``SlurmExecutor`` for arrays, which
-loses
-the overrides of a subclass. Here the script exists already, for one run and for an array alike; submitit checks the
-parameters and parses the job id, and its ``Job`` objects give state and cancel. Each call is noted in the journal
-before
-and after, and a call without an answer is resolved by the name of its job."""
+loses the overrides of a subclass. Here the script exists already, for one run and for an array alike; submitit checks
+the parameters and parses the job id. Each call is recorded in the journal before and after, and a call without an
+answer is resolved by the name of its job:
+
+    journal: tried  -->  sbatch  --->  accepted  -->  journal: job id
+                           |-------->  refused   -->  journal: withdrawn
+                           '-------->  no answer -->  squeue by name until SBATCH_SETTLE_S: job id or withdrawn
+"""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -20,27 +23,28 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import submitit
 from submitit.core.utils import FailedSubmissionError
-from submitit.local.local import LocalJob, start_controller
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text
-from hpcbench.results.attempts import latest_attempt
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.submit import slurm_queue
 from hpcbench.submit.journal import JobBatch, JournalWriter, mark_attempted
 from hpcbench.submit.lock import LeaseLock
-from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error
-from hpcbench.submit.submission_record import Submission
+from hpcbench.submit.scheduler import Notify
+from hpcbench.submit.scheduler_settings import command_environment
+from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error, find_job_by_name
+from hpcbench.submit.submission_record import Submission, started_attempt
+
+_T = TypeVar("_T")
 
 _PR_SET_PDEATHSIG = 1
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
-"""Looked up once and not in each child; Linux alone has it."""
+"""Looked up once and not in each child process; only Linux has it."""
 
 
 class SbatchExecutor(submitit.SlurmExecutor):
@@ -53,21 +57,15 @@ class SbatchExecutor(submitit.SlurmExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """A login node needs sbatch; whether it has srun says nothing."""
+        """submitit's preference for this executor. It asks for srun, which a login node need not have."""
         return 2
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        """The command for a script whose options and argument were given by ``submit_script``."""
-        options, argument = self._call_with
-        return ["sbatch", *options, str(submission_file_path), str(argument)]
 
     def submit_script(self, script: Path, options: list[str], argument: int) -> str:
         """Call ``sbatch OPTIONS SCRIPT ARGUMENT`` and return the number of the job.
 
-        Raises ``SbatchError`` where sbatch is absent, refuses, or says nothing that holds a job's number.
+        Raises ``SbatchError`` if sbatch is absent, refuses, or its answer holds no job's number.
         """
-        self._call_with = (options, argument)
-        output = self._call(self._make_submission_command(script))
+        output = self._call(["sbatch", *options, str(script), str(argument)])
         try:
             return str(self._get_job_id_from_submission_command(output))
         except FailedSubmissionError:
@@ -80,41 +78,42 @@ class SbatchExecutor(submitit.SlurmExecutor):
         if shutil.which(command[0], path=self._environment.get("PATH")) is None:
             hint = "is this a login node of the cluster? `hpcbench doctor --cluster NAME` looks closer"
             raise SbatchError("sbatch is not on PATH", SbatchOutcome.REFUSED, hint=hint)
-        tied = _parent_death_command()
+        wrapper = _parent_death_command()
         try:
             done = subprocess.run(
-                [*tied, *command],
+                [*wrapper, *command],
                 env=self._environment,
                 capture_output=True,
                 text=True,
                 errors="replace",
                 timeout=self._timeout_s,
                 check=False,
-                preexec_fn=None if tied else _kill_with_parent,
+                preexec_fn=None if wrapper else _kill_with_parent,
             )
         except subprocess.TimeoutExpired as error:
             raise SbatchError(f"sbatch did not answer within {self._timeout_s:g} s", SbatchOutcome.UNCLEAR) from error
         if done.returncode != 0:
-            said = printable_text((done.stderr or done.stdout).strip())
-            answer = classify_sbatch_error(said)
-            did = "could not send" if answer in (SbatchOutcome.AWAY, SbatchOutcome.UNCLEAR) else "refused"
-            raise SbatchError(f"sbatch {did} {command[-2]}: {said}", answer, hint=f"command: {shlex.join(command)}")
+            message = printable_text((done.stderr or done.stdout).strip())
+            outcome = classify_sbatch_error(message)
+            verb = "could not send" if outcome in (SbatchOutcome.AWAY, SbatchOutcome.UNCLEAR) else "refused"
+            hint = f"command: {shlex.join(command)}"
+            raise SbatchError(f"sbatch {verb} {command[-2]}: {message}", outcome, hint=hint)
         return done.stdout
 
 
 class SbatchError(SubmitError):
-    """sbatch did not take a job; ``answer`` says what kind of refusal it is."""
+    """sbatch did not accept a job; ``outcome`` is the kind of refusal."""
 
-    def __init__(self, message: str, answer: SbatchOutcome, hint: str | None = None) -> None:
+    def __init__(self, message: str, outcome: SbatchOutcome, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
-        self.answer = answer
+        self.outcome = outcome
 
 
 @functools.cache
 def _parent_death_command() -> tuple[str, ...]:
-    """Words before a command that end it with this process, where this system has such a command.
+    """A wrapper that ends its command together with this process; empty if this system has none.
 
-    Python itself can only do so in a copy of this process, which takes the longer the more runs it holds.
+    ``preexec_fn`` does the same, but copies this process first, which takes the longer the more runs it holds.
     """
     words = ("setpriv", "--pdeathsig", "KILL")
     try:
@@ -125,173 +124,128 @@ def _parent_death_command() -> tuple[str, ...]:
 
 
 def _kill_with_parent() -> None:
-    """An sbatch whose submit was killed must not send its job later, when somebody has sent it again."""
+    """An sbatch whose submit was killed must not submit its job later, when another submit has done so."""
     if _PRCTL is not None:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def check_job_parameters(parameters: Mapping[str, Any], folder: Path) -> None:
-    """Let submitit check what it knows of a job's parameters. Raises ``SubmitError`` with its words."""
+    """Let submitit check a job's parameters. Raises ``SubmitError`` with its message."""
     try:
-        executor = SbatchExecutor(folder, os.environ)
-        executor.update_parameters(**parameters)
+        SbatchExecutor(folder, os.environ).update_parameters(**parameters)
     except (ValueError, TypeError) as error:
         raise SubmitError(f"submitit refuses the job's parameters: {error}") from error
 
 
-class LocalScriptJob(LocalJob[Any]):
-    """A script that runs on this machine; its state and cancel work from any process of this machine."""
-
-    def get_info(self, mode: str = "force") -> dict[str, str]:
-        """The state: RUNNING, FINISHED, INTERRUPTED, or UNKNOWN once another process has reaped it."""
-        if self._process is not None:
-            return dict(super().get_info(mode))
-        return {"jobState": "RUNNING" if _is_submitit_controller(int(self.job_id)) else "UNKNOWN"}
-
-    def cancel(self, check: bool = True) -> None:
-        """Tell the script to stop; it passes that on, and its ranks leave what they measured."""
-        if self._process is not None or _is_submitit_controller(int(self.job_id)):
-            try:
-                os.kill(int(self.job_id), signal.SIGTERM)
-            except ProcessLookupError:
-                if check:
-                    raise
-
-
-class LocalScriptExecutor(submitit.LocalExecutor):
-    """Runs ``bash <script> <index>`` under submitit's controller, which enforces the time limit."""
-
-    def submit_script(self, script: Path, index: int, *, time_limit_s: float, warning_s: float) -> LocalScriptJob:
-        """Start one run at once. ``warning_s`` before the limit the script is told."""
-        process = start_controller(
-            folder=self.folder,
-            command=shlex.join([*_keep_visible_devices(), "bash", str(script), str(index)]),
-            timeout_min=time_limit_s / 60,
-            signal_delay_s=min(int(warning_s), int(time_limit_s / 2)),
-            stderr_to_stdout=True,
-        )
-        return LocalScriptJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
-
-
-def _keep_visible_devices() -> list[str]:
-    """submitit's controller hides every device that it was not told of; a run sees those that its submitter saw."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return ["env", "-u", "CUDA_VISIBLE_DEVICES"] if visible is None else ["env", f"CUDA_VISIBLE_DEVICES={visible}"]
-
-
-def _is_submitit_controller(pid: int) -> bool:
-    """Whether ``pid`` still is one of submitit's controllers; process ids are used again."""
-    import psutil
-
-    try:
-        return "submitit.local._local" in psutil.Process(pid).cmdline()
-    except psutil.Error:
-        return False
-
-
 SBATCH_SETTLE_S = 30.0
-"""How long after it was begun an sbatch whose answer nobody heard may still turn out to have sent its job."""
+"""For this long after its start, an sbatch whose answer is unknown may still submit its job."""
 _MIN_RETRY_PAUSE_S = 1.0
 _MAX_RETRY_PAUSE_S = 30.0
 
-Notify = Callable[[str], None]
-
 
 class JobSubmitter:
-    """Where the chunks of one submission are offered to the scheduler, by the holder of the submission's lock."""
+    """Submits the batches of one submission to SLURM, for the holder of the submission's lock."""
 
     def __init__(
         self, folder: Path, record: Submission, profile: ClusterProfile, tree: ClusterTree, lock: LeaseLock
     ) -> None:
         self.writer = JournalWriter(folder)
         self._folder, self._record, self._profile, self._tree, self._lock = folder, record, profile, tree, lock
-        self._executor = SbatchExecutor(folder, slurm_queue.slurm_environment(profile))
+        self._executor = SbatchExecutor(folder, command_environment(profile))
 
-    def offer(self, chunk: JobBatch, options: list[str], patience_s: float, tell: Notify) -> str:
-        """The number under which the scheduler has taken ``chunk``.
+    def submit(self, batch: JobBatch, options: list[str], notify: Notify) -> str:
+        """The number under which the scheduler has accepted ``batch``.
 
-        A scheduler that is away or does not answer is asked again for ``patience_s``, with growing pauses.
-        Raises ``SbatchError``; after an ``UNCLEAR`` answer the chunk stays open in the journal, after any other it is
-        withdrawn.
+        A scheduler that is away or does not answer is asked again for ``scheduler.retry_s``, with growing pauses.
+        Raises ``SbatchError``; after an ``UNCLEAR`` answer the batch stays unanswered in the journal, after any other
+        it is withdrawn.
         """
-        pause_s, give_up = _MIN_RETRY_PAUSE_S, time.monotonic() + patience_s
-        script = self._folder / f"{chunk.array}.sh"
+        retry = _Retry(self._profile.scheduler.retry_s, notify)
+        script = self._folder / f"{batch.array}.sh"
         while True:
             self._lock.renew()
-            chunk = mark_attempted(chunk)
-            self.writer.note(chunk, durable=True)
+            batch = mark_attempted(batch)
+            self.writer.record(batch, durable=True)
             try:
-                job_id: str | None = self._executor.submit_script(script, options, chunk.first)
+                job_id: str | None = self._executor.submit_script(script, options, batch.first)
             except SbatchError as error:
-                patient = (
-                    error.answer in (SbatchOutcome.AWAY, SbatchOutcome.UNCLEAR)
-                    and time.monotonic() + pause_s <= give_up
-                )
-                if error.answer is not SbatchOutcome.UNCLEAR:
-                    self.writer.withdraw(chunk)
-                if not patient:
+                if error.outcome is not SbatchOutcome.UNCLEAR:
+                    self.writer.withdraw(batch)
+                if error.outcome not in (SbatchOutcome.AWAY, SbatchOutcome.UNCLEAR):
                     raise
-                tell(f"{error.message.splitlines()[-1]}: asking again")
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, _MAX_RETRY_PAUSE_S)
-                job_id = self._settled(chunk, give_up, error) if error.answer is SbatchOutcome.UNCLEAR else None
+                retry.pause(error)
+                is_unclear = error.outcome is SbatchOutcome.UNCLEAR
+                job_id = self._find_after_no_answer(batch, retry, error) if is_unclear else None
             if job_id is not None:
-                self.writer.note(msgspec.structs.replace(chunk, job_id=job_id))
+                self.writer.record(msgspec.structs.replace(batch, job_id=job_id))
                 return job_id
 
-    def ask(self, question: Callable[[], int], tell: Notify) -> int:
-        """The answer to ``question``, which is put to the scheduler again while it is away, as long as an sbatch is."""
-        pause_s, give_up = _MIN_RETRY_PAUSE_S, time.monotonic() + self._profile.scheduler.retry_s
+    def query(self, question: Callable[[], _T], notify: Notify) -> _T:
+        """The answer to ``question``, which is asked again while the scheduler is away, for as long as an sbatch is."""
+        retry = _Retry(self._profile.scheduler.retry_s, notify)
         while True:
             self._lock.renew()
             try:
                 return question()
             except SubmitError as error:
-                if time.monotonic() + pause_s > give_up:
-                    raise
-                tell(f"{error.message.splitlines()[-1]}: asking again")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_RETRY_PAUSE_S)
+                retry.pause(error)
 
-    def _settled(self, chunk: JobBatch, give_up: float, error: SbatchError) -> str | None:
-        """The job that an sbatch without an answer may have sent; ``None`` once it is sure that there is none."""
+    def _find_after_no_answer(self, batch: JobBatch, retry: _Retry, error: SbatchError) -> str | None:
+        """The job that an sbatch without an answer may have submitted; ``None`` once it is certain that there is none.
+
+        Without an answer of squeue nothing is certain, and nothing is submitted again.
+        """
         while True:
             self._lock.renew()
-            try:
-                job_id = slurm_queue.find_job_by_name(chunk.name, self._profile)
-                if job_id is not None or time.time() >= chunk.tried_unix_s + SBATCH_SETTLE_S:
+            with contextlib.suppress(SubmitError):
+                job_id = find_job_by_name(batch.name, self._profile)
+                if job_id is not None or time.time() >= batch.tried_unix_s + SBATCH_SETTLE_S:
                     return job_id
-            except SubmitError:
-                pass  # Who cannot ask does not know: nothing is sent again.
-            if time.monotonic() > give_up:
+            if time.monotonic() > retry.end_s:
                 raise error
             time.sleep(_MIN_RETRY_PAUSE_S)
 
-    def recover(self, chunk: JobBatch, tell: Notify) -> None:
-        """Find out what became of a chunk whose sender did not live to note the answer.
+    def recover(self, batch: JobBatch, notify: Notify) -> None:
+        """Record the outcome of a batch whose sender died before it could.
 
-        Raises ``SubmitError`` where the scheduler cannot be asked.
+        Raises ``SubmitError`` if the scheduler does not answer.
         """
-        job_id = self._found(chunk)
-        rest_s = chunk.tried_unix_s + SBATCH_SETTLE_S - time.time()
-        if job_id is None and rest_s > 0:
-            tell(f"an earlier submit ended while it was sending: looking {rest_s:.0f} s longer whether its job appears")
-            time.sleep(rest_s)
-            job_id = self._found(chunk)
+        job_id = self._find_job(batch)
+        remaining_s = batch.tried_unix_s + SBATCH_SETTLE_S - time.time()
+        if job_id is None and remaining_s > 0:
+            notify(
+                "an earlier submit ended while it was sending: "
+                f"looking {remaining_s:.0f} s longer whether its job appears"
+            )
+            time.sleep(remaining_s)
+            job_id = self._find_job(batch)
         if job_id is None:
-            self.writer.withdraw(chunk)
+            self.writer.withdraw(batch)
         else:
-            self.writer.note(msgspec.structs.replace(chunk, job_id=job_id))
+            self.writer.record(msgspec.structs.replace(batch, job_id=job_id))
 
-    def _found(self, chunk: JobBatch) -> str | None:
-        return slurm_queue.find_job_by_name(chunk.name, self._profile) or self._job_that_ran(chunk)
-
-    def _job_that_ran(self, chunk: JobBatch) -> str | None:
-        """The number of a job that squeue has forgotten, from the start markers of its runs."""
-        array = self._record.arrays[chunk.array]
-        for run_id in array.run_ids[chunk.first * array.pack : (chunk.first + chunk.count) * array.pack]:
-            attempt = latest_attempt(self._tree.run_folder(run_id))
-            marker = attempt.read_start() if attempt else None
-            if marker is not None and marker.job_id and marker.belongs_to(self._folder.name):
-                return marker.job_id.partition("_")[0]
+    def _find_job(self, batch: JobBatch) -> str | None:
+        """The number of a batch's job, from squeue or, once that has forgotten it, from its runs' start markers."""
+        if job_id := find_job_by_name(batch.name, self._profile):
+            return job_id
+        for run_id in self._record.arrays[batch.array].runs_of(batch.first, batch.count):
+            attempt = started_attempt(self._tree, run_id, self._folder.name)
+            if attempt and attempt[1].job_id:
+                return attempt[1].job_id.partition("_")[0]
         return None
+
+
+class _Retry:
+    """Growing pauses between the calls of a scheduler that does not answer, for at most ``patience_s``."""
+
+    def __init__(self, patience_s: float, notify: Notify) -> None:
+        self.end_s = time.monotonic() + patience_s
+        self._pause_s, self._notify = _MIN_RETRY_PAUSE_S, notify
+
+    def pause(self, error: SubmitError) -> None:
+        """Wait before the next call. Raises ``error`` if there is no time for another one."""
+        if time.monotonic() + self._pause_s > self.end_s:
+            raise error
+        self._notify(f"{error.message.splitlines()[-1]}: asking again")
+        time.sleep(self._pause_s)
+        self._pause_s = min(2 * self._pause_s, _MAX_RETRY_PAUSE_S)

@@ -1,16 +1,20 @@
-"""The connection to a cluster's scheduler: its settings in the profile, and the environment of its commands.
+"""The connection to a cluster's scheduler: its settings in the profile, the environment and the calls of its commands.
 
 The settings are read without validating the whole profile, which takes longer than the scheduler takes to answer."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import subprocess
 from collections.abc import Mapping
-from typing import Protocol
+from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import msgspec
 
-from hpcbench.config.toml_tables import read_toml
+from hpcbench.fileio import printable_text
 from hpcbench.paths import search_folders
 
 _SCRUBBED_PREFIXES = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMI", "PMIX", "OMPI_", "TORCHELASTIC_", "SUBMITIT_")
@@ -24,7 +28,6 @@ def is_job_variable(name: str) -> bool:
 
 
 def scrubbed_names(environment: Mapping[str, str] | None = None) -> list[str]:
-    """The names that ``scrubbed_environment`` takes out."""
     return sorted(name for name in (os.environ if environment is None else environment) if is_job_variable(name))
 
 
@@ -48,15 +51,73 @@ class SchedulerSettings(Protocol):
 
     @property
     def bin_folder(self) -> str | None:
-        """Where the commands are, if not on PATH."""
+        """The folder of the commands, if they are not on PATH."""
 
 
 class HasSchedulerSettings(Protocol):
-    """A whole profile, or what ``read_scheduler_settings`` finds in one."""
+    """A whole cluster profile, or the part of it that ``read_scheduler_settings`` reads."""
 
     @property
     def scheduler(self) -> SchedulerSettings:
-        """Of the cluster."""
+        """The table ``[scheduler]``."""
+
+
+def command_environment(profile: HasSchedulerSettings) -> dict[str, str]:
+    """The environment for the scheduler's commands: scrubbed, with the profile's configuration file and folder."""
+    environment = scrubbed_environment(profile.scheduler.config_file)
+    if profile.scheduler.bin_folder:
+        environment["PATH"] = os.pathsep.join((profile.scheduler.bin_folder, environment.get("PATH", os.defpath)))
+    return environment
+
+
+def find_command(command: str, profile: HasSchedulerSettings) -> Path | None:
+    path = shutil.which(command, path=command_environment(profile).get("PATH"))
+    return Path(path) if path else None
+
+
+class CommandResult(NamedTuple):
+    """The end of a command. ``exit_code`` is ``None`` if it could not be started or did not end in time."""
+
+    name: str
+    output: str
+    complaint: str
+    """Its standard error, or the reason why it has no exit code."""
+    exit_code: int | None
+
+    @property
+    def error(self) -> str | None:
+        """``None`` if the command succeeded."""
+        return None if self.exit_code == 0 else f"{self.name}: {printable_text(self.complaint.strip())}"
+
+
+class RunningCommand:
+    """A command of the scheduler that runs while this process does something else."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
+        self._name = command[0]
+        self._process: subprocess.Popen[str] | OSError
+        try:
+            self._process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace"
+            )
+        except OSError as error:
+            self._process = error
+
+    def result(self, timeout_s: float = 60.0) -> CommandResult:
+        """Wait for the end. A command that takes longer than ``timeout_s`` is killed."""
+        if isinstance(self._process, OSError):
+            return CommandResult(self._name, "", str(self._process), None)
+        try:
+            output, complaint = self._process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            self._process.kill()
+            return CommandResult(self._name, "", str(error), None)
+        return CommandResult(self._name, output, complaint, self._process.returncode)
+
+
+def run_command(command: list[str], profile: HasSchedulerSettings, timeout_s: float = 60.0) -> CommandResult:
+    """Run a command of the scheduler to its end; it never raises."""
+    return RunningCommand(command, command_environment(profile)).result(timeout_s)
 
 
 class _SchedulerTable(msgspec.Struct, frozen=True):
@@ -70,19 +131,18 @@ class _ProfileHead(msgspec.Struct, frozen=True):
 
 
 def read_scheduler_settings(cluster: str) -> HasSchedulerSettings:
-    """The address in the profile of ``cluster``; mistakes elsewhere in the profile do not matter.
+    """The scheduler settings in the profile of ``cluster``; errors elsewhere in the profile do not matter.
 
-    Raises ``ConfigError`` where there is no such profile or its address is wrong.
+    Raises ``ConfigError`` if there is no such profile or its table ``[scheduler]`` is invalid.
     """
     paths = (folder / f"{cluster}.toml" for folder in search_folders("clusters"))
     path = next((path for path in paths if path.is_file()), None)
     if path is not None:
-        try:
-            profile = msgspec.convert(read_toml(path)[0], _ProfileHead)
+        # After an error here, validating the whole profile gives a better message.
+        with contextlib.suppress(OSError, ValueError):
+            profile = msgspec.toml.decode(path.read_bytes(), type=_ProfileHead)
             if profile.extends is None:
                 return profile
-        except msgspec.ValidationError:
-            pass  # The whole check finds better words for it.
-    from hpcbench.config.cluster_profile import load_cluster
+    from hpcbench.config.cluster_profile import load_cluster  # status starts without pydantic
 
     return load_cluster(cluster)[0]

@@ -1,42 +1,50 @@
-"""Sending of a submission's jobs to SLURM: in the largest arrays that its limits allow, each job once.
+"""Submission of jobs to SLURM: in the largest arrays that its limits allow, each job once.
 
 A limit on running jobs holds across arrays, where SLURM's own limit (``%N``) holds within one array. The allowed jobs
 are divided among throttle groups. Each array of a group may run as many jobs as the group has, and starts after the
-group's previous array has ended."""
+group's previous array has ended. Two running jobs and arrays of four, four and two jobs:
+
+    group 0 (1 job)   array 0 %1  --afterany-->  array 2 %1
+    group 1 (1 job)   array 1 %1
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import SubmitError
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.submit import slurm_queue
-from hpcbench.submit.journal import JobBatch, Journal, read_dropped_runs, read_journal
+from hpcbench.submit.journal import JobBatch, Journal, read_journal
 from hpcbench.submit.lock import LockHeldError, exclusive_lock
-from hpcbench.submit.sbatch import JobSubmitter, Notify, SbatchError, check_job_parameters
-from hpcbench.submit.slurm_queue import SbatchOutcome
+from hpcbench.submit.sbatch import JobSubmitter, SbatchError, check_job_parameters
+from hpcbench.submit.scheduler import Notify, SchedulerLimits, SendOutcome
+from hpcbench.submit.slurm_queue import SbatchOutcome, count_queued_jobs, queued_job_numbers
 from hpcbench.submit.submission_record import JobArray, Submission
 
 
 def throttle_group_sizes(max_running: int, arrays: Sequence[int]) -> list[int]:
-    """How many jobs each lane may run, with ``arrays`` of so many jobs each that take the lanes in turn.
+    """The number of jobs that each throttle group may run.
 
-    As many lanes as arrays, or as jobs that may run where those are fewer. Each has one job; the others go one by one
-    to where most jobs come on each that may run.
+    There are as many groups as arrays, or as ``max_running`` if that is fewer. Each has one job; each further job goes
+    to the group with the most jobs for each that may run.
+
+    Args:
+        max_running: jobs that may run at the same time.
+        arrays: jobs of each array; array ``i`` belongs to group ``i % groups``.
     """
-    lanes = max(1, min(max_running, len(arrays)))
-    widths, jobs = [1] * lanes, [sum(arrays[lane::lanes]) for lane in range(lanes)]
-    longest = [(-float(jobs[lane]), lane) for lane in range(lanes)]
+    groups = max(1, min(max_running, len(arrays)))
+    sizes, jobs = [1] * groups, [sum(arrays[group::groups]) for group in range(groups)]
+    longest = [(-float(jobs[group]), group) for group in range(groups)]
     heapq.heapify(longest)
-    for _ in range(min(max_running, sum(jobs)) - lanes):
-        lane = longest[0][1]
-        widths[lane] += 1
-        heapq.heapreplace(longest, (-jobs[lane] / widths[lane], lane))
-    return widths
+    for _ in range(min(max_running, sum(jobs)) - groups):
+        group = longest[0][1]
+        sizes[group] += 1
+        heapq.heapreplace(longest, (-jobs[group] / sizes[group], group))
+    return sizes
 
 
 def split_arrays(jobs: Iterable[int], largest: int) -> list[int]:
@@ -44,51 +52,58 @@ def split_arrays(jobs: Iterable[int], largest: int) -> list[int]:
     return [min(largest, count - first) for count in jobs for first in range(0, count, largest)]
 
 
-def next_throttle_group(used: Iterable[int], lanes: int) -> int:
-    """The lane that has been given the fewest arrays so far."""
-    given = [0] * lanes
-    for lane in used:
-        given[lane % lanes] += 1
-    return given.index(min(given))
+def next_throttle_group(used: Iterable[int], groups: int) -> int:
+    """The group with the fewest arrays so far. ``used``: the group of each array."""
+    arrays = [0] * groups
+    for group in used:
+        arrays[group % groups] += 1
+    return arrays.index(min(arrays))
+
+
+@dataclass
+class _Throttle:
+    """The throttle groups of a submission; without a limit on running jobs there are none."""
+
+    sizes: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+    """The group of each array that was submitted."""
+    last_job: dict[int, str] = field(default_factory=dict)
+    """The newest array of each group that the scheduler still knows."""
+
+    def next_group(self) -> int:
+        return next_throttle_group(self.used, len(self.sizes)) if self.sizes else 0
+
+    def add(self, group: int, job_id: str) -> None:
+        if self.sizes:
+            self.used.append(group)
+            self.last_job[group] = job_id
 
 
 JobRanges = list[tuple[int, int]]
 """First number and count of consecutive jobs of an array."""
 
 
-@dataclass
-class SendOutcome:
-    """What came of handing a submission over."""
-
-    jobs: int = 0
-    """Jobs that the scheduler took now."""
-    waiting: int = 0
-    """Jobs that it will be offered again."""
-    reason: str = ""
-    """Why they wait."""
-    refused: list[SbatchError] = field(default_factory=list)
-    failed: SubmitError | None = None
-    """The scheduler did not answer."""
-
-
 def send_submission(
-    folder: Path, record: Submission, profile: ClusterProfile, tree: ClusterTree, tell: Notify
+    folder: Path,
+    record: Submission,
+    profile: ClusterProfile,
+    tree: ClusterTree,
+    notify: Notify,
+    limits: Callable[[], SchedulerLimits],
 ) -> SendOutcome:
-    """Offer the scheduler everything of a submission that it has not taken yet. One process at a time does so."""
+    """Submit every job of a submission that the scheduler has not accepted yet. One process at a time does so."""
     try:
         with exclusive_lock(folder / ".sending") as lock:
-            return _SubmissionSender(
-                folder, record, profile, JobSubmitter(folder, record, profile, tree, lock), tell
-            ).send()
+            submitter = JobSubmitter(folder, record, profile, tree, lock)
+            return _SubmissionSender(folder, record, profile, submitter, notify).send(limits)
     except LockHeldError as held:
-        return SendOutcome(waiting=_count_jobs(unsent_jobs(folder, record, read_journal(folder))), reason=held.message)
+        return SendOutcome(waiting=_count_jobs(unsent_jobs(record, read_journal(folder))), reason=held.message)
 
 
-def unsent_jobs(folder: Path, record: Submission, journal: Journal) -> dict[int, JobRanges]:
-    """Per array the jobs that no call of sbatch was about, without those all of whose runs were struck."""
-    dropped = read_dropped_runs(folder)
+def unsent_jobs(record: Submission, journal: Journal) -> dict[int, JobRanges]:
+    """By array the jobs that are in no batch, without those all of whose runs were removed."""
     return {
-        array.number: _without_dropped(array, dropped, journal.unsent(array.number, array.jobs))
+        array.number: _without_dropped(array, set(journal.dropped), journal.unsent(array.number, array.jobs))
         for array in record.arrays
     }
 
@@ -113,162 +128,132 @@ def _count_jobs(jobs: dict[int, JobRanges]) -> int:
 
 
 class _SubmissionSender:
-    """One process's part in sending a submission."""
+    """Sends a submission, in the process that holds its lock."""
 
     def __init__(
-        self, folder: Path, record: Submission, profile: ClusterProfile, desk: JobSubmitter, tell: Notify
+        self, folder: Path, record: Submission, profile: ClusterProfile, submitter: JobSubmitter, notify: Notify
     ) -> None:
-        self._folder, self._record, self._profile, self._desk, self._tell = folder, record, profile, desk, tell
+        self._folder, self._record, self._profile = folder, record, profile
+        self._submitter, self._notify = submitter, notify
         self._outcome = SendOutcome()
-        self._largest = 1
-        self._widths: list[int] = []
-        self._used_lanes: list[int] = []
-        self._last_of_lane: dict[int, str] = {}
-        self._free: int | None = None
+        self._limits = SchedulerLimits()
+        self._throttle = _Throttle()
 
-    def send(self) -> SendOutcome:
+    def send(self, limits: Callable[[], SchedulerLimits]) -> SendOutcome:
         journal = read_journal(self._folder)
         try:
-            for chunk in journal.chunks:
-                if chunk.is_open:
-                    self._desk.recover(chunk, self._tell)
-            now = read_journal(self._folder)
-            todo = unsent_jobs(self._folder, self._record, now)
-            if any(todo.values()):
-                self._prepare(now.chunks, todo)
-                self._send_arrays(todo)
+            for batch in journal.batches:
+                if batch.is_unanswered:
+                    self._submitter.recover(batch, self._notify)
+            recovered = read_journal(self._folder)
+            unsent = unsent_jobs(self._record, recovered)
+            if any(unsent.values()):
+                self._limits = self._submitter.query(limits, self._notify)
+                if self._record.max_running_jobs is not None:
+                    arrays = split_arrays((array.jobs for array in self._record.arrays), self._limits.max_array_size)
+                    sizes = throttle_group_sizes(self._record.max_running_jobs, arrays)
+                    self._throttle = self._resumed_throttle(sizes, recovered)
+                self._send_arrays(unsent)
         except SubmitError as error:
             self._outcome.failed = error
             self._outcome.reason = error.message
         self._finish(journal.waiting)
         return self._outcome
 
-    def _prepare(self, chunks: list[JobBatch], todo: dict[int, JobRanges]) -> None:
-        slurm_queue.export_slurm_settings(self._profile)
-        if max(count for ranges in todo.values() for _, count in ranges) > 1:
-            self._largest = self._desk.ask(lambda: slurm_queue.max_array_size(self._profile), self._tell)
-        if self._record.max_running_jobs is not None:
-            arrays = split_arrays((array.jobs for array in self._record.arrays), self._largest)
-            self._widths = throttle_group_sizes(self._record.max_running_jobs, arrays)
-            self._take_up_lanes([chunk for chunk in chunks if chunk.job_id is not None])
-        limit = self._limit()
-        if limit is not None:
-            queued = slurm_queue.count_queued_jobs(self._profile)
-            self._free = None if queued is None else max(0, limit - queued)
+    def _resumed_throttle(self, sizes: list[int], journal: Journal) -> _Throttle:
+        """The groups as an earlier process left them; a job that the scheduler has forgotten is no dependency."""
+        last_job = {batch.lane: batch.job_id for batch in journal.batches if batch.job_id is not None}
+        queued = queued_job_numbers(last_job.values(), self._profile) if last_job else set()
+        known = {group: job_id for group, job_id in last_job.items() if job_id in queued}
+        return _Throttle(sizes, [batch.lane for batch in journal.batches if batch.is_sent], known)
 
-    def _limit(self) -> int | None:
-        """Jobs that may be submitted: the least of the cluster's and of the partitions' that this is about."""
-        partitions = (self._profile.partition(array.partition).max_submitted_jobs for array in self._record.arrays)
-        limits = (self._profile.scheduler.max_submitted_jobs, *partitions)
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    def _take_up_lanes(self, sent: list[JobBatch]) -> None:
-        """Go on where an earlier process stopped, without depending on a job that the scheduler may have forgotten."""
-        last = {chunk.lane: chunk.job_id or "" for chunk in sent}
-        queued = slurm_queue.queued_job_numbers(last.values(), self._profile) if last else set()
-        self._last_of_lane = {lane: job_id for lane, job_id in last.items() if job_id in queued}
-        self._used_lanes = [chunk.lane for chunk in sent]
-
-    def _send_arrays(self, todo: dict[int, JobRanges]) -> None:
+    def _send_arrays(self, unsent: dict[int, JobRanges]) -> None:
         full: set[str | None] = set()
         for array in self._record.arrays:
-            ranges = todo[array.number]
+            ranges = unsent[array.number]
             if ranges:
-                self._check(array)
+                parameters = {
+                    "nodes": array.nodes,
+                    "ntasks_per_node": array.ranks // array.nodes,
+                    "time": max(1, int(array.job_limit_s // 60)),
+                    "account": self._profile.account,
+                }
+                known = {key: value for key, value in parameters.items() if value is not None}
+                check_job_parameters(known, self._folder)
             try:
                 for first, count in ranges:
                     if array.partition not in full and not self._send_range(array, first, count):
                         full.add(array.partition)
             except SbatchError as error:
-                if error.answer is not SbatchOutcome.REFUSED:
+                if error.outcome is not SbatchOutcome.REFUSED:
                     raise
-                self._refuse(array, ranges)
+                self._record_refusal(array, ranges)
                 self._outcome.refused.append(error)
 
-    def _refuse(self, array: JobArray, ranges: JobRanges) -> None:
-        """What is left of an array that the scheduler will not have belongs to no submission."""
-        sent = [chunk for chunk in read_journal(self._folder).of(array.number) if chunk.job_id is not None]
+    def _record_refusal(self, array: JobArray, ranges: JobRanges) -> None:
+        """The rest of an array that the scheduler refuses belongs to no submission."""
+        sent = [batch for batch in read_journal(self._folder).of(array.number) if batch.is_sent]
         for first, count in ranges:
-            done = sum(chunk.count for chunk in sent if first <= chunk.first < first + count)
-            if done < count:
-                self._desk.writer.note(
-                    JobBatch(array=array.number, first=first + done, count=count - done, refused=True)
-                )
-
-    def _check(self, array: JobArray) -> None:
-        parameters = {
-            "nodes": array.nodes,
-            "ntasks_per_node": array.ranks // array.nodes,
-            "time": max(1, int(array.job_limit_s // 60)),
-            "account": self._profile.account,
-        }
-        check_job_parameters({key: value for key, value in parameters.items() if value is not None}, self._folder)
+            accepted = sum(batch.count for batch in sent if first <= batch.first < first + count)
+            if accepted < count:
+                rest = JobBatch(array=array.number, first=first + accepted, count=count - accepted, refused=True)
+                self._submitter.writer.record(rest)
 
     def _send_range(self, array: JobArray, first: int, count: int) -> bool:
-        """Send consecutive jobs in as few calls as the scheduler allows; ``False`` once it takes no more for now."""
-        end, size = first + count, min(count, self._largest)
+        """Submit consecutive jobs in as few calls as SLURM allows; ``False`` once it accepts no more for now."""
+        end, size = first + count, min(count, self._limits.max_array_size)
         while first < end:
             size = min(size, end - first)
-            if self._free is not None:
-                size = min(size, self._free)
+            free = self._limits.free_jobs
+            if free is not None:
+                size = min(size, free)
                 if size == 0:
-                    self._outcome.reason = f"the profile allows {self._limit()} submitted jobs"
+                    self._outcome.reason = f"the profile allows {self._limits.max_submitted_jobs} submitted jobs"
                     return False
-            chunk = self._chunk(array, first, size)
+            batch = JobBatch(
+                array=array.number,
+                first=first,
+                count=size,
+                name=self._record.batch_name(array.number, first, size),
+                lane=self._throttle.next_group(),
+                is_array=array.jobs > 1,
+            )
             try:
-                job_id = self._desk.offer(
-                    chunk, self._options(chunk, array.partition), self._profile.scheduler.retry_s, self._tell
-                )
+                job_id = self._submitter.submit(batch, self._options(batch, array.partition), self._notify)
             except SbatchError as error:
-                if error.answer is not SbatchOutcome.LIMIT:
+                if error.outcome is not SbatchOutcome.LIMIT:
                     raise
                 if size == 1:
-                    return self._over_limit(error)
+                    return self._wait_for_limit(error)
                 size //= 2
                 continue
-            self._count(chunk, job_id)
+            self._outcome.jobs += size
+            self._throttle.add(batch.lane, job_id)
+            if free is not None:
+                self._limits = self._limits._replace(free_jobs=free - size)
             first += size
         return True
 
-    def _over_limit(self, error: SbatchError) -> bool:
-        """A single job is over a limit: it waits, unless nothing is queued that it could be waiting for."""
-        if self._outcome.jobs == 0 and slurm_queue.count_queued_jobs(self._profile) == 0:
+    def _wait_for_limit(self, error: SbatchError) -> bool:
+        """A single job is over a limit. It waits, unless nothing is queued whose end it could wait for."""
+        if self._outcome.jobs == 0 and count_queued_jobs(self._profile) == 0:
             raise SbatchError(error.message, SbatchOutcome.REFUSED, hint=error.hint) from error
         self._outcome.reason = error.message.splitlines()[0]
         return False
 
-    def _chunk(self, array: JobArray, first: int, count: int) -> JobBatch:
-        return JobBatch(
-            array=array.number,
-            first=first,
-            count=count,
-            name=self._record.chunk_name(array.number, first, count),
-            lane=next_throttle_group(self._used_lanes, len(self._widths)) if self._widths else 0,
-            is_array=array.jobs > 1,
-        )
-
-    def _options(self, chunk: JobBatch, partition: str | None) -> list[str]:
+    def _options(self, batch: JobBatch, partition: str | None) -> list[str]:
         drop = self._profile.request_of(partition).drop
-        options = [f"--{name}={chunk.name}" for name in ("job-name", "comment") if name not in drop]
-        if chunk.is_array:
-            width = self._widths[chunk.lane] if self._widths else chunk.count
-            options.append(f"--array=0-{chunk.count - 1}" + (f"%{width}" if width < chunk.count else ""))
-        if chunk.lane in self._last_of_lane:
-            options.append(f"--dependency=afterany:{self._last_of_lane[chunk.lane]}")
+        options = [f"--{name}={batch.name}" for name in ("job-name", "comment") if name not in drop]
+        if batch.is_array:
+            size = self._throttle.sizes[batch.lane] if self._throttle.sizes else batch.count
+            options.append(f"--array=0-{batch.count - 1}" + (f"%{size}" if size < batch.count else ""))
+        if batch.lane in self._throttle.last_job:
+            options.append(f"--dependency=afterany:{self._throttle.last_job[batch.lane]}")
         return options
-
-    def _count(self, chunk: JobBatch, job_id: str) -> None:
-        self._outcome.jobs += chunk.count
-        if self._widths:
-            self._used_lanes.append(chunk.lane)
-            self._last_of_lane[chunk.lane] = job_id
-        if self._free is not None:
-            self._free -= chunk.count
 
     def _finish(self, was_waiting: str) -> None:
         journal = read_journal(self._folder)
-        rest = unsent_jobs(self._folder, self._record, journal)
-        self._outcome.waiting = _count_jobs(rest)
-        self._outcome.waiting += sum(chunk.count for chunk in journal.chunks if chunk.is_open)
+        self._outcome.waiting = _count_jobs(unsent_jobs(self._record, journal))
+        self._outcome.waiting += sum(batch.count for batch in journal.batches if batch.is_unanswered)
         if self._outcome.reason != was_waiting:
-            self._desk.writer.wait(self._outcome.reason)
+            self._submitter.writer.record_waiting(self._outcome.reason)

@@ -18,7 +18,6 @@ import msgspec
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file
 from hpcbench.fileio import make_folder, write_atomic, write_error
-from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.paths import data_folder
 from hpcbench.render.job_script import render_script
 from hpcbench.render.launch_step import JobShape, cpus_per_task
@@ -148,7 +147,6 @@ def _make_task(
 def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGroup) -> TaskFileHeader:
     profile, shape = plan.profile, group.shape
     device = profile.devices.get(profile.node_of(shape.partition).device_type or "")
-    models = custom_model_folder(plan.sweep, profile)
     return TaskFileHeader(
         cluster=profile.name,
         device=profile.device,
@@ -164,7 +162,7 @@ def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGro
         cores_per_task=cpus_per_task(shape, profile),
         pack=group.pack,
         environment_key=plan.environment_key(shape.environment),
-        model_folder=str(models) if models else None,
+        model_folder=str(plan.model_folder) if plan.model_folder else None,
         scrubbed=scrubbed_names(),
     )
 

@@ -1,5 +1,5 @@
-"""The records ``submission.json`` (one submission) and ``sweeps/<name>.json`` (the runs of a sweep), and how they are
-read.
+"""The records ``submission.json`` (one submission) and ``sweeps/<name>.json`` (the runs of a sweep), and the newest
+submission of each run.
 
 This module imports neither templates nor profiles, so that commands that only read start quickly."""
 
@@ -9,14 +9,17 @@ import functools
 import os
 import re
 import time
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, make_folder, read_regular, write_atomic
+from hpcbench.results.attempts import Attempt, AttemptStart, latest_attempt
 from hpcbench.results.decode import decode_record
 from hpcbench.results.results_tree import ClusterTree
+from hpcbench.submit.journal import JobBatch, Journal, read_journal
 
 if TYPE_CHECKING:
     from hpcbench.config.run_spec import RunSpec
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SweepRecord(msgspec.Struct, kw_only=True):
-    """The runs that the sweep meant when it was submitted last."""
+    """``sweeps/<name>.json``: the runs of the sweep when it was submitted last."""
 
     sweep: str
     cluster: str
@@ -35,7 +38,6 @@ class SweepRecord(msgspec.Struct, kw_only=True):
 
 
 def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> None:
-    """Record which runs the sweep means now."""
     record = SweepRecord(
         sweep=plan.sweep.name,
         cluster=plan.profile.name,
@@ -50,7 +52,7 @@ def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> None:
 
 
 def read_sweep_record(tree: ClusterTree, name: str) -> SweepRecord | None:
-    """The record of a sweep that was submitted or run here; ``None`` where there is none."""
+    """The record of a sweep that was submitted or run here; ``None`` if there is none."""
     try:
         return decode_record(read_regular(tree.sweep_path(name)), SweepRecord)
     except (OSError, msgspec.MsgspecError):
@@ -74,20 +76,19 @@ class JobArray(msgspec.Struct, kw_only=True):
 
     @property
     def jobs(self) -> int:
-        """How many jobs carry the runs."""
         return -(-len(self.run_ids) // self.pack)
 
-    def runs_of(self, job: int) -> list[str]:
-        """The runs of one job."""
-        return self.run_ids[job * self.pack : (job + 1) * self.pack]
+    def runs_of(self, job: int, count: int = 1) -> list[str]:
+        """The runs of ``count`` jobs, from ``job`` on."""
+        return self.run_ids[job * self.pack : (job + count) * self.pack]
 
 
 class Submission(msgspec.Struct, kw_only=True):
-    """``submission.json``: what is to be submitted. Written once; the journal says how far it has come."""
+    """``submission.json``: the jobs of a submission. Written once; the journal records which of them were accepted."""
 
     submission: str
     token: str
-    """Part of every job's name, so that a job is found again by it and never taken for another tree's."""
+    """Part of every job's name: a job is found by its name, and never taken for one of another results tree."""
     sweep: str
     cluster: str
     scheduler: str
@@ -95,13 +96,13 @@ class Submission(msgspec.Struct, kw_only=True):
     max_running_jobs: int | None = None
     arrays: list[JobArray]
 
-    def chunk_name(self, array: int, first: int, count: int) -> str:
-        """The name of the jobs ``first`` to ``first + count - 1`` of an array at the scheduler."""
+    def batch_name(self, array: int, first: int, count: int) -> str:
+        """The scheduler's name of the jobs ``first`` to ``first + count - 1`` of an array."""
         return f"hpcbench-{self.submission}-{self.token}-{array}.{first}-{first + count - 1}"
 
 
 def next_submission_folder(tree: ClusterTree, sweep: str) -> Path:
-    """``submissions/<sweep>-<number>``, the first number that is free."""
+    """``submissions/<sweep>-<number>``, with the first free number."""
     pattern = re.compile(re.escape(sweep) + r"-(\d+)")
     numbers = [0]
     if tree.submissions.is_dir():
@@ -111,7 +112,7 @@ def next_submission_folder(tree: ClusterTree, sweep: str) -> Path:
 
 
 def read_submission(folder: Path) -> Submission | None:
-    """The record of a submission; ``None`` where it is absent or broken. Not to be changed: it may be given again."""
+    """The record of a submission; ``None`` if it is absent or broken. It is cached: callers must not change it."""
     path = f"{folder}/submission.json"
     try:
         state = os.lstat(path)
@@ -122,7 +123,6 @@ def read_submission(folder: Path) -> Submission | None:
 
 @functools.lru_cache(maxsize=_CACHED_RECORDS)
 def _read_submission_cached(path: str, *_state: int) -> Submission | None:
-    """As ``read_submission``; a file in the same state, which is written once, is not read again by a watcher."""
     try:
         return decode_record(read_regular(path), Submission)
     except (OSError, msgspec.MsgspecError):
@@ -130,38 +130,126 @@ def _read_submission_cached(path: str, *_state: int) -> Submission | None:
 
 
 def read_run_specs(folder: Path, record: Submission) -> dict[str, RunSpec]:
-    """The specifications of a submission's runs, from its task files; files that are gone or broken are passed over."""
+    """The specifications of a submission's runs, from its task files; absent or broken files are skipped."""
     from hpcbench.config.run_spec import RunTask
 
-    found: dict[str, RunSpec] = {}
+    specs: dict[str, RunSpec] = {}
     for array in record.arrays:
         try:
             lines = read_regular(folder / f"{array.number}.jsonl", MAX_GENERATED_FILE_BYTES).splitlines()[1:]
-            found |= {task.run_id: task.spec for task in (decode_record(line, RunTask) for line in lines)}
+            specs |= {task.run_id: task.spec for task in (decode_record(line, RunTask) for line in lines)}
         except (OSError, msgspec.MsgspecError):
             continue
-    return found
-
-
-NO_ARRAY_TASK = "4294967294"
-"""What SLURM writes for %a in the log's name of a job that is no array."""
-
-
-def job_log_path(folder: Path, record: Submission, number: int, job_id: str) -> Path:
-    """What the script of a job said itself; the ranks' words are in the attempt's folder."""
-    if record.scheduler == "local":
-        return folder / "jobs" / f"{job_id}_0_log.out"
-    job, _, task = job_id.partition("_")
-    return folder / f"{number}.{job}.{task or NO_ARRAY_TASK}.log"
+    return specs
 
 
 def list_submissions(tree: ClusterTree, sweep: str | None = None) -> list[tuple[Path, Submission]]:
     """The submissions in a tree, oldest first, of one sweep or of all."""
     if not tree.submissions.is_dir():
         return []
-    found = []
+    submissions = []
     for folder in sorted(tree.submissions.iterdir()):
         record = read_submission(folder) if folder.is_dir() and not folder.is_symlink() else None
         if record is not None and sweep in (None, record.sweep):
-            found.append((folder, record))
-    return sorted(found, key=lambda entry: entry[1].created_unix_s)
+            submissions.append((folder, record))
+    return sorted(submissions, key=lambda entry: entry[1].created_unix_s)
+
+
+class SubmittedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A run in its newest submission."""
+
+    folder: Path
+    """The submission's."""
+    record: Submission
+    array: JobArray
+    index: int
+    """Line of the task file."""
+    batch: JobBatch | None = None
+    """The call that its job was sent with; ``None`` if it was not sent yet."""
+    is_dropped: bool = False
+    """It was removed from the submission."""
+    waiting: str = ""
+    """Why the rest of the submission is not submitted."""
+
+    @property
+    def number(self) -> int:
+        """The job of the array that carries the run."""
+        return self.index // self.array.pack
+
+    @property
+    def job_id(self) -> str | None:
+        """The scheduler's, once it has accepted the job."""
+        return self.batch.job_of(self.number) if self.batch is not None and self.batch.is_sent else None
+
+    def started_attempt(self, tree: ClusterTree) -> tuple[Attempt, AttemptStart] | None:
+        """The newest attempt of the run, if a job of this submission started it."""
+        return started_attempt(tree, self.array.run_ids[self.index], self.record.submission)
+
+
+def started_attempt(tree: ClusterTree, run_id: str, submission: str) -> tuple[Attempt, AttemptStart] | None:
+    """The newest attempt of a run, if a job of ``submission`` started it."""
+    attempt = latest_attempt(tree.run_folder(run_id))
+    marker = attempt.read_start() if attempt else None
+    return (attempt, marker) if attempt and marker and marker.belongs_to(submission) else None
+
+
+class NewestSubmission(msgspec.Struct, frozen=True, gc=False):
+    """A submission with those of its runs that were not submitted again later."""
+
+    folder: Path
+    record: Submission
+    journal: Journal
+    run_ids: Collection[str]
+
+    def runs(self) -> Iterator[tuple[str, SubmittedRun]]:
+        dropped, waiting = self.journal.dropped, self.journal.waiting
+        for array in self.record.arrays:
+            batches = self._batches_by_job(array)
+            for index, run_id in enumerate(array.run_ids):
+                if run_id in self.run_ids:
+                    yield (
+                        run_id,
+                        SubmittedRun(
+                            folder=self.folder,
+                            record=self.record,
+                            array=array,
+                            index=index,
+                            batch=batches[index // array.pack],
+                            is_dropped=run_id in dropped,
+                            waiting=waiting,
+                        ),
+                    )
+
+    def _batches_by_job(self, array: JobArray) -> list[JobBatch | None]:
+        batches: list[JobBatch | None] = [None] * array.jobs
+        for batch in self.journal.of(array.number):
+            end = min(batch.first + batch.count, array.jobs)
+            batches[batch.first : end] = [batch] * (end - batch.first)
+        return batches
+
+
+def find_submissions(tree: ClusterTree, wanted: Iterable[str]) -> list[NewestSubmission]:
+    """The newest submission of each of the ``wanted`` runs, the newest first.
+
+    Runs that a scheduler refused belong to no submission.
+    """
+    missing = set(wanted)
+    submissions: list[NewestSubmission] = []
+    for folder, record in reversed(list_submissions(tree)) if missing else ():
+        run_ids = {run_id for array in record.arrays for run_id in missing.intersection(array.run_ids)}
+        if not run_ids:
+            continue
+        journal = read_journal(folder)
+        for batch in journal.batches:
+            if batch.refused:
+                run_ids.difference_update(record.arrays[batch.array].runs_of(batch.first, batch.count))
+        submissions.append(NewestSubmission(folder, record, journal, run_ids))
+        missing -= run_ids
+        if not missing:
+            break
+    return submissions
+
+
+def find_submitted_runs(tree: ClusterTree, wanted: Iterable[str]) -> dict[str, SubmittedRun]:
+    """Each of the ``wanted`` runs in its newest submission; runs that were never submitted are absent."""
+    return {run_id: run for submission in find_submissions(tree, wanted) for run_id, run in submission.runs()}

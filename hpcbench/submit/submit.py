@@ -1,50 +1,51 @@
 """Submission of the runs that a sweep still lacks: selected under a lock, written as one folder, sent to the
 scheduler.
+
+    check the scheduler
+    lock the tree:  select runs -> check the budget -> write skipped results -> write the submission's folder
+    unlock
+    send every job that was not sent yet, of this submission and of earlier ones
 """
 
 from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec, config_id
-from hpcbench.errors import ConfigError, SubmitError
+from hpcbench.errors import ConfigError
 from hpcbench.fileio import make_folder
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
-from hpcbench.submit import slurm_queue
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.local_scheduler import queue_was_started, start_local_queue
 from hpcbench.submit.lock import exclusive_lock
-from hpcbench.submit.plan import RERUN_ON_SUBMIT, SweepPlan, check_account
+from hpcbench.submit.plan import RERUN_ON_SUBMIT, SweepPlan
 from hpcbench.submit.run_state import ACTIVE_STATES, record_scheduler_failures, run_states
-from hpcbench.submit.sbatch import Notify
-from hpcbench.submit.send import SendOutcome, send_submission, unsent_jobs
+from hpcbench.submit.scheduler import Notify, SendOutcome, check_scheduler, ignore_message, send_unsent
 from hpcbench.submit.submission import render_submission, write_submission
-from hpcbench.submit.submission_record import Submission, list_submissions, next_submission_folder, write_sweep_record
+from hpcbench.submit.submission_record import Submission, next_submission_folder, write_sweep_record
 
 
 @dataclass(frozen=True)
 class RunSelection:
-    """Which runs are submitted beside those that have never been."""
+    """The runs that are submitted besides those that were never submitted."""
 
     again: frozenset[str] = frozenset()
     """Further states (``timeout``, ``lost``, ...) whose runs are submitted once more."""
     only_again: bool = False
-    """Leave out all others."""
+    """Submit only the runs in the states ``again``."""
     remeasure: bool = False
-    """Also what was measured in another environment than today's."""
+    """Also submit runs that were measured in another environment than the current one."""
     over_budget: bool = False
-    """Whatever it may cost."""
+    """Submit even if the budget is exceeded."""
 
 
 @dataclass
 class SubmitOutcome:
-    """What one submit did."""
+    """The outcome of one submit."""
 
     folder: Path | None = None
     record: Submission | None = None
@@ -52,42 +53,53 @@ class SubmitOutcome:
     active: list[str] = field(default_factory=list)
     """Runs that an earlier submission is taking care of."""
     sent: SendOutcome = field(default_factory=SendOutcome)
-    """Of this submission and of what had been waiting in earlier ones."""
-
-
-def _ignore_message(text: str) -> None:
-    pass
+    """The jobs of this submission, and of earlier ones that had been waiting."""
 
 
 def submit(
-    plan: SweepPlan, tree: ClusterTree, choice: RunSelection = RunSelection(), tell: Notify = _ignore_message
+    plan: SweepPlan,
+    tree: ClusterTree,
+    choice: RunSelection = RunSelection(),
+    notify: Notify = ignore_message,
 ) -> SubmitOutcome:
-    """Submit the runs of ``plan`` that have no result and that nobody is taking care of.
+    """Submit the runs of ``plan`` that have no result and that no earlier submission is taking care of.
 
-    What of earlier submissions has not been sent yet goes first. Raises ``ConfigError`` where it would cost more than
-    the budget, and ``SubmitError`` where there is no scheduler here; what the scheduler said is in ``sent``.
+    Jobs of earlier submissions that were not sent yet are sent first.
+
+    Args:
+        plan: the sweep on one cluster.
+        tree: the cluster's results.
+        choice: which further runs are submitted.
+        notify: called with messages about retries.
+
+    Raises:
+        ConfigError: the cost exceeds the budget, or the profile lacks an account.
+        SubmitError: there is no scheduler here. Its refusal of single jobs is not raised but in ``sent``.
+        LockHeldError: another submit holds the lock of the tree.
     """
     check_scheduler(plan.profile)
     make_folder(tree.submissions)
+    outcome = SubmitOutcome()
     with exclusive_lock(tree.submissions / ".lock"):
-        stale = plan.elsewhere if choice.remeasure else {}
-        chosen, active = _select_runs(plan, tree, choice, stale)
+        superseded = plan.elsewhere if choice.remeasure else {}
+        runs, outcome.active = _select_runs(plan, tree, choice, superseded)
         if not choice.over_budget:
-            check_budget(plan, chosen)
+            _check_budget(plan, runs)
         write_sweep_record(plan, tree)
         if not choice.only_again:
-            write_skipped_results(plan, tree, active)
-        if chosen:
-            folder = next_submission_folder(tree, plan.sweep.name)
-            rendered = render_submission(plan, chosen, tree, folder, stale, obeys_stops="skipped" not in choice.again)
-            write_submission(rendered, folder)
-    submitted = SubmitOutcome(active=active)
-    if chosen:
-        submitted = SubmitOutcome(folder, rendered.record, list(chosen), active)
-    submitted.sent = send_unsent(tree, plan.runs, plan.profile, tell)
-    if chosen and submitted.sent.refused:
-        remove_if_refused(folder)
-    return submitted
+            _write_skipped_results(plan, tree, outcome.active)
+        if runs:
+            outcome.folder = next_submission_folder(tree, plan.sweep.name)
+            rendered = render_submission(
+                plan, runs, tree, outcome.folder, superseded, obeys_stops="skipped" not in choice.again
+            )
+            write_submission(rendered, outcome.folder)
+            outcome.record, outcome.run_ids = rendered.record, list(runs)
+    outcome.sent = send_unsent(tree, plan.runs, plan.profile, notify)
+    if outcome.folder and outcome.sent.refused and all(batch.refused for batch in read_journal(outcome.folder).batches):
+        # The scheduler accepted nothing of it, and nothing is sent again.
+        shutil.rmtree(outcome.folder, ignore_errors=True)
+    return outcome
 
 
 def _select_runs(
@@ -105,8 +117,8 @@ def _select_runs(
     return {key: spec for key, spec in missing.items() if states[key].state in wanted and key not in stopped}, active
 
 
-def write_skipped_results(plan: SweepPlan, tree: ClusterTree, active: Collection[str]) -> None:
-    """Give the runs that a stop rule has made pointless their result, unless they are on their way already."""
+def _write_skipped_results(plan: SweepPlan, tree: ClusterTree, active: Collection[str]) -> None:
+    """Write the result ``skipped`` of the runs that a stop rule excludes, unless they are active already."""
     for run_id, reason in plan.stopped.items():
         if run_id not in active:
             spec = plan.runs[run_id]
@@ -123,89 +135,16 @@ def write_skipped_results(plan: SweepPlan, tree: ClusterTree, active: Collection
             tree.write_result(result)
 
 
-def check_budget(plan: SweepPlan, chosen: dict[str, RunSpec]) -> None:
-    """Raise ``ConfigError`` where ``chosen`` may cost more node-hours than the sweep or the profile allows at once."""
+def _check_budget(plan: SweepPlan, runs: dict[str, RunSpec]) -> None:
+    """Raise ``ConfigError`` if ``runs`` may cost more node-hours than the sweep or the profile allows at once."""
     if plan.budget is None:
         return
     budget, owner = plan.budget
-    cost = plan.node_hours(chosen)
+    cost = plan.node_hours(runs)
     if cost > budget:
         raise ConfigError(
-            f"{len(chosen)} runs may cost {cost:.2f} node-hours at their time limits, "
+            f"{len(runs)} runs may cost {cost:.2f} node-hours at their time limits, "
             f"the budget of {owner} is {budget:g}",
             where=str(plan.sweep.source.path),
             hint="lower time_limit_min, submit fewer runs, raise budget_node_hours, or say --yes",
         )
-
-
-_UNSUPPORTED_SCHEDULERS = {
-    "pbs": (
-        "is run by PBS, which hpcbench writes for but does not submit to",
-        "hpcbench render SWEEP --cluster NAME --out DIR writes complete jobs: qsub DIR/0.sh, and so on",
-    ),
-    "none": ("is only predicted for: no job reaches it", "plan and predict take it; hpcbench cluster list has others"),
-}
-
-
-def check_scheduler(profile: ClusterProfile) -> None:
-    """Raise ``SubmitError`` where the scheduler is not here, before anything is written; ``ConfigError`` where it would
-    take no job for want of an account.
-    """
-    if profile.scheduler.kind == "local":
-        return
-    if profile.scheduler.kind in _UNSUPPORTED_SCHEDULERS:
-        why, hint = _UNSUPPORTED_SCHEDULERS[profile.scheduler.kind]
-        raise ConfigError(f"cluster {profile.name} {why}", hint=hint)
-    check_account(profile)
-    config = profile.scheduler.config_file
-    if config and not Path(config).exists():
-        hint = "is the cluster up? the profile's scheduler.config_file names it"
-        raise SubmitError(f"cluster {profile.name}: no file {config}", hint=hint)
-    if slurm_queue.find_command("sbatch", profile) is None:
-        hint = "run this on a login node of the cluster, or set scheduler.bin_folder in its profile"
-        raise SubmitError(f"cluster {profile.name}: sbatch is not on PATH", hint=hint)
-
-
-def send_unsent(
-    tree: ClusterTree, run_ids: Iterable[str], profile: ClusterProfile, tell: Notify = _ignore_message
-) -> SendOutcome:
-    """Send what the scheduler has not taken yet of every submission that has to do with ``run_ids``, oldest first."""
-    wanted = set(run_ids)
-    total = SendOutcome()
-    for folder, record in list_submissions(tree):
-        if wanted.isdisjoint(run_id for array in record.arrays for run_id in array.run_ids):
-            continue
-        if record.scheduler == "local":
-            _start_queue_once(folder, profile)
-            continue
-        journal = read_journal(folder)
-        if not any(chunk.is_open for chunk in journal.chunks) and not any(
-            unsent_jobs(folder, record, journal).values()
-        ):
-            continue
-        _add_outcome(total, send_submission(folder, record, profile, tree, tell))
-        if total.failed is not None:
-            break
-    return total
-
-
-def _add_outcome(total: SendOutcome, sent: SendOutcome) -> None:
-    total.jobs += sent.jobs
-    total.waiting += sent.waiting
-    total.reason = total.reason or sent.reason
-    total.refused += sent.refused
-    total.failed = total.failed or sent.failed
-
-
-def _start_queue_once(folder: Path, profile: ClusterProfile) -> None:
-    if queue_was_started(folder):
-        return
-    with exclusive_lock(folder / ".sending"):
-        if not queue_was_started(folder):
-            start_local_queue(folder, slurm_queue.slurm_environment(profile), profile.scheduler.warning_s)
-
-
-def remove_if_refused(folder: Path) -> None:
-    """Remove a submission of which the scheduler took nothing and will be offered nothing again."""
-    if all(chunk.refused for chunk in read_journal(folder).chunks):
-        shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,12 @@
-"""Snapshots of sweeps in progress: runs by array and state, durations of finished runs, and the latest failures."""
+"""Repeated queries of sweeps in progress, and snapshots of them for the live screen.
+
+SweepWatcher.query()  -->  states  -->  SweepWatcher.snapshots(states)  -->  live screen
+SweepWatcher.refresh_results(states)  reads results between two queries
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +21,13 @@ from hpcbench.results.attempts import Attempt, latest_attempt
 from hpcbench.results.incremental_tree import IncrementalClusterTree
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, record_scheduler_failures, run_states
+from hpcbench.submit.scheduler import scheduler_class
 from hpcbench.submit.scheduler_settings import HasSchedulerSettings
-from hpcbench.submit.submission_record import list_submissions
+from hpcbench.submit.submission_record import JobArray, list_submissions
 
 MAX_SHOWN_FAILURES = 5
 _MAX_TIMED_RUNS = 50
-"""So many of an array's newest runs are asked how long they took; it is one small file each, read once."""
+"""Only this many of an array's newest runs are timed: each is a small file, read once."""
 
 
 class TimedRun(msgspec.Struct, frozen=True, gc=False):
@@ -33,12 +39,12 @@ class TimedRun(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def took_s(self) -> float:
-        """From the start of the ranks to the result; clocks of two machines may differ by more than that."""
+        """The time from the start of the ranks to the result; 0 if the clocks of two machines differ by more."""
         return max(0.0, self.ended_unix_s - self.began_unix_s)
 
 
 class ArrayShape(msgspec.Struct, frozen=True):
-    """What the jobs of an array ask for."""
+    """The resources of each job of an array."""
 
     nodes: int
     ranks: int
@@ -46,7 +52,7 @@ class ArrayShape(msgspec.Struct, frozen=True):
 
 
 class ArraySnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """The runs of a sweep that were submitted last with one array; without a ``name``: with none."""
+    """The runs of a sweep whose newest submission is in one array; without a ``name``: that are in no submission."""
 
     name: str = ""
     """``<submission>/<number>``."""
@@ -54,25 +60,24 @@ class ArraySnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The scheduler's, of the whole array."""
     shape: ArrayShape | None = None
     counts: Mapping[str, int]
-    """How many of its runs are in each state."""
+    """Number of runs by state."""
     timed: tuple[TimedRun, ...] = ()
-    """The newest of those that have ended, the last one last."""
+    """The newest runs that have ended, the last one last."""
     running_since_unix_s: tuple[float, ...] = ()
-    """Of those running runs that have left a start marker."""
+    """The start times of running runs, from their start markers."""
 
     @property
     def submission(self) -> str:
-        """The submission that it belongs to."""
         return self.name.partition("/")[0]
 
 
 class FailedRun(msgspec.Struct, frozen=True):
-    """A run that did not end well."""
+    """A run that failed."""
 
     run_id: str
     state: str
     label: str
-    """Empty where nothing says what the run is."""
+    """Strategy, model and sizes in words; empty if they are unknown."""
     reason: str
     ended_unix_s: float | None
 
@@ -87,15 +92,15 @@ class SweepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     failures: tuple[FailedRun, ...] = ()
     """The newest ones, the last one last."""
     failed: int = 0
-    """How many there are in all."""
+    """Number of all failed runs."""
     silence: str = ""
     """Why the scheduler did not answer."""
     predicted_s: float | None = None
-    """Seconds until the last run ends, as something else than finished runs has it."""
+    """Seconds until the last run ends, by the oracle."""
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many runs are in each state."""
+        """Number of runs by state."""
         total: Counter[str] = Counter()
         for array in self.arrays:
             total.update(array.counts)
@@ -103,7 +108,7 @@ class SweepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SweepWatcher:
-    """Looks at the sweeps of one cluster again and again; each look asks the scheduler once, about all of them."""
+    """Queries the sweeps of one cluster again and again; each query asks the scheduler once, about all of them."""
 
     def __init__(
         self,
@@ -113,27 +118,28 @@ class SweepWatcher:
         clock: Callable[[], float] = time.time,
         superseded: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """``superseded``: of runs that are measured again, the environment key of the result that does not count."""
+        """``sweeps``: the ``run_id``s by sweep. ``superseded``: for runs that are measured again, the environment key
+        of the result that does not count."""
         self.tree = IncrementalClusterTree(root, superseded=superseded)
         self.sweeps = sweeps
         self.predicted_s: dict[str, float] = {}
-        """Per sweep, where somebody has predicted how long it takes: what is shown until runs have ended."""
+        """By sweep, the predicted time until its last run ends; shown until runs have ended."""
         self._profile, self._clock, self._superseded = profile, clock, superseded
         self._timed: dict[tuple[str, float], TimedRun | None] = {}
         self._since: dict[str, float] = {}
         self._labels: dict[str, str] = {}
-        self._jobs: dict[tuple[str, int], str] = {}
+        self._jobs: dict[str, str] = {}
 
-    def ask(self) -> dict[str, RunState]:
-        """The state of every run; what only the scheduler knows is written down on the way."""
-        wanted = dict.fromkeys(run_id for run_ids in self.sweeps.values() for run_id in run_ids)
-        states = run_states(self.tree, wanted, self._profile, self._clock(), self._stale())
+    def query(self) -> dict[str, RunState]:
+        """The state of every run. Failures that only the scheduler reports are recorded."""
+        run_ids = dict.fromkeys(run_id for run_ids in self.sweeps.values() for run_id in run_ids)
+        states = run_states(self.tree, run_ids, self._profile, self._clock(), self._stale())
         if any(state.ended_unix_s is not None for state in states.values()):
             record_scheduler_failures(self.tree, states)
         return states
 
-    def look(self, states: Mapping[str, RunState]) -> dict[str, RunState]:
-        """``states`` with the ok results that have come since, without asking the scheduler."""
+    def refresh_results(self, states: Mapping[str, RunState]) -> dict[str, RunState]:
+        """``states`` with the ok results that have come since, without a query of the scheduler."""
         heads = self.tree.summaries([key for key, state in states.items() if state.state in ACTIVE_STATES])
         done = {key for key, head in heads.items() if head.status == STATUS_OK} - self._stale()
         return {key: RunState(STATUS_OK) if key in done else state for key, state in states.items()}
@@ -144,71 +150,74 @@ class SweepWatcher:
         return {key for key, head in heads.items() if self.tree.is_superseded(key, head)}
 
     def snapshots(self, states: Mapping[str, RunState]) -> list[SweepSnapshot]:
-        """Everything that there is to show about ``states``, sweep by sweep."""
-        places = self._places(states)
+        """The contents of the live screen, sweep by sweep."""
         self._since = {key: since for key, since in self._since.items() if states[key].state == "running"}
-        return [self._snapshot(sweep, run_ids, states, places) for sweep, run_ids in self.sweeps.items()]
+        newest: dict[str, tuple[str, JobArray]] = {}
+        for folder, record in list_submissions(self.tree):
+            for array in record.arrays:
+                newest |= dict.fromkeys(states.keys() & array.run_ids, (folder.name, array))
+        return [self._snapshot(sweep, run_ids, states, newest) for sweep, run_ids in self.sweeps.items()]
 
     def _snapshot(
-        self, sweep: str, run_ids: Sequence[str], states: Mapping[str, RunState], places: Mapping[str, _ArrayOfRun]
+        self,
+        sweep: str,
+        run_ids: Sequence[str],
+        states: Mapping[str, RunState],
+        newest: Mapping[str, tuple[str, JobArray]],
     ) -> SweepSnapshot:
-        grouped: dict[tuple[str, int], list[str]] = {}
+        """``newest``: the folder and array of each run's newest submission."""
+        by_array: dict[tuple[str, int], list[str]] = {}
         for run_id in run_ids:
-            place = places.get(run_id)
-            grouped.setdefault((place.folder, place.number) if place else ("", 0), []).append(run_id)
+            folder, array = newest.get(run_id, ("", None))
+            by_array.setdefault((folder, array.number if array else 0), []).append(run_id)
+        # Arrays by submission and number, runs that were never submitted at the end.
+        ordered = sorted(by_array.items(), key=lambda entry: (not entry[0][0], *entry[0]))
+        arrays = [self._array(array_runs, states, newest.get(array_runs[0])) for _, array_runs in ordered]
         failed = [key for key in run_ids if states[key].state not in (STATUS_OK, "planned", *ACTIVE_STATES)]
-        newest = sorted(failed, key=lambda key: self._ended(key, states[key]) or 0.0)[-MAX_SHOWN_FAILURES:]
+        latest = sorted(failed, key=lambda key: self._ended(key, states[key]) or 0.0)[-MAX_SHOWN_FAILURES:]
         reasons = (states[key].reason for key in run_ids if states[key].state in ACTIVE_STATES)
         return SweepSnapshot(
             sweep=sweep,
             cluster=self.tree.root.name,
             now_unix_s=self._clock(),
-            arrays=tuple(self._array(key, grouped[key], states, places) for key in sorted(grouped, key=_array_order)),
-            failures=tuple(self._failure(key, states[key]) for key in newest),
+            arrays=tuple(arrays),
+            failures=tuple(self._failure(key, states[key]) for key in latest),
             failed=len(failed),
             predicted_s=self.predicted_s.get(sweep),
             silence=next((reason for reason in reasons if "scheduler does not answer" in reason), ""),
         )
 
-    def _places(self, states: Mapping[str, RunState]) -> dict[str, _ArrayOfRun]:
-        """Per run the newest submission that it is in."""
-        found = {}
-        for folder, record in list_submissions(self.tree):
-            for array in record.arrays:
-                shape = ArrayShape(array.nodes, array.ranks, array.partition)
-                for run_id in states.keys() & array.run_ids:
-                    found[run_id] = _ArrayOfRun(folder.name, array.number, shape)
-        return found
-
     def _array(
-        self,
-        key: tuple[str, int],
-        run_ids: Sequence[str],
-        states: Mapping[str, RunState],
-        places: Mapping[str, _ArrayOfRun],
+        self, run_ids: Sequence[str], states: Mapping[str, RunState], newest: tuple[str, JobArray] | None
     ) -> ArraySnapshot:
-        counted = Counter(states[run_id].state for run_id in run_ids)
-        if not key[0]:
-            return ArraySnapshot(counts=counted)
-        ended = [(run_id, at) for run_id in run_ids if (at := self.tree.ended_unix_s(run_id)) is not None]
-        ended = [(run_id, at) for run_id, at in ended if states[run_id].state not in ACTIVE_STATES]
-        newest = sorted(ended, key=lambda entry: entry[1])[-_MAX_TIMED_RUNS:]
-        timed = (self._took(run_id, at, states[run_id]) for run_id, at in newest)
-        running = (run_id for run_id in run_ids if states[run_id].state == "running")
-        since = (self._running_since(run_id) for run_id, _ in zip(running, range(_MAX_TIMED_RUNS), strict=False))
-        tickets = (ticket for run_id in run_ids if (ticket := states[run_id].ticket) is not None)
-        if job_id := next((one.job_id for one in tickets if one.record.scheduler == "slurm" and one.job_id), None):
-            self._jobs[key] = job_id.partition("_")[0]
+        counts = Counter(states[run_id].state for run_id in run_ids)
+        if newest is None:
+            return ArraySnapshot(counts=counts)
+        folder, array = newest
+        name = f"{folder}/{array.number}"
+        ended: list[tuple[float, str]] = []
+        for run_id in run_ids:
+            ended_unix_s = self.tree.ended_unix_s(run_id)
+            if ended_unix_s is not None and states[run_id].state not in ACTIVE_STATES:
+                ended.append((ended_unix_s, run_id))
+        latest = sorted(ended, key=lambda entry: entry[0])[-_MAX_TIMED_RUNS:]
+        timed = [self._timed_run(run_id, end_unix_s, states[run_id]) for end_unix_s, run_id in latest]
+        running = [run_id for run_id in run_ids if states[run_id].state == "running"][:_MAX_TIMED_RUNS]
+        since = [self._running_since(run_id) for run_id in running]
+        for run in (states[run_id].submitted_run for run_id in run_ids):
+            if run is not None and run.job_id and scheduler_class(run.record.scheduler, run.record.cluster).has_arrays:
+                self._jobs[name] = run.job_id.partition("_")[0]
+                break
         return ArraySnapshot(
-            name=f"{key[0]}/{key[1]}",
-            job_id=self._jobs.get(key),
-            shape=places[run_ids[0]].shape,
-            counts=counted,
-            timed=tuple(one for one in timed if one is not None),
-            running_since_unix_s=tuple(one for one in since if one is not None),
+            name=name,
+            job_id=self._jobs.get(name),
+            shape=ArrayShape(array.nodes, array.ranks, array.partition),
+            counts=counts,
+            timed=tuple(run for run in timed if run is not None),
+            running_since_unix_s=tuple(since_unix_s for since_unix_s in since if since_unix_s is not None),
         )
 
-    def _took(self, run_id: str, ended_unix_s: float, state: RunState) -> TimedRun | None:
+    def _timed_run(self, run_id: str, ended_unix_s: float, state: RunState) -> TimedRun | None:
         if (run_id, ended_unix_s) not in self._timed:
             head = self.tree.cached_summary(run_id)
             marker = Attempt(self.tree.run_folder(run_id), head.attempt).read_start() if head else None
@@ -233,28 +242,31 @@ class SweepWatcher:
         return FailedRun(run_id, state.state, self._labels[run_id], state.reason, self._ended(run_id, state))
 
     def _spec(self, run_id: str, state: RunState) -> RunSpec | None:
-        """Of the result, or of the task file where the run left none."""
-        try:
+        """The specification from the result, or from the task file if the run left no result."""
+        with contextlib.suppress(HpcbenchError, msgspec.MsgspecError):
             result = self.tree.read_result(run_id)
             if result is not None:
                 return result.spec
-            if state.ticket is not None:
-                ticket = state.ticket
-                return read_task(ticket.folder / f"{ticket.array.number}.jsonl", ticket.index)[1].spec
-        except (HpcbenchError, msgspec.MsgspecError):
-            pass
+            if (run := state.submitted_run) is not None:
+                return read_task(run.folder / f"{run.array.number}.jsonl", run.index)[1].spec
         return None
 
     def _ended(self, run_id: str, state: RunState) -> float | None:
         return self.tree.ended_unix_s(run_id) or state.ended_unix_s
 
 
-class _ArrayOfRun(msgspec.Struct, frozen=True, gc=False):
-    folder: str
-    number: int
-    shape: ArrayShape
+_PAUSE_FACTOR = 9.0
+_MAX_PAUSE_S = 120.0
 
 
-def _array_order(key: tuple[str, int]) -> tuple[bool, str, int]:
-    """Arrays by submission and number, what was never submitted at the end."""
-    return (not key[0], *key)
+def poll_interval_s(kind: str, cluster: str) -> float:
+    """The shortest pause between two queries of a scheduler."""
+    return scheduler_class(kind, cluster).poll_s
+
+
+def poll_pause_s(every_s: float, took_s: float) -> float:
+    """The pause after a query that took ``took_s``: a slow file system or scheduler is queried less often.
+
+    Queries take at most a tenth of the time, as long as that means no pause of more than two minutes.
+    """
+    return max(every_s, min(_PAUSE_FACTOR * took_s, _MAX_PAUSE_S))

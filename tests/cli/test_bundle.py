@@ -146,8 +146,8 @@ def planted(tmp_path: Path) -> ClusterTree:
         "created_unix_s": 1, "arrays": [array], everything: everything,
     }  # fmt: skip
     writer = JournalWriter(submission)
-    writer.note(JobBatch(array=0, first=0, count=1, name="hpcbench-carol-0001-t-0.0-0", job_id="4711"))
-    writer.wait(everything)
+    writer.record(JobBatch(array=0, first=0, count=1, name="hpcbench-carol-0001-t-0.0-0", job_id="4711"))
+    writer.record_waiting(everything)
     (submission / "stop.jsonl").write_bytes(msgspec.json.encode({everything: everything}) + b"\n")
     (submission / "dropped.json").write_bytes(msgspec.json.encode([everything]))
     (submission / "submission.json").write_bytes(msgspec.json.encode(record))

@@ -17,7 +17,7 @@ from submitit.slurm.slurm import SlurmJob
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.slurm_queue import export_slurm_settings
+from hpcbench.submit.scheduler_settings import command_environment
 from hpcbench.submit.submission_record import list_submissions
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
@@ -124,11 +124,15 @@ def test_two_array_tasks_on_the_same_nodes_twenty_times(
     two_array_tasks_meet_on_the_same_nodes(hpcbench, results, tmp_path, slurm)
 
 
-def test_submitits_job_tells_the_state_and_cancels(hpcbench: Command, results: Results, tmp_path: Path) -> None:
+def test_submitits_job_tells_the_state_and_cancels(
+    hpcbench: Command, results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was measured until then is kept, and submit would run it again."""
     path = sweep(tmp_path, "long", "steps = 100000\nnodes = 2\n")
     assert hpcbench("submit", path, "--cluster", "slurmbox").returncode == 0
-    export_slurm_settings(load_cluster("slurmbox")[0])
+    environment = command_environment(load_cluster("slurmbox")[0])
+    for name in {"PATH", "SLURM_CONF"} & environment.keys():
+        monkeypatch.setenv(name, environment[name])
     job: SlurmJob[Any] = SlurmJob(folder=tmp_path, job_id=job_ids(tmp_path)[0], tasks=[0])
     wait_for("the job to run", lambda: job.get_info(mode="force").get("State") == "RUNNING")
     wait_for("its ranks to meet", lambda: rank_logs(tmp_path))

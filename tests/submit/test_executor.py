@@ -14,10 +14,10 @@ import pytest
 CALLER = """
 import os, sys
 from pathlib import Path
-from hpcbench.submit import executor
+from hpcbench.submit import sbatch
 if sys.argv[2] == "by itself":
-    executor._tied_to_parent = lambda: ()
-executor.ScriptExecutor(Path(sys.argv[1]), os.environ).submit_script(Path("job.sh"), [], 0)
+    sbatch._parent_death_command = lambda: ()
+sbatch.SbatchExecutor(Path(sys.argv[1]), os.environ).submit_script(Path("job.sh"), [], 0)
 """
 
 

@@ -42,15 +42,15 @@ def test_an_array_task_counts_from_the_first_job_of_its_chunk() -> None:
 
 def test_a_process_goes_on_where_another_died(tmp_path: Path) -> None:
     first = JournalWriter(tmp_path)
-    first.note(mark_attempted(chunk(0, 4, None)), durable=True)
+    first.record(mark_attempted(chunk(0, 4, None)), durable=True)
     first.withdraw(chunk(0, 4, None))
-    first.note(chunk(0, 2))
-    first.note(mark_attempted(chunk(2, 2, None)), durable=True)
-    (open_one,) = [one for one in read_journal(tmp_path).chunks if one.is_open]
+    first.record(chunk(0, 2))
+    first.record(mark_attempted(chunk(2, 2, None)), durable=True)
+    (open_one,) = [one for one in read_journal(tmp_path).batches if one.is_unanswered]
     assert (open_one.first, open_one.tried_unix_s > 0) == (2, True)
     second = JournalWriter(tmp_path)
-    second.note(chunk(2, 2, "9"))
-    second.wait("too many jobs")
+    second.record(chunk(2, 2, "9"))
+    second.record_waiting("too many jobs")
     journal = read_journal(tmp_path)
     assert journal.job_ids() == ["7_0", "7_1", "9_0", "9_1"]
     assert journal.waiting == "too many jobs"
@@ -58,7 +58,7 @@ def test_a_process_goes_on_where_another_died(tmp_path: Path) -> None:
 
 
 def test_a_line_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
-    JournalWriter(tmp_path).note(chunk(0, 1))
+    JournalWriter(tmp_path).record(chunk(0, 1))
     path = tmp_path / "sent-1.jsonl"
     path.write_bytes(path.read_bytes() + b'{"chunk":{"array":0,"fir')
     assert read_journal(tmp_path).job_ids() == ["7_0"]
@@ -66,7 +66,7 @@ def test_a_line_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
 
 def test_the_tenth_journal_comes_after_the_ninth(tmp_path: Path) -> None:
     for number in range(1, 11):
-        JournalWriter(tmp_path).wait(str(number))
+        JournalWriter(tmp_path).record_waiting(str(number))
     assert read_journal(tmp_path).waiting == "10"
 
 

@@ -19,10 +19,9 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import drop_runs, read_journal
-from hpcbench.submit.local_queue import CoreLocks
+from hpcbench.submit.local_queue import CoreLocks, LocalScriptExecutor, LocalScriptJob
 from hpcbench.submit.local_scheduler import queue_process, start_local_queue
 from hpcbench.submit.plan import make_plan
-from hpcbench.submit.sbatch import LocalScriptExecutor, LocalScriptJob
 from hpcbench.submit.submission import ALL_CORES, RenderedSubmission, render_submission, write_submission
 from hpcbench.submit.submission_record import JobArray, Submission
 
@@ -160,7 +159,7 @@ def test_the_time_limit_ends_a_run_and_the_next_one_begins(tmp_path: Path) -> No
 
 
 def test_cores_are_free_again_when_their_holder_dies(tmp_path: Path) -> None:
-    code = f"from hpcbench.submit.local_queue import Cores; from pathlib import Path; import time\nheld = Cores(2, Path({str(tmp_path)!r})).take(2)\nprint(len(held), flush=True); time.sleep(60)"
+    code = f"from hpcbench.submit.local_queue import CoreLocks; from pathlib import Path; import time\nheld = CoreLocks(2, Path({str(tmp_path)!r})).take(2)\nprint(len(held), flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "2\n"

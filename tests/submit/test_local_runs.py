@@ -18,8 +18,8 @@ import pytest
 
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import read_journal
+from hpcbench.submit.local_queue import LocalScriptJob
 from hpcbench.submit.local_scheduler import queue_process
-from hpcbench.submit.sbatch import LocalScriptJob
 from hpcbench.submit.submission_record import list_submissions
 
 pytestmark = pytest.mark.distributed

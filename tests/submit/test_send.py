@@ -19,7 +19,8 @@ from hpcbench.submit.journal import JobBatch, JournalWriter, drop_runs, mark_att
 from hpcbench.submit.lock import exclusive_lock
 from hpcbench.submit.plan import SweepPlan, make_plan
 from hpcbench.submit.run_state import run_states
-from hpcbench.submit.send import SendOutcome, send_submission
+from hpcbench.submit.scheduler import SendOutcome
+from hpcbench.submit.slurm_scheduler import SlurmScheduler
 from hpcbench.submit.submission import render_submission, write_submission
 from hpcbench.submit.submission_record import Submission, next_submission_folder
 from hpcbench.submit.submit import submit
@@ -62,7 +63,7 @@ def written(plan: SweepPlan, tree: ClusterTree) -> tuple[Path, Submission]:
 
 
 def hand_over(plan: SweepPlan, tree: ClusterTree, folder: Path, record: Submission) -> SendOutcome:
-    return send_submission(folder, record, plan.profile, tree, lambda text: None)
+    return SlurmScheduler(plan.profile).submit(folder, record, plan.profile, tree, lambda text: None)
 
 
 def test_a_limit_is_met_with_smaller_arrays_and_the_rest_waits(
@@ -141,7 +142,7 @@ def test_a_scheduler_that_is_away_for_a_moment_is_asked_again(
     monkeypatch.setenv("FAKE_SBATCH", "away-first")
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     told: list[str] = []
-    sent = submit(ten(), cluster_tree, tell=told.append).sent
+    sent = submit(ten(), cluster_tree, notify=told.append).sent
     assert (sent.jobs, sent.waiting, len(calls(fake_slurm))) == (10, 0, 2)
     (said,) = told
     assert "sbatch could not send" in said
@@ -225,9 +226,9 @@ def test_a_submit_that_died_while_it_was_sending(
 ) -> None:
     monkeypatch.setattr(sbatch, "SBATCH_SETTLE_S", 0.1)
     folder, record = written(ten(), cluster_tree)
-    name = record.chunk_name(0, 0, 10)
+    name = record.batch_name(0, 0, 10)
     chunk = functools.partial(JobBatch, array=0, first=0, count=10, name=name, is_array=True)
-    JournalWriter(folder).note(mark_attempted(chunk()), durable=True)
+    JournalWriter(folder).record(mark_attempted(chunk()), durable=True)
     (fake_slurm / "squeue.named").write_text(f"4321|{name}\n4322|{name}x\n" if is_queued else "")
     sent = submit(ten(), cluster_tree).sent
     assert sent.jobs == (0 if is_queued else 10)
@@ -238,8 +239,8 @@ def test_a_job_that_has_run_and_gone_is_known_by_its_start_markers(
     ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     folder, record = written(ten(), cluster_tree)
-    chunk = JobBatch(array=0, first=0, count=10, name=record.chunk_name(0, 0, 10), is_array=True)
-    JournalWriter(folder).note(mark_attempted(chunk), durable=True)
+    chunk = JobBatch(array=0, first=0, count=10, name=record.batch_name(0, 0, 10), is_array=True)
+    JournalWriter(folder).record(mark_attempted(chunk), durable=True)
     begin_attempt(
         cluster_tree.run_folder(record.arrays[0].run_ids[6]),
         launch="l", host="h", started_unix_s=1.0, job_id="4321_6", task_file=str(folder / "0.jsonl"),

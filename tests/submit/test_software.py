@@ -78,7 +78,7 @@ def test_what_was_measured_elsewhere_is_told_and_run_again_when_asked(
     # Whoever waits for the new ones is not told that all is done.
     watcher = SweepWatcher(cluster_tree.root, plan.profile, {"small": list(plan.runs)}, superseded=again.elsewhere)
     first, *others = plan.runs
-    states = watcher.ask()
+    states = watcher.query()
     assert "ok" not in {state.state for state in states.values()}
     assert states[first].state == "pending"
     spec = plan.runs[first]
@@ -87,8 +87,8 @@ def test_what_was_measured_elsewhere_is_told_and_run_again_when_asked(
         provenance={"environment_key": plan.environment_key(None)},
     )  # fmt: skip
     assert cluster_tree.write_result(result, "0123456789ab")
-    assert {key for key, state in watcher.look(states).items() if state.state == "ok"} == {first}
-    assert {watcher.ask()[key].state for key in others[:1]} == {"pending"}
+    assert {key for key, state in watcher.refresh_results(states).items() if state.state == "ok"} == {first}
+    assert {watcher.query()[key].state for key in others[:1]} == {"pending"}
 
 
 @pytest.mark.parametrize("key", ["today", None])

@@ -58,7 +58,7 @@ def test_one_script_task_file_and_sbatch_per_shape(
     assert submitted.folder is not None
     assert files(submitted.folder) == ["0.jsonl", "0.sh", "1.jsonl", "1.sh", "sent-1.jsonl", "submission.json"]
     assert submitted.record is not None
-    names = [submitted.record.chunk_name(number, 0, 2) for number in (0, 1)]
+    names = [submitted.record.batch_name(number, 0, 2) for number in (0, 1)]
     assert sbatch_calls(fake_slurm) == [
         f"--job-name={name} --comment={name} --array=0-1 {submitted.folder}/{number}.sh 0"
         for number, name in enumerate(names)

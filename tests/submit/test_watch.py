@@ -21,10 +21,9 @@ from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
 from hpcbench.submit.plan import SweepPlan
-from hpcbench.submit.run_control import poll_pause_s
 from hpcbench.submit.submission_record import list_submissions
 from hpcbench.submit.submit import submit
-from hpcbench.submit.watcher import ArrayShape, SweepWatcher
+from hpcbench.submit.watcher import ArrayShape, SweepWatcher, poll_pause_s
 
 
 @pytest.fixture
@@ -108,7 +107,7 @@ def test_a_watcher_knows_arrays_times_and_failures(project: Path, plan: SweepPla
         )
         tree.write_result(made)
     (fake_slurm / "squeue").write_text("4711_0|COMPLETED|None|N/A|\n4711_1|FAILED|None|N/A|\n")
-    (look,) = watcher.snapshots(watcher.ask())
+    (look,) = watcher.snapshots(watcher.query())
     first, second = look.arrays
     assert (first.name, first.shape, first.counts) == ("small-0001/0", ArrayShape(1, 1), {"ok": 1, "failed": 1})
     assert [(one.is_ok, round(one.took_s, -1)) for one in first.timed] == [(True, 30.0), (False, 30.0)]

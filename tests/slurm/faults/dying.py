@@ -14,7 +14,7 @@ from hpcbench.cli.main import entry_point
 from hpcbench.fileio import write_atomic
 from hpcbench.submit.sbatch import JobSubmitter
 
-_OFFER = JobSubmitter.offer
+_SUBMIT = JobSubmitter.submit
 
 
 def die(*_: Any, **__: Any) -> None:
@@ -27,17 +27,17 @@ def write_all_but_the_record(path: Path, data: bytes) -> None:
     write_atomic(path, data)
 
 
-def offer_once(*arguments: Any) -> str:
-    mock.patch("hpcbench.submit.sbatch.JobSubmitter.offer", die).start()
-    return _OFFER(*arguments)
+def submit_once(*arguments: Any) -> str:
+    mock.patch("hpcbench.submit.sbatch.JobSubmitter.submit", die).start()
+    return _SUBMIT(*arguments)
 
 
 STEPS: dict[str, tuple[str, Callable[..., Any]]] = {
     "before_the_record": ("hpcbench.fileio.write_atomic", write_all_but_the_record),
     "after_the_record": ("hpcbench.submit.submit.send_unsent", die),
     "before_sbatch": ("hpcbench.submit.sbatch.SbatchExecutor.submit_script", die),
-    "between_two": ("hpcbench.submit.sbatch.JobSubmitter.offer", offer_once),
-    "after_the_last": ("hpcbench.submit.send._Sender._finish", die),
+    "between_two": ("hpcbench.submit.sbatch.JobSubmitter.submit", submit_once),
+    "after_the_last": ("hpcbench.submit.send._SubmissionSender._finish", die),
 }
 """Step to the function that is called there, and what takes its place."""
 

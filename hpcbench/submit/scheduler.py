@@ -1,0 +1,258 @@
+"""The protocol that every scheduler implements, and the look-up of an implementation by its kind.
+
+A scheduler of kind ``K`` is one module ``hpcbench.submit.K_scheduler`` whose name ``SCHEDULER`` is its class. Nothing
+else names the kinds: ``slurm_scheduler`` and ``local_scheduler`` are found in the same way as a third one.
+
+    submit  --->  Scheduler.submit  --->  the scheduler's queue  --->  job script  --->  result.json
+                                              ^            ^
+    status, wait  -->  Scheduler.state -------+            |
+    cancel        -->  Scheduler.cancel -------------------+
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+
+from hpcbench.errors import ConfigError, SubmitError
+from hpcbench.paths import user_folder
+from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun, list_submissions
+
+if TYPE_CHECKING:
+    from hpcbench.config.cluster_profile import ClusterProfile
+    from hpcbench.results.results_tree import ClusterTree
+    from hpcbench.submit.scheduler_settings import HasSchedulerSettings
+
+Notify = Callable[[str], None]
+"""Shows the user a message about progress."""
+
+
+def ignore_message(message: str) -> None:
+    pass
+
+
+class JobStatus(NamedTuple):
+    """The state of the job of a run at its scheduler."""
+
+    state: str
+    """``waiting`` (not submitted yet), ``pending``, ``running``, ``planned`` (will not run), ``lost`` (ended without an
+    error), or the status of a result: ``timeout``, ``cancelled``, ``preempted``, ``oom``, ``failed``."""
+    reason: str
+    """The scheduler's own words, empty if it has none."""
+    name: str = ""
+    """The job's name, where the scheduler uses job ids again."""
+    ended_unix_s: float | None = None
+
+
+class SchedulerLimits(NamedTuple):
+    """Limits on what may be submitted now."""
+
+    max_array_size: int = 1
+    """Jobs that one call may submit."""
+    max_submitted_jobs: int | None = None
+    """Jobs that the user may have queued and running; ``None``: no limit is known."""
+    free_jobs: int | None = None
+    """Those of them that are not queued or running now; ``None``: unknown."""
+
+
+@dataclass
+class SendOutcome:
+    """The outcome of submitting the jobs of one or several submissions."""
+
+    jobs: int = 0
+    """Jobs that the scheduler accepted now."""
+    waiting: int = 0
+    """Jobs that are submitted again by the next ``submit``."""
+    reason: str = ""
+    """Why they wait."""
+    refused: list[SubmitError] = field(default_factory=list)
+    """Final refusals: the runs of these jobs belong to no submission."""
+    failed: SubmitError | None = None
+    """The scheduler did not answer."""
+
+    def add(self, other: SendOutcome) -> None:
+        self.jobs += other.jobs
+        self.waiting += other.waiting
+        self.reason = self.reason or other.reason
+        self.refused += other.refused
+        self.failed = self.failed or other.failed
+
+
+class StateQuery(Protocol):
+    """A query that runs while this process does something else."""
+
+    def result(self, runs: Mapping[str, SubmittedRun]) -> Mapping[str, JobStatus]:
+        """The status of each run of ``runs`` (by ``run_id``) whose job the scheduler knows.
+
+        A run whose job is unknown is left out: unknown is never taken for failed.
+        Raises ``SubmitError`` if the scheduler does not answer.
+        """
+
+
+class Scheduler(Protocol):
+    """A scheduler, or the jobs of one machine without a scheduler.
+
+    Every method may be called from several processes and hosts at once. Times are seconds, Unix times end in
+    ``_unix_s``. Example of a third kind (see ``tests/submit/test_third_scheduler.py``)::
+
+        class PbsScheduler(BaseScheduler):
+            def submit(self, folder, record, profile, tree, notify): ...  # qsub, journal, lock
+            def state(self, submissions): ...                             # qstat
+            def cancel(self, whole, parts): ...                           # qdel
+
+        SCHEDULER: type[Scheduler] = PbsScheduler
+    """
+
+    poll_s: ClassVar[float]
+    """Pause (s) between two queries of ``status --watch`` and ``submit --wait``."""
+    requeues: ClassVar[bool]
+    """Whether an interrupted job may be put back into the queue and run a second time."""
+    has_arrays: ClassVar[bool]
+    """Whether the ids of the jobs of an array are equal up to an underscore: ``4711_0``, ``4711_1``."""
+    queue_log: ClassVar[str | None]
+    """File in a submission's folder with the words of its queue process, if there is one."""
+
+    def __init__(self, settings: HasSchedulerSettings) -> None:
+        """``settings``: a cluster profile, or only its table ``[scheduler]``. Nothing is called yet."""
+
+    def check(self, profile: ClusterProfile) -> None:
+        """Check that jobs can be submitted from this machine, before anything is written.
+
+        Raises ``SubmitError`` if the scheduler's commands or configuration are absent, ``ConfigError`` if the profile
+        lacks something that the scheduler requires.
+        """
+
+    def account(self, profile: ClusterProfile) -> ConfigError | None:
+        """The error if the scheduler accepts no job without an account and there is none; else ``None``."""
+
+    def limits(self, record: Submission, profile: ClusterProfile) -> SchedulerLimits:
+        """The limits that hold now for the jobs of ``record``. Raises ``SubmitError`` if there is no answer."""
+
+    def submit(
+        self, folder: Path, record: Submission, profile: ClusterProfile, tree: ClusterTree, notify: Notify
+    ) -> SendOutcome:
+        """Submit every job of a submission that was not submitted yet, each exactly once.
+
+        Args:
+            folder: the submission's folder; array ``n`` has the script ``<n>.sh``, called with the job's number, and
+                the journal ``sent-*.jsonl`` records each accepted job.
+            record: the contents of the folder's ``submission.json``.
+            profile: the cluster.
+            tree: the cluster's results, where start markers show jobs that have run.
+            notify: called with messages about retries.
+
+        Returns:
+            What was accepted, refused, or has to wait. A scheduler that does not answer is ``failed``, not raised.
+        """
+
+    def state(self, submissions: Sequence[NewestSubmission]) -> StateQuery:
+        """Start one query about the jobs of ``submissions``, which were all submitted to this kind of scheduler."""
+
+    def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> None:
+        """Stop jobs. Jobs that have ended meanwhile are no error.
+
+        Args:
+            whole: one run of each job that is cancelled as a whole; each has a ``job_id``.
+            parts: running runs of jobs that go on with their next run.
+
+        Raises ``SubmitError`` if the scheduler refuses.
+        """
+
+    @classmethod
+    def job_log(cls, run: SubmittedRun) -> Path | None:
+        """The file with the output of the job's script; ``None`` if the run has no job yet."""
+
+
+NO_ARRAY_TASK = "4294967294"
+"""The value of %a in the name of a log of a job that is no array."""
+
+
+def job_log(run: SubmittedRun) -> Path | None:
+    """The file with the output of the script of a run's job; ``None`` if the run has no job yet."""
+    return scheduler_class(run.record.scheduler, run.record.cluster).job_log(run)
+
+
+def account_error(profile: ClusterProfile) -> ConfigError | None:
+    if not profile.account_required or profile.account is not None:
+        return None
+    return ConfigError(
+        f"cluster {profile.name} takes no job without an account",
+        hint=f'put it into {user_folder() / "config.toml"}, below [accounts]: {profile.name} = "..."',
+    )
+
+
+class BaseScheduler:
+    """Defaults of the members of ``Scheduler`` that many schedulers share."""
+
+    poll_s: ClassVar[float] = 10.0
+    requeues: ClassVar[bool] = False
+    has_arrays: ClassVar[bool] = False
+    queue_log: ClassVar[str | None] = None
+
+    def __init__(self, settings: HasSchedulerSettings) -> None:
+        self.settings = settings
+
+    def check(self, profile: ClusterProfile) -> None:
+        if error := self.account(profile):
+            raise error
+
+    def account(self, profile: ClusterProfile) -> ConfigError | None:
+        return account_error(profile)
+
+    def limits(self, record: Submission, profile: ClusterProfile) -> SchedulerLimits:
+        return SchedulerLimits()
+
+    @classmethod
+    def job_log(cls, run: SubmittedRun) -> Path | None:
+        if run.job_id is None:
+            return None
+        job, _, task = run.job_id.partition("_")
+        return run.folder / f"{run.array.number}.{job}.{task or NO_ARRAY_TASK}.log"
+
+
+_RENDERED_ONLY = {
+    "pbs": (
+        "is run by PBS, which hpcbench writes for but does not submit to",
+        "hpcbench render SWEEP --cluster NAME --out DIR writes complete jobs: qsub DIR/0.sh, and so on",
+    ),
+    "none": ("is only predicted for: no job reaches it", "plan and predict take it; hpcbench cluster list has others"),
+}
+
+
+def scheduler_class(kind: str, cluster: str) -> type[Scheduler]:
+    """The class for ``scheduler.kind`` of a profile, or for ``scheduler`` of a submission's record.
+
+    Raises ``ConfigError``, which names ``cluster``, if no module implements the kind.
+    """
+    module_name = f"hpcbench.submit.{kind}_scheduler"
+    try:
+        implementation: type[Scheduler] = importlib.import_module(module_name).SCHEDULER
+    except ModuleNotFoundError as error:
+        if error.name != module_name:
+            raise
+        reason, hint = _RENDERED_ONLY.get(kind, (f"has a scheduler of the unknown kind {kind!r}", None))
+        raise ConfigError(f"cluster {cluster} {reason}", hint=hint) from None
+    return implementation
+
+
+def check_scheduler(profile: ClusterProfile) -> None:
+    """Raise ``SubmitError`` or ``ConfigError`` if no job can be submitted to the cluster from this machine."""
+    scheduler_class(profile.scheduler.kind, profile.name)(profile).check(profile)
+
+
+def send_unsent(
+    tree: ClusterTree, run_ids: Iterable[str], profile: ClusterProfile, notify: Notify = ignore_message
+) -> SendOutcome:
+    """Submit every job that carries one of ``run_ids`` and was not submitted yet, the oldest submission first."""
+    wanted = set(run_ids)
+    total = SendOutcome()
+    for folder, record in list_submissions(tree):
+        if not wanted.isdisjoint(run_id for array in record.arrays for run_id in array.run_ids):
+            scheduler = scheduler_class(record.scheduler, record.cluster)(profile)
+            total.add(scheduler.submit(folder, record, profile, tree, notify))
+            if total.failed is not None:
+                break
+    return total

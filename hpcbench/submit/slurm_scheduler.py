@@ -1,0 +1,100 @@
+"""SLURM: jobs by sbatch, states by squeue and sacct, cancellation by scancel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from hpcbench.errors import SubmitError
+from hpcbench.fileio import printable_text
+from hpcbench.submit.journal import read_journal
+from hpcbench.submit.scheduler import BaseScheduler, JobStatus, Notify, Scheduler, SchedulerLimits, SendOutcome
+from hpcbench.submit.scheduler_settings import find_command, run_command
+from hpcbench.submit.slurm_queue import QueueQuery, count_queued_jobs, max_array_size
+from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
+
+if TYPE_CHECKING:
+    from hpcbench.config.cluster_profile import ClusterProfile
+    from hpcbench.results.results_tree import ClusterTree
+
+_SCANCEL_IDS_PER_CALL = 500
+
+
+class SlurmScheduler(BaseScheduler):
+    """Runs of one shape are a job array; a job id is ``4711_3`` for task 3 of array 4711, or ``4711``."""
+
+    requeues: ClassVar[bool] = True
+    has_arrays: ClassVar[bool] = True
+
+    def check(self, profile: ClusterProfile) -> None:
+        super().check(profile)
+        config = profile.scheduler.config_file
+        if config and not Path(config).exists():
+            hint = "is the cluster up? the profile's scheduler.config_file names it"
+            raise SubmitError(f"cluster {profile.name}: no file {config}", hint=hint)
+        if find_command("sbatch", profile) is None:
+            hint = "run this on a login node of the cluster, or set scheduler.bin_folder in its profile"
+            raise SubmitError(f"cluster {profile.name}: sbatch is not on PATH", hint=hint)
+
+    def limits(self, record: Submission, profile: ClusterProfile) -> SchedulerLimits:
+        has_arrays = any(array.jobs > 1 for array in record.arrays)
+        partitions = (profile.partition(array.partition).max_submitted_jobs for array in record.arrays)
+        limits = (profile.scheduler.max_submitted_jobs, *partitions)
+        most = min((limit for limit in limits if limit is not None), default=None)
+        queued = None if most is None else count_queued_jobs(profile)
+        free = None if most is None or queued is None else max(0, most - queued)
+        return SchedulerLimits(max_array_size(profile) if has_arrays else 1, most, free)
+
+    def submit(
+        self, folder: Path, record: Submission, profile: ClusterProfile, tree: ClusterTree, notify: Notify
+    ) -> SendOutcome:
+        from hpcbench.submit.send import send_submission, unsent_jobs  # submitit is for sending alone
+
+        journal = read_journal(folder)
+        is_unanswered = any(batch.is_unanswered for batch in journal.batches)
+        if not is_unanswered and not any(unsent_jobs(record, journal).values()):
+            return SendOutcome()
+        return send_submission(folder, record, profile, tree, notify, lambda: self.limits(record, profile))
+
+    def state(self, submissions: Sequence[NewestSubmission]) -> _SlurmQuery:
+        batches = [batch for submission in submissions for batch in submission.journal.batches]
+        return _SlurmQuery(QueueQuery({batch.job_id for batch in batches if batch.job_id is not None}, self.settings))
+
+    def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> None:
+        self._scancel([], whole)
+        # Only the steps of a job get the signal: its script goes on with the next run.
+        self._scancel(["--signal=TERM"], parts)
+
+    def _scancel(self, options: list[str], runs: Iterable[SubmittedRun]) -> None:
+        job_ids = list(dict.fromkeys(run.job_id for run in runs if run.job_id))
+        for first in range(0, len(job_ids), _SCANCEL_IDS_PER_CALL):
+            command = ["scancel", *options, *job_ids[first : first + _SCANCEL_IDS_PER_CALL]]
+            result = run_command(command, self.settings, timeout_s=120)
+            if result.exit_code is None:
+                raise SubmitError(f"scancel: {result.complaint}")
+            # A job that has ended meanwhile need not be cancelled.
+            if result.exit_code != 0 and "already completing or completed" not in result.complaint:
+                raise SubmitError(f"scancel refused: {printable_text(result.complaint.strip())}")
+
+
+SCHEDULER: type[Scheduler] = SlurmScheduler
+
+
+class _SlurmQuery:
+    """A ``QueueQuery`` answered by run instead of by job."""
+
+    def __init__(self, query: QueueQuery) -> None:
+        self._query = query
+
+    def result(self, runs: Mapping[str, SubmittedRun]) -> Mapping[str, JobStatus]:
+        job_ids = {key: job_id for key, run in runs.items() if (job_id := run.job_id)}
+        since_unix_s = min((runs[key].record.created_unix_s for key in job_ids), default=0.0)
+        jobs = self._query.job_states(set(job_ids.values()), since_unix_s)
+        statuses: dict[str, JobStatus] = {}
+        for key, job_id in job_ids.items():
+            status, batch = jobs.get(job_id), runs[key].batch
+            # SLURM uses numbers again: a job with another name of hpcbench is not this run's.
+            if status and batch and (status.name == batch.name or not status.name.startswith("hpcbench-")):
+                statuses[key] = status
+        return statuses
