@@ -17,8 +17,9 @@ from rich.console import Console
 
 from hpcbench.paths import results_folder
 from hpcbench.report.configurations import rows_from_collected
-from hpcbench.report.results_table import ResultsTable
+from hpcbench.report.results_table import results_text_view
 from hpcbench.report.sweep_selection import select_sweeps
+from hpcbench.report.table_output import PrintedView
 from hpcbench.results.results_tree import ResultsTree, collect_results
 from hpcbench.results.schema import RunResult
 
@@ -93,7 +94,7 @@ def quickstart() -> None:
     ((cluster, record),) = select_sweeps(tree, ["quickstart"], "local")
     rows = rows_from_collected(collect_results(tree.cluster(cluster), record.run_ids))
     console = recorder()
-    console.print(ResultsTable(rows, "quickstart on local"))
+    console.print(PrintedView(results_text_view(rows, "quickstart on local")))
     PICTURES.mkdir(exist_ok=True)
     write_terminal(console, "quickstart", "make quickstart")
 

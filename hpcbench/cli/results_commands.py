@@ -170,10 +170,10 @@ def show_table(
     if not rows:
         print_message(f"no results yet in {', '.join(sources) or results.root}")
         return
-    from hpcbench.report.results_table import ResultsTable
+    from hpcbench.report.results_table import results_text_view
 
     where = sorted({row.cluster for row in rows})
-    _print_paged(ResultsTable(rows, f"{_table_title(results, sources)} on {', '.join(where)}"), len(rows))
+    print_view(results_text_view(rows, f"{_table_title(results, sources)} on {', '.join(where)}"))
 
 
 def _table_title(results: ResultsTree, sources: Sequence[str]) -> str:

@@ -240,7 +240,7 @@ def _row_from_values(values: dict[str, Any]) -> ResultRow:
         status=values["status"],
         reason=values["error.message"] or "",
         launches=0 if values["status"] == STATUS_BROKEN else launches,
-        warnings=list(dict.fromkeys(text for texts in values["warnings"] for text in msgspec.json.decode(texts))),
+        warnings=decode_warnings(values["warnings"]),
         run_ids=values["run_ids"],
         verified=values["verified"],
     )
@@ -257,6 +257,11 @@ _METRIC_FIELDS = {
     "peak_memory_bytes": "metrics.peak_memory_bytes", "loss_first": "metrics.loss.first",
     "loss_last": "metrics.loss.last", "accuracy": "metrics.accuracy",
 }  # fmt: skip
+
+
+def decode_warnings(texts: Iterable[str]) -> list[str]:
+    """Each warning once; ``texts`` are the JSON lists of the launches."""
+    return list(dict.fromkeys(warning for text in texts for warning in msgspec.json.decode(text)))
 
 
 def run_spec_of(values: dict[str, Any]) -> RunSpec:

@@ -1,113 +1,170 @@
-"""Two-sample tests on launches: log-ratio estimates, Welch's test and Wilcoxon's rank-sum test."""
+"""Two-sample tests on launches: log-ratio estimates, Welch's test, Wilcoxon's rank-sum test, Holm's correction.
+
+A verdict is significant, equivalent or inconclusive:
+
+    |<-- threshold -->|
+    --[=======]-------|----------   equivalent: the whole 95 % interval is within the threshold
+    ------------[=====|===]------   inconclusive
+    ------------------|--[=====]-   significant: the adjusted p-value is at most 5 %
+                                    and the estimate is at least the threshold
+"""
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+SIGNIFICANT: Literal["told"] = "told"
+EQUIVALENT: Literal["alike"] = "alike"
+INCONCLUSIVE: Literal["cannot tell"] = "cannot tell"
+Classification = Literal["told", "alike", "cannot tell"]
+"""Values in JSON, which scripts read; ``VERDICT_WORDS`` are the printed words (docs/decisions/0017)."""
+VERDICT_WORDS = {
+    SIGNIFICANT: "significant", EQUIVALENT: "equivalent", INCONCLUSIVE: "inconclusive", "counted": "observed",
+}  # fmt: skip
+SIGNIFICANCE_LEVEL = 0.05
+"""Family-wise error rate of all rows of a comparison, or of all findings of one kind, in one direction."""
 MIN_LAUNCHES_RANK_TEST = 5
-"""So many launches a side give a rank test; from ``MIN_LAUNCHES_T_TEST`` on Welch's on logarithms."""
+"""Launches per side for a rank test; fewer, but at least ``MIN_LAUNCHES_T_TEST``, give Welch's test alone."""
 MIN_LAUNCHES_T_TEST = 3
 _MAX_EXACT_LAUNCHES = 24
-"""Launches of both sides together, whose rank sums are counted rather than approximated."""
+"""Up to so many launches of both sides together the distribution of rank sums is counted, not approximated."""
 _NORMAL_975 = statistics.NormalDist().inv_cdf(0.975)
 
 
 class PValues(NamedTuple):
-    """One-sided probabilities of a difference at least as large where there is none."""
+    """One-sided p-values: the probability of a difference at least as large if there is none."""
 
-    more: float
+    greater: float
     less: float
 
 
 class LogRatioEstimate(NamedTuple):
-    """The logarithm of new over base: its estimate, a 95 % interval, and the tests that there is none."""
+    """The logarithm of new over base: its estimate, its 95 % interval, and tests against zero."""
 
     estimate: float
     low: float
     high: float
     welch: PValues
     ranks: PValues | None
-    """Where both sides have ``MIN_LAUNCHES_RANK_TEST`` launches."""
+    """``None`` where a side has less than ``MIN_LAUNCHES_RANK_TEST`` launches."""
+
+
+def classify(shift: LogRatioEstimate, p_value: float, threshold: float, *, greater: bool = True) -> Classification:
+    """Return the verdict about one shift.
+
+    Args:
+        shift: estimate and interval of log(new / base).
+        p_value: adjusted one-sided p-value in the direction ``greater``.
+        threshold: the smallest change that counts, as a share (0.02).
+        greater: whether new is tested to be larger than base, or smaller.
+    """
+    minimum = math.log1p(threshold)
+    if p_value <= SIGNIFICANCE_LEVEL and (shift.estimate if greater else -shift.estimate) >= minimum:
+        return SIGNIFICANT
+    return EQUIVALENT if -minimum <= shift.low and shift.high <= minimum else INCONCLUSIVE
+
+
+def adjusted_p_values(shifts: Sequence[LogRatioEstimate], *, greater: bool) -> list[float]:
+    """Return for each shift its one-sided p-value, adjusted for all ``shifts``.
+
+    Holm's correction of Welch's tests, and separately of the rank tests of shifts that have them; of both the smaller
+    one, doubled. Rank tests of few launches cannot reach the small p-values that many configurations need; Welch's
+    can, but are sensitive to outliers: a rank test above ``SIGNIFICANCE_LEVEL`` vetoes.
+    """
+    side = 0 if greater else 1
+    welch = holm_adjust([shift.welch[side] for shift in shifts])
+    rank_p_values = {number: shift.ranks[side] for number, shift in enumerate(shifts) if shift.ranks is not None}
+    if not rank_p_values:
+        return welch
+    ranks = dict(zip(rank_p_values, holm_adjust([*rank_p_values.values()]), strict=True))
+    return [
+        1.0 if rank_p_values.get(number, 0.0) > SIGNIFICANCE_LEVEL else min(1.0, 2 * min(p, ranks.get(number, p)))
+        for number, p in enumerate(welch)
+    ]
+
+
+def holm_adjust(p_values: Sequence[float]) -> list[float]:
+    """Return Holm's (1979) adjusted p-values, in the order of ``p_values``."""
+    order = sorted(range(len(p_values)), key=lambda number: p_values[number])
+    adjusted = [0.0] * len(p_values)
+    largest = 0.0
+    for rank, number in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[number]))
+        adjusted[number] = largest
+    return adjusted
 
 
 def estimate_log_ratio(base: Sequence[float], new: Sequence[float]) -> LogRatioEstimate:
-    """How far ``new`` is from ``base``, both positive and of ``MIN_LAUNCHES_T_TEST`` launches or more.
+    """Estimate log(new / base) of positive samples with at least ``MIN_LAUNCHES_T_TEST`` launches per side.
 
-    With ``MIN_LAUNCHES_RANK_TEST`` a side: the median of the pairs' differences and its interval from the
-    distribution of rank
-    sums (Hodges and Lehmann 1963), else means and Student's t with Welch's degrees of freedom.
+    With ``MIN_LAUNCHES_RANK_TEST`` launches per side the median of the pairs' differences, with its interval from the
+    distribution of rank sums (Hodges and Lehmann 1963); else means and Student's t with Welch's degrees of freedom.
     """
-    one, other = [math.log(value) for value in base], [math.log(value) for value in new]
-    estimate, low, high, by_welch = welch_test(one, other)
-    if min(len(one), len(other)) < MIN_LAUNCHES_RANK_TEST:
-        return LogRatioEstimate(estimate, low, high, by_welch, None)
-    differences = sorted(b - a for a in one for b in other)
-    outside = _differences_outside(len(one), len(other))
+    log_base, log_new = [math.log(value) for value in base], [math.log(value) for value in new]
+    estimate, low, high, welch = welch_test(log_base, log_new)
+    if min(len(base), len(new)) < MIN_LAUNCHES_RANK_TEST:
+        return LogRatioEstimate(estimate, low, high, welch, None)
+    differences = sorted(b - a for a in log_base for b in log_new)
+    outside = _differences_outside(len(base), len(new))
     return LogRatioEstimate(
-        statistics.median(differences), differences[outside], differences[-1 - outside], by_welch,
-        rank_sum_test(one, other),
+        statistics.median(differences), differences[outside], differences[-1 - outside], welch,
+        rank_sum_test(log_base, log_new),
     )  # fmt: skip
 
 
-def welch_test(one: Sequence[float], other: Sequence[float]) -> tuple[float, float, float, PValues]:
-    """The difference of the means, its 95 % interval, and Welch's test (1947) of none."""
-    difference = statistics.fmean(other) - statistics.fmean(one)
-    parts = [statistics.variance(values) / len(values) for values in (one, other)]
-    error = math.sqrt(sum(parts))
+def welch_test(base: Sequence[float], new: Sequence[float]) -> tuple[float, float, float, PValues]:
+    """Return the difference of the means, its 95 % interval, and Welch's test (1947) against zero."""
+    difference = statistics.fmean(new) - statistics.fmean(base)
+    variances = [statistics.variance(values) / len(values) for values in (base, new)]
+    error = math.sqrt(sum(variances))
     if error <= abs(difference) * 1e-12:
-        # All launches of a side are alike to the bit, as counts of bytes are.
-        sure = PValues(float(difference <= 0), float(difference >= 0))
-        return difference, difference, difference, sure
-    freedom = sum(parts) ** 2 / sum(
-        part**2 / (len(values) - 1) for part, values in zip(parts, (one, other), strict=True)
+        # All launches of a side are equal to the bit, as byte counts are.
+        return difference, difference, difference, PValues(float(difference <= 0), float(difference >= 0))
+    freedom = sum(variances) ** 2 / sum(
+        variance**2 / (len(values) - 1) for variance, values in zip(variances, (base, new), strict=True)
     )
     score = difference / error
     half = t_quantile_975(freedom) * error
-    return (
-        difference,
-        difference - half,
-        difference + half,
-        PValues(t_survival(score, freedom), t_survival(-score, freedom)),
-    )
+    p_values = PValues(t_survival(score, freedom), t_survival(-score, freedom))
+    return difference, difference - half, difference + half, p_values
 
 
-def rank_sum_test(one: Sequence[float], other: Sequence[float]) -> PValues:
-    """Wilcoxon's rank-sum test (1945) that ``other`` is not more, and not less: exact, ties by their mean rank.
+def rank_sum_test(base: Sequence[float], new: Sequence[float]) -> PValues:
+    """Wilcoxon's rank-sum test (1945) of ``new`` against ``base``: exact, ties by their mean rank.
 
-    Beyond ``_MAX_EXACT_LAUNCHES`` values by the normal approximation, corrected for ties and continuity.
+    With more than ``_MAX_EXACT_LAUNCHES`` values the normal approximation, corrected for ties and continuity.
     """
-    ranks = _doubled_ranks([*one, *other])
-    total = sum(ranks[len(one) :])
+    ranks = _doubled_ranks([*base, *new])
+    total = sum(ranks[len(base) :])
     if len(ranks) <= _MAX_EXACT_LAUNCHES:
-        counts = _rank_sum_counts(tuple(sorted(ranks)), len(other))
+        counts = _rank_sum_counts(tuple(sorted(ranks)), len(new))
         ways = sum(counts.values())
-        more = sum(count for value, count in counts.items() if value >= total)
+        greater = sum(count for value, count in counts.items() if value >= total)
         less = sum(count for value, count in counts.items() if value <= total)
-        return PValues(more / ways, less / ways)
+        return PValues(greater / ways, less / ways)
     size = len(ranks)
-    mean = len(other) * (size + 1)
-    spread = statistics.pvariance(ranks) * len(one) * len(other) / (size - 1)
-    if not spread:
+    mean = len(new) * (size + 1)
+    variance = statistics.pvariance(ranks) * len(base) * len(new) / (size - 1)
+    if not variance:
         return PValues(1.0, 1.0)
-    normal = statistics.NormalDist(0, math.sqrt(spread))
+    normal = statistics.NormalDist(0, math.sqrt(variance))
     return PValues(1 - normal.cdf(total - mean - 1), normal.cdf(total - mean + 1))
 
 
 def _doubled_ranks(values: Sequence[float]) -> list[int]:
-    """Twice the rank of each value, so that the mean rank of ties is whole."""
+    """Return twice the rank of each value, so that the mean rank of ties is an integer."""
     ordered = sorted(values)
-    first = {value: place for place, value in reversed(list(enumerate(ordered)))}
-    last = {value: place for place, value in enumerate(ordered)}
-    return [first[value] + last[value] + 2 for value in values]
+    return [bisect.bisect_left(ordered, value) + bisect.bisect_right(ordered, value) + 1 for value in values]
 
 
 @functools.lru_cache(maxsize=256)
 def _rank_sum_counts(ranks: tuple[int, ...], chosen: int) -> dict[int, int]:
-    """In how many ways ``chosen`` of ``ranks`` have each sum."""
+    """Return the number of ways in which ``chosen`` of ``ranks`` have each sum."""
     ways: list[dict[int, int]] = [{0: 1}, *({} for _ in range(chosen))]
     for rank in ranks:
         for count in range(chosen, 0, -1):
@@ -117,29 +174,29 @@ def _rank_sum_counts(ranks: tuple[int, ...], chosen: int) -> dict[int, int]:
 
 
 @functools.lru_cache(maxsize=256)
-def _differences_outside(one: int, other: int) -> int:
-    """How many of the sorted differences lie outside of the 95 % interval on each side."""
-    if one + other > _MAX_EXACT_LAUNCHES:
-        spread = math.sqrt(one * other * (one + other + 1) / 12)
-        return max(0, math.floor(one * other / 2 - _NORMAL_975 * spread))
-    counts = _rank_sum_counts(tuple(range(2, 2 * (one + other) + 1, 2)), other)
-    ways, least = sum(counts.values()), other * (other + 1)
+def _differences_outside(base: int, new: int) -> int:
+    """Return how many of the sorted ``base * new`` differences lie outside of the 95 % interval on each side."""
+    if base + new > _MAX_EXACT_LAUNCHES:
+        spread = math.sqrt(base * new * (base + new + 1) / 12)
+        return max(0, math.floor(base * new / 2 - _NORMAL_975 * spread))
+    counts = _rank_sum_counts(tuple(range(2, 2 * (base + new) + 1, 2)), new)
+    ways, minimum = sum(counts.values()), new * (new + 1)
     outside, passed = 0, 0
-    while (passed := passed + counts.get(least + 2 * outside, 0)) <= 0.025 * ways:
+    while (passed := passed + counts.get(minimum + 2 * outside, 0)) <= 0.025 * ways:
         outside += 1
     return outside - 1 if outside else 0
 
 
 def t_survival(score: float, freedom: float) -> float:
-    """The chance that Student's t with ``freedom`` degrees (may be a fraction) is above ``score``."""
+    """Return the probability that Student's t with ``freedom`` degrees (may be a fraction) exceeds ``score``."""
     tail = incomplete_beta(freedom / 2, 0.5, freedom / (freedom + score * score)) / 2
     return tail if score > 0 else 1 - tail
 
 
 def t_quantile_975(freedom: float) -> float:
-    """The score that Student's t is below with a chance of 97.5 %.
+    """Return the 97.5 % quantile of Student's t.
 
-    By Newton's method from the normal distribution's: the chance of more is convex, so that no step goes too far.
+    Newton's method from the normal quantile: the survival function is convex there, so that no step overshoots.
     """
     score = _NORMAL_975
     front = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
@@ -153,7 +210,7 @@ def t_quantile_975(freedom: float) -> float:
 
 
 def incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22)."""
+    """Return the regularised incomplete beta function I_x(a, b), by its continued fraction (DLMF 8.17.22)."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from rich import box
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from hpcbench.config.run_spec import strategy_label
-from hpcbench.fileio import printable_excerpt, printable_text
+from hpcbench.fileio import printable_text
 from hpcbench.forecast.forecast import PlanForecast
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.pipeline.schedule_simulator import ScheduleTimeline, simulate_schedule
@@ -25,9 +23,11 @@ from hpcbench.parallel.pipeline.schedules import (
     schedule_actions,
 )
 from hpcbench.parallel.strategies.pipeline import pipeline_layout
+from hpcbench.report.phrases import pluralize
 from hpcbench.report.results_table import split_parameters
+from hpcbench.report.table_model import Column, View, text_column
+from hpcbench.report.table_output import PrintedView
 from hpcbench.submit.plan import JobGroup, SweepPlan
-from hpcbench.units import format_seconds
 
 ACTION_UNITS = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}
 """A backward pass as long as two forward passes, its halves as one each."""
@@ -38,40 +38,43 @@ DIAGRAM_WIDTH = 80
 def schedule_diagram(
     schedule: str, layout: PipelineLayout, micro_batches: int, width: int = DIAGRAM_WIDTH
 ) -> list[str]:
-    """Lines of at most ``width`` characters, folded where the step is longer.
+    """Return lines of at most ``width`` characters, folded if the step is longer.
 
-    Every cell is a unit of time: the kind of the action and its micro-batch (``F3``), with the number of the rank's
-    chunk before it where it has several (``2F3``), dots where the action goes on, blanks where the rank waits.
+    Every cell is a unit of time: the kind of the action and its micro-batch (``F3``), before it the number of the
+    rank's chunk if it has several (``2F3``), dots while the action continues, blanks while the rank waits:
+
+        stage 0  |F0 F1 B0 ..B1 ..
+        stage 1  |   F0 B0 ..F1 B1 ..
     """
-    walked = simulate_schedule(
+    timeline = simulate_schedule(
         schedule_actions(schedule, layout, micro_batches), layout, lambda action: ACTION_UNITS.get(action.kind, 0)
     )
     names = [_stage_name(layout, rank) for rank in range(layout.ranks)]
     cell = len(str(micro_batches - 1)) + 2 + (layout.virtual_stages > 1)
-    rows = [_rank_row(walked, rank, layout, cell) for rank in range(layout.ranks)]
+    rows = [_rank_row(timeline, rank, layout, cell) for rank in range(layout.ranks)]
     start = max(len(name) for name in names) + 1
     fold = max((width - start - 1) // cell, 1) * cell
-    total = int(walked.end) * cell
-    lines = [f"{schedule}, {micro_batches} micro-batches: bubble {walked.bubble_fraction:.1%} of equal stages"]
+    total = int(timeline.end) * cell
+    lines = [f"{schedule}, {micro_batches} micro-batches: bubble {timeline.bubble_fraction:.1%} of equal stages"]
     for first in range(0, total, fold):
-        cut = [row[first : first + fold].rstrip() for row in rows]
-        lines += [f"{name:<{start}}|{row}" for name, row in zip(names, cut, strict=True)]
+        parts = [row[first : first + fold].rstrip() for row in rows]
+        lines += [f"{name:<{start}}|{part}" for name, part in zip(names, parts, strict=True)]
         lines += [""] if first + fold < total else []
     return lines
 
 
 def _stage_name(layout: PipelineLayout, rank: int) -> str:
-    """With the letter of the replica where the stage has several."""
+    """``stage 1 ``, with the letter of the replica if the stage has several: ``stage 1b ``."""
     stage = layout.stage_of(rank)
     ranks = layout.ranks_of(stage)
     return f"stage {stage}{chr(ord('a') + rank - ranks.start) if 1 < len(ranks) <= 26 else ''} "
 
 
-def _rank_row(walked: ScheduleTimeline, rank: int, layout: PipelineLayout, cell: int) -> str:
-    cells = [" " * cell] * int(walked.end)
-    for action, begin, end in walked.ranks[rank]:
-        for place in range(int(begin), int(end)):
-            cells[place] = (_action_name(action, layout) if place == begin else "..").ljust(cell)
+def _rank_row(timeline: ScheduleTimeline, rank: int, layout: PipelineLayout, cell: int) -> str:
+    cells = [" " * cell] * int(timeline.end)
+    for action, begin, end in timeline.ranks[rank]:
+        for unit in range(int(begin), int(end)):
+            cells[unit] = (_action_name(action, layout) if unit == begin else "..").ljust(cell)
     return "".join(cells)
 
 
@@ -83,45 +86,43 @@ def _action_name(action: Action, layout: PipelineLayout) -> str:
 MAX_SCHEDULES_DRAWN, MAX_STAGES_DRAWN = 3, 16
 
 
-def plan_renderables(plan: SweepPlan, ahead: PlanForecast | None = None) -> list[RenderableType]:
-    """Headlines, a table of the arrays that submit would send, and the dropped points by reason.
+def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None) -> list[RenderableType]:
+    """Headline and notes, the table of arrays to submit, diagrams of schedules, and infeasible points by reason.
 
-    ``ahead`` is what the oracle says of them.
+    ``plan_forecast`` holds the predictions of the plan's runs.
     """
     missing = plan.missing
     groups = plan.jobs(missing)
     headline = (
-        f"{plan.sweep.name} on {plan.profile.name}: {len(plan.runs)} runs, {len(missing)} to submit in "
+        f"{plan.sweep.name} on {plan.profile.name}: {pluralize(len(plan.runs), 'run')}, {len(missing)} to submit in "
         f"{pluralize(sum(group.jobs for group in groups), 'job')} of {pluralize(len(groups), 'array')}, "
         f"at most {plan.node_hours(missing):.2f} node-hours"
     )
-    expected = ahead.node_hours(missing) if ahead else None
-    if expected is not None and ahead is not None:
-        depths = ", ".join(dict.fromkeys(machine.depth for machine in ahead.forecast.machines()))
-        headline += f", predicted {_format_node_hours(expected)} ({depths} numbers)"
+    node_hours = plan_forecast.node_hours(missing) if plan_forecast else None
+    if node_hours is not None and plan_forecast is not None:
+        depths = ", ".join(dict.fromkeys(machine.depth for machine in plan_forecast.forecast.machines()))
+        headline += f", predicted {_format_node_hours(node_hours)} ({depths} numbers)"
     _, shared = split_parameters(list(plan.runs.values()))
     parts: list[RenderableType] = [
         Text(printable_text(headline), style="bold"),
         Text(printable_text(f"all runs: {shared}"), style="dim"),
         *(Text(printable_text(note)) for note in _plan_notes(plan, groups)),
     ]
-    if ahead is not None and missing:
-        parts += [Text(printable_text(line), style="yellow") for line in ahead.warnings(missing)]
+    if plan_forecast is not None and missing:
+        parts += [Text(printable_text(line), style="yellow") for line in plan_forecast.warnings(missing)]
     if missing:
-        parts.append(_arrays_table(plan, groups, ahead))
+        parts.append(PrintedView(_arrays_view(plan, groups, plan_forecast)))
     parts += [Text(printable_text(line), style="dim") for line in _schedule_lines(plan)]
     if plan.dropped:
-        parts.append(_dropped_table(plan))
+        reasons = Counter(point.reason for point in plan.dropped)
+        columns = [Column("dropped", "dropped", reasons.get), text_column("because", str, wraps=True)]
+        reason_list = [reason for reason, _ in reasons.most_common()]
+        parts.append(PrintedView(View.from_rows("", columns, reason_list)))
     return parts
 
 
-def pluralize(number: int, word: str) -> str:
-    """``1 job``, ``2 jobs``."""
-    return f"{number} {word}{'' if number == 1 else 's'}"
-
-
 def _plan_notes(plan: SweepPlan, groups: list[JobGroup]) -> Iterator[str]:
-    """What there is to know before submitting: places in the queue, budget, what is done."""
+    """Facts to know before submitting: entries in the queue, budget, finished runs."""
     packed, unpacked = sum(group.jobs for group in groups), sum(len(group.run_ids) for group in groups)
     if packed != unpacked:
         yield f"packed: {packed} places in the queue, {unpacked} without packing"
@@ -131,10 +132,10 @@ def _plan_notes(plan: SweepPlan, groups: list[JobGroup]) -> Iterator[str]:
     cost = plan.node_hours(plan.missing)
     if plan.budget is not None:
         budget, owner = plan.budget
-        yield f"budget of {owner}: {budget:g} node-hours" + (" - submit wants --yes" if cost > budget else "")
-    done = Counter(plan.finished.values())
-    if done:
-        yield "have a result: " + ", ".join(f"{count} {status}" for status, count in sorted(done.items()))
+        yield f"budget of {owner}: {budget:g} node-hours" + (" - submit requires --yes" if cost > budget else "")
+    finished = Counter(plan.finished.values())
+    if finished:
+        yield "have a result: " + ", ".join(f"{count} {status}" for status, count in sorted(finished.items()))
     if plan.stopped:
         yield f"stopped: {len(plan.stopped)} for one that is smaller, such as: {next(iter(plan.stopped.values()))}"
     if plan.elsewhere:
@@ -145,57 +146,46 @@ def _format_node_hours(node_hours: float) -> str:
     return f"{node_hours:.2f}" if node_hours >= 0.1 else f"{node_hours:.2g}"
 
 
-def _arrays_table(plan: SweepPlan, groups: list[JobGroup], ahead: PlanForecast | None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    predicted = ("pred.",) if ahead is not None and ahead.found else ()
-    for heading in ("runs", "jobs", "nodes", "ranks", "run\nlimit", "job\nlimit", "node-h", *predicted):
-        table.add_column(heading, justify="right")
-    table.add_column("parti-\ntion")
-    table.add_column("strategies")
-    for group in groups:
-        strategies = Counter(strategy_label(plan.runs[key]) for key in group.run_ids)
-        hours = ahead.node_hours({key: plan.runs[key] for key in group.run_ids}) if ahead is not None else None
-        table.add_row(
-            str(len(group.run_ids)),
-            str(group.jobs),
-            str(group.shape.nodes),
-            str(group.shape.ranks),
-            format_seconds(group.shape.time_limit_s),
-            format_seconds(group.limit_s),
-            f"{group.node_hours:.2f}",
-            *([_format_node_hours(hours) if hours is not None else ""] if predicted else []),
-            Text(printable_text(group.shape.partition or "default")),
-            Text(printable_text(_strategy_counts(strategies))),
-        )
-    return table
+def _arrays_view(plan: SweepPlan, groups: list[JobGroup], plan_forecast: PlanForecast | None) -> View:
+    def predicted_text(group: JobGroup) -> str:
+        runs = {key: plan.runs[key] for key in group.run_ids}
+        hours = plan_forecast.node_hours(runs) if plan_forecast is not None else None
+        return _format_node_hours(hours) if hours is not None else ""
+
+    columns = [
+        Column("runs", "runs", lambda group: len(group.run_ids)),
+        Column("jobs", "jobs", lambda group: group.jobs),
+        Column("nodes", "nodes", lambda group: group.shape.nodes),
+        Column("ranks", "ranks", lambda group: group.shape.ranks),
+        Column("time_limit_s", "run limit", lambda group: group.shape.time_limit_s, compact_heading="run\nlimit"),
+        Column("limit_s", "job limit", lambda group: group.limit_s, compact_heading="job\nlimit"),
+        Column("node_hours", "node-h", lambda group: group.node_hours, lambda group: f"{group.node_hours:.2f}"),
+        text_column("partition", lambda group: group.shape.partition or "default", compact_heading="parti-\ntion"),
+        text_column("strategies", lambda group: _strategy_counts(plan, group), wraps=True),
+    ]
+    if plan_forecast is not None and plan_forecast.found:
+        columns.insert(7, text_column("predicted", predicted_text, heading="pred.", is_number=True))
+    return View.from_rows("", columns, groups)
 
 
-def _strategy_counts(strategies: Counter[str]) -> str:
-    """Each with its number of runs, which stays on its line; many are only counted."""
-    if len(strategies) > 4:
-        return f"{len(strategies)} of them"
-    return ", ".join(f"{count}\u00a0{name}" for name, count in strategies.items())
+def _strategy_counts(plan: SweepPlan, group: JobGroup) -> str:
+    """Each strategy with its number of runs on one line; more than four are only counted."""
+    counts = Counter(strategy_label(plan.runs[key]) for key in group.run_ids)
+    if len(counts) > 4:
+        return f"{len(counts)} of them"
+    return ", ".join(f"{count}\u00a0{name}" for name, count in counts.items())
 
 
 def _schedule_lines(plan: SweepPlan) -> Iterator[str]:
-    """Pictures of the pipelines' schedules, of the smallest ones where there are many."""
-    kinds = {
+    """Diagrams of the pipelines' schedules, of the smallest if there are many."""
+    schedules = {
         (spec.strategy, pipeline_layout(spec), spec.micro_batches)
         for spec in plan.missing.values()
         if get_strategy(spec.strategy).records_timeline and 1 < spec.pp_degree <= MAX_STAGES_DRAWN
     }
-    shown = sorted(kinds, key=lambda kind: (kind[1].ranks * kind[2], kind[0]))[:MAX_SCHEDULES_DRAWN]
-    for schedule, layout, micro_batches in shown:
+    drawn = sorted(schedules, key=lambda entry: (entry[1].ranks * entry[2], entry[0]))[:MAX_SCHEDULES_DRAWN]
+    for schedule, layout, micro_batches in drawn:
         yield ""
         yield from schedule_diagram(schedule, layout, micro_batches)
-    if len(kinds) > len(shown):
-        yield f"{len(kinds) - len(shown)} more schedules are not drawn"
-
-
-def _dropped_table(plan: SweepPlan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("dropped", justify="right")
-    table.add_column("because")
-    for reason, count in Counter(point.reason for point in plan.dropped).most_common():
-        table.add_row(str(count), Text(printable_excerpt(reason)))
-    return table
+    if len(schedules) > len(drawn):
+        yield f"{len(schedules) - len(drawn)} more schedules are not drawn"

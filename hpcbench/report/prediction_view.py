@@ -3,95 +3,90 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import exp
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter, itemgetter
+from typing import Any
 
 import msgspec
+from rich.console import Group, RenderableType
 
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec, config_id, spec_document
 from hpcbench.config.sweep_expansion import expression_values
 from hpcbench.config.sweep_loader import COMPUTED_NAMES
-from hpcbench.fileio import printable_text
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidual
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.prediction import NotPredicted, Prediction
-from hpcbench.report.configurations import ResultRow
+from hpcbench.report.phrases import join_words
 from hpcbench.report.results_table import identity_columns, split_parameters
-from hpcbench.report.table_model import Column, View
+from hpcbench.report.table_model import Column, View, text_column
+from hpcbench.report.table_output import PrintedView
 from hpcbench.units import format_bytes, format_rate, format_seconds
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 PREDICTION_FIGURES = (
     "step_time_s", "compute_s", "comm_s", "exposed_comm_s", "bubble_fraction", "straggler_s", "samples_per_s",
     "peak_memory_bytes", "bound_by", "fits",
 )  # fmt: skip
-"""What a condition may ask for beside the parameters."""
+"""Names that a condition may use beside the parameters."""
 
 
 @dataclass(frozen=True)
 class PredictedConfiguration:
-    """Runs of one configuration, and what the oracle says of them."""
+    """The runs of one configuration and their prediction."""
 
     spec: RunSpec
     run_ids: list[str]
-    found: Prediction | NotPredicted
+    prediction: Prediction | NotPredicted
+    cluster: str = ""
+
+    @property
+    def known(self) -> Prediction | None:
+        """The prediction if there is one."""
+        return None if isinstance(self.prediction, NotPredicted) else self.prediction
 
 
 def predict_configurations(
     runs: dict[str, RunSpec], forecast: Forecast, where: str | None = None
 ) -> list[PredictedConfiguration]:
-    """``runs`` by configuration, in their order: those for which ``where`` holds.
+    """Return the configurations of ``runs`` that satisfy ``where``, in their order, with predictions.
 
-    Raises ``ConfigError`` where the condition is none.
+    Raises ``ConfigError`` if ``where`` is not an expression.
     """
-    condition = (
-        Expression(where, [*RunSpec.__struct_fields__, *COMPUTED_NAMES, *PREDICTION_FIGURES], "--where")
-        if where
-        else None
-    )
+    names = [*RunSpec.__struct_fields__, *COMPUTED_NAMES, *PREDICTION_FIGURES]
+    condition = Expression(where, names, "--where") if where else None
     by_config: dict[str, PredictedConfiguration] = {}
     for run_id, spec in runs.items():
         key = config_id(spec)
         if key not in by_config:
             by_config[key] = PredictedConfiguration(spec, [], forecast.predict(spec))
         by_config[key].run_ids.append(run_id)
-    if condition is None:
-        return list(by_config.values())
-    return [one for one in by_config.values() if _condition_holds(condition, _condition_values(one))]
+    return [entry for entry in by_config.values() if condition is None or _satisfies(entry, condition)]
 
 
-def _condition_holds(condition: Expression, values: dict[str, Any]) -> bool:
-    """A figure that nobody knows makes no condition true."""
+def _satisfies(configuration: PredictedConfiguration, condition: Expression) -> bool:
+    """A condition on an unknown figure does not hold."""
+    figures = {name: getattr(configuration.known, name, None) for name in PREDICTION_FIGURES}
+    values = {**expression_values(msgspec.structs.asdict(configuration.spec)), **figures}
     return condition(values) is not None and condition.holds(values)
 
 
-def _condition_values(one: PredictedConfiguration) -> dict[str, Any]:
-    priced = not isinstance(one.found, NotPredicted)
-    figures = {name: getattr(one.found, name) if priced else None for name in PREDICTION_FIGURES}
-    return {**expression_values(msgspec.structs.asdict(one.spec)), **figures}
-
-
-def predictions_json(found: Iterable[PredictedConfiguration], machines: Sequence[Machine]) -> dict[str, Any]:
-    """``{"predictions": [...], "machines": [...]}``; a run that cannot be priced has ``reason`` for ``predicted``."""
+def predictions_json(configurations: Iterable[PredictedConfiguration], machines: Sequence[Machine]) -> dict[str, Any]:
+    """Return ``{"predictions": [...], "machines": [...]}``; a run without ``predicted`` has a ``reason``."""
     entries = []
-    for one in found:
-        said = (
-            {"reason": one.found.reason}
-            if isinstance(one.found, NotPredicted)
-            else {"predicted": msgspec.to_builtins(one.found)}
-        )
-        entries += [{"run_id": run_id, "spec": spec_document(one.spec), **said} for run_id in one.run_ids]
-    return {"predictions": entries, "machines": [machine_json(one) for one in machines]}
+    for entry in configurations:
+        if isinstance(entry.prediction, NotPredicted):
+            outcome = {"reason": entry.prediction.reason}
+        else:
+            outcome = {"predicted": msgspec.to_builtins(entry.prediction)}
+        entries += [{"run_id": run_id, "spec": spec_document(entry.spec), **outcome} for run_id in entry.run_ids]
+    return {"predictions": entries, "machines": [machine_json(machine) for machine in machines]}
 
 
 def machine_json(machine: Machine) -> dict[str, Any]:
-    """Where the numbers are from."""
+    """Source and notes of a machine's numbers."""
     return {
         "cluster": machine.cluster,
         "depth": machine.depth,
@@ -102,132 +97,120 @@ def machine_json(machine: Machine) -> dict[str, Any]:
 
 
 def machine_notes(machines: Sequence[Machine]) -> list[str]:
-    """Depth, source and guesses in words, each once."""
+    """Depth, source and assumptions of machine models, each text once."""
     lines = [f"{machine.depth}: {machine.source}" for machine in machines]
     return list(dict.fromkeys([*lines, *(note for machine in machines for note in machine.notes)]))
 
 
-def predictions_view(found: Sequence[PredictedConfiguration], title: str) -> View:
-    """A row a configuration."""
-    rows = [ResultRow("", config_id(one.spec), one.spec, "planned") for one in found]
-    varying, shared = split_parameters([one.spec for one in found])
-    followed = _redundant_parameters(rows, varying)
-    keys = identity_columns(rows, [name for name in varying if name not in followed])
+def predictions_view(rows: Sequence[PredictedConfiguration], title: str) -> View:
+    """One row per configuration."""
+    varying, shared = split_parameters([row.spec for row in rows])
+    redundant = _redundant_parameters(rows, varying)
+    limits = {row.known.memory_limit_bytes for row in rows if row.known}
     columns = [
-        *(Column(one.heading, one.heading, is_key=True, is_number=one.is_number) for one in keys),
-        *(Column(name, heading, is_number=name != "bound_by") for name, heading in _PREDICTION_HEADINGS.items()),
+        *identity_columns(rows, [name for name in varying if name not in redundant]),
+        _figure("step_time_s", "step [90 %]", interval_text, missing="-"),
+        _figure("split", "split", time_split_text, value=time_split_text),
+        _figure("peak_memory_bytes", "memory", lambda prediction: memory_text(prediction, limit=len(limits) > 1)),
+        replace(_figure("bound_by", "bound by", attrgetter("bound_by"), missing="not priced"), is_number=False),
+        _figure("samples_per_s", "samples/s", lambda prediction: format_rate(prediction.samples_per_s)),
     ]
-    limits = {one.found.memory_limit_bytes for one in found if not isinstance(one.found, NotPredicted)}
-    view = View(title, columns, [], [])
-    for row, one in zip(rows, found, strict=True):
-        cells, raw = prediction_cells(one.found, len(limits) > 1)
-        named = [column.cell(row) for column in keys]
-        view.raw.append([*named, *raw])
-        view.cells.append([*named, *cells])
-    view.notes = [*([f"all runs: {shared}"] if shared else []), *_prediction_notes(found, limits)]
-    if followed:
-        view.notes.insert(0, f"{', '.join(followed)}: differ, but not between rows that are alike otherwise")
-    view.warnings = _not_predicted_notes(found)
-    return view
+    notes = [f"all runs: {shared}"] if shared else []
+    if redundant:
+        names = join_words([f"`{name}`" for name in redundant])
+        verb = "vary" if len(redundant) > 1 else "varies"
+        notes.insert(0, f"{names} also {verb}; hidden since the other columns identify every row")
+    notes += _prediction_notes(rows, limits)
+    return View.from_rows(title, columns, rows, notes, _not_predicted_notes(rows))
 
 
 _TRAINING_PARAMETERS = ("weight_decay", "momentum", "learning_rate", "optimizer", "options")
+"""Parameters that hardly influence a prediction."""
 
 
-def _redundant_parameters(rows: list[ResultRow], varying: list[str]) -> list[str]:
-    """Of what a prediction hardly depends on, that without which the rows are told from each other all the same."""
-    left = list(varying)
+def _redundant_parameters(rows: Sequence[PredictedConfiguration], varying: list[str]) -> list[str]:
+    """The training parameters without which the other columns still identify every row."""
+    kept = list(varying)
     for name in _TRAINING_PARAMETERS:
-        others = [one for one in left if one != name]
-        cells = {tuple(column.cell(row) for column in identity_columns(rows, others)) for row in rows}
-        if name in left and len(cells) == len(rows):
-            left = others
-    return [name for name in varying if name not in left]
+        others = [other for other in kept if other != name]
+        cells = {tuple(column.cell_of(row) for column in identity_columns(rows, others)) for row in rows}
+        if name in kept and len(cells) == len(rows):
+            kept = others
+    return [name for name in varying if name not in kept]
 
 
-_PREDICTION_HEADINGS = {
-    "step_time_s": "step [90 %]",
-    "split": "split",
-    "peak_memory_bytes": "memory",
-    "bound_by": "bound by",
-    "samples_per_s": "samples/s",
-}
+def _figure(
+    name: str, heading: str, text: Callable[[Prediction], str], value: Callable[[Prediction], Any] | None = None,
+    missing: str = "",
+) -> Column:  # fmt: skip
+    """A column of predictions; ``missing`` is the cell of a configuration without one."""
+    read = value or attrgetter(name)
+    return Column(
+        name, heading, lambda row: read(row.known) if row.known else None,
+        lambda row: text(row.known) if row.known else missing,
+    )  # fmt: skip
 
 
-def prediction_cells(found: Prediction | NotPredicted, limit: bool = True) -> tuple[list[str], list[Any]]:
-    """Texts and numbers of a prediction, in the order of the headings; ``limit``: say of how much memory, too."""
-    if isinstance(found, NotPredicted):
-        return ["-", "", "", "not priced", ""], [None] * len(_PREDICTION_HEADINGS)
-    texts = [
-        interval_text(found),
-        time_split_text(found),
-        memory_text(found, limit),
-        found.bound_by,
-        format_rate(found.samples_per_s),
-    ]
-    return texts, [found.step_time_s, texts[1], found.peak_memory_bytes, found.bound_by, found.samples_per_s]
+def time_split_text(prediction: Prediction) -> str:
+    """``90+8+2``: percent of the step in computation, exposed communication and pipeline bubble."""
+    total = prediction.step_time_s or 1.0
+    computation = (prediction.compute_s + prediction.straggler_s) / total
+    shares = [computation, prediction.exposed_comm_s / total]
+    shares += [prediction.bubble_fraction] if prediction.bubble_fraction else []
+    return "+".join(f"{share * 100:.0f}" for share in shares)
 
 
-def time_split_text(found: Prediction) -> str:
-    """``90+8+2``: percent of the step that is computation, communication that nothing hides, bubble."""
-    total = found.step_time_s or 1.0
-    parts = [(found.compute_s + found.straggler_s) / total, found.exposed_comm_s / total, found.bubble_fraction]
-    if not parts[2]:
-        parts.pop()
-    return "+".join(f"{part * 100:.0f}" for part in parts)
-
-
-def interval_text(found: Prediction) -> str:
+def interval_text(prediction: Prediction) -> str:
     """``12.3 ms [8.0 19]``: the bounds in the unit of the step time."""
-    text = format_seconds(found.step_time_s)
+    text = format_seconds(prediction.step_time_s)
+    interval = prediction.interval
     number, _, unit = text.partition(" ")
     factor = {"s": 1.0, "ms": 1e3, "µs": 1e6, "ns": 1e9}.get(unit)
     if factor is None:
-        return f"{text} [{format_seconds(found.interval.low)} {format_seconds(found.interval.high)}]"
-    low, high = (_two_digits(bound * factor) for bound in (found.interval.low, found.interval.high))
-    return f"{number} [{low} {high}] {unit}"
+        return f"{text} [{format_seconds(interval.low)} {format_seconds(interval.high)}]"
+    return f"{number} [{_two_digits(interval.low * factor)} {_two_digits(interval.high * factor)}] {unit}"
 
 
 def _two_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
-def memory_text(found: Prediction, limit: bool = True) -> str:
-    """What the fullest rank holds, of how much; ``!`` where that is too much."""
-    text = format_bytes(found.peak_memory_bytes)
-    if limit and found.memory_limit_bytes is not None:
-        text += f" of {format_bytes(found.memory_limit_bytes)}"
-    return text + (" !" if found.fits is False else "")
+def memory_text(prediction: Prediction, limit: bool = True) -> str:
+    """Peak memory of the rank that uses most, with its ``limit``; ``!`` if that is exceeded."""
+    text = format_bytes(prediction.peak_memory_bytes)
+    if limit and prediction.memory_limit_bytes is not None:
+        text += f" of {format_bytes(prediction.memory_limit_bytes)}"
+    return text + (" !" if prediction.fits is False else "")
 
 
-def _prediction_notes(found: Sequence[PredictedConfiguration], limits: set[int | None]) -> list[str]:
-    priced = [one.found for one in found if not isinstance(one.found, NotPredicted)]
+def _prediction_notes(rows: Sequence[PredictedConfiguration], limits: set[int | None]) -> list[str]:
     notes = [
-        "[90 %]: where the step time lies in nine of ten cases, if the numbers above are as uncertain as they say",
-        "split: percent of the step: computation + communication that nothing hides + bubble",
+        "[90 %]: prediction interval, from the assumed uncertainty of the hardware figures above",
+        "split: % of the step in computation + exposed communication + pipeline bubble",
     ]
     if len(limits) == 1 and None not in limits:
-        notes.append(f"memory: of the fullest rank, out of {format_bytes(max(one or 0 for one in limits))}")
-    if any(one.fits is False for one in priced):
-        notes.append("!: does not fit; its time is that of a rank with more memory")
+        capacity = format_bytes(max(limit or 0 for limit in limits))
+        notes.append(f"memory: peak of the rank that uses most; capacity {capacity}")
+    if any(row.known and row.known.fits is False for row in rows):
+        notes.append("!: does not fit; the time is that of a rank with more memory")
     if None in limits:
-        notes.append("the profile says nothing of memory: whether a run fits is not known")
+        notes.append("the profile defines no memory: whether a run fits is unknown")
     return notes
 
 
-def _not_predicted_notes(found: Sequence[PredictedConfiguration]) -> list[str]:
-    reasons = Counter(one.found.reason for one in found if isinstance(one.found, NotPredicted))
-    return [f"not priced: {count} of {len(found)}: {reason}" for reason, count in reasons.most_common()]
+def _not_predicted_notes(rows: Sequence[PredictedConfiguration]) -> list[str]:
+    reasons = Counter(row.prediction.reason for row in rows if isinstance(row.prediction, NotPredicted))
+    return [f"not priced: {count} of {len(rows)}: {reason}" for reason, count in reasons.most_common()]
 
 
 def fitted_parameters(machine: Machine) -> Iterator[tuple[str, str]]:
-    """What of the machine was found, in two columns."""
+    """Name and text of every calibrated number of a machine."""
     compute, comm = machine.compute, machine.comm
     for moved in machine.posterior.parameters if machine.posterior is not None else []:
         yield moved.name, f"{exp(moved.log_factor):.2f} times; {_format_percent(moved.learned)} of it from the runs"
     if compute.samples:
         factors = ", ".join(f"{name} {value:.2f}" for name, value in sorted(compute.factors.items()) if name)
-        yield "kernels", f"{len(compute.samples)}; a step takes so many times their sum: {factors}"
+        yield "kernels", f"{len(compute.samples)}; step time over their sum: {factors}"
         yield "computation of other models", f"to {_format_percent(compute.spread)}"
     for tasks, factor in sorted(compute.crowding.items()):
         if tasks > 1:
@@ -241,8 +224,8 @@ def fitted_parameters(machine: Machine) -> Iterator[tuple[str, str]]:
         yield f"{flows} groups on one link", f"each takes {phi:.2f} times as long"
     yield "scatter of ranks", _format_percent(machine.straggling)
     yield "memory of a process", f"{machine.base_bytes / 2**20:.0f} MiB"
-    for key, one in sorted(machine.strategies.items()):
-        yield key, f"computes {one.compute_factor:.2f} times as long, and {format_seconds(one.step_s)} a step"
+    for key, overhead in sorted(machine.strategies.items()):
+        yield key, f"computes {overhead.compute_factor:.2f} times as long, and {format_seconds(overhead.step_s)} a step"
 
 
 def _format_percent(share: float) -> str:
@@ -250,34 +233,38 @@ def _format_percent(share: float) -> str:
 
 
 def calibration_view(calibration: Calibration) -> RenderableType:
-    """Tables for a terminal."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    found = Table("found", "", box=None, padding=(0, 2, 0, 0), title_justify="left")
-    for name, text in fitted_parameters(calibration.machine):
-        found.add_row(Text(printable_text(name)), Text(printable_text(text)))
-    fits = Table("fit", "points", "error", "R2", box=None, padding=(0, 2, 0, 0))
-    for one in worst_residuals(calibration.residuals):
-        r2 = "" if one.r2 is None else f"{one.r2:.3f}"
-        fits.add_row(Text(printable_text(one.what)), str(one.points), _format_percent(one.error), r2)
-    notes = [Text(f"nominal: {printable_text(note)}") for note in calibration.notes]
-    return Group(found, "", fits, *([""] if notes else []), *notes)
+    """The fitted numbers and the residuals of the fits, for a terminal."""
+    numbers = [
+        text_column("fitted", itemgetter(0)),
+        text_column("value", itemgetter(1), heading="", wraps=True),
+    ]
+    fits = [
+        text_column("fit", attrgetter("what")),
+        Column("points", "points", attrgetter("points"), lambda fit: str(fit.points)),
+        Column("error", "error", attrgetter("error"), lambda fit: _format_percent(fit.error)),
+        Column("r2", "R2", attrgetter("r2"), lambda fit: "" if fit.r2 is None else f"{fit.r2:.3f}"),
+    ]
+    notes = [f"nominal: {note}" for note in calibration.notes]
+    return Group(
+        PrintedView(View.from_rows("", numbers, fitted_parameters(calibration.machine))),
+        PrintedView(View.from_rows("", fits, worst_residuals(calibration.residuals), notes)),
+    )
 
 
 def worst_residuals(residuals: list[FitResidual]) -> list[FitResidual]:
-    """One line for every operation of the collectives and for runs of the same words: the worst of them.
+    """The worst residual of every collective operation and of runs with the same description.
 
-    The points of runs are all of theirs; of an operation they are those of its worst band.
+    ``points`` of runs are summed; those of a collective operation are of its worst band.
     """
-    worst: dict[str, list[FitResidual]] = defaultdict(list)
-    for one in residuals:
-        key = one.what.partition(",")[0] if one.part == "collectives" else one.what
-        worst[key].append(one)
-    return [_worst_residual(found) for found in worst.values()]
+    groups: dict[str, list[FitResidual]] = defaultdict(list)
+    for residual in residuals:
+        key = residual.what.partition(",")[0] if residual.part == "collectives" else residual.what
+        groups[key].append(residual)
+    return [_worst_residual(group) for group in groups.values()]
 
 
-def _worst_residual(found: list[FitResidual]) -> FitResidual:
-    one = max(found, key=lambda one: one.error)
-    return msgspec.structs.replace(one, points=sum(other.points for other in found)) if one.part == "runs" else one
+def _worst_residual(group: list[FitResidual]) -> FitResidual:
+    worst = max(group, key=lambda residual: residual.error)
+    if worst.part != "runs":
+        return worst
+    return msgspec.structs.replace(worst, points=sum(residual.points for residual in group))

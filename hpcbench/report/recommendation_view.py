@@ -2,192 +2,169 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import msgspec
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from hpcbench.config.run_spec import spec_document, strategy_label
-from hpcbench.fileio import printable_excerpt
 from hpcbench.oracle.recommend import OBJECTIVES, Candidate, Recommendation, candidate_sweep_points
+from hpcbench.report.phrases import or_empty, pluralize
 from hpcbench.report.prediction_view import interval_text, memory_text, time_split_text
-from hpcbench.report.table_model import Column, View
+from hpcbench.report.sweep_toml import sweep_toml
+from hpcbench.report.table_model import Column, View, text_column
+from hpcbench.report.table_output import PrintedView
 from hpcbench.units import format_bytes, format_rate
 
 MEASURED_PER_SCALE = 3
-"""Of so many of the best the sweep makes runs."""
+"""The sweep contains so many of the best candidates per number of nodes."""
 SWEEP_REPEATS = 3
 _REFUSAL_KINDS = {"limit": "excluded", "memory": "too large", "formulas": "not priced"}
 
 
-def ranking_view(found: Recommendation, title: str, most: int) -> View:
-    """The best candidates of one number of nodes, ``most`` at the most."""
+def ranking_view(recommendation: Recommendation, title: str, most: int) -> View:
+    """The best candidates for one number of nodes, at most ``most``."""
     columns = [
-        Column("place", "", is_key=True),
-        Column("strategy", "strategy", is_key=True, is_number=False),
-        Column("ratio", "to best [90 %]"),
-        Column("step_time_s", "step [90 %]"),
-        Column("split", "split"),
-        Column("samples_per_s", "samples/s"),
-        Column("memory", "memory"),
-        Column("bound_by", "bound by", is_number=False),
-        Column("largest_batch_size", "batch to"),
-    ]
-    view = View(title, columns, [], [])
-    for place, one in enumerate(found.candidates[:most], 1):
-        told = one.predicted
-        view.raw.append([
-            place, candidate_name(one), one.ratio, told.step_time_s, time_split_text(told), told.samples_per_s,
-            told.peak_memory_bytes, told.bound_by, one.largest_batch_size,
-        ])  # fmt: skip
-        view.cells.append([
-            str(place), candidate_name(one), _ratio_text(one, is_best=place == 1), interval_text(told),
-            time_split_text(told),
-            format_rate(told.samples_per_s), memory_text(told, limit=False), told.bound_by,
-            str(one.largest_batch_size or ""),
-        ])  # fmt: skip
-    view.notes = list(_ranking_notes(found, most))
-    return view
+        Column("place", "", lambda row: row[0], is_key=True),
+        text_column("strategy", lambda row: candidate_name(row[1]), is_key=True),
+        Column("ratio", "to best [90 %]", lambda row: row[1].ratio, lambda row: _ratio_text(*row)),
+        Column("step_time_s", "step [90 %]", lambda row: row[1].predicted.step_time_s,
+               lambda row: interval_text(row[1].predicted)),
+        text_column("split", lambda row: time_split_text(row[1].predicted), is_number=True),
+        Column("samples_per_s", "samples/s", lambda row: row[1].predicted.samples_per_s),
+        Column("memory", "memory", lambda row: row[1].predicted.peak_memory_bytes,
+               lambda row: memory_text(row[1].predicted, limit=False)),
+        text_column("bound_by", lambda row: row[1].predicted.bound_by, heading="bound by"),
+        Column("largest_batch_size", "batch to", lambda row: row[1].largest_batch_size,
+               lambda row: or_empty(row[1].largest_batch_size)),
+    ]  # fmt: skip
+    ranking = enumerate(recommendation.candidates[:most], 1)
+    return View.from_rows(title, columns, ranking, _ranking_notes(recommendation, most))
 
 
-def candidate_name(one: Candidate) -> str:
-    """The strategy with its degrees, and what else makes it: ``fsdp shard_degree=8 recomputing``."""
-    spec = one.spec
+def candidate_name(candidate: Candidate) -> str:
+    """The strategy with its degrees and options: ``fsdp shard_degree=8 recomputing``."""
+    spec = candidate.spec
     words = [strategy_label(spec), *(f"{key}={value}" for key, value in sorted(spec.options.items()))]
     words += [f"in {spec.micro_batches}"] if spec.micro_batches > 1 else []
     words += ["recomputing"] if spec.activation_checkpointing else []
     return " ".join(words)
 
 
-def _ratio_text(one: Candidate, *, is_best: bool) -> str:
-    if is_best:
+def _ratio_text(rank: int, candidate: Candidate) -> str:
+    if rank == 1:
         return "1"
-    mark = "" if one.is_told_apart else " ~"
-    return f"{one.ratio:.2f} [{one.ratio_low:.2f} {one.ratio_high:.2f}]{mark}"
+    mark = "" if candidate.is_told_apart else " ~"
+    return f"{candidate.ratio:.2f} [{candidate.ratio_low:.2f} {candidate.ratio_high:.2f}]{mark}"
 
 
-def _ranking_notes(found: Recommendation, most: int) -> Iterable[str]:
-    alike = [one for one in found.candidates[1:] if not one.is_told_apart]
-    if alike:
-        yield f"~: cannot be told apart from the first ({len(alike)}): only measuring them can tell"
-    yield "to best: the ratio's own interval; what the machine's numbers do to both of two steps is not in it"
-    if len(found.candidates) > most:
-        yield f"{len(found.candidates) - most} more rank behind; --top shows them, --json all"
-    limits = {one.predicted.memory_limit_bytes for one in found.candidates}
-    known = next(iter(limits), None)
-    if known is not None:
-        yield f"memory: of the fullest rank, out of {format_bytes(known)}; batch to: the largest per replica that fits"
-    elif found.candidates:
-        yield "the profile says nothing of memory: whether these fit is not known"
-    if any(one.spec.micro_batches > 1 for one in found.candidates[:most]):
-        yield "in n: the batch of a replica is cut into n micro-batches"
+def _count_equivalent(candidates: Sequence[Candidate]) -> int:
+    """The number of candidates behind the first that are not significantly slower."""
+    return sum(not candidate.is_told_apart for candidate in candidates[1:])
 
 
-def refused_table(found: Sequence[Recommendation]) -> Table:
-    """What stops the others: by strategy and limit, the points of all numbers of nodes together."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("cannot run", no_wrap=True)
-    table.add_column("points", justify="right")
-    table.add_column("because, for instance")
+def _ranking_notes(recommendation: Recommendation, most: int) -> Iterable[str]:
+    candidates = recommendation.candidates
+    if equivalent := _count_equivalent(candidates):
+        yield f"~: not significantly slower than the first ({pluralize(equivalent, 'candidate')}); measure them"
+    yield "to best: ratio to the fastest with its 90 % interval; errors common to both are cancelled"
+    if len(candidates) > most:
+        yield f"{len(candidates) - most} more rank behind; --top shows them, --json all"
+    limits = {candidate.predicted.memory_limit_bytes for candidate in candidates}
+    capacity = next(iter(limits), None)
+    if capacity is not None:
+        yield (
+            f"memory: peak of the rank that uses most; capacity {format_bytes(capacity)}; batch to: the largest batch "
+            "per replica that fits"
+        )
+    elif candidates:
+        yield "the profile defines no memory: whether these fit is unknown"
+    if any(candidate.spec.micro_batches > 1 for candidate in candidates[:most]):
+        yield "in n: the batch of a replica is divided into n micro-batches"
+
+
+def refused_table(recommendations: Sequence[Recommendation]) -> PrintedView:
+    """The reasons that exclude strategies: by strategy and limit, the points of all numbers of nodes together."""
     points: dict[tuple[str, str], int] = {}
     reasons: dict[tuple[str, str], str] = {}
-    for one in (refused for recommendation in found for refused in recommendation.refused):
-        key = (one.strategy, one.kind)
-        points[key] = points.get(key, 0) + one.points
-        reasons.setdefault(key, one.reason)
-    for (strategy, kind), count in points.items():
-        table.add_row(
-            Text(strategy), str(count), Text(printable_excerpt(f"{_REFUSAL_KINDS[kind]}: {reasons[strategy, kind]}"))
-        )
-    return table
-
-
-def scales_view(found: Sequence[Recommendation]) -> View:
-    """The best of every number of nodes, what it brings and what an epoch costs."""
+    for refused in (refused for recommendation in recommendations for refused in recommendation.refused):
+        key = (refused.strategy, refused.kind)
+        points[key] = points.get(key, 0) + refused.points
+        reasons.setdefault(key, refused.reason)
     columns = [
-        Column("nodes", "nodes", is_key=True),
-        Column("strategy", "best", is_key=True, is_number=False),
-        Column("samples_per_s", "samples/s"),
-        Column("per_node", "per node"),
-        Column("node_hours", "node-h/epoch"),
-        Column("alike", "alike"),
-    ]
-    view = View("the best at every scale", columns, [], [])
-    for one in found:
-        if not one.candidates:
-            view.raw.append([one.nodes, None, None, None, None, None])
-            view.cells.append([str(one.nodes), "none can run", "", "", "", ""])
-            continue
-        best = one.candidates[0]
-        rate = best.predicted.samples_per_s
-        hours = OBJECTIVES["node_hours"](best.spec, best.predicted)
-        alike = sum(not other.is_told_apart for other in one.candidates[1:])
-        view.raw.append([one.nodes, candidate_name(best), rate, rate / one.nodes, hours, alike])
-        view.cells.append(
-            [
-                str(one.nodes),
-                candidate_name(best),
-                format_rate(rate),
-                format_rate(rate / one.nodes),
-                f"{hours:.3g}",
-                str(alike),
-            ]
-        )
-    view.notes = ["alike: others that cannot be told apart from it"]
-    return view
+        text_column("cannot run", lambda key: key[0]),
+        Column("points", "points", points.get),
+        text_column("reason", lambda key: f"{_REFUSAL_KINDS[key[1]]}: {reasons[key]}", heading="reason, for instance",
+                    wraps=True),
+    ]  # fmt: skip
+    return PrintedView(View.from_rows("", columns, points))
 
 
-def recommendation_json(found: Sequence[Recommendation], objective: str) -> dict[str, Any]:
-    """``{"objective", "recommendations": [{nodes, tasks_per_node, candidates, refused, priced}]}``."""
-    return {"objective": objective, "recommendations": [_recommendation_entry(one) for one in found]}
+def scales_view(recommendations: Sequence[Recommendation]) -> View:
+    """The best candidate for every number of nodes, its throughput and the cost of an epoch."""
+    columns = [
+        Column("nodes", "nodes", attrgetter("nodes"), is_key=True),
+        Column("strategy", "best", _of_best(lambda _, best: candidate_name(best)),
+               lambda row: candidate_name(row.candidates[0]) if row.candidates else "none can run",
+               is_key=True, is_number=False),
+        Column("samples_per_s", "samples/s", _of_best(lambda _, best: best.predicted.samples_per_s)),
+        Column("per_node", "per node", _of_best(lambda row, best: best.predicted.samples_per_s / row.nodes),
+               _of_best(lambda row, best: format_rate(best.predicted.samples_per_s / row.nodes), "")),
+        Column("node_hours", "node-h/epoch", _of_best(_node_hours),
+               _of_best(lambda row, best: f"{_node_hours(row, best):.3g}", "")),
+        Column("alike", "equivalent", _of_best(lambda row, _: _count_equivalent(row.candidates))),
+    ]  # fmt: skip
+    notes = ["equivalent: other candidates that are not significantly slower"]
+    return View.from_rows("the best at every scale", columns, recommendations, notes)
 
 
-def _recommendation_entry(found: Recommendation) -> dict[str, Any]:
+def _of_best(read: Callable[[Recommendation, Candidate], Any], missing: Any = None) -> Callable[[Recommendation], Any]:
+    """A reader of the best candidate; ``missing`` where there is none."""
+    return lambda row: read(row, row.candidates[0]) if row.candidates else missing
+
+
+def _node_hours(_: Recommendation, best: Candidate) -> float:
+    return OBJECTIVES["node_hours"](best.spec, best.predicted)
+
+
+def recommendation_json(recommendations: Sequence[Recommendation], objective: str) -> dict[str, Any]:
+    """Return ``{"objective", "recommendations": [{nodes, tasks_per_node, candidates, refused, priced}]}``."""
+    return {"objective": objective, "recommendations": [_recommendation_entry(entry) for entry in recommendations]}
+
+
+def _recommendation_entry(recommendation: Recommendation) -> dict[str, Any]:
     return {
-        "nodes": found.nodes,
-        "tasks_per_node": found.tasks_per_node,
+        "nodes": recommendation.nodes,
+        "tasks_per_node": recommendation.tasks_per_node,
         "candidates": [
             {
-                "spec": spec_document(one.spec),
-                "predicted": msgspec.to_builtins(one.predicted),
-                "ratio": {"value": one.ratio, "low": one.ratio_low, "high": one.ratio_high},
-                "told_apart": one.is_told_apart,
-                "largest_batch_size": one.largest_batch_size,
+                "spec": spec_document(candidate.spec),
+                "predicted": msgspec.to_builtins(candidate.predicted),
+                "ratio": {"value": candidate.ratio, "low": candidate.ratio_low, "high": candidate.ratio_high},
+                "told_apart": candidate.is_told_apart,
+                "largest_batch_size": candidate.largest_batch_size,
             }
-            for one in found.candidates
+            for candidate in recommendation.candidates
         ],
-        "refused": [one._asdict() for one in found.refused],
-        "priced": found.priced,
+        "refused": [refused._asdict() for refused in recommendation.refused],
+        "priced": recommendation.priced,
     }
 
 
-def recommended_sweep_toml(found: Sequence[Recommendation], name: str, model_folder: str | None = None) -> str:
-    """A sweep that measures the best few of every number of nodes, each in several launches.
+def recommended_sweep_toml(
+    recommendations: Sequence[Recommendation], name: str, model_folder: str | None = None
+) -> str:
+    """Return a sweep that measures the best few candidates of every number of nodes with repeats.
 
-    ``custom_model_folder`` is where a model of one's own is.
+    ``model_folder`` is the folder of a custom model.
     """
-    best = [one for recommendation in found for one in recommendation.candidates[:MEASURED_PER_SCALE]]
-    assert best, "a sweep of no candidates"
+    best = [candidate for entry in recommendations for candidate in entry.candidates[:MEASURED_PER_SCALE]]
+    assert best, "a sweep without candidates"
     spec = best[0].spec
-    shared = {"model": spec.model, "dataset": spec.dataset, "precision": spec.precision}
-    shared |= {key: value for key in ("input_size", "partition") if (value := getattr(spec, key)) is not None}
-    shared |= {"optimizer": spec.optimizer} if spec.optimizer != "sgd" else {}
-    lines = [f"name = {_toml_value(name)}", f"repeats = {SWEEP_REPEATS}"]
-    lines += [f"model_folder = {_toml_value(model_folder)}"] if model_folder else []
-    lines += ["", "[fixed]"]
-    lines += [f"{key} = {_toml_value(value)}" for key, value in shared.items()]
-    for point in candidate_sweep_points(best):
-        lines += ["", "[[include]]"]
-        lines += [f"{key} = {_toml_value(value)}" for key, value in point.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml_value(one)}" for key, one in value.items()) + " }"
-    # JSON's text, numbers and truth values are TOML's, too.
-    return json.dumps(value)
+    fixed = {"model": spec.model, "dataset": spec.dataset, "precision": spec.precision}
+    fixed |= {key: value for key in ("input_size", "partition") if (value := getattr(spec, key)) is not None}
+    fixed |= {"optimizer": spec.optimizer} if spec.optimizer != "sgd" else {}
+    settings: dict[str, Any] = {"name": name, "repeats": SWEEP_REPEATS}
+    settings |= {"model_folder": model_folder} if model_folder else {}
+    return sweep_toml(settings, fixed, candidate_sweep_points(best))

@@ -2,149 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, Protocol
 
-from rich import box
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-from rich.table import Table
-from rich.text import Text
-
-from hpcbench.config.run_spec import RunSpec, run_label, strategy_label
-from hpcbench.fileio import printable_excerpt, printable_text
+from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec, run_label, strategy_label
+from hpcbench.fileio import printable_excerpt
 from hpcbench.report.configurations import ResultRow
-from hpcbench.report.status_text import STATUS_STYLE
-from hpcbench.report.table_model import Column as Heading
-from hpcbench.report.table_model import View, WarningFootnotes
-from hpcbench.report.table_output import render_view
+from hpcbench.report.phrases import or_empty
+from hpcbench.report.table_model import Column, View, WarningFootnotes, text_column
 from hpcbench.results.frame import encode_sorted_json
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.units import format_bytes, format_rate
 
-
-class ResultsColumn(NamedTuple):
-    """A column's heading, its cell of a row, whether it is a number, and whether its cells may be folded."""
-
-    heading: str
-    cell: Callable[[ResultRow], str]
-    is_number: bool = True
-    folds: bool = False
-
-
 _ALWAYS_COLUMNS = ("strategy",)
 _DEGREE_PARAMETERS = ("devices_per_task", "dp_degree", "tp_degree", "sp_degree", "pp_degree")
-"""Told by the strategy's label and the ranks where people read, columns of their own for programs."""
+"""Parts of the strategy's label and of the ranks for readers; columns of their own for programs."""
 _NEVER_COLUMNS = {
-    "nodes",
-    "tasks_per_node",
-    "repeat",
-    "seed",
-    "verify",
-    "time_limit_min",
-    "spec_version",
-    *_DEGREE_PARAMETERS,
-}
-
-
-_MIN_FOLDED_WIDTH = 12
-"""A column that may be folded keeps so many characters."""
-
-
-@dataclass(frozen=True)
-class ResultsTable:
-    """The rows as a table, what they share above it, what needs explaining below it.
-
-    Where it is wider than the terminal it goes on in further blocks that repeat what tells the rows from each other.
-    """
-
-    rows: list[ResultRow]
-    title: str
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """See the class."""
-        varying, shared = split_parameters([row.spec for row in self.rows if row.spec is not None])
-        columns = [*identity_columns(self.rows, varying), *_metric_columns(self.rows)]
-        marks = WarningFootnotes(self.rows)
-        columns.append(ResultsColumn("status", lambda row: row.status + marks.of(row), is_number=False))
-        if _min_table_width(columns, self.rows) > options.max_width:
-            yield render_view(results_text_view(self.rows, self.title), options.max_width)
-            return
-        table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-        for column in columns:
-            justify: Literal["left", "right"] = "right" if column.is_number else "left"
-            table.add_column(
-                column.heading, justify=justify, no_wrap=not column.folds, overflow="fold",
-                min_width=_min_column_width(column, self.rows),
-            )  # fmt: skip
-        for row in self.rows:
-            *cells, status = (printable_excerpt(column.cell(row)) for column in columns)
-            table.add_row(*map(Text, cells), Text(status, style=STATUS_STYLE.get(row.status, "")))
-        yield Text(printable_text(self.title), style="bold")
-        if shared:
-            yield Text(f"all runs: {shared}", style="dim")
-        below: list[RenderableType] = [Text(""), table, Text(""), *_table_notes(self.rows), *marks.explained()]
-        yield from below
-
-
-def _min_column_width(column: ResultsColumn, rows: list[ResultRow]) -> int:
-    """The narrowest that ``column`` may be."""
-    heading = max(cell_len(line) for line in column.heading.split("\n"))
-    widest = max([heading, *(cell_len(printable_excerpt(column.cell(row))) for row in rows)])
-    return min(widest, _MIN_FOLDED_WIDTH) if column.folds else widest
-
-
-def _min_table_width(columns: list[ResultsColumn], rows: list[ResultRow]) -> int:
-    return sum(_min_column_width(column, rows) + 1 for column in columns) - 1
+    "nodes", "tasks_per_node", "repeat", "seed", "verify", "time_limit_min", "spec_version", *_DEGREE_PARAMETERS,
+}  # fmt: skip
 
 
 def results_text_view(rows: list[ResultRow], title: str) -> View:
-    """The table's texts for documents."""
+    """The table for readers: differing parameters, formatted metrics, and the reasons of failures below."""
     varying, shared = split_parameters([row.spec for row in rows if row.spec is not None])
-    columns = [*identity_columns(rows, varying), *_metric_columns(rows)]
-    marks = WarningFootnotes(rows)
-    headings = [*(column.heading.replace("-\n", "").replace("\n", "") for column in columns), "status"]
-    numbers = [*(column.is_number for column in columns), False]
-    shown: list[list[str]] = [[*(column.cell(row) for column in columns), row.status + marks.of(row)] for row in rows]
-    keys = len(identity_columns(rows, varying))
-    heads = [
-        Heading(name, name, is_key=place < keys, is_number=number)
-        for place, (name, number) in enumerate(zip(headings, numbers, strict=True))
-    ]
-    notes = [*([f"all runs: {shared}"] if shared else []), *(text.plain for text in _table_notes(rows))]
-    return View(title, heads, [[*row] for row in shown], shown, notes, marks.texts())
+    footnotes = WarningFootnotes(rows)
+    status = text_column("status", lambda row: row.status + footnotes.marks(row))
+    columns = [*identity_columns(rows, varying), *_metric_columns(rows), status]
+    notes = [*([f"all runs: {shared}"] if shared else []), *_table_notes(rows)]
+    return View.from_rows(title, columns, rows, notes, [*_failure_notes(rows), *footnotes.footnotes()])
 
 
 _DATA_FIELDS = [name for name in ResultRow.__dataclass_fields__ if name not in {"spec", "warnings", "run_ids"}]
 
 
 def results_data_view(rows: list[ResultRow], title: str) -> View:
-    """The table's figures for programs: every parameter that differs or is always told, and all figures in SI units."""
+    """The table for programs: every parameter that differs or is always shown, and all figures in SI units."""
     specs = [row.spec for row in rows if row.spec is not None]
     always = ("model", "dataset", "strategy", "nodes", "tasks_per_node", "batch_size", "precision")
-    places = [name for name in _DEGREE_PARAMETERS if len({getattr(spec, name) for spec in specs}) > 1]
+    degrees = [name for name in _DEGREE_PARAMETERS if len({getattr(spec, name) for spec in specs}) > 1]
     varying = [name for name in split_parameters(specs)[0] if name not in always]
-    names = [*always, *places, *varying]
-    heads = [Heading(name, name) for name in [*names, *_DATA_FIELDS, "warnings", "run_ids"]]
-    raw = [
-        [
-            *(_scalar_value(getattr(row.spec, name, None)) for name in names),
-            *(getattr(row, name) for name in _DATA_FIELDS),
-            "; ".join(row.warnings),
-            " ".join(row.run_ids),
-        ]
-        for row in rows
-    ]
-    return View(title, heads, raw, [["" if value is None else str(value) for value in row] for row in raw])
+    columns = [parameter_column(name) for name in (*always, *degrees, *varying)]
+    columns += [data_column(name, attrgetter(name)) for name in _DATA_FIELDS]
+    columns.append(data_column("warnings", lambda row: "; ".join(row.warnings)))
+    columns.append(data_column("run_ids", lambda row: " ".join(row.run_ids)))
+    return View.from_rows(title, columns, rows)
 
 
-def _scalar_value(value: Any) -> Any:
-    return encode_sorted_json(value) if isinstance(value, dict) else value
+def data_column(name: str, value: Callable[[Any], Any]) -> Column:
+    """A column for programs: its cells are the plain values."""
+    return Column(name, name, value, lambda row: or_empty(value(row)))
+
+
+def parameter_column(name: str) -> Column:
+    """A column for programs with a parameter of the specification; tables of options as JSON."""
+
+    def value(row: IdentifiedRow) -> Any:
+        parameter = getattr(row.spec, name, None)
+        return encode_sorted_json(parameter) if isinstance(parameter, dict) else parameter
+
+    return data_column(name, value)
 
 
 def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
-    """Names of the parameters that differ between runs, and in words those that all of them share."""
+    """Return the names of parameters that differ between ``specs``, and a text about those that all share."""
     names = [name for name in RunSpec.__struct_fields__ if name not in _NEVER_COLUMNS]
     values = {name: [getattr(spec, name) for spec in specs] for name in names}
     varying = [name for name in names if any(value != values[name][0] for value in values[name])]
@@ -161,31 +83,34 @@ def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
 
 
 def _differs_from_default(spec: RunSpec, name: str) -> bool:
-    fields = dict(
-        zip(
-            RunSpec.__struct_fields__[-len(RunSpec.__struct_defaults__) :],
-            RunSpec.__struct_defaults__,
-            strict=True,
-        )
-    )
     value = getattr(spec, name)
-    return bool(value) and value != fields.get(name)
+    return bool(value) and value != PARAMETER_DEFAULTS.get(name)
 
 
-def identity_columns(rows: list[ResultRow], varying: list[str]) -> list[ResultsColumn]:
-    """What tells ``rows`` from each other: strategy, ranks, and ``varying`` parameters."""
-    columns = [ResultsColumn("strategy", _strategy_cell, is_number=False), ResultsColumn("ranks", _ranks_cell)]
+class IdentifiedRow(Protocol):
+    """A row about one configuration; rows without a specification are called by their first run."""
+
+    @property
+    def cluster(self) -> str: ...
+    @property
+    def spec(self) -> RunSpec | None: ...
+    @property
+    def run_ids(self) -> list[str]: ...
+
+
+def identity_columns(rows: Sequence[IdentifiedRow], varying: Iterable[str]) -> list[Column]:
+    """The columns that identify ``rows``: strategy, ranks, and ``varying`` parameters; the cluster if several."""
+    columns = [
+        text_column("strategy", lambda row: strategy_label(row.spec) if row.spec else row.run_ids[0], is_key=True),
+        text_column("ranks", _ranks_cell, is_key=True, is_number=True),
+    ]
     if len({row.cluster for row in rows}) > 1:
-        columns.insert(0, ResultsColumn("cluster", lambda row: row.cluster, is_number=False, folds=True))
+        columns.insert(0, text_column("cluster", lambda row: row.cluster, is_key=True, folds=True))
     for name in varying:
-        columns.append(
-            ResultsColumn(
-                _PARAMETER_HEADINGS.get(name, name),
-                _parameter_cell(name),
-                is_number=name in _PARAMETER_HEADINGS,
-                folds=name not in _PARAMETER_HEADINGS,
-            )
-        )
+        heading = _PARAMETER_HEADINGS.get(name)
+        columns.append(text_column(
+            heading or name, _parameter_cell(name), is_key=True, is_number=heading is not None, folds=heading is None,
+        ))  # fmt: skip
     return columns
 
 
@@ -197,49 +122,44 @@ _PARAMETER_HEADINGS = {
 }
 
 
-def _strategy_cell(row: ResultRow) -> str:
-    return strategy_label(row.spec) if row.spec else row.run_ids[0]
-
-
-def _ranks_cell(row: ResultRow) -> str:
+def _ranks_cell(row: IdentifiedRow) -> str:
     if row.spec is None:
         return ""
     return str(row.spec.ranks) if row.spec.nodes == 1 else f"{row.spec.nodes}x{row.spec.tasks_per_node}"
 
 
-def _parameter_cell(name: str) -> Callable[[ResultRow], str]:
-    def cell(row: ResultRow) -> str:
-        value: Any = getattr(row.spec, name, "")
-        if isinstance(value, dict):
-            return " ".join(f"{key}={one}" for key, one in value.items())
-        return "" if value is None else str(value)
-
-    return cell
+def _parameter_cell(name: str) -> Callable[[IdentifiedRow], str]:
+    return lambda row: parameter_text(getattr(row.spec, name, None))
 
 
-def _metric_columns(rows: list[ResultRow]) -> list[ResultsColumn]:
-    within = all(row.launches < 2 for row in rows)
-    mfu = ResultsColumn("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else "")
-    speedup = ResultsColumn("speed\n-up", lambda row: f"{row.speedup:.2f}" if row.speedup else "")
-    efficiency = ResultsColumn("eff.", lambda row: f"{row.efficiency:.0%}" if row.efficiency else "")
-    verified = (
-        [ResultsColumn("veri-\nfied", _verified_cell, is_number=False)]
-        if any(_verified_cell(row) for row in rows)
-        else []
+def parameter_text(value: Any) -> str:
+    """``value`` of a parameter; ``key=value`` words of a table of options."""
+    return " ".join(f"{key}={part}" for key, part in value.items()) if isinstance(value, dict) else or_empty(value)
+
+
+def _metric_columns(rows: list[ResultRow]) -> list[Column]:
+    """Step time, throughput, speed-up, MFU, memory, loss and verification, as far as any row has them."""
+    spread = "[95 %]" if all(row.launches < 2 for row in rows) else "[range]"
+    columns = [
+        text_column(f"step ms {spread}", _step_time_cell),
+        text_column("samples/s", lambda row: format_rate(row.samples_per_s) if row.samples_per_s else "",
+                    compact_heading="samples\n/s"),
+    ]  # fmt: skip
+    if any(row.speedup for row in rows):
+        columns.append(text_column("speed-up", lambda row: f"{row.speedup:.2f}" if row.speedup else "",
+                                   compact_heading="speed\n-up"))  # fmt: skip
+        columns.append(text_column("eff.", lambda row: f"{row.efficiency:.0%}" if row.efficiency else ""))
+    if any(row.mfu is not None for row in rows):
+        columns.append(text_column("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""))
+    columns.append(
+        text_column("memory", lambda row: format_bytes(row.peak_memory_bytes) if row.peak_memory_bytes else "")
     )
-    return [
-        ResultsColumn("step ms [95 %]" if within else "step ms [range]", _step_time_cell),
-        ResultsColumn("samples\n/s", lambda row: format_rate(row.samples_per_s) if row.samples_per_s else ""),
-        *([speedup, efficiency] if any(row.speedup for row in rows) else []),
-        *([mfu] if any(row.mfu is not None for row in rows) else []),
-        ResultsColumn("memory", lambda row: format_bytes(row.peak_memory_bytes) if row.peak_memory_bytes else ""),
-        ResultsColumn("loss", _loss_cell),
-        *verified,
-    ]
-
-
-def _verified_cell(row: ResultRow) -> str:
-    return {None: "", True: "yes", False: "no"}[row.verified]
+    columns.append(text_column("loss", _loss_cell))
+    columns = [replace(column, is_number=True) for column in columns]
+    if any(row.verified is not None for row in rows):
+        verified = {None: "", True: "yes", False: "no"}
+        columns.append(text_column("verified", lambda row: verified[row.verified], compact_heading="veri-\nfied"))
+    return columns
 
 
 def _step_time_cell(row: ResultRow) -> str:
@@ -250,8 +170,8 @@ def _step_time_cell(row: ResultRow) -> str:
     return f"{_format_ms(row.step_time_s)} [{_format_ms(row.low_s)} {_format_ms(row.high_s)}]"
 
 
-def _format_ms(seconds: float | None) -> str:
-    value = (seconds or 0.0) * 1e3
+def _format_ms(seconds: float) -> str:
+    value = seconds * 1e3
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
@@ -262,18 +182,14 @@ def _loss_cell(row: ResultRow) -> str:
     return f"{row.loss_first:.2g}>{last}"
 
 
-_MAX_NAMED_FAILURES = 5
-"""So many failures of one reason are named one by one."""
-
-
-def _table_notes(rows: list[ResultRow]) -> list[Text]:
+def _table_notes(rows: list[ResultRow]) -> list[str]:
     notes = []
     launches = sorted({row.launches for row in rows if row.step_time_s is not None})
     spreads = ["95 % block bootstrap of the median over the steps of one launch"] if 1 in launches[:1] else []
     if launches and launches[-1] > 1:
         several = [count for count in launches if count > 1]
         counts = str(several[0]) if len(several) == 1 else f"{several[0]} to {several[-1]}"
-        spreads.append(f"lowest and highest median between {counts} launches")
+        spreads.append(f"min and max of the medians of {counts} launches")
     if spreads:
         notes.append(f"spread: {'; '.join(spreads)}")
     if any(row.speedup for row in rows):
@@ -281,20 +197,27 @@ def _table_notes(rows: list[ResultRow]) -> list[Text]:
     if any(row.mfu is not None for row in rows):
         notes.append("MFU: the model's own FLOPs (no recomputation) over the devices' peak in the run's precision")
     if any(row.verified is not None for row in rows):
-        notes.append("verified: trains as one process does, in a launch of this row with verify = true")
-    texts = [Text(note, style="dim") for note in notes]
-    alike: dict[tuple[str, str], list[ResultRow]] = {}
+        notes.append("verified: a launch of this row with verify = true trained as one process does")
+    return notes
+
+
+_MAX_NAMED_FAILURES = 5
+"""Up to so many failures with the same reason are listed one by one."""
+
+
+def _failure_notes(rows: list[ResultRow]) -> list[str]:
+    """Reasons of rows that are not ok, by status and reason."""
+    by_reason: dict[tuple[str, str], list[ResultRow]] = {}
     for row in rows:
         if row.status != STATUS_OK:
-            alike.setdefault((row.status, row.reason or "no reason was left"), []).append(row)
-    for (status, reason), failed in alike.items():
+            by_reason.setdefault((row.status, row.reason or "no reason was left"), []).append(row)
+    texts = []
+    for (status, reason), failed in by_reason.items():
         named = failed if len(failed) <= _MAX_NAMED_FAILURES else failed[:1]
-        more = f" (the first of {len(failed)} rows alike)" if len(failed) > _MAX_NAMED_FAILURES else ""
-        texts += [Text(printable_excerpt(f"{_row_label(row)}: {status}: {reason}{more}")) for row in named]
+        more = f" (first of {len(failed)} such rows)" if len(failed) > _MAX_NAMED_FAILURES else ""
+        texts += [f"{_row_label(row)}: {status}: {reason}{more}" for row in named]
     return texts
 
 
 def _row_label(row: ResultRow) -> str:
-    if row.spec is None:
-        return row.run_ids[0]
-    return f"{run_label(row.spec)} ({row.run_ids[0]})"
+    return row.run_ids[0] if row.spec is None else f"{run_label(row.spec)} ({row.run_ids[0]})"

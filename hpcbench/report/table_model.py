@@ -1,15 +1,15 @@
-"""The table model: a view holds raw values in SI units, formatted cells, headings, notes and warning footnotes."""
+"""The table model: columns that say where their values come from, views of rows, and footnotes for warnings.
+
+A ``View`` has three renderers: ``table_output.render_view`` (terminal), ``table_output.write_view`` (files) and
+``html.page_elements.html_table`` (page)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from string import ascii_lowercase
 from typing import Any, Protocol
-
-from rich.table import Table
-from rich.text import Text
 
 from hpcbench.fileio import printable_excerpt
 from hpcbench.report.column_names import short_name
@@ -18,21 +18,50 @@ from hpcbench.units import format_bytes, format_count, format_rate, format_secon
 
 @dataclass(frozen=True)
 class Column:
-    """``is_key``: it says what a row is and is repeated where a wide table is folded.
+    """One column of a view.
 
-    ``can_go``: a terminal where it does not fit does without it.
+    Args:
+        name: column of a results frame (``metrics.step_time_s.median``) or any other key; names the unit of ``value``.
+        heading: text above the column.
+        value: the SI figure (or text, or ``None``) of a row; columns of ``View.from_rows`` need it.
+        text: the cell of a row; without it ``format_value(name, value(row))``.
+        is_key: identifies the row and is repeated in each block of a folded table.
+        is_number: aligned to the right.
+        optional: left out on terminals where it does not fit.
+        folds: its cells may be broken into lines on narrow terminals.
+        wraps: a text of any length that takes the rest of the line and wraps; counts as 12 characters.
+        compact_heading: heading with line breaks for narrow terminals.
+        choices: a page offers a choice among its values.
     """
 
     name: str
-    heading: str
+    heading: str = ""
+    value: Callable[[Any], Any] | None = None
+    text: Callable[[Any], str] | None = None
     is_key: bool = False
     is_number: bool = True
-    can_go: bool = False
+    optional: bool = False
+    folds: bool = False
+    wraps: bool = False
+    compact_heading: str = ""
+    choices: bool = False
+
+    def raw_of(self, row: Any) -> Any:
+        assert self.value is not None, f"the column {self.name} has no values"
+        return self.value(row)
+
+    def cell_of(self, row: Any) -> str:
+        return self.text(row) if self.text is not None else format_value(self.name, self.raw_of(row))
+
+
+def text_column(name: str, text: Callable[[Any], str], **options: Any) -> Column:
+    """A column whose value is its text; ``options`` are those of ``Column``."""
+    return Column(name, options.pop("heading", name), text, text, **{"is_number": False, **options})
 
 
 @dataclass
 class View:
-    """``raw[row][column]`` are figures in SI units, ``cells`` what people read."""
+    """A table: ``raw[row][column]`` are figures in SI units, ``cells[row][column]`` the formatted texts."""
 
     title: str
     columns: list[Column]
@@ -40,7 +69,18 @@ class View:
     cells: list[list[str]]
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """What marks in the cells mean."""
+    """Reasons of failures and the meaning of marks in cells."""
+
+    @classmethod
+    def from_rows(
+        cls, title: str, columns: Sequence[Column], rows: Iterable[Any],
+        notes: Iterable[str] = (), warnings: Iterable[str] = (),
+    ) -> View:  # fmt: skip
+        """A view with one line for each of ``rows``, which may be any objects that the columns can read."""
+        rows = list(rows)
+        raw = [[column.raw_of(row) for column in columns] for row in rows]
+        cells = [[column.cell_of(row) for column in columns] for row in rows]
+        return cls(title, list(columns), raw, cells, list(notes), list(warnings))
 
 
 COLUMN_HEADINGS = {
@@ -65,7 +105,7 @@ def column_heading(column: str) -> str:
 
 
 def format_value(column: str, value: Any) -> str:
-    """``value`` of ``column`` with a unit that suits its size; nothing for what was not measured."""
+    """``value`` of ``column`` with a unit of suitable size; an empty text for ``None``."""
     if value is None:
         return ""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or column.startswith("spec."):
@@ -76,7 +116,8 @@ def format_value(column: str, value: Any) -> str:
         return f"{value:+.1%}"
     if column == "speedup":
         return f"{value:.2f}"
-    return _format_with_unit(column.removesuffix(".median"), value)
+    # The ends of an interval have the unit of the figure.
+    return _format_with_unit(re.sub(r"\.(median|low|high)$", "", column), value)
 
 
 def _format_with_unit(column: str, value: float) -> str:
@@ -91,12 +132,12 @@ def _format_with_unit(column: str, value: float) -> str:
         return format_bytes(value)
     if name.endswith("_j"):
         return f"{format_count(value)}J"
-    return f"{value:.4g}"
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
 
 
 def format_spread(column: str, value: float, low: float | None, high: float | None) -> str:
-    """``12.3 [12.1 12.6] ms``: the unit once where it is the same; without bounds the value alone."""
-    texts = [format_value(column, one) for one in (value, low, high)]
+    """``12.3 [12.1 12.6] ms``: the unit once if it is the same; without bounds the value alone."""
+    texts = [format_value(column, number) for number in (value, low, high)]
     if low is None or high is None:
         return texts[0]
     numbers, units = zip(*((text.partition(" ")[0], text.partition(" ")[2]) for text in texts), strict=True)
@@ -105,7 +146,6 @@ def format_spread(column: str, value: float, low: float | None, high: float | No
     return f"{texts[0]} [{texts[1]} {texts[2]}]"
 
 
-_WARNING_STYLE = "yellow"
 _MAX_LETTERS_PER_ROW = 3
 
 
@@ -114,61 +154,57 @@ class HasWarnings(Protocol):
 
     @property
     def warnings(self) -> list[str]:
-        """The texts, as results hold them."""
+        """Texts of warnings as results hold them."""
 
 
 class WarningFootnotes:
-    """The kinds of warnings that ``rows`` have, each with a letter as far as letters go."""
+    """The kinds of warnings of ``rows``: up to 26 have a letter each, the others share ``+``.
 
-    def __init__(self, rows: Sequence[HasWarnings]) -> None:
-        self._texts: dict[str, list[str]] = {}
-        """By kind: of every row that has it, its first text."""
-        for row in rows:
-            first: dict[str, str] = {}
-            for text in row.warnings:
-                first.setdefault(message_pattern(text), text)
-            for kind, text in first.items():
-                self._texts.setdefault(kind, []).append(text)
+    ``noun`` names one of ``rows`` in the counts of footnotes.
+    """
+
+    def __init__(self, rows: Sequence[HasWarnings], noun: str = "row") -> None:
+        self._noun = noun
+        self._texts = {pattern: [text for _, text in having] for pattern, having in group_warnings(rows).items()}
         self._letters = dict(zip(self._texts, ascii_lowercase, strict=False))
+        self._is_cut = any(len({message_pattern(text) for text in row.warnings}) > _MAX_LETTERS_PER_ROW for row in rows)
 
-    def of(self, row: HasWarnings) -> str:
-        """``*a,c`` behind a row's status, ``+`` for more than three; nothing where it has no warnings."""
+    def marks(self, row: HasWarnings) -> str:
+        """``*a,c`` behind a row's status, ``+`` for more than three; an empty text without warnings."""
         letters = sorted({self._letters.get(message_pattern(text), "+") for text in row.warnings})
         shown = [letter for letter in letters if letter != "+"][:_MAX_LETTERS_PER_ROW]
         return "*" + ",".join([*shown, "+"] if len(shown) < len(letters) else shown) if letters else ""
 
     def kinds(self) -> list[tuple[str, list[str]]]:
-        """Letter (``+`` where letters have ended) and the first texts of the rows that have it, for every kind."""
-        return [(self._letters.get(kind, "+"), texts) for kind, texts in self._texts.items()]
+        """For every kind its letter (``+`` after 26 kinds) and the first text of each row that has it."""
+        return [(self._letters.get(pattern, "+"), texts) for pattern, texts in self._texts.items()]
 
-    def explained(self) -> list[Table]:
-        """A line or more for each letter, to be printed below the table."""
-        if not self._texts:
-            return []
-        table = Table.grid(padding=(0, 1))
-        table.add_column(no_wrap=True)
-        table.add_column()
-        for kind, letter in self._letters.items():
-            texts = self._texts[kind]
-            rows = f"{len(texts)} row{'s' * (len(texts) > 1)}"
-            note = rows if len(set(texts)) == 1 else f"the first of {rows} alike"
-            table.add_row(
-                Text(f"*{letter}", style=_WARNING_STYLE),
-                Text(f"{printable_excerpt(texts[0])} ({note})", style=_WARNING_STYLE),
-            )
+    def footnotes(self) -> list[str]:
+        """One text per letter, and one about ``+``."""
+        notes = []
+        for letter, texts in self.kinds()[: len(self._letters)]:
+            count = f"{len(texts)} {self._noun}s" if len(set(texts)) == 1 else f"first of {len(texts)} similar warnings"
+            notes.append(f"*{letter}: {printable_excerpt(texts[0])}{f' ({count})' if len(texts) > 1 else ''}")
         beyond = len(self._texts) - len(self._letters)
         if beyond > 0:
-            table.add_row(
-                Text("*+", style=_WARNING_STYLE),
-                Text(f"{beyond} more kinds: see `hpcbench collect`", style=_WARNING_STYLE),
-            )
-        return [table]
+            notes.append(f"*+: {beyond} more kinds of warnings: see `hpcbench collect`")
+        elif self._is_cut:
+            notes.append(f"*+: more than {_MAX_LETTERS_PER_ROW} kinds of warnings: see `hpcbench collect`")
+        return notes
 
-    def texts(self) -> list[str]:
-        """As ``explained``, a plain text for each letter."""
-        return [f"*{letter}: {printable_excerpt(self._texts[kind][0])}" for kind, letter in self._letters.items()]
+
+def group_warnings(rows: Iterable[Any]) -> dict[str, list[tuple[Any, str]]]:
+    """The rows that have each kind of warning, with the first such text of each row; kinds in order of appearance."""
+    groups: dict[str, list[tuple[Any, str]]] = {}
+    for row in rows:
+        first: dict[str, str] = {}
+        for text in row.warnings:
+            first.setdefault(message_pattern(text), text)
+        for pattern, text in first.items():
+            groups.setdefault(pattern, []).append((row, text))
+    return groups
 
 
 def message_pattern(text: str) -> str:
-    """What warnings that differ in their figures alone have in common: the words before a colon, without numbers."""
+    """The common part of warnings that differ only in their figures: the words before a colon, without numbers."""
     return re.sub(r"\d[\d.,]*", "#", text.partition(": ")[0])

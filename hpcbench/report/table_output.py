@@ -6,12 +6,14 @@ import csv
 import io
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 from rich import box
-from rich.console import Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +23,8 @@ from hpcbench.fileio import open_atomic, printable_excerpt, write_atomic
 from hpcbench.report.column_names import short_name
 from hpcbench.report.configurations import ResultRow
 from hpcbench.report.load_results import with_all_option_columns
+from hpcbench.report.phrases import or_empty
+from hpcbench.report.status_text import STATUS_STYLE
 from hpcbench.report.table_model import Column, View
 from hpcbench.results.frame import FILE_COLUMNS
 from hpcbench.results.schema import RunResult, result_document
@@ -28,68 +32,118 @@ from hpcbench.results.schema import RunResult, result_document
 if TYPE_CHECKING:
     import polars
 
-_COLUMN_GAP = 2
-"""A blank behind each column, and one that the box puts between them."""
 _MAX_KEY_WIDTH = 24
 """Longer keys are folded within their column."""
+_MIN_FOLDED_WIDTH = 12
+"""A column whose cells may be folded keeps so many characters."""
 
 
 def render_view(view: View, width: int) -> RenderableType:
-    """``view`` for a terminal of ``width`` columns."""
-    parts: list[RenderableType] = [Text(printable_excerpt(view.title), style="bold"), Text("")]
-    for block in fold_columns(view, width):
-        parts += [_block_table(view, block), Text("")]
-    parts += [Text(printable_excerpt(note), style="dim") for note in view.notes]
-    parts += [Text(printable_excerpt(text), style="yellow") for text in view.warnings]
-    return Group(*parts)
+    """Return ``view`` for a terminal of ``width`` columns.
+
+    One table where it fits, with narrow headings and gaps where it fits only so; else blocks of columns below each
+    other, each with the key columns.
+    """
+    headline = [Text(printable_excerpt(view.title), style="bold"), Text("")] if view.title else []
+    tables = [part for table in _fitted_tables(view, width) for part in (table, Text(""))] if view.raw else []
+    notes = [Text(printable_excerpt(note), style="dim") for note in view.notes]
+    warnings = [Text(printable_excerpt(text), style="yellow") for text in view.warnings]
+    return Group(*headline, *tables, *notes, *warnings)
+
+
+@dataclass(frozen=True)
+class PrintedView:
+    """A view that takes the width of the console that prints it."""
+
+    view: View
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield render_view(self.view, options.max_width)
+
+
+def _fitted_tables(view: View, width: int) -> list[Table]:
+    every = range(len(view.columns))
+    if sum(_column_width(view, number) + 2 for number in every) <= width:
+        return [_rich_table(view, every)]
+    is_narrowable = any(column.folds or column.compact_heading for column in view.columns)
+    if is_narrowable and sum(_compact_width(view, number) + 1 for number in every) - 1 <= width:
+        return [_rich_table(view, every, compact=True)]
+    return [_rich_table(view, block) for block in fold_columns(view, width)]
 
 
 def fold_columns(view: View, width: int) -> list[list[int]]:
-    """The columns of each block: the keys, and as many others as fit beside them, one at least."""
-    widths = [_column_width(view, place) for place in range(len(view.columns))]
-    keys = [place for place, column in enumerate(view.columns) if column.is_key]
-    others = [place for place, column in enumerate(view.columns) if not column.is_key]
-    room = width - sum(widths[place] + _COLUMN_GAP for place in keys)
-    found: list[list[int]] = []
-    left = 0
-    for place in others:
-        if not found or widths[place] + _COLUMN_GAP > left:
-            if found and view.columns[place].can_go:
+    """The columns of each block: the keys, and as many others as fit beside them, at least one."""
+    widths = [_column_width(view, number) + 2 for number in range(len(view.columns))]
+    keys = [number for number, column in enumerate(view.columns) if column.is_key]
+    room = width - sum(widths[number] for number in keys)
+    blocks: list[list[int]] = []
+    free = 0
+    for number, column in enumerate(view.columns):
+        if column.is_key:
+            continue
+        if not blocks or widths[number] > free:
+            if blocks and column.optional:
                 continue
-            found.append([*keys])
-            left = room
-        found[-1].append(place)
-        left -= widths[place] + _COLUMN_GAP
-    return found or [keys]
+            blocks.append([*keys])
+            free = room
+        blocks[-1].append(number)
+        free -= widths[number]
+    return blocks or [keys]
 
 
-def _column_width(view: View, place: int) -> int:
-    texts = [view.columns[place].heading, *(row[place] for row in view.cells)]
-    widest = max(Text(printable_excerpt(text)).cell_len for text in texts)
-    return min(widest, _MAX_KEY_WIDTH) if view.columns[place].is_key else widest
+def _column_width(view: View, number: int) -> int:
+    column = view.columns[number]
+    if column.wraps:
+        return max(_MIN_FOLDED_WIDTH, _text_width(column.heading))
+    widest = max(map(_text_width, (column.heading, *(row[number] for row in view.cells))))
+    return min(widest, _MAX_KEY_WIDTH) if column.is_key else widest
 
 
-def _block_table(view: View, block: Sequence[int]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for place in block:
-        column = view.columns[place]
+def _compact_width(view: View, number: int) -> int:
+    """The narrowest that a column may be."""
+    column = view.columns[number]
+    cells = max((_text_width(row[number]) for row in view.cells), default=0)
+    width = max(_text_width(column.compact_heading or column.heading), cells)
+    return min(width, _MIN_FOLDED_WIDTH) if column.folds or column.wraps else width
+
+
+def _text_width(text: str) -> int:
+    return max(map(cell_len, printable_excerpt(text).split("\n")))
+
+
+def _rich_table(view: View, numbers: Sequence[int], *, compact: bool = False) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0 if compact else (0, 1, 0, 0), show_edge=False)
+    for number in numbers:
+        column = view.columns[number]
         justify: Literal["left", "right"] = "right" if column.is_number else "left"
-        table.add_column(
-            Text(printable_excerpt(column.heading)), justify=justify, overflow="fold", no_wrap=not column.is_key,
-            max_width=_MAX_KEY_WIDTH if column.is_key else None,
-        )  # fmt: skip
+        heading = Text(printable_excerpt((compact and column.compact_heading) or column.heading))
+        if compact:
+            width = _compact_width(view, number)
+            table.add_column(
+                heading, justify=justify, overflow="fold", no_wrap=not (column.folds or column.wraps), min_width=width
+            )
+        else:
+            limit = _MAX_KEY_WIDTH if column.is_key else None
+            no_wrap = not (column.is_key or column.wraps)
+            table.add_column(heading, justify=justify, overflow="fold", no_wrap=no_wrap, max_width=limit)
     for row in view.cells:
-        table.add_row(*(Text(printable_excerpt(row[place])) for place in block))
+        table.add_row(*(_rich_cell(view.columns[number], row[number]) for number in numbers))
     return table
 
 
+def _rich_cell(column: Column, text: str) -> Text:
+    """A status has the colour that it has everywhere; marks of warnings may stand behind it."""
+    style = STATUS_STYLE.get(text.partition("*")[0], "") if column.name == "status" else ""
+    return Text(printable_excerpt(text), style=style)
+
+
 def write_view(view: View, path: Path) -> None:
-    """Write ``view`` in the format that the file's ending names; ``ConfigError`` for one that is unknown."""
+    """Write ``view`` in the format that the file's ending names; ``ConfigError`` if that is unknown."""
     write_atomic(path, view_encoder(path)(view))
 
 
 def view_encoder(path: Path) -> Callable[[View], bytes]:
-    """What makes the bytes of a file called ``path``."""
+    """Return the encoder for the ending of ``path``; ``ConfigError`` if that is unknown."""
     if path.suffix not in VIEW_ENCODERS:
         raise ConfigError(
             f"cannot write {path}: unknown ending {path.suffix!r}", hint=f"choices: {', '.join(sorted(VIEW_ENCODERS))}"
@@ -98,13 +152,13 @@ def view_encoder(path: Path) -> Callable[[View], bytes]:
 
 
 def view_json(view: View) -> dict[str, Any]:
-    """``{"columns", "rows"}``: figures in SI units."""
+    """Return ``{"columns", "rows", "notes"}`` with figures in SI units."""
     names = unique_column_names(view)
     return {"columns": names, "rows": [dict(zip(names, row, strict=True)) for row in view.raw], "notes": view.notes}
 
 
 def unique_column_names(view: View) -> list[str]:
-    """The columns' short names; whole ones where two would be the same."""
+    """The columns' short names; the full ones if two of those were equal."""
     short = [short_name(column.name) for column in view.columns]
     return short if len(set(short)) == len(short) else [column.name for column in view.columns]
 
@@ -124,22 +178,18 @@ def _encode_csv(view: View) -> bytes:
 def _view_frame(view: View) -> polars.DataFrame:
     import polars
 
-    columns = {name: [row[place] for row in view.raw] for place, name in enumerate(unique_column_names(view))}
+    columns = {name: [row[number] for row in view.raw] for number, name in enumerate(unique_column_names(view))}
     return polars.DataFrame(columns, strict=False)
 
 
-def _encode_parquet(view: View) -> bytes:
+def _parquet_bytes(frame: polars.DataFrame) -> bytes:
     buffer = io.BytesIO()
-    _view_frame(view).write_parquet(buffer)
+    frame.write_parquet(buffer)
     return buffer.getvalue()
 
 
-def _encode_excel(view: View) -> bytes:
-    return excel_bytes(_view_frame(view))
-
-
-def excel_bytes(frame: polars.DataFrame) -> bytes:
-    """A workbook of one sheet. What looks like a formula or an address stays text: it may be somebody else's."""
+def _excel_bytes(frame: polars.DataFrame) -> bytes:
+    """A workbook of one sheet. Texts like formulas or addresses stay texts: another user may have written them."""
     try:
         import xlsxwriter
     except ImportError:
@@ -150,50 +200,33 @@ def excel_bytes(frame: polars.DataFrame) -> bytes:
     options = {"in_memory": True, "strings_to_formulas": False, "strings_to_urls": False, "nan_inf_to_errors": True}
     with xlsxwriter.Workbook(buffer, options) as book:
         sheet = book.add_worksheet("hpcbench")
-        bold = book.add_format({"bold": True})
-        sheet.write_row(0, 0, frame.columns, bold)
+        sheet.write_row(0, 0, frame.columns, book.add_format({"bold": True}))
         for number, row in enumerate(frame.iter_rows(), start=1):
-            for place, value in enumerate(row):
+            for column, value in enumerate(row):
                 if value is not None:
-                    sheet.write(number, place, "; ".join(map(str, value)) if isinstance(value, list) else value)
+                    sheet.write(number, column, "; ".join(map(str, value)) if isinstance(value, list) else value)
         sheet.freeze_panes(1, 0)
         sheet.autofilter(0, 0, len(frame), max(0, len(frame.columns) - 1))
     return buffer.getvalue()
 
 
-def _encode_markdown(view: View) -> bytes:
-    def line(cells: list[str]) -> str:
-        return (
-            "| "
-            + " | ".join(
-                _MARKDOWN_SPECIAL.sub(r"\\\g<0>", printable_excerpt(cell)).replace("\n", " ") for cell in cells
-            )
-            + " |"
-        )
-
-    rule = "|" + "|".join("---:" if column.is_number else "---" for column in view.columns) + "|"
-    lines = [
-        f"**{_MARKDOWN_SPECIAL.sub(_escape_markdown, view.title)}**",
-        "",
-        line([column.heading for column in view.columns]),
-        rule,
-    ]
-    lines += [line(row) for row in view.cells]
-    lines += [
-        "",
-        *(
-            _MARKDOWN_SPECIAL.sub(_escape_markdown, printable_excerpt(note)) + "  "
-            for note in [*view.notes, *view.warnings]
-        ),
-    ]
-    return "\n".join(lines).rstrip().encode() + b"\n"
-
-
 _MARKDOWN_SPECIAL = re.compile(r"[\\`*_{}\[\]<>|#~&]")
 
 
-def _escape_markdown(match: re.Match[str]) -> str:
-    return "\\" + match[0]
+def _escape_markdown(text: str) -> str:
+    return _MARKDOWN_SPECIAL.sub(r"\\\g<0>", printable_excerpt(text))
+
+
+def _markdown_line(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(_escape_markdown(cell).replace(chr(10), ' ') for cell in cells)} |"
+
+
+def _encode_markdown(view: View) -> bytes:
+    lines = [f"**{_escape_markdown(view.title)}**", "", _markdown_line(column.heading for column in view.columns)]
+    lines.append("|" + "|".join("---:" if column.is_number else "---" for column in view.columns) + "|")
+    lines += [*map(_markdown_line, view.cells), ""]
+    lines += [f"{_escape_markdown(text)}  " for text in (*view.notes, *view.warnings)]
+    return "\n".join(lines).rstrip().encode() + b"\n"
 
 
 _LATEX_ESCAPES = {
@@ -203,27 +236,29 @@ _LATEX_ESCAPES = {
 }  # fmt: skip
 
 
-def _encode_latex(view: View) -> bytes:
-    def line(cells: list[str]) -> str:
-        return (
-            " & ".join("".join(_LATEX_ESCAPES.get(one, one) for one in printable_excerpt(cell)) for cell in cells)
-            + r" \\"
-        )
+def _latex_line(cells: Iterable[str]) -> str:
+    escaped = ("".join(_LATEX_ESCAPES.get(letter, letter) for letter in printable_excerpt(cell)) for cell in cells)
+    return " & ".join(escaped) + r" \\"
 
-    shape = "".join("r" if column.is_number else "l" for column in view.columns)
-    lines = [r"% needs \usepackage{booktabs}", rf"\begin{{tabular}}{{{shape}}}", r"\toprule"]
-    lines += [line([column.heading for column in view.columns]), r"\midrule", *map(line, view.cells)]
+
+def _encode_latex(view: View) -> bytes:
+    alignment = "".join("r" if column.is_number else "l" for column in view.columns)
+    lines = [r"% needs \usepackage{booktabs}", rf"\begin{{tabular}}{{{alignment}}}", r"\toprule"]
+    lines += [_latex_line(column.heading for column in view.columns), r"\midrule", *map(_latex_line, view.cells)]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]).encode() + b"\n"
 
 
 VIEW_ENCODERS: dict[str, Callable[[View], bytes]] = {
-    ".json": _encode_json, ".csv": _encode_csv, ".parquet": _encode_parquet, ".xlsx": _encode_excel,
-    ".md": _encode_markdown, ".tex": _encode_latex,
+    ".json": _encode_json, ".csv": _encode_csv, ".md": _encode_markdown, ".tex": _encode_latex,
+    ".parquet": lambda view: _parquet_bytes(_view_frame(view)), ".xlsx": lambda view: _excel_bytes(_view_frame(view)),
+}  # fmt: skip
+_FRAME_ENCODERS: dict[str, Callable[[polars.DataFrame], bytes]] = {
+    ".csv": lambda frame: frame.write_csv().encode(), ".parquet": _parquet_bytes, ".xlsx": _excel_bytes,
 }  # fmt: skip
 
 
 def export_json(results: Iterable[RunResult], path: Path) -> int:
-    """Write ``{"results": [...]}``, whole results one by one as they come; how many there were."""
+    """Write ``{"results": [...]}``, result by result, and return their number."""
     count = 0
     with open_atomic(path) as file:
         file.write(b'{"results": [')
@@ -236,35 +271,26 @@ def export_json(results: Iterable[RunResult], path: Path) -> int:
 
 
 def export_table(frame: polars.DataFrame, path: Path) -> None:
-    """Write results in the format that the file's ending names: one row a run, as ``load`` gives it, lists as text."""
+    """Write results in the format that the file's ending names: one row per run as in ``load``, lists as text."""
     import polars as pl
 
     encode = view_encoder(path)
     frame = with_all_option_columns(frame.drop(FILE_COLUMNS)).with_columns(pl.col("warnings").list.join("; "))
     nested = [name for name, dtype in frame.schema.items() if dtype.is_nested()]
     frame = frame.with_columns(
-        pl.Series(name, [None if one is None else str(one) for one in frame[name].to_list()], dtype=pl.String)
+        pl.Series(name, [None if value is None else str(value) for value in frame[name].to_list()], dtype=pl.String)
         for name in nested
     )
-    if path.suffix in _FRAME_WRITERS:
-        buffer = io.BytesIO()
-        _FRAME_WRITERS[path.suffix](frame, buffer)
-        write_atomic(path, buffer.getvalue())
+    if path.suffix in _FRAME_ENCODERS:
+        write_atomic(path, _FRAME_ENCODERS[path.suffix](frame))
         return
     columns = [Column(name, name, is_number=dtype.is_numeric()) for name, dtype in frame.schema.items()]
     raw = [list(row) for row in frame.iter_rows()]
-    cells = [["" if value is None else str(value) for value in row] for row in raw]
-    write_atomic(path, encode(View("results", columns, raw, cells)))
-
-
-_FRAME_WRITERS: dict[str, Any] = {
-    ".csv": lambda frame, file: frame.write_csv(file), ".parquet": lambda frame, file: frame.write_parquet(file),
-    ".xlsx": lambda frame, file: file.write(excel_bytes(frame)),
-}  # fmt: skip
+    write_atomic(path, encode(View("results", columns, raw, [[or_empty(value) for value in row] for row in raw])))
 
 
 def table_json(rows: list[ResultRow]) -> dict[str, Any]:
-    """``{"columns", "rows"}``: the table with all figures in SI units."""
+    """Return ``{"columns", "rows"}``: the results table with figures in SI units."""
     documents = []
     for row in rows:
         # dataclasses.asdict would copy every list and parameter first.

@@ -96,7 +96,7 @@ def test_what_cannot_be_answered_says_why(tree: Path) -> None:
     done = call(tree, "table", "--layout", "ddlbench")
     assert done.stdout == ""
     assert "there is nothing to show" in done.stderr
-    assert "another can be named with --baseline" in done.stderr
+    assert "choose another with --baseline" in done.stderr
     with pytest.raises(ConfigError, match="no column 'stratgy'"):
         call(tree, "table", "--by", "stratgy")
     with pytest.raises(ConfigError, match="--sort loss: no column of this table"):

@@ -15,16 +15,14 @@ from hpcbench.cli.main import cli
 from hpcbench.errors import ConfigError
 from hpcbench.report.column_names import Condition
 from hpcbench.report.findings.finding import (
-    EQUIVALENT,
-    INCONCLUSIVE,
     OBSERVED,
-    SIGNIFICANT,
     Finding,
     format_ratio_percent,
-    join_words,
 )
 from hpcbench.report.findings.findings_report import Findings, derive_findings, suggested_measurements
 from hpcbench.report.findings.significance import WinnerTest, judge_winners, launches_needed
+from hpcbench.report.hypothesis_tests import EQUIVALENT, INCONCLUSIVE, SIGNIFICANT
+from hpcbench.report.phrases import join_words
 from hpcbench.results.schema import RunResult
 from tests.report import planted
 from tests.report.planted import launch, launches
@@ -40,30 +38,30 @@ def told(answers: list[Finding]) -> list[tuple[str, str, str]]:
 
 def test_a_crossover() -> None:
     found = findings(planted.crossover())
-    assert [(one.devices, one.strategy, one.rival, one.sure) for one in found.of("fastest")] == [
+    assert [(one.devices, one.strategy, one.rival, one.sure) for one in found.of_kind("fastest")] == [
         (2, "ddp", "fsdp", SIGNIFICANT), (4, "fsdp", "ddp", SIGNIFICANT), (8, "fsdp", "ddp", SIGNIFICANT),
     ]  # fmt: skip
-    (change,) = found.of("crossover")
+    (change,) = found.of_kind("crossover")
     assert (change.text, change.sure) == ("from 2 nodes to 4 nodes the fastest changes from ddp to fsdp", SIGNIFICANT)
-    assert told(found.of("efficiency")) == [
-        ("vgg11 on mnist", "ddp falls under 80% at 4 nodes: 71%", SIGNIFICANT),
+    assert told(found.of_kind("efficiency")) == [
+        ("vgg11 on mnist", "ddp falls below 80% at 4 nodes: 71%", SIGNIFICANT),
         ("vgg11 on mnist", "fsdp stays at 80% or more up to 8 nodes: 82%", SIGNIFICANT),
     ]
-    (four,) = [one for one in found.of("fastest") if one.nodes == 4]
+    (four,) = [one for one in found.of_kind("fastest") if one.nodes == 4]
     assert four.ratio == pytest.approx(140 / 120, rel=2e-3)
     assert (four.ratio_low or 0) < 140 / 120 < (four.ratio_high or 0)
     assert [(row.strategy, row.launches) for row in four.evidence] == [("fsdp", 5), ("ddp", 5)]
     assert [row.samples_per_s for row in four.evidence] == pytest.approx([32 / 0.12, 32 / 0.14])
-    assert [*found.of("memory"), *found.of("failure"), *found.of("doubt"), *found.unsettled] == []
+    assert [*found.of_kind("memory"), *found.of_kind("failure"), *found.of_kind("doubt"), *found.inconclusive] == []
 
 
 def test_a_failure() -> None:
     found = findings(planted.failure())
-    assert [(one.text, one.why, one.sure) for one in found.of("fastest") if one.nodes == 4] == [
+    assert [(one.text, one.why, one.sure) for one in found.of_kind("fastest") if one.nodes == 4] == [
         ("only fsdp ended well: 213 samples/s", "ddp (oom), zero1 (failed) and gpipe (timeout) did not", OBSERVED)
     ]
-    assert [one.text for one in found.of("memory")] == ["with batch 8 ddp ran out of memory; fsdp (3.0 GiB) fits"]
-    assert [(one.subject, one.text, one.settle) for one in found.of("failure")] == [
+    assert [one.text for one in found.of_kind("memory")] == ["with batch 8 ddp ran out of memory; fsdp (3.0 GiB) fits"]
+    assert [(one.subject, one.text, one.settle) for one in found.of_kind("failure")] == [
         ("failed: 3 runs: zero1 on 4 nodes", "PeerEnded: rank 3 ended without a word", "see its node's log"),
         ("timeout: 1 run: gpipe on 4 nodes", "Timeout: not done after 30 min", "a longer time_limit_min"),
     ]
@@ -71,10 +69,10 @@ def test_a_failure() -> None:
 
 
 def test_overlapping_intervals_cannot_be_told() -> None:
-    (answer,) = findings(planted.overlapping()).of("fastest")
+    (answer,) = findings(planted.overlapping()).of_kind("fastest")
     assert (answer.strategy, answer.rival, answer.sure) == ("ddp", "fsdp", INCONCLUSIVE)
     assert answer.text == (
-        "cannot tell; the most was measured with ddp: 320 samples/s, +1.0 % [-4.8 %, +7.2 %] over fsdp"
+        "inconclusive; ddp was measured the fastest: 320 samples/s, +1.0 % [-4.8 %, +7.2 %] over fsdp"
     )
     assert answer.settle.startswith("more than 100 launches each")
 
@@ -82,17 +80,17 @@ def test_overlapping_intervals_cannot_be_told() -> None:
 @pytest.mark.parametrize(
     ("results", "sure", "text", "why"),
     [
-        ([*launches(0.10, 2), *launches(0.20, 2, strategy="fsdp")], INCONCLUSIVE, "x 2.0 over fsdp", "2 launches each; 3 a side"),
-        ([*launches(0.10, 1), *launches(0.20, 5, strategy="fsdp")], INCONCLUSIVE, "x 2.0 over fsdp", "1 launch against 5; 3"),
+        ([*launches(0.10, 2), *launches(0.20, 2, strategy="fsdp")], INCONCLUSIVE, "x 2.0 over fsdp", "not enough repeats (2 launches each; at least 3 each)"),
+        ([*launches(0.10, 1), *launches(0.20, 5, strategy="fsdp")], INCONCLUSIVE, "x 2.0 over fsdp", "not enough repeats (1 launch against 5; at least 3 each)"),
         ([*launches(0.10, 3), *launches(0.11, 3, strategy="fsdp")], SIGNIFICANT, "ddp is the fastest", "3 launches each, Welch's test"),
-        ([*launches(0.10), *launches(0.1005, strategy="fsdp")], EQUIVALENT, "ddp and fsdp are alike", "within 2%"),
+        ([*launches(0.10), *launches(0.1005, strategy="fsdp")], EQUIVALENT, "ddp and fsdp are equivalent", "within 2%"),
         (launches(0.10), INCONCLUSIVE, "only ddp was measured", "5 launches"),
-        ([*launches(0.10), *launches(0.12, strategy="fsdp", digest="e2")], INCONCLUSIVE, "cannot tell", "fsdp: measured in another environment"),
+        ([*launches(0.10), *launches(0.12, strategy="fsdp", digest="e2")], INCONCLUSIVE, "inconclusive", "fsdp: measured in another environment"),
         ([*launches(0.10), *launches(0.11, strategy="fsdp", digest="e2"), *launches(0.12, strategy="fsdp")], SIGNIFICANT, "+20.0 %", "5 launches"),
     ],
 )  # fmt: skip
 def test_how_sure_it_is_who_is_the_fastest(results: list[RunResult], sure: str, text: str, why: str) -> None:
-    (answer,) = findings([replaced(one, nodes=2) for one in results]).of("fastest")
+    (answer,) = findings([replaced(one, nodes=2) for one in results]).of_kind("fastest")
     assert (answer.sure, text in answer.text, why in answer.why) == (sure, True, True), answer
     assert bool(answer.settle) == (sure == INCONCLUSIVE)
 
@@ -108,46 +106,46 @@ def replaced(one: RunResult, **changes: Any) -> RunResult:
 def test_a_third_that_is_close_is_no_sure_second() -> None:
     """The winner must beat every rival: one with few launches leaves it open."""
     rest = [*launches(0.12, nodes=2, strategy="fsdp"), *launches(0.121, 2, nodes=2, strategy="zero1")]
-    (answer,) = findings([*launches(0.10, nodes=2), *rest]).of("fastest")
-    assert (answer.sure, answer.why) == (INCONCLUSIVE, "5 launches against 2; 3 a side are needed")
+    (answer,) = findings([*launches(0.10, nodes=2), *rest]).of_kind("fastest")
+    assert (answer.sure, answer.why) == (INCONCLUSIVE, "not enough repeats (5 launches against 2; at least 3 each)")
 
 
 def test_what_speaks_against_a_finding_stands_beside_it() -> None:
     warned = ["other processes used the cores: 12 %"]
     slow = launches(0.12, nodes=2, strategy="gpipe", pp_degree=2, dp_degree=1)
     found = findings([*launches(0.10, nodes=2, warnings=warned), *slow])
-    (answer,) = found.of("fastest")
+    (answer,) = found.of_kind("fastest")
     assert answer.doubts == (
         "a step takes 16 samples with ddp, 8 with gpipe",
         "warning of ddp: other processes used the cores",
     )
-    assert told(found.of("doubt")) == [("warning, 1 configuration of 2", warned[0], OBSERVED)]
+    assert told(found.of_kind("doubt")) == [("warning, 1 configuration of 2", warned[0], OBSERVED)]
 
 
 def test_launches_that_failed_stand_beside_those_that_did_not() -> None:
     gone = [launch(None, status="failed", nodes=2, repeat=number) for number in (7, 8)]
     found = findings([*launches(0.1, nodes=2), *gone, *launches(0.2, nodes=2, strategy="fsdp")])
-    assert found.of("fastest")[0].doubts == ("other launches of ddp did not end well: 2 failed",)
+    assert found.of_kind("fastest")[0].doubts == ("other launches of ddp did not end well: 2 failed",)
 
 
 def test_what_was_stopped_is_no_loser() -> None:
-    (answer,) = findings([*launches(0.1, nodes=2), launch(None, status="cancelled", nodes=2, strategy="fsdp")]).of(
+    (answer,) = findings([*launches(0.1, nodes=2), launch(None, status="cancelled", nodes=2, strategy="fsdp")]).of_kind(
         "fastest"
     )
     assert (answer.sure, answer.why, answer.settle) == (
-        INCONCLUSIVE, "fsdp (cancelled) did not", "submit the sweep again: it runs what was stopped"
+        INCONCLUSIVE, "fsdp (cancelled) did not", "submit the sweep again: it runs stopped runs"
     )  # fmt: skip
 
 
 def test_doubts() -> None:
     wide = launches(0.1, noise=(0, 0.3), strategy="fsdp")
     found = findings([*launches(0.1), *launches(0.1, 1, digest="e2", optimizer="adam"), *wide])
-    assert [(one.subject, one.text) for one in found.of("doubt")] == [
+    assert [(one.subject, one.text) for one in found.of_kind("doubt")] == [
         ("spread, 1 configuration of 3",
-         "launches that should be alike differ by more than 10%: fsdp on 1 node, 1 device by 30%"),
+         "launches of one configuration differ by more than 10%: fsdp on 1 node, 1 device by 30%"),
         ("environments of c",
          "software or hardware changed between runs; configurations by environment: e1 (2) and e2 (1)"),
-        ("launches, 1 configuration of 3", "launched once: what another launch would measure is not known"),
+        ("launches, 1 configuration of 3", "measured once only: run-to-run variation is unknown"),
     ]  # fmt: skip
 
 
@@ -156,36 +154,36 @@ def test_memory_says_what_fits() -> None:
     found = findings(
         [*oom, *launches(0.1, nodes=2, batch_size=16), *launches(0.3, 1, nodes=2, batch_size=32, compile=True)]
     )
-    assert [one.text for one in found.of("memory")] == [
+    assert [one.text for one in found.of_kind("memory")] == [
         "with batch 32 ddp ran out of memory with some settings or in some launches",
         "with batch 64 ddp ran out of memory; the largest batch that fits is 32, with ddp",
     ]
 
 
 def test_efficiency_needs_one_device_and_one_environment() -> None:
-    (answer,) = findings(launches(0.1, nodes=2)).of("efficiency")
+    (answer,) = findings(launches(0.1, nodes=2)).of_kind("efficiency")
     assert (answer.sure, answer.text) == (
-        INCONCLUSIVE, "cannot tell: there is no run on one device with the same batch"
+        INCONCLUSIVE, "inconclusive: there is no run on one device with the same batch"
     )  # fmt: skip
     found = findings([*launches(0.1, digest="e2"), *launches(0.2, nodes=2)])
-    (answer,) = found.of("efficiency")
+    (answer,) = found.of_kind("efficiency")
     assert (answer.sure, answer.why) == (INCONCLUSIVE, "the run on one device was measured in another environment")
-    (answer,) = findings([*launches(0.1), *launches(0.1249, noise=(0.02, -0.02, 0), nodes=2)]).of("efficiency")
+    (answer,) = findings([*launches(0.1), *launches(0.1249, noise=(0.02, -0.02, 0), nodes=2)]).of_kind("efficiency")
     assert (answer.sure, answer.text) == (
         INCONCLUSIVE,
-        "cannot tell; as measured, ddp stays at 80% or more up to 2 nodes: 80%",
+        "inconclusive; as measured, ddp stays at 80% or more up to 2 nodes: 80%",
     )
 
 
 def test_a_question_can_be_narrowed_and_keeps_its_baseline() -> None:
     found = findings(planted.crossover(), "nodes == 4")
-    assert [(one.nodes, one.strategy) for one in found.of("fastest")] == [(4, "fsdp")]
-    assert [(one.strategy, one.nodes) for one in found.of("efficiency")] == [("ddp", 4), ("fsdp", 4)]
+    assert [(one.nodes, one.strategy) for one in found.of_kind("fastest")] == [(4, "fsdp")]
+    assert [(one.strategy, one.nodes) for one in found.of_kind("efficiency")] == [("ddp", 4), ("fsdp", 4)]
 
 
 def test_clusters_and_workloads_are_told_apart() -> None:
     both = [*launches(0.1, nodes=2), *launches(0.2, nodes=2, cluster="d"), *launches(0.3, nodes=2, precision="bf16")]
-    assert [one.subject for one in findings(both).of("fastest")] == [
+    assert [one.subject for one in findings(both).of_kind("fastest")] == [
         "vgg11 on mnist, precision bf16, 2 nodes, cluster c",
         "vgg11 on mnist, precision fp32, 2 nodes, cluster c",
         "vgg11 on mnist, precision fp32, 2 nodes, cluster d",
@@ -216,7 +214,10 @@ def test_the_best_of_many_configurations_is_no_better_strategy() -> None:
             ([source.lognormvariate(0, 0.03) for _ in range(5)] for _ in range(20)), key=lambda side: sorted(side)[2]
         )
         one = [source.lognormvariate(0, 0.03) for _ in range(5)]
-        false += any(found.sure == SIGNIFICANT for found in judge_winners([WinnerTest(many, [one], choices=20)], 0.02))
+        false += any(
+            found.sure == SIGNIFICANT
+            for found in judge_winners([WinnerTest(many, [one], configurations_tried=20)], 0.02)
+        )
     assert false <= 6
 
 
@@ -224,10 +225,10 @@ def test_settings_of_a_strategy_are_choices() -> None:
     """Five launches a side, 4 % apart: told of one configuration, not of the best of thirty alike."""
     noise = (0.0, 0.012, -0.011, 0.018, -0.02)
     ddp, fsdp = launches(0.100, noise=noise, nodes=2), launches(0.104, noise=noise, nodes=2, strategy="fsdp")
-    (answer,) = findings([*ddp, *fsdp]).of("fastest")
+    (answer,) = findings([*ddp, *fsdp]).of_kind("fastest")
     assert answer.sure == SIGNIFICANT
     others = [one for rate in range(30) for one in launches(0.1001, noise=noise, nodes=2, learning_rate=0.1 + rate)]
-    (answer,) = findings([*ddp, *others, *fsdp]).of("fastest")
+    (answer,) = findings([*ddp, *others, *fsdp]).of_kind("fastest")
     assert answer.sure == INCONCLUSIVE
 
 
@@ -236,7 +237,7 @@ def test_a_planted_difference_of_5_percent_is_told() -> None:
     source = random.Random(5)
     right = wrong = 0
     for _ in range(20):
-        answers = findings(planted.alike(source, 5, 3, 3, slower=0.05), "nodes > 1").of("fastest")
+        answers = findings(planted.alike(source, 5, 3, 3, slower=0.05), "nodes > 1").of_kind("fastest")
         right += sum(one.sure == SIGNIFICANT and one.strategy == "s0" for one in answers)
         wrong += sum(one.sure == SIGNIFICANT and one.strategy != "s0" for one in answers)
     assert (right >= 38, wrong) == (True, 0)
@@ -260,17 +261,17 @@ def test_what_would_settle_is_summed_up() -> None:
         for strategy, step_s in (("ddp", ddp_s), ("fsdp", fsdp_s))
         for one in launches(step_s, count, noise, nodes=nodes, strategy=strategy)
     ]
-    found = [one for one in findings(results).unsettled if one.kind == "fastest"]
+    found = [one for one in findings(results).inconclusive if one.kind == "fastest"]
     numbers = [one.settle for one in found]
-    assert numbers[0] == "some 41 launches each, if the difference is as measured"
+    assert numbers[0] == "about 41 launches each, if the difference is as measured"
     assert suggested_measurements(Findings(found, [], {}, None, None)) == [
-        ("some 41 launches each, if the difference is as measured", 1),
-        ("more than 100 launches each, if the difference is as measured: take either", 1),
-        ("repeats = 5 in the sweep", 1),
+        ("about 41 launches each, if the difference is as measured", 1),
+        ("more than 100 launches each, if the difference is as measured: choose either", 1),
+        ("set `repeats = 5` in the sweep", 1),
     ]
     closer = [replace(found[0], settle=numbers[0].replace("41", "9")), *found]
     assert suggested_measurements(Findings(closer, [], {}, None, None))[0] == (
-        "some 9 to 41 launches each, if the difference is as measured", 2
+        "about 9 to 41 launches each, if the difference is as measured", 2
     )  # fmt: skip
 
 

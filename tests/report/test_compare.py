@@ -19,11 +19,11 @@ from hpcbench.errors import ConfigError, HpcbenchError
 from hpcbench.report.comparison import (
     ConfigurationPair,
     comparison_metric,
-    holm_adjust,
     judge_pairs,
     pair_configurations,
 )
 from hpcbench.report.comparison_view import ComparisonRow, comparison_text_view, junit_xml, rows_from_pairs
+from hpcbench.report.hypothesis_tests import holm_adjust
 from hpcbench.results.frame import collected_frame
 from hpcbench.results.results_tree import ClusterTree, CollectedResult
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
@@ -153,13 +153,13 @@ def test_a_launch_is_not_compared_with_itself() -> None:
     frame = collected_frame(side(FIVE))
     pairs, notes = pair_configurations(frame, frame, STEP)
     assert pairs == []
-    assert notes == ["5 launches are on both sides and are left out of both"]
+    assert notes == ["5 launches are in both inputs and were ignored"]
 
 
 def test_only_figures_have_ratios() -> None:
     assert comparison_metric("step_time_s") == STEP
     for name in ("drift", "status", "bubble_fraction"):
-        with pytest.raises(ConfigError, match="no figure to compare"):
+        with pytest.raises(ConfigError, match="not a figure to compare"):
             comparison_metric(name)
 
 
@@ -175,13 +175,13 @@ def findings() -> list[ComparisonRow]:
 
 def test_the_table_has_the_worst_first() -> None:
     view = comparison_text_view(findings(), "old -> new", ["1 configuration only in new"], 0.02)
-    assert view.title == "old -> new, step_time_s: 1 fails, 1 slower, 1 cannot tell"
+    assert view.title == "old -> new, step_time_s: 1 fails, 1 slower, 1 inconclusive"
     assert [row[:1] + row[2:] for row in view.cells] == [
         ["fsdp", "1.00 s", "", "", "fails", "1:-"],
         ["ddp", "102 ms", "112 ms", "+9.8% [+6.8 +12.9]", "slower", "5:5"],
-        ["<&\x1b", "1.00 s", "1.00 s", "+0.0%", "cannot tell", "1:1"],
+        ["<&\x1b", "1.00 s", "1.00 s", "+0.0%", "inconclusive", "1:1"],
     ]
-    assert view.notes[-1] == "cannot tell, 1 row: 3 launches a side are needed, 5 are better"
+    assert view.notes[-1] == "inconclusive, 1 row: at least 3 launches per side are needed, better 5"
     assert view.warnings == [f"fsdp on 1 rank, resnet18, batch 8 ({'d' * 12}): fails: 1 oom"]
 
 

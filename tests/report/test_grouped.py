@@ -86,7 +86,7 @@ zero1     eff.                       80%        50%
 
 speed-up: samples/s over that of one device with the same batch per replica;
 eff.: speed-up per device
-not counted: 1 run that did not end well; without --by they are listed"""
+not counted: 1 run that did not end well; the table without --by lists them"""
     )
     assert view.raw[0][2:] == [1.0, pytest.approx(2 * 100 / 110), pytest.approx(3.2)]
 
@@ -115,7 +115,7 @@ def test_a_pivot_folds_at_80_columns_and_names_what_failed() -> None:
         "fsdp                 - oom",
         "ddp       125 [112 138] ms",
         "",
-        "[ ]: the least and the most of several launches, or the 95 %",
+        "[min max] over repeats; with one launch, 95 % confidence",
     ]
     assert all(len(line) <= 64 for line in text(view, 64).splitlines())
 
@@ -171,7 +171,7 @@ def test_a_baseline_of_ones_own() -> None:
         ({"by": "strategy", "sort": "model"}, "no column of this table"),
         ({"layout": "dlbench"}, "no layout 'dlbench'"),
         ({"where": "nodes", "by": "strategy"}, "where true or false is needed"),
-        ({"metrics": "step_time_s,model"}, "--metric model: no figure"),
+        ({"metrics": "step_time_s,model"}, "--metric model: not a figure"),
         ({"by": "opts.bucket_mb"}, "no column 'opts.bucket_mb'"),
     ],
 )
@@ -231,7 +231,7 @@ def test_a_condition_on_figures_keeps_all_launches_of_a_configuration() -> None:
 def test_nothing_to_compare_with_is_said() -> None:
     view = ask(scaling="weak", metrics="speedup", where="nodes == 4")
     assert view.raw == []
-    assert "without a speed-up: no such baseline was measured; another can be named with --baseline" in view.notes
+    assert "without a speed-up: no such baseline was measured; choose another with --baseline" in view.notes
 
 
 def test_what_does_not_fit_can_go() -> None:

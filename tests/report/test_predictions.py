@@ -60,12 +60,11 @@ def test_a_table_of_predictions() -> None:
         "ddp         2x1  900 [450 1800] ms  100+0  3.0 GiB !  memory           17.8",
         "spatial     2x1                  -                    not priced",
         "all runs: model resnet18, dataset cifar10, batch_size 8, precision fp32",
-        "[90 %]: where the step time lies in nine of ten cases, if the numbers above are",
-        "as uncertain as they say",
-        "split: percent of the step: computation + communication that nothing hides +",
-        "bubble",
-        "memory: of the fullest rank, out of 2.0 GiB",
-        "!: does not fit; its time is that of a rank with more memory",
+        "[90 %]: prediction interval, from the assumed uncertainty of the hardware",
+        "figures above",
+        "split: % of the step in computation + exposed communication + pipeline bubble",
+        "memory: peak of the rank that uses most; capacity 2.0 GiB",
+        "!: does not fit; the time is that of a rank with more memory",
         "not priced: 1 of 3: the oracle has no formulas for spatial",
     ]
 
@@ -73,11 +72,11 @@ def test_a_table_of_predictions() -> None:
 def test_columns_that_a_prediction_does_not_depend_on_are_left_out() -> None:
     def headings(*specs: RunSpec) -> list[str]:
         shown = predictions_view([PredictedConfiguration(one, [str(n)], told(1.0)) for n, one in enumerate(specs)], "t")
-        notes = [note for note in shown.notes if "alike otherwise" in note]
+        notes = [note for note in shown.notes if "hidden since" in note]
         return [*(column.heading for column in shown.columns if column.is_key), *notes]
 
     sizes = [spec("ddp", 2, dp_degree=2, learning_rate=rate, micro_batches=many) for rate, many in ((0.1, 1), (0.2, 2))]
-    followed = "learning_rate: differ, but not between rows that are alike otherwise"
+    followed = "`learning_rate` also varies; hidden since the other columns identify every row"
     assert headings(*sizes) == ["strategy", "ranks", "micro-batches", followed]
     rates = [spec("single", learning_rate=rate, momentum=0.9 * (rate > 0.1)) for rate in (0.1, 0.2)]
     assert headings(*rates)[2:3] == ["lr"]
@@ -140,9 +139,9 @@ def test_a_ranking_marks_what_cannot_be_told_apart() -> None:
     assert "fsdp shard_degree=2 in 4" in shown
     assert "recomputing" in shown
     assert "zero1" not in shown
-    assert "~: cannot be told apart from the first (1)" in shown
+    assert "~: not significantly slower than the first (1 candidate); measure them" in shown
     assert "1 more rank behind" in shown
-    assert "whether these fit is not known" in shown
+    assert "whether these fit is unknown" in shown
 
 
 def test_scales_and_refusals() -> None:
@@ -166,6 +165,6 @@ def test_a_sweep_of_the_best() -> None:
     assert recommended_sweep_toml([recommendation()], "best", "/nets").startswith(
         'name = "best"\nrepeats = 3\nmodel_folder = "/nets"\n'
     )
-    assert "activation_checkpointing = true\noptions = { shard_degree = 2 }" in recommended_sweep_toml(
+    assert "activation_checkpointing = true\noptions.shard_degree = 2" in recommended_sweep_toml(
         [recommendation()], "best"
     )

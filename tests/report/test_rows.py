@@ -9,7 +9,8 @@ from rich.console import Console
 
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.report.configurations import rows_from_collected
-from hpcbench.report.results_table import ResultsTable, results_data_view
+from hpcbench.report.results_table import results_data_view, results_text_view
+from hpcbench.report.table_output import PrintedView
 from hpcbench.results.frame import collected_frame
 from hpcbench.results.results_tree import CollectedResult
 from hpcbench.results.schema import (
@@ -96,7 +97,7 @@ def test_a_broken_file_is_a_row_with_its_reason() -> None:
 
 def shown(rows: list[CollectedResult], width: int = 80) -> str:
     console = Console(width=width, color_system=None, record=True, markup=False, highlight=False, file=io.StringIO())
-    console.print(ResultsTable(rows_from_collected(rows), "title"))
+    console.print(PrintedView(results_text_view(rows_from_collected(rows), "title")))
     return console.export_text()
 
 
@@ -154,15 +155,15 @@ def test_warnings_that_differ_in_figures_are_one_text_and_marked_by_a_letter() -
     statuses = [line.split()[-1] for line in text.splitlines() if line.strip().startswith("single")]
     assert statuses == ["ok*a,b", "ok", "ok*a", "ok*b"]
     words = " ".join(text.split())
-    assert f"*a {others.format('57%')} (the first of 2 rows alike)" in words
-    assert "*b the last batch of an epoch holds 28 of 32 samples; counted as 28 (2 rows)" in words
+    assert f"*a: {others.format('57%')} (first of 2 similar warnings)" in words
+    assert "*b: the last batch of an epoch holds 28 of 32 samples; counted as 28 (2 rows)" in words
     assert "12%" not in text
 
 
 def test_more_kinds_of_warnings_than_letters_end_in_one_line() -> None:
     kinds = [chr(ord("A") + number // 26) + chr(ord("a") + number % 26) for number in range(30)]
     text = shown([warned(1, *kinds), warned(2, "Bd")])
-    assert "*+ 4 more kinds: see `hpcbench collect`" in text
+    assert "*+: 4 more kinds of warnings: see `hpcbench collect`" in text
     assert [line.split()[-1] for line in text.splitlines() if line.strip().startswith("single")] == [
         "ok*a,b,c,+",
         "ok*+",
@@ -187,7 +188,7 @@ def test_mfu_is_a_column_where_any_run_has_it() -> None:
             assert entry.result is not None
             entry.result.metrics.mfu = mfu
         stream = io.StringIO()
-        Console(file=stream, width=120).print(ResultsTable(rows_from_collected(entries), "title"))
+        Console(file=stream, width=120).print(PrintedView(results_text_view(rows_from_collected(entries), "title")))
         return stream.getvalue()
 
     assert "MFU" not in shown(None, None)
@@ -205,8 +206,10 @@ def test_a_verified_launch_is_a_launch_of_the_same_row() -> None:
     assert (row.launches, row.verified) == (2, True)
     other = collected(**DDP2)
     out = io.StringIO()
-    Console(file=out, width=120).print(ResultsTable(rows_from_collected([plain, verified, other]), "t"))
-    assert "fied" in out.getvalue()
+    Console(file=out, width=120).print(
+        PrintedView(results_text_view(rows_from_collected([plain, verified, other]), "t"))
+    )
+    assert "verified" in out.getvalue()
     assert "True" not in out.getvalue()
     assert [line.split()[-2:] for line in out.getvalue().splitlines() if line.startswith("single")] == [["yes", "ok"]]
     assert rows_from_collected([plain])[0].verified is None

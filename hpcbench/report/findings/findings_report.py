@@ -9,23 +9,20 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from hpcbench.fileio import printable_excerpt, printable_text
 from hpcbench.report.findings.finding import (
-    EQUIVALENT,
     FINDING_KINDS,
-    INCONCLUSIVE,
-    SIGNIFICANT,
+    OBSERVED,
     ConfigurationLaunches,
     Finding,
     SubjectNames,
     configurations_of,
-    finding_json,
     group_by_workload,
-    pluralize,
 )
 from hpcbench.report.findings.problem_findings import (
     UnfinishedSweep,
@@ -40,6 +37,8 @@ from hpcbench.report.findings.throughput_findings import (
     efficiency_findings,
     fastest_findings,
 )
+from hpcbench.report.hypothesis_tests import EQUIVALENT, INCONCLUSIVE, SIGNIFICANT
+from hpcbench.report.phrases import pluralize
 
 if TYPE_CHECKING:
     import polars
@@ -49,24 +48,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Findings:
-    """The answers of a frame, in the order of ``KINDS``, and what they are drawn from."""
+    """The findings of a frame in the order of ``FINDING_KINDS``, and the configurations behind them."""
 
     answers: list[Finding]
     rows: list[ConfigurationLaunches]
     statuses: dict[str, int]
-    """Runs by how they ended; a launch is a run."""
+    """Number of runs by status; a launch is a run."""
     begin: datetime | None
-    """When the first and the last result was put in place; ``None`` for those of bundles."""
+    """Times of the first and the last result file; ``None`` for results of bundles."""
     end: datetime | None
 
-    def of(self, kind: str) -> list[Finding]:
-        """The answers of one kind."""
-        return [one for one in self.answers if one.kind == kind]
+    def of_kind(self, kind: str) -> list[Finding]:
+        return [finding for finding in self.answers if finding.kind == kind]
 
     @property
-    def unsettled(self) -> list[Finding]:
-        """What cannot be told."""
-        return [one for one in self.answers if one.sure == INCONCLUSIVE]
+    def inconclusive(self) -> list[Finding]:
+        return [finding for finding in self.answers if finding.sure == INCONCLUSIVE]
 
 
 def derive_findings(
@@ -75,130 +72,119 @@ def derive_findings(
     bound: float = EFFICIENCY_BOUND,
     sweeps: Sequence[UnfinishedSweep] = (),
 ) -> Findings:
-    """The answers that the results in ``frame`` give about configurations for which ``where`` holds.
+    """Return the findings of a results frame.
 
-    ``sweeps`` are those whose runs they are, as far as not all have ended.
+    Args:
+        frame: results with all columns (``load_results.load_frame``).
+        where: restricts the configurations; baselines may lie outside.
+        bound: efficiency below which scaling is reported to fall.
+        sweeps: the sweeps of the results that have unfinished runs.
     """
     rows, broken = configurations_of(frame, where)
     table = group_by_workload(rows)
     subjects = SubjectNames(table)
-    answers = [
+    findings = [
         *fastest_findings(table, subjects), *crossover_findings(table, subjects),
         *efficiency_findings(table, subjects, bound),
         *memory_findings(table, subjects), *failure_findings(rows, broken), *unfinished_findings(sweeps),
         *data_quality_findings(rows),
     ]  # fmt: skip
-    order = list(FINDING_KINDS)
-    answers.sort(key=lambda one: order.index(one.kind))
     statuses = Counter(status for row in [*rows, *broken] for status in [row.status] * len(row.run_ids))
-    return Findings(answers, rows, dict(sorted(statuses.items())), *_result_times(frame))
-
-
-def _result_times(frame: polars.DataFrame) -> tuple[datetime | None, datetime | None]:
-    times: list[int] = sorted(frame["file.mtime_ns"].drop_nulls().to_list())
-    if not times:
-        return None, None
-    first, last = (datetime.fromtimestamp(one // 10**9, timezone.utc) for one in (times[0], times[-1]))
-    return first, last
+    times = sorted(frame["file.mtime_ns"].drop_nulls().to_list())
+    begin, end = (datetime.fromtimestamp(times[i] // 10**9, timezone.utc) if times else None for i in (0, -1))
+    return Findings(findings, rows, dict(sorted(statuses.items())), begin, end)
 
 
 _MAX_OF_A_KIND = 12
-_CERTAINTY_STYLES = {SIGNIFICANT: "green", EQUIVALENT: "cyan", INCONCLUSIVE: "yellow"}
+_CERTAINTY_STYLES: dict[str, str] = {SIGNIFICANT: "green", EQUIVALENT: "cyan", INCONCLUSIVE: "yellow"}
 
 
 def findings_json(findings: Findings, sources: list[str]) -> dict[str, Any]:
-    """``{"sources", "runs", "begin", "end", "findings"}``: figures in SI units, times as ISO 8601."""
+    """Return ``{"sources", "runs", "begin", "end", "findings"}``: figures in SI units, times as ISO 8601."""
     return {
         "sources": sources,
         "runs": findings.statuses,
         "begin": findings.begin.isoformat() if findings.begin else None,
         "end": findings.end.isoformat() if findings.end else None,
-        "findings": [finding_json(one) for one in findings.answers],
+        "findings": [msgspec.to_builtins(finding) for finding in findings.answers],
     }
 
 
 def findings_renderable(findings: Findings, title: str) -> RenderableType:
-    """The findings kind by kind, each with how sure it is and why."""
+    """The findings for a terminal: by kind, each with its certainty and the reason for it."""
     parts: list[RenderableType] = [Text(f"{printable_text(title)}: {runs_overview(findings)}", style="bold")]
     for kind, heading in FINDING_KINDS.items():
-        answers = findings.of(kind)
-        if not answers:
-            continue
-        parts += [Text(""), Text(heading, style="bold")]
+        of_kind = findings.of_kind(kind)
+        parts += [Text(""), Text(heading, style="bold")] if of_kind else []
         subject = ""
-        for answer in answers[:_MAX_OF_A_KIND]:
-            parts += _finding_lines(answer, with_subject=answer.subject != subject)
-            subject = answer.subject
-        if len(answers) > _MAX_OF_A_KIND:
-            more = f"and {len(answers) - _MAX_OF_A_KIND} more: narrow with --where, or see all with --out or --json"
-            parts.append(Padding.indent(Text(more, style="dim"), 2))
-    return Group(*parts, *_inconclusive_lines(findings))
+        for finding in of_kind[:_MAX_OF_A_KIND]:
+            parts += [_indented(finding.subject, 2)] if finding.subject != subject else []
+            parts.append(_indented(finding.text, 4, _CERTAINTY_STYLES.get(finding.sure, "")))
+            parts += [_indented(text, 6, "dim") for text in finding_details(finding)]
+            subject = finding.subject
+        if len(of_kind) > _MAX_OF_A_KIND:
+            more = f"and {len(of_kind) - _MAX_OF_A_KIND} more: narrow with --where, or see all with --out or --json"
+            parts.append(_indented(more, 2, "dim"))
+    heading, suggestions = inconclusive_summary(findings)
+    if suggestions:
+        parts += [Text(""), Text(heading, style="bold"), _indented("To resolve them:", 2)]
+        parts += [_indented(f"{count}: {text}", 4) for text, count in suggestions]
+    return Group(*parts)
+
+
+def _indented(text: str, columns: int, style: str = "") -> Padding:
+    return Padding.indent(Text(text, style=style), columns)
 
 
 def runs_overview(findings: Findings) -> str:
     """``30 runs, 28 ok, 2 oom; 2026-11-20 18:00 to 19:30 UTC``."""
-    runs = sum(findings.statuses.values())
-    words = [
-        pluralize(runs, "run"),
-        *(f"{count} {printable_excerpt(status)}" for status, count in findings.statuses.items()),
-    ]
-    return "; ".join([", ".join(words), *([time_span(findings)] if findings.begin else [])])
+    words = [pluralize(sum(findings.statuses.values()), "run")]
+    words += [f"{count} {printable_excerpt(status)}" for status, count in findings.statuses.items()]
+    return "; ".join(filter(None, [", ".join(words), time_span(findings)]))
 
 
 def time_span(findings: Findings) -> str:
-    """From the first result to the last, in UTC; nothing where files bear no date."""
+    """Times of the first and the last result in UTC; an empty text without dates."""
     if findings.begin is None or findings.end is None:
         return ""
-    first, last = _format_minute(findings.begin), _format_minute(findings.end)
+    first, last = (time.strftime("%Y-%m-%d %H:%M") for time in (findings.begin, findings.end))
     if first == last:
         return f"{first} UTC"
     return f"{first} to {last[11:] if first[:10] == last[:10] else last} UTC"
 
 
-def _format_minute(moment: datetime) -> str:
-    return moment.strftime("%Y-%m-%d %H:%M")
-
-
-def _finding_lines(answer: Finding, *, with_subject: bool) -> list[RenderableType]:
-    lines: list[RenderableType] = [Padding.indent(Text(answer.subject), 2)] if with_subject else []
-    lines.append(Padding.indent(Text(answer.text, style=_CERTAINTY_STYLES.get(answer.sure, "")), 4))
-    lines += [Padding.indent(Text(text, style="dim"), 6) for text in finding_details(answer)]
-    return lines
-
-
-def finding_details(answer: Finding) -> list[str]:
-    """Why it is so or cannot be told, what would settle it, and what speaks against it; a text each."""
+def finding_details(finding: Finding) -> list[str]:
+    """The reason, the measurements that would resolve an inconclusive finding, and caveats; one text each."""
+    is_inconclusive = finding.sure == INCONCLUSIVE
     texts = []
-    if answer.why:
-        texts.append(f"{'why: ' if answer.sure == INCONCLUSIVE else ''}{answer.why}")
-    if answer.settle:
-        texts.append(f"{'to settle it' if answer.sure == INCONCLUSIVE else 'hint'}: {answer.settle}")
-    return [*texts, *(f"but {text}" for text in answer.doubts)]
+    if finding.why:
+        texts.append(f"reason: {finding.why}" if is_inconclusive else finding.why)
+    if finding.settle:
+        texts.append(f"{'to resolve it' if is_inconclusive else 'hint'}: {finding.settle}")
+    return [*texts, *(f"caveat: {text}" for text in finding.doubts)]
 
 
-def _inconclusive_lines(findings: Findings) -> list[RenderableType]:
-    """What would settle what cannot be told, the most helpful first."""
-    if not findings.unsettled:
-        return []
-    judged = sum(one.sure in _CERTAINTY_STYLES for one in findings.answers)
-    parts: list[RenderableType] = [Text(""), Text("What cannot be told", style="bold")]
-    heading = f"{len(findings.unsettled)} of {pluralize(judged, 'finding')}; what would settle"
-    parts.append(Padding.indent(Text(heading), 2))
-    return [*parts, *(Padding.indent(Text(f"{count}: {text}"), 4) for text, count in suggested_measurements(findings))]
+def inconclusive_summary(findings: Findings) -> tuple[str, list[tuple[str, int]]]:
+    """The heading about inconclusive findings and the measurements that would resolve them, with their counts."""
+    judged = [finding for finding in findings.answers if finding.sure != OBSERVED]
+    heading = f"Inconclusive: {len(findings.inconclusive)} of {pluralize(len(judged), 'finding')}"
+    return heading, suggested_measurements(findings)
 
 
 def suggested_measurements(findings: Findings) -> list[tuple[str, int]]:
-    """What would settle what cannot be told, and of how many findings, the most helpful first.
+    """Measurements that would resolve inconclusive findings, and of how many, the most helpful first.
 
-    Texts that differ in a number alone are one: ``some 14 to 56 launches each``.
+    Texts that differ only in a number are one: ``about 14 to 56 launches each``.
     """
-    wanted = Counter(part for one in findings.unsettled for part in dict.fromkeys(one.settle.split("; ")) if part)
-    alike: dict[str, list[str]] = {}
-    for text in wanted:
-        alike.setdefault(re.sub(r"\d+", "#", text, count=1), []).append(text)
-    found = []
-    for pattern, texts in alike.items():
+    counts = Counter(
+        part for finding in findings.inconclusive for part in dict.fromkeys(finding.settle.split("; ")) if part
+    )
+    patterns: dict[str, list[str]] = {}
+    for text in counts:
+        patterns.setdefault(re.sub(r"\d+", "#", text, count=1), []).append(text)
+    suggestions = []
+    for pattern, texts in patterns.items():
         numbers = sorted({int(match[0]) for text in texts if (match := re.search(r"\d+", text))})
-        shown = pattern.replace("#", " to ".join(map(str, dict.fromkeys(numbers[:1] + numbers[-1:]))), 1)
-        found.append((shown, sum(wanted[text] for text in texts)))
-    return sorted(found, key=lambda one: -one[1])
+        extremes = " to ".join(map(str, dict.fromkeys(numbers[:1] + numbers[-1:])))
+        suggestions.append((pattern.replace("#", extremes, 1), sum(counts[text] for text in texts)))
+    return sorted(suggestions, key=lambda entry: -entry[1])

@@ -9,39 +9,45 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpcbench.report.comparison import SIGNIFICANCE_LEVEL, adjusted_chances
-from hpcbench.report.findings.finding import EQUIVALENT, INCONCLUSIVE, SIGNIFICANT, Certainty
 from hpcbench.report.hypothesis_tests import (
+    EQUIVALENT,
+    INCONCLUSIVE,
     MIN_LAUNCHES_RANK_TEST,
     MIN_LAUNCHES_T_TEST,
+    SIGNIFICANCE_LEVEL,
+    SIGNIFICANT,
+    Classification,
     LogRatioEstimate,
     PValues,
+    adjusted_p_values,
+    classify,
     estimate_log_ratio,
     t_quantile_975,
 )
+from hpcbench.report.phrases import pluralize
 
 _NORMAL_80 = statistics.NormalDist().inv_cdf(0.8)
 _MAX_LAUNCHES = 100
-"""Nobody repeats a run more often to settle a difference that small."""
+"""More repeats are not suggested for a difference that small."""
 
 
 @dataclass(frozen=True)
 class WinnerTest:
-    """The launches of the one that was found best, and of each of its rivals; the next best is the first.
+    """Samples/s of the launches of the best configuration and of each rival, the second best first.
 
-    ``choices`` is among how many that are one to the reader (configurations of a strategy) the winner was the best.
+    ``configurations_tried``: the winner is the best of so many configurations of its strategy.
     """
 
     winner: Sequence[float]
     rivals: Sequence[Sequence[float]]
-    choices: int = 1
+    configurations_tried: int = 1
 
 
 @dataclass(frozen=True)
 class WinnerVerdict:
-    """The ratio is that of the winner over the first rival."""
+    """``ratio`` is the winner's throughput over that of the first rival, with its 95 % interval."""
 
-    sure: Certainty
+    sure: Classification
     why: str
     settle: str = ""
     ratio: float | None = None
@@ -49,83 +55,83 @@ class WinnerVerdict:
     ratio_high: float | None = None
 
 
-def judge_winners(duels: Sequence[WinnerTest], threshold: float) -> list[WinnerVerdict]:
-    """A verdict for each duel; ``threshold`` is the least difference that counts, as a share (0.02).
+def judge_winners(tests: Sequence[WinnerTest], threshold: float) -> list[WinnerVerdict]:
+    """Return a verdict for each test; ``threshold`` is the smallest difference that counts, as a share (0.02).
 
-    A winner is told where it beats every rival: the least sure of these comparisons counts, doubled since the winner
-    was chosen by the same launches (Gutmann and Maymin 1987: no more is needed, however many the rivals are), times the
-    ``choices`` that it was (Bonferroni), and on ``SIGNIFICANCE_LEVEL`` for all duels together (Holm 1979).
+    A winner is significant if it beats every rival: the largest p-value of these comparisons, doubled since the same
+    launches chose the winner (Gutmann and Maymin 1987: sufficient for any number of rivals), times
+    ``configurations_tried`` (Bonferroni), at ``SIGNIFICANCE_LEVEL`` for all tests together (Holm 1979).
     """
-    shifts = [_least_significant(duel) for duel in duels]
-    chances = iter(adjusted_chances([one for one in shifts if one is not None], more=True))
+    shifts = [_least_significant(test) for test in tests]
+    p_values = iter(adjusted_p_values([shift for shift in shifts if shift is not None], greater=True))
     return [
-        _too_few_launches(duel)
-        if found is None
-        else _winner_verdict(duel, found, min(1.0, 2 * duel.choices * next(chances)), threshold)
-        for duel, found in zip(duels, shifts, strict=True)
+        _too_few_launches(test)
+        if shift is None
+        else _winner_verdict(test, shift, min(1.0, 2 * test.configurations_tried * next(p_values)), threshold)
+        for test, shift in zip(tests, shifts, strict=True)
     ]
 
 
-def _least_significant(duel: WinnerTest) -> LogRatioEstimate | None:
-    """The shift from the first rival, with the least sure tests of all; ``None`` where launches are too few."""
-    if not duel.rivals or min(map(len, [duel.winner, *duel.rivals])) < MIN_LAUNCHES_T_TEST:
+def _least_significant(test: WinnerTest) -> LogRatioEstimate | None:
+    """The shift from the first rival, with the largest p-values of all rivals; ``None`` for too few launches."""
+    if not test.rivals or min(map(len, [test.winner, *test.rivals])) < MIN_LAUNCHES_T_TEST:
         return None
-    shifts = [estimate_log_ratio(rival, duel.winner) for rival in duel.rivals]
-    welch = PValues(max(one.welch.more for one in shifts), min(one.welch.less for one in shifts))
-    ranks = [one.ranks for one in shifts if one.ranks is not None]
-    # Ranks that leave a rival out say nothing of the whole.
-    whole = len(ranks) == len(shifts)
-    ranked = PValues(max(one.more for one in ranks), min(one.less for one in ranks)) if whole else None
-    return shifts[0]._replace(welch=welch, ranks=ranked)
+    shifts = [estimate_log_ratio(rival, test.winner) for rival in test.rivals]
+    ranks = [shift.ranks for shift in shifts if shift.ranks is not None]
+    # Rank tests that leave out a rival do not cover the claim.
+    combined = _combine(ranks) if len(ranks) == len(shifts) else None
+    return shifts[0]._replace(welch=_combine([shift.welch for shift in shifts]), ranks=combined)
 
 
-def _too_few_launches(duel: WinnerTest) -> WinnerVerdict:
-    counts = [len(duel.winner), *map(len, duel.rivals)]
-    ratio = statistics.median(duel.winner) / statistics.median(duel.rivals[0]) if duel.rivals else None
-    why = f"{_launch_counts(counts)}; {MIN_LAUNCHES_T_TEST} a side are needed"
-    return WinnerVerdict(INCONCLUSIVE, why, f"repeats = {MIN_LAUNCHES_RANK_TEST} in the sweep", ratio)
+def _combine(p_values: Sequence[PValues]) -> PValues:
+    return PValues(max(p.greater for p in p_values), min(p.less for p in p_values))
 
 
-def _launch_counts(counts: Sequence[int]) -> str:
+def _too_few_launches(test: WinnerTest) -> WinnerVerdict:
+    ratio = statistics.median(test.winner) / statistics.median(test.rivals[0]) if test.rivals else None
+    why = f"not enough repeats ({_launch_counts(test)}; at least {MIN_LAUNCHES_T_TEST} each)"
+    return WinnerVerdict(INCONCLUSIVE, why, f"set `repeats = {MIN_LAUNCHES_RANK_TEST}` in the sweep", ratio)
+
+
+def _launch_counts(test: WinnerTest) -> str:
     """``1 launch each``, ``5 launches against 2``."""
-    fewest = min(counts[1:], default=0)
-    if counts[0] == fewest:
-        return f"{fewest} launch{'es' * (fewest != 1)} each"
-    return f"{counts[0]} launch{'es' * (counts[0] != 1)} against {fewest}"
+    fewest = min(map(len, test.rivals), default=0)
+    launches = pluralize(len(test.winner), "launch", "launches")
+    return f"{launches} each" if len(test.winner) == fewest else f"{launches} against {fewest}"
 
 
-def _winner_verdict(duel: WinnerTest, found: LogRatioEstimate, chance: float, threshold: float) -> WinnerVerdict:
-    ratio, low, high = (math.exp(one) for one in (found.estimate, found.low, found.high))
-    counts = _launch_counts([len(duel.winner), *map(len, duel.rivals)])
-    test = "Welch's and rank tests" if found.ranks is not None else "Welch's test"
-    least = math.log1p(threshold)
-    if chance <= SIGNIFICANCE_LEVEL and found.estimate >= least:
-        shown = f"p = {chance:.2g}" if chance >= 1e-4 else "p < 0.0001"
-        return WinnerVerdict(SIGNIFICANT, f"{counts}, {test}, {shown}", "", ratio, low, high)
-    if threshold and -least <= found.low and found.high <= least:
+def _winner_verdict(test: WinnerTest, shift: LogRatioEstimate, p_value: float, threshold: float) -> WinnerVerdict:
+    ratio, low, high = (math.exp(value) for value in (shift.estimate, shift.low, shift.high))
+    counts = _launch_counts(test)
+    verdict = classify(shift, p_value, threshold)
+    if verdict == SIGNIFICANT:
+        names = "Welch's and rank tests" if shift.ranks is not None else "Welch's test"
+        p_text = f"p = {p_value:.2g}" if p_value >= 1e-4 else "p < 0.0001"
+        return WinnerVerdict(SIGNIFICANT, f"{counts}, {names}, {p_text}", "", ratio, low, high)
+    if verdict == EQUIVALENT and threshold:
         why = f"{counts}, the 95 % interval is within {threshold:.0%}"
         return WinnerVerdict(EQUIVALENT, why, "", ratio, low, high)
-    why = f"{counts}, the difference may be chance"
-    if chance <= SIGNIFICANCE_LEVEL:
-        why = f"{counts}, the difference may be under {threshold:.0%}"
-    return WinnerVerdict(INCONCLUSIVE, why, _launches_suggestion(duel), ratio, low, high)
+    why = "the difference may be chance"
+    if p_value <= SIGNIFICANCE_LEVEL:
+        why = f"the difference may be below {threshold:.0%}"
+    return WinnerVerdict(INCONCLUSIVE, f"{counts}, {why}", _launches_suggestion(test), ratio, low, high)
 
 
-def _launches_suggestion(duel: WinnerTest) -> str:
-    count = launches_needed(duel.rivals[0], duel.winner)
+def _launches_suggestion(test: WinnerTest) -> str:
+    count = launches_needed(test.rivals[0], test.winner)
     if count is None:
-        return f"more than {_MAX_LAUNCHES} launches each, if the difference is as measured: take either"
-    # What was measured already did not do.
-    count = max(count, min(len(duel.winner), len(duel.rivals[0])) + 1, MIN_LAUNCHES_RANK_TEST)
-    return f"some {count} launches each, if the difference is as measured"
+        return f"more than {_MAX_LAUNCHES} launches each, if the difference is as measured: choose either"
+    # The present number of launches was not enough.
+    count = max(count, min(len(test.winner), len(test.rivals[0])) + 1, MIN_LAUNCHES_RANK_TEST)
+    return f"about {count} launches each, if the difference is as measured"
 
 
-def launches_needed(one: Sequence[float], other: Sequence[float]) -> int | None:
-    """So many launches a side would tell the difference of two samples in four of five cases; ``None`` for too many.
+def launches_needed(base: Sequence[float], new: Sequence[float]) -> int | None:
+    """Return the launches per side that would find the difference of two samples in four of five cases.
 
-    The normal approximation of the two-sample t-test's power, on logarithms.
+    The normal approximation of the two-sample t-test's power, on logarithms; ``None`` above ``_MAX_LAUNCHES``.
     """
-    logs = [[math.log(value) for value in side] for side in (one, other)]
+    logs = [[math.log(value) for value in side] for side in (base, new)]
     difference = abs(statistics.fmean(logs[0]) - statistics.fmean(logs[1]))
     spread = math.sqrt(statistics.fmean([statistics.variance(side) for side in logs]))
     for count in range(MIN_LAUNCHES_T_TEST, _MAX_LAUNCHES + 1):

@@ -4,84 +4,80 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from hpcbench.fileio import printable_excerpt
 from hpcbench.report.findings.finding import (
-    INCONCLUSIVE,
     OBSERVED,
-    SIGNIFICANT,
-    ClusterWorkload,
     ConfigurationLaunches,
     Finding,
     RunScale,
     SubjectNames,
+    WorkloadTable,
     best_per_strategy,
+    evidence_of,
     format_ratio_percent,
-    join_words,
-    pluralize,
 )
 from hpcbench.report.findings.significance import WinnerTest, WinnerVerdict, judge_winners
-from hpcbench.report.table_model import message_pattern
+from hpcbench.report.hypothesis_tests import EQUIVALENT, INCONCLUSIVE, SIGNIFICANT
+from hpcbench.report.phrases import join_words, pluralize
+from hpcbench.report.table_model import group_warnings
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.units import format_rate
 
-WorkloadTable = dict[ClusterWorkload, dict[RunScale, list[ConfigurationLaunches]]]
 MIN_DIFFERENCE = 0.02
-"""The least difference that counts, as in ``compare``."""
+"""The smallest difference that counts, as in ``compare``."""
 
 
 def fastest_findings(table: WorkloadTable, subjects: SubjectNames) -> list[Finding]:
     """The strategy with the most samples/s for each workload and scale, against the best of every other strategy.
 
-    On one device there is no parallelism to choose: it is left out where there are larger scales.
+    On one device there is no parallelism to choose: it is left out if there are larger scales.
     """
     contests = [
-        (place, scale, ranking)
-        for place, by_scale in table.items()
+        (subjects.name(workload, scale), rows, _rivals_in_same_environment(ranking, rows))
+        for workload, by_scale in table.items()
         for scale, rows in by_scale.items()
         if (scale.devices > 1 or max(by_scale).devices == 1) and (ranking := best_per_strategy(rows))
     ]
-    rankings = [_rivals_in_same_environment(ranking, table[place][scale]) for place, scale, ranking in contests]
-    verdicts = judge_winners(
-        [
-            WinnerTest(first.rates, [one.rates for one in rest], count_configurations(first, table[place][scale]))
-            for (place, scale, _), (first, *rest) in zip(contests, rankings, strict=True)
-        ],
-        MIN_DIFFERENCE,
-    )
+    tests = [_winner_test(ranking[0], ranking[1:], rows) for _, rows, ranking in contests]
+    verdicts = judge_winners(tests, MIN_DIFFERENCE)
     return [
-        _fastest_finding(
-            subjects.of(place, scale), ranking, table[place][scale], _demote_across_environments(ranking, verdict)
-        )
+        _fastest_finding(subject, ranking, rows, _demote_across_environments(ranking, verdict))
         if len(ranking) > 1
-        else _only_strategy_finding(subjects.of(place, scale), ranking[0], table[place][scale])
-        for (place, scale, _), ranking, verdict in zip(contests, rankings, verdicts, strict=True)
+        else _only_strategy_finding(subject, ranking[0], rows)
+        for (subject, rows, ranking), verdict in zip(contests, verdicts, strict=True)
     ]
 
 
 def _rivals_in_same_environment(
     ranking: list[ConfigurationLaunches], rows: list[ConfigurationLaunches]
 ) -> list[ConfigurationLaunches]:
-    """``ranking`` with its rivals in the winner's environment where they were measured there too."""
-    first = ranking[0]
-    alike = {row.label: row for row in best_per_strategy([row for row in rows if _same_environment(row, first)])}
-    rest = [alike.get(row.label, row) for row in ranking[1:]]
-    return [first, *sorted(rest, key=lambda row: row.rate or 0, reverse=True)]
+    """``ranking`` with its rivals in the winner's environment if they were measured there too."""
+    winner = ranking[0]
+    same = [row for row in rows if row.environment_digest == winner.environment_digest]
+    by_label = {row.label: row for row in best_per_strategy(same)}
+    rivals = [by_label.get(row.label, row) for row in ranking[1:]]
+    return [winner, *sorted(rivals, key=lambda row: row.rate or 0, reverse=True)]
+
+
+def _winner_test(
+    winner: ConfigurationLaunches, rivals: Sequence[ConfigurationLaunches], rows: list[ConfigurationLaunches]
+) -> WinnerTest:
+    return WinnerTest(winner.rates, [rival.rates for rival in rivals], count_configurations(winner, rows))
 
 
 def count_configurations(best: ConfigurationLaunches, rows: list[ConfigurationLaunches]) -> int:
-    """Of how many configurations of its strategy ``best`` is the one with the highest throughput."""
+    """Return the number of configurations of its strategy among which ``best`` has the highest throughput."""
     return sum(row.is_ok and row.label == best.label for row in rows)
 
 
-def _same_environment(one: ConfigurationLaunches, other: ConfigurationLaunches) -> bool:
-    return one.environment_digest == other.environment_digest
-
-
 def _demote_across_environments(ranking: list[ConfigurationLaunches], verdict: WinnerVerdict) -> WinnerVerdict:
-    """Nothing can be told of strategies where something else than chance may make the difference."""
-    others = [row.label for row in ranking[1:] if not _same_environment(row, ranking[0])]
+    """Inconclusive if the difference may be due to the environment."""
+    digest = ranking[0].environment_digest
+    others = [row.label for row in ranking[1:] if row.environment_digest != digest]
     if not others or verdict.sure == INCONCLUSIVE:
         return verdict
     why = f"{join_words(others)}: measured in another environment than {ranking[0].label}"
@@ -89,18 +85,17 @@ def _demote_across_environments(ranking: list[ConfigurationLaunches], verdict: W
 
 
 def _only_strategy_finding(subject: str, only: ConfigurationLaunches, rows: list[ConfigurationLaunches]) -> Finding:
-    """Where one strategy has a throughput: there is no other on one device, or the others did not end well."""
-    gone = [row for row in rows if not row.is_ok and row.label != only.label]
-    others = list(dict.fromkeys(f"{row.label} ({_end_text(row)})" for row in gone))
+    """A single strategy has a throughput: no other was measured, or the others did not end well."""
+    failed = [row for row in rows if not row.is_ok and row.label != only.label]
+    others = list(dict.fromkeys(f"{row.label} ({_end_text(row)})" for row in failed))
     text = f"only {only.label} {'ended well' if others else 'was measured'}: {format_rate(only.rate or 0)} samples/s"
     why = f"{join_words(others)} did not" if others else pluralize(len(only.rates), "launch", "launches")
-    settle = "" if only.scale.devices == 1 or gone else "another strategy at this scale"
-    if any(row.status in _STOPPED_STATUSES for row in gone):
-        settle = "submit the sweep again: it runs what was stopped"
+    settle = "" if only.scale.devices == 1 or failed else "measure another strategy at this scale"
+    if any(row.status in _STOPPED_STATUSES for row in failed):
+        settle = "submit the sweep again: it runs stopped runs"
     return Finding(
-        "fastest", subject, text, INCONCLUSIVE if settle else OBSERVED, why, settle,
-        doubts=_caveats([only], rows), cluster=only.cluster,
-        nodes=only.scale.nodes, devices=only.scale.devices, strategy=only.label, evidence=(only.evidence(),),
+        "fastest", subject, text, INCONCLUSIVE if settle else OBSERVED, why, settle, _caveats([only], rows),
+        only.cluster, only.scale.nodes, only.scale.devices, only.label, evidence=evidence_of([only]),
     )  # fmt: skip
 
 
@@ -109,118 +104,107 @@ def _end_text(row: ConfigurationLaunches) -> str:
 
 
 _STOPPED_STATUSES = frozenset({"cancelled", "preempted"})
-"""Ends that say nothing of a strategy."""
+"""Ends for reasons outside of the strategy."""
 
 
 def _fastest_finding(
     subject: str, ranking: list[ConfigurationLaunches], rows: list[ConfigurationLaunches], verdict: WinnerVerdict
 ) -> Finding:
     first, second, *_ = ranking
+    lead = format_ratio_percent(verdict.ratio or 1)
+    if verdict.ratio_low is not None and verdict.ratio_high is not None:
+        lead += f" [{format_ratio_percent(verdict.ratio_low)}, {format_ratio_percent(verdict.ratio_high)}]"
+    figures = f"{format_rate(first.rate or 0)} samples/s, {lead}"
+    texts = {
+        SIGNIFICANT: f"{first.label} is the fastest: {figures} over {second.label}",
+        EQUIVALENT: f"{first.label} and {second.label} are equivalent: {figures}",
+        INCONCLUSIVE: f"inconclusive; {first.label} was measured the fastest: {figures} over {second.label}",
+    }
     return Finding(
-        "fastest", subject, _fastest_text(first, second, verdict), verdict.sure, verdict.why, verdict.settle,
-        doubts=_caveats([first, second], rows), cluster=first.cluster, nodes=first.scale.nodes,
-        devices=first.scale.devices,
-        strategy=first.label, rival=second.label, ratio=verdict.ratio, ratio_low=verdict.ratio_low,
-        ratio_high=verdict.ratio_high, evidence=tuple(row.evidence() for row in ranking),
+        "fastest", subject, texts[verdict.sure], verdict.sure, verdict.why, verdict.settle,
+        _caveats([first, second], rows), first.cluster, first.scale.nodes, first.scale.devices, first.label,
+        second.label, verdict.ratio, verdict.ratio_low, verdict.ratio_high, evidence_of(ranking, len(ranking)),
     )  # fmt: skip
 
 
-def _fastest_text(first: ConfigurationLaunches, second: ConfigurationLaunches, verdict: WinnerVerdict) -> str:
-    rate = f"{format_rate(first.rate or 0)} samples/s"
-    more = f"{format_ratio_percent(verdict.ratio or 1)}{_interval_text(verdict)}"
-    if verdict.sure == SIGNIFICANT:
-        return f"{first.label} is the fastest: {rate}, {more} over {second.label}"
-    if verdict.sure == INCONCLUSIVE:
-        return f"cannot tell; the most was measured with {first.label}: {rate}, {more} over {second.label}"
-    return f"{first.label} and {second.label} are alike: {rate}, {more}"
-
-
-def _interval_text(verdict: WinnerVerdict) -> str:
-    if verdict.ratio_low is None or verdict.ratio_high is None:
-        return ""
-    return f" [{format_ratio_percent(verdict.ratio_low)}, {format_ratio_percent(verdict.ratio_high)}]"
-
-
 def _caveats(compared: list[ConfigurationLaunches], rows: list[ConfigurationLaunches]) -> tuple[str, ...]:
-    """What speaks against a comparison: unequal batches, launches that did not end well, warnings."""
+    """Unequal batches, launches that did not end well, and warnings of the compared configurations."""
     first, *rest = compared
-    found = [
+    caveats = [
         f"a step takes {first.spec.global_batch_size} samples with {first.label}, "
         f"{row.spec.global_batch_size} with {row.label}"
         for row in rest if row.spec.global_batch_size != first.spec.global_batch_size
     ]  # fmt: skip
-    warned: dict[str, tuple[dict[str, None], str]] = {}
     for row in compared:
-        ends = Counter(one.status for one in rows if one.config_id == row.config_id and one.status != STATUS_OK)
+        launches = [other for other in rows if other.config_id == row.config_id]
+        ends = Counter(launch.status for launch in launches if launch.status != STATUS_OK)
         if ends:
-            said = join_words([f"{count} {printable_excerpt(status)}" for status, count in sorted(ends.items())])
-            found.append(f"other launches of {row.label} did not end well: {said}")
-        for text in row.warnings:
-            named, said = warned.setdefault(message_pattern(text), ({}, printable_excerpt(text.partition(": ")[0])))
-            named[row.label] = None
-    return *found, *(f"warning of {join_words(list(named))}: {said}" for named, said in warned.values())
+            counts = join_words([f"{count} {printable_excerpt(status)}" for status, count in sorted(ends.items())])
+            caveats.append(f"other launches of {row.label} did not end well: {counts}")
+    for having in group_warnings(compared).values():
+        labels = list(dict.fromkeys(row.label for row, _ in having))
+        caveats.append(f"warning of {join_words(labels)}: {printable_excerpt(having[0][1].partition(': ')[0])}")
+    return tuple(caveats)
+
+
+class _CrossoverSide(NamedTuple):
+    """The winner at one scale, and the winner of the other scale if it was measured here too."""
+
+    scale: RunScale
+    winner: ConfigurationLaunches
+    rival: ConfigurationLaunches | None
+    rows: list[ConfigurationLaunches]
 
 
 def crossover_findings(table: WorkloadTable, subjects: SubjectNames) -> list[Finding]:
-    """Between which neighbouring scales the fastest strategy changes. Told where both sides of it are."""
-    changes = []
-    for place, by_scale in table.items():
+    """Neighbouring scales between which the fastest strategy changes: significant if both winners are."""
+    changes: list[tuple[str, list[_CrossoverSide]]] = []
+    for workload, by_scale in table.items():
         # On one device there is no parallelism to choose.
-        ranked = [(scale, best_per_strategy(rows)) for scale, rows in by_scale.items() if scale.devices > 1]
-        ranked = [(scale, ranking) for scale, ranking in ranked if ranking]
-        for (small, before), (large, after) in itertools.pairwise(ranked):
-            if before[0].spec.strategy != after[0].spec.strategy:
-                changes.append((place, small, before, large, after))
-    duels, known = [], []
-    for place, small, before, large, after in changes:
-        sides = [(before, after[0], small), (after, before[0], large)]
-        pairs = [(ranking[0], _find_strategy(ranking, other)) for ranking, other, _ in sides]
-        known.append(pairs)
-        duels += [
-            WinnerTest(winner.rates, [rival.rates], count_configurations(winner, table[place][scale]))
-            for (winner, rival), (_, _, scale) in zip(pairs, sides, strict=True)
-            if rival is not None
-        ]
-    verdicts = iter(judge_winners(duels, MIN_DIFFERENCE))
+        ranked = [(scale, best_per_strategy(rows), rows) for scale, rows in by_scale.items() if scale.devices > 1]
+        for pair in itertools.pairwise(entry for entry in ranked if entry[1]):
+            winners = [ranking[0] for _, ranking, _ in pair]
+            if winners[0].spec.strategy != winners[1].spec.strategy:
+                sides = [
+                    _CrossoverSide(scale, ranking[0], _find_strategy(ranking, other), rows)
+                    for (scale, ranking, rows), other in zip(pair, reversed(winners), strict=True)
+                ]
+                changes.append((subjects.name(workload), sides))
+    tests = [
+        _winner_test(side.winner, [side.rival], side.rows)
+        for _, sides in changes for side in sides if side.rival is not None
+    ]  # fmt: skip
+    verdicts = iter(judge_winners(tests, MIN_DIFFERENCE))
     return [
-        _crossover_finding(subjects.of(place), small, large, [
-            (winner, rival, None if rival is None else _demote_across_environments([winner, rival], next(verdicts)))
-            for winner, rival in pairs
+        _crossover_finding(subject, sides, [
+            None if side.rival is None else _demote_across_environments([side.winner, side.rival], next(verdicts))
+            for side in sides
         ])
-        for (place, small, _, large, _), pairs in zip(changes, known, strict=True)
+        for subject, sides in changes
     ]  # fmt: skip
 
 
 def _find_strategy(ranking: list[ConfigurationLaunches], other: ConfigurationLaunches) -> ConfigurationLaunches | None:
-    """The same strategy as ``other``'s at the scale of ``ranking``; of a hybrid with whatever degrees."""
+    """The same strategy as ``other``'s in ``ranking``; of a hybrid with any degrees."""
     exact = [row for row in ranking if row.label == other.label]
     return next(iter(exact or [row for row in ranking if row.spec.strategy == other.spec.strategy]), None)
 
 
-def _crossover_finding(
-    subject: str,
-    small: RunScale,
-    large: RunScale,
-    sides: list[tuple[ConfigurationLaunches, ConfigurationLaunches | None, WinnerVerdict | None]],
-) -> Finding:
-    (first, _, _), (last, _, _) = sides
-    text = f"from {small} to {large} the fastest changes from {first.label} to {last.label}"
-    missing = [
-        f"{winner.label}'s rival was not measured at {scale}"
-        for (winner, rival, _), scale in zip(sides, (small, large), strict=True) if rival is None
-    ]  # fmt: skip
-    verdicts = [verdict for _, _, verdict in sides if verdict is not None]
-    told = not missing and all(one.sure == SIGNIFICANT for one in verdicts)
-    why = [*missing, *(f"at {scale}: {verdict.why}" for (_, _, verdict), scale in
-                       zip(sides, (small, large), strict=True) if verdict)]  # fmt: skip
-    settle = dict.fromkeys(one.settle for one in verdicts if one.settle)
-    rows = [row for winner, rival, _ in sides for row in (winner, rival) if row is not None]
+def _crossover_finding(subject: str, sides: list[_CrossoverSide], verdicts: list[WinnerVerdict | None]) -> Finding:
+    small, large = sides
+    text = f"from {small.scale} to {large.scale} the fastest changes from {small.winner.label} to {large.winner.label}"
+    why = [f"{side.winner.label}'s rival was not measured at {side.scale}" for side in sides if side.rival is None]
+    judged = [(side.scale, verdict) for side, verdict in zip(sides, verdicts, strict=True) if verdict is not None]
+    is_significant = not why and all(verdict.sure == SIGNIFICANT for _, verdict in judged)
+    why += [f"at {scale}: {verdict.why}" for scale, verdict in judged]
+    settle = "; ".join(dict.fromkeys(verdict.settle for _, verdict in judged if verdict.settle))
+    compared = [row for side in sides for row in (side.winner, side.rival) if row is not None]
     return Finding(
-        "crossover", subject, text if told else f"cannot tell; as measured, {text}",
-        SIGNIFICANT if told else INCONCLUSIVE,
-        "; ".join(why), "; ".join(settle) or ("" if told else "both strategies at both scales"),
-        cluster=first.cluster, nodes=large.nodes, devices=large.devices, strategy=last.label, rival=first.label,
-        evidence=tuple(row.evidence() for row in rows),
+        "crossover", subject, text if is_significant else f"inconclusive; as measured, {text}",
+        SIGNIFICANT if is_significant else INCONCLUSIVE, "; ".join(why),
+        settle or ("" if is_significant else "measure both strategies at both scales"),
+        cluster=small.winner.cluster, nodes=large.scale.nodes, devices=large.scale.devices,
+        strategy=large.winner.label, rival=small.winner.label, evidence=evidence_of(compared),
     )  # fmt: skip
 
 
@@ -228,94 +212,77 @@ EFFICIENCY_BOUND = 0.8
 
 
 def efficiency_findings(table: WorkloadTable, subjects: SubjectNames, bound: float = EFFICIENCY_BOUND) -> list[Finding]:
-    """Of each strategy the smallest scale with less efficiency than ``bound``, or the largest that still has it.
+    """The smallest scale of each strategy with less efficiency than ``bound``, or the largest that still has it.
 
-    Efficiency is that of ``groups.with_speedups``: the throughput per device over that of one device with the same
-    batch per replica. It is told where launches differ by more than chance from ``bound`` times the ideal throughput.
+    Efficiency is that of ``configurations.with_speedups``: the throughput per device over that of one device with the
+    same batch per replica. It is significant if launches differ significantly from ``bound`` times the ideal
+    throughput.
     """
-    found = [(place, *entry) for place, by_scale in table.items() for entry in _turning_points(by_scale, bound)]
-    verdicts = judge_winners(
-        [_bound_test(row, bound, table[place][row.scale]) for place, _, row, _ in found], threshold=0
-    )
-    answers = [
-        _efficiency_finding(place, row, rows, _demote_foreign_baseline(row, verdict), bound, subjects)
-        for (place, _, row, rows), verdict in zip(found, verdicts, strict=True)
+    lines = [(workload, line) for workload, by_scale in table.items() for line in _lines_over_scales(by_scale.values())]
+    decisive = [next((row for row in line if (row.efficiency or 0) < bound), line[-1]) for _, line in lines]
+    tests = [
+        _bound_test(row, bound, table[workload][row.scale]) for (workload, _), row in zip(lines, decisive, strict=True)
     ]
-    return answers + _missing_baseline_findings(table, subjects)
+    findings = [
+        _efficiency_finding(subjects.name(workload), row, line, verdict, bound)
+        for (workload, line), row, verdict in zip(lines, decisive, judge_winners(tests, threshold=0), strict=True)
+    ]
+    return findings + _missing_baseline_findings(table, subjects)
 
 
-def _turning_points(
-    by_scale: dict[RunScale, list[ConfigurationLaunches]], bound: float
-) -> list[tuple[str, ConfigurationLaunches, list[ConfigurationLaunches]]]:
-    """Strategy, the configuration that decides, and the best ones of all scales."""
-    series: dict[str, list[ConfigurationLaunches]] = {}
-    for rows in by_scale.values():
+def _lines_over_scales(scales: Iterable[list[ConfigurationLaunches]]) -> list[list[ConfigurationLaunches]]:
+    """The best configuration per scale of each strategy that has a baseline, by name of the strategy."""
+    lines: dict[str, list[ConfigurationLaunches]] = {}
+    for rows in scales:
         # Hybrids of one strategy with other degrees are one line over scales.
         for row in best_per_strategy(rows):
-            line = series.setdefault(row.spec.strategy, [])
-            if row.efficiency is not None and row.baseline_rates and row.scale.devices > (row.baseline_devices or 1):
-                if line and line[-1].scale == row.scale:
-                    continue
+            line = lines.setdefault(row.spec.strategy, [])
+            has_baseline = row.efficiency is not None and row.baseline_rates
+            is_larger = row.scale.devices > (row.baseline_devices or 1)
+            if has_baseline and is_larger and not (line and line[-1].scale == row.scale):
                 line.append(row)
-    found = []
-    for strategy, line in sorted(series.items()):
-        if line:
-            under = [row for row in line if (row.efficiency or 0) < bound]
-            found.append((strategy, under[0] if under else line[-1], line))
-    return found
+    return [line for _, line in sorted(lines.items()) if line]
 
 
 def _bound_test(row: ConfigurationLaunches, bound: float, rows: list[ConfigurationLaunches]) -> WinnerTest:
-    """What was measured, against the least that ``bound`` allows; the larger one first."""
+    """The measured throughput against the one at ``bound``; the larger one first."""
     factor = bound * row.scale.devices / (row.baseline_devices or 1)
-    least = [rate * factor for rate in row.baseline_rates]
-    # Where the best of a strategy is under the bound, all of it are: nothing was gained by choosing.
-    return (
-        WinnerTest(least, [row.rates])
-        if (row.efficiency or 0) < bound
-        else WinnerTest(row.rates, [least], count_configurations(row, rows))
-    )
-
-
-def _demote_foreign_baseline(row: ConfigurationLaunches, verdict: WinnerVerdict) -> WinnerVerdict:
-    if row.baseline_environment == row.environment_digest:
-        return verdict
-    why = "the run on one device was measured in another environment"
-    return replace(verdict, sure=INCONCLUSIVE, why=why, settle="measure both in one environment")
+    required = [rate * factor for rate in row.baseline_rates]
+    # If the best configuration of a strategy is below the bound, all are: choosing it gained nothing.
+    if (row.efficiency or 0) < bound:
+        return WinnerTest(required, [row.rates])
+    return WinnerTest(row.rates, [required], count_configurations(row, rows))
 
 
 def _efficiency_finding(
-    place: ClusterWorkload,
-    row: ConfigurationLaunches,
-    line: list[ConfigurationLaunches],
-    verdict: WinnerVerdict,
-    bound: float,
-    subjects: SubjectNames,
+    subject: str, row: ConfigurationLaunches, line: list[ConfigurationLaunches], verdict: WinnerVerdict, bound: float
 ) -> Finding:
-    falls = (row.efficiency or 0) < bound
-    name = row.spec.strategy
-    shown = f"{row.efficiency:.0%}"
-    if falls:
-        text = f"{name} falls under {bound:.0%} at {row.scale}: {shown}"
+    if row.baseline_environment != row.environment_digest:
+        why = "the run on one device was measured in another environment"
+        verdict = replace(verdict, sure=INCONCLUSIVE, why=why, settle="measure both in one environment")
+    strategy = row.spec.strategy
+    if (row.efficiency or 0) < bound:
+        text = f"{strategy} falls below {bound:.0%} at {row.scale}: {row.efficiency:.0%}"
     else:
-        text = f"{name} stays at {bound:.0%} or more up to {row.scale}: {shown}"
-    told = verdict.sure == SIGNIFICANT
+        text = f"{strategy} stays at {bound:.0%} or more up to {row.scale}: {row.efficiency:.0%}"
+    is_significant = verdict.sure == SIGNIFICANT
     return Finding(
-        "efficiency", subjects.of(place), text if told else f"cannot tell; as measured, {text}",
-        SIGNIFICANT if told else INCONCLUSIVE, verdict.why, verdict.settle, cluster=row.cluster, nodes=row.scale.nodes,
-        devices=row.scale.devices, strategy=name, evidence=tuple(one.evidence() for one in line),
+        "efficiency", subject, text if is_significant else f"inconclusive; as measured, {text}",
+        SIGNIFICANT if is_significant else INCONCLUSIVE, verdict.why, verdict.settle, cluster=row.cluster,
+        nodes=row.scale.nodes, devices=row.scale.devices, strategy=strategy, evidence=evidence_of(line),
     )  # fmt: skip
 
 
 def _missing_baseline_findings(table: WorkloadTable, subjects: SubjectNames) -> list[Finding]:
     """Workloads on several devices without any run on one."""
-    found = []
-    for place, by_scale in table.items():
-        wide = [row for scale, rows in by_scale.items() for row in rows if scale.devices > 1 and row.is_ok]
-        if wide and all(row.efficiency is None for row in wide):
-            found.append(Finding(
-                "efficiency", subjects.of(place), "cannot tell: there is no run on one device with the same batch",
-                INCONCLUSIVE, "efficiency is against one device", "single (or any strategy) on one device",
-                cluster=place[0],
+    findings = []
+    for workload, by_scale in table.items():
+        scaled = [row for scale, rows in by_scale.items() for row in rows if scale.devices > 1 and row.is_ok]
+        if scaled and all(row.efficiency is None for row in scaled):
+            findings.append(Finding(
+                "efficiency", subjects.name(workload),
+                "inconclusive: there is no run on one device with the same batch", INCONCLUSIVE,
+                "efficiency is relative to one device", "measure single (or any strategy) on one device",
+                cluster=workload[0],
             ))  # fmt: skip
-    return found
+    return findings

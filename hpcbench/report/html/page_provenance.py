@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
-from msgspec import structs
-
 from hpcbench.config.run_spec import RunSpec, spec_document
-from hpcbench.config.sweep_file import TABLE_PARAMETERS
 from hpcbench.fileio import printable_excerpt
-from hpcbench.report.findings.finding import join_words
-from hpcbench.report.html.page_elements import HtmlTable, make_html_table
+from hpcbench.report.html.page_elements import HtmlTable, html_table, plain_columns
+from hpcbench.report.phrases import join_words
+from hpcbench.report.sweep_toml import sweep_toml
 from hpcbench.results.schema import STATUS_OK, RunResult
 from hpcbench.units import format_bytes
 
@@ -22,37 +21,35 @@ if TYPE_CHECKING:
     import polars
 
 MAX_PROVENANCE_READ = 1000
-"""Whole results that are read for their provenance: the more there are, the more they are alike."""
+"""At most so many full results are read for their provenance."""
 _MAX_VALUES = 12
 _MAX_ENVIRONMENTS = 8
 
 
 def runs_html_table(frame: polars.DataFrame) -> HtmlTable:
-    """Runs by cluster, sweep and environment: how many, how they ended, when."""
+    """Number, statuses and times of runs by cluster, sweep and environment."""
     import polars as pl
 
     keys = ["cluster", "sweep", "environment_digest"]
     time_ns = pl.col("file.mtime_ns")
-    rows = frame.group_by(keys, maintain_order=True).agg(
-        pl.len().alias("runs"), (pl.col("status") == STATUS_OK).sum().alias("ok"),
-        pl.col("status").filter(pl.col("status") != STATUS_OK), time_ns.min().alias("first"),
-        time_ns.max().alias("last"),
+    is_ok = pl.col("status") == STATUS_OK
+    groups = frame.group_by(keys, maintain_order=True).agg(
+        pl.len().alias("runs"), is_ok.sum().alias("ok"), pl.col("status").filter(~is_ok),
+        time_ns.min().alias("first"), time_ns.max().alias("last"),
     ).sort(keys, nulls_last=True)  # fmt: skip
     table = [
-        [row["cluster"], row["sweep"], row["environment_digest"], row["runs"], row["ok"], _status_counts(row["status"]),
-         _format_time_ns(row["first"]), _format_time_ns(row["last"])]
-        for row in rows.iter_rows(named=True)
-    ]  # fmt: skip
+        [*identity, runs, ok, _status_counts(statuses), _format_time_ns(first), _format_time_ns(last)]
+        for *identity, runs, ok, statuses, first, last in groups.iter_rows()
+    ]
     names = [*keys, "runs", "ok", "others", "first", "last"]
     headings = {"environment_digest": "environment", "others": "not ok", "first": "first result", "last": "last result"}
-    notes = ["times are UTC, of when a result was put in place"] if any(line[6] for line in table) else []
-    return make_html_table(
-        "runs", "Runs by cluster, sweep and environment", names, table, headings=headings, notes=notes, filters=False
-    )
+    notes = ["times (UTC) of the result files"] if any(row[6] for row in table) else []
+    columns = plain_columns(names, headings)
+    return html_table("runs", "Runs by cluster, sweep and environment", columns, table, notes=notes, filters=False)
 
 
 def _status_counts(statuses: Sequence[str]) -> str:
-    return ", ".join(f"{statuses.count(one)} {printable_excerpt(one)}" for one in sorted(set(statuses)))
+    return ", ".join(f"{count} {printable_excerpt(status)}" for status, count in sorted(Counter(statuses).items()))
 
 
 def _format_time_ns(time_ns: int | None) -> str | None:
@@ -62,7 +59,7 @@ def _format_time_ns(time_ns: int | None) -> str | None:
 
 
 def sample_runs(frame: polars.DataFrame) -> list[tuple[str, str]]:
-    """Cluster and id of the runs whose provenance is read: all, or as many of each environment."""
+    """Return cluster and id of the runs whose provenance is read: all, or equally many of each environment."""
     import polars as pl
 
     keys = ["cluster", "environment_digest"]
@@ -74,16 +71,16 @@ def sample_runs(frame: polars.DataFrame) -> list[tuple[str, str]]:
 
 
 def environments_html_table(results: Iterable[RunResult], runs: int) -> HtmlTable | None:
-    """A row per fact and a column per environment: hosts, devices, software; ``None`` where nothing is known."""
-    found: dict[tuple[str, str], dict[str, dict[str, None]]] = {}
+    """One row per fact and one column per environment: hosts, devices, software; ``None`` if nothing is known."""
+    environments: dict[tuple[str, str], dict[str, dict[str, None]]] = {}
     read = 0
     for result in results:
         read += 1
-        facts = found.setdefault((result.cluster, result.environment_digest or "unknown"), {})
+        facts = environments.setdefault((result.cluster, result.environment_digest or "unknown"), {})
         for name, fact in _ENVIRONMENT_FACTS.items():
             for value in fact(result.provenance):
                 facts.setdefault(name, {})[value] = None
-    known = dict(sorted((key, facts) for key, facts in found.items() if facts)[:_MAX_ENVIRONMENTS])
+    known = dict(sorted((key, facts) for key, facts in environments.items() if facts)[:_MAX_ENVIRONMENTS])
     if not known:
         return None
     names = ["fact", *(f"{cluster} {digest}" for cluster, digest in known)]
@@ -92,26 +89,25 @@ def environments_html_table(results: Iterable[RunResult], runs: int) -> HtmlTabl
         for name in _ENVIRONMENT_FACTS if any(name in facts for facts in known.values())
     ]  # fmt: skip
     notes = [f"read from {read} of {runs} runs"] if read < runs else []
-    if len(found) > _MAX_ENVIRONMENTS:
-        notes.append(f"the first {_MAX_ENVIRONMENTS} of {len(found)} environments")
-    return make_html_table(
-        "environments", "What it was measured on", names, table, notes=notes, filters=False,
-        headings={"fact": "", **{name: name for name in names[1:]}},
-    )  # fmt: skip
+    if len(environments) > _MAX_ENVIRONMENTS:
+        notes.append(f"the first {_MAX_ENVIRONMENTS} of {len(environments)} environments")
+    columns = plain_columns(names, {name: name for name in names})
+    return html_table("environments", "Hardware and software", columns, table, notes=notes, filters=False)
 
 
-def _provenance_texts(*path: str) -> Callable[[dict[str, Any]], list[str]]:
+ProvenanceFact = Callable[[dict[str, Any]], list[str]]
+
+
+def _provenance_texts(*path: str) -> ProvenanceFact:
+    """A reader of the value at ``path``, or of each value of a list there."""
+
     def values(provenance: dict[str, Any]) -> list[str]:
-        found: Any = provenance
+        value: Any = provenance
         for key in path:
-            found = found.get(key) if isinstance(found, dict) else None
-        if found in (None, "", [], {}):
+            value = value.get(key) if isinstance(value, dict) else None
+        if value in (None, "", [], {}):
             return []
-        return (
-            [printable_excerpt(str(one)) for one in found]
-            if isinstance(found, list)
-            else [printable_excerpt(str(found))]
-        )
+        return [printable_excerpt(str(part)) for part in (value if isinstance(value, list) else [value])]
 
     return values
 
@@ -122,13 +118,13 @@ def _memory_texts(provenance: dict[str, Any]) -> list[str]:
 
 
 def _package_texts(provenance: dict[str, Any]) -> list[str]:
-    given = provenance.get("packages")
-    return (
-        [printable_excerpt(f"{name} {version}") for name, version in given.items()] if isinstance(given, dict) else []
-    )
+    packages = provenance.get("packages")
+    if not isinstance(packages, dict):
+        return []
+    return [printable_excerpt(f"{name} {version}") for name, version in packages.items()]
 
 
-_ENVIRONMENT_FACTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+_ENVIRONMENT_FACTS: dict[str, ProvenanceFact] = {
     "hosts": _provenance_texts("hosts"),
     "device": _provenance_texts("device"),
     "GPU": _provenance_texts("gpu_model"),
@@ -153,63 +149,34 @@ _ENVIRONMENT_FACTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
 
 
 MAX_SWEEP_POINTS = 200
-_SPEC_DEFAULTS = {one.name: one.default for one in structs.fields(RunSpec) if not one.required}
 
 
 def reproducing_sweep_toml(specs: Sequence[RunSpec], repeats: int, name: str = "again") -> str | None:
-    """A sweep of ``specs``, each so often; ``None`` where they are too many to be read.
+    """Return a sweep of ``specs`` with ``repeats`` each; ``None`` above ``MAX_SWEEP_POINTS`` points.
 
-    Every parameter that is not at its default stands in it, degrees included, so that the runs keep their names.
+    It contains every parameter that is not at its default, degrees included, so that the runs keep their ids.
     """
     points: dict[str, dict[str, Any]] = {}
     for spec in specs:
-        point = {
-            key: value
-            for key, value in spec_document(spec).items()
-            if key not in ("spec_version", "repeat") and value != _SPEC_DEFAULTS.get(key)
-        }
+        point = spec_document(spec)
+        point = {key: value for key, value in point.items() if key not in ("spec_version", "repeat")}
         points[json.dumps(point, sort_keys=True)] = point
     if not points or len(points) > MAX_SWEEP_POINTS:
         return None
-    given = list(points.values())
-    fixed = {key: value for key, value in given[0].items() if all(one.get(key) == value for one in given)}
-    # A table of options is joined with that of the fixed ones, so it is fixed for all or for none.
-    lines = [f'name = "{name}"', f"repeats = {repeats}", "", "[fixed]", *_toml_settings(fixed)]
-    for point in given if len(given) > 1 else []:
-        own = {key: value for key, value in point.items() if key not in fixed}
-        lines += ["", "[[include]]", *_toml_settings(own)]
-    return "\n".join(lines) + "\n"
-
-
-def _toml_settings(values: dict[str, Any]) -> list[str]:
-    """A line each; tables by their dotted names, as sweeps are written."""
-    lines = []
-    for key, value in values.items():
-        if key in TABLE_PARAMETERS and isinstance(value, dict):
-            lines += [f"{key}.{_toml_key(name)} = {_toml_value(one)}" for name, one in value.items()]
-        else:
-            lines.append(f"{key} = {_toml_value(value)}")
-    return lines
-
-
-def _toml_key(name: str) -> str:
-    return name if name.replace("_", "a").replace("-", "a").isalnum() and name.isascii() else _toml_value(name)
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    # JSON's strings and numbers are TOML's, but for DEL.
-    return json.dumps(value).replace("\x7f", "\\u007f")
+    first, *others = points.values()
+    # A table of options is merged with that of the fixed parameters, so it is fixed for all or for none.
+    fixed = {key: value for key, value in first.items() if all(point.get(key) == value for point in others)}
+    differing = [{key: value for key, value in point.items() if key not in fixed} for point in points.values()]
+    return sweep_toml({"name": name, "repeats": repeats}, fixed, differing if others else [])
 
 
 def reproducing_commands(
     sources: Sequence[str], clusters: Sequence[str], where: str | None, *, has_sweep: bool
 ) -> list[str]:
-    """What made this page, and what would measure it again."""
+    """Return the command that made this page, and those that measure it again."""
     narrowed = ["--where", where] if where else []
-    made = shlex.join(["hpcbench", "report", *sources, *narrowed, "--out", "report.html"])
-    if not has_sweep:
-        return [made]
-    again = [shlex.join(["hpcbench", "submit", "again.toml", "--cluster", cluster]) for cluster in clusters]
-    return [made, *again, shlex.join(["hpcbench", "report", "again", *narrowed, "--out", "report.html"])]
+    commands = [["hpcbench", "report", *sources, *narrowed, "--out", "report.html"]]
+    if has_sweep:
+        commands += [["hpcbench", "submit", "again.toml", "--cluster", cluster] for cluster in clusters]
+        commands.append(["hpcbench", "report", "again", *narrowed, "--out", "report.html"])
+    return [shlex.join(command) for command in commands]

@@ -1,0 +1,22 @@
+"""Phrases that tables, findings and pages share: counts with nouns, lists of words, percentages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def pluralize(count: int, noun: str, plural: str | None = None) -> str:
+    """``3 runs``, ``1 run``, ``2 launches``."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
+
+
+def join_words(words: Sequence[str], most: int = 6) -> str:
+    """``a, b and c``; beyond ``most`` words the first ones and the number of the rest."""
+    if len(words) > most:
+        return f"{', '.join(words[:most])} and {len(words) - most} more"
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+
+
+def or_empty(value: object) -> str:
+    """``str(value)``; an empty text for ``None``."""
+    return "" if value is None else str(value)
