@@ -1,4 +1,4 @@
-"""The seams of a strategy: every runtime satisfies ``Strategy``, every cost ``Cost``, statically and when it is loaded."""
+"""The seams of a strategy: every runtime satisfies ``Strategy``, every cost extends ``Cost``, for mypy and when loaded."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def test_a_registered_runtime_is_checked_by_mypy(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key, entry in ALL.items() if entry.cost is not None])
-def test_a_registered_cost_satisfies_the_protocol_and_is_checked_by_mypy(key: str) -> None:
+def test_a_registered_cost_overrides_the_base_class_and_is_checked_by_mypy(key: str) -> None:
     cost = resolve_cost(key)
     assert issubclass(cost, Cost)
     assert issubclass(cost, CHECKED_COSTS)
-    for name in get_protocol_members(Cost):
+    for name in ("traffic", "memory", "step", "ranks_that_differ"):
         assert inspect.ismethod(getattr(cost, name)), f"{name} is no class method"
         assert list(inspect.signature(getattr(cost, name)).parameters) == list(
             inspect.signature(getattr(Cost, name)).parameters

@@ -59,10 +59,10 @@ SEEDS = {"spatial": StrategyOverhead(step_s=0.01, sample_s=0.001), "filter": Str
 class HybridClock(CostModel):
     """ChainerMN's exchange: all gradients, split or not, packed and all_reduced by all after the backward pass."""
 
-    def _call(
+    def _collective(
         self, operation: str, payload_bytes: float, group: GroupPlacement, key: str | None = None, lane: str = ""
     ) -> CommCall:
-        call = super()._call(operation, payload_bytes, group, key, lane)
+        call = super()._collective(operation, payload_bytes, group, key, lane)
         # Only buckets are handed over without waiting for them.
         return call if key is None else call._replace(seconds=0.0, latency_s=0.0)
 
@@ -70,7 +70,7 @@ class HybridClock(CostModel):
         """The step, then the exchange."""
         busy = super().run(events)
         table = next(table for name, table in TABLES.items() if MODELS[name] == self.spec.model)
-        call = super()._call("all_reduce", table.totals().parameters * 4.0, place_group(self.spec, *MESH_AXES))
+        call = super()._collective("all_reduce", table.totals().parameters * 4.0, place_group(self.spec, *MESH_AXES))
         return busy._replace(
             end_s=busy.end_s + call.seconds,
             comm_s=busy.comm_s + call.seconds,

@@ -15,9 +15,8 @@ import msgspec
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
 from hpcbench.oracle import published_formulas as formulas
 from hpcbench.oracle.collective_formulas import HockneyLink
-from hpcbench.oracle.cost_model import CostModel, activation_element_bytes, row_kernels, update_kernels
+from hpcbench.oracle.cost_model import CostModel, row_kernels, update_kernels
 from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.peak_memory import FP32_BYTES, parameter_bytes
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.placement import GroupPlacement, are_on_one_node, place_group
 from hpcbench.oracle.published_formulas import (
@@ -31,6 +30,7 @@ from hpcbench.oracle.published_formulas import (
 )
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
+from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, parameter_bytes
 from hpcbench.parallel import layer_table
 from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.gradient_buckets import MIB
@@ -139,7 +139,7 @@ def _paradl_job(asked: BaselineRequest, split: Sequence[bool] | None = None) -> 
     batch = asked.spec.global_batch_size
     whole = [True] * len(asked.table.layers)
     return ParadlJob(
-        batch, batch, paradl_layers(asked, whole if split is None else split), int(activation_element_bytes(asked.spec))
+        batch, batch, paradl_layers(asked, whole if split is None else split), activation_number_bytes(asked.spec)
     )
 
 

@@ -13,15 +13,11 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle import stream_simulator
 from hpcbench.oracle.collective_formulas import GroupLinks, HockneyLink, collective_s
 from hpcbench.oracle.machine import CollectiveSample, Machine, StrategyOverhead
-from hpcbench.oracle.peak_memory import FP32_BYTES, FP64_BYTES, HALF_BYTES, input_bytes
 from hpcbench.oracle.placement import GroupPlacement
+from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, input_bytes, optimizer_tensors
 from hpcbench.parallel.layer_table import LayerRow, LayerTable, cached_by_identity, cached_by_run_fields
 from hpcbench.parallel.roofline import BACKWARD, FORWARD, UPDATE, Kernel, RooflineModel
 from hpcbench.parallel.traffic import Traffic
-
-_UPDATE_TENSORS_MOVED = {"sgd": 3, "adam": 7, "adamw": 7}
-"""Tensors of a parameter's size that an update reads and writes: of plain SGD the weight, its gradient, the weight."""
-_MOMENTUM_TENSORS_MOVED = 2
 
 
 class RowShare(NamedTuple):
@@ -43,18 +39,13 @@ class RowKernels(NamedTuple):
     backward: Kernel
 
 
-def activation_element_bytes(spec: RunSpec) -> int:
-    """Of an activation."""
-    return {"fp64": FP64_BYTES, "bf16": HALF_BYTES, "fp16": HALF_BYTES}.get(spec.precision, FP32_BYTES)
-
-
 def row_kernels(spec: RunSpec, layer: LayerRow, samples: float, share: RowShare = FULL_SHARE) -> RowKernels:
     """Forward and backward kernel of ``samples`` samples through a rank's ``share`` of ``layer``."""
-    wide = activation_element_bytes(spec) / FP32_BYTES
-    inputs = input_bytes(layer) * samples * wide * share.inputs
-    outputs = layer.output_bytes * samples * wide * share.outputs
+    scale = activation_number_bytes(spec) / FP32_BYTES
+    inputs = input_bytes(layer) * samples * scale * share.inputs
+    outputs = layer.output_bytes * samples * scale * share.outputs
     whole = input_bytes(layer) + layer.output_bytes
-    moved_share = (inputs + outputs) / whole if whole else samples * wide
+    moved_share = (inputs + outputs) / whole if whole else samples * scale
     weights = layer.parameters * FP32_BYTES * share.weights
     kernels = [
         Kernel(
@@ -99,9 +90,7 @@ def unsharded_row_kernels(spec: RunSpec, table: LayerTable) -> list[RowKernels]:
 
 def update_kernels(spec: RunSpec, parameter_bytes: Iterable[float]) -> Iterator[Kernel]:
     """One for every tensor that the rank updates, of so many bytes."""
-    tensors = _UPDATE_TENSORS_MOVED[spec.optimizer]
-    if spec.optimizer == "sgd" and spec.momentum:
-        tensors += _MOMENTUM_TENSORS_MOVED
+    moved = optimizer_tensors(spec).moved
     for size in parameter_bytes:
         if size:
             yield Kernel(
@@ -109,7 +98,7 @@ def update_kernels(spec: RunSpec, parameter_bytes: Iterable[float]) -> Iterator[
                 direction=UPDATE,
                 precision=spec.precision,
                 flops=0.0,
-                moved_bytes=tensors * size,
+                moved_bytes=moved * size,
                 weight_bytes=size,
                 input_bytes=0.0,
                 output_bytes=0.0,
@@ -172,13 +161,13 @@ class CostModel:
         self._factor = compute.factors.get(spec.model, compute.factors.get("", 1.0)) * self.own.compute_factor
         self._factor *= _crowding_factor(compute.crowding, spec.tasks_per_node)
         self.kernel_s = lru_cache(maxsize=None)(self._kernel_s)
-        self.call = lru_cache(maxsize=None)(self._call)
+        self.collective = lru_cache(maxsize=None)(self._collective)
 
     def _kernel_s(self, kernel: Kernel) -> float:
         """Seconds of one kernel of one rank."""
         return self._factor * self._alike.seconds(kernel)
 
-    def _call(
+    def _collective(
         self, operation: str, payload_bytes: float, group: GroupPlacement, key: str | None = None, lane: str = ""
     ) -> stream_simulator.CommCall:
         """One collective of ``group``, whose payload is counted as ``parallel.traffic.Traffic`` counts it."""
@@ -188,7 +177,7 @@ class CostModel:
 
     def calls(self, traffic: Traffic, group: GroupPlacement) -> list[stream_simulator.CommCall]:
         """Those that ``traffic`` stands for, each waited for."""
-        return [self.call(traffic.operation, traffic.payload_bytes, group)] * traffic.count
+        return [self.collective(traffic.operation, traffic.payload_bytes, group)] * traffic.count
 
     def run(self, events: Iterable[stream_simulator.StreamEvent]) -> stream_simulator.StreamTimes:
         """What becomes of a step."""

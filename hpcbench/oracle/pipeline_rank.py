@@ -1,4 +1,10 @@
-"""One rank of one pipeline: its chunks of the layer table, its messages and its activations."""
+"""One rank of one pipeline: its chunks of the layer table, its messages and its memory.
+
+Four blocks on two ranks; with two chunks a rank (interleaved) every other block is on the same rank::
+
+    blocks     0  1 | 2  3            0 | 1 | 2 | 3
+    rank       0      1               0   1   0   1
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,12 @@ from math import prod
 from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.tensor_rank import TensorParallelRank
-from hpcbench.parallel.layer_table import LayerRow, LayerTable, cached_by_identity
+from hpcbench.oracle.tensor_sizes import FP32_BYTES, optimizer_tensors, parameter_number_bytes, tensor_bytes
+from hpcbench.parallel.catalog import options_with_defaults
+from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, bucket_payload_bytes
+from hpcbench.parallel.layer_table import LayerTable, TensorShape, cached_by_identity
 from hpcbench.parallel.mesh import RankMesh, even_ranges
 from hpcbench.parallel.pipeline.schedules import (
     BACKWARD,
@@ -23,87 +33,64 @@ from hpcbench.parallel.pipeline.stage_balance import chunk_blocks
 from hpcbench.parallel.strategies.pipeline import PIPELINE_OPTIONS, pipeline_layout
 from hpcbench.parallel.traffic import Traffic
 
+BUCKET_CAP_BYTES = int(DEFAULT_BUCKET_CAP_MB * MIB)
+_PREFETCHED_MESSAGES = 2
+"""The same as ``worker.strategies.pipeline.mail.PREFETCH``."""
+
 
 class TiedWeight(NamedTuple):
-    """A weight that several chunks use."""
+    """A weight that several ranks of the pipeline use."""
 
-    name: str
     size_bytes: int
-    chunks: tuple[int, ...]
+    ranks: tuple[int, ...]
+    """Along ``pp``; the first one sums the gradients."""
 
 
 class ChunkSlices(NamedTuple):
-    """An entry a chunk in each list."""
+    """The parts of a layer table, an entry a chunk in each list."""
 
     rows: list[list[int]]
     """Places in the table's ``layers``; the loss is the last chunk's."""
     tensors: list[list[int]]
     """Places in the table's ``parameter_tensors``, tied ones left out."""
-    buffers: list[list[int]]
-    """Places in the table's ``buffers``."""
-    ties: list[TiedWeight]
-    """Of the whole model."""
-    outputs_bytes: list[int]
-    """What is handed on, per sample: the output of the last row of the last block."""
-    activations_bytes: list[tuple[int, int]]
-    """What autograd keeps per sample, and for the batch."""
+    buffers: list[list[TensorShape]]
+    ties: list[tuple[TensorShape, tuple[int, ...]]]
+    """Tied weights of the whole model, with the chunks that use them."""
 
 
 @cached_by_identity(64)
 def slice_table(table: LayerTable, blocks: tuple[range, ...]) -> ChunkSlices:
-    """``table`` with so many ``blocks`` in each chunk, in order. Bytes are of fp32."""
+    """Cut ``table`` into chunks of ``blocks``."""
     chunk_of = [chunk for chunk, held in enumerate(blocks) for _ in held]
-    rows: list[list[int]] = [[] for _ in blocks]
-    for number, row in enumerate(table.layers):
-        rows[chunk_of[min(row.block, table.blocks - 1)]].append(number)
     ties = _tied_weights(table, chunk_of)
-    tied = {tie.name for tie in ties}
-    tensors: list[list[int]] = [[] for _ in blocks]
-    for place, one in enumerate(table.parameter_tensors):
-        if one.name not in tied:
-            tensors[chunk_of[_block_number(one.name)]].append(place)
-    buffers: list[list[int]] = [[] for _ in blocks]
-    for place, one in enumerate(table.buffers):
-        buffers[chunk_of[_block_number(one.name)]].append(place)
-    layers = [[table.layers[row] for row in own] for own in rows]
-    return ChunkSlices(
-        rows,
-        tensors,
-        buffers,
-        ties,
-        [own[-1].output_bytes for own in layers],
-        [(sum(one.activation_bytes for one in own), sum(one.activation_fixed_bytes for one in own)) for own in layers],
-    )
+    tied = {tensor.name for tensor, _ in ties}
+    slices = ChunkSlices([[] for _ in blocks], [[] for _ in blocks], [[] for _ in blocks], ties)
+    for number, row in enumerate(table.layers):
+        slices.rows[chunk_of[min(row.block, table.blocks - 1)]].append(number)
+    for place, tensor in enumerate(table.parameter_tensors):
+        if tensor.name not in tied:
+            slices.tensors[chunk_of[_block_number(tensor.name)]].append(place)
+    for buffer in table.buffers:
+        slices.buffers[chunk_of[_block_number(buffer.name)]].append(buffer)
+    return slices
 
 
-def _tied_weights(table: LayerTable, chunk_of: list[int]) -> list[TiedWeight]:
+def _tied_weights(table: LayerTable, chunk_of: list[int]) -> list[tuple[TensorShape, tuple[int, ...]]]:
     """Linear layers without weights of their own use an earlier block's of the same shape."""
-    found: list[TiedWeight] = []
+    ties: list[tuple[TensorShape, tuple[int, ...]]] = []
     for row in table.layers:
         shape = [row.attributes.get("out_features"), row.attributes.get("in_features")]
-        if row.kind != "Linear" or row.parameters >= prod(one or 0 for one in shape):
+        if row.kind != "Linear" or row.parameters >= prod(extent or 0 for extent in shape):
             continue
-        owner = next(one for one in table.parameter_tensors if one.shape == shape)
+        owner = next(tensor for tensor in table.parameter_tensors if tensor.shape == shape)
         chunks = (chunk_of[_block_number(owner.name)], chunk_of[_block_number(row.name)])
         if chunks[0] != chunks[1]:
-            found.append(TiedWeight(owner.name, owner.bytes_per_element * prod(owner.shape), chunks))
-    return found
+            ties.append((owner, chunks))
+    return ties
 
 
 def _block_number(name: str) -> int:
     return int(name.partition(".")[0])
-
-
-_PREFETCHED_MESSAGES = 2
-"""As ``worker.pipeline.mail.PREFETCH``."""
-
-
-class TiedWeightRanks:
-    """A weight that several chunks use."""
-
-    def __init__(self, places: tuple[int, ...], size: int) -> None:
-        self.places, self.bytes = places, size
-        self.first, self.holders = places[0], len(places)
 
 
 class PipelineRank:
@@ -112,158 +99,181 @@ class PipelineRank:
     def __init__(self, spec: RunSpec, table: LayerTable, rank: int) -> None:
         self.spec, self.table = spec, table
         self.layout: PipelineLayout = pipeline_layout(spec)
-        self.place = RankMesh.of(spec).coordinates(rank).pp
-        self.chunks = self.layout.chunks_of(self.place)
-        self.replicas = spec.dp_degree * self.layout.stage_sizes[self.layout.stage_of(self.place)]
+        self.index = RankMesh.of(spec).coordinates(rank).pp
+        self.chunks = self.layout.chunks_of(self.index)
+        self.replicas = spec.dp_degree * self.layout.stage_sizes[self.layout.stage_of(self.index)]
         """Ranks that hold the same chunks."""
-        options = {name: option.default for name, option in PIPELINE_OPTIONS.items()} | spec.options
+        options = {name: option.default for name, option in PIPELINE_OPTIONS.items()} | options_with_defaults(spec)
         self.recompute = options["recompute"]
         self.blocks = chunk_blocks(spec, options, self.layout, table)
-        self._pieces = slice_table(table, tuple(self.blocks))
-        self.rows = self._pieces.rows
-        """Of every chunk its rows of the table; the loss is the last one's."""
-        self.sizes = [len(part) for part in even_ranges(spec.batch_size, spec.micro_batches)]
-        self.split = TensorParallelRank(spec, table, rank) if spec.tp_degree > 1 else None
-        self._sizes: dict[int, list[int]] = {}
-        self.scale = 2 if spec.precision == "fp64" else 1
-        """Of the table's bytes, which are of fp32; lower precisions keep weights in it, and are an exception."""
+        self._slices = slice_table(table, tuple(self.blocks))
+        self.rows = self._slices.rows
+        """By chunk its rows of the table; the loss is the last one's."""
+        self.micro_batch_sizes = [len(part) for part in even_ranges(spec.batch_size, spec.micro_batches)]
+        self.tensor_rank = TensorParallelRank(spec, table, rank) if spec.tp_degree > 1 else None
+        self._parameter_bytes: dict[int, list[int]] = {}
+        self._scale = parameter_number_bytes(spec) // FP32_BYTES
+        """Bytes over the table's, which are of fp32: lower precisions are counted as fp32."""
 
     @cached_property
     def actions(self) -> list[Action]:
-        """What this rank does in a step."""
-        return rank_schedule_actions(self.spec.strategy, self.layout, self.place, self.spec.micro_batches)
+        """The rank's actions in a step."""
+        return rank_schedule_actions(self.spec.strategy, self.layout, self.index, self.spec.micro_batches)
 
     def boundary_bytes(self, chunk: int) -> int:
-        """What ``chunk`` hands on, per sample: the output of the last row of its last block."""
-        return self.scale * self._pieces.outputs_bytes[chunk]
+        """Return the size of a chunk's output per sample: that of the last row of its last block."""
+        return self._scale * self.table.layers[self.rows[chunk][-1]].output_bytes
 
     def message_bytes(self, action: Action) -> int:
-        """Activations behind the chunk, or the gradient of what is before it."""
+        """Return the activations behind the action's chunk, or the gradient of its input."""
         chunk = action.chunk if action.kind == FORWARD else action.chunk - 1
-        return self.sizes[action.micro_batch] * self.boundary_bytes(chunk)
+        return self.micro_batch_sizes[action.micro_batch] * self.boundary_bytes(chunk)
 
-    def own_places(self, chunk: int) -> list[int]:
-        """Of the chunk's parameters in the table's, tied ones left out."""
-        return self._pieces.tensors[chunk]
+    def parameter_places(self, chunk: int) -> list[int]:
+        """Return the places of the chunk's parameters in the table's, tied ones left out."""
+        return self._slices.tensors[chunk]
+
+    def parameter_bytes(self, chunk: int) -> list[int]:
+        """Return the bytes of the chunk's parameters, tied ones left out."""
+        if chunk not in self._parameter_bytes:
+            tensors = [self.table.parameter_tensors[place] for place in self._slices.tensors[chunk]]
+            self._parameter_bytes[chunk] = [
+                tensor_bytes(self.spec, tensor)
+                if self.tensor_rank is None
+                else self.tensor_rank.parameter_bytes(tensor.name, tensor.shape)
+                for tensor in tensors
+            ]
+        return self._parameter_bytes[chunk]
 
     @cached_property
-    def ties(self) -> list[TiedWeightRanks]:
-        """Weights that several ranks have."""
-        placed = [(one, (self.layout.rank_of(chunk, 0) for chunk in one.chunks)) for one in self._pieces.ties]
-        return [TiedWeightRanks(tuple(dict.fromkeys(places)), self.scale * one.size_bytes) for one, places in placed]
-
-    def holds(self, tie: TiedWeightRanks) -> bool:
-        """Whether this rank has a copy."""
-        return self.place in tie.places
-
-    def own_tensors(self, chunk: int) -> list[int]:
-        """Bytes of the chunk's parameters, tied ones left out."""
-        if chunk not in self._sizes:
-            self._sizes[chunk] = self._sizes_of(chunk)
-        return self._sizes[chunk]
-
-    def _sizes_of(self, chunk: int) -> list[int]:
-        chosen = [self.table.parameter_tensors[place] for place in self._pieces.tensors[chunk]]
+    def ties(self) -> list[TiedWeight]:
+        """Weights that several ranks of the pipeline hold."""
         return [
-            self.scale * one.bytes_per_element * prod(one.shape)
-            if self.split is None
-            else self.split.parameter_bytes(one.name, one.shape)
-            for one in chosen
+            TiedWeight(
+                tensor_bytes(self.spec, tensor), tuple(dict.fromkeys(self.layout.rank_of(chunk, 0) for chunk in chunks))
+            )
+            for tensor, chunks in self._slices.ties
         ]
 
-    def shared_layers(self) -> list[Traffic]:
-        """All_reduces of transformer blocks that a stage's ranks share, by the rank's actions."""
-        found = []
-        for kind, chunk, one in self.actions:
-            if kind != BACKWARD_WEIGHT:
-                again = kind != FORWARD and self.is_recomputed(one, len(self.sizes))
-                found += self.shared(chunk, self.sizes[one], again)
-        return found
+    def tied_bytes(self) -> list[int]:
+        """Return the sizes of the tied weights on this rank."""
+        return [tie.size_bytes for tie in self.ties if self.index in tie.ranks]
 
-    def shared(self, chunk: int, samples: float, again: bool = False) -> list[Traffic]:
-        """Of one pass through a chunk: two for each of its blocks (Shoeybi et al. 2019).
-
-        ``again``: with the forward pass that is repeated before, which ends with the last layer that keeps something.
-        """
-        if self.split is None:
+    def bucket_traffic(self, sizes: Sequence[int]) -> list[Traffic]:
+        """Return the all_reduces over replicas of gradients of ``sizes``; none without replicas."""
+        if self.replicas < 2:
             return []
-        held = [name for name in self.split.blocks if int(name) in self.blocks[chunk]]
-        count = 2 * len(held)
-        if again and held:
-            is_at_end = int(held[-1]) == self.blocks[chunk].stop - 1
-            drops = self.split.rows[f"{held[-1]}.dropout2"].attributes["p"] > 0
-            count += 2 * len(held) - (is_at_end and not drops)
-        payload = round(samples * self.split.tokens * self.split.width * self.split.sent_bytes)
-        one = Traffic(operation="all_reduce", group_size=self.spec.tp_degree, payload_bytes=payload, count=count)
-        return [one] if held else []
+        return [
+            Traffic(operation="all_reduce", group_size=self.replicas, payload_bytes=payload)
+            for payload in bucket_payload_bytes(sizes, BUCKET_CAP_BYTES)
+        ]
 
-    def buffer_bytes(self) -> int:
-        """BatchNorm's, of all chunks; counters are integers in every precision."""
-        held = [self.table.buffers[place] for chunk in self.chunks for place in self._pieces.buffers[chunk]]
-        return sum(
-            (self.scale if one.bytes_per_element == 4 else 1) * one.bytes_per_element * prod(one.shape) for one in held
+    def tensor_parallel_step_traffic(self) -> list[Traffic]:
+        """Return the all_reduces of transformer blocks that a stage's ranks share, by the rank's actions."""
+        calls = []
+        for kind, chunk, micro_batch in self.actions:
+            if kind != BACKWARD_WEIGHT:
+                recomputed = kind != FORWARD and self.is_recomputed(micro_batch, len(self.micro_batch_sizes))
+                calls += self.tensor_parallel_traffic(chunk, self.micro_batch_sizes[micro_batch], recomputed)
+        return calls
+
+    def tensor_parallel_traffic(self, chunk: int, samples: float, recomputed: bool = False) -> list[Traffic]:
+        """Return the calls of one pass through a chunk: two for each of its blocks (Shoeybi et al. 2019).
+
+        ``recomputed``: with the forward pass that is repeated before, which ends with the last layer that keeps
+        something.
+        """
+        view = self.tensor_rank
+        names = [] if view is None else [name for name in view.blocks if int(name) in self.blocks[chunk]]
+        if view is None or not names:
+            return []
+        count = 2 * len(names)
+        if recomputed:
+            is_at_end = int(names[-1]) == self.blocks[chunk].stop - 1
+            drops = view.rows[f"{names[-1]}.dropout2"].attributes["p"] > 0
+            count += 2 * len(names) - (is_at_end and not drops)
+        payload = round(samples * view.tokens * view.width * view.sent_bytes)
+        return [Traffic(operation="all_reduce", group_size=self.spec.tp_degree, payload_bytes=payload, count=count)]
+
+    def memory(self) -> MemoryBreakdown:
+        """Return the stage's weights, and the activations of the micro-batches that are alive together at the peak."""
+        parameters = sum(sum(self.parameter_bytes(chunk)) for chunk in self.chunks) + sum(self.tied_bytes())
+        buffers = [tensor_bytes(self.spec, buffer) for chunk in self.chunks for buffer in self._slices.buffers[chunk]]
+        return MemoryBreakdown(
+            parameters_bytes=parameters,
+            gradients_bytes=parameters + self._added_gradient_bytes(),
+            optimizer_bytes=optimizer_tensors(self.spec).states * parameters,
+            activations_bytes=self.alive_bytes(self.actions) + self.recomputed_bytes(),
+            buffers_bytes=sum(buffers),
+            communication_bytes=self.receive_buffer_bytes(),
         )
 
-    def _kept_bytes(self, chunk: int, micro_batch: int) -> int:
-        """Of one micro-batch between its forward and its backward pass."""
-        received = self.sizes[micro_batch] * self.boundary_bytes(chunk - 1) if chunk else 0
-        if self.is_recomputed(micro_batch, len(self.sizes)):
+    def _saved_bytes(self, chunk: int, micro_batch: int) -> int:
+        """Return the bytes of one micro-batch between its forward and its backward pass."""
+        samples = self.micro_batch_sizes[micro_batch]
+        received = samples * self.boundary_bytes(chunk - 1) if chunk else 0
+        if self.is_recomputed(micro_batch, len(self.micro_batch_sizes)):
             return received
-        return received + self._activation_bytes(chunk, self.sizes[micro_batch])
+        return received + self._activation_bytes(chunk, samples)
 
     def is_recomputed(self, micro_batch: int, micro_batches: int) -> bool:
-        """Whether a micro-batch's backward pass begins with another forward pass."""
+        """Return whether a micro-batch's backward pass begins with another forward pass."""
         return self.recompute == "always" or (self.recompute == "except_last" and micro_batch < micro_batches - 1)
 
-    def alive_bytes(self, own: Sequence[Action]) -> int:
-        """Of the micro-batches that are between their passes when these are most, as ``own`` actions go on.
+    def alive_bytes(self, actions: Sequence[Action]) -> int:
+        """Return the largest sum of activations of micro-batches between their passes, as ``actions`` go on.
 
-        From ``F`` until ``B``, or ``W`` of a split backward pass (``parallel.walk.live``).
+        A micro-batch is alive from ``F`` until ``B``, or ``W`` of a split backward pass.
         """
-        alive = most = 0
-        for kind, chunk, one in own:
+        alive = peak = 0
+        for kind, chunk, number in actions:
+            micro_batch = number % len(self.micro_batch_sizes)
             if kind == FORWARD:
-                alive += self._kept_bytes(chunk, one % len(self.sizes))
-                most = max(most, alive)
+                alive += self._saved_bytes(chunk, micro_batch)
+                peak = max(peak, alive)
             elif kind in (BACKWARD, BACKWARD_WEIGHT):
-                alive -= self._kept_bytes(chunk, one % len(self.sizes))
-        return most
+                alive -= self._saved_bytes(chunk, micro_batch)
+        return peak
 
     def recomputed_bytes(self) -> int:
-        """The largest chunk, whole again for one backward pass."""
+        """Return the largest chunk's activations, whole again for one backward pass."""
         if self.recompute == "never":
             return 0
-        return max(self._activation_bytes(chunk, max(self.sizes)) for chunk in self.chunks)
+        return max(self._activation_bytes(chunk, max(self.micro_batch_sizes)) for chunk in self.chunks)
 
-    def added_bytes(self) -> int:
-        """Of a tensor's gradients that are added to those of the micro-batches before, what the activations that the
-        first micro-batch has given back by then do not make up for.
+    def _added_gradient_bytes(self) -> int:
+        """Return the bytes of gradients that are added to those of the micro-batches before.
+
+        Activations that the first micro-batch has given back by then make up for a part of them.
         """
-        if len(self.sizes) == 1:
+        if len(self.micro_batch_sizes) == 1:
             return 0
-        largest = ((max(self.own_tensors(chunk), default=0), self._kept_bytes(chunk, 0)) for chunk in self.chunks)
-        return max(max(0, fresh - kept) for fresh, kept in largest)
+        return max(
+            max(0, max(self.parameter_bytes(chunk), default=0) - self._saved_bytes(chunk, 0)) for chunk in self.chunks
+        )
 
-    def waiting_bytes(self) -> int:
-        """Receives that stand ready: activations from before, gradients from behind."""
-        ready = min(_PREFETCHED_MESSAGES, len(self.sizes)) * max(self.sizes)
+    def receive_buffer_bytes(self) -> int:
+        """Return the bytes of receives that stand ready: activations from before, gradients from behind."""
+        if self.layout.ranks == 1:
+            return 0
+        samples = min(_PREFETCHED_MESSAGES, len(self.micro_batch_sizes)) * max(self.micro_batch_sizes)
         before = max((self.boundary_bytes(chunk - 1) for chunk in self.chunks if chunk), default=0)
-        behind = max((self.boundary_bytes(one) for one in self.chunks if one < self.layout.chunks - 1), default=0)
-        return ready * (before + behind) if self.layout.ranks > 1 else 0
+        behind = [self.boundary_bytes(chunk) for chunk in self.chunks if chunk < self.layout.chunks - 1]
+        return samples * (before + max(behind, default=0))
 
     def _activation_bytes(self, chunk: int, samples: int) -> int:
-        per_sample, fixed = self._activations[chunk]
-        return self.scale * (samples * per_sample + fixed)
+        per_sample, per_batch = self._chunk_activations[chunk]
+        return self._scale * (samples * per_sample + per_batch)
 
     @cached_property
-    def _activations(self) -> Sequence[tuple[int, int]]:
-        """Of every chunk: bytes per sample, and of the batch. Ranks that share blocks keep their part of each row."""
-        if self.split is None:
-            return self._pieces.activations_bytes
-        kept = [[self._kept_of(self.split, self.table.layers[row]) for row in own] for own in self.rows]
-        return [(sum(own), fixed) for own, (_, fixed) in zip(kept, self._pieces.activations_bytes, strict=True)]
-
-    @staticmethod
-    def _kept_of(split: TensorParallelRank, layer: LayerRow) -> int:
-        share = split.kept_share(layer)
-        return layer.activation_bytes * share.own // share.whole
+    def _chunk_activations(self) -> list[tuple[int, int]]:
+        """By chunk the saved bytes per sample, and for the batch. Ranks that share blocks keep their part of a row."""
+        sums = []
+        for numbers in self.rows:
+            layers = [self.table.layers[number] for number in numbers]
+            per_sample = [layer.activation_bytes for layer in layers]
+            if self.tensor_rank is not None:
+                fractions = [self.tensor_rank.fractions(layer).saved for layer in layers]
+                per_sample = [size * part // total for size, (part, total) in zip(per_sample, fractions, strict=True)]
+            sums.append((sum(per_sample), sum(layer.activation_fixed_bytes for layer in layers)))
+        return sums

@@ -1,7 +1,11 @@
-"""The step time of a pipeline: the durations of its actions, and a walk through its schedule.
+"""The step time of a pipeline: the durations of its actions, and a simulation of its schedule.
 
 Every rank does its part of the schedule, sums its gradients over its replicas, updates and starts again: a step
-is as long as the longest way from a rank's first action to its next first action."""
+is as long as the longest way from a rank's first action to its next first action. 1F1B with four micro-batches::
+
+    rank 0   F0 F1 .. .. B0 F2 B1 F3 B2 .. B3 | reduce | update
+    rank 1      F0 B0 F1 B1 F2 B2 F3 B3 ..    | reduce | update
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,11 @@ from hpcbench.oracle.cost_model import (
     FULL_SHARE,
     CostModel,
     RowKernels,
-    RowShare,
     first_equal_rows,
     row_kernels,
     update_kernels,
 )
-from hpcbench.oracle.pipeline_rank import PipelineRank, TiedWeightRanks
+from hpcbench.oracle.pipeline_rank import BUCKET_CAP_BYTES, PipelineRank, TiedWeight
 from hpcbench.oracle.placement import (
     GroupPlacement,
     are_on_one_node,
@@ -29,15 +32,8 @@ from hpcbench.oracle.placement import (
 )
 from hpcbench.oracle.step_time import WAIT_FOR_ALL, StepBreakdown
 from hpcbench.oracle.stream_simulator import CommCall, ComputeEvent, StreamEvent
-from hpcbench.oracle.tensor_rank import tensor_row_share
 from hpcbench.parallel.catalog import get_strategy
-from hpcbench.parallel.gradient_buckets import (
-    DEFAULT_BUCKET_CAP_MB,
-    MIB,
-    bucket_payload_bytes,
-    fill_buckets,
-    first_use_rows,
-)
+from hpcbench.parallel.gradient_buckets import bucket_payload_bytes, fill_buckets, first_use_rows
 from hpcbench.parallel.layer_table import LayerRow
 from hpcbench.parallel.pipeline.schedule_simulator import ActionCosts, RankTimes, rank_times
 from hpcbench.parallel.pipeline.schedules import (
@@ -51,166 +47,156 @@ from hpcbench.parallel.pipeline.schedules import (
 )
 
 _SPLIT_BACKWARD_KINDS = ("Linear", "Conv1d", "Conv2d", "Conv3d")
-"""Kinds of layers whose gradients of weights are put off where backward passes come in halves."""
+"""Kinds of layers whose gradients of weights are deferred where backward passes are split."""
 
 
 class ChunkPassTimes(NamedTuple):
-    """What a rank computes in one micro-batch's passes through a chunk, in seconds, and what it waits for in them."""
+    """A rank's passes through a chunk for one micro-batch: computation in seconds, and the calls within them."""
 
     forward_s: float
     backward_s: float
     """With the forward pass before it where that is done again."""
     weights_s: float
-    """Of ``backward_s``, the gradients of weights that can be put off."""
-    shared_forward: Sequence[CommCall]
-    """Calls among ranks that share its layers."""
-    shared_backward: Sequence[CommCall]
-
-    @property
-    def shared(self) -> list[CommCall]:
-        """In both passes."""
-        return [*self.shared_forward, *self.shared_backward]
+    """The part of ``backward_s`` that computes gradients of weights and can be deferred."""
+    forward_calls: Sequence[CommCall]
+    """Calls among ranks that share the chunk's layers."""
+    backward_calls: Sequence[CommCall]
 
 
 class PipelineActionCosts:
-    """Of all chunks of one pipeline. Remembers what it was asked."""
+    """Durations and messages of all chunks of one pipeline. Remembers what it was asked."""
 
-    def __init__(self, plan: PipelineRank, clock: CostModel) -> None:
-        self.plan, self.clock = plan, clock
-        self.splits = get_strategy(plan.spec.strategy).splits_backward
-        self.busy = lru_cache(maxsize=None)(self._busy)
-        self.passes = lru_cache(maxsize=None)(self._passes)
-        self._pass = lru_cache(maxsize=None)(self._row_pass)
-        self.sends = lru_cache(maxsize=None)(self._sends)
+    def __init__(self, pipeline: PipelineRank, cost_model: CostModel) -> None:
+        self.pipeline, self.cost_model = pipeline, cost_model
+        self.splits_backward = get_strategy(pipeline.spec.strategy).splits_backward
+        self.pass_times = lru_cache(maxsize=None)(self._pass_times)
+        self.chunk_kernels = lru_cache(maxsize=None)(self._chunk_kernels)
+        self._row_kernels = lru_cache(maxsize=None)(self._kernels_of_row)
+        self.send = lru_cache(maxsize=None)(self._send)
         self.update_s = lru_cache(maxsize=None)(self._update_s)
-        self._alike = first_equal_rows(plan.table)
-        self._tensor = place_group(plan.spec, "tp")
+        self._first_equal_rows = first_equal_rows(pipeline.table)
+        self._tensor_group = place_group(pipeline.spec, "tp")
 
-    def _busy(self, chunk: int, samples: float, again: bool) -> ChunkPassTimes:
-        forward = backward = weights = 0.0
-        for row, one in zip(self.plan.rows[chunk], self.passes(chunk, samples), strict=True):
-            spent = self.clock.kernel_s(one.backward)
-            forward += self.clock.kernel_s(one.forward)
-            backward += spent
-            weights += spent * weight_gradient_fraction(self.plan.table.layers[row])
-        shared = [
-            [call for one in self.plan.shared(chunk, samples, repeats) for call in self.clock.calls(one, self._tensor)]
-            for repeats in (False, again)
-        ]
-        return ChunkPassTimes(forward, backward + (forward if again else 0.0), weights, *shared)
+    def _pass_times(self, chunk: int, samples: float, recomputed: bool) -> ChunkPassTimes:
+        forward_s = backward_s = weights_s = 0.0
+        for row, kernels in zip(self.pipeline.rows[chunk], self.chunk_kernels(chunk, samples), strict=True):
+            row_backward_s = self.cost_model.kernel_s(kernels.backward)
+            forward_s += self.cost_model.kernel_s(kernels.forward)
+            backward_s += row_backward_s
+            weights_s += row_backward_s * weight_gradient_fraction(self.pipeline.table.layers[row])
+        forward_calls, backward_calls = (
+            [
+                call
+                for traffic in self.pipeline.tensor_parallel_traffic(chunk, samples, repeats_forward)
+                for call in self.cost_model.calls(traffic, self._tensor_group)
+            ]
+            for repeats_forward in (False, recomputed)
+        )
+        if recomputed:
+            backward_s += forward_s
+        return ChunkPassTimes(forward_s, backward_s, weights_s, forward_calls, backward_calls)
 
-    def _passes(self, chunk: int, samples: float) -> list[RowKernels]:
-        """Of the chunk's rows."""
-        return [self._pass(self._alike[row], samples) for row in self.plan.rows[chunk]]
+    def _chunk_kernels(self, chunk: int, samples: float) -> list[RowKernels]:
+        """Return the kernels of the chunk's rows."""
+        return [self._row_kernels(self._first_equal_rows[row], samples) for row in self.pipeline.rows[chunk]]
 
-    def _row_pass(self, row: int, samples: float) -> RowKernels:
-        layer = self.plan.table.layers[row]
-        return row_kernels(self.plan.spec, layer, samples, self._share(layer))
+    def _kernels_of_row(self, row: int, samples: float) -> RowKernels:
+        layer, view = self.pipeline.table.layers[row], self.pipeline.tensor_rank
+        # Of ranks that share a stage's blocks the first has most heads and features.
+        share = FULL_SHARE if view is None else view.row_share(layer)
+        return row_kernels(self.pipeline.spec, layer, samples, share)
 
-    def _share(self, layer: LayerRow) -> RowShare:
-        """Of ranks that share a stage's transformer blocks the one with most heads and features."""
-        if self.plan.split is None:
-            return FULL_SHARE
-        return tensor_row_share(self.plan.split, layer)
-
-    def _sends(self, kind: str, chunk: int, samples: float) -> CommCall | None:
-        """The message after an action for so many samples.
+    def _send(self, kind: str, chunk: int, samples: float) -> CommCall | None:
+        """Return the message after an action for so many samples.
 
         Replicas of a stage are taken to lie as far from the next stage's as their first ones do.
         """
-        message = message_after(Action(kind, chunk, 0), self.plan.layout)
+        message = message_after(Action(kind, chunk, 0), self.pipeline.layout)
         if message is None:
             return None
-        is_far = not are_on_one_node(self.plan.spec, "pp", message.source, message.target)
-        boundary = chunk if kind == FORWARD else chunk - 1
-        group = place_neighbour_pair(self.plan.spec, "pp", is_far)
-        return self.clock.call("send", samples * self.plan.boundary_bytes(boundary), group, "send")
+        is_far = not are_on_one_node(self.pipeline.spec, "pp", message.source, message.target)
+        boundary_bytes = self.pipeline.boundary_bytes(chunk if kind == FORWARD else chunk - 1)
+        group = place_neighbour_pair(self.pipeline.spec, "pp", is_far)
+        return self.cost_model.collective("send", samples * boundary_bytes, group, "send")
 
-    def _update_s(self, place: int) -> float:
-        """The optimizer's pass over what the rank at ``place`` of the pipeline holds."""
-        sizes = [size for chunk in self.plan.layout.chunks_of(place) for size in self.plan.own_tensors(chunk)]
-        sizes += [tie.bytes for tie in self.plan.ties if place in tie.places]
-        return sum(self.clock.kernel_s(kernel) for kernel in update_kernels(self.plan.spec, sizes))
+    def _update_s(self, rank: int) -> float:
+        """Return the time of the optimizer's pass over the parameters of a rank of the pipeline."""
+        sizes = [
+            size for chunk in self.pipeline.layout.chunks_of(rank) for size in self.pipeline.parameter_bytes(chunk)
+        ]
+        sizes += [tie.size_bytes for tie in self.pipeline.ties if rank in tie.ranks]
+        return sum(map(self.cost_model.kernel_s, update_kernels(self.pipeline.spec, sizes)))
 
-    def kinds(self, count: int) -> list[tuple[float, bool]]:
-        """Of each of ``count`` micro-batches: its samples, and whether it is computed again.
+    def micro_batch_kinds(self, count: int) -> list[tuple[float, bool]]:
+        """Return for each of ``count`` micro-batches its samples, and whether it is computed again.
 
         Another number than the run's is of a schedule that stands for a longer one: all micro-batches are the mean one.
         """
-        mean = self.plan.spec.batch_size / self.plan.spec.micro_batches
-        is_own = count == self.plan.spec.micro_batches
-        sizes: Sequence[float] = self.plan.sizes if is_own else [mean] * count
-        return [(size, self.plan.is_recomputed(number, count)) for number, size in enumerate(sizes)]
-
-    def prices(self, count: int, with_comm: bool = True) -> ActionCosts:
-        """Durations and transfers of a schedule of ``count`` micro-batches; of another than the run's see ``kinds``."""
-        kinds = self.kinds(count)
-        distinct = list(dict.fromkeys(kinds))
-        of = [distinct.index(kind) for kind in kinds]
-        chunks = range(self.plan.layout.chunks)
-        durations = [[self._durations(chunk, *kind, with_comm) for kind in distinct] for chunk in chunks]
-        if not with_comm:
-            return ActionCosts(
-                lambda action: durations[action.chunk][of[action.micro_batch]][action.kind], lambda _: 0.0
-            )
-        transfers = [[self._transfers(chunk, samples) for samples, _ in distinct] for chunk in chunks]
-        return ActionCosts(
-            lambda action: durations[action.chunk][of[action.micro_batch]][action.kind],
-            lambda action: transfers[action.chunk][of[action.micro_batch]][action.kind],
+        spec = self.pipeline.spec
+        is_whole = count == spec.micro_batches
+        sizes: Sequence[float] = (
+            self.pipeline.micro_batch_sizes if is_whole else [spec.batch_size / spec.micro_batches] * count
         )
+        return [(size, self.pipeline.is_recomputed(number, count)) for number, size in enumerate(sizes)]
+
+    def schedule_costs(self, count: int, with_comm: bool = True) -> ActionCosts:
+        """Return durations and transfers of a schedule of ``count`` micro-batches, see ``micro_batch_kinds``."""
+        kinds = self.micro_batch_kinds(count)
+        distinct = list(dict.fromkeys(kinds))
+        kind_of = [distinct.index(kind) for kind in kinds]
+        chunks = range(self.pipeline.layout.chunks)
+        durations = [[self._durations(chunk, *kind, with_comm) for kind in distinct] for chunk in chunks]
+        transfers = [[self._transfers(chunk, samples) for samples, _ in distinct] for chunk in chunks if with_comm]
+
+        def duration_s(action: Action) -> float:
+            return durations[action.chunk][kind_of[action.micro_batch]][action.kind]
+
+        def transfer_s(action: Action) -> float:
+            return transfers[action.chunk][kind_of[action.micro_batch]][action.kind] if with_comm else 0.0
+
+        return ActionCosts(duration_s, transfer_s)
 
     def _transfers(self, chunk: int, samples: float) -> dict[str, float]:
-        calls = {kind: self.sends(kind, chunk, samples) for kind in (FORWARD, BACKWARD, BACKWARD_INPUT)}
+        calls = {kind: self.send(kind, chunk, samples) for kind in (FORWARD, BACKWARD, BACKWARD_INPUT)}
         return {kind: 0.0 if call is None else call.seconds for kind, call in calls.items()}
 
-    def _durations(self, chunk: int, samples: float, again: bool, with_comm: bool) -> dict[str, float]:
-        busy = self.busy(chunk, samples, again)
+    def _durations(self, chunk: int, samples: float, recomputed: bool, with_comm: bool) -> dict[str, float]:
+        times = self.pass_times(chunk, samples, recomputed)
         computed = {
-            FORWARD: busy.forward_s,
-            BACKWARD: busy.backward_s,
-            BACKWARD_INPUT: busy.backward_s - busy.weights_s,
-            BACKWARD_WEIGHT: busy.weights_s,
+            FORWARD: times.forward_s,
+            BACKWARD: times.backward_s,
+            BACKWARD_INPUT: times.backward_s - times.weights_s,
+            BACKWARD_WEIGHT: times.weights_s,
             UPDATE: 0.0,
         }
         if not with_comm:
             return computed
-        shared = dict.fromkeys((BACKWARD, BACKWARD_INPUT), busy.shared_backward) | {FORWARD: busy.shared_forward}
+        calls = dict.fromkeys((BACKWARD, BACKWARD_INPUT), times.backward_calls) | {FORWARD: times.forward_calls}
         return {
-            kind: self.beside_messages_s(kind, chunk, samples, seconds)
-            + sum(call.seconds for call in shared.get(kind, ()))
+            kind: self.overlapped_s(kind, chunk, samples, seconds) + sum(call.seconds for call in calls.get(kind, ()))
             for kind, seconds in computed.items()
         }
 
-    def beside_messages_s(self, kind: str, chunk: int, samples: float, computed_s: float) -> float:
-        """What is computed in ``computed_s``, with messages under way meanwhile: those that it waited for and sends."""
-        slowdown = self.clock.machine.comm.overlap_slowdown
+    def overlapped_s(self, kind: str, chunk: int, samples: float, compute_s: float) -> float:
+        """Return how long ``compute_s`` take beside messages: those that the action waited for and sends."""
+        slowdown = self.cost_model.machine.comm.overlap_slowdown
         if slowdown <= 1.0 or kind in (BACKWARD_WEIGHT, UPDATE):
-            return computed_s
+            return compute_s
         before = chunk - 1 if kind == FORWARD else chunk + 1
-        received = self.sends(kind, before, samples) if 0 <= before < self.plan.layout.chunks else None
-        calls = (received, self.sends(kind, chunk, samples))
-        under_way_s = sum(call.seconds for call in calls if call is not None)
-        return computed_s + min((1.0 - 1.0 / slowdown) * under_way_s, (slowdown - 1.0) * computed_s)
+        received = self.send(kind, before, samples) if 0 <= before < self.pipeline.layout.chunks else None
+        calls = (received, self.send(kind, chunk, samples))
+        in_flight_s = sum(call.seconds for call in calls if call is not None)
+        return compute_s + min((1.0 - 1.0 / slowdown) * in_flight_s, (slowdown - 1.0) * compute_s)
 
 
 def weight_gradient_fraction(layer: LayerRow) -> float:
-    """Of a layer's backward pass, the share that is the gradients of its weights: it has the forward pass's products,
-    and so has the gradient of the input, where that is asked for."""
+    """Return the part of a layer's backward pass that computes gradients of its weights.
+
+    It has the forward pass's products, and so has the gradient of the input, where that is asked for.
+    """
     if layer.kind not in _SPLIT_BACKWARD_KINDS or not layer.backward_flops:
         return 0.0
     return min(layer.forward_flops / layer.backward_flops, 1.0)
-
-
-_BUCKET_CAP_BYTES = int(DEFAULT_BUCKET_CAP_MB * MIB)
-
-
-def pipeline_step(clock: CostModel, plan: PipelineRank, schedule: str) -> StepBreakdown:
-    """One step, as the rank sees it that computes longest; ``plan`` is of any rank."""
-    pipeline = PipelineStep(PipelineActionCosts(plan, clock))
-    place = max(range(plan.layout.ranks), key=pipeline.compute_s)
-    return step_from_schedule(
-        clock, pipeline.spent(place), max(pipeline.paces(schedule, True)), max(pipeline.paces(schedule, False))
-    )
 
 
 class RankStepTimes(NamedTuple):
@@ -219,168 +205,177 @@ class RankStepTimes(NamedTuple):
     compute_s: float
     comm_s: float
     latency_s: float
-    """Of ``comm_s``, what no bandwidth would shorten."""
+    """The part of ``comm_s`` that no bandwidth would shorten."""
 
 
-def step_from_schedule(clock: CostModel, spent: RankStepTimes, with_comm_s: float, without_s: float) -> StepBreakdown:
-    """A step by how long the schedule takes with communication and without, and what the rank does meanwhile.
+def step_from_schedule(
+    cost_model: CostModel, rank_step: RankStepTimes, with_comm_s: float, without_s: float
+) -> StepBreakdown:
+    """Return a step from the lengths of its schedule with and without communication, and the slowest rank's own times.
 
     What the schedule loses by communication is exposed, on whichever rank; the rest of the time in which the rank
     does not compute is the bubble.
     """
-    overhead_s = clock.overhead_s()
+    overhead_s = cost_model.overhead_s()
     exposed_s = max(with_comm_s - without_s, 0.0)
-    straggler_s = clock.straggler_s(spent.compute_s + overhead_s)
+    straggler_s = cost_model.straggler_s(rank_step.compute_s + overhead_s)
     return StepBreakdown(
         step_time_s=without_s + exposed_s + overhead_s + straggler_s,
-        compute_s=spent.compute_s + overhead_s,
-        comm_s=max(spent.comm_s, exposed_s),
+        compute_s=rank_step.compute_s + overhead_s,
+        comm_s=max(rank_step.comm_s, exposed_s),
         exposed_comm_s=exposed_s,
-        bubble_s=max(without_s - spent.compute_s, 0.0),
+        bubble_s=max(without_s - rank_step.compute_s, 0.0),
         straggler_s=straggler_s,
-        latency_s=exposed_s * spent.latency_s / spent.comm_s if spent.comm_s else 0.0,
+        latency_s=exposed_s * rank_step.latency_s / rank_step.comm_s if rank_step.comm_s else 0.0,
     )
 
 
+def pipeline_step(cost_model: CostModel, pipeline: PipelineRank, schedule: str) -> StepBreakdown:
+    """Return one step, as the rank sees it that computes longest; ``pipeline`` is of any rank."""
+    return PipelineStep(PipelineActionCosts(pipeline, cost_model)).breakdown(schedule)
+
+
 class PipelineStep:
-    """One pipeline of a run, with its replicas around it. Places count its ranks."""
+    """One pipeline of a run, with its replicas around it. Ranks are counted along ``pp``."""
 
-    def __init__(self, times: PipelineActionCosts) -> None:
-        self.times, self.plan, self.clock = times, times.plan, times.clock
-        self.layout = self.plan.layout
+    def __init__(self, costs: PipelineActionCosts) -> None:
+        self.costs, self.pipeline, self.cost_model = costs, costs.pipeline, costs.cost_model
+        self.layout = self.pipeline.layout
+        self._kinds = costs.micro_batch_kinds(self.pipeline.spec.micro_batches)
 
-    def paces(self, schedule: str, with_comm: bool) -> list[float]:
-        """Of every place: from its first action to the end of its update."""
-        prices = partial(self.times.prices, with_comm=with_comm)
-        found = rank_times(schedule, self.layout, self.plan.spec.micro_batches, prices)
-        ends = [self._summed(place, one) if with_comm else one.end for place, one in enumerate(found)]
+    def breakdown(self, schedule: str) -> StepBreakdown:
+        """Return the step as the rank sees it that computes longest."""
+        slowest = max(range(self.layout.ranks), key=self.compute_s)
+        lengths_s = [max(self.step_s_per_rank(schedule, with_comm)) for with_comm in (True, False)]
+        return step_from_schedule(self.cost_model, self.rank_times(slowest), *lengths_s)
+
+    def step_s_per_rank(self, schedule: str, with_comm: bool) -> list[float]:
+        """Return for each rank the time from its first action to the end of its update."""
+        costs = partial(self.costs.schedule_costs, with_comm=with_comm)
+        times = rank_times(schedule, self.layout, self.pipeline.spec.micro_batches, costs)
+        ends = [self._reduced_at(rank, each) if with_comm else each.end for rank, each in enumerate(times)]
         for stage in range(self.layout.stages):
             members = self.layout.ranks_of(stage)
-            for place in members:
-                ends[place] = max(ends[one] for one in members)
+            latest = max(ends[rank] for rank in members)
+            for rank in members:
+                ends[rank] = latest
         if with_comm:
             self._exchange_ties(ends)
         return [
-            end + self.times.update_s(place) - one.begin
-            for place, (end, one) in enumerate(zip(ends, found, strict=True))
+            end + self.costs.update_s(rank) - each.begin
+            for rank, (end, each) in enumerate(zip(ends, times, strict=True))
         ]
 
-    def spent(self, place: int) -> RankStepTimes:
-        """What the rank there does by itself."""
-        times, backward = self.times, BACKWARD_INPUT if self.times.splits else BACKWARD
-        calls: list[tuple[CommCall | None, int]] = [(call, 1) for call in self._late(place)]
-        for chunk in self.layout.chunks_of(place):
-            for (samples, again), count in self._own(place).items():
-                calls += [(call, count) for call in times.busy(chunk, samples, again).shared]
-                calls += [(times.sends(kind, chunk, samples), count) for kind in (FORWARD, backward)]
-            calls += [(call, 1) for call in self.buckets(place, chunk)]
-        for tie in self.plan.ties:
-            sent = tie.holders - 1 if place == tie.first else 1
-            calls.append((self._tied(tie), sent if place in tie.places else 0))
-        made = [(call, count) for call, count in calls if call is not None]
+    def rank_times(self, rank: int) -> RankStepTimes:
+        """Return the computation and communication of one rank."""
+        backward = BACKWARD_INPUT if self.costs.splits_backward else BACKWARD
+        calls: list[tuple[CommCall | None, int]] = [(call, 1) for call in self._tied_reductions(rank)]
+        for chunk in self.layout.chunks_of(rank):
+            for (samples, recomputed), count in self._kind_counts(rank).items():
+                times = self.costs.pass_times(chunk, samples, recomputed)
+                calls += [(call, count) for call in (*times.forward_calls, *times.backward_calls)]
+                calls += [(self.costs.send(kind, chunk, samples), count) for kind in (FORWARD, backward)]
+            calls += [(call, 1) for call in self.buckets(rank, chunk)]
+        for tie in self.pipeline.ties:
+            if rank in tie.ranks:
+                calls.append((self._tied_send(tie), len(tie.ranks) - 1 if rank == tie.ranks[0] else 1))
+        sent = [(call, count) for call, count in calls if call is not None]
         return RankStepTimes(
-            self.compute_s(place),
-            sum(count * call.seconds for call, count in made),
-            sum(count * call.latency_s for call, count in made),
+            self.compute_s(rank),
+            sum(count * call.seconds for call, count in sent),
+            sum(count * call.latency_s for call, count in sent),
         )
 
-    def compute_s(self, place: int) -> float:
-        """What the rank there computes in a step."""
-        found = self.times.update_s(place)
-        for chunk in self.layout.chunks_of(place):
-            for kind, count in self._own(place).items():
-                busy = self.times.busy(chunk, *kind)
-                found += count * (busy.forward_s + busy.backward_s)
-        return found
+    def compute_s(self, rank: int) -> float:
+        """Return the computation of one rank in a step."""
+        seconds = self.costs.update_s(rank)
+        for chunk in self.layout.chunks_of(rank):
+            for kind, count in self._kind_counts(rank).items():
+                times = self.costs.pass_times(chunk, *kind)
+                seconds += count * (times.forward_s + times.backward_s)
+        return seconds
 
-    def _own(self, place: int) -> Counter[tuple[float, bool]]:
-        """How many micro-batches of each kind pass through the rank there."""
-        kinds = self._kinds
+    def _kind_counts(self, rank: int) -> Counter[tuple[float, bool]]:
+        """Return how many micro-batches of each kind pass through a rank."""
         if max(self.layout.stage_sizes) == 1:
-            return self._every
-        return Counter(kinds[number] for number in self.layout.micro_batches_of(place, len(kinds)))
+            return self._all_kind_counts
+        return Counter(self._kinds[number] for number in self.layout.micro_batches_of(rank, len(self._kinds)))
 
     @cached_property
-    def _kinds(self) -> list[tuple[float, bool]]:
-        return self.times.kinds(self.plan.spec.micro_batches)
-
-    @cached_property
-    def _every(self) -> Counter[tuple[float, bool]]:
+    def _all_kind_counts(self) -> Counter[tuple[float, bool]]:
         return Counter(self._kinds)
 
-    def replicas(self, place: int) -> GroupPlacement:
-        """The ranks that hold the same chunks."""
-        width = self.layout.stage_sizes[self.layout.stage_of(place)]
-        return place_group(self.plan.spec, "dp") if width == 1 else place_subgroups(self.plan.spec, "pp", width)[0]
+    def replicas(self, rank: int) -> GroupPlacement:
+        """Return the group of the ranks that hold the same chunks."""
+        width, spec = self.layout.stage_sizes[self.layout.stage_of(rank)], self.pipeline.spec
+        return place_group(spec, "dp") if width == 1 else place_subgroups(spec, "pp", width)[0]
 
-    def buckets(self, place: int, chunk: int) -> list[CommCall]:
-        """Of a chunk's gradients, in the order in which they are sent; none without replicas."""
-        return [] if self.replicas(place).ranks < 2 else self._all_reduces(place, self.plan.own_tensors(chunk))
+    def buckets(self, rank: int, chunk: int) -> list[CommCall]:
+        """Return the all_reduces of a chunk's gradients, in the order in which they are sent; none without replicas."""
+        return self._all_reduces(rank, self.pipeline.parameter_bytes(chunk))
 
-    def _all_reduces(self, place: int, sizes: Sequence[int]) -> list[CommCall]:
-        group = self.replicas(place)
-        return [
-            self.clock.call("all_reduce", payload, group, "bucket")
-            for payload in bucket_payload_bytes(sizes, _BUCKET_CAP_BYTES)
-        ]
+    def _all_reduces(self, rank: int, sizes: Sequence[int]) -> list[CommCall]:
+        group = self.replicas(rank)
+        payloads = bucket_payload_bytes(sizes, BUCKET_CAP_BYTES) if group.ranks > 1 else []
+        return [self.cost_model.collective("all_reduce", payload, group, "bucket") for payload in payloads]
 
-    def _summed(self, place: int, course: RankTimes) -> float:
-        """When the gradients of the chunks there are summed over their replicas."""
-        if self.replicas(place).ranks < 2:
-            return course.end
-        begin = min(begin for begin, _ in course.gradients_done.values())
-        return begin + self.clock.run(self._ending(place, course, begin)).end_s
+    def _reduced_at(self, rank: int, times: RankTimes) -> float:
+        """Return the time at which the gradients of a rank's chunks are summed over their replicas."""
+        if self.replicas(rank).ranks < 2:
+            return times.end
+        begin = min(begin for begin, _ in times.gradients_done.values())
+        return begin + self.cost_model.run(self._last_passes(rank, times, begin)).end_s
 
-    def _ending(self, place: int, course: RankTimes, begin: float) -> Iterator[StreamEvent]:
-        """From the first chunk's last backward pass on: what is computed, and each bucket as it fills."""
+    def _last_passes(self, rank: int, times: RankTimes, begin: float) -> Iterator[StreamEvent]:
+        """Yield the events from the first chunk's last backward pass on: computation, and each bucket as it fills."""
         now = begin
-        for chunk, (its_begin, its_end) in sorted(course.gradients_done.items(), key=lambda item: item[1]):
-            yield ComputeEvent(max(its_begin - now, 0.0))
-            yield from self._last_pass(place, chunk, its_end - its_begin)
-            now = its_end
-        yield ComputeEvent(max(course.end - now, 0.0))
+        for chunk, (pass_begin, pass_end) in sorted(times.gradients_done.items(), key=lambda item: item[1]):
+            yield ComputeEvent(max(pass_begin - now, 0.0))
+            yield from self._last_pass(rank, chunk, pass_end - pass_begin)
+            now = pass_end
+        yield ComputeEvent(max(times.end - now, 0.0))
         yield WAIT_FOR_ALL
 
-    def _last_pass(self, place: int, chunk: int, length_s: float) -> Iterator[StreamEvent]:
-        """A chunk's last backward pass; gradients of weights that come by themselves are sent all at once."""
-        calls = self.buckets(place, chunk)
-        rows = [] if self.times.splits else self.plan.rows[chunk]
-        samples, _ = self._kinds[-1]
-        spent = [self.clock.kernel_s(one.backward) for one in self.times.passes(chunk, samples)] if rows else []
-        filled = self._filled(chunk) if rows else [-1] * len(calls)
-        yield ComputeEvent(max(length_s - sum(spent), 0.0))
-        for row, seconds in zip(reversed(rows), reversed(spent), strict=True):
+    def _last_pass(self, rank: int, chunk: int, length_s: float) -> Iterator[StreamEvent]:
+        """Yield a chunk's last backward pass; deferred gradients of weights are sent all at once behind it."""
+        calls = self.buckets(rank, chunk)
+        rows, kernels_s, ready_rows = [], [], [-1] * len(calls)
+        if not self.costs.splits_backward:
+            samples, _ = self._kinds[-1]
+            rows, ready_rows = self.pipeline.rows[chunk], self._bucket_rows(chunk)
+            kernels = self.costs.chunk_kernels(chunk, samples)
+            kernels_s = [self.cost_model.kernel_s(each.backward) for each in kernels]
+        yield ComputeEvent(max(length_s - sum(kernels_s), 0.0))
+        for row, seconds in zip(reversed(rows), reversed(kernels_s), strict=True):
             yield ComputeEvent(seconds)
-            yield from (call for call, at in zip(calls, filled, strict=True) if at == row)
-        yield from (call for call, at in zip(calls, filled, strict=True) if at < 0)
+            yield from (call for call, ready in zip(calls, ready_rows, strict=True) if ready == row)
+        yield from (call for call, ready in zip(calls, ready_rows, strict=True) if ready < 0)
 
-    def _filled(self, chunk: int) -> list[int]:
-        """Of every bucket the row whose backward pass fills it, or one before it."""
-        places = self.plan.own_places(chunk)
-        found: list[int] = []
-        for bucket in fill_buckets(self.plan.own_tensors(chunk), _BUCKET_CAP_BYTES):
-            found.append(min([*found[-1:], *(self._made_at[places[one]] for one in bucket)]))
-        return found
-
-    @cached_property
-    def _made_at(self) -> list[int]:
-        return first_use_rows(self.plan.table)
+    def _bucket_rows(self, chunk: int) -> list[int]:
+        """Return for each bucket the row whose backward pass fills it, or one before it."""
+        places, first_uses = self.pipeline.parameter_places(chunk), first_use_rows(self.pipeline.table)
+        rows: list[int] = []
+        for bucket in fill_buckets(self.pipeline.parameter_bytes(chunk), BUCKET_CAP_BYTES):
+            rows.append(min([*rows[-1:], *(first_uses[places[number]] for number in bucket)]))
+        return rows
 
     def _exchange_ties(self, ends: list[float]) -> None:
-        """Copies of a weight are summed on its first holder and sent back, then summed over the replicas."""
-        for tie in self.plan.ties:
-            latest = max(ends[place] for place in tie.places)
-            for place in tie.places:
-                ends[place] = latest + 2 * (tie.holders - 1) * self._tied(tie).seconds
-        for place in range(self.layout.ranks):
-            ends[place] += sum(call.seconds for call in self._late(place))
+        """Add the sums of tied weights: over the copies on the first holder and back, then over the replicas."""
+        for tie in self.pipeline.ties:
+            latest = max(ends[rank] for rank in tie.ranks)
+            for rank in tie.ranks:
+                ends[rank] = latest + 2 * (len(tie.ranks) - 1) * self._tied_send(tie).seconds
+        for rank in range(self.layout.ranks):
+            ends[rank] += sum(call.seconds for call in self._tied_reductions(rank))
 
-    def _tied(self, tie: TiedWeightRanks) -> CommCall:
-        """One message with the gradient of ``tie``."""
-        is_far = not are_on_one_node(self.plan.spec, "pp", tie.places[0], tie.places[-1])
-        return self.clock.call("send", tie.bytes, place_neighbour_pair(self.plan.spec, "pp", is_far))
+    def _tied_send(self, tie: TiedWeight) -> CommCall:
+        """Return one message with the gradient of ``tie``."""
+        is_far = not are_on_one_node(self.pipeline.spec, "pp", tie.ranks[0], tie.ranks[-1])
+        return self.cost_model.collective(
+            "send", tie.size_bytes, place_neighbour_pair(self.pipeline.spec, "pp", is_far)
+        )
 
-    def _late(self, place: int) -> list[CommCall]:
-        """What is summed over replicas once copies have been."""
-        held = [tie.bytes for tie in self.plan.ties if place in tie.places]
-        return self._all_reduces(place, held) if held and self.replicas(place).ranks > 1 else []
+    def _tied_reductions(self, rank: int) -> list[CommCall]:
+        """Return the all_reduces of tied weights over replicas, once the copies have been summed."""
+        sizes = [tie.size_bytes for tie in self.pipeline.ties if rank in tie.ranks]
+        return self._all_reduces(rank, sizes)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import product
 from math import exp
 from typing import NamedTuple, Protocol
 
@@ -13,13 +11,10 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel, combined_relative_spread
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.peak_memory import MemoryBreakdown
-from hpcbench.oracle.placement import halo_placement, place_group
 from hpcbench.oracle.step_time import StepBreakdown
-from hpcbench.oracle.strategies.base import Cost, resolve_cost
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.uncertainty import CostModelFactory, log_step_spreads
 from hpcbench.parallel.layer_table import LayerTable
-from hpcbench.parallel.mesh import RankMesh
-from hpcbench.parallel.strategies.spatial import spatial_grid
 from hpcbench.units import format_bytes
 
 _NORMAL_90 = 1.645
@@ -68,8 +63,7 @@ def predict(
     ``clock_of`` prices it where the runs are another library's; ``memory`` is what ``fullest`` says of them, for who
     knows it already.
     """
-    cost: Cost = resolve_cost(spec.strategy)
-    step = cost.step(spec, table, clock_of(machine, spec))
+    step = resolve_cost(spec.strategy).step(spec, table, clock_of(machine, spec))
     memory = memory or peak_rank_memory(spec, table, machine.device)
     peak = memory.total_bytes + round(machine.base_bytes)
     fits = None if machine.memory_bytes is None else peak <= machine.memory_bytes
@@ -107,21 +101,16 @@ def _prediction_interval(
 
 
 def peak_rank_memory(spec: RunSpec, table: LayerTable, device: str = "cuda") -> MemoryBreakdown:
-    """What the device holds that holds most. Devices that one rank drives are one on a ``cpu``."""
-    cost: Cost = resolve_cost(spec.strategy)
+    """Return the memory of the device with the highest peak. Devices that one rank drives are one on a ``cpu``."""
+    cost = resolve_cost(spec.strategy)
     if device == "cpu" and spec.devices_per_task > 1:
-        held = sum_memory([cost.memory(spec, table, place) for place in range(spec.devices_per_task)])
+        devices = [cost.memory(spec, table, place) for place in range(spec.devices_per_task)]
+        fields = MemoryBreakdown.__struct_fields__
+        peak = MemoryBreakdown(**{name: sum(getattr(each, name) for each in devices) for name in fields})
     else:
-        held = max(
-            (cost.memory(spec, table, rank) for rank in representative_ranks(spec)), key=lambda one: one.total_bytes
-        )
-    return msgspec.structs.replace(held, untouched_bytes=0) if device == "cpu" else held
-
-
-def sum_memory(parts: Sequence[MemoryBreakdown]) -> MemoryBreakdown:
-    """What several devices hold that share their memory."""
-    names = MemoryBreakdown.__struct_fields__
-    return MemoryBreakdown(**{name: sum(getattr(part, name) for part in parts) for name in names})
+        ranks = (cost.memory(spec, table, rank) for rank in cost.ranks_that_differ(spec))
+        peak = max(ranks, key=lambda memory: memory.total_bytes)
+    return msgspec.structs.replace(peak, untouched_bytes=0) if device == "cpu" else peak
 
 
 def bottleneck(step: StepBreakdown) -> str:
@@ -133,19 +122,6 @@ def bottleneck(step: StepBreakdown) -> str:
         "bubble": step.bubble_s,
     }
     return max(parts, key=lambda name: parts[name])
-
-
-def representative_ranks(spec: RunSpec) -> list[int]:
-    """Ranks of one replica that differ in what they hold: of stages the first, the last and the middle.
-
-    Of layers, heads and channels that are shared along ``tp`` the first rank has most. Of images it has the largest
-    part, and a rank with neighbours on all sides the most halos.
-    """
-    mesh = RankMesh.of(spec)
-    stages = sorted({0, 1, mesh.pp // 2, mesh.pp - 1} & set(range(mesh.pp)))
-    parts = {0, halo_placement(spatial_grid(spec), place_group(spec, "sp")).place} if mesh.sp > 1 else {0}
-    places = [range(1), stages, sorted(parts), range(1)]
-    return sorted({mesh.rank(RankMesh(*coordinates)) for coordinates in product(*places)})
 
 
 class NotPredicted(NamedTuple):

@@ -1,400 +1,371 @@
-"""One tensor-parallel rank of a transformer: its parameters, communication, memory and row times (Shoeybi et al.
-2019)."""
+"""One tensor-parallel rank of a transformer: its parameters, and its rows with communication, memory and kernels.
+
+Shoeybi et al. 2019, figure 3; with ``sequence_parallel`` Korthikanti et al. 2022. An MLP over two ranks, with what
+enters and leaves the split layers in brackets (the operations of the backward pass in lower case)::
+
+    x --[ -  , all_reduce]--> up 0 | up 1 (columns) --> down 0 | down 1 (rows) --[ALL_REDUCE, - ]--> y
+    x --[ALL_GATHER, reduce_scatter]--> up | up --> down | down --[REDUCE_SCATTER, all_gather]--> y   by tokens
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel, RowShare, row_kernels
-from hpcbench.oracle.model_parallel import (
-    NO_COMM,
-    CommOp,
-    LayerComm,
-    ReductionPlan,
-    RowEvents,
-    comm_events,
-    copy_event,
-    model_parallel_step,
-    unsharded_row_events,
-)
-from hpcbench.oracle.peak_memory import FP32_BYTES, RowMemory, input_bytes, weight_layout_copies
+from hpcbench.oracle.cost_model import RowShare, row_kernels
+from hpcbench.oracle.model_parallel import ReductionPlan
 from hpcbench.oracle.placement import place_group
-from hpcbench.oracle.step_time import StepBreakdown
-from hpcbench.oracle.stream_simulator import ComputeEvent
-from hpcbench.parallel.catalog import get_strategy
+from hpcbench.oracle.row_cost import CollectiveOp, ComputeOp, RowCost, RowOp, copy_op
+from hpcbench.oracle.tensor_sizes import (
+    FP32_BYTES,
+    activation_number_bytes,
+    input_bytes,
+    parameter_number_bytes,
+    weight_layout_copies,
+)
+from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, fill_buckets
 from hpcbench.parallel.layer_table import LOSS_ROW_NAME, LayerRow, LayerTable
 from hpcbench.parallel.mesh import RankMesh, even_ranges
 from hpcbench.parallel.strategies.tensor import TRANSFORMER_BLOCK_KIND, head_feature_ranges
-from hpcbench.parallel.traffic import Traffic
 
-_BUCKET_CAP_BYTES = int(DEFAULT_BUCKET_CAP_MB * MIB)
 COLUMN_PARALLEL = ("attention.query", "attention.key", "attention.value", "mlp.up")
 ROW_PARALLEL = ("attention.output", "mlp.down")
 _FIRST_COLUMN_LAYERS = ("attention.query", "mlp.up")
 """The first layers that use what has entered."""
 _TOKEN_EMBEDDING = "0.tokens"  # noqa: S105
-_LAST_LAYER_OF = {"attention": "output", "mlp": "down"}
+_ROWS_AFTER_EMBEDDING = ("0.dropout", "0")
 _NORMS = ("norm1", "norm2")
 _AUTOCAST_KINDS = ("Linear", "Conv2d", "Attention", "Mlp")
 """Kinds of layers that autocast computes in bf16."""
 
 
 class Fraction(NamedTuple):
-    """So many of a whole."""
+    """``part`` of ``total``, both integers, so that bytes are rounded once."""
 
-    own: int
-    whole: int
+    part: int
+    total: int
+
+    @property
+    def value(self) -> float:
+        return self.part / self.total
+
+
+_WHOLE = Fraction(1, 1)
+
+
+class RowFractions(NamedTuple):
+    """The rank's parts of a row: of its input and output while they are alive, and of its saved activations."""
+
+    inputs: Fraction = _WHOLE
+    outputs: Fraction = _WHOLE
+    saved: Fraction = _WHOLE
+
+
+class _RowComm(NamedTuple):
+    """Operations around one row on several ranks."""
+
+    before_forward: Sequence[RowOp] = ()
+    after_forward: Sequence[RowOp] = ()
+    before_backward: Sequence[RowOp] = ()
+    after_backward: Sequence[RowOp] = ()
+    is_repeated: bool = False
+    """Whether a block that is computed again repeats ``after_forward``."""
 
 
 class TensorParallelRank:
-    """One rank's view of a table of layers."""
+    """One rank's view of a layer table."""
 
     def __init__(self, spec: RunSpec, table: LayerTable, rank: int) -> None:
-        options = {name: one.default for name, one in get_strategy(spec.strategy).options.items()} | spec.options
+        options = options_with_defaults(spec)
         self.spec, self.table = spec, table
-        self.place, self.ranks = RankMesh.of(spec).coordinates(rank).tp, spec.tp_degree
-        self.by_tokens = bool(options.get("sequence_parallel")) and self.ranks > 1
+        self.index, self.degree = RankMesh.of(spec).coordinates(rank).tp, spec.tp_degree
+        self.sequence_parallel = bool(options.get("sequence_parallel")) and self.degree > 1
         self.rows = {layer.name: layer for layer in table.layers}
         self.blocks = {layer.name: layer for layer in table.layers if layer.kind == TRANSFORMER_BLOCK_KIND}
         """In their order."""
         self.first, self.last = next(iter(self.blocks)), next(reversed(self.blocks))
         self.tokens, self.width = self.blocks[self.first].input_shape
-        self.head = _language_head(table) if options.get("vocabulary_parallel") and self.ranks > 1 else None
-        self.wide_bytes = 8 if spec.precision == "fp64" else 4
-        self.sent_bytes = 2 if spec.precision == "bf16" else self.wide_bytes
+        self.head = _language_head(table) if options.get("vocabulary_parallel") and self.degree > 1 else None
+        self.number_bytes, self.sent_bytes = parameter_number_bytes(spec), activation_number_bytes(spec)
         self.samples = spec.batch_size // spec.micro_batches
 
-    def activations_sent(self) -> Iterator[Traffic]:
-        """Of one micro-batch, on several ranks."""
+    def describe_rows(self) -> list[RowCost]:
+        """Return every row of the table; the rows of equal blocks are described once."""
+        known: dict[tuple[object, ...], RowCost] = {}
+        costs = []
         for layer in self.table.layers:
-            yield from self.around(layer).calls(self.spec.activation_checkpointing)
+            key = self._kind_of(layer)
+            if key not in known:
+                known[key] = self._with_memory(self._operations(layer), layer)
+            costs.append(known[key])
+        return costs
 
-    def around(self, layer: LayerRow) -> LayerComm:
-        """What happens before and after a row on several ranks (Shoeybi et al. 2019, figure 3)."""
+    def _kind_of(self, layer: LayerRow) -> tuple[object, ...]:
+        block, _, inner = layer.name.partition(".")
+        if block not in self.blocks or block in (self.first, self.last):
+            return (layer.name,)
+        sizes = layer.forward_flops, layer.forward_moved_bytes, layer.parameters, layer.output_bytes
+        return inner, self._head_width(block), *sizes, layer.activation_bytes, layer.activation_fixed_bytes
+
+    def _operations(self, layer: LayerRow) -> RowCost:
+        comm = self._comm(layer) if self.degree > 1 else _RowComm()
+        kernels = row_kernels(self.spec, layer, self.samples, self.row_share(layer))
+        forward, backward = ([ComputeOp(kernel)] for kernel in kernels)
+        after_forward = [*comm.after_forward]
+        if self.degree > 1 and layer.name.endswith(ROW_PARALLEL):
+            # The bias is added to what has been summed over the ranks.
+            after_forward.append(copy_op(self.spec, kernels.forward.output_bytes * self._token_fraction.value))
+        if layer.name == _TOKEN_EMBEDDING and self.head is not None:
+            # Vectors and gradients of other ranks' words are set to zero.
+            masked = copy_op(self.spec, kernels.forward.output_bytes)
+            forward.append(masked)
+            backward.append(masked)
+        return RowCost(
+            forward=[*comm.before_forward, *forward, *after_forward],
+            backward=[*comm.before_backward, *backward],
+            after_backward=comm.after_backward,
+            recompute=[*comm.before_forward, *forward, *(after_forward if comm.is_repeated else ())],
+        )
+
+    def _comm(self, layer: LayerRow) -> _RowComm:
         block, _, inner = layer.name.partition(".")
         if block in self.blocks:
-            return self._around_in_block(block, inner)
+            return self._comm_in_block(block, inner)
         if self.head is None:
-            return NO_COMM
+            return _RowComm()
         if layer.name == _TOKEN_EMBEDDING:
-            drops = self.rows["0.dropout"].attributes["p"] > 0
-            return self._after_rows(self.wide_bytes, is_left_again=drops)
+            return self._after_rows(self.number_bytes, is_repeated=self.rows["0.dropout"].attributes["p"] > 0)
         if layer.name == f"{self.head}.output":
             return self._before_columns()
         if layer.name == LOSS_ROW_NAME:
-            positions = self.samples * self.tokens * self.wide_bytes
-            sums = [CommOp("", 0, self._call("all_reduce", size)) for size in (positions, 2 * positions)]
-            return NO_COMM._replace(leave=sums)
-        return NO_COMM
+            positions = self.samples * self.tokens * self.number_bytes
+            return _RowComm(after_forward=[self._call("all_reduce", size) for size in (positions, 2 * positions)])
+        return _RowComm()
 
-    def _around_in_block(self, block: str, inner: str) -> LayerComm:
+    def _comm_in_block(self, block: str, inner: str) -> _RowComm:
         if inner in _FIRST_COLUMN_LAYERS:
             return self._before_columns()
         if inner in ROW_PARALLEL:
             # A block computed again ends with the last layer that keeps something: what comes after is not repeated.
             drops = self.rows[f"{block}.dropout2"].attributes["p"] > 0
-            return self._after_rows(self.sent_bytes, is_left_again=drops or inner != ROW_PARALLEL[-1])
-        if self.head is None and self.by_tokens:
+            return self._after_rows(self.sent_bytes, is_repeated=drops or inner != ROW_PARALLEL[-1])
+        if self.head is None and self.sequence_parallel:
             # The activations are parted before the first block and joined after the last.
-            own = self._own_numbers() * self.wide_bytes
-            narrowed, gathered = CommOp("narrow", own, None), self._gather(own)
+            size = self._padded_numbers() * self.number_bytes
             if (block, inner) == (self.first, _NORMS[0]):
-                return NO_COMM._replace(enter=[narrowed], enter_backward=[gathered])
+                return _RowComm(before_forward=[copy_op(self.spec, size)], after_backward=self._gather(size))
             if (block, inner) == (self.last, ""):
-                return NO_COMM._replace(leave=[gathered], leave_backward=[narrowed])
-        return NO_COMM
+                return _RowComm(after_forward=self._gather(size), before_backward=[copy_op(self.spec, size)])
+        return _RowComm()
 
-    def _before_columns(self) -> LayerComm:
-        own = self._own_numbers() * self.sent_bytes
-        if not self.by_tokens:
-            return NO_COMM._replace(enter_backward=[CommOp("all_reduce", own, self._call("all_reduce", own))])
-        return NO_COMM._replace(enter=[self._gather(own)], enter_backward=[self._scatter(own)])
+    def _before_columns(self) -> _RowComm:
+        size = self._padded_numbers() * self.sent_bytes
+        if self.sequence_parallel:
+            return _RowComm(before_forward=self._gather(size), after_backward=self._scatter(size))
+        return _RowComm(after_backward=[copy_op(self.spec, size), self._call("all_reduce", size)])
 
-    def _after_rows(self, number_bytes: int, is_left_again: bool) -> LayerComm:
-        own = self._own_numbers() * number_bytes
-        if not self.by_tokens:
-            return LayerComm([], [CommOp("all_reduce", 0, self._call("all_reduce", own))], [], [], is_left_again)
-        return LayerComm([], [self._scatter(own)], [self._gather(own)], [], is_left_again)
+    def _after_rows(self, number_bytes: int, is_repeated: bool) -> _RowComm:
+        size = self._padded_numbers() * number_bytes
+        if self.sequence_parallel:
+            return _RowComm((), self._scatter(size), self._gather(size), (), is_repeated)
+        return _RowComm(after_forward=[self._call("all_reduce", size)], is_repeated=is_repeated)
 
-    def _gather(self, own_bytes: int) -> CommOp:
-        return CommOp("all_gather", own_bytes * self.ranks, self._call("all_gather", own_bytes))
+    def _gather(self, part_bytes: int) -> list[RowOp]:
+        return [copy_op(self.spec, part_bytes * self.degree), self._call("all_gather", part_bytes)]
 
-    def _scatter(self, own_bytes: int) -> CommOp:
-        return CommOp("reduce_scatter", own_bytes * self.ranks, self._call("reduce_scatter", own_bytes * self.ranks))
+    def _scatter(self, part_bytes: int) -> list[RowOp]:
+        whole_bytes = part_bytes * self.degree
+        return [copy_op(self.spec, whole_bytes), self._call("reduce_scatter", whole_bytes)]
 
-    def gradients_sent(self) -> Iterator[Traffic]:
-        """Once a step: whole gradients across replicas, those of own tokens among all ranks."""
-        sizes = [self.parameter_bytes(name, shape) for name, shape, _ in self.table.parameter_tensors]
-        group_sizes = (self.spec.dp_degree, self.spec.dp_degree * self.ranks)
-        for found, group_size in zip(self.gradient_buckets(sizes), group_sizes, strict=True):
-            for places in found:
-                payload = sum(sizes[place] for place in places)
-                yield Traffic(operation="all_reduce", group_size=group_size, payload_bytes=payload)
+    def _call(self, operation: str, payload_bytes: int) -> CollectiveOp:
+        return CollectiveOp(operation, payload_bytes, place_group(self.spec, "tp"), "tp")
 
-    def gradient_buckets(self, sizes: list[int]) -> list[list[list[int]]]:
-        """Places of the tensors in each bucket that goes across replicas, and in each that goes among all ranks."""
-        chosen = [[place for place, sent in enumerate(is_sent) if sent] for is_sent in self.sent_gradients()]
-        return [
-            [
-                [places[one] for one in bucket]
-                for bucket in fill_buckets([sizes[place] for place in places], _BUCKET_CAP_BYTES)
-            ]
-            for places in chosen
-        ]
-
-    def sent_gradients(self) -> tuple[list[bool], list[bool]]:
-        """Of every tensor: whether its gradient goes across replicas, and whether it goes among all ranks."""
-        partial = [self._is_partial(name) for name, _, _ in self.table.parameter_tensors]
-        return [not one and self.spec.dp_degree > 1 for one in partial], partial
-
-    @property
-    def tokens_share(self) -> float:
-        """Of what lies between split layers."""
-        return len(self._own_tokens) / self.tokens
-
-    @property
-    def words_share(self) -> float:
-        """Of a vocabulary."""
-        return len(self._words) / int(self.rows[_TOKEN_EMBEDDING].attributes["num_embeddings"])
-
-    def parameter_bytes(self, name: str, shape: list[int]) -> int:
-        """Of the rank's part of a parameter."""
-        layer, _, kind = name.rpartition(".")
-        dim = 0 if layer.endswith(COLUMN_PARALLEL) else 1 if layer.endswith(ROW_PARALLEL) and kind == "weight" else None
-        if dim is None or self._block_of(layer) is None:
-            return self._numbers(name, shape) * self.wide_bytes
-        return prod(shape) // shape[dim] * len(self._features(layer)) * self.wide_bytes
-
-    def _numbers(self, name: str, shape: list[int]) -> int:
-        """Of a parameter that is whole, or split by words."""
-        if self.head is not None and name in (f"{_TOKEN_EMBEDDING}.weight", f"{self.head}.output.weight"):
-            return prod(shape) // shape[0] * len(self._words)
-        return prod(shape)
-
-    def head_width(self, block: str) -> int:
-        """Features of one head."""
-        found: int = self.rows[f"{block}.attention"].attributes["head_width"]
-        return found
-
-    def backward_rows(self) -> list[RowMemory]:
-        """What every row costs the rank; see ``oracle.live``.
-
-        What attention and MLP keep between their layers is there until the last of these has run backwards.
-        """
-        cast = dict(self._cast_weights()) if self.spec.precision == "bf16" else {}
-        kept = {
-            layer.name: self._kept_bytes(layer) * self.samples + layer.activation_fixed_bytes + cast.get(layer.name, 0)
-            for layer in self.table.layers
-        }
-        for inner, last in ((f"{name}.{one}", last) for name in self.blocks for one, last in _LAST_LAYER_OF.items()):
-            kept[f"{inner}.{last}"] += kept[inner]
-            kept[inner] = 0
-        return [self._backward_row(layer, kept[layer.name]) for layer in self.table.layers]
-
-    def _backward_row(self, layer: LayerRow, kept: int) -> RowMemory:
-        given, made = self.flow_shares(layer)
-        number_bytes = self.sent_bytes if layer.kind.startswith(_AUTOCAST_KINDS) else self.wide_bytes
-        whole_in, whole_out = (size * self.samples // FP32_BYTES for size in (input_bytes(layer), layer.output_bytes))
-        flows = whole_in * given.own * made.whole + whole_out * made.own * given.whole
-        # Activations that blocks share by tokens without an embedding that parts them are parted within the first one.
-        first = Fraction(1, 1) if self.head is None and layer.name.startswith(f"{self.first}.") else given
-        laid_out = layer.parameters * self.wide_bytes * weight_layout_copies(layer)
-        return RowMemory(
-            kept,
-            flows * number_bytes // (given.whole * made.whole) + laid_out,
-            whole_in * self.wide_bytes * first.own // first.whole,
-        )
-
-    def flow_shares(self, layer: LayerRow) -> tuple[Fraction, Fraction]:
-        """The rank's parts of what is alive of a row's input and output."""
-        whole, (block, _, inner) = Fraction(1, 1), layer.name.partition(".")
-        tokens = Fraction(len(self._own_tokens), self.tokens)
-        if block in self.blocks:
-            if not inner.startswith(("attention", "mlp")):
-                return tokens, tokens
-            kind = "attention" if inner.startswith("attention") else "mlp"
-            features = Fraction(len(self._features(layer.name)), self._features_of_all(layer.name, kind))
-            if inner in COLUMN_PARALLEL:
-                return whole, features
-            return features, whole if inner in ROW_PARALLEL else features
-        if self.head is not None and layer.name == f"{self.head}.norm":
-            return tokens, whole
-        if self.head is not None and layer.name in (f"{self.head}.output", LOSS_ROW_NAME):
-            words = Fraction(len(self._words), self.rows[_TOKEN_EMBEDDING].attributes["num_embeddings"])
-            return (words, whole) if layer.name == LOSS_ROW_NAME else (whole, words)
-        return whole, whole
-
-    def _cast_weights(self) -> Iterator[tuple[str, int]]:
-        """Row and bytes of autocast's copy of a weight, which lives as long as what it was multiplied with."""
-        for name, shape, _ in self.table.parameter_tensors:
-            layer, _, kind = name.rpartition(".")
-            row = self.rows.get(layer)
-            if kind == "weight" and row is not None and row.kind in ("Linear", "Conv2d"):
-                yield layer, self.parameter_bytes(name, shape) // 2
-
-    def _call(self, operation: str, payload_bytes: int) -> Traffic:
-        return Traffic(operation=operation, group_size=self.ranks, payload_bytes=payload_bytes)
-
-    def _own_numbers(self) -> int:
-        """Of an activation between split layers, padded to the rank with most tokens."""
-        tokens = -(-self.tokens // self.ranks) if self.by_tokens else self.tokens
+    def _padded_numbers(self) -> int:
+        """Return the numbers of an activation between split layers, padded to the rank with most tokens."""
+        tokens = -(-self.tokens // self.degree) if self.sequence_parallel else self.tokens
         return self.samples * tokens * self.width
 
-    def _block_of(self, name: str) -> str | None:
-        """The transformer block that a module is in, or is."""
-        block = name.partition(".")[0]
-        return block if block in self.blocks else None
+    def _with_memory(self, operations: RowCost, layer: LayerRow) -> RowCost:
+        fractions = self.fractions(layer)
+        inputs, outputs = fractions.inputs, fractions.outputs
+        number_bytes = self.sent_bytes if layer.kind.startswith(_AUTOCAST_KINDS) else self.number_bytes
+        whole_in, whole_out = (size * self.samples // FP32_BYTES for size in (input_bytes(layer), layer.output_bytes))
+        gradients = whole_in * inputs.part * outputs.total + whole_out * outputs.part * inputs.total
+        # Activations parted by tokens without an embedding that parts them are parted within the first block.
+        first = _WHOLE if self.head is None and layer.name.startswith(f"{self.first}.") else inputs
+        weights = layer.parameters * self.number_bytes * weight_layout_copies(layer)
+        return operations._replace(
+            saved_bytes=self._saved_bytes(layer),
+            working_bytes=gradients * number_bytes // (inputs.total * outputs.total) + weights,
+            block_input_bytes=whole_in * self.number_bytes * first.part // first.total,
+        )
 
-    def _features(self, layer: str) -> range:
-        """The rank's own, of a split layer."""
-        block, _, inner = layer.partition(".")
-        if inner.startswith("mlp"):
-            up: Any = self.rows[f"{block}.mlp.up"].attributes
-            return _own_range(up["out_features"], self.ranks, self.place)
-        head_width = self.head_width(block)
-        heads = self.rows[f"{block}.attention.query"].attributes["out_features"] // head_width
-        return _own_heads(heads, head_width, self.ranks, self.place)
+    def _saved_bytes(self, layer: LayerRow) -> int:
+        """Return the bytes that autograd keeps for a row.
+
+        Attention and MLP keep tensors between their layers: these live until the last layer has run backwards.
+        """
+        block, _, inner = layer.name.partition(".")
+        if block in self.blocks and inner in ("attention", "mlp"):
+            return 0
+        saved = self._row_saved_bytes(layer)
+        if block in self.blocks and inner in ROW_PARALLEL:
+            saved += self._row_saved_bytes(self.rows[f"{block}.{inner.partition('.')[0]}"])
+        return saved
+
+    def _row_saved_bytes(self, layer: LayerRow) -> int:
+        per_sample = layer.activation_bytes * self.number_bytes // FP32_BYTES
+        if self.spec.precision == "bf16" and layer.kind.startswith(_AUTOCAST_KINDS):
+            per_sample //= 2
+        fraction = self.fractions(layer).saved
+        per_sample = per_sample * fraction.part // fraction.total
+        return per_sample * self.samples + layer.activation_fixed_bytes + self._cast_weight_bytes.get(layer.name, 0)
 
     @cached_property
-    def _words(self) -> range:
-        """The rank's own part of the vocabulary."""
-        return _own_range(self.rows[_TOKEN_EMBEDDING].attributes["num_embeddings"], self.ranks, self.place)
+    def _cast_weight_bytes(self) -> dict[str, int]:
+        """By row the bytes of autocast's copy of a weight, which lives as long as the row's activations."""
+        if self.spec.precision != "bf16":
+            return {}
+        names = [(tensor.name.rpartition("."), tensor) for tensor in self.table.parameter_tensors]
+        return {
+            layer: self.parameter_bytes(tensor.name, tensor.shape) // 2
+            for (layer, _, kind), tensor in names
+            if kind == "weight" and layer in self.rows and self.rows[layer].kind in ("Linear", "Conv2d")
+        }
 
-    @cached_property
-    def _own_tokens(self) -> range:
-        return _own_range(self.tokens, self.ranks, self.place) if self.by_tokens else range(self.tokens)
+    def fractions(self, layer: LayerRow) -> RowFractions:
+        """Return the rank's parts of a row's input, output and saved activations."""
+        block, _, inner = layer.name.partition(".")
+        tokens = self._token_fraction
+        if block in self.blocks:
+            if not inner.startswith(("attention", "mlp")):
+                is_saved_by_tokens = inner in (*_NORMS, "dropout1", "dropout2")
+                return RowFractions(tokens, tokens, tokens if is_saved_by_tokens else _WHOLE)
+            features = self._feature_fraction(layer.name)
+            if inner in COLUMN_PARALLEL:
+                return RowFractions(outputs=features)
+            if inner in ROW_PARALLEL:
+                return RowFractions(inputs=features, saved=features)
+            return RowFractions(features, features, features if inner in ("attention", "mlp") else _WHOLE)
+        if self.head is None:
+            return RowFractions()
+        words = Fraction(len(self._words), self._vocabulary)
+        return {
+            "0.dropout": RowFractions(saved=tokens),
+            f"{self.head}.norm": RowFractions(inputs=tokens, saved=tokens),
+            f"{self.head}.output": RowFractions(outputs=words),
+            LOSS_ROW_NAME: RowFractions(inputs=words, saved=words),
+        }.get(layer.name, RowFractions())
+
+    def row_share(self, layer: LayerRow) -> RowShare:
+        """Return the rank's part of a row's kernels."""
+        fractions = self.fractions(layer)
+        inputs, outputs = fractions.inputs.value, fractions.outputs.value
+        if layer.name.endswith(COLUMN_PARALLEL) or layer.name == f"{self.head}.output":
+            return RowShare(outputs, inputs, outputs, outputs)
+        if layer.name.endswith(ROW_PARALLEL):
+            return RowShare(inputs, inputs, outputs, inputs)
+        if self.head is not None and layer.name in (*_ROWS_AFTER_EMBEDDING, f"{self.head}.norm"):
+            inputs = outputs = self._token_fraction.value
+        is_split_embedding = layer.name == _TOKEN_EMBEDDING and self.head is not None
+        weights = len(self._words) / self._vocabulary if is_split_embedding else 1.0
+        return RowShare(inputs, inputs, outputs, weights)
+
+    def reductions(self, sizes: Sequence[int]) -> list[ReductionPlan]:
+        """Return the reductions of gradients: over replicas, and over all ranks those of the rank's own tokens."""
+        partial = [self._is_partial(tensor.name) for tensor in self.table.parameter_tensors]
+        plans = []
+        for is_partial, axes in ((False, ("dp",)), (True, ("dp", "tp"))):
+            group = place_group(self.spec, *axes)
+            places = [place for place, flag in enumerate(partial) if flag == is_partial]
+            if group.ranks > 1 and places:
+                filled = fill_buckets([sizes[place] for place in places], int(DEFAULT_BUCKET_CAP_MB * MIB))
+                buckets = [[places[number] for number in bucket] for bucket in filled]
+                plans.append(ReductionPlan(group, " ".join(axes), buckets))
+        return plans
 
     def _is_partial(self, name: str) -> bool:
-        """Whether the parameter's gradient is of the own tokens alone."""
-        if not self.by_tokens:
+        """Return whether the gradient of a parameter is of the rank's own tokens alone."""
+        if not self.sequence_parallel:
             return False
         layer = name.rpartition(".")[0]
-        if self._block_of(layer) is not None:
+        if layer.partition(".")[0] in self.blocks:
             return layer.endswith(_NORMS) or name.endswith(tuple(f"{row}.bias" for row in ROW_PARALLEL))
         return self.head is not None and layer in ("0.positions", f"{self.head}.norm")
 
-    def _kept_bytes(self, layer: LayerRow) -> int:
-        """What autograd keeps of one call, per sample: of the whole layer's by the share of it that the rank has."""
-        kept = layer.activation_bytes * self.wide_bytes // 4
-        if self.spec.precision == "bf16" and layer.kind.startswith(_AUTOCAST_KINDS):
-            kept //= 2
-        share = self.kept_share(layer)
-        return kept * share.own // share.whole
+    def parameter_bytes(self, name: str, shape: Sequence[int]) -> int:
+        """Return the bytes of the rank's part of a parameter."""
+        layer, _, kind = name.rpartition(".")
+        dim = 0 if layer.endswith(COLUMN_PARALLEL) else 1 if layer.endswith(ROW_PARALLEL) and kind == "weight" else None
+        numbers = prod(shape)
+        if dim is not None and layer.partition(".")[0] in self.blocks:
+            numbers = numbers // shape[dim] * len(self._features(layer))
+        elif self.head is not None and name in (f"{_TOKEN_EMBEDDING}.weight", f"{self.head}.output.weight"):
+            numbers = numbers // shape[0] * len(self._words)
+        return numbers * self.number_bytes
 
-    def kept_share(self, layer: LayerRow) -> Fraction:
-        """Of what autograd keeps of one call on one device, the rank's."""
-        inner, by_tokens = layer.name.partition(".")[2], Fraction(len(self._own_tokens), self.tokens)
-        if self._block_of(layer.name) is not None:
-            if inner in ("attention", "attention.output", "mlp", "mlp.down"):
-                kind = "attention" if inner.startswith("attention") else "mlp"
-                return Fraction(len(self._features(layer.name)), self._features_of_all(layer.name, kind))
-            if inner in (*_NORMS, "dropout1", "dropout2"):
-                return by_tokens
-        elif self.head is not None and layer.name in ("0.dropout", f"{self.head}.norm"):
-            return by_tokens
-        elif self.head is not None and layer.name == LOSS_ROW_NAME:
-            return Fraction(len(self._words), layer.input_shape[-1])
-        return Fraction(1, 1)
+    def all_parameter_bytes(self) -> list[int]:
+        """Return the bytes of the rank's part of every tensor of the table."""
+        return [self.parameter_bytes(tensor.name, tensor.shape) for tensor in self.table.parameter_tensors]
 
-    def _features_of_all(self, layer: str, kind: str) -> int:
-        block = layer.partition(".")[0]
-        row = self.rows[f"{block}.attention.query" if kind == "attention" else f"{block}.mlp.up"]
-        features: int = row.attributes["out_features"]
+    def _head_width(self, block: str) -> int:
+        width: int = self.rows[f"{block}.attention"].attributes["head_width"]
+        return width
+
+    def _features(self, layer: str) -> range:
+        """Return the rank's features of a split layer: whole heads of an attention."""
+        block, _, inner = layer.partition(".")
+        features = self._all_features(layer)
+        if inner.startswith("mlp"):
+            return _even_range(features, self.degree, self.index)
+        head_width = self._head_width(block)
+        return _head_range(features // head_width, head_width, self.degree, self.index)
+
+    def _all_features(self, layer: str) -> int:
+        block, _, inner = layer.partition(".")
+        split_row = "mlp.up" if inner.startswith("mlp") else "attention.query"
+        features: int = self.rows[f"{block}.{split_row}"].attributes["out_features"]
         return features
 
+    def _feature_fraction(self, layer: str) -> Fraction:
+        return Fraction(len(self._features(layer)), self._all_features(layer))
+
+    @property
+    def _vocabulary(self) -> int:
+        attributes: Any = self.rows[_TOKEN_EMBEDDING].attributes
+        words: int = attributes["num_embeddings"]
+        return words
+
+    @cached_property
+    def _words(self) -> range:
+        """The rank's part of the vocabulary."""
+        return _even_range(self._vocabulary, self.degree, self.index)
+
+    @cached_property
+    def _token_fraction(self) -> Fraction:
+        """The rank's part of activations between split layers."""
+        tokens = _even_range(self.tokens, self.degree, self.index) if self.sequence_parallel else range(self.tokens)
+        return Fraction(len(tokens), self.tokens)
+
 
 @lru_cache(maxsize=1024)
-def _own_range(total: int, ranks: int, place: int) -> range:
-    return even_ranges(total, ranks)[place]
+def _even_range(total: int, degree: int, index: int) -> range:
+    return even_ranges(total, degree)[index]
 
 
 @lru_cache(maxsize=1024)
-def _own_heads(heads: int, head_width: int, ranks: int, place: int) -> range:
-    return head_feature_ranges(heads, head_width, ranks)[place]
+def _head_range(heads: int, head_width: int, degree: int, index: int) -> range:
+    return head_feature_ranges(heads, head_width, degree)[index]
 
 
 def _language_head(table: LayerTable) -> str | None:
-    """Name of the block of a language model that ends with the vocabulary's scores."""
-    inner = {layer.kind for layer in table.layers if layer.block == 0}
+    """Return the name of the block of a language model that ends with the vocabulary's scores."""
+    kinds = {layer.kind for layer in table.layers if layer.block == 0}
     last = str(table.blocks - 1)
     names = [layer.name for layer in table.layers if layer.block == table.blocks - 1]
-    is_language = {"Embedding", "Embedding.other"} <= inner and names == [f"{last}.norm", f"{last}.output"]
+    is_language = {"Embedding", "Embedding.other"} <= kinds and names == [f"{last}.norm", f"{last}.output"]
     return last if is_language else None
-
-
-_EMBEDDING_ROW = "0.tokens"
-_ROWS_AFTER_EMBEDDING = ("0.dropout", "0")
-"""Rows behind the sum over the words."""
-
-
-def tensor_step(clock: CostModel, model: TensorParallelRank) -> StepBreakdown:
-    """A step of the rank that ``model`` belongs to."""
-    spec, table = model.spec, model.table
-    rows = tensor_row_events(clock, model) if model.ranks > 1 else unsharded_row_events(clock, spec, table)
-    sizes = [model.parameter_bytes(name, shape) for name, shape, _ in table.parameter_tensors]
-    groups = (("dp", place_group(spec, "dp")), ("dp tp", place_group(spec, "dp", "tp")))
-    reducers = [
-        ReductionPlan(group, lane, places)
-        for (lane, group), places in zip(groups, model.gradient_buckets(sizes), strict=True)
-        if places
-    ]
-    return model_parallel_step(clock, spec, table, rows, sizes, reducers)
-
-
-def tensor_row_events(clock: CostModel, model: TensorParallelRank) -> list[RowEvents]:
-    """What one of several ranks does in a micro-batch, row by row."""
-    made: dict[tuple[object, ...], RowEvents] = {}
-    found = []
-    for layer in model.table.layers:
-        key = _row_cost_key(model, layer)
-        if key not in made:
-            made[key] = _row_events(clock, model, layer)
-        found.append(made[key])
-    return found
-
-
-def _row_cost_key(model: TensorParallelRank, layer: LayerRow) -> tuple[object, ...]:
-    """Equal for rows that take equal time: most blocks are alike."""
-    block, _, inner = layer.name.partition(".")
-    if block not in model.blocks or block in (model.first, model.last):
-        return (layer.name,)
-    flops, moved_bytes = layer.forward_flops, layer.forward_moved_bytes
-    return inner, model.head_width(block), flops, moved_bytes, layer.parameters, layer.output_bytes
-
-
-def _row_events(clock: CostModel, model: TensorParallelRank, layer: LayerRow) -> RowEvents:
-    spec, group, around = model.spec, place_group(model.spec, "tp"), model.around(layer)
-    passes = row_kernels(spec, layer, model.samples, tensor_row_share(model, layer))
-    enter, leave, before, after = (
-        comm_events(clock, spec, moves, group)
-        for moves in (around.enter, around.leave, around.leave_backward, around.enter_backward)
-    )
-    if layer.name.endswith(ROW_PARALLEL):
-        # The bias is added to what has been summed over the ranks.
-        leave.append(copy_event(clock, spec, passes.forward.output_bytes * model.tokens_share))
-    forward, backward = [ComputeEvent(clock.kernel_s(passes.forward))], [ComputeEvent(clock.kernel_s(passes.backward))]
-    if layer.name == _EMBEDDING_ROW and model.head is not None:
-        # Vectors and gradients of other ranks' words are set to zero.
-        masked = copy_event(clock, spec, passes.forward.output_bytes)
-        forward.append(masked)
-        backward.append(masked)
-    again = [*enter, *forward, *(leave if around.is_left_again else ())]
-    return RowEvents([*enter, *forward, *leave], [*before, *backward], again, after)
-
-
-def tensor_row_share(model: TensorParallelRank, layer: LayerRow) -> RowShare:
-    """The rank's part of a row."""
-    given, made = (part.own / part.whole for part in model.flow_shares(layer))
-    if layer.name.endswith(COLUMN_PARALLEL) or layer.name == f"{model.head}.output":
-        return RowShare(made, given, made, made)
-    if layer.name.endswith(ROW_PARALLEL):
-        return RowShare(given, given, made, given)
-    if model.head is not None and layer.name in (*_ROWS_AFTER_EMBEDDING, f"{model.head}.norm"):
-        given = made = model.tokens_share
-    weights = model.words_share if layer.name == _EMBEDDING_ROW and model.head is not None else 1.0
-    return RowShare(given, given, made, weights)

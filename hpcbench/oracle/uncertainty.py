@@ -131,8 +131,7 @@ def predicted_step_s(
     machine: Machine, spec: RunSpec, table: LayerTable, clock_of: CostModelFactory = CostModel
 ) -> float:
     """What the oracle says of a run on ``machine``."""
-    time_s: float = resolve_cost(spec.strategy).step(spec, table, clock_of(machine, spec)).step_time_s
-    return time_s
+    return resolve_cost(spec.strategy).step(spec, table, clock_of(machine, spec)).step_time_s
 
 
 def log_step_spreads(

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.strategies.base import resolve_cost
-from hpcbench.oracle.strategies.channel import channel_row_memory
+from hpcbench.oracle.strategies.channel import ChannelRank
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feed import make_feed
@@ -152,5 +152,5 @@ def test_memory(strategy: str, form: str, tp: int, more: dict[str, Any]) -> None
     assert found.buffers == expected.buffers_bytes
     assert (found.parameters, found.gradients) == (size, size)
     assert found.optimizer == size * (2 if spec.optimizer == "adam" else 1)
-    kept = sum(row.kept for row in channel_row_memory(spec, table, rank))
+    kept = sum(row.saved_bytes for row in ChannelRank(spec, table, rank).describe_rows())
     assert found.activations == pytest.approx(kept, rel=0.1)

@@ -12,9 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.strategies.spatial import SpatialCost
-from hpcbench.oracle.strategies.spatial_rows import spatial_row_memory
+from hpcbench.oracle.strategies.spatial_rows import unsplit_rows
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, read_shipped_table
-from hpcbench.parallel.strategies.spatial import spatial_split_of_run
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
@@ -143,12 +142,10 @@ def test_activations_fall_as_the_formula_says(pool: Pool, ranks: int, model: str
     """Within a hundredth of what autograd really keeps, on every rank."""
     spec = spatial_spec(ranks, **{"model": model, **more})
     table = table_of(spec)
-    alone = sum(one.activations for one in spatial_row_memory(spec, table, None, 0))
+    alone = sum(row.saved_bytes for row in unsplit_rows(spec, table))
     for rank, measured in enumerate(pool.call(ranks, kept, spec)):
-        said = sum(
-            one.activations + one.received
-            for one in spatial_row_memory(spec, table, spatial_split_of_run(spec, table), rank)
-        )
+        rows = SpatialCost.describe(spec, table, rank).rows
+        said = sum(row.saved_bytes + row.received_bytes for row in rows)
         print(f"{model} {spec.options} rank {rank} of {ranks}: {measured} kept, {said} said, {alone} alone")
         assert measured == pytest.approx(said, rel=0.01)
         assert said < alone * 1.3 / ranks + 2**20

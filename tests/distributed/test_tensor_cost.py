@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.strategies.tensor import TensorCost, kept_activation_bytes
+from hpcbench.oracle.strategies.tensor import TensorCost
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.feed import make_feed
@@ -24,6 +24,12 @@ from tests.distributed.pool import Pool
 from tests.distributed.tensor_cases import measure_held, small_vocabulary, tensor_case
 
 pytestmark = pytest.mark.distributed
+
+
+def kept_activation_bytes(spec: RunSpec, table: LayerTable, rank: int) -> int:
+    """Return what is kept from the forward pass of a micro-batch when its backward pass begins."""
+    return sum(row.saved_bytes for row in TensorCost.describe(spec, table, rank).rows)
+
 
 SEQUENCE = {"sequence_parallel": True}
 WHOLE_WORDS = {"vocabulary_parallel": False}

@@ -26,9 +26,9 @@ from hpcbench.oracle.calibration.fit_overheads import fit_contention, fit_crowdi
 from hpcbench.oracle.collective_formulas import GroupLinks, HockneyLink, collective_s
 from hpcbench.oracle.cost_model import CostModel, RowShare, expected_normal_maximum, row_kernels, update_kernels
 from hpcbench.oracle.machine import Machine, nominal_machine
-from hpcbench.oracle.peak_memory import parameter_bytes
 from hpcbench.oracle.prediction import predict
 from hpcbench.oracle.strategies.base import resolve_cost
+from hpcbench.oracle.tensor_sizes import parameter_bytes
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.roofline import KernelSample, RooflineModel
 from hpcbench.results.schema import (
@@ -232,7 +232,7 @@ def test_links_and_what_was_left_out(calibrated: Any) -> None:
 
     for operation in ("all_reduce", "all_gather", "broadcast"):
         for size in SIZES:
-            priced = clock.call(operation, size, GroupPlacement(4, 4, 1, 1)).seconds
+            priced = clock.collective(operation, size, GroupPlacement(4, 4, 1, 1)).seconds
             assert priced == pytest.approx(collective_s(operation, span, size) + 5e-5, rel=0.1)
     assert calibration.made_at == "2026-11-21T20:00:00Z"
     assert calibration.partition == "normal"

@@ -102,7 +102,9 @@ def test_an_all_reduce_takes_what_one_did_on_such_a_node() -> None:
     run = next(run for run in published() if run.name == "175B")
     clock = CostModel(machine(), plan_of(run, "full").spec)
     for size, seconds in measured_all_reduces():
-        assert clock.call("all_reduce", size, place_group(clock.spec, "tp")).seconds == pytest.approx(seconds, rel=0.03)
+        assert clock.collective("all_reduce", size, place_group(clock.spec, "tp")).seconds == pytest.approx(
+            seconds, rel=0.03
+        )
 
 
 def product(rows: int, columns: int, inner: int, direction: str, kind: str = "Linear") -> Kernel:

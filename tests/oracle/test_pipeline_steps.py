@@ -12,11 +12,11 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.machine import Machine, nominal_machine
-from hpcbench.oracle.model_parallel import copy_event
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.pipeline_step import PipelineActionCosts, PipelineStep, weight_gradient_fraction
 from hpcbench.oracle.placement import are_on_one_node, place_group, place_neighbour_pair
 from hpcbench.oracle.prediction import predict
+from hpcbench.oracle.row_cost import copy_op
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.layer_table import LayerTable, TensorShape, read_shipped_table
@@ -74,7 +74,8 @@ def test_one_stage_of_pipedream_updates_after_every_minibatch() -> None:
     )
     alone, spec = step(spec_of("single", 1)), spec_of("pipedream", 1)
     times = PipelineActionCosts(PipelineRank(spec, TABLE, 0), CostModel(NOMINAL, spec))
-    copy_s = sum(copy_event(times.clock, spec, size).seconds for size in times.plan.own_tensors(0))
+    copies = [copy_op(spec, size).kernel for size in times.pipeline.parameter_bytes(0)]
+    copy_s = sum(map(times.cost_model.kernel_s, copies))
     # Two versions of the weights, even where one would do.
     assert once.step_time_s == pytest.approx(alone.step_time_s + copy_s)
     assert often.step_time_s == pytest.approx(alone.step_time_s + 7 * times.update_s(0))
@@ -102,7 +103,7 @@ def test_zero_bubble_fills_with_gradients_of_weights(count: int) -> None:
     halves of a backward pass are as long as a forward pass."""
     stages, table = 4, equal_blocks(8)
     spec = spec_of("zero_bubble", stages, count, batch_size=count * 4)
-    busy = PipelineActionCosts(PipelineRank(spec, table, 0), CostModel(FREE, spec)).busy(0, 4, False)
+    busy = PipelineActionCosts(PipelineRank(spec, table, 0), CostModel(FREE, spec)).pass_times(0, 4, False)
     assert busy.weights_s == pytest.approx(busy.backward_s / 2)
     one, plain = step(spec, table, FREE), step(spec_of("1f1b", stages, count, batch_size=count * 4), table, FREE)
     assert one.compute_s == pytest.approx(plain.compute_s)
@@ -156,7 +157,7 @@ def test_every_call_of_the_traffic_is_priced(spec: RunSpec) -> None:
             "all_reduce": place_group(spec, "tp") if spec.tp_degree > 1 else pipeline.replicas(place),
         }
         priced = sum(call.seconds for one in traffic for call in clock.calls(one, groups[one.operation]))
-        assert pipeline.spent(place).comm_s == pytest.approx(priced)
+        assert pipeline.rank_times(place).comm_s == pytest.approx(priced)
 
 
 def tied(table: LayerTable, spec: RunSpec) -> LayerTable:
@@ -262,10 +263,12 @@ def test_ranks_that_share_a_stage_compute_less() -> None:
     table, found = table_of("gpt", "tokens"), []
     for degree in (1, 2, 4):
         spec = spec_of("1f1b", 2, 2, tp_degree=degree, model="gpt", dataset="tokens", batch_size=8)
-        found.append(PipelineActionCosts(PipelineRank(spec, table, 0), CostModel(NOMINAL, spec)).busy(0, 4, False))
+        found.append(
+            PipelineActionCosts(PipelineRank(spec, table, 0), CostModel(NOMINAL, spec)).pass_times(0, 4, False)
+        )
     one, two, four = found
     assert four.backward_s < two.backward_s < one.backward_s < 2 * two.backward_s
-    assert [len(busy.shared) for busy in found] == [0, 16, 16]
+    assert [len(busy.forward_calls) + len(busy.backward_calls) for busy in found] == [0, 16, 16]
 
 
 def test_halves_of_a_backward_pass_by_what_they_compute() -> None:
@@ -292,7 +295,7 @@ def test_one_process_of_several_devices(device: str) -> None:
     gpipe = spec_of("gpipe", 4)
     held = [
         resolve_cost("gpipe").memory(gpipe, TABLE, rank).total_bytes
-        + max(PipelineRank(gpipe, TABLE, rank).own_tensors(rank))
+        + max(PipelineRank(gpipe, TABLE, rank).parameter_bytes(rank))
         for rank in range(4)
     ]
     found = predict(spec, TABLE, machine).memory.total_bytes

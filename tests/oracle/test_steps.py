@@ -11,13 +11,13 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.machine import nominal_machine
-from hpcbench.oracle.peak_memory import parameter_bytes
 from hpcbench.oracle.placement import place_group
 from hpcbench.oracle.prediction import peak_rank_memory, predict
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.oracle.strategies.data import bucket_calls_when_ready
 from hpcbench.oracle.stream_simulator import CommCall
+from hpcbench.oracle.tensor_sizes import parameter_bytes
 from hpcbench.parallel.gradient_buckets import MIB, first_use_rows
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.traffic import Traffic
@@ -94,7 +94,7 @@ def test_owners_take_turns_on_gloos_threads_whichever_row_made_their_gradients()
     places = [made_at.index(row) for row in sorted(set(made_at), reverse=True)[:4]]
     group = place_group(clock.spec, "dp")
     buckets = [([place], [Traffic(operation="reduce", group_size=4, payload_bytes=2**20)]) for place in places]
-    after = bucket_calls_when_ready(clock, TABLE, buckets, group, one_an_owner=True)
+    after = bucket_calls_when_ready(clock, TABLE, buckets, group, has_distinct_roots=True)
     sent = [call for row in range(len(TABLE.layers) - 1, -1, -1) for call in after(row)]
     assert [call.lane for call in sent if isinstance(call, CommCall)] == ["0", "1", "0", "1"]
 

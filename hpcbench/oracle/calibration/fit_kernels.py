@@ -25,7 +25,7 @@ from hpcbench.oracle.calibration.fit_overheads import WorkloadKey, workload_key
 from hpcbench.oracle.calibration.least_squares import find_mode
 from hpcbench.oracle.cost_model import RowShare, row_kernels, unsharded_row_kernels, update_kernels
 from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.peak_memory import parameter_bytes
+from hpcbench.oracle.tensor_sizes import parameter_bytes
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.roofline import DeviceCompute, KernelSample, RooflineModel
 from hpcbench.results.schema import KernelProbe, ProbeResults

@@ -1,8 +1,8 @@
-"""The interface that every strategy's cost implements."""
+"""The base class of every strategy's cost."""
 
 from __future__ import annotations
 
-from typing import Protocol, cast, runtime_checkable
+from abc import ABC, abstractmethod
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel
@@ -10,31 +10,60 @@ from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.parallel.catalog import get_strategy, load_object
 from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.parallel.mesh import RankMesh
 from hpcbench.parallel.traffic import Traffic
 
 
-@runtime_checkable
-class Cost(Protocol):
-    """One strategy's formulas, for a run and the table of its model's layers. Class methods: they keep nothing."""
+class Cost(ABC):
+    """The formulas of one strategy. Class methods without state; the registry names a subclass per strategy.
+
+    All methods take a resolved run and the layer table of its model, data set and input size. They may assume that
+    the strategy's limits hold for the run, and raise nothing on such runs. Bytes are integers, times seconds.
+
+    Example:
+        >>> cost = resolve_cost("ddp")
+        >>> peak = cost.memory(spec, table, rank=0).total_bytes
+        >>> step_s = cost.step(spec, table, CostModel(machine, spec)).step_time_s
+    """
 
     @classmethod
+    @abstractmethod
     def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
-        """What ``rank`` passes to collectives in one steady step with whole batches, equal calls merged."""
+        """Return the communication calls of ``rank`` in one steady step with whole batches, equal calls merged.
+
+        Exact: a test of the family compares it with the recorded calls of real ranks.
+        """
 
     @classmethod
+    @abstractmethod
     def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
-        """What ``rank`` holds."""
+        """Return the live tensor bytes of ``rank`` at its peak."""
 
     @classmethod
-    def step(cls, spec: RunSpec, table: LayerTable, clock: CostModel) -> StepBreakdown:
-        """How long a steady step takes the rank that sets the pace, and why."""
+    @abstractmethod
+    def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
+        """Return the time of one steady step of the slowest rank, in its parts.
+
+        ``cost_model`` is of the same run: it prices the run's kernels and process groups on one machine.
+        """
+
+    @classmethod
+    def ranks_that_differ(cls, spec: RunSpec) -> list[int]:
+        """Return ranks of one replica among which is the one with the highest peak memory, ascending.
+
+        By default the first, middle and last pipeline stages; of layers, heads and channels the first rank along
+        ``tp`` has the largest share.
+        """
+        mesh = RankMesh.of(spec)
+        stages = {0, 1, mesh.pp // 2, mesh.pp - 1} & set(range(mesh.pp))
+        return sorted(mesh.rank(RankMesh(pp=stage, dp=0, sp=0, tp=0)) for stage in stages)
 
 
 def resolve_cost(key: str) -> type[Cost]:
-    """Import the cost class of strategy ``key``.
-
-    ``tests/test_seams.py`` checks every class of the registry against ``Cost``, statically and when it runs.
-    """
+    """Import the cost class of strategy ``key``."""
     reference = get_strategy(key).cost
     assert reference is not None, f"{key} has no cost"
-    return cast(type[Cost], load_object(reference))
+    cost = load_object(reference)
+    assert isinstance(cost, type), f"{reference} is no class"
+    assert issubclass(cost, Cost), f"{reference} is no Cost"
+    return cost

@@ -1,7 +1,11 @@
-"""Costs of ``filter``, ``channel`` and their hybrids: traffic, memory and step of one rank.
+"""Costs of ``filter``, ``channel`` and their hybrids: the rows, parameters and buffers of one rank.
 
 ``docs/formulas.md`` derives the formulas; ``tests/distributed/test_channel_costs.py`` compares them with real
-ranks."""
+ranks. A layer whose input and output channels are both whole, split by filters over two ranks::
+
+    forward    x --------------> [W0 | W1] --> y0 | y1 --all_gather--> y
+    backward   dx <--all_reduce-- [W0 | W1] <-- dy0 | dy1 <--narrow--- dy
+"""
 
 from __future__ import annotations
 
@@ -10,40 +14,20 @@ from math import prod
 from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel, RowShare, row_kernels
-from hpcbench.oracle.model_parallel import (
-    NO_COMM,
-    CommOp,
-    LayerComm,
-    RowEvents,
-    comm_events,
-    copy_event,
-    model_parallel_step,
-    replica_reductions,
-    unsharded_row_events,
-)
-from hpcbench.oracle.peak_memory import (
+from hpcbench.oracle.cost_model import FULL_SHARE, RowShare, row_kernels
+from hpcbench.oracle.model_parallel import ModelParallelCost, RankCost, replica_reductions
+from hpcbench.oracle.placement import place_group
+from hpcbench.oracle.row_cost import CollectiveOp, ComputeOp, RowCost, RowOp, copy_op
+from hpcbench.oracle.tensor_sizes import (
     FP32_BYTES,
-    FP64_BYTES,
-    HALF_BYTES,
-    MemoryBreakdown,
-    PersistentMemory,
-    RowMemory,
-    bucket_bytes_in_flight,
+    activation_number_bytes,
     buffer_bytes,
-    gradient_rows,
     input_bytes,
-    peak_memory,
+    parameter_number_bytes,
     weight_layout_copies,
 )
-from hpcbench.oracle.placement import place_group
-from hpcbench.oracle.step_time import StepBreakdown
-from hpcbench.oracle.stream_simulator import ComputeEvent
-from hpcbench.parallel import layer_table
-from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, bucket_payload_bytes
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.mesh import RankMesh
-from hpcbench.parallel.strategies import channel
 from hpcbench.parallel.strategies.channel import (
     ChannelLayerSplit,
     ChannelRow,
@@ -51,76 +35,15 @@ from hpcbench.parallel.strategies.channel import (
     channel_layer_rows,
     channel_scheme,
 )
-from hpcbench.parallel.traffic import Traffic, merge_calls
 
-_BYTES_SENT_PER_NUMBER = {"fp64": 8, "bf16": 2, "fp16": 2}
 _KINDS_WITHOUT_ACTIVATIONS = ("Flatten", "Identity")
 
 
-def channel_comm(spec: RunSpec, table: LayerTable) -> list[LayerComm]:
-    """Of every row of ``table`` on each of several ranks."""
-    found: list[LayerComm] = []
-    block, keeps = -1, False
-    for one in reversed(channel_layer_rows(table)):
-        if one.row.block != block:
-            block, keeps = one.row.block, False
-        found.append(_row_comm(spec, one, keeps))
-        keeps = keeps or one.row.kind not in _KINDS_WITHOUT_ACTIVATIONS
-    return found[::-1]
-
-
 class _LayerSide(NamedTuple):
-    """A layer's input or output: ``unit`` entries a channel and sample."""
+    """A layer's input or output: ``unit`` numbers a channel and sample."""
 
     channels: int
     unit: int
-
-
-def _row_comm(spec: RunSpec, one: ChannelRow, keeps: bool) -> LayerComm:
-    split = one.split(channel_scheme(spec), spec.tp_degree)
-    if one.layer is None or split is None:
-        return NO_COMM
-    into = _LayerSide(one.layer.in_channels, one.layer.features * prod(one.row.input_shape[1:]))
-    out = _LayerSide(one.layer.out_channels, prod(one.row.output_shape[1:]))
-    # The sample has no gradient.
-    of_input = [] if one.layer.is_first else _side_comm(spec, split.enter.backward, into)
-    return LayerComm(
-        enter=_side_comm(spec, split.enter.forward, into),
-        leave=_side_comm(spec, split.leave.forward, out),
-        leave_backward=_side_comm(spec, split.leave.backward, out),
-        enter_backward=of_input,
-        is_left_again=keeps,
-    )
-
-
-def _side_comm(spec: RunSpec, operation: str, side: _LayerSide) -> list[CommOp]:
-    if not operation:
-        return []
-    degree, samples = spec.tp_degree, spec.batch_size // spec.micro_batches
-    one_channel = samples * side.unit * _BYTES_SENT_PER_NUMBER.get(spec.precision, 4)
-    part, whole = max(channel_extents(side.channels, degree)) * one_channel, side.channels * one_channel
-    payload = {"all_gather": part, "reduce_scatter": degree * part, "all_reduce": whole}.get(operation)
-    if payload is None:
-        return [CommOp(operation, part, None)]
-    return [CommOp(operation, whole, Traffic(operation=operation, group_size=degree, payload_bytes=payload))]
-
-
-_ACTIVATION_SCALE = {"fp64": FP64_BYTES / FP32_BYTES, "bf16": HALF_BYTES / FP32_BYTES}
-
-
-def channel_row_memory(spec: RunSpec, table: layer_table.LayerTable, rank: int) -> list[RowMemory]:
-    """Of every row of ``table``, on ``rank``. bf16 is counted as half of fp32, weights in any layout as fp32."""
-    own, scale = ChannelRank(spec, rank), _ACTIVATION_SCALE.get(spec.precision, 1.0)
-    wide = max(scale, 1.0)
-    found, channels = [], 0
-    for one in channel.channel_layer_rows(table):
-        kept, moments = own.costs(one, channels)
-        laid_out = own.weight_share(one) * one.row.parameters * FP32_BYTES * weight_layout_copies(one.row) * wide
-        during = max(moments.backward * scale + laid_out, moments.before * scale, (moments.after - kept) * scale)
-        block_input = own.samples * input_bytes(one.row) * own.share(channels)
-        found.append(RowMemory(round(kept * scale), round(during), round(block_input * scale)))
-        channels = one.channels
-    return found
 
 
 class ChannelRowTemporaries(NamedTuple):
@@ -129,137 +52,192 @@ class ChannelRowTemporaries(NamedTuple):
     backward: float
     """Gradients of output and input."""
     before: float
-    """While the gradient of the output is made of what comes from the next layer."""
+    """While the gradient of the output is assembled from the next layer's parts."""
     after: float
-    """While that of the input is made into what goes to the layer before; the row keeps nothing any more."""
+    """While that of the input is sent to the layer before; the row keeps nothing any more."""
 
 
 class ChannelRank:
-    """The shares of one rank."""
+    """One rank's shares of every row."""
 
-    def __init__(self, spec: RunSpec, rank: int) -> None:
-        self.spec, self.degree = spec, spec.tp_degree
-        self.place = RankMesh.of(spec).coordinates(rank).tp
+    def __init__(self, spec: RunSpec, table: LayerTable, rank: int) -> None:
+        self.spec, self.table, self.rows = spec, table, channel_layer_rows(table)
+        self.degree, self.scheme = spec.tp_degree, channel_scheme(spec)
+        self.index, self.group = RankMesh.of(spec).coordinates(rank).tp, place_group(spec, "tp")
         self.samples = spec.batch_size // spec.micro_batches
-        self.is_sharded = self.degree > 1 and channel_scheme(spec).form == "sharded"
+        self.is_sharded = self.degree > 1 and self.scheme.form == "sharded"
 
     def share(self, channels: int) -> float:
-        """Of a tensor of so many channels between layers; all of it where there is none to share."""
-        return self.of(channels) if channels and self.is_sharded else 1.0
+        """Return the rank's part of a tensor between layers; all of it where no channels are shared."""
+        return self.part(channels) if channels and self.is_sharded else 1.0
 
-    def of(self, channels: int) -> float:
-        """The rank's part of what is split into shares of ``channels``."""
-        small, larger = divmod(channels, self.degree)
-        return (small + (self.place < larger)) / channels
+    def part(self, channels: int) -> float:
+        """Return the rank's part of ``channels`` that are split over the ranks."""
+        return channel_extents(channels, self.degree)[self.index] / channels
 
-    def split(self, one: channel.ChannelRow) -> ChannelLayerSplit | None:
-        """How the row's layer is split, if it is one and there is somebody to share it with."""
-        return one.split(channel_scheme(self.spec), self.degree) if self.degree > 1 else None
+    def split(self, row: ChannelRow) -> ChannelLayerSplit | None:
+        """Return the split of the row's layer; ``None`` without a layer, or on one rank."""
+        return row.split(self.scheme, self.degree) if self.degree > 1 else None
 
-    def weight_share(self, one: channel.ChannelRow) -> float:
-        """Of the row's parameters."""
-        split = self.split(one)
-        if one.layer is None or split is None or split.weight_dim is None:
-            return self.share(one.channels) if one.layer is None else 1.0
-        return self.of(one.layer.in_channels if split.weight_dim else one.layer.out_channels)
+    def describe_rows(self) -> list[RowCost]:
+        """Return every row of the table. ``channels`` are those of a row's input that ranks may share."""
+        biased = {
+            tensor.name.rpartition(".")[0] for tensor in self.table.parameter_tensors if tensor.name.endswith(".bias")
+        }
+        costs, channels = [], 0
+        for row, keeps_later_rows in zip(self.rows, _keeps_later_rows(self.rows), strict=True):
+            costs.append(self._with_memory(self._operations(row, channels, biased, keeps_later_rows), row, channels))
+            channels = row.channels
+        return costs
 
-    def costs(self, one: channel.ChannelRow, channels: int) -> tuple[float, ChannelRowTemporaries]:
-        """What is kept for the row, and what comes and goes; ``channels`` are those of what is given to it."""
-        whole_in, whole_out = self.samples * input_bytes(one.row), self.samples * one.row.output_bytes
-        table_bytes = self.samples * one.row.activation_bytes + one.row.activation_fixed_bytes
-        given, made = whole_in * self.share(channels), whole_out * self.share(one.channels)
-        split = self.split(one)
-        if one.layer is None or split is None:
-            kept_share = self.share(channels if one.layer is not None else one.channels)
-            return table_bytes * kept_share, ChannelRowTemporaries(given + made, 0.0, 0.0)
-        # What was gathered is a copy of its own, whoever keeps the parts.
-        is_gathered = split.enter.forward == "all_gather"
-        kept = float(FP32_BYTES * self.samples * prod(one.row.input_shape)) if is_gathered else table_bytes
-        if not is_gathered:
-            kept *= 1.0 if one.layer.is_first else self.share(one.layer.in_channels)
-        inside_in = whole_in * (self.of(one.layer.in_channels) if split.by in ("channels", "groups") else 1.0)
-        inside_out = whole_out * (self.of(one.layer.out_channels) if split.by in ("filters", "groups") else 1.0)
-        if one.layer.is_first:
-            inside_in = 0.0
-        # Parts one behind the other as they are passed, and then side by side.
-        before = {"all_gather": made + 2 * whole_out, "narrow": whole_out}.get(split.leave.backward, 0.0)
-        after = {"all_gather": inside_in + 2 * whole_in, "reduce_scatter": 2 * whole_in + given}.get(
-            split.enter.backward, 2 * whole_in if split.enter.backward == "all_reduce" else 0.0
-        )
-        inside_out = max(inside_out, whole_out if split.leave.backward == "narrow" else 0.0)
-        return kept, ChannelRowTemporaries(inside_in + inside_out, before, 0.0 if one.layer.is_first else after)
-
-
-def channel_step(clock: CostModel, spec: RunSpec, table: LayerTable, sizes: Sequence[int]) -> StepBreakdown:
-    """Of the rank with the first shares, which are the largest. ``sizes``: bytes of its parameters."""
-    rows = _channel_row_events(clock, spec, table) if spec.tp_degree > 1 else unsharded_row_events(clock, spec, table)
-    return model_parallel_step(clock, spec, table, rows, sizes, replica_reductions(spec, sizes))
-
-
-def _channel_row_events(clock: CostModel, spec: RunSpec, table: LayerTable) -> list[RowEvents]:
-    parts, group = ChannelRank(spec, 0), place_group(spec, "tp")
-    with_bias = {one.name.rpartition(".")[0] for one in table.parameter_tensors if one.name.endswith(".bias")}
-    found, channels = [], 0
-    for one, around in zip(channel.channel_layer_rows(table), channel_comm(spec, table), strict=True):
-        computed = row_kernels(spec, one.row, parts.samples, _channel_row_share(parts, one, channels))
-        channels, split = one.channels, parts.split(one)
-        enter, leave = comm_events(clock, spec, around.enter, group), comm_events(clock, spec, around.leave, group)
-        if split is not None and split.by == "channels" and one.row.name in with_bias:
+    def _operations(self, row: ChannelRow, channels: int, biased: set[str], keeps_later_rows: bool) -> RowCost:
+        kernels = row_kernels(self.spec, row.row, self.samples, self._row_share(row, channels))
+        forward, backward = (ComputeOp(kernel) for kernel in kernels)
+        split = self.split(row)
+        if row.layer is None or split is None:
+            return RowCost([forward], [backward])
+        inside = _LayerSide(row.layer.in_channels, row.layer.features * prod(row.row.input_shape[1:]))
+        outside = _LayerSide(row.layer.out_channels, prod(row.row.output_shape[1:]))
+        enter, leave = self._side(split.enter.forward, inside), self._side(split.leave.forward, outside)
+        if split.by == "channels" and row.row.name in biased:
             # Added to what has been summed over the ranks.
-            leave.append(copy_event(clock, spec, computed.forward.output_bytes * parts.share(channels)))
-        forward, backward = (ComputeEvent(clock.kernel_s(kernel)) for kernel in computed)
-        before, after = (
-            comm_events(clock, spec, moves, group) for moves in (around.leave_backward, around.enter_backward)
-        )
-        again = [*enter, forward, *(leave if around.is_left_again else ())]
-        found.append(RowEvents([*enter, forward, *leave], [*before, backward], again, after))
-    return found
-
-
-def _channel_row_share(parts: ChannelRank, one: channel.ChannelRow, channels: int) -> RowShare:
-    """Of a row whose input has ``channels`` channels that ranks may share."""
-    split = parts.split(one)
-    if one.layer is None:
-        own = parts.share(one.channels)
-        return RowShare(own, parts.share(channels), own, own)
-    if split is None or not split.by:
-        return RowShare()
-    ins, outs = parts.of(one.layer.in_channels), parts.of(one.layer.out_channels)
-    if split.by == "channels":
-        return RowShare(ins, ins, 1.0, ins)
-    return RowShare(outs, ins if split.by == "groups" else 1.0, outs, outs)
-
-
-class ChannelSplitCost:
-    """Both strategies: ``parallel.channels`` knows what differs."""
-
-    @classmethod
-    def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
-        """Around every layer once a micro-batch, and a hybrid's buckets once."""
-        calls: list[Traffic] = []
-        if spec.tp_degree > 1:
-            around = channel_comm(spec, table)
-            calls += [call for one in around for call in one.calls(spec.activation_checkpointing)]
-            calls *= spec.micro_batches
-        if spec.dp_degree > 1:
-            sizes = bucket_payload_bytes(_rank_parameter_bytes(spec, table, rank), int(DEFAULT_BUCKET_CAP_MB * MIB))
-            calls += [Traffic(operation="all_reduce", group_size=spec.dp_degree, payload_bytes=size) for size in sizes]
-        return merge_calls(calls)
-
-    @classmethod
-    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
-        """Shares of what is split, at the moment at which they are most."""
-        sizes = _rank_parameter_bytes(spec, table, rank)
-        kept = PersistentMemory(sum(sizes), sizes, gradient_rows(spec, table), sizes)
-        underway = bucket_bytes_in_flight(table, sizes) if spec.dp_degree > 1 else ()
-        return peak_memory(
-            spec, table, kept, underway, channel_row_memory(spec, table, rank), _rank_buffer_bytes(spec, table, rank)
+            leave.append(copy_op(self.spec, kernels.forward.output_bytes * self.share(row.channels)))
+        return RowCost(
+            forward=[*enter, forward, *leave],
+            backward=[*self._side(split.leave.backward, outside), backward],
+            # The sample has no gradient.
+            after_backward=[] if row.layer.is_first else self._side(split.enter.backward, inside),
+            recompute=[*enter, forward, *(leave if keeps_later_rows else ())],
         )
 
+    def _side(self, operation: str, side: _LayerSide) -> list[RowOp]:
+        """Return the operation on a layer's input or output: a copy of the tensor, and the call."""
+        if not operation:
+            return []
+        channel_bytes = self.samples * side.unit * activation_number_bytes(self.spec)
+        part = max(channel_extents(side.channels, self.degree)) * channel_bytes
+        whole = side.channels * channel_bytes
+        payload = {"all_gather": part, "reduce_scatter": self.degree * part, "all_reduce": whole}.get(operation)
+        if payload is None:
+            return [copy_op(self.spec, part)]
+        return [copy_op(self.spec, whole), CollectiveOp(operation, payload, self.group, "tp")]
+
+    def _row_share(self, row: ChannelRow, channels: int) -> RowShare:
+        split = self.split(row)
+        if row.layer is None:
+            share = self.share(row.channels)
+            return RowShare(share, self.share(channels), share, share)
+        if split is None or not split.by:
+            return FULL_SHARE
+        inputs, outputs = self.part(row.layer.in_channels), self.part(row.layer.out_channels)
+        if split.by == "channels":
+            return RowShare(inputs, inputs, 1.0, inputs)
+        return RowShare(outputs, inputs if split.by == "groups" else 1.0, outputs, outputs)
+
+    def _with_memory(self, cost: RowCost, row: ChannelRow, channels: int) -> RowCost:
+        """Add the row's bytes. bf16 is counted as half of fp32, weights in any layout as fp32."""
+        saved, temporaries = self._saved_and_temporaries(row, channels)
+        scale, weight_scale = activation_number_bytes(self.spec) / FP32_BYTES, parameter_number_bytes(self.spec)
+        weights = self._weight_share(row) * row.row.parameters * weight_layout_copies(row.row) * weight_scale
+        working = max(
+            temporaries.backward * scale + weights, temporaries.before * scale, (temporaries.after - saved) * scale
+        )
+        return cost._replace(
+            saved_bytes=round(saved * scale),
+            working_bytes=round(working),
+            block_input_bytes=round(self.samples * input_bytes(row.row) * self.share(channels) * scale),
+        )
+
+    def _weight_share(self, row: ChannelRow) -> float:
+        split = self.split(row)
+        if row.layer is None or split is None or split.weight_dim is None:
+            return self.share(row.channels) if row.layer is None else 1.0
+        return self.part(row.layer.in_channels if split.weight_dim else row.layer.out_channels)
+
+    def _saved_and_temporaries(self, row: ChannelRow, channels: int) -> tuple[float, ChannelRowTemporaries]:
+        whole_in, whole_out = self.samples * input_bytes(row.row), self.samples * row.row.output_bytes
+        table_bytes = self.samples * row.row.activation_bytes + row.row.activation_fixed_bytes
+        input_part, output_part = whole_in * self.share(channels), whole_out * self.share(row.channels)
+        split = self.split(row)
+        if row.layer is None or split is None:
+            saved_share = self.share(channels if row.layer is not None else row.channels)
+            return table_bytes * saved_share, ChannelRowTemporaries(input_part + output_part, 0.0, 0.0)
+        if split.enter.forward == "all_gather":
+            # A copy of its own, whoever keeps the parts.
+            saved = float(whole_in)
+        else:
+            saved = table_bytes * (1.0 if row.layer.is_first else self.share(row.layer.in_channels))
+        inside_in = whole_in * (self.part(row.layer.in_channels) if split.by in ("channels", "groups") else 1.0)
+        inside_out = whole_out * (self.part(row.layer.out_channels) if split.by in ("filters", "groups") else 1.0)
+        if row.layer.is_first:
+            inside_in = 0.0
+        # Parts one behind the other as they are received, and then side by side.
+        before = {"all_gather": output_part + 2 * whole_out, "narrow": whole_out}.get(split.leave.backward, 0.0)
+        after = {
+            "all_gather": inside_in + 2 * whole_in,
+            "reduce_scatter": 2 * whole_in + input_part,
+            "all_reduce": 2 * whole_in,
+        }.get(split.enter.backward, 0.0)
+        if split.leave.backward == "narrow":
+            inside_out = max(inside_out, whole_out)
+        return saved, ChannelRowTemporaries(inside_in + inside_out, before, 0.0 if row.layer.is_first else after)
+
+    def parameter_bytes(self) -> list[int]:
+        """Return the rank's part of every parameter, in the model's order."""
+        vector_shares = self._vector_shares()
+        layers = {row.row.name: row for row in self.rows if row.layer is not None}
+        sizes = []
+        for tensor in self.table.parameter_tensors:
+            owner, _, name = tensor.name.rpartition(".")
+            shape, row = list(tensor.shape), layers.get(owner)
+            split = self.split(row) if row is not None else None
+            if row is not None and row.layer is not None and split is not None:
+                outputs = channel_extents(row.layer.out_channels, self.degree)[self.index]
+                inputs = channel_extents(row.layer.in_channels, self.degree, row.layer.features)[self.index]
+                if name == "weight" and split.weight_dim is not None:
+                    shape[split.weight_dim] = inputs if split.weight_dim else outputs
+                elif name == "bias" and split.is_bias_split:
+                    shape[0] = outputs
+            elif owner in vector_shares:
+                shape[0] = round(shape[0] * vector_shares[owner])
+            sizes.append(prod(shape) * parameter_number_bytes(self.spec))
+        return sizes
+
+    def buffer_bytes(self) -> int:
+        """Return the bytes of the rank's buffers: parts of vectors over channels."""
+        shares = self._vector_shares()
+        return round(
+            sum(
+                size * (shares.get(tensor.name.rpartition(".")[0], 1.0) if tensor.shape else 1.0)
+                for tensor, size in zip(self.table.buffers, buffer_bytes(self.spec, self.table), strict=True)
+            )
+        )
+
+    def _vector_shares(self) -> dict[str, float]:
+        """Return by module the rank's part of vectors over channels between split layers."""
+        return {row.row.name: self.share(row.channels) for row in self.rows if row.channels and row.layer is None}
+
+
+def _keeps_later_rows(rows: Sequence[ChannelRow]) -> list[bool]:
+    """Return for each row whether a later one of its block keeps activations: recomputation goes beyond the row."""
+    flags: list[bool] = []
+    block, keeps = -1, False
+    for row in reversed(rows):
+        if row.row.block != block:
+            block, keeps = row.row.block, False
+        flags.append(keeps)
+        keeps = keeps or row.row.kind not in _KINDS_WITHOUT_ACTIVATIONS
+    return flags[::-1]
+
+
+class ChannelSplitCost(ModelParallelCost):
+    """Both strategies: ``parallel.strategies.channel`` knows how they differ."""
+
     @classmethod
-    def step(cls, spec: RunSpec, table: LayerTable, clock: CostModel) -> StepBreakdown:
-        """The rank with the first shares, the largest, sets the pace."""
-        return channel_step(clock, spec, table, _rank_parameter_bytes(spec, table, 0))
+    def describe(cls, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
+        view = ChannelRank(spec, table, rank)
+        sizes = view.parameter_bytes()
+        return RankCost(view.describe_rows(), sizes, replica_reductions(spec, sizes), view.buffer_bytes())
 
 
 class FilterCost(ChannelSplitCost):
@@ -268,54 +246,3 @@ class FilterCost(ChannelSplitCost):
 
 class ChannelCost(ChannelSplitCost):
     """Input channels shared by the ranks along ``tp``."""
-
-
-def _parameter_element_bytes(spec: RunSpec) -> int:
-    """Of parameters and of what is computed of them."""
-    return 8 if spec.precision == "fp64" else 4
-
-
-def _shard_fractions(spec: RunSpec, table: LayerTable, rank: int) -> dict[str, float]:
-    """By module: the rank's share of vectors over channels, of what lies between split layers."""
-    if spec.tp_degree == 1 or channel_scheme(spec).form == "gathered":
-        return {}
-    place = RankMesh.of(spec).coordinates(rank).tp
-    return {
-        one.row.name: channel_extents(one.channels, spec.tp_degree)[place] / one.channels
-        for one in channel_layer_rows(table)
-        if one.channels and one.layer is None
-    }
-
-
-def _rank_buffer_bytes(spec: RunSpec, table: LayerTable, rank: int) -> int:
-    shares = _shard_fractions(spec, table, rank)
-    return round(
-        sum(
-            size * (shares.get(one.name.rpartition(".")[0], 1.0) if one.shape else 1.0)
-            for one, size in zip(table.buffers, buffer_bytes(spec, table), strict=True)
-        )
-    )
-
-
-def _rank_parameter_bytes(spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
-    """Of every parameter, in the model's order, what ``rank`` holds."""
-    place, degree, scheme = RankMesh.of(spec).coordinates(rank).tp, spec.tp_degree, channel_scheme(spec)
-    between = _shard_fractions(spec, table, rank)
-    layers = {one.row.name: one for one in channel_layer_rows(table) if one.layer is not None}
-    found = []
-    for tensor in table.parameter_tensors:
-        owner, _, own_name = tensor.name.rpartition(".")
-        shape = list(tensor.shape)
-        one = layers.get(owner)
-        split = one.split(scheme, degree) if one is not None and degree > 1 else None
-        if one is not None and one.layer is not None and split is not None:
-            outs = channel_extents(one.layer.out_channels, degree)[place]
-            ins = channel_extents(one.layer.in_channels, degree, one.layer.features)[place]
-            if own_name == "weight" and split.weight_dim is not None:
-                shape[split.weight_dim] = ins if split.weight_dim else outs
-            elif own_name == "bias" and split.is_bias_split:
-                shape[0] = outs
-        elif owner in between:
-            shape[0] = round(shape[0] * between[owner])
-        found.append(prod(shape) * _parameter_element_bytes(spec))
-    return found

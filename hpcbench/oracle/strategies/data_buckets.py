@@ -8,8 +8,8 @@ from math import ceil, prod
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel, unsharded_row_kernels
-from hpcbench.oracle.peak_memory import HALF_BYTES, buffer_bytes, element_bytes, element_count, parameter_bytes
 from hpcbench.oracle.placement import place_group
+from hpcbench.oracle.tensor_sizes import HALF_BYTES, buffer_bytes, element_bytes, element_count, parameter_bytes
 from hpcbench.parallel.catalog import get_strategy, options_with_defaults
 from hpcbench.parallel.gradient_buckets import (
     DEFAULT_BUCKET_CAP_MB,
@@ -80,36 +80,35 @@ def rank_owned_bytes(spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
 
 
 def sddp_buckets(spec: RunSpec, table: LayerTable) -> tuple[list[list[int]], list[int]]:
-    """fairscale's buckets, one an owner, and the places of the gradients that are reduced by themselves.
+    """Return fairscale's buckets, one an owner, and the places of the gradients that are reduced by themselves.
 
     A bucket takes an owner's gradients from the smallest one on while it stays below its size, that of the whole model
     at most.
     """
     counts = [element_count(tensor) for tensor in table.parameter_tensors]
-    sizes = parameter_bytes(spec, table)
-    wide = sizes[0] // counts[0]
-    room = min(int(float(options_with_defaults(spec)["reduce_buffer_mb"]) * MIB / wide), sum(counts))
+    number_bytes = element_bytes(spec, table.parameter_tensors[0])
+    room = min(int(float(options_with_defaults(spec)["reduce_buffer_mb"]) * MIB / number_bytes), sum(counts))
     if room == 0 or spec.dp_degree == 1:
         return [], list(range(len(counts)))
     filled: list[list[int]] = []
-    alone: list[int] = []
+    single: list[int] = []
     for places in owned_parameters(spec, table):
         bucket: list[int] = []
         for place in sorted(places, key=counts.__getitem__):
             fits = sum_bytes_at(counts, bucket) + counts[place] < room
-            (bucket if fits else alone).append(place)
+            (bucket if fits else single).append(place)
         if places:
             filled.append(bucket)
-    return filled, alone
+    return filled, single
 
 
-def sddp_reduced_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
-    """Payload of each reduction of a step."""
-    filled, alone = sddp_buckets(spec, table)
-    sizes = parameter_bytes(spec, table)
+def sddp_reductions(spec: RunSpec, table: LayerTable) -> list[tuple[list[int], int]]:
+    """Return the places and the payload of each reduction of a step; ``reduce_fp16`` has no buckets."""
     if options_with_defaults(spec)["reduce_fp16"]:
-        return [element_count(tensor) * HALF_BYTES for tensor in table.parameter_tensors]
-    return [*(sum_bytes_at(sizes, bucket) for bucket in filled), *(sizes[place] for place in alone)]
+        return [([place], element_count(tensor) * HALF_BYTES) for place, tensor in enumerate(table.parameter_tensors)]
+    filled, single = sddp_buckets(spec, table)
+    sizes = parameter_bytes(spec, table)
+    return [(places, sum_bytes_at(sizes, places)) for places in [*filled, *([place] for place in single)]]
 
 
 def compressed_bytes(spec: RunSpec, table: LayerTable, places: Sequence[int]) -> list[int]:
@@ -120,12 +119,12 @@ def compressed_bytes(spec: RunSpec, table: LayerTable, places: Sequence[int]) ->
         return [sum(element_count(table.parameter_tensors[place]) for place in places) * HALF_BYTES]
     if kind == "powersgd":
         tensors = [table.parameter_tensors[place] for place in places]
-        wide = element_bytes(spec, tensors[0])
-        return powersgd_bytes([tensor.shape for tensor in tensors], int(options["powersgd_rank"]), wide)
+        number_bytes = element_bytes(spec, tensors[0])
+        return powersgd_bytes([tensor.shape for tensor in tensors], int(options["powersgd_rank"]), number_bytes)
     return [sum_bytes_at(sizes, places)]
 
 
-def powersgd_bytes(shapes: Iterable[list[int]], rank: int, wide: int) -> list[int]:
+def powersgd_bytes(shapes: Iterable[list[int]], rank: int, number_bytes: int) -> list[int]:
     """What PowerSGD (Vogels et al. 2019, algorithm 1) sends of one bucket: plain tensors, factors P, factors Q.
 
     A gradient is seen as a matrix of its first extent times the others; one that its factors would not make smaller
@@ -141,19 +140,19 @@ def powersgd_bytes(shapes: Iterable[list[int]], rank: int, wide: int) -> list[in
             right += columns * own
         else:
             plain += numbers
-    return [plain * wide, left * wide, right * wide]
+    return [plain * number_bytes, left * number_bytes, right * number_bytes]
 
 
 def fused_buckets(
-    clock: CostModel, spec: RunSpec, table: LayerTable, sizes: Sequence[int], cycle_s: float, threshold_bytes: int
+    cost_model: CostModel, spec: RunSpec, table: LayerTable, sizes: Sequence[int], cycle_s: float, threshold_bytes: int
 ) -> list[list[int]]:
     """Places in the table's ``parameter_tensors`` that go together, in order; ``sizes`` are what is sent of each."""
-    group, blocks = place_group(spec, "dp"), clock.machine.device == "cpu"
+    group, blocks = place_group(spec, "dp"), cost_model.machine.device == "cpu"
     order = gradient_ready_order(table, spec.precision)
-    ready_s = _gradient_ready_s(clock, spec, table)
+    ready_s = _gradient_ready_s(cost_model, spec, table)
 
     def passing_s(size: int) -> float:
-        return clock.call("all_reduce", size, group).seconds if blocks else 0.0
+        return cost_model.collective("all_reduce", size, group).seconds if blocks else 0.0
 
     return simulate_fusion(order, [ready_s[place] for place in order], sizes, cycle_s, threshold_bytes, passing_s)
 
@@ -185,10 +184,10 @@ def simulate_fusion(
     return found
 
 
-def _gradient_ready_s(clock: CostModel, spec: RunSpec, table: LayerTable) -> list[float]:
+def _gradient_ready_s(cost_model: CostModel, spec: RunSpec, table: LayerTable) -> list[float]:
     """Of every tensor, how long after the begin of the backward pass its gradient is there."""
     passes, ends, now = unsharded_row_kernels(spec, table), [0.0] * len(table.layers), 0.0
     for row in range(len(passes) - 1, -1, -1):
-        now += clock.kernel_s(passes[row].backward)
+        now += cost_model.kernel_s(passes[row].backward)
         ends[row] = now
     return [ends[row] for row in first_use_rows(table)]

@@ -1,30 +1,36 @@
-"""Communication and memory of a spatial-parallel rank, row by row: halos, statistics, the gather point."""
+"""The rows of a spatial-parallel rank: halos, statistics, the gather point, and the bytes kept for each.
+
+Ranks own parts of every feature map. A convolution over two ranks needs the neighbour's border (the halo)::
+
+    rank 0   [ own ........ | halo ]          halo: received before the border outputs are computed
+    rank 1          [ halo | own ........ ]   its gradient goes back the same way
+
+The interior outputs need no halo and are computed while it travels. Behind the gather point layers are whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import accumulate
+from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.model_parallel import NO_COMM, CommOp, LayerComm
-from hpcbench.oracle.peak_memory import (
-    FP32_BYTES,
-    FP64_BYTES,
-    HALF_BYTES,
-    MemoryBreakdown,
-    PersistentMemory,
-    RowMemory,
-    gradient_rows,
-    parameter_bytes,
-    peak_memory,
-    saved_activation_bytes,
-)
+from hpcbench.oracle.cost_model import FULL_SHARE, RowShare, row_kernels
+from hpcbench.oracle.placement import halo_placement, place_group
+from hpcbench.oracle.row_cost import CollectiveOp, ComputeOp, RowCost, RowOp, copy_op
+from hpcbench.oracle.stream_simulator import WaitEvent
+from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, parameter_number_bytes
 from hpcbench.parallel.catalog import options_with_defaults
-from hpcbench.parallel.gradient_buckets import MIB, fill_buckets, first_use_rows
 from hpcbench.parallel.layer_table import LayerRow, LayerTable
-from hpcbench.parallel.strategies.halo import HaloMessage, box_volume, compute_halo, owned_box
+from hpcbench.parallel.strategies.halo import (
+    Box,
+    Halo,
+    HaloMessage,
+    box_difference,
+    box_intersection,
+    box_volume,
+    compute_halo,
+    owned_box,
+)
 from hpcbench.parallel.strategies.spatial import (
     CONVOLUTION_KINDS,
     GLOBAL_POOL_KINDS,
@@ -36,236 +42,286 @@ from hpcbench.parallel.strategies.spatial import (
     halo_layer,
     spatial_extents,
 )
-from hpcbench.parallel.traffic import Traffic
+
+_STREAM = "sp"
+_VECTOR_OPS_FORWARD, _VECTOR_OPS_BACKWARD = 16, 10
+"""Operations on one number per channel around a BatchNorm over all parts (``worker.spatial.batch_norm``)."""
+_NORM_COPIES_FORWARD, _NORM_COPIES_BACKWARD = 0.5, 3.0
+"""Passes over its input beyond the library's own BatchNorm, each a read and a write."""
+_INDEX_BYTES = 8
+"""A max pool keeps the position of each of its outputs."""
 
 
-def spatial_row_comm(spec: RunSpec, split: SpatialSplit, number: int, place: int) -> LayerComm:
-    """What the rank at ``place`` does before and after the row of that number. Halos come in the order of messages."""
-    row = split.rows[number]
-    if number == split.end:
-        return _gather_comm(spec, split)
-    if number > split.end:
-        return NO_COMM
-    if row.kind in WINDOWED_KINDS:
-        needs = compute_halo(halo_layer(row), split.grid, place)
-        back = needs.receives if has_input_gradient(split, number) else ()
-        unit = micro_batch_samples(spec) * feature_map_element_bytes(spec) * row.input_shape[0]
-        return NO_COMM._replace(enter=_halo_sends(needs.sends, unit), enter_backward=_halo_sends(back, unit))
-    if row.kind in NORM_KINDS and options_with_defaults(spec)["batch_norm"] != "local":
-        payload = 2 * row.input_shape[0] * parameter_element_bytes(spec)
-        gathered = _one_call("all_gather", spec.sp_degree, payload)
-        summed = _one_call("all_reduce", spec.sp_degree, payload)
-        has_gradient = has_input_gradient(split, number)
-        return NO_COMM._replace(
-            enter=[_in_place_op(gathered)], enter_backward=[_in_place_op(summed)] if has_gradient else []
+def whole_row_memory(spec: RunSpec, row: LayerRow) -> RowCost:
+    """Return the bytes of a row that is whole on the rank, without operations. Half precision is counted as fp32."""
+    samples, number_bytes = spec.batch_size // spec.micro_batches, parameter_number_bytes(spec)
+    unit, weights = samples * number_bytes, row.parameters * number_bytes if row.kind in CONVOLUTION_KINDS else 0
+    return RowCost(
+        [],
+        [],
+        saved_bytes=(samples * row.activation_bytes + row.activation_fixed_bytes) * number_bytes // FP32_BYTES,
+        working_bytes=unit * (row.output_bytes // FP32_BYTES + prod(row.input_shape)) + weights,
+        block_input_bytes=unit * prod(row.input_shape),
+    )
+
+
+def unsplit_rows(spec: RunSpec, table: LayerTable) -> list[RowCost]:
+    """Return every row of a rank that shares no sample."""
+    samples = spec.batch_size // spec.micro_batches
+    rows = []
+    for layer in table.layers:
+        forward, backward = row_kernels(spec, layer, samples)
+        rows.append(
+            whole_row_memory(spec, layer)._replace(forward=[ComputeOp(forward)], backward=[ComputeOp(backward)])
         )
-    return NO_COMM
+    return rows
 
 
-def _gather_comm(spec: RunSpec, split: SpatialSplit) -> LayerComm:
-    """One sum per channel, or the largest part of what arrives."""
-    channels = split.rows[split.end - 1].output_shape[0]
-    if pools_by_all_reduce(spec, split):
-        total = _in_place_op(
-            _one_call(
-                "all_reduce", spec.sp_degree, micro_batch_samples(spec) * channels * parameter_element_bytes(spec)
+class SpatialRank:
+    """The part of every layer on the rank at ``index`` of the grid."""
+
+    def __init__(self, spec: RunSpec, split: SpatialSplit, index: int) -> None:
+        self.spec, self.split, self.index = spec, split, index
+        self.group = place_group(spec, "sp")
+        self.placement = halo_placement(split.grid, self.group)._replace(place=index)
+        self.options = options_with_defaults(spec)
+        self.samples = spec.batch_size // spec.micro_batches
+        self.activation_unit = self.samples * activation_number_bytes(spec)
+        """Bytes of one number per sample, as it is computed and sent."""
+        self.number_bytes = parameter_number_bytes(spec)
+        self.memory_unit = self.samples * self.number_bytes
+        """Bytes of one number per sample, as it is kept: half precision is counted as fp32."""
+
+    def describe_rows(self) -> list[RowCost]:
+        """Return every row of the table; equal ones are described once."""
+        known: dict[tuple[object, ...], RowCost] = {}
+        costs = []
+        for number, row in enumerate(self.split.rows):
+            if number >= self.split.end:
+                costs.append(self._whole(number, row))
+                continue
+            key = self._kind_of(number, row)
+            if key not in known:
+                operations = self._windowed(number, row) if row.kind in WINDOWED_KINDS else self._pointwise(number, row)
+                known[key] = self._with_memory(operations, row)
+            cost = known[key]
+            if number == 0:
+                # The rank's part of the samples is a copy.
+                samples_part = self._copy(row.input_shape[0] * box_volume(self._owned(row.input_shape)))
+                cost = cost._replace(forward=[*samples_part, *cost.forward], recompute=cost.forward)
+            costs.append(cost)
+        return costs
+
+    def _kind_of(self, number: int, row: LayerRow) -> tuple[object, ...]:
+        """Return a key that is equal for rows with equal costs."""
+        window = halo_layer(row) if row.kind in WINDOWED_KINDS else None
+        flops_and_bytes = row.forward_flops, row.backward_flops, row.forward_moved_bytes, row.backward_moved_bytes
+        kept = row.parameters, row.activation_bytes, row.activation_fixed_bytes
+        has_gradient = self._has_input_gradient(number)
+        return row.kind, window, *row.input_shape, *row.output_shape, *flops_and_bytes, *kept, has_gradient
+
+    def _pointwise(self, number: int, row: LayerRow) -> RowCost:
+        """Describe a layer that looks at each position by itself, or a BatchNorm over all parts."""
+        forward, backward = self._kernels(row, self._share(row, self._owned(row.input_shape), row.output_shape))
+        if row.kind not in NORM_KINDS or self.options["batch_norm"] == "local":
+            return RowCost(forward, backward)
+        payload = 2 * row.input_shape[0] * self.number_bytes
+        vector: RowOp = copy_op(self.spec, row.input_shape[0] * self.number_bytes)
+        numbers = row.input_shape[0] * box_volume(self._owned(row.input_shape))
+        forward = [
+            *[vector] * _VECTOR_OPS_FORWARD,
+            CollectiveOp("all_gather", payload, self.group, _STREAM),
+            *forward,
+            *self._copy(numbers * _NORM_COPIES_FORWARD),
+        ]
+        if self._has_input_gradient(number):
+            backward += [
+                *[vector] * _VECTOR_OPS_BACKWARD,
+                CollectiveOp("all_reduce", payload, self.group, _STREAM),
+                *self._copy(numbers * _NORM_COPIES_BACKWARD),
+            ]
+        return RowCost(forward, backward)
+
+    def _windowed(self, number: int, row: LayerRow) -> RowCost:
+        """Describe a convolution or pool with its halo."""
+        halo = compute_halo(halo_layer(row), self.split.grid, self.index)
+        sends, waits = self._exchange(row, halo.sends)
+        has_halo = bool(halo.sends or halo.receives)
+        if row.kind in CONVOLUTION_KINDS and self.options["overlap"] and has_halo and box_volume(halo.interior) > 0:
+            forward = [*sends, *self._part(row, halo, halo.interior), *waits]
+            for box in box_difference(halo.outputs, halo.interior):
+                forward += self._part(row, halo, box)
+        else:
+            kernels, _ = self._kernels(row, self._share(row, halo.needed, row.output_shape))
+            forward = [*sends, *waits, *self._assembled(row, halo), *kernels]
+        return RowCost(forward, self._windowed_backward(number, row, halo))
+
+    def _windowed_backward(self, number: int, row: LayerRow, halo: Halo) -> list[RowOp]:
+        """Compute the input's gradient first: the neighbours' part of it travels during the weight's."""
+        _, kernels = self._kernels(row, self._share(row, halo.needed, row.output_shape))
+        is_convolution = row.kind in CONVOLUTION_KINDS
+        assembled = self._assembled(row, halo) if is_convolution else []
+        if not self._has_input_gradient(number):
+            return [*assembled, *kernels]
+        sends, waits = self._exchange(row, halo.receives)
+        is_padded = halo.sends or halo.own != halo.needed
+        own_part = self._copy(row.input_shape[0] * box_volume(halo.own)) if is_padded else []
+        if not is_convolution:
+            return [*kernels, *sends, *waits, *own_part]
+        halves = [kernel._replace(fraction=0.5) for kernel in kernels if isinstance(kernel, ComputeOp)]
+        if self.options["overlap"]:
+            return [*assembled, *halves, *sends, *halves, *waits, *own_part]
+        return [*assembled, *halves, *sends, *waits, *halves, *own_part]
+
+    def _part(self, row: LayerRow, halo: Halo, outputs: Box) -> list[RowOp]:
+        """Compute some of the outputs by themselves: lay their inputs together, and copy them to their position."""
+        inputs = tuple(
+            needed if parts == 1 else window.needs(wanted)
+            for needed, parts, window, wanted in zip(
+                halo.needed, self.split.grid, halo_layer(row).windows, outputs, strict=True
             )
         )
-        return NO_COMM._replace(leave=[total], is_left_again=_keeps_activations_from(split, split.end + 1))
-    widest = box_volume(owned_box(split.extents, split.grid, 0))
-    payload = micro_batch_samples(spec) * channels * widest * feature_map_element_bytes(spec)
-    gathered = CommOp("all_gather", payload * spec.sp_degree, _one_call("all_gather", spec.sp_degree, payload))
-    narrowed = CommOp("narrow", payload, None)
-    return LayerComm([], [gathered], [narrowed], [], is_left_again=_keeps_activations_from(split, split.end))
+        kernels, _ = self._kernels(row, self._box_share(row, inputs, outputs))
+        laid_out = [] if outputs == halo.interior else self._copy(row.input_shape[0] * box_volume(inputs))
+        return [*laid_out, *kernels, *self._copy(row.output_shape[0] * box_volume(outputs))]
 
+    def _assembled(self, row: LayerRow, halo: Halo) -> list[RowOp]:
+        """Lay the own part and the received halo side by side."""
+        return [] if halo.needed == halo.own else self._copy(row.input_shape[0] * box_volume(halo.needed))
 
-def _keeps_activations_from(split: SpatialSplit, number: int) -> bool:
-    """Whether a block that is computed again comes as far as row ``number``: it ends with what is kept last."""
-    block, kinds = split.rows[split.end].block, POOL_KINDS | GLOBAL_POOL_KINDS
-    later = [row for row in split.rows[number:] if row.block == block]
-    return any(row.activation_bytes or row.parameters or row.kind in kinds for row in later)
+    def _whole(self, number: int, row: LayerRow) -> RowCost:
+        """Describe a row at or behind the gather point; a mean over all positions begins with the own ones."""
+        memory = whole_row_memory(self.spec, row)
+        if number > self.split.end:
+            forward, backward = self._kernels(row, FULL_SHARE)
+            return memory._replace(forward=forward, backward=backward)
+        own_input = self.memory_unit * self._owned_numbers(row.input_shape)
+        channels = self.split.rows[number - 1].output_shape[0]
+        if pools_by_all_reduce(self.spec, self.split):
+            fraction = box_volume(self._owned(row.input_shape)) / prod(spatial_extents(row.input_shape))
+            forward, backward = self._kernels(row, RowShare(fraction, fraction, 1.0, 1.0))
+            received, is_left_again = 0, self._keeps_activations_from(number + 1)
+            payload = self.samples * channels * self.number_bytes
+            leave: list[RowOp] = [CollectiveOp("all_reduce", payload, self.group, _STREAM)]
+        else:
+            forward, backward = self._kernels(row, FULL_SHARE)
+            received, is_left_again = self.memory_unit * prod(row.input_shape), self._keeps_activations_from(number)
+            payload = self.activation_unit * channels * box_volume(owned_box(self.split.extents, self.split.grid, 0))
+            leave = [
+                copy_op(self.spec, payload * self.spec.sp_degree),
+                CollectiveOp("all_gather", payload, self.group, _STREAM),
+            ]
+            backward = [copy_op(self.spec, payload), *backward]
+        return memory._replace(
+            forward=[*forward, *leave],
+            backward=backward,
+            recompute=[*forward, *(leave if is_left_again else ())],
+            saved_bytes=max(memory.saved_bytes - received, 0) if received else 0,
+            received_bytes=received,
+            working_bytes=memory.working_bytes - memory.block_input_bytes + received + own_input,
+            block_input_bytes=own_input,
+        )
 
+    def _keeps_activations_from(self, number: int) -> bool:
+        """Return whether a recomputed block comes as far as row ``number``: it ends with the last row that is kept."""
+        block, kinds = self.split.rows[self.split.end].block, POOL_KINDS | GLOBAL_POOL_KINDS
+        later = [row for row in self.split.rows[number:] if row.block == block]
+        return any(row.activation_bytes or row.parameters or row.kind in kinds for row in later)
 
-def spatial_gradient_buckets(
-    spec: RunSpec, table: LayerTable, split: SpatialSplit | None
-) -> Iterator[tuple[list[int], int]]:
-    """Places of the tensors in each, and among how many ranks: cut layers' all that share them, others' replicas."""
-    sizes, cap = parameter_bytes(spec, table), max(int(float(options_with_defaults(spec)["bucket_cap_mb"]) * MIB), 1)
-    names = [one.name for one in table.parameter_tensors]
-    cut = [False] * len(names) if split is None else split.are_cut(names)
-    for is_cut, ranks in ((True, spec.sp_degree * spec.dp_degree), (False, spec.dp_degree)):
-        places = [place for place, one in enumerate(cut) if one == is_cut]
-        if ranks > 1:
-            for bucket in fill_buckets([sizes[place] for place in places], cap):
-                yield [places[one] for one in bucket], ranks
+    def _with_memory(self, operations: RowCost, row: LayerRow) -> RowCost:
+        """Add the bytes of a cut row: its share of the table's, a convolution also its halo."""
+        weights = row.parameters * self.number_bytes if row.kind in CONVOLUTION_KINDS else 0
+        received = 0
+        if row.kind in CONVOLUTION_KINDS:
+            halo = compute_halo(halo_layer(row), self.split.grid, self.index)
+            received = self.memory_unit * _message_numbers(row, halo.receives)
+        return operations._replace(
+            saved_bytes=self._saved_bytes(row),
+            received_bytes=received,
+            working_bytes=self.memory_unit * self._working_numbers(row) + weights,
+            block_input_bytes=self.memory_unit * self._owned_numbers(row.input_shape),
+        )
 
+    def _saved_bytes(self, row: LayerRow) -> int:
+        """Return the rank's share of a cut row's activations; a max pool keeps its indices and no input."""
+        shape = row.input_shape if row.kind in CONVOLUTION_KINDS | NORM_KINDS else row.output_shape
+        positions = box_volume(self._owned(shape))
+        if row.kind in POOL_KINDS:
+            return self.samples * shape[0] * positions * _INDEX_BYTES if row.kind in MAX_POOL_KINDS else 0
+        per_batch = self.samples * row.activation_bytes * positions // prod(spatial_extents(shape))
+        return (per_batch + row.activation_fixed_bytes) * self.number_bytes // FP32_BYTES
 
-def has_input_gradient(split: SpatialSplit, number: int) -> bool:
-    """Not where the samples themselves go in."""
-    row = split.rows[number]
-    if row.kind in CONVOLUTION_KINDS:
-        return row.backward_flops > row.forward_flops
-    return any(before.parameters for before in split.rows[:number])
+    def _working_numbers(self, row: LayerRow) -> int:
+        """Return the numbers per sample that are alive while a cut layer runs backwards."""
+        owned, gradient = self._owned_numbers(row.input_shape), self._owned_numbers(row.output_shape)
+        if row.kind not in WINDOWED_KINDS:
+            return gradient + owned
+        halo = compute_halo(halo_layer(row), self.split.grid, self.index)
+        needed = row.input_shape[0] * box_volume(halo.needed)
+        in_flight = _message_numbers(row, halo.receives) + _message_numbers(row, halo.sends)
+        is_copied = halo.own != halo.needed
+        if row.kind in POOL_KINDS:
+            return gradient + needed + (owned if is_copied or halo.sends else 0) + in_flight
+        if row.backward_flops <= row.forward_flops:
+            # The samples themselves have no gradient.
+            return gradient + (needed if is_copied else 0)
+        return gradient + needed * (1 + is_copied) + in_flight
+
+    def _exchange(self, row: LayerRow, messages: Sequence[HaloMessage]) -> tuple[list[RowOp], list[RowOp]]:
+        """Return the copies and sends of ``messages``, and the waiting for them.
+
+        Of messages that share a link only the first pays the latency.
+        """
+        copies: list[RowOp] = []
+        sends: list[RowOp] = []
+        keys: list[str] = []
+        for message in messages:
+            size = self.activation_unit * row.input_shape[0] * box_volume(message.box)
+            group = self.placement.group_with(message.place)
+            key = f"halo {group.nodes}"
+            copies.append(copy_op(self.spec, size))
+            sends.append(CollectiveOp("send", size, group, _STREAM, key, shares_latency=key in keys))
+            if key not in keys:
+                keys.append(key)
+        return [*copies, *sends], [WaitEvent(key) for key in keys]
+
+    def _has_input_gradient(self, number: int) -> bool:
+        """Return whether a gradient flows beyond the row: not to the samples themselves."""
+        row = self.split.rows[number]
+        if row.kind in CONVOLUTION_KINDS:
+            return row.backward_flops > row.forward_flops
+        return any(before.parameters for before in self.split.rows[:number])
+
+    def _kernels(self, row: LayerRow, share: RowShare) -> tuple[list[RowOp], list[RowOp]]:
+        forward, backward = row_kernels(self.spec, row, self.samples, share)
+        return [ComputeOp(forward)], [ComputeOp(backward)]
+
+    def _copy(self, numbers: float) -> list[RowOp]:
+        """Return the copy of so many numbers per sample."""
+        return [copy_op(self.spec, numbers * self.activation_unit)] if numbers else []
+
+    def _owned(self, shape: Sequence[int]) -> Box:
+        return owned_box(spatial_extents(shape), self.split.grid, self.index)
+
+    def _owned_numbers(self, shape: Sequence[int]) -> int:
+        return shape[0] * box_volume(self._owned(shape))
+
+    def _share(self, row: LayerRow, inputs: Box, output_shape: Sequence[int]) -> RowShare:
+        return self._box_share(row, inputs, self._owned(output_shape))
+
+    def _box_share(self, row: LayerRow, inputs: Box, outputs: Box) -> RowShare:
+        """Return the rank's part of a row by the positions that it reads and writes."""
+        extents = spatial_extents(row.input_shape)
+        image = tuple(range(extent) for extent in extents)
+        input_share = box_volume(box_intersection(inputs, image)) / prod(extents)
+        output_share = box_volume(outputs) / prod(spatial_extents(row.output_shape))
+        return RowShare(output_share, input_share, output_share, 1.0)
 
 
 def pools_by_all_reduce(spec: RunSpec, split: SpatialSplit) -> bool:
-    """Whether the switch is a mean of which every rank has a part."""
+    """Return whether the gather point is a mean of which every rank has a part."""
     return split.by_mean and options_with_defaults(spec)["global_pool"] == "reduce"
-
-
-def micro_batch_samples(spec: RunSpec) -> int:
-    """Of a micro-batch."""
-    return spec.batch_size // spec.micro_batches
-
-
-def parameter_element_bytes(spec: RunSpec) -> int:
-    """Of a parameter, and of a sum."""
-    return FP64_BYTES if spec.precision == "fp64" else FP32_BYTES
-
-
-def feature_map_element_bytes(spec: RunSpec) -> int:
-    """Of a number in a feature map."""
-    return HALF_BYTES if spec.precision in ("bf16", "fp16") else parameter_element_bytes(spec)
-
-
-def _halo_sends(messages: tuple[HaloMessage, ...], unit: int) -> list[CommOp]:
-    sizes = [unit * box_volume(message.box) for message in messages]
-    return [CommOp("send", size, _one_call("send", 2, size)) for size in sizes]
-
-
-def _in_place_op(call: Traffic) -> CommOp:
-    return CommOp(call.operation, 0, call)
-
-
-def _one_call(operation: str, ranks: int, payload_bytes: int) -> Traffic:
-    return Traffic(operation=operation, group_size=ranks, payload_bytes=payload_bytes)
-
-
-_INDEX_BYTES = 8
-"""A max pool keeps where each of its outputs came from."""
-
-
-class SpatialRowMemory(NamedTuple):
-    """One row of the table on one rank, in bytes of one micro-batch."""
-
-    activations: int
-    """Kept for the backward pass."""
-    received: int
-    """Kept, too: a convolution's halo, what the switch gathered."""
-    working: int
-    """Beside both while the row runs backwards: gradients of output and input, halos put together and on their way,
-    a convolution's weight in the library's own layout."""
-
-
-def spatial_peak_memory(
-    spec: RunSpec, table: LayerTable, split: SpatialSplit | None, place: int, reduced: list[list[int]]
-) -> MemoryBreakdown:
-    """The moment at which the rank at ``place`` holds most. ``reduced`` are the buckets, as places of tensors."""
-    sizes, rows = parameter_bytes(spec, table), first_use_rows(table)
-    held = spatial_row_memory(spec, table, split, place)
-    sent = [0] * len(table.layers)
-    for bucket in reduced:
-        sent[min(rows[one] for one in bucket)] += sum(sizes[one] for one in bucket)
-    buckets = list(accumulate(reversed(sent)))[::-1]
-    received = saved_activation_bytes(spec, table, [RowMemory(one.received, 0, 0) for one in held])
-    inputs = _block_input_bytes(spec, table, split, place)
-    own = [RowMemory(one.activations, one.working, arriving) for one, arriving in zip(held, inputs, strict=True)]
-    kept = PersistentMemory(sum(sizes), sizes, gradient_rows(spec, table), sizes)
-    underway = [one + other for one, other in zip(received, buckets, strict=True)]
-    return peak_memory(spec, table, kept, underway, own)
-
-
-def _block_input_bytes(spec: RunSpec, table: LayerTable, split: SpatialSplit | None, place: int) -> list[int]:
-    """Of every row: the part of its input that arrives at it."""
-    unit = _samples_per_micro_batch(spec) * _number_bytes(spec)
-    return [
-        unit * (prod(row.input_shape) if split is None or number > split.end else _own_input_numbers(row, split, place))
-        for number, row in enumerate(table.layers)
-    ]
-
-
-def spatial_row_memory(
-    spec: RunSpec, table: LayerTable, split: SpatialSplit | None, place: int
-) -> list[SpatialRowMemory]:
-    """Every row of the table on the rank at ``place``.
-
-    A layer keeps its share of what the table says; a convolution also its halo, a max pool its indices and no input.
-    """
-    samples, unit = _samples_per_micro_batch(spec), _samples_per_micro_batch(spec) * _number_bytes(spec)
-    by_sums = options_with_defaults(spec)["global_pool"] == "reduce"
-    found = []
-    for number, row in enumerate(table.layers):
-        whole = (samples * row.activation_bytes + row.activation_fixed_bytes) * _number_bytes(spec) // FP32_BYTES
-        laid_out = row.parameters * _number_bytes(spec) if row.kind in CONVOLUTION_KINDS else 0
-        if split is None or number > split.end:
-            flows = unit * (row.output_bytes // FP32_BYTES + prod(row.input_shape))
-            found.append(SpatialRowMemory(whole, 0, flows + laid_out))
-        elif number < split.end:
-            working = unit * _working_numbers(row, split, place) + laid_out
-            found.append(
-                SpatialRowMemory(
-                    _split_layer_bytes(spec, row, split, place), unit * _halo_numbers(row, split, place), working
-                )
-            )
-        else:
-            gathered = (
-                0 if by_sums and split.by_mean and row.kind in GLOBAL_POOL_KINDS else unit * prod(row.input_shape)
-            )
-            flows = gathered + unit * (row.output_bytes // FP32_BYTES + _own_input_numbers(row, split, place))
-            found.append(SpatialRowMemory(max(whole - gathered, 0) if gathered else 0, gathered, flows + laid_out))
-    return found
-
-
-def _split_layer_bytes(spec: RunSpec, row: LayerRow, split: SpatialSplit, place: int) -> int:
-    shape = row.output_shape if row.kind not in CONVOLUTION_KINDS | NORM_KINDS else row.input_shape
-    own = box_volume(owned_box(spatial_extents(shape), split.grid, place))
-    if row.kind in POOL_KINDS:
-        return _samples_per_micro_batch(spec) * shape[0] * own * _INDEX_BYTES if row.kind in MAX_POOL_KINDS else 0
-    kept = (
-        _samples_per_micro_batch(spec) * row.activation_bytes * own // prod(spatial_extents(shape))
-        + row.activation_fixed_bytes
-    )
-    return kept * _number_bytes(spec) // FP32_BYTES
-
-
-def _halo_numbers(row: LayerRow, split: SpatialSplit, place: int) -> int:
-    """Of a convolution's halo, per sample."""
-    if row.kind not in CONVOLUTION_KINDS:
-        return 0
-    return _message_numbers(row, compute_halo(halo_layer(row), split.grid, place).receives)
-
-
-def _working_numbers(row: LayerRow, split: SpatialSplit, place: int) -> int:
-    """Per sample, while a cut layer runs backwards."""
-    own = _own_input_numbers(row, split, place)
-    gradient = row.output_shape[0] * box_volume(owned_box(spatial_extents(row.output_shape), split.grid, place))
-    if row.kind not in WINDOWED_KINDS:
-        return gradient + own
-    needs = compute_halo(halo_layer(row), split.grid, place)
-    needed = row.input_shape[0] * box_volume(needs.needed)
-    under_way = _message_numbers(row, needs.receives) + _message_numbers(row, needs.sends)
-    is_copied = needs.own != needs.needed
-    if row.kind in POOL_KINDS:
-        return gradient + needed + (own if is_copied or needs.sends else 0) + under_way
-    if row.backward_flops <= row.forward_flops:
-        # The samples themselves have no gradient.
-        return gradient + (needed if is_copied else 0)
-    return gradient + needed * (1 + is_copied) + under_way
-
-
-def _own_input_numbers(row: LayerRow, split: SpatialSplit, place: int) -> int:
-    extents = spatial_extents(row.input_shape)
-    return row.input_shape[0] * box_volume(owned_box(extents, split.grid, place))
 
 
 def _message_numbers(row: LayerRow, messages: tuple[HaloMessage, ...]) -> int:
     return row.input_shape[0] * sum(box_volume(message.box) for message in messages)
-
-
-def _samples_per_micro_batch(spec: RunSpec) -> int:
-    return spec.batch_size // spec.micro_batches
-
-
-def _number_bytes(spec: RunSpec) -> int:
-    """Bytes of a number; half precision is counted as fp32."""
-    return FP64_BYTES if spec.precision == "fp64" else FP32_BYTES

@@ -1,0 +1,187 @@
+"""The description of one row of the layer table on one rank, from which traffic, memory and step time all follow.
+
+A family of strategies describes each row once, as operations that do not depend on the machine::
+
+    forward           [all_gather] [kernel] [all_reduce] [copy]
+    recompute         [all_gather] [kernel]                        activation checkpointing; as forward by default
+    backward          [all_gather] [kernel]
+    after_backward                          [reduce_scatter]       behind the gradient buckets that the row fills
+
+``row_traffic`` counts the collectives, ``peak_memory`` adds up the bytes, ``row_events`` prices the operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.cost_model import CostModel, RowKernels, unsharded_row_kernels
+from hpcbench.oracle.placement import GroupPlacement
+from hpcbench.oracle.stream_simulator import CommCall, ComputeEvent, StreamEvent, WaitEvent
+from hpcbench.oracle.tensor_sizes import FP32_BYTES, input_bytes, parameter_number_bytes, weight_layout_copies
+from hpcbench.parallel.layer_table import LayerTable, cached_by_run_fields
+from hpcbench.parallel.roofline import FORWARD, Kernel
+from hpcbench.parallel.traffic import Traffic
+
+COPY_KIND = "copy"
+"""Kind of the kernels that lay tensors side by side, pad them or take them apart."""
+
+
+class ComputeOp(NamedTuple):
+    """A kernel on the computing stream, or a part of it."""
+
+    kernel: Kernel
+    fraction: float = 1.0
+
+
+class CollectiveOp(NamedTuple):
+    """One call of a process group."""
+
+    operation: str
+    payload_bytes: int
+    """Counted as ``parallel.traffic.Traffic`` counts it."""
+    group: GroupPlacement
+    stream: str
+    key: str | None = None
+    """Name for a later ``WaitEvent``; the computing stream waits at once without one."""
+    shares_latency: bool = False
+    """Another call on the same link has paid the latency already."""
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(operation=self.operation, group_size=self.group.ranks, payload_bytes=self.payload_bytes)
+
+
+RowOp = ComputeOp | CollectiveOp | WaitEvent
+
+
+class RowCost(NamedTuple):
+    """One row of the table on one rank, for one micro-batch. All sizes are bytes on the rank."""
+
+    forward: Sequence[RowOp]
+    backward: Sequence[RowOp]
+    after_backward: Sequence[RowOp] = ()
+    recompute: Sequence[RowOp] | None = None
+    """The forward pass when its block is computed again; ``None``: the same as ``forward``."""
+    saved_bytes: int = 0
+    """Kept by autograd from the forward to the backward pass."""
+    received_bytes: int = 0
+    """Kept as long as that, but received from other ranks: counted as communication."""
+    working_bytes: int = 0
+    """Alive beside that while the row runs backwards."""
+    block_input_bytes: int = 0
+    """Kept for its block to be computed again, where the row is the block's first."""
+
+    @property
+    def recomputed(self) -> Sequence[RowOp]:
+        return self.forward if self.recompute is None else self.recompute
+
+
+def copy_op(spec: RunSpec, size_bytes: float) -> ComputeOp:
+    """Return the kernel that reads so many bytes and writes them again."""
+    return ComputeOp(
+        Kernel(
+            kind=COPY_KIND,
+            direction=FORWARD,
+            precision=spec.precision,
+            flops=0.0,
+            moved_bytes=2.0 * size_bytes,
+            weight_bytes=0.0,
+            input_bytes=size_bytes,
+            output_bytes=size_bytes,
+        )
+    )
+
+
+def local_row(kernels: RowKernels) -> RowCost:
+    """Return the operations of a row that needs no other rank; its bytes are 0."""
+    return RowCost([ComputeOp(kernels.forward)], [ComputeOp(kernels.backward)])
+
+
+@cached_by_run_fields("batch_size", "micro_batches", "precision")
+def unsharded_rows(spec: RunSpec, table: LayerTable) -> list[RowCost]:
+    """Return every row on a rank that holds all of every layer.
+
+    A row works with the gradients of its output and input, and a convolution with its weight in the library's layout.
+    """
+    samples, scale = spec.batch_size // spec.micro_batches, parameter_number_bytes(spec) // FP32_BYTES
+    rows = []
+    for layer, kernels in zip(table.layers, unsharded_row_kernels(spec, table), strict=True):
+        gradients = (layer.output_bytes + input_bytes(layer)) * samples
+        weight_copies = layer.parameters * FP32_BYTES * weight_layout_copies(layer)
+        rows.append(
+            local_row(kernels)._replace(
+                saved_bytes=(layer.activation_bytes * samples + layer.activation_fixed_bytes) * scale,
+                working_bytes=(gradients + weight_copies) * scale,
+                block_input_bytes=input_bytes(layer) * samples * scale,
+            )
+        )
+    return rows
+
+
+def row_traffic(spec: RunSpec, rows: Iterable[RowCost]) -> list[Traffic]:
+    """Return the calls of one micro-batch."""
+    calls = []
+    for row in rows:
+        recomputed = row.recomputed if spec.activation_checkpointing else ()
+        for operation in (*row.forward, *row.backward, *row.after_backward, *recomputed):
+            if isinstance(operation, CollectiveOp):
+                calls.append(operation.traffic)
+    return calls
+
+
+def row_events(cost_model: CostModel, operations: Iterable[RowOp]) -> Iterator[StreamEvent]:
+    """Price ``operations`` on one machine."""
+    for operation in operations:
+        if isinstance(operation, ComputeOp):
+            yield ComputeEvent(cost_model.kernel_s(operation.kernel) * operation.fraction)
+        elif isinstance(operation, CollectiveOp):
+            yield _priced_call(cost_model, operation)
+        else:
+            yield operation
+
+
+def _priced_call(cost_model: CostModel, op: CollectiveOp) -> CommCall:
+    call = cost_model.collective(op.operation, op.payload_bytes, op.group, op.key, op.stream)
+    return call._replace(seconds=call.seconds - call.latency_s, latency_s=0.0) if op.shares_latency else call
+
+
+EventsAtRow = Callable[[int], Iterable[StreamEvent]]
+"""Further events at the row of that number."""
+
+
+def no_events(_: int) -> Iterable[StreamEvent]:
+    return ()
+
+
+def micro_batch_events(
+    cost_model: CostModel,
+    spec: RunSpec,
+    table: LayerTable,
+    rows: Sequence[RowCost],
+    *,
+    before_forward: EventsAtRow = no_events,
+    before_backward: EventsAtRow = no_events,
+    after_backward: EventsAtRow = no_events,
+) -> Iterator[StreamEvent]:
+    """Yield the events of one forward and one backward pass, row by row.
+
+    With activation checkpointing a block is computed again before its last row runs backwards.
+    """
+    for number, row in enumerate(rows):
+        yield from before_forward(number)
+        yield from row_events(cost_model, row.forward)
+    recomputed_blocks: dict[int, list[int]] = {}
+    if spec.activation_checkpointing:
+        for number, layer in enumerate(table.layers):
+            recomputed_blocks.setdefault(layer.block, []).append(number)
+        # The loss is behind the last block.
+        recomputed_blocks.pop(table.blocks, None)
+    for number in range(len(rows) - 1, -1, -1):
+        for other in recomputed_blocks.pop(table.layers[number].block, ()):
+            yield from row_events(cost_model, rows[other].recomputed)
+        yield from before_backward(number)
+        yield from row_events(cost_model, rows[number].backward)
+        yield from after_backward(number)
+        yield from row_events(cost_model, rows[number].after_backward)

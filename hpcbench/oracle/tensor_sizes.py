@@ -1,0 +1,77 @@
+"""Bytes of numbers, parameters, buffers and activations, and the tensors that an optimizer keeps and moves."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.layer_table import LayerRow, LayerTable, TensorShape, cached_by_run_fields
+
+FP32_BYTES = 4
+FP64_BYTES = 8
+HALF_BYTES = 2
+
+
+def parameter_number_bytes(spec: RunSpec) -> int:
+    """Return the bytes of one number of a parameter or of a sum: autocast leaves weights in fp32."""
+    return FP64_BYTES if spec.precision == "fp64" else FP32_BYTES
+
+
+def activation_number_bytes(spec: RunSpec) -> int:
+    """Return the bytes of one number of an activation."""
+    return HALF_BYTES if spec.precision in ("bf16", "fp16") else parameter_number_bytes(spec)
+
+
+def element_bytes(spec: RunSpec, tensor: TensorShape) -> int:
+    """Return the bytes of one number of ``tensor`` in the run: only fp32 tensors follow the run's precision."""
+    return parameter_number_bytes(spec) if tensor.bytes_per_element == FP32_BYTES else tensor.bytes_per_element
+
+
+def element_count(tensor: TensorShape) -> int:
+    return prod(tensor.shape)
+
+
+def tensor_bytes(spec: RunSpec, tensor: TensorShape) -> int:
+    """Return the size of one parameter or buffer in the run."""
+    return element_count(tensor) * element_bytes(spec, tensor)
+
+
+@cached_by_run_fields("precision")
+def parameter_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
+    """Return the sizes of the table's ``parameter_tensors``."""
+    return [tensor_bytes(spec, tensor) for tensor in table.parameter_tensors]
+
+
+@cached_by_run_fields("precision")
+def buffer_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
+    """Return the sizes of the table's ``buffers``."""
+    return [tensor_bytes(spec, tensor) for tensor in table.buffers]
+
+
+def input_bytes(layer: LayerRow) -> int:
+    """Return the bytes of a row's input, per sample, in fp32."""
+    return prod(layer.input_shape) * FP32_BYTES
+
+
+def weight_layout_copies(layer: LayerRow) -> int:
+    """Return how often the library holds a layer's weight in a layout of its own, gradients in 3-D too (measured)."""
+    return {"Conv3d": 4}.get(layer.kind, int(layer.kind.startswith("Conv")))
+
+
+class OptimizerTensors(NamedTuple):
+    """Tensors of a parameter's size that an optimizer needs for each parameter."""
+
+    states: int
+    """Kept between steps: momentum, or Adam's two moments."""
+    temporaries: int
+    """Alive while the parameter is updated."""
+    moved: int
+    """Read and written by an update: the weight twice and its gradient, and every state twice."""
+
+
+def optimizer_tensors(spec: RunSpec) -> OptimizerTensors:
+    """Return the tensors of the run's optimizer."""
+    if spec.optimizer in ("adam", "adamw"):
+        return OptimizerTensors(2, 2, 7)
+    return OptimizerTensors(1, 0, 5) if spec.momentum else OptimizerTensors(0, 0, 3)
