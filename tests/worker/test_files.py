@@ -144,8 +144,8 @@ def test_no_folder_at_all_is_unsupported() -> None:
 @pytest.mark.parametrize(
     ("dataset", "size", "package", "module", "command"),
     [
-        ("cifar10", 16, "PIL", "images", "python -m pip install pillow"),
-        ("cosmoflow", 8, "h5py", "volumes", "python -m pip install h5py"),
+        ("cifar10", 16, "PIL", "image_files", "python -m pip install pillow"),
+        ("cosmoflow", 8, "h5py", "volume_files", "python -m pip install h5py"),
     ],
 )
 def test_an_absent_package_is_unsupported_with_the_command_that_installs_it(
@@ -222,12 +222,12 @@ def test_threads_end_with_the_feed(data_folder: Path) -> None:
 def test_threads_that_are_stuck_keep_no_process_alive() -> None:
     code = """
 import time
-from hpcbench.worker.data.batch_loader import Loader, Shape
+from hpcbench.worker.data.batch_loader import BatchLoader, SampleLayout
 class Stuck:
     where = "there"
     def __len__(self): return 1
     def read(self, index, inputs, target): time.sleep(600)
-reading = Loader(Stuck(), Shape((2,), (), "class"), 2, pinned=False)
+reading = BatchLoader(Stuck(), SampleLayout((2,), (), "class"), 2, pinned=False)
 reading.begin([0, 0, 0])
 time.sleep(0.1)
 reading.close()
