@@ -1,230 +1,357 @@
-"""The commands ``predict``, ``recommend`` and ``validate``."""
+"""The commands ``predict``, ``recommend``, ``validate`` and ``cluster calibrate``."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from hpcbench.cli.common import (
+    cluster_filter_option,
     cluster_option,
     json_option,
     load_plan,
     make_console,
+    model_folder_option,
+    out_option,
     print_json,
     print_message,
     print_text,
+    project_relative,
     results_option,
     results_tree,
+    runs_exit_code,
+    sources_argument,
+    where_option,
 )
+from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
+from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.fileio import make_folder, printable_excerpt, write_atomic
+from hpcbench.forecast.forecast import Forecast
+from hpcbench.forecast.oracle_requests import (
+    RecommendRequest,
+    calibration_sweep_text,
+    collect_evidence,
+    make_calibration_plan,
+    recommend_for,
+)
+from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, usable_runs
+from hpcbench.oracle.calibration.calibration_store import Calibration, machine_for, write_calibration
+from hpcbench.oracle.recommend import Recommendation
+from hpcbench.parallel.check_names import custom_model_folder
+from hpcbench.report.column_names import Condition
+from hpcbench.report.load_results import load_frame
+from hpcbench.report.prediction_view import (
+    calibration_view,
+    machine_notes,
+    predict_configurations,
+    predictions_json,
+    predictions_view,
+)
+from hpcbench.report.recommendation_view import (
+    ranking_view,
+    recommendation_json,
+    recommended_sweep_toml,
+    refused_table,
+    scales_view,
+)
+from hpcbench.report.sweep_selection import select_sweeps
+from hpcbench.report.table_model import View
+from hpcbench.report.table_output import render_view, write_view
+from hpcbench.results.results_tree import ResultsTree
 
 if TYPE_CHECKING:
-    from hpcbench.forecast.forecast import Forecast
-    from hpcbench.oracle.recommend import Recommendation
-    from hpcbench.oracle.scoring import ValidationCase
-    from hpcbench.report.oracle_validation import ValidationResult
-    from hpcbench.report.table_model import View
-    from hpcbench.submit.plan import SweepPlan
+    from hpcbench.submit.run_state import RunState
 
 
 @click.command()
 @click.argument("sweep")
 @cluster_option()
-@click.option("--where", metavar="EXPR", help="Only runs for which it holds: 'strategy == \"ddp\" and fits'.")
+@click.option(
+    "--where", metavar="EXPR", help="Only runs that satisfy the expression, for example 'strategy == \"ddp\" and fits'."
+)
 @results_option
 @json_option
 def predict(sweep: str, cluster_name: str, where: str | None, results: str | None, as_json: bool) -> None:
-    """Say how long a step of every run of SWEEP would take on a cluster, what binds it, and whether it fits.
+    """Predict step time, bottleneck and memory of every run of SWEEP on a cluster.
 
-    Nothing is submitted and no scheduler is asked. The numbers are those of the cluster's newest calibration, or its
-    profile's; which, and what had to be guessed, is said above the table.
+    Nothing is submitted and no scheduler is queried. The machine parameters come from the cluster's newest calibration,
+    or from its profile; the lines above the table name the source and every default value.
     """
-    from hpcbench.report.prediction_view import (
-        machine_notes,
-        predict_configurations,
-        predictions_json,
-        predictions_view,
-    )
-
-    made = load_plan(sweep, cluster_name, results)
-    forecast = _make_forecast(made, results)
-    found = predict_configurations(made.runs, forecast, where)
+    plan = load_plan(sweep, cluster_name, results)
+    tree = results_tree(results).cluster(plan.profile.name)
+    forecast = Forecast(plan.profile, tree, custom_model_folder(plan.sweep, plan.profile))
+    predictions = predict_configurations(plan.runs, forecast, where)
     if as_json:
-        print_json(predictions_json(found, forecast.machines()))
+        print_json(predictions_json(predictions, forecast.machines()))
         return
-    title = f"{made.sweep.name} on {made.profile.name}: {len(found)} configurations, predicted"
-    _show_view(predictions_view(found, title), machine_notes(forecast.machines()))
+    title = f"{plan.sweep.name} on {plan.profile.name}: {len(predictions)} configurations, predicted"
+    _show_view(predictions_view(predictions, title), machine_notes(forecast.machines()))
 
 
 @click.command()
 @click.option("--model", metavar="M", required=True, help="A shipped model (hpcbench models) or module:function.")
-@click.option("--dataset", metavar="D", required=True, help="What it is trained on.")
+@click.option("--dataset", metavar="D", required=True, help="Data set to train on.")
 @click.option("--input-size", metavar="N", type=click.IntRange(min=1), help="Edge length or tokens, not the dataset's.")
 @cluster_option()
 @click.option("--nodes", metavar="N", type=click.IntRange(min=1), multiple=True, help="May be repeated. (default: 1)")
 @click.option("--tasks-per-node", metavar="T", type=click.IntRange(min=1), help="(default: a node's devices, or 1)")
-@click.option("--batch-size", metavar="B", type=click.IntRange(min=1), help="Samples of a replica and step.")
-@click.option("--global-batch-size", metavar="G", type=click.IntRange(min=1), help="Samples of a step, all replicas'.")
+@click.option("--batch-size", metavar="B", type=click.IntRange(min=1), help="Samples per replica and step.")
+@click.option(
+    "--global-batch-size", metavar="G", type=click.IntRange(min=1), help="Samples per step over all replicas."
+)
 @click.option("--precision", metavar="P", default="fp32", show_default=True, help="fp64, fp32, tf32, bf16 or fp16.")
 @click.option("--optimizer", metavar="O", default="sgd", show_default=True, help="sgd, adam or adamw.")
-@click.option("--partition", metavar="P", help="Of the profile, not its default.")
+@click.option("--partition", metavar="P", help="Partition of the profile. (default: the profile's)")
 @click.option("--objective", metavar="O", default="samples_per_s", show_default=True,
               help="samples_per_s, step_time_s or node_hours (of an epoch).")  # fmt: skip
 @click.option("--top", metavar="N", type=click.IntRange(min=1), default=10, show_default=True, help="Rows of a table.")
-@click.option("--out", metavar="FILE", type=click.Path(path_type=Path), help="Write the sweep that measures the best.")
-@click.option("--model-folder", metavar="DIR", type=click.Path(path_type=Path, exists=True, file_okay=False),
-              default=".", help="Where the module of a model of your own is. (default: this folder)")  # fmt: skip
+@out_option("Write the sweep that measures the best.")
+@model_folder_option
 @results_option
 @json_option
 def recommend(
     *, cluster_name: str, nodes: tuple[int, ...], objective: str, top: int, out: Path | None, results: str | None,
-    as_json: bool, model_folder: Path, **asked: Any,
+    as_json: bool, model_folder: Path, **options: Any,
 ) -> None:  # fmt: skip
-    """Rank every strategy and degree for a model on a cluster, by what the oracle predicts.
+    """Rank every strategy and degree for a model on a cluster by their predictions.
 
-    What cannot run is listed with the limit that stops it. The ranking ends with a sweep that measures the best.
+    Infeasible candidates are listed with the limit that excludes them. The output ends with a sweep that measures the
+    best.
     """
-    from hpcbench.forecast.oracle_requests import RecommendRequest, recommend_for
-    from hpcbench.report.recommendation_view import recommendation_json, recommended_sweep_toml
-
-    wish = RecommendRequest(nodes=nodes or (1,), objective=objective, **asked)
-    found, forecast = recommend_for(wish, cluster_name, results_tree(results), model_folder)
-    module, _, model = asked["model"].rpartition(":")
+    request = RecommendRequest(nodes=nodes or (1,), objective=objective, **options)
+    recommendations, forecast = recommend_for(request, cluster_name, results_tree(results), model_folder)
+    module, _, model = request.model.rpartition(":")
     folder = str(model_folder.resolve()) if module else None
-    text = recommended_sweep_toml(found, f"measure-{model}", folder) if any(one.candidates for one in found) else ""
+    has_candidates = any(recommendation.candidates for recommendation in recommendations)
+    text = recommended_sweep_toml(recommendations, f"measure-{model}", folder) if has_candidates else ""
     if out is not None and text:
-        from hpcbench.fileio import write_atomic
-
         write_atomic(out, text.encode())
         print_message(f"written: {out}; next: hpcbench plan {out} --cluster {cluster_name}")
     if as_json:
-        print_json(recommendation_json(found, objective))
+        print_json(recommendation_json(recommendations, objective))
         return
-    _show_recommendations(found, forecast, top, text if out is None else "")
-
-
-def _show_recommendations(found: list[Recommendation], forecast: Forecast, top: int, text: str) -> None:
-    from hpcbench.report.prediction_view import machine_notes
-    from hpcbench.report.recommendation_view import ranking_view, refused_table, scales_view
-
-    above = machine_notes(forecast.machines())
-    for one in found:
-        world = f"{one.nodes} node{'s' * (one.nodes > 1)} x {one.tasks_per_node} = {one.nodes * one.tasks_per_node}"
-        title = (
-            f"{world} device{'s' * (one.nodes * one.tasks_per_node > 1)}: {len(one.candidates) or 'nothing'} can run"
-        )
-        if one.candidates:
-            _show_view(ranking_view(one, title, top), above)
-        else:
-            _print_dimmed([*above, title])
-        above = [""]
-    if len(found) > 1:
-        _show_view(scales_view(found), above)
-    if any(one.refused for one in found):
-        make_console().print("", refused_table(found), sep="\n")
-    if text:
+    _show_recommendations(recommendations, forecast, top)
+    if text and out is None:
         print_text(f"\n# a sweep that measures the best (--out FILE writes it)\n{text}")
 
 
+def _show_recommendations(recommendations: list[Recommendation], forecast: Forecast, top: int) -> None:
+    notes = machine_notes(forecast.machines())
+    for recommendation in recommendations:
+        nodes, per_node = recommendation.nodes, recommendation.tasks_per_node
+        world = (
+            f"{nodes} node{'s' * (nodes > 1)} x {per_node} = {nodes * per_node} device{'s' * (nodes * per_node > 1)}"
+        )
+        title = f"{world}: {len(recommendation.candidates) or 'nothing'} can run"
+        if recommendation.candidates:
+            _show_view(ranking_view(recommendation, title, top), notes)
+        else:
+            _print_dimmed([*notes, title])
+        notes = [""]
+    if len(recommendations) > 1:
+        _show_view(scales_view(recommendations), notes)
+    if any(recommendation.refused for recommendation in recommendations):
+        make_console().print("", refused_table(recommendations), sep="\n")
+
+
 @click.command()
-@click.argument("sources", metavar="[SWEEP|TREE|BUNDLE]...", nargs=-1)
-@click.option("--cluster", "cluster_name", metavar="NAME", help="Only this cluster.")
-@click.option("--where", metavar="EXPR", help="Only runs for which it holds: 'nodes == 4 and strategy != \"single\"'.")
-@click.option("--cases", "every", is_flag=True, help="Every configuration, too.")
-@click.option("--out", metavar="FILE", type=click.Path(path_type=Path),
-              help=".json: everything; .csv .md .tex .xlsx .parquet: every configuration.")  # fmt: skip
+@sources_argument
+@cluster_filter_option
+@where_option
+@click.option("--cases", "every", is_flag=True, help="Also list every configuration.")
+@out_option(".json: everything; .csv .md .tex .xlsx .parquet: every configuration.")
 @results_option
 @json_option
 def validate(
     sources: tuple[str, ...], cluster_name: str | None, where: str | None, every: bool, out: Path | None,
     results: str | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compare what was measured with what the oracle and simpler baselines say of it.
+    """Compare measurements with the predictions of the oracle and of simpler baselines.
 
-    Nothing is fitted to these results. What failed counts as a misprediction unless it was said not to fit.
+    Nothing is fitted to these results. A failed run counts as a wrong prediction, unless the prediction was that it
+    does not fit in memory.
     """
-    from hpcbench.report.column_names import Condition
-    from hpcbench.report.load_results import load_frame
+    # Imported here: `predict` and `recommend` need no baselines.
     from hpcbench.report.oracle_validation import VALIDATION_COLUMNS, score_predictors
-    from hpcbench.report.validation_view import validation_json
-
-    condition = Condition(where, "--where") if where else None
-    columns = [*VALIDATION_COLUMNS, *(condition.columns if condition else [])]
-    frame = load_frame(results_tree(results), sources, [cluster_name] if cluster_name else None, columns)
-    if condition:
-        frame = frame.filter(condition.mask(frame))
-    found = score_predictors(frame, results_tree(results))
-    document = validation_json(found.cases, found.scores, found.notes)
-    if out is not None:
-        _write_validation(out, found.cases, document)
-    if as_json:
-        print_json(document)
-    elif not found.cases:
-        print_message(
-            "\n".join([f"no results to validate in {', '.join(sources) or results_tree(results).root}", *found.notes])
-        )
-    elif out is None or every:
-        _show_validation(found, every)
-
-
-def _write_validation(out: Path, cases: list[ValidationCase], document: dict[str, Any]) -> None:
-    from hpcbench.report.table_output import write_view
-    from hpcbench.report.validation_view import configuration_cases_view
-
-    if out.suffix == ".json":
-        import msgspec
-
-        from hpcbench.fileio import write_atomic
-
-        write_atomic(out, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
-    else:
-        write_view(configuration_cases_view(cases), out)
-    print_message(f"{len(cases)} configurations written to {out}")
-
-
-def _show_validation(found: ValidationResult, every: bool) -> None:
-    from hpcbench.report.prediction_view import machine_notes
     from hpcbench.report.validation_view import (
         accuracy_by_part_view,
         accuracy_by_strategy_view,
         chosen_strategies_view,
         configuration_cases_view,
         predictor_comparison_view,
+        validation_json,
     )
 
-    ours, *_ = found.scores
-    _show_view(accuracy_by_strategy_view(ours), [*machine_notes(found.machines), *found.notes, ""])
-    _show_view(accuracy_by_part_view(ours), [""])
-    _show_view(predictor_comparison_view(found.scores), [""])
-    chosen = chosen_strategies_view(found.cases)
-    if chosen.raw:
-        _show_view(chosen, [""])
-    if every:
-        _show_view(configuration_cases_view(found.cases), [""])
+    tree = results_tree(results)
+    condition = Condition(where, "--where") if where else None
+    columns = [*VALIDATION_COLUMNS, *(condition.columns if condition else [])]
+    frame = load_frame(tree, sources, [cluster_name] if cluster_name else None, columns)
+    if condition:
+        frame = frame.filter(condition.mask(frame))
+    validation = score_predictors(frame, tree)
+    document = validation_json(validation.cases, validation.scores, validation.notes)
+    if out is not None:
+        if out.suffix == ".json":
+            write_atomic(out, msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n")
+        else:
+            write_view(configuration_cases_view(validation.cases), out)
+        print_message(f"{len(validation.cases)} configurations written to {out}")
+    if as_json:
+        print_json(document)
+    elif not validation.cases:
+        print_message("\n".join([f"no results to validate in {', '.join(sources) or tree.root}", *validation.notes]))
+    elif out is None or every:
+        oracle_score = validation.scores[0]
+        notes = [*machine_notes(validation.machines), *validation.notes, ""]
+        _show_view(accuracy_by_strategy_view(oracle_score), notes)
+        _show_view(accuracy_by_part_view(oracle_score), [""])
+        _show_view(predictor_comparison_view(validation.scores), [""])
+        chosen = chosen_strategies_view(validation.cases)
+        if chosen.raw:
+            _show_view(chosen, [""])
+        if every:
+            _show_view(configuration_cases_view(validation.cases), [""])
 
 
-def _make_forecast(made: SweepPlan, results: str | None) -> Forecast:
-    from hpcbench.forecast.forecast import Forecast
-    from hpcbench.parallel.check_names import custom_model_folder
-
-    return Forecast(
-        made.profile, results_tree(results).cluster(made.profile.name), custom_model_folder(made.sweep, made.profile)
-    )
-
-
-def _show_view(view: View, above: list[str]) -> None:
-    from hpcbench.report.table_output import render_view
-
-    _print_dimmed(above)
+def _show_view(view: View, notes: list[str]) -> None:
+    """Print ``notes`` dimmed, then the view."""
+    _print_dimmed(notes)
     screen = make_console()
     screen.print(render_view(view, screen.width))
 
 
-def _print_dimmed(texts: list[str]) -> None:
-    from rich.text import Text
+def _print_dimmed(lines: list[str]) -> None:
+    for line in lines:
+        make_console().print(printable_excerpt(line), style="dim")
 
-    from hpcbench.fileio import printable_excerpt
 
-    for line in texts:
-        make_console().print(Text(printable_excerpt(line), style="dim"))
+@click.command("calibrate")
+@click.argument("name")
+@click.option("--partition", metavar="NAME", help="The partition to measure. (default: the profile's)")
+@click.option(
+    "--from", "sources", multiple=True, metavar="SWEEP|TREE",
+    help="Measure nothing: fit to the runs of these sweeps or results trees. May be repeated.",
+)  # fmt: skip
+@click.option("--where", metavar="EXPR", help="With --from: only runs that satisfy the expression: 'devices == 1'.")
+@click.option(
+    "--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+    help="x.toml: write the calibration's sweep, and stop. x.json: write the calibration there, too.",
+)  # fmt: skip
+@click.option(
+    "--budget", "budget_s", default=20.0, show_default=True, type=click.FloatRange(min=0.1),
+    help="Approximate seconds for the measurements of one run.",
+)  # fmt: skip
+@click.option("--yes", "over_budget", is_flag=True, help="Measure even if it may cost more than the cluster's budget.")
+@results_option
+@json_option
+def calibrate_cluster(
+    *, name: str, partition: str | None, sources: tuple[str, ...], where: str | None, out: Path | None, budget_s: float,
+    over_budget: bool, results: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Measure a cluster: submit a sweep of ordinary runs, wait, and fit the oracle's machine parameters.
+
+    An interrupted calibration continues when the same command is given again. Predictions use the newest calibration.
+    """
+    profile, _ = load_cluster(name)
+    if partition is not None and partition not in profile.partitions:
+        raise ConfigError(
+            f"cluster {profile.name} has no partition {partition!r}", hint=did_you_mean(partition, profile.partitions)
+        )
+    if out is not None and out.suffix not in (".toml", ".json"):
+        raise ConfigError(f"--out {out}: unknown ending", hint="x.toml for the sweep, x.json for the calibration")
+    if where is not None and not sources:
+        raise ConfigError("--where chooses among the runs of --from", hint="name sweeps or a results tree: --from")
+    if out is not None and out.suffix == ".toml":
+        _, text = calibration_sweep_text(results_tree(results).cluster(profile.name), profile, partition, budget_s)
+        make_folder(out.parent)
+        write_atomic(out, text.encode())
+        print_message(f"wrote {project_relative(out)}: hpcbench submit {out} --cluster {name} runs it")
+        return
+    states: dict[str, RunState] = {}
+    if sources:
+        calibration, path = _fit_existing_runs(profile, results, partition, sources, where)
+    else:
+        calibration, path, states = _measure_and_fit(profile, results, partition, budget_s, over_budget)
+    if out is not None:
+        make_folder(out.parent)
+        write_atomic(out, path.read_bytes())
+    if as_json:
+        print_json({"path": str(path), "calibration": msgspec.to_builtins(calibration, str_keys=True)})
+    else:
+        make_console().print(calibration_view(calibration))
+        print_message(f"kept in {project_relative(path)}: predictions for {calibration.cluster} are made from it")
+    sys.exit(runs_exit_code(states))
+
+
+def _measure_and_fit(
+    profile: ClusterProfile, results: str | None, partition: str | None, budget_s: float, over_budget: bool
+) -> tuple[Calibration, Path, dict[str, RunState]]:
+    """Submit the missing runs of the next calibration, wait, fit and store it; also return how the runs ended."""
+    # Imported here: predictions submit nothing.
+    from hpcbench.cli.run_commands import check_send_outcome, print_submit_outcome, watch_runs
+    from hpcbench.submit.submit import RunSelection, check_scheduler, submit
+
+    check_scheduler(profile)
+    tree = results_tree(results).cluster(profile.name)
+    plan = make_calibration_plan(tree, profile, partition, budget_s)
+    outcome = submit(plan, tree, RunSelection(over_budget=over_budget), print_message)
+    print_submit_outcome(plan, outcome)
+    check_send_outcome(outcome.sent, waits=True)
+    try:
+        states = watch_runs(plan, results, {})
+    except KeyboardInterrupt:
+        print_message(f"hpcbench cluster calibrate {profile.name} goes on with it")
+        raise
+    calibration, path = _fit_and_store(profile, partition, collect_evidence([(tree, plan.runs)]), results)
+    return calibration, path, states
+
+
+def _fit_existing_runs(
+    profile: ClusterProfile, results: str | None, partition: str | None, sources: Sequence[str], where: str | None
+) -> tuple[Calibration, Path]:
+    """Fit to the runs of ``sources`` (names of sweeps, folders of whole trees) that satisfy ``where``."""
+    main_tree = results_tree(results)
+    selections: list[tuple[Any, Iterable[str]]] = []
+    for folder in filter(Path.is_dir, map(Path, sources)):
+        tree = ResultsTree(folder).cluster(profile.name)
+        selections.append((tree, list(tree.run_ids())))
+    names = [source for source in sources if not Path(source).is_dir()]
+    for _, record in select_sweeps(main_tree, names, profile.name) if names else []:
+        selections.append((main_tree.cluster(profile.name), record.run_ids))
+    if where is not None:
+        condition = Condition(where, "--where")
+        frame = load_frame(main_tree, sources, [profile.name], ["run_id", *condition.columns])
+        chosen = set(frame.filter(condition.mask(frame))["run_id"])
+        if not chosen:
+            raise ConfigError(f"none of {frame.height} runs of {profile.name} has {where}", where="--where")
+        selections = [(tree, [run_id for run_id in run_ids if run_id in chosen]) for tree, run_ids in selections]
+    return _fit_and_store(profile, partition, collect_evidence(selections), results)
+
+
+def _fit_and_store(
+    profile: ClusterProfile,
+    partition: str | None,
+    evidence: tuple[Sequence[CalibrationRun], Sequence[str]],
+    results: str | None,
+) -> tuple[Calibration, Path]:
+    """Fit part by part if the runs have probes, else to whole runs; ``ConfigError`` if no run is usable."""
+    # Imported here: predictions fit nothing.
+    from hpcbench.oracle.calibration.fit_machine import fit_calibration, fit_calibration_from_runs
+
+    runs, problems = evidence
+    for problem in problems:
+        print_message(f"  {problem}")
+    if not usable_runs(runs):
+        hint = "hpcbench status shows how they ended, hpcbench logs RUN_ID why"
+        raise ConfigError(f"no run of {profile.name} that was given or made ended well: nothing to fit", hint=hint)
+    tree = results_tree(results).cluster(profile.name)
+    if any(run.result.probe is not None for run in runs):
+        calibration = fit_calibration(profile, partition, runs)
+    else:
+        calibration = fit_calibration_from_runs(profile, partition, machine_for(profile, tree, partition), runs)
+    return calibration, write_calibration(calibration, tree)

@@ -13,16 +13,30 @@ from hpcbench.cli.common import (
     json_option,
     load_plan,
     make_console,
+    out_option,
     print_json,
     print_message,
     print_text,
     results_option,
     results_tree,
 )
+from hpcbench.config.cluster_profile import load_cluster_file
+from hpcbench.config.run_spec import spec_document
+from hpcbench.config.sweep_expansion import count_points
+from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.config.toml_tables import read_toml
+from hpcbench.errors import ConfigErrors, HpcbenchError
+from hpcbench.fileio import make_folder, write_atomic
+from hpcbench.parallel.check_names import check_names
+from hpcbench.site.profile_check import check_against_scheduler
+from hpcbench.submit.plan import SweepPlan
+from hpcbench.submit.submission import render_submission
+from hpcbench.submit.submission_record import next_submission_folder, write_sweep_record
 
 if TYPE_CHECKING:
     from hpcbench.forecast.forecast import PlanForecast
-    from hpcbench.submit.plan import SweepPlan
+
+_PREDICTED_FIGURES = ("step_time_s", "peak_memory_bytes", "fits", "bound_by")
 
 
 @click.command()
@@ -32,12 +46,10 @@ def check(files: tuple[str, ...]) -> None:
 
     FILES are TOML files, or names of sweeps. Every mistake in all of them is listed, with file and line.
     """
-    from hpcbench.errors import ConfigErrors, HpcbenchError
-
     problems: list[HpcbenchError] = []
-    for given in files:
+    for name in files:
         try:
-            print_message(f"{given}: {_check_file(given)}")
+            print_message(f"{name}: {_check_file(find_sweep_file(name))}")
         except ConfigErrors as error:
             problems += error.problems
         except HpcbenchError as error:
@@ -46,23 +58,15 @@ def check(files: tuple[str, ...]) -> None:
         raise ConfigErrors(problems)
 
 
-def _check_file(given: str) -> str:
-    from hpcbench.config.cluster_profile import load_cluster_file
-    from hpcbench.config.sweep_expansion import count_points
-    from hpcbench.config.sweep_loader import load_sweep
-    from hpcbench.config.toml_tables import read_toml
-    from hpcbench.parallel.check_names import check_names
-    from hpcbench.site.profile_check import check_against_scheduler
-
-    path = find_sweep_file(given)
+def _check_file(path: Path) -> str:
     data, _ = read_toml(path)
     if "fixed" in data or "grid" in data:
         sweep = load_sweep(path)
         check_names(sweep)
-        return f"a sweep of {count_points(sweep)} points, in order"
+        return f"a sweep of {count_points(sweep)} points, valid"
     profile, source = load_cluster_file(path)
     checked = check_against_scheduler(profile, source)
-    return "a cluster profile, in order" + (", and the scheduler agrees" if checked else "; no scheduler here to ask")
+    return "a cluster profile, valid" + (", and the scheduler agrees" if checked else "; no scheduler here to compare")
 
 
 @click.command()
@@ -71,44 +75,42 @@ def _check_file(given: str) -> str:
 @results_option
 @json_option
 def plan(sweep: str, cluster_name: str, results: str | None, as_json: bool) -> None:
-    """Show what SWEEP would run on a cluster: runs, jobs, what is done, what is dropped and why.
+    """Show what SWEEP would run on a cluster: runs, jobs, finished runs, infeasible points and the reasons.
 
-    The oracle says beside it how long the runs will probably take, and which of them will not fit.
+    The plan includes the predicted duration of the runs, and those that will not fit into memory.
     """
+    # Imported here: `check` and `render` predict nothing and draw no table.
     from hpcbench.forecast.forecast import forecast_plan
-
-    made = load_plan(sweep, cluster_name, results)
-    ahead = forecast_plan(made, results_tree(results).cluster(made.profile.name))
-    if as_json:
-        print_json(_plan_json(made, ahead))
-        return
     from hpcbench.report.plan_view import plan_renderables
 
+    sweep_plan = load_plan(sweep, cluster_name, results)
+    forecast = forecast_plan(sweep_plan, results_tree(results).cluster(sweep_plan.profile.name))
+    if as_json:
+        print_json(_plan_json(sweep_plan, forecast))
+        return
     screen = make_console()
-    for part in plan_renderables(made, ahead):
+    for part in plan_renderables(sweep_plan, forecast):
         screen.print(part)
 
 
-def _plan_json(made: SweepPlan, ahead: PlanForecast) -> dict[str, Any]:
-    from hpcbench.config.run_spec import spec_document
-
-    missing = made.missing
+def _plan_json(plan: SweepPlan, forecast: PlanForecast) -> dict[str, Any]:
+    missing = plan.missing
     return {
-        "sweep": made.sweep.name,
-        "cluster": made.profile.name,
+        "sweep": plan.sweep.name,
+        "cluster": plan.profile.name,
         "runs": [
             {
-                "run_id": key,
+                "run_id": run_id,
                 "spec": spec_document(spec),
-                "time_limit_s": made.shape(spec).time_limit_s,
-                **_prediction_json(key, ahead),
+                "time_limit_s": plan.shape(spec).time_limit_s,
+                **_prediction_json(run_id, forecast),
             }
-            for key, spec in made.runs.items()
+            for run_id, spec in plan.runs.items()
         ],
-        "done": list(made.finished),
-        "dropped": [{"spec": point.point, "reason": point.reason} for point in made.dropped],
-        "elsewhere": list(made.elsewhere),
-        "stopped": [{"run_id": key, "reason": reason} for key, reason in made.stopped.items()],
+        "done": list(plan.finished),
+        "dropped": [{"spec": point.point, "reason": point.reason} for point in plan.dropped],
+        "elsewhere": list(plan.elsewhere),
+        "stopped": [{"run_id": run_id, "reason": reason} for run_id, reason in plan.stopped.items()],
         "jobs": [
             {
                 "nodes": group.shape.nodes,
@@ -121,58 +123,55 @@ def _plan_json(made: SweepPlan, ahead: PlanForecast) -> dict[str, Any]:
                 "node_hours": group.node_hours,
                 "run_ids": group.run_ids,
             }
-            for group in made.jobs(missing)
+            for group in plan.jobs(missing)
         ],
-        "node_hours": made.node_hours(missing),
+        "node_hours": plan.node_hours(missing),
         "predicted": {
-            "node_hours": ahead.node_hours(missing),
-            "does_not_fit": ahead.not_fitting(missing),
-            "not_priced": dict(ahead.unpriced),
-            "machines": [{"depth": one.depth, "source": one.source} for one in ahead.forecast.machines()],
+            "node_hours": forecast.node_hours(missing),
+            "does_not_fit": forecast.not_fitting(missing),
+            "not_priced": dict(forecast.unpriced),
+            "machines": [
+                {"depth": machine.depth, "source": machine.source} for machine in forecast.forecast.machines()
+            ],
         },
     }
 
 
-def _prediction_json(key: str, ahead: PlanForecast) -> dict[str, Any]:
-    if key not in ahead.found:
+def _prediction_json(run_id: str, forecast: PlanForecast) -> dict[str, Any]:
+    if run_id not in forecast.predictions:
         return {}
-    found = ahead.found[key]
-    figures = ("step_time_s", "peak_memory_bytes", "fits", "bound_by")
-    said = {name: getattr(found, name) for name in figures}
-    return {"predicted": {**said, "run_time_s": ahead.run_time_s[key]}}
+    figures = {name: getattr(forecast.predictions[run_id], name) for name in _PREDICTED_FIGURES}
+    return {"predicted": {**figures, "run_time_s": forecast.run_time_s[run_id]}}
 
 
 @click.command()
 @click.argument("sweep")
 @cluster_option()
-@click.option("--out", metavar="DIR", type=click.Path(path_type=Path), help="Write scripts and task files there.")
+@out_option("Write scripts and task files there.", metavar="DIR")
 @results_option
 def render(sweep: str, cluster_name: str, out: Path | None, results: str | None) -> None:
     """Show the exact bytes that submit would send for SWEEP: job scripts and task files."""
-    from hpcbench.fileio import make_folder, write_atomic
-    from hpcbench.submit.submission import render_submission
-    from hpcbench.submit.submission_record import next_submission_folder, write_sweep_record
-
-    made = load_plan(sweep, cluster_name, results)
-    if not made.missing:
-        print_message(f"nothing to submit: all {len(made.runs)} runs of {made.sweep.name} have results")
+    sweep_plan = load_plan(sweep, cluster_name, results)
+    profile = sweep_plan.profile
+    if not sweep_plan.missing:
+        print_message(f"nothing to submit: all {len(sweep_plan.runs)} runs of {sweep_plan.sweep.name} have results")
         return
-    cluster_tree = results_tree(results).cluster(made.profile.name)
-    if made.profile.account_required and made.profile.account is None:
-        print_message(f"cluster {made.profile.name} takes no job without an account, and none is set")
-    runs_from_here = out is not None and made.profile.scheduler.kind == "pbs"
-    folder = out.absolute() if out and runs_from_here else next_submission_folder(cluster_tree, made.sweep.name)
-    rendered = render_submission(made, made.missing, cluster_tree, folder)
-    if out is not None:
-        make_folder(out)
-        for name, data in rendered.files.items():
-            write_atomic(out / name, data)
-        print_message(f"{len(rendered.files)} files written to {out}")
-        if runs_from_here:
-            write_sweep_record(made, cluster_tree)
-            print_message("\n".join(f"next: qsub {out / name}" for name in rendered.files if name.endswith(".sh")))
-        return
-    for name, data in rendered.files.items():
-        if name.endswith(".sh"):
+    tree = results_tree(results).cluster(profile.name)
+    if profile.account_required and profile.account is None:
+        print_message(f"cluster {profile.name} takes no job without an account, and none is set")
+    runs_from_here = out is not None and profile.scheduler.kind == "pbs"
+    folder = out.absolute() if out and runs_from_here else next_submission_folder(tree, sweep_plan.sweep.name)
+    rendered = render_submission(sweep_plan, sweep_plan.missing, tree, folder)
+    scripts = [name for name in rendered.files if name.endswith(".sh")]
+    if out is None:
+        for name in scripts:
             click.echo(f"# ---- {name}: {len(rendered.record.arrays[int(name[:-3])].run_ids)} runs ----")
-            print_text(data.decode())
+            print_text(rendered.files[name].decode())
+        return
+    make_folder(out)
+    for name, data in rendered.files.items():
+        write_atomic(out / name, data)
+    print_message(f"{len(rendered.files)} files written to {out}")
+    if runs_from_here:
+        write_sweep_record(sweep_plan, tree)
+        print_message("\n".join(f"next: qsub {out / name}" for name in scripts))

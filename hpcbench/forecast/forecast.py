@@ -33,7 +33,7 @@ from hpcbench.oracle.prediction import (
 from hpcbench.parallel.catalog import STRATEGIES, shipped_model_entries
 from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
-from hpcbench.parallel.resolve import table_exclusion_reason
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point, table_exclusion_reason
 from hpcbench.parallel.workloads import DATASETS, is_custom_model
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import SweepPlan, available_cores
@@ -42,26 +42,29 @@ from hpcbench.submit.submission import emulated_machine
 _PredictionT = TypeVar("_PredictionT", Prediction, MemoryBreakdown)
 
 STARTUP_S = {"cpu": 15.0, "cuda": 45.0}
-"""From a launch to its first step, and from its last step to the next launch: interpreters, libraries, the model, the
-first call of every kernel. A usual time; nothing is measured for it."""
+"""By device, the seconds of a launch outside its steps: interpreters, libraries, the model, the first call of every
+kernel. A typical time, not a measured one."""
 
 MAX_DEVICES, MAX_MICRO_BATCHES = 10_000_000, 20_000
-"""What is priced at most: results that somebody else has written may say anything."""
-
-_FORMULA_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, StopIteration, TypeError, ValueError,
-)  # fmt: skip
+"""Largest run that is predicted: results from other people may hold any number."""
+MAX_PRICED_CONFIGURATIONS = 1000
+"""Configurations of a plan that are predicted, the first ones: `plan` must stay quick."""
 
 _PRICED_FIELDS = attrgetter(
     "model", "dataset", "input_size", "strategy", "batch_size", "nodes", "tasks_per_node", "devices_per_task",
     "micro_batches", "dp_degree", "tp_degree", "sp_degree", "pp_degree", "precision", "compile",
     "activation_checkpointing", "channels_last", "optimizer", "momentum", "data", "partition", "rehearse",
 )  # fmt: skip
-"""What a step's time and memory depend on, beside the options: runs that differ in nothing else are alike."""
+"""Parameters that determine a step's time and memory, with the options: runs that agree in them share a prediction."""
 
 
 class Forecast:
-    """What the oracle says of runs on one cluster. Remembers what it was asked."""
+    """Predictions for runs on one cluster; each configuration is computed once.
+
+    Example:
+        >>> profile, _ = load_cluster("abci-v100")  # doctest: +SKIP
+        >>> Forecast(profile).predict(spec).step_time_s  # doctest: +SKIP
+    """
 
     def __init__(
         self,
@@ -70,123 +73,129 @@ class Forecast:
         model_folder: Path | None = None,
         python: str | None = sys.executable,
         *,
-        forgiving: bool = False,
+        untrusted: bool = False,
     ) -> None:
-        """``tree`` is the cluster's, for its calibrations.
+        """Set the sources of a forecast.
 
-        ``forgiving`` makes a hole in a formula a reason, for who looks at more than predictions; else it is raised.
-        ``python`` makes tables of layers that are neither shipped nor cached; ``None`` leaves their runs unpriced.
+        Args:
+            profile: The cluster's profile.
+            tree: The cluster's results, for its calibrations.
+            model_folder: Folder of custom models; without one their code is never run.
+            python: Interpreter that measures layer tables that are neither shipped nor cached; ``None``: runs with
+                these models are not predicted.
+            untrusted: The runs come from results files of other people. A run that no sweep can contain is then not
+                predicted.
         """
         self.profile, self._tree, self._python = _with_local_hardware(profile), tree, python
-        self._forgiving = forgiving
+        self._untrusted = untrusted
         self._model_folder = str(model_folder.resolve()) if model_folder else None
         self._tables: dict[Any, LayerTable | NotPredicted] = {}
         self._machines: dict[tuple[str | None, int, str | None], Machine] = {}
-        self._plain: dict[int, Machine] = {}
-        self._held: dict[Any, MemoryBreakdown | NotPredicted] = {}
-        self._found: dict[Any, Prediction | NotPredicted] = {}
+        self._without_posterior: dict[int, Machine] = {}
+        self._memory: dict[Any, MemoryBreakdown | NotPredicted] = {}
+        self._predictions: dict[Any, Prediction | NotPredicted] = {}
 
-    def predict(self, spec: RunSpec, *, quick: bool = False, most: int | None = None) -> Prediction | NotPredicted:
-        """The prediction for ``spec``, or why there is none; beyond ``most`` different ones none is made.
+    def predict(self, spec: RunSpec, *, quick: bool = False, limit: int | None = None) -> Prediction | NotPredicted:
+        """Predict step time and memory of a run, or return the reason why that is not possible.
 
-        ``quick``: where the machine was fitted its interval is not worked out anew for every number that is uncertain.
+        Args:
+            spec: The run.
+            quick: Do not compute the prediction interval from the posterior of a fitted machine.
+            limit: Predict at most so many different configurations.
         """
         try:
             machine = self.machine(spec)
         except HpcbenchError as error:
             return NotPredicted(error.message)
         if quick and machine.posterior is not None:
-            machine = self._without_posterior(machine)
+            # Cost models know machines by identity: one copy of each is enough.
+            if id(machine) not in self._without_posterior:
+                self._without_posterior[id(machine)] = msgspec.structs.replace(machine, posterior=None)
+            machine = self._without_posterior[id(machine)]
         key = (*_configuration_key(spec), machine.posterior is None)
-        found = self._found.get(key)
-        if found is None:
-            if most is not None and len(self._found) >= most:
-                return NotPredicted(f"more than {most} different ones")
-            found = self._found[key] = self._priced(spec, machine)
-        return found
+        if key not in self._predictions:
+            if limit is not None and len(self._predictions) >= limit:
+                return NotPredicted(f"more than {limit} different ones")
+            memory = self._peak_memory(spec)
+            self._predictions[key] = (
+                memory
+                if isinstance(memory, NotPredicted)
+                else self._apply(spec, lambda table: predict(spec, table, machine, memory=memory))
+            )
+        return self._predictions[key]
 
-    def run_time_s(self, spec: RunSpec) -> float | None:
-        """How long a launch takes, its start included; evaluation, checks and the queue are not. ``None``: unknown."""
-        found = self.predict(spec, quick=True)
-        return None if isinstance(found, NotPredicted) else self.launch_s(spec, found)
-
-    def launch_s(self, spec: RunSpec, found: Prediction) -> float:
-        """As ``run_time_s``, by the run's prediction."""
+    def launch_s(self, spec: RunSpec, prediction: Prediction) -> float:
+        """Seconds of one launch, its start included, without evaluation, checks and the time in the queue."""
         steps = spec.warmup_steps + spec.steps + spec.profile_steps
-        return STARTUP_S[self.profile.device] + steps * found.step_time_s
+        return STARTUP_S[self.profile.device] + steps * prediction.step_time_s
 
     def machine(self, spec: RunSpec) -> Machine:
-        """What times on the run's nodes are made of."""
+        """The machine parameters for the run's nodes.
+
+        Raises:
+            ConfigError: The cluster that the run emulates has no valid profile.
+        """
         key = (spec.partition, spec.tasks_per_node, spec.rehearse)
         if key not in self._machines:
-            here = machine_for(self.profile, self._tree, *key[:2])
-            self._machines[key] = here if spec.rehearse is None else self._rehearsing(here, spec.rehearse)
+            machine = machine_for(self.profile, self._tree, spec.partition, spec.tasks_per_node)
+            if spec.rehearse is not None:
+                machine = emulating_machine(machine, emulated_machine(spec.rehearse, self._tree))
+            self._machines[key] = machine
         return self._machines[key]
 
-    def _rehearsing(self, here: Machine, cluster: str) -> Machine:
-        """``ConfigError`` where nobody knows that cluster."""
-        return emulating_machine(here, emulated_machine(cluster, self._tree))
-
-    def _without_posterior(self, machine: Machine) -> Machine:
-        # Clocks know machines by their parts: one copy of each is enough.
-        if id(machine) not in self._plain:
-            self._plain[id(machine)] = msgspec.structs.replace(machine, posterior=None)
-        return self._plain[id(machine)]
-
     def machines(self) -> list[Machine]:
-        """Those that have been asked for."""
+        """The machines of all predictions so far."""
         return list(self._machines.values())
 
     def table(self, spec: RunSpec) -> LayerTable | NotPredicted:
-        """The table of the run's layers."""
+        """The layer table of the run's model, or the reason why there is none."""
         key = (spec.model, spec.dataset, spec.input_size, _hashable_options(spec.model_options))
         if key not in self._tables:
-            request = LayerTableRequest(
-                model=spec.model,
-                dataset=spec.dataset,
-                input_size=spec.input_size,
-                # Dropout's probability changes no shape.
-                model_options={name: value for name, value in spec.model_options.items() if name != "dropout"},
-                model_folder=self._model_folder if is_custom_model(spec.model) else None,
-            )
-            self._tables[key] = self._table(request)
+            self._tables[key] = self._load_table(spec)
         return self._tables[key]
 
-    def _table(self, request: LayerTableRequest) -> LayerTable | NotPredicted:
-        """What somebody else's result names is looked up; a module of theirs is never run."""
-        own = is_custom_model(request.model)
-        if (not own and request.model not in shipped_model_entries()) or request.dataset not in DATASETS:
-            return NotPredicted(f"there is no model {request.model!r:.60} here that takes {request.dataset!r:.60}")
+    def _load_table(self, spec: RunSpec) -> LayerTable | NotPredicted:
+        is_custom = is_custom_model(spec.model)
+        if (not is_custom and spec.model not in shipped_model_entries()) or spec.dataset not in DATASETS:
+            return NotPredicted(f"there is no model {spec.model!r:.60} here that takes {spec.dataset!r:.60}")
+        request = LayerTableRequest(
+            model=spec.model,
+            dataset=spec.dataset,
+            input_size=spec.input_size,
+            # The probability of dropout changes no shape.
+            model_options={name: value for name, value in spec.model_options.items() if name != "dropout"},
+            model_folder=self._model_folder if is_custom else None,
+        )
+        # Code of a model that only other people's results name is never run.
+        python = None if is_custom and self._model_folder is None else self._python
         try:
-            return load_layer_table(request, None if own and self._model_folder is None else self._python)
+            return load_layer_table(request, python)
         except HpcbenchError as error:
             return NotPredicted(error.message)
 
     def memory_fit(self, spec: RunSpec) -> MemoryFit | NotPredicted:
-        """What the fullest rank holds, and how much there is."""
-        held = self._fullest(spec)
-        if isinstance(held, NotPredicted):
-            return held
+        """Peak memory of the rank that uses most, and the device's capacity; quicker than ``predict``."""
+        memory = self._peak_memory(spec)
+        if isinstance(memory, NotPredicted):
+            return memory
         try:
             machine = self.machine(spec)
         except HpcbenchError as error:
             return NotPredicted(error.message)
         limit = None if machine.memory_bytes is None else round(machine.memory_bytes)
-        return MemoryFit(held.total_bytes + round(machine.base_bytes), limit)
+        return MemoryFit(memory.total_bytes + round(machine.base_bytes), limit)
 
-    def _fullest(self, spec: RunSpec) -> MemoryBreakdown | NotPredicted:
+    def _peak_memory(self, spec: RunSpec) -> MemoryBreakdown | NotPredicted:
         key = _configuration_key(spec)
-        if key not in self._held:
-            self._held[key] = self._told(spec, lambda table: peak_rank_memory(spec, table, self.profile.device))
-        return self._held[key]
+        if key not in self._memory:
+            self._memory[key] = self._apply(spec, lambda table: peak_rank_memory(spec, table, self.profile.device))
+        return self._memory[key]
 
-    def _priced(self, spec: RunSpec, machine: Machine) -> Prediction | NotPredicted:
-        held = self._fullest(spec)
-        if isinstance(held, NotPredicted):
-            return held
-        return self._told(spec, lambda table: predict(spec, table, machine, memory=held))
+    def _apply(self, spec: RunSpec, formula: Callable[[LayerTable], _PredictionT]) -> _PredictionT | NotPredicted:
+        """Apply a formula of the oracle to the run's layer table.
 
-    def _told(self, spec: RunSpec, tell: Callable[[LayerTable], _PredictionT]) -> _PredictionT | NotPredicted:
+        ``HpcbenchError`` is the oracle's documented way to refuse a run. Any other exception is a bug and propagates.
+        """
         if spec.strategy not in STRATEGIES or STRATEGIES[spec.strategy].cost is None:
             return NotPredicted(f"the oracle has no formulas for {spec.strategy!r:.60}")
         if spec.devices > MAX_DEVICES or spec.micro_batches > MAX_MICRO_BATCHES:
@@ -194,61 +203,71 @@ class Forecast:
         table = self.table(spec)
         if isinstance(table, NotPredicted):
             return table
-        if is_custom_model(spec.model) and (reason := table_exclusion_reason(spec, table)):
+        reason = _invalid_reason(spec) if self._untrusted else None
+        if reason is None and is_custom_model(spec.model):
+            reason = table_exclusion_reason(spec, table)
+        if reason is not None:
             return NotPredicted(reason)
         try:
-            return tell(table)
+            return formula(table)
         except HpcbenchError as error:
             return NotPredicted(error.message)
-        except _FORMULA_ERRORS as error:
-            if not self._forgiving:
-                raise
-            # A hole in a formula must not keep anybody from planning or looking at the other runs.
-            return NotPredicted(f"the oracle's formulas fail: {type(error).__name__}: {error}")
+
+
+def _invalid_reason(spec: RunSpec) -> str | None:
+    """The reason why no sweep can contain the run; ``None`` if one can."""
+    known = dict(STRATEGIES[spec.strategy].options)
+    if spec.model in shipped_model_entries():
+        known |= shipped_model_entries()[spec.model].options
+    for name, value in (*spec.options.items(), *spec.model_options.items()):
+        option = known.get(name)
+        if option is not None and not (type(value) is option.kind or (option.kind is float and type(value) is int)):
+            return f"option {name} = {value!r:.60}: not of type {option.kind.__name__}"
+        if option is not None and option.choices and value not in option.choices:
+            return f"option {name} = {value!r:.60}: not one of {', '.join(map(str, option.choices))}"
+    resolved = resolve_point(msgspec.structs.asdict(spec), PartitionLimits("any"))
+    return resolved.reason if isinstance(resolved, InfeasiblePoint) else None
 
 
 def _with_local_hardware(profile: ClusterProfile) -> ClusterProfile:
-    """``profile`` with what there is here, where jobs run here and it does not say."""
+    """``profile`` with this machine's cores and memory if jobs run here and it does not set them."""
     if profile.scheduler.kind != "local":
         return profile
     node = profile.node
-    here = {
+    hardware = {
         "cores": node.cores or available_cores(),
         "memory_bytes": node.memory_bytes or psutil.virtual_memory().total,
     }
-    return profile.model_copy(update={"node": node.model_copy(update=here)})
+    return profile.model_copy(update={"node": node.model_copy(update=hardware)})
 
 
 def _configuration_key(spec: RunSpec) -> Any:
     return _PRICED_FIELDS(spec), _hashable_options(spec.options), _hashable_options(spec.model_options)
 
 
-def _hashable_options(options: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    return tuple(sorted(options.items())) if options else ()
-
-
-MAX_PRICED_CONFIGURATIONS = 1000
-"""Configurations of a plan that are priced, the first ones: a plan is looked at often and must stay quick."""
+def _hashable_options(options: dict[str, Any]) -> bytes:
+    # Untrusted options may hold lists and tables.
+    return msgspec.json.encode(options, order="deterministic") if options else b""
 
 
 @dataclass
 class PlanForecast:
-    """Predictions by ``run_id``."""
+    """Predictions for the runs of a plan, by ``run_id``."""
 
     forecast: Forecast
-    found: dict[str, Prediction] = field(default_factory=dict)
+    predictions: dict[str, Prediction] = field(default_factory=dict)
     run_time_s: dict[str, float] = field(default_factory=dict)
-    """Of one launch, at most to its time limit."""
+    """Seconds of one launch, limited by its time limit."""
     unpriced: Counter[str] = field(default_factory=Counter)
-    """Runs by the reason why nothing is said of them."""
+    """Number of runs without a prediction, by the reason."""
 
     def node_hours(self, runs: dict[str, RunSpec]) -> float | None:
-        """What those of ``runs`` that are priced will probably take; ``None`` where none is."""
+        """Node-hours of those of ``runs`` that are predicted; ``None`` if none is."""
         priced = [spec.nodes * self.run_time_s[key] for key, spec in runs.items() if key in self.run_time_s]
         return sum(priced) / 3600 if priced else None
 
     def remaining_s(self, runs: dict[str, RunSpec], cores: int) -> float | None:
-        """How long this machine's ``cores`` will take for ``runs``; ``None`` where one of them is not priced."""
+        """Seconds that this machine's ``cores`` will take for ``runs``; ``None`` if one of them is not predicted."""
         if not runs or any(key not in self.run_time_s for key in runs):
             return None
         work = sum(self.run_time_s[key] * min(spec.ranks, cores) for key, spec in runs.items())
@@ -256,15 +275,15 @@ class PlanForecast:
 
     def not_fitting(self, runs: dict[str, RunSpec]) -> list[str]:
         """Those of ``runs`` that will probably not fit into memory."""
-        return [key for key in runs if key in self.found and self.found[key].fits is False]
+        return [key for key in runs if key in self.predictions and self.predictions[key].fits is False]
 
     def warnings(self, runs: dict[str, RunSpec]) -> list[str]:
-        """Runs that will not fit, with what they need and what there is; and those that nothing is said of."""
+        """Lines for a person: runs that will not fit, with need and capacity, and runs without a prediction."""
         lines = []
         large = self.not_fitting(runs)
         if large:
-            key = max(large, key=lambda one: self.found[one].peak_memory_bytes)
-            worst = self.found[key]
+            key = max(large, key=lambda run_id: self.predictions[run_id].peak_memory_bytes)
+            worst = self.predictions[key]
             need, limit = format_need_and_limit(worst.peak_memory_bytes, worst.memory_limit_bytes or 0)
             lines.append(
                 f"{len(large)} of {len(runs)} will probably not fit into memory, by the oracle: {run_label(runs[key])} "
@@ -280,15 +299,14 @@ class PlanForecast:
 
 
 def forecast_plan(plan: SweepPlan, tree: ClusterTree) -> PlanForecast:
-    """The runs of ``plan``, priced by ``tree``'s calibrations. Nothing is measured for it, and it never fails."""
-    made = PlanForecast(
-        Forecast(plan.profile, tree, custom_model_folder(plan.sweep, plan.profile), python=None, forgiving=True)
-    )
+    """Predict the runs of ``plan`` with the calibrations in ``tree``; no layer table is measured for it."""
+    forecast = Forecast(plan.profile, tree, custom_model_folder(plan.sweep, plan.profile), python=None)
+    plan_forecast = PlanForecast(forecast)
     for key, spec in plan.runs.items():
-        found = made.forecast.predict(spec, quick=True, most=MAX_PRICED_CONFIGURATIONS)
-        if isinstance(found, NotPredicted):
-            made.unpriced[found.reason] += 1
+        prediction = forecast.predict(spec, quick=True, limit=MAX_PRICED_CONFIGURATIONS)
+        if isinstance(prediction, NotPredicted):
+            plan_forecast.unpriced[prediction.reason] += 1
             continue
-        made.found[key] = found
-        made.run_time_s[key] = min(made.forecast.launch_s(spec, found), plan.shape(spec).time_limit_s)
-    return made
+        plan_forecast.predictions[key] = prediction
+        plan_forecast.run_time_s[key] = min(forecast.launch_s(spec, prediction), plan.shape(spec).time_limit_s)
+    return plan_forecast

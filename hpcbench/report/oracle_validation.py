@@ -70,7 +70,7 @@ class ClusterForecasts:
             try:
                 profile, _ = load_cluster(cluster)
                 self._known[cluster] = Forecast(
-                    profile, self._results.cluster(cluster), self._model_folder, forgiving=True
+                    profile, self._results.cluster(cluster), self._model_folder, untrusted=True
                 )
             except HpcbenchError as error:
                 self._known[cluster] = NotPredicted(error.message)

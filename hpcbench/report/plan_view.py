@@ -163,7 +163,7 @@ def _arrays_view(plan: SweepPlan, groups: list[JobGroup], plan_forecast: PlanFor
         text_column("partition", lambda group: group.shape.partition or "default", compact_heading="parti-\ntion"),
         text_column("strategies", lambda group: _strategy_counts(plan, group), wraps=True),
     ]
-    if plan_forecast is not None and plan_forecast.found:
+    if plan_forecast is not None and plan_forecast.predictions:
         columns.insert(7, text_column("predicted", predicted_text, heading="pred.", is_number=True))
     return View.from_rows("", columns, groups)
 

@@ -52,7 +52,7 @@ def test_the_sweep_can_be_had_without_running_it(calibrate: Callable[..., Result
     [
         (["nowhere"], "nowhere"),
         (["slurmbox", "--partition", "hihg"], "did you mean 'high'"),
-        (["local", "--out", "x.yaml"], "what kind of file is that"),
+        (["local", "--out", "x.yaml"], "unknown ending"),
         (["abci-3"], "run by PBS"),
         (["lisa"], "only predicted for"),
         (["local", "--from", "nothing"], "no results of cluster 'local'"),

@@ -17,6 +17,6 @@ pytestmark = pytest.mark.slurm
 def test_the_page_followed_to_the_letter(box: Box, tmp_path: Path) -> None:
     done = follow(tmp_path, "add-a-cluster.md", lambda step: True, SLURM_CONF=str(box.slurm_conf))
     assert done.returncode == 0, done.stderr
-    assert "clusters/my-cluster.toml: a cluster profile, in order, and the scheduler agrees" in done.stderr
+    assert "clusters/my-cluster.toml: a cluster profile, valid, and the scheduler agrees" in done.stderr
     paths = list((tmp_path / "my-project" / "results" / "my-cluster" / "runs").glob("*/*/result.json"))
     assert [json.loads(path.read_bytes())["status"] for path in paths] == ["ok"] * 6

@@ -1,6 +1,9 @@
-"""What is said of runs that rehearse another cluster, and of devices that are one."""
+"""Predictions of runs that emulate another cluster, share one host, or come from results of other people."""
 
 from __future__ import annotations
+
+import random
+from typing import Any
 
 import pytest
 
@@ -8,6 +11,7 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle.prediction import NotPredicted, Prediction, peak_rank_memory
+from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.layer_table import read_shipped_table
 
 BOX, _ = load_cluster("slurmbox")
@@ -26,26 +30,26 @@ def spec(**more: object) -> RunSpec:
     return RunSpec(**{**values, **more})  # type: ignore[arg-type]
 
 
-def said(found: Prediction | NotPredicted) -> Prediction:
-    assert isinstance(found, Prediction)
-    return found
+def predicted(prediction: Prediction | NotPredicted) -> Prediction:
+    assert isinstance(prediction, Prediction)
+    return prediction
 
 
-def test_a_rehearsal_computes_there_and_communicates_here() -> None:
+def test_an_emulated_cluster_computes_there_and_communicates_here() -> None:
     forecast = Forecast(BOX)
-    here, rehearsed = said(forecast.predict(spec())), said(forecast.predict(spec(rehearse="abci-v100")))
-    there = said(Forecast(ABCI).predict(spec(rehearse=None)))
-    assert rehearsed.compute_s < here.compute_s / 10
-    assert abs(rehearsed.compute_s / there.compute_s - 1) < 0.05
-    assert rehearsed.comm_s == pytest.approx(here.comm_s)
-    assert rehearsed.fits is None
-    assert "rehearsed" in rehearsed.source
+    here, emulated = predicted(forecast.predict(spec())), predicted(forecast.predict(spec(rehearse="abci-v100")))
+    there = predicted(Forecast(ABCI).predict(spec(rehearse=None)))
+    assert emulated.compute_s < here.compute_s / 10
+    assert abs(emulated.compute_s / there.compute_s - 1) < 0.05
+    assert emulated.comm_s == pytest.approx(here.comm_s)
+    assert emulated.fits is None
+    assert "rehearsed" in emulated.source
 
 
-def test_a_cluster_that_nobody_knows_is_a_reason() -> None:
-    found = Forecast(BOX).predict(spec(rehearse="nowhere"))
-    assert isinstance(found, NotPredicted)
-    assert "nowhere" in found.reason
+def test_an_unknown_emulated_cluster_is_not_predicted() -> None:
+    prediction = Forecast(BOX).predict(spec(rehearse="nowhere"))
+    assert isinstance(prediction, NotPredicted)
+    assert "nowhere" in prediction.reason
 
 
 def test_devices_of_one_process_share_a_hosts_memory() -> None:
@@ -60,13 +64,48 @@ def test_devices_of_one_process_share_a_hosts_memory() -> None:
     assert peak_rank_memory(one, table, "cuda").parameters_bytes < parameters
 
 
-def test_a_hole_in_a_formula_is_raised_unless_somebody_looks_at_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_a_formula_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def hole(*_: object, **__: object) -> Prediction:
         raise AssertionError("no such layer")
 
     monkeypatch.setattr("hpcbench.forecast.forecast.predict", hole)
-    with pytest.raises(AssertionError, match="no such layer"):
-        Forecast(BOX).predict(spec())
-    found = Forecast(BOX, forgiving=True).predict(spec())
-    assert isinstance(found, NotPredicted)
-    assert "no such layer" in found.reason
+    for untrusted in (False, True):
+        with pytest.raises(AssertionError, match="no such layer"):
+            Forecast(BOX, untrusted=untrusted).predict(spec())
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"dp_degree": 3}, "nodes 4 = 4 devices, but dp_degree 3"),
+        ({"pp_degree": 4, "dp_degree": 1}, "ddp has no pp_degree"),
+        ({"options": {"bucket_cap_mb": "many"}}, "option bucket_cap_mb = 'many'"),
+        ({"strategy": "gpipe", "dp_degree": 1, "pp_degree": 4, "micro_batches": 5}, "cannot be cut into 5"),
+    ],
+)
+def test_an_untrusted_run_that_no_sweep_contains_is_not_predicted(values: dict[str, object], reason: str) -> None:
+    prediction = Forecast(BOX, untrusted=True).predict(spec(**values))
+    assert isinstance(prediction, NotPredicted)
+    assert reason in prediction.reason
+
+
+def test_untrusted_runs_of_any_values_raise_nothing() -> None:
+    """Whatever a results file of other people holds, `validate` shows the rest of it."""
+    forecast, source = Forecast(BOX, python=None, untrusted=True), random.Random(7)
+    values: dict[str, list[object]] = {
+        "strategy": [*STRATEGIES], "model": ["resnet18", "gpt", "vgg11", "cosmoflow", "vit"],
+        "dataset": ["imagenet", "tokens", "cifar10", "cosmoflow", "digits"], "nodes": [1, 2, 4],
+        "tasks_per_node": [1, 2], "devices_per_task": [1, 2], "batch_size": [1, 6, 8], "micro_batches": [1, 2, 4],
+        **{f"{axis}_degree": [1, 1, 2, 3, 4] for axis in ("dp", "tp", "sp", "pp")},
+        "precision": ["fp32", "bf16", "fp64"], "activation_checkpointing": [False, True], "rehearse": [None, "nowhere"],
+    }  # fmt: skip
+    option_values = [True, -1, 0, 1, 3, 2.5, -1.0, 1e300, "x", [1], {"y": None}]
+    for _ in range(400):
+        chosen: dict[str, Any] = {name: source.choice(choices) for name, choices in values.items()}
+        for table, names in (
+            ("options", STRATEGIES[chosen["strategy"]].options),
+            ("model_options", ["context", "dropout", "x"]),
+        ):
+            chosen[table] = {name: source.choice(option_values) for name in names if source.random() < 0.3}
+        prediction = forecast.predict(RunSpec(**chosen))
+        assert isinstance(prediction, (Prediction, NotPredicted))

@@ -65,16 +65,16 @@ def test_cancel_a_sweep(project: Path, fake_slurm: Path) -> None:
     assert hpcbench("submit", "small", "--cluster", "test").returncode == 0
     running(fake_slurm)
     done = hpcbench("cancel", "small")
-    assert "4 runs told to stop" in done.stderr
+    assert "4 runs asked to stop" in done.stderr
     assert cancelled(fake_slurm) == ["4711_0 4711_1"]
 
 
 def test_cancel_by_expression_and_by_run(project: Path, fake_slurm: Path) -> None:
     hpcbench("submit", "small", "--cluster", "test")
     running(fake_slurm)
-    assert "2 runs told to stop" in hpcbench("cancel", "small", "--where", "batch_size == 8 and devices <= 2").stderr
+    assert "2 runs asked to stop" in hpcbench("cancel", "small", "--where", "batch_size == 8 and devices <= 2").stderr
     ((_, record),) = list_submissions(ClusterTree(project / "results" / "test"))
-    assert "1 runs told to stop" in hpcbench("cancel", "small", "--run", record.arrays[1].run_ids[1][:12]).stderr
+    assert "1 runs asked to stop" in hpcbench("cancel", "small", "--run", record.arrays[1].run_ids[1][:12]).stderr
     assert cancelled(fake_slurm)[-1] == "4711_1"
     wrong = hpcbench("cancel", "small", "--where", "batch_sise == 8")
     assert (wrong.returncode, "did you mean 'batch_size'" in wrong.stderr) == (2, True)

@@ -1,4 +1,4 @@
-"""What a plan foretells: sums of what is priced, machines that run several at once, and what is left out."""
+"""The forecast of a plan: sums over predicted runs, machines that run several at once, and runs without a prediction."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def spec(nodes: int) -> RunSpec:
     return RunSpec(model="resnet18", dataset="digits", strategy="ddp", batch_size=8, nodes=nodes, dp_degree=nodes)
 
 
-def foreseen(**times: float) -> PlanForecast:
+def plan_forecast(**times: float) -> PlanForecast:
     return PlanForecast(Forecast(PROFILE), run_time_s=times, unpriced=Counter({"no formulas": 2}))
 
 
-def test_node_hours_are_of_what_is_priced() -> None:
+def test_node_hours_of_a_plan_sum_its_predicted_runs() -> None:
     runs = {"a": spec(1), "b": spec(4), "c": spec(8)}
-    assert foreseen(a=3600.0, b=900.0).node_hours(runs) == 1.0 + 1.0
-    assert foreseen().node_hours(runs) is None
-    assert foreseen().warnings(runs) == ["nothing is predicted for 2 runs: no formulas"]
+    assert plan_forecast(a=3600.0, b=900.0).node_hours(runs) == 1.0 + 1.0
+    assert plan_forecast().node_hours(runs) is None
+    assert plan_forecast().warnings(runs) == ["nothing is predicted for 2 runs: no formulas"]
 
 
 @pytest.mark.parametrize(
-    ("times", "cores", "left_s"),
+    ("times", "cores", "remaining_s"),
     [
         ({"a": 10.0, "b": 20.0}, 1, 30.0),
         # Two ranks fill both cores; one rank leaves half of them.
@@ -57,29 +57,31 @@ def test_node_hours_are_of_what_is_priced() -> None:
         ({"a": 10.0}, 2, None),
     ],
 )
-def test_how_long_a_machine_takes(times: dict[str, float], cores: int, left_s: float | None) -> None:
-    assert foreseen(**times).remaining_s({"a": spec(1), "b": spec(2)}, cores) == left_s
+def test_remaining_time_on_several_cores_is_of_all_runs(
+    times: dict[str, float], cores: int, remaining_s: float | None
+) -> None:
+    assert plan_forecast(**times).remaining_s({"a": spec(1), "b": spec(2)}, cores) == remaining_s
 
 
-def made(folder: Path, text: str = SWEEP) -> Any:
+def forecast_sweep(folder: Path, text: str = SWEEP) -> Any:
     path = folder / "tiny.toml"
     path.write_text(text)
     tree = ResultsTree(folder / "results").cluster("slurmbox")
     return forecast_plan(make_plan(load_sweep(path), PROFILE, tree), tree)
 
 
-def test_a_launch_is_its_start_and_all_its_steps(tmp_path: Path) -> None:
-    found = made(tmp_path)
-    assert len(found.found) == 4
-    for key, told in found.found.items():
-        assert found.run_time_s[key] == pytest.approx(STARTUP_S["cpu"] + (1 + 2 + 3) * told.step_time_s)
+def test_the_time_of_a_launch_is_its_start_and_all_its_steps(tmp_path: Path) -> None:
+    forecast = forecast_sweep(tmp_path)
+    assert len(forecast.predictions) == 4
+    for key, prediction in forecast.predictions.items():
+        assert forecast.run_time_s[key] == pytest.approx(STARTUP_S["cpu"] + (1 + 2 + 3) * prediction.step_time_s)
     # The learning rate changes nothing that is priced.
-    assert len({told.step_time_s for told in found.found.values()}) == 2
-    limited = made(tmp_path, SWEEP.replace("steps = 2\n", "steps = 2\ntime_limit_min = 0.1\n", 1))
+    assert len({prediction.step_time_s for prediction in forecast.predictions.values()}) == 2
+    limited = forecast_sweep(tmp_path, SWEEP.replace("steps = 2\n", "steps = 2\ntime_limit_min = 0.1\n", 1))
     assert set(limited.run_time_s.values()) == {6.0}
 
 
-def test_a_plan_of_very_many_runs_is_priced_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_of_very_many_runs_is_predicted_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PRICED_CONFIGURATIONS", 1)
-    found = made(tmp_path)
-    assert (len(found.found), found.unpriced) == (2, Counter({"more than 1 different ones": 2}))
+    forecast = forecast_sweep(tmp_path)
+    assert (len(forecast.predictions), forecast.unpriced) == (2, Counter({"more than 1 different ones": 2}))

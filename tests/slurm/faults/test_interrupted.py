@@ -52,7 +52,7 @@ def test_cancel_and_submit_again(project: Project, verify: Verify) -> None:
     wait_for("two runs to begin", lambda: project.begun() == 2)
     wait_for("its rank", lambda: rank_process(project, index=1))
     cancelled = project.call("cancel", "three")
-    assert (cancelled.returncode, "told to stop" in cancelled.stderr) == (0, True), cancelled.stderr
+    assert (cancelled.returncode, "asked to stop" in cancelled.stderr) == (0, True), cancelled.stderr
     # Those that are being stopped are still on their way: they are left alone until they have ended.
     at_once = project.submit("three")
     assert (at_once.returncode, len(project.jobs())) == (0, 3), at_once.stderr
