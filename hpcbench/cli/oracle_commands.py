@@ -294,7 +294,8 @@ def _measure_and_fit(
     """Submit the missing runs of the next calibration, wait, fit and store it; also return how the runs ended."""
     # Imported here: predictions submit nothing.
     from hpcbench.cli.run_commands import check_send_outcome, print_submit_outcome, watch_runs
-    from hpcbench.submit.submit import RunSelection, check_scheduler, submit
+    from hpcbench.submit.scheduler import check_scheduler
+    from hpcbench.submit.submit import RunSelection, submit
 
     check_scheduler(profile)
     tree = results_tree(results).cluster(profile.name)
