@@ -49,7 +49,7 @@ _DEFAULT_PARITY_CASES = {
         ParityCase("vgg11", "digits", {"batch_norm": False}, micro_batches=2),
         ParityCase("resnet18", "digits"),
     ),
-    "tp_degree": (ParityCase("gpt", "tokens"),),
+    "tp_degree": (ParityCase("vit", "digits"),),
     "sp_degree": (ParityCase("resnet18", "digits"),),
     "pp_degree": (ParityCase("vgg11", "digits", {"batch_norm": False}, micro_batches=4),),
 }

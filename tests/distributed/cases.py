@@ -177,9 +177,9 @@ def short_epoch(dataset: str, samples: int) -> Iterator[None]:
         DATASETS[dataset] = whole
 
 
-def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
-    """Train as the case's strategy does; called on every rank of ``group``."""
-    place = RankContext(dist.get_rank(group), case.spec.ranks, CPU, group)
+def run_parallel(case: Case, group: dist.ProcessGroup | None) -> OfRank:
+    """Train as the case's strategy does; called on every rank of ``group`` (``None``: one rank)."""
+    place = RankContext(0 if group is None else dist.get_rank(group), case.spec.ranks, CPU, group)
     with short_epoch(case.spec.dataset, case.samples):
         feed = make_feed(case.spec, CPU, case.source)
         strategy = resolve_runtime(case.spec.strategy)()
@@ -189,8 +189,10 @@ def run_parallel(case: Case, group: dist.ProcessGroup) -> OfRank:
             runner.register_comm_hook(group, sum_in_rank_order)
         trained = train_strategy(strategy, feed, tuple(range(case.steps)), place)
         counts = [feed.count(step, strategy.replica) for step in range(case.steps)]
-        profiled = None if case.late_s is None else profile_late(case, strategy, group, case.late_s)
-    return OfRank(trained, counts, _distance(strategy, group) if case.replicated else 0.0, profiled)
+        profiled = None if case.late_s is None or group is None else profile_late(case, strategy, group, case.late_s)
+    return OfRank(
+        trained, counts, _distance(strategy, group) if case.replicated and group is not None else 0.0, profiled
+    )
 
 
 def _distance(strategy: Strategy, group: dist.ProcessGroup) -> float:

@@ -65,20 +65,20 @@ def expected(spec: RunSpec, rank: int = 0) -> list[Traffic]:
     return found
 
 
-def started(spec: RunSpec, group: dist.ProcessGroup, steps: int = 3) -> tuple[Strategy, DataFeed]:
+def started(spec: RunSpec, group: dist.ProcessGroup | None, steps: int = 3) -> tuple[Strategy, DataFeed]:
     """Steps enough for DDP to have made its buckets for good."""
     strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
     strategy.setup(
         wrap_blocks(build_model(spec), spec),
         spec,
-        RankContext(dist.get_rank(group), dist.get_world_size(group), CPU, group),
+        RankContext(0 if group is None else dist.get_rank(group), spec.ranks, CPU, group),
     )
     for step in range(steps):
         strategy.step(feed, step)
     return strategy, feed
 
 
-def steady(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
+def steady(spec: RunSpec, group: dist.ProcessGroup | None) -> list[Traffic]:
     strategy, feed = started(spec, group)
     return record_traffic(lambda: strategy.step(feed, 3))
 

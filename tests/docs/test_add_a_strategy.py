@@ -1,4 +1,4 @@
-"""The page "add a strategy", followed word for word in a copy of the tree: what it adds trains what one device would."""
+"""The page "add a strategy", followed word for word in a copy of the tree: the registry's tests cover the new strategy."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ pytestmark = pytest.mark.distributed
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "add-a-strategy.md"
 STEP = re.compile(r"`([\w/]+\.py)`(?:, at the end(?: of `(\w+)`)?)?:\n\n```python\n(.*?)```", re.DOTALL)
+TESTS = re.compile(r"^    \.venv/bin/pytest (.*)$", re.MULTILINE)
+FILES = [
+    "hpcbench/worker/strategies/late_ddp.py",
+    "hpcbench/parallel/strategies/data.py",
+    "hpcbench/oracle/strategies/data.py",
+]
 
 
 def follow(folder: Path) -> list[str]:
-    """Write every file that the page shows, and put into others what it adds to them; the names of all."""
-    done = []
+    """Write every file that the page shows, and extend the existing ones; return their names."""
+    names = []
     for name, table, code in STEP.findall(PAGE.read_text(encoding="utf-8")):
         path = folder / name
         if not path.exists():
@@ -30,44 +36,81 @@ def follow(folder: Path) -> list[str]:
             entries, end, after = rest.partition("\n}\n")
             path.write_text(f"{before}{begin}{entries}\n{code.rstrip()}{end}{after}", encoding="utf-8")
         else:
-            path.write_text(path.read_text(encoding="utf-8") + code, encoding="utf-8")
-        done.append(name)
-    return done
+            path.write_text(f"{path.read_text(encoding='utf-8')}\n\n{code}", encoding="utf-8")
+        names.append(name)
+    return names
 
 
-def run_tests(folder: Path) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/distributed/test_late_ddp.py"],
+        [sys.executable, *arguments],
         cwd=folder, env={**os.environ, "PYTHONPATH": str(folder)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
 
-@pytest.fixture
-def followed(tmp_path: Path) -> Path:
-    """A copy of the tree with what the page adds."""
-    for name in ("hpcbench", "tests", "templates", "clusters", "sweeps"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    assert follow(tmp_path) == [
-        "hpcbench/worker/strategies/late_ddp.py",
-        "hpcbench/parallel/strategies/data.py",
-        "hpcbench/oracle/strategies/data.py",
-        "tests/distributed/test_late_ddp.py",
-    ]
-    return tmp_path
+def run_tests(folder: Path, arguments: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *arguments.split())
 
 
-def test_the_page_adds_a_strategy_that_trains_what_one_device_would(followed: Path) -> None:
-    done = run_tests(followed)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "...." in done.stdout
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tree with the three files of the page."""
+    folder = tmp_path_factory.mktemp("followed")
+    for name in ("hpcbench", "tests", "templates", "clusters", "sweeps", "docs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    assert follow(folder) == FILES
+    # `make reference`: the overview of strategies is generated.
+    generated = run(folder, "docs/make_reference.py")
+    assert generated.returncode == 0, generated.stderr
+    return folder
 
 
-@pytest.mark.soak
-def test_the_test_of_the_page_sees_a_mistake(followed: Path) -> None:
-    runtime = followed / "hpcbench" / "worker" / "strategies" / "late_ddp.py"
-    text = runtime.read_text()
-    runtime.write_text(text.replace("dist.all_reduce(parameter.grad, group=self.group)", "pass"))
-    spoiled = run_tests(followed)
-    assert spoiled.returncode == 1
-    assert spoiled.stdout.count("FAILED") == 4
+def test_a_strategy_of_three_files_passes_the_tests_of_the_registry(followed: Path) -> None:
+    commands = TESTS.findall(PAGE.read_text(encoding="utf-8"))
+    assert len(commands) == 2
+    for command in commands:
+        completed = run_tests(followed, command)
+        assert completed.returncode == 0, completed.stdout + completed.stderr
+    assert "...." in completed.stdout, "two models, each trained and recorded"
+
+
+@pytest.mark.parametrize(
+    ("file", "correct", "wrong", "failing"),
+    [
+        pytest.param(
+            FILES[0],
+            "dist.all_reduce(parameter.grad, group=self.group)",
+            "pass",
+            {"test_a_strategy_trains_what_its_reference_does", "test_a_strategy_passes_what_its_cost_predicts"},
+            id="missing all_reduce",
+        ),
+        pytest.param(
+            FILES[0],
+            "dist.all_reduce(parameter.grad, group=self.group)",
+            "dist.all_reduce(parameter.grad.mul_(1.01), group=self.group)",
+            {"test_a_strategy_trains_what_its_reference_does"},
+            id="wrong gradient",
+        ),
+        pytest.param(
+            FILES[2],
+            '(call("all_reduce", size) for size in parameter_bytes(spec, table))',
+            '(call("all_reduce", size // 2) for size in parameter_bytes(spec, table))',
+            {"test_a_strategy_passes_what_its_cost_predicts"},
+            id="wrong traffic",
+        ),
+    ],
+)
+def test_a_planted_mistake_is_found_by_tests_that_nobody_wrote_for_it(
+    followed: Path, file: str, correct: str, wrong: str, failing: set[str]
+) -> None:
+    path = followed / file
+    text = path.read_text(encoding="utf-8")
+    assert text.count(correct) == 1
+    path.write_text(text.replace(correct, wrong), encoding="utf-8")
+    try:
+        completed = run_tests(followed, "tests/distributed/test_registry.py -k late_ddp")
+    finally:
+        path.write_text(text, encoding="utf-8")
+    assert completed.returncode == 1, completed.stdout + completed.stderr
+    assert set(re.findall(r"FAILED \S+::(\w+)\[late_ddp", completed.stdout)) == failing

@@ -1,0 +1,67 @@
+"""Every strategy of the registry on real ranks: training as one device does, and the predicted traffic.
+
+The cases are those of the registry entries, so that a new strategy is tested without a new test file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
+from hpcbench.errors import WorkerError
+from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.parallel.strategy_entry import ParityCase
+from hpcbench.parallel.traffic import total_payload_bytes
+from hpcbench.worker.strategies.fairscale import import_fairscale
+from tests.conftest import absent
+from tests.distributed.cases import EXACT, TOLERANCE, Case, check, make_case, run_parallel, run_reference
+from tests.distributed.pool import Pool
+from tests.distributed.test_traffic import expected, steady
+
+pytestmark = pytest.mark.distributed
+
+CASES = [
+    pytest.param(key, case, id=f"{key}-{case.model}-{number}")
+    for key, entry in STRATEGIES.items()
+    if key != "horovod"  # its library needs processes of its own: tests/distributed/test_horovod.py
+    for number, case in enumerate(entry.tested_cases)
+]
+
+
+def training(key: str, case: ParityCase, **more: Any) -> Case:
+    """The training of ``case``; its epochs end with a batch that lacks a sample."""
+    if key.startswith("fairscale"):
+        try:
+            import_fairscale("nn.data_parallel")
+        except WorkerError as error:
+            absent("fairscale", str(error))
+    own_degree = STRATEGIES[key].own_degree
+    degrees = dict.fromkeys(DEGREE_NAMES, 1)
+    if own_degree is not None:
+        degrees[own_degree] = case.ranks * case.devices_per_task
+    return make_case(
+        case.ranks, case.model, case.dataset, dict(case.model_options), strategy=key, replicated=False,
+        options=dict(case.options), micro_batches=case.micro_batches, devices_per_task=case.devices_per_task,
+        **{**degrees, **case.degrees}, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("key", "parity"), CASES)
+def test_a_strategy_trains_what_its_reference_does(pool: Pool, key: str, parity: ParityCase) -> None:
+    widest = STRATEGIES[key].widest
+    case = training(key, parity, precision=widest, steps=4, narrow=parity.model in ("vgg11", "resnet18"))
+    results = pool.run(case) if parity.ranks > 1 else [run_parallel(case, None)]
+    check(results, run_reference(case), EXACT if widest == "fp64" else TOLERANCE)
+
+
+@pytest.mark.parametrize(("key", "parity"), CASES)
+def test_a_strategy_passes_what_its_cost_predicts(pool: Pool, key: str, parity: ParityCase) -> None:
+    spec: RunSpec = training(key, parity).spec
+    recorded = pool.call(spec.ranks, steady, spec) if spec.ranks > 1 else [steady(spec, None)]
+    predicted = [expected(spec, rank) for rank in range(spec.ranks)]
+    if STRATEGIES[key].exact_traffic:
+        assert recorded == predicted
+    else:
+        assert [total_payload_bytes(calls) for calls in recorded] == [total_payload_bytes(calls) for calls in predicted]
