@@ -13,7 +13,6 @@ from hpcbench.config.run_spec import run_id
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.oracle.calibration.calibration_runs import (
     CalibrationScale,
-    ClusterSize,
     calibration_sweep_toml,
     cluster_size,
     collective_scales,
@@ -33,23 +32,23 @@ def test_the_sweep_of_a_local_machine_with_two_cores() -> None:
 @pytest.mark.parametrize(
     ("cluster", "partition", "expected"),
     [
-        ("local", None, ClusterSize(1, 2)),
-        ("slurmbox", None, ClusterSize(4, 8)),
-        ("perlmutter", None, ClusterSize(4, 4)),
+        ("local", None, CalibrationScale(1, 2)),
+        ("slurmbox", None, CalibrationScale(4, 8)),
+        ("perlmutter", None, CalibrationScale(4, 4)),
     ],
 )
-def test_sizes(cluster: str, partition: str | None, expected: ClusterSize) -> None:
+def test_sizes(cluster: str, partition: str | None, expected: CalibrationScale) -> None:
     assert cluster_size(load_cluster(cluster)[0], partition, 2) == expected
 
 
 @pytest.mark.parametrize(
     ("size", "expected"),
     [
-        (ClusterSize(1, 1), []),
-        (ClusterSize(1, 2), [CalibrationScale(1, 2)]),
-        (ClusterSize(2, 1), [CalibrationScale(2, 1)]),
+        (CalibrationScale(1, 1), []),
+        (CalibrationScale(1, 2), [CalibrationScale(1, 2)]),
+        (CalibrationScale(2, 1), [CalibrationScale(2, 1)]),
         (
-            ClusterSize(4, 4),
+            CalibrationScale(4, 4),
             [
                 CalibrationScale(1, 2),
                 CalibrationScale(1, 4),
@@ -59,28 +58,28 @@ def test_sizes(cluster: str, partition: str | None, expected: ClusterSize) -> No
             ],
         ),
         (
-            ClusterSize(2, 64),
+            CalibrationScale(2, 64),
             [CalibrationScale(1, 2), CalibrationScale(1, 4), CalibrationScale(2, 1), CalibrationScale(2, 4)],
         ),
     ],
 )
-def test_placements_of_collectives(size: ClusterSize, expected: list[CalibrationScale]) -> None:
+def test_placements_of_collectives(size: CalibrationScale, expected: list[CalibrationScale]) -> None:
     assert collective_scales(size) == expected
 
 
 @pytest.mark.parametrize(
     ("size", "device", "expected"),
     [
-        (ClusterSize(1, 2), "cpu", [CalibrationScale(1, 2)]),
-        (ClusterSize(1, 4), "cpu", [CalibrationScale(1, 2), CalibrationScale(1, 4)]),
-        (ClusterSize(4, 8), "cpu", [CalibrationScale(2, 1), CalibrationScale(4, 1)]),
-        (ClusterSize(3, 8), "cpu", [CalibrationScale(2, 1)]),
-        (ClusterSize(4, 4), "cuda", [CalibrationScale(1, 2), CalibrationScale(1, 4)]),
-        (ClusterSize(4, 1), "cuda", [CalibrationScale(2, 1), CalibrationScale(4, 1)]),
-        (ClusterSize(1, 1), "cuda", []),
+        (CalibrationScale(1, 2), "cpu", [CalibrationScale(1, 2)]),
+        (CalibrationScale(1, 4), "cpu", [CalibrationScale(1, 2), CalibrationScale(1, 4)]),
+        (CalibrationScale(4, 8), "cpu", [CalibrationScale(2, 1), CalibrationScale(4, 1)]),
+        (CalibrationScale(3, 8), "cpu", [CalibrationScale(2, 1)]),
+        (CalibrationScale(4, 4), "cuda", [CalibrationScale(1, 2), CalibrationScale(1, 4)]),
+        (CalibrationScale(4, 1), "cuda", [CalibrationScale(2, 1), CalibrationScale(4, 1)]),
+        (CalibrationScale(1, 1), "cuda", []),
     ],
 )
-def test_placements_of_strategies(size: ClusterSize, device: str, expected: list[CalibrationScale]) -> None:
+def test_placements_of_strategies(size: CalibrationScale, device: str, expected: list[CalibrationScale]) -> None:
     assert strategy_scales(size, device) == expected
 
 

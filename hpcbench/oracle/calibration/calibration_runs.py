@@ -10,6 +10,7 @@ import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.calibration.calibration_store import FitResidual
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.strategy_entry import CalibrationRuns
@@ -53,13 +54,6 @@ def runs_of_strategy(runs: Sequence[CalibrationRun], *keys: str) -> list[Calibra
     return [one for one in runs if one.spec.strategy in keys]
 
 
-def median(values: Iterable[float]) -> float:
-    """Of at least one value; of an even number the mean of the two in the middle."""
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-
-
 def rms_log_error(pairs: Iterable[tuple[float, float]]) -> float:
     """Root mean square of the logarithms of fitted over measured."""
     squares = [log(fitted / measured) ** 2 for fitted, measured in pairs]
@@ -73,6 +67,11 @@ def r_squared(pairs: Sequence[tuple[float, float]]) -> float | None:
     mean = sum(measured for _, measured in pairs) / len(pairs)
     total = sum((measured - mean) ** 2 for _, measured in pairs)
     return 1 - sum((fitted - measured) ** 2 for fitted, measured in pairs) / total if total else None
+
+
+def fit_residual(part: str, what: str, pairs: Sequence[tuple[float, float]]) -> FitResidual:
+    """Return the residual of ``pairs`` of fitted and measured seconds or bytes."""
+    return FitResidual(part=part, what=what, points=len(pairs), error=rms_log_error(pairs), r2=r_squared(pairs))
 
 
 _SEEDS_PER_CALIBRATION = 100
@@ -138,20 +137,13 @@ class CalibrationScale(NamedTuple):
         return {name: value for name, value in self._asdict().items() if value > 1}
 
 
-class ClusterSize(NamedTuple):
-    """What a cluster has for a calibration."""
-
-    nodes: int
-    tasks_per_node: int
-
-
-def cluster_size(profile: ClusterProfile, partition: str | None, local_cores: int) -> ClusterSize:
+def cluster_size(profile: ClusterProfile, partition: str | None, local_cores: int) -> CalibrationScale:
     """Nodes, at most ``_MAX_NODES``, and ranks that a node takes; a local machine is one node with its own cores."""
     node, queue = profile.node_of(partition), profile.partition(partition)
     if profile.scheduler.kind == "local":
-        return ClusterSize(1, local_cores)
+        return CalibrationScale(1, local_cores)
     tasks = node.devices if profile.device == "cuda" else node.cores
-    return ClusterSize(min(queue.max_nodes or _MAX_NODES, _MAX_NODES), tasks or 1)
+    return CalibrationScale(min(queue.max_nodes or _MAX_NODES, _MAX_NODES), tasks or 1)
 
 
 def calibration_sweep_name(number: int, partition: str | None) -> str:
@@ -189,7 +181,7 @@ def calibration_sweep_toml(
 
 
 def _probe_points(
-    size: ClusterSize, workloads: DeviceWorkloads, seed: int, budget_s: float
+    size: CalibrationScale, workloads: DeviceWorkloads, seed: int, budget_s: float
 ) -> Iterator[dict[str, Any]]:
     for workload in workloads.layers:
         yield {"strategy": "probe_layers", **workload.keys(), "options": {"budget_s": budget_s}}
@@ -203,7 +195,7 @@ def _probe_points(
             yield point | {"options": {"budget_s": budget_s}} | ({"seed": seed + launch} if launch else {})
 
 
-def collective_scales(size: ClusterSize) -> list[CalibrationScale]:
+def collective_scales(size: CalibrationScale) -> list[CalibrationScale]:
     """Inside a node, between nodes, and several groups on the same nodes."""
     inside = [CalibrationScale(1, tasks) for tasks in (2, 4) if tasks <= size.tasks_per_node]
     between = [CalibrationScale(nodes, 1) for nodes in (2, 4) if nodes <= size.nodes]
@@ -211,7 +203,7 @@ def collective_scales(size: ClusterSize) -> list[CalibrationScale]:
     return [*inside, *between, *shared]
 
 
-def strategy_scales(size: ClusterSize, device: str) -> list[CalibrationScale]:
+def strategy_scales(size: CalibrationScale, device: str) -> list[CalibrationScale]:
     """Two and four ranks: cores of a node are in each other's way, so on cpus each rank has its own node if it can."""
     per_node = min(size.tasks_per_node, 4) if device == "cuda" or size.nodes == 1 else 1
     worlds = []
@@ -248,7 +240,7 @@ def _calibrated_strategies(*, one_process: bool) -> list[tuple[str, CalibrationR
     return sorted(chosen, key=lambda item: (item[1].workload != "transformer", item[1].batch_factor))
 
 
-def _one_process_points(size: ClusterSize, workload: CalibrationWorkload) -> Iterator[dict[str, Any]]:
+def _one_process_points(size: CalibrationScale, workload: CalibrationWorkload) -> Iterator[dict[str, Any]]:
     """A library whose one process drives two devices."""
     if size.tasks_per_node >= 2:
         for key, runs in _calibrated_strategies(one_process=True):

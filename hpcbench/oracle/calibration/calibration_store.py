@@ -76,13 +76,14 @@ def write_calibration(calibration: Calibration, tree: ClusterTree) -> Path:
     data = msgspec.json.format(msgspec.json.encode(calibration), indent=1) + b"\n"
     name = f"{calibration.made_at[:10]}-{_content_digest(data)}.json"
     try:
-        folder = tree.path("calibrations")
-        make_folder(folder)
-        write_atomic(folder / name, data)
+        return _write_into(tree.path("calibrations"), name, data)
     except StorageError:
-        folder = user_calibration_folder(calibration.cluster)
-        make_folder(folder)
-        write_atomic(folder / name, data)
+        return _write_into(user_calibration_folder(calibration.cluster), name, data)
+
+
+def _write_into(folder: Path, name: str, data: bytes) -> Path:
+    make_folder(folder)
+    write_atomic(folder / name, data)
     return folder / name
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from math import log, sqrt
+from statistics import median
 from typing import NamedTuple
 
-from hpcbench.oracle.calibration.calibration_runs import median, r_squared, rms_log_error
+from hpcbench.oracle.calibration.calibration_runs import fit_residual, rms_log_error
 from hpcbench.oracle.calibration.calibration_store import FitResidual
 from hpcbench.oracle.collective_formulas import (
     GroupLinks,
@@ -212,9 +213,7 @@ def _bands_error(operation: str, span: GroupLinks, lines: Sequence[SizeBandFit])
 def _band_residual(operation: str, span: GroupLinks, line: SizeBandFit) -> FitResidual:
     where = f"{span.ranks} ranks on {span.nodes} node{'s' if span.nodes > 1 else ''}"
     sizes = f"{format_bytes_short(line.points[0].payload_bytes)} to {format_bytes_short(line.points[-1].payload_bytes)}"
-    pairs = _fitted_and_measured(operation, span, line)
-    return FitResidual(part="collectives", what=f"{operation}, {where}, {sizes}", points=len(pairs),
-                    error=rms_log_error(pairs), r2=r_squared(pairs))  # fmt: skip
+    return fit_residual("collectives", f"{operation}, {where}, {sizes}", _fitted_and_measured(operation, span, line))
 
 
 def format_bytes_short(size_bytes: float) -> str:

@@ -8,18 +8,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import exp, log
+from statistics import fmean, median
 
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.calibration.calibration_runs import (
-    PROBE_LAYERS,
-    CalibrationRun,
-    median,
-    r_squared,
-    rms_log_error,
-    runs_of_strategy,
-)
+from hpcbench.oracle.calibration.calibration_runs import PROBE_LAYERS, CalibrationRun, fit_residual, runs_of_strategy
 from hpcbench.oracle.calibration.calibration_store import FitResidual
 from hpcbench.oracle.calibration.fit_overheads import WorkloadKey, workload_key
 from hpcbench.oracle.calibration.least_squares import find_mode
@@ -119,7 +113,9 @@ def fit_kernels(
     probed = [one for one in runs_of_strategy(runs, PROBE_LAYERS) if one.result.probe and one.result.probe.kernels]
     if not probed:
         return machine.compute, [], ["no kernel was measured: a step's computation is the profile's"]
-    by_run = {one.result.run_id: _run_kernel_samples(one) for one in probed}
+    by_run = {
+        one.result.run_id: kernel_samples(one.spec, one.table, one.result.probe) for one in probed if one.result.probe
+    }
     samples = [sample for found in by_run.values() for sample in found]
     plain = msgspec.structs.replace(machine.compute, factors={}, crowding={})
     bare = _rescale_to_steps(fit_roofline(plain, samples), probed, alone_s)
@@ -127,17 +123,13 @@ def fit_kernels(
     factors = _model_factors([(one, alone_s[workload_key(one)] / sum_s) for sum_s, one in sums])
     compute = msgspec.structs.replace(bare, factors=factors, crowding=machine.compute.crowding)
     pairs = [(sum_s * factors[one.spec.model], alone_s[workload_key(one)]) for sum_s, one in sums]
-    residuals = [
-        FitResidual(part="kernels", what="whole steps of the models that were measured", points=len(pairs),
-                 error=rms_log_error(pairs), r2=r_squared(pairs)),
-    ]  # fmt: skip
+    residuals = [fit_residual("kernels", "whole steps of the models that were measured", pairs)]
     models = sorted({one.spec.model for one in probed})
     notes = []
     if len(models) > 1:
         others = [_leave_model_out(plain, probed, by_run, alone_s, one) for one in probed]
-        error = rms_log_error(others)
-        residuals.append(FitResidual(part="kernels", what="whole steps by the kernels and factors of the other models",
-                                  points=len(others), error=error, r2=r_squared(others)))  # fmt: skip
+        residuals.append(fit_residual("kernels", "whole steps by the kernels and factors of the other models", others))
+        error = residuals[-1].error
     else:
         error = _ONE_MODEL_SPREAD
         notes.append(f"kernels of {models[0]} alone were measured: what other models compute is guessed from it")
@@ -177,11 +169,6 @@ def _roofline_error(compute: DeviceCompute) -> float:
     return sum(abs(log(judge.roofline_s(one.kernel) / one.seconds)) for one in compute.samples)
 
 
-def _run_kernel_samples(run: CalibrationRun) -> list[KernelSample]:
-    assert run.result.probe is not None, "a run that was chosen for its probe"
-    return kernel_samples(run.spec, run.table, run.result.probe)
-
-
 def _single_device_seconds_by_kind(compute: DeviceCompute, run: CalibrationRun) -> dict[str, float]:
     return seconds_by_kind(compute, msgspec.structs.replace(run.spec, strategy="single", options={}), run.table)
 
@@ -196,8 +183,7 @@ def _model_factors(ratios: Iterable[tuple[CalibrationRun, float]]) -> dict[str, 
     by_model: dict[str, list[float]] = defaultdict(list)
     for one, ratio in ratios:
         by_model[one.spec.model].append(log(ratio))
-    means = {model: sum(found) / len(found) for model, found in by_model.items()}
-    factors = {model: exp(mean) for model, mean in means.items()}
+    factors = {model: exp(fmean(logs)) for model, logs in by_model.items()}
     return {**factors, "": median(factors.values())}
 
 

@@ -51,29 +51,43 @@ def fit_calibration(
         base_bytes=nominal.base_bytes if base_bytes is None else base_bytes,
         notes=[],
     )
-    strategies, of_strategies, unknown = fit_strategy_overheads(machine, good)
-    return Calibration(
-        cluster=profile.name,
-        made_at=format_utc(made_at),
-        partition=partition or profile.default_partition,
-        intra_node=nominal.comm.intra_node,
-        inter_node=nominal.comm.inter_node,
+    strategies, of_strategies = fit_strategy_overheads(machine, good)
+    return _calibration(
+        profile,
+        partition,
+        good,
+        made_at,
         machine=msgspec.structs.replace(machine, strategies=strategies),
         residuals=[*residuals, *of_comm, *of_memory, *of_strategies],
-        notes=[*notes, *more, *unknown, *_unmeasured_notes(crowding, comm)],
-        run_ids=sorted(one.result.run_id for one in good),
-        environment_digests=environment_digests(good),
+        notes=[*notes, *more, *_unmeasured_notes(crowding, comm)],
     )
 
 
-def format_utc(made_at: datetime | None = None) -> str:
-    """``made_at``, or now, in ISO 8601."""
-    return (made_at or datetime.now(timezone.utc)).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def environment_digests(runs: Sequence[CalibrationRun]) -> list[str]:
-    """Of all environments that were measured in."""
-    return sorted({digest for one in runs if (digest := one.result.environment_digest) is not None})
+def _calibration(
+    profile: ClusterProfile,
+    partition: str | None,
+    runs: Sequence[CalibrationRun],
+    made_at: datetime | None,
+    *,
+    machine: Machine,
+    residuals: list[FitResidual],
+    notes: list[str],
+) -> Calibration:
+    """Return the record of a fit, with the profile's links of today and the runs behind it."""
+    nominal = nominal_machine(profile, partition)
+    digests = {run.result.environment_digest for run in runs}
+    return Calibration(
+        cluster=profile.name,
+        made_at=(made_at or datetime.now(timezone.utc)).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        partition=partition or profile.default_partition,
+        intra_node=nominal.comm.intra_node,
+        inter_node=nominal.comm.inter_node,
+        machine=machine,
+        residuals=residuals,
+        notes=notes,
+        run_ids=sorted(run.result.run_id for run in runs),
+        environment_digests=sorted(digest for digest in digests if digest is not None),
+    )
 
 
 def _fit_communication(
@@ -133,7 +147,6 @@ def fit_calibration_from_runs(
         (one.result for one in good), lambda spec: next(table for known, table in tables if known == spec)
     )
     fitted = fit_posterior(machine, observed)
-    nominal = nominal_machine(profile, partition)
     posterior = fitted.posterior
     assert posterior is not None, "a fit says how sure it is"
     residuals = [
@@ -142,15 +155,12 @@ def fit_calibration_from_runs(
     ]
     drawn = [one.name for one in posterior.parameters if one.learned < _MIN_LEARNED]
     notes = [f"the runs say nothing of {', '.join(drawn)}: as before"] if drawn else []
-    return Calibration(
-        cluster=profile.name,
-        made_at=format_utc(made_at),
-        partition=partition or profile.default_partition,
-        intra_node=nominal.comm.intra_node,
-        inter_node=nominal.comm.inter_node,
+    return _calibration(
+        profile,
+        partition,
+        good,
+        made_at,
         machine=msgspec.structs.replace(fitted, notes=[]),
         residuals=residuals,
         notes=[*machine.notes, *notes],
-        run_ids=sorted(one.result.run_id for one in good),
-        environment_digests=environment_digests(good),
     )

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations
 from math import hypot, log
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 import msgspec
@@ -15,9 +15,7 @@ from hpcbench.oracle.calibration.calibration_runs import (
     PROBE_COLLECTIVES,
     PROBE_LAYERS,
     CalibrationRun,
-    median,
-    r_squared,
-    rms_log_error,
+    fit_residual,
     runs_of_strategy,
 )
 from hpcbench.oracle.calibration.calibration_store import FitResidual
@@ -154,40 +152,32 @@ def fit_base_bytes(runs: Sequence[CalibrationRun], device: str) -> tuple[float |
         return (max(before), []) if before else (None, [])
     base = max(median(left), 0.0)
     pairs = [(counted[key] + base, peaks[key]) for key in peaks]
-    residual = FitResidual(part="memory", what="peak of a rank", points=len(pairs), error=rms_log_error(pairs),
-                        r2=r_squared(pairs))  # fmt: skip
-    return base, [residual]
+    return base, [fit_residual("memory", "peak of a rank", pairs)]
 
 
 def fit_strategy_overheads(
     machine: Machine, runs: Sequence[CalibrationRun]
-) -> tuple[dict[str, StrategyOverhead], list[FitResidual], list[str]]:
-    """What every strategy's library adds to what ``machine`` predicts of it, by the step and by its computation."""
+) -> tuple[dict[str, StrategyOverhead], list[FitResidual]]:
+    """Fit what each strategy's library adds to the prediction of ``machine``, by the step and by its computation."""
     bare = msgspec.structs.replace(machine, strategies={})
-    by_key: dict[str, list[CalibrationRun]] = defaultdict(list)
-    for one in runs:
-        if one.spec.strategy not in (PROBE_LAYERS, PROBE_COLLECTIVES, "single"):
-            by_key[one.spec.strategy].append(one)
-    found: dict[str, StrategyOverhead] = {}
-    residuals, notes = [], []
-    for key, own in sorted(by_key.items()):
-        cost = resolve_cost(key)
-        if not hasattr(cost, "step"):
-            notes.append(f"{key}: its step is not predicted yet, so that nothing was fitted")
-            continue
-        steps = [cost.step(one.spec, one.table, CostModel(bare, one.spec)) for one in own]
-        found[key] = _fit_strategy_overhead(list(zip(own, steps, strict=True)))
-        fitted = msgspec.structs.replace(machine, strategies={key: found[key]})
+    by_strategy: dict[str, list[CalibrationRun]] = defaultdict(list)
+    for run in runs:
+        if run.spec.strategy not in (PROBE_LAYERS, PROBE_COLLECTIVES, "single"):
+            by_strategy[run.spec.strategy].append(run)
+    overheads: dict[str, StrategyOverhead] = {}
+    residuals = []
+    for strategy, own_runs in sorted(by_strategy.items()):
+        steps = [_predicted_step(bare, run) for run in own_runs]
+        overheads[strategy] = _fit_strategy_overhead(list(zip(own_runs, steps, strict=True)))
+        fitted = msgspec.structs.replace(machine, strategies={strategy: overheads[strategy]})
         for what, chosen in (("before", bare), ("with its overhead", fitted)):
-            pairs = [(_predicted_step_s(chosen, one), one.step_s) for one in own]
-            residuals.append(FitResidual(part="strategies", what=f"{key}, {what}", points=len(pairs),
-                                      error=rms_log_error(pairs), r2=r_squared(pairs)))  # fmt: skip
-    return found, residuals, notes
+            pairs = [(_predicted_step(chosen, run).step_time_s, run.step_s) for run in own_runs]
+            residuals.append(fit_residual("strategies", f"{strategy}, {what}", pairs))
+    return overheads, residuals
 
 
-def _predicted_step_s(machine: Machine, run: CalibrationRun) -> float:
-    step: StepBreakdown = resolve_cost(run.spec.strategy).step(run.spec, run.table, CostModel(machine, run.spec))
-    return step.step_time_s
+def _predicted_step(machine: Machine, run: CalibrationRun) -> StepBreakdown:
+    return resolve_cost(run.spec.strategy).step(run.spec, run.table, CostModel(machine, run.spec))
 
 
 def _fit_strategy_overhead(pairs: Sequence[tuple[CalibrationRun, StepBreakdown]]) -> StrategyOverhead:
