@@ -16,7 +16,7 @@ from hpcbench.parallel.strategy_entry import ParityCase
 from hpcbench.parallel.traffic import total_payload_bytes
 from hpcbench.worker.strategies.fairscale import import_fairscale
 from tests.conftest import absent
-from tests.distributed.cases import EXACT, TOLERANCE, Case, check, make_case, run_parallel, run_reference
+from tests.distributed.cases import EXACT, Case, OfRank, check, check_rounding, make_case, run_parallel, run_reference
 from tests.distributed.pool import Pool
 from tests.distributed.test_traffic import expected, steady
 
@@ -52,8 +52,14 @@ def training(key: str, case: ParityCase, **more: Any) -> Case:
 def test_a_strategy_trains_what_its_reference_does(pool: Pool, key: str, parity: ParityCase) -> None:
     widest = STRATEGIES[key].widest
     case = training(key, parity, precision=widest, steps=4, narrow=parity.model in ("vgg11", "resnet18"))
-    results = pool.run(case) if parity.ranks > 1 else [run_parallel(case, None)]
-    check(results, run_reference(case), EXACT if widest == "fp64" else TOLERANCE)
+
+    def run(chosen: Case) -> list[OfRank]:
+        return pool.run(chosen) if parity.ranks > 1 else [run_parallel(chosen, None)]
+
+    if widest == "fp64":
+        check(run(case), run_reference(case), EXACT)
+    else:
+        check_rounding(run, case)
 
 
 @pytest.mark.parametrize(("key", "parity"), CASES)
