@@ -13,20 +13,22 @@ from typing import NamedTuple
 import msgspec
 
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
-from hpcbench.oracle import published_formulas as formulas
 from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.cost_model import CostModel, row_kernels, update_kernels
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.pipeline_rank import PipelineRank
 from hpcbench.oracle.placement import GroupPlacement, are_on_one_node, place_group
 from hpcbench.oracle.published_formulas import (
-    DdlbenchLink,
+    ParadlEstimate,
     ParadlJob,
     ParadlLayer,
-    ParadlLink,
     ddlbench_gpipe_comm_s,
     ddlbench_gpipe_compute_s,
     ddlbench_horovod_step_s,
+    paradl_data,
+    paradl_data_filter,
+    paradl_data_spatial,
+    paradl_pipeline,
 )
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
@@ -75,42 +77,43 @@ def single_device_spec(spec: RunSpec) -> RunSpec:
     )
 
 
-def single_device_step(asked: BaselineRequest) -> StepBreakdown:
-    """The step of ``alone``, by the oracle."""
-    spec = single_device_spec(asked.spec)
-    found: StepBreakdown = resolve_cost("single").step(spec, asked.table, CostModel(asked.machine, spec))
-    return found
+def single_device_step(request: BaselineRequest) -> StepBreakdown:
+    """Return the oracle's step of ``single_device_spec``."""
+    spec = single_device_spec(request.spec)
+    return resolve_cost("single").step(spec, request.table, CostModel(request.machine, spec))
 
 
 _PARADL_SPLIT_KINDS = ("Conv1d", "Conv2d", "Conv3d", "Linear")
 """Kinds of layers that filter and channel split; all others run whole, as in the authors' lists of layers."""
 
 
-def paradl_baseline(asked: BaselineRequest) -> BaselineEstimate:
-    """What the paper's table III says of the run, with its memory; why it says nothing, where it has no row for it."""
-    spec = asked.spec
+def paradl_baseline(request: BaselineRequest) -> BaselineEstimate:
+    """Return the paper's table III for the run, with its memory; the reason where it has no row for the run."""
+    spec = request.spec
     formula = _PARADL_ESTIMATES.get(spec.strategy)
     if formula is None:
         return BaselineEstimate(reason=f"ParaDL has no formula for {spec.strategy}")
-    if formula in (_estimate_pipeline, _estimate_model) and (
-        spec.dp_degree * spec.tp_degree > 1 or pipeline_layout(spec).replicas
-    ):
+    if formula in (_paradl_pipeline, _paradl_model) and _is_hybrid_pipeline(spec):
         return BaselineEstimate(reason="ParaDL has no formula for pipelines with replicas or split layers")
-    found = formula(asked)
-    return BaselineEstimate(found.epoch_s, found.compute_s, found.comm_s, found.memory_bytes)
+    estimate = formula(request)
+    return BaselineEstimate(estimate.epoch_s, estimate.compute_s, estimate.comm_s, estimate.memory_bytes)
 
 
-def paradl_layers(asked: BaselineRequest, split: Sequence[bool]) -> list[ParadlLayer]:
+def _is_hybrid_pipeline(spec: RunSpec) -> bool:
+    return spec.dp_degree * spec.tp_degree > 1 or bool(pipeline_layout(spec).replicas)
+
+
+def paradl_layers(request: BaselineRequest, split: Sequence[bool]) -> list[ParadlLayer]:
     """The table's rows as layers: times of one device at the run's micro-batch, per sample.
 
     ``split`` tells which rows the strategy splits.
     """
-    spec = single_device_spec(asked.spec)
-    clock, samples = CostModel(asked.machine, spec), spec.batch_size / spec.micro_batches
-    found = []
-    for row, is_split in zip(asked.table.layers, split, strict=True):
+    spec = single_device_spec(request.spec)
+    clock, samples = CostModel(request.machine, spec), spec.batch_size / spec.micro_batches
+    layers = []
+    for row, is_split in zip(request.table.layers, split, strict=True):
         passes = row_kernels(spec, row, samples)
-        found.append(
+        layers.append(
             ParadlLayer(
                 input_items=prod(row.input_shape),
                 output_items=row.output_bytes / FP32_BYTES,
@@ -122,7 +125,7 @@ def paradl_layers(asked: BaselineRequest, split: Sequence[bool]) -> list[ParadlL
                 is_split=is_split,
             )
         )
-    return found
+    return layers
 
 
 def halo_items(row: layer_table.LayerRow) -> float:
@@ -135,81 +138,69 @@ def halo_items(row: layer_table.LayerRow) -> float:
     return width // 2 * (prod(row.input_shape[:-1]) + prod(row.output_shape[:-1]))
 
 
-def _paradl_job(asked: BaselineRequest, split: Sequence[bool] | None = None) -> ParadlJob:
-    batch = asked.spec.global_batch_size
-    whole = [True] * len(asked.table.layers)
-    return ParadlJob(
-        batch, batch, paradl_layers(asked, whole if split is None else split), activation_number_bytes(asked.spec)
-    )
+def _paradl_job(request: BaselineRequest, split: Sequence[bool] | None = None) -> ParadlJob:
+    batch = request.spec.global_batch_size
+    layers = paradl_layers(request, [True] * len(request.table.layers) if split is None else split)
+    return ParadlJob(batch, batch, layers, activation_number_bytes(request.spec))
 
 
-def _paradl_link(asked: BaselineRequest, group: GroupPlacement) -> ParadlLink:
-    """The narrowest link of a ring."""
-    comm = asked.machine.comm
-    return ParadlLink(*(comm.intra_node if group.nodes == 1 else comm.inter_node))
+def _ring_link(request: BaselineRequest, group: GroupPlacement) -> HockneyLink:
+    """Return the narrowest link of a ring, which its steps wait for."""
+    comm = request.machine.comm
+    return comm.intra_node if group.nodes == 1 else comm.inter_node
 
 
-def _estimate_serial(asked: BaselineRequest) -> formulas.ParadlEstimate:
-    return formulas.paradl_serial(_paradl_job(asked))
+def _paradl_data(request: BaselineRequest) -> ParadlEstimate:
+    link = _ring_link(request, place_group(request.spec, "dp"))
+    return paradl_data(_paradl_job(request), request.spec.dp_degree, link)
 
 
-def _estimate_data(asked: BaselineRequest) -> formulas.ParadlEstimate:
-    return formulas.paradl_data(
-        _paradl_job(asked), asked.spec.dp_degree, _paradl_link(asked, place_group(asked.spec, "dp"))
-    )
+def _paradl_filter(request: BaselineRequest) -> ParadlEstimate:
+    spec = request.spec
+    job = _paradl_job(request, [row.kind in _PARADL_SPLIT_KINDS for row in request.table.layers])
+    outer, inner = place_group(spec, "dp"), _ring_link(request, place_group(spec, "tp"))
+    return paradl_data_filter(job, spec.dp_degree, spec.tp_degree, inner, _ring_link(request, outer), outer.rivals)
 
 
-def _estimate_filter(asked: BaselineRequest) -> formulas.ParadlEstimate:
-    spec = asked.spec
-    job = _paradl_job(asked, [row.kind in _PARADL_SPLIT_KINDS for row in asked.table.layers])
-    outer, inner = place_group(spec, "dp"), _paradl_link(asked, place_group(spec, "tp"))
-    return formulas.paradl_data_filter(
-        job, spec.dp_degree, spec.tp_degree, inner, _paradl_link(asked, outer), outer.rivals
-    )
+def _paradl_spatial(request: BaselineRequest) -> ParadlEstimate:
+    spec = request.spec
+    end = spatial_split_of_run(spec, request.table).end if spec.sp_degree > 1 else len(request.table.layers)
+    job = _paradl_job(request, [number < end for number in range(len(request.table.layers))])
+    outer, inner = place_group(spec, "dp"), _ring_link(request, place_group(spec, "sp"))
+    return paradl_data_spatial(job, spec.dp_degree, spec.sp_degree, inner, _ring_link(request, outer), outer.rivals)
 
 
-def _estimate_spatial(asked: BaselineRequest) -> formulas.ParadlEstimate:
-    spec = asked.spec
-    end = spatial_split_of_run(spec, asked.table).end if spec.sp_degree > 1 else len(asked.table.layers)
-    job = _paradl_job(asked, [place < end for place in range(len(asked.table.layers))])
-    outer, inner = place_group(spec, "dp"), _paradl_link(asked, place_group(spec, "sp"))
-    return formulas.paradl_data_spatial(
-        job, spec.dp_degree, spec.sp_degree, inner, _paradl_link(asked, outer), outer.rivals
-    )
+def _paradl_stages(request: BaselineRequest, job: ParadlJob) -> list[list[ParadlLayer]]:
+    return [[job.layers[row] for row in rows] for rows in PipelineRank(request.spec, request.table, 0).rows]
 
 
-def _paradl_stages(asked: BaselineRequest, job: ParadlJob) -> list[list[ParadlLayer]]:
-    return [[job.layers[row] for row in own] for own in PipelineRank(asked.spec, asked.table, 0).rows]
+def _paradl_pipeline(request: BaselineRequest) -> ParadlEstimate:
+    job, link = _paradl_job(request), _ring_link(request, place_group(request.spec, "pp"))
+    return paradl_pipeline(job, _paradl_stages(request, job), request.spec.micro_batches, link)
 
 
-def _estimate_pipeline(asked: BaselineRequest) -> formulas.ParadlEstimate:
-    job = _paradl_job(asked)
-    wire = _paradl_link(asked, place_group(asked.spec, "pp"))
-    return formulas.paradl_pipeline(job, _paradl_stages(asked, job), asked.spec.micro_batches, wire)
-
-
-def _estimate_model(asked: BaselineRequest) -> formulas.ParadlEstimate:
+def _paradl_model(request: BaselineRequest) -> ParadlEstimate:
     """One segment after another, and one update."""
-    job, parts = _paradl_job(asked), asked.spec.micro_batches
-    still = [[layer._replace(update_s=0.0) for layer in stage] for stage in _paradl_stages(asked, job)]
+    job, parts = _paradl_job(request), request.spec.micro_batches
+    stages = _paradl_stages(request, job)
+    without_update = [[layer._replace(update_s=0.0) for layer in stage] for stage in stages]
     part = job._replace(samples=job.samples / parts, batch=job.batch / parts)
-    wire = _paradl_link(asked, place_group(asked.spec, "pp"))
-    one = formulas.paradl_pipeline(part, still, 1, wire)
-    update_s = max(sum(layer.update_s for layer in stage) for stage in _paradl_stages(asked, job))
-    return formulas.ParadlEstimate(parts * one.compute_s + update_s, parts * one.comm_s, one.memory_bytes)
+    estimate = paradl_pipeline(part, without_update, 1, _ring_link(request, place_group(request.spec, "pp")))
+    update_s = max(sum(layer.update_s for layer in stage) for stage in stages)
+    return ParadlEstimate(parts * estimate.compute_s + update_s, parts * estimate.comm_s, estimate.memory_bytes)
 
 
-_PARADL_ESTIMATES: dict[str, Callable[[BaselineRequest], formulas.ParadlEstimate]] = {
-    "single": _estimate_serial,
-    "ddp": _estimate_data,
-    "horovod": _estimate_data,
-    "filter": _estimate_filter,
-    "channel": _estimate_filter,
-    "spatial": _estimate_spatial,
-    "model": _estimate_model,
-    "gpipe": _estimate_pipeline,
-    "1f1b": _estimate_pipeline,
-    "fairscale_pipe": _estimate_pipeline,
+_PARADL_ESTIMATES: dict[str, Callable[[BaselineRequest], ParadlEstimate]] = {
+    "single": _paradl_data,
+    "ddp": _paradl_data,
+    "horovod": _paradl_data,
+    "filter": _paradl_filter,
+    "channel": _paradl_filter,
+    "spatial": _paradl_spatial,
+    "model": _paradl_model,
+    "gpipe": _paradl_pipeline,
+    "1f1b": _paradl_pipeline,
+    "fairscale_pipe": _paradl_pipeline,
 }
 
 
@@ -217,51 +208,42 @@ _DDLBENCH_DATA, _DDLBENCH_PIPELINES = ("ddp", "horovod"), ("gpipe", "fairscale_p
 _FUSION_OPTIONS = {"ddp": "bucket_cap_mb", "horovod": "fusion_threshold_mb"}
 
 
-def ddlbench_baseline(asked: BaselineRequest) -> BaselineEstimate:
+def ddlbench_baseline(request: BaselineRequest) -> BaselineEstimate:
     """Equation 5.1 for replicas, 6.1 and 6.2 for GPipe, and of one micro-batch for layers that are split over ranks."""
-    spec = asked.spec
+    spec = request.spec
     if spec.strategy in _DDLBENCH_DATA:
-        return _ddlbench_data(asked)
+        return _ddlbench_data(request)
     if spec.strategy not in _DDLBENCH_PIPELINES:
         return BaselineEstimate(reason=f"DDLBench has no equation for {spec.strategy}")
-    if spec.dp_degree * spec.tp_degree > 1 or pipeline_layout(spec).replicas:
+    if _is_hybrid_pipeline(spec):
         return BaselineEstimate(reason="DDLBench has no equation for pipelines with replicas or split layers")
-    return _ddlbench_gpipe(asked)
+    return _ddlbench_gpipe(request)
 
 
-def _ddlbench_data(asked: BaselineRequest) -> BaselineEstimate:
-    """The links of the ring are all taken to be its slowest, which is what its steps wait for."""
-    spec = asked.spec
-    workers = spec.dp_degree
-    group = place_group(spec, "dp")
-    comm = asked.machine.comm
-    link = _ddlbench_link(comm.intra_node if group.nodes == 1 else comm.inter_node)
+def _ddlbench_data(request: BaselineRequest) -> BaselineEstimate:
+    """All links of the ring are taken to be its slowest."""
+    spec = request.spec
+    links = [_ring_link(request, place_group(spec, "dp"))] * spec.dp_degree
     threshold = float(options_with_defaults(spec)[_FUSION_OPTIONS[spec.strategy]]) * MIB
-    replica_s, sent = single_device_step(asked).step_time_s, sum(parameter_bytes(spec, asked.table))
-    step_s = ddlbench_horovod_step_s(replica_s * workers, [link] * workers, sent, threshold)
+    replica_s, sent = single_device_step(request).step_time_s, sum(parameter_bytes(spec, request.table))
+    step_s = ddlbench_horovod_step_s(replica_s * spec.dp_degree, links, sent, threshold)
     return BaselineEstimate(step_s, replica_s, step_s - replica_s)
 
 
-def _ddlbench_gpipe(asked: BaselineRequest) -> BaselineEstimate:
-    spec = asked.spec
-    sequential_s, parts = single_device_step(asked).step_time_s, spec.micro_batches
-    run, comm = PipelineRank(spec, asked.table, 0), asked.machine.comm
+def _ddlbench_gpipe(request: BaselineRequest) -> BaselineEstimate:
+    spec, comm = request.spec, request.machine.comm
+    sequential_s, parts = single_device_step(request).step_time_s, spec.micro_batches
+    pipeline = PipelineRank(spec, request.table, 0)
     transfers_s = []
-    for place in range(spec.pp_degree - 1):
-        wire = comm.intra_node if are_on_one_node(spec, "pp", place, place + 1) else comm.inter_node
-        link = _ddlbench_link(wire)
-        size = spec.batch_size / parts * run.boundary_bytes(place)
-        transfers_s.append(link.latency_s + size / link.bandwidth_bytes_per_s)
+    for stage in range(spec.pp_degree - 1):
+        link = comm.intra_node if are_on_one_node(spec, "pp", stage, stage + 1) else comm.inter_node
+        transfers_s.append(link.message_s(spec.batch_size / parts * pipeline.boundary_bytes(stage)))
     if spec.strategy == "model":
         compute_s, comm_s = sequential_s, parts * ddlbench_gpipe_comm_s(transfers_s, 1)
     else:
         compute_s = ddlbench_gpipe_compute_s(sequential_s, spec.pp_degree, parts)
         comm_s = ddlbench_gpipe_comm_s(transfers_s, parts)
     return BaselineEstimate(compute_s + comm_s, compute_s, comm_s)
-
-
-def _ddlbench_link(wire: HockneyLink) -> DdlbenchLink:
-    return DdlbenchLink(wire.latency_s, 1.0 / wire.beta_s_per_byte if wire.beta_s_per_byte else float("inf"))
 
 
 _SCALE_INDEPENDENT_KEYS = (
@@ -273,51 +255,51 @@ _PAIR_DEVICES = 2
 """Ranks from which perfect scaling is reckoned."""
 
 
-def compute_only_baseline(asked: BaselineRequest) -> BaselineEstimate:
+def compute_only_baseline(request: BaselineRequest) -> BaselineEstimate:
     """A replica's computation on one device, shared evenly by its devices: as if nothing had to be passed."""
-    spec = asked.spec
-    compute_s = single_device_step(asked).compute_s / (spec.devices / spec.dp_degree)
+    spec = request.spec
+    compute_s = single_device_step(request).compute_s / (spec.devices / spec.dp_degree)
     return BaselineEstimate(compute_s, compute_s, 0.0)
 
 
-def constant_time_baseline(asked: BaselineRequest) -> BaselineEstimate:
+def constant_time_baseline(request: BaselineRequest) -> BaselineEstimate:
     """The step time of the largest scale that was measured stays."""
-    known = smaller_runs(asked)
+    known = smaller_runs(request)
     if not known:
-        return BaselineEstimate(reason=_no_run_reason(asked))
+        return BaselineEstimate(reason=_no_run_reason(request))
     largest = max(one.spec.devices for one in known)
     return BaselineEstimate(median(one.step_time_s for one in known if one.spec.devices == largest))
 
 
-def perfect_scaling_baseline(asked: BaselineRequest) -> BaselineEstimate:
+def perfect_scaling_baseline(request: BaselineRequest) -> BaselineEstimate:
     """The samples per second and device of two devices stay."""
-    known = [one for one in smaller_runs(asked) if one.spec.devices == _PAIR_DEVICES]
+    known = [one for one in smaller_runs(request) if one.spec.devices == _PAIR_DEVICES]
     if not known:
-        return BaselineEstimate(reason=f"{_no_run_reason(asked)} on {_PAIR_DEVICES} devices")
+        return BaselineEstimate(reason=f"{_no_run_reason(request)} on {_PAIR_DEVICES} devices")
     device_s = median(one.step_time_s * _PAIR_DEVICES / one.spec.global_batch_size for one in known)
-    return BaselineEstimate(device_s * asked.spec.global_batch_size / asked.spec.devices)
+    return BaselineEstimate(device_s * request.spec.global_batch_size / request.spec.devices)
 
 
-def log_devices_baseline(asked: BaselineRequest) -> BaselineEstimate:
+def log_devices_baseline(request: BaselineRequest) -> BaselineEstimate:
     """A straight line of the step time over the logarithm of the number of devices, by least squares."""
-    known = smaller_runs(asked)
+    known = smaller_runs(request)
     if len({one.spec.devices for one in known}) < _PAIR_DEVICES:
-        return BaselineEstimate(reason=f"{_no_run_reason(asked)} at two scales")
+        return BaselineEstimate(reason=f"{_no_run_reason(request)} at two scales")
     line = linear_regression([log2(one.spec.devices) for one in known], [one.step_time_s for one in known])
-    step_time_s = line.intercept + line.slope * log2(asked.spec.devices)
+    step_time_s = line.intercept + line.slope * log2(request.spec.devices)
     if step_time_s <= 0:
         return BaselineEstimate(
-            reason=f"the line through {len(known)} smaller runs is below zero at {asked.spec.devices}"
+            reason=f"the line through {len(known)} smaller runs is below zero at {request.spec.devices}"
         )
     return BaselineEstimate(step_time_s)
 
 
-def smaller_runs(asked: BaselineRequest) -> list[MeasuredRun]:
+def smaller_runs(request: BaselineRequest) -> list[MeasuredRun]:
     """The runs that are known of the same on fewer devices."""
     return [
         one
-        for one in asked.known
-        if one.spec.devices < asked.spec.devices and _differs_only_in_scale(one.spec, asked.spec)
+        for one in request.known
+        if one.spec.devices < request.spec.devices and _differs_only_in_scale(one.spec, request.spec)
     ]
 
 
@@ -325,8 +307,8 @@ def _differs_only_in_scale(one: RunSpec, other: RunSpec) -> bool:
     return all(getattr(one, name) == getattr(other, name) for name in _SCALE_INDEPENDENT_KEYS)
 
 
-def _no_run_reason(asked: BaselineRequest) -> str:
-    spec = asked.spec
+def _no_run_reason(request: BaselineRequest) -> str:
+    spec = request.spec
     return f"no smaller run of {spec.strategy}, {spec.model}, batch {spec.batch_size} was measured"
 
 

@@ -14,16 +14,11 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-
-class DdlbenchLink(NamedTuple):
-    """Between neighbours in the ring or in the pipeline."""
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
+from hpcbench.oracle.collective_formulas import HockneyLink
 
 
 def ddlbench_horovod_step_s(
-    sequential_s: float, links: Sequence[DdlbenchLink], gradient_bytes: float, fusion_threshold_bytes: float
+    sequential_s: float, links: Sequence[HockneyLink], gradient_bytes: float, fusion_threshold_bytes: float
 ) -> float:
     """Equation 5.1: one batch on as many workers as the ring has links, all but the last fused all_reduce hidden.
 
@@ -31,7 +26,7 @@ def ddlbench_horovod_step_s(
     """
     workers = len(links)
     last_bytes = min(gradient_bytes, fusion_threshold_bytes)
-    hop_s = max(link.latency_s + last_bytes / (workers * link.bandwidth_bytes_per_s) for link in links)
+    hop_s = max(link.message_s(last_bytes / workers) for link in links)
     return sequential_s / workers + 2 * (workers - 1) * hop_s
 
 
@@ -52,13 +47,6 @@ def ddlbench_gpipe_comm_s(transfers_s: Sequence[float], micro_batches: int) -> f
     filling_s = sum(max(transfers_s[: i + 1]) for i in range(links - 1))
     draining_s = sum(max(transfers_s[i:]) for i in range(1, links))
     return 2 * (filling_s + (micro_batches - (links - 1)) * max(transfers_s) + draining_s)
-
-
-class ParadlLink(NamedTuple):
-    """The Hockney model of the narrowest link on a path: a message of m bytes takes ``alpha + m * beta``."""
-
-    alpha_s: float
-    beta_s_per_byte: float
 
 
 class ParadlLayer(NamedTuple):
@@ -120,36 +108,25 @@ class ParadlEstimate(NamedTuple):
         return self.compute_s + self.comm_s
 
 
-def paradl_all_reduce_s(p: int, message_bytes: float, wire: ParadlLink) -> float:
+def paradl_all_reduce_s(p: int, message_bytes: float, link: HockneyLink) -> float:
     """Of a buffer of ``message_bytes`` on every device."""
-    return 2 * (p - 1) * (wire.alpha_s + message_bytes / p * wire.beta_s_per_byte)
+    return 2 * (p - 1) * link.message_s(message_bytes / p)
 
 
-def paradl_all_gather_s(p: int, part_bytes: float, wire: ParadlLink) -> float:
+def paradl_all_gather_s(p: int, part_bytes: float, link: HockneyLink) -> float:
     """Of ``part_bytes`` from every device."""
-    return (p - 1) * (wire.alpha_s + part_bytes * wire.beta_s_per_byte)
+    return (p - 1) * link.message_s(part_bytes)
 
 
-def paradl_serial(job: ParadlJob) -> ParadlEstimate:
-    """One device."""
-    compute_s = job.samples * job.sample_s() + job.iterations * job.update_s()
-    return ParadlEstimate(compute_s, 0.0, job.memory_bytes())
-
-
-def paradl_data(job: ParadlJob, p: int, wire: ParadlLink) -> ParadlEstimate:
-    """Replicas; gradients all_reduced at once after the backward pass. The program rounds D/p up."""
+def paradl_data(job: ParadlJob, p: int, link: HockneyLink) -> ParadlEstimate:
+    """Replicas, or one device; gradients all_reduced at once after the backward pass. The program rounds D/p up."""
     compute_s = ceil(job.samples / p) * job.sample_s() + job.iterations * job.update_s()
-    comm_s = job.iterations * paradl_all_reduce_s(p, job.weight_bytes(), wire)
+    comm_s = job.iterations * paradl_all_reduce_s(p, job.weight_bytes(), link)
     return ParadlEstimate(compute_s, comm_s, job.memory_bytes(1 / p))
 
 
-def paradl_spatial(job: ParadlJob, p: int, wire: ParadlLink) -> ParadlEstimate:
-    """The extent of every sample split; halos per layer, and the gradients of weights that all devices hold."""
-    return paradl_data_spatial(job, 1, p, wire, wire)
-
-
 def paradl_pipeline(
-    job: ParadlJob, stages: Sequence[Sequence[ParadlLayer]], segments: int, wire: ParadlLink
+    job: ParadlJob, stages: Sequence[Sequence[ParadlLayer]], segments: int, link: HockneyLink
 ) -> ParadlEstimate:
     """GPipe: ``segments`` micro-batches through ``stages``.
 
@@ -162,38 +139,31 @@ def paradl_pipeline(
     update_s = max(sum(layer.update_s for layer in stage) for stage in stages)
     compute_s = job.samples * (p + segments - 1) / segments * (forward_s + backward_s) + job.iterations * update_s
     part_bytes = job.batch / segments * job.item_bytes
-    sent_s = [wire.alpha_s + part_bytes * stage[-1].output_items * wire.beta_s_per_byte for stage in stages[:-1]]
+    sent_s = [link.message_s(part_bytes * stage[-1].output_items) for stage in stages[:-1]]
     comm_s = 2 * job.iterations * (p + segments - 2) * max(sent_s, default=0.0)
     return ParadlEstimate(compute_s, comm_s, max(job._replace(layers=stage).memory_bytes() for stage in stages))
 
 
-def paradl_filter(job: ParadlJob, p: int, wire: ParadlLink) -> ParadlEstimate:
-    """Output channels split: all_gather of every layer's output but the last one's forward, all_reduce backward."""
-    return paradl_data_filter(job, 1, p, wire, wire)
-
-
-def paradl_channel(job: ParadlJob, p: int, wire: ParadlLink) -> ParadlEstimate:
-    """Input channels split: all_reduce forward and all_gather backward, which costs what ``paradl_filter`` costs."""
-    return paradl_filter(job, p, wire)
-
-
 def paradl_data_filter(
-    job: ParadlJob, p1: int, p2: int, inner: ParadlLink, outer: ParadlLink, phi: float = 1.0
+    job: ParadlJob, p1: int, p2: int, inner: HockneyLink, outer: HockneyLink, phi: float = 1.0
 ) -> ParadlEstimate:
     """``p1`` replicas of ``p2`` devices each, which split filters; ``phi`` flows share a link between replicas.
+
+    Forward an all_gather of every layer's output but the last one's, backward an all_reduce. Input channels split are
+    an all_reduce forward and an all_gather backward, which costs as much.
 
     ``job.batch`` is the global batch.
     """
     batch = job.batch / p1
     parts_bytes = [batch * layer.output_items / p2 * job.item_bytes for layer in job.layers[:-1] if layer.is_split]
     gathered_s = 3 * sum(paradl_all_gather_s(p2, part, inner) for part in parts_bytes)
-    reduced_s = paradl_all_reduce_s(p1, job.weight_bytes(p2), _shared_link(outer, phi))
+    reduced_s = paradl_all_reduce_s(p1, job.weight_bytes(p2), outer.shared(phi))
     compute_s = job.samples / p1 * job.sample_s(p2) + job.iterations * job.update_s(p2)
     return ParadlEstimate(compute_s, job.iterations * (gathered_s + reduced_s), job.memory_bytes(1 / p1, p2))
 
 
 def paradl_data_spatial(
-    job: ParadlJob, p1: int, p2: int, inner: ParadlLink, outer: ParadlLink, phi: float = 1.0
+    job: ParadlJob, p1: int, p2: int, inner: HockneyLink, outer: HockneyLink, phi: float = 1.0
 ) -> ParadlEstimate:
     """``p1`` replicas of ``p2`` devices each, which split the extent. Read from the authors' program.
 
@@ -201,17 +171,13 @@ def paradl_data_spatial(
     """
     batch = job.batch / p1
     halos_s = [
-        inner.alpha_s * 2 + batch * layer.halo_items * job.item_bytes * inner.beta_s_per_byte
+        inner.latency_s * 2 + batch * layer.halo_items * job.item_bytes * inner.beta_s_per_byte
         for layer in job.layers
         if layer.halo_items and layer.is_split and p2 > 1
     ]
     inside_s = paradl_all_reduce_s(p2, job.weight_bytes(), inner)
-    between_s = paradl_all_reduce_s(p1, job.weight_bytes(), _shared_link(outer, phi))
+    between_s = paradl_all_reduce_s(p1, job.weight_bytes(), outer.shared(phi))
     compute_s = job.samples / p1 * job.sample_s(p2) + job.iterations * job.update_s()
     return ParadlEstimate(
         compute_s, job.iterations * (2 * sum(halos_s) + inside_s + between_s), job.memory_bytes(1 / (p1 * p2))
     )
-
-
-def _shared_link(wire: ParadlLink, phi: float) -> ParadlLink:
-    return wire._replace(beta_s_per_byte=wire.beta_s_per_byte * phi)

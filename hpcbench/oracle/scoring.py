@@ -6,7 +6,9 @@ Nothing is clipped or left out: a failed run counts as a misprediction unless th
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from itertools import combinations
 from math import log, sqrt
 from statistics import fmean, median, stdev
 from typing import NamedTuple
@@ -117,84 +119,80 @@ class PredictedBest(NamedTuple):
 
 
 def predicted_bests(cases: Sequence[ValidationCase], predictor: str) -> list[PredictedBest]:
-    """For every group of two configurations or more of which any ran: by time per sample."""
-    found = []
+    """Return the best and the chosen case of each group of two configurations or more of which any ran."""
+    bests = []
     for group in _comparable_groups(cases):
-        ran = [(there, one) for one in group if (there := _measured_s_per_sample(one)) is not None]
+        ran = [(seconds, case) for case in group if (seconds := _measured_s_per_sample(case)) is not None]
         if len(group) < 2 or not ran:
             continue
-        least, best = min(ran, key=lambda pair: pair[0])
-        told = _feasible_predictions(group, predictor)
-        chosen = min(told, key=lambda pair: pair[1])[0] if len(told) > 1 else None
-        there = _measured_s_per_sample(chosen) if chosen is not None else None
-        found.append(PredictedBest(best, chosen, None if there is None else there / least - 1))
-    return found
+        least_s, best = min(ran, key=lambda pair: pair[0])
+        feasible = _feasible_predictions(group, predictor)
+        chosen = min(feasible, key=lambda pair: pair[1])[0] if len(feasible) > 1 else None
+        chosen_s = _measured_s_per_sample(chosen) if chosen is not None else None
+        bests.append(PredictedBest(best, chosen, None if chosen_s is None else chosen_s / least_s - 1))
+    return bests
 
 
 def _feasible_predictions(group: Sequence[ValidationCase], predictor: str) -> list[tuple[ValidationCase, float]]:
-    """What the predictor thinks fits, with its time per sample."""
+    """Return the cases that the predictor does not call infeasible, with its time per sample."""
     return [
-        (one, said.step_time_s / one.measured.spec.global_batch_size)
-        for one in group
-        if (said := one.said.get(predictor)) is not None and said.step_time_s is not None and said.fits is not False
+        (case, result.step_time_s / case.measured.spec.global_batch_size)
+        for case in group
+        if (result := case.said.get(predictor)) and result.step_time_s is not None and result.fits is not False
     ]
 
 
 def score_ranking(cases: Sequence[ValidationCase], predictor: str) -> RankingScore:
-    """Over groups of two configurations or more of which something was said."""
+    """Score the order of the configurations in each group of two or more that were predicted."""
     taus = []
     for group in _comparable_groups(cases):
-        ran = [
-            (predicted, there)
-            for one, predicted in _feasible_predictions(group, predictor)
-            if (there := _measured_s_per_sample(one)) is not None
+        pairs = [
+            (predicted, measured)
+            for case, predicted in _feasible_predictions(group, predictor)
+            if (measured := _measured_s_per_sample(case)) is not None
         ]
-        tau = kendall_tau([one for one, _ in ran], [there for _, there in ran])
-        taus += [] if tau is None else [tau]
-    made = [one for one in predicted_bests(cases, predictor) if one.chosen is not None]
-    regrets = [one.regret for one in made if one.regret is not None]
+        taus.append(kendall_tau([predicted for predicted, _ in pairs], [measured for _, measured in pairs]))
+    known_taus = [tau for tau in taus if tau is not None]
+    chosen = [best for best in predicted_bests(cases, predictor) if best.chosen is not None]
+    regrets = [best.regret for best in chosen if best.regret is not None]
     return RankingScore(
-        groups=len(made),
-        tau=fmean(taus) if taus else None,
-        regret=fmean(regrets) if regrets else None,
+        groups=len(chosen),
+        tau=_mean(known_taus),
+        regret=_mean(regrets),
         worst_regret=max(regrets, default=None),
-        failed=len(made) - len(regrets),
+        failed=len(chosen) - len(regrets),
     )
 
 
 def _comparable_groups(cases: Sequence[ValidationCase]) -> list[list[ValidationCase]]:
-    found: dict[Hashable, list[ValidationCase]] = {}
-    for one in cases:
-        spec = one.measured.spec
+    groups: dict[Hashable, list[ValidationCase]] = defaultdict(list)
+    for case in cases:
+        spec = case.measured.spec
         options = tuple(sorted(spec.model_options.items()))
-        key = (one.measured.cluster, spec.model, options, spec.dataset, spec.input_size, spec.precision, spec.devices)
-        found.setdefault(key, []).append(one)
-    return list(found.values())
+        key = (case.measured.cluster, spec.model, options, spec.dataset, spec.input_size, spec.precision, spec.devices)
+        groups[key].append(case)
+    return list(groups.values())
 
 
-def _measured_s_per_sample(one: ValidationCase) -> float | None:
-    there = one.measured.step_time_s
-    return there / one.measured.spec.global_batch_size if there and one.measured.status == STATUS_OK else None
+def _measured_s_per_sample(case: ValidationCase) -> float | None:
+    seconds = case.measured.step_time_s
+    return seconds / case.measured.spec.global_batch_size if seconds and case.measured.status == STATUS_OK else None
 
 
-def kendall_tau(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Kendall's tau-b (1945): ties of either side count as ties. ``None`` where one side is all ties.
+def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float | None:
+    """Return Kendall's tau-b (1945): ties of either side count as ties. ``None`` where one side is all ties.
 
     >>> kendall_tau([1, 2, 3], [1, 3, 2]), kendall_tau([1, 1, 2], [1, 2, 3])
     (0.3333333333333333, 0.8164965809277261)
     """
-    agree = pairs_one = pairs_other = 0
-    for first in range(len(one)):
-        for second in range(first):
-            left, right = _sign(one[first] - one[second]), _sign(other[first] - other[second])
-            agree += left * right
-            pairs_one += left != 0
-            pairs_other += right != 0
-    return agree / sqrt(pairs_one * pairs_other) if pairs_one and pairs_other else None
-
-
-def _sign(value: float) -> int:
-    return (value > 0) - (value < 0)
+    agreement = left_pairs = right_pairs = 0
+    for (left_a, right_a), (left_b, right_b) in combinations(zip(left, right, strict=True), 2):
+        left_sign = (left_a > left_b) - (left_a < left_b)
+        right_sign = (right_a > right_b) - (right_a < right_b)
+        agreement += left_sign * right_sign
+        left_pairs += left_sign != 0
+        right_pairs += right_sign != 0
+    return agreement / sqrt(left_pairs * right_pairs) if left_pairs and right_pairs else None
 
 
 GOOD_ACCURACY = 0.9
@@ -257,112 +255,123 @@ def accuracy(predicted: float, measured: float) -> float:
 
 
 def score_predictor(cases: Sequence[ValidationCase], predictor: str, beside: str | None = None) -> PredictorScore:
-    """Of the cases that count.
+    """Score ``predictor`` over the cases that count.
 
-    ``beside`` another predictor: of those alone that ``predictor`` says something of, for both.
+    ``beside`` another predictor: only over the cases that ``predictor`` has a step time of, for both.
     """
-    counted = [one for one in cases if one.measured.status == STATUS_OK or one.measured.status in COUNTED_FAILURES]
+    counted = [case for case in cases if case.measured.status in {STATUS_OK, *COUNTED_FAILURES}]
     if beside is not None:
-        counted = [one for one in counted if one.said.get(predictor, PredictorResult()).step_time_s is not None]
-    strategies = dict.fromkeys(one.measured.spec.strategy for one in counted)
-    by_strategy = {
-        name: summarize_accuracy([one for one in counted if one.measured.spec.strategy == name], predictor)
-        for name in strategies
-    }
+        counted = [case for case in counted if case.said.get(predictor, PredictorResult()).step_time_s is not None]
+    by_strategy: dict[str, list[ValidationCase]] = defaultdict(list)
+    for case in counted:
+        by_strategy[case.measured.spec.strategy].append(case)
+    strategies = {name: summarize_accuracy(group, predictor) for name, group in by_strategy.items()}
     parts = {name: summarize_accuracy(counted, predictor, name) for name in SCORED_PARTS}
+    other = summarize_accuracy(counted, beside) if beside else None
     return PredictorScore(
         predictor=predictor,
         total=summarize_accuracy(counted, predictor),
-        strategies={name: one for name, one in by_strategy.items() if one is not None},
-        parts={name: one for name, one in parts.items() if one is not None},
+        strategies={name: summary for name, summary in strategies.items() if summary is not None},
+        parts={name: summary for name, summary in parts.items() if summary is not None},
         ranking=score_ranking(counted, predictor),
         fits=score_memory_fits(counted, predictor),
-        other=there.mean if beside and (there := summarize_accuracy(counted, beside)) else None,
+        other=None if other is None else other.mean,
     )
+
+
+class _Comparison(NamedTuple):
+    """One case: predicted and measured seconds or bytes, and its accuracy."""
+
+    case: ValidationCase
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def pair(self) -> tuple[float, float] | None:
+        return (self.predicted, self.measured) if self.predicted is not None and self.measured else None
+
+    @property
+    def accuracy(self) -> float:
+        return accuracy(*self.pair) if self.pair else 0.0
 
 
 def summarize_accuracy(
     cases: Sequence[ValidationCase], predictor: str, part: str | None = None
 ) -> AccuracySummary | None:
-    """Of the step time, or of one of ``PARTS`` where it was measured and predicted; ``None`` of no configuration."""
-    found: list[tuple[ValidationCase, float | None, float | None]] = []
-    for one in cases:
-        said = one.said.get(predictor, PredictorResult(reason="nothing was said"))
-        measured = one.measured.step_time_s if part is None else one.measured.figures.get(part)
-        predicted = said.step_time_s if part is None else said.figures.get(part)
-        is_foretold = one.measured.status != STATUS_OK and said.fits is False
-        if is_foretold or (part is not None and (predicted is None or not _is_compared(one, part, measured))):
-            continue
-        found.append((one, predicted, measured))
-    if not found:
+    """Summarize the step time, or a part where it was measured and predicted; ``None`` without a case."""
+    comparisons = [each for case in cases if (each := _compare(case, predictor, part)) is not None]
+    if not comparisons:
         return None
-    accuracies = [accuracy(told, there) if told is not None and there else 0.0 for _, told, there in found]
-    compared = [(told, there) for _, told, there in found if told is not None and there]
-    low, high = bootstrap_interval(
-        _clusters_by_model([(one.measured.spec.model, a) for (one, _, _), a in zip(found, accuracies, strict=True)]),
-        fmean,
-    )
-    spreads = [one.measured.noise if part is None else one.measured.figures_noise.get(part) for one, _, _ in found]
+    accuracies = [each.accuracy for each in comparisons]
+    pairs = [each.pair for each in comparisons if each.pair is not None]
+    by_model: dict[str, list[float]] = defaultdict(list)
+    for each in comparisons:
+        by_model[each.case.measured.spec.model].append(each.accuracy)
+    # Whole models are drawn where there are several, else configurations.
+    clusters = list(by_model.values()) if len(by_model) > 1 else [[value] for value in accuracies]
+    low, high = bootstrap_interval(clusters, fmean)
+    measured = [each.case.measured for each in comparisons]
+    spreads = [each.noise if part is None else each.figures_noise.get(part) for each in measured]
     noise = [value for value in spreads if value is not None]
     return AccuracySummary(
-        count=len(found),
-        failed=len(found) - len(compared),
+        count=len(comparisons),
+        failed=len(comparisons) - len(pairs),
         mean=fmean(accuracies),
         low=low,
         high=high,
         median=median(accuracies),
         least=min(accuracies),
         good=sum(value >= GOOD_ACCURACY for value in accuracies) / len(accuracies),
-        signed=_mean([(told - there) / there for told, there in compared]),
-        abs_log=_mean([abs(log(told / there)) for told, there in compared if told > 0]),
+        signed=_mean([(predicted - actual) / actual for predicted, actual in pairs]),
+        abs_log=_mean([abs(log(predicted / actual)) for predicted, actual in pairs if predicted > 0]),
         noise=median(noise) if noise else None,
-        covered=_interval_coverage([one for one, _, _ in found], predictor) if part is None else None,
+        covered=_interval_coverage([each.case for each in comparisons], predictor) if part is None else None,
     )
 
 
-def _is_compared(one: ValidationCase, part: str, measured: float | None) -> bool:
-    """Whether a part is large enough to be compared: of a step's times those of ``MIN_STEP_FRACTION`` of it."""
-    step_time_s = one.measured.step_time_s
-    if not measured or not step_time_s:
-        return False
-    return not part.endswith("_s") or measured >= MIN_STEP_FRACTION * step_time_s
+def _compare(case: ValidationCase, predictor: str, part: str | None) -> _Comparison | None:
+    """Return what is compared of a case; ``None`` of a failure that was predicted, or without the part.
+
+    Parts of a step below ``MIN_STEP_FRACTION`` of it are not compared.
+    """
+    result, measured = case.said.get(predictor, PredictorResult()), case.measured
+    if measured.status != STATUS_OK and result.fits is False:
+        return None
+    if part is None:
+        return _Comparison(case, result.step_time_s, measured.step_time_s)
+    predicted, figure, step_time_s = result.figures.get(part), measured.figures.get(part), measured.step_time_s
+    if predicted is None or not figure or not step_time_s:
+        return None
+    if part.endswith("_s") and figure < MIN_STEP_FRACTION * step_time_s:
+        return None
+    return _Comparison(case, predicted, figure)
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def _clusters_by_model(values: Iterable[tuple[str, float]]) -> list[list[float]]:
-    """One list a model, or one a configuration where all are of the same model."""
-    by_model: dict[str, list[float]] = {}
-    for model, value in values:
-        by_model.setdefault(model, []).append(value)
-    if len(by_model) > 1:
-        return list(by_model.values())
-    return [[value] for own in by_model.values() for value in own]
-
-
 def _interval_coverage(cases: Sequence[ValidationCase], predictor: str) -> float | None:
     inside = []
-    for one in cases:
-        said, there = one.said.get(predictor), one.measured.step_time_s
-        if said is not None and said.low_s is not None and said.high_s is not None and there:
-            inside.append(said.low_s <= there <= said.high_s)
-    return fmean(inside) if inside else None
+    for case in cases:
+        result, seconds = case.said.get(predictor), case.measured.step_time_s
+        if result is not None and result.low_s is not None and result.high_s is not None and seconds:
+            inside.append(result.low_s <= seconds <= result.high_s)
+    return _mean(inside)
 
 
 def score_memory_fits(cases: Sequence[ValidationCase], predictor: str) -> MemoryFitScore:
-    """Of the cases that were ok or out of memory."""
-    told = [
-        (one.measured.status, said.fits)
-        for one in cases
-        if one.measured.status in (STATUS_OK, "oom")
-        and (said := one.said.get(predictor)) is not None
-        and said.fits is not None
+    """Score the memory predictions of the cases that were ok or out of memory."""
+    pairs = [
+        (case.measured.status, result.fits)
+        for case in cases
+        if case.measured.status in (STATUS_OK, "oom")
+        and (result := case.said.get(predictor)) is not None
+        and result.fits is not None
     ]
     return MemoryFitScore(
-        count=len(told),
-        false_fits=sum(status == "oom" and fit for status, fit in told),
-        said_to_fit=sum(fit for _, fit in told),
-        false_alarms=sum(status == STATUS_OK and not fit for status, fit in told),
+        count=len(pairs),
+        false_fits=sum(status == "oom" and fits for status, fits in pairs),
+        said_to_fit=sum(fits for _, fits in pairs),
+        false_alarms=sum(status == STATUS_OK and not fits for status, fits in pairs),
     )
