@@ -13,7 +13,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -40,6 +40,7 @@ from hpcbench.worker.layers import zero_batch
 from hpcbench.worker.measure.clocks import synchronize
 from hpcbench.worker.measure.environment_record import cpu_model
 from hpcbench.worker.measure.host import keep_freed_memory
+from hpcbench.worker.measure.layer_trace import storage_id
 from hpcbench.worker.model_execution import MixedPrecision, disable_inplace_first_op, summed_loss
 from hpcbench.worker.models.build import build_meta_model
 
@@ -165,9 +166,9 @@ class _BlockTimer:
         ``is_kept`` says the same of the block before: what it has counted is not counted again.
         """
         x = x.detach().requires_grad_(x.is_floating_point() and x.grad_fn is None)
-        with _SavedTensors(block) as kept:
+        with _saved_tensor_sizes(block) as sizes:
             y, ends = self._forward(block, x, is_last)
-        kept_bytes = sum(size for storage, size in kept.sizes.items() if not (is_kept and storage == _storage_id(x)))
+        kept_bytes = sum(size for storage, size in sizes.items() if not (is_kept and storage == storage_id(x)))
         forwards, backwards = self._times(block, x, is_last)
         row = {
             "forward_s": statistics.median(forwards),
@@ -180,7 +181,7 @@ class _BlockTimer:
         del ends
         # Numbers of a size that no layer above has to fear, whatever fresh layers made of them.
         following = torch.randn_like(y.detach()) if y.is_floating_point() else y.detach()
-        keeps_output = _storage_id(y) in kept.sizes
+        keeps_output = storage_id(y) in sizes
         return row, following, keeps_output
 
     def _forward(self, block: nn.Module, x: Tensor, is_last: bool) -> tuple[Tensor, Tensor]:
@@ -211,37 +212,27 @@ class _BlockTimer:
     def _timed(self, do: Callable[[], Any]) -> tuple[Any, float]:
         synchronize(self._device)
         began = time.perf_counter()
-        found = do()
+        result = do()
         synchronize(self._device)
-        return found, time.perf_counter() - began
+        return result, time.perf_counter() - began
 
 
-class _SavedTensors:
-    """A context; what autograd saves in it, by storage, is in ``sizes``: no parameters, no buffers."""
+@contextlib.contextmanager
+def _saved_tensor_sizes(block: nn.Module) -> Iterator[dict[int, int]]:
+    """Yield the bytes of what autograd saves meanwhile, by storage: no parameters, no buffers."""
+    sizes: dict[int, int] = {}
+    held: list[Tensor] = []
+    own = {storage_id(tensor) for tensor in [*block.parameters(), *block.buffers()]}
 
-    def __init__(self, block: nn.Module) -> None:
-        self.sizes: dict[int, int] = {}
-        self._held: list[Tensor] = []
-        self._own = {_storage_id(tensor) for tensor in [*block.parameters(), *block.buffers()]}
-        self._hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
-
-    def __enter__(self) -> _SavedTensors:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        if _storage_id(tensor) not in self._own:
+    def keep(tensor: Tensor) -> Tensor:
+        if storage_id(tensor) not in own:
             # While it is held nothing else gets its address.
-            self._held.append(tensor)
-            self.sizes[_storage_id(tensor)] = tensor.untyped_storage().nbytes()
+            held.append(tensor)
+            sizes[storage_id(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
-
-def _storage_id(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield sizes
 
 
 def _iqr(values: list[float]) -> float:
@@ -255,7 +246,9 @@ def answer_request(data: bytes, refresh: bool = False) -> BlockProfileResponse:
         return BlockProfileResponse(chain=profile_blocks(msgspec.json.decode(data, type=BlockProfileRequest), refresh))
     except msgspec.MsgspecError as error:
         return BlockProfileResponse(
-            error=f"no request: {error}", hint="see parallel/chain.py: ChainRequest", is_input=True
+            error=f"no request: {error}",
+            hint="see hpcbench/parallel/pipeline/block_profile.py: BlockProfileRequest",
+            is_input=True,
         )
     except WorkerError as error:
         return BlockProfileResponse(error=error.message, hint=error.hint)
@@ -268,10 +261,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m hpcbench.worker.block_times", description=__doc__)
     parser.add_argument("--refresh", action="store_true", help="measure anew, whatever the cache holds")
     parser.add_argument("--threads", type=int, default=1, help="of torch on a cpu, as a rank of the run would have")
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     keep_freed_memory(os.environ)
-    sys.stdout.buffer.write(msgspec.json.encode(answer_request(sys.stdin.buffer.read(), given.refresh)) + b"\n")
+    sys.stdout.buffer.write(msgspec.json.encode(answer_request(sys.stdin.buffer.read(), args.refresh)) + b"\n")
     return 0
 
 

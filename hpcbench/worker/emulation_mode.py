@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -17,6 +17,7 @@ from hpcbench.config.run_spec import RunSpec, TaskFileHeader
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.roofline import BACKWARD, FORWARD, UPDATE, DeviceCompute, EmulatedDevice, Kernel, RooflineModel
 from hpcbench.worker.data.feed import DataFeed
+from hpcbench.worker.measure.layer_trace import tensor_bytes, tensor_leaves
 from hpcbench.worker.strategies.base import Strategy
 
 _LAYER_KINDS = (
@@ -55,13 +56,13 @@ class OperatorCosts:
     """Of operators, on one device, in one precision."""
 
     def __init__(self, compute: DeviceCompute, precision: str, model: str) -> None:
-        self._alike, self._precision = RooflineModel.of(compute), precision
+        self._roofline, self._precision = RooflineModel.of(compute), precision
         self._factor = compute.factors.get(model, compute.factors.get("", 1.0))
 
     def seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float:
         """Of one call that returns ``out``."""
         work = self._work(func, args, kwargs, out)
-        return self._factor * work.share * self._alike.seconds(work.kernel)
+        return self._factor * work.share * self._roofline.seconds(work.kernel)
 
     def _work(self, func: Any, args: Any, kwargs: Any, out: Any) -> OperatorWork:
         name = func.__name__.partition(".")[0]
@@ -78,45 +79,38 @@ class OperatorCosts:
         if name in _MATMUL_OPERATORS:
             return self._product(args, out, _operator_flops(func, args, kwargs, out))
         if name.startswith(("_foreach", "_fused")):
-            tensors = sum(_tensor_bytes(one) for one in _float_tensors((args, kwargs)))
-            return OperatorWork(self._kernel("sgd", UPDATE, 0.0, tensors, 0.0, 0.0, 0.0))
+            return OperatorWork(self._kernel("sgd", UPDATE, 0.0, _float_bytes((args, kwargs)), 0.0, 0.0, 0.0))
         if name in _FREE_OPERATORS:
             return OperatorWork(_NO_KERNEL)
         kind = next((kind for part, kind in _LAYER_KINDS if part in name), "elementwise")
-        given, made = (sum(_tensor_bytes(one) for one in _float_tensors(these)) for these in ((args, kwargs), out))
+        input_bytes, output_bytes = _float_bytes((args, kwargs)), _float_bytes(out)
         direction = BACKWARD if _in_backward_pass() else FORWARD
         flops = _operator_flops(func, args, kwargs, out)
-        return OperatorWork(self._kernel(kind, direction, flops, given + made, 0.0, given, made))
+        moved = input_bytes + output_bytes
+        return OperatorWork(self._kernel(kind, direction, flops, moved, 0.0, input_bytes, output_bytes))
 
     def _convolution(self, args: Any, out: Any, direction: str, flops: float) -> Kernel:
         x, weight = args[0], args[1]
-        given, made = _tensor_bytes(x), _tensor_bytes(out)
-        passes = 2 if direction == BACKWARD else 1
+        input_bytes, output_bytes = tensor_bytes(x), tensor_bytes(out)
+        moved = (2 if direction == BACKWARD else 1) * (input_bytes + output_bytes)
         kind = f"Conv{x.dim() - 2}d"
-        return self._kernel(kind, direction, flops, passes * (given + made), _tensor_bytes(weight), given, made)
+        return self._kernel(kind, direction, flops, moved, tensor_bytes(weight), input_bytes, output_bytes)
 
     def _product(self, args: Any, out: Any, flops: float) -> OperatorWork:
         """In the backward pass one of two that are a layer's: the gradient of its input, or of its weight."""
         left, right = [one for one in args if isinstance(one, Tensor)][-2:]
         if not _in_backward_pass():
-            kernel = self._kernel(
-                "Linear",
-                FORWARD,
-                flops,
-                _tensor_bytes(left) + _tensor_bytes(out),
-                _tensor_bytes(right),
-                _tensor_bytes(left),
-                0,
-            )
-            return OperatorWork(kernel._replace(output_bytes=_tensor_bytes(out)))
-        sizes = sorted([_tensor_bytes(left), _tensor_bytes(right), _tensor_bytes(out)])
+            input_bytes, weight_bytes, output_bytes = tensor_bytes(left), tensor_bytes(right), tensor_bytes(out)
+            moved = input_bytes + output_bytes
+            return OperatorWork(self._kernel("Linear", FORWARD, flops, moved, weight_bytes, input_bytes, output_bytes))
+        sizes = sorted(tensor_bytes(tensor) for tensor in (left, right, out))
         kernel = self._kernel("Linear", BACKWARD, 2 * flops, 2 * sum(sizes[:2]), sizes[2], sizes[0], sizes[1])
         return OperatorWork(kernel, 0.5)
 
     def _kernel(
-        self, kind: str, direction: str, flops: float, moved: float, weight: float, given: float, made: float
+        self, kind: str, direction: str, flops: float, moved: float, weight: float, inputs: float, outputs: float
     ) -> Kernel:
-        return Kernel(kind, direction, self._precision, flops, moved, weight, given, made)
+        return Kernel(kind, direction, self._precision, flops, moved, weight, inputs, outputs)
 
 
 def _operator_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
@@ -131,12 +125,8 @@ def _operator_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     return 0.0
 
 
-def _float_tensors(values: Any) -> Iterator[Tensor]:
-    return (one for one in tree_leaves(values) if isinstance(one, Tensor) and one.is_floating_point())
-
-
-def _tensor_bytes(tensor: Tensor) -> float:
-    return float(tensor.numel() * tensor.element_size())
+def _float_bytes(values: Any) -> float:
+    return sum(tensor_bytes(tensor) for tensor in tensor_leaves(values) if tensor.is_floating_point())
 
 
 def _in_backward_pass() -> bool:
@@ -177,13 +167,13 @@ class OutputShapes:
             found, result_tree = tree_flatten(self._on_meta(func, args, kwargs))
             self._known[key] = ([_output_meta(one) for one in found], result_tree)
         entries, result_tree = self._known[key]
-        made = [one.other if one.shape is None else self._blank(one) for one in entries]
-        return tree_unflatten(made, result_tree)
-
-    def _blank(self, one: OutputMeta) -> Tensor:
-        assert one.shape is not None
-        assert one.dtype is not None
-        return broadcast_zeros(one.shape, one.dtype, self._device)
+        outputs = [
+            entry.other
+            if entry.shape is None or entry.dtype is None
+            else broadcast_zeros(entry.shape, entry.dtype, self._device)
+            for entry in entries
+        ]
+        return tree_unflatten(outputs, result_tree)
 
     def _on_meta(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         def to_meta(value: Any) -> Any:
@@ -231,9 +221,9 @@ class EmulationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, compute: DeviceCompute, precision: str, model: str, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._prices, self._shapes = OperatorCosts(compute, precision, model), OutputShapes(device)
-        self._owed_s = 0.0
-        self._left = time.perf_counter()
+        self._costs, self._shapes = OperatorCosts(compute, precision, model), OutputShapes(device)
+        self._sleep_debt_s = 0.0
+        self._returned_s = time.perf_counter()
         self.computed_s = 0.0
         """Of the rehearsed device, so far."""
 
@@ -249,14 +239,14 @@ class EmulationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         began = time.perf_counter()
         out = self._shapes.result(func, args, kwargs)
-        price_s = self._prices.seconds(func, args, kwargs, out)
-        self.computed_s += price_s
+        cost_s = self._costs.seconds(func, args, kwargs, out)
+        self.computed_s += cost_s
         # What lies between two operators is this machine's overhead as far as the operator covers it; beyond that the
         # thread has waited for somebody.
-        between_s = min(began - self._left, price_s)
-        self._owed_s += price_s - between_s - (time.perf_counter() - began)
+        between_s = min(began - self._returned_s, cost_s)
+        self._sleep_debt_s += cost_s - between_s - (time.perf_counter() - began)
         self._sleep(_MIN_SLEEP_S)
-        self._left = time.perf_counter()
+        self._returned_s = time.perf_counter()
         return out
 
     def __exit__(self, *error: Any) -> None:
@@ -266,10 +256,10 @@ class EmulationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _sleep(self, at_least_s: float) -> None:
         """What is owed, if that is more than ``at_least_s``."""
-        if self._owed_s > at_least_s:
+        if self._sleep_debt_s > at_least_s:
             began = time.perf_counter()
-            time.sleep(self._owed_s)
-            self._owed_s -= time.perf_counter() - began
+            time.sleep(self._sleep_debt_s)
+            self._sleep_debt_s -= time.perf_counter() - began
 
 
 def _is_computation(func: Any, types: Any, args: Any, kwargs: Any) -> bool:

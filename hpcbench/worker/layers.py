@@ -141,7 +141,7 @@ def _layer_rows(model: nn.Sequential, traced: list[list[TracedLayer]], names: di
     layers = []
     for number, (a, b) in enumerate(zip(small, large, strict=True)):
         parameters = owned.get(number, 0)
-        if not (parameters or a.does_something() or (a.is_leaf and not _is_passthrough(a.module))):
+        if not (parameters or a.is_active() or (a.is_leaf and not _is_passthrough(a.module))):
             continue
         place = len(model) if a.module is None else places.get(a.name.partition(".")[0], 0)
         layers.append(_layer_row(a, b, parameters, place))

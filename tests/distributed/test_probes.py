@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from statistics import median
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from hpcbench.parallel.catalog import exclusion_reason
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.traffic import COMM_OPERATIONS
 from hpcbench.results.schema import CollectiveProbe, OverlapProbe, ProbeResults
+from hpcbench.results.timing_statistics import quantile
 from hpcbench.worker.data.feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.measure.clocks import median, quantile, relative_spread
+from hpcbench.worker.measure.clocks import relative_spread
 from hpcbench.worker.microbench.collective_probes import EXCHANGE, measure_collectives, message_sizes
 from hpcbench.worker.microbench.module_capture import capture_modules, isolate_module
 from hpcbench.worker.models.build import build_model

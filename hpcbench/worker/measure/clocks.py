@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Protocol
 
+import psutil
 import torch
+
+from hpcbench.results.timing_statistics import quantile
 
 PhaseMarker = Callable[[str], AbstractContextManager[object]]
 """Called with one of ``PHASE_NAMES``; the part runs inside the context that it gives."""
@@ -102,16 +107,12 @@ def synchronize(device: torch.device) -> None:
 
 def process_age_s() -> float:
     """Seconds since this process was started, to 10 ms; the kernel's boot clock, which no one sets."""
-    import os
-
     try:
         # The name (field 2) may hold spaces and brackets; the start time is the 20th field after it.
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     except (OSError, ValueError, IndexError, AttributeError):
-        import psutil
-
         return time.time() - float(psutil.Process().create_time())
 
 
@@ -132,7 +133,7 @@ class CallTimer:
         self._pending: list[tuple[list[float], torch.cuda.Event, torch.cuda.Event]] = []
 
     def time(self, call: Callable[[], object], into: list[float]) -> None:
-        """Append the seconds that ``call`` takes to ``into``, at the latest in ``settle``."""
+        """Append the seconds that ``call`` takes to ``into``, at the latest in ``flush``."""
         if self._device.type != "cuda":
             began = self._read()
             call()
@@ -144,12 +145,12 @@ class CallTimer:
         last.record()
         self._pending.append((into, first, last))
 
-    def get_ahead(self) -> None:
+    def queue_sleep(self) -> None:
         """Give the device something to wait on."""
         if self._device.type == "cuda":
             torch.cuda._sleep(SLEEP_CYCLES)  # type: ignore[no-untyped-call]
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for the device, and write what is missing."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -158,21 +159,10 @@ class CallTimer:
         self._pending.clear()
 
 
-def median(values: Sequence[float]) -> float:
-    """Of a list that is not empty."""
-    return quantile(values, 0.5)
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Between two values in proportion."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def relative_spread(values: Sequence[float]) -> float:
-    """Half of what lies between the 16th and the 84th percentile, over the median: one deviation of a normal one."""
-    middle = median(values)
-    return (quantile(values, 0.84) - quantile(values, 0.16)) / 2 / middle if middle else 0.0
+    """Return half the distance between the 16th and the 84th percentile over the median.
+
+    For a normal distribution that is one standard deviation over the mean.
+    """
+    ordered, middle = sorted(values), median(values)
+    return (quantile(ordered, 0.84) - quantile(ordered, 0.16)) / 2 / middle if middle else 0.0

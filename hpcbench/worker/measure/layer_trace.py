@@ -77,7 +77,7 @@ class TracedLayer:
     heads: int = 0
     """Of the attention that it computes."""
 
-    def does_something(self) -> bool:
+    def is_active(self) -> bool:
         """Whether it computed or kept anything."""
         return bool(sum(self.flops) or sum(self.moved_bytes) or self.activation_bytes)
 
@@ -101,7 +101,7 @@ class _TraceState:
         self.is_backward = False
         self._kept: list[Tensor] = []
         own = [*model.parameters(), *model.buffers()]
-        self._not_counted = {_storage_id(tensor) for tensor in own}
+        self._not_counted = {storage_id(tensor) for tensor in own}
 
     def enter(self, row: TracedLayer) -> None:
         self._running.append(row)
@@ -111,11 +111,24 @@ class _TraceState:
         self.rows.append(self._running.pop())
         self._mark()
 
+    def enter_module(self, name: str, module: nn.Module, inputs: Any) -> None:
+        # A checkpointed module runs again in the backward pass: that is no row of its own.
+        if not self.is_backward:
+            is_leaf = next(module.children(), None) is None
+            self.enter(TracedLayer(name, module, is_leaf, input_shape=_first_shape(inputs)))
+
+    def leave_module(self, _name: str, output: Any) -> None:
+        if not self.is_backward:
+            row = self._running[-1]
+            row.output_shape = _first_shape(output)
+            row.output_bytes = sum(tensor_bytes(tensor) for tensor in tensor_leaves(output))
+            self.leave()
+
     def _mark(self) -> None:
         if self._running:
             self._marks.append(_SequenceMark(torch._C._autograd._get_sequence_nr(), self._running[-1]))
 
-    def row(self) -> TracedLayer | None:
+    def current_row(self) -> TracedLayer | None:
         """Whose operation the one under way is; ``None`` where gradients are summed into a parameter."""
         if not self.is_backward:
             return self._running[-1] if self._running else None
@@ -127,7 +140,7 @@ class _TraceState:
 
     def keep(self, tensor: Tensor) -> Tensor:
         """What autograd calls for every tensor that it saves."""
-        storage = _storage_id(tensor)
+        storage = storage_id(tensor)
         if self._running and storage not in self._not_counted:
             self._not_counted.add(storage)
             # While it is held nothing else gets its address.
@@ -146,7 +159,7 @@ class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        row = self._trace.row()
+        row = self._trace.current_row()
         if row is not None:
             direction = int(self._trace.is_backward)
             row.flops[direction] += operation_flops(func, args, kwargs, out)
@@ -157,26 +170,39 @@ class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def trace_layers(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[TracedLayer]:
     """Forward, loss and backward on a batch: the rows that computed or kept anything, and every call of a leaf."""
-    seen = _TraceState(model)
-    with _module_hooks(model, seen), saved_tensors_hooks(seen.keep, lambda tensor: tensor), _OperationCounter(seen):
+    trace = _TraceState(model)
+    hooks = module_hooks(model, trace.enter_module, trace.leave_module)
+    with hooks, saved_tensors_hooks(trace.keep, lambda tensor: tensor), _OperationCounter(trace):
         outputs = model(inputs)
         row = TracedLayer(LOSS_ROW_NAME, None, is_leaf=True, input_shape=list(outputs.shape))
-        seen.enter(row)
+        trace.enter(row)
         loss = summed_loss(outputs, targets) / len(targets)
-        seen.leave()
-        seen.is_backward = True
+        trace.leave()
+        trace.is_backward = True
         torch.autograd.backward(loss)
-    return seen.rows
+    return trace.rows
 
 
 @contextmanager
-def _module_hooks(model: nn.Module, seen: _TraceState) -> Iterator[None]:
+def module_hooks(
+    model: nn.Module, enter: Callable[[str, nn.Module, Any], None], leave: Callable[[str, Any], None]
+) -> Iterator[None]:
+    """Call ``enter(name, module, inputs)`` before and ``leave(name, output)`` after every module of ``model``.
+
+    ``inputs`` are the positional and the named arguments.
+    """
     handles = []
     for name, module in model.named_modules():
-        is_leaf = next(module.children(), None) is None
+
+        def before(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            enter(name, module, (args, kwargs))
+
+        def after(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
+            leave(name, output)
+
         handles += [
-            module.register_forward_pre_hook(_pre_hook(name, is_leaf, seen), with_kwargs=True),
-            module.register_forward_hook(_post_hook(seen)),
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after),
         ]
     try:
         yield
@@ -185,40 +211,22 @@ def _module_hooks(model: nn.Module, seen: _TraceState) -> Iterator[None]:
             handle.remove()
 
 
-def _pre_hook(name: str, is_leaf: bool, seen: _TraceState) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
-        # A checkpointed module runs again in the backward pass: that is no row of its own.
-        if not seen.is_backward:
-            shape = _first_shape((args, kwargs))
-            seen.enter(TracedLayer(name, module, is_leaf, input_shape=shape))
-
-    return hook
-
-
-def _post_hook(seen: _TraceState) -> Callable[..., None]:
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        if not seen.is_backward:
-            row = seen._running[-1]
-            row.output_shape = _first_shape(output)
-            row.output_bytes = sum(_tensor_bytes(tensor) for tensor in _tensor_leaves(output))
-            seen.leave()
-
-    return hook
-
-
-def _tensor_leaves(values: Any) -> list[Tensor]:
+def tensor_leaves(values: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def _first_shape(values: Any) -> list[int]:
-    return next((list(tensor.shape) for tensor in _tensor_leaves(values)), [])
+    return next((list(tensor.shape) for tensor in tensor_leaves(values)), [])
 
 
-def _tensor_bytes(tensor: Tensor) -> int:
+def tensor_bytes(tensor: Tensor) -> int:
+    """Return the bytes of the tensor's elements, whatever memory they share."""
     return tensor.numel() * tensor.element_size()
 
 
-def _storage_id(tensor: Tensor) -> int:
+def storage_id(tensor: Tensor) -> int:
+    """Return a number that all tensors on the same memory share while one of them exists."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -226,9 +234,9 @@ def _moved_bytes(func: Any, given: Any, out: Any) -> int:
     """What goes in and comes out; nothing for a view, for memory that is only taken, or for a question."""
     if func.namespace == "prim" or "empty" in func._schema.name:
         return 0
-    sources, results = _tensor_leaves(given), _tensor_leaves(out)
+    sources, results = tensor_leaves(given), tensor_leaves(out)
     if not func._schema.is_mutable:
-        places = {_storage_id(tensor) for tensor in sources}
-        if any(_storage_id(tensor) in places for tensor in results):
+        places = {storage_id(tensor) for tensor in sources}
+        if any(storage_id(tensor) in places for tensor in results):
             return 0
-    return sum(_tensor_bytes(tensor) for tensor in (*sources, *results))
+    return sum(tensor_bytes(tensor) for tensor in (*sources, *results))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -18,80 +19,11 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.traffic import COMM_OPERATIONS
 from hpcbench.results.schema import CollectiveProbe, OverlapProbe
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.measure.clocks import median, relative_spread, synchronize
+from hpcbench.worker.measure.clocks import relative_spread, synchronize
 
 _OVERLAP_REPEATS = 7
 _COMPUTE_SHARE = 0.7
 """Of the all_reduce's time that is computed, so that all of it is under way meanwhile."""
-
-
-class _OverlapReading(NamedTuple):
-    issued_s: float
-    computed_s: float
-    ended_s: float
-
-
-def measure_overlap(
-    group: dist.ProcessGroup, device: torch.device, spec: RunSpec, payload_bytes: int, budget_s: float
-) -> OverlapProbe:
-    """Of an all_reduce of ``payload_bytes`` and a convolution that is repeated; the slowest rank's medians."""
-    buffer = torch.zeros(payload_bytes // 4, device=device)
-    layer = torch.nn.Conv2d(64, 64, 3, padding=1, device=device).requires_grad_(False)
-    image = torch.zeros(8, 64, 32, 32, device=device)
-
-    def compute(times: int) -> None:
-        for _ in range(times):
-            layer(image)
-
-    def slowest(values: list[float]) -> list[float]:
-        shared = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=group)
-        return [float(one) for one in shared.tolist()]
-
-    def read(times: int, sends: bool) -> list[float]:
-        slowest([0.0])
-        return slowest(list(_read_overlap(lambda: compute(times), group, buffer if sends else None, device)))
-
-    read(1, True)
-    once_s, comm_s = read(10, False)[1] / 10, read(0, True)[2]
-    times = max(1, int(_COMPUTE_SHARE * comm_s / once_s))
-    repeats = max(3, min(_OVERLAP_REPEATS, int(budget_s / max(3 * comm_s, 1e-6))))
-    readings = [(read(times, False), read(0, True), read(times, True)) for _ in range(repeats)]
-    alone, sent, both = (_median_reading([one[kind] for one in readings]) for kind in range(3))
-    return OverlapProbe(
-        ranks=spec.ranks,
-        nodes=spec.nodes,
-        payload_bytes=payload_bytes,
-        compute_s=alone.computed_s,
-        comm_s=sent.ended_s,
-        compute_under_comm_s=both.computed_s - both.issued_s,
-        both_s=both.ended_s,
-        issue_s=sent.issued_s,
-        repeats=repeats,
-    )
-
-
-def _median_reading(readings: list[list[float]]) -> _OverlapReading:
-    return _OverlapReading(*(median(values) for values in zip(*readings, strict=True)))
-
-
-def _read_overlap(
-    compute: Callable[[], None], group: dist.ProcessGroup, buffer: torch.Tensor | None, device: torch.device
-) -> _OverlapReading:
-    """Seconds from the beginning: the all_reduce was begun, the computation done, both done."""
-    synchronize(device)
-    began = time.perf_counter()
-    work = dist.all_reduce(buffer, group=group, async_op=True) if buffer is not None else None
-    issued_s = time.perf_counter() - began
-    compute()
-    # The stream that computes, not the library's: its end is that of the computation alone.
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    computed_s = time.perf_counter() - began
-    if work is not None:
-        work.wait()
-    synchronize(device)
-    return _OverlapReading(issued_s, computed_s, time.perf_counter() - began)
 
 
 SIZE_COUNT = 12
@@ -124,16 +56,69 @@ class ProbeGroup(NamedTuple):
         """Ranks."""
         return len(self.ranks)
 
-    def largest(self, values: list[float]) -> list[float]:
-        """Of every value the largest of all ranks."""
+    def maximum(self, values: list[float]) -> list[float]:
+        """Return the maximum of each value over all ranks."""
         # Doubles, which every backend reduces.
-        all_of_them = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(all_of_them, op=dist.ReduceOp.MAX, group=self.group)
-        return [float(one) for one in all_of_them.tolist()]
+        maxima = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.group)
+        return [float(value) for value in maxima.tolist()]
 
-    def meet(self) -> None:
-        """Wait for all of them."""
-        self.largest([0.0])
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self.maximum([0.0])
+
+
+class _OverlapReading(NamedTuple):
+    """Seconds from the beginning: the all_reduce was begun, the computation done, both done."""
+
+    issued_s: float
+    computed_s: float
+    ended_s: float
+
+
+def measure_overlap(group: ProbeGroup, spec: RunSpec, payload_bytes: int, budget_s: float) -> OverlapProbe:
+    """Time an all_reduce of ``payload_bytes`` beside a repeated convolution; medians of the slowest rank."""
+    device = group.device
+    buffer = torch.zeros(payload_bytes // 4, device=device)
+    layer = torch.nn.Conv2d(64, 64, 3, padding=1, device=device).requires_grad_(False)
+    image = torch.zeros(8, 64, 32, 32, device=device)
+
+    def read(times: int, sends: bool) -> _OverlapReading:
+        group.barrier()
+        synchronize(device)
+        began = time.perf_counter()
+        work = dist.all_reduce(buffer, group=group.group, async_op=True) if sends else None
+        issued_s = time.perf_counter() - began
+        for _ in range(times):
+            layer(image)
+        # The stream that computes, not the library's: its end is that of the computation alone.
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        computed_s = time.perf_counter() - began
+        if work is not None:
+            work.wait()
+        synchronize(device)
+        return _OverlapReading(*group.maximum([issued_s, computed_s, time.perf_counter() - began]))
+
+    read(1, True)
+    once_s, comm_s = read(10, False).computed_s / 10, read(0, True).ended_s
+    times = max(1, int(_COMPUTE_SHARE * comm_s / once_s))
+    repeats = max(3, min(_OVERLAP_REPEATS, int(budget_s / max(3 * comm_s, 1e-6))))
+    readings = [(read(times, False), read(0, True), read(times, True)) for _ in range(repeats)]
+    alone, sent, both = (
+        _OverlapReading(*(median(values) for values in zip(*kind, strict=True))) for kind in zip(*readings, strict=True)
+    )
+    return OverlapProbe(
+        ranks=spec.ranks,
+        nodes=spec.nodes,
+        payload_bytes=payload_bytes,
+        compute_s=alone.computed_s,
+        comm_s=sent.ended_s,
+        compute_under_comm_s=both.computed_s - both.issued_s,
+        both_s=both.ended_s,
+        issue_s=sent.issued_s,
+        repeats=repeats,
+    )
 
 
 def measure_collectives(
@@ -147,7 +132,7 @@ def measure_collectives(
     team = ProbeGroup(group, dist.get_process_group_ranks(group), place.rank, place.device)
     if spec.nodes > 1 and spec.tasks_per_node > 1:
         return _measure_contention(team, spec, largest_bytes, budget_s, check), []
-    found = []
+    probes = []
     operations = (
         [*COMM_OPERATIONS, EXCHANGE] if team.size == 2 else [one for one in COMM_OPERATIONS if one not in _PAIRWISE]
     )
@@ -160,9 +145,12 @@ def measure_collectives(
             readings = time_collective(team, call, point_s, halves=operation == "send")
             if not readings:
                 break
-            found.append(_collective_probe(operation, team.size, spec.nodes, payload_bytes, 1, readings))
+            probes.append(_collective_probe(operation, team.size, spec.nodes, payload_bytes, 1, readings))
     check()
-    return found, [measure_overlap(team.group, team.device, spec, _overlap_message_bytes(found), budget_s / 10)]
+    # A message that takes long enough to compute beside it, and not too long.
+    fitting = [probe.payload_bytes for probe in probes if probe.operation == "all_reduce" and probe.seconds <= 0.1]
+    overlap = measure_overlap(team, spec, max(fitting, default=MIN_MESSAGE_BYTES), budget_s / 10)
+    return probes, [overlap]
 
 
 def message_sizes(largest_bytes: int) -> list[int]:
@@ -232,14 +220,14 @@ def time_collective(
 
     if is_active:
         repeat(1, 0)
-    team.meet()
-    alone_s = team.largest([repeat(2, 1) if is_active else 0.0])[0]
+    team.barrier()
+    alone_s = team.maximum([repeat(2, 1) if is_active else 0.0])[0]
     if alone_s * MIN_REPEATS > point_s * _MAX_BUDGET_FACTOR:
         return []
     calls = max(1, min(50, round(_BURST_S / alone_s)))
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(point_s / (calls * alone_s))))
     own = [repeat(calls, 3 + calls * number) if is_active else 0.0 for number in range(repeats)]
-    return [one / 2 if halves else one for one in team.largest(own)]
+    return [one / 2 if halves else one for one in team.maximum(own)]
 
 
 def _collective_probe(
@@ -257,13 +245,6 @@ def _collective_probe(
     )
 
 
-def _overlap_message_bytes(found: list[CollectiveProbe]) -> int:
-    """A message that takes long enough to compute under it, and not too long."""
-    reduced = [one for one in found if one.operation == "all_reduce"]
-    fitting = [one.payload_bytes for one in reduced if one.seconds <= 0.1]
-    return max(fitting, default=MIN_MESSAGE_BYTES)
-
-
 def _measure_contention(
     team: ProbeGroup, spec: RunSpec, largest_bytes: int, budget_s: float, check: Callable[[], None]
 ) -> list[CollectiveProbe]:
@@ -277,14 +258,14 @@ def _measure_contention(
     mine = ProbeGroup(groups[place], members, node, team.device)
     counts = sorted({1, *(2**power for power in range(1, 10) if 2**power < tasks), tasks})
     sizes = [size for size in _CONTENDED_BYTES if size <= largest_bytes]
-    found = []
+    probes = []
     for payload_bytes in sizes:
         call = make_collective_call(mine, "all_reduce", payload_bytes)
         for count in counts:
             check()
             # Groups whose turn it is not wait for those whose it is.
-            team.meet()
+            team.barrier()
             readings = time_collective(team, call, budget_s / (len(counts) * len(sizes)), is_active=place < count)
             if readings:
-                found.append(_collective_probe("all_reduce", spec.nodes, spec.nodes, payload_bytes, count, readings))
-    return found
+                probes.append(_collective_probe("all_reduce", spec.nodes, spec.nodes, payload_bytes, count, readings))
+    return probes

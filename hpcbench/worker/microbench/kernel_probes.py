@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.results.schema import KernelProbe, UpdateProbe
-from hpcbench.worker.measure.clocks import CallTimer, median, relative_spread
+from hpcbench.worker.measure.clocks import CallTimer, relative_spread
 from hpcbench.worker.microbench.module_capture import CapturedModule, capture_modules, isolate_module, replay_tensor
 from hpcbench.worker.strategies.base import DataParallelStrategy, optimizer_class_and_arguments
 
@@ -99,7 +100,7 @@ class LayerCall:
         """Keeps what the backward pass needs."""
         self.output = self.call()
 
-    def ready_to_go_back(self) -> bool:
+    def prepare_backward(self) -> bool:
         """Whether anything flows back; makes the gradient that comes in from behind, once."""
         if self.output is None or not self.output.requires_grad:
             return False
@@ -127,63 +128,75 @@ def measure_kernels(
     check: Callable[[], None],
 ) -> list[KernelProbe]:
     """All distinct layers of the strategy's model on ``batch``; rounds are repeated until ``budget_s`` has passed."""
-    device = batch[0].device
-    groups = [
-        _capture_whole_layers(strategy, (batch[0][: len(batch[0]) // parts], batch[1][: len(batch[1]) // parts]), parts)
-        for parts in _sample_splits(shares, len(batch[0]))
-    ]
+    device, samples = batch[0].device, len(batch[0])
+    captured, whole = _capture_whole_layers(strategy, batch, 1)
+    groups = [whole]
+    for parts in shares:
+        if 1 < parts <= samples // 2:
+            fewer = (batch[0][: samples // parts], batch[1][: samples // parts])
+            groups.append(_capture_whole_layers(strategy, fewer, parts)[1])
     for parts in shares:
         if parts > 1:
-            groups += [
-                group for split in LAYER_SPLITS if (group := _split_layers(strategy, groups[0][1], split, parts))
-            ]
-    pieces = [group for _, _, group in groups if group]
+            groups += [_split_layers(strategy, captured, split, parts) for split in LAYER_SPLITS]
+    groups = [group for group in groups if group]
     nothing = LayerCall("", "", "", 1, 1, replay_tensor(torch.zeros(1, device=device)))
-    rounds: list[_RoundGroup] = [(group, _group_optimizer(strategy.spec, group)) for group in pieces]
+    rounds: list[_RoundGroup] = []
+    for group in groups:
+        # The run's optimizer, which leaves the parameters as they are.
+        parameters = {id(parameter): parameter for piece in group for parameter in piece.parameters}
+        rounds.append((group, _optimizer(strategy.spec, list(parameters.values()), lr=0.0) if parameters else None))
     _run_rounds([*rounds, ([nothing], None)], device, budget_s, check)
     overhead_s = (median(nothing.forward_s), median(nothing.backward_s))
-    return [_kernel_probe(piece, overhead_s) for group in pieces for piece in group]
+    return [_kernel_probe(piece, overhead_s) for group in groups for piece in group]
 
 
-_CallGroup = tuple[int, list[CapturedModule], list[LayerCall]]
+def _optimizer(spec: RunSpec, parameters: list[nn.Parameter], **changes: float) -> torch.optim.Optimizer:
+    kind, arguments = optimizer_class_and_arguments(spec)
+    make: Callable[..., torch.optim.Optimizer] = kind
+    return make(parameters, **(arguments | changes))
 
 
-def _sample_splits(shares: list[int], samples: int) -> list[int]:
-    return [1, *(parts for parts in shares if 1 < parts <= samples // 2)]
-
-
-def _capture_whole_layers(strategy: DataParallelStrategy, batch: tuple[Tensor, Tensor], parts: int) -> _CallGroup:
-    """All layers and the loss, on fewer samples where ``parts`` is more than one."""
+def _capture_whole_layers(
+    strategy: DataParallelStrategy, batch: tuple[Tensor, Tensor], parts: int
+) -> tuple[list[CapturedModule], list[LayerCall]]:
+    """Capture all layers and the loss on ``batch``, which is one of ``parts`` of the whole."""
 
     def run(inputs: Tensor) -> Tensor:
         with strategy.arithmetic.autocast():
             outputs: Tensor = strategy.module(inputs)
         return outputs
 
-    found, outputs = capture_modules(strategy.module, batch[0], run)
-    split = "whole" if parts == 1 else "samples"
-    samples = len(batch[0])
-    pieces = [_make_layer_call(strategy, one, isolate_module(one), one.inputs, split, parts, samples) for one in found]
+    captured, outputs = capture_modules(strategy.module, batch[0], run)
+    split, samples = "whole" if parts == 1 else "samples", len(batch[0])
+    calls = [
+        _make_layer_call(strategy, module, isolate_module(module), module.inputs, split, parts, samples)
+        for module in captured
+    ]
     source = replay_tensor(outputs)
     loss = LayerCall("loss", "Loss", split, parts, samples, lambda: strategy.losses(source(), batch[1]) / samples)
-    return parts, found, [*pieces, loss]
+    return captured, [*calls, loss]
 
 
 def _split_layers(
-    strategy: DataParallelStrategy, found: list[CapturedModule], split: str, parts: int
-) -> _CallGroup | None:
-    pieces = []
-    for one in found:
-        x = one.inputs[0] if one.inputs else None
-        made = slice_layer(one.module, x, split, parts) if isinstance(x, Tensor) else None
-        if made is not None:
-            pieces.append(_make_layer_call(strategy, one, made[0].train(), [made[1]], split, parts, len(made[1])))
-    return (parts, found, pieces) if pieces else None
+    strategy: DataParallelStrategy, captured: list[CapturedModule], split: str, parts: int
+) -> list[LayerCall]:
+    calls = []
+    for module in captured:
+        x = module.inputs[0] if module.inputs else None
+        sliced = slice_layer(module.module, x, split, parts) if isinstance(x, Tensor) else None
+        if sliced is not None:
+            layer, part = sliced
+            calls.append(_make_layer_call(strategy, module, layer.train(), [part], split, parts, len(part)))
+    return calls
+
+
+def _identity(value: object) -> object:
+    return value
 
 
 def _make_layer_call(
     strategy: DataParallelStrategy,
-    one: CapturedModule,
+    captured: CapturedModule,
     module: nn.Module,
     inputs: list[object],
     split: str,
@@ -191,8 +204,8 @@ def _make_layer_call(
     samples: int,
 ) -> LayerCall:
     sources = [
-        replay_tensor(value) if isinstance(value, Tensor) and flows else _return_constant(value)
-        for value, flows in zip(inputs, one.flows_back, strict=True)
+        replay_tensor(value) if isinstance(value, Tensor) and flows else partial(_identity, value)
+        for value, flows in zip(inputs, captured.flows_back, strict=True)
     ]
 
     def call() -> Tensor:
@@ -200,19 +213,7 @@ def _make_layer_call(
             output: Tensor = module(*(source() for source in sources))
         return output
 
-    return LayerCall(one.name, one.kind, split, parts, samples, call, list(module.parameters()))
-
-
-def _return_constant(value: object) -> Callable[[], object]:
-    return lambda: value
-
-
-def _group_optimizer(spec: RunSpec, group: list[LayerCall]) -> torch.optim.Optimizer | None:
-    """The run's, for the group's parameters, which it leaves as they are; ``None`` where there are none."""
-    parameters = {id(parameter): parameter for piece in group for parameter in piece.parameters}
-    kind, arguments = optimizer_class_and_arguments(spec)
-    make: Callable[..., torch.optim.Optimizer] = kind
-    return make(list(parameters.values()), **{**arguments, "lr": 0.0}) if parameters else None
+    return LayerCall(captured.name, captured.kind, split, parts, samples, call, list(module.parameters()))
 
 
 _RoundGroup = tuple[list[LayerCall], torch.optim.Optimizer | None]
@@ -223,10 +224,10 @@ def _run_rounds(groups: list[_RoundGroup], device: torch.device, budget_s: float
     ends, done = time.perf_counter() + budget_s, 0
     while done < MIN_ROUNDS + 1 or (done < MAX_ROUNDS and time.perf_counter() < ends):
         check()
-        watch = CallTimer(device)
+        timer = CallTimer(device)
         for group, optimizer in groups:
-            _run_round(group, optimizer, watch)
-        watch.settle()
+            _run_round(group, optimizer, timer)
+        timer.flush()
         if done == 0:
             for group, _ in groups:
                 for piece in group:
@@ -235,17 +236,17 @@ def _run_rounds(groups: list[_RoundGroup], device: torch.device, budget_s: float
         done += 1
 
 
-def _run_round(group: list[LayerCall], optimizer: torch.optim.Optimizer | None, watch: CallTimer) -> None:
+def _run_round(group: list[LayerCall], optimizer: torch.optim.Optimizer | None, timer: CallTimer) -> None:
     """Forward through all, then back, then the update: of large weights it leaves nothing in the caches."""
     for piece in group:
         piece.clear()
-    watch.get_ahead()
+    timer.queue_sleep()
     for piece in group:
-        watch.time(piece.forward, piece.forward_s)
-    back = [piece for piece in reversed(group) if piece.ready_to_go_back()]
-    watch.get_ahead()
+        timer.time(piece.forward, piece.forward_s)
+    back = [piece for piece in reversed(group) if piece.prepare_backward()]
+    timer.queue_sleep()
     for piece in back:
-        watch.time(piece.backward, piece.backward_s)
+        timer.time(piece.backward, piece.backward_s)
         piece.output = None
     if optimizer is not None:
         optimizer.step()
@@ -279,18 +280,16 @@ def measure_optimizer_updates(spec: RunSpec, module: nn.Module, repeats: int = 5
     by_size: dict[int, list[nn.Parameter]] = {}
     for parameter in module.parameters():
         by_size.setdefault(parameter.numel() * parameter.element_size(), []).append(parameter)
-    kind, arguments = optimizer_class_and_arguments(spec)
-    make: Callable[..., torch.optim.Optimizer] = kind
-    optimizers = {size: make(parameters, **arguments) for size, parameters in by_size.items()}
+    optimizers = {size: _optimizer(spec, parameters) for size, parameters in by_size.items()}
     readings: dict[int, list[float]] = {size: [] for size in by_size}
     device = next(module.parameters()).device
     for number in range(repeats + 1):
         for parameter in module.parameters():
             parameter.grad = torch.ones_like(parameter)
-        watch = CallTimer(device)
+        timer = CallTimer(device)
         for size, optimizer in optimizers.items():
-            watch.time(partial(_optimizer_step, optimizer), readings[size])
-        watch.settle()
+            timer.time(partial(_optimizer_step, optimizer), readings[size])
+        timer.flush()
         if number == 0:
             # The state is made in the first step.
             readings = {size: [] for size in by_size}

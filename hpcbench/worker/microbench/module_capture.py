@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hpcbench.worker.measure.layer_trace import module_hooks
+
 
 @dataclass
 class CapturedModule:
@@ -31,33 +33,26 @@ def capture_modules(
     model: nn.Module, inputs: Tensor, forward: Callable[[Tensor], Tensor]
 ) -> tuple[list[CapturedModule], Tensor]:
     """One forward pass: modules that differ in their class, settings or shapes, and the model's output."""
-    seen = _ModuleCapture()
-    handles = [handle for name, module in model.named_modules() for handle in seen.hooks(name, module)]
-    try:
+    capture = _ModuleCapture()
+    with module_hooks(model, capture.enter, capture.leave):
         outputs = forward(inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen.found, outputs.detach().clone()
+    return capture.captured, outputs.detach().clone()
 
 
 class _ModuleCapture:
     def __init__(self) -> None:
-        self.found: list[CapturedModule] = []
+        self.captured: list[CapturedModule] = []
         self._known: set[tuple[Any, ...]] = set()
         self._running: list[CapturedModule | None] = []
 
-    def hooks(self, name: str, module: nn.Module) -> list[Any]:
-        return [
-            module.register_forward_pre_hook(self._before(name)),
-            module.register_forward_hook(self._after(name.rpartition(".")[2])),
-        ]
+    def enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        self._running.append(self._new(name, module, inputs[0]))
 
-    def _before(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._running.append(self._new(name, module, args))
-
-        return hook
+    def leave(self, name: str, output: Any) -> None:
+        self._running.pop()
+        caller = self._running[-1] if self._running else None
+        if caller is not None and isinstance(output, Tensor):
+            caller.children.setdefault(name.rpartition(".")[2], []).append(output.detach().clone())
 
     def _new(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> CapturedModule | None:
         if isinstance(module, nn.Sequential | nn.Identity | nn.ModuleList):
@@ -72,17 +67,8 @@ class _ModuleCapture:
         # What runs next may write over it.
         kept = [one.detach().clone() if isinstance(one, Tensor) else one for one in args]
         captured = CapturedModule(name, kind, module, kept, flows_back)
-        self.found.append(captured)
+        self.captured.append(captured)
         return captured
-
-    def _after(self, own_name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            self._running.pop()
-            caller = self._running[-1] if self._running else None
-            if caller is not None and isinstance(output, Tensor):
-                caller.children.setdefault(own_name, []).append(output.detach().clone())
-
-        return hook
 
 
 class _ReplayedTensor(torch.autograd.Function):

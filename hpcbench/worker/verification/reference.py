@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast
 
@@ -32,6 +33,23 @@ class TrainingRecord:
     state: dict[str, Tensor] = field(default_factory=dict)
     """Parameters and buffers."""
 
+    def add_step(self, loss: float, model: nn.Module) -> None:
+        """Record a step that ``model`` has just been updated by."""
+        self.losses.append(loss)
+        if len(self.losses) == 1:
+            self.first_gradients = _host_gradients(model)
+
+    def finish(self, model: nn.Module) -> TrainingRecord:
+        """Record the last step's gradients and the state after it."""
+        self.gradients = _host_gradients(model)
+        self.state = copy_to_host(model.state_dict())
+        return self
+
+
+def _host_gradients(model: nn.Module) -> dict[str, Tensor]:
+    named = model.named_parameters()
+    return copy_to_host({name: parameter.grad for name, parameter in named if parameter.grad is not None})
+
 
 def compare_training(ours: TrainingRecord, reference: TrainingRecord, check: VerificationCheck) -> ReferenceComparison:
     """Whether ``ours`` is what ``reference`` is, within the check's tolerances."""
@@ -51,7 +69,7 @@ def compare_training(ours: TrainingRecord, reference: TrainingRecord, check: Ver
     suspects = first if any(one.too_far for one in first) else everything
     worst = max(suspects, key=lambda one: one.value / one.tolerance)
     return ReferenceComparison(
-        passed=not any(one.too_far for one in everything),
+        passed=not any(difference.too_far for difference in everything),
         precision=check.precision,
         tolerance=check.tolerance,
         steps=check.steps,
@@ -59,7 +77,7 @@ def compare_training(ours: TrainingRecord, reference: TrainingRecord, check: Ver
         gradient_max_rel=_max_finite(gradients),
         weight_max_rel=_max_finite(weights),
         worst=worst.name,
-        worst_rel=_finite_or_none(worst.value),
+        worst_rel=_max_finite([worst]),
         worst_tolerance=worst.tolerance,
     )
 
@@ -112,25 +130,19 @@ def _loss_differences(
 def _tensor_differences(
     kind: str, when: str, ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: float
 ) -> list[_Difference]:
-    """The difference of every tensor of either; infinite where the other lacks it."""
-    found = []
+    """Compare every tensor of either side; the difference is infinite where the other side lacks it."""
+    differences = []
     for name in dict.fromkeys([*reference, *ours]):
-        both = name in ours and name in reference
-        value = max_relative_difference(ours[name], reference[name]) if both else math.inf
-        found.append(_Difference(f"{kind} of {name} {when}", value, tolerance))
-    return found
+        is_common = name in ours and name in reference
+        value = max_relative_difference(ours[name], reference[name]) if is_common else math.inf
+        differences.append(_Difference(f"{kind} of {name} {when}", value, tolerance))
+    return differences
 
 
 def _max_finite(differences: list[_Difference]) -> float | None:
-    return _finite_or_none(max(one.value for one in differences)) if differences else None
-
-
-def _finite_or_none(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _no_tick() -> None:
-    pass
+    """Return the largest difference; ``None`` if it is infinite or there is none."""
+    largest = max((difference.value for difference in differences), default=math.inf)
+    return largest if math.isfinite(largest) else None
 
 
 def train_reference(
@@ -138,7 +150,7 @@ def train_reference(
     spec: RunSpec,
     feed: DataFeed,
     steps: Iterable[int],
-    tick: Callable[[], None] = _no_tick,
+    tick: Callable[[], None] = lambda: None,
     backwards: bool = False,
 ) -> TrainingRecord:
     """Train ``model`` in place on the steps numbered ``steps`` as ``spec.dp_degree`` replicas would.
@@ -170,8 +182,8 @@ def train_reference(
         for parameter in model.parameters():
             parameter.grad = summed.get(parameter)
         arithmetic.update(optimizer)
-        _record_step(trained, loss, model)
-    return _record_final_state(trained, model)
+        trained.add_step(loss, model)
+    return trained.finish(model)
 
 
 class ReferenceTrainer(Protocol):
@@ -208,39 +220,30 @@ def train_full_batch(model: nn.Module, spec: RunSpec, feed: DataFeed, steps: Ite
         loss = summed_loss(outputs, labels) / len(labels)
         arithmetic.backward(loss)
         arithmetic.update(optimizer)
-        _record_step(trained, loss.item(), model)
-    return _record_final_state(trained, model)
+        trained.add_step(loss.item(), model)
+    return trained.finish(model)
 
 
-def _record_step(trained: TrainingRecord, loss: float, model: nn.Module) -> None:
-    trained.losses.append(loss)
-    if len(trained.losses) == 1:
-        trained.first_gradients = _host_gradients(model)
-
-
-def _record_final_state(trained: TrainingRecord, model: nn.Module) -> TrainingRecord:
-    trained.gradients = _host_gradients(model)
-    trained.state = copy_to_host(model.state_dict())
-    return trained
-
-
-def _host_gradients(model: nn.Module) -> dict[str, Tensor]:
-    named = model.named_parameters()
-    return copy_to_host({name: parameter.grad for name, parameter in named if parameter.grad is not None})
+@contextmanager
+def restored_buffers(model: nn.Module, restore: bool) -> Iterator[None]:
+    """Undo changes of the model's buffers (running statistics) at the end, if ``restore``."""
+    saved = {name: buffer.clone() for name, buffer in model.named_buffers()} if restore else {}
+    yield
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            buffer.data.copy_(saved[name])
 
 
 def _accumulate_replica(model: nn.Module, feed: DataFeed, step: int, replica: int, arithmetic: MixedPrecision) -> float:
-    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    """Add the gradients of a replica's share and return its part of the loss; buffers become those of replica 0."""
     inputs, labels = feed.batch(step, replica)
     total = 0.0
-    for part in feed.micro_shares(step, replica):
-        chosen = slice(part.start, part.stop)
-        with arithmetic.autocast():
-            outputs = model(inputs[chosen])
-        loss = summed_loss(outputs, labels[chosen]) / feed.global_count(step)
-        arithmetic.backward(loss)
-        total += loss.item()
-    if replica:
-        for name, buffer in model.named_buffers():
-            buffer.data.copy_(kept[name])
+    with restored_buffers(model, restore=replica > 0):
+        for part in feed.micro_shares(step, replica):
+            chosen = slice(part.start, part.stop)
+            with arithmetic.autocast():
+                outputs = model(inputs[chosen])
+            loss = summed_loss(outputs, labels[chosen]) / feed.global_count(step)
+            arithmetic.backward(loss)
+            total += loss.item()
     return total

@@ -17,15 +17,11 @@ from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss
 from hpcbench.worker.strategies.base import chosen_options, make_optimizer
 from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks
-from hpcbench.worker.verification.reference import TrainingRecord, copy_to_host
-
-
-def _no_tick() -> None:
-    pass
+from hpcbench.worker.verification.reference import TrainingRecord, restored_buffers
 
 
 def train_pipedream_reference(
-    model: nn.Sequential, spec: RunSpec, feed: DataFeed, steps: Iterable[int], tick: Callable[[], None] = _no_tick
+    model: nn.Sequential, spec: RunSpec, feed: DataFeed, steps: Iterable[int], tick: Callable[[], None] = lambda: None
 ) -> TrainingRecord:
     """``train_delayed`` with the stages that the run itself would have."""
     blocks = assign_blocks(model, spec, chosen_options(spec), PipelineLayout(spec.pp_degree))
@@ -38,9 +34,9 @@ def train_delayed(
     feed: DataFeed,
     steps: Iterable[int],
     cuts: Sequence[int],
-    tick: Callable[[], None] = _no_tick,
+    tick: Callable[[], None] = lambda: None,
 ) -> TrainingRecord:
-    """Train ``model`` in place on the steps numbered ``steps`` as a pipeline cut at ``cuts`` would.
+    """Train ``model`` in position on the steps numbered ``steps`` as a pipeline cut at ``cuts`` would.
 
     Every minibatch is forwarded by itself through all stages, each with the version of its weights that ``Staleness``
     says; the optimizer applies the gradient to the newest ones. Running statistics are those of replica 0, after as
@@ -49,14 +45,10 @@ def train_delayed(
     steps = list(steps)
     simulated = _DelayedTraining(model, spec, feed, MinibatchSequence(feed, steps), cuts)
     trained = TrainingRecord()
-    for place in range(len(steps)):
-        trained.losses.append(simulated.step(place, tick))
-        if place == 0:
-            trained.first_gradients = simulated.gradients()
-    trained.gradients = simulated.gradients()
+    for position in range(len(steps)):
+        trained.add_step(simulated.step(position, tick), model)
     simulated.run_ahead(len(steps))
-    trained.state = copy_to_host(model.state_dict())
-    return trained
+    return trained.finish(model)
 
 
 class _DelayedTraining:
@@ -70,13 +62,13 @@ class _DelayedTraining:
         self._feed, self._minibatches = feed, minibatches
         self._delay = pipedream_staleness(spec)
         self._versions: list[dict[int, dict[str, Tensor]]] = [{} for _ in self._stages]
-        self._made = 0
+        self._updates = 0
         self._keep()
 
-    def step(self, place: int, tick: Callable[[], None]) -> float:
+    def step(self, position: int, tick: Callable[[], None]) -> float:
         """All minibatches of a step and their updates; the step's loss."""
-        first, count = self._minibatches.first(place), self._minibatches.count(place)
-        total = self._minibatches.samples(place)
+        first, count = self._minibatches.first(position), self._minibatches.count(position)
+        total = self._minibatches.samples(position)
         summed = 0.0
         self._optimizer.zero_grad(set_to_none=True)
         for number in range(first, first + count):
@@ -89,14 +81,9 @@ class _DelayedTraining:
         self._feed.forget()
         return summed / total
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Of the last update."""
-        named = self._model.named_parameters()
-        return copy_to_host({name: one.grad for name, one in named if one.grad is not None})
-
-    def run_ahead(self, place: int) -> None:
-        """The forward passes that stages have made of the steps from ``place`` on, for the running statistics."""
-        done, following = self._minibatches.first(place), self._minibatches.count(place)
+    def run_ahead(self, position: int) -> None:
+        """The forward passes that stages have made of the steps from ``position`` on, for the running statistics."""
+        done, following = self._minibatches.first(position), self._minibatches.count(position)
         most = [forwards_ahead_at_step_end(self._delay, stage, following) for stage in range(len(self._stages))]
         with torch.no_grad():
             for number in range(done, done + max(most)):
@@ -107,23 +94,21 @@ class _DelayedTraining:
 
     def _backward(self, number: int, replica: int, share: int) -> float:
         """Add the gradients of a minibatch to what there is; the sum of its samples' losses."""
-        kept = {name: buffer.clone() for name, buffer in self._model.named_buffers()} if replica else {}
         x, targets = self._minibatches.batch(number, replica)
-        used = []
-        for stage in range(len(self._stages)):
-            weights = {name: one.detach().requires_grad_() for name, one in self._weights(stage, number).items()}
-            used.append(weights)
-            x = self._forward(stage, weights, x)
+        stage_weights = []
+        with restored_buffers(self._model, restore=replica > 0):
+            for stage in range(len(self._stages)):
+                versioned = self._weights(stage, number)
+                weights = {name: tensor.detach().requires_grad_() for name, tensor in versioned.items()}
+                stage_weights.append(weights)
+                x = self._forward(stage, weights, x)
         loss = summed_loss(x, targets)
         self._arithmetic.backward(loss / share)
-        for module, weights in zip(self._stages, used, strict=True):
+        for module, weights in zip(self._stages, stage_weights, strict=True):
             for name, parameter in module.named_parameters():
                 gradient = weights[name].grad
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
-        for name, buffer in self._model.named_buffers():
-            if name in kept:
-                buffer.data.copy_(kept[name])
         return loss.item()
 
     def _forward(self, stage: int, weights: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -133,7 +118,7 @@ class _DelayedTraining:
 
     def _update(self, is_last: bool) -> None:
         self._arithmetic.update(self._optimizer)
-        self._made += 1
+        self._updates += 1
         self._keep()
         if not is_last:
             self._optimizer.zero_grad(set_to_none=True)
@@ -141,8 +126,8 @@ class _DelayedTraining:
     def _keep(self) -> None:
         """Copy what the last update has made; forget what no later minibatch is computed with."""
         for stage, (module, versions) in enumerate(zip(self._stages, self._versions, strict=True)):
-            versions[self._made] = {name: one.detach().clone() for name, one in module.named_parameters()}
-            for old in [one for one in versions if one < self._delay.version(stage, self._made)]:
+            versions[self._updates] = {name: one.detach().clone() for name, one in module.named_parameters()}
+            for old in [one for one in versions if one < self._delay.version(stage, self._updates)]:
                 del versions[old]
 
     def _weights(self, stage: int, number: int) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ def verify_run(
         _free_memory(place.device)
         if place.rank == 0:
             return _verification_result(
-                ReferenceTrainer(spec, place.device, given, _progress_tick(stop, channel)), ours, channel
+                ReferenceComparer(spec, place.device, given, _progress_tick(stop, channel)), ours, channel
             )
         assert channel is not None, "a second rank without a channel"
         channel.wait_while_progressing(
@@ -178,7 +178,7 @@ def _progress_tick(stop: StopController, channel: ControlChannel | None) -> Call
 
 
 def _verification_result(
-    reference: ReferenceTrainer, ours: list[TrainingRecord], channel: ControlChannel | None
+    reference: ReferenceComparer, ours: list[TrainingRecord], channel: ControlChannel | None
 ) -> VerificationResult:
     found = [
         reference.compare(trained, check)
@@ -195,7 +195,7 @@ def _verification_result(
     )
 
 
-class ReferenceTrainer:
+class ReferenceComparer:
     """Trains what a run is compared with, on rank 0's device alone, and says in ``notes`` what was compared."""
 
     def __init__(
