@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,13 @@ from hpcbench.results.data_folder import list_datasets
 from hpcbench.site.node_probe import NodeProbe, run_probe
 from hpcbench.site.profile_check import scheduler_partitions
 from hpcbench.submit.scheduler import Notify, account_error
-from hpcbench.submit.scheduler_settings import find_command, scrubbed_environment, scrubbed_names
+from hpcbench.submit.scheduler_settings import RunningCommand, find_command, scrubbed_environment, scrubbed_names
 
 _INSTALL_WORKER = "pip install 'hpcbench[worker]'"
 
 
-class DoctorCheck(msgspec.Struct, kw_only=True):
-    """One thing that was looked at."""
+class DoctorCheck(msgspec.Struct):
+    """The result of one check."""
 
     what: str
     works: bool
@@ -34,188 +33,149 @@ class DoctorCheck(msgspec.Struct, kw_only=True):
     mend: str = ""
 
 
-def check_cluster(profile: ClusterProfile, results: Path, tell: Notify | None = None) -> list[DoctorCheck]:
-    """Everything that a run on ``profile`` needs, in the order in which it would fail.
+def _check(what: str, works: bool, detail: str, mend: str = "", *, needed: bool = True) -> DoctorCheck:
+    """``mend``: advice for a check that fails."""
+    return DoctorCheck(what, works, needed, detail, "" if works else mend)
 
-    With ``tell`` a job looks at a node from inside, if the cluster takes one, and the wait for it is announced.
+
+def check_cluster(profile: ClusterProfile, results: Path, notify: Notify | None = None) -> list[DoctorCheck]:
+    """Check everything that a run on ``profile`` needs, in the order in which it would fail.
+
+    With ``notify`` a job inspects a node from inside, if everything before it works; the wait for it is announced.
     """
-    findings = [_check_results_tree(results)]
-    if profile.scheduler.kind == "slurm":
-        findings += _check_slurm(profile)
-    elif profile.scheduler.kind != "local":
-        detail = "PBS: render writes jobs for qsub" if profile.scheduler.kind == "pbs" else "none: predictions alone"
-        findings.append(DoctorCheck(what="scheduler", works=True, needed=False, detail=detail))
-    if tell and profile.scheduler.kind == "slurm" and all(one.works or not one.needed for one in findings):
-        findings += _check_from_node(profile, tell)
+    kind = profile.scheduler.kind
+    checks = [_check_results_tree(results)]
+    if kind == "slurm":
+        checks += _check_slurm(profile)
+    elif kind != "local":
+        detail = "PBS: render writes jobs for qsub" if kind == "pbs" else "none: predictions alone"
+        checks.append(_check("scheduler", True, detail, needed=False))
+    if notify and kind == "slurm" and all(check.works or not check.needed for check in checks):
+        checks += _check_from_node(profile, notify)
     else:
-        findings += _check_worker(profile)
-    findings.append(_check_data_folder(profile))
+        checks += _check_worker(profile)
+    checks.append(_check_data_folder(profile))
     leaking = scrubbed_names()
     if leaking:
         detail = f"{len(leaking)} variables of another job are kept from the jobs: {', '.join(leaking[:5])}"
-        findings.append(DoctorCheck(what="environment", works=True, needed=False, detail=detail))
-    return findings
+        checks.append(_check("environment", True, detail, needed=False))
+    return checks
 
 
 def _check_results_tree(results: Path) -> DoctorCheck:
-    """Whether a file can be made there, in the nearest folder that exists; nothing is left behind."""
+    """Create a file in the nearest folder that exists, and remove it."""
     folder = next(path for path in (results, *results.parents) if path.exists())
     probe = folder / f".hpcbench-{secrets.token_hex(4)}"
     try:
         probe.touch(exist_ok=False)
     except OSError as error:
-        return DoctorCheck(
-            what="results",
-            works=False,
-            detail=f"{results}: {error.strerror}",
-            mend="--results or $HPCBENCH_RESULTS",
-        )
+        return _check("results", False, f"{results}: {error.strerror}", "--results or $HPCBENCH_RESULTS")
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
-    return DoctorCheck(what="results", works=True, detail=str(results))
+    return _check("results", True, str(results))
 
 
 def _check_data_folder(profile: ClusterProfile) -> DoctorCheck:
-    """What runs with ``data = "files"`` or ``"real"`` find; none needs to."""
+    """List the data sets for runs with ``data = "files"`` or ``"real"``."""
     folder = expand_path(data_folder(None, profile.data_folder))
-    found = list_datasets(folder)
-    names = ", ".join(
-        f"{one.dataset}{f'-{one.size}' if one.size else ''} ({one.kind})" for one in found if one.complete
-    )
-    mend = "" if found else "hpcbench data make DATASET, where runs are to read files"
-    if mend and not profile.node_of(None).internet:
+    datasets = list_datasets(folder)
+    complete = [dataset for dataset in datasets if dataset.complete]
+    names = ", ".join(f"{each.dataset}{f'-{each.size}' if each.size else ''} ({each.kind})" for each in complete)
+    mend = "hpcbench data make DATASET, where runs are to read files"
+    if not profile.node_of(None).internet:
         mend += "; here and before they are submitted, as nodes have no internet"
-    return DoctorCheck(
-        what="data", works=bool(found), needed=False, detail=f"{folder}: {names or 'nothing'}", mend=mend
-    )
+    return _check("data", bool(datasets), f"{folder}: {names or 'nothing'}", mend, needed=False)
 
 
 def _check_slurm(profile: ClusterProfile) -> list[DoctorCheck]:
-    findings = []
+    checks = []
     for command, needed in (("sbatch", True), ("squeue", True), ("scancel", True), ("sacct", False)):
         path = find_command(command, profile)
-        mend = "" if path else "run on a login node, or set scheduler.bin_folder in the profile"
-        findings.append(
-            DoctorCheck(
-                what=command,
-                works=path is not None,
-                needed=needed,
-                detail=str(path or "not on PATH"),
-                mend=mend,
-            )
-        )
+        mend = "run on a login node, or set scheduler.bin_folder in the profile"
+        checks.append(_check(command, path is not None, str(path or "not on PATH"), mend, needed=needed))
     partitions = scheduler_partitions(profile)
     if partitions is None:
         mend = "make slurm-up" if profile.name == "slurmbox" else "is the controller up? try: scontrol ping"
-        findings.append(DoctorCheck(what="scheduler", works=False, detail="scontrol does not answer", mend=mend))
-    else:
-        detail = f"partitions {', '.join(sorted(partitions))}"
-        findings.append(DoctorCheck(what="scheduler", works=True, detail=detail))
-    return findings
+        return [*checks, _check("scheduler", False, "scontrol does not answer", mend)]
+    return [*checks, _check("scheduler", True, f"partitions {', '.join(sorted(partitions))}")]
 
 
 def _check_worker(profile: ClusterProfile) -> list[DoctorCheck]:
-    """What the jobs' default interpreter has. An environment that only exists on the nodes cannot be seen from here."""
+    """Check the jobs' default interpreter. An environment that only exists on the nodes cannot be seen from here."""
     environment = profile.environment(None)
     if environment.modules or environment.container or environment.setup:
         detail = "made by modules, setup lines or a container: it can only be examined in a job"
-        return [DoctorCheck(what="job environment", works=True, needed=False, detail=detail)]
+        return [_check("job environment", True, detail, needed=False)]
     python = rank_python(environment)
+    command = [python, "-m", "hpcbench.worker", "doctor", "--json"]
+    result = RunningCommand(command, scrubbed_environment()).result(timeout_s=300)
+    if result.exit_code is None:
+        return [_check("python", False, f"{python}: {result.complaint}", _INSTALL_WORKER)]
     try:
-        done = subprocess.run(
-            [python, "-m", "hpcbench.worker", "doctor", "--json"],
-            env=scrubbed_environment(), capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
-        report: dict[str, Any] = msgspec.json.decode(done.stdout)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return [DoctorCheck(what="python", works=False, detail=f"{python}: {error}", mend=_INSTALL_WORKER)]
+        report: dict[str, Any] = msgspec.json.decode(result.output)
     except msgspec.DecodeError:
-        said = printable_text(
-            done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
-        )
-        return [DoctorCheck(what="python", works=False, detail=f"{python}: {said}", mend=_INSTALL_WORKER)]
-    return [
-        DoctorCheck(what="python", works=True, detail=f"{python} {report.get('python', '')}"),
-        *_check_packages(profile, report),
-    ]
+        complaint = result.complaint.strip().splitlines() or [f"exit code {result.exit_code}"]
+        return [_check("python", False, f"{python}: {printable_text(complaint[-1])}", _INSTALL_WORKER)]
+    return [_check("python", True, f"{python} {report.get('python', '')}"), *_check_packages(profile, report)]
 
 
-def _check_from_node(profile: ClusterProfile, tell: Notify) -> list[DoctorCheck]:
-    """What a job saw in its own environment."""
+def _check_from_node(profile: ClusterProfile, notify: Notify) -> list[DoctorCheck]:
+    """Check the inside of a job, in its own environment."""
     try:
         if error := account_error(profile):
             raise error
-        probe = run_probe(profile, tell)
+        probe = run_probe(profile, notify)
     except HpcbenchError as error:
-        return [DoctorCheck(what="job", works=False, detail=printable_text(error.message), mend=error.hint or "")]
+        return [_check("job", False, printable_text(error.message), error.hint or "")]
     report = probe.worker
-    findings = [
-        DoctorCheck(what="job", works=True, detail=f"ran on {_host_of_report(report)}"),
-        *compare_probe(profile, probe),
-    ]
+    host = str((report or {}).get("host", "a node"))
+    checks = [_check("job", True, f"ran on {host}"), *compare_probe(profile, probe)]
     if report is None:
-        said = printable_text(" ".join(probe.sections.get("worker", []))[-300:]) or "it said nothing"
-        return [*findings, DoctorCheck(what="python", works=False, detail=said, mend=_INSTALL_WORKER)]
+        output = printable_text(" ".join(probe.sections.get("worker", []))[-300:]) or "it said nothing"
+        return [*checks, _check("python", False, output, _INSTALL_WORKER)]
     python = f"{report.get('executable', '')} {report.get('python', '')}"
-    return [*findings, DoctorCheck(what="python", works=True, detail=python), *_check_packages(profile, report)]
-
-
-def _host_of_report(report: dict[str, Any] | None) -> str:
-    return str((report or {}).get("host", "a node"))
+    return [*checks, _check("python", True, python), *_check_packages(profile, report)]
 
 
 def compare_probe(profile: ClusterProfile, probe: NodeProbe) -> list[DoctorCheck]:
-    """The profile's words against what a node has."""
-    node, wanted = profile.node_of(None), profile.network.interface
+    """Compare the profile with the inside of a node."""
+    node, interface = profile.node_of(None), profile.network.interface
     names = probe.interfaces
-    findings = []
-    if wanted:
-        works = any(name.startswith(wanted) for name in names)
-        detail = f"{wanted}; a node has {', '.join(names) or 'none'}"
-        findings.append(
-            DoctorCheck(what="interface", works=works, detail=detail, mend="" if works else "set network.interface")
-        )
+    checks = []
+    if interface:
+        works = any(name.startswith(interface) for name in names)
+        detail = f"{interface}; a node has {', '.join(names) or 'none'}"
+        checks.append(_check("interface", works, detail, "set network.interface"))
     if profile.device == "cuda":
-        works = len(probe.devices) >= (node.devices or 1)
-        detail = f"{len(probe.devices)} in a job that asked for {node.devices or 1}"
-        mend = "" if works else "set request.gpus and node.devices; the driver's own tool said no more"
-        findings.append(DoctorCheck(what="devices", works=works, detail=detail, mend=mend))
+        requested = node.devices or 1
+        detail = f"{len(probe.devices)} in a job that asked for {requested}"
+        mend = "set request.gpus and node.devices; the driver's own tool said no more"
+        checks.append(_check("devices", len(probe.devices) >= requested, detail, mend))
     if probe.tmp_in_memory != node.tmp_in_memory:
         detail = f"the folder /tmp is {'memory' if probe.tmp_in_memory else 'a disk'}, the profile says otherwise"
         mend = f"node.tmp_in_memory = {str(probe.tmp_in_memory).lower()}"
-        findings.append(DoctorCheck(what="tmp", works=False, needed=False, detail=detail, mend=mend))
-    for folder in (node.scratch_folder, node.local_folder):
-        if folder:
-            said = " ".join(probe.sections.get(f"folder {folder}", []))
-            findings.append(
-                DoctorCheck(what="folder", works=said == "writable", needed=False, detail=f"{folder}: {said}")
-            )
-    return findings
+        checks.append(_check("tmp", False, detail, mend, needed=False))
+    for folder in filter(None, (node.scratch_folder, node.local_folder)):
+        output = " ".join(probe.sections.get(f"folder {folder}", []))
+        checks.append(_check("folder", output == "writable", f"{folder}: {output}", needed=False))
+    return checks
 
 
 def _check_packages(profile: ClusterProfile, report: dict[str, Any]) -> list[DoctorCheck]:
-    needed = {"torch": _INSTALL_WORKER, "msgspec": _INSTALL_WORKER, "psutil": _INSTALL_WORKER}
-    build = f"{report.get('executable', 'python')} -m hpcbench.tools.build_horovod"
-    fairscale = f"{report.get('executable', 'python')} -m pip install --no-deps fairscale==0.4.13"
+    python = report.get("executable", "python")
+    required = dict.fromkeys(("torch", "msgspec", "psutil"), _INSTALL_WORKER)
     optional = {
         **dict.fromkeys(("torchvision", "sklearn", "PIL", "h5py"), _INSTALL_WORKER),
-        "fairscale": fairscale, "horovod.torch": build,
-    }  # fmt: skip
-    findings = []
-    for name, mend in {**needed, **optional}.items():
-        entry = report.get("modules", {}).get(name, {})
-        works = bool(entry.get("works"))
-        findings.append(
-            DoctorCheck(
-                what=name, works=works, needed=name in needed,
-                detail=printable_text(str(entry.get("version") or entry.get("error") or "not installed")),
-                mend="" if works else mend,
-            )
-        )  # fmt: skip
+        "fairscale": f"{python} -m pip install --no-deps fairscale==0.4.13",
+        "horovod.torch": f"{python} -m hpcbench.tools.build_horovod",
+    }
+    checks = []
+    for name, mend in {**required, **optional}.items():
+        package = report.get("modules", {}).get(name, {})
+        detail = printable_text(str(package.get("version") or package.get("error") or "not installed"))
+        checks.append(_check(name, bool(package.get("works")), detail, mend, needed=name in required))
     if profile.device == "cuda":
         count = len(report.get("torch", {}).get("devices", []))
-        findings.append(
-            DoctorCheck(what="accelerators", works=count > 0, needed=False, detail=f"{count} visible from here")
-        )
-    return findings
+        checks.append(_check("accelerators", count > 0, f"{count} visible from here", needed=False))
+    return checks

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from pathlib import Path
 
 from hpcbench.config.cluster_profile import ClusterProfile, LoginNodeMatch
-from hpcbench.config.profile_tables import PartitionConfig
+from hpcbench.config.profile_tables import NodeConfig, PartitionConfig
 from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, SubmitError, did_you_mean
 from hpcbench.fileio import printable_text
@@ -45,20 +46,20 @@ def _file_holds(path: Path, text: str) -> bool:
 
 
 _TEMPORARY_REFUSALS = ("busy", "DOWN, DRAINED", "not available now", "not currently available")
-"""Refusals that another hour has not: no fault of a profile."""
+"""Refusals that pass by themselves: no error of a profile."""
 
 
 def sbatch_test_problems(profile: ClusterProfile, source: TomlSource) -> Iterator[HpcbenchError]:
     """The smallest job with all devices of its nodes, in each partition, through ``sbatch --test-only``.
 
-    The site's own rules count there, too, which nothing but a submission meets. Where the scheduler cannot be asked,
-    nothing is said.
+    That applies the site's own rules, too, which nothing but a submission meets. Without an answer of the scheduler
+    there are no problems.
     """
     for key in profile.partitions or [None]:
-        said = _sbatch_refusal(profile, key)
-        if said:
+        refusal = _sbatch_refusal(profile, key)
+        if refusal:
             where = source.where(("partitions", key) if key else ())
-            yield ConfigError(f"sbatch refuses a job{f' in {key}' if key else ''}: {said}", where=where)
+            yield ConfigError(f"sbatch refuses a job{f' in {key}' if key else ''}: {refusal}", where=where)
 
 
 def _sbatch_refusal(profile: ClusterProfile, key: str | None) -> str | None:
@@ -87,15 +88,15 @@ def _sbatch_refusal(profile: ClusterProfile, key: str | None) -> str | None:
     if not is_refused or any(words in message for words in _TEMPORARY_REFUSALS):
         return None
     lines = (line.removeprefix("sbatch: ").removeprefix("error: ") for line in message.splitlines())
-    # Where an option is wrong, sbatch adds an advice that is none here.
+    # For a wrong option sbatch adds the advice to try --help, which does not help here.
     kept = [line for line in lines if line.strip() and not line.startswith('Try "')]
     return printable_text("; ".join(kept)) or f"exit code {result.exit_code}"
 
 
 def check_against_scheduler(profile: ClusterProfile, source: TomlSource) -> bool:
-    """Ask the scheduler about all that ``profile`` says of it.
+    """Compare ``profile`` with its scheduler; ``False`` if there is none here that answers.
 
-    ``False`` where there is none to ask. Raises ``ConfigErrors`` with everything that jobs would be refused for.
+    Raises ``ConfigErrors`` with everything that jobs would be refused for.
     """
     if profile.scheduler.kind != "slurm":
         return False
@@ -103,196 +104,177 @@ def check_against_scheduler(profile: ClusterProfile, source: TomlSource) -> bool
         facts = query_site(profile)
     except SubmitError:
         return False
-    # What the tables contradict is said with its line; only what is left is put to sbatch, which names none.
-    problems = list(compare_profile(profile, facts, source)) or list(sbatch_test_problems(profile, source))
+    # The comparison names the line of each problem, sbatch does not: it is called only if the comparison has none.
+    problems = compare_profile(profile, facts, source) or list(sbatch_test_problems(profile, source))
     if problems:
         raise ConfigErrors(problems)
     return True
 
 
 def scheduler_partitions(profile: ClusterProfile) -> set[str] | None:
-    """Names of the scheduler's partitions; ``None`` where it is absent or does not answer."""
+    """Names of the scheduler's partitions; ``None`` if it is absent or does not answer."""
     try:
         return set(query_site(profile).partitions)
     except SubmitError:
         return None
 
 
-def compare_profile(profile: ClusterProfile, facts: SiteFacts, source: TomlSource) -> Iterator[HpcbenchError]:
-    """What ``facts`` contradict in ``profile``, each with the line that says it."""
-    yield from _cluster_problems(profile, facts, source)
+def compare_profile(profile: ClusterProfile, facts: SiteFacts, source: TomlSource) -> list[HpcbenchError]:
+    """The contradictions between ``profile`` and ``facts``, each with the line of the profile."""
+    check = _ProfileCheck(profile, facts, source)
+    check.cluster()
     for key, partition in profile.partitions.items():
-        yield from _partition_problems(profile, key, partition, facts, source)
-    if not profile.partitions:
-        default = next((one for one in facts.partitions.values() if one.is_default), None)
-        if default is not None:
-            yield from _node_problems(profile, None, default, source)
+        check.partition(key, partition)
+    default = facts.default_partition
+    if not profile.partitions and default is not None:
+        check.nodes(None, default)
+    return check.problems
 
 
-def _cluster_problems(profile: ClusterProfile, facts: SiteFacts, source: TomlSource) -> Iterator[HpcbenchError]:
-    missing = account_error(profile)
-    if missing is not None:
-        yield missing
-    accounts = {one.account for one in facts.associations}
-    if profile.account is not None and accounts and profile.account not in accounts:
-        hint = did_you_mean(profile.account, accounts)
-        yield ConfigError(f"you have no account {profile.account!r} here", where=source.where(("account",)), hint=hint)
-    wanted, largest = profile.scheduler.max_array_size, facts.max_array_size
-    if wanted is not None and largest is not None and wanted > largest:
-        where = source.where(("scheduler", "max_array_size"))
-        yield ConfigError(f"max_array_size = {wanted}, the scheduler's is {largest}", where=where)
+def _least(limits: Iterable[tuple[float | None, str]]) -> tuple[float, str]:
+    """The least of the limits that are set, and whose it is."""
+    known = [(limit, owner) for limit, owner in limits if limit is not None]
+    return min(known, key=itemgetter(0), default=(math.inf, ""))
 
 
-def _partition_problems(
-    profile: ClusterProfile, key: str, partition: PartitionConfig, facts: SiteFacts, source: TomlSource
-) -> Iterator[HpcbenchError]:
-    name, place = partition.name or key, ("partitions", key)
-    if "partition" in profile.request_of(key).drop:
-        name = next((one.name for one in facts.partitions.values() if one.is_default), name)
-    there = facts.partitions.get(name)
-    if partition.qos is not None and facts.qos and partition.qos not in facts.qos:
-        where = source.where((*place, "qos"))
-        yield ConfigError(
-            f"the scheduler has no QOS {partition.qos!r}", where=where, hint=did_you_mean(partition.qos, facts.qos)
-        )
-    elif partition.qos is not None:
-        yield from _qos_problems(partition.qos, there, facts, source.where((*place, "qos")))
-    if there is None:
-        yield ConfigError(
-            f"the scheduler has no partition {name!r}",
-            where=source.where(place),
-            hint=did_you_mean(name, facts.partitions),
-        )
-        return
-    if not there.is_up:
-        yield ConfigError(f"partition {name} is not up", where=source.where(place))
-    account = profile.account
-    if account is not None and there.allowed_accounts is not None and account not in there.allowed_accounts:
-        listed = ", ".join(sorted(there.allowed_accounts))
-        yield ConfigError(f"partition {name} does not take account {account!r}: {listed}", where=source.where(place))
-    yield from _limit_problems(profile, key, partition, there, facts, source)
-    yield from _node_problems(profile, key, there, source)
+class _ProfileCheck:
+    """The comparison of one profile with one scheduler; each method checks one table and adds to ``problems``."""
 
+    def __init__(self, profile: ClusterProfile, facts: SiteFacts, source: TomlSource) -> None:
+        self.profile, self.facts, self._source = profile, facts, source
+        self.problems: list[HpcbenchError] = []
 
-def _qos_problems(qos: str, there: PartitionFacts | None, facts: SiteFacts, where: str) -> Iterator[HpcbenchError]:
-    if there is not None and there.allowed_qos is not None and qos not in there.allowed_qos:
-        listed = ", ".join(sorted(there.allowed_qos))
-        yield ConfigError(f"partition {there.name} does not take QOS {qos!r}: {listed}", where=where)
-    own = {name for one in facts.associations for name in one.qos}
-    if own and qos not in own:
-        yield ConfigError(f"you may not use QOS {qos!r}", where=where, hint=f"yours: {', '.join(sorted(own))}")
+    def report(self, message: str, *key: str, hint: str | None = None) -> None:
+        """Add a problem of the TOML key ``key``."""
+        self.problems.append(ConfigError(message, where=self._source.where(key), hint=hint))
 
+    def cluster(self) -> None:
+        profile, facts = self.profile, self.facts
+        missing = account_error(profile)
+        if missing is not None:
+            self.problems.append(missing)
+        accounts = {association.account for association in facts.associations}
+        if profile.account is not None and accounts and profile.account not in accounts:
+            hint = did_you_mean(profile.account, accounts)
+            self.report(f"you have no account {profile.account!r} here", "account", hint=hint)
+        size, largest = profile.scheduler.max_array_size, facts.max_array_size
+        if size is not None and largest is not None and size > largest:
+            message = f"max_array_size = {size}, the scheduler's is {largest}"
+            self.report(message, "scheduler", "max_array_size")
 
-def _limit_problems(
-    profile: ClusterProfile,
-    key: str,
-    partition: PartitionConfig,
-    there: PartitionFacts,
-    facts: SiteFacts,
-    source: TomlSource,
-) -> Iterator[HpcbenchError]:
-    place = ("partitions", key)
-    bounds = [(there.max_time_min, f"partition {there.name}")]
-    bounds += [(one.max_time_min, f"QOS {one.name}") for one in facts.limits(there.name, partition.qos)]
-    longest, owner = min(((minutes, owner) for minutes, owner in bounds if minutes is not None), default=(None, ""))
-    own_longest = partition.max_time_min or float("inf")
-    asked = {
-        "max_time_min": partition.max_time_min,
-        "time_limit_min": partition.time_limit_min or min(profile.time_limit_min, own_longest),
-    }
-    for name, minutes in asked.items():
-        if longest is not None and minutes is not None and minutes > longest:
-            where = source.where((*place, name) if getattr(partition, name) else (name,))
-            yield ConfigError(f"{name} = {minutes:g} min, {owner} allows {longest:g}", where=where)
-            break
-    yield from _node_count_problems(partition, there, facts, source, place)
-    submitted = [one.max_submitted_jobs for one in facts.limits(there.name, partition.qos)]
-    most = min((limit for limit in submitted if limit is not None), default=None)
-    told = partition.max_submitted_jobs or profile.scheduler.max_submitted_jobs
-    if most is not None and told is not None and told > most:
-        inner = bool(partition.max_submitted_jobs)
-        where = source.where((*place, "max_submitted_jobs") if inner else ("scheduler", "max_submitted_jobs"))
-        yield ConfigError(f"max_submitted_jobs = {told}, the QOS allows {most}", where=where)
+    def partition(self, key: str, partition: PartitionConfig) -> None:
+        facts, account, name = self.facts, self.profile.account, partition.name or key
+        if "partition" in self.profile.request_of(key).drop:
+            default = next((each.name for each in facts.partitions.values() if each.is_default), None)
+            name = default or name
+        live = facts.partitions.get(name)
+        if partition.qos is not None:
+            self._qos(key, partition.qos, live)
+        if live is None:
+            hint = did_you_mean(name, facts.partitions)
+            self.report(f"the scheduler has no partition {name!r}", "partitions", key, hint=hint)
+            return
+        if not live.is_up:
+            self.report(f"partition {name} is not up", "partitions", key)
+        if account is not None and live.allowed_accounts is not None and account not in live.allowed_accounts:
+            listed = ", ".join(sorted(live.allowed_accounts))
+            self.report(f"partition {name} does not take account {account!r}: {listed}", "partitions", key)
+        self._time_limits(key, partition, live)
+        self._node_counts(key, partition, live)
+        self._submitted_jobs(key, partition, live)
+        self.nodes(key, live)
 
+    def _qos(self, key: str, qos: str, live: PartitionFacts | None) -> None:
+        if self.facts.qos and qos not in self.facts.qos:
+            hint = did_you_mean(qos, self.facts.qos)
+            self.report(f"the scheduler has no QOS {qos!r}", "partitions", key, "qos", hint=hint)
+            return
+        if live is not None and live.allowed_qos is not None and qos not in live.allowed_qos:
+            listed = ", ".join(sorted(live.allowed_qos))
+            self.report(f"partition {live.name} does not take QOS {qos!r}: {listed}", "partitions", key, "qos")
+        usable = {name for association in self.facts.associations for name in association.qos}
+        if usable and qos not in usable:
+            hint = f"yours: {', '.join(sorted(usable))}"
+            self.report(f"you may not use QOS {qos!r}", "partitions", key, "qos", hint=hint)
 
-def _node_count_problems(
-    partition: PartitionConfig, there: PartitionFacts, facts: SiteFacts, source: TomlSource, place: tuple[str, ...]
-) -> Iterator[HpcbenchError]:
-    """How many nodes a job may have: what the partition has and gives, and what its QOS allow."""
-    qos = facts.limits(there.name, partition.qos)
-    most = [(min(there.max_nodes or there.nodes, there.nodes), f"{there.name} gives")]
-    most += [(one.max_nodes, f"QOS {one.name} allows") for one in qos if one.max_nodes is not None]
-    largest, owner = min(most, key=itemgetter(0))
-    if partition.max_nodes is not None and partition.max_nodes > largest:
-        where = source.where((*place, "max_nodes"))
-        yield ConfigError(f"max_nodes = {partition.max_nodes}, {owner} {largest}", where=where)
-    least = [(there.min_nodes or 1, f"{there.name} takes")]
-    least += [(one.min_nodes, f"QOS {one.name} takes") for one in qos if one.min_nodes is not None]
-    smallest, owner = max(least, key=itemgetter(0))
-    if (partition.min_nodes or 1) < smallest:
-        where = source.where((*place, "min_nodes") if partition.min_nodes else place)
-        hint = f"min_nodes = {smallest}"
-        yield ConfigError(f"{owner} no job of fewer than {smallest} nodes", where=where, hint=hint)
+    def _time_limits(self, key: str, partition: PartitionConfig, live: PartitionFacts) -> None:
+        limits = [(live.max_time_min, f"partition {live.name}")]
+        limits += [(qos.max_time_min, f"QOS {qos.name}") for qos in self.facts.limits(live.name, partition.qos)]
+        longest, owner = _least(limits)
+        usual_min = min(self.profile.time_limit_min, partition.max_time_min or math.inf)
+        times = {"max_time_min": partition.max_time_min, "time_limit_min": partition.time_limit_min or usual_min}
+        for name, minutes in times.items():
+            if minutes is not None and minutes > longest:
+                toml_key = ("partitions", key, name) if getattr(partition, name) else (name,)
+                self.report(f"{name} = {minutes:g} min, {owner} allows {longest:g}", *toml_key)
+                break
 
+    def _submitted_jobs(self, key: str, partition: PartitionConfig, live: PartitionFacts) -> None:
+        limits = [(qos.max_submitted_jobs, "") for qos in self.facts.limits(live.name, partition.qos)]
+        most, _ = _least(limits)
+        profile_limit = partition.max_submitted_jobs or self.profile.scheduler.max_submitted_jobs
+        if profile_limit is not None and profile_limit > most:
+            table = ("partitions", key) if partition.max_submitted_jobs else ("scheduler",)
+            message = f"max_submitted_jobs = {profile_limit}, the QOS allows {most}"
+            self.report(message, *table, "max_submitted_jobs")
 
-def _node_problems(
-    profile: ClusterProfile, key: str | None, there: PartitionFacts, source: TomlSource
-) -> Iterator[HpcbenchError]:
-    """Against the nodes that the constraint leaves; each number against the best of them."""
-    partition, request, node = profile.partition(key), profile.request_of(key), profile.node_of(key)
-    own = partition.node is not None
-    place = ("partitions", key or "", "node") if own else ("node",)
-    wanted = set(partition.constraint.replace("|", "&").split("&")) if partition.constraint else set()
-    features = frozenset[str]().union(*(kind.features for kind in there.kinds))
-    unknown = {name for name in wanted if name.isidentifier()} - features
-    if unknown and there.kinds:
-        where = source.where(("partitions", key or "", "constraint"))
-        hint = f"features there: {', '.join(sorted(features)) or 'none'}"
-        yield ConfigError(
-            f"no node of {there.name} has the feature {', '.join(sorted(unknown))}", where=where, hint=hint
-        )
-        return
-    kinds = [kind for kind in there.kinds if wanted <= kind.features] or list(there.kinds)
-    if not kinds:
-        return
-    cpus, memory = max(kind.cpus for kind in kinds), max(kind.memory_bytes for kind in kinds)
-    if node.cores is not None and node.cores > cpus:
-        yield ConfigError(
-            f"cores = {node.cores}, nodes of {there.name} have {cpus}", where=source.where((*place, "cores"))
-        )
-    asked = request.memory_bytes or (node.memory_bytes if request.memory == "node" else None)
-    if asked is not None and asked > memory:
-        where = source.where(("request", "memory_bytes") if request.memory_bytes else (*place, "memory_bytes"))
-        yield ConfigError(
-            f"jobs ask for {format_bytes(asked)} a node, those of {there.name} have {format_bytes(memory)}", where=where
-        )
-    yield from _device_problems(profile, key, kinds, there, source, place)
+    def _node_counts(self, key: str, partition: PartitionConfig, live: PartitionFacts) -> None:
+        all_qos = self.facts.limits(live.name, partition.qos)
+        limits: list[tuple[float | None, str]]
+        limits = [(min(live.max_nodes or live.nodes, live.nodes), f"{live.name} gives")]
+        limits += [(qos.max_nodes, f"QOS {qos.name} allows") for qos in all_qos]
+        largest, owner = _least(limits)
+        if partition.max_nodes is not None and partition.max_nodes > largest:
+            message = f"max_nodes = {partition.max_nodes}, {owner} {largest}"
+            self.report(message, "partitions", key, "max_nodes")
+        minima = [(live.min_nodes or 1, f"{live.name} takes")]
+        minima += [(qos.min_nodes, f"QOS {qos.name} takes") for qos in all_qos if qos.min_nodes is not None]
+        smallest, owner = max(minima, key=itemgetter(0))
+        if (partition.min_nodes or 1) < smallest:
+            toml_key = ("partitions", key, "min_nodes") if partition.min_nodes else ("partitions", key)
+            message = f"{owner} no job of fewer than {smallest} nodes"
+            self.report(message, *toml_key, hint=f"min_nodes = {smallest}")
 
+    def nodes(self, key: str | None, live: PartitionFacts) -> None:
+        """Compare with the nodes that the constraint leaves; each number with the best of them."""
+        profile = self.profile
+        partition, request, node = profile.partition(key), profile.request_of(key), profile.node_of(key)
+        table = ("partitions", key or "", "node") if partition.node is not None else ("node",)
+        required = set(partition.constraint.replace("|", "&").split("&")) if partition.constraint else set()
+        features = frozenset[str]().union(*(kind.features for kind in live.kinds))
+        unknown = {name for name in required if name.isidentifier()} - features
+        if unknown and live.kinds:
+            message = f"no node of {live.name} has the feature {', '.join(sorted(unknown))}"
+            hint = f"features there: {', '.join(sorted(features)) or 'none'}"
+            self.report(message, "partitions", key or "", "constraint", hint=hint)
+            return
+        kinds = [kind for kind in live.kinds if required <= kind.features] or list(live.kinds)
+        if not kinds:
+            return
+        cpus, memory = max(kind.cpus for kind in kinds), max(kind.memory_bytes for kind in kinds)
+        if node.cores is not None and node.cores > cpus:
+            self.report(f"cores = {node.cores}, nodes of {live.name} have {cpus}", *table, "cores")
+        requested = request.memory_bytes or (node.memory_bytes if request.memory == "node" else None)
+        if requested is not None and requested > memory:
+            toml_key = ("request", "memory_bytes") if request.memory_bytes else (*table, "memory_bytes")
+            available = f"those of {live.name} have {format_bytes(memory)}"
+            self.report(f"jobs ask for {format_bytes(requested)} a node, {available}", *toml_key)
+        if request.gpus != "none":
+            self._devices(request.gpus, node, kinds, live.name, table)
 
-def _device_problems(
-    profile: ClusterProfile,
-    key: str | None,
-    kinds: list[NodeFacts],
-    there: PartitionFacts,
-    source: TomlSource,
-    place: tuple[str, ...],
-) -> Iterator[HpcbenchError]:
-    request, node = profile.request_of(key), profile.node_of(key)
-    if request.gpus == "none":
-        return
-    most = max(sum(one.number for one in kind.gpus) for kind in kinds)
-    if most == 0:
-        message = f"request.gpus = {request.gpus!r}, but nodes of {there.name} have no gpu among their GRES"
-        yield ConfigError(
-            message, where=source.where(("request", "gpus")), hint='gpus = "none", where they come anyway'
-        )
-        return
-    if node.devices is not None and node.devices > most:
-        where = source.where((*place, "devices"))
-        yield ConfigError(f"devices = {node.devices}, nodes of {there.name} have {most}", where=where)
-    types = {one.type for kind in kinds for one in kind.gpus if one.type}
-    wanted = node.gres_type or node.device_type
-    if request.gpus == "gres-typed" and wanted not in types:
-        where = source.where((*place, "gres_type" if node.gres_type else "device_type"))
-        hint = did_you_mean(wanted or "", types) if types else 'the scheduler names no types: gpus = "gres"'
-        yield ConfigError(f"nodes of {there.name} have no gpu of type {wanted!r}", where=where, hint=hint)
+    def _devices(
+        self, style: str, node: NodeConfig, kinds: list[NodeFacts], partition: str, table: tuple[str, ...]
+    ) -> None:
+        most = max(kind.device_count for kind in kinds)
+        if most == 0:
+            message = f"request.gpus = {style!r}, but nodes of {partition} have no gpu among their GRES"
+            self.report(message, "request", "gpus", hint='gpus = "none", where they come anyway')
+            return
+        if node.devices is not None and node.devices > most:
+            self.report(f"devices = {node.devices}, nodes of {partition} have {most}", *table, "devices")
+        types = {gpu.type for kind in kinds for gpu in kind.gpus if gpu.type}
+        device_type = node.gres_type or node.device_type
+        if style == "gres-typed" and device_type not in types:
+            hint = did_you_mean(device_type or "", types) if types else 'the scheduler names no types: gpus = "gres"'
+            message = f"nodes of {partition} have no gpu of type {device_type!r}"
+            self.report(message, *table, "gres_type" if node.gres_type else "device_type", hint=hint)

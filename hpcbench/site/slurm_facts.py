@@ -28,19 +28,19 @@ class GpuCount(NamedTuple):
 
 
 def parse_gres(text: str) -> list[GpuCount]:
-    """The accelerators in ``text``, by type; empty for ``(null)`` and for what is none (mps, shard, bandwidth).
+    """The accelerators in ``text``, by type; empty for ``(null)`` and for other resources (mps, shard, bandwidth).
 
     Totals of trackable resources (``gres/gpu=8,gres/gpu:h100=8``) count no device twice.
     """
-    found: dict[str | None, int] = {}
-    totals = False
+    counts: dict[str | None, int] = {}
+    has_totals = False
     for match in _GPU_PATTERN.finditer(text.strip()):
-        kind = match["type"]
-        found[kind] = found.get(kind, 0) + int(match["count"] or 1)
-        totals = totals or match["tres"] is not None
-    if totals and len(found) > 1:
-        found.pop(None, None)
-    return [GpuCount(kind, count) for kind, count in found.items() if count]
+        gpu_type = match["type"]
+        counts[gpu_type] = counts.get(gpu_type, 0) + int(match["count"] or 1)
+        has_totals = has_totals or match["tres"] is not None
+    if has_totals and len(counts) > 1:
+        counts.pop(None, None)
+    return [GpuCount(gpu_type, count) for gpu_type, count in counts.items() if count]
 
 
 _KEY_VALUE_PATTERN = re.compile(
@@ -52,7 +52,7 @@ _EMPTY_VALUES = frozenset({"", "(null)", "N/A", "NONE", "UNLIMITED", "INFINITE",
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Nodes that are alike."""
+    """A kind of nodes: equal hardware and features."""
 
     cpus: int
     memory_bytes: int
@@ -61,10 +61,14 @@ class NodeFacts:
     arch: str
     threads_per_core: int
 
+    @property
+    def device_count(self) -> int:
+        return sum(gpu.number for gpu in self.gpus)
+
 
 @dataclass(frozen=True)
 class PartitionFacts:
-    """One partition as the scheduler has it; ``None`` is no limit."""
+    """One partition of the scheduler; ``None`` is no limit."""
 
     name: str
     is_default: bool = False
@@ -97,7 +101,7 @@ class QosFacts:
 
 @dataclass(frozen=True)
 class AccountAssociation:
-    """An account that the user may charge, and the QOS that he may then name."""
+    """An account that the user may charge, and the QOS that jobs of it may name."""
 
     account: str
     qos: frozenset[str]
@@ -107,26 +111,30 @@ class AccountAssociation:
 
 @dataclass(frozen=True)
 class SiteFacts:
-    """Everything."""
+    """The configuration of a cluster, from its scheduler and its accounting."""
 
     cluster: str
     version: str
     partitions: dict[str, PartitionFacts]
     qos: dict[str, QosFacts] = field(default_factory=dict)
-    """Empty where the accounts did not answer."""
+    """Empty if the accounting did not answer."""
     associations: tuple[AccountAssociation, ...] = ()
     max_array_size: int | None = None
     settings: dict[str, str] = field(default_factory=dict)
 
     def limits(self, partition: str, qos: str | None) -> list[QosFacts]:
-        """The QOS that bound a job there: the partition's own, and that which it names or gets."""
+        """The QOS that limit a job: the partition's own, and the one that the job names or gets by default."""
         names = (self.partitions[partition].qos, qos or self.default_qos)
         return [self.qos[name] for name in names if name in self.qos]
 
     @property
     def default_qos(self) -> str | None:
-        """That of jobs which name none."""
-        return next((one.default_qos for one in self.associations if one.default_qos), None)
+        """The QOS of jobs that name none."""
+        return next((each.default_qos for each in self.associations if each.default_qos), None)
+
+    @property
+    def default_partition(self) -> PartitionFacts | None:
+        return next((partition for partition in self.partitions.values() if partition.is_default), None)
 
 
 def parse_minutes(text: str) -> float | None:
@@ -151,30 +159,26 @@ def parse_oneliner(text: str) -> list[dict[str, str]]:
 
 
 def parse_nodes(text: str) -> dict[str, list[NodeFacts]]:
-    """``scontrol show node --oneliner``: per partition its nodes."""
-    return nodes_by_partition(parse_oneliner(text))
+    """The nodes in the output of ``scontrol show node --oneliner``, by partition."""
+    return _nodes_by_partition(parse_oneliner(text))
 
 
-def nodes_by_partition(nodes: Iterable[dict[str, str]]) -> dict[str, list[NodeFacts]]:
-    """The same from the records, keys as scontrol's."""
-    found: dict[str, list[NodeFacts]] = {}
+def _nodes_by_partition(nodes: Iterable[dict[str, str]]) -> dict[str, list[NodeFacts]]:
+    """``nodes``: records with the keys of scontrol."""
+    by_partition: dict[str, list[NodeFacts]] = {}
     for record in nodes:
         node = NodeFacts(
             cpus=_parse_int(record.get("CPUEfctv", "")) or _parse_int(record.get("CPUTot", "")) or 0,
             memory_bytes=(_parse_int(record.get("RealMemory", "")) or 0) * 2**20,
-            gpus=tuple(_parse_node_gpus(record)),
+            # Gres names types; the configured totals count only if it is silent.
+            gpus=tuple(parse_gres(record.get("Gres", "")) or parse_gres(record.get("CfgTRES", ""))),
             features=frozenset(_parse_names(record.get("AvailableFeatures", "")) or ()),
             arch=record.get("Arch", ""),
             threads_per_core=_parse_int(record.get("ThreadsPerCore", "")) or 1,
         )
         for partition in filter(None, record.get("Partitions", "").split(",")):
-            found.setdefault(partition, []).append(node)
-    return found
-
-
-def _parse_node_gpus(record: dict[str, str]) -> list[GpuCount]:
-    """Those of Gres, which names types; the configured totals only where it is silent."""
-    return parse_gres(record.get("Gres", "")) or parse_gres(record.get("CfgTRES", ""))
+            by_partition.setdefault(partition, []).append(node)
+    return by_partition
 
 
 def parse_partitions(text: str, nodes: dict[str, list[NodeFacts]]) -> dict[str, PartitionFacts]:
@@ -192,7 +196,7 @@ def _parse_partition(record: dict[str, str], nodes: dict[str, list[NodeFacts]]) 
         return int(value) if value.isdecimal() and int(value) > 0 else None
 
     name = record["PartitionName"]
-    there = nodes.get(name, [])
+    own_nodes = nodes.get(name, [])
     per_cpu = number("DefMemPerCPU")
     qos = record.get("QoS", "")
     return PartitionFacts(
@@ -203,13 +207,13 @@ def _parse_partition(record: dict[str, str], nodes: dict[str, list[NodeFacts]]) 
         default_time_min=parse_minutes(record.get("DefaultTime", "")),
         max_nodes=number("MaxNodes"),
         min_nodes=number("MinNodes"),
-        nodes=number("TotalNodes") or len(there),
+        nodes=number("TotalNodes") or len(own_nodes),
         allowed_qos=_parse_names(record.get("AllowQos", "ALL")),
         allowed_accounts=_parse_names(record.get("AllowAccounts", "ALL")),
         qos=None if qos in _EMPTY_VALUES else qos,
         whole_nodes=record.get("OverSubscribe") == "EXCLUSIVE",
         default_memory_per_cpu_bytes=per_cpu * 2**20 if per_cpu else None,
-        kinds=tuple(sorted(set(there), key=there.count, reverse=True)),
+        kinds=tuple(sorted(set(own_nodes), key=own_nodes.count, reverse=True)),
     )
 
 
@@ -219,16 +223,16 @@ def _parse_names(text: str) -> frozenset[str] | None:
 
 def parse_qos(text: str) -> dict[str, QosFacts]:
     """``sacctmgr -nP show qos format=Name,MaxWall,MaxJobsPU,MaxSubmitPU,MaxTRES,MinTRES``."""
-    found = {}
-    for name, wall, running, submitted, most, least in _parse_rows(text, 6):
-        limits = _node_count(most), _node_count(least)
-        found[name] = QosFacts(name, parse_minutes(wall), _parse_int(running), _parse_int(submitted), *limits)
-    return found
+    qos = {}
+    for name, wall, running, submitted, maxima, minima in _parse_rows(text, 6):
+        limits = _node_count(maxima), _node_count(minima)
+        qos[name] = QosFacts(name, parse_minutes(wall), _parse_int(running), _parse_int(submitted), *limits)
+    return qos
 
 
 def _node_count(resources: str) -> int | None:
-    """Those of ``cpu=64,node=4,gres/gpu=8``."""
-    return next((_parse_int(one[5:]) for one in resources.split(",") if one.startswith("node=")), None)
+    """The number of nodes in a list such as ``cpu=64,node=4,gres/gpu=8``."""
+    return next((_parse_int(item[5:]) for item in resources.split(",") if item.startswith("node=")), None)
 
 
 def parse_associations(text: str) -> tuple[AccountAssociation, ...]:
@@ -255,7 +259,7 @@ def parse_slurm_config(text: str) -> dict[str, str]:
 
 
 JSON_NODE_COMMANDS = (["scontrol", "show", "node", "--json"], ["sinfo", "--json"])
-"""Which know it: the first from SLURM 23.02 on, the second in 21.08 and 22.05; both only with the plugin built."""
+"""The first works from SLURM 23.02 on, the second in 21.08 and 22.05; both only if the JSON plugin was built."""
 
 _JSON_NODE_KEYS = {
     "CPUEfctv": "effective_cpus", "CPUTot": "cpus", "RealMemory": "real_memory", "Gres": "gres", "CfgTRES": "tres",
@@ -264,7 +268,7 @@ _JSON_NODE_KEYS = {
 
 
 def parse_json_nodes(text: str) -> dict[str, list[NodeFacts]]:
-    """Per partition its nodes; none where ``text`` is another form of JSON, or none."""
+    """Nodes by partition; empty if ``text`` is not JSON, or has another form."""
     try:
         answer = msgspec.json.decode(text)
     except msgspec.DecodeError:
@@ -272,18 +276,17 @@ def parse_json_nodes(text: str) -> dict[str, list[NodeFacts]]:
     nodes = answer.get("nodes") if isinstance(answer, dict) else None
     if not isinstance(nodes, list):
         return {}
-    found = (
-        {key: _json_word(node.get(name)) for key, name in _JSON_NODE_KEYS.items()}
+    return _nodes_by_partition(
+        {key: _json_text(node.get(name)) for key, name in _JSON_NODE_KEYS.items()}
         for node in nodes
         if isinstance(node, dict)
     )
-    return nodes_by_partition(found)
 
 
-def _json_word(value: Any) -> str:
-    """As the text would have it. Lists were words with commas once, and numbers may say whether they are set."""
+def _json_text(value: Any) -> str:
+    """The value as in scontrol's text. Lists may be comma-separated text, and numbers tables with the key ``set``."""
     if isinstance(value, list):
-        return ",".join(str(one) for one in value)
+        return ",".join(str(item) for item in value)
     if isinstance(value, dict):
         return str(value.get("number", "")) if value.get("set") else ""
     return "" if value is None else str(value)
@@ -295,15 +298,16 @@ _ASSOCIATION_FORMAT = "format=Account,QOS,DefaultQOS,MaxSubmit"
 
 
 def query_site(profile: HasSchedulerSettings) -> SiteFacts:
-    """What scontrol says, and what sacctmgr adds where there is accounting.
+    """The facts from scontrol, and from sacctmgr if there is accounting.
 
-    Text is read; JSON, which not every SLURM prints and whose form changes, only where the text says nothing of nodes.
-    Raises ``SubmitError`` where scontrol is absent or does not answer.
+    Nodes are read from text; from JSON, which not every SLURM prints and whose form changes, only if the text has none.
+    Raises ``SubmitError`` if scontrol is absent or does not answer.
     """
     settings = parse_slurm_config(_run_query(["scontrol", "show", "config"], profile))
-    nodes = _query_nodes(profile)
+    nodes = parse_nodes(_run_optional_query(["scontrol", "show", "node", "--oneliner"], profile))
+    for command in JSON_NODE_COMMANDS:
+        nodes = nodes or parse_json_nodes(_run_optional_query(command, profile))
     partitions = parse_partitions(_run_query(["scontrol", "show", "partition", "--oneliner"], profile), nodes)
-    largest = settings.get("MaxArraySize", "")
     user = f"user={getpass.getuser()}"
     return SiteFacts(
         cluster=settings.get("ClusterName", ""),
@@ -313,20 +317,13 @@ def query_site(profile: HasSchedulerSettings) -> SiteFacts:
         associations=parse_associations(
             _run_optional_query(["sacctmgr", "-nP", "show", "assoc", "where", user, _ASSOCIATION_FORMAT], profile)
         ),
-        max_array_size=int(largest) if largest.isdecimal() else None,
+        max_array_size=_parse_int(settings.get("MaxArraySize", "")),
         settings=settings,
     )
 
 
-def _query_nodes(profile: HasSchedulerSettings) -> dict[str, list[NodeFacts]]:
-    found = parse_nodes(_run_optional_query(["scontrol", "show", "node", "--oneliner"], profile))
-    for command in JSON_NODE_COMMANDS:
-        found = found or parse_json_nodes(_run_optional_query(command, profile))
-    return found
-
-
 def _run_optional_query(command: list[str], profile: HasSchedulerSettings) -> str:
-    """A site may have no accounting, an older SLURM, or keep things from users."""
+    """The output; empty if the site has no accounting, an older SLURM, or hides this from users."""
     try:
         return _run_query(command, profile)
     except SubmitError:

@@ -21,11 +21,11 @@ from hpcbench.results.decode import decode_record
 
 
 class LockHeldError(StorageError):
-    """Somebody else has held a lock for longer than one waits."""
+    """Another process has held a lock for longer than this one waits."""
 
 
 class LockHolder(msgspec.Struct):
-    """Who holds the lock, and until when the others must believe it."""
+    """The content of a lock file: the holder, and how long its lease lasts without a renewal."""
 
     owner: str
     host: str
@@ -39,17 +39,17 @@ class LeaseLock:
 
     def __init__(self, path: Path, lease_s: float) -> None:
         self._path, self._lease_s = path, lease_s
-        self.data = self._word()
+        self.data = self._encode_holder()
 
-    def _word(self) -> bytes:
+    def _encode_holder(self) -> bytes:
         return msgspec.json.encode(
             LockHolder(_user_name(), socket.gethostname(), os.getpid(), time.time(), self._lease_s)
         )
 
     def renew(self) -> None:
-        """Show the others that the holder lives, once a good part of the lease has passed."""
+        """Write the lock file anew once a quarter of the lease has passed: its holder is alive."""
         if time.time() - msgspec.json.decode(self.data, type=LockHolder).since_unix_s > self._lease_s / 4:
-            self.data = self._word()
+            self.data = self._encode_holder()
             write_atomic(self._path, self.data)
 
 
@@ -57,8 +57,8 @@ class LeaseLock:
 def exclusive_lock(path: Path, *, lease_s: float = 120.0, wait_s: float = 150.0) -> Iterator[LeaseLock]:
     """Hold the lock ``path`` while the body runs; a body that takes long calls ``renew``.
 
-    A lock whose file has not changed for its lease is taken over: its holder died. On another host nothing else tells,
-    so ``wait_s`` is longer than the lease. Raises ``LockHeldError`` naming the holder after ``wait_s``.
+    A lock whose file has not changed for its lease is taken over: its holder died. There is no other sign of that on
+    another host, so ``wait_s`` is longer than the lease. Raises ``LockHeldError`` naming the holder after ``wait_s``.
     """
     make_folder(path.parent)
     lock = LeaseLock(path, lease_s)
@@ -99,7 +99,7 @@ def _remove_if_stale(path: Path, watched: tuple[bytes, float] | None) -> tuple[b
 def _remove_stale_file(path: Path, dead: bytes) -> None:
     """Remove the lock with the content ``dead``.
 
-    Of several processes that do so one gets the file; one that comes late and gets its successor's puts it back.
+    Of several processes that do so one gets the file; a late one that gets the successor's file puts it back.
     """
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.dead")
     path.rename(aside)

@@ -18,7 +18,6 @@ import msgspec
 
 import hpcbench
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.profile_tables import ContainerConfig
 from hpcbench.config.run_spec import RunSpec, run_id
 from hpcbench.config.sweep_expansion import ExcludedPoint, expand_sweep, find_exclusion
 from hpcbench.config.sweep_file import SubmitTable
@@ -26,6 +25,7 @@ from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigError
 from hpcbench.parallel.check_names import check_names, custom_model_folder
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
+from hpcbench.paths import data_folder
 from hpcbench.render.job_script import rank_python
 from hpcbench.render.launch_step import LAUNCH_OVERHEAD_S, JobShape, job_time_limit_s, make_job_shape
 from hpcbench.results.results_tree import ClusterTree
@@ -37,21 +37,21 @@ _DIST_INFO_PATTERN = re.compile(r"(?P<name>[A-Za-z0-9_.]+)-(?P<version>[^-]+)\.d
 
 
 def environment_key(profile: ClusterProfile, name: str | None) -> str:
-    """12 hex digits of an environment of the profile: what it loads, sets and wraps, and the versions installed there.
+    """12 hex digits that identify the software of an environment: its definition and the versions installed in it.
 
-    Versions are read from the folder of the interpreter where this machine can see it; inside an image or behind a
-    module they cannot be known here, and only the image's or the module's name counts.
+    Versions are read from the folder of the interpreter if this machine can see it; inside an image or behind a module
+    they cannot be known here, and only the image's or the module's name counts.
     """
     environment = profile.environment(name)
-    python = rank_python(environment)
-    known = {
+    python, container = rank_python(environment), environment.container
+    known: dict[str, Any] = {
         "hpcbench": hpcbench.__version__,
         "python": python,
         "modules": environment.modules,
         "setup": [*profile.setup, *environment.setup],
-        "container": _container_key(environment.container),
+        "container": (container.command or container.model_dump(exclude_defaults=True)) if container else [],
         "env": profile.variables(name),
-        "versions": {} if environment.container else installed_versions(Path(python)),
+        "versions": {} if container else installed_versions(Path(python)),
     }
     unset = [*profile.env_unset, *environment.env_unset]
     if unset:
@@ -59,15 +59,9 @@ def environment_key(profile: ClusterProfile, name: str | None) -> str:
     return hashlib.sha256(msgspec.json.encode(known, order="deterministic")).hexdigest()[:12]
 
 
-def _container_key(container: ContainerConfig | None) -> Any:
-    if container is None:
-        return []
-    return container.command or container.model_dump(exclude_defaults=True)
-
-
 def installed_versions(python: Path) -> dict[str, str]:
-    """Versions of the packages that a measurement depends on, for the interpreter ``python``; empty if out of sight."""
-    found: dict[str, str] = {}
+    """Versions of the packages that a measurement depends on, by package; empty if this machine cannot see them."""
+    versions: dict[str, str] = {}
     for folder in _site_packages(python):
         try:
             names = os.listdir(folder)
@@ -76,12 +70,12 @@ def installed_versions(python: Path) -> dict[str, str]:
         for name in names:
             match = _DIST_INFO_PATTERN.fullmatch(name)
             if match and match["name"].lower() in _VERSIONED_PACKAGES:
-                found[match["name"].lower()] = match["version"]
-    return found
+                versions[match["name"].lower()] = match["version"]
+    return versions
 
 
 def _site_packages(python: Path) -> list[Path]:
-    """The folders below the interpreter's prefix; its own, for the one that runs this."""
+    """The package folders of an interpreter; those of this process if it runs in the same one."""
     if str(python) == sys.executable:
         prefix = Path(sys.prefix)
     elif python.is_absolute():
@@ -101,7 +95,6 @@ class JobGroup:
 
     @property
     def jobs(self) -> int:
-        """Places in the queue that they take."""
         return -(-len(self.run_ids) // self.pack)
 
     @property
@@ -111,27 +104,27 @@ class JobGroup:
 
     @property
     def node_hours(self) -> float:
-        """The most that the runs can cost: nodes times the time limit of every run."""
+        """The maximum cost of the runs: nodes times the time limit of every run."""
         return self.shape.nodes * self.shape.time_limit_s * len(self.run_ids) / 3600
 
 
 def group_jobs(groups: dict[JobShape, list[str]], table: SubmitTable, profile: ClusterProfile) -> list[JobGroup]:
-    """``groups`` (``run_id``s by shape) as jobs, packed as the sweep asks and the partition's time limit allows."""
+    """``groups`` (``run_id``s by shape) as jobs, packed by the sweep's table and the partition's time limit."""
     return [
         JobGroup(shape, keys, min(runs_per_job(shape, table, profile), len(keys))) for shape, keys in groups.items()
     ]
 
 
 def runs_per_job(shape: JobShape, table: SubmitTable, profile: ClusterProfile) -> int:
-    """Runs of one job: as many as asked for, as long as the partition has time for all of them; at least one."""
+    """Runs of one job: as many as the sweep asks for and the partition's time limit allows; at least one."""
     launch_s = shape.time_limit_s + LAUNCH_OVERHEAD_S
-    wanted = table.pack or 1
+    pack = table.pack or 1
     if table.pack_minutes is not None:
-        wanted = int(table.pack_minutes * 60 // launch_s)
+        pack = int(table.pack_minutes * 60 // launch_s)
     longest_min = profile.partition(shape.partition).longest_min(shape.nodes)
     if longest_min is not None:
-        wanted = min(wanted, int(longest_min * 60 // launch_s))
-    return max(1, wanted)
+        pack = min(pack, int(longest_min * 60 // launch_s))
+    return max(1, pack)
 
 
 RERUN_ON_SUBMIT = frozenset({"failed", "cancelled", "preempted"})
@@ -150,6 +143,8 @@ class SweepPlan:
     """``run_id`` to the summary of its result, for the runs that have one."""
     model_folder: Path | None = None
     """The folder of custom models."""
+    data_folder: str | None = None
+    """The folder of data sets."""
     _keys: dict[str | None, str] = field(default_factory=dict, init=False, repr=False)
     _shapes: dict[tuple[Any, ...], JobShape] = field(default_factory=dict, init=False, repr=False)
 
@@ -160,7 +155,7 @@ class SweepPlan:
 
     @cached_property
     def stopped(self) -> dict[str, str]:
-        """``run_id`` to reason, of the runs without a result that a smaller one's result makes pointless."""
+        """``run_id`` to reason, for the runs without a result that a stop rule excludes."""
         return stopped_runs(self.stops, self._statuses) if self.sweep.stops else {}
 
     @cached_property
@@ -169,12 +164,12 @@ class SweepPlan:
 
     @cached_property
     def finished(self) -> dict[str, str]:
-        """``run_id`` to status, of the runs that submit leaves alone because they have a result."""
+        """``run_id`` to status, for the runs that submit skips because they have a result."""
         return {key: status for key, status in self._statuses.items() if status not in RERUN_ON_SUBMIT}
 
     @cached_property
     def elsewhere(self) -> dict[str, str]:
-        """``run_id`` to environment key, of the runs that were measured well in an environment that is not today's."""
+        """``run_id`` to environment key, for the ok runs that were measured in another environment."""
         return {
             key: head.environment_key
             for key, head in self.heads.items()
@@ -184,7 +179,6 @@ class SweepPlan:
         }
 
     def environment_key(self, environment: str | None) -> str:
-        """What is known here of the software of an environment of the profile."""
         name = environment or self.profile.default_environment
         if name not in self._keys:
             self._keys[name] = environment_key(self.profile, name)
@@ -192,26 +186,25 @@ class SweepPlan:
 
     @property
     def missing(self) -> dict[str, RunSpec]:
-        """The runs that submit would start, if nobody else has."""
-        left_alone = self.finished.keys() | self.stopped.keys()
-        return {key: spec for key, spec in self.runs.items() if key not in left_alone}
+        """The runs that submit would start if none of them is active."""
+        return {key: spec for key, spec in self.runs.items() if key not in self.finished and key not in self.stopped}
 
     def shape(self, spec: RunSpec) -> JobShape:
-        """What the job script of a run depends on; runs of one shape share the object."""
-        asked = (
+        """The resources that the job script of a run depends on; runs of one shape share the object."""
+        resources = (
             spec.nodes, spec.tasks_per_node, spec.devices_per_task, spec.partition, spec.environment,
             spec.time_limit_min,
         )  # fmt: skip
-        if asked not in self._shapes:
-            self._shapes[asked] = make_job_shape(spec, self.profile)
-        return self._shapes[asked]
+        if resources not in self._shapes:
+            self._shapes[resources] = make_job_shape(spec, self.profile)
+        return self._shapes[resources]
 
     def groups(self, runs: dict[str, RunSpec]) -> dict[JobShape, list[str]]:
         """``run_id``s by shape: each group is one script and one array."""
-        found: dict[JobShape, list[str]] = {}
+        groups: dict[JobShape, list[str]] = {}
         for key, spec in runs.items():
-            found.setdefault(self.shape(spec), []).append(key)
-        return found
+            groups.setdefault(self.shape(spec), []).append(key)
+        return groups
 
     def jobs(self, runs: dict[str, RunSpec]) -> list[JobGroup]:
         """``runs`` as submit would send them: one array for each group, packed as the sweep asks."""
@@ -219,7 +212,7 @@ class SweepPlan:
 
     @property
     def budget(self) -> tuple[float, str] | None:
-        """The most node-hours that one submit may cost, and whose limit that is."""
+        """The maximum cost of one submit in node-hours, and the owner of that limit."""
         budgets = [
             (self.sweep.submit.budget_node_hours, f"sweep {self.sweep.name}"),
             (self.profile.budget_node_hours, f"cluster {self.profile.name}"),
@@ -227,14 +220,14 @@ class SweepPlan:
         return min(((budget, owner) for budget, owner in budgets if budget is not None), default=None)
 
     def node_hours(self, runs: dict[str, RunSpec]) -> float:
-        """The most that ``runs`` can cost: nodes times time limit."""
+        """The maximum cost of ``runs``: nodes times time limit."""
         return sum(shape.nodes * shape.time_limit_s * len(keys) for shape, keys in self.groups(runs).items()) / 3600
 
 
 def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> SweepPlan:
     """Expand and resolve ``sweep`` for ``profile`` and look up which of its runs have results.
 
-    Raises ``ConfigErrors`` for names that do not exist and ``ConfigError`` where every point is dropped.
+    Raises ``ConfigErrors`` for unknown names and ``ConfigError`` if every point is infeasible.
     """
     check_names(sweep, profile)
     runs: dict[str, RunSpec] = {}
@@ -262,11 +255,12 @@ def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Sweep
             where=str(sweep.source.path),
             hint="\n  ".join(reasons[:10]),
         )
-    return SweepPlan(sweep, profile, runs, dropped, tree.summaries(runs), custom_model_folder(sweep, profile))
+    models, datasets = custom_model_folder(sweep, profile), data_folder(None, profile.data_folder)
+    return SweepPlan(sweep, profile, runs, dropped, tree.summaries(runs), models, datasets)
 
 
 def partition_limits(profile: ClusterProfile, partition: str | None) -> PartitionLimits:
-    """What a partition of ``profile`` allows. A local machine takes more ranks than cores, but is one node."""
+    """The limits of a partition. The local machine accepts more ranks than cores, but is one node."""
     is_local = profile.scheduler.kind == "local"
     queue = profile.partition(partition)
     node, request = profile.node_of(partition), profile.request_of(partition)
@@ -285,5 +279,4 @@ def partition_limits(profile: ClusterProfile, partition: str | None) -> Partitio
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Groups of runs that a stop rule compares, and the runs that the results of smaller ones make pointless."""
+"""Groups of runs that a stop rule compares, and the runs that a rule excludes by the results of smaller ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class StopGroups:
 
 
 def stop_groups(sweep: Sweep, runs: Mapping[str, RunSpec]) -> StopGroups:
-    """Runs that are equal but for what a rule compares; groups of one run are left out."""
+    """The groups of runs that differ only in the parameters that a rule compares; groups of one run are left out."""
     groups: list[StopGroup] = []
     of_run: dict[str, list[int]] = {}
     for rule in sweep.stops:
@@ -53,9 +53,9 @@ def stop_groups(sweep: Sweep, runs: Mapping[str, RunSpec]) -> StopGroups:
 
 
 def stopped_runs(stops: StopGroups, statuses: Mapping[str, str]) -> dict[str, str]:
-    """Of the runs without a result those that are not worth starting, with the reason.
+    """``run_id`` to reason, for the runs without a result that a rule excludes.
 
-    ``statuses`` are those of the results that are there now.
+    ``statuses``: the status of each result, by ``run_id``.
     """
     stopped: dict[str, str] = {}
     for group in stops.groups:
@@ -69,7 +69,7 @@ def stopped_runs(stops: StopGroups, statuses: Mapping[str, str]) -> dict[str, st
 
 
 def _smallest_stopped(group: StopGroup, statuses: Mapping[str, str]) -> Iterator[tuple[str, list[float]]]:
-    """The runs that ended so, without those that are larger than another of them."""
+    """The runs with one of the rule's statuses, without those that are larger than another of them."""
     kept: list[list[float]] = []
     ended = [(values, run_id) for run_id, values in group.runs if statuses.get(run_id) in group.statuses]
     for values, run_id in sorted(ended):
@@ -79,7 +79,7 @@ def _smallest_stopped(group: StopGroup, statuses: Mapping[str, str]) -> Iterator
 
 
 def _compared_value(spec: RunSpec, parameter: ParameterPath) -> float | None:
-    """What is compared. An option at its default is not in the spec; one of another strategy has no value."""
+    """The value of a compared parameter; ``None`` for an option of another strategy. Defaults are not in the spec."""
     table, name = parameter[0], parameter[-1]
     if table in TABLE_PARAMETERS:
         known = get_strategy(spec.strategy).options if table == "options" else get_model(spec.model).options
@@ -92,11 +92,11 @@ def _compared_value(spec: RunSpec, parameter: ParameterPath) -> float | None:
 
 
 def _equality_key(sweep: Sweep, rule: StopRule) -> Callable[[RunSpec], Any]:
-    """What two runs must have in common to be compared."""
+    """The key that two runs must have in common to be compared."""
     ignored = _free_parameters(sweep, rule)
     names = [name for name in RunSpec.__struct_fields__ if name not in TABLE_PARAMETERS and (name,) not in ignored]
     if sweep.values("global_batch_size") and "batch_size" in names:
-        # The share of a replica follows from what all of them take together.
+        # The batch size of a replica follows from the global one.
         names[names.index("batch_size")] = "global_batch_size"
     plain = operator.attrgetter(*names)
     tables = operator.attrgetter(*TABLE_PARAMETERS)
@@ -112,7 +112,7 @@ def _equality_key(sweep: Sweep, rule: StopRule) -> Callable[[RunSpec], Any]:
 
 
 def _free_parameters(sweep: Sweep, rule: StopRule) -> set[ParameterPath]:
-    """Parameters that may differ: those compared, those that move with them or are computed, and open degrees."""
+    """The parameters that may differ: compared ones, those that change with them or are computed, and free degrees."""
     along = set(rule.along)
     ignored = {*_IGNORED_PARAMETERS, *along, *sweep.derived}
     for axis in sweep.axes:

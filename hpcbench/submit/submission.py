@@ -18,7 +18,6 @@ import msgspec
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file
 from hpcbench.fileio import make_folder, write_atomic, write_error
-from hpcbench.paths import data_folder
 from hpcbench.render.job_script import render_script
 from hpcbench.render.launch_step import JobShape, cpus_per_task
 from hpcbench.render.template_engine import TemplateEngine
@@ -33,10 +32,10 @@ if TYPE_CHECKING:
 
 
 def emulated_clusters(specs: Iterable[RunSpec], tree: ClusterTree) -> dict[str, Any]:
-    """By the clusters that ``specs`` rehearse: how fast these compute, for the task file's header."""
+    """The compute speed of each cluster that ``specs`` emulate (key ``rehearse``), for the task file's header."""
     names = sorted({spec.rehearse for spec in specs if spec.rehearse is not None})
     if not names:
-        # Nearly all submits: they need not load the oracle.
+        # Nearly all submits return here without loading the oracle.
         return {}
     from hpcbench.oracle.machine import emulated_compute
 
@@ -44,7 +43,10 @@ def emulated_clusters(specs: Iterable[RunSpec], tree: ClusterTree) -> dict[str, 
 
 
 def emulated_machine(name: str, tree: ClusterTree | None) -> Machine:
-    """By the newest calibration of that cluster beside ``tree``, or by its profile. ``ConfigError`` where none is."""
+    """The machine of cluster ``name``, by its newest calibration beside ``tree``, or by its profile.
+
+    Raises ``ConfigError`` if there is no such profile.
+    """
     from hpcbench.oracle.calibration.calibration_store import machine_for
 
     profile, _ = load_cluster(name)
@@ -53,7 +55,7 @@ def emulated_machine(name: str, tree: ClusterTree | None) -> Machine:
 
 @dataclass(frozen=True)
 class RenderedSubmission:
-    """The bytes that a submission consists of, by file name, before anything is written."""
+    """The files of a submission before anything is written: bytes by file name."""
 
     record: Submission
     files: dict[str, bytes]
@@ -68,10 +70,11 @@ def render_submission(
     *,
     obeys_stops: bool = True,
 ) -> RenderedSubmission:
-    """Everything that submitting ``runs`` would write into ``folder``. Writes nothing.
+    """The files that submitting ``runs`` would write into ``folder``. Nothing is written.
 
-    ``obeys_stops``: runs look at their start whether a stop rule has made them pointless.
-    ``superseded``: of runs that are measured again, the environment key of the result that they replace.
+    Args:
+        superseded: for runs that are measured again, the environment key of the result that they replace.
+        obeys_stops: whether runs check at their start if a stop rule excludes them.
     """
     engine = TemplateEngine()
     files: dict[str, bytes] = {}
@@ -86,7 +89,16 @@ def render_submission(
         )
         files[f"{number}.sh"] = script.encode()
         tasks = [
-            _make_task(plan, key, runs[key], shape, stops.of_run.get(key, []), superseded.get(key)) for key in keys
+            RunTask(
+                run_id=key,
+                config_id=config_id(runs[key]),
+                sweep=plan.sweep.name,
+                spec=runs[key],
+                time_limit_s=shape.time_limit_s,
+                stop_groups=stops.of_run.get(key, []),
+                supersedes=superseded.get(key),
+            )
+            for key in keys
         ]
         files[f"{number}.jsonl"] = encode_task_file(_task_header(plan, tree, folder, group), tasks)
         arrays.append(
@@ -120,28 +132,14 @@ def _submission_record(plan: SweepPlan, folder: Path, arrays: list[JobArray]) ->
 
 
 ALL_CORES = 2**20
-"""More than any machine has: such a run waits until it is alone."""
+"""More cores than any machine has: such a run waits until it is alone."""
 
 
 def _cores_per_run(shape: JobShape, profile: ClusterProfile) -> int:
-    """What the local queue counts. Runs on an accelerator, which has no cores to count, are alone on the machine."""
+    """The cores that the local queue reserves for a run. Runs on an accelerator are alone on the machine."""
     if profile.request_of(shape.partition).exclusive or profile.device != "cpu":
         return ALL_CORES
     return shape.tasks_per_node * cpus_per_task(shape, profile)
-
-
-def _make_task(
-    plan: SweepPlan, key: str, spec: RunSpec, shape: JobShape, stops: list[int], superseded: str | None
-) -> RunTask:
-    return RunTask(
-        run_id=key,
-        config_id=config_id(spec),
-        sweep=plan.sweep.name,
-        spec=spec,
-        time_limit_s=shape.time_limit_s,
-        stop_groups=stops,
-        supersedes=superseded,
-    )
 
 
 def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGroup) -> TaskFileHeader:
@@ -156,7 +154,7 @@ def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGro
         host_suffix=profile.network.host_suffix,
         meet_by_host_name=profile.network.meet_by == "host-name",
         wait_s=profile.network.wait_s,
-        data_folder=data_folder(None, profile.data_folder),
+        data_folder=plan.data_folder,
         rehearsed=emulated_clusters((plan.runs[key] for key in group.run_ids if key in plan.runs), tree),
         peak_flops_per_s={str(key): value for key, value in device.peak_flops_per_s.items()} if device else {},
         cores_per_task=cpus_per_task(shape, profile),
@@ -168,14 +166,17 @@ def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGro
 
 
 def write_submission(rendered: RenderedSubmission, folder: Path) -> None:
-    """Write ``rendered`` whole, the record last: a folder without one was never complete."""
+    """Write all files, the record last: a folder without a record was never complete.
+
+    Raises ``StorageError`` if the file system refuses.
+    """
     make_folder(folder.parent)
     try:
         folder.mkdir()
         for name, data in rendered.files.items():
             with open(folder / name, "xb") as file:
                 file.write(data)
-        # All at the end: the first takes most of the others with it.
+        # All at the end: the first fsync writes most of the others, too.
         for name in rendered.files:
             with open(folder / name, "rb") as file:
                 os.fsync(file.fileno())
