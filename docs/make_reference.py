@@ -86,7 +86,7 @@ def _catalog() -> Iterator[str]:
         for key, one in STRATEGIES.items()
     )
     yield from _table(("strategy", "what it is", "degree", "hybrid with", "options (default)"), strategies)
-    named = (f"`{alias}` for `{key}`" for alias, key in ALIASES.items())
+    named = (f"`{name}` for `{alias.strategy}`" for name, alias in ALIASES.items())
     yield f"Other names, for what is a hybrid as soon as several degrees are above 1: {', '.join(named)}.\n"
     yield "## Models\n"
     shipped = (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.parallel.strategies import channel, data, fairscale_pipe, pipedream, pipeline, probes, spatial, tensor
-from hpcbench.parallel.strategy_entry import Option, StrategyEntry
+from hpcbench.parallel.strategy_entry import HybridAlias, Option, StrategyEntry
 from hpcbench.parallel.workloads import is_custom_model
 
 REFERENCE_TRAINERS = {
@@ -33,15 +33,15 @@ STRATEGIES: dict[str, StrategyEntry] = {
 }
 
 PROBES: dict[str, StrategyEntry] = probes.PROBES
-"""Runs of a calibration; nobody would train with them."""
+"""Runs of a calibration instead of trainings."""
 
-ALIASES: dict[str, str] = {**channel.ALIASES, **spatial.ALIASES, **tensor.ALIASES, **pipeline.ALIASES}
-"""Names of hybrids, each for the strategy that is one as soon as it has replicas; a run knows the latter alone."""
+ALIASES: dict[str, HybridAlias] = {**channel.ALIASES, **spatial.ALIASES, **tensor.ALIASES, **pipeline.ALIASES}
+"""Names of hybrids; a resolved run has the strategy's own name."""
 
 
 def selectable_strategies() -> dict[str, StrategyEntry]:
-    """Every name that a sweep may use, with the strategy that it stands for."""
-    return {**STRATEGIES, **PROBES, **{alias: STRATEGIES[key] for alias, key in ALIASES.items()}}
+    """Return every name that a sweep may use, with the entry that it stands for."""
+    return {**STRATEGIES, **PROBES, **{name: STRATEGIES[alias.strategy] for name, alias in ALIASES.items()}}
 
 
 class ModelEntry(NamedTuple):
@@ -58,12 +58,14 @@ class ModelEntry(NamedTuple):
 
 
 def get_strategy(key: str) -> StrategyEntry:
-    """The entry of ``key``; ``ConfigError`` with the nearest key where there is none."""
-    key = ALIASES.get(key, key)
-    found = STRATEGIES.get(key) or PROBES.get(key)
-    if found is None:
+    """Return the entry of ``key``, a strategy, probe or alias; ``ConfigError`` with the nearest key if unknown."""
+    alias = ALIASES.get(key)
+    if alias is not None:
+        return STRATEGIES[alias.strategy]
+    entry = STRATEGIES.get(key) or PROBES.get(key)
+    if entry is None:
         raise ConfigError(f"unknown strategy {key!r}", hint=did_you_mean(key, selectable_strategies()))
-    return found
+    return entry
 
 
 def options_with_defaults(spec: RunSpec) -> dict[str, Any]:

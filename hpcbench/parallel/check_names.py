@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from hpcbench.config.cluster_profile import ClusterProfile, find_cluster_profiles
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
-from hpcbench.parallel.catalog import selectable_strategies, shipped_model_entries
-from hpcbench.parallel.strategy_entry import Option
+from hpcbench.parallel.catalog import ModelEntry, selectable_strategies, shipped_model_entries
+from hpcbench.parallel.strategy_entry import Option, StrategyEntry, toml_literal
 from hpcbench.parallel.workloads import DATASETS, check_custom_model, is_custom_model
 
 REQUIRED_PARAMETERS = ("model", "dataset", "strategy")
@@ -33,19 +32,10 @@ def check_names(sweep: Sweep, profile: ClusterProfile | None = None) -> None:
         for value in sweep.values(name):
             if value not in choices and not (name == "model" and is_custom_model(value)):
                 where = f" of cluster {profile.name}" if profile and name in ("partition", "environment") else ""
-                problems.append(
-                    ConfigError(
-                        f"unknown {name}{where}: {value!r}",
-                        where=sweep.where(name),
-                        hint=did_you_mean(value, choices),
-                    )
-                )
-    problems += _option_problems(
-        sweep, "options", "strategy", {key: entry.options for key, entry in selectable_strategies().items()}
-    )
-    problems += _option_problems(
-        sweep, "model_options", "model", {key: entry.options for key, entry in shipped_model_entries().items()}
-    )
+                message = f"unknown {name}{where}: {value!r}"
+                problems.append(ConfigError(message, where=sweep.where(name), hint=did_you_mean(value, choices)))
+    problems += _option_problems(sweep, "options", "strategy", selectable_strategies())
+    problems += _option_problems(sweep, "model_options", "model", shipped_model_entries())
     if problems:
         raise ConfigErrors(problems)
 
@@ -90,11 +80,12 @@ def _missing_parameter_problems(sweep: Sweep) -> list[HpcbenchError]:
 
 
 def _option_problems(
-    sweep: Sweep, table: str, owner: str, options: Mapping[str, Mapping[str, Option]]
+    sweep: Sweep, table: str, owner: str, entries: Mapping[str, StrategyEntry | ModelEntry]
 ) -> list[HpcbenchError]:
     known: dict[str, Option] = {}
     for key in sweep.values(owner):
-        known.update(options.get(key, {}))
+        if key in entries:
+            known.update(entries[key].options)
     names = {parameter[1] for _, settings in sweep.settings() for parameter in settings if parameter[0] == table}
     problems: list[HpcbenchError] = []
     for name in sorted(names):
@@ -106,32 +97,7 @@ def _option_problems(
             problems.append(ConfigError(message, where=where, hint=did_you_mean(name, known)))
             continue
         for value in sweep.values(table, name):
-            if not _is_valid_value(known[name], value):
-                problems.append(
-                    ConfigError(
-                        f"{table}.{name}: {_expected_text(known[name])} expected, not {_toml_literal(value)}",
-                        where=where,
-                    )
-                )
+            if not known[name].accepts(value):
+                message = f"{table}.{name}: {known[name].expected()} expected, not {toml_literal(value)}"
+                problems.append(ConfigError(message, where=where))
     return problems
-
-
-_KIND_TEXTS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
-
-
-def _expected_text(option: Option) -> str:
-    return (
-        " or ".join(_toml_literal(choice) for choice in option.choices) if option.choices else _KIND_TEXTS[option.kind]
-    )
-
-
-def _toml_literal(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
-
-
-def _is_valid_value(option: Option, value: Any) -> bool:
-    if option.kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return True
-    return type(value) is option.kind and (not option.choices or value in option.choices)

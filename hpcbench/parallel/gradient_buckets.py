@@ -7,7 +7,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 
-from hpcbench.parallel.layer_table import LayerTable, cached_by_identity
+from hpcbench.parallel.layer_table import LayerTable, cached_by_identity, first_rows_by_name, owning_row
 
 MIB = 2**20
 DEFAULT_BUCKET_CAP_MB = 25.0
@@ -73,26 +73,16 @@ def gradient_ready_order(table: LayerTable, precision: str = "fp32") -> list[int
     return order
 
 
-def first_use_rows(table: LayerTable) -> list[int]:
-    """Of every tensor of ``table.parameter_tensors``: the row of ``table.layers`` that uses it first."""
-    return list(_cached_first_use_rows(table))
-
-
 @cached_by_identity(32)
-def _cached_first_use_rows(table: LayerTable) -> tuple[int, ...]:
-    rows: dict[str, int] = {}
-    for number, layer in enumerate(table.layers):
-        rows.setdefault(layer.name, number)
-    return tuple(_owning_row(tensor.name, rows) for tensor in table.parameter_tensors)
+def first_use_rows(table: LayerTable) -> tuple[int, ...]:
+    """Return, for each of ``table.parameter_tensors``, the index of the row of ``table.layers`` that uses it first.
 
-
-def _owning_row(name: str, rows: dict[str, int]) -> int:
-    """The row of the innermost module around the tensor that has one: some parameters are used from outside."""
-    owner = name.rpartition(".")[0]
-    while owner not in rows:
-        assert owner, f"{name} belongs to no layer of the table"
-        owner = owner.rpartition(".")[0]
-    return rows[owner]
+    It is the row of the innermost module around the tensor that has one: some parameters are used from outside.
+    """
+    rows_by_name = first_rows_by_name(table.layers)
+    rows = [owning_row(tensor.name, rows_by_name) for tensor in table.parameter_tensors]
+    assert None not in rows, "a tensor that belongs to no layer of the table"
+    return tuple(row for row in rows if row is not None)
 
 
 def assign_owners(elements: Sequence[int], ranks: int, largest_first: bool) -> list[list[int]]:

@@ -5,7 +5,7 @@ keyed by a table's identity.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache, wraps
 from operator import attrgetter
 from pathlib import Path
@@ -113,6 +113,10 @@ class LayerTable(msgspec.Struct, frozen=True, kw_only=True):
             blocks[min(row.block, self.blocks - 1)].append(row)
         return blocks
 
+    @property
+    def is_transformer(self) -> bool:
+        return any("heads" in row.attributes or "num_heads" in row.attributes for row in self.layers)
+
     def flops_per_sample(self) -> int:
         """Forward and backward, of the whole model."""
         return sum(layer.forward_flops + layer.backward_flops for layer in self.layers)
@@ -137,6 +141,19 @@ class LayerTableResponse(msgspec.Struct, frozen=True, kw_only=True, omit_default
     hint: str | None = None
     is_input: bool = False
     """Whether what was asked for is wrong."""
+
+
+def first_rows_by_name(rows: Sequence[LayerRow]) -> dict[str, int]:
+    """Return the index of the first row of every name."""
+    return {row.name: index for index, row in reversed(list(enumerate(rows)))}
+
+
+def owning_row(tensor: str, rows_by_name: Mapping[str, int]) -> int | None:
+    """Return the row of the innermost module around ``tensor`` that is in ``rows_by_name``; ``None`` without any."""
+    owner = tensor.rpartition(".")[0]
+    while owner and owner not in rows_by_name:
+        owner = owner.rpartition(".")[0]
+    return rows_by_name.get(owner)
 
 
 def default_input_size(dataset: str) -> int:

@@ -13,7 +13,7 @@ import msgspec
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, max_job_minutes
 from hpcbench.parallel.catalog import ALIASES, exclusion_reason, get_model, get_strategy, shipped_model_entries
 from hpcbench.parallel.layer_table import LayerTable
-from hpcbench.parallel.strategy_entry import Option, StrategyEntry
+from hpcbench.parallel.strategy_entry import StrategyEntry
 from hpcbench.parallel.workloads import DATASETS, FIXED_SIZE_DATASETS, sample_shape
 
 
@@ -56,13 +56,17 @@ def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | I
         values = dict(point)
         _drop_foreign_options(values)
         _fill_degrees(values)
-        values["strategy"] = ALIASES.get(values["strategy"], values["strategy"])
+        if alias := ALIASES.get(values["strategy"]):
+            values["strategy"] = alias.strategy
         _fill_batch_size(values)
         if values["dataset"] == "digits" and values.get("data") == "real":
             # The one name for what it always is: real, and resident on the device.
             del values["data"]
         spec = msgspec.convert(values, RunSpec)
-        _check_batch(spec)
+        if spec.batch_size % spec.micro_batches:
+            raise _InfeasibleError(
+                f"batch_size {spec.batch_size} cannot be cut into {spec.micro_batches} equal micro_batches"
+            )
         _check_input(spec)
         _check_target(spec)
         _check_rehearsal(spec)
@@ -81,84 +85,69 @@ def _drop_foreign_options(point: dict[str, Any]) -> None:
     """
     entry = get_model(point["model"])
     for key, known in (("options", get_strategy(point["strategy"]).options), ("model_options", entry.options)):
-        given = point.get(key)
-        if given and not (key == "model_options" and entry.own):
+        if point.get(key) and not (key == "model_options" and entry.own):
             point[key] = {
                 name: known[name].kind(value)
-                for name, value in given.items()
-                if _is_non_default(known.get(name), value)
+                for name, value in point[key].items()
+                if name in known and value != known[name].default
             }
 
 
-def _is_non_default(option: Option | None, value: Any) -> bool:
-    return option is not None and value != option.default
-
-
 def _fill_degrees(point: dict[str, Any]) -> None:
-    """The degrees of ``point``, their product being the world's devices.
+    """Set the degrees of ``point``; their product is the number of devices.
 
-    A strategy's own degree is what the world leaves. Under a hybrid's name the ranks of one node share the model and
-    the nodes are replicas, as far as the point does not say otherwise.
+    A strategy's own degree takes the devices that the other degrees leave. Under a hybrid's name the ranks of one node
+    share the model and the nodes are replicas, unless the point sets the degrees.
     """
     per_node = point.get("tasks_per_node", 1) * point.get("devices_per_task", 1)
     devices = point.get("nodes", 1) * per_node
     entry = get_strategy(point["strategy"])
-    own = entry.own_degree
-    given = {degree: point[degree] for degree in DEGREE_NAMES if degree in point}
-    for degree, value in given.items():
-        if value > 1 and degree not in (own, *entry.hybrid):
+    degrees = {degree: point[degree] for degree in DEGREE_NAMES if degree in point}
+    for degree, value in degrees.items():
+        if value > 1 and degree not in (entry.own_degree, *entry.hybrid):
             raise _InfeasibleError(f"{point['strategy']} has no {degree}: {value} given, 1 is right")
-    if point["strategy"] == "data_tensor_pipeline" and given.get("tp_degree", 1) == 1:
+    alias = ALIASES.get(point["strategy"])
+    if alias is not None and alias.needs_tp_degree and degrees.get("tp_degree", 1) == 1:
         raise _InfeasibleError(
-            "data_tensor_pipeline shares layers, too: set tp_degree to 2 or more, or use data_pipeline"
+            f"{point['strategy']} shares layers, too: set tp_degree to 2 or more, or use data_pipeline"
         )
-    is_alias = point["strategy"] in ALIASES
-    open_degrees = [name for name in (own, "dp_degree" if is_alias else None) if name and name not in given]
+    open_degrees = [name for name in (entry.own_degree, "dp_degree" if alias else None) if name and name not in degrees]
     if len(open_degrees) == 2:
-        shared = prod(given.values())
-        given[open_degrees.pop(0)] = per_node // shared if per_node % shared == 0 else 1
+        shared = prod(degrees.values())
+        degrees[open_degrees.pop(0)] = per_node // shared if per_node % shared == 0 else 1
     for degree in open_degrees:
-        if devices % prod(given.values()) == 0:
-            given[degree] = devices // prod(given.values())
-    if prod(given.values()) != devices:
-        raise _InfeasibleError(f"{_world_text(point)}, but {_degrees_text(point['strategy'], entry, given, devices)}")
-    point.update(given)
+        if devices % prod(degrees.values()) == 0:
+            degrees[degree] = devices // prod(degrees.values())
+    if prod(degrees.values()) != devices:
+        counts = ((point.get(key, 1), key) for key in ("nodes", "tasks_per_node", "devices_per_task"))
+        world = " x ".join(f"{key} {count}" for count, key in counts if count > 1) or "nodes 1"
+        problem = _degrees_problem(point["strategy"], entry, degrees, devices)
+        raise _InfeasibleError(f"{world} = {devices} device{'s' if devices > 1 else ''}, but {problem}")
+    point.update(degrees)
 
 
 def _fill_batch_size(point: dict[str, Any]) -> None:
-    """``batch_size`` per replica, where the point says what all of them take together."""
-    total = point.pop("global_batch_size", None)
-    if total is None:
+    """Replace ``global_batch_size`` by ``batch_size``, which is per replica."""
+    if "global_batch_size" not in point:
         return
+    total = point.pop("global_batch_size")
     replicas = point.get("dp_degree", 1)
     if total % replicas:
         raise _InfeasibleError(f"global_batch_size {total} cannot be shared evenly by {replicas} replicas")
     point["batch_size"] = total // replicas
 
 
-def _world_text(point: dict[str, Any]) -> str:
-    parts = ((point.get(key, 1), key) for key in ("nodes", "tasks_per_node", "devices_per_task"))
-    named = [f"{key} {value}" for value, key in parts if value > 1]
-    devices = point.get("nodes", 1) * point.get("tasks_per_node", 1) * point.get("devices_per_task", 1)
-    return f"{' x '.join(named) or 'nodes 1'} = {devices} device{'s' if devices > 1 else ''}"
-
-
-def _degrees_text(key: str, entry: StrategyEntry, given: dict[str, int], devices: int) -> str:
+def _degrees_problem(key: str, entry: StrategyEntry, degrees: dict[str, int], devices: int) -> str:
     if entry.own_degree is None:
         return f"{key} runs on 1"
-    product = prod(given.values())
-    said = " x ".join(f"{degree} {value}" for degree, value in given.items()) + " is not as many"
+    product = prod(degrees.values())
+    problem = " x ".join(f"{degree} {value}" for degree, value in degrees.items()) + " is not as many"
     if product < devices and devices % product:
-        return f"{said} and does not divide them"
-    open_degree = next((name for name in (*entry.hybrid, entry.own_degree) if name not in given), None)
-    return f"{said}: {open_degree} {devices // product} as well is right" if product < devices and open_degree else said
-
-
-def _check_batch(spec: RunSpec) -> None:
-    if spec.batch_size % spec.micro_batches:
-        raise _InfeasibleError(
-            f"batch_size {spec.batch_size} cannot be cut into {spec.micro_batches} equal micro_batches"
-        )
+        return f"{problem} and does not divide them"
+    open_degree = next((name for name in (*entry.hybrid, entry.own_degree) if name not in degrees), None)
+    if product > devices or open_degree is None:
+        return problem
+    return f"{problem}: {open_degree} {devices // product} as well is right"
 
 
 def _check_input(spec: RunSpec) -> None:
@@ -212,27 +201,24 @@ def _check_rehearsal(spec: RunSpec) -> None:
 
 def _check_limits(spec: RunSpec, limits: PartitionLimits) -> None:
     longest = max_job_minutes(spec.nodes, limits.max_time_min, limits.time_steps, limits.max_node_hours)
+    depends_on_nodes = limits.time_steps or limits.max_node_hours is not None
+    on_nodes = f" on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if depends_on_nodes else ""
     checks = (
         (spec.nodes, limits.max_nodes, "nodes"),
         (spec.tasks_per_node * spec.devices_per_task, limits.devices_per_node, "devices per node"),
         (spec.tasks_per_node * (limits.cpus_per_task or 1), limits.cores_per_node, "cores per node"),
-        (spec.time_limit_min, longest, f"minutes of time limit{_on_nodes_text(spec, limits)}"),
+        (spec.time_limit_min, longest, f"minutes of time limit{on_nodes}"),
     )
     for wanted, allowed, what in checks:
         if wanted is not None and allowed is not None and wanted > allowed:
             raise _InfeasibleError(f"{wanted:g} {what}, but {limits.partition} allows {allowed:g}")
     if limits.min_nodes is not None and spec.nodes < limits.min_nodes:
         raise _InfeasibleError(f"{spec.nodes} nodes, but {limits.partition} takes jobs from {limits.min_nodes} on")
-    taken, there = spec.tasks_per_node * spec.devices_per_task, limits.devices_per_node
-    if limits.all_devices_across_nodes and spec.nodes > 1 and there is not None and taken < there:
+    used, available = spec.tasks_per_node * spec.devices_per_task, limits.devices_per_node
+    if limits.all_devices_across_nodes and spec.nodes > 1 and available is not None and used < available:
         raise _InfeasibleError(
-            f"{taken} of {there} devices on each of {spec.nodes} nodes, but {limits.partition} wants all of them"
+            f"{used} of {available} devices on each of {spec.nodes} nodes, but {limits.partition} wants all of them"
         )
-
-
-def _on_nodes_text(spec: RunSpec, limits: PartitionLimits) -> str:
-    depends = limits.time_steps or limits.max_node_hours is not None
-    return f" on {spec.nodes} node{'s' if spec.nodes > 1 else ''}" if depends else ""
 
 
 def single_device_run(

@@ -25,6 +25,32 @@ class Option(NamedTuple):
     lossy: Mapping[Any, float] = MappingProxyType({})
     """Values with which gradients are inexact, each with the largest difference that ``verify`` accepts."""
 
+    def accepts(self, value: Any) -> bool:
+        """Whether a sweep may set the option to ``value``; an integer is valid where a number is expected."""
+        if self.kind is float and isinstance(value, int) and not isinstance(value, bool):
+            return True
+        return type(value) is self.kind and (not self.choices or value in self.choices)
+
+    def expected(self) -> str:
+        """Describe the valid values."""
+        if self.choices:
+            return " or ".join(toml_literal(choice) for choice in self.choices)
+        return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[self.kind]
+
+
+def toml_literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+class HybridAlias(NamedTuple):
+    """Another name of a strategy: under it, nodes are replicas unless a sweep sets the degrees."""
+
+    strategy: str
+    needs_tp_degree: bool = False
+    """Whether ``tp_degree`` must be 2 or more."""
+
 
 class ParityCase(NamedTuple):
     """One small training that must give the reference's losses, gradients and weights on real ranks.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import get_strategy
+from hpcbench.parallel.catalog import get_strategy, options_with_defaults
 
 VERIFIED_STEPS = 5
 VERIFICATION_LEARNING_RATE = 0.01
@@ -68,6 +68,6 @@ def verification_checks(spec: RunSpec) -> list[VerificationCheck]:
 def lossy_tolerance(spec: RunSpec) -> float:
     """The largest difference that the strategy, with these options, says it may make; 0 where it is exact."""
     entry = get_strategy(spec.strategy)
-    values = {name: spec.options.get(name, option.default) for name, option in entry.options.items()}
-    stated = [entry.options[name].lossy.get(value, 0.0) for name, value in values.items()]
+    values = options_with_defaults(spec)
+    stated = [option.lossy.get(values[name], 0.0) for name, option in entry.options.items()]
     return max([*stated, entry.lossy or 0.0])

@@ -10,10 +10,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel import layer_table
-from hpcbench.parallel.layer_table import LayerTable, cached_by_identity, read_shipped_table
+from hpcbench.parallel.layer_table import LayerRow, LayerTable, cached_by_identity, read_shipped_table
 from hpcbench.parallel.mesh import even_ranges
-from hpcbench.parallel.strategy_entry import CalibrationRuns, Option, ParityCase, PlotStyle, StrategyEntry
+from hpcbench.parallel.strategy_entry import CalibrationRuns, HybridAlias, Option, ParityCase, PlotStyle, StrategyEntry
 
 _CHANNEL_OPTIONS = {
     "form": Option(
@@ -189,7 +188,7 @@ def fits_degree(layers: Sequence[ChannelLayer], scheme: ChannelScheme, degree: i
 class ChannelRow(NamedTuple):
     """A row of the table: ``layer`` where it is one that can be split."""
 
-    row: layer_table.LayerRow
+    row: LayerRow
     layer: ChannelLayer | None
     channels: int
     """Of what comes out, as far as ranks may share them: 0 before the first layer and behind the last."""
@@ -200,7 +199,7 @@ class ChannelRow(NamedTuple):
 
 
 @cached_by_identity(32)
-def channel_layer_rows(table: layer_table.LayerTable) -> tuple[ChannelRow, ...]:
+def channel_layer_rows(table: LayerTable) -> tuple[ChannelRow, ...]:
     """Every row of ``table`` with the channels that it has to do with.
 
     What was flattened keeps the channels that it had before. The first layer is the one that takes the sample.
@@ -219,22 +218,17 @@ def channel_layer_rows(table: layer_table.LayerTable) -> tuple[ChannelRow, ...]:
     return tuple(found)
 
 
-def splittable_layers(table: layer_table.LayerTable) -> list[ChannelLayer]:
+def splittable_layers(table: LayerTable) -> list[ChannelLayer]:
     """The convolutions and linear layers, in the order of execution."""
     return [one.layer for one in channel_layer_rows(table) if one.layer is not None]
 
 
-def is_splittable(row: layer_table.LayerRow) -> bool:
+def is_splittable(row: LayerRow) -> bool:
     """Whether a row is one of those whose channels are shared out."""
     return row.kind in ("Conv1d", "Conv2d", "Conv3d", "Linear")
 
 
-def has_attention(table: layer_table.LayerTable) -> bool:
-    """Whether the model is a transformer."""
-    return any("heads" in row.attributes or "num_heads" in row.attributes for row in table.layers)
-
-
-def _channel_layer(row: layer_table.LayerRow, channels: int, is_first: bool, is_last: bool) -> ChannelLayer:
+def _channel_layer(row: LayerRow, channels: int, is_first: bool, is_last: bool) -> ChannelLayer:
     attributes = row.attributes
     if "out_features" in attributes:
         inputs = attributes["in_features"]
@@ -264,7 +258,7 @@ def channel_exclusion(spec: RunSpec) -> str | None:
 
 def channel_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:
     """Why the model of ``table`` cannot be split as the run asks for."""
-    if has_attention(table):
+    if table.is_transformer:
         return (
             f"{spec.strategy} splits convolutions and what lies between them; {spec.model} is a transformer: use tensor"
         )
@@ -283,33 +277,34 @@ _CHANNEL_PARITY_CASES = (
     ParityCase("resnet18", "digits", options={"form": "gathered"}, micro_batches=2),
 )
 
+
+def _channel_entry(class_prefix: str, description: str, style: PlotStyle) -> StrategyEntry:
+    return StrategyEntry(
+        own_degree="tp_degree",
+        runtime=f"hpcbench.worker.strategies.channel.strategy:{class_prefix}Strategy",
+        cost=f"hpcbench.oracle.strategies.channel:{class_prefix}Cost",
+        description=description,
+        options=_CHANNEL_OPTIONS,
+        exclusion=channel_exclusion,
+        table_exclusion=channel_table_exclusion,
+        hybrid=("dp_degree",),
+        parity_cases=_CHANNEL_PARITY_CASES,
+        calibration=CalibrationRuns("convolutional"),
+        plot_style=style,
+    )
+
+
 STRATEGIES = {
-    "filter": StrategyEntry(
-        own_degree="tp_degree",
-        runtime="hpcbench.worker.strategies.channel.strategy:FilterStrategy",
-        description="every layer's output channels shared by the ranks: each computes some filters",
-        options=_CHANNEL_OPTIONS,
-        exclusion=channel_exclusion,
-        hybrid=("dp_degree",),
-        cost="hpcbench.oracle.strategies.channel:FilterCost",
-        table_exclusion=channel_table_exclusion,
-        calibration=CalibrationRuns("convolutional"),
-        plot_style=PlotStyle("orange", "up", "solid"),
-        parity_cases=_CHANNEL_PARITY_CASES,
+    "filter": _channel_entry(
+        "Filter",
+        "every layer's output channels shared by the ranks: each computes some filters",
+        PlotStyle("orange", "up", "solid"),
     ),
-    "channel": StrategyEntry(
-        own_degree="tp_degree",
-        runtime="hpcbench.worker.strategies.channel.strategy:ChannelStrategy",
-        description="every layer's input channels shared by the ranks: each adds its part to every output",
-        options=_CHANNEL_OPTIONS,
-        exclusion=channel_exclusion,
-        hybrid=("dp_degree",),
-        cost="hpcbench.oracle.strategies.channel:ChannelCost",
-        table_exclusion=channel_table_exclusion,
-        calibration=CalibrationRuns("convolutional"),
-        plot_style=PlotStyle("sky", "down", "long"),
-        parity_cases=_CHANNEL_PARITY_CASES,
+    "channel": _channel_entry(
+        "Channel",
+        "every layer's input channels shared by the ranks: each adds its part to every output",
+        PlotStyle("sky", "down", "long"),
     ),
 }
 
-ALIASES = {"data_filter": "filter", "data_channel": "channel"}
+ALIASES = {"data_filter": HybridAlias("filter"), "data_channel": HybridAlias("channel")}

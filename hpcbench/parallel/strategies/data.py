@@ -55,6 +55,12 @@ def _fp16_exclusion(spec: RunSpec) -> str | None:
     return None
 
 
+_BUCKET_OPTIONS = {
+    "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
+    "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
+}
+_RESHARD_OPTION = Option(bool, True, "a block's parameters are let go between forward and backward")
+
 STRATEGIES = {
     "single": StrategyEntry(
         own_degree=None,
@@ -69,8 +75,7 @@ STRATEGIES = {
         cost="hpcbench.oracle.strategies.data:DdpCost",
         description="torch DistributedDataParallel: replicas, gradients all_reduced in buckets",
         options={
-            "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
-            "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
+            **_BUCKET_OPTIONS,
             "static_graph": Option(bool, False, "the graph is the same in every step"),
             "compression": Option(
                 str,
@@ -95,8 +100,7 @@ STRATEGIES = {
         cost="hpcbench.oracle.strategies.data:Zero1Cost",
         description="torch ZeroRedundancyOptimizer over DDP: optimizer state sharded (ZeRO-1)",
         options={
-            "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
-            "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
+            **_BUCKET_OPTIONS,
             "parameters_as_bucket_view": Option(bool, False, "parameters are views of the buckets they are sent in"),
         },
         owners_largest_first=True,
@@ -109,7 +113,7 @@ STRATEGIES = {
         cost="hpcbench.oracle.strategies.sharded:FsdpCost",
         description="torch fully_shard: parameters, gradients and optimizer state sharded (ZeRO-3)",
         options={
-            "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
+            "reshard_after_forward": _RESHARD_OPTION,
             "mixed_precision": Option(
                 bool,
                 False,
@@ -128,8 +132,7 @@ STRATEGIES = {
         cost="hpcbench.oracle.strategies.data:FairscaleOssCost",
         description="fairscale OSS over DDP: optimizer state sharded (ZeRO-1)",
         options={
-            "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
-            "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
+            **_BUCKET_OPTIONS,
             "broadcast_fp16": Option(
                 bool, False, "updated parameters are sent in fp16: lossy", lossy={True: FP16_COMPRESSION_TOLERANCE}
             ),
@@ -161,7 +164,7 @@ STRATEGIES = {
         cost="hpcbench.oracle.strategies.sharded:FairscaleFsdpCost",
         description="fairscale FullyShardedDataParallel: everything sharded (ZeRO-3)",
         options={
-            "reshard_after_forward": Option(bool, True, "a block's parameters are let go between forward and backward"),
+            "reshard_after_forward": _RESHARD_OPTION,
             "flatten_parameters": Option(bool, True, "the parameters of a block are one tensor"),
             "bucket_cap_mb": Option(int, 0, "size of a gradient bucket in MiB; on a cpu only 0, which is none"),
         },

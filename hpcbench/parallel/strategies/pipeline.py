@@ -10,7 +10,7 @@ from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.parallel.pipeline.stage_partition import parse_cuts
 from hpcbench.parallel.strategies import tensor
-from hpcbench.parallel.strategy_entry import CalibrationRuns, Option, PlotStyle, StrategyEntry
+from hpcbench.parallel.strategy_entry import CalibrationRuns, HybridAlias, Option, PlotStyle, StrategyEntry
 
 RECOMPUTE_CHOICES = ("never", "except_last", "always")
 TABLE_BALANCES = ("time", "memory", "parameters", "blocks")
@@ -159,4 +159,4 @@ STRATEGIES = {
     )._replace(splits_backward=True),
 }
 
-ALIASES = {"data_pipeline": "1f1b", "data_tensor_pipeline": "1f1b"}
+ALIASES = {"data_pipeline": HybridAlias("1f1b"), "data_tensor_pipeline": HybridAlias("1f1b", needs_tp_degree=True)}

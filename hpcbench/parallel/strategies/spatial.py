@@ -12,10 +12,16 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB
 from hpcbench.parallel.layer_table import LayerRow as Row
-from hpcbench.parallel.layer_table import LayerTable, cached_by_identity, is_shipped_configuration, read_shipped_table
-from hpcbench.parallel.strategies.channel import has_attention
+from hpcbench.parallel.layer_table import (
+    LayerTable,
+    cached_by_identity,
+    first_rows_by_name,
+    is_shipped_configuration,
+    owning_row,
+    read_shipped_table,
+)
 from hpcbench.parallel.strategies.halo import HaloLayer, SlidingWindow
-from hpcbench.parallel.strategy_entry import CalibrationRuns, Option, PlotStyle, StrategyEntry
+from hpcbench.parallel.strategy_entry import CalibrationRuns, HybridAlias, Option, PlotStyle, StrategyEntry
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 
 LOCAL_STATISTICS_TOLERANCE = 16.0
@@ -78,16 +84,9 @@ class SpatialSplit(NamedTuple):
 
     def are_cut(self, tensors: Iterable[str]) -> list[bool]:
         """``is_cut`` of each."""
-        first: dict[str, int] = {}
-        for number, row in enumerate(self.rows):
-            first.setdefault(row.name, number)
-        found = []
-        for tensor in tensors:
-            owner = tensor.rpartition(".")[0]
-            while owner and owner not in first:
-                owner = owner.rpartition(".")[0]
-            found.append(first.get(owner, self.end) < self.end)
-        return found
+        first_rows = first_rows_by_name(self.rows)
+        owners = (owning_row(tensor, first_rows) for tensor in tensors)
+        return [owner is not None and owner < self.end for owner in owners]
 
 
 def spatial_extents(shape: Sequence[int]) -> tuple[int, ...]:
@@ -276,7 +275,7 @@ def spatial_split_of_run(spec: RunSpec, table: LayerTable) -> SpatialSplit:
 
 def spatial_table_exclusion(table: LayerTable, grid: tuple[int, ...], until: int) -> str | None:
     """Why a model cannot be cut like this, with the largest degree that works."""
-    if has_attention(table):
+    if table.is_transformer:
         return f"spatial cuts what convolutions look at; {table.model} is a transformer: use tensor"
     try:
         spatial_split(table, grid, until)
@@ -332,4 +331,4 @@ STRATEGIES = {
     ),
 }
 
-ALIASES = {"data_spatial": "spatial"}
+ALIASES = {"data_spatial": HybridAlias("spatial")}

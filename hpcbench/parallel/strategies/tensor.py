@@ -8,7 +8,7 @@ from math import prod
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.mesh import even_ranges
-from hpcbench.parallel.strategy_entry import CalibrationRuns, Option, PlotStyle, StrategyEntry
+from hpcbench.parallel.strategy_entry import CalibrationRuns, HybridAlias, Option, PlotStyle, StrategyEntry
 from hpcbench.parallel.workloads import DATASETS, is_custom_model, sample_shape
 
 TRANSFORMER_BLOCK_KIND = "TransformerBlock.other"
@@ -100,4 +100,4 @@ STRATEGIES = {
     ),
 }
 
-ALIASES = {"data_tensor": "tensor"}
+ALIASES = {"data_tensor": HybridAlias("tensor")}
