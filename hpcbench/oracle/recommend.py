@@ -5,6 +5,7 @@ computation and communication have the same part in both steps it cancels, and t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from math import exp, inf, sqrt
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from hpcbench.oracle.candidate_points import (
     reduced_memory_points,
 )
 from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.prediction import MemoryFit, NotPredicted, Prediction, Predictor, format_need_and_limit
+from hpcbench.oracle.prediction import NotPredicted, Prediction, Predictor, format_need_and_limit
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.parallel.workloads import DATASETS
 
@@ -36,9 +37,9 @@ FULLY_PREDICTED = 10
 BATCH_SIZE_SEARCHED = 3
 """Of so many of the best the largest batch is looked for."""
 OBJECTIVES: dict[str, Callable[[RunSpec, Prediction], float]] = {
-    "samples_per_s": lambda _, found: 1 / found.samples_per_s,
-    "step_time_s": lambda _, found: found.step_time_s,
-    "node_hours": lambda spec, found: spec.nodes * DATASETS[spec.dataset].samples / found.samples_per_s / 3600,
+    "samples_per_s": lambda _, predicted: 1 / predicted.samples_per_s,
+    "step_time_s": lambda _, predicted: predicted.step_time_s,
+    "node_hours": lambda spec, predicted: spec.nodes * DATASETS[spec.dataset].samples / predicted.samples_per_s / 3600,
 }
 """What is made least: the time of a sample, of a step, the cost of an epoch."""
 
@@ -79,31 +80,36 @@ class Recommendation(msgspec.Struct, kw_only=True):
     candidates: list[Candidate]
     refused: list[InfeasiblePoints]
     priced: int
-    """Steps that were priced."""
+    """Number of predicted steps."""
 
 
 def recommend(
     base: SweepPoint,
     world: DeviceAllocation,
     limits: PartitionLimits,
-    answers: Predictor,
+    predictor: Predictor,
     objective: str = "samples_per_s",
 ) -> Recommendation:
-    """Rank what can be done with ``world``. ``base``: model, data set and all else that the candidates share."""
-    search = _CandidateSearch(limits, answers, OBJECTIVES[objective])
-    search.add(non_pipeline_points(base, world), world)
-    leaders = search.add(leading_pipeline_points(base, world, shared=not search.is_excluded("tensor")), world)
+    """Rank the ways to run a model on ``world``. ``base``: model, data set and all else that the candidates share."""
+    search = _CandidateSearch(limits, predictor, OBJECTIVES[objective])
+    search.add(non_pipeline_points(base, world))
+    leaders = search.add(leading_pipeline_points(base, world, shared=not search.is_excluded("tensor")))
     leaders.sort(key=lambda pair: search.value(pair[1]))
     for point, _ in leaders[:LEADERS_EXPANDED]:
-        search.add(other_schedule_points(point), world)
-    ranked = sorted(search.found, key=search.value)
-    for one in ranked:
-        _set_ratio(one, ranked[0], search.value, answers.machine(one.spec))
-    for one in ranked[:FULLY_PREDICTED]:
-        whole = answers.predict(one.spec)
-        one.predicted = one.predicted if isinstance(whole, NotPredicted) else whole
-    for one in ranked[:BATCH_SIZE_SEARCHED]:
-        one.largest_batch_size = largest_batch_size(one.spec, answers)
+        search.add(other_schedule_points(point))
+    ranked = sorted(search.candidates, key=search.value)
+    for candidate in ranked:
+        candidate.ratio = search.value(candidate) / search.value(ranked[0])
+        if candidate is not ranked[0]:
+            spread = ratio_spread(candidate.predicted, ranked[0].predicted, predictor.machine(candidate.spec))
+            candidate.ratio_low = candidate.ratio * exp(-_NORMAL_90 * spread)
+            candidate.ratio_high = candidate.ratio * exp(_NORMAL_90 * spread)
+    for candidate in ranked[:FULLY_PREDICTED]:
+        prediction = predictor.predict(candidate.spec)
+        if not isinstance(prediction, NotPredicted):
+            candidate.predicted = prediction
+    for candidate in ranked[:BATCH_SIZE_SEARCHED]:
+        candidate.largest_batch_size = largest_batch_size(candidate.spec, predictor)
     return Recommendation(
         nodes=world.nodes,
         tasks_per_node=world.tasks_per_node,
@@ -114,145 +120,135 @@ def recommend(
 
 
 class _CandidateSearch:
-    """What was found, and what was refused."""
+    """The candidates so far, and the infeasible points."""
 
     def __init__(
-        self, limits: PartitionLimits, answers: Predictor, objective: Callable[[RunSpec, Prediction], float]
+        self, limits: PartitionLimits, predictor: Predictor, objective: Callable[[RunSpec, Prediction], float]
     ) -> None:
-        self._limits, self._answers, self._objective = limits, answers, objective
+        self._limits, self._predictor, self._objective = limits, predictor, objective
         self._seen: set[str] = set()
-        self._refused: dict[tuple[str, str], dict[str, int]] = {}
-        self.found: list[Candidate] = []
+        self._refused: dict[tuple[str, str], Counter[str]] = {}
+        self.candidates: list[Candidate] = []
         self.priced = 0
 
-    def value(self, one: Candidate) -> float:
-        """Less is better."""
-        return self._objective(one.spec, one.predicted)
+    def value(self, candidate: Candidate) -> float:
+        """Return the objective: less is better."""
+        return self._objective(candidate.spec, candidate.predicted)
 
-    def add(self, points: Iterable[SweepPoint], world: DeviceAllocation) -> list[tuple[SweepPoint, Candidate]]:
-        """Price those that can run; one that does not fit is tried with less memory."""
+    def add(self, points: Iterable[SweepPoint]) -> list[tuple[SweepPoint, Candidate]]:
+        """Price the points that can run; one that does not fit is tried with less memory."""
         added = []
         for point in points:
-            made = resolve_point(point, self._limits)
-            if isinstance(made, InfeasiblePoint):
-                self._refuse(point["strategy"], "limit", made.reason)
+            spec = resolve_point(point, self._limits)
+            if isinstance(spec, InfeasiblePoint):
+                self._refuse(point["strategy"], "limit", spec.reason)
                 continue
-            fitting = self._fitting(point, made, world)
+            fitting = self._fitting(point, spec)
             if fitting is None or config_id(fitting[1]) in self._seen:
                 continue
             self._seen.add(config_id(fitting[1]))
-            found = self._answers.predict(fitting[1], quick=True)
+            prediction = self._predictor.predict(fitting[1], quick=True)
             self.priced += 1
-            if isinstance(found, NotPredicted):
-                self._refuse(point["strategy"], "formulas", found.reason)
+            if isinstance(prediction, NotPredicted):
+                self._refuse(point["strategy"], "formulas", prediction.reason)
                 continue
-            candidate = Candidate(spec=fitting[1], predicted=found)
-            self.found.append(candidate)
+            candidate = Candidate(spec=fitting[1], predicted=prediction)
+            self.candidates.append(candidate)
             added.append((fitting[0], candidate))
         return added
 
-    def _fitting(self, point: SweepPoint, spec: RunSpec, world: DeviceAllocation) -> tuple[SweepPoint, RunSpec] | None:
-        room = self._answers.memory_fit(spec)
-        if isinstance(room, NotPredicted):
-            self._refuse(spec.strategy, "formulas", room.reason)
+    def _fitting(self, point: SweepPoint, spec: RunSpec) -> tuple[SweepPoint, RunSpec] | None:
+        """Return the point, or the first one with less memory that fits."""
+        fit = self._predictor.memory_fit(spec)
+        if isinstance(fit, NotPredicted):
+            self._refuse(spec.strategy, "formulas", fit.reason)
             return None
-        if room.is_enough:
+        if fit.is_enough:
             return point, spec
-        least = room
+        least = fit
         for smaller in reduced_memory_points(point, spec.batch_size):
-            made = resolve_point(smaller, self._limits)
-            room = NotPredicted("") if isinstance(made, InfeasiblePoint) else self._answers.memory_fit(made)
-            if isinstance(made, InfeasiblePoint) or isinstance(room, NotPredicted):
+            smaller_spec = resolve_point(smaller, self._limits)
+            if isinstance(smaller_spec, InfeasiblePoint):
                 continue
-            if room.is_enough:
-                return smaller, made
-            least = min(least, room)
-        self._refuse(spec.strategy, "memory", f"{strategy_label(spec)}: {_memory_shortage(least)}")
+            fit = self._predictor.memory_fit(smaller_spec)
+            if isinstance(fit, NotPredicted):
+                continue
+            if fit.is_enough:
+                return smaller, smaller_spec
+            least = min(least, fit)
+        need, limit = format_need_and_limit(least.peak_memory_bytes, least.memory_limit_bytes or 0)
+        shortage = f"needs {need} a rank at the least, there is {limit}"
+        self._refuse(spec.strategy, "memory", f"{strategy_label(spec)}: {shortage}")
         return None
 
     def _refuse(self, strategy: str, kind: str, reason: str) -> None:
-        reasons = self._refused.setdefault((strategy, kind), {})
-        reasons[reason] = reasons.get(reason, 0) + 1
+        self._refused.setdefault((strategy, kind), Counter())[reason] += 1
 
     def is_excluded(self, strategy: str) -> bool:
-        """Whether integers or names exclude every point of ``strategy`` that was tried."""
+        """Return whether integers or names exclude every point of ``strategy`` that was tried."""
         kinds = {kind for key, kind in self._refused if key == strategy}
-        return kinds == {"limit"} and all(one.spec.strategy != strategy for one in self.found)
+        return kinds == {"limit"} and all(candidate.spec.strategy != strategy for candidate in self.candidates)
 
     def refusals(self) -> list[InfeasiblePoints]:
-        """By strategy and kind of limit, with the first reason of each."""
+        """Return the infeasible points by strategy and kind of limit, with the first reason of each."""
         return [
             InfeasiblePoints(strategy, kind, next(iter(reasons)), sum(reasons.values()))
             for (strategy, kind), reasons in self._refused.items()
         ]
 
 
-def _memory_shortage(room: MemoryFit) -> str:
-    need, limit = format_need_and_limit(room.peak_memory_bytes, room.memory_limit_bytes or 0)
-    return f"needs {need} a rank at the least, there is {limit}"
-
-
-def _set_ratio(one: Candidate, best: Candidate, value: Callable[[Candidate], float], machine: Machine) -> None:
-    one.ratio = value(one) / value(best)
-    if one is best:
-        return
-    spread = ratio_spread(one.predicted, best.predicted, machine)
-    one.ratio_low, one.ratio_high = one.ratio * exp(-_NORMAL_90 * spread), one.ratio * exp(_NORMAL_90 * spread)
-
-
-def ratio_spread(one: Prediction, other: Prediction, machine: Machine) -> float:
-    """Standard deviation of the logarithm of the two step times' ratio.
+def ratio_spread(left: Prediction, right: Prediction, machine: Machine) -> float:
+    """Return the standard deviation of the logarithm of the two step times' ratio.
 
     A machine that computes x % slower than thought makes both steps longer by x % of their shares of computation; so
     does its communication. The formulas' own errors are independent.
     """
-    compute, comm = (
-        _step_fraction(name, one) - _step_fraction(name, other) for name in ("compute_s", "exposed_comm_s")
+    (left_compute, left_comm), (right_compute, right_comm) = (
+        (each.compute_s / each.step_time_s, each.exposed_comm_s / each.step_time_s) if each.step_time_s else (0.0, 0.0)
+        for each in (left, right)
     )
-    own = FORMULA_SPREAD[machine.depth]
-    return sqrt((compute * machine.compute.spread) ** 2 + (comm * machine.comm.spread) ** 2 + 2 * own * own)
+    compute = (left_compute - right_compute) * machine.compute.spread
+    comm = (left_comm - right_comm) * machine.comm.spread
+    return sqrt(compute**2 + comm**2 + 2 * FORMULA_SPREAD[machine.depth] ** 2)
 
 
-def _step_fraction(name: str, one: Prediction) -> float:
-    seconds: float = getattr(one, name)
-    return seconds / one.step_time_s if one.step_time_s else 0.0
-
-
-def largest_batch_size(spec: RunSpec, answers: Predictor) -> int | None:
-    """The largest batch per replica that fits, cut into as many micro-batches; ``None`` where no limit is known."""
+def largest_batch_size(spec: RunSpec, predictor: Predictor) -> int | None:
+    """Return the largest batch per replica that fits, cut into as many micro-batches; ``None`` without a limit."""
     most = DATASETS[spec.dataset].samples // spec.dp_degree // spec.micro_batches
 
-    def room(size: int) -> float:
-        """Bytes that are left with micro-batches of ``size``."""
-        found = answers.memory_fit(msgspec.structs.replace(spec, batch_size=size * spec.micro_batches))
-        if isinstance(found, NotPredicted) or found.memory_limit_bytes is None:
+    def free_bytes(size: int) -> float:
+        """Return the bytes that are left with micro-batches of ``size``."""
+        fit = predictor.memory_fit(msgspec.structs.replace(spec, batch_size=size * spec.micro_batches))
+        if isinstance(fit, NotPredicted) or fit.memory_limit_bytes is None:
             return -inf
-        return found.memory_limit_bytes - found.peak_memory_bytes
+        return fit.memory_limit_bytes - fit.peak_memory_bytes
 
     low = spec.batch_size // spec.micro_batches
-    left = room(low)
-    if left < 0:
+    low_free = free_bytes(low)
+    if low_free < 0:
         return None
-    high, is_proved = most + 1, False
+    high, is_bounded = most + 1, False
     # Memory grows in proportion to the batch but for what is there anyway: a line through two sizes is nearly right.
     guess = min(2 * low, most)
     while low < most and high - low > max(1, low // 64):
-        there = room(guess)
-        slope = (left - there) / (guess - low)
-        low, left = (guess, there) if there >= 0 else (low, left)
-        high, is_proved = (high, is_proved) if there >= 0 else (guess, True)
-        margin = max(1, low // 64, (high - low) // 8 if is_proved else 0)
-        guess = low + int(left / slope) if slope > 0 else most
-        guess = max(low + 1, min(max(guess, low + margin), high - margin if is_proved else most))
+        guess_free = free_bytes(guess)
+        slope = (low_free - guess_free) / (guess - low)
+        if guess_free >= 0:
+            low, low_free = guess, guess_free
+        else:
+            high, is_bounded = guess, True
+        margin = max(1, low // 64, (high - low) // 8 if is_bounded else 0)
+        guess = low + int(low_free / slope) if slope > 0 else most
+        guess = max(low + 1, min(max(guess, low + margin), high - margin if is_bounded else most))
     return low * spec.micro_batches
 
 
 def candidate_sweep_points(candidates: Iterable[Candidate]) -> Iterator[dict[str, Any]]:
-    """Of each candidate the parameters that make it, as a sweep says them."""
+    """Yield the parameters of each candidate, as a sweep has them."""
     names = (
         "strategy", "nodes", "tasks_per_node", "batch_size", "micro_batches", "dp_degree", "tp_degree", "sp_degree",
         "pp_degree", "activation_checkpointing", "options",
     )  # fmt: skip
-    for one in candidates:
-        given = msgspec.to_builtins(one.spec)
-        yield {name: given[name] for name in names if name in given}
+    for candidate in candidates:
+        values = msgspec.to_builtins(candidate.spec)
+        yield {name: values[name] for name in names if name in values}

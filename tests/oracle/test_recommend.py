@@ -58,11 +58,11 @@ class Answers:
     def __init__(self, price: Callable[[RunSpec], Prediction | NotPredicted], limit: int | None = None) -> None:
         self.price, self.limit, self.asked = price, limit, 0
 
-    def of(self, spec: RunSpec, *, quick: bool = False) -> Prediction | NotPredicted:
+    def predict(self, spec: RunSpec, *, quick: bool = False) -> Prediction | NotPredicted:
         self.asked += 1
         return self.price(spec)
 
-    def room(self, spec: RunSpec) -> MemoryFit | NotPredicted:
+    def memory_fit(self, spec: RunSpec) -> MemoryFit | NotPredicted:
         return MemoryFit(spec.batch_size // spec.micro_batches, self.limit)
 
     def machine(self, spec: RunSpec) -> Machine:
@@ -196,7 +196,7 @@ def test_few_sizes_are_tried_where_memory_grows_in_bends(bend: int) -> None:
     asked = []
 
     class Bent(Answers):
-        def room(self, spec: RunSpec) -> MemoryFit:
+        def memory_fit(self, spec: RunSpec) -> MemoryFit:
             asked.append(spec.batch_size)
             return MemoryFit(spec.batch_size + 1000 * max(0, spec.batch_size - bend), 20_000)
 

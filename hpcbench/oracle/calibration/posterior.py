@@ -64,42 +64,64 @@ def fit_posterior(
     prior: Mapping[str, float] | None = None,
     clock_of: CostModelFactory = CostModel,
 ) -> Machine:
-    """``machine`` with its numbers moved to where ``observations`` are most probable, and how sure they are.
+    """Move the numbers of ``machine`` to where ``observations`` are most probable.
 
-    ``prior`` replaces widths of the prior by a parameter's name (see ``oracle.fitting.parameters``); ``clock_of``
-    prices runs of another library. ``ConfigError`` where there is nothing to fit.
+    Args:
+        prior: replaces widths of the prior by a parameter's name (see ``oracle.uncertainty``).
+        clock_of: prices runs of another library.
+
+    Returns:
+        The fitted machine; its ``posterior`` says how sure the numbers are.
+
+    Raises:
+        ConfigError: there is no observation.
     """
     if not observations:
         raise ConfigError("no run to fit a machine with", hint="name sweeps of this cluster that have results")
     calm = replace(machine, delay_s=0.0)
-    models, strategies = (one.spec.model for one in observations), (one.spec.strategy for one in observations)
+    models, strategies = (run.spec.model for run in observations), (run.spec.strategy for run in observations)
     widths = fitted_parameter_widths(calm, models, strategies, prior or {})
     names, run_spread = list(widths), EXPECTED_RUN_SPREAD
-    found = PosteriorMode([0.0] * len(names), [], [])
+    mode = PosteriorMode([0.0] * len(names), [], [])
     for _ in range(_MAX_ITERATIONS):
-        found = _posterior_mode(calm, observations, widths, run_spread, found.at, clock_of)
-        before, run_spread = run_spread, _estimate_run_spread(observations, found.residuals, run_spread)
+        mode = _posterior_mode(calm, observations, widths, run_spread, mode.at, clock_of)
+        before, run_spread = run_spread, _estimate_run_spread(observations, mode.residuals, run_spread)
         if abs(run_spread / before - 1) < _SPREAD_TOLERANCE:
             break
-    fitted = _with_posterior_spreads(apply_parameters(calm, names, found.at), names, found.covariance)
-    covariance = found.covariance
-    delay_s = _estimate_delay_s(observations)
+    fitted = _with_posterior_spreads(apply_parameters(calm, names, mode.at), names, mode.covariance)
+    log_factors, covariance, delay_s = mode.at, mode.covariance, _estimate_delay_s(observations)
     if delay_s:
         widths[DELAY] = (prior or {}).get(DELAY, DELAY_PRIOR_WIDTH)
         covariance = [*([*row, 0.0] for row in covariance), [0.0] * len(names) + [widths[DELAY] ** 2]]
-        names = [*names, DELAY]
+        names, log_factors = [*names, DELAY], [*log_factors, 0.0]
+    ranks = max(run.spec.ranks for run in observations)
+    parameters = [
+        FittedParameter(
+            name=name, log_factor=factor, prior_spread=widths[name], spread=sqrt(covariance[number][number])
+        )
+        for number, (name, factor) in enumerate(zip(names, log_factors, strict=True))
+    ]
+    residuals = [
+        RunResidual(
+            run=run_label(run.spec),
+            measured_s=run.step_time_s,
+            predicted_s=predicted_step_s(fitted, run.spec, run.table, clock_of),
+            weight=student_t_weight(residual),
+        )
+        for run, residual in zip(observations, mode.residuals, strict=True)
+    ]
     return replace(
         fitted,
         depth="fitted",
-        source=f"{len(observations)} runs on at most {_max_ranks(observations)} ranks, drawn to {machine.source}",
+        source=f"{len(observations)} runs on at most {ranks} ranks, drawn to {machine.source}",
         delay_s=delay_s,
         posterior=Posterior(
-            parameters=_fitted_parameters(names, found, covariance, widths),
+            parameters=parameters,
             roots=cholesky_factor(covariance),
             run_spread=run_spread,
-            ranks=_max_ranks(observations),
+            ranks=ranks,
             doubling_spread=_DOUBLING_SPREAD,
-            residuals=_run_residuals(fitted, observations, found.residuals, clock_of),
+            residuals=residuals,
         ),
     )
 
@@ -112,20 +134,23 @@ def _posterior_mode(
     start: Sequence[float],
     clock_of: CostModelFactory,
 ) -> PosteriorMode:
-    scales = [hypot(one.spread, run_spread) for one in observations]
     names = list(widths)
-    own_places = [
-        [place for place, name in enumerate(names) if parameter_affects(name, one.spec)] for one in observations
+    affecting = [
+        [number for number, name in enumerate(names) if parameter_affects(name, run.spec)] for run in observations
     ]
 
     @cache
-    def residual(number: int, own: tuple[float, ...]) -> float:
-        one, own_names = observations[number], [names[place] for place in own_places[number]]
-        there = apply_parameters(machine, own_names, own)
-        return log(one.step_time_s / predicted_step_s(there, one.spec, one.table, clock_of)) / scales[number]
+    def residual(number: int, logs: tuple[float, ...]) -> float:
+        run = observations[number]
+        moved = apply_parameters(machine, [names[parameter] for parameter in affecting[number]], logs)
+        predicted_s = predicted_step_s(moved, run.spec, run.table, clock_of)
+        return log(run.step_time_s / predicted_s) / hypot(run.spread, run_spread)
 
-    def residuals(at: Vector) -> Vector:
-        return [residual(number, tuple(at[place] for place in places)) for number, places in enumerate(own_places)]
+    def residuals(logs: Vector) -> Vector:
+        return [
+            residual(number, tuple(logs[parameter] for parameter in parameters))
+            for number, parameters in enumerate(affecting)
+        ]
 
     return find_mode(residuals, list(widths.values()), start)
 
@@ -154,43 +179,13 @@ def _with_posterior_spreads(machine: Machine, names: Sequence[str], covariance: 
 
 
 def _estimate_delay_s(observations: Sequence[Observation]) -> float:
-    """Of one node: means lie above medians by what holds the slowest of a run's nodes up."""
-    known = [
-        (one.mean_s - one.step_time_s, harmonic_number(one.spec.nodes))
-        for one in observations
-        if one.mean_s is not None
+    """Return the mean delay of one node: means lie above medians by the delay of the slowest of a run's nodes."""
+    delays = [
+        (run.mean_s - run.step_time_s, harmonic_number(run.spec.nodes))
+        for run in observations
+        if run.mean_s is not None
     ]
-    return max(sum(above for above, _ in known) / sum(nodes for _, nodes in known), 0.0) if known else 0.0
-
-
-def _max_ranks(observations: Sequence[Observation]) -> int:
-    return max(one.spec.ranks for one in observations)
-
-
-def _fitted_parameters(
-    names: Sequence[str], found: PosteriorMode, covariance: Sequence[Sequence[float]], widths: Mapping[str, float]
-) -> list[FittedParameter]:
-    factors = [*found.at, 0.0]
-    return [
-        FittedParameter(
-            name=name, log_factor=factors[place], prior_spread=widths[name], spread=sqrt(covariance[place][place])
-        )
-        for place, name in enumerate(names)
-    ]
-
-
-def _run_residuals(
-    machine: Machine, observations: Sequence[Observation], residuals: Vector, clock_of: CostModelFactory
-) -> list[RunResidual]:
-    return [
-        RunResidual(
-            run=run_label(one.spec),
-            measured_s=one.step_time_s,
-            predicted_s=predicted_step_s(machine, one.spec, one.table, clock_of),
-            weight=student_t_weight(value),
-        )
-        for one, value in zip(observations, residuals, strict=True)
-    ]
+    return max(sum(delay_s for delay_s, _ in delays) / sum(nodes for _, nodes in delays), 0.0) if delays else 0.0
 
 
 _MEDIAN_SPREAD_FACTOR = 1.2533
@@ -199,26 +194,22 @@ _Z95 = 1.96
 
 
 def run_observations(results: Iterable[RunResult], table_of: Callable[[RunSpec], LayerTable]) -> list[Observation]:
-    """One for every configuration that ended well: the median of its launches' medians, and their spread.
+    """Return an observation a configuration that ended well: the median of its launches' medians, and their spread.
 
-    Of one launch alone the spread is that of its steps: less than launches differ by, which the fit allows for itself.
+    With a single launch the spread is that of its steps: less than launches differ by, which the fit allows for itself.
     """
     launches: dict[str, list[tuple[RunSpec, StepTimeStatistics]]] = defaultdict(list)
-    for one in results:
-        if one.status == STATUS_OK and one.metrics.step_time_s is not None:
-            launches[one.config_id].append((one.spec, one.metrics.step_time_s))
-    return [_configuration_observation(found, table_of) for _, found in sorted(launches.items())]
-
-
-def _configuration_observation(
-    launches: list[tuple[RunSpec, StepTimeStatistics]], table_of: Callable[[RunSpec], LayerTable]
-) -> Observation:
-    spec, times = launches[0][0], [one for _, one in launches]
-    typical_s = median(one.median for one in times)
-    if len(times) > 1:
-        spread = _MEDIAN_SPREAD_FACTOR * stdev(log(one.median) for one in times) / sqrt(len(times))
-    else:
-        spread = (times[0].ci95_high - times[0].ci95_low) / (2 * _Z95 * typical_s)
-    return Observation(
-        spec, table_of(spec), typical_s, spread, typical_s + median(one.mean - one.median for one in times)
-    )
+    for result in results:
+        if result.status == STATUS_OK and result.metrics.step_time_s is not None:
+            launches[result.config_id].append((result.spec, result.metrics.step_time_s))
+    observations = []
+    for _, pairs in sorted(launches.items()):
+        spec, times = pairs[0][0], [statistics for _, statistics in pairs]
+        typical_s = median(each.median for each in times)
+        if len(times) > 1:
+            spread = _MEDIAN_SPREAD_FACTOR * stdev(log(each.median) for each in times) / sqrt(len(times))
+        else:
+            spread = (times[0].ci95_high - times[0].ci95_low) / (2 * _Z95 * typical_s)
+        mean_s = typical_s + median(each.mean - each.median for each in times)
+        observations.append(Observation(spec, table_of(spec), typical_s, spread, mean_s))
+    return observations
