@@ -32,7 +32,7 @@ Sweeps are in `sweeps/`, results land in `results/`. Templates in `templates/` o
 
 
 def write_project(folder: Path) -> list[Path]:
-    """Write what is missing in ``folder``; files that exist are left alone. Returns what was written."""
+    """Write the missing files of a project; existing ones are left alone. Returns the files that were written."""
     shipped = {
         folder / "README.md": _PROJECT_README.encode(),
         folder / ".gitignore": b"/results/\n",
@@ -63,7 +63,7 @@ def _schema_file(kind: str) -> bytes:
 
 
 class SampleRequest(NamedTuple):
-    """What to make; ``None`` leaves it to the maker."""
+    """The samples to make; ``None`` stands for the default."""
 
     dataset: str
     size: int | None
@@ -72,20 +72,20 @@ class SampleRequest(NamedTuple):
 
 
 class SampleProgress(msgspec.Struct):
-    """How far the maker is."""
+    """A line of output of the sample maker."""
 
     done: int
     samples: int
 
 
-def make_samples(profile: ClusterProfile, folder: Path, order: SampleRequest) -> Iterator[SampleProgress]:
-    """Run the maker in the profile's own environment and pass on what it says.
+def make_samples(profile: ClusterProfile, folder: Path, request: SampleRequest) -> Iterator[SampleProgress]:
+    """Run the sample maker in the profile's environment and yield its progress.
 
-    ``SubmitError`` where it fails (it has said why on standard error), or can only be run in a job.
+    Raises ``SubmitError`` if it fails (the reason is on standard error), or can only be run in a job.
     """
     environment = profile.environment(None)
-    words = ["-m", "hpcbench.worker", "data", "make", order.dataset, "--folder", str(folder)]
-    for name, value in (("--size", order.size), ("--samples", order.samples), ("--workers", order.workers)):
+    words = ["-m", "hpcbench.worker", "data", "make", request.dataset, "--folder", str(folder)]
+    for name, value in (("--size", request.size), ("--samples", request.samples), ("--workers", request.workers)):
         words += [] if value is None else [name, str(value)]
     if environment.modules or environment.container or environment.setup:
         raise SubmitError(
@@ -106,11 +106,11 @@ def make_samples(profile: ClusterProfile, folder: Path, order: SampleRequest) ->
     finally:
         _stop_process(process)
     if process.returncode:
-        raise SubmitError(f"{order.dataset} was not made: {shlex.join(command)} ended with {process.returncode}")
+        raise SubmitError(f"{request.dataset} was not made: {shlex.join(command)} ended with {process.returncode}")
 
 
 def _stop_process(process: subprocess.Popen[str]) -> None:
-    """Its own end, or one that is asked for where nobody listens any more."""
+    """Wait for the end of the process; stop it if its output is not read any more."""
     assert process.stdout is not None
     process.stdout.close()
     try:

@@ -213,7 +213,7 @@ def _parse_partition(record: dict[str, str], nodes: dict[str, list[NodeFacts]]) 
         qos=None if qos in _EMPTY_VALUES else qos,
         whole_nodes=record.get("OverSubscribe") == "EXCLUSIVE",
         default_memory_per_cpu_bytes=per_cpu * 2**20 if per_cpu else None,
-        kinds=tuple(sorted(set(own_nodes), key=own_nodes.count, reverse=True)),
+        kinds=tuple(sorted(dict.fromkeys(own_nodes), key=own_nodes.count, reverse=True)),
     )
 
 

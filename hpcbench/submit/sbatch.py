@@ -133,7 +133,7 @@ def check_job_parameters(parameters: Mapping[str, Any], folder: Path) -> None:
     """Let submitit check a job's parameters. Raises ``SubmitError`` with its message."""
     try:
         SbatchExecutor(folder, os.environ).update_parameters(**parameters)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise SubmitError(f"submitit refuses the job's parameters: {error}") from error
 
 
