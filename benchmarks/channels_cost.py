@@ -19,11 +19,11 @@ import torch.distributed as dist
 
 from benchmarks.ratios import Block, paired, tell
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies import model_parallel
 from hpcbench.worker.strategies.base import resolve_runtime
-from hpcbench.worker.strategies.channel import channel_layers
 
 PAIRS = 20
 STEPS = 2
@@ -66,12 +66,8 @@ def share_sent(block: Block) -> float:
     """Of a block's seconds on this rank, those inside collectives."""
     clock = Clock()
     with (
-        mock.patch.object(
-            channel_layers, "_all_gather_into_tensor", clock.around(channel_layers._all_gather_into_tensor)
-        ),
-        mock.patch.object(
-            channel_layers, "_reduce_scatter_tensor", clock.around(channel_layers._reduce_scatter_tensor)
-        ),
+        mock.patch.object(model_parallel, "all_gather_single", clock.around(model_parallel.all_gather_single)),
+        mock.patch.object(model_parallel, "reduce_scatter_single", clock.around(model_parallel.reduce_scatter_single)),
         mock.patch.object(dist, "all_reduce", clock.around(dist.all_reduce)),
     ):
         began = time.perf_counter()

@@ -21,10 +21,11 @@ import torch.distributed as dist
 
 from benchmarks.ratios import tell
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies import model_parallel
 from hpcbench.worker.strategies.base import Strategy, resolve_runtime
 from hpcbench.worker.strategies.spatial.halo_exchange import HaloExchange
 
@@ -90,7 +91,7 @@ def clocks() -> Iterator[tuple[Clock, Clock]]:
         for owner, name, clock in (
             (HaloExchange, "__init__", halo),
             (HaloExchange, "wait", halo),
-            (dist, "all_gather", others),
+            (model_parallel, "all_gather_single", others),
             (dist, "all_reduce", others),
             (GradientReducer, "finish", others),
         ):

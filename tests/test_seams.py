@@ -1,11 +1,10 @@
-"""The seams of a strategy: every runtime satisfies ``Strategy``, every cost extends ``Cost``, for mypy and when loaded."""
+"""The seams of a strategy: every runtime extends ``Strategy``, every cost extends ``Cost``, for mypy and when loaded."""
 
 from __future__ import annotations
 
 import inspect
 
 import pytest
-from typing_extensions import get_protocol_members
 
 from hpcbench.oracle.strategies.base import Cost, resolve_cost
 from hpcbench.oracle.strategies.channel import ChannelCost, FilterCost
@@ -27,9 +26,8 @@ from hpcbench.parallel.pipeline.schedules import SCHEDULES
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.worker.strategies.base import DataParallelStrategy, SingleStrategy, Strategy, resolve_runtime
 from hpcbench.worker.strategies.channel.strategy import ChannelStrategy, FilterStrategy
-from hpcbench.worker.strategies.data import DdpStrategy
-from hpcbench.worker.strategies.fairscale import FairscaleOssStrategy, FairscaleSddpStrategy
-from hpcbench.worker.strategies.fairscale_fsdp import FairscaleFsdpStrategy
+from hpcbench.worker.strategies.data import DdpStrategy, FairscaleOssStrategy, Zero1Strategy
+from hpcbench.worker.strategies.fairscale import FairscaleFsdpStrategy, FairscaleSddpStrategy
 from hpcbench.worker.strategies.fsdp import FsdpStrategy
 from hpcbench.worker.strategies.horovod import HorovodStrategy
 from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
@@ -38,12 +36,11 @@ from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 from hpcbench.worker.strategies.probes import ProbeCollectivesStrategy, ProbeLayersStrategy
 from hpcbench.worker.strategies.spatial.strategy import SpatialStrategy
 from hpcbench.worker.strategies.tensor import TensorParallelStrategy
-from hpcbench.worker.strategies.zero1 import Zero1Strategy
 from hpcbench.worker.verification.reference import resolve_reference_trainer
 
 ALL = {**STRATEGIES, **PROBES}
 
-# mypy checks each class of these tables against the protocol.
+# mypy checks each class of these tables against its base class.
 CHECKED_RUNTIMES: tuple[type[Strategy], ...] = (
     DataParallelStrategy,
     SingleStrategy,
@@ -84,13 +81,14 @@ CHECKED_COSTS: tuple[type[Cost], ...] = (
 
 
 @pytest.mark.parametrize("key", ALL)
-def test_a_registered_runtime_satisfies_the_protocol(key: str) -> None:
+def test_a_registered_runtime_overrides_the_base_class(key: str) -> None:
     runtime = resolve_runtime(key)
-    assert inspect.isclass(runtime)
-    declared = {name for base in runtime.__mro__ for name in (*vars(base), *getattr(base, "__annotations__", ()))}
-    # ``replica`` is set by ``setup``, and nowhere declared.
-    assert get_protocol_members(Strategy) - declared - {"replica", "module"} == set()
-    for name in ("setup", "announce", "step", "weights", "gradients", "close"):
+    assert issubclass(runtime, Strategy)
+    assert not inspect.isabstract(runtime)
+    members = [name for name, member in vars(Strategy).items() if inspect.isfunction(member) and name[0] != "_"]
+    for name in (*members, "close"):
+        if name == "phases":
+            continue
         expected, actual = (inspect.signature(getattr(owner, name)).parameters for owner in (Strategy, runtime))
         assert list(actual) == list(expected), name
 

@@ -70,7 +70,7 @@ class RankMeasurements:
     progress: LoopProgress | None = None
     counters: RegionCounters | None = None
     peak: PeakMemory | None = None
-    pipeline_state: Callable[[], str] | None = None
+    pipeline_state: Callable[[], str | None] | None = None
     """Description of what a pipeline's rank is doing."""
 
     @classmethod

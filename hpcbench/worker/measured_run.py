@@ -16,9 +16,11 @@ from functools import partial
 import torch
 
 from hpcbench.config.run_spec import RunSpec, TaskFileHeader
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import LayerTableRequest, read_shipped_table
 from hpcbench.paths import expand_path
-from hpcbench.worker.data.feed import DataFeed, DataSource, make_feed
+from hpcbench.worker.data.feed import DataFeed, DataSource
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.rank_environment import (
     RankInfo,
@@ -38,8 +40,7 @@ from hpcbench.worker.measure.traffic_recorder import run_recorded_step
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import PeerEnded, StopController
-from hpcbench.worker.strategies.base import ProbingStrategy, Strategy, resolve_runtime
-from hpcbench.worker.strategies.pipeline.action_timeline import record_timeline, watch_pipeline
+from hpcbench.worker.strategies.base import Strategy, resolve_runtime
 from hpcbench.worker.training_loop import LoopProgress, make_evaluate_hook, run_training_loop
 from hpcbench.worker.verification.verify import VerificationInputs, verify_run
 
@@ -80,16 +81,16 @@ def measure_run(finalizer: RunFinalizer) -> None:
     data_folder = expand_path(header.data_folder) if header.data_folder else None
     source = DataSource(data_folder, loader_thread_count(header, info))
     with closing(make_feed(spec, device, source)) as feed:
-        provenance["data"] = feed.described()
+        provenance["data"] = feed.description()
         strategy.setup(wrap_blocks(build_model(spec, header.model_folder), spec), spec, rank_context)
         emulated = apply_emulation(spec, header, strategy, device)
         if emulated is not None:
             provenance["rehearsed"] = {"cluster": emulated.cluster, "source": emulated.source}
             result.warnings.append(f"rehearsed: computation is timed sleeps as {emulated.cluster} ({emulated.source})")
         result.replica = strategy.replica
-        result.predicted = getattr(strategy, "predicted", None)
-        measurements.pipeline_state = getattr(strategy, "state", None)
-        with watch_pipeline(strategy, rank_context, finalizer.abort):
+        result.predicted = strategy.predicted
+        measurements.pipeline_state = strategy.progress_report
+        with strategy.watchdog(rank_context, finalizer.abort):
             _time_steps(measurements, strategy, feed, spec, info, rank_context, stop)
             _measure_after_timing(measurements, strategy, feed, spec, rank_context, stop)
     if info.rank == 0:
@@ -118,7 +119,7 @@ def _time_steps(
     result = measurements.result
     progress = measurements.progress = LoopProgress(spec, context.device)
     counters = measurements.counters = RegionCounters(context.device, info)
-    if isinstance(strategy, ProbingStrategy):
+    if strategy.measures_machine:
         measurements.pending.add("probe")
     if counters.energy_absent is not None:
         result.provenance["energy_absent"] = counters.energy_absent
@@ -133,8 +134,7 @@ def _time_steps(
     if not spec.rehearse:
         evaluate = make_evaluate_hook(strategy, feed, spec, progress, info.rank, partial(any_rank, context))
     run_training_loop(strategy, feed, spec, progress, stop, begin_counters, evaluate, counters.end)
-    arithmetic = getattr(strategy, "arithmetic", None)
-    result.warnings += [*progress.warnings(), *(arithmetic.notes() if arithmetic is not None else [])]
+    result.warnings += [*progress.warnings(), *strategy.arithmetic.notes()]
     measurements.peak = read_peak_memory(context.device)
 
 
@@ -159,8 +159,9 @@ def _measure_after_timing(
     result.phases = run_profiled_steps(strategy, feed, spec, context.device, stop, agree, first, result.warnings)
     first += spec.profile_steps
     result.traffic = run_recorded_step(strategy, feed, spec, context.device, stop, agree, first, result.warnings)
-    result.timeline = record_timeline(strategy, feed, spec, context, stop, agree, first + 2)
-    if isinstance(strategy, ProbingStrategy):
+    if spec.profile_steps and get_strategy(spec.strategy).records_timeline and not agree(stop.should_stop()):
+        result.timeline = strategy.record_actions(feed, first + 2, context.device)
+    if strategy.measures_machine:
         result.probe = strategy.measure(feed, raise_if_any_stopped)
         measurements.pending.discard("probe")
 

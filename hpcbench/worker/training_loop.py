@@ -95,7 +95,7 @@ def run_training_loop(
     Raises ``stop.Stopped`` at the boundary of a step when told to stop.
     """
     total = spec.warmup_steps + spec.steps
-    progress.samples = [feed.count(step, strategy.replica) for step in range(spec.warmup_steps, total)]
+    progress.samples = [feed.replica_count(step, strategy.replica) for step in range(spec.warmup_steps, total)]
     feed.prepare(strategy.replica)
     began = time.perf_counter()
     for step in range(spec.warmup_steps):

@@ -18,7 +18,8 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.results.schema import ReferenceComparison, StepPhases
-from hpcbench.worker.data.feed import NO_FILES, DataFeed, DataSource, make_feed
+from hpcbench.worker.data.feed import NO_FILES, DataFeed, DataSource
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.model_execution import wrap_blocks
@@ -188,7 +189,7 @@ def run_parallel(case: Case, group: dist.ProcessGroup | None) -> OfRank:
             runner: Any = cast(DataParallelStrategy, strategy).runner
             runner.register_comm_hook(group, sum_in_rank_order)
         trained = train_strategy(strategy, feed, tuple(range(case.steps)), place)
-        counts = [feed.count(step, strategy.replica) for step in range(case.steps)]
+        counts = [feed.replica_count(step, strategy.replica) for step in range(case.steps)]
         profiled = None if case.late_s is None or group is None else profile_late(case, strategy, group, case.late_s)
     return OfRank(
         trained, counts, _distance(strategy, group) if case.replicated and group is not None else 0.0, profiled

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.workloads import DATASETS
-from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext, RankGroup
 from hpcbench.worker.model_execution import summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model

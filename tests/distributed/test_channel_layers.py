@@ -17,7 +17,6 @@ from hpcbench.worker.strategies.channel.channel_layers import (
     ChannelSplitDropout,
     ChannelSplitLayer,
     all_gather_channels,
-    view_own_channels,
 )
 from hpcbench.worker.strategies.model_parallel import gather_shards
 from tests.distributed.pool import Pool
@@ -113,10 +112,10 @@ def differences(
     shares_out = ChannelShards(ours, channel_extents(shape.outs, size))
     is_sharded = scheme.form == "sharded"
     is_in_split, is_out_split = is_sharded and not layer.is_first, is_sharded and not layer.is_last
-    own = (view_own_channels(x, shares_in) if is_in_split else x).detach().clone().requires_grad_(not layer.is_first)
+    own = (shares_in.narrow(x) if is_in_split else x).detach().clone().requires_grad_(not layer.is_first)
     y = part(own)
-    (y * (view_own_channels(weights, shares_out) if is_out_split else weights)).sum().backward()
-    assert y.shape == (view_own_channels(expected, shares_out) if is_out_split else expected).shape
+    (y * (shares_out.narrow(weights) if is_out_split else weights)).sum().backward()
+    assert y.shape == (shares_out.narrow(expected) if is_out_split else expected).shape
 
     def everything(name: str, tensor: Tensor | None) -> Tensor | None:
         shard = part.shards.get(name)
@@ -162,7 +161,7 @@ def dropped(group: dist.ProcessGroup) -> Tensor:
     shares = ChannelShards(ours, channel_extents(7, ours.size, 3))
     torch.manual_seed(3)
     dropout = ChannelSplitDropout(nn.Dropout(0.4), shares)
-    return all_gather_channels(dropout(view_own_channels(torch.ones(5, 21), shares)), shares)
+    return all_gather_channels(dropout(shares.narrow(torch.ones(5, 21))), shares)
 
 
 def test_dropout_drops_what_one_device_would(pool: Pool) -> None:

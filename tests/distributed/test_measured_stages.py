@@ -22,7 +22,7 @@ from hpcbench.parallel.pipeline.block_profile import (
 from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.results.schema import PipelinePrediction
 from hpcbench.worker import block_times
-from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime

@@ -15,7 +15,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import STRATEGIES, exclusion_reason
 from hpcbench.parallel.pipeline.weight_versions import Staleness
 from hpcbench.parallel.tolerances import VerificationCheck
-from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime
@@ -136,7 +136,7 @@ class OtherVersions(PipedreamStrategy):
 
     def setup(self, model: nn.Sequential, spec: RunSpec, place: RankContext) -> None:
         super().setup(model, spec, place)
-        self._stash._delay = Staleness(spec.pp_degree, vertical_sync=True)
+        self._stash._staleness = Staleness(spec.pp_degree, vertical_sync=True)
 
 
 def run_other(case: Case, group: dist.ProcessGroup) -> OfRank:

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.build import build_model
@@ -48,7 +48,7 @@ def differences(spec: RunSpec, group: dist.ProcessGroup) -> dict[str, float]:
     inputs, targets = feed.batch(0, 0)
     stages: list[Any] = [
         PipelineStage(theirs.module.chunk(number), number, theirs.layout.chunks, CPU, group=group)
-        for number in theirs.layout.chunks_of(theirs.own.place)
+        for number in theirs.layout.chunks_of(theirs.group.place)
     ]
     arguments: dict[str, Any] = {"loss_fn": partial(loss_of, len(inputs)), "scale_grads": False}
     if spec.strategy == "interleaved_1f1b":
@@ -56,7 +56,7 @@ def differences(spec: RunSpec, group: dist.ProcessGroup) -> dict[str, float]:
     else:
         kind: Any = ScheduleGPipe if spec.strategy == "gpipe" else Schedule1F1B
         schedule = kind(stages[0], spec.micro_batches, **arguments)
-    is_first, is_last = ours.own.place == 0, ours.own.place == ours.own.size - 1
+    is_first, is_last = ours.group.place == 0, ours.group.place == ours.group.size - 1
     schedule.step(*([inputs] if is_first else []), **({"target": targets} if is_last else {}))
     found = zip(ours.module.named_parameters(), theirs.module.parameters(), strict=True)
     gradients = ((name, a.grad, b.grad) for (name, a), b in found)
@@ -82,7 +82,7 @@ def test_gradients_equal_those_of_torchs_own_schedules(pool: Pool, spec: RunSpec
 def only_the_first_steps(spec: RunSpec, group: dist.ProcessGroup) -> str:
     strategy = set_up(spec, group, wait_s=1.0)
     if dist.get_rank(group):
-        return strategy.state()
+        return strategy.progress_report()
     with pytest.raises(WorkerError) as caught:
         strategy.step(make_feed(spec, CPU), 0)
     assert caught.value.status == "failed"

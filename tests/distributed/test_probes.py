@@ -15,7 +15,7 @@ from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.traffic import COMM_OPERATIONS
 from hpcbench.results.schema import CollectiveProbe, OverlapProbe, ProbeResults
 from hpcbench.results.timing_statistics import quantile
-from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import relative_spread
 from hpcbench.worker.microbench.collective_probes import EXCHANGE, measure_collectives, message_sizes

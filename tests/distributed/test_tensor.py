@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime
@@ -121,7 +121,7 @@ def test_a_step_in_bf16(pool: Pool, options: dict[str, Any]) -> None:
 
 
 def bias_before_the_sum(layer: RowLinear, x: Tensor) -> Tensor:
-    return layer.sharing.leave(torch.nn.functional.linear(x, layer.weight, layer.bias))
+    return layer.comm.leave(torch.nn.functional.linear(x, layer.weight, layer.bias))
 
 
 WRONG: dict[str, tuple[Any, str, Any]] = {

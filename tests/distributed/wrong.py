@@ -76,7 +76,7 @@ class LocalCount(DdpStrategy):
 
     def step(self, feed: DataFeed, step: int) -> Tensor:
         right = feed.global_count(step)
-        self.loss_factor = feed.replicas * right / (feed.count(step, self.replica) * feed.replicas)
+        self.loss_factor = feed.replicas * right / (feed.replica_count(step, self.replica) * feed.replicas)
         return super().step(feed, step)
 
 

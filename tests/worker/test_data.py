@@ -11,7 +11,8 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.mesh import step_sample_ranges
 from hpcbench.worker.data import resident_feed, synthetic_feed
-from hpcbench.worker.data.feed import DataFeed, make_feed
+from hpcbench.worker.data.feed import DataFeed
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.data.synthetic_feed import BATCH_SLOTS
 from tests.worker.helpers import make_spec
 
@@ -32,7 +33,7 @@ def test_counts_are_those_of_the_shares(replicas: int, batch_size: int) -> None:
     feed = feed_of(replicas=replicas, batch_size=batch_size)
     for step in range(2 * feed.steps_per_epoch + 1):
         shares = step_sample_ranges(step, 1500, batch_size * replicas, replicas)
-        assert [feed.count(step, replica) for replica in range(replicas)] == [len(share) for share in shares]
+        assert [feed.replica_count(step, replica) for replica in range(replicas)] == [len(share) for share in shares]
         assert feed.global_count(step) == sum(len(share) for share in shares)
         if step % feed.steps_per_epoch in (0, feed.steps_per_epoch - 1):
             assert [len(feed.batch(step, r)[1]) for r in range(replicas)] == [len(share) for share in shares]
@@ -111,8 +112,8 @@ def test_host_samples_are_those_of_the_device_and_copied_every_step(dataset: str
             assert torch.equal(ours, theirs)
             assert ours.dtype == theirs.dtype
     assert host.batch(0, 1)[0].data_ptr() != host.batch(0, 1)[0].data_ptr()
-    assert (device.described()["storage"], host.described()["storage"]) == ("device", "host")
-    assert host.described()["distinct_samples"] == 2 * BATCH_SLOTS * 8
+    assert (device.description()["storage"], host.description()["storage"]) == ("device", "host")
+    assert host.description()["distinct_samples"] == 2 * BATCH_SLOTS * 8
 
 
 def test_patterns_are_added_piece_by_piece_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +152,7 @@ def test_a_large_sample_has_one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(synthetic_feed, "LARGE_SAMPLE_NUMBERS", 3 * 12 * 12)
     feed = feed_of("cifar10", input_size=12)
     assert torch.equal(feed.batch(0, 0)[0], feed.batch(1, 0)[0])
-    assert feed.described()["distinct_samples"] == 8
+    assert feed.description()["distinct_samples"] == 8
 
 
 def test_drop_last_leaves_the_partial_batch_out() -> None:
@@ -180,7 +181,7 @@ def test_synthetic_samples_carry_their_label() -> None:
 def test_a_partial_batch_is_a_true_beginning() -> None:
     feed = feed_of("cifar10", batch_size=49_990)
     assert feed.steps_per_epoch == 2
-    assert feed.count(1, 0) == 10
+    assert feed.replica_count(1, 0) == 10
 
 
 def test_input_size_type_and_memory_format() -> None:

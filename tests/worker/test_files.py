@@ -17,9 +17,10 @@ from PIL import Image
 from hpcbench.errors import WorkerError
 from hpcbench.worker.data import batch_loader
 from hpcbench.worker.data.batch_loader import BatchLoader, SampleLayout
-from hpcbench.worker.data.feed import DataFeed, DataSource, make_feed
+from hpcbench.worker.data.feed import DataFeed, DataSource
 from hpcbench.worker.data.file_feed import PREFETCHED_BATCHES
-from hpcbench.worker.data.image_files import decode_image
+from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.data.sample_files import decode_image
 from hpcbench.worker.data.sample_generator import SampleGenerator
 from hpcbench.worker.failure import describe_error
 from tests.worker.helpers import make_spec
@@ -67,7 +68,7 @@ def test_an_epoch_goes_through_the_pool_again_and_again(data_folder: Path) -> No
     assert (feed.samples, feed.distinct_samples) == (1_000_000, 40)
     inputs, _ = feed.batch(0, 0)
     assert len({tuple(row.tolist()) for row in inputs}) == 40
-    described = feed.described()
+    described = feed.description()
     assert described == {
         "kind": "synthetic", "storage": "files", "epoch_samples": 1_000_000, "distinct_samples": 40,
         "data_folder": str(data_folder), "loader_workers": 2,
@@ -169,7 +170,7 @@ def test_a_truncated_image_is_named(tmp_path: Path) -> None:
 
 def test_what_fails_in_a_thread_fails_the_step_that_needs_it() -> None:
     class Broken:
-        where = "there"
+        location = "there"
 
         def __len__(self) -> int:
             return 8
@@ -191,7 +192,7 @@ def test_a_file_system_that_is_stuck_is_given_up(monkeypatch: pytest.MonkeyPatch
     release = threading.Event()
 
     class Stuck:
-        where = "the slow place"
+        location = "the slow place"
 
         def __len__(self) -> int:
             return 1
@@ -224,7 +225,7 @@ def test_threads_that_are_stuck_keep_no_process_alive() -> None:
 import time
 from hpcbench.worker.data.batch_loader import BatchLoader, SampleLayout
 class Stuck:
-    where = "there"
+    location = "there"
     def __len__(self): return 1
     def read(self, index, inputs, target): time.sleep(600)
 reading = BatchLoader(Stuck(), SampleLayout((2,), (), "class"), 2, pinned=False)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.worker.distributed.horovod_init import assign_slots
 from hpcbench.worker.failure import install_hint, is_peer_lost
-from hpcbench.worker.strategies.base import chosen_options
 from hpcbench.worker.strategies.horovod import horovod_variables, warmup_learning_rate
 from tests.worker.helpers import make_spec
 
@@ -36,13 +36,13 @@ def test_slots(hosts: list[str], expected: list[tuple[int, int, int, int]]) -> N
 def test_rates_grow_to_the_number_of_replicas(warmup_epochs: float, expected: list[float]) -> None:
     spec = make_spec(strategy="horovod", dp_degree=4, tasks_per_node=4, learning_rate=0.1, batch_size=8,
                      options={"lr_scaling": True, "lr_warmup_epochs": warmup_epochs})  # fmt: skip
-    found = warmup_learning_rate(spec, chosen_options(spec))
+    found = warmup_learning_rate(spec, options_with_defaults(spec))
     assert [found.at(step) for step in range(3)] == pytest.approx(expected)
     assert found.at(10_000) == pytest.approx(0.4)
 
 
 def test_options_become_variables() -> None:
-    options = chosen_options(make_spec(strategy="horovod", options={"fusion_threshold_mb": 0.5}))
+    options = options_with_defaults(make_spec(strategy="horovod", options={"fusion_threshold_mb": 0.5}))
     assert horovod_variables(options) == {
         "HOROVOD_FUSION_THRESHOLD": "524288", "HOROVOD_CYCLE_TIME": "1.0", "HOROVOD_HIERARCHICAL_ALLREDUCE": "0",
     }  # fmt: skip

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from hpcbench.worker.data.feed import DataFeed, make_feed
-from hpcbench.worker.measure.clocks import HostClock, PhaseMarker, no_marker, process_age_s
+from hpcbench.worker.data.feed import DataFeed
+from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.measure.clocks import HostClock, process_age_s
 from hpcbench.worker.shutdown import StopController, Stopped
+from hpcbench.worker.strategies.base import Strategy
 from hpcbench.worker.training_loop import (
     LoopProgress,
     loop_overhead_s,
@@ -21,13 +23,11 @@ from tests.worker.helpers import make_spec
 CPU = torch.device("cpu")
 
 
-class Recorder:
+class Recorder(Strategy):
     """A strategy that writes down what the loop asks of it."""
 
     replica = 0
-    module: torch.nn.Module = torch.nn.Identity()
-    forward_is_collective = False
-    phases: PhaseMarker = staticmethod(no_marker)
+    module = torch.nn.Identity()
 
     def __init__(self, stop: StopController, stop_after: int | None = None, losses: list[float] | None = None) -> None:
         self.calls: list[Any] = []

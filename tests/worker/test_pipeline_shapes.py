@@ -32,9 +32,9 @@ def test_stages_of_large_images(model: str, dataset: str) -> None:
     boundaries, run = ActivationMetaCache(whole, blocks, spec, CPU), PipelineRank(spec, table, 0)
     assert run.blocks == blocks
     for chunk in range(7):
-        (shape,) = boundaries.after(chunk, 3).shapes
+        (shape,) = boundaries.outputs_of(chunk, 3).shapes
         assert shape.dtype == torch.float32
         assert shape.sizes[0] == 3
         assert 4 * torch.Size(shape.sizes).numel() == 3 * run.boundary_bytes(chunk)
-    (logits,) = boundaries.after(7, 3).shapes
+    (logits,) = boundaries.outputs_of(7, 3).shapes
     assert logits.sizes == (3, 1000)

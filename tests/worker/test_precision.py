@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcbench.worker.data.feed import make_feed
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import MixedPrecision, allow_tf32
 from hpcbench.worker.strategies.base import SingleStrategy
@@ -79,6 +79,6 @@ def test_scaling_by_a_power_of_two_changes_no_bit(micro_batches: int) -> None:
     ("shape", "layout"), [((2, 3, 4, 4), torch.channels_last), ((2, 3, 4, 4, 4), torch.channels_last_3d)]
 )
 def test_inputs_are_laid_out_as_the_run_says(shape: tuple[int, ...], layout: torch.memory_format) -> None:
-    placed = make_feed(make_spec(channels_last=True), CPU).place(torch.randn(shape))
+    placed = make_feed(make_spec(channels_last=True), CPU).to_device(torch.randn(shape))
     assert placed.is_contiguous(memory_format=layout)
-    assert make_feed(make_spec(), CPU).place(torch.randn(shape)).is_contiguous()
+    assert make_feed(make_spec(), CPU).to_device(torch.randn(shape)).is_contiguous()

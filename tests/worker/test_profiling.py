@@ -9,23 +9,23 @@ import pytest
 import torch
 
 from hpcbench.results.schema import StepPhases
-from hpcbench.worker.data.feed import DataFeed, make_feed
+from hpcbench.worker.data.feed import DataFeed
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.measure import step_profiler
-from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
+from hpcbench.worker.measure.clocks import no_marker
 from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.shutdown import StopController, Stopped
+from hpcbench.worker.strategies.base import Strategy
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")
 
 
-class Multiplier:
+class Multiplier(Strategy):
     """A strategy whose step is a product of matrices, marked as the phases are."""
 
     replica = 0
-    module: torch.nn.Module = torch.nn.Identity()
-    forward_is_collective = False
-    phases: PhaseMarker = staticmethod(no_marker)
+    module = torch.nn.Identity()
 
     def __init__(self, before_step: Callable[[int], None] = lambda _step: None) -> None:
         self.steps: list[int] = []

@@ -18,7 +18,8 @@ import torch
 from PIL import Image
 
 from hpcbench.errors import WorkerError
-from hpcbench.worker.data.feed import DataFeed, DataSource, make_feed
+from hpcbench.worker.data.feed import DataFeed, DataSource
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.data.resident_feed import read_cifar_batch, read_idx
 from tests.worker.helpers import make_spec
 
@@ -66,7 +67,7 @@ def test_mnist(tmp_path: Path, packed: bool) -> None:
     held = feed.held_out()
     assert held is not None
     assert torch.equal(torch.cat([labels for _, labels in held]), torch.arange(20, 30) % 10)
-    assert feed.described() == {
+    assert feed.description() == {
         "kind": "real", "storage": "device", "epoch_samples": 20, "distinct_samples": 20, "data_folder": str(tmp_path)
     }  # fmt: skip
 
@@ -96,7 +97,7 @@ def test_a_packed_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
 
 
 def test_a_packed_file_without_end_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hpcbench.worker.data.resident_feed._LARGEST_BYTES", 1000)
+    monkeypatch.setattr("hpcbench.worker.data.resident_feed._MAX_FILE_BYTES", 1000)
     path = tmp_path / "images.gz"
     path.write_bytes(gzip.compress(bytes(1_000_000)))
     with pytest.raises(WorkerError, match="larger than 1000 bytes"):
@@ -217,7 +218,7 @@ def test_imagenet(tmp_path: Path) -> None:
     held = one.held_out()
     assert held is not None
     assert torch.cat([labels for _, labels in held]).tolist() == [0, 0, 0, 1, 1, 1]
-    assert one.described()["kind"] == "real"
+    assert one.description()["kind"] == "real"
     one.close()
     two.close()
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.pipeline.weight_versions import Staleness
 from hpcbench.parallel.tolerances import VerificationCheck
-from hpcbench.worker.data.feed import DataFeed, MinibatchSequence, make_feed
+from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.verification.reference import TrainingRecord, compare_training, train_reference
 from hpcbench.worker.verification.reference_pipedream import train_delayed
 from tests.distributed.cases import short_epoch
@@ -27,7 +28,7 @@ class Numbers(DataFeed):
         pass
 
     def batch(self, step: int, replica: int) -> tuple[Tensor, Tensor]:
-        chosen = self.chosen(step, replica).double()[:, None]
+        chosen = self.sample_indices(step, replica).double()[:, None]
         return torch.cos(chosen), torch.sin(3 * chosen)
 
 

@@ -96,7 +96,7 @@ STRATEGIES = {
     ),
     "zero1": StrategyEntry(
         own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.zero1:Zero1Strategy",
+        runtime="hpcbench.worker.strategies.data:Zero1Strategy",
         cost="hpcbench.oracle.strategies.data:Zero1Cost",
         description="torch ZeroRedundancyOptimizer over DDP: optimizer state sharded (ZeRO-1)",
         options={
@@ -128,7 +128,7 @@ STRATEGIES = {
     ),
     "fairscale_oss": StrategyEntry(
         own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.fairscale:FairscaleOssStrategy",
+        runtime="hpcbench.worker.strategies.data:FairscaleOssStrategy",
         cost="hpcbench.oracle.strategies.data:FairscaleOssCost",
         description="fairscale OSS over DDP: optimizer state sharded (ZeRO-1)",
         options={
@@ -160,7 +160,7 @@ STRATEGIES = {
     ),
     "fairscale_fsdp": StrategyEntry(
         own_degree="dp_degree",
-        runtime="hpcbench.worker.strategies.fairscale_fsdp:FairscaleFsdpStrategy",
+        runtime="hpcbench.worker.strategies.fairscale:FairscaleFsdpStrategy",
         cost="hpcbench.oracle.strategies.sharded:FairscaleFsdpCost",
         description="fairscale FullyShardedDataParallel: everything sharded (ZeRO-3)",
         options={

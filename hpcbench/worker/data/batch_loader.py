@@ -17,25 +17,27 @@ from torch import Tensor
 from hpcbench.errors import WorkerError
 
 SAMPLE_TIMEOUT_S = 300.0
-"""How long no sample at all may come before a run is given up."""
+"""A run fails after this time without a single new sample."""
 _CLOSE_TIMEOUT_S = 1.0
 
 
 class SampleReader(Protocol):
-    """A set in files. ``read`` is called from several threads at once and calls no torch: that would start more."""
+    """A data set in files. ``read`` is called from several threads at once and calls no torch, which would start more.
 
-    where: str
-    """What is read, for a person."""
+    Args of ``read``: the sample's index, and the numpy arrays to fill: ``inputs`` [*sample shape] and ``target`` [1],
+    [values] or [length]. It raises ``WorkerError`` for a file that cannot be read.
+    """
 
-    def __len__(self) -> int:
-        """How many samples there are."""
+    location: str
+    """The files' folder, for messages."""
 
-    def read(self, index: int, inputs: Any, target: Any) -> None:
-        """Put sample ``index`` into the numpy arrays ``inputs`` [*shape] and ``target`` [1], [values] or [length]."""
+    def __len__(self) -> int: ...
+
+    def read(self, index: int, inputs: Any, target: Any) -> None: ...
 
 
 class SampleLayout:
-    """What one sample is in memory."""
+    """Shapes and dtypes of one sample in memory; ``target`` is ``class``, ``values`` or ``tokens``."""
 
     def __init__(self, inputs: tuple[int, ...], targets: tuple[int, ...], target: str) -> None:
         self.inputs, self.targets = inputs, targets
@@ -44,7 +46,7 @@ class SampleLayout:
 
 
 class PendingBatch:
-    """One batch on its way."""
+    """A batch that reader threads are filling."""
 
     def __init__(self, indexes: Sequence[int], shape: SampleLayout, pinned: bool) -> None:
         count = len(indexes)
@@ -57,21 +59,21 @@ class PendingBatch:
         self._left = count
         self._progress = threading.Condition()
 
-    def done(self, error: BaseException | None) -> None:
-        """One sample more has come, or failed."""
+    def sample_done(self, error: BaseException | None) -> None:
+        """Count one more sample, which was read or failed with ``error``."""
         with self._progress:
             self.error = self.error or error
             self._left -= 1
             self._progress.notify_all()
 
-    def wait(self, where: str) -> tuple[Tensor, Tensor]:
-        """The batch, once all of it is there. Raises what reading raised."""
+    def wait(self, location: str) -> tuple[Tensor, Tensor]:
+        """Return the complete batch; raises the exception of a failed read."""
         with self._progress:
             while self._left and self.error is None:
                 before = self._left
                 if not self._progress.wait(SAMPLE_TIMEOUT_S) and self._left == before:
                     raise WorkerError(
-                        f"waited {SAMPLE_TIMEOUT_S:.0f} s for a sample of {where}: the file system is stuck"
+                        f"waited {SAMPLE_TIMEOUT_S:.0f} s for a sample of {location}: the file system is stuck"
                     )
         if self.error is not None:
             raise self.error
@@ -92,18 +94,18 @@ class BatchLoader:
             reader.start()
 
     def begin(self, indexes: Sequence[int]) -> PendingBatch:
-        """Ask for a batch; returns at once."""
-        loading = PendingBatch(indexes, self._shape, self._pinned)
+        """Start reading a batch; returns at once."""
+        pending = PendingBatch(indexes, self._shape, self._pinned)
         for position in range(len(indexes)):
-            self._jobs.put((loading, position))
-        return loading
+            self._jobs.put((pending, position))
+        return pending
 
-    def wait(self, loading: PendingBatch) -> tuple[Tensor, Tensor]:
-        """Its inputs and targets, on the host."""
-        return loading.wait(self._samples.where)
+    def wait(self, pending: PendingBatch) -> tuple[Tensor, Tensor]:
+        """Return the batch's inputs and targets on the host."""
+        return pending.wait(self._samples.location)
 
     def close(self) -> None:
-        """End the threads, each after the sample that it is at; one that is stuck is left to the process's end."""
+        """End the threads, each after its current sample; a thread that is stuck ends with the process."""
         while True:
             try:
                 self._jobs.get_nowait()
@@ -117,13 +119,13 @@ class BatchLoader:
 
     def _serve(self) -> None:
         while (job := self._jobs.get()) is not None:
-            loading, position = job
-            if loading.dropped or loading.error is not None:
+            pending, position = job
+            if pending.dropped or pending.error is not None:
                 continue
-            inputs, targets = loading.arrays
+            inputs, targets = pending.arrays
             try:
-                self._samples.read(loading.indexes[position], inputs[position], targets[position])
-            except BaseException as error:  # noqa: BLE001 - the step that waits for it raises it
-                loading.done(error)
+                self._samples.read(pending.indexes[position], inputs[position], targets[position])
+            except BaseException as error:  # noqa: BLE001 - raised by the step that waits
+                pending.sample_done(error)
             else:
-                loading.done(None)
+                pending.sample_done(None)

@@ -1,4 +1,12 @@
-"""The base class of all data feeds: the samples of each replica in each step, and the number of samples in a step."""
+"""The base class of all data feeds: the samples of each replica in each step, and the number of samples in a step.
+
+An epoch is a permutation of the set. A step takes the next global batch; replicas take contiguous ranges of it, and
+micro-batches contiguous ranges of those::
+
+    epoch order   | step 0                        | step 1 ...
+    replicas      | replica 0     | replica 1     |
+    micro-batches | m 0   | m 1   | m 0   | m 1   |
+"""
 
 from __future__ import annotations
 
@@ -17,93 +25,14 @@ from hpcbench.errors import WorkerError
 from hpcbench.parallel.mesh import dropped_samples, even_ranges, micro_batch_ranges, steps_per_epoch
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 
-
-class Minibatch(NamedTuple):
-    """One entry of the sequence."""
-
-    step: int
-    """Place of its step in the order of steps."""
-    place: int
-    """Its place within the step."""
-    sizes: tuple[int, ...]
-    """Its samples on every replica."""
-
-    @property
-    def samples(self) -> int:
-        """Over all replicas."""
-        return sum(self.sizes)
-
-
-class MinibatchSequence:
-    """Steps come in the order that is announced; after the last of them, or without, one number after another."""
-
-    def __init__(self, feed: DataFeed, steps: Iterable[int] = ()) -> None:
-        self._feed = feed
-        self._steps = list(steps)
-        self._shares: list[list[list[range]]] = []
-        self._first: list[int] = [0]
-        """Number of the first minibatch of every known step, and of the one after."""
-        self._batches: dict[tuple[int, int], Batch] = {}
-
-    def step(self, place: int) -> int:
-        """The number of the step at ``place`` of the order."""
-        if place < len(self._steps):
-            return self._steps[place]
-        return self._steps[-1] + 1 + place - len(self._steps) if self._steps else place
-
-    def count(self, place: int) -> int:
-        """Minibatches of the step at ``place``."""
-        self._reach(place)
-        return len(self._shares[place][0])
-
-    def first(self, place: int) -> int:
-        """Number of the first minibatch of the step at ``place``."""
-        self._reach(place)
-        return self._first[place]
-
-    def at(self, number: int) -> Minibatch:
-        """Minibatch ``number``."""
-        while self._first[-1] <= number:
-            self._reach(len(self._shares))
-        place = bisect_right(self._first, number) - 1
-        within = number - self._first[place]
-        return Minibatch(place, within, tuple(len(shares[within]) for shares in self._shares[place]))
-
-    def samples(self, place: int) -> int:
-        """Global sample count of the step at ``place``."""
-        return self._feed.global_count(self.step(place))
-
-    def batch(self, number: int, replica: int) -> Batch:
-        """The samples of ``replica``. Steps before that of the last call are forgotten."""
-        found = self.at(number)
-        key = (found.step, replica)
-        if key not in self._batches:
-            self._batches = {one: batch for one, batch in self._batches.items() if one[0] >= found.step - 1}
-            self._batches[key] = self._feed.batch(self.step(found.step), replica)
-        part = self._shares[found.step][replica][found.place]
-        inputs, targets = self._batches[key]
-        return _slice_rows(inputs, part), _slice_rows(targets, part)
-
-    def _reach(self, place: int) -> None:
-        while len(self._shares) <= place:
-            step = self.step(len(self._shares))
-            shares = [self._feed.micro_shares(step, replica) for replica in range(self._feed.replicas)]
-            self._shares.append(shares)
-            self._first.append(self._first[-1] + len(shares[0]))
-
-
-def _slice_rows(tensor: Tensor, part: range) -> Tensor:
-    return tensor[part.start : part.stop]
-
+Batch = tuple[Tensor, Tensor]
+"""Inputs [n, *sample shape] and targets [n], [n, values] or [n, length], on the run's device."""
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs [samples, *shape] and targets (see ``worker.losses``), on the run's device."""
-
 
 class DataSource(NamedTuple):
-    """Where samples that lie in files are, and how many threads of this rank may read them."""
+    """The folder of samples that lie in files, and how many threads of this rank may read them."""
 
     folder: Path | None = None
     threads: int = 1
@@ -113,9 +42,21 @@ NO_FILES = DataSource()
 
 
 class DataFeed(ABC):
-    """The run's samples. Any replica's share can be asked for, so that one process can compute what all do.
+    """The samples of a run.
 
-    ``samples`` is one epoch, where it is not what the data set says.
+    Any replica's samples are available in any process, so that one process can compute what all ranks compute.
+
+    Args:
+        spec: The run.
+        device: The device of the batches.
+        samples: Samples of one epoch; ``None`` for the data set's own number.
+
+    Raises:
+        WorkerError: ``unsupported`` if a global batch is larger than the set in the files.
+
+    Example:
+        >>> feed = make_feed(spec, torch.device("cpu"))
+        >>> inputs, targets = feed.batch(step=0, replica=0)
     """
 
     kind = "synthetic"
@@ -123,7 +64,7 @@ class DataFeed(ABC):
     storage = "device"
     """Where a step takes its samples from: ``device``, ``host`` or ``files``."""
     distinct_samples: int | None = None
-    """Different ones in an epoch; ``None`` where all of them are."""
+    """Number of different samples in an epoch; ``None`` if all are different."""
 
     def __init__(self, spec: RunSpec, device: torch.device, samples: int | None = None) -> None:
         dataset = DATASETS[spec.dataset]
@@ -138,7 +79,7 @@ class DataFeed(ABC):
         self.device = device
         self.dtype = torch.float64 if spec.precision == "fp64" else torch.float32
         self.channels_last = spec.channels_last
-        # That a batch is more than the whole set is dropped before a run begins; files may hold less than that.
+        # Planning excludes a batch larger than the data set; the files may hold fewer samples than that.
         if self.samples < dataset.samples and self.global_batch_size > self.samples:
             raise WorkerError(
                 f"global batch {self.global_batch_size} is more than the {self.samples} samples of "
@@ -146,62 +87,62 @@ class DataFeed(ABC):
                 status="unsupported",
                 hint=f"a global batch of {self.samples} or less, or more of the set's files",
             )
-        whole = (self.samples, self.global_batch_size, self.replicas, spec.drop_last)
-        self.steps_per_epoch = steps_per_epoch(*whole)
-        self.dropped = dropped_samples(*whole)
+        epoch = (self.samples, self.global_batch_size, self.replicas, spec.drop_last)
+        self.steps_per_epoch = steps_per_epoch(*epoch)
+        self.dropped = dropped_samples(*epoch)
 
-    def position(self, step: int) -> tuple[int, int]:
-        """(epoch, step within it)."""
+    def epoch_and_step(self, step: int) -> tuple[int, int]:
+        """Return (epoch, step within the epoch) of step number ``step``."""
         return divmod(step, self.steps_per_epoch)
 
     def global_count(self, step: int) -> int:
-        """Samples that all replicas together take in ``step``: fewer in the last step of an epoch."""
+        """Return the samples of all replicas in ``step``; the last step of an epoch may have fewer."""
         first = (step % self.steps_per_epoch) * self.global_batch_size
         return min(self.global_batch_size, self.samples - first)
 
-    def share(self, step: int, replica: int) -> range:
-        """Positions within the step's batch that are ``replica``'s (``parallel.shard.step_shares``)."""
-        return _replica_shares(self.global_count(step), self.replicas)[replica]
+    def replica_range(self, step: int, replica: int) -> range:
+        """Return the positions of ``replica``'s samples within the step's global batch."""
+        return _replica_ranges(self.global_count(step), self.replicas)[replica]
 
-    def count(self, step: int, replica: int) -> int:
-        """Samples of ``replica`` in ``step``."""
-        return len(self.share(step, replica))
+    def replica_count(self, step: int, replica: int) -> int:
+        """Return the number of samples of ``replica`` in ``step``."""
+        return len(self.replica_range(step, replica))
 
-    def micro_shares(self, step: int, replica: int) -> list[range]:
-        """The micro-batches of ``replica`` in ``step``, as positions within its batch: as many for every replica."""
-        smallest = self.count(step, self.replicas - 1)
-        return micro_batch_ranges(self.count(step, replica), smallest, self.batch_size, self.micro_batches)
+    def micro_batch_ranges(self, step: int, replica: int) -> list[range]:
+        """Return the micro-batches of ``replica`` as positions within its batch; all replicas have the same number."""
+        smallest = self.replica_count(step, self.replicas - 1)
+        return micro_batch_ranges(self.replica_count(step, replica), smallest, self.batch_size, self.micro_batches)
 
-    def chosen(self, step: int, replica: int) -> Tensor:
-        """Which samples of the set these are: every epoch has its own order from the seed, the same on all ranks."""
-        epoch, position = self.position(step)
-        first, share = position * self.global_batch_size, self.share(step, replica)
-        return self.epoch_order(epoch)[first + share.start : first + share.stop]
+    def sample_indices(self, step: int, replica: int) -> Tensor:
+        """Return the indices [n] within the set of ``replica``'s samples in ``step``."""
+        epoch, epoch_step = self.epoch_and_step(step)
+        first, positions = epoch_step * self.global_batch_size, self.replica_range(step, replica)
+        return self.epoch_order(epoch)[first + positions.start : first + positions.stop]
 
     def epoch_order(self, epoch: int) -> Tensor:
-        """All samples of the set, in the order in which ``epoch`` takes them."""
+        """Return the permutation [samples] of ``epoch``: from the seed, the same on all ranks."""
         return _epoch_permutation(self.samples, self.seed, epoch)
 
     @abstractmethod
     def prepare(self, replica: int) -> None:
-        """Do now what would else fall into the first steps."""
+        """Do the one-time work for ``replica`` now, so that it does not fall into the first steps."""
 
     @abstractmethod
     def batch(self, step: int, replica: int) -> Batch:
-        """The samples of ``replica`` in ``step``."""
+        """Return the samples of ``replica`` in ``step``; the same ones at every call."""
 
-    def forget(self) -> None:  # noqa: B027 - most keep nothing
-        """Free what is kept of batches that were made; a batch that is asked for again is the same one."""
+    def free(self) -> None:  # noqa: B027 - optional
+        """Free cached batches."""
 
     def held_out(self) -> Iterator[Batch] | None:
-        """Samples that training never sees; ``None`` where there are no real ones with a class each."""
+        """Iterate over labelled real samples that training does not use; ``None`` if there are none."""
         return None
 
-    def close(self) -> None:  # noqa: B027 - most feeds hold nothing
-        """Let go of threads and files."""
+    def close(self) -> None:  # noqa: B027 - optional
+        """Release threads and files."""
 
-    def described(self) -> dict[str, Any]:
-        """What a result says about the samples, so that made-up and real, resident and loaded ones are told apart."""
+    def description(self) -> dict[str, Any]:
+        """Return the facts that a result records about its samples."""
         return {
             "kind": self.kind,
             "storage": self.storage,
@@ -209,18 +150,18 @@ class DataFeed(ABC):
             "distinct_samples": self.samples if self.distinct_samples is None else self.distinct_samples,
         }
 
-    def place(self, inputs: Tensor, device: torch.device | None = None) -> Tensor:
-        """``inputs`` in the run's type and memory format (integers keep theirs), on its device or on ``device``."""
-        where = device or self.device
+    def to_device(self, inputs: Tensor, device: torch.device | None = None) -> Tensor:
+        """Return ``inputs`` in the run's dtype and memory format (integers keep theirs) on the run's or ``device``."""
+        target = device or self.device
         if not inputs.is_floating_point():
-            return inputs.to(where, non_blocking=True)
+            return inputs.to(target, non_blocking=True)
         layout = _CHANNELS_LAST.get(inputs.dim()) if self.channels_last else None
-        moved = inputs.to(where, self.dtype, non_blocking=True)
+        moved = inputs.to(target, self.dtype, non_blocking=True)
         return moved.contiguous(memory_format=layout or torch.contiguous_format)
 
 
 @lru_cache(maxsize=8)
-def _replica_shares(count: int, replicas: int) -> list[range]:
+def _replica_ranges(count: int, replicas: int) -> list[range]:
     return even_ranges(count, replicas)
 
 
@@ -229,20 +170,82 @@ def _epoch_permutation(samples: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(samples, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
 
 
-def make_feed(spec: RunSpec, device: torch.device, source: DataSource = NO_FILES) -> DataFeed:
-    """The feed of the run's data set. ``WorkerError`` (``unsupported``) where its files are not there."""
-    if spec.dataset == "digits":
-        from hpcbench.worker.data.resident_feed import DigitsFeed
+class Minibatch(NamedTuple):
+    """One entry of a ``MinibatchSequence``."""
 
-        return DigitsFeed(spec, device)
-    if spec.data in ("device", "host"):
-        from hpcbench.worker.data.synthetic_feed import SyntheticFeed
+    step: int
+    """Index of its step in the order of steps."""
+    place: int
+    """Its index within the step."""
+    sizes: tuple[int, ...]
+    """Its samples on every replica."""
 
-        return SyntheticFeed(spec, device)
-    if spec.data == "real" and spec.dataset in ("mnist", "cifar10"):
-        from hpcbench.worker.data.resident_feed import ArchiveFeed
+    @property
+    def samples(self) -> int:
+        """Samples of all replicas."""
+        return sum(self.sizes)
 
-        return ArchiveFeed(spec, device, source)
-    from hpcbench.worker.data.file_feed import FileFeed
 
-    return FileFeed(spec, device, source)
+class MinibatchSequence:
+    """The micro-batches of all steps, numbered consecutively, for a pipeline that runs across steps.
+
+    Steps come in the order that was announced; after the last of them, or without any, numbers count on. Methods take
+    the index of a step in this order, not its number.
+    """
+
+    def __init__(self, feed: DataFeed, steps: Iterable[int] = ()) -> None:
+        self._feed = feed
+        self._steps = list(steps)
+        self._ranges: list[list[list[range]]] = []
+        """By step, replica and micro-batch."""
+        self._first: list[int] = [0]
+        """Number of the first minibatch of every step so far, and of the step after."""
+        self._batches: dict[tuple[int, int], Batch] = {}
+
+    def step(self, index: int) -> int:
+        """Return the number of step ``index``."""
+        if index < len(self._steps):
+            return self._steps[index]
+        return self._steps[-1] + 1 + index - len(self._steps) if self._steps else index
+
+    def count(self, index: int) -> int:
+        """Return the number of minibatches of step ``index``."""
+        self._extend_to(index)
+        return len(self._ranges[index][0])
+
+    def first(self, index: int) -> int:
+        """Return the number of the first minibatch of step ``index``."""
+        self._extend_to(index)
+        return self._first[index]
+
+    def at(self, number: int) -> Minibatch:
+        """Return minibatch ``number``."""
+        while self._first[-1] <= number:
+            self._extend_to(len(self._ranges))
+        step = bisect_right(self._first, number) - 1
+        place = number - self._first[step]
+        return Minibatch(step, place, tuple(len(ranges[place]) for ranges in self._ranges[step]))
+
+    def samples(self, index: int) -> int:
+        """Return the global sample count of step ``index``."""
+        return self._feed.global_count(self.step(index))
+
+    def batch(self, number: int, replica: int) -> Batch:
+        """Return the samples of minibatch ``number`` on ``replica``.
+
+        Batches of the last two steps are cached.
+        """
+        step, place, _ = self.at(number)
+        if (step, replica) not in self._batches:
+            self._batches = {key: batch for key, batch in self._batches.items() if key[0] >= step - 1}
+            self._batches[step, replica] = self._feed.batch(self.step(step), replica)
+        samples = self._ranges[step][replica][place]
+        inputs, targets = self._batches[step, replica]
+        return inputs[samples.start : samples.stop], targets[samples.start : samples.stop]
+
+    def _extend_to(self, index: int) -> None:
+        while len(self._ranges) <= index:
+            step = self.step(len(self._ranges))
+            ranges = [self._feed.micro_batch_ranges(step, replica) for replica in range(self._feed.replicas)]
+            self._ranges.append(ranges)
+            self._first.append(self._first[-1] + len(ranges[0]))

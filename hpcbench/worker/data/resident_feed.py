@@ -22,47 +22,59 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.worker.data.feed import Batch, DataFeed, DataSource
-from hpcbench.worker.data.file_feed import missing_files_error, require_data_folder
+from hpcbench.worker.data.sample_files import missing_files_error, require_data_folder
 from hpcbench.worker.failure import install_hint
 
+RESIDENT_DATASETS = ("mnist", "cifar10", "digits")
 _EVALUATION_BATCH = 500
 
 
 class ResidentFeed(DataFeed):
-    """``train`` is one epoch; ``held_out`` is for evaluation alone. Both are inputs and labels on the host."""
+    """A whole real data set on the device. Its test part is held out for evaluation."""
 
     kind = "real"
 
-    def __init__(self, spec: RunSpec, device: torch.device, train: Batch, held_out: Batch) -> None:
+    def __init__(self, spec: RunSpec, device: torch.device, source: DataSource) -> None:
+        self._folder: Path | None = None
+        if spec.dataset == "digits":
+            inputs, labels = _load_digits()
+            count = DATASETS["digits"].samples
+            inputs = (inputs - inputs[:count].mean()) / inputs[:count].std()
+            train, test = (inputs[:count], labels[:count]), (inputs[count:], labels[count:])
+        else:
+            self._folder = require_data_folder(spec, source.folder)
+            parts = (_read_mnist if spec.dataset == "mnist" else _read_cifar10)(spec, self._folder)
+            statistics = _CHANNEL_STATISTICS[spec.dataset]
+            train, test = ((normalize_channels(pixels.float() / 255, *statistics), labels) for pixels, labels in parts)
         super().__init__(spec, device, samples=len(train[1]))
-        self._inputs, self._labels = self.place(train[0]), train[1].to(device)
-        self._unseen = (self.place(held_out[0]), held_out[1].to(device))
-
+        self._inputs, self._labels = self.to_device(train[0]), train[1].to(device)
+        self._held_out = (self.to_device(test[0]), test[1].to(device))
         self._order: tuple[int, Tensor] = (-1, self._labels)
 
     def epoch_order(self, epoch: int) -> Tensor:
-        """Kept on the device, so that no step has to wait for it."""
+        """Return the permutation of ``epoch``, cached on the device so that no step waits for it."""
         if self._order[0] != epoch:
             self._order = (epoch, super().epoch_order(epoch).to(self.device))
         return self._order[1]
 
     def prepare(self, replica: int) -> None:
-        """Everything is resident already."""
         self.batch(0, replica)
 
     def batch(self, step: int, replica: int) -> Batch:
-        """[share, *shape] and [share]."""
-        chosen = self.chosen(step, replica)
-        return self.place(self._inputs[chosen]), self._labels[chosen]
+        indices = self.sample_indices(step, replica)
+        return self.to_device(self._inputs[indices]), self._labels[indices]
 
     def held_out(self) -> Iterator[Batch]:
-        """Images that training never sees."""
-        inputs, labels = self._unseen
+        inputs, labels = self._held_out
         return zip(torch.split(inputs, _EVALUATION_BATCH), torch.split(labels, _EVALUATION_BATCH), strict=True)
+
+    def description(self) -> dict[str, Any]:
+        """Return the facts for the result, with the data folder if there is one."""
+        return super().description() | ({} if self._folder is None else {"data_folder": str(self._folder)})
 
 
 def normalize_channels(inputs: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """``inputs`` [n, channels, ...] with the channels' ``mean`` taken off, in units of their ``std``."""
+    """Return ``inputs`` [n, channels, ...] minus the channels' ``mean``, divided by their ``std``."""
     channels = (1, len(mean), *(1 for _ in inputs.shape[2:]))
     return (inputs - torch.tensor(mean).view(channels)) / torch.tensor(std).view(channels)
 
@@ -73,38 +85,17 @@ _MAX_FILE_BYTES = 256 * 2**20
 _IDX_UINT8 = 0x08
 
 
-class ArchiveFeed(ResidentFeed):
-    """All of it lies on the device; the set's own test part is held out."""
-
-    def __init__(self, spec: RunSpec, device: torch.device, source: DataSource) -> None:
-        self._folder = require_data_folder(spec, source.folder)
-        read = _read_mnist if spec.dataset == "mnist" else _read_cifar10
-        train, held_out = read(spec, self._folder)
-        super().__init__(
-            spec, device, _normalize_pixels(spec.dataset, *train), _normalize_pixels(spec.dataset, *held_out)
-        )
-
-    def described(self) -> dict[str, Any]:
-        """Also where the files are."""
-        return {**super().described(), "data_folder": str(self._folder)}
-
-
-def _normalize_pixels(dataset: str, pixels: Tensor, labels: Tensor) -> Batch:
-    return normalize_channels(pixels.float() / 255, *_CHANNEL_STATISTICS[dataset]), labels
-
-
 def _read_mnist(spec: RunSpec, folder: Path) -> tuple[Batch, Batch]:
-    root = folder / "MNIST" / "raw"
-    return _read_mnist_part(spec, folder, root, "train"), _read_mnist_part(spec, folder, root, "t10k")
+    return _read_mnist_part(spec, folder, "train"), _read_mnist_part(spec, folder, "t10k")
 
 
-def _read_mnist_part(spec: RunSpec, folder: Path, root: Path, part: str) -> Batch:
-    paths = []
+def _read_mnist_part(spec: RunSpec, folder: Path, part: str) -> Batch:
+    root, paths = folder / "MNIST" / "raw", []
     for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
-        found = next((path for path in (root / name, root / f"{name}.gz") if path.is_file()), None)
-        if found is None:
+        path = next((path for path in (root / name, root / f"{name}.gz") if path.is_file()), None)
+        if path is None:
             raise missing_files_error(spec, folder, name)
-        paths.append(found)
+        paths.append(path)
     images, labels = (read_idx(path) for path in paths)
     _check_labels(paths[1], labels, len(images), DATASETS[spec.dataset].outputs)
     if images.shape[1:] != DATASETS[spec.dataset].shape[1:]:
@@ -113,7 +104,7 @@ def _read_mnist_part(spec: RunSpec, folder: Path, root: Path, part: str) -> Batc
 
 
 def read_idx(path: Path) -> Any:
-    """The array of bytes in an idx file (yann.lecun.com's format), which may be packed by gzip."""
+    """Return the array of bytes in an idx file (yann.lecun.com's format), which may be compressed with gzip."""
     data = _read_whole_file(path)
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] != _IDX_UINT8 or not 1 <= data[3] <= 3:
         raise WorkerError(f"{path} is no idx file of bytes: it begins with {data[:4].hex() or 'nothing'}")
@@ -122,9 +113,9 @@ def read_idx(path: Path) -> Any:
     if len(data) < begin:
         raise WorkerError(f"{path} is cut short: {len(data)} bytes")
     shape = struct.unpack(f">{dims}I", data[4:begin])
-    wanted = begin + int(np.prod(shape, dtype=object))
-    if len(data) != wanted:
-        raise WorkerError(f"{path} has {len(data)} bytes, but its header speaks of {wanted}", hint="fetch it again")
+    expected = begin + int(np.prod(shape, dtype=object))
+    if len(data) != expected:
+        raise WorkerError(f"{path} has {len(data)} bytes, but its header speaks of {expected}", hint="fetch it again")
     return np.frombuffer(data, dtype=np.uint8, offset=begin).reshape(shape).copy()
 
 
@@ -151,18 +142,18 @@ def _read_cifar10(spec: RunSpec, folder: Path) -> tuple[Batch, Batch]:
 
 
 def read_cifar_batch(path: Path) -> Batch:
-    """One of CIFAR-10's python batches: pixels [n, 3, 32, 32] and labels [n]."""
+    """Read one of CIFAR-10's python batches: pixels [n, 3, 32, 32] and labels [n]."""
     try:
-        held = _NumpyUnpickler(io.BytesIO(_read_whole_file(path)), encoding="bytes").load()
+        content = _NumpyUnpickler(io.BytesIO(_read_whole_file(path)), encoding="bytes").load()
     except WorkerError:
         raise
     except Exception as error:
         hint = "fetch cifar-10-python.tar.gz again, from its author"
         raise WorkerError(f"{path} is no batch of CIFAR-10: {error}", hint=hint) from error
-    pixels = held.get(b"data") if isinstance(held, dict) else None
+    pixels = content.get(b"data") if isinstance(content, dict) else None
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.ndim != 2 or pixels.shape[1] != 3072:
         raise WorkerError(f"{path} is no batch of CIFAR-10: no rows of 3,072 bytes under 'data'", hint="fetch it again")
-    labels = np.array(held.get(b"labels"))
+    labels = np.array(content.get(b"labels"))
     _check_labels(path, labels, len(pixels), 10)
     return torch.from_numpy(pixels.reshape(-1, 3, 32, 32).copy()), torch.from_numpy(labels.astype(np.int64))
 
@@ -182,31 +173,20 @@ _ALLOWED_GLOBALS: dict[tuple[str, str], Any] = {
 
 
 class _NumpyUnpickler(pickle.Unpickler):
-    """A pickle can name any function to be called. Those of CIFAR-10 name numpy's arrays, and nothing else is found."""
+    """Unpickles numpy arrays only: a pickle can name any function to be called, those of CIFAR-10 name no other."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What an array is made with."""
+        """Return the allowed global ``module.name``."""
         if (module, name) not in _ALLOWED_GLOBALS:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no batch does; nothing of it was run")
         return _ALLOWED_GLOBALS[module, name]
 
 
-class DigitsFeed(ResidentFeed):
-    """The first 1,500 images train, the last 297 are held out."""
+def _load_digits() -> Batch:
+    """Load scikit-learn's digits, images [n, 1, 8, 8] and labels [n]: the first 1,500 train, the others are held out.
 
-    def __init__(self, spec: RunSpec, device: torch.device) -> None:
-        inputs, labels = _load_digits()
-        count = DATASETS[spec.dataset].samples
-        train = inputs[:count]
-        inputs = (inputs - train.mean()) / train.std()
-        super().__init__(spec, device, (inputs[:count], labels[:count]), (inputs[count:], labels[count:]))
-
-
-def _load_digits() -> tuple[Tensor, Tensor]:
-    """Images [1797, 1, 8, 8] and labels [1797]: a line of the package's file is 64 pixels and the digit.
-
-    Not ``load_digits``: with it comes scipy, which takes every rank a second of start-up and a file system a thousand
-    files.
+    ``load_digits`` is avoided because it imports scipy, which costs every rank a second and a file system a thousand
+    files. A line of the package's file is 64 pixels and the digit.
     """
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:

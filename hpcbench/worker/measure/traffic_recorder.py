@@ -115,15 +115,15 @@ def run_recorded_step(
     """Return this rank's traffic in one step with a whole batch, run by all ranks together.
 
     Empty if steps are not profiled, on a lone rank, with a compiled model (a recorder would have it compiled again),
-    for a strategy whose communication the recorder does not see (``traffic_is_seen``), and if a rank is stopped.
+    for a strategy whose communication the recorder does not see (``traffic_is_recorded``), and if a rank is stopped.
 
     Args:
         any_rank: whether a flag is true on any rank; the ranks wait for each other in it.
         first: number of the next step, which is recorded if its batch is whole, else the one after it.
         warnings: gets the operators of torch that the recorder does not know.
     """
-    seen = getattr(strategy, "traffic_is_seen", True)
-    if spec.profile_steps == 0 or spec.ranks == 1 or spec.compile or not seen or any_rank(stop.should_stop()):
+    is_possible = spec.profile_steps > 0 and spec.ranks > 1 and not spec.compile and strategy.traffic_is_recorded
+    if not is_possible or any_rank(stop.should_stop()):
         return []
     if feed.global_count(first) < feed.global_batch_size:
         # Run without a record: a pipeline that runs across steps has begun it.

@@ -173,7 +173,7 @@ def _capture_whole_layers(
         for module in captured
     ]
     source = replay_tensor(outputs)
-    loss = LayerCall("loss", "Loss", split, parts, samples, lambda: strategy.losses(source(), batch[1]) / samples)
+    loss = LayerCall("loss", "Loss", split, parts, samples, lambda: strategy.loss_sum(source(), batch[1]) / samples)
     return captured, [*calls, loss]
 
 

@@ -2,81 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, cast, runtime_checkable
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel import catalog
-from hpcbench.results.schema import ProbeResults
+from hpcbench.results.schema import PipelinePrediction, ProbeResults, TimelineSpan
 from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
 from hpcbench.worker.model_execution import MixedPrecision, compile_in_place, summed_loss
 
 
-class Strategy(Protocol):
-    """One way to train. The loop calls ``setup`` once, then ``step`` for every step, and nothing else."""
+class Strategy(ABC):
+    """One way to train on several ranks: the runtime behind a registry entry.
+
+    The loop calls ``setup`` once and then ``step`` for every step. All other members have defaults; a strategy
+    overrides the ones it needs. ``R`` replicas train together; a replica takes ``n`` samples per step.
+
+    Example:
+        >>> strategy = SingleStrategy()
+        >>> strategy.setup(build_model(spec), spec, RankContext(0, 1, torch.device("cpu")))
+        >>> loss = strategy.step(feed, 0)
+    """
 
     replica: int
-    """The data-parallel replica that this rank belongs to."""
-    forward_is_collective: bool
+    """Number of the data-parallel replica that this rank belongs to, 0 to R - 1. Set by ``setup``."""
+    module: nn.Module
+    """This rank's weights in callable form, [n, *sample shape] -> outputs; for evaluation. Set by ``setup``."""
+    arithmetic: MixedPrecision
+    """Autocast and loss scaling of the run. Set by ``setup``."""
+    forward_is_collective: ClassVar[bool] = False
     """Whether ``module`` can only be called by all ranks together."""
-    phases: PhaseMarker
-    """Put around the parts of a step; the loop replaces it in profiled steps."""
+    measures_machine: ClassVar[bool] = False
+    """Whether ``measure`` is called after the steps (calibration runs)."""
+    traffic_is_recorded: bool = True
+    """Whether all communication passes torch's operators, on threads that a recorder follows."""
+    phases: PhaseMarker = staticmethod(no_marker)
+    """Called with a phase name, returns the context of that part of a step; the profiler replaces it."""
+    predicted: PipelinePrediction | None = None
+    """The step that measured block times predict, if the stages were balanced by them."""
 
-    @property
-    def module(self) -> nn.Module:
-        """The weights that this rank holds, in a form that can be called: for evaluation and comparison."""
+    @abstractmethod
+    def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
+        """Split or wrap the model and create the optimizer. May communicate.
 
-    def setup(self, model: nn.Sequential, spec: RunSpec, place: RankContext) -> None:
-        """Take ``model`` (built on the host, the same on every rank) apart or wrap it. May communicate."""
+        Args:
+            model: The whole model on the host, with the same weights on every rank.
+            spec: The run.
+            context: This rank, its device and the group of all ranks.
 
-    def announce(self, steps: Sequence[int]) -> None:
-        """Before the first step: the numbers that ``step`` will be called with, where they do not follow one another.
-
-        A pipeline that runs across steps begins the next one before this one has ended.
+        Raises:
+            WorkerError: ``unsupported`` if the strategy cannot train this model with these options.
         """
 
+    def announce(self, steps: Sequence[int]) -> None:  # noqa: B027 - optional
+        """Receive the numbers of the coming steps, before the first one, if they are not 0, 1, 2, ...
+
+        A pipeline that runs across steps begins the next step before the current one has ended.
+        """
+
+    @abstractmethod
     def step(self, feed: DataFeed, step: int) -> Tensor:
-        """Forward, backward and update for step ``step``.
+        """Run forward, backward and update for step number ``step``.
 
-        Returns this rank's part of the loss, detached, on the device: the sum over its samples divided by the global
-        sample count, so that the parts of all replicas add up to the mean loss.
+        Returns:
+            This rank's part of the loss, a detached scalar on the device: the sum over its samples divided by the
+            global sample count, so that the parts of all ranks add up to the mean loss.
         """
 
+    @abstractmethod
     def weights(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the whole model by their single-device names, complete on rank 0. Communicates."""
+        """Return parameters and buffers of the whole model by their single-device names, complete on rank 0.
 
+        Collective: all ranks call it together.
+        """
+
+    @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
-        """As ``weights``: the gradients that the last step's update used."""
+        """Return the gradients that the last step's update used, in the form of ``weights``. Collective."""
 
-    @staticmethod
-    def close() -> None:
-        """Called once in every rank's process after all else, when no instance is left; not after an error."""
+    def progress_report(self) -> str | None:
+        """Return one sentence on this rank's progress within the step, for error reports. Called from any thread."""
+        return None
 
+    def watchdog(self, context: RankContext, abandon: Callable[[BaseException], None]) -> AbstractContextManager[None]:
+        """Return a context around all steps that calls ``abandon`` from a thread when the step makes no progress."""
+        return nullcontext()
 
-def resolve_runtime(key: str) -> type[Strategy]:
-    """Import the runtime class of strategy ``key``.
+    def record_actions(self, feed: DataFeed, step: int, device: torch.device) -> list[TimelineSpan]:
+        """Run one step and return when this rank's schedule actions ran, in seconds since a common barrier.
 
-    ``tests/test_seams.py`` checks every class of the registry against ``Strategy``, statically and when it runs.
-    """
-    return cast(type[Strategy], catalog.load_object(catalog.get_strategy(key).runtime))
-
-
-@runtime_checkable
-class ProbingStrategy(Protocol):
-    """A strategy that has more to measure than its steps."""
+        Called if the registry entry has ``records_timeline``.
+        """
+        raise NotImplementedError
 
     def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
-        """After all steps, on all ranks together; rank 0's counts. ``check`` raises where a rank was told to stop."""
+        """Measure the machine after all steps, on all ranks together; rank 0's result is kept.
+
+        Args:
+            feed: Samples to measure kernels on.
+            check: Called between measurements; raises if a rank was asked to stop.
+        """
+        raise NotImplementedError
+
+    @staticmethod  # noqa: B027 - optional
+    def close() -> None:
+        """Release what the process holds. Called once per process after a run without error, after all instances."""
 
 
 def optimizer_class_and_arguments(spec: RunSpec) -> tuple[type[torch.optim.Optimizer], dict[str, float]]:
-    """The class of the run's optimizer and its arguments, for libraries that make their own instances."""
+    """Return the class of the run's optimizer and its arguments, for libraries that create their own instances."""
     common = {"lr": spec.learning_rate, "weight_decay": spec.weight_decay}
     if spec.optimizer == "sgd":
         return torch.optim.SGD, {**common, "momentum": spec.momentum}
@@ -84,128 +126,151 @@ def optimizer_class_and_arguments(spec: RunSpec) -> tuple[type[torch.optim.Optim
 
 
 def make_optimizer(spec: RunSpec, module: nn.Module) -> torch.optim.Optimizer:
-    """The run's optimizer over the parameters of ``module``."""
-    kind, arguments = optimizer_class_and_arguments(spec)
-    make: Callable[..., torch.optim.Optimizer] = kind
+    """Create the run's optimizer over the parameters of ``module``."""
+    optimizer_class, arguments = optimizer_class_and_arguments(spec)
+    make: Callable[..., torch.optim.Optimizer] = optimizer_class
     return make(list(module.parameters()), **arguments)
 
 
-def chosen_options(spec: RunSpec) -> dict[str, Any]:
-    """The options of the run's strategy, defaults filled in."""
-    return catalog.options_with_defaults(spec)
+class DataParallelStrategy(Strategy):
+    """A whole model per rank; gradients are combined by the wrapper that a subclass returns from ``wrap``.
 
+    A step accumulates the gradients of the micro-batches and communicates with the last one::
 
-class DataParallelStrategy:
-    """A whole model per rank. ``loss_factor`` undoes what the wrapper does to gradients (an average, for DDP)."""
+        data | forward backward | forward backward | forward backward + reduction | optimizer
+               micro-batch 0      micro-batch 1      micro-batch 2
+    """
 
     loss_factor = 1.0
-    forward_is_collective = False
-    traffic_is_seen = True
-    """Whether all that is passed goes through torch's operators, on threads that a recorder follows."""
-    phases: PhaseMarker = staticmethod(no_marker)
+    """Undoes the scaling that the wrapper applies to gradients (DDP averages over replicas)."""
+    _loss: Tensor | None = None
 
-    def setup(self, model: nn.Sequential, spec: RunSpec, place: RankContext) -> None:
-        """Put ``model`` on the device, wrapped by the subclass."""
+    def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
         self.spec = spec
-        self.replica = place.rank if spec.dp_degree > 1 else 0
-        self.arithmetic = MixedPrecision(spec.precision, place.device)
-        self.module: nn.Module = self.own_part(model, spec).to(place.device).train()
+        self.context = context
+        self.options = catalog.options_with_defaults(spec)
+        self.replica = context.rank if spec.dp_degree > 1 else 0
+        self.arithmetic = MixedPrecision(spec.precision, context.device)
+        self.module = self.split_model(model, spec).to(context.device).train()
         if spec.compile:
             compile_in_place(self.module)
-        self.runner = self.wrap(self.module, spec, place)
-        self.optimizer = self.make_optimizer(spec, place)
+        self.runner = self.wrap(self.module, spec, context)
+        self.optimizer = self.make_optimizer(spec, context)
 
-    def own_part(self, model: nn.Sequential, spec: RunSpec) -> nn.Module:
-        """What this rank holds of ``model``, still on the host: all of it where only the batch is shared."""
+    def split_model(self, model: nn.Sequential, spec: RunSpec) -> nn.Module:
+        """Return this rank's part of ``model``, still on the host."""
         return model
 
-    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
-        """What is called instead of ``module``."""
+    def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
+        """Return the module that a step calls instead of ``module``."""
         return module
 
-    def make_optimizer(self, spec: RunSpec, place: RankContext) -> torch.optim.Optimizer:
-        """Who updates the weights, made after ``wrap``."""
+    def make_optimizer(self, spec: RunSpec, context: RankContext) -> torch.optim.Optimizer:
+        """Create the optimizer; called after ``wrap``."""
         return make_optimizer(spec, self.module)
 
-    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the samples' losses; another form of it where ``outputs`` are another form of the model's."""
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the samples' losses."""
         return summed_loss(outputs, targets)
 
     def clear_gradients(self) -> None:
-        """Before each step."""
+        """Reset gradients before a step."""
         self.optimizer.zero_grad()
 
-    def without_sync(self) -> AbstractContextManager[None]:
-        """The context of all micro-batches but the last."""
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return the context of all micro-batches but the last: gradients are accumulated, not communicated."""
         return nullcontext()
 
     def step(self, feed: DataFeed, step: int) -> Tensor:
-        """See ``Strategy.step``. Micro-batches accumulate gradients."""
         global_count = feed.global_count(step)
         with self.phases("data"):
-            inputs, labels = self.batch(feed, step)
+            inputs, targets = self.batch(feed, step)
         self.clear_gradients()
-        parts = feed.micro_shares(step, self.replica)
-        for part in parts[:-1]:
-            with self.without_sync():
-                self._accumulate(inputs, labels, part, global_count)
-        self._accumulate(inputs, labels, parts[-1], global_count)
+        *early, last = feed.micro_batch_ranges(step, self.replica)
+        for samples in early:
+            with self.no_sync():
+                self._accumulate(inputs, targets, samples, global_count)
+        self._accumulate(inputs, targets, last, global_count)
         with self.phases("backward"):
-            self.finish_backward()
+            self.finish_gradient_reduction()
         with self.phases("optimizer"):
             self.update()
         return self._take_loss()
 
-    def announce(self, steps: Sequence[int]) -> None:
-        """Every step is complete in itself."""
-
     def batch(self, feed: DataFeed, step: int) -> Batch:
-        """What this rank keeps of its replica's samples for the length of a step."""
+        """Return this rank's inputs [n, *sample shape] and targets of the step."""
         return feed.batch(step, self.replica)
 
-    def finish_backward(self) -> None:
-        """Between the last backward pass of a step and its update."""
+    def finish_gradient_reduction(self) -> None:
+        """Wait for outstanding gradient communication, between the last backward pass and the update."""
 
     def update(self) -> None:
-        """Let the optimizer use the gradients of the step."""
+        """Apply the step's gradients."""
         self.arithmetic.update(self.optimizer)
 
     def weights(self) -> dict[str, Tensor]:
-        """Every rank holds all of them."""
         return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Every rank holds all of them."""
         named = self.module.named_parameters()
         return {name: parameter.grad.detach() for name, parameter in named if parameter.grad is not None}
 
-    @staticmethod
-    def close() -> None:
-        """Nothing is left to do."""
-
-    def _accumulate(self, inputs: Tensor, labels: Tensor, part: range, global_count: int) -> None:
-        chosen = slice(part.start, part.stop)
+    def _accumulate(self, inputs: Tensor, targets: Tensor, samples: range, global_count: int) -> None:
+        rows = slice(samples.start, samples.stop)
         with self.phases("forward"):
-            loss = self._forward(inputs[chosen], labels[chosen]) / global_count
+            loss = self._forward(inputs[rows], targets[rows]) / global_count
         with self.phases("backward"):
-            # DDP averages over replicas; the sum of shares that were divided by the true count is what is wanted.
             self.arithmetic.backward(loss * self.loss_factor)
-        kept = loss.detach()
-        self._loss = kept if self._loss is None else self._loss + kept
+        detached = loss.detach()
+        self._loss = detached if self._loss is None else self._loss + detached
 
-    def _forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """The sum of the samples' losses. The outputs end here: autograd keeps what it needs of them."""
+    def _forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        # A function of its own, so that the outputs are released here: autograd keeps the ones it needs.
         with self.arithmetic.autocast():
             outputs = self.runner(inputs)
-        return self.losses(outputs, labels)
-
-    _loss: Tensor | None = None
+        return self.loss_sum(outputs, targets)
 
     def _take_loss(self) -> Tensor:
         assert self._loss is not None, "a step without micro-batches"
-        taken, self._loss = self._loss, None
-        return taken
+        loss, self._loss = self._loss, None
+        return loss
+
+
+def resolve_runtime(key: str) -> type[Strategy]:
+    """Import the runtime class of strategy ``key``."""
+    runtime = catalog.load_object(catalog.get_strategy(key).runtime)
+    assert isinstance(runtime, type), f"{key}: {runtime} is no class"
+    assert issubclass(runtime, Strategy), f"{key}: {runtime} is no Strategy"
+    return runtime
+
+
+class WrapperStrategy(DataParallelStrategy):
+    """A model in a wrapper that averages gradients over replicas and has a ``no_sync`` context (DDP, fairscale)."""
+
+    runner: Any
+
+    def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
+        self.loss_factor = float(spec.dp_degree)
+        super().setup(model, spec, context)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self.runner.no_sync():
+            yield
 
 
 class SingleStrategy(DataParallelStrategy):
-    """The model as it is: the reference of every speed-up."""
+    """The unchanged model on one device: the baseline of every speed-up."""
+
+
+def untied_blocks(module: nn.Module) -> list[nn.Module]:
+    """Return the blocks whose parameters no other block uses, for wrapping one by one.
+
+    Tied weights must stay together in the root's group.
+    """
+    users = Counter(id(parameter) for block in module.children() for parameter in set(block.parameters()))
+    return [
+        block
+        for block in module.children()
+        if (parameters := list(block.parameters())) and all(users[id(parameter)] == 1 for parameter in parameters)
+    ]

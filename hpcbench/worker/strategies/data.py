@@ -1,10 +1,13 @@
-"""Data parallelism with torch's DistributedDataParallel (Li et al. 2020) and its gradient compression hooks."""
+"""Data parallelism with torch's DistributedDataParallel (DDP), its gradient compression hooks, and sharded optimizers.
+
+Sources: Li et al. 2020 (DDP), Rajbhandari et al. 2020 (ZeRO-1).
+"""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -14,69 +17,60 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.strategies.base import DataParallelStrategy, chosen_options
+from hpcbench.worker.strategies.base import WrapperStrategy, optimizer_class_and_arguments
+from hpcbench.worker.strategies.fairscale_library import make_oss_optimizer
 
 
-class DdpStrategy(DataParallelStrategy):
-    """A replica per rank; gradients are all_reduced in buckets while the backward pass still runs.
+class DdpStrategy(WrapperStrategy):
+    """A replica per rank; gradients are all-reduced in buckets during the backward pass.
 
-    Buffers (BatchNorm's running statistics) are rank 0's: DDP broadcasts them before every forward pass.
+    Buffers (BatchNorm's running statistics) are those of rank 0: DDP broadcasts them before every forward pass.
     """
 
-    runner: DistributedDataParallel
-
-    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
-        """``module`` in DDP, with the run's options."""
-        options = chosen_options(spec)
-        self.loss_factor = float(spec.dp_degree)
-        # PowerSGD goes on in threads of the process group.
-        self.traffic_is_seen = options.get("compression") != "powersgd"
-        wrapped = DistributedDataParallel(
+    def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
+        # PowerSGD communicates from threads of the process group.
+        self.traffic_is_recorded = self.options.get("compression") != "powersgd"
+        runner = DistributedDataParallel(
             module,
-            device_ids=[place.device] if place.device.type == "cuda" else None,
-            process_group=place.group,
-            bucket_cap_mb=ddp_bucket_cap(float(options["bucket_cap_mb"])),
-            gradient_as_bucket_view=options["gradient_as_bucket_view"],
-            static_graph=options.get("static_graph", False),
+            device_ids=[context.device] if context.device.type == "cuda" else None,
+            process_group=context.group,
+            bucket_cap_mb=ddp_bucket_cap(float(self.options["bucket_cap_mb"])),
+            gradient_as_bucket_view=self.options["gradient_as_bucket_view"],
+            static_graph=self.options.get("static_graph", False),
         )
-        register_compression_hook(wrapped, options, place)
-        return wrapped
-
-    def without_sync(self) -> AbstractContextManager[None]:
-        """Gradients stay local until the step's last micro-batch."""
-        context: AbstractContextManager[None] = self.runner.no_sync()
-        return context
+        register_compression_hook(runner, self.options, context)
+        return runner
 
 
-def register_compression_hook(wrapped: DistributedDataParallel, options: dict[str, Any], place: RankContext) -> None:
-    """Register the communication hook that ``options`` ask for.
+def register_compression_hook(runner: DistributedDataParallel, options: dict[str, Any], context: RankContext) -> None:
+    """Register the communication hook that ``options["compression"]`` names.
 
-    ``WorkerError`` (``unsupported``) for bf16 without NCCL, which torch's hook needs.
+    Raises:
+        WorkerError: ``unsupported`` for bf16 without NCCL, which torch's hook needs.
     """
     kind = options.get("compression", "none")
-    if kind == "bf16" and place.device.type != "cuda":
+    if kind == "bf16" and context.device.type != "cuda":
         raise WorkerError(
-            f"torch's bf16 gradient compression needs NCCL on a cuda device; this run's is {place.device.type}",
+            f"torch's bf16 gradient compression needs NCCL on a cuda device; this run's is {context.device.type}",
             status="unsupported",
             hint='set options.compression to "fp16", "powersgd" or "none"',
         )
     if kind == "powersgd":
-        # The first steps go uncompressed, as its authors do it; two are enough for a run that only measures.
-        rank = options["powersgd_rank"]
-        state = PowerSGDState(place.group, rank, start_powerSGD_iter=2, min_compression_rate=1)
-        wrapped.register_comm_hook(
-            state, powerSGD_hook if place.device.type == "cuda" else power_sgd_one_bucket_at_a_time
+        # The first steps are uncompressed, as in the paper; two are enough for a run that only measures.
+        state = PowerSGDState(context.group, options["powersgd_rank"], start_powerSGD_iter=2, min_compression_rate=1)
+        runner.register_comm_hook(
+            state, powerSGD_hook if context.device.type == "cuda" else power_sgd_one_bucket_at_a_time
         )
     elif kind != "none":
         hook = default_hooks.fp16_compress_hook if kind == "fp16" else default_hooks.bf16_compress_hook
-        wrapped.register_comm_hook(place.group, hook)
+        runner.register_comm_hook(context.group, hook)
 
 
 def power_sgd_one_bucket_at_a_time(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
-    """PowerSGD over gloo.
+    """Run torch's PowerSGD hook over gloo.
 
-    Its hook starts further collectives when the first of a bucket has ended. gloo's threads do so in an order of their
-    own on each rank, so with two buckets under way the ranks would send each other the wrong ones.
+    The hook starts further collectives when the first one of a bucket has ended. gloo's threads do so in a different
+    order on each rank: with two buckets in flight the ranks would match the wrong collectives.
     """
     future = powerSGD_hook(state, bucket)
     future.wait()
@@ -84,9 +78,37 @@ def power_sgd_one_bucket_at_a_time(state, bucket):  # type: ignore[no-untyped-de
 
 
 def ddp_bucket_cap(bucket_cap_mb: float) -> float | None:
-    """What DDP is to be told: nothing where the size is its own.
+    """Return the ``bucket_cap_mb`` argument of DDP: ``None`` if the size is DDP's default.
 
-    It then makes the first bucket 1 MiB small, so that communication begins early; a size that it is told, be it the
-    same one, counts for the first bucket too.
+    With its default DDP makes the first bucket only 1 MiB, so that communication begins early; an explicit size, even
+    the same one, also applies to the first bucket.
     """
     return None if bucket_cap_mb == get_strategy("ddp").options["bucket_cap_mb"].default else bucket_cap_mb
+
+
+class Zero1Strategy(DdpStrategy):
+    """DDP with a sharded optimizer (ZeRO-1): each rank updates its shard of the parameters and broadcasts it."""
+
+    def make_optimizer(self, spec: RunSpec, context: RankContext) -> torch.optim.Optimizer:
+        # torch.distributed.optim takes a second to import, which no other strategy should wait for.
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        make: Any = ZeroRedundancyOptimizer
+        optimizer_class, arguments = optimizer_class_and_arguments(spec)
+        optimizer: torch.optim.Optimizer = make(
+            list(self.module.parameters()),
+            optimizer_class,
+            process_group=context.group,
+            parameters_as_bucket_view=self.options["parameters_as_bucket_view"],
+            **arguments,
+        )
+        return optimizer
+
+
+class FairscaleOssStrategy(DdpStrategy):
+    """DDP with fairscale's sharded optimizer (ZeRO-1)."""
+
+    optimizer: Any
+
+    def make_optimizer(self, spec: RunSpec, context: RankContext) -> Any:
+        return make_oss_optimizer(self.module, spec, context, broadcast_fp16=self.options["broadcast_fp16"])

@@ -1,13 +1,12 @@
-"""fairscale's OSS (ZeRO-1) and ShardedDataParallel (ZeRO-2); Rajbhandari et al. 2020.
+"""fairscale's ShardedDataParallel (ZeRO-2) and FullyShardedDataParallel (ZeRO-3); Rajbhandari et al. 2020.
 
-fairscale 0.4.13 was written for torch 1.x; this module works around its incompatibilities with later versions."""
+fairscale's FSDP uses CUDA streams. On a CPU they are replaced by streams without effect, in this process only and only
+where torch has no CUDA device.
+"""
 
 from __future__ import annotations
 
-import importlib
-import warnings
-from contextlib import AbstractContextManager
-from types import ModuleType
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,110 +16,159 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.failure import install_hint
-from hpcbench.worker.strategies.base import (
-    DataParallelStrategy,
-    chosen_options,
-    optimizer_class_and_arguments,
-)
-from hpcbench.worker.strategies.data import DdpStrategy
+from hpcbench.worker.strategies.base import WrapperStrategy, make_optimizer, untied_blocks
+from hpcbench.worker.strategies.fairscale_library import import_fairscale, make_oss_optimizer
 
 
-def import_fairscale(module: str) -> ModuleType:
-    """A module of fairscale; ``WorkerError`` (``unsupported``) with the command that installs it."""
-    try:
-        with warnings.catch_warnings():
-            # Its decorators for autocast have moved since; they still work.
-            warnings.simplefilter("ignore", FutureWarning)
-            return importlib.import_module(f"fairscale.{module}")
-    except Exception as error:
-        raise WorkerError(
-            f"this strategy needs fairscale: {type(error).__name__}: {error}",
-            status="unsupported",
-            hint=install_hint("fairscale"),
-        ) from error
+class FairscaleSddpStrategy(WrapperStrategy):
+    """Each rank owns a part of the optimizer state; each gradient is reduced to the rank that owns its parameter.
 
-
-def make_oss_optimizer(module: nn.Module, spec: RunSpec, place: RankContext, **more: Any) -> Any:
-    """fairscale's sharded optimizer over the parameters of ``module``."""
-    kind, arguments = optimizer_class_and_arguments(spec)
-    return import_fairscale("optim.oss").OSS(
-        list(module.parameters()), optim=kind, group=place.group, **arguments, **more
-    )
-
-
-class FairscaleOssStrategy(DdpStrategy):
-    """DDP; each rank keeps the optimizer state of its share of the parameters and broadcasts what it has updated."""
-
-    def make_optimizer(self, spec: RunSpec, place: RankContext) -> torch.optim.Optimizer:
-        """See ``make_oss_optimizer``."""
-        made: torch.optim.Optimizer = make_oss_optimizer(
-            self.module, spec, place, broadcast_fp16=chosen_options(spec)["broadcast_fp16"]
-        )
-        return made
-
-
-class FairscaleSddpStrategy(DataParallelStrategy):
-    """As OSS, and each gradient is reduced to the rank that owns its parameter, and kept there alone.
-
-    With buckets, gradients are views of them for good: an optimizer that sets ``grad`` to ``None`` (torch's default
-    since 2.0) cuts them off, and training goes on with wrong gradients. So the wrapper's own ``zero_grad`` is called.
+    With buckets, gradients are permanent views of them: an optimizer that sets ``grad`` to ``None`` (torch's default
+    since 2.0) detaches them, and training continues with wrong gradients. So the wrapper's own ``zero_grad`` is called.
     """
 
-    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
-        """``module`` in ShardedDataParallel."""
+    optimizer: Any
+
+    def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> Any:
         refuse_fp16(spec)
-        options = chosen_options(spec)
-        self.loss_factor = float(spec.dp_degree)
-        self._place = place
-        self._oss = make_oss_optimizer(module, spec, place)
-        wrapped: nn.Module = import_fairscale("nn.data_parallel").ShardedDataParallel(
+        self._oss = make_oss_optimizer(module, spec, context)
+        buffer_bytes = self.options["reduce_buffer_mb"] * 2**20
+        return import_fairscale("nn.data_parallel").ShardedDataParallel(
             module,
             self._oss,
-            process_group=place.group,
-            # Counted in elements there.
-            reduce_buffer_size=int(options["reduce_buffer_mb"] * 2**20 / next(module.parameters()).element_size()),
-            reduce_fp16=options["reduce_fp16"],
+            process_group=context.group,
+            # In elements.
+            reduce_buffer_size=int(buffer_bytes / next(module.parameters()).element_size()),
+            reduce_fp16=self.options["reduce_fp16"],
         )
-        return wrapped
 
-    def make_optimizer(self, spec: RunSpec, place: RankContext) -> torch.optim.Optimizer:
-        """The one that the wrapper was made with."""
-        made: torch.optim.Optimizer = self._oss
-        return made
+    def make_optimizer(self, spec: RunSpec, context: RankContext) -> Any:
+        return self._oss
 
     def clear_gradients(self) -> None:
-        """Zeros in place, buckets included."""
-        wrapped: Any = self.runner
-        wrapped.zero_grad(set_to_none=False)
-
-    def without_sync(self) -> AbstractContextManager[None]:
-        """Gradients stay local until the step's last micro-batch."""
-        wrapped: Any = self.runner
-        context: AbstractContextManager[None] = wrapped.no_sync()
-        return context
+        self.runner.zero_grad(set_to_none=False)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Broadcast by their owners."""
-        owners = self._oss._param_to_rank
-        group = self._place.members()
-        found = {}
+        owners, group = self._oss._param_to_rank, self.context.members()
+        gradients: dict[str, Tensor] = {}
         for name, parameter in self.module.named_parameters():
-            owner = owners[parameter]
-            mine = owner == self._place.rank and parameter.grad is not None
-            gradient = (
-                parameter.grad.detach().clone() if mine and parameter.grad is not None else torch.zeros_like(parameter)
-            )
-            dist.broadcast(gradient, dist.get_global_rank(group, owner), group=group)
-            found[name] = gradient.detach()
-        return found
+            gradient = torch.zeros_like(parameter)
+            if owners[parameter] == self.context.rank and parameter.grad is not None:
+                gradient = parameter.grad.clone()
+            dist.broadcast(gradient, dist.get_global_rank(group, owners[parameter]), group=group)
+            gradients[name] = gradient.detach()
+        return gradients
 
 
 def refuse_fp16(spec: RunSpec) -> None:
-    """Raise ``WorkerError`` (``unsupported``): shards would scale their losses apart."""
+    """Raise ``WorkerError`` (``unsupported``) for fp16: the shards would choose different loss scales."""
     if spec.precision == "fp16":
         raise WorkerError(
             f"{spec.strategy} with fp16 would need a loss scale that all shards agree on",
             status="unsupported",
             hint="use precision bf16",
         )
+
+
+CUDA_STREAM_NAMES = ("fp32_to_fp16", "all_gather", "post_backward")
+
+
+class NoOpStream:
+    """Stands in for a CUDA stream on a CPU, where operations run in program order."""
+
+    def wait_stream(self, _other: Any) -> None:
+        """Return at once."""
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NoOpStream)
+
+    def __hash__(self) -> int:
+        return 0
+
+
+def replace_cuda_streams(wrapper: Any) -> None:
+    """Let ``wrapper`` (fairscale's class) work on a machine without CUDA. A second call has no effect."""
+    assert not torch.cuda.is_available(), "this machine has real streams"
+    if hasattr(wrapper, "_setup_streams_for_cuda"):
+        return
+    stream = NoOpStream()
+    wrapper._setup_streams_for_cuda = wrapper._setup_streams
+
+    def setup_streams(self: Any) -> None:
+        # The children share this very dictionary with their root.
+        if not self._streams and self._is_root:
+            self._setup_streams_for_cuda()
+            self._streams.update(dict.fromkeys(CUDA_STREAM_NAMES, stream))
+
+    wrapper._setup_streams = setup_streams
+    torch.cuda.current_stream = lambda *_args, **_kwargs: stream  # type: ignore[assignment]
+    torch.cuda.stream = lambda *_args, **_kwargs: nullcontext()  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_args, **_kwargs: None
+    torch.Tensor.record_stream = lambda *_args, **_kwargs: None  # type: ignore[method-assign]
+
+
+class FairscaleFsdpStrategy(WrapperStrategy):
+    """Parameters, gradients and optimizer state are sharded; a block's parameters are whole only while it is used."""
+
+    forward_is_collective = True
+
+    def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> Any:
+        refuse_fp16(spec)
+        self._wrapper = import_fairscale("nn.data_parallel").FullyShardedDataParallel
+        self._group = context.members()
+        arguments: dict[str, Any] = {
+            "process_group": self._group,
+            "process_group_reduce_scatter": self._group,
+            "reshard_after_forward": self.options["reshard_after_forward"],
+            "flatten_parameters": self.options["flatten_parameters"],
+            "bucket_cap_mb": self.options["bucket_cap_mb"],
+            "compute_device": context.device,
+        }
+        if context.device.type == "cpu":
+            if self.options["bucket_cap_mb"]:
+                raise WorkerError(
+                    "fairscale's buckets are filled through a CUDA-only collective; this run's device is cpu",
+                    status="unsupported",
+                    hint="set options.bucket_cap_mb = 0",
+                )
+            replace_cuda_streams(self._wrapper)
+        assert isinstance(module, nn.Sequential)
+        untied = {id(block) for block in untied_blocks(module)}
+        for name, block in list(module.named_children()):
+            if id(block) in untied:
+                module[int(name)] = self._wrapper(block, **arguments)
+        # The wrapper takes the parameters out of ``module``, which can no longer be called itself.
+        self.module = self._wrapper(module, **arguments)
+        return self.module
+
+    def make_optimizer(self, spec: RunSpec, context: RankContext) -> torch.optim.Optimizer:
+        return make_optimizer(spec, self.runner)
+
+    def gradients(self) -> dict[str, Tensor]:
+        gradients: dict[str, Tensor] = {}
+        for path, wrapped in self.runner.named_modules():
+            if isinstance(wrapped, self._wrapper):
+                prefix = "".join(f"{part}." for part in path.split(".") if part.isdecimal())
+                # A wrapper without parameters of its own still has an (empty) group of names.
+                for names, parameter in zip(wrapped._param_name_groups, wrapped.params, strict=False):
+                    gradients |= self._gather_gradients(prefix, names, parameter)
+        return gradients
+
+    def _gather_gradients(self, prefix: str, names: list[str], parameter: Any) -> dict[str, Tensor]:
+        """Gather the gradients of a sharded parameter.
+
+        Shards are equal chunks, the last ones padded; a flat parameter holds several tensors one after another.
+        """
+        if parameter.grad is None:
+            return {}
+        shards = [torch.empty_like(parameter.grad) for _ in range(self._group.size())]
+        dist.all_gather(shards, parameter.grad.detach().contiguous(), group=self._group)
+        flat = torch.cat([shard.flatten() for shard in shards])[: parameter._orig_size.numel()]
+        if not hasattr(parameter, "get_param_views"):
+            return {prefix + names[0]: flat.view(parameter._orig_size)}
+        parts = torch.split(flat, parameter._param_numels)
+        shapes = parameter._param_shapes
+        return {prefix + name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}

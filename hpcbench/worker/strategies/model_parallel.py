@@ -1,12 +1,22 @@
-"""The base of strategies that split layers over ranks: process groups, gradient reduction across replicas, gathered
-weights.
+"""The base of strategies that split layers over ranks: process groups, gradient reduction across replicas, shards.
+
+With ``dp`` replicas of ``mp`` ranks each, ranks lie on a mesh. Shards are gathered along one axis, gradients are
+reduced along the other::
+
+                 axis (tp, sp or pp)
+               +---------+---------+
+    replica 0  | rank 0  | rank 1  |   <- gather_shards
+               +---------+---------+
+    replica 1  | rank 2  | rank 3  |
+               +---------+---------+
+                    ^ GradientReducer sums each column
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,104 +26,183 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.mesh import RankMesh
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_axis_groups
-from hpcbench.worker.strategies.base import DataParallelStrategy, chosen_options
+from hpcbench.worker.strategies.base import DataParallelStrategy
+
+_distributed: Any = dist
+# torch 2.13 renamed these two and warns of the older names.
+all_gather_single = vars(dist).get("all_gather_single") or _distributed.all_gather_into_tensor
+reduce_scatter_single = vars(dist).get("reduce_scatter_single") or _distributed.reduce_scatter_tensor
 
 
 class TensorSharding(NamedTuple):
-    """A tensor of which every rank of a group holds a part: the parts' extents along ``dim``, in the group's order."""
+    """The division of a tensor among the ranks of a group.
+
+    The shards lie side by side along ``dim`` in the order of the group's ranks::
+
+        dim = 1, extents = (3, 3, 2):   | rank 0 | rank 1 | rank2|
+    """
 
     dim: int
     extents: tuple[int, ...]
+    """Length of every rank's shard along ``dim``."""
+
+
+def sharding_of(model: nn.Module, name: str) -> TensorSharding | None:
+    """Return the sharding of the parameter or buffer ``name`` of ``model``; ``None`` if ranks hold it replicated."""
+    owner, _, tensor_name = name.rpartition(".")
+    shards: dict[str, TensorSharding] = vars(model.get_submodule(owner)).get("shards", {})
+    return shards.get(tensor_name)
 
 
 class ModelParallelStrategy(DataParallelStrategy):
-    """A replica is shared by the ranks along ``axis``; replicas lie along ``dp``.
+    """A replica is divided among the ranks along ``axis``; replicas lie along ``dp``.
 
-    A subclass replaces layers in ``divide``. A layer that holds a part of a parameter or buffer says so in an attribute
-    ``shards: dict[str, Shard]``, by the tensor's own name within the layer; under all other names ranks hold the same.
+    A subclass replaces layers in ``split_model``. A layer whose parameters or buffers are shards has an attribute
+    ``shards: dict[str, TensorSharding]`` by the tensors' names within the layer; all others are replicated.
     """
 
     axis: str
     forward_is_collective = True
 
-    def setup(self, model: nn.Sequential, spec: RunSpec, place: RankContext) -> None:
-        """Groups first: ``divide`` needs them."""
+    def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
         self.mesh = RankMesh.of(spec)
-        self.options = chosen_options(spec)
-        self.groups = make_axis_groups(self.mesh, place)
-        self.own = self.groups[self.axis]
-        super().setup(model, spec, place)
-        self.replica = self.mesh.coordinates(place.rank).dp
+        self.groups = make_axis_groups(self.mesh, context)
+        self.group = self.groups[self.axis]
+        super().setup(model, spec, context)
+        self.replica = self.mesh.coordinates(context.rank).dp
 
-    def own_part(self, model: nn.Sequential, spec: RunSpec) -> nn.Module:
-        """What the subclass makes of it."""
-        return self.divide(model, spec)
-
-    def divide(self, model: nn.Sequential, spec: RunSpec) -> nn.Module:
-        """``model`` (on the host) with this rank's parts in place of what is shared."""
-        raise NotImplementedError
-
-    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
-        """``module`` itself: gradients are reduced by hooks on its parameters."""
+    def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
         self.reducers = self.make_reducers(module)
         return module
 
     def make_reducers(self, module: nn.Module) -> list[GradientReducer]:
-        """Who adds up gradients over which ranks: by default every one across replicas."""
+        """Create the reducers that sum gradients; by default one that sums all of them across replicas."""
         group = self.groups["dp"]
         return [GradientReducer(list(module.parameters()), group.members())] if group.size > 1 else []
 
-    def without_sync(self) -> AbstractContextManager[None]:
-        """Gradients stay unsent until the step's last micro-batch."""
-        return self._paused()
-
     @contextmanager
-    def _paused(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
         with ExitStack() as stack:
             for reducer in self.reducers:
                 stack.enter_context(reducer.paused())
             yield
 
-    def finish_backward(self) -> None:
-        """Wait for the sums."""
+    def finish_gradient_reduction(self) -> None:
         for reducer in self.reducers:
             reducer.finish()
 
     def _take_loss(self) -> Tensor:
-        """Every rank of a replica has computed the same; one of them says it."""
+        # Every rank of a replica has computed the same loss; only the first one reports it.
         loss = super()._take_loss()
-        return loss if self.own.place == 0 else torch.zeros_like(loss)
+        return loss if self.group.place == 0 else torch.zeros_like(loss)
 
     def weights(self) -> dict[str, Tensor]:
-        """Gathered on every rank, one tensor after another."""
-        state = self.module.state_dict()
-        return {name: self._whole(name, tensor) for name, tensor in state.items()}
+        return {name: self._gather(name, tensor) for name, tensor in self.module.state_dict().items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gathered on every rank, one tensor after another."""
         named = self.module.named_parameters()
-        return {name: self._whole(name, one.grad) for name, one in named if one.grad is not None}
+        return {name: self._gather(name, parameter.grad) for name, parameter in named if parameter.grad is not None}
 
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        owner, _, own_name = name.rpartition(".")
-        shards: dict[str, TensorSharding] = getattr(self.module.get_submodule(owner), "shards", {})
-        shard = shards.get(own_name)
-        return tensor.detach() if shard is None else gather_shards(tensor.detach(), shard, self.own)
+    def _gather(self, name: str, tensor: Tensor) -> Tensor:
+        sharding = sharding_of(self.module, name)
+        return tensor.detach() if sharding is None else gather_shards(tensor.detach(), sharding, self.group)
 
 
-def gather_shards(tensor: Tensor, shard: TensorSharding, group: RankGroup) -> Tensor:
-    """All parts side by side. A collective where there are several; parts are padded to the largest one's extent."""
+def pad_along(tensor: Tensor, dim: int, extent: int) -> Tensor:
+    """Return ``tensor``, contiguous, with zeros appended along ``dim`` up to ``extent``."""
+    if tensor.shape[dim] == extent:
+        return tensor.contiguous()
+    shape = list(tensor.shape)
+    shape[dim] = extent
+    padded = tensor.new_zeros(shape)
+    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return padded
+
+
+def gather_shards(tensor: Tensor, sharding: TensorSharding, group: RankGroup) -> Tensor:
+    """Return the whole tensor from all ranks' shards.
+
+    Collective. Shards are padded to the largest extent, because collectives move equal parts::
+
+        rank 0 |aaa|          |aaa|
+        rank 1 |bbb|  ---->   |bbb|  ---->  |aaabbbcc| on every rank
+        rank 2 |cc |  padded  |cc0|
+    """
     if group.size == 1:
         return tensor
-    widest = max(shard.extents)
-    padded = tensor.contiguous()
-    if tensor.shape[shard.dim] < widest:
-        shape = list(tensor.shape)
-        shape[shard.dim] = widest
-        padded = tensor.new_zeros(shape)
-        padded.narrow(shard.dim, 0, tensor.shape[shard.dim]).copy_(tensor)
-    parts = [torch.empty_like(padded) for _ in range(group.size)]
-    dist.all_gather(parts, padded, group=group.members())
+    parts = all_gather_equal_parts(pad_along(tensor, sharding.dim, max(sharding.extents)), group)
     return torch.cat(
-        [part.narrow(shard.dim, 0, extent) for part, extent in zip(parts, shard.extents, strict=True)], shard.dim
+        [part.narrow(sharding.dim, 0, extent) for part, extent in zip(parts, sharding.extents, strict=True)],
+        sharding.dim,
     )
+
+
+def all_gather_equal_parts(part: Tensor, group: RankGroup) -> Tensor:
+    """Return every rank's ``part`` as [ranks, *shape of part]; all parts have one shape. Collective."""
+    parts = part.new_empty((group.size, *part.shape))
+    all_gather_single(parts.flatten(0, 1), part.contiguous(), group=group.members())
+    return parts
+
+
+def reduce_scatter_shards(partial: Tensor, sharding: TensorSharding, group: RankGroup) -> Tensor:
+    """Return this rank's shard of the sum of all ranks' ``partial``, which have the whole shape.
+
+    Collective; the adjoint of ``gather_shards``, with the same padding. A padded shard is a view.
+    """
+    longest = max(sharding.extents)
+    shape = list(partial.shape)
+    shape[sharding.dim] = longest
+    parts = (partial.new_empty if min(sharding.extents) == longest else partial.new_zeros)((group.size, *shape))
+    for padded, part in zip(parts, torch.split(partial, list(sharding.extents), sharding.dim), strict=True):
+        padded.narrow(sharding.dim, 0, part.shape[sharding.dim]).copy_(part)
+    total = partial.new_empty(shape)
+    reduce_scatter_single(total, parts.flatten(0, 1), group=group.members())
+    return total.narrow(sharding.dim, 0, sharding.extents[group.place])
+
+
+def cast_for_autocast(x: Tensor) -> Tensor:
+    """Return ``x`` in the dtype in which autocast will multiply it: it and its gradient are then sent in that dtype.
+
+    Autocast leaves fp64 and integers as they are.
+    """
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(device_type))
+    return x
+
+
+class ConvolutionOperation(NamedTuple):
+    """A convolution [n, channels, ...] without its tensors, and its gradients by torch's own kernel."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the convolution of ``x`` with ``weight`` [out, in / groups, *kernel]."""
+        zeros = [0] * len(self.stride)
+        return torch.convolution(x, weight, bias, self.stride, self.padding, self.dilation, False, zeros, self.groups)
+
+    def backward(
+        self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
+    ) -> list[Tensor | None]:
+        """Return the gradients of the input, the weight and the bias, each ``None`` unless ``wanted``."""
+        zeros, bias_sizes = [0] * len(self.stride), [weight.shape[0]] if wanted[2] else None
+        geometry = (self.stride, self.padding, self.dilation, False, zeros, self.groups)
+        return list(torch.ops.aten.convolution_backward(gradient, x, weight, bias_sizes, *geometry, list(wanted)))
+
+
+@torch.no_grad()
+def update_running_statistics(norm: nn.modules.batchnorm._BatchNorm, mean: Tensor, variance: Tensor) -> None:
+    """Move a BatchNorm's running statistics towards ``mean`` and the unbiased ``variance``, both [channels]."""
+    assert norm.running_mean is not None, "running statistics that are not tracked"
+    assert norm.running_var is not None, "running statistics that are not tracked"
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    momentum = norm.momentum
+    if momentum is None:
+        assert norm.num_batches_tracked is not None, "a cumulative average without a count"
+        momentum = 1.0 / float(norm.num_batches_tracked)
+    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
+    norm.running_var.lerp_(variance.to(norm.running_var.dtype), momentum)

@@ -1,6 +1,6 @@
-"""Tensor parallelism of transformers after Megatron (Shoeybi et al. 2019, Korthikanti et al.
+"""Tensor parallelism of transformers (Megatron), including the vocabulary.
 
-2022), vocabulary included.
+Sources: Shoeybi et al. 2019, Korthikanti et al. 2022.
 """
 
 from __future__ import annotations
@@ -25,208 +25,196 @@ from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, Ten
 from hpcbench.worker.strategies.tensor_layers import (
     ColumnLinear,
     RankLocalDropout,
-    TensorParallelAttention,
     TensorParallelComm,
-    TensorParallelMlp,
+    mark_partial_gradients,
+    partial_gradient_ids,
     range_lengths,
     slice_parameter,
+    split_transformer_blocks,
 )
 
 
-class WordEmbeddingShard(nn.Embedding):
-    """The vectors of some words, zero for all others."""
+def _local_words(words: Tensor, own_words: range) -> tuple[Tensor, Tensor]:
+    """Return the index of each word within ``own_words`` (0 for others) and a mask of the others."""
+    index = words - own_words.start
+    is_foreign = (index < 0) | (index >= len(own_words))
+    return index.masked_fill(is_foreign, 0), is_foreign
 
-    def __init__(self, whole: nn.Embedding, ranges: list[range], place: int) -> None:
-        self.own = ranges[place]
-        super().__init__(len(self.own), whole.embedding_dim, device="meta")
-        self.weight = slice_parameter(whole.weight, 0, self.own)
+
+class WordEmbeddingShard(nn.Embedding):
+    """The vectors of this rank's words, zero for all others."""
+
+    def __init__(self, embedding: nn.Embedding, ranges: list[range], rank: int) -> None:
+        self.own_words = ranges[rank]
+        super().__init__(len(self.own_words), embedding.embedding_dim, device="meta")
+        self.weight = slice_parameter(embedding.weight, 0, self.own_words)
         self.shards = {"weight": TensorSharding(0, range_lengths(ranges))}
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name for it
         """[n, tokens] -> [n, tokens, width], to be summed over the ranks."""
-        place = input - self.own.start
-        is_foreign = (place < 0) | (place >= len(self.own))
-        vectors = F.embedding(place.masked_fill(is_foreign, 0), self.weight)
-        return vectors.masked_fill(is_foreign.unsqueeze(-1), 0.0)
+        index, is_foreign = _local_words(input, self.own_words)
+        return F.embedding(index, self.weight).masked_fill(is_foreign.unsqueeze(-1), 0.0)
 
 
 class VocabularyParallelEmbedding(Embedding):
-    """[n, tokens] -> [n, tokens or own tokens, width]."""
+    """An embedding split by words: [n, tokens] -> [n, tokens or own tokens, width]."""
 
-    def __init__(self, whole: Embedding, sharing: TensorParallelComm) -> None:
+    def __init__(self, embedding: Embedding, comm: TensorParallelComm) -> None:
         nn.Module.__init__(self)
-        self.sharing = sharing
-        ranges = even_ranges(whole.tokens.num_embeddings, sharing.group.size)
-        self.tokens = WordEmbeddingShard(whole.tokens, ranges, sharing.group.place)
-        self.positions = whole.positions
-        self.dropout = whole.dropout
-        if sharing.by_tokens:
-            self.positions.partial_gradients = ("weight",)  # type: ignore[assignment]
-            self.dropout = RankLocalDropout(whole.dropout, sharing.group.place)
+        self.comm = comm
+        ranges = even_ranges(embedding.tokens.num_embeddings, comm.group.size)
+        self.tokens = WordEmbeddingShard(embedding.tokens, ranges, comm.group.place)
+        self.positions = embedding.positions
+        self.dropout = embedding.dropout
+        if comm.by_tokens:
+            mark_partial_gradients(self.positions, "weight")
+            self.dropout = RankLocalDropout(embedding.dropout, comm.group.place)
 
     def forward(self, x: Tensor) -> Tensor:
         """One collective after the words."""
-        self.sharing.tokens = x.shape[1]
-        own = self.sharing.own_tokens if self.sharing.by_tokens else range(x.shape[1])
-        vectors = self.sharing.leave(self.tokens(x))
-        return self.dropout(vectors + self.positions.weight[own.start : own.stop])  # type: ignore[no-any-return]
+        self.comm.tokens = x.shape[1]
+        positions = self.comm.own_tokens if self.comm.by_tokens else range(x.shape[1])
+        vectors = self.comm.leave(self.tokens(x))
+        return self.dropout(vectors + self.positions.weight[positions.start : positions.stop])  # type: ignore[no-any-return]
 
 
 class VocabularyParallelHead(TokenHead):
-    """The scores of some words: [n, tokens or own tokens, width] -> [n, tokens, own words].
+    """An output layer split by words: [n, tokens or own tokens, width] -> [n, tokens, own words].
 
-    In eval mode the scores of all words.
+    In eval mode it returns the scores of all words.
     """
 
-    def __init__(self, whole: TokenHead, sharing: TensorParallelComm) -> None:
+    def __init__(self, head: TokenHead, comm: TensorParallelComm) -> None:
         nn.Module.__init__(self)
-        self.sharing = sharing
-        self.ranges = even_ranges(whole.output.out_features, sharing.group.size)
-        self.norm = whole.norm
-        self.output = ColumnLinear(whole.output, self.ranges, sharing.group.place)
-        if sharing.by_tokens:
-            self.norm.partial_gradients = ("weight", "bias")  # type: ignore[assignment]
+        self.comm = comm
+        self.ranges = even_ranges(head.output.out_features, comm.group.size)
+        self.norm = head.norm
+        self.output = ColumnLinear(head.output, self.ranges, comm.group.place)
+        if comm.by_tokens:
+            mark_partial_gradients(self.norm, "weight", "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """One collective before the output layer."""
-        scores: Tensor = self.output(self.sharing.enter(self.norm(x)))
+        scores: Tensor = self.output(self.comm.enter(self.norm(x)))
         if self.training:
             return scores
-        return gather_shards(scores, TensorSharding(scores.dim() - 1, range_lengths(self.ranges)), self.sharing.group)
+        return gather_shards(scores, TensorSharding(scores.dim() - 1, range_lengths(self.ranges)), self.comm.group)
 
 
-def vocabulary_parallel_losses(outputs: Tensor, targets: Tensor, own: range, group: RankGroup) -> Tensor:
-    """As ``losses.sample_losses`` of tokens, from the scores of the ``own`` words: [n, length, own words].
+def vocabulary_parallel_losses(outputs: Tensor, targets: Tensor, own_words: range, group: RankGroup) -> Tensor:
+    """Return the sum of the samples' cross-entropy losses, from scores that are split by words.
 
-    Nobody holds the scores of all words: the ranks share, for every position, the largest one, the sum of the
-    exponentials, and the target's.
+    No rank holds the scores of all words: the ranks exchange, for every position, the largest score, the sum of the
+    exponentials, and the target's score.
+
+    Args:
+        outputs: Scores [n, length, own words].
+        targets: Words [n, length].
+        own_words: The words of this rank.
+        group: The ranks that hold the other words.
     """
-    wide = outputs if outputs.dtype == torch.float64 else outputs.float()
-    each: Tensor = _VocabularyParallelCrossEntropy.apply(wide.flatten(0, 1), targets.flatten(), own, group)  # type: ignore[no-untyped-call]
-    return each.sum() / targets.shape[1]
+    scores = outputs if outputs.dtype == torch.float64 else outputs.float()
+    losses: Tensor = _VocabularyParallelCrossEntropy.apply(scores.flatten(0, 1), targets.flatten(), own_words, group)  # type: ignore[no-untyped-call]
+    return losses.sum() / targets.shape[1]
 
 
 class _VocabularyParallelCrossEntropy(Function):
-    """Of scores [positions, own words] and targets [positions]: the loss of every position."""
+    """Scores [positions, own words] and targets [positions] -> the loss of every position."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, targets: Tensor, own: range, group: RankGroup) -> Tensor:
+    def forward(ctx: Any, scores: Tensor, targets: Tensor, own_words: range, group: RankGroup) -> Tensor:
         largest = scores.amax(dim=1)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group.members())
-        place = targets - own.start
-        is_foreign = (place < 0) | (place >= len(own))
-        place = place.masked_fill(is_foreign, 0)
+        index, is_foreign = _local_words(targets, own_words)
         shifted = scores - largest.unsqueeze(1)
-        of_target = shifted.gather(1, place.unsqueeze(1)).squeeze(1).masked_fill(is_foreign, 0.0)
+        target_scores = shifted.gather(1, index.unsqueeze(1)).squeeze(1).masked_fill(is_foreign, 0.0)
         exponentials = shifted.exp_()
-        sums = torch.stack([exponentials.sum(dim=1), of_target])
+        sums = torch.stack([exponentials.sum(dim=1), target_scores])
         dist.all_reduce(sums, group=group.members())
-        total, of_target = sums
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), place, is_foreign)
-        losses: Tensor = total.log() - of_target
+        total, target_scores = sums
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), index, is_foreign)
+        losses: Tensor = total.log() - target_scores
         return losses
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, place, is_foreign = ctx.saved_tensors
-        each = gradients[0].unsqueeze(1)
-        # As large as the scores themselves: the gradient takes their place.
-        found = probabilities.mul_(each)
-        found.scatter_add_(1, place.unsqueeze(1), -each.masked_fill(is_foreign.unsqueeze(1), 0.0))
-        return found, None, None, None
+        probabilities, index, is_foreign = ctx.saved_tensors
+        gradient = gradients[0].unsqueeze(1)
+        # In place: the gradient is as large as the scores themselves.
+        grad_scores = probabilities.mul_(gradient)
+        grad_scores.scatter_add_(1, index.unsqueeze(1), -gradient.masked_fill(is_foreign.unsqueeze(1), 0.0))
+        return grad_scores, None, None, None
 
 
 class TensorParallelStrategy(ModelParallelStrategy):
-    """Heads, inner features and words are shared by the ranks along ``tp``.
-
-    A module whose parameters get the gradients of the rank's own tokens alone names them in ``partial_gradients``.
-    """
+    """The ranks along ``tp`` divide heads, inner features and words among themselves."""
 
     axis = "tp"
 
-    def setup(self, model: nn.Sequential, spec: RunSpec, place: RankContext) -> None:
-        """Partial gradients are summed over the ranks of a replica and over replicas at once."""
-        self.everyone = make_group(RankMesh.of(spec), place, "dp", "tp")
-        super().setup(model, spec, place)
+    def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
+        # Partial gradients are summed over the ranks of a replica and over replicas at once.
+        self.partial_gradient_group = make_group(RankMesh.of(spec), context, "dp", "tp")
+        super().setup(model, spec, context)
 
-    def divide(self, model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
-        """Raises ``WorkerError`` (``unsupported``) for a user's own model without, or with too small, blocks."""
-        self.sharing = TensorParallelComm(self.own, bool(self.options["sequence_parallel"]) and self.own.size > 1)
+    def split_model(self, model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
+        """Replace embedding, blocks and head by this rank's parts.
+
+        Raises:
+            WorkerError: ``unsupported`` for a custom model without transformer blocks, or with too few heads.
+        """
+        if not any(isinstance(block, TransformerBlock) for block in model):
+            raise WorkerError(
+                f"tensor splits the TransformerBlocks in a model's sequence by their heads: {spec.model} has none, "
+                f"tp_degree is {spec.tp_degree}",
+                status="unsupported",
+                hint="build it of TransformerBlocks",
+            )
+        self.comm = TensorParallelComm(self.group, bool(self.options["sequence_parallel"]) and self.group.size > 1)
         self.head: VocabularyParallelHead | None = None
-        blocks = [block for block in model if isinstance(block, TransformerBlock)]
-        _check_head_counts(blocks, spec)
-        if self.options["vocabulary_parallel"] and self.own.size > 1:
+        if self.options["vocabulary_parallel"] and self.group.size > 1:
             self._split_vocabulary(model)
-        for block in blocks:
-            self._split_block(block)
-        if self.sharing.by_tokens:
+        split_transformer_blocks([model], self.comm, spec)
+        if self.comm.by_tokens:
             self._part_and_join(model)
         return model
 
-    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """From the scores of the own words, where these are split."""
+    def loss_sum(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.head is None:
             return summed_loss(outputs, targets)
-        return vocabulary_parallel_losses(outputs, targets, self.head.ranges[self.own.place], self.own)
+        return vocabulary_parallel_losses(outputs, targets, self.head.ranges[self.group.place], self.group)
 
     def make_reducers(self, module: nn.Module) -> list[GradientReducer]:
-        """Gradients of own tokens among all ranks, all others across replicas."""
-        partial = {id(getattr(one, name)) for one in module.modules() for name in getattr(one, "partial_gradients", ())}
-        parameters = list(module.parameters())
-        parts = [
-            ([one for one in parameters if id(one) not in partial], self.groups["dp"]),
-            ([one for one in parameters if id(one) in partial], self.everyone),
+        """Partial gradients are reduced among all ranks, all others across replicas."""
+        partial = partial_gradient_ids(module)
+        replicated = [parameter for parameter in module.parameters() if id(parameter) not in partial]
+        by_tokens = [parameter for parameter in module.parameters() if id(parameter) in partial]
+        return [
+            GradientReducer(parameters, group.members())
+            for parameters, group in ((replicated, self.groups["dp"]), (by_tokens, self.partial_gradient_group))
+            if parameters and group.size > 1
         ]
-        return [GradientReducer(some, group.members()) for some, group in parts if some and group.size > 1]
 
     def _split_vocabulary(self, model: nn.Sequential) -> None:
-        """An embedding and the head after it; a weight that they share stays shared."""
-        first, last = model[0], model[-1]
-        if not (isinstance(first, Embedding) and isinstance(last, TokenHead)):
+        """Split an embedding and the head at the model's end; a weight that they share stays shared."""
+        embedding, head = model[0], model[-1]
+        if not (isinstance(embedding, Embedding) and isinstance(head, TokenHead)):
             return
-        is_tied = first.tokens.weight is last.output.weight
-        embedding, self.head = (
-            VocabularyParallelEmbedding(first, self.sharing),
-            VocabularyParallelHead(last, self.sharing),
-        )
+        is_tied = embedding.tokens.weight is head.output.weight
+        model[0] = split_embedding = VocabularyParallelEmbedding(embedding, self.comm)
+        model[-1] = self.head = VocabularyParallelHead(head, self.comm)
         if is_tied:
-            self.head.output.weight = embedding.tokens.weight
-        model[0], model[-1] = embedding, self.head
-
-    def _split_block(self, block: TransformerBlock) -> None:
-        block.attention = TensorParallelAttention(block.attention, self.sharing)
-        block.mlp = TensorParallelMlp(block.mlp, self.sharing)
-        if self.sharing.by_tokens:
-            for norm in (block.norm1, block.norm2):
-                norm.partial_gradients = ("weight", "bias")  # type: ignore[assignment]
-            block.dropout1 = RankLocalDropout(block.dropout1, self.own.place)
-            block.dropout2 = RankLocalDropout(block.dropout2, self.own.place)
+            self.head.output.weight = split_embedding.tokens.weight
 
     def _part_and_join(self, model: nn.Sequential) -> None:
-        """Around every run of transformer blocks whose neighbours work on all tokens."""
+        """Divide the tokens before every run of transformer blocks and join them after it.
+
+        Not next to a split embedding or head, which return and take own tokens.
+        """
         modules = [None, *model, None]
         for before, module, after in zip(modules, modules[1:], modules[2:], strict=False):
             if not isinstance(module, TransformerBlock):
                 continue
             if not isinstance(before, TransformerBlock | VocabularyParallelEmbedding):
-                module.register_forward_pre_hook(self._part)
+                module.register_forward_pre_hook(lambda _module, inputs: self.comm.part(inputs[0]))
             if not isinstance(after, TransformerBlock | VocabularyParallelHead):
-                module.register_forward_hook(self._join)
-
-    def _part(self, _module: nn.Module, given: Any) -> Tensor:
-        return self.sharing.part(given[0])
-
-    def _join(self, _module: nn.Module, _given: Any, output: Tensor) -> Tensor:
-        return self.sharing.join(output)
-
-
-def _check_head_counts(blocks: list[TransformerBlock], spec: RunSpec) -> None:
-    heads = [block.attention.query.out_features // block.attention.head_width for block in blocks]
-    if not heads or min(heads) < spec.tp_degree:
-        has = f"one with {min(heads)} heads" if heads else "none"
-        raise WorkerError(
-            f"tensor splits the TransformerBlocks in a model's sequence by their heads: {spec.model} has {has}, "
-            f"tp_degree is {spec.tp_degree}",
-            status="unsupported",
-            hint=f"set tp_degree to at most {min(heads)}" if heads else "build it of TransformerBlocks",
-        )
+                module.register_forward_hook(lambda _module, _inputs, output: self.comm.join(output))

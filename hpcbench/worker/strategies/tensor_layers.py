@@ -1,12 +1,19 @@
-"""Transformer layers split over a tensor-parallel group, their differentiable collectives and rank-local random
-numbers.
+"""Transformer layers split over a tensor-parallel group, differentiable collectives and rank-local random numbers.
 
-The collectives are f and g of Shoeybi et al. 2019 (figure 3) and their sequence-parallel counterparts of Korthikanti et
-al. 2022 (figure 5). Activations are [n, tokens, width]. In a group of one rank a collective returns its argument."""
+Activations are [n, tokens, width]. The collectives are f and g of Shoeybi et al. 2019 (figure 3) and their
+sequence-parallel counterparts of Korthikanti et al. 2022 (figure 5)::
+
+                    enter                            leave
+    whole tokens:   f  copy       -> column -> row -> g  all_reduce       -> dropout, norm on all tokens
+    by tokens:      g  all_gather -> column -> row -> g  reduce_scatter   -> dropout, norm on own tokens
+
+In the backward pass each collective is replaced by its adjoint (copy <-> all_reduce, all_gather <-> reduce_scatter).
+In a group of one rank a collective returns its argument.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,300 +30,267 @@ from hpcbench.parallel.mesh import even_ranges
 from hpcbench.parallel.strategies.tensor import head_feature_ranges
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.models.transformer import Attention, Mlp, TransformerBlock
-from hpcbench.worker.strategies.model_parallel import TensorSharding, gather_shards
-
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-"""Torch 2.13 renames it, and warns of the old name."""
+from hpcbench.worker.strategies.model_parallel import (
+    TensorSharding,
+    cast_for_autocast,
+    gather_shards,
+    reduce_scatter_shards,
+)
 
 _TOKEN_DIM = 1
-"""The dim of an activation's tokens."""
 
 
 @dataclass
 class TensorParallelComm:
-    """How the ranks of a group share a replica's activations between split layers."""
+    """The collectives between split layers of one tensor-parallel group.
+
+    Example:
+        >>> comm = TensorParallelComm(group, by_tokens=False)
+        >>> total = comm.leave(row_linear(gelu(column_linear(comm.enter(x)))))
+    """
 
     group: RankGroup
     by_tokens: bool
-    """Each holds its own tokens (sequence parallelism); otherwise all hold all."""
+    """Sequence parallelism: between split layers each rank holds its own tokens; otherwise all ranks hold all."""
     tokens: int = 0
-    """Of the samples that are under way: what the parts add up to. Set where they are parted."""
-
-    @property
-    def extents(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
-        return tuple(len(one) for one in even_ranges(self.tokens, self.group.size))
+    """Tokens of the current samples, on all ranks together; set by ``part`` and by a split embedding."""
 
     @property
     def own_tokens(self) -> range:
-        """Of this rank."""
+        """This rank's tokens."""
         return even_ranges(self.tokens, self.group.size)[self.group.place]
 
     def enter(self, x: Tensor) -> Tensor:
-        """Before column layers: whole activations, whose gradients are partial sums."""
-        lower = cast_for_autocast(x)
-        return _apply_function(_GatherFromSequence if self.by_tokens else _CopyToModelParallel, lower, self)
+        """Before column layers: return all tokens; the gradient's partial sums are added up."""
+        return self._apply("all_gather" if self.by_tokens else "copy", cast_for_autocast(x))
 
     def leave(self, partial: Tensor) -> Tensor:
-        """After row layers: the ranks' sum, of the own tokens or of all. ``partial`` is taken over, not copied."""
-        return _apply_function(_ReduceScatterToSequence if self.by_tokens else _ReduceFromModelParallel, partial, self)
+        """After row layers: return the ranks' sum, of the own tokens or of all. Overwrites ``partial``."""
+        return self._apply("reduce_scatter" if self.by_tokens else "all_reduce", partial)
 
     def part(self, x: Tensor) -> Tensor:
-        """The own tokens of what all ranks hold alike."""
+        """Return the own tokens of an activation that all ranks hold."""
         self.tokens = x.shape[_TOKEN_DIM]
-        return _apply_function(_ScatterToSequence, x, self)
+        return self._apply("narrow", x)
 
     def join(self, x: Tensor) -> Tensor:
-        """All tokens, for what all ranks compute alike."""
-        return _apply_function(_GatherToReplicated, x, self)
+        """Return all tokens, for layers that all ranks compute alike."""
+        return self._apply("gather_replicated", x)
+
+    def _apply(self, name: str, x: Tensor) -> Tensor:
+        if self.group.size == 1:
+            return x
+        result: Tensor = _TensorCollective.apply(x, _OPERATIONS[name], self)  # type: ignore[no-untyped-call]
+        return result
 
 
-def cast_for_autocast(x: Tensor) -> Tensor:
-    """``x`` in the type in which autocast will multiply it, so that it is sent in that, and so is its gradient."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+def _all_reduce(x: Tensor, comm: TensorParallelComm, _sharding: TensorSharding) -> Tensor:
+    dist.all_reduce(x, group=comm.group.members())
+    return x
 
 
-def _apply_function(function: type[Function], x: Tensor, sharing: TensorParallelComm) -> Tensor:
-    if sharing.group.size == 1:
-        return x
-    done: Tensor = function.apply(x, sharing)  # type: ignore[no-untyped-call]
-    return done
+def _narrow(x: Tensor, comm: TensorParallelComm, sharding: TensorSharding) -> Tensor:
+    first = sum(sharding.extents[: comm.group.place])
+    return x.narrow(_TOKEN_DIM, first, sharding.extents[comm.group.place]).contiguous()
 
 
-class _CopyToModelParallel(Function):
-    """Nothing forward, all_reduce backward: f of Megatron."""
+def _all_gather(x: Tensor, comm: TensorParallelComm, sharding: TensorSharding) -> Tensor:
+    return gather_shards(x, sharding, comm.group)
+
+
+def _reduce_scatter(x: Tensor, comm: TensorParallelComm, sharding: TensorSharding) -> Tensor:
+    return reduce_scatter_shards(x, sharding, comm.group)
+
+
+_Operation = Callable[[Tensor, TensorParallelComm, TensorSharding], Tensor]
+_OPERATIONS: dict[str, tuple[_Operation, _Operation]] = {
+    # Autograd may hand one gradient to several nodes, so it is not summed in place.
+    "copy": (
+        lambda x, _comm, _sharding: x.view_as(x),
+        lambda x, comm, sharding: _all_reduce(x.clone(memory_format=torch.contiguous_format), comm, sharding),
+    ),
+    "all_reduce": (
+        lambda x, comm, sharding: _all_reduce(x.detach().contiguous(), comm, sharding),
+        lambda x, _comm, _sharding: x,
+    ),
+    "all_gather": (_all_gather, _reduce_scatter),
+    "reduce_scatter": (_reduce_scatter, _all_gather),
+    "narrow": (_narrow, _all_gather),
+    "gather_replicated": (_all_gather, _narrow),
+}
+"""Forward and backward operation of every collective."""
+
+
+class _TensorCollective(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, operations: tuple[_Operation, _Operation], comm: TensorParallelComm) -> Tensor:
+        extents = range_lengths(even_ranges(comm.tokens, comm.group.size))
+        ctx.comm, ctx.backward_operation, ctx.sharding = comm, operations[1], TensorSharding(_TOKEN_DIM, extents)
+        return operations[0](x, comm, ctx.sharding)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sharing: TensorParallelComm) -> Tensor:
-        ctx.group = sharing.group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        # Autograd may hand one gradient to several nodes, so it is not summed in place.
-        return _all_reduce_in_place(gradients[0].clone(memory_format=torch.contiguous_format), ctx.group), None
-
-
-class _ReduceFromModelParallel(Function):
-    """all_reduce forward, nothing backward: g of Megatron."""
-
-    @staticmethod
-    def forward(_ctx: Any, partial: Tensor, sharing: TensorParallelComm) -> Tensor:
-        return _all_reduce_in_place(partial.detach().contiguous(), sharing.group)
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _GatherFromSequence(Function):
-    """all_gather forward, reduce_scatter backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sharing: TensorParallelComm) -> Tensor:
-        ctx.group, ctx.extents = sharing.group, sharing.extents
-        return gather_shards(x, TensorSharding(_TOKEN_DIM, ctx.extents), ctx.group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter_tokens(gradients[0], ctx.extents, ctx.group), None
-
-
-class _ReduceScatterToSequence(Function):
-    """reduce_scatter forward, all_gather backward."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, sharing: TensorParallelComm) -> Tensor:
-        ctx.group, ctx.extents = sharing.group, sharing.extents
-        return _reduce_scatter_tokens(partial, ctx.extents, ctx.group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gather_shards(gradients[0], TensorSharding(_TOKEN_DIM, ctx.extents), ctx.group), None
-
-
-class _ScatterToSequence(Function):
-    """The own tokens forward, all_gather backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sharing: TensorParallelComm) -> Tensor:
-        ctx.group, ctx.extents = sharing.group, sharing.extents
-        own = sharing.own_tokens
-        return x.narrow(_TOKEN_DIM, own.start, len(own)).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gather_shards(gradients[0], TensorSharding(_TOKEN_DIM, ctx.extents), ctx.group), None
-
-
-class _GatherToReplicated(Function):
-    """all_gather forward, the own tokens backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sharing: TensorParallelComm) -> Tensor:
-        ctx.own = sharing.own_tokens
-        return gather_shards(x, TensorSharding(_TOKEN_DIM, sharing.extents), sharing.group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].narrow(_TOKEN_DIM, ctx.own.start, len(ctx.own)).contiguous(), None
-
-
-def _all_reduce_in_place(own: Tensor, group: RankGroup) -> Tensor:
-    """The sum over the group, in place."""
-    dist.all_reduce(own, group=group.members())
-    return own
-
-
-def _reduce_scatter_tokens(partial: Tensor, extents: tuple[int, ...], group: RankGroup) -> Tensor:
-    """The group's sum of the own tokens; parts are padded to the largest one's extent."""
-    widest = max(extents)
-    parts = torch.split(partial, list(extents), _TOKEN_DIM)
-    if min(extents) == widest:
-        stacked = torch.stack(parts)
-    else:
-        first = parts[0]
-        stacked = first.new_zeros(len(parts), *first.shape)
-        for row, part in zip(stacked, parts, strict=True):
-            row.narrow(_TOKEN_DIM, 0, part.shape[_TOKEN_DIM]).copy_(part)
-    own = torch.empty_like(stacked[0])
-    _reduce_scatter(own, stacked.flatten(0, 1), group=group.members())
-    return own.narrow(_TOKEN_DIM, 0, extents[group.place])
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.backward_operation(gradients[0], ctx.comm, ctx.sharding), None, None
 
 
 @contextmanager
-def rank_local_rng(place: int, device: torch.device) -> Iterator[None]:
-    """Within it, the device's generator draws what the rank at ``place`` alone draws.
+def rank_local_rng(rank: int, device: torch.device) -> Iterator[None]:
+    """Let the device's generator draw numbers that differ between the ranks of a group.
 
-    Outside the ranks' generators stay alike, which is what makes masks of replicated activations alike. The seed is
-    itself drawn, so a recomputation (which begins with the generators as they were) draws the same again.
+    Outside the context the ranks' generators stay in step, which makes masks of replicated activations equal. The seed
+    is itself drawn, so a recomputation (which begins with the saved generator states) draws the same numbers again.
+
+    Args:
+        rank: This rank within the group.
+        device: The device whose generator is used.
     """
     seed = int(torch.randint(2**62, ()).item())
-    generator = (
-        torch.cuda.default_generators[_device_index(device)] if device.type == "cuda" else torch.default_generator
-    )
-    kept = generator.get_state()
-    generator.manual_seed(seed + place)
+    generator = torch.default_generator
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generator = torch.cuda.default_generators[index]
+    state = generator.get_state()
+    generator.manual_seed(seed + rank)
     try:
         yield
     finally:
-        generator.set_state(kept)
-
-
-def _device_index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
+        generator.set_state(state)
 
 
 class RankLocalDropout(nn.Dropout):
-    """Of activations of which every rank holds its own tokens."""
+    """Dropout of activations of which every rank holds its own tokens."""
 
-    def __init__(self, whole: nn.Dropout, place: int) -> None:
-        super().__init__(whole.p)
-        self.place = place
+    def __init__(self, dropout: nn.Dropout, rank: int) -> None:
+        super().__init__(dropout.p)
+        self.rank = rank
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name for it
-        """Any shape."""
+        """Any shape -> the same shape."""
         if not self.training or self.p == 0:
             return input
-        with rank_local_rng(self.place, input.device):
+        with rank_local_rng(self.rank, input.device):
             return F.dropout(input, self.p)
 
 
-def slice_parameter(whole: Tensor, dim: int, own: range) -> nn.Parameter:
-    """A copy of the ``own`` rows or columns, so that the whole can be let go."""
-    return nn.Parameter(whole.detach().narrow(dim, own.start, len(own)).clone(), whole.requires_grad)
+def slice_parameter(parameter: Tensor, dim: int, rows: range) -> nn.Parameter:
+    """Return a copy of the ``rows`` along ``dim``, so that the whole parameter can be freed."""
+    return nn.Parameter(parameter.detach().narrow(dim, rows.start, len(rows)).clone(), parameter.requires_grad)
 
 
 def range_lengths(ranges: Sequence[range]) -> tuple[int, ...]:
-    """Their lengths."""
-    return tuple(len(one) for one in ranges)
+    """Return the length of every range."""
+    return tuple(map(len, ranges))
+
+
+def mark_partial_gradients(module: nn.Module, *names: str) -> None:
+    """Record that the gradients of these parameters are from the rank's own tokens only: ranks must add them up."""
+    vars(module)["partial_gradients"] = names
+
+
+def partial_gradient_ids(model: nn.Module) -> set[int]:
+    """Return the ids of all parameters that ``mark_partial_gradients`` has marked."""
+    return {
+        id(module._parameters[name]) for module in model.modules() for name in vars(module).get("partial_gradients", ())
+    }
 
 
 class ColumnLinear(nn.Linear):
-    """Some output features of a linear layer. What goes in is whole; the gradient for it is a partial sum."""
+    """Some output features of a linear layer. The input is whole; the gradient for it is a partial sum.
 
-    def __init__(self, whole: nn.Linear, ranges: Sequence[range], place: int) -> None:
-        own = ranges[place]
-        # On the meta device nothing is drawn: the ranks' generators stay alike, whatever the shapes of their parts.
-        super().__init__(whole.in_features, len(own), bias=whole.bias is not None, device="meta")
-        self.weight = slice_parameter(whole.weight, 0, own)
+    The weight [out, in] is split by rows: rank r holds the features ``ranges[r]``.
+    """
+
+    def __init__(self, layer: nn.Linear, ranges: Sequence[range], rank: int) -> None:
+        features = ranges[rank]
+        # On the meta device nothing is drawn: the ranks' generators stay in step, whatever the sizes of their shards.
+        super().__init__(layer.in_features, len(features), bias=layer.bias is not None, device="meta")
+        self.weight = slice_parameter(layer.weight, 0, features)
         self.shards = {"weight": TensorSharding(0, range_lengths(ranges))}
-        if whole.bias is not None:
-            self.bias = slice_parameter(whole.bias, 0, own)
-            self.shards["bias"] = TensorSharding(0, range_lengths(ranges))
+        if layer.bias is not None:
+            self.bias = slice_parameter(layer.bias, 0, features)
+            self.shards["bias"] = self.shards["weight"]
 
 
 class RowLinear(nn.Linear):
     """Some input features of a linear layer; the bias is added once, to the ranks' sum."""
 
-    def __init__(self, whole: nn.Linear, ranges: Sequence[range], sharing: TensorParallelComm) -> None:
-        own = ranges[sharing.group.place]
-        super().__init__(len(own), whole.out_features, bias=whole.bias is not None, device="meta")
-        self.sharing = sharing
-        self.weight = slice_parameter(whole.weight, 1, own)
-        self.bias = whole.bias
+    def __init__(self, layer: nn.Linear, ranges: Sequence[range], comm: TensorParallelComm) -> None:
+        features = ranges[comm.group.place]
+        super().__init__(len(features), layer.out_features, bias=layer.bias is not None, device="meta")
+        self.comm = comm
+        self.weight = slice_parameter(layer.weight, 1, features)
+        self.bias = layer.bias
         self.shards = {"weight": TensorSharding(1, range_lengths(ranges))}
-        self.partial_gradients = ("bias",) if sharing.by_tokens and whole.bias is not None else ()
+        if comm.by_tokens and layer.bias is not None:
+            mark_partial_gradients(self, "bias")
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name for it
         """[n, tokens, own features] -> [n, tokens or own tokens, features]."""
-        total = self.sharing.leave(F.linear(input, self.weight))
+        total = self.comm.leave(F.linear(input, self.weight))
         return total if self.bias is None else total + self.bias.to(total.dtype)
 
 
 class TensorParallelAttention(Attention):
-    """Some heads of an attention. [n, tokens or own tokens, width] -> the same shape."""
+    """Some heads of an attention layer: [n, tokens or own tokens, width] -> the same shape."""
 
-    def __init__(self, whole: Attention, sharing: TensorParallelComm) -> None:
+    def __init__(self, attention: Attention, comm: TensorParallelComm) -> None:
         nn.Module.__init__(self)
-        self.sharing = sharing
-        self.head_width, self.causal, self.dropout = whole.head_width, whole.causal, whole.dropout
-        ranks, place = sharing.group.size, sharing.group.place
-        ranges = head_feature_ranges(whole.query.out_features // whole.head_width, whole.head_width, ranks)
-        self.query = ColumnLinear(whole.query, ranges, place)
-        self.key = ColumnLinear(whole.key, ranges, place)
-        self.value = ColumnLinear(whole.value, ranges, place)
-        self.output = RowLinear(whole.output, ranges, sharing)
+        self.comm = comm
+        self.head_width, self.causal, self.dropout = attention.head_width, attention.causal, attention.dropout
+        heads = attention.query.out_features // attention.head_width
+        ranges = head_feature_ranges(heads, attention.head_width, comm.group.size)
+        self.query = ColumnLinear(attention.query, ranges, comm.group.place)
+        self.key = ColumnLinear(attention.key, ranges, comm.group.place)
+        self.value = ColumnLinear(attention.value, ranges, comm.group.place)
+        self.output = RowLinear(attention.output, ranges, comm)
 
     def forward(self, x: Tensor) -> Tensor:
         """One collective for queries, keys and values together."""
-        draws = self.training and self.dropout.p > 0
-        with rank_local_rng(self.sharing.group.place, x.device) if draws else nullcontext():
-            return super().forward(self.sharing.enter(x))
+        uses_dropout = self.training and self.dropout.p > 0
+        with rank_local_rng(self.comm.group.place, x.device) if uses_dropout else nullcontext():
+            return super().forward(self.comm.enter(x))
 
 
 class TensorParallelMlp(Mlp):
-    """Some inner features of an MLP. [n, tokens or own tokens, width] -> the same shape."""
+    """Some inner features of an MLP: [n, tokens or own tokens, width] -> the same shape."""
 
-    def __init__(self, whole: Mlp, sharing: TensorParallelComm) -> None:
+    def __init__(self, mlp: Mlp, comm: TensorParallelComm) -> None:
         nn.Module.__init__(self)
-        self.sharing = sharing
-        ranges = even_ranges(whole.up.out_features, sharing.group.size)
-        self.up = ColumnLinear(whole.up, ranges, sharing.group.place)
-        self.down = RowLinear(whole.down, ranges, sharing)
+        self.comm = comm
+        ranges = even_ranges(mlp.up.out_features, comm.group.size)
+        self.up = ColumnLinear(mlp.up, ranges, comm.group.place)
+        self.down = RowLinear(mlp.down, ranges, comm)
 
     def forward(self, x: Tensor) -> Tensor:
         """One collective before, one after."""
-        return super().forward(self.sharing.enter(x))
+        return super().forward(self.comm.enter(x))
 
 
-def split_transformer_blocks(models: Iterable[nn.Sequential], sharing: TensorParallelComm, spec: RunSpec) -> None:
+def split_transformer_blocks(
+    models: Iterable[nn.Sequential], comm: TensorParallelComm, spec: RunSpec
+) -> list[TransformerBlock]:
     """Replace attention and MLP of every transformer block in ``models`` by this rank's part of it.
 
-    ``WorkerError`` (``unsupported``) where a block has fewer heads than there are ranks.
+    Returns:
+        The blocks, in order.
+
+    Raises:
+        WorkerError: ``unsupported`` if a block has fewer heads than the group has ranks.
     """
-    for block in (block for model in models for block in model):
-        if not isinstance(block, TransformerBlock):
-            continue
+    blocks = [block for model in models for block in model if isinstance(block, TransformerBlock)]
+    for block in blocks:
         heads = block.attention.query.out_features // block.attention.head_width
-        if heads < sharing.group.size:
+        if heads < comm.group.size:
             raise WorkerError(
                 f"a transformer block of {spec.model} has {heads} heads, tp_degree is {spec.tp_degree}",
                 status="unsupported",
                 hint=f"set tp_degree to at most {heads}",
             )
-        block.attention, block.mlp = (
-            TensorParallelAttention(block.attention, sharing),
-            TensorParallelMlp(block.mlp, sharing),
-        )
+        block.attention = TensorParallelAttention(block.attention, comm)
+        block.mlp = TensorParallelMlp(block.mlp, comm)
+        if comm.by_tokens:
+            mark_partial_gradients(block.norm1, "weight", "bias")
+            mark_partial_gradients(block.norm2, "weight", "bias")
+            block.dropout1 = RankLocalDropout(block.dropout1, comm.group.place)
+            block.dropout2 = RankLocalDropout(block.dropout2, comm.group.place)
+    return blocks

@@ -177,7 +177,7 @@ def train_reference(
                     summed[parameter].add_(parameter.grad)
                 elif parameter.grad is not None:
                     summed[parameter] = parameter.grad
-            feed.forget()
+            feed.free()
             tick()
         for parameter in model.parameters():
             parameter.grad = summed.get(parameter)
@@ -239,7 +239,7 @@ def _accumulate_replica(model: nn.Module, feed: DataFeed, step: int, replica: in
     inputs, labels = feed.batch(step, replica)
     total = 0.0
     with restored_buffers(model, restore=replica > 0):
-        for part in feed.micro_shares(step, replica):
+        for part in feed.micro_batch_ranges(step, replica):
             chosen = slice(part.start, part.stop)
             with arithmetic.autocast():
                 outputs = model(inputs[chosen])

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.parallel.pipeline.stage_partition import block_ranges
 from hpcbench.parallel.pipeline.weight_versions import forwards_ahead_at_step_end
 from hpcbench.parallel.strategies.pipedream import pipedream_staleness
 from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss
-from hpcbench.worker.strategies.base import chosen_options, make_optimizer
+from hpcbench.worker.strategies.base import make_optimizer
 from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks
 from hpcbench.worker.verification.reference import TrainingRecord, restored_buffers
 
@@ -24,7 +25,7 @@ def train_pipedream_reference(
     model: nn.Sequential, spec: RunSpec, feed: DataFeed, steps: Iterable[int], tick: Callable[[], None] = lambda: None
 ) -> TrainingRecord:
     """``train_delayed`` with the stages that the run itself would have."""
-    blocks = assign_blocks(model, spec, chosen_options(spec), PipelineLayout(spec.pp_degree))
+    blocks = assign_blocks(model, spec, options_with_defaults(spec), PipelineLayout(spec.pp_degree))
     return train_delayed(model, spec, feed, steps, [one.start for one in blocks[1:]], tick)
 
 
@@ -78,7 +79,7 @@ class _DelayedTraining:
                 tick()
             if not self._delay.double_buffered or number == first + count - 1:
                 self._update(is_last=number == first + count - 1)
-        self._feed.forget()
+        self._feed.free()
         return summed / total
 
     def run_ahead(self, position: int) -> None:

@@ -24,7 +24,8 @@ from hpcbench.parallel.tolerances import (
     verification_checks,
 )
 from hpcbench.results.schema import ReferenceComparison, VerificationResult
-from hpcbench.worker.data.feed import DataFeed, DataSource, make_feed
+from hpcbench.worker.data.feed import DataFeed, DataSource
+from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.rendezvous import ControlChannel
 from hpcbench.worker.failure import is_out_of_memory

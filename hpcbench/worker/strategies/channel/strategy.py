@@ -1,14 +1,23 @@
-"""Filter and channel parallelism (Dryden et al. 2019; ParaDL, Kahira et al.
-
-2021) and their hybrids with data parallelism.
+"""Filter and channel parallelism and their hybrids with data parallelism.
 
 A forward pass on the meta device records the layers of a model and the channels of their inputs; layers are then
-replaced by this rank's part, under the same names."""
+replaced by this rank's part, under the same names. Sources: Dryden et al. 2019; ParaDL, Kahira et al. 2021.
+
+The weight [out, in] of one layer on two ranks::
+
+               filter            channel
+               +--------+        +----+----+
+               | rank 0 |        |rank|rank|
+    out        +--------+        | 0  | 1  |
+               | rank 1 |        |    |    |
+               +--------+        +----+----+
+                   in                in
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,148 +65,149 @@ _RESHAPE_OPS = {"view", "_unsafe_view", "_reshape_alias", "squeeze", "unsqueeze"
 
 
 class ModuleCall(NamedTuple):
-    """A module that takes part in a split, as it was called."""
+    """One call of a module that takes part in a split."""
 
     name: str
     module: nn.Module
     channels: int
-    """Of what goes in, as far as they are split; 0 where it is whole: the sample, or what was computed of it alone."""
+    """Split channels of the input; 0 if the input is whole: the sample, or computed from it without layers."""
     features: int
     """Entries of dim 1 that belong to one channel."""
 
 
 class ChannelTrace(NamedTuple):
-    """What was seen; problems are what makes channels of a split tensor more than their ranks' own affair."""
+    """The calls of a forward pass, and why activations or layers cannot be split."""
 
     calls: list[ModuleCall]
     problems: list[str]
+    """Operations that mix the channels of a split activation."""
     refused: list[str]
-    """What no split is made for, whole activations or not."""
+    """Layers that cannot be split in any form."""
 
     def layers(self) -> dict[str, ChannelLayer]:
-        """The layers by name, in the order of their calls."""
+        """Return the splittable layers by name, in the order of their calls."""
         named = [call for call in self.calls if isinstance(call.module, SPLITTABLE_LAYERS)]
         return {call.name: _layer_of_call(call, is_last=call is named[-1]) for call in named}
 
 
 def trace_channels(model: nn.Module, shape: tuple[int, ...]) -> ChannelTrace:
-    """What ``model`` does with samples of ``shape`` (channels first). No memory, no arithmetic, no random numbers.
+    """Record the layers of ``model`` and the channels between them, without memory, arithmetic or random numbers.
 
-    Raises ``WorkerError`` (``unsupported``) where it cannot be run without numbers.
+    Args:
+        model: The model, on any device.
+        shape: Shape of one sample, channels first.
+
+    Raises:
+        WorkerError: ``unsupported`` if the model cannot run on the meta device.
     """
-    seen = _ChannelTracer()
-    handles = [handle for name, module in model.named_modules() for handle in seen.hooks(name, module)]
-    own = (*model.named_parameters(), *model.named_buffers())
-    state = {name: torch.empty_like(tensor, device="meta") for name, tensor in own}
-    dtype = next((one.dtype for one in model.parameters()), torch.float32)
-    sample = torch.empty(2, *shape, device="meta", dtype=dtype)
+    tracer = _ChannelTracer()
+    handles = [handle for name, module in model.named_modules() for handle in tracer.hook(name, module)]
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    state = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+    dtype = next((parameter.dtype for parameter in model.parameters()), torch.float32)
+    samples = torch.empty(2, *shape, device="meta", dtype=dtype)
     try:
-        with torch.no_grad(), seen:
-            torch.func.functional_call(model, state, (sample,))
+        with torch.no_grad(), tracer:
+            torch.func.functional_call(model, state, (samples,))
     except Exception as error:
-        first = (str(error).strip().splitlines() or [""])[0]
+        first_line = (str(error).strip().splitlines() or [""])[0]
         raise WorkerError(
-            f"the model's channels cannot be followed: {type(error).__name__}: {first}",
+            f"the model's channels cannot be followed: {type(error).__name__}: {first_line}",
             status="unsupported",
             hint="a model whose forward pass reads values cannot be split by channels: use ddp or fsdp",
         ) from error
     finally:
         for handle in handles:
             handle.remove()
-    return seen.found()
+    return tracer.trace()
 
 
 class _ChannelTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Marks every tensor with its channels and follows the marks through what happens between layers."""
+    """Tags every tensor with its number of split channels and propagates the tags through the operators."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[ModuleCall] = []
         self._problems: list[tuple[int, str]] = []
+        """With the number of layers called before."""
         self._refused: list[str] = []
-        self._inside = 0
-        self._kept: list[Any] = []
+        self._depth = 0
+        self._tagged: list[Any] = []
 
-    def found(self) -> ChannelTrace:
-        """Problems behind the last layer are none: what it gives is whole."""
-        last = sum(isinstance(call.module, SPLITTABLE_LAYERS) for call in self._calls)
+    def trace(self) -> ChannelTrace:
+        """Return the trace. Problems behind the last layer are none: its output is whole."""
+        last = self._layer_count()
         problems = dict.fromkeys(text for layers, text in self._problems if layers < last)
         return ChannelTrace(self._calls, list(problems), list(dict.fromkeys(self._refused)))
 
-    def hooks(self, name: str, module: nn.Module) -> list[Any]:
-        """Hooks for a module that is known as a whole."""
+    def hook(self, name: str, module: nn.Module) -> list[Any]:
+        """Hook a module whose inner operators need not be followed."""
         if type(module) not in (*SPLITTABLE_LAYERS, *NORMS, *DROPOUTS):
             return []
         return [
-            module.register_forward_pre_hook(self._before(name)),
-            module.register_forward_hook(self._after(name)),
+            module.register_forward_pre_hook(partial(self._before, name)),
+            module.register_forward_hook(self._after),
         ]
 
-    def _before(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            channels = _channels_of(args[0])
-            self._inside += 1
-            features, left = divmod(args[0].shape[1], channels) if channels else (1, 0)
-            self._calls.append(ModuleCall(name, module, channels, max(features, 1)))
-            if left:
-                self._problem(f"{name} is given {channels} channels in {args[0].shape[1]} entries")
-            if isinstance(module, nn.Linear) and args[0].dim() != 2:
-                self._refused.append(f"{name}, a linear layer, is given {args[0].dim()} dims")
-            if isinstance(module, CONVOLUTIONS) and features != 1:
-                self._problem(f"{name}, a convolution, is given several entries a channel")
+    def _before(self, name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        channels = _channels_of(inputs[0])
+        self._depth += 1
+        features, remainder = divmod(inputs[0].shape[1], channels) if channels else (1, 0)
+        self._calls.append(ModuleCall(name, module, channels, max(features, 1)))
+        if remainder:
+            self._add_problem(f"{name} is given {channels} channels in {inputs[0].shape[1]} entries")
+        if isinstance(module, nn.Linear) and inputs[0].dim() != 2:
+            self._refused.append(f"{name}, a linear layer, is given {inputs[0].dim()} dims")
+        if isinstance(module, CONVOLUTIONS) and features != 1:
+            self._add_problem(f"{name}, a convolution, is given several entries a channel")
 
-        return hook
+    def _after(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        self._depth -= 1
+        self._tag(output, output.shape[1] if isinstance(module, SPLITTABLE_LAYERS) else _channels_of(inputs[0]))
 
-    def _after(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            self._inside -= 1
-            self._mark(output, output.shape[1] if isinstance(module, SPLITTABLE_LAYERS) else _channels_of(args[0]))
-
-        return hook
-
-    def _mark(self, tensor: Tensor, channels: int) -> None:
+    def _tag(self, tensor: Tensor, channels: int) -> None:
         setattr(tensor, _CHANNELS_ATTRIBUTE, channels)
-        self._kept.append(tensor)
+        self._tagged.append(tensor)
 
-    def _problem(self, text: str) -> None:
-        layers = sum(isinstance(call.module, SPLITTABLE_LAYERS) for call in self._calls)
-        self._problems.append((layers, text))
+    def _add_problem(self, text: str) -> None:
+        self._problems.append((self._layer_count(), text))
+
+    def _layer_count(self) -> int:
+        return sum(isinstance(call.module, SPLITTABLE_LAYERS) for call in self._calls)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if not self._inside:
-            self._follow(func, args, kwargs or {}, out)
+        if self._depth:
+            return out
+        inputs = [leaf for leaf in tree_leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        channels = max((_channels_of(tensor) for tensor in inputs), default=0)
+        if channels:
+            name = func.overloadpacket.__name__
+            results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            if not _preserves_channels(name, args, inputs, results):
+                self._add_problem(f"{name} on a tensor whose channels are split")
+            for result in results:
+                self._tag(result, channels)
         return out
 
-    def _follow(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        channels = max((_channels_of(one) for one in given), default=0)
-        if channels == 0:
-            return
-        name = func.overloadpacket.__name__
-        results = [one for one in tree_leaves(out) if isinstance(one, Tensor)]
-        if not _preserves_channels(name, args, given, results):
-            self._problem(f"{name} on a tensor whose channels are split")
-        for result in results:
-            self._mark(result, channels)
 
-
-def _preserves_channels(name: str, args: Any, given: list[Tensor], results: list[Tensor]) -> bool:
-    """Whether a rank can do this with its own channels alone."""
-    first = given[0]
-    channels = max(_channels_of(one) for one in given)
-    if any(one.numel() > 1 and (_channels_of(one), one.shape[:2]) != (channels, first.shape[:2]) for one in given):
+def _preserves_channels(name: str, args: Any, inputs: list[Tensor], results: list[Tensor]) -> bool:
+    """Whether a rank can compute this operator with its own channels only."""
+    first = inputs[0]
+    channels = max(map(_channels_of, inputs))
+    layout = (channels, first.shape[:2])
+    if any(tensor.numel() > 1 and (_channels_of(tensor), tensor.shape[:2]) != layout for tensor in inputs):
         return False
-    plain = name.removesuffix("_") if not name.startswith("_") else name
-    if plain in ("mean", "sum"):
+    operator = name.removesuffix("_") if not name.startswith("_") else name
+    if operator in ("mean", "sum"):
         dims = [dim % first.dim() for dim in args[1]] if len(args) > 1 and args[1] else [0]
         return min(dims) > 1
-    if plain == "constant_pad_nd":
+    if operator == "constant_pad_nd":
         return len(args[1]) <= 2 * (first.dim() - 2)
-    if plain in _RESHAPE_OPS:
+    if operator in _RESHAPE_OPS:
         shape = results[0].shape
         return len(shape) >= 2 and shape[0] == first.shape[0] and shape[1] % channels == 0
-    return plain in _ELEMENTWISE_OPS or plain in _PER_CHANNEL_OPS
+    return operator in _ELEMENTWISE_OPS or operator in _PER_CHANNEL_OPS
 
 
 def _channels_of(tensor: Tensor) -> int:
@@ -214,77 +224,74 @@ def _layer_of_call(call: ModuleCall, is_last: bool) -> ChannelLayer:
 
 
 def split_model_channels(model: nn.Module, shape: tuple[int, ...], scheme: ChannelScheme, group: RankGroup) -> None:
-    """Leave in ``model``, which takes samples of ``shape``, this rank's parts of its layers. In place.
+    """Replace the layers of ``model`` by this rank's parts, in place.
 
-    Raises ``WorkerError`` (``unsupported``) where the model does what cannot be split, or has too few channels.
+    Args:
+        model: The whole model.
+        shape: Shape of one sample, channels first.
+        scheme: The strategy and its form.
+        group: The ranks that share a replica.
+
+    Raises:
+        WorkerError: ``unsupported`` if the model has operators that cannot be split, or too few channels.
     """
-    found = trace_channels(model, shape)
-    layers = found.layers()
-    _check_splittable(model, found, layers, scheme, group.size)
-    done: set[str] = set()
-    for call in found.calls:
-        if call.name in done:
+    trace = trace_channels(model, shape)
+    layers = trace.layers()
+    _check_splittable(model, trace, layers, scheme, group.size)
+    last = max(number for number, call in enumerate(trace.calls) if call.name in layers)
+    replaced: set[str] = set()
+    for number, call in enumerate(trace.calls):
+        if call.name in replaced:
             continue
-        done.add(call.name)
+        replaced.add(call.name)
+        shards = ChannelShards(group, channel_extents(call.channels, group.size, call.features))
         if isinstance(call.module, SPLITTABLE_LAYERS):
             split = channel_split(layers[call.name], scheme, group.size)
             if split.by or split.enter.forward:
-                part = ChannelSplitLayer(call.module, layers[call.name], split, group)
-                _replace_module(model, call.module, part)
-        elif scheme.form == "sharded" and not _is_outside_layers(call, found):
-            _split_norm_or_dropout(model, call, group)
+                _replace_module(model, call.module, ChannelSplitLayer(call.module, layers[call.name], split, group))
+        elif scheme.form != "sharded" or call.channels == 0 or number > last:
+            continue  # Its input is whole: before the first layer, behind the last, or in the gathered form.
+        elif isinstance(call.module, NORMS):
+            split_batch_norm(call.module, shards)
+        elif isinstance(call.module, DROPOUTS):
+            _replace_module(model, call.module, ChannelSplitDropout(call.module, shards))
 
 
-def _split_norm_or_dropout(model: nn.Module, call: ModuleCall, group: RankGroup) -> None:
-    shares = ChannelShards(group, channel_extents(call.channels, group.size, call.features))
-    if isinstance(call.module, NORMS):
-        split_batch_norm(call.module, shares)
-    elif isinstance(call.module, DROPOUTS):
-        _replace_module(model, call.module, ChannelSplitDropout(call.module, shares))
-
-
-def _is_outside_layers(call: ModuleCall, found: ChannelTrace) -> bool:
-    """Before the first layer, and behind the last."""
-    places = [place for place, one in enumerate(found.calls) if isinstance(one.module, SPLITTABLE_LAYERS)]
-    return call.channels == 0 or found.calls.index(call) > places[-1]
-
-
-def _replace_module(model: nn.Module, old: nn.Module, part: nn.Module) -> None:
-    """Everywhere: a layer may be called under several names."""
+def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Replace ``old`` under all its names: a layer may be called under several."""
     for owner in list(model.modules()):
         for name, child in list(owner._modules.items()):
             if child is old:
-                owner._modules[name] = part
+                owner._modules[name] = new
 
 
 def _check_splittable(
-    model: nn.Module, found: ChannelTrace, layers: dict[str, ChannelLayer], scheme: ChannelScheme, degree: int
+    model: nn.Module, trace: ChannelTrace, layers: dict[str, ChannelLayer], scheme: ChannelScheme, degree: int
 ) -> None:
-    problems = [*found.refused, *(found.problems if scheme.form == "sharded" else ())]
-    users = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
-    if any(count > 1 for count in users.values()):
+    problems = [*trace.refused, *(trace.problems if scheme.form == "sharded" else ())]
+    owned = (parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    if any(count > 1 for count in Counter(map(id, owned)).values()):
         problems.append("layers share a weight")
     if not layers:
         problems.append("there is no convolution and no linear layer")
-    seen: dict[str, ModuleCall] = {}
-    for call in found.calls:
-        other = seen.setdefault(call.name, call)
-        if (other.channels, other.features) != (call.channels, call.features):
+    first_calls: dict[str, ModuleCall] = {}
+    for call in trace.calls:
+        first = first_calls.setdefault(call.name, call)
+        if (first.channels, first.features) != (call.channels, call.features):
             problems.append(f"{call.name} is called with different channels")
     if problems:
+        other_form = "" if scheme.form == "gathered" or trace.refused else 'try options.form = "gathered", or '
         raise WorkerError(
             f"{scheme.strategy} in its {scheme.form} form cannot split this model: {'; '.join(problems[:3])}",
             status="unsupported",
-            hint="use ddp or fsdp"
-            if scheme.form == "gathered" or found.refused
-            else 'try options.form = "gathered", or use ddp or fsdp',
+            hint=f"{other_form}use ddp or fsdp",
         )
     if not fits_degree(list(layers.values()), scheme, degree):
-        most = largest_channel_degree(list(layers.values()), scheme, degree)
+        largest = largest_channel_degree(list(layers.values()), scheme, degree)
         raise WorkerError(
             f"{scheme.strategy} over {degree} ranks: a layer has fewer channels than that",
             status="unsupported",
-            hint=f"the largest tp_degree that works is {most}",
+            hint=f"the largest tp_degree that works is {largest}",
         )
 
 
@@ -292,17 +299,14 @@ class FilterStrategy(ModelParallelStrategy):
     """The ranks along ``tp`` each compute some of every layer's output channels."""
 
     axis = "tp"
-    key = "filter"
 
-    def divide(self, model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
-        """See ``channels.divide``."""
-        scheme = ChannelScheme(self.key, self.options["form"], self.options["split_last"])
-        if self.own.size > 1:
-            split_model_channels(model, sample_shape(spec.dataset, spec.input_size), scheme, self.own)
+    def split_model(self, model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
+        """Replace layers by this rank's parts; raises what ``split_model_channels`` raises."""
+        scheme = ChannelScheme(spec.strategy, self.options["form"], self.options["split_last"])
+        if self.group.size > 1:
+            split_model_channels(model, sample_shape(spec.dataset, spec.input_size), scheme, self.group)
         return model
 
 
 class ChannelStrategy(FilterStrategy):
-    """The ranks along ``tp`` each take some of every layer's input channels and add up what they make of them."""
-
-    key = "channel"
+    """The ranks along ``tp`` each take some of every layer's input channels and add up their partial outputs."""

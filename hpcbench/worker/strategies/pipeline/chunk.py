@@ -1,6 +1,7 @@
 """A model chunk with its in-flight micro-batches, and the shapes and types of the activations between chunks.
 
-The shapes are found beforehand with fake tensors, so that messages hold tensor data alone."""
+The shapes are computed beforehand with fake tensors, so that messages contain tensor data only.
+"""
 
 from __future__ import annotations
 
@@ -18,44 +19,49 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError, WorkerError
 from hpcbench.worker.layers import allocate_fake_storage, zero_batch
 from hpcbench.worker.model_execution import MixedPrecision, checkpoint_block, disable_inplace_first_op
+from hpcbench.worker.models.build import copy_to_meta
 from hpcbench.worker.strategies.pipeline.split_backward import DeferredWork, defer_weight_gradients
 
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
 
 class TensorMeta(NamedTuple):
-    """One tensor of a boundary."""
+    """Shape, dtype and memory format of one activation tensor."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
     layout: torch.memory_format
 
     def empty(self, device: torch.device) -> Tensor:
-        """Memory for it."""
+        """Return an uninitialised tensor of this form."""
         return torch.empty(self.sizes, dtype=self.dtype, device=device, memory_format=self.layout)
 
     def flat(self, tensor: Tensor) -> Tensor:
-        """``tensor`` in one dimension, in the order in which this layout lies in memory; a copy only if it must be."""
+        """Return ``tensor`` as one dimension, in the memory order of this layout; a copy only if it must be."""
         dense = tensor.contiguous(memory_format=self.layout)
         return dense.as_strided((dense.numel(),), (1,))
 
 
 class ActivationMeta(NamedTuple):
-    """What one chunk hands to the next: one tensor, or (where blocks pass on tuples, such as skips) several."""
+    """The output of a chunk: one tensor, or several if its last block returns a tuple (for skip connections)."""
 
     shapes: tuple[TensorMeta, ...]
-    tree: TreeSpec
+    treespec: TreeSpec
 
     @property
-    def with_gradient(self) -> tuple[int, ...]:
-        """Places of the tensors whose gradients come back."""
-        return tuple(place for place, one in enumerate(self.shapes) if one.dtype.is_floating_point)
+    def differentiable(self) -> tuple[int, ...]:
+        """Indices of the tensors whose gradients are sent back."""
+        return tuple(index for index, shape in enumerate(self.shapes) if shape.dtype.is_floating_point)
 
 
 class ActivationMetaCache:
-    """The boundaries after every chunk, for any number of samples: found once each by fake tensors.
+    """The form of every chunk's output by number of samples, each computed once with fake tensors.
 
-    ``model`` is whole and on the host; what is kept of it are shapes alone.
+    Args:
+        model: The whole model on the host; only its shapes are kept.
+        blocks: The blocks of every chunk.
+        spec: The run.
+        device: The device of the activations.
     """
 
     def __init__(self, model: nn.Sequential, blocks: Sequence[range], spec: RunSpec, device: torch.device) -> None:
@@ -63,16 +69,20 @@ class ActivationMetaCache:
         self._blocks = blocks
         self._spec = spec
         self.device = device
-        self._known: dict[int, list[ActivationMeta]] = {}
+        self._outputs: dict[int, list[ActivationMeta]] = {}
 
-    def after(self, chunk: int, samples: int) -> ActivationMeta:
-        """What ``chunk`` hands on for a micro-batch of ``samples``. ``WorkerError`` where fake tensors cannot tell."""
-        if samples not in self._known:
-            self._known[samples] = self._trace(samples)
-        return self._known[samples][chunk]
+    def outputs_of(self, chunk: int, samples: int) -> ActivationMeta:
+        """Return the form of ``chunk``'s output for a micro-batch of ``samples``.
+
+        Raises:
+            WorkerError: ``unsupported`` if the model cannot run with fake tensors.
+        """
+        if samples not in self._outputs:
+            self._outputs[samples] = self._trace(samples)
+        return self._outputs[samples][chunk]
 
     def _trace(self, samples: int) -> list[ActivationMeta]:
-        spec, found = self._spec, list[ActivationMeta]()
+        spec, outputs = self._spec, list[ActivationMeta]()
         arithmetic = MixedPrecision(spec.precision, self.device)
         try:
             model = copy.deepcopy(self._model)
@@ -87,7 +97,7 @@ class ActivationMetaCache:
                     for blocks in self._blocks:
                         for block in list(model)[blocks.start : blocks.stop]:
                             x = block(x)
-                        found.append(activation_meta_of(x))
+                        outputs.append(activation_meta_of(x))
         except HpcbenchError:
             raise
         except Exception as error:
@@ -97,15 +107,14 @@ class ActivationMetaCache:
                 status="unsupported",
                 hint="a pipeline needs blocks whose shapes do not depend on values; BatchNorm needs two values",
             ) from error
-        return found
+        return outputs
 
 
 def activation_meta_of(output: Any) -> ActivationMeta:
-    """The boundary that ``output`` of a chunk passes through."""
-    leaves, tree = tree_flatten(output)
-    return ActivationMeta(
-        tuple(TensorMeta(tuple(one.shape), one.dtype, _memory_format_of(one)) for one in leaves), tree
-    )
+    """Return the form of a chunk's ``output``."""
+    leaves, treespec = tree_flatten(output)
+    shapes = tuple(TensorMeta(tuple(leaf.shape), leaf.dtype, _memory_format_of(leaf)) for leaf in leaves)
+    return ActivationMeta(shapes, treespec)
 
 
 def _memory_format_of(tensor: Tensor) -> torch.memory_format:
@@ -117,95 +126,87 @@ def _memory_format_of(tensor: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def copy_to_meta(model: nn.Sequential) -> nn.Sequential:
-    """A copy on the meta device, made without copying any number."""
-    memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        meta = tensor.detach().to("meta")
-        memo[id(tensor)] = nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
-    return copy.deepcopy(model, memo)
-
-
 class _MicroBatchState(NamedTuple):
     """One micro-batch between its forward and its backward pass."""
 
     inputs: tuple[Tensor, ...]
     """Leaves of autograd's graph."""
     outputs: tuple[Tensor, ...]
-    """Of the last chunk the loss alone."""
+    """In the last chunk the loss."""
 
 
 class ModelChunk:
-    """Blocks of the model that one rank computes together."""
+    """Consecutive blocks of the model on one rank, with the activations of micro-batches in flight.
+
+    Args:
+        module: The blocks.
+        splits: Whether ``backward`` defers weight gradients to ``finish_weights`` (zero bubble).
+    """
 
     def __init__(self, module: nn.Module, splits: bool) -> None:
-        """``splits``: its backward passes come in halves."""
         self.module = module
         disable_inplace_first_op(module)
-        self._deferral = defer_weight_gradients(module) if splits else None
-        self._alive: dict[int, _MicroBatchState] = {}
-        self._late: dict[int, DeferredWork] = {}
+        self._queue = defer_weight_gradients(module) if splits else None
+        self._in_flight: dict[int, _MicroBatchState] = {}
+        self._deferred: dict[int, DeferredWork] = {}
 
     def forward(
         self,
         micro_batch: int,
         inputs: tuple[Tensor, ...],
-        entry: ActivationMeta | None,
+        input_meta: ActivationMeta | None,
         recompute: bool,
         context: AbstractContextManager[None],
         loss: Callable[[Any], Tensor] | None,
     ) -> tuple[Tensor, ...]:
-        """The tensors that the next chunk takes, or what ``loss`` makes of the output.
+        """Run the forward pass of a micro-batch and keep it for ``backward``.
 
-        ``entry`` is the boundary that ``inputs`` came through, ``None`` for samples; ``context`` that of the
-        arithmetic.
+        Args:
+            micro_batch: Its number.
+            inputs: Samples, or the tensors of the previous chunk's output.
+            input_meta: The form of the previous chunk's output; ``None`` for samples.
+            recompute: Whether activations are freed and recomputed in the backward pass.
+            context: Autocast of the run.
+            loss: In the last chunk the function of the output that returns the loss.
+
+        Returns:
+            The tensors of the output, or the loss.
         """
         x: Any = inputs[0]
-        if entry is not None:
-            for place in entry.with_gradient:
-                inputs[place].requires_grad_()
-            x = tree_unflatten(list(inputs), entry.tree)
+        if input_meta is not None:
+            for index in input_meta.differentiable:
+                inputs[index].requires_grad_()
+            x = tree_unflatten(list(inputs), input_meta.treespec)
         with context:
             output = checkpoint_block(self.module, x) if recompute else self.module(x)
         outputs = tuple(tree_leaves(output)) if loss is None else (loss(output),)
-        self._alive[micro_batch] = _MicroBatchState(inputs, outputs)
+        self._in_flight[micro_batch] = _MicroBatchState(inputs, outputs)
         return outputs
 
-    def loss(self, micro_batch: int) -> Tensor:
-        """Of a micro-batch whose backward pass is still to come."""
-        return self._alive[micro_batch].outputs[0]
-
     def backward(self, micro_batch: int, run: Callable[[tuple[Tensor, ...]], None]) -> tuple[Tensor, ...]:
-        """Let ``run`` go backward from the outputs; the gradients of all inputs that can have one, in their order.
+        """Run the backward pass of a micro-batch; ``run`` starts it from the outputs.
 
-        In a chunk that splits them, gradients of weights are left to ``finish_weights``.
+        Returns:
+            The gradients of all differentiable inputs, in their order.
         """
-        inputs, outputs = self._alive.pop(micro_batch)
-        if self._deferral is None:
+        inputs, outputs = self._in_flight.pop(micro_batch)
+        if self._queue is None:
             run(outputs)
         else:
-            with self._deferral.collected() as late:
+            with self._queue.collected() as deferred:
                 run(outputs)
-            self._late[micro_batch] = late
-        leaves = [one for one in inputs if one.requires_grad]
-        return tuple(torch.zeros_like(one) if one.grad is None else one.grad for one in leaves)
+            self._deferred[micro_batch] = deferred
+        leaves = [tensor for tensor in inputs if tensor.requires_grad]
+        return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
 
     def finish_weights(self, micro_batch: int) -> None:
-        """The second half of a backward pass."""
-        for owed in self._late.pop(micro_batch):
-            owed()
-
-    def drop(self) -> None:
-        """Forget everything that is alive."""
-        self._alive.clear()
-        self._late.clear()
+        """Compute the deferred weight gradients of a micro-batch."""
+        for compute_weight_gradients in self._deferred.pop(micro_batch):
+            compute_weight_gradients()
 
 
 def backward_from(outputs: tuple[Tensor, ...], grads: tuple[Tensor, ...]) -> None:
-    """Backward from the outputs whose gradients came back; those that nothing was computed for have none to take."""
-    pairs = [
-        (output, grad)
-        for output, grad in zip((one for one in outputs if one.is_floating_point()), grads, strict=True)
-        if output.requires_grad
-    ]
+    """Run autograd from floating-point ``outputs`` with their ``grads``; outputs without a graph are skipped."""
+    floating = (output for output in outputs if output.is_floating_point())
+    pairs = [(output, grad) for output, grad in zip(floating, grads, strict=True) if output.requires_grad]
     torch.autograd.backward([output for output, _ in pairs], [grad for _, grad in pairs])

@@ -14,13 +14,13 @@ from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import frozen_running_statistics
-from hpcbench.worker.strategies.base import DataParallelStrategy, chosen_options
-from hpcbench.worker.strategies.fairscale import import_fairscale
+from hpcbench.worker.strategies.base import DataParallelStrategy
+from hpcbench.worker.strategies.fairscale_library import import_fairscale
 from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks
 
 
 class PipeModule(nn.Module):
-    """The pipeline, whose output comes back to the device of its input."""
+    """The pipeline; its output is returned on the device of its input."""
 
     def __init__(self, pipe: Any) -> None:
         super().__init__()
@@ -28,20 +28,19 @@ class PipeModule(nn.Module):
         self._microbatch = import_fairscale("nn.pipe.microbatch")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Cut as the pipeline cuts by itself."""
         output: Tensor = self.pipe(x).to(x.device)
         return output
 
     def through(self, x: Tensor, parts: list[range]) -> Tensor:
-        """The output for ``x``, cut into ``parts``: its own cut (``torch.chunk``) leaves the last one short."""
-        batches = [self._microbatch.Batch(x[part.start : part.stop], place) for place, part in enumerate(parts)]
+        """Return the output for ``x`` in the micro-batches ``parts``; Pipe itself makes the last one shorter."""
+        batches = [self._microbatch.Batch(x[part.start : part.stop], number) for number, part in enumerate(parts)]
         self.pipe.pipeline.run(batches)
         output: Tensor = self._microbatch.gather(batches)
         return output
 
 
 class _SingleStatisticsUpdate:
-    """Keeps BatchNorm's running statistics of ``partition`` when a backward pass computes it again."""
+    """Keeps the running statistics of ``partition`` unchanged when a backward pass recomputes it."""
 
     def __init__(self, partition: nn.Module) -> None:
         self._checkpoint = import_fairscale("nn.pipe.checkpoint")
@@ -49,49 +48,45 @@ class _SingleStatisticsUpdate:
         partition.register_forward_pre_hook(self._before)
         partition.register_forward_hook(self._after)
 
-    def _before(self, partition: nn.Module, _given: Any) -> None:
+    def _before(self, partition: nn.Module, _inputs: Any) -> None:
         if self._checkpoint.is_recomputing():
             self._stack.enter_context(frozen_running_statistics(partition))
 
-    def _after(self, _partition: nn.Module, _given: Any, _output: Any) -> None:
+    def _after(self, _partition: nn.Module, _inputs: Any, _output: Any) -> None:
         self._stack.close()
 
 
 class FairscalePipeStrategy(DataParallelStrategy):
-    """Stages on the devices of this process; on a cpu the one there is, as often as there are stages."""
+    """Stages on the devices of this process; on a cpu all stages share it."""
 
     module: PipeModule
 
-    def setup(self, model: nn.Sequential, spec: RunSpec, place: RankContext) -> None:
-        """As the base; what is evaluated is the pipeline."""
-        super().setup(model, spec, place)
+    def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
+        super().setup(model, spec, context)
         assert isinstance(self.runner, PipeModule), "a pipeline that was not wrapped"
         self.module = self.runner
 
-    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
-        """``module`` in Pipe."""
+    def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
         assert isinstance(module, nn.Sequential), "a pipeline of no sequence"
-        options = chosen_options(spec)
-        blocks = assign_blocks(module, spec, options, PipelineLayout(spec.pp_degree))
+        blocks = assign_blocks(module, spec, self.options, PipelineLayout(spec.pp_degree))
         pipe = import_fairscale("nn").Pipe(
             module,
             balance=[len(held) for held in blocks],
-            devices=_stage_devices(spec.pp_degree, place.device),
+            devices=_stage_devices(spec.pp_degree, context.device),
             chunks=spec.micro_batches,
-            checkpoint=options["recompute"],
+            checkpoint=self.options["recompute"],
         )
         for partition in pipe.partitions:
             _SingleStatisticsUpdate(partition)
         return PipeModule(pipe)
 
     def step(self, feed: DataFeed, step: int) -> Tensor:
-        """See ``Strategy.step``: all micro-batches at once."""
         with self.phases("data"):
             inputs, targets = feed.batch(step, self.replica)
         self.clear_gradients()
         with self.phases("forward"):
-            outputs = self.module.through(inputs, feed.micro_shares(step, self.replica))
-            loss = self.losses(outputs, targets.to(outputs.device)) / feed.global_count(step)
+            outputs = self.module.through(inputs, feed.micro_batch_ranges(step, self.replica))
+            loss = self.loss_sum(outputs, targets.to(outputs.device)) / feed.global_count(step)
         with self.phases("backward"):
             loss.backward()  # type: ignore[no-untyped-call]
         with self.phases("optimizer"):
@@ -99,21 +94,19 @@ class FairscalePipeStrategy(DataParallelStrategy):
         return loss.detach().to(inputs.device)
 
     def weights(self) -> dict[str, Tensor]:
-        """By their names in the whole model."""
         return {name_in_model(name): tensor for name, tensor in super().weights().items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """By their names in the whole model."""
         return {name_in_model(name): tensor for name, tensor in super().gradients().items()}
 
 
 def _stage_devices(count: int, device: torch.device) -> list[torch.device]:
     if device.type != "cuda":
         return [device] * count
-    there = torch.cuda.device_count()
-    if there < count:
+    available = torch.cuda.device_count()
+    if available < count:
         raise WorkerError(
-            f"fairscale_pipe with pp_degree {count} needs as many GPUs in one process, and sees {there}",
+            f"fairscale_pipe with pp_degree {count} needs as many GPUs in one process, and sees {available}",
             status="unsupported",
             hint="the profile must give a task all of its devices_per_task",
         )
@@ -121,9 +114,9 @@ def _stage_devices(count: int, device: torch.device) -> list[torch.device]:
 
 
 def name_in_model(name: str) -> str:
-    """A tensor of ``PipeModule`` by its name in the whole model.
+    """Return the name in the whole model of a tensor of ``PipeModule``.
 
-    >>> own_name("pipe.partitions.1.3.conv1.weight")
+    >>> name_in_model("pipe.partitions.1.3.conv1.weight")
     '3.conv1.weight'
     """
     return name.split(".", 3)[3]

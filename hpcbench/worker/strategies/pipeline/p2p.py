@@ -16,26 +16,29 @@ from hpcbench.worker.distributed.process_groups import RankGroup, to_timedelta
 from hpcbench.worker.strategies.pipeline.chunk import TensorMeta
 
 PREFETCHED_RECEIVES = 2
-"""Receives that stand ready on every link: what arrives while this rank computes needs nobody to take it in."""
+"""Receives that are posted ahead on every link: messages arrive while this rank computes."""
 
 _TAG_COUNT = 2**15
 _TIMEOUT_FRACTION = 0.95
-"""Of the limit: a wait that fails so late has run into it."""
+"""A wait that fails after this part of the time limit has run into it."""
 
 MessageShapes = Callable[[PipelineMessage], Sequence[TensorMeta]]
-"""The tensors that a message consists of."""
+"""Returns the form of the tensors of a message."""
 
 
 class P2PTimeout(RuntimeError):
-    """Nobody sent, or nobody took, within the limit."""
+    """A message was not sent, or not received, within the time limit."""
 
 
 class P2PGroups(NamedTuple):
-    """A process group for each direction, so that on NCCL every communicator between two ranks carries one alone.
+    """A process group for each direction, so that on NCCL every communicator between two ranks carries one direction.
 
-    NCCL executes the calls of a communicator in the order in which both sides make them: were activations and
-    gradients to share one, two neighbours that both send first would wait for each other. With two stages of several
-    chunks, the way back from the last rank to the first joins the same two ranks: it gets groups of its own.
+    NCCL executes the calls of a communicator in the order in which both sides make them: if activations and gradients
+    shared one, two neighbours that both send first would wait for each other. With two stages of several chunks, the
+    connection from the last rank to the first joins the same two ranks and gets groups of its own::
+
+        down         0 -> 1 -> 2 -> 3     activations        around_down   3 -> 0   next chunk
+        up           0 <- 1 <- 2 <- 3     gradients          around_up     3 <- 0
     """
 
     down: RankGroup
@@ -44,20 +47,20 @@ class P2PGroups(NamedTuple):
     around_up: RankGroup
 
     def of(self, message: PipelineMessage) -> RankGroup:
-        """The group that carries ``message``."""
+        """Return the group that carries ``message``."""
         return self.between(message.source, message.target, message.is_forward)
 
     def between(self, source: int, target: int, is_forward: bool) -> RankGroup:
-        """The group that carries activations, or gradients, from one place of the pipeline to another."""
+        """Return the group that carries activations (or gradients) from one rank of the pipeline to another."""
         if is_forward:
             return self.down if source < target else self.around_down
         return self.up if source > target else self.around_up
 
 
 def make_p2p_groups(group: RankGroup, layout: PipelineLayout, another: Callable[[str], RankGroup]) -> P2PGroups:
-    """The channels of the pipeline whose ranks ``group`` holds; ``another`` makes a group of the same ranks.
+    """Create the groups of a pipeline; ``another(purpose)`` creates a further group of the same ranks.
 
-    The pipeline's own group carries nothing else while a schedule is executed.
+    ``group`` itself carries nothing else while a schedule is executed.
     """
     if group.size == 1:
         return P2PGroups(group, group, group, group)
@@ -73,26 +76,25 @@ class _PostedReceive(NamedTuple):
 
 
 class _ReceiveQueue:
-    """What one rank sends to this one in one direction: receives are posted in the sender's order."""
+    """Messages from one rank in one direction; receives are posted in the sender's order."""
 
     def __init__(self, messages: Iterable[PipelineMessage]) -> None:
         self.awaited = deque(messages)
         self.posted: dict[PipelineMessage, _PostedReceive] = {}
 
 
-def warm_up_links(channels: P2PGroups, links: Iterable[PipelineMessage], place: int, device: torch.device) -> None:
-    """Let one number pass on every link of the schedule, called by all ranks with the same ``links``.
+def warm_up_links(groups: P2PGroups, links: Iterable[PipelineMessage], rank: int, device: torch.device) -> None:
+    """Send one number over every link of the schedule; called by all ranks with the same ``links``.
 
-    NCCL makes the communicator of two ranks with their first message, and both sit in the call until the other one
-    comes. Receives that are posted ahead would wait there in a ring; one link after another, in one order, cannot.
+    NCCL creates the communicator of two ranks with their first message, and both block until the other one calls.
+    Receives that are posted ahead would wait there in a ring; one link after another, in one order, cannot.
     """
-    for one in dict.fromkeys((link.source, link.target, link.is_forward) for link in links):
-        source, target, _ = one
-        if place not in (source, target):
+    for source, target, is_forward in dict.fromkeys((link.source, link.target, link.is_forward) for link in links):
+        if rank not in (source, target):
             continue
-        group = channels.between(*one).members()
+        group = groups.between(source, target, is_forward).members()
         number = torch.zeros(1, device=device)
-        if place == source:
+        if rank == source:
             dist.send(number, group=group, group_dst=target)
         else:
             dist.recv(number, group=group, group_src=source)
@@ -101,33 +103,37 @@ def warm_up_links(channels: P2PGroups, links: Iterable[PipelineMessage], place: 
 
 
 class P2PTransport:
-    """Sends at once, receives ahead of need; a buffer lives until its transfer is done. Never blocks but in ``take``
-    and ``finish``."""
+    """Asynchronous sends and prefetched receives; a buffer lives until its transfer is complete.
 
-    def __init__(self, channels: P2PGroups, device: torch.device, wait_s: float) -> None:
+    Only ``receive`` and ``wait_for_sends`` block.
+    """
+
+    def __init__(self, groups: P2PGroups, device: torch.device, wait_s: float) -> None:
         self._wait_s = wait_s
-        self._channels = channels
+        self._groups = groups
         self._device = device
         self._links: dict[tuple[int, bool], _ReceiveQueue] = {}
         self._numbers: dict[tuple[int, int, bool], int] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._shapes: MessageShapes = lambda _: ()
 
-    def expect(self, messages: Iterable[PipelineMessage], shapes: MessageShapes) -> None:
-        """What others will send from now on, each sender's in its order."""
-        assert all(not link.awaited and not link.posted for link in self._links.values()), "mail that nobody took"
+    def post_receives(self, messages: Iterable[PipelineMessage], shapes: MessageShapes) -> None:
+        """Announce the messages of a step, each sender's in its order, and post the first receives of every link."""
+        assert all(not link.awaited and not link.posted for link in self._links.values()), (
+            "messages that were not received"
+        )
         by_link: dict[tuple[int, bool], list[PipelineMessage]] = {}
-        for one in messages:
-            by_link.setdefault((one.source, one.is_forward), []).append(one)
+        for message in messages:
+            by_link.setdefault((message.source, message.is_forward), []).append(message)
         self._shapes = shapes
-        self._links = {key: _ReceiveQueue(found) for key, found in by_link.items()}
+        self._links = {key: _ReceiveQueue(queue) for key, queue in by_link.items()}
         for link in self._links.values():
             self._post(link, PREFETCHED_RECEIVES)
 
     def send(self, message: PipelineMessage, tensors: Sequence[Tensor]) -> None:
-        """Hand over ``tensors``, which must not change any more."""
-        group = self._channels.of(message)
-        self._sent = [one for one in self._sent if not one[0].is_completed()]
+        """Start to send ``tensors``, which must not change any more."""
+        group = self._groups.of(message)
+        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
         for shape, tensor in zip(self._shapes(message), tensors, strict=True):
             assert tuple(tensor.shape) == shape.sizes, f"{message}: {tuple(tensor.shape)}, not {shape.sizes}"
             flat = shape.flat(tensor)
@@ -135,8 +141,13 @@ class P2PTransport:
             assert work is not None, "a send of a rank outside its group"
             self._sent.append((work, flat))
 
-    def take(self, message: PipelineMessage) -> tuple[Tensor, ...]:
-        """The tensors of ``message``, once they are there; raises what the transport raises."""
+    def receive(self, message: PipelineMessage) -> tuple[Tensor, ...]:
+        """Return the tensors of ``message`` when they have arrived.
+
+        Raises:
+            P2PTimeout: The message did not arrive within the time limit.
+            RuntimeError: The sender has ended.
+        """
         link = self._links[message.source, message.is_forward]
         while message not in link.posted:
             self._post(link, 1)
@@ -146,15 +157,15 @@ class P2PTransport:
             self._wait(work)
         return tensors
 
-    def finish(self) -> None:
-        """Wait until everything that was sent has gone."""
+    def wait_for_sends(self) -> None:
+        """Wait until all sends are complete; raises as ``receive`` does."""
         for work, _ in self._sent:
             self._wait(work)
         self._sent.clear()
 
     def _wait(self, work: dist.Work) -> None:
-        """On cuda the stream waits, not the host; NCCL has the group's own limit."""
         if self._device.type == "cuda":
+            # The stream waits, not the host; NCCL applies the group's own limit.
             work.wait()
             return
         begun_s = time.monotonic()
@@ -168,17 +179,18 @@ class P2PTransport:
     def _post(self, link: _ReceiveQueue, count: int) -> None:
         for _ in range(min(count, len(link.awaited))):
             message = link.awaited.popleft()
-            group = self._channels.of(message)
-            found = _PostedReceive(tuple(one.empty(self._device) for one in self._shapes(message)), [])
-            for shape, tensor in zip(self._shapes(message), found.tensors, strict=True):
+            group = self._groups.of(message)
+            shapes = self._shapes(message)
+            receive = _PostedReceive(tuple(shape.empty(self._device) for shape in shapes), [])
+            for shape, tensor in zip(shapes, receive.tensors, strict=True):
                 flat = shape.flat(tensor)
                 work = dist.irecv(flat, group=group.members(), group_src=message.source, tag=self._tag(message))
                 assert work is not None, "a receive of a rank outside its group"
-                found.works.append(work)
-            link.posted[message] = found
+                receive.works.append(work)
+            link.posted[message] = receive
 
     def _tag(self, message: PipelineMessage) -> int:
-        """Numbers the tensors of a link; gloo matches by it, NCCL by order."""
+        """Return the number of the next tensor on its link; gloo matches messages by it, NCCL by order."""
         key = (message.source, message.target, message.is_forward)
         number = self._numbers[key] = self._numbers.get(key, -1) + 1
         return number % _TAG_COUNT

@@ -1,4 +1,19 @@
-"""The runtime that executes the actions of a schedule on one rank of a pipeline."""
+"""The runtime that executes the actions of a schedule on one rank of a pipeline.
+
+Every rank has a fixed list of actions per step (``parallel.pipeline.schedules``): F forward, B backward, and for zero
+bubble B (inputs) and W (weights). 1f1b with 2 stages and 3 micro-batches::
+
+    stage 0   F0  F1  ..  B0  F2  B1  ..  B2 | update
+    stage 1   ..  F0  B0  F1  B1  F2  B2  .. | update
+
+An action with a result for another rank sends it and continues; an action that needs one waits for its message::
+
+    F on stage 0 --- activations ---> F on stage 1 --+
+                                                     | loss
+    B on stage 0 <--- gradients ----- B on stage 1 <-+
+
+A step is ``begin`` (receives are posted), ``execute`` (all actions in order) and ``end`` (sends are complete).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +42,11 @@ from hpcbench.parallel.pipeline.schedules import (
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss
-from hpcbench.worker.strategies.pipeline.action_timeline import ActionRecorder, PendingActions
+from hpcbench.worker.strategies.pipeline.action_timeline import (
+    STUCK_HINT,
+    ActionRecorder,
+    PendingActions,
+)
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk, TensorMeta, backward_from
 from hpcbench.worker.strategies.pipeline.p2p import P2PTimeout, P2PTransport
 
@@ -38,17 +57,18 @@ class PipelineBatch(NamedTuple):
     """The samples of one step: the first chunk reads inputs, the last one targets."""
 
     inputs: Sequence[Tensor]
-    """Per micro-batch, [samples, *shape]; empty on ranks that do not read them."""
+    """Per micro-batch, [samples, *sample shape]; empty on ranks without the first chunk."""
     targets: Sequence[Tensor]
+    """Per micro-batch; empty on ranks without the last chunk."""
     sizes: Sequence[int]
     """Samples of each micro-batch."""
     global_count: int
-    """Samples of all micro-batches of all replicas: what losses are divided by."""
+    """Samples of all micro-batches of all replicas: the divisor of losses."""
 
 
 @dataclass
 class ActionHooks:
-    """What a strategy does around actions; each gets the chunk and the micro-batch."""
+    """Functions of a strategy that run before and after every action."""
 
     before: Callable[[Action], None] = lambda _: None
     after: Callable[[Action], None] = lambda _: None
@@ -58,93 +78,108 @@ class ActionHooks:
 class PipelineRuntime:
     """One rank of one pipeline.
 
-    A step is ``begin``, ``execute`` for its actions, and ``end``.
+    Example:
+        >>> runtime.begin(schedule_actions("1f1b", layout, micro_batches), batch)
+        >>> runtime.execute()
+        >>> loss = runtime.end()
     """
 
     layout: PipelineLayout
     rank: int
     chunks: Mapping[int, ModelChunk]
-    mail: P2PTransport
+    """This rank's chunks by number."""
+    transport: P2PTransport
     boundaries: ActivationMetaCache
     arithmetic: MixedPrecision
     recompute: str = "never"
     wait_s: float = 300.0
     phases: PhaseMarker = no_marker
     reducers: Mapping[int, GradientReducer] = field(default_factory=dict)
-    """Of each chunk's gradients; they send with the chunk's last backward pass of a step."""
+    """The reducer of each chunk's gradients; it sends with the chunk's last backward pass of a step."""
     hooks: ActionHooks = field(default_factory=ActionHooks)
     recorder: ActionRecorder | None = None
-    doing: tuple[str, Action | None] = ("before its first action", None)
-    """What this rank is at, see ``state``."""
-    made: int = 0
-    """Actions of all steps so far; on cuda those that were asked for."""
+    current: tuple[str, Action | None] = ("before its first action", None)
+    """The current activity and action, for ``progress_report``."""
+    actions_done: int = 0
+    """Actions of all steps so far; on cuda those that were enqueued."""
 
     def __post_init__(self) -> None:
-        self._asked = PendingActions(self.boundaries.device)
-        self._is_under_way = False
+        self._pending = PendingActions(self.boundaries.device)
+        self._is_in_step = False
 
     def begin(self, ranks: list[list[Action]], batch: PipelineBatch) -> None:
-        """Get ready for the actions of all ranks in this step: receives are posted from here on."""
-        self._own, self._batch = ranks[self.rank], batch
-        self._is_under_way = True
-        self._asked.forget_done()
+        """Start a step and post its receives.
+
+        Args:
+            ranks: The actions of every rank of the pipeline.
+            batch: This replica's samples.
+        """
+        self._actions, self._batch = ranks[self.rank], batch
+        self._is_in_step = True
+        self._pending.remove_finished()
         self._local: dict[Action, tuple[Tensor, ...]] = {}
         self._loss: Tensor | None = None
-        self._last = {
-            action.chunk: place
-            for place, action in enumerate(self._own)
-            if action.kind in (BACKWARD, BACKWARD_WEIGHT, BACKWARD_INPUT)
+        self._last_backward = {
+            action.chunk: index for index, action in enumerate(self._actions) if action.kind not in (FORWARD, UPDATE)
         }
-        self.mail.expect(received_messages(ranks, self.layout, self.rank), self._shapes)
+        self.transport.post_receives(received_messages(ranks, self.layout, self.rank), self._message_shapes)
 
     def execute(self) -> None:
-        """All actions in order."""
-        for place, action in enumerate(self._own):
+        """Run all actions in order.
+
+        Raises:
+            WorkerError: A message did not arrive in time.
+        """
+        for index, action in enumerate(self._actions):
             self.hooks.before(action)
-            _ACTION_METHODS[action.kind](self, action)
-            self.made += 1
-            self._asked.add(action)
-            if self._last.get(action.chunk) == place:
-                reducer = self.reducers.get(action.chunk)
-                if reducer is not None:
-                    reducer.send_rest()
+            if action.kind == FORWARD:
+                self._forward(action)
+            elif action.kind in (BACKWARD, BACKWARD_INPUT):
+                self._backward(action)
+            elif action.kind == BACKWARD_WEIGHT:
+                with self._running(action), self.phases("backward"):
+                    self.chunks[action.chunk].finish_weights(action.micro_batch)
+            self.actions_done += 1
+            self._pending.add(action)
+            if self._last_backward.get(action.chunk) == index and action.chunk in self.reducers:
+                self.reducers[action.chunk].send_rest()
             self.hooks.after(action)
-        self.doing = ("done with all of its actions, waiting for its last messages to be taken", None)
+        self.current = ("done with all of its actions, waiting for its last messages to be taken", None)
 
     def end(self) -> Tensor:
-        """Wait for what was sent; returns the loss of the micro-batches, summed, zero where others compute it."""
+        """Wait until everything was sent; return the summed loss of the micro-batches, 0 without the last chunk."""
         try:
-            self.mail.finish()
+            self.transport.wait_for_sends()
         except RuntimeError as error:
-            raise self._stuck("its last messages to be taken", error) from error
-        self.doing = ("between steps", None)
-        self._is_under_way = False
+            raise self._wait_error("its last messages to be taken", error) from error
+        self.current = ("between steps", None)
+        self._is_in_step = False
         return torch.zeros((), device=self.boundaries.device) if self._loss is None else self._loss
 
     def _forward(self, action: Action) -> None:
-        chunk, one = action.chunk, action.micro_batch
-        entry = None if chunk == 0 else self.boundaries.after(chunk - 1, self._batch.sizes[one])
-        inputs = (self._batch.inputs[one],) if chunk == 0 else self._taken(Action(FORWARD, chunk - 1, one), action)
+        _, chunk, micro_batch = action
+        inputs: tuple[Tensor, ...]
+        if chunk == 0:
+            input_meta, inputs = None, (self._batch.inputs[micro_batch],)
+        else:
+            input_meta = self.boundaries.outputs_of(chunk - 1, self._batch.sizes[micro_batch])
+            inputs = self._receive_or_local(Action(FORWARD, chunk - 1, micro_batch), action)
         is_last = chunk == self.layout.chunks - 1
-        with self._doing(action), self.phases("forward"):
+        loss = partial(self._micro_batch_loss, micro_batch) if is_last else None
+        with self._running(action), self.phases("forward"):
             outputs = self.chunks[chunk].forward(
-                one,
-                inputs,
-                entry,
-                self._recomputes(one),
-                self.arithmetic.autocast(),
-                partial(self._loss_of, one) if is_last else None,
+                micro_batch, inputs, input_meta, self._recomputes(micro_batch), self.arithmetic.autocast(), loss
             )
         if is_last:
-            kept = outputs[0].detach() * self._loss_weight(one)
-            self._loss = kept if self._loss is None else self._loss + kept
+            share = outputs[0].detach() * self._loss_weight(micro_batch)
+            self._loss = share if self._loss is None else self._loss + share
         else:
-            self._pass_on(action, tuple(tensor.detach() for tensor in outputs))
+            self._send_or_keep(action, tuple(tensor.detach() for tensor in outputs))
 
     def _backward(self, action: Action) -> None:
-        kind, chunk, one = action
+        kind, chunk, micro_batch = action
         is_last = chunk == self.layout.chunks - 1
-        grads = () if is_last else self._taken(Action(kind, chunk + 1, one), action)
+        grads = () if is_last else self._receive_or_local(Action(kind, chunk + 1, micro_batch), action)
 
         def run(outputs: tuple[Tensor, ...]) -> None:
             if is_last:
@@ -152,88 +187,76 @@ class PipelineRuntime:
             else:
                 backward_from(outputs, grads)
 
-        reducer = self.reducers.get(chunk)
-        if reducer is not None:
-            reducer.is_paused = self._own[self._last[chunk]] != action
-        with self._doing(action), self.phases("backward"):
-            of_inputs = self.chunks[chunk].backward(one, run)
+        if chunk in self.reducers:
+            self.reducers[chunk].is_paused = self._actions[self._last_backward[chunk]] != action
+        with self._running(action), self.phases("backward"):
+            input_grads = self.chunks[chunk].backward(micro_batch, run)
         if chunk > 0:
-            self._pass_on(action, of_inputs)
+            self._send_or_keep(action, input_grads)
 
-    def _weights(self, action: Action) -> None:
-        with self._doing(action), self.phases("backward"):
-            self.chunks[action.chunk].finish_weights(action.micro_batch)
-
-    def _nothing(self, action: Action) -> None:
-        """The strategy's hooks see to it."""
-
-    def _loss_of(self, micro_batch: int, output: Tensor) -> Tensor:
+    def _micro_batch_loss(self, micro_batch: int, output: Tensor) -> Tensor:
         return summed_loss(output, self._batch.targets[micro_batch]) / self._batch.global_count
 
     def _loss_weight(self, _micro_batch: int) -> float:
-        """What the loss of a micro-batch counts in the step's."""
+        """Return the factor of a micro-batch's loss in the step's loss."""
         return 1.0
 
     def _recomputes(self, micro_batch: int) -> bool:
-        """Of the last micro-batch the backward pass follows at once (gpipe), or soon."""
+        # The backward pass of the last micro-batch follows its forward pass at once (gpipe) or soon.
         is_last = micro_batch == len(self._batch.sizes) - 1
         return self.recompute == "always" or (self.recompute == "except_last" and not is_last)
 
-    def _doing(self, action: Action) -> AbstractContextManager[None]:
-        self.doing = ("at", action)
+    def _running(self, action: Action) -> AbstractContextManager[None]:
+        self.current = ("at", action)
         return _NOT_RECORDED if self.recorder is None else self.recorder.of(action)
 
-    def _pass_on(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
+    def _send_or_keep(self, action: Action, tensors: tuple[Tensor, ...]) -> None:
+        """Send the result of ``action`` to the rank that needs it, or keep it if that is this rank."""
         message = message_after(action, self.layout)
         if message is None:
             self._local[action] = tensors
         else:
-            self.mail.send(message, tensors)
+            self.transport.send(message, tensors)
 
-    def _taken(self, source: Action, action: Action) -> tuple[Tensor, ...]:
-        """What ``action`` needs of ``source``."""
+    def _receive_or_local(self, source: Action, action: Action) -> tuple[Tensor, ...]:
+        """Return the result of ``source``, which ``action`` needs."""
         message = message_after(source, self.layout)
         if message is None:
             return self._local.pop(source)
-        self.doing = ("waiting for what it needs before", action)
-        try:
-            return self.mail.take(message)
-        except RuntimeError as error:
-            raise self._stuck(f"the result of {source} from rank {message.source}", error) from error
+        self.current = ("waiting for what it needs before", action)
+        return self._receive(message)
 
-    def _shapes(self, message: PipelineMessage) -> Sequence[TensorMeta]:
-        kind, chunk, one = message.action
-        boundary = self.boundaries.after(chunk if kind == FORWARD else chunk - 1, self._batch.sizes[one])
+    def _receive(self, message: PipelineMessage) -> tuple[Tensor, ...]:
+        try:
+            return self.transport.receive(message)
+        except RuntimeError as error:
+            raise self._wait_error(f"the result of {message.action} from rank {message.source}", error) from error
+
+    def _message_shapes(self, message: PipelineMessage) -> Sequence[TensorMeta]:
+        kind, chunk, micro_batch = message.action
+        outputs = self.boundaries.outputs_of(chunk if kind == FORWARD else chunk - 1, self._batch.sizes[micro_batch])
         if message.is_forward:
-            return boundary.shapes
-        return [boundary.shapes[place] for place in boundary.with_gradient]
+            return outputs.shapes
+        return [outputs.shapes[index] for index in outputs.differentiable]
 
     def progress(self) -> int | None:
-        """Grows while this rank, or its device, gets on; ``None`` where nothing is under way."""
-        left = self._asked.forget_done()
-        return self.made - left if left or self._is_under_way else None
+        """Return a count that grows while this rank or its device makes progress; ``None`` between steps."""
+        unfinished = self._pending.remove_finished()
+        return self.actions_done - unfinished if unfinished or self._is_in_step else None
 
-    def state(self) -> str:
-        """For a person: where this rank stands."""
-        what, action = self.doing
-        where = f"stage {self.layout.stage_of(self.rank)} of {self.layout.stages}"
-        device = f"; its device is not done with {self._asked.first()}" if self._asked.forget_done() else ""
-        return f"{where}: {what}{'' if action is None else f' {action}'}{device}"
+    def progress_report(self) -> str:
+        """Return one sentence on this rank's position in the schedule."""
+        activity, action = self.current
+        stage = f"stage {self.layout.stage_of(self.rank)} of {self.layout.stages}"
+        device = f"; its device is not done with {self._pending.first()}" if self._pending.remove_finished() else ""
+        return f"{stage}: {activity}{'' if action is None else f' {action}'}{device}"
 
-    def _stuck(self, what: str, error: RuntimeError) -> RuntimeError | WorkerError:
-        """A wait that ran into its limit is told as what it is; anything else (another rank is gone) as it came."""
+    def _wait_error(self, awaited: str, error: RuntimeError) -> RuntimeError | WorkerError:
+        """Describe a wait that timed out; any other error (another rank has ended) is returned unchanged."""
         if not isinstance(error, P2PTimeout):
             return error
         return WorkerError(
-            f"the pipeline is stuck: rank {self.rank} of it waited {self.wait_s:g} s for {what} ({self.state()})",
-            hint="the state of every rank is in the result's ranks",
+            f"the pipeline is stuck: rank {self.rank} of it waited {self.wait_s:g} s for {awaited} "
+            f"({self.progress_report()})",
+            hint=STUCK_HINT,
         )
-
-
-_ACTION_METHODS: dict[str, Callable[[PipelineRuntime, Action], None]] = {
-    FORWARD: PipelineRuntime._forward,
-    BACKWARD: PipelineRuntime._backward,
-    BACKWARD_INPUT: PipelineRuntime._backward,
-    BACKWARD_WEIGHT: PipelineRuntime._weights,
-    UPDATE: PipelineRuntime._nothing,
-}

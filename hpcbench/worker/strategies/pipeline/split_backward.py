@@ -1,8 +1,12 @@
-"""The backward pass in two halves: input gradients first, weight gradients later (zero bubble, Qi et al.
+"""The backward pass in two halves: input gradients first, weight gradients later (zero bubble).
 
-2023, section 2).
+Linear layers and convolutions are split. The weights of all other layers get their gradients in the first half::
 
-Linear layers and convolutions are split. The weights of all other layers get their gradients in the first half."""
+    1f1b         | F | B = input and weight gradients |
+    zero bubble  | F | B input |  ... other work ...  | W weight |
+
+Source: Qi et al. 2023, section 2.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +19,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpcbench.worker.strategies.model_parallel import ConvolutionOperation, cast_for_autocast
+
 DeferredWork = list[Callable[[], None]]
-"""What the second half of one chunk's backward pass has to do."""
+"""The second half of a chunk's backward pass: calls that compute weight gradients."""
 
 
 class WeightGradientQueue:
-    """Where the layers of one chunk put off what they owe; outside of ``collected`` they owe nothing."""
+    """Collects the deferred weight gradients of one chunk; outside of ``collected`` nothing is deferred."""
 
     def __init__(self) -> None:
-        self.late: DeferredWork | None = None
+        self.deferred: DeferredWork | None = None
 
     @contextmanager
     def collected(self) -> Iterator[DeferredWork]:
-        """Backward passes in here leave gradients of weights to the calls in the list that is given."""
-        self.late = []
+        """Defer weight gradients of backward passes in this context into the returned list."""
+        self.deferred = []
         try:
-            yield self.late
+            yield self.deferred
         finally:
-            self.late = None
+            self.deferred = None
 
 
 class _LinearOperation(NamedTuple):
@@ -48,104 +54,66 @@ class _LinearOperation(NamedTuple):
         ]
 
 
-class _ConvolutionOperation(NamedTuple):
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.convolution(
-            x, weight, bias, self.stride, self.padding, self.dilation, False, (0,) * len(self.stride), self.groups
-        )
-
-    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> list[Tensor | None]:
-        found = torch.ops.aten.convolution_backward(
-            grad, x, weight, [weight.shape[0]] if wanted[2] else None, self.stride, self.padding, self.dilation, False,
-            [0] * len(self.stride), self.groups, list(wanted),
-        )  # fmt: skip
-        return list(found)
-
-
 class _SplitBackwardFunction(torch.autograd.Function):
-    """A layer's operation whose gradients of weights can be computed later."""
+    """A layer's operation whose weight gradients can be computed later."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operation: Any, deferral: WeightGradientQueue
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operation: Any, queue: WeightGradientQueue
     ) -> Tensor:
-        # Not saved with x: what checkpointing hands back of a saved weight is another tensor, without its gradient.
-        ctx.operation, ctx.deferral, ctx.weight, ctx.bias = operation, deferral, weight, bias
-        device = x.device.type
-        lower = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        ctx.lower = lower
-        cast = x if lower is None else x.to(lower)
-        ctx.save_for_backward(cast)
-        ctx.types = x.dtype
-        with torch.autocast(device, enabled=False):
-            out: Tensor = operation.forward(cast, *(_cast_to(one, lower) for one in (weight, bias)))
+        # Not saved with x: checkpointing returns a saved weight as another tensor, without its gradient.
+        ctx.operation, ctx.queue, ctx.weight, ctx.bias, ctx.x_dtype = operation, queue, weight, bias, x.dtype
+        inputs, cast_weight = cast_for_autocast(x), cast_for_autocast(weight)
+        cast_bias = None if bias is None else cast_for_autocast(bias)
+        ctx.compute_dtype = cast_weight.dtype
+        ctx.save_for_backward(inputs)
+        with torch.autocast(x.device.type, enabled=False):
+            out: Tensor = operation.forward(inputs, cast_weight, cast_bias)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        (grad,) = grads
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
-        is_wanted = ctx.needs_input_grad[:3]
-        late: DeferredWork | None = ctx.deferral.late
-        operation, lower = ctx.operation, ctx.lower
-        if late is None:
-            first = operation.backward(grad, x, _cast_to(weight, lower), is_wanted)
-            return (
-                _cast_gradient(first[0], x, ctx.types),
-                _cast_gradient(first[1], weight),
-                _cast_gradient(first[2], bias),
-                None,
-                None,
-            )
-        (of_input, _, _) = operation.backward(grad, x, _cast_to(weight, lower), (is_wanted[0], False, False))
+        weight, bias, wanted = ctx.weight, ctx.bias, ctx.needs_input_grad[:3]
+        deferred: DeferredWork | None = ctx.queue.deferred
 
-        def owed() -> None:
+        def compute(wanted: tuple[bool, bool, bool]) -> list[Tensor | None]:
+            grads = ctx.operation.backward(gradients[0], x, weight.to(ctx.compute_dtype), wanted)
+            dtypes = (ctx.x_dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+            return [None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
+
+        if deferred is None:
+            return (*compute(wanted), None, None)
+        grad_x = compute((wanted[0], False, False))[0]
+
+        def compute_weight_gradients() -> None:
             with torch.no_grad():
-                found = operation.backward(grad, x, _cast_to(weight, lower), (False, *is_wanted[1:]))
-                for parameter, part in zip((weight, bias), found[1:], strict=True):
-                    if part is not None:
-                        _accumulate_gradient(parameter, part)
+                _, *grads = compute((False, *wanted[1:]))
+                for parameter, grad in zip((weight, bias), grads, strict=True):
+                    if grad is not None:
+                        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
 
-        late.append(owed)
-        return _cast_gradient(of_input, x, ctx.types), None, None, None, None
-
-
-def _cast_to(tensor: Tensor | None, lower: torch.dtype | None) -> Tensor | None:
-    return tensor if tensor is None or lower is None else tensor.to(lower)
-
-
-def _cast_gradient(grad: Tensor | None, like: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    return None if grad is None or like is None else grad.to(dtype or like.dtype)
-
-
-def _accumulate_gradient(parameter: Tensor, part: Tensor) -> None:
-    part = part.to(parameter.dtype)
-    parameter.grad = part if parameter.grad is None else parameter.grad.add_(part)
+        deferred.append(compute_weight_gradients)
+        return grad_x, None, None, None, None
 
 
 def defer_weight_gradients(chunk: nn.Module) -> WeightGradientQueue:
-    """Let the linear layers and convolutions of ``chunk`` put off their weights' gradients; names stay."""
-    deferral = WeightGradientQueue()
+    """Let the linear layers and convolutions of ``chunk`` defer their weight gradients, in place; names stay."""
+    queue = WeightGradientQueue()
     for module in chunk.modules():
         operation = _operation_of(module)
         if operation is not None:
-            module.forward = partial(_forward_with_split_backward, module, operation, deferral)
-    return deferral
+            module.forward = partial(_forward_with_split_backward, module, operation, queue)
+    return queue
 
 
-def _forward_with_split_backward(module: Any, operation: Any, deferral: WeightGradientQueue, x: Tensor) -> Tensor:
-    out: Tensor = _SplitBackwardFunction.apply(x, module.weight, module.bias, operation, deferral)  # type: ignore[no-untyped-call]
+def _forward_with_split_backward(module: Any, operation: Any, queue: WeightGradientQueue, x: Tensor) -> Tensor:
+    out: Tensor = _SplitBackwardFunction.apply(x, module.weight, module.bias, operation, queue)  # type: ignore[no-untyped-call]
     return out
 
 
-def _operation_of(module: nn.Module) -> _LinearOperation | _ConvolutionOperation | None:
-    """Exact types alone: a subclass may compute something else."""
+def _operation_of(module: nn.Module) -> _LinearOperation | ConvolutionOperation | None:
+    # Exact types only: a subclass may compute something else.
     if type(module) is nn.Linear:
         return _LinearOperation()
     if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
@@ -153,4 +121,4 @@ def _operation_of(module: nn.Module) -> _LinearOperation | _ConvolutionOperation
     assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
     if module.padding_mode != "zeros" or isinstance(module.padding, str):
         return None
-    return _ConvolutionOperation(module.stride, module.padding, module.dilation, module.groups)
+    return ConvolutionOperation(module.stride, module.padding, module.dilation, module.groups)

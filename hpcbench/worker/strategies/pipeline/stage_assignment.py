@@ -1,5 +1,10 @@
-"""The assignment of blocks to chunks, the same on every rank: given cuts, a balance by a layer table, or measured
-blocks.
+"""The assignment of blocks to chunks, the same on every rank.
+
+It follows given cuts, a layer table, or measured block times::
+
+    blocks   0 1 2 | 3 4 | 5 6 | 7 8 9        cuts = "3, 5, 7"
+    chunks   0       1     2     3
+    rank     0       1     0     1            two virtual stages (interleaved_1f1b)
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from torch import nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError, WorkerError
 from hpcbench.parallel.catalog import get_strategy
-from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
+from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.pipeline.block_profile import BlockProfile, BlockProfileResponse
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.parallel.pipeline.stage_balance import chunk_blocks
@@ -24,97 +29,106 @@ from hpcbench.parallel.pipeline.steady_state import schedule_step_time
 from hpcbench.results.schema import PipelinePrediction
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import trace_layer_table
-from hpcbench.worker.strategies.pipeline.chunk import copy_to_meta
+from hpcbench.worker.models.build import copy_to_meta
 
-_MEASURED_CHAINS: dict[tuple[Any, ...], BlockProfile] = {}
-"""Of this process's run. ``verify`` trains in another arithmetic, and its reference must have the same stages."""
+_BLOCK_PROFILES: dict[tuple[Any, ...], BlockProfile] = {}
+"""Profiles of this process's run. ``verify`` trains in another precision, and its reference needs the same stages."""
+
+
+def _profile_key(spec: RunSpec) -> tuple[Any, ...]:
+    return spec.model, spec.dataset, spec.input_size, spec.batch_size, spec.micro_batches
 
 
 def is_balance_measured(options: Mapping[str, Any]) -> bool:
-    """Whether a run with these options needs ``measure_blocks``."""
+    """Return whether a run with these options needs ``measure_blocks``."""
     return options["balance"] == "measured" and not options["cuts"]
 
 
-def measure_blocks(model: nn.Sequential, spec: RunSpec, place: RankContext) -> BlockProfile:
-    """What rank 0 measures of ``model``'s blocks on its device, or has in its cache. Called by every rank, before any
-    of them needs ``balance_measured_blocks``; ``WorkerError`` on all where rank 0 has one.
+def measure_blocks(model: nn.Sequential, spec: RunSpec, context: RankContext) -> BlockProfile:
+    """Return the times of the model's blocks, measured by rank 0 on its device or read from its cache.
+
+    Collective; must precede ``assign_blocks`` of a run whose balance is measured.
+
+    Raises:
+        WorkerError: ``unsupported``, on all ranks, if rank 0 cannot measure the model.
     """
-    if _chain_key(spec) not in _MEASURED_CHAINS:
-        said = [_measure_chain_answer(model, spec, place)] if place.rank == 0 else [b""]
-        if place.world_size > 1:
-            group = place.members()
-            dist.broadcast_object_list(said, src=dist.get_global_rank(group, 0), group=group, device=place.device)
-        found = msgspec.json.decode(said[0], type=BlockProfileResponse)
-        if found.chain is None:
-            raise WorkerError(f"balance = measured: {found.error}", status="unsupported", hint=found.hint)
-        _MEASURED_CHAINS[_chain_key(spec)] = found.chain
-    return _MEASURED_CHAINS[_chain_key(spec)]
+    key = _profile_key(spec)
+    if key not in _BLOCK_PROFILES:
+        messages = [_profile_blocks(model, spec, context)] if context.rank == 0 else [b""]
+        if context.world_size > 1:
+            group = context.members()
+            dist.broadcast_object_list(messages, dist.get_global_rank(group, 0), group=group, device=context.device)
+        response = msgspec.json.decode(messages[0], type=BlockProfileResponse)
+        if response.chain is None:
+            raise WorkerError(f"balance = measured: {response.error}", status="unsupported", hint=response.hint)
+        _BLOCK_PROFILES[key] = response.chain
+    return _BLOCK_PROFILES[key]
 
 
-def balance_measured_blocks(spec: RunSpec, chunks: int) -> list[range]:
-    """The blocks of every chunk, the longest of which is as short as it can be."""
-    assert _chain_key(spec) in _MEASURED_CHAINS, "stages by a measurement that was not made"
-    chain = _MEASURED_CHAINS[_chain_key(spec)].chain()
-    return block_ranges(balanced_cuts([one.compute_s for one in chain], chunks), len(chain))
+def _profile_blocks(model: nn.Sequential, spec: RunSpec, context: RankContext) -> bytes:
+    # The profiler imports fake tensors, which take a second.
+    from hpcbench.worker.block_times import block_profile_request, profile_blocks
+
+    try:
+        profile = profile_blocks(block_profile_request(spec, context.device), shapes=copy_to_meta(model))
+        response = BlockProfileResponse(chain=profile)
+    except HpcbenchError as error:
+        response = BlockProfileResponse(error=error.message, hint=error.hint)
+    return msgspec.json.encode(response)
 
 
 def predict_step(
-    measured: BlockProfile, spec: RunSpec, layout: PipelineLayout, blocks: list[range]
+    profile: BlockProfile, spec: RunSpec, layout: PipelineLayout, blocks: list[range]
 ) -> PipelinePrediction:
-    """A step of the run by its schedule and the measured times."""
-    chain = measured.chain()
+    """Predict a step of the run from its schedule and the measured block times.
+
+    Args:
+        profile: Measured times of the model's blocks.
+        spec: The run.
+        layout: The pipeline's stages and chunks.
+        blocks: The blocks of every chunk.
+    """
+    chain = profile.chain()
     staleness = get_strategy(spec.strategy).staleness
-    delay = None if staleness is None else staleness(spec)
-    chunks = [[chain[place] for place in held] for held in blocks]
-    found = schedule_step_time(spec.strategy, layout, spec.micro_batches, chunks, delay)
-    return PipelinePrediction(
-        step_time_s=found.step_time_s,
-        bubble_fraction=found.bubble_fraction,
-        cuts=[held.start for held in blocks[1:]],
-        stage_times_s=found.stage_times_s,
+    chunks = [[chain[block] for block in chunk] for chunk in blocks]
+    step = schedule_step_time(
+        spec.strategy, layout, spec.micro_batches, chunks, None if staleness is None else staleness(spec)
     )
-
-
-def _measure_chain_answer(model: nn.Sequential, spec: RunSpec, place: RankContext) -> bytes:
-    # The profiler brings fake tensors along, which take a second to import.
-    from hpcbench.worker.block_times import block_profile_request, profile_blocks
-    from hpcbench.worker.strategies.pipeline.chunk import copy_to_meta
-
-    try:
-        found = BlockProfileResponse(
-            chain=profile_blocks(block_profile_request(spec, place.device), shapes=copy_to_meta(model))
-        )
-    except HpcbenchError as error:
-        found = BlockProfileResponse(error=error.message, hint=error.hint)
-    return msgspec.json.encode(found)
-
-
-def _chain_key(spec: RunSpec) -> tuple[Any, ...]:
-    return spec.model, spec.dataset, spec.input_size, spec.batch_size, spec.micro_batches
+    return PipelinePrediction(
+        step_time_s=step.step_time_s,
+        bubble_fraction=step.bubble_fraction,
+        cuts=[chunk.start for chunk in blocks[1:]],
+        stage_times_s=step.stage_times_s,
+    )
 
 
 def assign_blocks(
     model: nn.Sequential, spec: RunSpec, options: Mapping[str, Any], layout: PipelineLayout
 ) -> list[range]:
-    """The blocks of every chunk, as ``options.cuts`` or ``options.balance`` say.
+    """Return the blocks of every chunk, by ``options["cuts"]`` or ``options["balance"]``.
 
-    ``WorkerError`` where a balance needs a table of layers and fake tensors cannot give one.
+    Args:
+        model: The whole model.
+        spec: The run.
+        options: The strategy's options with defaults.
+        layout: The pipeline's stages and chunks.
+
+    Raises:
+        WorkerError: A layer table is needed and the model cannot run with fake tensors.
     """
-    chunks = layout.chunks
+    blocks, chunks = len(model), layout.chunks
     if chunks == 1:
-        return [range(len(model))]
+        return [range(blocks)]
     if options["cuts"]:
-        return block_ranges(parse_cuts(options["cuts"]) or (), len(model))
+        return block_ranges(parse_cuts(options["cuts"]) or (), blocks)
     if options["balance"] == "measured":
-        return balance_measured_blocks(spec, chunks)
+        assert _profile_key(spec) in _BLOCK_PROFILES, "stages by a measurement that was not made"
+        times = [block.compute_s for block in _BLOCK_PROFILES[_profile_key(spec)].chain()]
+        return block_ranges(balanced_cuts(times, chunks), len(times))
     if options["balance"] == "blocks":
-        return block_ranges(balanced_cuts([1] * len(model), chunks), len(model))
-    return chunk_blocks(spec, options, layout, _layer_table(model, spec))
-
-
-def _layer_table(model: nn.Sequential, spec: RunSpec) -> LayerTable:
-    shipped = read_shipped_table(spec.model, spec.dataset, spec.input_size, spec.model_options)
-    if shipped is not None and shipped.blocks == len(model):
-        return shipped
-    plain = nn.Sequential(OrderedDict(copy_to_meta(model).named_children())).float()
-    return trace_layer_table(plain, spec)
+        return block_ranges(balanced_cuts([1] * blocks, chunks), blocks)
+    table = read_shipped_table(spec.model, spec.dataset, spec.input_size, spec.model_options)
+    if table is None or table.blocks != blocks:
+        plain = nn.Sequential(OrderedDict(copy_to_meta(model).named_children())).float()
+        table = trace_layer_table(plain, spec)
+    return chunk_blocks(spec, options, layout, table)

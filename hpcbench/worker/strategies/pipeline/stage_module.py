@@ -1,6 +1,4 @@
-"""The module of one pipeline rank: its chunks under the whole model's names, tied weights and deferred BatchNorm
-statistics.
-"""
+"""The module of one pipeline rank: its chunks, weights tied across stages, and deferred BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -15,103 +13,96 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from hpcbench.parallel.pipeline.schedules import FORWARD, Action, PipelineLayout
 from hpcbench.worker.distributed.process_groups import RankGroup
+from hpcbench.worker.strategies.model_parallel import update_running_statistics
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache
 
 
 class TiedParameter(NamedTuple):
-    """A weight that the pipeline's ranks at ``places`` hold a copy of; ``parameter`` is this rank's, if it has one."""
+    """A weight of which several ranks of the pipeline hold a copy; ``parameter`` is this rank's copy, if any."""
 
-    places: tuple[int, ...]
+    ranks: tuple[int, ...]
     parameter: nn.Parameter | None
 
 
 def sum_tied_gradients(ties: Sequence[TiedParameter], group: RankGroup) -> None:
-    """Replace every copy's gradient by the sum of all, which is formed on the first holder: alike to the last bit."""
-    for places, parameter in ties:
-        if parameter is None or len(places) == 1:
+    """Replace every copy's gradient by the sum of all copies', computed on the first holder: bitwise equal."""
+
+    def receive(source: int, like: Tensor) -> Tensor:
+        received = torch.empty_like(like, memory_format=torch.contiguous_format)
+        dist.recv(received, group=group.members(), group_src=source)
+        return received
+
+    for ranks, parameter in ties:
+        if parameter is None or len(ranks) == 1:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        grad, first = parameter.grad, places[0]
+        grad, (first, *others) = parameter.grad, ranks
         if group.place != first:
             dist.send(grad.contiguous(), group=group.members(), group_dst=first)
-            received = torch.empty_like(grad, memory_format=torch.contiguous_format)
-            dist.recv(received, group=group.members(), group_src=first)
-            grad.copy_(received)
+            grad.copy_(receive(first, grad))
             continue
-        for other in places[1:]:
-            received = torch.empty_like(grad, memory_format=torch.contiguous_format)
-            dist.recv(received, group=group.members(), group_src=other)
-            grad.add_(received)
-        for other in places[1:]:
-            dist.send(grad.contiguous(), group=group.members(), group_dst=other)
+        for rank in others:
+            grad.add_(receive(rank, grad))
+        for rank in others:
+            dist.send(grad.contiguous(), group=group.members(), group_dst=rank)
 
 
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 
 
 class DeferredBatchNorm:
-    """A micro-batch is still normalised by its own mean and variance; the running ones move once per step.
+    """Running statistics move once per step, by the whole batch; micro-batches are normalised by their own.
 
-    Sums are kept in fp32 at least. What a backward pass computes again is not counted twice.
+    Sums are kept in fp32 at least. Recomputed forward passes are not counted twice.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._norms = [one for one in module.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]
+        self._norms = [norm for norm in module.modules() if isinstance(norm, _BatchNorm) and norm.track_running_stats]
         self._sums: dict[_BatchNorm, list[Tensor]] = {}
         self._is_counting = False
         for norm in self._norms:
-            norm.register_forward_pre_hook(self._see)
+            norm.register_forward_pre_hook(self._add)
 
     def before(self, action: Action) -> None:
-        """Backward passes compute again what was counted."""
+        """Count in forward actions only: backward passes may recompute."""
         self._is_counting = action.kind == FORWARD
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around all forward and backward passes of a step."""
-        kept = [(norm.momentum, norm.num_batches_tracked) for norm in self._norms]
+        """Return the context of all forward and backward passes of a step."""
+        settings = [(norm.momentum, norm.num_batches_tracked) for norm in self._norms]
         for norm in self._norms:
             norm.momentum, norm.num_batches_tracked = 0.0, None
         try:
             yield
         finally:
-            for norm, (momentum, count) in zip(self._norms, kept, strict=True):
+            for norm, (momentum, count) in zip(self._norms, settings, strict=True):
                 norm.momentum, norm.num_batches_tracked = momentum, count
-            self._sums, seen = {}, self._sums
-        for norm, (total, squares, number) in seen.items():
-            _update_running_statistics(norm, total, squares, number)
+            step_sums, self._sums = self._sums, {}
+        for norm, (total, squares, values) in step_sums.items():
+            n = values.item()
+            mean = total / n
+            variance = (squares / n - mean * mean).clamp(min=0.0)
+            update_running_statistics(norm, mean, variance * (n / max(n - 1, 1)))
 
-    def _see(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _add(self, norm: nn.Module, inputs: tuple[Any, ...]) -> None:
         if not (self._is_counting and norm.training):
             return
         assert isinstance(norm, _BatchNorm)
         x: Tensor = inputs[0].detach()
         x = x if x.dtype == torch.float64 else x.float()
-        over = [dim for dim in range(x.dim()) if dim != 1]
-        new = [x.sum(over), (x * x).sum(over), torch.tensor(float(x.numel() // x.shape[1]))]
-        before = self._sums.get(norm)
-        self._sums[norm] = new if before is None else [a + b for a, b in zip(before, new, strict=True)]
-
-
-def _update_running_statistics(norm: _BatchNorm, total: Tensor, squares: Tensor, number: Tensor) -> None:
-    """As torch does for one batch of ``number`` values per channel: the unbiased variance."""
-    assert norm.running_mean is not None, "running statistics that are not tracked"
-    assert norm.running_var is not None, "running statistics that are not tracked"
-    assert norm.num_batches_tracked is not None, "running statistics that are not tracked"
-    count = number.item()
-    mean = total / count
-    variance = (squares / count - mean * mean).clamp(min=0.0) * (count / max(count - 1, 1))
-    norm.num_batches_tracked += 1
-    factor = norm.momentum if norm.momentum is not None else 1.0 / norm.num_batches_tracked.item()
-    norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), factor)
-    norm.running_var.lerp_(variance.to(norm.running_var.dtype), factor)
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        sums = [x.sum(dims), (x * x).sum(dims), torch.tensor(float(x.numel() // x.shape[1]))]
+        if norm in self._sums:
+            sums = [previous + new for previous, new in zip(self._sums[norm], sums, strict=True)]
+        self._sums[norm] = sums
 
 
 class StageModule(nn.Module):
-    """``forward`` takes whole samples on every rank, and gives every rank the whole output.
+    """This rank's chunks; ``forward`` takes whole samples and returns the whole output on every rank.
 
-    The replica of a stage that computes is its first one.
+    In a stage with several replicas the first one computes.
     """
 
     def __init__(
@@ -128,48 +119,49 @@ class StageModule(nn.Module):
         self.boundaries = boundaries
 
     def chunk(self, number: int) -> nn.Module:
-        """One that this rank holds."""
+        """Return chunk ``number``, which this rank holds."""
         return self.chunks[str(number)]
 
     def compile(self, *arguments: Any, **more: Any) -> None:
-        """Each chunk by itself: what lies between them is communication."""
+        """Compile each chunk alone: between them is communication."""
         for chunk in self.chunks.values():
             chunk.compile(*arguments, **more)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Chunk after chunk, each on its rank. A collective."""
-        given: Any = x
+        """Run chunk after chunk, each on its rank. Collective."""
+        value: Any = x
         for number in range(self.layout.chunks):
             source = self.layout.rank_of(number, 0)
             if source == self.group.place:
-                given = self.chunk(number)(given)
+                value = self.chunk(number)(value)
             if number + 1 < self.layout.chunks:
-                given = self._moved(given, number, source, self.layout.rank_of(number + 1, 0), len(x))
-        (shape,) = self.boundaries.after(self.layout.chunks - 1, len(x)).shapes
+                value = self._move(value, number, source, self.layout.rank_of(number + 1, 0), len(x))
+        (shape,) = self.boundaries.outputs_of(self.layout.chunks - 1, len(x)).shapes
         if self.group.size > 1:
-            mine = source == self.group.place
-            # Boundaries were found in training, whose arithmetic may be a lower one.
-            given = given.to(shape.dtype).contiguous() if mine else x.new_empty(shape.sizes, dtype=shape.dtype)
-            dist.broadcast(given, group=self.group.members(), group_src=source)
-        output: Tensor = given
+            # The shapes are from training, whose precision may be lower.
+            is_source = source == self.group.place
+            value = value.to(shape.dtype).contiguous() if is_source else x.new_empty(shape.sizes, dtype=shape.dtype)
+            dist.broadcast(value, group=self.group.members(), group_src=source)
+        output: Tensor = value
         return output
 
-    def _moved(self, given: Any, number: int, source: int, target: int, samples: int) -> Any:
-        boundary = self.boundaries.after(number, samples)
+    def _move(self, value: Any, chunk: int, source: int, target: int, samples: int) -> Any:
+        """Send the output of ``chunk`` from rank ``source`` to ``target``."""
         if source == target or self.group.place not in (source, target):
-            return given
+            return value
+        meta, group = self.boundaries.outputs_of(chunk, samples), self.group.members()
         if self.group.place == source:
-            for shape, tensor in zip(boundary.shapes, tree_leaves(given), strict=True):
-                dist.send(shape.flat(tensor.to(shape.dtype)), group=self.group.members(), group_dst=target)
-            return given
-        found = [shape.empty(self.boundaries.device) for shape in boundary.shapes]
-        for shape, tensor in zip(boundary.shapes, found, strict=True):
-            dist.recv(shape.flat(tensor), group=self.group.members(), group_src=source)
-        return tree_unflatten(found, boundary.tree)
+            for shape, tensor in zip(meta.shapes, tree_leaves(value), strict=True):
+                dist.send(shape.flat(tensor.to(shape.dtype)), group=group, group_dst=target)
+            return value
+        received = [shape.empty(self.boundaries.device) for shape in meta.shapes]
+        for shape, tensor in zip(meta.shapes, received, strict=True):
+            dist.recv(shape.flat(tensor), group=group, group_src=source)
+        return tree_unflatten(received, meta.treespec)
 
 
 class TensorLocation(NamedTuple):
-    """A tensor of the whole model, and who holds it."""
+    """Shape, dtype and chunk of a tensor of the whole model."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -177,56 +169,67 @@ class TensorLocation(NamedTuple):
 
 
 def slice_chunks(model: nn.Sequential, blocks: Sequence[range], numbers: Iterable[int]) -> dict[int, nn.Sequential]:
-    """The chunks of ``model`` with those numbers: slices, whose modules keep their names."""
-    found = {number: model[blocks[number].start : blocks[number].stop] for number in numbers}
-    assert all(isinstance(one, nn.Sequential) for one in found.values()), "a slice of a sequence"
-    return found  # type: ignore[return-value]
+    """Return the chunks with those numbers as slices of ``model``, whose modules keep their names."""
+    chunks = {number: model[blocks[number].start : blocks[number].stop] for number in numbers}
+    assert all(isinstance(chunk, nn.Sequential) for chunk in chunks.values()), "a slice of a sequence"
+    return chunks  # type: ignore[return-value]
 
 
 def locate_tensors(
     tensors: Iterable[tuple[str, Tensor]], model: nn.Sequential, blocks: Sequence[range]
 ) -> dict[str, TensorLocation]:
-    """Where the named ``tensors`` of the whole model are."""
-    places = {name: place for place, (name, _) in enumerate(model.named_children())}
-    chunk_of = {place: number for number, held in enumerate(blocks) for place in held}
+    """Return the locations of named ``tensors`` of the whole model; ``blocks`` are those of every chunk."""
+    names = [name for name, _ in model.named_children()]
+    chunk_of = {names[block]: chunk for chunk, held in enumerate(blocks) for block in held}
     return {
-        name: TensorLocation(tuple(one.shape), one.dtype, chunk_of[places[name.partition(".")[0]]])
-        for name, one in tensors
+        name: TensorLocation(tuple(tensor.shape), tensor.dtype, chunk_of[name.partition(".")[0]])
+        for name, tensor in tensors
     }
 
 
-def tied_parameter_names(model: nn.Sequential, places: Mapping[str, TensorLocation]) -> list[list[str]]:
-    """Names of parameters that are one and the same but lie on different chunks, the first one first."""
-    found: dict[int, list[str]] = {}
-    for name, one in model.named_parameters(remove_duplicate=False):
-        names = found.setdefault(id(one), [])
-        if all(places[name].chunk != places[other].chunk for other in names):
+def tied_parameter_names(model: nn.Sequential, locations: Mapping[str, TensorLocation]) -> list[list[str]]:
+    """Return the names of each parameter that lies on several chunks, one name per chunk, the first one first."""
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names = names_of.setdefault(id(parameter), [])
+        if all(locations[name].chunk != locations[other].chunk for other in names):
             names.append(name)
-    return [names for names in found.values() if len(names) > 1]
+    return [names for names in names_of.values() if len(names) > 1]
 
 
 def gather_on_first_rank(
-    mine: Mapping[str, Tensor],
-    places: Mapping[str, TensorLocation],
+    tensors: Mapping[str, Tensor],
+    locations: Mapping[str, TensorLocation],
     layout: PipelineLayout,
     group: RankGroup,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """On the pipeline's first rank all of ``places`` that their holders have; on the others what they hold."""
+    """Collect the tensors of all stages on the pipeline's first rank. Collective.
+
+    Args:
+        tensors: This rank's tensors, by their names in the whole model.
+        locations: All tensors of the whole model.
+        layout: The pipeline's stages.
+        group: The pipeline's ranks.
+        device: The device of received tensors.
+
+    Returns:
+        On the first rank all tensors that exist; on the others their own.
+    """
     if group.size == 1:
-        return dict(mine)
-    found: dict[str, Tensor] = {}
-    flags = torch.tensor([name in mine for name in places], dtype=torch.uint8, device=device)
+        return dict(tensors)
+    gathered: dict[str, Tensor] = {}
+    flags = torch.tensor([name in tensors for name in locations], dtype=torch.uint8, device=device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group.members())
-    for (name, (sizes, dtype, chunk)), there in zip(places.items(), flags.tolist(), strict=True):
+    for (name, (sizes, dtype, chunk)), exists in zip(locations.items(), flags.tolist(), strict=True):
         owner = layout.rank_of(chunk, 0)
-        if not there:
+        if not exists:
             continue
         if owner == group.place:
-            found[name] = mine[name].detach()
+            gathered[name] = tensors[name].detach()
             if owner:
-                dist.send(found[name].contiguous(), group=group.members(), group_dst=0)
+                dist.send(gathered[name].contiguous(), group=group.members(), group_dst=0)
         elif group.place == 0:
-            found[name] = torch.empty(sizes, dtype=dtype, device=device)
-            dist.recv(found[name], group=group.members(), group_src=owner)
-    return found
+            gathered[name] = torch.empty(sizes, dtype=dtype, device=device)
+            dist.recv(gathered[name], group=group.members(), group_src=owner)
+    return gathered

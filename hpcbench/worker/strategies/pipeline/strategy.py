@@ -1,13 +1,14 @@
-"""The synchronous pipeline strategies: each rank holds chunks of the model and micro-batches pass from rank to rank."""
+"""The synchronous pipeline strategies: each rank holds chunks of the model; micro-batches pass from rank to rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import Any
+from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
@@ -15,12 +16,17 @@ from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.pipeline.schedules import Action, message_after, schedule_actions
 from hpcbench.parallel.strategies.pipeline import cuts_exclusion, pipeline_layout
+from hpcbench.results.schema import TimelineSpan
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_group, make_group_of_ranks
 from hpcbench.worker.strategies.base import make_optimizer
-from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, TensorSharding
-from hpcbench.worker.strategies.model_parallel import gather_shards as whole
+from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, gather_shards, sharding_of
+from hpcbench.worker.strategies.pipeline.action_timeline import (
+    WATCHDOG_TIMEOUT_FRACTION,
+    ActionRecorder,
+    watch_progress,
+)
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk
 from hpcbench.worker.strategies.pipeline.p2p import P2PTransport, make_p2p_groups, warm_up_links
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineBatch, PipelineRuntime
@@ -33,6 +39,7 @@ from hpcbench.worker.strategies.pipeline.stage_assignment import (
 from hpcbench.worker.strategies.pipeline.stage_module import (
     DeferredBatchNorm,
     StageModule,
+    TensorLocation,
     TiedParameter,
     gather_on_first_rank,
     locate_tensors,
@@ -46,171 +53,192 @@ cached_actions = cache(schedule_actions)
 
 
 class PipelineStrategy(ModelParallelStrategy):
-    """Any of the synchronous schedules: one update per step, when all micro-batches have been through."""
+    """Any of the synchronous schedules: one update per step, after the backward passes of all micro-batches."""
 
     axis = "pp"
     module: StageModule
-    runtime_kind: type[PipelineRuntime] = PipelineRuntime
+    runtime_class: ClassVar[type[PipelineRuntime]] = PipelineRuntime
 
-    def setup(self, model: nn.Sequential, spec: RunSpec, place: RankContext) -> None:
-        """As the base; then the runtime, which needs the chunks on their device."""
-        self._place = place
-        super().setup(model, spec, place)
+    def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
+        self.context = context
+        super().setup(model, spec, context)
 
-        def another(purpose: str) -> RankGroup:
-            return make_group(self.mesh, place, "pp", purpose=purpose)
+        def another_group(purpose: str) -> RankGroup:
+            return make_group(self.mesh, context, "pp", purpose=purpose)
 
-        channels = make_p2p_groups(self.own, self.layout, another)
-        every = (message_after(action, self.layout) for own in self.schedule(spec.micro_batches) for action in own)
-        warm_up_links(channels, [one for one in every if one is not None], self.own.place, place.device)
-        splits_backward = get_strategy(spec.strategy).splits_backward
-        self.runtime = self.runtime_kind(
+        groups = make_p2p_groups(self.group, self.layout, another_group)
+        schedule = self.schedule(spec.micro_batches)
+        messages = (message_after(action, self.layout) for actions in schedule for action in actions)
+        warm_up_links(groups, [message for message in messages if message], self.group.place, context.device)
+        splits = get_strategy(spec.strategy).splits_backward
+        self.runtime = self.runtime_class(
             layout=self.layout,
-            rank=self.own.place,
-            chunks={one: ModelChunk(self.module.chunk(one), splits_backward) for one in self._numbers},
-            mail=P2PTransport(channels, place.device, place.wait_s),
+            rank=self.group.place,
+            chunks={number: ModelChunk(self.module.chunk(number), splits) for number in self._chunk_numbers},
+            transport=P2PTransport(groups, context.device, context.wait_s),
             boundaries=self.boundaries,
             arithmetic=self.arithmetic,
             recompute=self.options["recompute"],
-            wait_s=place.wait_s,
+            wait_s=context.wait_s,
             reducers=self._reducer_of,
         )
-
         self._statistics: DeferredBatchNorm | None = None
         if self.options.get("batch_norm") == "deferred":
             self._statistics = DeferredBatchNorm(self.module)
             self.runtime.hooks.before = self._statistics.before
 
-    def divide(self, model: nn.Sequential, spec: RunSpec) -> StageModule:
-        """This rank's chunks, with the names that they have in ``model``; the rest is let go."""
+    def split_model(self, model: nn.Sequential, spec: RunSpec) -> StageModule:
+        """Return this rank's chunks, with their names in ``model``.
+
+        Raises:
+            WorkerError: ``unsupported`` if the model has too few blocks or the cuts do not fit.
+        """
         self.layout = pipeline_layout(spec)
         reason = cuts_exclusion(spec, self.layout, len(model))
         if reason is not None:
             raise WorkerError(reason, status="unsupported", hint="fewer stages, or other cuts")
-        measured = measure_blocks(model, spec, self._place) if is_balance_measured(self.options) else None
-        blocks = self.blocks = assign_blocks(model, spec, self.options, self.layout)
-        self.predicted = None if measured is None else predict_step(measured, spec, self.layout, blocks)
-        self.boundaries = ActivationMetaCache(model, blocks, spec, self._place.device)
-        self._state = locate_tensors(model.state_dict().items(), model, blocks)
-        self._parameters = locate_tensors(model.named_parameters(), model, blocks)
-        self._numbers = self.layout.chunks_of(self.own.place)
-        every = dict(model.named_parameters(remove_duplicate=False))
-        everywhere = locate_tensors(every.items(), model, blocks)
+        profile = measure_blocks(model, spec, self.context) if is_balance_measured(self.options) else None
+        blocks = assign_blocks(model, spec, self.options, self.layout)
+        self.predicted = None if profile is None else predict_step(profile, spec, self.layout, blocks)
+        self.boundaries = ActivationMetaCache(model, blocks, spec, self.context.device)
+        self._state_locations = locate_tensors(model.state_dict().items(), model, blocks)
+        self._parameter_locations = locate_tensors(model.named_parameters(), model, blocks)
+        self._chunk_numbers = self.layout.chunks_of(self.group.place)
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        locations = locate_tensors(parameters.items(), model, blocks)
         self._ties = [
             TiedParameter(
-                tuple(dict.fromkeys(self.layout.rank_of(everywhere[name].chunk, 0) for name in names)), every[names[0]]
+                tuple(dict.fromkeys(self.layout.rank_of(locations[name].chunk, 0) for name in names)),
+                parameters[names[0]],
             )
-            for names in tied_parameter_names(model, everywhere)
+            for names in tied_parameter_names(model, locations)
         ]
-        chunks = slice_chunks(model, blocks, self._numbers)
+        chunks = slice_chunks(model, blocks, self._chunk_numbers)
         if spec.tp_degree > 1:
             split_transformer_blocks(chunks.values(), TensorParallelComm(self.groups["tp"], by_tokens=False), spec)
-        return StageModule(chunks, self.layout, self.own, self.boundaries)
+        return StageModule(chunks, self.layout, self.group, self.boundaries)
 
     def make_reducers(self, module: nn.Module) -> list[GradientReducer]:
-        """One for each chunk, so that it can send when the chunk is done; one for tied weights, after their sum."""
+        """Create a reducer per chunk, which sends when the chunk is done, and one for tied weights, after their sum."""
         assert isinstance(module, StageModule)
-        mine = {id(one) for one in module.parameters()}
-        self._ties = [tie if id(tie.parameter) in mine else TiedParameter(tie.places, None) for tie in self._ties]
+        own = {id(parameter) for parameter in module.parameters()}
+        self._ties = [tie if id(tie.parameter) in own else TiedParameter(tie.ranks, None) for tie in self._ties]
         tied = [tie.parameter for tie in self._ties if tie.parameter is not None]
         self._reducer_of: dict[int, GradientReducer] = {}
-        group = self._replicas()
+        group = self.groups["dp"]
+        if self.layout.replicas:
+            stage_ranks = self.layout.ranks_of(self.layout.stage_of(self.group.place))
+            group = make_group_of_ranks((self.group.ranks[rank] for rank in stage_ranks), self.context)
         if group.size == 1:
             return []
-        for number in self._numbers:
-            own = [one for one in module.chunk(number).parameters() if all(one is not other for other in tied)]
-            if own:
-                self._reducer_of[number] = GradientReducer(own, group.members())
-        late = [GradientReducer(tied, group.members())] if tied else []
-        for reducer in late:
+        tied_ids = {id(parameter) for parameter in tied}
+        for number in self._chunk_numbers:
+            untied = [parameter for parameter in module.chunk(number).parameters() if id(parameter) not in tied_ids]
+            if untied:
+                self._reducer_of[number] = GradientReducer(untied, group.members())
+        tied_reducers = [GradientReducer(tied, group.members())] if tied else []
+        for reducer in tied_reducers:
             reducer.is_paused = True
-        return [*self._reducer_of.values(), *late]
+        return [*self._reducer_of.values(), *tied_reducers]
 
-    def _replicas(self) -> RankGroup:
-        """The ranks that hold the same chunks."""
-        if not self.layout.replicas:
-            return self.groups["dp"]
-        stage = self.layout.ranks_of(self.layout.stage_of(self.own.place))
-        return make_group_of_ranks((self.own.ranks[place] for place in stage), self._place)
-
-    def make_optimizer(self, spec: RunSpec, place: RankContext) -> torch.optim.Optimizer:
-        """A stage of pooling and flattening alone has nothing to update."""
-        if any(True for _ in self.module.parameters()):
-            return make_optimizer(spec, self.module)
-        return make_optimizer(spec, nn.ParameterList([torch.zeros(())]))
+    def make_optimizer(self, spec: RunSpec, context: RankContext) -> torch.optim.Optimizer:
+        # A stage of pooling and flattening has no parameters; optimizers refuse an empty list.
+        has_parameters = any(True for _ in self.module.parameters())
+        return make_optimizer(spec, self.module if has_parameters else nn.ParameterList([torch.zeros(())]))
 
     def step(self, feed: DataFeed, step: int) -> Tensor:
-        """See ``Strategy.step``: the loss is the last stage's to tell."""
         self.clear_gradients()
         batch = self.samples_of(feed, step)
-        runtime = self.runtime
-        runtime.phases = self.phases
+        self.runtime.phases = self.phases
         with self._statistics.step() if self._statistics is not None else nullcontext():
-            runtime.begin(self.schedule(len(batch.sizes)), batch)
-            runtime.execute()
-            loss = runtime.end()
+            self.runtime.begin(self.schedule(len(batch.sizes)), batch)
+            self.runtime.execute()
+            loss = self.runtime.end()
         with self.phases("backward"):
-            sum_tied_gradients(self._ties, self.own)
-            self.finish_backward()
+            sum_tied_gradients(self._ties, self.group)
+            self.finish_gradient_reduction()
         with self.phases("optimizer"):
             self.update()
-        # The ranks that share layers have all computed it: one of them says it.
+        # All ranks that share layers have computed the loss; only the first one reports it.
         return loss if self.groups["tp"].place == 0 else torch.zeros_like(loss)
 
-    def state(self) -> str:
-        """For a person: where this rank stands in the schedule."""
-        return self.runtime.state()
+    def progress_report(self) -> str:
+        return self.runtime.progress_report()
+
+    def watchdog(self, context: RankContext, abandon: Callable[[BaseException], None]) -> AbstractContextManager[None]:
+        """Watch the progress on cuda; on a cpu every wait has its own time limit."""
+        if context.device.type != "cuda":
+            return nullcontext()
+        timeout_s = WATCHDOG_TIMEOUT_FRACTION * context.wait_s
+        return watch_progress(self.runtime.progress, self.runtime.progress_report, timeout_s, abandon)
+
+    def record_actions(self, feed: DataFeed, step: int, device: torch.device) -> list[TimelineSpan]:
+        """Record the first step with a whole batch from number ``step`` on; the ranks begin it together."""
+        while feed.global_count(step) < feed.global_batch_size and feed.steps_per_epoch > 1:
+            step += 1
+        self.runtime.recorder = recorder = ActionRecorder(device)
+        try:
+            dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+            recorder.start()
+            self.step(feed, step)
+        finally:
+            self.runtime.recorder = None
+        return [
+            TimelineSpan(span.action.kind, span.action.chunk, span.action.micro_batch, span.begin, span.end)
+            for span in recorder.spans_s()
+        ]
 
     def schedule(self, micro_batches: int) -> list[list[Action]]:
-        """What every rank of the pipeline does in a step of so many micro-batches."""
+        """Return the actions of every rank of the pipeline in a step of ``micro_batches``."""
         return cached_actions(self.spec.strategy, self.layout, micro_batches)
 
     def samples_of(self, feed: DataFeed, step: int) -> PipelineBatch:
-        """The replica's samples of ``step``, on the ranks that read them."""
-        parts = [slice(part.start, part.stop) for part in feed.micro_shares(step, self.replica)]
+        """Return the replica's samples of ``step``; inputs and targets only on the ranks that read them."""
+        parts = [slice(part.start, part.stop) for part in feed.micro_batch_ranges(step, self.replica)]
         sizes = [part.stop - part.start for part in parts]
-        self._know_shapes(feed, sizes)
-        inputs: list[Tensor] = []
-        targets: list[Tensor] = []
-        is_first, is_last = 0 in self._numbers, self.layout.chunks - 1 in self._numbers
-        if is_first or is_last:
-            with self.phases("data"):
-                all_inputs, all_targets = feed.batch(step, self.replica)
-            inputs = [all_inputs[part] for part in parts] if is_first else []
-            targets = [all_targets[part] for part in parts] if is_last else []
-        return PipelineBatch(inputs, targets, sizes, feed.global_count(step))
+        self._prepare_boundaries(feed, sizes)
+        is_first, is_last = 0 in self._chunk_numbers, self.layout.chunks - 1 in self._chunk_numbers
+        if not (is_first or is_last):
+            return PipelineBatch([], [], sizes, feed.global_count(step))
+        with self.phases("data"):
+            inputs, targets = feed.batch(step, self.replica)
+        return PipelineBatch(
+            [inputs[part] for part in parts] if is_first else [],
+            [targets[part] for part in parts] if is_last else [],
+            sizes,
+            feed.global_count(step),
+        )
 
     def weights(self) -> dict[str, Tensor]:
-        """Gathered on the pipeline's first rank, one tensor after another."""
-        return self._gathered(self.module.state_dict(), self._state)
+        return self._gather_stages(self.module.state_dict(), self._state_locations)
 
     def gradients(self) -> dict[str, Tensor]:
-        """As ``weights``; a tied weight's goes by its first name."""
+        """Return the gradients by name; a tied weight has its first name."""
         named = self.module.named_parameters()
-        return self._gathered({name: one.grad for name, one in named if one.grad is not None}, self._parameters)
+        gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+        return self._gather_stages(gradients, self._parameter_locations)
 
-    def _gathered(self, tensors: dict[str, Tensor], places: dict[str, Any]) -> dict[str, Tensor]:
-        mine = {name_in_model(name): self._whole(name, one) for name, one in tensors.items()}
-        held = {name: one for name, one in mine.items() if name in places}
-        return gather_on_first_rank(held, places, self.layout, self.own, self._place.device)
+    def _gather_stages(self, tensors: dict[str, Tensor], locations: dict[str, TensorLocation]) -> dict[str, Tensor]:
+        own = {name_in_model(name): self._gather(name, tensor) for name, tensor in tensors.items()}
+        own = {name: tensor for name, tensor in own.items() if name in locations}
+        return gather_on_first_rank(own, locations, self.layout, self.group, self.context.device)
 
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Put together by the ranks that share a layer."""
-        owner, _, own = name.rpartition(".")
-        shards: dict[str, TensorSharding] = getattr(self.module.get_submodule(owner), "shards", {})
-        return whole(tensor.detach(), shards[own], self.groups["tp"]) if own in shards else tensor
+    def _gather(self, name: str, tensor: Tensor) -> Tensor:
+        # Shards of a stage lie along tp, not along the pipeline.
+        sharding = sharding_of(self.module, name)
+        return tensor if sharding is None else gather_shards(tensor.detach(), sharding, self.groups["tp"])
 
-    def _know_shapes(self, feed: DataFeed, sizes: Iterable[int]) -> None:
-        """Of the partial batch too, so that no timed step has to find them out."""
-        partial = feed.micro_shares(feed.steps_per_epoch - 1, self.replica)
-        for size in {*sizes, *(len(part) for part in partial)}:
-            self.boundaries.after(0, size)
+    def _prepare_boundaries(self, feed: DataFeed, sizes: Iterable[int]) -> None:
+        """Compute the shapes between chunks, also for the partial batch, so that no timed step does it."""
+        partial = feed.micro_batch_ranges(feed.steps_per_epoch - 1, self.replica)
+        for size in {*sizes, *map(len, partial)}:
+            self.boundaries.outputs_of(0, size)
 
 
 def name_in_model(name: str) -> str:
-    """A tensor of ``StageModule`` by its name in the whole model.
+    """Return the name in the whole model of a tensor of ``StageModule``.
 
-    >>> own_name("chunks.1.3.conv1.weight")
+    >>> name_in_model("chunks.1.3.conv1.weight")
     '3.conv1.weight'
     """
     return name.split(".", 2)[2]

@@ -1,9 +1,17 @@
 """Halo exchange between the ranks that share feature maps, and the gather into whole feature maps.
 
-All ranks compute the same loss after the gather, so its backward pass needs no communication."""
+A 3x3 convolution of a 4 x 8 image on a grid of (1, 2) ranks. Each rank owns four columns and needs one more::
+
+    rank 0  o o o o h         o  own part
+    rank 1        h o o o o   h  halo: received from the neighbour, which owns it
+
+In the backward pass the gradient of the halo is sent back to its owner, which adds it. After the gather all ranks
+compute the same loss, so its backward pass needs no communication.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,41 +32,41 @@ from hpcbench.parallel.strategies.halo import (
     owned_box,
 )
 from hpcbench.worker.distributed.process_groups import RankGroup
+from hpcbench.worker.strategies.model_parallel import all_gather_equal_parts
 
 _CHANNELS_LAST_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class SpatialGrid(NamedTuple):
-    """How feature maps are shared by the ranks of a group."""
+    """The division of feature maps among the ranks of a group: ``grid`` parts along each spatial dim."""
 
     group: RankGroup
     grid: tuple[int, ...]
 
     def halo(self, layer: HaloLayer) -> Halo:
-        """This rank's part in ``layer``."""
+        """Return the boxes that this rank owns, needs, sends and receives in ``layer``."""
         return compute_halo(layer, self.grid, self.group.place)
 
 
 def box_view(tensor: Tensor, box: Box, origin: Box) -> Tensor:
-    """The view of ``tensor`` [n, channels, *extents of origin] that holds ``box``."""
-    for dim, (wanted, held) in enumerate(zip(box, origin, strict=True), start=2):
-        tensor = tensor.narrow(dim, wanted.start - held.start, len(wanted))
+    """Return the view of ``box`` in ``tensor`` [n, channels, *extents of origin]."""
+    for dim, (target, source) in enumerate(zip(box, origin, strict=True), start=2):
+        tensor = tensor.narrow(dim, target.start - source.start, len(target))
     return tensor
 
 
 def empty_box(like: Tensor, box: Box, channels: int | None = None) -> Tensor:
-    """[n, channels, *extents of box] in the memory format of ``like``, not filled."""
-    shape = (like.shape[0], channels or like.shape[1], *(len(one) for one in box))
+    """Return an uninitialised tensor [n, channels, *extents of box] in the memory format of ``like``."""
+    shape = (like.shape[0], channels or like.shape[1], *map(len, box))
     layout = _CHANNELS_LAST_FORMATS[like.dim()]
-    is_last = like.is_contiguous(memory_format=layout) and not like.is_contiguous()
-    return torch.empty(
-        shape, dtype=like.dtype, device=like.device, memory_format=layout if is_last else torch.contiguous_format
-    )
+    if like.is_contiguous() or not like.is_contiguous(memory_format=layout):
+        layout = torch.contiguous_format
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
 
 
 def check_own_extents(x: Tensor, own: Box) -> None:
-    """Raise ``WorkerError`` (``unsupported``) where ``x`` is not this rank's part: something moved positions."""
-    expected = tuple(len(one) for one in own)
+    """Raise ``WorkerError`` (``unsupported``) if ``x`` does not have the extents of this rank's part."""
+    expected = tuple(map(len, own))
     if tuple(x.shape[2:]) != expected:
         raise WorkerError(
             f"a layer that is cut got {list(x.shape)}, not {list(expected)} positions: the model moves them between "
@@ -68,108 +76,111 @@ def check_own_extents(x: Tensor, own: Box) -> None:
         )
 
 
-def all_gather_equal_parts(own: Tensor, group: RankGroup) -> Tensor:
-    """[ranks, *shape of own], every rank's; all of them have one shape."""
-    parts = own.new_empty((group.size, *own.shape))
-    dist.all_gather(list(parts), own, group=group.members())
-    return parts
-
-
 class HaloExchange:
-    """Messages under way; ``wait`` before what was received is read.
+    """Point-to-point messages in flight. Call ``wait`` before reading what was received.
 
-    Each message is a tensor of its own, because a receive writes all of a buffer.
+    Each message is a tensor of its own, because a receive fills a whole buffer.
+
+    Args:
+        grid: The ranks of the exchange.
+        like: A tensor with the messages' batch size, channels, dtype and device.
+        sends: Destination rank (within the group) and tensor of every message to send.
+        receives: Source rank and box of every message to receive.
     """
 
     def __init__(
-        self, cut: SpatialGrid, like: Tensor, sent: Sequence[tuple[int, Tensor]], wanted: Sequence[HaloMessage]
+        self, grid: SpatialGrid, like: Tensor, sends: Sequence[tuple[int, Tensor]], receives: Sequence[HaloMessage]
     ) -> None:
-        channels = like.shape[1]
-        self.received = [
-            torch.empty(
-                (like.shape[0], channels, *(len(one) for one in message.box)), dtype=like.dtype, device=like.device
-            )
-            for message in wanted
-        ]
-        group = cut.group.members()
+        self.received = [like.new_empty((*like.shape[:2], *map(len, message.box))) for message in receives]
+        group = grid.group
         # Kept until the end: a message may leave after this call.
-        self._sent = [(place, tensor.contiguous()) for place, tensor in sent]
-        calls = [
-            *(dist.P2POp(dist.isend, tensor, cut.group.global_rank(place), group) for place, tensor in self._sent),
-            *(
-                dist.P2POp(dist.irecv, tensor, cut.group.global_rank(message.place), group)
-                for message, tensor in zip(wanted, self.received, strict=True)
-            ),
+        self._sent = [(rank, tensor.contiguous()) for rank, tensor in sends]
+        operations = [
+            dist.P2POp(dist.isend, tensor, group.global_rank(rank), group.members()) for rank, tensor in self._sent
         ]
-        self._works = dist.batch_isend_irecv(calls) if calls else []
+        operations += [
+            dist.P2POp(dist.irecv, tensor, group.global_rank(message.place), group.members())
+            for message, tensor in zip(receives, self.received, strict=True)
+        ]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[Tensor]:
-        """What came in, in the order of what was wanted."""
+        """Return the received tensors, in the order of ``receives``."""
         for work in self._works:
             work.wait()
         self._works, self._sent = [], []
         return self.received
 
 
-def send_halo(cut: SpatialGrid, needs: Halo, own: Tensor) -> HaloExchange:
-    """Ask for what is needed of others, and give them what they need."""
-    return HaloExchange(
-        cut, own, [(one.place, box_view(own, one.box, needs.own)) for one in needs.sends], needs.receives
-    )
+def send_halo(grid: SpatialGrid, halo: Halo, own: Tensor) -> HaloExchange:
+    """Start the forward exchange: send parts of ``own`` to the ranks that need them, receive the own halo."""
+    sends = [(message.place, box_view(own, message.box, halo.own)) for message in halo.sends]
+    return HaloExchange(grid, own, sends, halo.receives)
 
 
-def send_halo_gradient(cut: SpatialGrid, needs: Halo, gradient: Tensor) -> HaloExchange:
-    """The way back: gradients of what was received go to its owner. ``gradient`` is that of what is needed."""
-    sent = [(one.place, box_view(gradient, one.box, needs.needed)) for one in needs.receives]
-    return HaloExchange(cut, gradient, sent, needs.sends)
+def send_halo_gradient(grid: SpatialGrid, halo: Halo, gradient: Tensor) -> HaloExchange:
+    """Start the backward exchange: the gradient of each received box goes to its owner.
+
+    ``gradient`` [n, channels, *extents of halo.needed] is that of the assembled input.
+    """
+    sends = [(message.place, box_view(gradient, message.box, halo.needed)) for message in halo.receives]
+    return HaloExchange(grid, gradient, sends, halo.sends)
 
 
-def assemble_input(own: Tensor, received: Sequence[Tensor], needs: Halo, box: Box, image: Box, fill: float) -> Tensor:
-    """What is needed of ``box``, side by side: own, received, and ``fill`` beyond the image."""
-    if box == needs.own:
+def assemble_input(own: Tensor, received: Sequence[Tensor], halo: Halo, box: Box, image: Box, fill: float) -> Tensor:
+    """Return ``box`` of the input, [n, channels, *extents of box].
+
+    Args:
+        own: This rank's part.
+        received: The tensors of ``halo.receives``.
+        halo: The boxes of this rank.
+        box: Positions to assemble; may extend beyond the image.
+        image: All positions of the image.
+        fill: Value of positions outside the image (padding).
+    """
+    if box == halo.own:
         return own
-    whole = empty_box(own, box)
+    assembled = empty_box(own, box)
     if box_intersection(box, image) != box:
-        whole.fill_(fill)
-    parts = [(needs.own, own), *((one.box, tensor) for one, tensor in zip(needs.receives, received, strict=True))]
-    for at, tensor in parts:
-        both = box_intersection(at, box)
-        if box_volume(both):
-            box_view(whole, both, box).copy_(box_view(tensor, both, at))
-    return whole
+        assembled.fill_(fill)
+    boxes = [halo.own, *(message.box for message in halo.receives)]
+    for source, tensor in zip(boxes, [own, *received], strict=True):
+        overlap = box_intersection(source, box)
+        if box_volume(overlap):
+            box_view(assembled, overlap, box).copy_(box_view(tensor, overlap, source))
+    return assembled
 
 
-def assemble_own_gradient(needs: Halo, gradient: Tensor, exchange: HaloExchange | None) -> Tensor:
-    """The gradient of what is owned: from the own outputs, and from those of the ranks that it was sent to."""
-    if needs.own == needs.needed and not needs.sends:
-        found = gradient
+def assemble_own_gradient(halo: Halo, gradient: Tensor, exchange: HaloExchange | None) -> Tensor:
+    """Return the gradient of the own part: from the own outputs plus those of the ranks that it was sent to."""
+    if halo.own == halo.needed and not halo.sends:
+        own_gradient = gradient
     else:
-        found = empty_box(gradient, needs.own).zero_()
-        both = box_intersection(needs.own, needs.needed)
-        if box_volume(both):
-            box_view(found, both, needs.own).copy_(box_view(gradient, both, needs.needed))
+        own_gradient = empty_box(gradient, halo.own).zero_()
+        overlap = box_intersection(halo.own, halo.needed)
+        if box_volume(overlap):
+            box_view(own_gradient, overlap, halo.own).copy_(box_view(gradient, overlap, halo.needed))
     if exchange is not None:
-        for message, tensor in zip(needs.sends, exchange.wait(), strict=True):
-            box_view(found, message.box, needs.own).add_(tensor)
-    return found
+        for message, tensor in zip(halo.sends, exchange.wait(), strict=True):
+            box_view(own_gradient, message.box, halo.own).add_(tensor)
+    return own_gradient
 
 
 class _GatherFunction(torch.autograd.Function):
-    """All parts side by side; keeps nothing."""
+    """Assembles all ranks' parts; keeps nothing for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, boxes: list[Box], image: Box, group: RankGroup) -> Tensor:
         ctx.own, ctx.image = boxes[group.place], image
-        # The first place has the largest share of every dim; all send as much.
-        widest = tuple(range(len(one)) for one in boxes[0])
-        sent = x.contiguous()
-        if box_volume(ctx.own) < box_volume(widest):
-            sent = x.new_zeros((*x.shape[:2], *(len(one) for one in widest)))
-            box_view(sent, tuple(range(len(one)) for one in ctx.own), widest).copy_(x)
-        parts = all_gather_equal_parts(sent, group)
-        whole = x.new_empty((*x.shape[:2], *(len(one) for one in image)))
-        for box, received in zip(boxes, parts, strict=True):
-            box_view(whole, box, image).copy_(box_view(received, tuple(range(len(one)) for one in box), widest))
+        # The first rank has the largest part in every dim; all parts are padded to it.
+        largest = _at_origin(boxes[0])
+        padded = x.contiguous()
+        if box_volume(ctx.own) < box_volume(largest):
+            padded = x.new_zeros((*x.shape[:2], *map(len, largest)))
+            box_view(padded, _at_origin(ctx.own), largest).copy_(x)
+        whole = x.new_empty((*x.shape[:2], *map(len, image)))
+        for box, part in zip(boxes, all_gather_equal_parts(padded, group), strict=True):
+            box_view(whole, box, image).copy_(box_view(part, _at_origin(box), largest))
         return whole
 
     @staticmethod
@@ -178,24 +189,27 @@ class _GatherFunction(torch.autograd.Function):
         return box_view(gradient, ctx.own, ctx.image).contiguous(), None, None, None
 
 
+def _at_origin(box: Box) -> Box:
+    return tuple(range(len(extent)) for extent in box)
+
+
 class GatherFeatureMaps(nn.Module):
     """[n, channels, *own extents] -> [n, channels, *extents], the same on all ranks."""
 
-    def __init__(self, cut: SpatialGrid, extents: tuple[int, ...]) -> None:
+    def __init__(self, grid: SpatialGrid, extents: tuple[int, ...]) -> None:
         super().__init__()
-        self._boxes = [owned_box(extents, cut.grid, place) for place in range(cut.group.size)]
+        self._boxes = [owned_box(extents, grid.grid, rank) for rank in range(grid.group.size)]
         self._image: Box = tuple(range(extent) for extent in extents)
-        self._group = cut.group
+        self._group = grid.group
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
         check_own_extents(x, self._boxes[self._group.place])
         whole: Tensor = _GatherFunction.apply(x, self._boxes, self._image, self._group)  # type: ignore[no-untyped-call]
         return whole
 
 
 class _GlobalMeanFunction(torch.autograd.Function):
-    """The mean over all positions of all parts; keeps nothing."""
+    """The mean over all positions of all parts; keeps nothing for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, count: int, group: RankGroup) -> Tensor:
@@ -212,14 +226,13 @@ class _GlobalMeanFunction(torch.autograd.Function):
 
 
 class SpatialGlobalPool(nn.Module):
-    """In place of an adaptive average pool to one position: [n, channels, *own extents] -> [n, channels, 1 ...]."""
+    """Replaces an adaptive average pool to one position: [n, channels, *own extents] -> [n, channels, 1 ...]."""
 
-    def __init__(self, cut: SpatialGrid, extents: tuple[int, ...]) -> None:
+    def __init__(self, grid: SpatialGrid, extents: tuple[int, ...]) -> None:
         super().__init__()
-        self._count = box_volume(tuple(range(extent) for extent in extents))
-        self._group = cut.group
+        self._count = math.prod(extents)
+        self._group = grid.group
 
     def forward(self, x: Tensor) -> Tensor:
-        """See the class."""
         mean: Tensor = _GlobalMeanFunction.apply(x, self._count, self._group)  # type: ignore[no-untyped-call]
         return mean

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpcbench.parallel.strategies.halo import Box, Halo, HaloLayer, box_difference, box_volume
+from hpcbench.worker.strategies.model_parallel import ConvolutionOperation, cast_for_autocast
 from hpcbench.worker.strategies.spatial.halo_exchange import (
     SpatialGrid,
     assemble_input,
@@ -22,73 +24,84 @@ from hpcbench.worker.strategies.spatial.halo_exchange import (
 )
 
 
-class SpatialConvolutionPlan(NamedTuple):
-    """What a rank does for one convolution."""
+@dataclass(frozen=True)
+class SpatialPlan:
+    """This rank's part in a layer with sliding windows."""
 
-    cut: SpatialGrid
+    grid: SpatialGrid
     layer: HaloLayer
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    """The part of it that torch adds: none along dims that are cut."""
-    dilation: tuple[int, ...]
-    groups: int
-    overlap: bool
 
     def halo(self) -> Halo:
-        """Who needs what."""
-        return self.cut.halo(self.layer)
+        """Return the boxes that this rank owns, needs, sends and receives."""
+        return self.grid.halo(self.layer)
 
     def image(self) -> Box:
-        """All positions of the input."""
+        """Return all positions of the layer's input."""
         return tuple(range(extent) for extent in self.layer.extents)
 
-    def feeds(self, needs: Halo, outputs: Box) -> Box:
-        """What ``outputs`` look at."""
+    def gather_input(self, x: Tensor, fill: float) -> Tensor:
+        """Return the own part with its halo and padding."""
+        halo = self.halo()
+        check_own_extents(x, halo.own)
+        return assemble_input(x, send_halo(self.grid, halo, x).wait(), halo, halo.needed, self.image(), fill)
+
+    def return_gradient(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of the own part, from the gradient of the needed part."""
+        halo = self.halo()
+        return assemble_own_gradient(halo, gradient, send_halo_gradient(self.grid, halo, gradient))
+
+    def needed_shape(self, like: Tensor) -> tuple[int, ...]:
+        """Return the shape of the own part with its halo and padding."""
+        return (*like.shape[:2], *map(len, self.halo().needed))
+
+
+@dataclass(frozen=True)
+class SpatialConvolutionPlan(SpatialPlan):
+    """This rank's part in a convolution.
+
+    With ``overlap`` the interior, whose windows need no halo, is computed while messages are in flight::
+
+        +--------------------+
+        | strip              |  <- needs the neighbour's rows, computed last
+        |--------------------|
+        | interior           |  <- computed during the exchange
+        |                    |
+        +--------------------+
+    """
+
+    operation: ConvolutionOperation
+    """With torch's padding along dims that are not split; along the others it is part of the assembled input."""
+    overlap: bool
+
+    def input_box(self, halo: Halo, outputs: Box) -> Box:
+        """Return the input positions that ``outputs`` depend on."""
         return tuple(
-            needed if parts == 1 else window.needs(wanted)
-            for needed, parts, window, wanted in zip(
-                needs.needed, self.cut.grid, self.layer.windows, outputs, strict=True
+            needed if parts == 1 else window.needs(extent)
+            for needed, parts, window, extent in zip(
+                halo.needed, self.grid.grid, self.layer.windows, outputs, strict=True
             )
         )
 
-    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """torch's convolution of what was put together."""
-        dims = len(self.stride)
-        return torch.convolution(
-            x, weight, bias, self.stride, self.padding, self.dilation, False, [0] * dims, self.groups
-        )
-
-    def gradients(
-        self, gradient: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the input, the weight and the bias, as far as they are wanted."""
-        dims = len(self.stride)
-        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
-            gradient, x, weight, [weight.shape[0]] if wanted[2] else None, self.stride, self.padding, self.dilation,
-            False, [0] * dims, self.groups, wanted,
-        )  # fmt: skip
-        return found
-
 
 class _SpatialConvolutionFunction(torch.autograd.Function):
-    """Keeps the own part and what was received, not a second copy of the two put together."""
+    """Keeps the own part and the received halo, not a second copy of the two assembled."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpatialConvolutionPlan) -> Tensor:
-        needs = plan.halo()
-        exchange = send_halo(plan.cut, needs, x)
-        if plan.overlap and (needs.sends or needs.receives) and box_volume(needs.interior):
-            out = empty_box(x, needs.outputs, weight.shape[0])
-            inner = plan.convolve(box_view(x, plan.feeds(needs, needs.interior), needs.own), weight, bias)
-            box_view(out, needs.interior, needs.outputs).copy_(inner)
-            del inner
+        halo = plan.halo()
+        exchange = send_halo(plan.grid, halo, x)
+        if plan.overlap and (halo.sends or halo.receives) and box_volume(halo.interior):
+            out = empty_box(x, halo.outputs, weight.shape[0])
+            interior_input = box_view(x, plan.input_box(halo, halo.interior), halo.own)
+            box_view(out, halo.interior, halo.outputs).copy_(plan.operation.forward(interior_input, weight, bias))
             received = exchange.wait()
-            for box in box_difference(needs.outputs, needs.interior):
-                strip = assemble_input(x, received, needs, plan.feeds(needs, box), plan.image(), 0.0)
-                box_view(out, box, needs.outputs).copy_(plan.convolve(strip, weight, bias))
+            for box in box_difference(halo.outputs, halo.interior):
+                strip = assemble_input(x, received, halo, plan.input_box(halo, box), plan.image(), 0.0)
+                box_view(out, box, halo.outputs).copy_(plan.operation.forward(strip, weight, bias))
         else:
             received = exchange.wait()
-            out = plan.convolve(assemble_input(x, received, needs, needs.needed, plan.image(), 0.0), weight, bias)
+            assembled = assemble_input(x, received, halo, halo.needed, plan.image(), 0.0)
+            out = plan.operation.forward(assembled, weight, bias)
         ctx.plan, ctx.has_bias = plan, bias is not None
         ctx.save_for_backward(x, weight, *received)
         return out
@@ -98,49 +111,43 @@ class _SpatialConvolutionFunction(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         plan: SpatialConvolutionPlan = ctx.plan
         x, weight, *received = ctx.saved_tensors
-        needs = plan.halo()
-        whole = assemble_input(x, received, needs, needs.needed, plan.image(), 0.0)
+        halo = plan.halo()
+        assembled = assemble_input(x, received, halo, halo.needed, plan.image(), 0.0)
         wants_x, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        of_x = exchange = None
+        grad_needed = exchange = grad_weight = grad_bias = None
         if wants_x:
-            of_x = plan.gradients(gradient, whole, weight, (True, False, False))[0]
-            exchange = send_halo_gradient(plan.cut, needs, of_x)
+            grad_needed = plan.operation.backward(gradient, assembled, weight, (True, False, False))[0]
+            assert grad_needed is not None
+            exchange = send_halo_gradient(plan.grid, halo, grad_needed)
             if not plan.overlap:
                 exchange.wait()
-        of_weight = of_bias = None
         if wants_weight or wants_bias:
-            _, of_weight, of_bias = plan.gradients(gradient, whole, weight, (False, wants_weight, wants_bias))
-        del whole
-        return (
-            None if of_x is None else assemble_own_gradient(needs, of_x, exchange),
-            of_weight,
-            of_bias if ctx.has_bias else None,
-            None,
-        )
+            wanted = (False, wants_weight, wants_bias)
+            _, grad_weight, grad_bias = plan.operation.backward(gradient, assembled, weight, wanted)
+        del assembled
+        grad_x = None if grad_needed is None else assemble_own_gradient(halo, grad_needed, exchange)
+        return grad_x, grad_weight, grad_bias if ctx.has_bias else None, None
 
 
 class SpatialConvolution(nn.Module):
-    """In place of a ``Conv2d`` or ``Conv3d``: the same parameters, on a rank's own part of the feature maps."""
+    """Replaces a ``Conv2d`` or ``Conv3d``: the same parameters, on a rank's own part of the feature maps."""
 
-    def __init__(self, whole: nn.Conv2d | nn.Conv3d, cut: SpatialGrid, layer: HaloLayer, overlap: bool) -> None:
+    def __init__(self, layer: nn.Conv2d | nn.Conv3d, grid: SpatialGrid, windows: HaloLayer, overlap: bool) -> None:
         super().__init__()
-        self.weight, self.bias = whole.weight, whole.bias
+        self.weight, self.bias = layer.weight, layer.bias
         padding = tuple(
-            0 if parts > 1 else window.padding for parts, window in zip(cut.grid, layer.windows, strict=True)
+            0 if parts > 1 else window.padding for parts, window in zip(grid.grid, windows.windows, strict=True)
         )
-        self.plan = SpatialConvolutionPlan(cut, layer, whole.stride, padding, whole.dilation, whole.groups, overlap)
-        self.train(whole.training)
+        operation = ConvolutionOperation(layer.stride, padding, layer.dilation, layer.groups)
+        self.plan = SpatialConvolutionPlan(grid, windows, operation, overlap)
+        self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, in channels, *own input extents] -> [n, out channels, *own output extents]."""
         check_own_extents(x, self.plan.halo().own)
-        weight, bias = self.weight, self.bias
-        kind = x.device.type
-        if torch.is_autocast_enabled(kind):
-            lower = torch.get_autocast_dtype(kind)
-            x, weight = x.to(lower), weight.to(lower)
-            bias = None if bias is None else bias.to(lower)
-        with torch.autocast(kind, enabled=False):
+        weight, bias = cast_for_autocast(self.weight), None if self.bias is None else cast_for_autocast(self.bias)
+        x = cast_for_autocast(x)
+        with torch.autocast(x.device.type, enabled=False):
             out: Tensor = _SpatialConvolutionFunction.apply(x, weight, bias, self.plan)  # type: ignore[no-untyped-call]
         return out
 
@@ -148,88 +155,66 @@ class SpatialConvolution(nn.Module):
 _MAX_POOL_FUNCTIONS = {2: F.max_pool2d, 3: F.max_pool3d}
 
 
-class _SpatialPoolPlan(NamedTuple):
-    cut: SpatialGrid
-    layer: HaloLayer
-
-    def halo(self) -> Halo:
-        return self.cut.halo(self.layer)
-
-    def whole(self, x: Tensor, fill: float) -> Tensor:
-        """The own part with its halo and padding."""
-        needs = self.halo()
-        check_own_extents(x, needs.own)
-        received = send_halo(self.cut, needs, x).wait()
-        image = tuple(range(extent) for extent in self.layer.extents)
-        return assemble_input(x, received, needs, needs.needed, image, fill)
-
-    def returned(self, gradient: Tensor) -> Tensor:
-        """The gradient of the own part."""
-        needs = self.halo()
-        return assemble_own_gradient(needs, gradient, send_halo_gradient(self.cut, needs, gradient))
-
-    def needed_shape(self, like: Tensor) -> tuple[int, ...]:
-        return (*like.shape[:2], *(len(one) for one in self.halo().needed))
-
-
 class _SpatialMaxPoolFunction(torch.autograd.Function):
-    """Keeps where the largest were, and no input."""
+    """Keeps the positions of the maxima, and no input."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: _SpatialPoolPlan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: SpatialPlan) -> Tensor:
         windows = plan.layer.windows
-        out, places = _MAX_POOL_FUNCTIONS[x.dim() - 2](
-            plan.whole(x, -torch.inf),
-            [one.kernel for one in windows],
-            [one.stride for one in windows],
-            dilation=[one.dilation for one in windows],
+        out, positions = _MAX_POOL_FUNCTIONS[x.dim() - 2](
+            plan.gather_input(x, -torch.inf),
+            [window.kernel for window in windows],
+            [window.stride for window in windows],
+            dilation=[window.dilation for window in windows],
             return_indices=True,
         )
         ctx.plan = plan
-        ctx.save_for_backward(places)
+        ctx.save_for_backward(positions)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (places,) = ctx.saved_tensors
-        whole = gradient.new_zeros(ctx.plan.needed_shape(gradient))
-        whole.flatten(2).scatter_add_(2, places.flatten(2), gradient.flatten(2))
-        return ctx.plan.returned(whole), None
+        (positions,) = ctx.saved_tensors
+        grad_needed = gradient.new_zeros(ctx.plan.needed_shape(gradient))
+        grad_needed.flatten(2).scatter_add_(2, positions.flatten(2), gradient.flatten(2))
+        return ctx.plan.return_gradient(grad_needed), None
 
 
 class _SpatialSumPoolFunction(torch.autograd.Function):
     """The sum in every window, by a depthwise convolution with ones; keeps nothing."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: _SpatialPoolPlan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, plan: SpatialPlan) -> Tensor:
         ctx.plan = plan
-        whole = plan.whole(x, 0.0)
-        return torch.convolution(whole, *_ones_convolution_arguments(whole, plan))
+        needed = plan.gather_input(x, 0.0)
+        operation, ones = _ones_convolution(needed, plan)
+        return operation.forward(needed, ones, None)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        plan: _SpatialPoolPlan = ctx.plan
-        whole = gradient.new_empty(1).expand(plan.needed_shape(gradient))
-        weight, bias, *rest = _ones_convolution_arguments(whole, plan)
-        found = torch.ops.aten.convolution_backward(gradient, whole, weight, bias, *rest, (True, False, False))[0]
-        return plan.returned(found), None
+        plan: SpatialPlan = ctx.plan
+        needed = gradient.new_empty(1).expand(plan.needed_shape(gradient))
+        operation, ones = _ones_convolution(needed, plan)
+        grad_needed = operation.backward(gradient, needed, ones, (True, False, False))[0]
+        assert grad_needed is not None
+        return plan.return_gradient(grad_needed), None
 
 
-def _ones_convolution_arguments(x: Tensor, plan: _SpatialPoolPlan) -> tuple[Any, ...]:
+def _ones_convolution(x: Tensor, plan: SpatialPlan) -> tuple[ConvolutionOperation, Tensor]:
     windows, channels = plan.layer.windows, x.shape[1]
-    none = [0] * len(windows)
-    weight = x.new_ones((channels, 1, *(one.kernel for one in windows)))
-    return weight, None, [one.stride for one in windows], none, [1] * len(windows), False, none, channels
+    stride = tuple(window.stride for window in windows)
+    ones = x.new_ones((channels, 1, *(window.kernel for window in windows)))
+    return ConvolutionOperation(stride, (0,) * len(windows), (1,) * len(windows), channels), ones
 
 
 class SpatialMaxPool(nn.Module):
-    """In place of a ``MaxPool2d`` or ``MaxPool3d``."""
+    """Replaces a ``MaxPool2d`` or ``MaxPool3d``."""
 
-    def __init__(self, cut: SpatialGrid, layer: HaloLayer) -> None:
+    def __init__(self, grid: SpatialGrid, windows: HaloLayer) -> None:
         super().__init__()
-        self._plan = _SpatialPoolPlan(cut, layer)
+        self._plan = SpatialPlan(grid, windows)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, channels, *own input extents] -> [n, channels, *own output extents]."""
@@ -238,33 +223,33 @@ class SpatialMaxPool(nn.Module):
 
 
 class SpatialAveragePool(nn.Module):
-    """In place of an ``AvgPool2d`` or ``AvgPool3d``."""
+    """Replaces an ``AvgPool2d`` or ``AvgPool3d``."""
 
-    def __init__(self, whole: nn.AvgPool2d | nn.AvgPool3d, cut: SpatialGrid, layer: HaloLayer) -> None:
+    def __init__(self, layer: nn.AvgPool2d | nn.AvgPool3d, grid: SpatialGrid, windows: HaloLayer) -> None:
         super().__init__()
-        self._plan = _SpatialPoolPlan(cut, layer)
+        self._plan = SpatialPlan(grid, windows)
         outputs = self._plan.halo().outputs
-        divisor = whole.divisor_override
-        shares = torch.full([len(one) for one in outputs], 1.0 / (divisor or 1), dtype=torch.float64)
+        divisor = layer.divisor_override
+        factors = torch.full([len(extent) for extent in outputs], 1.0 / (divisor or 1), dtype=torch.float64)
         if not divisor:
-            shares = 1.0 / _window_sizes(layer, outputs, whole.count_include_pad)
-        self.register_buffer("_shares", shares, persistent=False)
+            factors = 1.0 / _window_sizes(windows, outputs, layer.count_include_pad)
+        self.register_buffer("_factors", factors, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, channels, *own input extents] -> [n, channels, *own output extents]."""
         summed: Tensor = _SpatialSumPoolFunction.apply(x, self._plan)  # type: ignore[no-untyped-call]
-        return summed * self.get_buffer("_shares").to(summed.dtype)
+        return summed * self.get_buffer("_factors").to(summed.dtype)
 
 
 def _window_sizes(layer: HaloLayer, outputs: Box, with_padding: bool) -> Tensor:
-    """How many positions each window of ``outputs`` is divided by: torch's rule, dim by dim."""
+    """Return the number of positions that each window of ``outputs`` is divided by: torch's rule, dim by dim."""
     counts = torch.ones((), dtype=torch.float64)
-    for extent, window, wanted in zip(layer.extents, layer.windows, outputs, strict=True):
-        beyond = window.padding if with_padding else 0
-        along = []
-        for output in wanted:
+    for extent, window, positions in zip(layer.extents, layer.windows, outputs, strict=True):
+        margin = window.padding if with_padding else 0
+        sizes = []
+        for output in positions:
             first = output * window.stride - window.padding
-            along.append(min(first + window.kernel, extent + beyond) - max(first, -beyond))
-        counts = counts[..., None] * torch.tensor(along, dtype=torch.float64)
+            sizes.append(min(first + window.kernel, extent + margin) - max(first, -margin))
+        counts = counts[..., None] * torch.tensor(sizes, dtype=torch.float64)
     assert counts.numel() == box_volume(outputs), "one number per output"
     return counts
