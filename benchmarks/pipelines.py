@@ -55,7 +55,7 @@ class Sleeping(ModelChunk):
         return super().forward(*given)
 
     def backward(self, *given: Any) -> tuple[Tensor, ...]:
-        time.sleep(self.unit_s * (1 if self._deferral is not None else 2))
+        time.sleep(self.unit_s * (1 if self._queue is not None else 2))
         return super().backward(*given)
 
     def finish_weights(self, micro_batch: int) -> None:

@@ -27,7 +27,7 @@ class Recorder(Strategy):
     """A strategy that writes down what the loop asks of it."""
 
     replica = 0
-    module = torch.nn.Identity()
+    module: torch.nn.Module = torch.nn.Identity()
 
     def __init__(self, stop: StopController, stop_after: int | None = None, losses: list[float] | None = None) -> None:
         self.calls: list[Any] = []

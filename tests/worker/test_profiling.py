@@ -25,7 +25,7 @@ class Multiplier(Strategy):
     """A strategy whose step is a product of matrices, marked as the phases are."""
 
     replica = 0
-    module = torch.nn.Identity()
+    module: torch.nn.Module = torch.nn.Identity()
 
     def __init__(self, before_step: Callable[[int], None] = lambda _step: None) -> None:
         self.steps: list[int] = []
