@@ -110,7 +110,7 @@ class Counted:
     replica = 0
     module: nn.Module = nn.Identity()
     forward_is_collective = False
-    traffic_is_seen = True
+    traffic_is_recorded = True
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -134,7 +134,7 @@ class Counted:
 def test_who_makes_the_step(more: dict[str, Any], seen: bool, told: bool, steps: list[int]) -> None:
     spec = make_spec(**{"strategy": "ddp", "tasks_per_node": 2, "dp_degree": 2, "profile_steps": 3, **more})
     strategy: Any = Counted()
-    strategy.traffic_is_seen = seen
+    strategy.traffic_is_recorded = seen
     stop = StopController()
     stop.reason = Stopped("timeout", "told") if told else None
     warnings: list[str] = []
