@@ -27,6 +27,10 @@ PATCH_REVISION = 1
 """Raised whenever what is mended below changes, so that a cached wheel of other source is not taken."""
 
 
+def _run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
 class SourceEdit(NamedTuple):
     """One change of text; ``pattern`` (a regular expression) must be found in ``file``."""
 
@@ -90,19 +94,9 @@ def patch_source(source: Path, cxx_standard: int, cuda: bool, mpicxx: str = "") 
 
 def fetch_source(pip: Sequence[str], folder: Path, env: dict[str, str]) -> Path:
     """Download the source package with ``pip`` into ``folder`` and unpack it there; returns its root."""
-    command = [
-        *pip,
-        "download",
-        f"horovod=={HOROVOD_VERSION}",
-        "--no-binary",
-        "horovod",
-        "--no-deps",
-        "--no-build-isolation",
-        "--quiet",
-        "--dest",
-        str(folder),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    words = "download --no-binary horovod --no-deps --no-build-isolation --quiet"
+    command = [*pip, *words.split(), f"horovod=={HOROVOD_VERSION}", "--dest", str(folder)]
+    done = _run(command, env=env)
     archive = folder / f"horovod-{HOROVOD_VERSION}.tar.gz"
     if done.returncode != 0 or not archive.exists():
         raise WorkerError(
@@ -128,8 +122,7 @@ def unpack_source(archive: Path, folder: Path) -> Path:
 
 
 _SYSTEM_PACKAGES = {"g++": "g++", "make": "make", "Python.h": "python3-dev"}
-_BUILD_TOOLS = ("setuptools>=68", "wheel", "packaging")
-_CMAKE_REQUIREMENT = "cmake>=3.18,<4"
+_BUILD_TOOLS = ("setuptools>=68", "wheel", "packaging", "cmake>=3.18,<4")
 
 _TARGET_SCRIPT = """
 import json, os, platform, sys, sysconfig
@@ -199,7 +192,7 @@ class BuildFeatures:
 def examine_target(python: str) -> BuildTarget:
     """Ask ``python`` what it is; ``WorkerError`` names what a build lacks and the command that installs it."""
     try:
-        done = subprocess.run([python, "-c", _TARGET_SCRIPT], capture_output=True, text=True, check=False)
+        done = _run([python, "-c", _TARGET_SCRIPT])
     except OSError as error:
         raise WorkerError(f"{python}: {error.strerror}", hint="--python takes the path of an interpreter") from error
     answer = [line for line in done.stdout.splitlines() if line.startswith("found:")]
@@ -251,9 +244,7 @@ def compile_error(command: Sequence[str], source: str) -> str:
         file = Path(folder) / "try.cc"
         file.write_text(source, encoding="utf-8")
         try:
-            done = subprocess.run(
-                [*command, str(file), "-o", str(Path(folder) / "try")], capture_output=True, text=True, check=False
-            )
+            done = _run([*command, str(file), "-o", str(Path(folder) / "try")])
         except OSError as error:
             return str(error)
         return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or ["it says nothing"])[0]
@@ -272,7 +263,7 @@ def find_mpi() -> tuple[str, str]:
     mpicxx = shutil.which("mpicxx")
     if not mpicxx or compile_error([mpicxx], source):
         return "", ""
-    done = subprocess.run([mpicxx, "-show"], capture_output=True, text=True, check=False)
+    done = _run([mpicxx, "-show"])
     return hashlib.sha256(done.stdout.encode()).hexdigest()[:8], mpicxx
 
 
@@ -287,19 +278,16 @@ def _find_nccl(target: BuildTarget) -> str:
 def make_build_environment(target: BuildTarget, parts: BuildFeatures, folder: Path) -> dict[str, str]:
     """A private build environment in ``folder``; returns the variables to build with."""
     tools = folder / "tools"
-    cmake = _system_cmake()
-    wanted = [*_BUILD_TOOLS, *([] if cmake else [_CMAKE_REQUIREMENT])]
-    command = [*target.pip, "install", "--quiet", "--target", str(tools), *wanted]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [*target.pip, "install", "--quiet", "--target", str(tools), *_BUILD_TOOLS]
+    done = _run(command)
     if done.returncode != 0:
         raise WorkerError(
-            f"pip could not fetch what the build needs ({', '.join(wanted)}): {done.stderr.strip()[-400:]}",
-            hint="apt-get install cmake, or load its module (3.13 to 3.31)" if not cmake else None,
+            f"pip could not fetch what the build needs ({', '.join(_BUILD_TOOLS)}): {done.stderr.strip()[-400:]}"
         )
     env = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "PYTHON"))}
     env |= {
         "PYTHONPATH": str(tools),
-        "HOROVOD_CMAKE": cmake or str(tools / "cmake" / "data" / "bin" / "cmake"),
+        "HOROVOD_CMAKE": str(tools / "cmake" / "data" / "bin" / "cmake"),
         "HOROVOD_WITH_GLOO": "1",
         "HOROVOD_WITH_PYTORCH": "1",
         "HOROVOD_WITHOUT_TENSORFLOW": "1",
@@ -315,16 +303,6 @@ def make_build_environment(target: BuildTarget, parts: BuildFeatures, folder: Pa
             "HOROVOD_NCCL_HOME": str(_linkable_nccl(Path(parts.nccl), folder)),
         }
     return env
-
-
-def _system_cmake() -> str | None:
-    """The machine's cmake, where it is of a version that Horovod's files still work with."""
-    path = shutil.which("cmake")
-    if path is None:
-        return None
-    said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
-    version = re.search(r"version (\d+)\.(\d+)", said)
-    return path if version and (3, 13) <= (int(version[1]), int(version[2])) < (4, 0) else None
 
 
 def _linkable_nccl(home: Path, folder: Path) -> Path:
@@ -411,12 +389,10 @@ def store_wheel(folder: Path, wheel: Path, name: str) -> Path:
 
 def install_wheel(target: BuildTarget, wheel: Path) -> None:
     """Install ``wheel`` and what it imports; torch and everything else that is there stays."""
-    done = subprocess.run(
-        [*target.pip, "install", "--quiet", "--no-deps", str(wheel)], capture_output=True, text=True, check=False
-    )
+    done = _run([*target.pip, "install", "--quiet", "--no-deps", str(wheel)])
     if done.returncode == 0:
         command = [*target.pip, "install", "--quiet", *_RUNTIME_PACKAGES]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = _run(command)
     if done.returncode != 0:
         raise WorkerError(f"pip could not install {wheel}: {done.stderr.strip()[-600:]}")
 
@@ -429,7 +405,7 @@ def describe_installed(target: BuildTarget) -> str:
     )
     with tempfile.TemporaryDirectory() as elsewhere:
         command = [target.python, "-c", text]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=elsewhere, check=False)
+        done = _run(command, cwd=elsewhere)
     if done.returncode != 0:
         raise WorkerError(f"Horovod was built and installed, but cannot be imported:\n{done.stderr.strip()[-800:]}")
     return done.stdout.strip().splitlines()[-1]
