@@ -10,27 +10,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
-from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader
+import msgspec
+
+from hpcbench.config.run_spec import RunTask, TaskFileHeader
 from hpcbench.results.attempts import AttemptStart
-from hpcbench.results.schema import (
-    CollectiveProbe,
-    EvaluationPoint,
-    FailureRecord,
-    HostActivity,
-    KernelProbe,
-    LossSummary,
-    OverlapProbe,
-    ProbeResults,
-    RankResult,
-    RunMetrics,
-    RunResult,
-    StepPhases,
-    StepTimeStatistics,
-    UpdateProbe,
-    VerificationResult,
-)
+from hpcbench.results.schema import RankResult, RunResult
 
 _IMPERSONAL_USERS = frozenset({"root", "nobody", "daemon", "admin", "user", "shared", "local", "public"})
 """Accounts and folders under /home that are nobody's name."""
@@ -40,34 +26,22 @@ _UNCHANGED_KEYS = frozenset({
     "launcher", "spec_version", "schema_version",
 })  # fmt: skip
 """Keys whose values are words of ours, also where somebody is called the same."""
-_RECORD_FIELDS = frozenset(
-    name
-    for record in (
-        RunResult,
-        RunMetrics,
-        StepTimeStatistics,
-        LossSummary,
-        FailureRecord,
-        RankResult,
-        HostActivity,
-        StepPhases,
-        EvaluationPoint,
-        VerificationResult,
-        ProbeResults,
-        KernelProbe,
-        UpdateProbe,
-        CollectiveProbe,
-        OverlapProbe,
-        RunSpec,
-        AttemptStart,
-        TaskFileHeader,
-        RunTask,
-    )
-    for name in record.__struct_fields__
-)
+_RECORDS = (RunResult, RankResult, AttemptStart, TaskFileHeader, RunTask)
+
+
+def _field_names(kind: Any) -> set[str]:
+    """The names of all fields of a record and of the records in it."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        inner = [_field_names(hint) for hint in get_type_hints(kind).values()]
+        return {*kind.__struct_fields__}.union(*inner)
+    return set().union(*map(_field_names, get_args(kind)))
+
+
+_RECORD_FIELDS = frozenset(name for record in _RECORDS for name in _field_names(record))
 """Names of our own fields; readers look for them."""
 _HOST_KEYS = frozenset({"host", "hosts", "hostname", "submit_host", "address", "nodelist", "step_nodelist"})
 _PERSONAL_KEYS = frozenset({"account", "reservation"})
+_FOLDER_KEYS = {"model_folder": "models", "data_folder": "data"}
 _IMAGE_SUFFIXES = (".sif", ".sqsh", ".simg", ".img")
 
 _MAX_CACHED_LENGTH, _MAX_CACHED_TEXTS = 500, 100_000
@@ -96,38 +70,38 @@ _NUMERIC_ID = re.compile(r"\b([ug]id)([ =:]{1,2})([0-9]+)")
 
 
 class Anonymizer:
-    """Learns names and replaces them. Stand-ins are numbered in the order in which their names were met."""
+    """Learns names and replaces them. Pseudonyms are numbered in the order in which their names were met."""
 
     def __init__(self) -> None:
-        self._stand_ins: dict[tuple[str, str], str] = {}
+        self._pseudonyms: dict[tuple[str, str], str] = {}
         self._words: dict[str, str] = {}
         self._folders: dict[str, str] = {}
         self._domains: set[str] = set()
-        self._families: set[tuple[str, int]] = set()
+        self._host_families: set[tuple[str, int]] = set()
         self._counts: Counter[str] = Counter()
         self._pattern: re.Pattern[str] | None = None
-        self._seen: dict[str, str] = {}
+        self._cache: dict[str, str] = {}
         """Short texts that came by already: the same few stand in every result."""
 
     def learn_user(self, name: str, home: str | None = None, full_name: str = "") -> None:
         """A person's account, home folder and name."""
-        stand_in = self._stand_in("user", name)
+        pseudonym = self._pseudonym("user", name)
         if home and home.count("/") > 0 and home not in ("/", "/nonexistent"):
-            self._know(self._folders, home.rstrip("/"), f"/home/{stand_in}")
+            self._register(self._folders, home.rstrip("/"), f"/home/{pseudonym}")
         if name.lower() not in _IMPERSONAL_USERS:
-            self._know(self._words, name, stand_in)
+            self._register(self._words, name, pseudonym)
             if " " in full_name:
-                self._know(self._words, full_name, stand_in)
+                self._register(self._words, full_name, pseudonym)
 
     def learn_account(self, name: str) -> None:
         """What a scheduler charges."""
-        self._know(self._words, name, self._stand_in("account", name))
+        self._register(self._words, name, self._pseudonym("account", name))
 
     def learn_folder(self, kind: str, path: str) -> None:
         """A folder whose place tells about its owner; paths of fewer than two parts tell nothing."""
         path = path.rstrip("/")
         if path.count("/") >= 2:
-            self._know(self._folders, path, "/" + self._stand_in(kind, path))
+            self._register(self._folders, path, "/" + self._pseudonym(kind, path))
 
     def learn_hosts(self, text: str) -> None:
         """One host, or a scheduler's list of them: ``node[01-04,07],login1``."""
@@ -158,57 +132,62 @@ class Anonymizer:
             if key in _HOST_KEYS:
                 self.learn_hosts(value)
             elif key in _PERSONAL_KEYS and value:
-                self._know(self._words, value, self._stand_in(key, value))
+                self._register(self._words, value, self._pseudonym(key, value))
             elif key == "container" and value.startswith("/") and value.endswith(_IMAGE_SUFFIXES):
                 self.learn_folder("images", os.path.dirname(value))  # noqa: PTH120 - text, no file of ours
-            elif key == "model_folder":
-                self.learn_folder("models", value)
             elif key == "tree":
                 self.learn_folder("tree", os.path.dirname(value.rstrip("/")))  # noqa: PTH120 - text, no file of ours
-            elif key == "data_folder":
-                self.learn_folder("data", value)
+            elif key in _FOLDER_KEYS:
+                self.learn_folder(_FOLDER_KEYS[key], value)
 
     def document(self, value: Any, key: str = "") -> Any:
-        """Decoded JSON with stand-ins, in keys too."""
+        """Decoded JSON with pseudonyms, in keys too."""
         if isinstance(value, dict):
-            return {self._key(name): self.document(inner, name) for name, inner in value.items()}
+            return {
+                name if name in _RECORD_FIELDS else self.text(name): self.document(inner, name)
+                for name, inner in value.items()
+            }
         if isinstance(value, list):
             return [self.document(inner, key) for inner in value]
         if isinstance(value, str) and key not in _UNCHANGED_KEYS:
             return self.text(value)
         return value
 
-    def _key(self, name: str) -> str:
-        return name if name in _RECORD_FIELDS else self.text(name)
-
     def text(self, text: str) -> str:
-        """``text`` with stand-ins."""
-        if text not in self._seen:
+        """``text`` with pseudonyms."""
+        if text not in self._cache:
             replaced = self._replaced(text)
-            if len(text) > _MAX_CACHED_LENGTH or len(self._seen) > _MAX_CACHED_TEXTS:
+            if len(text) > _MAX_CACHED_LENGTH or len(self._cache) > _MAX_CACHED_TEXTS:
                 return replaced
-            self._seen[text] = replaced
-        return self._seen[text]
+            self._cache[text] = replaced
+        return self._cache[text]
 
     def _replaced(self, text: str) -> str:
-        text = _MAIL_ADDRESS.sub(lambda match: self._stand_in("mail", match[0].lower()), text)
-        text = _MAC_ADDRESS.sub(lambda match: self._stand_in("mac", match[0].lower().replace("-", ":")), text)
-        text = _MAC_IN_NAME.sub(lambda match: f"{match[1]}-{self._stand_in('mac', _insert_colons(match[2]))}", text)
+        text = _MAIL_ADDRESS.sub(lambda match: self._pseudonym("mail", match[0].lower()), text)
+        text = _MAC_ADDRESS.sub(lambda match: self._pseudonym("mac", match[0].lower().replace("-", ":")), text)
+        text = _MAC_IN_NAME.sub(lambda match: f"{match[1]}-{self._pseudonym('mac', _insert_colons(match[2]))}", text)
         text = _IPV6.sub(self._address, text)
         text = _IPV4.sub(self._address, text)
-        text = _GPU_UUID.sub(lambda match: self._stand_in("gpu", match[0].lower()), text)
-        text = _NUMERIC_ID.sub(lambda match: match[1] + match[2] + self._stand_in(match[1], match[3])[4:], text)
+        text = _GPU_UUID.sub(lambda match: self._pseudonym("gpu", match[0].lower()), text)
+        text = _NUMERIC_ID.sub(lambda match: match[1] + match[2] + self._pseudonym(match[1], match[3])[4:], text)
         text = _HOST_LIST.sub(self._host_list, text)
         for domain in sorted(self._domains, key=len, reverse=True):
             text = re.sub(
-                rf"(?<![A-Za-z0-9.-])([A-Za-z0-9-]+)\.{re.escape(domain)}(?![A-Za-z0-9-])", self._full_name, text
+                rf"(?<![A-Za-z0-9.-])([A-Za-z0-9-]+)\.{re.escape(domain)}(?![A-Za-z0-9-])",
+                lambda match: self._host(match[0]),
+                text,
             )
-        for prefix, digits in sorted(self._families):
+        for prefix, digits in sorted(self._host_families):
             # A network's own name of a host adds a letter (JUWELS' ``i``).
-            text = re.sub(_WORD_TEMPLATE.format(f"({re.escape(prefix)}[0-9]{{{digits}}})[a-z]?"), self._relative, text)
-        return self._known().sub(lambda match: self._replacement(match[0]), text)
+            text = re.sub(
+                _WORD_TEMPLATE.format(f"({re.escape(prefix)}[0-9]{{{digits}}})[a-z]?"),
+                lambda match: self._host(match[1]),
+                text,
+            )
+        pattern = self._compile_pattern()
+        return pattern.sub(lambda match: self._folders.get(match[0].lower()) or self._words[match[0].lower()], text)
 
-    def _known(self) -> re.Pattern[str]:
+    def _compile_pattern(self) -> re.Pattern[str]:
         if self._pattern is None:
             folders = [
                 rf"(?<![A-Za-z0-9_.-]){re.escape(path)}(?![A-Za-z0-9_-])" for path in _longest_first(self._folders)
@@ -217,47 +196,38 @@ class Anonymizer:
             self._pattern = re.compile("|".join([*folders, *words]) or r"(?!)", re.IGNORECASE)
         return self._pattern
 
-    def _replacement(self, found: str) -> str:
-        return self._folders.get(found.lower()) or self._words[found.lower()]
-
-    def _know(self, table: dict[str, str], name: str, stand_in: str) -> None:
+    def _register(self, table: dict[str, str], name: str, pseudonym: str) -> None:
         if name and name.lower() not in table:
-            table[name.lower()] = stand_in
+            table[name.lower()] = pseudonym
             self._pattern = None
-            self._seen.clear()
+            self._cache.clear()
 
-    def _stand_in(self, kind: str, name: str) -> str:
-        if (kind, name) not in self._stand_ins:
+    def _pseudonym(self, kind: str, name: str) -> str:
+        if (kind, name) not in self._pseudonyms:
             self._counts[kind] += 1
-            self._stand_ins[kind, name] = f"{kind}-{self._counts[kind]}"
-        return self._stand_ins[kind, name]
+            self._pseudonyms[kind, name] = f"{kind}-{self._counts[kind]}"
+        return self._pseudonyms[kind, name]
 
     def _host(self, name: str) -> str:
-        """The stand-in of a host, by its short name or with its domain."""
+        """The pseudonym of a host, by its short name or with its domain."""
         name = name.strip().lower()
         if not name or name in _IMPERSONAL_HOSTS or _is_address(name):
             return name
         short, _, domain = name.partition(".")
-        stand_in = self._stand_in("node", short)
-        self._know(self._words, short, stand_in)
+        pseudonym = self._pseudonym("node", short)
+        self._register(self._words, short, pseudonym)
         if domain:
-            self._know(self._words, name, stand_in)
+            self._register(self._words, name, pseudonym)
             self._domains.add(domain)
-            self._know(self._words, domain, self._stand_in("domain", domain))
+            self._register(self._words, domain, self._pseudonym("domain", domain))
         family = _host_family(short)
         if family is not None:
-            self._families.add(family)
-        return stand_in
-
-    def _relative(self, match: re.Match[str]) -> str:
-        return self._host(match[1])
-
-    def _full_name(self, match: re.Match[str]) -> str:
-        return self._host(match[0])
+            self._host_families.add(family)
+        return pseudonym
 
     def _host_list(self, match: re.Match[str]) -> str:
         names = expand_host_list(match[0])
-        known = any(name.lower() in self._words or _host_family(name.lower()) in self._families for name in names)
+        known = any(name.lower() in self._words or _host_family(name.lower()) in self._host_families for name in names)
         return ",".join(self._host(name) for name in names) if known else match[0]
 
     def _address(self, match: re.Match[str]) -> str:
@@ -270,7 +240,7 @@ class Anonymizer:
             return match[0]
         if address.is_loopback or address.is_unspecified:
             return match[0]
-        return self._stand_in("ip", str(address)) + end + (f"%{zone}" if zone else "")
+        return self._pseudonym("ip", str(address)) + end + (f"%{zone}" if zone else "")
 
 
 def _host_family(name: str) -> tuple[str, int] | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -132,29 +132,25 @@ def _list_synthetic(dataset: str, path: Path) -> DatasetListing | None:
 
 
 def _list_real(folder: Path) -> list[DatasetListing]:
-    found = []
+    listings = []
+
+    def add(dataset: str, path: Path, **values: Any) -> None:
+        listings.append(DatasetListing(dataset=dataset, kind="real", path=str(path), **values))
+
     for dataset, path in (("mnist", folder / "MNIST" / "raw"), ("cifar10", folder / "cifar-10-batches-py")):
         if path.is_dir():
-            whole = DATASETS[dataset]
-            found.append(_real_listing(dataset, path, size=whole.shape[-1]))
+            add(dataset, path, size=DATASETS[dataset].shape[-1])
     images = find_imagenet(folder)
     if images is not None:
-        with os.scandir(images / "train") as entries:
-            classes = sum(entry.is_dir() for entry in entries)
-        found.append(_real_listing("imagenet", images, detail=f"{classes} classes to train on"))
+        classes = sum(path.is_dir() for path in (images / "train").iterdir())
+        add("imagenet", images, detail=f"{classes} classes to train on")
     if (folder / "cosmoflow" / "train").is_dir():
         universes = len(list_volume_files(folder / "cosmoflow" / "train"))
-        found.append(_real_listing("cosmoflow", folder / "cosmoflow", detail=f"{universes} files to train on"))
+        add("cosmoflow", folder / "cosmoflow", detail=f"{universes} files to train on")
     tokens = folder / "tokens" / "train.bin"
     if tokens.is_file():
-        found.append(_real_listing("tokens", tokens, size_bytes=tokens.stat().st_size))
-    return found
-
-
-def _real_listing(
-    dataset: str, path: Path, size: int | None = None, size_bytes: int | None = None, detail: str = ""
-) -> DatasetListing:
-    return DatasetListing(dataset=dataset, kind="real", size=size, bytes=size_bytes, path=str(path), detail=detail)
+        add("tokens", tokens, bytes=tokens.stat().st_size)
+    return listings
 
 
 def find_imagenet(folder: Path) -> Path | None:

@@ -214,25 +214,6 @@ class FileState(NamedTuple):
     size_bytes: int
 
 
-def prefix_mtimes_ns(tree: ClusterTree) -> dict[str, int]:
-    """Modification time (ns) of every real folder ``runs/<first two hex>``, by its name."""
-    runs = tree.root / "runs"
-    found: dict[str, int] = {}
-    if runs.is_symlink():
-        return found
-    try:
-        with os.scandir(runs) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):
-                    if entry.is_dir(follow_symlinks=False):
-                        found[entry.name] = entry.stat(follow_symlinks=False).st_mtime_ns
-    except (FileNotFoundError, NotADirectoryError):
-        return found
-    except OSError as error:
-        raise read_error(error, runs) from error
-    return dict(sorted(found.items()))
-
-
 def file_state(path: Path | str) -> FileState | None:
     """The state of what lies at ``path``, a link included; ``None`` where there is nothing."""
     try:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from hpcbench.results.frame import prefix_mtimes_ns
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, ResultSummary
 
@@ -62,7 +61,7 @@ class IncrementalClusterTree(ClusterTree):
 
     def _look_for(self, wanted: Collection[str]) -> None:
         """Read those of ``wanted`` that are in folders that have changed since each was read last."""
-        now_s, mtimes_ns = self._clock(), prefix_mtimes_ns(self)
+        now_s, mtimes_ns = self._clock(), self.prefix_mtimes_ns()
         for prefix, mtime_ns in mtimes_ns.items():
             if prefix not in self._seen or self._seen[prefix][0] != mtime_ns:
                 self._seen[prefix] = (mtime_ns, now_s)

@@ -20,7 +20,7 @@ import msgspec
 from hpcbench.errors import StorageError
 from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, read_regular, write_atomic
 from hpcbench.paths import cache_folder
-from hpcbench.results.frame import NO_FILE_STATE, FolderScanner, column_types, file_state, prefix_mtimes_ns
+from hpcbench.results.frame import NO_FILE_STATE, FolderScanner, column_types, file_state
 from hpcbench.results.schema import STATUS_OK
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def read_indexed_results(tree: ClusterTree, columns: Sequence[str] | None = None
 
     Raises ``StorageError`` where the tree may not be read. An index that cannot be read or written costs time only.
     """
-    now = prefix_mtimes_ns(tree)
+    now = tree.prefix_mtimes_ns()
     stored = _read_newest_index(tree)
     if stored is None:
         return _select_columns(_rebuild_index(tree, now), columns)

@@ -180,6 +180,15 @@ class ClusterTree:
                     if RUN_ID_PATTERN.fullmatch(entry.name) and (_is_real_folder(entry) or entry.is_symlink()):
                         yield entry.name
 
+    def prefix_mtimes_ns(self) -> dict[str, int]:
+        """Modification time (ns) of every real folder ``runs/<first two hex>``, by its name in ascending order."""
+        mtimes_ns: dict[str, int] = {}
+        for entry in self._runs():
+            with contextlib.suppress(FileNotFoundError):
+                if _is_real_folder(entry):
+                    mtimes_ns[entry.name] = entry.stat(follow_symlinks=False).st_mtime_ns
+        return mtimes_ns
+
     def links(self) -> list[Path]:
         """Links in place of the folders that hold runs: nobody who uses hpcbench put them there."""
         if (self.root / "runs").is_symlink():
