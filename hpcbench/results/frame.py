@@ -51,16 +51,14 @@ class RecordField(NamedTuple):
 def record_fields(record: type[msgspec.Struct]) -> tuple[RecordField, ...]:
     """The fields of ``record`` in their order."""
     hints = typing.get_type_hints(record)
-    return tuple(_record_field(name, hints[name]) for name in record.__struct_fields__)
-
-
-def _record_field(name: str, hint: Any) -> RecordField:
-    kinds = [kind for kind in _hint_types(hint) if kind is not type(None)]
-    assert len(kinds) == 1, f"{name}: {hint} is not one type"
-    (kind,) = kinds
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return RecordField(name, "", kind)
-    return RecordField(name, _COLUMN_TYPES[kind])
+    fields = []
+    for name in record.__struct_fields__:
+        kinds = [kind for kind in _hint_types(hints[name]) if kind is not NoneType]
+        assert len(kinds) == 1, f"{name}: {hints[name]} is not one type"
+        (kind,) = kinds
+        is_record = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+        fields.append(RecordField(name, "", kind) if is_record else RecordField(name, _COLUMN_TYPES[kind]))
+    return tuple(fields)
 
 
 def _hint_types(hint: Any) -> list[Any]:
@@ -159,14 +157,10 @@ def _make_series(name: str, values: Sequence[Any], dtype: str) -> polars.Series:
     first = values[0] if values else None
     if values and not isinstance(first, int | float) and values.count(first) == len(values):
         # Most parameters stand at one value: a column of it costs nothing.
-        return _repeat_value(polars.Series(name, [first], dtype=kind), len(values))
+        # ``polars.repeat`` would start the whole query engine for it.
+        column: polars.Series = polars.Series(name, [first], dtype=kind).new_from_index(0, len(values))
+        return column
     return polars.Series(name, values, dtype=kind)
-
-
-def _repeat_value(one: polars.Series, count: int) -> polars.Series:
-    """``count`` times the value of ``one``; ``polars.repeat`` starts the whole query engine for it."""
-    column: polars.Series = one.new_from_index(0, count)
-    return column
 
 
 def broken_results_frame(
@@ -227,12 +221,12 @@ def file_state(path: Path | str) -> FileState | None:
 class FolderScan:
     """What a reading of some folders found: results that are new or changed, and what else is there."""
 
-    chunks: list[polars.DataFrame] = field(default_factory=list)
-    kept: set[str] = field(default_factory=set)
-    """Runs whose result is as it is known."""
+    frames: list[polars.DataFrame] = field(default_factory=list)
+    unchanged: set[str] = field(default_factory=set)
+    """Runs whose result is in the known state."""
     unfinished: list[str] = field(default_factory=list)
     """Runs that have a folder and no result."""
-    read: int = 0
+    read_count: int = 0
 
 
 class FolderScanner:
@@ -240,9 +234,9 @@ class FolderScanner:
 
     def __init__(self, tree: ClusterTree) -> None:
         self._tree = tree
-        self._whole: list[tuple[RunResult, tuple[int, int]]] = []
+        self._decoded: list[tuple[RunResult, tuple[int, int]]] = []
         self._broken: list[tuple[CollectedResult, tuple[int, int]]] = []
-        self._found = FolderScan()
+        self._scan = FolderScan()
 
     def read(self, names: Iterable[str], known: Mapping[str, tuple[int, int]]) -> FolderScan:
         """All of the folders ``names``, without results that are still in the state ``known``.
@@ -252,22 +246,22 @@ class FolderScanner:
         """
         for name in names:
             folder = f"{self._tree.root}/runs/{name}"
-            for run_id, is_link in self._changed(folder, known):
+            for run_id, is_link in self._changed_runs(folder, known):
                 if not (RUN_ID_PATTERN.fullmatch(run_id) and run_id.startswith(name)):
                     continue
                 if is_link:
-                    self._note(run_id, f"{folder}/{run_id} is a link: none is followed inside a results tree")
+                    self._add_broken(run_id, f"{folder}/{run_id} is a link: none is followed inside a results tree")
                 else:
                     self._read(f"{folder}/{run_id}/result.json", run_id)
-            if len(self._whole) >= _CHUNK_RESULTS:
+            if len(self._decoded) >= _CHUNK_RESULTS:
                 self._close_chunk()
         self._close_chunk()
-        return self._found
+        return self._scan
 
-    def _changed(self, folder: str, known: Mapping[str, tuple[int, int]]) -> list[tuple[str, bool]]:
+    def _changed_runs(self, folder: str, known: Mapping[str, tuple[int, int]]) -> list[tuple[str, bool]]:
         """What lies in ``folder`` and is not in the state ``known``, in order: its name, and whether it is a link."""
         changed = []
-        kept = self._found.kept
+        unchanged = self._scan.unchanged
         lstat = os.lstat
         try:
             with os.scandir(folder) as entries:
@@ -278,7 +272,7 @@ class FolderScanner:
                         with contextlib.suppress(OSError):
                             found = lstat(f"{folder}/{run_id}/result.json")
                             if (found.st_mtime_ns, found.st_size) == known[run_id]:
-                                kept.add(run_id)
+                                unchanged.add(run_id)
                                 continue
                     changed.append((run_id, is_link))
         except (FileNotFoundError, NotADirectoryError):
@@ -291,44 +285,41 @@ class FolderScanner:
         try:
             data, state = read_regular_with_stat(path)
         except (FileNotFoundError, NotADirectoryError):
-            self._found.unfinished.append(run_id)
+            self._scan.unfinished.append(run_id)
             return
         except UnsafeFileError as error:
-            self._note(run_id, f"result.json is broken: {error.strerror}", file_state(path))
+            self._add_broken(run_id, f"result.json is broken: {error.strerror}", file_state(path))
             return
         except OSError as error:
             failure = read_error(error, Path(path))
-            self._note(
+            self._add_broken(
                 run_id, f"{failure.message}; {failure.hint}" if failure.hint else failure.message, file_state(path)
             )
             return
         seen = (state.st_mtime_ns, state.st_size)
         try:
-            self._whole.append((decode_result_unbounded(data, run_id), seen))
+            self._decoded.append((decode_result_unbounded(data, run_id), seen))
         except msgspec.MsgspecError as error:
-            self._note(run_id, f"result.json is broken: {error}", seen)
-        self._found.read += 1
+            self._add_broken(run_id, f"result.json is broken: {error}", seen)
+        self._scan.read_count += 1
 
-    def _note(self, run_id: str, problem: str, state: tuple[int, int] | None = None) -> None:
+    def _add_broken(self, run_id: str, problem: str, state: tuple[int, int] | None = None) -> None:
         self._broken.append((CollectedResult(self._tree.root.name, run_id, None, problem), state or NO_FILE_STATE))
 
     def _close_chunk(self) -> None:
-        if self._whole:
-            try:
-                self._found.chunks.append(self._frame())
-            except (TypeError, OverflowError):
-                self._whole = [pair for pair in self._whole if self._fits(pair)]
-                self._found.chunks.append(self._frame())
-        if self._broken:
-            self._found.chunks.append(broken_results_frame(*map(list, zip(*self._broken, strict=True))))
-        self._whole, self._broken = [], []
-
-    def _frame(self) -> polars.DataFrame:
         import polars
 
-        frame = results_frame([result for result, _ in self._whole], [state for _, state in self._whole])
-        # A result lies in the tree of the cluster that it is shown under, whatever it says.
-        return frame.with_columns(cluster=polars.lit(self._tree.root.name, dtype=polars.String))
+        if self._decoded:
+            try:
+                frame = results_frame(*map(list, zip(*self._decoded, strict=True)))
+            except (TypeError, OverflowError):
+                self._decoded = [pair for pair in self._decoded if self._fits(pair)]
+                frame = results_frame([result for result, _ in self._decoded], [state for _, state in self._decoded])
+            # A result is shown under the cluster of the tree that it lies in, whatever it contains.
+            self._scan.frames.append(frame.with_columns(cluster=polars.lit(self._tree.root.name, dtype=polars.String)))
+        if self._broken:
+            self._scan.frames.append(broken_results_frame(*map(list, zip(*self._broken, strict=True))))
+        self._decoded, self._broken = [], []
 
     def _fits(self, pair: tuple[RunResult, tuple[int, int]]) -> bool:
         """Whether every integer of a result fits into a column; it is noted where one does not."""
@@ -338,6 +329,6 @@ class FolderScanner:
             results_frame([result])
         except (msgspec.MsgspecError, TypeError, OverflowError) as error:
             reason = str(error).partition("\n")[0]
-            self._note(result.run_id, f"result.json is broken: {reason}", state)
+            self._add_broken(result.run_id, f"result.json is broken: {reason}", state)
             return False
         return True

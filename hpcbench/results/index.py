@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +20,19 @@ import msgspec
 from hpcbench.errors import StorageError
 from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, read_regular, write_atomic
 from hpcbench.paths import cache_folder
-from hpcbench.results.frame import NO_FILE_STATE, FolderScanner, column_types, file_state
+from hpcbench.results.frame import (
+    NO_FILE_STATE,
+    FolderScanner,
+    broken_results_frame,
+    column_types,
+    file_state,
+    results_frame,
+)
+from hpcbench.results.results_tree import ClusterTree, collect_links
 from hpcbench.results.schema import STATUS_OK
 
 if TYPE_CHECKING:
     import polars
-
-    from hpcbench.results.results_tree import ClusterTree
 
 INDEX_FILE_NAME = ".index.parquet"
 _FORMAT_VERSION = 1
@@ -40,12 +46,10 @@ _MAX_UNINDEXED_ROWS = 1000
 
 
 class _IndexHeader(msgspec.Struct):
-    """What the index says of itself."""
-
     format: int
     columns: str
     folders: dict[str, int]
-    """By name the modification time that was seen, 0 where it was too young to be believed."""
+    """Modification time (ns) of each folder when it was read; 0 if it was too recent to be trusted."""
     unfinished: list[str]
 
 
@@ -56,9 +60,9 @@ class _StoredIndex:
         import polars
 
         self.data = data
-        head = polars.read_parquet_metadata(io.BytesIO(data)).get(_METADATA_KEY, "")
-        self.head = msgspec.json.decode(head, type=_IndexHeader)
-        if self.head.format != _FORMAT_VERSION or self.head.columns != _hash_column_types():
+        text = polars.read_parquet_metadata(io.BytesIO(data)).get(_METADATA_KEY, "")
+        self.header = msgspec.json.decode(text, type=_IndexHeader)
+        if self.header.format != _FORMAT_VERSION or self.header.columns != _hash_column_types():
             raise ValueError("of another version")
 
     def frame(self, columns: Sequence[str] | None = None) -> polars.DataFrame:
@@ -72,17 +76,17 @@ def read_indexed_results(tree: ClusterTree, columns: Sequence[str] | None = None
 
     Raises ``StorageError`` where the tree may not be read. An index that cannot be read or written costs time only.
     """
-    now = tree.prefix_mtimes_ns()
+    mtimes_ns = tree.prefix_mtimes_ns()
     stored = _read_newest_index(tree)
     if stored is None:
-        return _select_columns(_rebuild_index(tree, now), columns)
-    stale = [name for name, mtime_ns in now.items() if stored.head.folders.get(name) != mtime_ns]
-    state = stored.frame(["run_id", "status", "file.mtime_ns", "file.size_bytes"])
-    stale = sorted({*stale, *_find_changed_unfinished(tree, state, stored.head.unfinished)} & now.keys())
-    gone = stored.head.folders.keys() - now.keys()
+        return _select_columns(_rebuild_index(tree, mtimes_ns), columns)
+    stale = [name for name, mtime_ns in mtimes_ns.items() if stored.header.folders.get(name) != mtime_ns]
+    row_states = stored.frame(["run_id", "status", "file.mtime_ns", "file.size_bytes"])
+    stale = sorted({*stale, *_find_changed_unfinished(tree, row_states, stored.header.unfinished)} & mtimes_ns.keys())
+    gone = stored.header.folders.keys() - mtimes_ns.keys()
     if not stale and not gone:
         return _append_links(tree, stored.frame(columns), columns)
-    return _select_columns(_update_index(tree, stored, state, now, stale, columns), columns)
+    return _select_columns(_update_index(tree, stored, row_states, mtimes_ns, stale, columns), columns)
 
 
 def _select_columns(frame: polars.DataFrame, columns: Sequence[str] | None) -> polars.DataFrame:
@@ -93,22 +97,20 @@ def _append_links(tree: ClusterTree, frame: polars.DataFrame, columns: Sequence[
     """``frame`` and a row for every link where a folder of runs should be; they are in no index."""
     import polars
 
-    from hpcbench.results.frame import broken_results_frame
-    from hpcbench.results.results_tree import collect_links
-
     links = list(collect_links(tree))
     return polars.concat([frame, _select_columns(broken_results_frame(links), columns)]) if links else frame
 
 
-def _rebuild_index(tree: ClusterTree, now: dict[str, int]) -> polars.DataFrame:
+def _rebuild_index(tree: ClusterTree, mtimes_ns: dict[str, int]) -> polars.DataFrame:
     import polars
 
     clock_ns = _trusted_before_ns(tree)
     with _garbage_collection_paused():
-        found = FolderScanner(tree).read(now, {})
-    frame = polars.concat(found.chunks) if found.chunks else _empty_frame()
-    if now:
-        _write_index(tree, frame, _trusted_mtimes_ns(now, now, clock_ns), found.unfinished)
+        scan = FolderScanner(tree).read(mtimes_ns, {})
+    frame = polars.concat(scan.frames) if scan.frames else results_frame([])
+    if mtimes_ns:
+        trusted = _trusted_mtimes_ns(mtimes_ns, mtimes_ns, clock_ns)
+        _write_index(tree, frame, trusted, scan.unfinished)
     return _append_links(tree, frame, None)
 
 
@@ -127,8 +129,8 @@ def _garbage_collection_paused() -> Iterator[None]:
 def _update_index(
     tree: ClusterTree,
     stored: _StoredIndex,
-    state: polars.DataFrame,
-    now: dict[str, int],
+    row_states: polars.DataFrame,
+    mtimes_ns: dict[str, int],
     stale: list[str],
     columns: Sequence[str] | None,
 ) -> polars.DataFrame:
@@ -137,32 +139,36 @@ def _update_index(
 
     clock_ns = _trusted_before_ns(tree)
     prefix = polars.col("run_id").str.slice(0, 2)
-    touched = state.filter(prefix.is_in(stale))
+    touched = row_states.filter(prefix.is_in(stale))
     known = {row[0]: row[2:] for row in touched.iter_rows() if row[2:] != NO_FILE_STATE}
-    found = FolderScanner(tree).read(stale, known)
-    gone = [run_id for run_id in touched["run_id"] if run_id not in found.kept]
-    stays = state.select(prefix.is_in(list(now)) & ~polars.col("run_id").is_in(gone)).to_series()
-    rows = int(stays.sum()) + sum(map(len, found.chunks))
-    changes = found.read + len(gone)
-    is_worth_writing = changes > min(_MAX_UNINDEXED_ROWS, rows // 100) or rows != len(state) + found.read - len(gone)
+    scan = FolderScanner(tree).read(stale, known)
+    gone = [run_id for run_id in touched["run_id"] if run_id not in scan.unchanged]
+    stays = row_states.select(prefix.is_in(list(mtimes_ns)) & ~polars.col("run_id").is_in(gone)).to_series()
+    rows = int(stays.sum()) + sum(map(len, scan.frames))
+    changes = scan.read_count + len(gone)
+    is_worth_writing = changes > min(_MAX_UNINDEXED_ROWS, rows // 100) or rows != len(
+        row_states
+    ) + scan.read_count - len(gone)
     wanted = None if is_worth_writing else columns
     kept = stored.frame(wanted).filter(stays)
-    frame = polars.concat([kept, *(_select_columns(chunk, wanted) for chunk in found.chunks)])
+    frame = polars.concat([kept, *(_select_columns(chunk, wanted) for chunk in scan.frames)])
     if is_worth_writing:
-        unread = [one for one in stored.head.unfinished if one[:2] in now.keys() - set(stale)]
-        believed = {**stored.head.folders, **_trusted_mtimes_ns(now, stale, clock_ns)}
-        heads = {name: mtime_ns for name, mtime_ns in believed.items() if name in now}
-        _write_index(tree, frame, heads, unread + found.unfinished)
+        unread = [run_id for run_id in stored.header.unfinished if run_id[:2] in mtimes_ns.keys() - set(stale)]
+        believed = {**stored.header.folders, **_trusted_mtimes_ns(mtimes_ns, stale, clock_ns)}
+        heads = {name: mtime_ns for name, mtime_ns in believed.items() if name in mtimes_ns}
+        _write_index(tree, frame, heads, unread + scan.unfinished)
     return _append_links(tree, frame, wanted)
 
 
-def _find_changed_unfinished(tree: ClusterTree, state: polars.DataFrame, unfinished: list[str]) -> set[str]:
+def _find_changed_unfinished(tree: ClusterTree, row_states: polars.DataFrame, unfinished: list[str]) -> set[str]:
     """Folders of runs whose result may have changed without their folder telling: none yet, not ok, broken."""
     import polars
 
     runs = f"{tree.root}/runs"
-    open_ends = state.filter(polars.col("status") != STATUS_OK)
-    changed = {one[:2] for one in unfinished if file_state(f"{runs}/{one[:2]}/{one}/result.json") is not None}
+    open_ends = row_states.filter(polars.col("status") != STATUS_OK)
+    changed = {
+        run_id[:2] for run_id in unfinished if file_state(f"{runs}/{run_id[:2]}/{run_id}/result.json") is not None
+    }
     for run_id, _, mtime_ns, size_bytes in open_ends.iter_rows():
         seen = file_state(f"{runs}/{run_id[:2]}/{run_id}/result.json") or NO_FILE_STATE
         if tuple(seen) != (mtime_ns, size_bytes):
@@ -170,8 +176,8 @@ def _find_changed_unfinished(tree: ClusterTree, state: polars.DataFrame, unfinis
     return changed
 
 
-def _trusted_mtimes_ns(now: dict[str, int], names: Sequence[str] | dict[str, int], clock_ns: int) -> dict[str, int]:
-    return {name: now[name] if now[name] < clock_ns else 0 for name in names}
+def _trusted_mtimes_ns(mtimes_ns: dict[str, int], names: Iterable[str], clock_ns: int) -> dict[str, int]:
+    return {name: mtimes_ns[name] if mtimes_ns[name] < clock_ns else 0 for name in names}
 
 
 def _trusted_before_ns(tree: ClusterTree) -> int:
@@ -203,35 +209,22 @@ def _read_newest_index(tree: ClusterTree) -> _StoredIndex | None:
     """The younger of the indices that there are; ``None`` where none can be read."""
     import polars
 
-    there = [(state, path) for path in index_paths(tree) if (state := file_state(path)) is not None]
-    for _, path in sorted(there, reverse=True):
+    existing = [(state, path) for path in index_paths(tree) if (state := file_state(path)) is not None]
+    for _, path in sorted(existing, reverse=True):
         # A foreign or damaged file may be anything; polars' own panics are no ordinary exceptions.
         with contextlib.suppress(OSError, ValueError, polars.exceptions.PolarsError, polars.exceptions.PanicException):
-            found = _StoredIndex(read_regular(path, MAX_GENERATED_FILE_BYTES))
-            if found.frame([]).columns == [] and _has_expected_columns(found.data):
-                return found
+            stored = _StoredIndex(read_regular(path, MAX_GENERATED_FILE_BYTES))
+            schema: dict[str, Any] = dict(polars.read_parquet_schema(io.BytesIO(stored.data)))
+            if stored.frame([]).columns == [] and schema == dict(results_frame([]).schema):
+                return stored
     return None
-
-
-def _has_expected_columns(data: bytes) -> bool:
-    """Whether the index has the columns that it should have."""
-    import polars
-
-    there: dict[str, Any] = dict(polars.read_parquet_schema(io.BytesIO(data)))
-    return there == dict(_empty_frame().schema)
-
-
-def _empty_frame() -> polars.DataFrame:
-    from hpcbench.results.frame import results_frame
-
-    return results_frame([])
 
 
 def _write_index(tree: ClusterTree, frame: polars.DataFrame, seen: dict[str, int], unfinished: list[str]) -> None:
     """Write the index where that is allowed; nowhere is no error."""
-    head = _IndexHeader(_FORMAT_VERSION, _hash_column_types(), seen, sorted(unfinished))
+    header = _IndexHeader(_FORMAT_VERSION, _hash_column_types(), seen, sorted(unfinished))
     buffer = io.BytesIO()
-    frame.write_parquet(buffer, compression="lz4", metadata={_METADATA_KEY: msgspec.json.encode(head).decode()})
+    frame.write_parquet(buffer, compression="lz4", metadata={_METADATA_KEY: msgspec.json.encode(header).decode()})
     data = buffer.getvalue()
     for path in index_paths(tree):
         try:
