@@ -9,8 +9,6 @@ from __future__ import annotations
 from math import ceil, log2
 from typing import NamedTuple
 
-from hpcbench.parallel.traffic import Traffic
-
 
 class HockneyLink(NamedTuple):
     """A link between two ranks, one direction."""
@@ -122,8 +120,3 @@ COLLECTIVE_FORMULAS = {
 def collective_s(operation: str, span: GroupLinks, payload_bytes: float) -> float:
     """One call with that payload."""
     return COLLECTIVE_FORMULAS[operation](span, payload_bytes)
-
-
-def traffic_call_s(call: Traffic, span: GroupLinks) -> float:
-    """One of the equal calls that ``call`` stands for."""
-    return collective_s(call.operation, span, call.payload_bytes)

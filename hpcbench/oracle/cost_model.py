@@ -33,14 +33,14 @@ FULL_SHARE = RowShare()
 
 
 class RowKernels(NamedTuple):
-    """Both passes of a row. ``backward`` is ``None`` where nothing flows back."""
+    """Both passes of a row."""
 
     forward: Kernel
     backward: Kernel
 
 
 def row_kernels(spec: RunSpec, layer: LayerRow, samples: float, share: RowShare = FULL_SHARE) -> RowKernels:
-    """Forward and backward kernel of ``samples`` samples through a rank's ``share`` of ``layer``."""
+    """Return the forward and backward kernel of ``samples`` samples through a rank's ``share`` of ``layer``."""
     scale = activation_number_bytes(spec) / FP32_BYTES
     inputs = input_bytes(layer) * samples * scale * share.inputs
     outputs = layer.output_bytes * samples * scale * share.outputs
@@ -68,7 +68,7 @@ def row_kernels(spec: RunSpec, layer: LayerRow, samples: float, share: RowShare 
 
 @cached_by_identity(64)
 def first_equal_rows(table: LayerTable) -> list[int]:
-    """Of every row the first one that computes the same: a transformer's blocks are alike."""
+    """Return by row the first one that computes the same: a transformer's blocks are alike."""
     seen: dict[tuple[object, ...], int] = {}
     return [seen.setdefault(_kernel_key(layer), number) for number, layer in enumerate(table.layers)]
 
@@ -83,13 +83,13 @@ def _kernel_key(layer: LayerRow) -> tuple[object, ...]:
 
 @cached_by_run_fields("batch_size", "micro_batches", "precision")
 def unsharded_row_kernels(spec: RunSpec, table: LayerTable) -> list[RowKernels]:
-    """Of a rank that has all of every layer, for one micro-batch."""
+    """Return the kernels of a rank that has all of every layer, for one micro-batch."""
     samples = spec.batch_size / spec.micro_batches
     return [row_kernels(spec, layer, samples) for layer in table.layers]
 
 
 def update_kernels(spec: RunSpec, parameter_bytes: Iterable[float]) -> Iterator[Kernel]:
-    """One for every tensor that the rank updates, of so many bytes."""
+    """Yield a kernel for every tensor that the rank updates, of so many bytes."""
     moved = optimizer_tensors(spec).moved
     for size in parameter_bytes:
         if size:
@@ -116,14 +116,13 @@ def apply_measured_collectives(
     operation that was not measured is taken to be as all_reduce.
     """
     crosses = span.nodes > 1
-    there = [one for one in samples if (one.nodes > 1) == crosses]
-    known = [one for one in there if one.operation == operation] or [
-        one for one in there if one.operation == "all_reduce"
-    ]
+    on_link = [sample for sample in samples if (sample.nodes > 1) == crosses]
+    known = [sample for sample in on_link if sample.operation == operation]
+    known = known or [sample for sample in on_link if sample.operation == "all_reduce"]
     known = _samples_for_payload(known, payload_bytes)
     if not known:
         return span
-    latency_s, ratio = _interpolate_ranks(sorted(known, key=lambda one: one.ranks), span.ranks)
+    latency_s, ratio = _interpolate_ranks(sorted(known, key=lambda sample: sample.ranks), span.ranks)
     wire = span.inter_node if crosses else span.intra_node
     measured = HockneyLink(latency_s, wire.beta_s_per_byte * ratio)
     # What was measured is a step's latency, whichever link it crosses.
@@ -132,40 +131,45 @@ def apply_measured_collectives(
 
 def _samples_for_payload(known: Sequence[CollectiveSample], payload_bytes: float) -> list[CollectiveSample]:
     chosen: dict[int, CollectiveSample] = {}
-    for one in sorted(known, key=lambda one: one.from_bytes):
-        if one.from_bytes <= payload_bytes or one.ranks not in chosen:
-            chosen[one.ranks] = one
+    for sample in sorted(known, key=lambda sample: sample.from_bytes):
+        if sample.from_bytes <= payload_bytes or sample.ranks not in chosen:
+            chosen[sample.ranks] = sample
     return list(chosen.values())
 
 
 def _interpolate_ranks(known: Sequence[CollectiveSample], ranks: int) -> tuple[float, float]:
-    below = [one for one in known if one.ranks <= ranks]
-    above = [one for one in known if one.ranks >= ranks]
-    if not below or not above or below[-1].ranks == above[0].ranks:
-        one = below[-1] if below else above[0]
-        return one.latency_s, one.beta_ratio
-    low, high = below[-1], above[0]
+    below = [sample for sample in known if sample.ranks <= ranks]
+    above = [sample for sample in known if sample.ranks >= ranks]
+    low, high = (below or above[:1])[-1], (above or below[-1:])[0]
+    if low.ranks == high.ranks:
+        return low.latency_s, low.beta_ratio
     part = log(ranks / low.ranks) / log(high.ranks / low.ranks)
     latency_s = low.latency_s + (high.latency_s - low.latency_s) * part
     return latency_s, exp(log(low.beta_ratio) * (1 - part) + log(high.beta_ratio) * part)
 
 
 class CostModel:
-    """One machine's times for one run's placement. Remembers what it was asked."""
+    """One machine's times for one run's placement. Remembers what it was asked.
+
+    Example:
+        >>> cost_model = CostModel(machine, spec)
+        >>> cost_model.collective("all_reduce", 4e6, place_group(spec, "dp")).seconds
+    """
 
     def __init__(self, machine: Machine, spec: RunSpec) -> None:
         self.machine, self.spec = machine, spec
-        self._alike = RooflineModel.of(machine.compute)
+        self._roofline = RooflineModel.of(machine.compute)
         compute = machine.compute
-        self.own = machine.strategies.get(spec.strategy, StrategyOverhead())
-        self._factor = compute.factors.get(spec.model, compute.factors.get("", 1.0)) * self.own.compute_factor
-        self._factor *= _crowding_factor(compute.crowding, spec.tasks_per_node)
+        self.overhead = machine.strategies.get(spec.strategy, StrategyOverhead())
+        self._factor = compute.factors.get(spec.model, compute.factors.get("", 1.0)) * self.overhead.compute_factor
+        if compute.crowding:
+            self._factor *= _interpolated(compute.crowding, spec.tasks_per_node)
         self.kernel_s = lru_cache(maxsize=None)(self._kernel_s)
         self.collective = lru_cache(maxsize=None)(self._collective)
 
     def _kernel_s(self, kernel: Kernel) -> float:
         """Seconds of one kernel of one rank."""
-        return self._factor * self._alike.seconds(kernel)
+        return self._factor * self._roofline.seconds(kernel)
 
     def _collective(
         self, operation: str, payload_bytes: float, group: GroupPlacement, key: str | None = None, lane: str = ""
@@ -176,17 +180,17 @@ class CostModel:
         return stream_simulator.CommCall(seconds, latency_s, key, lane, "out" if group.nodes > 1 else "in", traffic)
 
     def calls(self, traffic: Traffic, group: GroupPlacement) -> list[stream_simulator.CommCall]:
-        """Those that ``traffic`` stands for, each waited for."""
+        """Return the calls that ``traffic`` stands for, each waited for."""
         return [self.collective(traffic.operation, traffic.payload_bytes, group)] * traffic.count
 
     def run(self, events: Iterable[stream_simulator.StreamEvent]) -> stream_simulator.StreamTimes:
-        """What becomes of a step."""
+        """Simulate the events of a step."""
         comm = self.machine.comm
         return stream_simulator.simulate_streams(events, comm.overlap_slowdown, comm.comm_slowdown)
 
     def overhead_s(self) -> float:
-        """What a step takes of the computing thread beside kernels and calls."""
-        return self.machine.compute.step_s + self.own.step_s + self.own.sample_s * self.spec.batch_size
+        """Return the seconds of the computing thread in a step beside kernels and calls."""
+        return self.machine.compute.step_s + self.overhead.step_s + self.overhead.sample_s * self.spec.batch_size
 
     def _priced(self, operation: str, payload_bytes: float, group: GroupPlacement) -> tuple[float, float]:
         if group.ranks < 2:
@@ -206,13 +210,13 @@ class CostModel:
         return GroupLinks(group.ranks, group.nodes, comm.intra_node, inter, comm.trees, comm.by_hop)
 
     def straggler_s(self, compute_s: float) -> float:
-        """How much longer than the mean the slowest of all ranks takes: ranks compute, nodes are held up, by chance."""
+        """Return the seconds by which the slowest of all ranks exceeds the mean: ranks scatter, nodes are delayed."""
         delayed_s = self.machine.delay_s * harmonic_number(self.spec.nodes) if self.spec.ranks > 1 else 0.0
         return compute_s * self.machine.straggling * expected_normal_maximum(self.spec.ranks) + delayed_s
 
 
 def expected_normal_maximum(count: int) -> float:
-    """Of ``count`` draws from the standard normal distribution the expected largest (Blom 1958's approximation)."""
+    """Return the expected largest of ``count`` standard normal draws (Blom 1958's approximation)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
 
 
@@ -224,12 +228,8 @@ def harmonic_number(count: int) -> float:
     return log(count) + 0.5772156649015329 + 1 / (2 * count) - 1 / (12 * count**2)
 
 
-def _crowding_factor(crowding: dict[int, float], ranks: int) -> float:
-    return _interpolated(crowding, ranks) if crowding else 1.0
-
-
 def _contention_factor(contention: dict[int, float], flows: float) -> float:
-    """What nobody measured shares fairly."""
+    """Return the slowdown of flows that share a link; fair sharing where it was not measured."""
     return max(1.0, _interpolated({1: 1.0, **contention}, flows) if contention else flows)
 
 

@@ -149,7 +149,7 @@ _DEFAULTS_SPREAD = 0.7
 
 
 def nominal_machine(profile: ClusterProfile, partition: str | None = None, tasks_per_node: int = 1) -> Machine:
-    """What the profile says of ``partition``'s nodes and the links; what it does not say is guessed and noted."""
+    """Return a machine from the profile's numbers of ``partition``; missing ones are guessed and noted."""
     notes: list[str] = []
     node = profile.node_of(partition)
     compute = _nominal_compute(profile, node, tasks_per_node, notes)
@@ -166,7 +166,7 @@ def nominal_machine(profile: ClusterProfile, partition: str | None = None, tasks
 
 
 def device_description(profile: ClusterProfile, node: NodeConfig) -> DeviceConfig | None:
-    """The device that ranks compute on, where the profile describes it."""
+    """Return the device that ranks compute on, where the profile describes it."""
     if node.device_type in profile.devices:
         return profile.devices[node.device_type]
     return next(iter(profile.devices.values())) if len(profile.devices) == 1 else None
@@ -215,7 +215,7 @@ def _nominal_comm(profile: ClusterProfile, notes: list[str]) -> CommParameters:
 
 
 def nominal_link(link: LinkConfig) -> HockneyLink:
-    """One direction of one link."""
+    """Return one direction of one link."""
     return HockneyLink(link.latency_s, 1.0 / link.bandwidth_bytes_per_s)
 
 
@@ -229,10 +229,10 @@ def _rank_memory_bytes(profile: ClusterProfile, node: NodeConfig, tasks_per_node
 
 
 def emulating_machine(here: Machine, there: Machine) -> Machine:
-    """What a rehearsal of ``there`` takes on ``here``; of memory nothing can be said."""
+    """Return the machine that emulates ``there`` on ``here``; its memory is unknown."""
     return msgspec.structs.replace(
         here,
-        compute=device_only_compute(there),
+        compute=_device_only_compute(there),
         strategies={},
         straggling=0.0,
         memory_bytes=None,
@@ -242,10 +242,10 @@ def emulating_machine(here: Machine, there: Machine) -> Machine:
 
 
 def emulated_compute(there: Machine) -> EmulatedDevice:
-    """What the worker is told."""
-    return EmulatedDevice(cluster=there.cluster, source=there.source, compute=device_only_compute(there))
+    """Return the description of the emulated device for the worker."""
+    return EmulatedDevice(cluster=there.cluster, source=there.source, compute=_device_only_compute(there))
 
 
-def device_only_compute(there: Machine) -> DeviceCompute:
-    """The device of ``there`` without what its ranks do to each other and its overheads: those are real here."""
+def _device_only_compute(there: Machine) -> DeviceCompute:
+    """Return the device of ``there`` without its ranks' crowding and its overheads: those are real here."""
     return msgspec.structs.replace(there.compute, crowding={}, step_s=0.0)

@@ -12,11 +12,10 @@ from hpcbench.oracle.collective_formulas import (
     HockneyLink,
     collective_s,
     ring_all_reduce_s,
-    traffic_call_s,
     tree_all_reduce_s,
 )
 from hpcbench.oracle.cost_model import harmonic_number
-from hpcbench.parallel.traffic import COMM_OPERATIONS, Traffic
+from hpcbench.parallel.traffic import COMM_OPERATIONS
 
 FAST, SLOW = HockneyLink(1.0, 0.1), HockneyLink(10.0, 1.0)
 
@@ -41,8 +40,7 @@ def span(ranks: int, nodes: int) -> GroupLinks:
     ],
 )
 def test_one_call(operation: str, payload_bytes: int, ranks: int, nodes: int, expected_s: float) -> None:
-    call = Traffic(operation=operation, group_size=ranks, payload_bytes=payload_bytes, count=7)
-    assert traffic_call_s(call, span(ranks, nodes)) == pytest.approx(expected_s)
+    assert collective_s(operation, span(ranks, nodes), payload_bytes) == pytest.approx(expected_s)
 
 
 def test_every_operation_has_a_time() -> None:
@@ -60,10 +58,7 @@ def test_a_shared_link_is_slower_by_the_flows_that_share_it() -> None:
 
 @given(st.sampled_from(COMM_OPERATIONS), st.integers(2, 64), st.integers(0, 10**9))
 def test_more_bytes_take_no_less(operation: str, ranks: int, payload_bytes: int) -> None:
-    times = [
-        traffic_call_s(Traffic(operation=operation, group_size=ranks, payload_bytes=size), span(ranks, ranks))
-        for size in (payload_bytes, payload_bytes + 1)
-    ]
+    times = [collective_s(operation, span(ranks, ranks), size) for size in (payload_bytes, payload_bytes + 1)]
     assert times[0] <= times[1]
 
 

@@ -56,7 +56,7 @@ class SizeBandFit(NamedTuple):
 def fit_collectives(
     comm: CommParameters, probes: Sequence[CollectiveProbe], call_s: float, trees: bool
 ) -> tuple[list[CollectiveSample], list[FitResidual], list[str]]:
-    """Corrections of the links of ``comm``; ``traffic_call_s`` of every reading is the computing thread's.
+    """Corrections of the links of ``comm``; ``call_s`` of every reading is the computing thread's.
 
     ``trees``: see ``Span``.
     """

@@ -28,7 +28,7 @@ _MAX_BROADCAST_BYTES = 250 * MIB
 
 
 def ddp_buckets(spec: RunSpec, table: LayerTable) -> list[list[int]]:
-    """Places of the gradients in each of DDP's buckets, in the order in which they are sent.
+    """Return the places of the gradients in each of DDP's buckets, in the order in which they are sent.
 
     From the second step on: the first one, whose order DDP learns from, sends all gradients in one bucket.
     """
@@ -44,7 +44,7 @@ def ddp_buckets(spec: RunSpec, table: LayerTable) -> list[list[int]]:
 
 
 def coalesced_buffer_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
-    """What DDP broadcasts of the buffers: those of one type together."""
+    """Return the payloads of DDP's broadcasts of buffers: those of one type together."""
     kinds: dict[int, list[int]] = {}
     for tensor, size in zip(table.buffers, buffer_bytes(spec, table), strict=True):
         kinds.setdefault(tensor.bytes_per_element, []).append(size)
@@ -56,7 +56,7 @@ def coalesced_buffer_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
 
 
 def owned_parameters(spec: RunSpec, table: LayerTable) -> list[list[int]]:
-    """Places of the parameters that each replica updates; of replicas beyond the last one of these: none."""
+    """Return the places of the parameters that each replica updates; replicas beyond the list update none."""
     counts = tuple(element_count(tensor) for tensor in table.parameter_tensors)
     return _cached_owners(counts, min(spec.dp_degree, len(counts)), get_strategy(spec.strategy).owners_largest_first)
 
@@ -67,14 +67,14 @@ def _cached_owners(elements: tuple[int, ...], ranks: int, largest_first: bool) -
 
 
 def owned_bytes_by_replica(spec: RunSpec, table: LayerTable, half: bool = False) -> list[int]:
-    """Bytes of the parameters of each replica that owns any."""
+    """Return the bytes of the parameters of each replica that owns any."""
     counts = [element_count(tensor) * HALF_BYTES for tensor in table.parameter_tensors]
     sizes = counts if half else parameter_bytes(spec, table)
     return [sum_bytes_at(sizes, places) for places in owned_parameters(spec, table) if places]
 
 
 def rank_owned_bytes(spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
-    """Of every parameter: its bytes where ``rank`` owns it, 0 elsewhere."""
+    """Return by parameter its bytes where ``rank`` owns it, 0 elsewhere."""
     owned = {place for places in owned_parameters(spec, table)[rank : rank + 1] for place in places}
     return [size if place in owned else 0 for place, size in enumerate(parameter_bytes(spec, table))]
 
@@ -112,7 +112,7 @@ def sddp_reductions(spec: RunSpec, table: LayerTable) -> list[tuple[list[int], i
 
 
 def compressed_bytes(spec: RunSpec, table: LayerTable, places: Sequence[int]) -> list[int]:
-    """What is sent of one bucket of gradients."""
+    """Return the payloads that are sent of one bucket of gradients."""
     options, sizes = options_with_defaults(spec), parameter_bytes(spec, table)
     kind = options.get("compression", "none")
     if kind in ("fp16", "bf16"):
@@ -125,7 +125,7 @@ def compressed_bytes(spec: RunSpec, table: LayerTable, places: Sequence[int]) ->
 
 
 def powersgd_bytes(shapes: Iterable[list[int]], rank: int, number_bytes: int) -> list[int]:
-    """What PowerSGD (Vogels et al. 2019, algorithm 1) sends of one bucket: plain tensors, factors P, factors Q.
+    """Return PowerSGD's payloads of one bucket (Vogels et al. 2019, algorithm 1): plain tensors, factors P, factors Q.
 
     A gradient is seen as a matrix of its first extent times the others; one that its factors would not make smaller
     is sent as it is.
@@ -134,10 +134,10 @@ def powersgd_bytes(shapes: Iterable[list[int]], rank: int, number_bytes: int) ->
     for shape in shapes:
         rows, numbers = shape[0], prod(shape)
         columns = numbers // rows
-        own = min(rank, rows, columns)
-        if (rows + columns) * own < numbers:
-            left += rows * own
-            right += columns * own
+        factor_rank = min(rank, rows, columns)
+        if (rows + columns) * factor_rank < numbers:
+            left += rows * factor_rank
+            right += columns * factor_rank
         else:
             plain += numbers
     return [plain * number_bytes, left * number_bytes, right * number_bytes]
@@ -146,7 +146,7 @@ def powersgd_bytes(shapes: Iterable[list[int]], rank: int, number_bytes: int) ->
 def fused_buckets(
     cost_model: CostModel, spec: RunSpec, table: LayerTable, sizes: Sequence[int], cycle_s: float, threshold_bytes: int
 ) -> list[list[int]]:
-    """Places in the table's ``parameter_tensors`` that go together, in order; ``sizes`` are what is sent of each."""
+    """Return the places in ``parameter_tensors`` that are fused, in order; ``sizes``: bytes sent of each."""
     group, blocks = place_group(spec, "dp"), cost_model.machine.device == "cpu"
     order = gradient_ready_order(table, spec.precision)
     ready_s = _gradient_ready_s(cost_model, spec, table)
@@ -165,27 +165,36 @@ def simulate_fusion(
     threshold_bytes: int,
     passing_s: Callable[[int], float],
 ) -> list[list[int]]:
-    """``ready_s`` of the places in ``order``, which is the order in which they become ready."""
-    found: list[list[int]] = []
-    now, next_one = 0.0, 0
-    while next_one < len(order):
-        late_s = ready_s[next_one] - now
+    """Return the places that are fused, in the order of the calls.
+
+    The thread wakes up every ``cycle_s``, and fuses what is ready up to the threshold; it then waits for the call.
+
+    Args:
+        order: places of the gradients, in the order in which they become ready.
+        ready_s: seconds after the begin of the backward pass at which each of ``order`` is ready.
+        sizes: bytes of the gradient at each place.
+        passing_s: seconds that the thread waits for a call of so many bytes.
+    """
+    buckets: list[list[int]] = []
+    now, start = 0.0, 0
+    while start < len(order):
+        late_s = ready_s[start] - now
         if late_s > 0:
             now += ceil(late_s / cycle_s) * cycle_s if cycle_s else late_s
-        taken, size = [order[next_one]], sizes[order[next_one]]
-        for place, ready in zip(order[next_one + 1 :], ready_s[next_one + 1 :], strict=True):
-            if ready > now or size + sizes[place] > threshold_bytes:
+        bucket, size = [order[start]], sizes[order[start]]
+        for place, place_ready_s in zip(order[start + 1 :], ready_s[start + 1 :], strict=True):
+            if place_ready_s > now or size + sizes[place] > threshold_bytes:
                 break
-            taken.append(place)
+            bucket.append(place)
             size += sizes[place]
-        found.append(taken)
-        next_one += len(taken)
+        buckets.append(bucket)
+        start += len(bucket)
         now += passing_s(size)
-    return found
+    return buckets
 
 
 def _gradient_ready_s(cost_model: CostModel, spec: RunSpec, table: LayerTable) -> list[float]:
-    """Of every tensor, how long after the begin of the backward pass its gradient is there."""
+    """Return by tensor the seconds after the begin of the backward pass at which its gradient is complete."""
     passes, ends, now = unsharded_row_kernels(spec, table), [0.0] * len(table.layers), 0.0
     for row in range(len(passes) - 1, -1, -1):
         now += cost_model.kernel_s(passes[row].backward)
