@@ -42,25 +42,25 @@ def _run_verb(words: list[str]) -> int:
         from hpcbench.worker.data.make_samples import main as make
 
         return make(words[1:])
-    given = _argument_parser(verb).parse_args(words if verb == "rank" else words[1:])
+    args = _argument_parser(verb).parse_args(words if verb == "rank" else words[1:])
     if verb == "begin":
         from hpcbench.worker.begin import begin
 
-        return begin(given.tasks, given.index, given.time_limit_s)
+        return begin(args.tasks, args.index, args.time_limit_s)
     if verb == "end":
         from hpcbench.worker.end import end
 
-        return end(given.tasks, given.index, given.attempt, given.exit_code, given.received, given.job_says)
-    return _run_rank_process(given)
+        return end(args.tasks, args.index, args.attempt, args.exit_code, args.received, args.job_says)
+    return _run_rank_process(args)
 
 
-def _run_rank_process(given: argparse.Namespace) -> int:
+def _run_rank_process(args: argparse.Namespace) -> int:
     from hpcbench.worker.run_rank import run_rank
     from hpcbench.worker.shutdown import exit_now
 
     code = 1
     try:
-        code = run_rank(given.tasks, given.index, given.attempt)
+        code = run_rank(args.tasks, args.index, args.attempt)
     except HpcbenchError as error:
         print(f"hpcbench: {error}", file=sys.stderr)  # noqa: T201
         code = error.exit_code

@@ -68,7 +68,7 @@ def profile_blocks(
     if is_cached and not refresh:
         with contextlib.suppress(OSError, ConfigError):
             return decode_block_profile(path.read_bytes(), str(path))
-    found = BlockProfile(
+    profile = BlockProfile(
         request=request,
         device_name=name,
         torch=version,
@@ -76,11 +76,11 @@ def profile_blocks(
         blocks=_measure_blocks(request, device, shapes),
     )
     if not is_cached:
-        return found
+        return profile
     with contextlib.suppress(OSError, HpcbenchError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, msgspec.json.encode(found))
-    return found
+        write_atomic(path, msgspec.json.encode(profile))
+    return profile
 
 
 def block_profile_request(spec: RunSpec, device: torch.device, model_folder: str | None = None) -> BlockProfileRequest:

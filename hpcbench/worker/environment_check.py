@@ -19,7 +19,7 @@ OPTIONAL_MODULES = ("numpy", "PIL", "h5py", "torchvision", "sklearn", "horovod.t
 
 
 def print_environment_check() -> int:
-    """Print one JSON document on stdout; 0 where all that a worker needs to start is there, else 1."""
+    """Print one JSON document on stdout; 0 where all that a worker needs to start is available, else 1."""
     report = check_environment()
     print(json.dumps(report, indent=1))  # noqa: T201 - the document that was asked for
     return 0 if report["ready"] else 1

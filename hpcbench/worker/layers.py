@@ -98,14 +98,14 @@ def _fake_tensors(spec: RunSpec) -> Iterator[None]:
 
 def allocate_fake_storage(model: nn.Module, device: torch.device = HOST_DEVICE) -> None:
     """From the meta device to fake tensors of a real one: attention and others choose what they do by the device."""
-    made: dict[int, Tensor] = {}
+    replaced: dict[int, Tensor] = {}
 
     def on_host(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in replaced:
             fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-        return made[id(tensor)]
+            replaced[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+        return replaced[id(tensor)]
 
     for module in model.modules():
         holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
@@ -204,14 +204,14 @@ def _parameters_by_row(model: nn.Module, rows: list[TracedLayer], names: dict[in
 
 
 def _module_attributes(module: nn.Module | None) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for name in _MODULE_ATTRIBUTES:
         value = getattr(module, name, None)
         if isinstance(value, tuple) and all(isinstance(one, int) for one in value):
-            found[name] = list(value)
+            attributes[name] = list(value)
         elif isinstance(value, (bool, int, float, str)):
-            found[name] = value
-    return found
+            attributes[name] = value
+    return attributes
 
 
 def answer_request(data: bytes) -> LayerTableResponse:
@@ -242,10 +242,10 @@ def main() -> int:
     """Answer the request on standard input, or write all tables."""
     parser = argparse.ArgumentParser(prog="python -m hpcbench.worker.layers", description=__doc__)
     parser.add_argument("--all", type=Path, metavar="FOLDER", help="write the tables of all shipped pairs there")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if given.all is not None:
-        write_shipped_tables(given.all)
+    if args.all is not None:
+        write_shipped_tables(args.all)
         return 0
     sys.stdout.buffer.write(msgspec.json.encode(answer_request(sys.stdin.buffer.read())) + b"\n")
     return 0

@@ -51,7 +51,7 @@ class MixedPrecision:
         self._lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         self._device = device.type
         self._scaler = torch.amp.GradScaler("cuda") if precision == "fp16" else None
-        self._asked = self._made = 0
+        self._attempted = self._applied = 0
         self._counted: torch.optim.Optimizer | None = None
 
     def autocast(self) -> AbstractContextManager[None]:
@@ -78,22 +78,22 @@ class MixedPrecision:
         if self._counted is not optimizer:
             self._counted = optimizer
             optimizer.register_step_post_hook(self._count)
-        self._asked += 1
+        self._attempted += 1
         self._scaler.step(optimizer)
         self._scaler.update()
 
     def notes(self) -> list[str]:
         """Warnings about the updates so far."""
-        left_out = self._asked - self._made
+        left_out = self._attempted - self._applied
         if not left_out:
             return []
         return [
-            f"{left_out} of {self._asked} updates (warm-up included) were left out: a gradient overflowed in fp16, "
+            f"{left_out} of {self._attempted} updates (warm-up included) were left out: a gradient overflowed in fp16, "
             "and its scale was lowered"
         ]
 
     def _count(self, *_step: object) -> None:
-        self._made += 1
+        self._applied += 1
 
 
 def allow_tf32(allowed: bool) -> None:

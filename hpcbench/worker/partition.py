@@ -63,46 +63,46 @@ def _parse_positive(text: str, kind: str, where: str) -> float:
 
 
 def make_partition_plan(
-    measured: BlockProfile,
+    profile: BlockProfile,
     levels: Sequence[InterconnectLevel],
     memory_bytes: float,
     optimizer_states: int,
     replicated: bool,
 ) -> PartitionPlan:
     """The best plan, or why there is none."""
-    chain = measured.chain()
+    chain = profile.chain()
     try:
-        found = partition_pipeline(chain, levels, memory_bytes, replicated, optimizer_states)
+        partition = partition_pipeline(chain, levels, memory_bytes, replicated, optimizer_states)
     except ConfigError as error:
         return PartitionPlan(replicated=replicated, error=error.message)
     return PartitionPlan(
         replicated=replicated,
-        step_s=found.bottleneck_s,
-        speed_up=sum(block.compute_s for block in chain) / found.bottleneck_s if found.bottleneck_s else inf,
-        cuts=",".join(map(str, found.cuts)),
-        stage_replicas="-".join(str(stage.replicas) for stage in found.stages),
-        stages=[_stage_row(measured, found, number) for number in range(len(found.stages))],
+        step_s=partition.bottleneck_s,
+        speed_up=sum(block.compute_s for block in chain) / partition.bottleneck_s if partition.bottleneck_s else inf,
+        cuts=",".join(map(str, partition.cuts)),
+        stage_replicas="-".join(str(stage.replicas) for stage in partition.stages),
+        stages=[_stage_row(profile, partition, number) for number in range(len(partition.stages))],
     )
 
 
-def _stage_row(measured: BlockProfile, found: PipelinePartition, number: int) -> dict[str, float]:
-    stage = found.stages[number]
-    blocks = measured.blocks[stage.first : stage.last]
+def _stage_row(profile: BlockProfile, partition: PipelinePartition, number: int) -> dict[str, float]:
+    stage = partition.stages[number]
+    blocks = profile.blocks[stage.first : stage.last]
     return {
         **stage._asdict(),
-        "compute_s": sum(one.forward_s + one.backward_s for one in blocks),
-        "parameter_bytes": sum(one.parameter_bytes for one in blocks),
+        "compute_s": sum(block.forward_s + block.backward_s for block in blocks),
+        "parameter_bytes": sum(block.parameter_bytes for block in blocks),
         "output_bytes": blocks[-1].output_bytes,
     }
 
 
-def render_plans(measured: BlockProfile, plans: Sequence[PartitionPlan]) -> list[str]:
+def render_plans(profile: BlockProfile, plans: Sequence[PartitionPlan]) -> list[str]:
     """What a person reads."""
-    request = measured.request
-    alone = sum(one.forward_s + one.backward_s for one in measured.blocks)
+    request = profile.request
+    alone = sum(block.forward_s + block.backward_s for block in profile.blocks)
     lines = [
         f"{request.model} on {request.dataset}, micro-batches of {request.micro_batch_size}, {request.precision} on "
-        f"{measured.device_name}: {len(measured.blocks)} blocks, {format_seconds(alone)} per micro-batch on one worker"
+        f"{profile.device_name}: {len(profile.blocks)} blocks, {format_seconds(alone)} per micro-batch on one worker"
     ]
     for plan in plans:
         lines += ["", "stages may be replicated" if plan.replicated else "one worker per stage"]
@@ -139,35 +139,35 @@ def _sweep_options(plan: PartitionPlan) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, plan, print; returns the exit code."""
-    given = _argument_parser().parse_args(arguments)
+    args = _argument_parser().parse_args(arguments)
     torch.set_num_threads(1)
     try:
-        if given.micro_batch_size < 1 or given.optimizer_states < 0:
+        if args.micro_batch_size < 1 or args.optimizer_states < 0:
             raise ConfigError("--micro-batch-size is 1 or more, --optimizer-states 0 or more")
-        levels = parse_levels(given.workers)
-        memory_bytes = _parse_positive(given.memory, "size", "--memory") if given.memory else inf
+        levels = parse_levels(args.workers)
+        memory_bytes = _parse_positive(args.memory, "size", "--memory") if args.memory else inf
         request = BlockProfileRequest(
-            model=given.model,
-            dataset=given.dataset,
-            micro_batch_size=given.micro_batch_size,
-            input_size=given.input_size,
-            model_options=msgspec.json.decode(given.model_options),
-            model_folder=given.model_folder,
-            precision=given.precision,
-            device=given.device,
+            model=args.model,
+            dataset=args.dataset,
+            micro_batch_size=args.micro_batch_size,
+            input_size=args.input_size,
+            model_options=msgspec.json.decode(args.model_options),
+            model_folder=args.model_folder,
+            precision=args.precision,
+            device=args.device,
         )
-        measured = profile_blocks(request, given.refresh)
+        profile = profile_blocks(request, args.refresh)
     except msgspec.MsgspecError as error:
-        print(f"hpcbench: --model-options {given.model_options!r}: no JSON: {error}", file=sys.stderr)  # noqa: T201
+        print(f"hpcbench: --model-options {args.model_options!r}: no JSON: {error}", file=sys.stderr)  # noqa: T201
         return 2
     except HpcbenchError as error:
         print(f"hpcbench: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     plans = [
-        make_partition_plan(measured, levels, memory_bytes, given.optimizer_states, replicated)
+        make_partition_plan(profile, levels, memory_bytes, args.optimizer_states, replicated)
         for replicated in (True, False)
     ]
-    text = msgspec.json.encode({"plans": plans}).decode() if given.json else "\n".join(render_plans(measured, plans))
+    text = msgspec.json.encode({"plans": plans}).decode() if args.json else "\n".join(render_plans(profile, plans))
     print(text)  # noqa: T201
     return 2 if all(plan.error for plan in plans) else 0
 

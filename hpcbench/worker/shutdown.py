@@ -25,7 +25,7 @@ class Stopped(Exception):
 
 
 class PeerEnded(Exception):
-    """Another rank cannot go on, so this one cannot either; the cause is that rank's to tell."""
+    """Another rank ended, so this one must end too; the cause is recorded by the other rank."""
 
 
 def stop_margin_s(limit_s: float) -> float:

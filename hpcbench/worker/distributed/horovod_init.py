@@ -37,11 +37,12 @@ def load_horovod() -> Any:
         library = importlib.import_module("horovod.torch")
         if hasattr(library, "init"):
             return library
-        said = "its extension for torch is missing"
+        problem = "its extension for torch is missing"
     except ImportError as error:
-        said = str(error)
+        problem = str(error)
     raise WorkerError(
-        f"{sys.executable} on {socket.gethostname()} has no Horovod that works with torch {torch.__version__}: {said}",
+        f"{sys.executable} on {socket.gethostname()} has no Horovod that works with torch {torch.__version__}: "
+        f"{problem}",
         status="unsupported",
         hint=install_hint("horovod"),
     )
@@ -81,20 +82,20 @@ def assign_slots(hosts: list[str]) -> list[HorovodSlot]:
     """
     names = list(dict.fromkeys(hosts))
     sizes = {name: hosts.count(name) for name in names}
-    found = []
+    slots = []
     for rank, host in enumerate(hosts):
         local_rank = hosts[:rank].count(host)
         like = [name for name in names if sizes[name] > local_rank]
-        found.append(HorovodSlot(host, rank, len(hosts), local_rank, sizes[host], like.index(host), len(like)))
-    return found
+        slots.append(HorovodSlot(host, rank, len(hosts), local_rank, sizes[host], like.index(host), len(like)))
+    return slots
 
 
-def start_horovod(library: Any, place: RankContext, controller: str, settings: Mapping[str, str]) -> None:
-    """Initialise Horovod on every rank of ``place.group``, with the variables ``settings``.
+def start_horovod(library: Any, context: RankContext, controller: str, settings: Mapping[str, str]) -> None:
+    """Initialise Horovod on every rank of ``context.group``, with the variables ``settings``.
 
     It reads them once: started already, it is used as it is, or refused where something else was wanted.
     """
-    wanted = {**settings, "HOROVOD_CONTROLLER": controller, "HOROVOD_SIZE": str(place.world_size)}
+    wanted = {**settings, "HOROVOD_CONTROLLER": controller, "HOROVOD_SIZE": str(context.world_size)}
     if _started_with:
         assert wanted == _started_with, (
             f"Horovod runs in this process with {_started_with}, it cannot start again with {wanted}"
@@ -105,34 +106,34 @@ def start_horovod(library: Any, place: RankContext, controller: str, settings: M
     os.environ.update(settings)
     os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = controller
     # Both its connections and its collectives give up after 30 s otherwise.
-    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(max(1.0, place.wait_s)))
-    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(int(max(61.0, place.wait_s)))
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(max(1.0, context.wait_s)))
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(int(max(61.0, context.wait_s)))
     if controller == "mpi":
-        _init_library(library, place)
+        _init_library(library, context)
     else:
-        with _rendezvous_server(place):
-            _init_library(library, place)
+        with _rendezvous_server(context):
+            _init_library(library, context)
             # The server may go only when the last rank has found the others.
-            _gather_bytes(b"", place)
+            _gather_bytes(b"", context)
 
 
-def _init_library(library: Any, place: RankContext) -> None:
+def _init_library(library: Any, context: RankContext) -> None:
     try:
         library.init()
     except ValueError as error:
         raise WorkerError(
-            f"rank {place.rank}: {error}", hint="is HOROVOD_GLOO_IFACE an interface of every node? the log says more"
+            f"rank {context.rank}: {error}", hint="is HOROVOD_GLOO_IFACE an interface of every node? the log says more"
         ) from error
-    if (library.rank(), library.size()) != (place.rank, place.world_size):
+    if (library.rank(), library.size()) != (context.rank, context.world_size):
         raise WorkerError(
-            f"Horovod numbers this process {library.rank()} of {library.size()}, but it is rank {place.rank} of "
-            f"{place.world_size}",
+            f"Horovod numbers this process {library.rank()} of {library.size()}, but it is rank {context.rank} of "
+            f"{context.world_size}",
             hint='controller = "mpi" needs a launcher that starts MPI ranks: mpirun, or srun --mpi=pmix',
         )
 
 
 @contextlib.contextmanager
-def _rendezvous_server(place: RankContext) -> Iterator[None]:
+def _rendezvous_server(context: RankContext) -> Iterator[None]:
     """Where Horovod's ranks find each other: a server on rank 0 for as long as the context lasts.
 
     Nobody has to prove who he is to that server, nor to gloo: it listens on the interface of the ranks alone, and for
@@ -140,19 +141,19 @@ def _rendezvous_server(place: RankContext) -> Iterator[None]:
     """
     # IPv4 only: Horovod puts the address into a URL as it stands.
     interface, address = _ipv4_interface()
-    server = _start_server(address, place.world_size) if place.rank == 0 else None
+    server = _start_server(address, context.world_size) if context.rank == 0 else None
     try:
         port = server.server_address[1] if server else 0
-        entries = _gather_bytes(f"{socket.gethostname()} {address} {port}".encode(), place)
-        told = [entry.decode().split() for entry in entries]
-        plan = assign_slots([host for host, _, _ in told])
+        gathered = _gather_bytes(f"{socket.gethostname()} {address} {port}".encode(), context)
+        entries = [entry.decode().split() for entry in gathered]
+        plan = assign_slots([host for host, _, _ in entries])
         if server:
             server.init(plan)
-        _gather_bytes(b"", place)
-        mine = plan[place.rank]
+        _gather_bytes(b"", context)
+        mine = plan[context.rank]
         names = {"RANK": mine.rank, "SIZE": mine.size, "LOCAL_RANK": mine.local_rank, "LOCAL_SIZE": mine.local_size,
                  "CROSS_RANK": mine.cross_rank, "CROSS_SIZE": mine.cross_size, "HOSTNAME": mine.hostname,
-                 "GLOO_RENDEZVOUS_ADDR": told[0][1], "GLOO_RENDEZVOUS_PORT": told[0][2]}  # fmt: skip
+                 "GLOO_RENDEZVOUS_ADDR": entries[0][1], "GLOO_RENDEZVOUS_PORT": entries[0][2]}  # fmt: skip
         os.environ.update({f"HOROVOD_{name}": str(value) for name, value in names.items()})
         if interface:
             os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)
@@ -168,8 +169,8 @@ def _ipv4_interface() -> tuple[str | None, str]:
     name = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     addresses = [address for one in list_interfaces() if one.name == name for address in one.addresses]
     if not addresses:
-        found, address = reachable_address(single_node=False, wanted=None, host_suffix="")
-        name, addresses = found or "", [address]
+        interface, address = reachable_address(single_node=False, wanted=None, host_suffix="")
+        name, addresses = interface or "", [address]
     usable = [address for address in addresses if ipaddress.ip_address(address.partition("%")[0]).version == 4]
     if not usable:
         raise WorkerError(
@@ -190,11 +191,11 @@ def _start_server(address: str, world_size: int) -> Any:
     return server
 
 
-def _gather_bytes(mine: bytes, place: RankContext) -> list[bytes]:
-    """What every rank of the group has said, by rank. Everybody waits for everybody."""
+def _gather_bytes(mine: bytes, context: RankContext) -> list[bytes]:
+    """Return the bytes of every rank of the group, by rank. All ranks wait for each other."""
     assert len(mine) < _ENTRY_BYTES, mine
     padded = mine.ljust(_ENTRY_BYTES, b"\0")
-    sent = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(place.device)
-    received = [torch.empty_like(sent) for _ in range(place.world_size)]
-    dist.all_gather(received, sent, group=place.group)
+    sent = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(context.device)
+    received = [torch.empty_like(sent) for _ in range(context.world_size)]
+    dist.all_gather(received, sent, group=context.group)
     return [bytes(one.cpu().numpy()).rstrip(b"\0") for one in received]

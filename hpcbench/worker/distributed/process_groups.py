@@ -76,35 +76,35 @@ class RankGroup(NamedTuple):
         return dist.get_global_rank(self.members(), place)
 
 
-def make_group(mesh: RankMesh, place: RankContext, *axes: str, purpose: str = "") -> RankGroup:
-    """The group of ``place`` along ``axes``. All ranks of the run make the same calls in the same order.
+def make_group(mesh: RankMesh, context: RankContext, *axes: str, purpose: str = "") -> RankGroup:
+    """The group of ``context`` along ``axes``. All ranks of the run make the same calls in the same order.
 
     A ``purpose`` asks for a group of its own, with communicators of its own, beside that of the same ranks without.
     """
-    assert mesh.size == place.world_size, f"{mesh} of {place.world_size} ranks"
-    ranks = tuple(mesh.group(place.rank, *axes))
-    return RankGroup(ranks, ranks.index(place.rank), _process_group(ranks, place, purpose))
+    assert mesh.size == context.world_size, f"{mesh} of {context.world_size} ranks"
+    ranks = tuple(mesh.group(context.rank, *axes))
+    return RankGroup(ranks, ranks.index(context.rank), _process_group(ranks, context, purpose))
 
 
-def make_group_of_ranks(ranks: Iterable[int], place: RankContext, purpose: str = "") -> RankGroup:
-    """The group of just those ``ranks`` of the run, ``place`` among them; each of them calls it."""
+def make_group_of_ranks(ranks: Iterable[int], context: RankContext, purpose: str = "") -> RankGroup:
+    """The group of just those ``ranks`` of the run, ``context`` among them; each of them calls it."""
     chosen = tuple(sorted(ranks))
-    return RankGroup(chosen, chosen.index(place.rank), _process_group(chosen, place, purpose))
+    return RankGroup(chosen, chosen.index(context.rank), _process_group(chosen, context, purpose))
 
 
-def make_axis_groups(mesh: RankMesh, place: RankContext) -> dict[str, RankGroup]:
+def make_axis_groups(mesh: RankMesh, context: RankContext) -> dict[str, RankGroup]:
     """One group for each of ``MESH_AXES``."""
-    return {axis: make_group(mesh, place, axis) for axis in MESH_AXES}
+    return {axis: make_group(mesh, context, axis) for axis in MESH_AXES}
 
 
-def _process_group(ranks: tuple[int, ...], place: RankContext, purpose: str = "") -> dist.ProcessGroup | None:
+def _process_group(ranks: tuple[int, ...], context: RankContext, purpose: str = "") -> dist.ProcessGroup | None:
     if len(ranks) == 1:
         return None
-    whole = place.members()
-    if len(ranks) == place.world_size and not purpose:
-        return whole
-    of_whole = dist.get_process_group_ranks(whole)
-    return _new_process_group(tuple(of_whole[rank] for rank in ranks), place.wait_s, purpose)
+    default_group = context.members()
+    if len(ranks) == context.world_size and not purpose:
+        return default_group
+    global_ranks = dist.get_process_group_ranks(default_group)
+    return _new_process_group(tuple(global_ranks[rank] for rank in ranks), context.wait_s, purpose)
 
 
 @cache

@@ -66,8 +66,8 @@ def _read_number(env: Mapping[str, str], name: str, default: int | None = None) 
     try:
         return int(text)
     except ValueError:
-        found = f"is {text!r}" if name in env else "is not set"
-        raise WorkerError(f"{name} {found}; the launcher should have set it to a number") from None
+        problem = f"is {text!r}" if name in env else "is not set"
+        raise WorkerError(f"{name} {problem}; the launcher should have set it to a number") from None
 
 
 def _in_slurm_step(env: Mapping[str, str]) -> bool:
@@ -237,12 +237,12 @@ def torch_thread_count(env: Mapping[str, str], cores: int, cores_per_task: int |
 
 def core_warnings(cores: int, cores_per_task: int | None, local_world_size: int, host_cores: int) -> list[str]:
     """What about this rank's cores makes its times less than they could be."""
-    found = []
+    warnings = []
     if cores_per_task is not None and cores < cores_per_task:
-        found.append(f"a rank may use {cores} of the {cores_per_task} cores per task that the profile promises")
+        warnings.append(f"a rank may use {cores} of the {cores_per_task} cores per task that the profile promises")
     if local_world_size > host_cores:
-        found.append(f"oversubscribed: {local_world_size} ranks share the {host_cores} cores of their host")
-    return found
+        warnings.append(f"oversubscribed: {local_world_size} ranks share the {host_cores} cores of their host")
+    return warnings
 
 
 def resource_limits() -> dict[str, Any]:

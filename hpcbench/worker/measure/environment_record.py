@@ -199,10 +199,12 @@ def _cuda_provenance() -> dict[str, Any]:
     return found
 
 
-def environment_digest(provenance: Mapping[str, Any], header: TaskFileHeader, given: Mapping[str, str]) -> str | None:
+def environment_digest(
+    provenance: Mapping[str, Any], header: TaskFileHeader, user_env: Mapping[str, str]
+) -> str | None:
     """12 hex digits of what would change a measurement of the same run: software, hardware, profile and variables.
 
-    ``given`` is ``user_performance_environment`` at the start. Hosts, jobs, paths, the names and places of devices
+    ``user_env`` is ``user_performance_environment`` at the start. Hosts, jobs, paths, the names and places of devices
     and what
     follows from the run's own shape (threads of a rank) are left out, so that the runs of one sweep on one kind of
     node share a digest. ``None`` from a rank that does not speak for its host.
@@ -213,7 +215,7 @@ def environment_digest(provenance: Mapping[str, Any], header: TaskFileHeader, gi
     kept["hugepages"] = provenance.get("hugepages", {}).get("transparent")
     kept["cores_per_task"] = header.cores_per_task
     kept["interface"] = header.interface
-    kept["env"] = dict(given)
+    kept["env"] = dict(user_env)
     return hashlib.sha256(msgspec.json.encode(kept, order="deterministic")).hexdigest()[:12]
 
 

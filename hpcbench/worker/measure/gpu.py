@@ -27,7 +27,7 @@ class SmClock(NamedTuple):
     """An SM clock and the most that it can be."""
 
     hz: float
-    most_hz: float
+    max_hz: float
 
 
 class NvmlDevice:

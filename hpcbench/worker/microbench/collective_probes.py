@@ -122,20 +122,20 @@ def measure_overlap(group: ProbeGroup, spec: RunSpec, payload_bytes: int, budget
 
 
 def measure_collectives(
-    spec: RunSpec, place: RankContext, largest_bytes: int, budget_s: float, check: Callable[[], None]
+    spec: RunSpec, context: RankContext, largest_bytes: int, budget_s: float, check: Callable[[], None]
 ) -> tuple[list[CollectiveProbe], list[OverlapProbe]]:
     """What the run's placement can tell: all operations where ranks lie alike, contention where nodes hold several.
 
     ``check`` raises on all ranks where one was told to stop.
     """
-    group = place.members()
-    team = ProbeGroup(group, dist.get_process_group_ranks(group), place.rank, place.device)
+    group = context.members()
+    team = ProbeGroup(group, dist.get_process_group_ranks(group), context.rank, context.device)
     if spec.nodes > 1 and spec.tasks_per_node > 1:
         return _measure_contention(team, spec, largest_bytes, budget_s, check), []
     probes = []
-    operations = (
-        [*COMM_OPERATIONS, EXCHANGE] if team.size == 2 else [one for one in COMM_OPERATIONS if one not in _PAIRWISE]
-    )
+    operations = [*COMM_OPERATIONS, EXCHANGE]
+    if team.size != 2:
+        operations = [operation for operation in operations if operation not in _PAIRWISE]
     sizes = message_sizes(largest_bytes)
     point_s = budget_s / (len(operations) * len(sizes))
     for operation in operations:

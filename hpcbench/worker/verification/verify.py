@@ -54,8 +54,8 @@ class VerificationInputs(NamedTuple):
 
 def verify_run(
     spec: RunSpec,
-    place: RankContext,
-    given: VerificationInputs,
+    context: RankContext,
+    inputs: VerificationInputs,
     stop: StopController,
     channel: ControlChannel | None,
     wait_s: float,
@@ -63,21 +63,22 @@ def verify_run(
     """Train with a fresh instance of the run's strategy and, on rank 0, the reference; compare.
 
     Called on every rank, after the timed steps. Rank 0 returns what it found; the others wait for it and return
-    ``None``. ``Stopped`` where the run is told to end meanwhile.
+    ``None``. Raises ``Stopped`` if the run is stopped meanwhile.
     """
     try:
-        ours = [_train_like_run(spec, check, place, given, stop) for check in verification_checks(spec)]
-        _free_memory(place.device)
-        if place.rank == 0:
+        ours = [_train_like_run(spec, check, context, inputs, stop) for check in verification_checks(spec)]
+        _free_memory(context.device)
+        if context.rank == 0:
             return _verification_result(
-                ReferenceComparer(spec, place.device, given, _progress_tick(stop, channel)), ours, channel
+                ReferenceComparer(spec, context.device, inputs, _progress_tick(stop, channel)), ours, channel
             )
         assert channel is not None, "a second rank without a channel"
         channel.wait_while_progressing(
             _PROGRESS_KEY, _DONE_KEY, wait_s, stop.raise_if_stopped, "rank 0 to train the reference of verify"
         )
-    except Stopped as told:
-        raise Stopped(told.status, f"{told}, while it was being verified: all steps had been timed") from told
+    except Stopped as stopped:
+        message = f"{stopped}, while it was being verified: all steps had been timed"
+        raise Stopped(stopped.status, message) from stopped
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -93,7 +94,7 @@ def train_strategy(
     strategy: Strategy,
     feed: DataFeed,
     steps: tuple[int, ...],
-    place: RankContext,
+    context: RankContext,
     check: Callable[[], None] = lambda: None,
 ) -> TrainingRecord:
     """What ``strategy``, which is set up, makes of ``steps``; tensors on rank 0 alone. Called on every rank."""
@@ -104,13 +105,13 @@ def train_strategy(
         check()
         parts.append(strategy.step(feed, step).double())
         if step == steps[0]:
-            trained.first_gradients = _rank0_copy(strategy.gradients(), place)
+            trained.first_gradients = _rank0_copy(strategy.gradients(), context)
     losses = torch.stack(parts)
-    if place.world_size > 1:
-        dist.all_reduce(losses, group=place.group)
+    if context.world_size > 1:
+        dist.all_reduce(losses, group=context.group)
     trained.losses = losses.tolist()
-    trained.gradients = _rank0_copy(strategy.gradients(), place)
-    trained.state = _rank0_copy(strategy.weights(), place)
+    trained.gradients = _rank0_copy(strategy.gradients(), context)
+    trained.state = _rank0_copy(strategy.weights(), context)
     return trained
 
 
@@ -153,27 +154,27 @@ def disable_dropout(model: nn.Sequential) -> bool:
 
 
 def _train_like_run(
-    spec: RunSpec, check: VerificationCheck, place: RankContext, given: VerificationInputs, stop: StopController
+    spec: RunSpec, check: VerificationCheck, context: RankContext, inputs: VerificationInputs, stop: StopController
 ) -> TrainingRecord:
     chosen = comparison_spec(spec, check.precision)
-    model = build_model(chosen, given.model_folder)
+    model = build_model(chosen, inputs.model_folder)
     disable_dropout(model)
     fresh: Strategy = resolve_runtime(chosen.strategy)()
-    fresh.setup(wrap_blocks(model, chosen), chosen, place)
-    with closing(make_feed(chosen, place.device, given.source)) as feed:
-        return train_strategy(fresh, feed, compared_steps(chosen, feed, check.steps), place, stop.raise_if_stopped)
+    fresh.setup(wrap_blocks(model, chosen), chosen, context)
+    with closing(make_feed(chosen, context.device, inputs.source)) as feed:
+        return train_strategy(fresh, feed, compared_steps(chosen, feed, check.steps), context, stop.raise_if_stopped)
 
 
 def _progress_tick(stop: StopController, channel: ControlChannel | None) -> Callable[[], None]:
-    """Called after every share of a step of the reference: the others are told that it gets on."""
-    told = 0
+    """Called after every share of a step of the reference: the other ranks see that it gets on."""
+    shares_done = 0
 
     def tick() -> None:
-        nonlocal told
+        nonlocal shares_done
         stop.raise_if_stopped()
-        told += 1
+        shares_done += 1
         if channel is not None:
-            channel.publish(_PROGRESS_KEY, f"{told} shares of a step are done")
+            channel.publish(_PROGRESS_KEY, f"{shares_done} shares of a step are done")
 
     return tick
 
@@ -200,9 +201,9 @@ class ReferenceComparer:
     """Trains what a run is compared with, on rank 0's device alone, and says in ``notes`` what was compared."""
 
     def __init__(
-        self, spec: RunSpec, device: torch.device, given: VerificationInputs, tick: Callable[[], None]
+        self, spec: RunSpec, device: torch.device, inputs: VerificationInputs, tick: Callable[[], None]
     ) -> None:
-        self.spec, self._device, self._given, self._tick = spec, device, given, tick
+        self.spec, self._device, self._inputs, self._tick = spec, device, inputs, tick
         self.notes: list[str] = []
 
     def compare(self, ours: TrainingRecord, check: VerificationCheck) -> ReferenceComparison:
@@ -215,7 +216,7 @@ class ReferenceComparer:
         found = compare_with_notes(ours, reference, check, self.notes)
         if found.passed or check.steps == 1 or not all_finite(reference.state):
             return found
-        itself = compare_training(self._train(check, shaken=True), reference, check._replace(first_tolerance=None))
+        itself = compare_training(self._train(check, perturbed=True), reference, check._replace(first_tolerance=None))
         grown = max(itself.loss_max_rel or 0.0, itself.weight_max_rel or 0.0)
         grown = max(grown, (itself.gradient_max_rel or 0.0) * VERIFICATION_LEARNING_RATE)
         if PERTURBATION_MARGIN * grown <= check.tolerance:
@@ -227,13 +228,13 @@ class ReferenceComparer:
         )
         return compare_training(ours, reference, wider)
 
-    def _train(self, check: VerificationCheck, shaken: bool = False) -> TrainingRecord:
+    def _train(self, check: VerificationCheck, perturbed: bool = False) -> TrainingRecord:
         chosen = comparison_spec(self.spec, check.precision)
-        model = build_model(chosen, self._given.model_folder)
+        model = build_model(chosen, self._inputs.model_folder)
         had_dropout = disable_dropout(model)
-        if shaken:
+        if perturbed:
             perturb_last_bit(model)
-        with closing(make_feed(chosen, self._device, self._given.source)) as feed:
+        with closing(make_feed(chosen, self._device, self._inputs.source)) as feed:
             steps = compared_steps(chosen, feed, check.steps)
             trained: TrainingRecord = resolve_reference_trainer(chosen.strategy)(model, chosen, feed, steps, self._tick)
             if not self.notes:
@@ -287,8 +288,8 @@ def _verification_notes(spec: RunSpec, feed: DataFeed, steps: tuple[int, ...], h
     return notes
 
 
-def _rank0_copy(tensors: dict[str, Tensor], place: RankContext) -> dict[str, Tensor]:
-    return copy_to_host(tensors) if place.rank == 0 else {}
+def _rank0_copy(tensors: dict[str, Tensor], context: RankContext) -> dict[str, Tensor]:
+    return copy_to_host(tensors) if context.rank == 0 else {}
 
 
 def _free_memory(device: torch.device) -> None:
