@@ -68,7 +68,7 @@ def predict(bed: Testbed, path: Path) -> int:
     predictors |= {name: baseline_predictor(forecasts, one, ()) for name, one in BASELINES.items()}
     for spec in specs:
         forecasts.predict(CLUSTER, spec)
-    sources = sorted({machine.source for one in forecasts.made() for machine in one.machines()})
+    sources = sorted({machine.source for machine in forecasts.machines()})
     registered.write(path, CLUSTER, specs, predictors, sources)
     print(f"{path}: {len(specs)} configurations, from {'; '.join(sources)}")
     return 0

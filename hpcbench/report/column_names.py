@@ -19,9 +19,9 @@ DERIVED_COLUMNS: dict[str, tuple[str, ...]] = {
     "devices": ("spec.nodes", "spec.tasks_per_node", "spec.devices_per_task"),
     "global_batch_size": ("spec.batch_size", "spec.dp_degree"),
 }
-"""Products of parameters that have a name."""
+"""Products of parameters with a name of their own."""
 COMPUTED_COLUMNS = ("speedup", "efficiency")
-"""Figures of a table, against its baseline."""
+"""Figures of a table relative to its baseline."""
 PREDICTED_COLUMNS = (
     "predicted_step_time_s", "predicted_samples_per_s", "predicted_compute_s", "predicted_exposed_comm_s",
     "predicted_peak_memory_bytes", "prediction_error",
@@ -31,34 +31,36 @@ _PREFIXES = ("", "spec.", "metrics.", "provenance.")
 
 
 def resolve_column(name: str) -> str:
-    """The column that ``name`` means; ``ConfigError`` with the nearest where there is none."""
+    """Return the column of a short or full ``name``; ``ConfigError`` with the nearest if there is none."""
     known = column_types()
-    if name in DERIVED_COLUMNS or name in COMPUTED_COLUMNS or name in PREDICTED_COLUMNS:
+    if name in DERIVED_COLUMNS or is_computed(name):
         return name
     for prefix in _PREFIXES:
         for ending in ("", ".median"):
             if f"{prefix}{name}{ending}" in known:
                 return f"{prefix}{name}{ending}"
-    if split_option_column(f"spec.{name.removeprefix('spec.')}"):
-        return f"spec.{name.removeprefix('spec.')}"
+    option = f"spec.{name.removeprefix('spec.')}"
+    if split_option_column(option):
+        return option
     raise ConfigError(f"no column {name!r}", hint=did_you_mean(name, column_choices()))
 
 
+def is_computed(column: str) -> bool:
+    """Whether ``column`` is computed for the rows of a table: speed-ups and predictions."""
+    return column in COMPUTED_COLUMNS or column in PREDICTED_COLUMNS
+
+
 def split_option_column(column: str) -> tuple[str, str] | None:
-    """``spec.options.bucket_mb -> (spec.options, bucket_mb)``; ``None`` for what is no entry of a table of options."""
+    """``spec.options.bucket_mb -> (spec.options, bucket_mb)``; ``None`` for any other column."""
     _, _, name = column.partition("spec.")
     table, _, key = name.partition(".")
     return (f"spec.{table}", key) if key and column_types().get(f"spec.{table}") == JSON_TEXT else None
 
 
 def column_choices() -> list[str]:
-    """What can be asked for, without prefixes."""
-    return [
-        *DERIVED_COLUMNS,
-        *COMPUTED_COLUMNS,
-        *PREDICTED_COLUMNS,
-        *(short_name(name) for name in column_types() if not name.startswith("file.")),
-    ]
+    """Return the short names of all columns."""
+    stored = [short_name(name) for name in column_types() if not name.startswith("file.")]
+    return [*DERIVED_COLUMNS, *COMPUTED_COLUMNS, *PREDICTED_COLUMNS, *stored]
 
 
 def short_name(column: str) -> str:
@@ -70,21 +72,21 @@ def short_name(column: str) -> str:
 
 
 def source_columns(columns: Iterable[str]) -> list[str]:
-    """The columns of the frame that ``columns`` are made from."""
-    found: dict[str, None] = {}
+    """Return the columns of a results frame that ``columns`` are computed from, each once."""
+    sources: list[str] = []
     for column in columns:
         option = split_option_column(column)
         if option:
-            found[option[0]] = None
-        elif column not in COMPUTED_COLUMNS and column not in PREDICTED_COLUMNS:
-            found |= dict.fromkeys(DERIVED_COLUMNS.get(column, (column,)))
-    return list(found)
+            sources.append(option[0])
+        elif not is_computed(column):
+            sources += DERIVED_COLUMNS.get(column, (column,))
+    return list(dict.fromkeys(sources))
 
 
 def with_option_column(frame: polars.DataFrame, column: str) -> polars.DataFrame:
-    """``frame`` with an entry of a table of options as a column.
+    """Return ``frame`` with an entry of a table of options as a column.
 
-    What is a number in one run and a word in another is text in all.
+    An option that is a number in one run and a word in another is text in all.
     """
     import polars
 
@@ -93,27 +95,28 @@ def with_option_column(frame: polars.DataFrame, column: str) -> polars.DataFrame
     table, key = option
     texts = frame[table].unique().drop_nulls().to_list()
     values = _to_common_type([msgspec.json.decode(text).get(key) for text in texts])
-    found = polars.DataFrame({table: texts, column: values}, schema_overrides={table: polars.String}, strict=False)
-    return frame.join(found, on=table, how="left", maintain_order="left")
+    options = polars.DataFrame({table: texts, column: values}, schema_overrides={table: polars.String}, strict=False)
+    return frame.join(options, on=table, how="left", maintain_order="left")
 
 
 def _to_common_type(values: list[Any]) -> list[Any]:
     kinds = {type(value) for value in values if value is not None}
-    if len(kinds) > 1 and not kinds <= {int, float}:
-        return [None if value is None else str(value) for value in values]
-    if kinds == {int, float}:
-        return [None if value is None else float(value) for value in values]
-    return values
+    if len(kinds) < 2:
+        return values
+    common = float if kinds == {int, float} else str
+    return [None if value is None else common(value) for value in values]
 
 
 def with_derived_columns(frame: polars.DataFrame) -> polars.DataFrame:
-    """``frame`` with the named products whose parameters it has."""
+    """Return ``frame`` with those ``DERIVED_COLUMNS`` whose parameters it has."""
     import polars
 
     products = [
-        polars.fold(polars.lit(1), lambda one, other: one * other, [polars.col(part) for part in parts]).alias(name)
-        for name, parts in DERIVED_COLUMNS.items()
-        if set(parts) <= set(frame.columns)
+        polars.fold(
+            polars.lit(1), lambda product, factor: product * factor, [polars.col(factor) for factor in factors]
+        ).alias(name)
+        for name, factors in DERIVED_COLUMNS.items()
+        if set(factors) <= set(frame.columns)
     ]
     return frame.with_columns(products)
 
@@ -122,7 +125,7 @@ class Condition:
     """An expression over the columns of a frame, in the language of sweeps."""
 
     def __init__(self, text: str, where: str) -> None:
-        """Raises ``ConfigError`` where ``text`` is no expression, or names no column or what tables make of runs."""
+        """Raise ``ConfigError`` if ``text`` is no expression, or names no column or a computed one."""
         self.expression = Expression(text, where=where)
         self._columns = {name: self._column(name) for name in sorted(self.expression.names)}
 
@@ -133,38 +136,37 @@ class Condition:
 
     @property
     def reads_figures(self) -> bool:
-        """Whether it asks for what was measured."""
+        """Whether it refers to measured figures."""
         return any(column.startswith("metrics.") for column in self._columns.values())
 
     def _column(self, name: str) -> str:
         try:
             column = resolve_column(name)
-            if column in COMPUTED_COLUMNS or column in PREDICTED_COLUMNS:
+            if is_computed(column):
                 # A speed-up has a baseline, which may be among the runs that would be left out.
                 raise ConfigError(
-                    f"{name} is made of the runs that are chosen", hint="choose by what was run or measured, as devices"
+                    f"{name} is computed from the selected runs", hint="use parameters or measured figures, as devices"
                 )
             return column
         except ConfigError as error:
-            raise ConfigError(
-                f"{self.expression.text!r:.120}: {error.message}", where=self.expression.where, hint=error.hint
-            ) from None
+            message = f"{self.expression.text!r:.120}: {error.message}"
+            raise ConfigError(message, where=self.expression.where, hint=error.hint) from None
 
     def mask(self, frame: polars.DataFrame) -> polars.Series:
-        """Of every row whether it holds. Each combination of values is looked at once.
+        """Return for every row whether the condition holds; a missing figure makes it false.
 
-        Where a figure is missing that it needs, it does not hold.
+        Each combination of values is evaluated once.
         """
         import polars
 
-        columns = list(dict.fromkeys(_source_column(name) for name in self._columns.values()))
+        columns = list(dict.fromkeys(_stored_column(name) for name in self._columns.values()))
         if not columns:
             return polars.Series("holds", [self.expression.holds({})] * len(frame), dtype=polars.Boolean)
-        given = with_derived_columns(frame).select(columns)
-        unique = given.unique()
+        values = with_derived_columns(frame).select(columns)
+        unique = values.unique()
         holds = [self._holds(row) for row in unique.iter_rows(named=True)]
         marked = unique.with_columns(polars.Series("holds", holds, dtype=polars.Boolean))
-        return given.join(marked, on=columns, how="left", nulls_equal=True, maintain_order="left")["holds"]
+        return values.join(marked, on=columns, how="left", nulls_equal=True, maintain_order="left")["holds"]
 
     def _holds(self, row: dict[str, Any]) -> bool:
         values = {name: _column_value(column, row) for name, column in self._columns.items()}
@@ -176,7 +178,7 @@ class Condition:
             raise
 
 
-def _source_column(column: str) -> str:
+def _stored_column(column: str) -> str:
     option = split_option_column(column)
     return option[0] if option else column
 

@@ -28,9 +28,9 @@ WORKLOAD_COLUMNS = (
     "cluster", "spec.model", "spec.model_options", "spec.dataset", "spec.input_size", "spec.precision", "spec.data",
     "spec.optimizer", "spec.channels_last",
 )  # fmt: skip
-"""What a run and its baseline have in common, beside the batch."""
+"""A run and its baseline are equal in these, and in the batch."""
 GROUP_COLUMNS = (*CONFIGURATION_KEYS, "run_id", "status")
-"""What grouping reads in any case."""
+"""Columns that grouping always reads."""
 SPEEDUP_COLUMNS = (
     *WORKLOAD_COLUMNS, "spec.strategy", "spec.batch_size", "spec.dp_degree", "spec.nodes", "spec.tasks_per_node",
     "spec.devices_per_task", THROUGHPUT,
@@ -41,11 +41,11 @@ _NOT_AGGREGATED = frozenset({"warnings", "run_id", "file.mtime_ns", "file.size_b
 
 
 def aggregate_launches(frame: polars.DataFrame) -> polars.DataFrame:
-    """One row for the launches of one configuration on one cluster in one environment, in their first order.
+    """Return one row for the launches of each configuration on one cluster in one environment, in their first order.
 
-    Metrics are medians over launches (memory: the most), ``<metric>:low`` and ``:high`` the least and the most of
-    several launches; of a single one the 95 % interval of its median step time. ``launches`` counts, ``run_ids`` and
-    ``warnings`` are lists. What is not ok is a row of its own for each run.
+    Metrics are medians over launches (memory: the maximum), ``<metric>:low`` and ``:high`` min and max of several
+    launches; with one launch the 95 % interval of its median step time. ``launches`` is a count, ``run_ids`` and
+    ``warnings`` are lists. Each run that is not ok is a row of its own.
     """
     import polars as pl
 
@@ -63,21 +63,20 @@ def aggregate_launches(frame: polars.DataFrame) -> polars.DataFrame:
         for bound in (pl.col(name).min().alias(f"{name}:{LOW}"), pl.col(name).max().alias(f"{name}:{HIGH}"))
     ]
     lists = [pl.col("warnings").drop_nulls().unique(maintain_order=True)] if "warnings" in frame.columns else []
-    verified = [pl.col("verification.passed").all().alias("verified")] if "verification.passed" in rest else []
-    asked = [pl.col("verification.passed").is_not_null().any().alias("_asked")] if verified else []
+    verified = []
+    if "verification.passed" in rest:
+        passed = pl.col("verification.passed")
+        verified = [pl.when(passed.is_not_null().any()).then(passed.all()).alias("verified")]
     grouped = frame.with_columns(alone).group_by([*keys, "_alone"], maintain_order=True).agg(
-        pl.col(rest).first(), *over_launches, *spreads, *lists, *verified, *asked,
-        launches=pl.len(), run_ids=pl.col("run_id"),
+        pl.col(rest).first(), *over_launches, *spreads, *lists, *verified, launches=pl.len(), run_ids=pl.col("run_id"),
     )  # fmt: skip
-    if verified:
-        grouped = grouped.with_columns(pl.when("_asked").then("verified").alias("verified")).drop("_asked")
     return _single_launch_spread(grouped).drop("_alone")
 
 
 def filter_launches(frame: polars.DataFrame, where: Condition | None) -> polars.DataFrame:
-    """The launches for which ``where`` holds.
+    """Return the launches that satisfy ``where``.
 
-    A condition on figures is asked of whole configurations: the slow launches of a fast one stay with it.
+    A condition on figures is evaluated for whole configurations: the slow launches of a fast one stay with it.
     """
     if where is None:
         return frame
@@ -89,7 +88,7 @@ def filter_launches(frame: polars.DataFrame, where: Condition | None) -> polars.
 
 
 def _single_launch_spread(grouped: polars.DataFrame) -> polars.DataFrame:
-    """The spread of rows with a single launch: the interval of the median where there is one, else none."""
+    """Replace the spread of rows with a single launch by the interval of the median, if there is one."""
     import polars as pl
 
     single = pl.col("launches") < 2
@@ -108,29 +107,35 @@ def with_speedups(
     scaling: Scaling = "weak",
     carried: Sequence[str] = (),
 ) -> polars.DataFrame:
-    """``rows`` of ``configurations`` with ``speedup`` and ``efficiency``, and the least and most that spreads allow.
+    """Return ``rows`` of ``aggregate_launches`` with ``speedup`` and ``efficiency``, and bounds from the spreads.
 
-    The speed-up is the throughput over that of the baseline: a row for which ``baseline`` holds (without one: a run on
-    one device), with the same workload and, weak, the same batch per replica or, strong, the same global batch. Of
-    several that fit it is ``single``'s, else that on the fewest devices, else the fastest. Efficiency is the speed-up
-    per device, the baseline's devices counted alike. Columns ``carried`` of the baseline become ``baseline.<name>``.
+    The speed-up is the throughput over that of the baseline: a row with the same workload and batch that satisfies
+    ``baseline``. Of several it is ``single``'s, else that on the fewest devices, else the fastest. Efficiency is the
+    speed-up times the baseline's devices over the row's.
 
-    Raises ``ConfigError`` where no measured row fits ``baseline``.
+    Args:
+        rows: configurations.
+        baseline: condition on baselines; ``None`` for runs on one device.
+        scaling: the batch that is equal: ``weak`` per replica, ``strong`` the global one.
+        carried: columns of the baseline that become ``baseline.<name>``.
+
+    Raises:
+        ConfigError: no measured row satisfies ``baseline``.
     """
     import polars as pl
 
     rows = with_derived_columns(rows)
     batch = "spec.batch_size" if scaling == "weak" else "global_batch_size"
     keys = [*WORKLOAD_COLUMNS, batch]
-    chosen = baseline.mask(rows) if baseline else rows["devices"] == 1
-    fit = rows.filter(chosen & (pl.col("status") == STATUS_OK) & (pl.col(THROUGHPUT) > 0))
-    if baseline and fit.is_empty():
+    is_baseline = baseline.mask(rows) if baseline else rows["devices"] == 1
+    candidates = rows.filter(is_baseline & (pl.col("status") == STATUS_OK) & (pl.col(THROUGHPUT) > 0))
+    if baseline and candidates.is_empty():
         raise ConfigError(f"no measured row fits the baseline {baseline.expression.text!r:.120}")
     order = [pl.col("spec.strategy") != "single", pl.col("devices"), -pl.col(THROUGHPUT)]
     bounds = [pl.col(THROUGHPUT), pl.col(f"{THROUGHPUT}:{LOW}"), pl.col(f"{THROUGHPUT}:{HIGH}"), pl.col("devices")]
     names = ["_rate", "_low", "_high", "_devices"]
     kept = [pl.col(name).first().alias(f"baseline.{name}") for name in carried]
-    base = fit.sort(order).group_by(keys).agg(
+    base = candidates.sort(order).group_by(keys).agg(
         *(column.first().alias(name) for column, name in zip(bounds, names, strict=True)), *kept
     )  # fmt: skip
     joined = rows.join(base, on=keys, how="left", nulls_equal=True, maintain_order="left")
@@ -145,14 +150,14 @@ def with_speedups(
 
 
 def required_columns(columns: Sequence[str], *, speedups: bool) -> list[str]:
-    """The columns of a results frame that rows with ``columns`` are made from."""
+    """Return the columns of a results frame that rows with ``columns`` are computed from."""
     spread = SPREAD_COLUMNS if STEP_TIME in columns else ()
     more = SPEEDUP_COLUMNS if speedups else ()
     return list(dict.fromkeys([*GROUP_COLUMNS, *columns, *spread, *more]))
 
 
 def ok_results(frame: polars.DataFrame) -> polars.DataFrame:
-    """The results that are ok."""
+    """Return the results that are ok."""
     import polars as pl
 
     return frame.filter(pl.col("status") == STATUS_OK)
@@ -161,7 +166,7 @@ def ok_results(frame: polars.DataFrame) -> polars.DataFrame:
 ROW_ORDER = (
     "spec.model", "spec.dataset", "spec.strategy", "spec.nodes", "spec.tasks_per_node", "spec.batch_size", "config_id",
 )  # fmt: skip
-"""How rows follow each other where nothing else orders them."""
+"""The default order of rows."""
 
 
 @dataclass
@@ -178,7 +183,7 @@ class ResultRow:
     low_s: float | None = None
     high_s: float | None = None
     spread: str = ""
-    """What low and high are: within one launch, or between several."""
+    """The kind of ``low_s`` and ``high_s``: within one launch, or between several."""
     samples_per_s: float | None = None
     speedup: float | None = None
     efficiency: float | None = None
@@ -188,27 +193,27 @@ class ResultRow:
     loss_last: float | None = None
     accuracy: float | None = None
     verified: bool | None = None
-    """Whether what was computed is what the reference computes; ``None`` where no launch was asked to check."""
+    """Whether all verified launches agree with the reference run; ``None`` without any."""
     warnings: list[str] = field(default_factory=list)
     run_ids: list[str] = field(default_factory=list)
 
 
 def rows_from_collected(collected: Iterable[CollectedResult]) -> list[ResultRow]:
-    """Rows in the order in which their configurations first appear; what failed is a row with its reason."""
+    """Return rows in the order in which their configurations first appear; failed runs are rows with a reason."""
     return rows_from_frame(collected_frame(collected))
 
 
 def rows_from_frame(
     frame: polars.DataFrame, baseline: Condition | None = None, scaling: Scaling = "weak"
 ) -> list[ResultRow]:
-    """As ``rows_from_collected``, of a frame with all columns; broken files are at its end."""
+    """Return the rows of a frame with all columns; broken files come last."""
     grouped = with_speedups(aggregate_launches(frame), baseline, scaling)
-    made = [_row_from_values(values) for values in grouped.iter_rows(named=True)]
-    return sorted(made, key=lambda row: row.status == STATUS_BROKEN)
+    rows = [_row_from_values(values) for values in grouped.iter_rows(named=True)]
+    return sorted(rows, key=lambda row: row.status == STATUS_BROKEN)
 
 
 def row_sort_key(row: ResultRow) -> tuple[Any, ...]:
-    """As ``ORDER`` has it, clusters first; what has no specification comes last."""
+    """The key of the default order: clusters, then ``ROW_ORDER``; rows without a specification last."""
     if row.spec is None:
         return (True, row.cluster, *row.run_ids)
     values = (getattr(row.spec, name.removeprefix("spec.")) for name in ROW_ORDER if name.startswith("spec."))
@@ -216,39 +221,33 @@ def row_sort_key(row: ResultRow) -> tuple[Any, ...]:
 
 
 def sort_rows(rows: list[ResultRow], by: str) -> list[ResultRow]:
-    """``rows`` by one of their fields or parameters; ``-name`` has the largest first, what has none comes last."""
+    """Return ``rows`` by a field or parameter; ``-name`` has the largest first, rows without a value come last."""
     name = by.removeprefix("-")
     fields = {*ResultRow.__dataclass_fields__, *RunSpec.__struct_fields__, "ranks", "devices"}
     if name not in fields:
         raise ConfigError(f"--sort {name}: no column of this table", hint=did_you_mean(name, fields))
-    known = [(value, row) for row in rows if isinstance(value := _row_value(row, name), (int, float, str))]
-    known.sort(key=lambda pair: pair[0], reverse=by.startswith("-"))
-    there = {id(row) for _, row in known}
-    return [row for _, row in known] + [row for row in rows if id(row) not in there]
-
-
-def _row_value(row: ResultRow, name: str) -> Any:
-    return getattr(row, name) if name in ResultRow.__dataclass_fields__ else getattr(row.spec, name, None)
+    values: dict[int, Any] = {
+        id(row): getattr(row, name) if name in ResultRow.__dataclass_fields__ else getattr(row.spec, name, None)
+        for row in rows
+    }
+    known = [(value, row) for row in rows if isinstance(value := values[id(row)], (int, float, str))]
+    known.sort(key=lambda entry: entry[0], reverse=by.startswith("-"))
+    others = [row for row in rows if not isinstance(values[id(row)], (int, float, str))]
+    return [row for _, row in known] + others
 
 
 def _row_from_values(values: dict[str, Any]) -> ResultRow:
     launches = values["launches"]
+    is_broken = values["status"] == STATUS_BROKEN
     row = ResultRow(
-        cluster=values["cluster"],
-        config_id=values["config_id"] or "",
-        spec=None if values["status"] == STATUS_BROKEN else run_spec_of(values),
-        status=values["status"],
-        reason=values["error.message"] or "",
-        launches=0 if values["status"] == STATUS_BROKEN else launches,
-        warnings=decode_warnings(values["warnings"]),
-        run_ids=values["run_ids"],
-        verified=values["verified"],
-    )
-    row.step_time_s, row.low_s, row.high_s = values[STEP_TIME], values[f"{STEP_TIME}:low"], values[f"{STEP_TIME}:high"]
+        values["cluster"], values["config_id"] or "", None if is_broken else run_spec_of(values), values["status"],
+        values["error.message"] or "", 0 if is_broken else launches, values[STEP_TIME],
+        values[f"{STEP_TIME}:low"], values[f"{STEP_TIME}:high"], verified=values["verified"],
+        warnings=decode_warnings(values["warnings"]), run_ids=values["run_ids"],
+        **{name: values[column] for name, column in _METRIC_FIELDS.items()},
+    )  # fmt: skip
     if row.step_time_s is not None:
         row.spread = "within one launch" if launches < 2 else f"between {launches} launches"
-    for name, column in _METRIC_FIELDS.items():
-        setattr(row, name, values[column])
     return row
 
 
@@ -265,10 +264,11 @@ def decode_warnings(texts: Iterable[str]) -> list[str]:
 
 
 def run_spec_of(values: dict[str, Any]) -> RunSpec:
-    """The specification that a row of a results frame holds."""
-    given: dict[str, Any] = {}
+    """Return the specification in a row of a results frame."""
+    types = column_types()
+    parameters: dict[str, Any] = {}
     for name in RunSpec.__struct_fields__:
         value = values[f"spec.{name}"]
         if value is not None:
-            given[name] = msgspec.json.decode(value) if column_types()[f"spec.{name}"] == JSON_TEXT else value
-    return RunSpec(**given)
+            parameters[name] = msgspec.json.decode(value) if types[f"spec.{name}"] == JSON_TEXT else value
+    return RunSpec(**parameters)

@@ -11,23 +11,24 @@ from typing import NamedTuple
 from rich.text import Text
 
 from hpcbench.fileio import printable_excerpt, printable_text
+from hpcbench.report.phrases import pluralize
 from hpcbench.report.status_text import STATUS_STYLE
 from hpcbench.submit.run_state import ACTIVE_STATES
-from hpcbench.submit.watcher import ArrayShape, ArraySnapshot, FailedRun, SweepSnapshot, TimedRun
+from hpcbench.submit.watcher import ArraySnapshot, SweepSnapshot, TimedRun
 from hpcbench.units import format_seconds
 
 RATE_RUNS = 20
-"""So many of the last runs make the rate."""
+"""The rate is that of the last so many runs."""
 _MIN_RUNS_FOR_DECILES = 10
-"""Of fewer durations than this the least and the most stand for their spread, of more the first and last tenth."""
+"""With fewer durations min and max are their spread, else the first and last decile."""
 _UNCHARGED_STATES = ACTIVE_STATES | {"planned", "skipped"}
-"""States of runs that have used nothing that counts here, or nothing yet."""
+"""States of runs that have used no node-hours, or none yet."""
 _MIN_REMAINING_SHARE = 0.1
-"""A run that has already taken longer than others did is taken to have this share of their time left."""
+"""A run that has taken longer than finished ones is assumed to need this share of their time."""
 
 
 class RunDuration(NamedTuple):
-    """How long finished runs took, in seconds."""
+    """Duration of finished runs in seconds."""
 
     median_s: float
     low_s: float
@@ -36,7 +37,7 @@ class RunDuration(NamedTuple):
 
 
 class RemainingTime(NamedTuple):
-    """Seconds until the last run ends, between ``low_s`` and ``high_s`` as finished runs varied, and what says so."""
+    """Seconds until the last run ends, their range as finished runs varied, and the basis of the estimate."""
 
     left_s: float
     low_s: float
@@ -45,87 +46,84 @@ class RemainingTime(NamedTuple):
 
 
 class NodeHourEstimate(NamedTuple):
-    """Node-hours within runs: queueing and the launches' own time are not in them."""
+    """Node-hours within runs, without queueing and the overhead of launches."""
 
     used: float
     left: float | None
-    """``None`` where no run has ended to tell by."""
+    """``None`` if no run has ended."""
 
 
 def run_duration(timed: Iterable[TimedRun]) -> RunDuration | None:
-    """How long the ok ones took; ``None`` where there is none."""
-    took = sorted(one.took_s for one in timed if one.is_ok)
-    if not took:
+    """Return the duration of the runs that are ok; ``None`` without any."""
+    durations = sorted(run.took_s for run in timed if run.is_ok)
+    if not durations:
         return None
-    edge = len(took) // 10 if len(took) >= _MIN_RUNS_FOR_DECILES else 0
-    return RunDuration(statistics.median(took), took[edge], took[-1 - edge], len(took))
+    edge = len(durations) // 10 if len(durations) >= _MIN_RUNS_FOR_DECILES else 0
+    return RunDuration(statistics.median(durations), durations[edge], durations[-1 - edge], len(durations))
 
 
 def runs_per_hour(snapshot: SweepSnapshot) -> tuple[float, int] | None:
-    """Runs that ended per hour up to now, and of how many: the last ``RATE_RUNS`` of submissions that are under way.
+    """Return the ended runs per hour until now, and the number of runs that this is based on.
 
-    ``None`` before two runs have ended.
+    The last ``RATE_RUNS`` of submissions with active runs; ``None`` before two runs have ended.
     """
-    under_way = {array.submission for array in snapshot.arrays if _active_runs(array)}
-    timed = (one for array in snapshot.arrays if array.submission in under_way for one in array.timed)
-    ended = sorted(timed, key=lambda one: one.ended_unix_s)
+    active = {array.submission for array in snapshot.arrays if _active_runs(array)}
+    timed = (run for array in snapshot.arrays if array.submission in active for run in array.timed)
+    ended = sorted(timed, key=lambda run: run.ended_unix_s)
     if len(ended) < 2:
         return None
     last = ended[-RATE_RUNS:]
-    before = ended[-len(last) - 1].ended_unix_s if len(ended) > len(last) else min(one.began_unix_s for one in last)
-    since_s = snapshot.now_unix_s - before
-    return (len(last) / since_s * 3600, len(last)) if since_s > 0 else None
+    start = ended[-len(last) - 1].ended_unix_s if len(ended) > len(last) else min(run.began_unix_s for run in last)
+    elapsed_s = snapshot.now_unix_s - start
+    return (len(last) / elapsed_s * 3600, len(last)) if elapsed_s > 0 else None
 
 
 def estimate_remaining_time(snapshot: SweepSnapshot) -> RemainingTime | None:
-    """When the last run ends if as many run at the same time as do now and runs take as long as finished ones did.
+    """Estimate the end of the last run from the number of running runs and the duration of finished ones.
 
-    ``None`` where nothing runs, or no run has ended and nothing was predicted.
+    ``None`` if nothing runs, or no run has ended and nothing was predicted.
     """
     active = [array for array in snapshot.arrays if _active_runs(array)]
     running = sum(array.counts.get("running", 0) for array in active)
-    found = [_remaining_work(array, snapshot) for array in active]
-    known = [one for one in found if one is not None]
-    if active and running and len(known) == len(active):
-        works = [sum(one.works[place] for one in known) for place in range(3)]
-        longest = max(one.longest_s for one in known)
-        middle, low, high = (max(work / running, longest) for work in works)
-        return RemainingTime(middle, min(low, middle), max(high, middle), _basis_text(known, running))
+    works = [work for array in active if (work := _remaining_work(array, snapshot)) is not None]
+    if active and running and len(works) == len(active):
+        longest = max(work.longest_s for work in works)
+        totals = (sum(seconds) for seconds in zip(*(work.seconds for work in works), strict=True))
+        median, low, high = (max(total / running, longest) for total in totals)
+        return RemainingTime(median, min(low, median), max(high, median), _basis_text(works, running))
     if snapshot.predicted_s is not None and active:
         return RemainingTime(snapshot.predicted_s, snapshot.predicted_s, snapshot.predicted_s, "predicted")
     return None
 
 
 def estimate_node_hours(snapshot: SweepSnapshot) -> NodeHourEstimate:
-    """Node-hours that finished runs have used and the others are likely to, each as the newest of its array."""
+    """Estimate the node-hours that finished runs have used and the others will use."""
     used, left = 0.0, 0.0
-    unknown = False
+    is_unknown = False
     for array in snapshot.arrays:
         if array.shape is None:
             continue
-        took = [one.took_s for one in array.timed]
+        durations = [run.took_s for run in array.timed]
         ended = sum(count for state, count in array.counts.items() if state not in _UNCHARGED_STATES)
-        if took:
-            used += array.shape.nodes * max(ended, len(took)) * statistics.fmean(took)
-        rest = _remaining_work(array, snapshot) if _active_runs(array) else None
-        if rest is not None:
-            left += array.shape.nodes * rest.works[0]
-        elif _active_runs(array):
-            unknown = True
-    return NodeHourEstimate(used / 3600, None if unknown else left / 3600)
+        if durations:
+            used += array.shape.nodes * max(ended, len(durations)) * statistics.fmean(durations)
+        if _active_runs(array):
+            work = _remaining_work(array, snapshot)
+            is_unknown |= work is None
+            left += array.shape.nodes * work.seconds[0] if work is not None else 0.0
+    return NodeHourEstimate(used / 3600, None if is_unknown else left / 3600)
 
 
 class _RemainingWork(NamedTuple):
-    """What an array has still to do."""
+    """The unfinished runs of an array."""
 
-    works: tuple[float, float, float]
-    """Seconds of runs one after another: as the median, at least, at most."""
+    seconds: tuple[float, float, float]
+    """Their total duration: median, min, max."""
     longest_s: float
-    """What the run that began last has left."""
+    """The remaining time of the run that ends last."""
     runs: int
-    """How many finished runs it goes by."""
-    is_own: bool
-    """They had the same shape."""
+    """Number of finished runs behind the estimate."""
+    is_same_shape: bool
 
 
 def _active_runs(array: ArraySnapshot) -> int:
@@ -133,40 +131,33 @@ def _active_runs(array: ArraySnapshot) -> int:
 
 
 def _remaining_work(array: ArraySnapshot, snapshot: SweepSnapshot) -> _RemainingWork | None:
-    found = _similar_durations(array.shape, snapshot.arrays)
-    if found is None:
+    """Based on finished runs of the same shape, or of all shapes if there is none; ``None`` without any."""
+    same = run_duration(run for other in snapshot.arrays if other.shape == array.shape for run in other.timed)
+    duration = same or run_duration(run for other in snapshot.arrays for run in other.timed)
+    if duration is None:
         return None
-    took, is_own = found
     running = array.counts.get("running", 0)
     queued = _active_runs(array) - running
     ages = [max(0.0, snapshot.now_unix_s - since) for since in array.running_since_unix_s[:running]]
-    # Of runs that have left no marker nothing is known; they are taken to be half done.
-    unknown = running - len(ages)
-    works = [
-        queued * each + sum(_remaining_of_running(each, age) for age in ages) + unknown * each / 2
-        for each in (took.median_s, took.low_s, took.high_s)
-    ]
-    newest = min(ages, default=took.median_s / 2)
-    longest = took.median_s if queued else (_remaining_of_running(took.median_s, newest) if running else 0.0)
-    return _RemainingWork((works[0], works[1], works[2]), longest, took.runs, is_own)
+    # Runs without a start marker are assumed to be half done.
+    unmarked = running - len(ages)
+    median, low, high = (
+        queued * each + sum(_remaining_of_running(each, age) for age in ages) + unmarked * each / 2
+        for each in duration[:3]
+    )
+    longest = duration.median_s if queued else 0.0
+    if running and not queued:
+        longest = _remaining_of_running(duration.median_s, min(ages, default=duration.median_s / 2))
+    return _RemainingWork((median, low, high), longest, duration.runs, same is not None)
 
 
-def _remaining_of_running(took_s: float, age_s: float) -> float:
-    return max(took_s - age_s, _MIN_REMAINING_SHARE * took_s)
+def _remaining_of_running(duration_s: float, age_s: float) -> float:
+    return max(duration_s - age_s, _MIN_REMAINING_SHARE * duration_s)
 
 
-def _similar_durations(shape: ArrayShape | None, arrays: Sequence[ArraySnapshot]) -> tuple[RunDuration, bool] | None:
-    """How long runs of ``shape`` took, or, where none has ended, those of all shapes."""
-    same = run_duration(one for array in arrays if array.shape == shape for one in array.timed)
-    if same is not None:
-        return same, True
-    others = run_duration(one for array in arrays for one in array.timed)
-    return (others, False) if others is not None else None
-
-
-def _basis_text(known: Sequence[_RemainingWork], running: int) -> str:
-    runs = min(one.runs for one in known)
-    if not all(one.is_own for one in known):
+def _basis_text(works: Sequence[_RemainingWork], running: int) -> str:
+    runs = min(work.runs for work in works)
+    if not all(work.is_same_shape for work in works):
         finished = "finished runs of other shapes"
     elif runs == 1:
         finished = "the finished run of the same shape"
@@ -176,9 +167,9 @@ def _basis_text(known: Sequence[_RemainingWork], running: int) -> str:
 
 
 _STATE_ORDER = ("ok", "running", "pending", "waiting", "planned")
-"""What is counted first, in this order; what did not end well comes after."""
+"""Order of the counts; states of runs that did not end well follow."""
 _BAR_BLOCKS, _BAR_ASCII = "█▓▒░", "#x=."
-"""Of a bar: ok, ended otherwise, running, the rest. They can be told apart without colours."""
+"""Segments of a bar: ok, other ends, running, not started; distinguishable without colours."""
 _BAR_STYLES = ("green", "red", "yellow", "dim")
 _MAX_ARRAYS = 8
 _MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 10, 40
@@ -190,23 +181,20 @@ _MIN_WIDTH = 20
 def live_screen_lines(
     snapshots: Sequence[SweepSnapshot], width: int, *, ascii_only: bool = False, most_arrays: int = _MAX_ARRAYS
 ) -> list[Text]:
-    """The screen at ``width`` columns, without anything that changes by itself from look to look.
+    """Return the lines of the screen at ``width`` columns; equal snapshots give equal lines.
 
-    Sweeps of which nothing is on its way are one line. Equal looks give equal lines, so that nothing need be drawn
-    anew.
+    Sweeps without active runs are a line of counts and their failures. Times are rounded so that most lines stay the
+    same from snapshot to snapshot.
     """
     lines: list[Text] = []
     for snapshot in snapshots:
-        if lines:
-            lines.append(Text())
+        lines += [Text()] if lines else []
         lines += _sweep_lines(snapshot, width, ascii_only, most_arrays)
     if any(_has_active_runs(snapshot.counts) for snapshot in snapshots):
         names = {snapshot.sweep for snapshot in snapshots}
-        back = f"hpcbench status {names.pop() if len(names) == 1 else ''}".strip()
-        lines += [
-            Text(),
-            Text(printable_text(f"Ctrl-C leaves this screen, the runs go on; back: {back} --watch"), "dim"),
-        ]
+        command = f"hpcbench status {names.pop() if len(names) == 1 else ''}".strip()
+        hint = f"Ctrl-C leaves this screen, the runs go on; back: {command} --watch"
+        lines += [Text(), Text(printable_text(hint), "dim")]
     for line in lines:
         line.truncate(width, overflow="crop" if ascii_only or width < _MIN_WIDTH else "ellipsis")
     return lines
@@ -214,28 +202,23 @@ def live_screen_lines(
 
 def _sweep_lines(snapshot: SweepSnapshot, width: int, ascii_only: bool, most_arrays: int) -> Iterator[Text]:
     counts = snapshot.counts
-    total = sum(counts.values())
-    yield Text(
-        printable_text(f"{snapshot.sweep} on {snapshot.cluster}: {total} run{'s' if total != 1 else ''}"), "bold"
-    )
+    title = f"{snapshot.sweep} on {snapshot.cluster}: {pluralize(sum(counts.values()), 'run')}"
+    yield Text(printable_text(title), "bold")
     yield from _count_lines(counts, width)
-    if not _has_active_runs(counts):
-        yield from _failure_lines(snapshot)
-        return
-    arrays = list(snapshot.arrays)
-    if len(arrays) > most_arrays:
-        arrays.sort(key=lambda array: not _has_active_runs(array.counts))
-    shown, more = arrays[:most_arrays], arrays[most_arrays:]
-    yield from _array_lines(shown, width, ascii_only)
-    if more:
-        runs = sum(sum(array.counts.values()) for array in more)
-        yield Text(f"  and {len(more)} more arrays with {runs} runs", "dim")
-    for line in _estimate_lines(snapshot):
-        yield from (
-            Text(f"  {part}") for part in textwrap.wrap(line, max(width, _MIN_WIDTH) - 2, subsequent_indent="  ")
-        )
-    if snapshot.silence:
-        yield Text(printable_text(f"  {printable_excerpt(snapshot.silence)}"), "yellow")
+    if _has_active_runs(counts):
+        arrays = list(snapshot.arrays)
+        if len(arrays) > most_arrays:
+            arrays.sort(key=lambda array: not _has_active_runs(array.counts))
+        yield from _array_lines(arrays[:most_arrays], width, ascii_only)
+        hidden = arrays[most_arrays:]
+        if hidden:
+            runs = sum(sum(array.counts.values()) for array in hidden)
+            yield Text(f"  and {len(hidden)} more arrays with {runs} runs", "dim")
+        for line in _estimate_lines(snapshot):
+            for part in textwrap.wrap(line, max(width, _MIN_WIDTH) - 2, subsequent_indent="  "):
+                yield Text(f"  {part}")
+        if snapshot.silence:
+            yield Text(printable_text(f"  {printable_excerpt(snapshot.silence)}"), "yellow")
     yield from _failure_lines(snapshot)
 
 
@@ -244,6 +227,7 @@ def _has_active_runs(counts: Mapping[str, int]) -> bool:
 
 
 def _count_lines(counts: Mapping[str, int], width: int) -> Iterator[Text]:
+    """``12 ok, 4 running, 3 failed``, in as many lines as needed."""
     known = [state for state in _STATE_ORDER if counts.get(state)]
     others = sorted(state for state, count in counts.items() if count and state not in _STATE_ORDER)
     line = Text()
@@ -257,53 +241,47 @@ def _count_lines(counts: Mapping[str, int], width: int) -> Iterator[Text]:
 
 
 def _array_lines(arrays: Sequence[ArraySnapshot], width: int, ascii_only: bool) -> Iterator[Text]:
-    """A row per array: what it is, a bar, done of all, what its runs take."""
+    """One line per array: name and shape, bar, ended of all runs, duration of a run.
+
+    box-0001/1  2 nodes, 8 ranks, gpu  job 4712  ████▓▒▒░░░░  24/60  95 s a run
+    """
     names = [_array_name(array) for array in arrays]
     ends = [_array_progress(array) for array in arrays]
-    if _bar_room(names, ends, width) < _MIN_BAR_WIDTH:
-        # The time that runs take is the first to go, then the end of the names.
+
+    def bar_width() -> int:
+        return width - max(map(len, names)) - max(map(len, ends)) - 6
+
+    if bar_width() < _MIN_BAR_WIDTH:
+        # The duration of runs is dropped first, then the ends of the names.
         ends = [text.partition("  ")[0] for text in ends]
-    if (lacking := _MIN_BAR_WIDTH - _bar_room(names, ends, width)) > 0:
+    if (lacking := _MIN_BAR_WIDTH - bar_width()) > 0:
         longest = max(max(map(len, names)) - lacking, 1)
         names = [name[:longest] for name in names]
-    room = max(1, min(_bar_room(names, ends, width), _MAX_BAR_WIDTH))
-    column = max(map(len, names))
+    cells = max(1, min(bar_width(), _MAX_BAR_WIDTH))
+    name_width = max(map(len, names))
     for array, name, ending in zip(arrays, names, ends, strict=True):
-        line = (
-            Text("  ")
-            .append(name.ljust(column))
-            .append("  ")
-            .append_text(_progress_bar(array.counts, room, ascii_only))
-        )
-        yield line.append("  ").append(ending)
-
-
-def _bar_room(names: Sequence[str], ends: Sequence[str], width: int) -> int:
-    """What is left for the bars."""
-    return width - max(map(len, names)) - max(map(len, ends)) - 6
+        bar = _progress_bar(array.counts, cells, ascii_only)
+        yield Text(f"  {name:<{name_width}}  ").append_text(bar).append(f"  {ending}")
 
 
 def _array_name(array: ArraySnapshot) -> str:
     if not array.name:
         return "not submitted"
-    shape = array.shape
-    what = ""
-    if shape is not None:
-        nodes = f"{shape.nodes} node{'s' if shape.nodes > 1 else ''}"
-        what = f"  {nodes}, {shape.ranks} rank{'s' if shape.ranks > 1 else ''}"
-        what += f", {shape.partition}" if shape.partition else ""
-    return printable_text(f"{array.name}{what}" + (f"  job {array.job_id}" if array.job_id else ""))
+    name = array.name
+    if array.shape is not None:
+        name += f"  {pluralize(array.shape.nodes, 'node')}, {pluralize(array.shape.ranks, 'rank')}"
+        name += f", {array.shape.partition}" if array.shape.partition else ""
+    return printable_text(name + (f"  job {array.job_id}" if array.job_id else ""))
 
 
 def _array_progress(array: ArraySnapshot) -> str:
     total = sum(array.counts.values())
-    left = sum(array.counts.get(state, 0) for state in (*ACTIVE_STATES, "planned"))
-    took = run_duration(array.timed)
-    return f"{total - left}/{total}" + (f"  {_format_run_duration(took)}" if took else "")
-
-
-def _format_run_duration(took: RunDuration) -> str:
-    return f"{_format_rounded_duration(took.median_s)} a run{_format_range(took.low_s, took.high_s)}"
+    left = _active_runs(array) + array.counts.get("planned", 0)
+    duration = run_duration(array.timed)
+    if duration is None:
+        return f"{total - left}/{total}"
+    each = f"{_format_rounded_duration(duration.median_s)} a run{_format_range(duration.low_s, duration.high_s)}"
+    return f"{total - left}/{total}  {each}"
 
 
 def _format_range(low_s: float, high_s: float) -> str:
@@ -312,12 +290,11 @@ def _format_range(low_s: float, high_s: float) -> str:
 
 
 def _progress_bar(counts: Mapping[str, int], width: int, ascii_only: bool) -> Text:
-    """``width`` cells shared out by state; a state that has a run has a cell where there is room."""
+    """A bar of ``width`` cells by state; a state with any run has a cell if there are enough."""
     total = sum(counts.values())
-    good, running = counts.get("ok", 0), counts.get("running", 0)
-    open_ = sum(counts.get(state, 0) for state in ("pending", "waiting", "planned"))
-    parts = [good, total - good - running - open_, running, open_]
-    cells = _apportion(parts, width)
+    ok, running = counts.get("ok", 0), counts.get("running", 0)
+    not_started = sum(counts.get(state, 0) for state in ("pending", "waiting", "planned"))
+    cells = _apportion([ok, total - ok - running - not_started, running, not_started], width)
     bar = Text()
     for block, style, count in zip(_BAR_ASCII if ascii_only else _BAR_BLOCKS, _BAR_STYLES, cells, strict=True):
         bar.append(block * count, style)
@@ -325,37 +302,37 @@ def _progress_bar(counts: Mapping[str, int], width: int, ascii_only: bool) -> Te
 
 
 def _apportion(parts: Sequence[int], width: int) -> list[int]:
-    """``width`` divided like ``parts``; none that is not 0 gets nothing as long as there are enough cells."""
+    """Divide ``width`` in proportion to ``parts``; each that is not 0 gets a cell as long as there are enough."""
     total = sum(parts)
     if total == 0:
         return [0] * (len(parts) - 1) + [width]
     cells = [max(part * width // total, min(part, 1)) for part in parts]
     while sum(cells) != width:
         step = 1 if sum(cells) < width else -1
-        # To, or from, the one whose cells are furthest from its share.
-        off = [
+        # Change the part whose cells differ most from its share.
+        errors = [
             step * (part * width / total - cell) if part else -width for part, cell in zip(parts, cells, strict=True)
         ]
-        cells[off.index(max(off))] += step
+        cells[errors.index(max(errors))] += step
     return cells
 
 
 def _estimate_lines(snapshot: SweepSnapshot) -> Iterator[str]:
-    found = estimate_remaining_time(snapshot)
-    if found is not None:
-        until = _format_clock(snapshot.now_unix_s + found.left_s, found.left_s)
-        interval = _format_range(found.low_s, found.high_s)
-        yield f"about {_format_rounded_duration(found.left_s)} left{interval}, until {until}"
-        yield f"  {found.basis}"
+    remaining = estimate_remaining_time(snapshot)
+    if remaining is not None:
+        until = _format_clock(snapshot.now_unix_s + remaining.left_s, remaining.left_s)
+        interval = _format_range(remaining.low_s, remaining.high_s)
+        yield f"about {_format_rounded_duration(remaining.left_s)} left{interval}, until {until}"
+        yield f"  {remaining.basis}"
     elif not snapshot.counts.get("running"):
-        yield "nothing runs now: when it will end cannot be told"
+        yield "nothing runs now: the end is unknown"
     else:
-        yield "no run has ended yet: when the last one will cannot be told"
-    rate, spent = runs_per_hour(snapshot), estimate_node_hours(snapshot)
+        yield "no run has ended yet: the end is unknown"
+    rate, node_hours = runs_per_hour(snapshot), estimate_node_hours(snapshot)
     parts = [f"{rate[0]:.{0 if rate[0] >= 10 else 1}f} runs an hour over the last {rate[1]}"] if rate else []
-    if spent.used or spent.left:
-        left = f", about {_format_number(spent.left)} left" if spent.left is not None else ""
-        parts.append(f"{_format_number(spent.used)} node-hours in runs{left}")
+    if node_hours.used or node_hours.left:
+        left = f", about {_format_number(node_hours.left)} left" if node_hours.left is not None else ""
+        parts.append(f"{_format_number(node_hours.used)} node-hours in runs{left}")
     if parts:
         yield "; ".join(parts)
 
@@ -363,40 +340,35 @@ def _estimate_lines(snapshot: SweepSnapshot) -> Iterator[str]:
 def _failure_lines(snapshot: SweepSnapshot) -> Iterator[Text]:
     if not snapshot.failures:
         return
-    shown = len(snapshot.failures)
-    title = f"last {shown} of {snapshot.failed}" if shown < snapshot.failed else f"{shown}"
+    count = len(snapshot.failures)
     yield Text()
+    title = f"last {count} of {snapshot.failed}" if count < snapshot.failed else f"{count}"
     yield Text(f"  {title} that did not end well", "bold")
-    for failed in snapshot.failures:
-        yield from _failed_run_lines(failed)
-
-
-def _failed_run_lines(failed: FailedRun) -> Iterator[Text]:
-    style = STATUS_STYLE.get(failed.state, "")
-    at = f"  {_format_clock(failed.ended_unix_s, 0.0)}" if failed.ended_unix_s else ""
-    line = Text("  ").append(printable_text(failed.state), style).append(f"{at}  {printable_text(failed.label)}")
-    yield line
-    first = printable_excerpt(failed.reason.strip().partition("\n")[0])
-    if first:
-        yield Text(printable_text(f"    {first}"))
-    yield Text(printable_text(f"    hpcbench logs {printable_text(failed.run_id[:_ID_DIGITS])}"), "dim")
+    for failure in snapshot.failures:
+        ended = f"  {_format_clock(failure.ended_unix_s, 0.0)}" if failure.ended_unix_s else ""
+        style = STATUS_STYLE.get(failure.state, "")
+        line = Text("  ").append(printable_text(failure.state), style)
+        yield line.append(f"{ended}  {printable_text(failure.label)}")
+        reason = printable_excerpt(failure.reason.strip().partition("\n")[0])
+        if reason:
+            yield Text(printable_text(f"    {reason}"))
+        yield Text(f"    hpcbench logs {printable_text(failure.run_id[:_ID_DIGITS])}", "dim")
 
 
 def _format_rounded_duration(seconds: float) -> str:
-    """A time in steps that do not change with every look."""
-    for limit_s, step_s in ((10.0, 1.0), (120.0, 5.0), (3600.0, 60.0), (36000.0, 600.0)):
-        if seconds < limit_s:
-            rounded = max(1.0, round(seconds / step_s)) * step_s if seconds > 0 else 0.0
-            break
-    else:
-        rounded = round(seconds / 3600.0) * 3600.0
+    """A time in steps that rarely change from snapshot to snapshot."""
+    steps = ((10.0, 1.0), (120.0, 5.0), (3600.0, 60.0), (36000.0, 600.0))
+    step_s = next((step_s for limit_s, step_s in steps if seconds < limit_s), 3600.0)
+    rounded = round(seconds / step_s) * step_s
+    if seconds > 0:
+        rounded = max(rounded, step_s)
     if rounded < 120:
         return f"{rounded:.0f} s"
     return f"{rounded / 60:.0f} min" if rounded < 3600 else format_seconds(rounded)
 
 
 def _format_clock(unix_s: float, ahead_s: float) -> str:
-    """The time of day here, to the minute; with the date where it is a day or more away."""
+    """The local time to the minute; with the date if it is a day or more ahead."""
     return time.strftime("%m-%d %H:%M" if ahead_s >= 86400 else "%H:%M", time.localtime(unix_s))
 
 

@@ -43,82 +43,75 @@ VALIDATION_COLUMNS = (
     *(f"spec.{name}" for name in RunSpec.__struct_fields__),
 )  # fmt: skip
 _IMPLAUSIBLE = 1e18
-"""What nobody can have measured."""
+"""Larger values are errors."""
 _PEAK_MEMORY = "peak_memory_bytes"
-"""Of this the largest of all launches counts."""
-
-
-class ValidationCases(NamedTuple):
-    """What can be scored, and what was left out, in words."""
-
-    cases: list[ValidationCase]
-    notes: list[str]
+"""The maximum over launches counts."""
 
 
 class ClusterForecasts:
-    """One forecast a cluster."""
+    """One forecast per cluster, made when it is first used."""
 
     def __init__(self, results: ResultsTree, model_folder: Path | None = None) -> None:
-        """``custom_model_folder`` is where users' own models are; without one theirs are looked up, never run."""
+        """Custom models in ``model_folder`` may be run; without it only their stored tables are used."""
         self._results, self._model_folder = results, model_folder
-        self._known: dict[str, Forecast | NotPredicted] = {}
-        self._seen: dict[str, frozenset[str]] = {}
+        self._forecasts: dict[str, Forecast | NotPredicted] = {}
+        self._fitted: dict[str, frozenset[str]] = {}
 
-    def of(self, cluster: str) -> Forecast | NotPredicted:
-        """The forecast for a cluster; why there is none where its profile cannot be read."""
-        if cluster not in self._known:
+    def forecast(self, cluster: str) -> Forecast | NotPredicted:
+        """Return the forecast for a cluster, or the reason why its profile cannot be read."""
+        if cluster not in self._forecasts:
             try:
                 profile, _ = load_cluster(cluster)
-                self._known[cluster] = Forecast(
-                    profile, self._results.cluster(cluster), self._model_folder, untrusted=True
-                )
+                tree = self._results.cluster(cluster)
+                self._forecasts[cluster] = Forecast(profile, tree, self._model_folder, untrusted=True)
             except HpcbenchError as error:
-                self._known[cluster] = NotPredicted(error.message)
-        return self._known[cluster]
+                self._forecasts[cluster] = NotPredicted(error.message)
+        return self._forecasts[cluster]
 
     def predict(self, cluster: str, spec: RunSpec) -> Prediction | NotPredicted:
-        """The prediction of ``Forecast.predict``, or the reason why the cluster has no forecast."""
-        found = self.of(cluster)
-        return found if isinstance(found, NotPredicted) else found.predict(spec)
+        """Return ``Forecast.predict``, or the reason why the cluster has no forecast."""
+        forecast = self.forecast(cluster)
+        return forecast if isinstance(forecast, NotPredicted) else forecast.predict(spec)
 
     def fitted_from(self, cluster: str, spec: RunSpec) -> frozenset[str]:
-        """The runs that the numbers behind a prediction were fitted to."""
-        forecast = self.of(cluster)
+        """Return the ids of runs that the numbers behind a prediction were fitted to."""
+        forecast = self.forecast(cluster)
         if isinstance(forecast, NotPredicted):
             return frozenset()
         source = forecast.machine(spec).source
-        if source not in self._seen:
+        if source not in self._fitted:
             stored, _ = read_calibrations(self._results.cluster(cluster), cluster)
-            ids = [one.calibration.run_ids for one in stored if one.digest in source]
-            self._seen[source] = frozenset(run_id for own in ids for run_id in own)
-        return self._seen[source]
+            used = [entry.calibration.run_ids for entry in stored if entry.digest in source]
+            self._fitted[source] = frozenset(run_id for run_ids in used for run_id in run_ids)
+        return self._fitted[source]
 
-    def made(self) -> list[Forecast]:
-        """Those that there are."""
-        return [one for one in self._known.values() if isinstance(one, Forecast)]
+    def machines(self) -> list[Machine]:
+        """Return the machines that predictions were made with."""
+        forecasts = [forecast for forecast in self._forecasts.values() if isinstance(forecast, Forecast)]
+        return [machine for forecast in forecasts for machine in forecast.machines()]
 
 
 def measured_configurations(frame: polars.DataFrame) -> list[MeasuredConfiguration]:
-    """The launches of each configuration on one cluster in one environment, in their first order.
+    """Return the launches of each configuration on one cluster in one environment, in their first order.
 
-    ``frame`` has ``COLUMNS``. A configuration that ever ended well is ``ok``.
+    ``frame`` has ``VALIDATION_COLUMNS``. A configuration with any launch that is ok is ``ok``.
     """
     by_key: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in frame.select(VALIDATION_COLUMNS).iter_rows(named=True):
         if row["config_id"] is not None:
             key = (row["cluster"], row["config_id"], row["environment_digest"] if row["status"] == STATUS_OK else None)
             by_key.setdefault(key, []).append(row)
-    done = {key[:2] for key, rows in by_key.items() if rows[0]["status"] == STATUS_OK}
-    # What failed has no environment of its own; it is a case where no launch ended well.
+    succeeded = {key[:2] for key, rows in by_key.items() if rows[0]["status"] == STATUS_OK}
+    # Failed launches have no environment of their own; they are a case if no launch is ok.
     return [
         _measured_configuration(rows)
         for key, rows in by_key.items()
-        if rows[0]["status"] == STATUS_OK or key[:2] not in done
+        if rows[0]["status"] == STATUS_OK or key[:2] not in succeeded
     ]
 
 
 def _measured_configuration(rows: Sequence[dict[str, Any]]) -> MeasuredConfiguration:
-    spec = run_spec_of(rows[0])
+    first = rows[0]
     figures: dict[str, float] = {}
     noise: dict[str, float] = {}
     for part in SCORED_PARTS:
@@ -127,20 +120,12 @@ def _measured_configuration(rows: Sequence[dict[str, Any]]) -> MeasuredConfigura
             figures[part] = max(values) if part == _PEAK_MEMORY else median(values)
         if (spread := launch_noise(values)) is not None:
             noise[part] = spread
+    times = [row[STEP_TIME] for row in rows if row["status"] == STATUS_OK and row[STEP_TIME]]
     return MeasuredConfiguration(
-        cluster=rows[0]["cluster"],
-        config_id=rows[0]["config_id"],
-        spec=spec,
-        status=rows[0]["status"],
-        run_ids=[row["run_id"] for row in rows],
-        launches_s=[
-            row[STEP_TIME]
-            for row in rows
-            if row["status"] == STATUS_OK and row[STEP_TIME] and 0 < row[STEP_TIME] < _IMPLAUSIBLE
-        ],
-        figures=figures,
-        figures_noise=noise,
-    )
+        cluster=first["cluster"], config_id=first["config_id"], spec=run_spec_of(first), status=first["status"],
+        run_ids=[row["run_id"] for row in rows], launches_s=[time for time in times if 0 < time < _IMPLAUSIBLE],
+        figures=figures, figures_noise=noise,
+    )  # fmt: skip
 
 
 CasePredictor = Callable[[MeasuredConfiguration], PredictorResult]
@@ -148,92 +133,101 @@ BaselineEstimator = Callable[[BaselineRequest], BaselineEstimate]
 
 
 def oracle_predictor(forecasts: ClusterForecasts) -> CasePredictor:
-    """The oracle as a predictor."""
+    """Return the oracle as a predictor."""
 
-    def say(measured: MeasuredConfiguration) -> PredictorResult:
-        found = forecasts.predict(measured.cluster, measured.spec)
-        if isinstance(found, NotPredicted):
-            return PredictorResult(reason=found.reason)
+    def predict(measured: MeasuredConfiguration) -> PredictorResult:
+        prediction = forecasts.predict(measured.cluster, measured.spec)
+        if isinstance(prediction, NotPredicted):
+            return PredictorResult(reason=prediction.reason)
         return PredictorResult(
-            step_time_s=found.step_time_s,
-            figures={part: float(getattr(found, part)) for part in SCORED_PARTS},
-            fits=found.fits,
-            low_s=found.interval.low,
-            high_s=found.interval.high,
-        )
+            step_time_s=prediction.step_time_s,
+            figures={part: float(getattr(prediction, part)) for part in SCORED_PARTS},
+            fits=prediction.fits, low_s=prediction.interval.low, high_s=prediction.interval.high,
+        )  # fmt: skip
 
-    return say
+    return predict
 
 
 def baseline_predictor(
     forecasts: ClusterForecasts, baseline: BaselineEstimator, measured: Sequence[MeasuredConfiguration]
 ) -> CasePredictor:
-    """One of ``BASELINES`` as a predictor, that may look at all that was ``measured`` on fewer devices."""
-    known: dict[str, list[MeasuredRun]] = {}
-    for one in measured:
-        if one.step_time_s is not None:
-            known.setdefault(one.cluster, []).append(MeasuredRun(one.spec, one.step_time_s))
+    """Return one of ``BASELINES`` as a predictor that may use all of ``measured`` on fewer devices."""
+    runs: dict[str, list[MeasuredRun]] = {}
+    for configuration in measured:
+        if configuration.step_time_s is not None:
+            runs.setdefault(configuration.cluster, []).append(
+                MeasuredRun(configuration.spec, configuration.step_time_s)
+            )
 
-    def say(measured: MeasuredConfiguration) -> PredictorResult:
-        forecast = forecasts.of(measured.cluster)
+    def predict(measured: MeasuredConfiguration) -> PredictorResult:
+        forecast = forecasts.forecast(measured.cluster)
         if isinstance(forecast, NotPredicted):
             return PredictorResult(reason=forecast.reason)
         table = forecast.table(measured.spec)
         if isinstance(table, NotPredicted):
             return PredictorResult(reason=table.reason)
-        asked = BaselineRequest(measured.spec, table, forecast.machine(measured.spec), known.get(measured.cluster, []))
+        machine = forecast.machine(measured.spec)
         try:
-            found = baseline(asked)
+            estimate = baseline(BaselineRequest(measured.spec, table, machine, runs.get(measured.cluster, [])))
         except (ArithmeticError, AssertionError, HpcbenchError, LookupError, ValueError) as error:
             return PredictorResult(reason=f"{type(error).__name__}: {error}")
-        figures = {"compute_s": found.compute_s, "comm_s": found.comm_s, "peak_memory_bytes": found.memory_bytes}
-        return PredictorResult(
-            step_time_s=found.step_time_s,
-            figures={name: value for name, value in figures.items() if value is not None},
-            reason=found.reason,
-        )
+        figures = {
+            "compute_s": estimate.compute_s, "comm_s": estimate.comm_s, "peak_memory_bytes": estimate.memory_bytes,
+        }  # fmt: skip
+        known = {name: value for name, value in figures.items() if value is not None}
+        return PredictorResult(step_time_s=estimate.step_time_s, figures=known, reason=estimate.reason)
 
-    return say
+    return predict
 
 
-def validation_cases(frame: polars.DataFrame, forecasts: ClusterForecasts) -> ValidationCases:
-    """Every configuration that trained, or should have, with what the oracle and each baseline say of it."""
+def validation_cases(frame: polars.DataFrame, forecasts: ClusterForecasts) -> tuple[list[ValidationCase], list[str]]:
+    """Return the configurations to score with the results of all predictors, and notes on those left out."""
     measured = measured_configurations(frame)
-    counted = [
-        one for one in measured if (one.status == STATUS_OK and one.launches_s) or one.status in COUNTED_FAILURES
+    steps: list[tuple[str, Callable[[MeasuredConfiguration], Any]]] = [
+        (
+            "that were skipped, cancelled, preempted or unsupported",
+            lambda case: (case.status == STATUS_OK and case.launches_s) or case.status in COUNTED_FAILURES,
+        ),
+        # A probe measures, it does not train.
+        ("of strategies that the oracle has no formulas for", lambda case: _has_cost(case.spec)),
+        ("that were rehearsed, which is no measurement of this cluster", lambda case: not case.spec.rehearse),
+        (
+            "that the cluster's calibration was fitted to",
+            lambda case: not forecasts.fitted_from(case.cluster, case.spec) & {*case.run_ids},
+        ),
     ]
-    # A probe measures, it does not train; computation that is slept through is no computation.
-    trained = [one for one in counted if one.spec.strategy in STRATEGIES and STRATEGIES[one.spec.strategy].cost]
-    real = [one for one in trained if not one.spec.rehearse]
-    unseen = [one for one in real if not forecasts.fitted_from(one.cluster, one.spec) & {*one.run_ids}]
-    left_out = {
-        "that were skipped, cancelled, preempted or unsupported": len(measured) - len(counted),
-        "of strategies that the oracle has no formulas for": len(counted) - len(trained),
-        "that were rehearsed, which is no measurement of this cluster": len(trained) - len(real),
-        "that the cluster's calibration was fitted to": len(real) - len(unseen),
-    }
-    notes = [f"not scored: {count} configurations {what}" for what, count in left_out.items() if count]
+    notes = []
+    stages = [measured]
+    for reason, is_kept in steps:
+        stages.append([case for case in stages[-1] if is_kept(case)])
+        if len(stages[-1]) < len(stages[-2]):
+            notes.append(f"not scored: {len(stages[-2]) - len(stages[-1])} configurations {reason}")
+    # Baselines may use runs that the calibration was fitted to.
+    *_, usable, scored = stages
     predictors = {ORACLE_NAME: oracle_predictor(forecasts)}
-    predictors |= {name: baseline_predictor(forecasts, one, real) for name, one in BASELINES.items()}
-    return ValidationCases(
-        [ValidationCase(one, {name: say(one) for name, say in predictors.items()}) for one in unseen], notes
-    )
+    predictors |= {name: baseline_predictor(forecasts, baseline, usable) for name, baseline in BASELINES.items()}
+    cases = [ValidationCase(case, {name: predict(case) for name, predict in predictors.items()}) for case in scored]
+    return cases, notes
 
 
-def case_json(one: ValidationCase) -> dict[str, Any]:
-    """Raw figures of a configuration and what was said of it."""
-    interval = one.measured.interval()
+def _has_cost(spec: RunSpec) -> bool:
+    return spec.strategy in STRATEGIES and STRATEGIES[spec.strategy].cost is not None
+
+
+def case_json(case: ValidationCase) -> dict[str, Any]:
+    """Return the figures of a configuration and of all predictors."""
+    interval = case.measured.interval()
     return {
-        **msgspec.to_builtins(one.measured),
-        "step_time_s": one.measured.step_time_s,
+        **msgspec.to_builtins(case.measured),
+        "step_time_s": case.measured.step_time_s,
         "ci95": {"low": interval[0], "high": interval[1]} if interval else None,
-        "noise": one.measured.noise,
-        "predicted": msgspec.to_builtins(one.said),
+        "noise": case.measured.noise,
+        "predicted": msgspec.to_builtins(case.said),
     }
 
 
 class ValidationResult(NamedTuple):
-    """The cases, the scores of every predictor, the oracle's first, and what it made its predictions from."""
+    """The cases, the scores of every predictor (the oracle's first), and the machines of the predictions."""
 
     cases: list[ValidationCase]
     scores: list[PredictorScore]
@@ -242,13 +236,16 @@ class ValidationResult(NamedTuple):
 
 
 def score_predictors(frame: polars.DataFrame, results: ResultsTree) -> ValidationResult:
-    """``frame`` has ``validation.COLUMNS``; calibrations are ``results``'."""
+    """Score the oracle and the baselines.
+
+    Args:
+        frame: results with ``VALIDATION_COLUMNS``.
+        results: the tree of the calibrations.
+    """
     forecasts = ClusterForecasts(results)
-    found = validation_cases(frame, forecasts)
-    names = found.cases[0].said if found.cases else []
-    scores = [score_predictor(found.cases, name, None if name == ORACLE_NAME else ORACLE_NAME) for name in names]
-    machines = [machine for one in forecasts.made() for machine in one.machines()]
-    reasons = {one.said[ORACLE_NAME].reason for one in found.cases} - {""}
-    return ValidationResult(
-        found.cases, scores, machines, [*found.notes, *(f"not predicted: {one}" for one in sorted(reasons))]
-    )
+    cases, notes = validation_cases(frame, forecasts)
+    names = cases[0].said if cases else []
+    scores = [score_predictor(cases, name, None if name == ORACLE_NAME else ORACLE_NAME) for name in names]
+    reasons = {case.said[ORACLE_NAME].reason for case in cases} - {""}
+    notes += [f"not predicted: {reason}" for reason in sorted(reasons)]
+    return ValidationResult(cases, scores, forecasts.machines(), notes)

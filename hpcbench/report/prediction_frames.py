@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import polars
 
 EXTRAPOLATION_FACTOR = 8
-"""Lines go on to so many times the devices that were measured."""
+"""Predicted lines extend to so many times the measured devices."""
 SPEC_COLUMNS = tuple(f"spec.{name}" for name in RunSpec.__struct_fields__)
 """The columns of a results frame that a prediction needs, beside the cluster."""
 PREDICTION_FIELDS = {
@@ -32,12 +32,12 @@ PREDICTION_FIELDS = {
 
 
 def with_predictions(rows: polars.DataFrame, forecasts: ClusterForecasts) -> polars.DataFrame:
-    """``rows`` of configurations with ``FIGURES`` and ``prediction_error``; null where nothing can be said."""
+    """Return ``rows`` of configurations with ``PREDICTION_FIELDS`` and ``prediction_error``, null if unpredicted."""
     import polars as pl
 
-    found = [_predict_row(row, forecasts) for row in rows.iter_rows(named=True)]
+    predictions = [_predict_row(row, forecasts) for row in rows.iter_rows(named=True)]
     columns = [
-        pl.Series(name, [None if one is None else float(getattr(one, field)) for one in found], dtype=pl.Float64)
+        pl.Series(name, [None if entry is None else float(getattr(entry, field)) for entry in predictions], pl.Float64)
         for name, field in PREDICTION_FIELDS.items()
     ]
     rows = rows.with_columns(columns)
@@ -54,26 +54,26 @@ def with_predictions(rows: polars.DataFrame, forecasts: ClusterForecasts) -> pol
 def _predict_row(row: dict[str, Any], forecasts: ClusterForecasts) -> Prediction | None:
     if row["config_id"] is None:
         return None
-    found = forecasts.predict(row["cluster"], run_spec_of(row))
-    return None if isinstance(found, NotPredicted) else found
+    prediction = forecasts.predict(row["cluster"], run_spec_of(row))
+    return None if isinstance(prediction, NotPredicted) else prediction
 
 
 def measured_vs_predicted_frame(
     frame: polars.DataFrame, forecasts: ClusterForecasts, by: Sequence[str] = ()
 ) -> polars.DataFrame:
-    """For the plot ``predicted``: a row for each measured configuration that is predicted.
+    """Return the frame of the plot ``predicted``: one row for each measured configuration with a prediction.
 
-    Columns ``strategy`` (the line), ``label``, ``predicted``, ``measured``, ``low``, ``high`` (of what was measured,
-    seconds) and ``launches``. ``frame`` has ``SPEC_COLUMNS`` beside what plots read.
+    Columns ``strategy`` (the line), ``label``, ``predicted``, ``measured``, ``low``, ``high`` (bounds of the measured
+    time, seconds) and ``launches``. ``frame`` has ``SPEC_COLUMNS`` beside the columns that plots read.
     """
     import polars as pl
 
-    found = plot_points(frame, by, STEP_TIME, every=True)
+    points = plot_points(frame, by, STEP_TIME, every=True)
     schema = {"strategy": pl.String, "label": pl.String, "launches": pl.UInt32, "predicted": pl.Float64,
               "measured": pl.Float64, "low": pl.Float64, "high": pl.Float64}  # fmt: skip
-    if found.nothing:
+    if points.nothing:
         return pl.DataFrame(schema=schema)
-    rows = with_predictions(found.frame, forecasts).filter(pl.col("predicted_step_time_s").is_not_null())
+    rows = with_predictions(points.frame, forecasts).filter(pl.col("predicted_step_time_s").is_not_null())
     return rows.select(
         pl.col("series").alias("strategy"), pl.format("{}, {} devices", "label", "devices").alias("label"), "launches",
         predicted="predicted_step_time_s", measured=STEP_TIME, low=f"{STEP_TIME}:{LOW}", high=f"{STEP_TIME}:{HIGH}",
@@ -83,52 +83,52 @@ def measured_vs_predicted_frame(
 def predicted_scaling_frame(
     frame: polars.DataFrame, forecasts: ClusterForecasts, by: Sequence[str] = (), reach: int = EXTRAPOLATION_FACTOR
 ) -> polars.DataFrame:
-    """For the plot ``scaling``: predicted lines through the measured scales and on to ``reach`` times the largest.
+    """Return lines for the plot ``scaling``: predictions for the measured scales and on to ``reach`` times the largest.
 
     Columns ``panel, strategy, devices, step_time_s, step_time_low_s, step_time_high_s``.
     """
     import polars as pl
 
-    found = plot_points(frame, by, STEP_TIME)
+    points = plot_points(frame, by, STEP_TIME)
     schema = {"panel": pl.String, "strategy": pl.String, "devices": pl.Int64, "step_time_s": pl.Float64,
               "step_time_low_s": pl.Float64, "step_time_high_s": pl.Float64}  # fmt: skip
-    lines = [] if found.nothing else found.frame.partition_by("panel", "series", maintain_order=True)
+    lines = [] if points.nothing else points.frame.partition_by("panel", "series", maintain_order=True)
     rows = [row for line in lines for row in _predicted_line(line, forecasts, reach)]
     return pl.DataFrame(rows, schema=schema)
 
 
 def _predicted_line(line: polars.DataFrame, forecasts: ClusterForecasts, reach: int) -> Iterator[dict[str, Any]]:
-    """One series of one panel."""
+    """The predictions of one series of one panel."""
     cluster, panel, series = line["cluster"][0], line["panel"][0], line["series"][0]
     measured = {row["devices"]: run_spec_of(row) for row in line.iter_rows(named=True)}
     for spec in specs_over_scales(measured, reach):
-        found = forecasts.predict(cluster, spec)
-        if not isinstance(found, NotPredicted):
+        prediction = forecasts.predict(cluster, spec)
+        if not isinstance(prediction, NotPredicted):
             yield {
-                "panel": panel, "strategy": series, "devices": spec.devices, "step_time_s": found.step_time_s,
-                "step_time_low_s": found.interval.low, "step_time_high_s": found.interval.high,
+                "panel": panel, "strategy": series, "devices": spec.devices, "step_time_s": prediction.step_time_s,
+                "step_time_low_s": prediction.interval.low, "step_time_high_s": prediction.interval.high,
             }  # fmt: skip
 
 
 def specs_over_scales(measured: dict[int, RunSpec], reach: int) -> Iterator[RunSpec]:
-    """``measured`` by devices, and the largest of them doubled until ``reach`` times as many, where that can be run."""
+    """Yield ``measured`` by devices, and the largest doubled up to ``reach`` times, as far as these are feasible."""
     yield from (measured[devices] for devices in sorted(measured))
     largest = measured[max(measured)]
-    # The same samples in all on every scale is strong scaling, which goes on as such.
-    totals = {one.global_batch_size for one in measured.values()}
-    is_strong = len(totals) == 1 and len({one.batch_size for one in measured.values()}) > 1
+    # The same global batch on every scale is strong scaling, which continues as such.
+    totals = {spec.global_batch_size for spec in measured.values()}
+    is_strong = len(totals) == 1 and len({spec.batch_size for spec in measured.values()}) > 1
     factor = 2
     while factor <= reach:
-        made = enlarge_spec(largest, factor, is_strong=is_strong)
-        if made is not None:
-            yield made
+        enlarged = enlarge_spec(largest, factor, is_strong=is_strong)
+        if enlarged is not None:
+            yield enlarged
         factor *= 2
 
 
 def enlarge_spec(spec: RunSpec, factor: int, *, is_strong: bool = False) -> RunSpec | None:
-    """``spec`` on ``factor`` times as many nodes: more replicas, or more of what it has one degree of.
+    """Return ``spec`` on ``factor`` times as many nodes, with more replicas or a larger degree of its own.
 
-    ``None`` where that cannot be run.
+    ``None`` if that is infeasible.
     """
     own = get_strategy(spec.strategy).own_degree
     if own is None:
@@ -140,5 +140,5 @@ def enlarge_spec(spec: RunSpec, factor: int, *, is_strong: bool = False) -> RunS
     if is_strong:
         del point["batch_size"]
         point["global_batch_size"] = spec.global_batch_size
-    made = resolve_point(point, PartitionLimits("anywhere"))
-    return None if isinstance(made, InfeasiblePoint) else made
+    resolved = resolve_point(point, PartitionLimits("anywhere"))
+    return None if isinstance(resolved, InfeasiblePoint) else resolved

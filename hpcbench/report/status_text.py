@@ -22,11 +22,9 @@ STATUS_STYLE = {
     "cancelled": "yellow",
     "oom": "magenta",
 }
-
-
 _UNLISTED_STATES = frozenset({"ok", "planned"})
 _PENDING_STATES = ("running", "pending", "waiting")
-"""Shown last, in this order: nobody has to do anything about them."""
+"""Listed last, in this order: they need no attention."""
 _MAX_ROWS = 20
 _MIN_REASON_WIDTH = 20
 
@@ -39,61 +37,55 @@ class _StatusRow(NamedTuple):
 
 
 _HEADINGS = _StatusRow("run", "state", "job", "reason")
-ListedRuns = list[tuple[str, RunState]]
+RunGroup = list[tuple[str, RunState]]
+"""Runs that share a row."""
 
 
 def status_text(sweep: str, cluster: str, states: Mapping[str, RunState], width: int | None = None) -> str:
-    """One line of counts, then the runs that are neither done nor merely planned, with the reason.
+    """Return a line of counts, and a table of the runs that are neither ok nor planned with their reasons.
 
-    Many runs of the same state and reason are one row. Reasons are broken into lines where there is a ``width``.
+    Many runs with the same state and reason are one row. Reasons are wrapped if there is a ``width``.
     """
     counted = ", ".join(f"{number} {state}" for state, number in count_states(states).items())
     headline = click.style(printable_text(f"{sweep} on {cluster}: {len(states)} runs: {counted or 'none'}"), bold=True)
-    groups = _group_runs((key, state) for key, state in states.items() if state.state not in _UNLISTED_STATES)
+    groups = _group_runs((run_id, state) for run_id, state in states.items() if state.state not in _UNLISTED_STATES)
     if not groups:
         return headline
     rows = [_status_row(group) for group in groups[:_MAX_ROWS]]
-    more = sum(len(group) for group in groups[_MAX_ROWS:])
-    last = [click.style(f"and {more} more: --json lists them all", dim=True)] if more else []
+    hidden = sum(len(group) for group in groups[_MAX_ROWS:])
+    last = [click.style(f"and {hidden} more: --json lists them all", dim=True)] if hidden else []
     return "\n".join([headline, "", *_status_table(rows, width), *last])
 
 
-def _group_runs(loud: Iterable[tuple[str, RunState]]) -> list[ListedRuns]:
-    """Runs of one row each: those of one state and reason together, or each by itself where there is room."""
-    same: dict[tuple[str, str], ListedRuns] = {}
-    for run in loud:
-        same.setdefault((run[1].state, run[1].reason), []).append(run)
-    alike: dict[tuple[str, str], ListedRuns] = {}
-    for (name, reason), group in same.items():
-        # The reason may name the job: that makes it no other reason.
-        job_id = group[0][1].job_id
-        alike.setdefault((name, reason.replace(job_id, "") if job_id else reason), []).extend(group)
-    groups = sorted(alike.values(), key=lambda group: _state_rank(group[0][1].state))
+def _group_runs(runs: Iterable[tuple[str, RunState]]) -> list[RunGroup]:
+    """Runs of one state and reason together, or each by itself where there is room; pending states last."""
+    by_reason: dict[tuple[str, str], RunGroup] = {}
+    for run_id, state in runs:
+        # The reason may contain the job id: that does not make it another reason.
+        reason = state.reason.replace(state.job_id, "") if state.job_id else state.reason
+        by_reason.setdefault((state.state, reason), []).append((run_id, state))
+    groups = sorted(by_reason.values(), key=lambda group: _state_rank(group[0][1].state))
     room = _MAX_ROWS - len(groups)
-    apart = set()
+    separate = set()
     for group in sorted(groups, key=len):
         room -= len(group) - 1
         if room < 0:
             break
-        apart.add(id(group))
-    return [part for group in groups for part in ([[run] for run in group] if id(group) in apart else [group])]
+        separate.add(id(group))
+    return [part for group in groups for part in ([[run] for run in group] if id(group) in separate else [group])]
 
 
 def _state_rank(state: str) -> int:
     return _PENDING_STATES.index(state) if state in _PENDING_STATES else -1
 
 
-def _status_row(group: ListedRuns) -> _StatusRow:
-    key, state = group[0]
+def _status_row(group: RunGroup) -> _StatusRow:
+    run, state = group[0]
     job = state.job_id or ""
     if len(group) > 1:
-        key, job = f"{len(group)} runs", f"{job} ..." if job else ""
-    return _StatusRow(
-        printable_text(key),
-        printable_text(state.state),
-        printable_excerpt(job),
-        " ".join(printable_excerpt(state.reason).split()),
-    )
+        run, job = f"{len(group)} runs", f"{job} ..." if job else ""
+    reason = " ".join(printable_excerpt(state.reason).split())
+    return _StatusRow(printable_text(run), printable_text(state.state), printable_excerpt(job), reason)
 
 
 def _status_table(rows: list[_StatusRow], width: int | None) -> list[str]:
@@ -102,9 +94,9 @@ def _status_table(rows: list[_StatusRow], width: int | None) -> list[str]:
     room = max(width - indent - 1, _MIN_REASON_WIDTH) if width else None
     lines = [click.style(_status_line(_HEADINGS, widths).rstrip(), dim=True)]
     for row in rows:
-        first, *more = (textwrap.wrap(row.reason, room) if room else [row.reason]) or [""]
+        first, *others = (textwrap.wrap(row.reason, room) if room else [row.reason]) or [""]
         lines.append(_status_line(row._replace(reason=first), widths, STATUS_STYLE.get(row.state)).rstrip())
-        lines += [" " * indent + line for line in more]
+        lines += [" " * indent + line for line in others]
     return lines
 
 
@@ -114,17 +106,20 @@ def _status_line(row: _StatusRow, widths: list[int], colour: str | None = None) 
 
 
 class EndedRunLog:
-    """Tells of every run that ends and was not in ``done_before``, once."""
+    """Prints a line for every run that ends and was not in ``done_before``, once."""
 
-    def __init__(self, tell: Callable[[str], None], runs: Mapping[str, RunSpec], done_before: Collection[str]) -> None:
-        self._tell = tell
+    def __init__(
+        self, print_line: Callable[[str], None], runs: Mapping[str, RunSpec], done_before: Collection[str]
+    ) -> None:
+        self._print_line = print_line
         self._runs = runs
-        self._told = set(done_before)
+        self._reported = set(done_before)
 
     def update(self, states: Mapping[str, RunState]) -> None:
-        """A new look at all runs."""
-        for key, state in states.items():
-            if state.state not in ACTIVE_STATES and key not in self._told:
-                self._told.add(key)
+        """Print the runs that have ended since the last call."""
+        for run_id, state in states.items():
+            if state.state not in ACTIVE_STATES and run_id not in self._reported:
+                self._reported.add(run_id)
                 reason = f": {state.reason}" if state.reason else ""
-                self._tell(printable_excerpt(f"{state.state:9} {run_label(self._runs[key])} ({key}){reason}"))
+                label = run_label(self._runs[run_id])
+                self._print_line(printable_excerpt(f"{state.state:9} {label} ({run_id}){reason}"))

@@ -35,7 +35,7 @@ from hpcbench.submit.scheduler import job_log
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SweepRecord, list_submissions
 
 MAX_LOG_BYTES = 16 * 2**20
-"""Of a longer log only the end is bundled."""
+"""Only the end of a longer log is bundled."""
 _RANK_FILE = re.compile(r"rank-[0-9]+\.json")
 _LAYOUT_NAME = re.compile(
     r"runs|sweeps|submissions|attempts|jobs|[0-9a-f]{2}|[0-9a-f]{16}|[0-9]+"
@@ -45,7 +45,7 @@ _LAYOUT_NAME = re.compile(
 
 @dataclass(frozen=True)
 class BundleSummary:
-    """What was written."""
+    """Numbers of runs and files, and the reasons why files were left out."""
 
     runs: int
     files: int
@@ -61,7 +61,7 @@ class _BundledFile:
     owner: ClusterTree
 
     def open(self) -> IO[bytes]:
-        """The file (of a log its end), if it is one to be bundled. Raises ``OSError`` or ``HpcbenchError``."""
+        """Open the file, a log at its end. Raises ``OSError`` or ``HpcbenchError`` if it cannot be bundled."""
         self.owner.path(*self.path.relative_to(self.owner.root).parts)
         file: IO[bytes] = open(open_regular(self.path), "rb")  # noqa: SIM115 - the caller closes it
         size = os.fstat(file.fileno()).st_size
@@ -81,39 +81,31 @@ class _BundledFile:
 def write_bundle(
     tree: ResultsTree, sweeps: Sequence[tuple[str, SweepRecord]], out: Path, *, logs: bool, anonymous: bool
 ) -> BundleSummary:
-    """Write ``sweeps`` (cluster and record of each) into ``out``."""
-    files = sorted(
-        {
-            file.name: file for cluster, record in sweeps for file in _sweep_files(tree.cluster(cluster), record, logs)
-        }.items()
-    )
+    """Write ``sweeps`` (cluster and record of each) into the file ``out``."""
+    by_name = {
+        file.name: file for cluster, record in sweeps for file in _sweep_files(tree.cluster(cluster), record, logs)
+    }
     left_out: dict[str, str] = {}
-    found = [file for _, file in files if _is_readable(file, left_out)]
-    anonymiser = _build_anonymiser(tree, found) if anonymous else None
+    files = [by_name[name] for name in sorted(by_name) if _is_readable(by_name[name], left_out)]
+    anonymizer = _build_anonymizer(tree, files) if anonymous else None
     header = BundleHeader(
-        format_version=BUNDLE_FORMAT_VERSION,
-        hpcbench=hpcbench.__version__,
-        schema_version=SCHEMA_VERSION,
-        python=platform.python_version(),
-        anonymous=anonymous,
-        logs=logs,
-        sweeps=[
-            BundledSweep(sweep=record.sweep, cluster=cluster, run_ids=record.run_ids) for cluster, record in sweeps
-        ],
+        format_version=BUNDLE_FORMAT_VERSION, hpcbench=hpcbench.__version__, schema_version=SCHEMA_VERSION,
+        python=platform.python_version(), anonymous=anonymous, logs=logs,
+        sweeps=[BundledSweep(sweep=record.sweep, cluster=name, run_ids=record.run_ids) for name, record in sweeps],
         left_out=left_out,
-    )
-    if anonymiser is not None:
-        header = msgspec.convert(anonymiser.document(msgspec.to_builtins(header)), BundleHeader)
+    )  # fmt: skip
+    if anonymizer is not None:
+        header = msgspec.convert(anonymizer.document(msgspec.to_builtins(header)), BundleHeader)
     make_folder(out.parent)
     with open_atomic(out) as stream, BundleWriter(stream, header) as writer:
-        for file in found:
+        for file in files:
             data, _ = file.read()
-            if anonymiser is None:
+            if anonymizer is None:
                 writer.add(file.name, data)
             else:
-                writer.add(_anonymise_name(file.name, anonymiser), _anonymise_file(file, data, anonymiser))
+                writer.add(_anonymize_name(file.name, anonymizer), _anonymize_file(file, data, anonymizer))
     runs = len({(cluster, run_id) for cluster, record in sweeps for run_id in record.run_ids})
-    return BundleSummary(runs, len(found), left_out)
+    return BundleSummary(runs, len(files), left_out)
 
 
 def _is_readable(file: _BundledFile, left_out: dict[str, str]) -> bool:
@@ -128,24 +120,25 @@ def _is_readable(file: _BundledFile, left_out: dict[str, str]) -> bool:
 
 
 def _sweep_files(tree: ClusterTree, record: SweepRecord, logs: bool) -> Iterator[_BundledFile]:
-    """What belongs to a sweep; some of it may not be there."""
+    for path in _sweep_paths(tree, record, logs):
+        yield _BundledFile(f"{tree.root.name}/{path.relative_to(tree.root).as_posix()}", path, tree)
 
-    def file(path: Path) -> _BundledFile:
-        return _BundledFile(f"{tree.root.name}/{path.relative_to(tree.root).as_posix()}", path, tree)
 
-    yield file(tree.root / "sweeps" / f"{record.sweep}.json")
+def _sweep_paths(tree: ClusterTree, record: SweepRecord, logs: bool) -> Iterator[Path]:
+    """Paths of a sweep's files, whether they exist or not."""
+    yield tree.root / "sweeps" / f"{record.sweep}.json"
     for run_id in record.run_ids:
         folder = tree.root / "runs" / run_id[:2] / run_id
-        yield file(folder / "result.json")
-        yield from (file(path) for path in _attempt_files(tree, run_id, folder, logs))
-    wanted = set(record.run_ids)
+        yield folder / "result.json"
+        yield from _attempt_files(tree, run_id, folder, logs)
+    run_ids = set(record.run_ids)
     for folder, submission in list_submissions(tree):
-        if submission.sweep == record.sweep or any(wanted & set(array.run_ids) for array in submission.arrays):
-            yield from (file(path) for path in _submission_files(folder, submission, wanted if logs else set()))
+        if submission.sweep == record.sweep or any(run_ids & set(array.run_ids) for array in submission.arrays):
+            yield from _submission_files(folder, submission, run_ids if logs else set())
 
 
 def _attempt_files(tree: ClusterTree, run_id: str, folder: Path, logs: bool) -> list[Path]:
-    """Of the attempt that counts: the result's, or the newest of a run that has none."""
+    """Files of the attempt that counts: the result's, or the newest of a run without a result."""
     try:
         result = tree.read_result(run_id)
         tree.run_folder(run_id)
@@ -173,56 +166,55 @@ def _submission_files(folder: Path, submission: Submission, logs_of: set[str]) -
     yield from dict.fromkeys(log for log in logs if log is not None)
 
 
-def _build_anonymiser(tree: ResultsTree, files: list[_BundledFile]) -> Anonymizer:
-    """Everything is looked through before anything is replaced: what one file tells, another may hold."""
-    anonymiser = Anonymizer()
+def _build_anonymizer(tree: ResultsTree, files: list[_BundledFile]) -> Anonymizer:
+    """Learn names from all files before any is anonymized: a name in one file may occur in another."""
+    anonymizer = Anonymizer()
     for folder in (tree.root, tree.root.resolve()):
-        anonymiser.learn_folder("tree", str(folder))
-    anonymiser.learn_folder("project", str(project_folder()))
+        anonymizer.learn_folder("tree", str(folder))
+    anonymizer.learn_folder("project", str(project_folder()))
     owners = {os.getuid()}
     for file in files:
         data, owner = file.read()
         owners.add(owner)
-        _transform_file(file, data, anonymiser.learn_document, anonymiser.learn_text)
+        _transform_file(file, data, anonymizer.learn_document, anonymizer.learn_text)
     for owner in sorted(owners):
         try:
             account = pwd.getpwuid(owner)
         except KeyError:
             continue
-        anonymiser.learn_user(account.pw_name, account.pw_dir, account.pw_gecos.split(",")[0])
-    anonymiser.learn_user(getpass.getuser(), os.environ.get("HOME"))
-    anonymiser.learn_hosts(socket.gethostname())
+        anonymizer.learn_user(account.pw_name, account.pw_dir, account.pw_gecos.split(",")[0])
+    anonymizer.learn_user(getpass.getuser(), os.environ.get("HOME"))
+    anonymizer.learn_hosts(socket.gethostname())
     for file in files:
-        _anonymise_file(file, file.read()[0], anonymiser)
-    return anonymiser
+        _anonymize_file(file, file.read()[0], anonymizer)
+    return anonymizer
 
 
-def _anonymise_name(name: str, anonymiser: Anonymizer) -> str:
+def _anonymize_name(name: str, anonymizer: Anonymizer) -> str:
     parts = name.split("/")
-    return "/".join(part if _LAYOUT_NAME.fullmatch(part) else anonymiser.text(part) for part in parts)
+    return "/".join(part if _LAYOUT_NAME.fullmatch(part) else anonymizer.text(part) for part in parts)
 
 
-def _anonymise_file(file: _BundledFile, data: bytes, anonymiser: Anonymizer) -> bytes:
-    parts = _transform_file(file, data, anonymiser.document, anonymiser.text)
-    if file.path.suffix == ".jsonl":
-        return b"".join(_encode_part(part, msgspec.json.encode) + b"\n" for part in parts)
-    return b"".join(_encode_part(part, encode_indented_json) for part in parts)
-
-
-def _encode_part(part: Any, encode: Callable[[Any], bytes]) -> bytes:
-    return part.encode(errors="surrogateescape") if isinstance(part, str) else encode(part)
+def _anonymize_file(file: _BundledFile, data: bytes, anonymizer: Anonymizer) -> bytes:
+    is_lines = file.path.suffix == ".jsonl"
+    encode = msgspec.json.encode if is_lines else encode_indented_json
+    parts = [
+        part.encode(errors="surrogateescape") if isinstance(part, str) else encode(part)
+        for part in _transform_file(file, data, anonymizer.document, anonymizer.text)
+    ]
+    return b"".join(part + b"\n" if is_lines else part for part in parts)
 
 
 def _transform_file(
     file: _BundledFile, data: bytes, document: Callable[[Any], Any], text: Callable[[str], Any]
 ) -> list[Any]:
-    """What the two functions make of a file: JSON as values, broken JSON and all else as text."""
+    """Apply ``document`` to the JSON values of a file, and ``text`` to broken JSON and to any other file."""
     if file.path.suffix not in (".json", ".jsonl"):
         return [text(data.decode(errors="surrogateescape"))]
-    found = []
+    parts = []
     for part in data.splitlines() if file.path.suffix == ".jsonl" else [data]:
         try:
-            found.append(document(msgspec.json.decode(part)))
+            parts.append(document(msgspec.json.decode(part)))
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
-            found.append(text(part.decode(errors="surrogateescape")))
-    return found
+            parts.append(text(part.decode(errors="surrogateescape")))
+    return parts

@@ -10,53 +10,49 @@ from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, ResultsTr
 from hpcbench.submit.submission_record import SweepRecord, read_sweep_record
 
 
-def select_sweeps(tree: ResultsTree, given: Sequence[str], cluster: str | None) -> list[tuple[str, SweepRecord]]:
-    """Cluster and record of each sweep that ``given`` names; all of them where nothing is given.
+def select_sweeps(tree: ResultsTree, names: Sequence[str], cluster: str | None) -> list[tuple[str, SweepRecord]]:
+    """Return cluster and record of each sweep in ``names`` (names or files), or of all sweeps without any.
 
-    Raises ``ConfigError`` with the nearest name where a sweep or cluster has nothing in the tree.
+    Raises ``ConfigError`` with the nearest name if a sweep or ``cluster`` has nothing in the tree.
     """
     clusters = tree.clusters()
     if cluster is not None and cluster not in clusters:
         raise ConfigError(f"no results of cluster {cluster!r} in {tree.root}", hint=did_you_mean(cluster, clusters))
-    known: dict[str, list[tuple[str, SweepRecord]]] = {}
+    records: dict[str, list[tuple[str, SweepRecord]]] = {}
     broken: dict[str, Path] = {}
-    for name in [cluster] if cluster else clusters:
-        one = tree.cluster(name)
-        for path in sorted(one.path("sweeps").glob("[!.]*.json")):
-            record = _read_record(one, path.stem)
+    for cluster_name in [cluster] if cluster else clusters:
+        cluster_tree = tree.cluster(cluster_name)
+        for path in sorted(cluster_tree.path("sweeps").glob("[!.]*.json")):
+            record = _read_record(cluster_tree, path.stem)
             if record is not None:
-                known.setdefault(path.stem, []).append((name, record))
+                records.setdefault(path.stem, []).append((cluster_name, record))
             else:
                 broken[path.stem] = path
-    wanted = [sweep_name(one) for one in given] or sorted(known)
+    wanted = [sweep_name(name) for name in names] or sorted(records)
     for name in wanted:
-        if name not in known:
-            if name in broken:
-                raise StorageError(
-                    f"{broken[name]} is a link, or no record of a sweep", hint="submit the sweep again to write it anew"
-                )
-            raise ConfigError(
-                f"sweep {name!r} has nothing in {tree.root}",
-                hint=did_you_mean(name, known) if known else "submit or run a sweep first",
-            )
-    return [entry for name in wanted for entry in known[name]]
+        if name not in records and name in broken:
+            hint = "submit the sweep again to write it anew"
+            raise StorageError(f"{broken[name]} is a link, or no record of a sweep", hint=hint)
+        if name not in records:
+            hint = did_you_mean(name, records) if records else "submit or run a sweep first"
+            raise ConfigError(f"sweep {name!r} has nothing in {tree.root}", hint=hint)
+    return [entry for name in wanted for entry in records[name]]
 
 
 def _read_record(tree: ClusterTree, name: str) -> SweepRecord | None:
-    """The record called ``name``; ``None`` where somebody put something else there."""
+    """Return the record called ``name``; ``None`` if the file is something else."""
     try:
         record = read_sweep_record(tree, name)
     except (StorageError, ValueError, RecursionError):
         return None
-    if record is None or record.sweep != name or not all(RUN_ID_PATTERN.fullmatch(one) for one in record.run_ids):
-        return None
-    return record
+    is_valid = record is not None and record.sweep == name and all(map(RUN_ID_PATTERN.fullmatch, record.run_ids))
+    return record if is_valid else None
 
 
-def sweep_name(given: str) -> str:
-    """The name of a sweep that was given as a name or as a file."""
-    if not given.endswith(".toml"):
-        return given
+def sweep_name(source: str) -> str:
+    """Return the name of a sweep, which is a name or a TOML file."""
+    if not source.endswith(".toml"):
+        return source
     from hpcbench.config.sweep_loader import load_sweep
 
-    return load_sweep(Path(given)).name
+    return load_sweep(Path(source)).name

@@ -197,7 +197,7 @@ def test_conditions_read_options_and_figures() -> None:
 @pytest.mark.parametrize("name", ["speedup", "efficiency", "predicted_step_time_s", "prediction_error"])
 def test_conditions_do_not_read_what_is_made_of_the_chosen(name: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"--where: '{name} > 1': {name} is made of the runs that are chosen"
+        ConfigError, match=f"--where: '{name} > 1': {name} is computed from the selected runs"
     ) as raised:
         Condition(f"{name} > 1", "--where")
     assert raised.value.hint

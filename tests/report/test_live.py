@@ -107,9 +107,9 @@ def lines_of(*arrays: ArraySnapshot, **fields: object) -> list[str]:
 
 def test_what_cannot_be_told_is_not_told() -> None:
     queued = lines_of(ArraySnapshot(name="s-0001/0", shape=ArrayShape(1, 2), counts={"pending": 3}))
-    assert "  nothing runs now: when it will end cannot be told" in queued
+    assert "  nothing runs now: the end is unknown" in queued
     begun = lines_of(ArraySnapshot(name="s-0001/0", shape=ArrayShape(1, 2), counts={"running": 1, "pending": 3}))
-    assert "  no run has ended yet: when the last one will cannot be told" in begun
+    assert "  no run has ended yet: the end is unknown" in begun
     assert not any("left" in line or "hour" in line for line in [*queued, *begun])
 
 
