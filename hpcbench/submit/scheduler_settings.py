@@ -22,24 +22,16 @@ _KEPT_NAMES = frozenset({"SLURM_CONF"})
 _SCRUBBED_NAMES = frozenset({"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"})
 
 
-def is_job_variable(name: str) -> bool:
-    """Whether a variable describes a job that is not the one being submitted."""
-    return name not in _KEPT_NAMES and (name in _SCRUBBED_NAMES or name.startswith(_SCRUBBED_PREFIXES))
+def scrubbed_names() -> list[str]:
+    """The environment variables that describe another job than the one being submitted."""
+    names = os.environ.keys() - _KEPT_NAMES
+    return sorted(name for name in names if name in _SCRUBBED_NAMES or name.startswith(_SCRUBBED_PREFIXES))
 
 
-def scrubbed_names(environment: Mapping[str, str] | None = None) -> list[str]:
-    return sorted(name for name in (os.environ if environment is None else environment) if is_job_variable(name))
-
-
-def scrubbed_environment(
-    config_file: str | None = None, environment: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """A copy of the environment for sbatch and for local jobs. ``config_file`` becomes SLURM_CONF."""
-    source = os.environ if environment is None else environment
-    kept = {name: value for name, value in source.items() if not is_job_variable(name)}
-    if config_file is not None:
-        kept["SLURM_CONF"] = config_file
-    return kept
+def scrubbed_environment() -> dict[str, str]:
+    """A copy of the environment for sbatch and for local jobs, without ``scrubbed_names()``."""
+    scrubbed = set(scrubbed_names())
+    return {name: value for name, value in os.environ.items() if name not in scrubbed}
 
 
 class SchedulerSettings(Protocol):
@@ -64,7 +56,9 @@ class HasSchedulerSettings(Protocol):
 
 def command_environment(profile: HasSchedulerSettings) -> dict[str, str]:
     """The environment for the scheduler's commands: scrubbed, with the profile's configuration file and folder."""
-    environment = scrubbed_environment(profile.scheduler.config_file)
+    environment = scrubbed_environment()
+    if profile.scheduler.config_file is not None:
+        environment["SLURM_CONF"] = profile.scheduler.config_file
     if profile.scheduler.bin_folder:
         environment["PATH"] = os.pathsep.join((profile.scheduler.bin_folder, environment.get("PATH", os.defpath)))
     return environment

@@ -108,10 +108,17 @@ def finish_runs(tree: ClusterTree) -> None:
             for index, run_id in enumerate(array.run_ids):
                 task_file = folder / f"{array.number}.jsonl"
                 _, task = read_task(task_file, index)
-                start = {"launch": "l", "host": "h", "started_unix_s": 1.0, "task_file": str(task_file)}
+                start: dict[str, Any] = {"launch": "l", "host": "h", "started_unix_s": 1.0, "task_file": str(task_file)}
                 attempt = begin_attempt(tree.run_folder(run_id), **start)
-                identity = {"run_id": run_id, "config_id": task.config_id, "sweep": "small", "cluster": "test"}
-                result = RunResult(**identity, attempt=attempt.number, status="ok", spec=task.spec)
+                result = RunResult(
+                    run_id=run_id,
+                    config_id=task.config_id,
+                    attempt=attempt.number,
+                    sweep="small",
+                    cluster="test",
+                    status="ok",
+                    spec=task.spec,
+                )
                 assert tree.write_result(result)
     FakeScheduler.set_states(dict.fromkeys(FakeScheduler.jobs(), "lost"))
 
