@@ -44,7 +44,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bound_by: str
     """``compute``, ``latency``, ``bandwidth``, ``bubble``, or ``memory`` where it does not fit."""
     fits: bool | None
-    """``None`` where nobody says how much memory there is."""
+    """``None`` where the device's memory is unknown."""
     memory_limit_bytes: int | None = None
     depth: str
     """``nominal``, ``calibrated`` or ``fitted``."""
@@ -58,10 +58,12 @@ def predict(
     clock_of: CostModelFactory = CostModel,
     memory: MemoryBreakdown | None = None,
 ) -> Prediction:
-    """What a run will take. ``table`` is of its model, data set, input size and options.
+    """Predict one run.
 
-    ``clock_of`` prices it where the runs are another library's; ``memory`` is what ``fullest`` says of them, for who
-    knows it already.
+    Args:
+        table: of the run's model, data set, input size and options.
+        clock_of: prices the run where it is another library's.
+        memory: the result of ``peak_rank_memory``, where it is known already.
     """
     step = resolve_cost(spec.strategy).step(spec, table, clock_of(machine, spec))
     memory = memory or peak_rank_memory(spec, table, machine.device)
@@ -89,7 +91,7 @@ def predict(
 def _prediction_interval(
     spec: RunSpec, table: LayerTable, machine: Machine, step: StepBreakdown, clock_of: CostModelFactory
 ) -> PredictionInterval:
-    """By what runs left uncertain where the machine was fitted with runs, else by what its parts' numbers are."""
+    """Return the interval by the posterior of a fitted machine, else by the spreads of the machine's parts."""
     if machine.posterior is not None:
         below, above = log_step_spreads(spec, table, machine, machine.posterior, clock_of)
     else:
@@ -114,7 +116,7 @@ def peak_rank_memory(spec: RunSpec, table: LayerTable, device: str = "cuda") -> 
 
 
 def bottleneck(step: StepBreakdown) -> str:
-    """What takes most of the step."""
+    """Return the part that takes most of the step."""
     parts = {
         "compute": step.compute_s + step.straggler_s,
         "latency": step.latency_s,
@@ -125,21 +127,21 @@ def bottleneck(step: StepBreakdown) -> str:
 
 
 class NotPredicted(NamedTuple):
-    """Why nothing can be said of a run."""
+    """The reason why a run has no prediction."""
 
     reason: str
 
 
 class MemoryFit(NamedTuple):
-    """What the fullest rank of a run holds, and how much there is."""
+    """The peak memory of a run, and the memory of its device."""
 
     peak_memory_bytes: int
     memory_limit_bytes: int | None
-    """``None`` where nobody says."""
+    """``None`` where it is unknown."""
 
     @property
     def is_enough(self) -> bool:
-        """Whether it fits, as far as is known."""
+        """Whether the run fits, as far as is known."""
         return self.memory_limit_bytes is None or self.peak_memory_bytes <= self.memory_limit_bytes
 
 
@@ -153,10 +155,10 @@ class Predictor(Protocol):
     """Predictions for runs on one cluster."""
 
     def predict(self, spec: RunSpec, *, quick: bool = False) -> Prediction | NotPredicted:
-        """The prediction, or why there is none; ``quick`` may be less exact about its interval."""
+        """Return the prediction, or why there is none; ``quick`` may be less exact about its interval."""
 
     def memory_fit(self, spec: RunSpec) -> MemoryFit | NotPredicted:
-        """Its memory alone, which is quick to tell."""
+        """Return the memory alone, which is quick."""
 
     def machine(self, spec: RunSpec) -> Machine:
-        """What times on the run's nodes are made of."""
+        """Return the machine that prices the run."""

@@ -141,18 +141,17 @@ def _step_scatter(runs: Sequence[CalibrationRun]) -> float:
 
 
 def fit_base_bytes(runs: Sequence[CalibrationRun], device: str) -> tuple[float | None, list[FitResidual]]:
-    """What a process holds beside the tensors that are counted, as measured peaks count."""
-    told = [one for one in runs if one.spec.strategy not in (PROBE_LAYERS, PROBE_COLLECTIVES)]
-    told = [one for one in told if one.result.metrics.peak_memory_bytes]
-    counted = {one.result.run_id: float(peak_rank_memory(one.spec, one.table, device).total_bytes) for one in told}
-    peaks = {one.result.run_id: float(one.result.metrics.peak_memory_bytes or 0) for one in told}
-    before = [float(one.result.probe.base_memory_bytes or 0) for one in runs if one.result.probe is not None]
-    left = [peaks[key] - counted[key] for key in peaks]
-    if not left:
-        return (max(before), []) if before else (None, [])
-    base = max(median(left), 0.0)
-    pairs = [(counted[key] + base, peaks[key]) for key in peaks]
-    return base, [fit_residual("memory", "peak of a rank", pairs)]
+    """Return the bytes of a process beside the predicted tensors, as measured peaks count."""
+    pairs = [
+        (float(peak_rank_memory(run.spec, run.table, device).total_bytes), float(peak))
+        for run in runs
+        if run.spec.strategy not in (PROBE_LAYERS, PROBE_COLLECTIVES) and (peak := run.result.metrics.peak_memory_bytes)
+    ]
+    if not pairs:
+        probed = [float(run.result.probe.base_memory_bytes or 0) for run in runs if run.result.probe is not None]
+        return max(probed, default=None), []
+    base = max(median(peak - predicted for predicted, peak in pairs), 0.0)
+    return base, [fit_residual("memory", "peak of a rank", [(predicted + base, peak) for predicted, peak in pairs])]
 
 
 def fit_strategy_overheads(
