@@ -39,7 +39,7 @@ class ByQueues:
             self.mail[cut.group.place, place].put(tensor.clone())
 
     def wait(self) -> list[Tensor]:
-        self._received += [self.mail[one.place, self._cut.group.place].get(timeout=_WAIT_S) for one in self._wanted]
+        self._received += [self.mail[one.rank, self._cut.group.place].get(timeout=_WAIT_S) for one in self._wanted]
         self._wanted = []
         return self._received
 

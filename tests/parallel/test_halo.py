@@ -111,8 +111,8 @@ def test_every_needed_position_comes_from_its_owner_once(
         got = Counter(positions(box_intersection(one.own, one.needed)))
         for message in one.receives:
             got.update(positions(message.box))
-            assert HaloMessage(place, message.box) in halos[message.place].sends
-            assert message.place != place
+            assert HaloMessage(place, message.box) in halos[message.rank].sends
+            assert message.rank != place
         assert got == Counter(positions(box_intersection(one.needed, image)))
         assert sum(len(other.sends) for other in halos) == sum(len(other.receives) for other in halos)
         if box_volume(one.interior):

@@ -176,7 +176,7 @@ class SpatialRank:
     def _part(self, row: LayerRow, halo: Halo, outputs: Box) -> list[RowOp]:
         """Compute some of the outputs by themselves: lay their inputs together, and copy them to their position."""
         inputs = tuple(
-            needed if parts == 1 else window.needs(wanted)
+            needed if parts == 1 else window.input_range(wanted)
             for needed, parts, window, wanted in zip(
                 halo.needed, self.split.grid, halo_layer(row).windows, outputs, strict=True
             )
@@ -277,7 +277,7 @@ class SpatialRank:
         keys: list[str] = []
         for message in messages:
             size = self.activation_unit * row.input_shape[0] * box_volume(message.box)
-            group = self.placement.group_with(message.place)
+            group = self.placement.group_with(message.rank)
             key = f"halo {group.nodes}"
             copies.append(copy_op(self.spec, size))
             sends.append(CollectiveOp("send", size, group, _STREAM, key, shares_latency=key in keys))

@@ -1,7 +1,17 @@
 """Halo exchange of a layer that is split along spatial dims: the boxes that each rank owns, needs, sends and receives.
+
 Every dim of a feature map is divided by ``even_ranges`` over one dim of a grid of ranks, a layer's input and its
 output separately. A rank computes its own outputs; the inputs that they need and another rank owns are the halo
 (Dryden et al. 2019, arXiv:1903.06681, section 3.1). Boxes are global coordinates without batch and channels.
+
+A convolution with kernel 3 and padding 1 over 8 positions on 2 ranks::
+
+    position      p 0 1 2 3 4 5 6 7 p      p: padding
+    rank 0 owns     # # # #
+    rank 0 needs  # # # # # h              h: its halo, received from rank 1
+    rank 1 owns             # # # #
+    rank 1 needs          h # # # # #      h: its halo, received from rank 0
+    interior        0 1 2     5 6 7        outputs that need no halo, computed while halos travel
 """
 
 from __future__ import annotations
@@ -18,7 +28,7 @@ Box = tuple[range, ...]
 
 
 class SlidingWindow(NamedTuple):
-    """How a convolution or a pool goes over one dim, in torch's words."""
+    """The window of a convolution or a pool along one dim, in torch's terms."""
 
     kernel: int
     stride: int = 1
@@ -28,11 +38,11 @@ class SlidingWindow(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Positions from the first to the last that one output looks at."""
+        """Positions from the first to the last input of one output."""
         return self.dilation * (self.kernel - 1) + 1
 
     def output_extent(self, extent: int) -> int:
-        """What torch makes of an input of ``extent``."""
+        """Return torch's number of outputs for an input of ``extent``."""
         steps = extent + 2 * self.padding - self.span
         outputs = (-(-steps // self.stride) if self.ceil_mode else steps // self.stride) + 1
         if self.ceil_mode and (outputs - 1) * self.stride >= extent + self.padding:
@@ -40,22 +50,22 @@ class SlidingWindow(NamedTuple):
             outputs -= 1
         return outputs
 
-    def needs(self, outputs: range) -> range:
-        """The inputs that ``outputs`` look at; beyond the image it is padding."""
+    def input_range(self, outputs: range) -> range:
+        """Return the inputs of ``outputs``; positions beyond the image are padding."""
         first = outputs.start * self.stride - self.padding
         return range(first, first + (len(outputs) - 1) * self.stride + self.span)
 
-    def fed_by(self, own: range, outputs: range) -> range:
-        """Those of ``outputs`` that look at nothing but ``own``."""
-        first = max(outputs.start, -((-own.start - self.padding) // self.stride))
-        stop = min(outputs.stop, (own.stop - self.span + self.padding) // self.stride + 1)
+    def outputs_within(self, inputs: range, outputs: range) -> range:
+        """Return those of ``outputs`` that need nothing but ``inputs``."""
+        first = max(outputs.start, -((-inputs.start - self.padding) // self.stride))
+        stop = min(outputs.stop, (inputs.stop - self.span + self.padding) // self.stride + 1)
         return range(first, max(first, stop))
 
 
 class HaloLayer(NamedTuple):
     """One convolution or pool on feature maps of ``extents``.
 
-    ``pads_itself``: along dims that are not cut its own padding stays with it, and nothing is said about them here.
+    With ``pads_itself`` the layer pads those dims that are not split; their padding is not part of the boxes.
     """
 
     extents: tuple[int, ...]
@@ -64,68 +74,51 @@ class HaloLayer(NamedTuple):
 
 
 class HaloMessage(NamedTuple):
-    """A part of the input that goes to, or comes from, the rank at ``place``."""
+    """A part of the input that is sent to, or received from, ``rank``."""
 
-    place: int
+    rank: int
     box: Box
 
 
 class Halo(NamedTuple):
-    """One rank's part in a layer. Messages are in the order of places, one per pair of ranks."""
+    """One rank's part in a layer. Messages are in the order of ranks, one per pair of ranks."""
 
     own: Box
     needed: Box
     """With padding: may reach beyond the image."""
     outputs: Box
     interior: Box
-    """The outputs that need no other rank; empty where any of its ranges is."""
+    """The outputs that need no other rank; empty if any of its ranges is."""
     sends: tuple[HaloMessage, ...]
     receives: tuple[HaloMessage, ...]
 
     @property
     def is_local(self) -> bool:
-        """Whether what is owned is what is needed, neither more nor less."""
+        """Whether the rank owns exactly the inputs that it needs."""
         return not self.sends and not self.receives and self.own == self.needed
 
 
 @lru_cache(maxsize=4096)
-def owned_box(extents: tuple[int, ...], grid: tuple[int, ...], place: int) -> Box:
-    """The part of a feature map that the rank at ``place`` owns; places go through the grid row by row.
+def owned_box(extents: tuple[int, ...], grid: tuple[int, ...], rank: int) -> Box:
+    """Return the part of a feature map that ``rank`` owns; ranks are numbered row by row through the grid.
 
-    >>> own_box((5, 4), (2, 2), 1)
+    >>> owned_box((5, 4), (2, 2), 1)
     (range(0, 3), range(2, 4))
     """
-    at = grid_coordinates(grid, place)
-    return tuple(even_ranges(extent, parts)[one] for extent, parts, one in zip(extents, grid, at, strict=True))
-
-
-def grid_coordinates(grid: tuple[int, ...], place: int) -> tuple[int, ...]:
-    """Where ``place`` stands in the grid."""
-    found = []
-    for parts in reversed(grid):
-        place, one = divmod(place, parts)
-        found.append(one)
-    assert place == 0, "a place beyond the grid"
-    return tuple(reversed(found))
-
-
-@lru_cache(maxsize=4096)
-def compute_halo(layer: HaloLayer, grid: tuple[int, ...], place: int) -> Halo:
-    """What the rank at ``place`` owns, needs, sends and receives for ``layer``."""
-    dims = [
-        _halo_along_dim(extent, window, parts, at, pads_itself=layer.pads_itself)
-        for extent, window, parts, at in zip(
-            layer.extents, layer.windows, grid, grid_coordinates(grid, place), strict=True
-        )
-    ]
-    return Halo(
-        own=tuple(one.own for one in dims),
-        needed=tuple(one.needed for one in dims),
-        outputs=tuple(one.outputs for one in dims),
-        interior=tuple(one.interior for one in dims),
-        sends=_halo_messages(grid, place, [one.wanted_by for one in dims]),
-        receives=_halo_messages(grid, place, [one.found_at for one in dims]),
+    coordinates = grid_coordinates(grid, rank)
+    return tuple(
+        even_ranges(extent, parts)[index] for extent, parts, index in zip(extents, grid, coordinates, strict=True)
     )
+
+
+def grid_coordinates(grid: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Return the coordinates of ``rank`` in the grid."""
+    coordinates = []
+    for parts in reversed(grid):
+        rank, index = divmod(rank, parts)
+        coordinates.append(index)
+    assert rank == 0, "a rank beyond the grid"
+    return tuple(reversed(coordinates))
 
 
 class _HaloDim(NamedTuple):
@@ -133,67 +126,88 @@ class _HaloDim(NamedTuple):
     needed: range
     outputs: range
     interior: range
-    found_at: dict[int, range]
-    """Parts of what is needed, by who owns them: coordinates along this dim, the own one among them."""
-    wanted_by: dict[int, range]
+    needed_from: dict[int, range]
+    """Parts of the needed inputs by the coordinate of their owner along this dim, this rank included."""
+    needed_by: dict[int, range]
+    """Parts of the own inputs by the coordinate of the rank that needs them."""
 
 
-def _halo_along_dim(extent: int, window: SlidingWindow, parts: int, at: int, *, pads_itself: bool) -> _HaloDim:
-    out_extent = window.output_extent(extent)
-    assert min(extent, out_extent) >= parts, f"{extent} -> {out_extent} positions for {parts} ranks"
+@lru_cache(maxsize=4096)
+def compute_halo(layer: HaloLayer, grid: tuple[int, ...], rank: int) -> Halo:
+    """Return what ``rank`` owns, needs, sends and receives for ``layer``."""
+    dims = [
+        _halo_along_dim(extent, window, parts, index, pads_itself=layer.pads_itself)
+        for extent, window, parts, index in zip(
+            layer.extents, layer.windows, grid, grid_coordinates(grid, rank), strict=True
+        )
+    ]
+    own, needed, outputs, interior, needed_from, needed_by = zip(*dims, strict=True)
+    return Halo(
+        own, needed, outputs, interior,
+        sends=_halo_messages(grid, rank, needed_by), receives=_halo_messages(grid, rank, needed_from),
+    )  # fmt: skip
+
+
+def _halo_along_dim(extent: int, window: SlidingWindow, parts: int, index: int, *, pads_itself: bool) -> _HaloDim:
+    output_extent = window.output_extent(extent)
+    assert min(extent, output_extent) >= parts, f"{extent} -> {output_extent} positions for {parts} ranks"
     if parts == 1 and pads_itself:
-        whole, outputs = range(extent), range(out_extent)
+        whole, outputs = range(extent), range(output_extent)
         return _HaloDim(whole, whole, outputs, outputs, {0: whole}, {0: whole})
-    owned, outputs_of = even_ranges(extent, parts), even_ranges(out_extent, parts)
-    needed = [window.needs(outputs) for outputs in outputs_of]
+    owned, output_ranges = even_ranges(extent, parts), even_ranges(output_extent, parts)
+    needed = [window.input_range(outputs) for outputs in output_ranges]
+    received = {other: range_intersection(needed[index], owned[other]) for other in range(parts)}
+    sent = {other: range_intersection(owned[index], needed[other]) for other in range(parts)}
     return _HaloDim(
-        own=owned[at],
-        needed=needed[at],
-        outputs=outputs_of[at],
-        interior=window.fed_by(owned[at], outputs_of[at]),
-        found_at={other: both for other in range(parts) if (both := range_intersection(needed[at], owned[other]))},
-        wanted_by={other: both for other in range(parts) if (both := range_intersection(owned[at], needed[other]))},
+        own=owned[index],
+        needed=needed[index],
+        outputs=output_ranges[index],
+        interior=window.outputs_within(owned[index], output_ranges[index]),
+        needed_from={other: shared for other, shared in received.items() if shared},
+        needed_by={other: shared for other, shared in sent.items() if shared},
     )
 
 
-def _halo_messages(grid: tuple[int, ...], place: int, parts: list[dict[int, range]]) -> tuple[HaloMessage, ...]:
-    """One for every other rank with a part in every dim: at a corner that is one that lies diagonally."""
-    found = []
-    for named in product(*(one.items() for one in parts)):
+def _halo_messages(
+    grid: tuple[int, ...], rank: int, parts_by_dim: tuple[dict[int, range], ...]
+) -> tuple[HaloMessage, ...]:
+    """A message for every other rank with a part in every dim; diagonal neighbours share corners."""
+    messages = []
+    for parts in product(*(shared.items() for shared in parts_by_dim)):
         other = 0
-        for (at, _), size in zip(named, grid, strict=True):
-            other = other * size + at
-        if other != place:
-            found.append(HaloMessage(other, tuple(part for _, part in named)))
-    return tuple(sorted(found, key=lambda message: message.place))
+        for (index, _), size in zip(parts, grid, strict=True):
+            other = other * size + index
+        if other != rank:
+            messages.append(HaloMessage(other, tuple(box_range for _, box_range in parts)))
+    return tuple(sorted(messages, key=lambda message: message.rank))
 
 
 def range_intersection(a: range, b: range) -> range:
-    """What two ranges share."""
+    """Return the positions that both ranges contain."""
     start = max(a.start, b.start)
     return range(start, max(start, min(a.stop, b.stop)))
 
 
 def box_intersection(a: Box, b: Box) -> Box:
-    """What two boxes share."""
+    """Return the box that both boxes contain."""
     return tuple(range_intersection(one, other) for one, other in zip(a, b, strict=True))
 
 
 def box_volume(box: Box) -> int:
-    """Positions in a box."""
+    """Return the number of positions in a box."""
     return prod(len(one) for one in box)
 
 
 def box_difference(outer: Box, inner: Box) -> list[Box]:
-    """``outer`` without ``inner``, which lies in it and is not empty, as boxes that share nothing.
+    """Return ``outer`` without ``inner``, a non-empty box inside it, as disjoint boxes.
 
-    >>> around((range(4), range(4)), (range(1, 4), range(0, 4)))
+    >>> box_difference((range(4), range(4)), (range(1, 4), range(0, 4)))
     [(range(0, 1), range(0, 4))]
     """
-    found: list[Box] = []
-    for dim, (whole, kept) in enumerate(zip(outer, inner, strict=True)):
-        for part in (range(whole.start, kept.start), range(kept.stop, whole.stop)):
+    boxes: list[Box] = []
+    for dim, (whole, removed) in enumerate(zip(outer, inner, strict=True)):
+        for part in (range(whole.start, removed.start), range(removed.stop, whole.stop)):
             box = (*inner[:dim], part, *outer[dim + 1 :])
             if box_volume(box):
-                found.append(box)
-    return found
+                boxes.append(box)
+    return boxes

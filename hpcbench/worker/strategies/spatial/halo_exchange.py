@@ -99,7 +99,7 @@ class HaloExchange:
             dist.P2POp(dist.isend, tensor, group.global_rank(rank), group.members()) for rank, tensor in self._sent
         ]
         operations += [
-            dist.P2POp(dist.irecv, tensor, group.global_rank(message.place), group.members())
+            dist.P2POp(dist.irecv, tensor, group.global_rank(message.rank), group.members())
             for message, tensor in zip(receives, self.received, strict=True)
         ]
         self._works = dist.batch_isend_irecv(operations) if operations else []
@@ -114,7 +114,7 @@ class HaloExchange:
 
 def send_halo(grid: SpatialGrid, halo: Halo, own: Tensor) -> HaloExchange:
     """Start the forward exchange: send parts of ``own`` to the ranks that need them, receive the own halo."""
-    sends = [(message.place, box_view(own, message.box, halo.own)) for message in halo.sends]
+    sends = [(message.rank, box_view(own, message.box, halo.own)) for message in halo.sends]
     return HaloExchange(grid, own, sends, halo.receives)
 
 
@@ -123,7 +123,7 @@ def send_halo_gradient(grid: SpatialGrid, halo: Halo, gradient: Tensor) -> HaloE
 
     ``gradient`` [n, channels, *extents of halo.needed] is that of the assembled input.
     """
-    sends = [(message.place, box_view(gradient, message.box, halo.needed)) for message in halo.receives]
+    sends = [(message.rank, box_view(gradient, message.box, halo.needed)) for message in halo.receives]
     return HaloExchange(grid, gradient, sends, halo.sends)
 
 

@@ -76,7 +76,7 @@ class SpatialConvolutionPlan(SpatialPlan):
     def input_box(self, halo: Halo, outputs: Box) -> Box:
         """Return the input positions that ``outputs`` depend on."""
         return tuple(
-            needed if parts == 1 else window.needs(extent)
+            needed if parts == 1 else window.input_range(extent)
             for needed, parts, window, extent in zip(
                 halo.needed, self.grid.grid, self.layer.windows, outputs, strict=True
             )
