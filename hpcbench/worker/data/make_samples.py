@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -79,44 +79,57 @@ def _volume_bytes(dataset: str, size: int) -> int:
 
 
 def make_samples(folder: Path, dataset: str, size: int, samples: int, workers: int) -> Iterator[int]:
-    """Make ``samples`` of ``dataset``; yields how many are there, at the start and after each folder of them.
+    """Write a pool of synthetic samples. Complete parts are kept, and so is a larger pool.
 
-    Folders that are complete are left alone, and so is a larger set. Every file appears whole, the manifest last.
+    Every file appears complete, the manifest last. Two makers may work on one pool.
+
+    Args:
+        folder: The data folder.
+        dataset: Name of the data set.
+        size: Edge length, or tokens of a sample.
+        samples: Number of different samples.
+        workers: Number of processes.
+
+    Yields:
+        The number of complete samples, at the start and after each part.
+
+    Raises:
+        ConfigError: The folder holds samples that were made with other parameters.
+        StorageError: Not enough space.
+        WorkerError: A package is missing.
     """
     _check_packages(dataset)
     from hpcbench.worker.data.sample_generator import SampleGenerator
 
-    made, each = synthetic_folder(folder, dataset, size), samples_per_folder(dataset, size)
-    manifest = _existing_manifest(made, SampleGenerator(dataset, size).parameters())
-    if manifest is not None and manifest.samples >= samples:
-        yield manifest.samples
-        return
-    make_folder(made)
-    counts = [min(each, samples - first) for first in range(0, samples, each)]
-    todo = [number for number, count in enumerate(counts) if not _is_complete(made, number, count)]
-    there = samples - sum(counts[number] for number in todo)
-    _check_free_space(made, dataset, size, sum(counts[number] for number in todo))
-    yield there
-    # In an order of its own each: two makers at once seldom work at the same folder.
-    random.Random(os.getpid()).shuffle(todo)  # noqa: S311 - no secret
-    for number in _make_folders(made, dataset, size, [(number, counts[number]) for number in todo], workers):
-        there += counts[number]
-        yield there
-    _write_manifest(made, dataset, size, counts)
+    pool, part_samples = synthetic_folder(folder, dataset, size), samples_per_folder(dataset, size)
+    parameters = SampleGenerator(dataset, size).parameters()
+    manifest = read_sample_manifest(pool)
+    if manifest is not None:
+        if (manifest.parameters, manifest.format_version) != (parameters, SAMPLES_FORMAT_VERSION):
+            raise ConfigError(
+                f"{pool} holds samples that this version of hpcbench would not make",
+                hint="remove it, or make them elsewhere: --folder",
+            )
+        if manifest.samples >= samples:
+            yield manifest.samples
+            return
+    make_folder(pool)
+    counts = [min(part_samples, samples - first) for first in range(0, samples, part_samples)]
+    missing = {number: count for number, count in enumerate(counts) if not _is_complete(pool, number, count)}
+    complete = samples - sum(missing.values())
+    _check_free_space(pool, dataset, size, sum(missing.values()))
+    yield complete
+    # In a random order: two makers at once seldom work on the same part.
+    order = list(missing.items())
+    random.Random(os.getpid()).shuffle(order)  # noqa: S311 - no secret
+    for number in _make_parts(pool, dataset, size, order, workers):
+        complete += counts[number]
+        yield complete
+    _write_manifest(pool, dataset, size, counts, parameters)
 
 
-def _existing_manifest(made: Path, parameters: str) -> SampleManifest | None:
-    manifest = read_sample_manifest(made)
-    if manifest is not None and (manifest.parameters, manifest.format_version) != (parameters, SAMPLES_FORMAT_VERSION):
-        raise ConfigError(
-            f"{made} holds samples that this version of hpcbench would not make",
-            hint="remove it, or make them elsewhere: --folder",
-        )
-    return manifest
-
-
-def _is_complete(made: Path, number: int, count: int) -> bool:
-    part = read_sample_part(sample_part_folder(made, number))
+def _is_complete(pool: Path, number: int, count: int) -> bool:
+    part = read_sample_part(sample_part_folder(pool, number))
     return part is not None and part.samples >= count
 
 
@@ -128,40 +141,45 @@ def _check_packages(dataset: str) -> None:
             raise WorkerError(f"making {dataset} needs {name}: {error}", hint=install_hint(name)) from error
 
 
-def _check_free_space(made: Path, dataset: str, size: int, samples: int) -> None:
+def _check_free_space(pool: Path, dataset: str, size: int, samples: int) -> None:
     kind = DATASETS[dataset].kind
-    # A JPEG of noise takes less than a byte a pixel, and its head.
-    each = {"images": size * size + 1024, "tokens": 2 * size}.get(kind) or _volume_bytes(dataset, size)
-    free = shutil.disk_usage(made).free
-    if each * samples > free:
+    # A JPEG of noise takes less than a byte a pixel, and its header.
+    sample_bytes = {"images": size * size + 1024, "tokens": 2 * size}.get(kind) or _volume_bytes(dataset, size)
+    free = shutil.disk_usage(pool).free
+    if sample_bytes * samples > free:
         raise StorageError(
-            f"{samples} samples of {dataset} at {size} take about {each * samples} bytes, {made} has {free} free",
+            f"{samples} samples of {dataset} at {size} take about {sample_bytes * samples} bytes, "
+            f"{pool} has {free} free",
             hint="fewer --samples, or another --folder",
         )
 
 
-def _make_folders(made: Path, dataset: str, size: int, todo: list[tuple[int, int]], workers: int) -> Iterator[int]:
-    if workers == 1 or not todo:
-        for number, count in todo:
-            make_sample_folder(made, dataset, size, number, count)
+def _make_parts(pool: Path, dataset: str, size: int, parts: list[tuple[int, int]], workers: int) -> Iterator[int]:
+    """Make ``parts`` (number and samples) and yield the number of each one that is complete."""
+    if workers == 1 or not parts:
+        for number, count in parts:
+            make_sample_folder(pool, dataset, size, number, count)
             yield number
         return
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(todo)), context, _exit_with_parent, (os.getpid(),)
-    ) as pool:
+    processes = concurrent.futures.ProcessPoolExecutor(
+        min(workers, len(parts)), multiprocessing.get_context("spawn"), _exit_with_parent, (os.getpid(),)
+    )
+    with processes:
         try:
-            waiting = {pool.submit(make_sample_folder, made, dataset, size, *one): one[0] for one in todo}
-            for done in concurrent.futures.as_completed(waiting):
-                done.result()
-                yield waiting[done]
+            futures = {
+                processes.submit(make_sample_folder, pool, dataset, size, number, count): number
+                for number, count in parts
+            }
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+                yield futures[future]
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            processes.shutdown(wait=False, cancel_futures=True)
             raise
 
 
 def _exit_with_parent(parent: int) -> None:
-    """A maker that is killed, or interrupted from the keyboard, leaves nobody behind who writes on."""
+    """End this process when its parent ends: a maker that is killed or interrupted leaves no writing process behind."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
@@ -172,26 +190,27 @@ def _exit_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def make_sample_folder(made: Path, dataset: str, size: int, number: int, count: int) -> None:
-    """Make one folder of samples, unless another maker has meanwhile."""
+def make_sample_folder(pool: Path, dataset: str, size: int, number: int, count: int) -> None:
+    """Make part ``number`` with ``count`` samples, unless another maker has completed it."""
     from hpcbench.worker.data.sample_generator import SampleGenerator
 
-    if _is_complete(made, number, count):
+    if _is_complete(pool, number, count):
         return
-    folder = sample_part_folder(made, number)
+    folder = sample_part_folder(pool, number)
     make_folder(folder)
     _remove_stale_files(folder)
-    drawing = SampleGenerator(dataset, size)
+    generator = SampleGenerator(dataset, size)
     first = number * samples_per_folder(dataset, size)
+    indices = range(first, first + count)
     labels: list[int] = []
     try:
-        if drawing.kind == "tokens":
-            paths = [_write_tokens(folder, drawing, number, count)]
-        elif drawing.kind == "volumes":
-            paths = [_write_volume(folder, drawing, index) for index in range(first, first + count)]
+        if generator.kind == "tokens":
+            paths = [_write_tokens(folder, generator, number, count)]
+        elif generator.kind == "volumes":
+            paths = [_write_volume(folder, generator, index) for index in indices]
         else:
-            written = [_write_image(folder, drawing, index) for index in range(first, first + count)]
-            labels, paths = [label for label, _ in written], [path for _, path in written]
+            images = [_write_image(folder, generator, index) for index in indices]
+            labels, paths = [label for label, _ in images], [path for _, path in images]
         _sync_to_disk(folder, paths)
         part = SamplePart(samples=count, bytes=sum(path.stat().st_size for path in paths), labels=labels)
     except OSError as error:
@@ -200,9 +219,7 @@ def make_sample_folder(made: Path, dataset: str, size: int, number: int, count: 
 
 
 def _sync_to_disk(folder: Path, paths: list[Path]) -> None:
-    """Onto the device before anything says that the folder is complete. Many small files together: one by one each
-    would wait for the device.
-    """
+    """Write the files to the device before the record of their part; many files together, which is faster."""
     if len(paths) > _MAX_SINGLE_SYNCS and hasattr(libc := ctypes.CDLL(None, use_errno=True), "syncfs"):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -217,7 +234,7 @@ def _sync_to_disk(folder: Path, paths: list[Path]) -> None:
 
 @contextlib.contextmanager
 def _atomic_path(path: Path) -> Iterator[Path]:
-    """A name to write to, which becomes ``path`` at the end."""
+    """Yield a temporary path that is renamed to ``path`` at the end."""
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         yield temporary
@@ -227,29 +244,29 @@ def _atomic_path(path: Path) -> Iterator[Path]:
 
 
 def _remove_stale_files(folder: Path) -> None:
-    """What a maker that was killed has left. Younger files may be another's who is at it."""
+    """Remove temporary files of a maker that was killed. Younger ones may belong to a running maker."""
     for path in folder.glob(".*.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
                 path.unlink()
 
 
-def _write_image(folder: Path, drawing: SampleGenerator, index: int) -> tuple[int, Path]:
+def _write_image(folder: Path, generator: SampleGenerator, index: int) -> tuple[int, Path]:
     from PIL import Image
 
     from hpcbench.worker.data.sample_generator import JPEG_QUALITY
 
-    pixels, label = drawing.image(index)
+    pixels, label = generator.image(index)
     path = folder / f"{index:08d}.jpg"
     with _atomic_path(path) as temporary:
         Image.fromarray(pixels).save(temporary, "JPEG", quality=JPEG_QUALITY)
     return label, path
 
 
-def _write_volume(folder: Path, drawing: SampleGenerator, index: int) -> Path:
+def _write_volume(folder: Path, generator: SampleGenerator, index: int) -> Path:
     import h5py
 
-    counts, values = drawing.volume(index)
+    counts, values = generator.volume(index)
     path = folder / f"{index:08d}.hdf5"
     with _atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
         file["full"] = counts
@@ -257,29 +274,31 @@ def _write_volume(folder: Path, drawing: SampleGenerator, index: int) -> Path:
     return path
 
 
-def _write_tokens(folder: Path, drawing: SampleGenerator, number: int, count: int) -> Path:
+def _write_tokens(folder: Path, generator: SampleGenerator, number: int, count: int) -> Path:
     path = folder / "tokens.bin"
     with _atomic_path(path) as temporary:
-        # The whole stretch is drawn, so that a set that is enlarged begins with the samples that it had.
-        said = drawing.tokens(number, samples_per_folder(drawing.dataset, drawing.size))
-        said[: count * drawing.size + 1].tofile(temporary)
+        # All tokens of the part are generated, so that an enlarged pool begins with the samples that it had.
+        tokens = generator.tokens(number, samples_per_folder(generator.dataset, generator.size))
+        tokens[: count * generator.size + 1].tofile(temporary)
     return path
 
 
-def _write_manifest(made: Path, dataset: str, size: int, counts: list[int]) -> None:
-    from hpcbench.worker.data.sample_generator import SampleGenerator
-
-    parts = [read_sample_part(sample_part_folder(made, number)) for number in range(len(counts))]
-    whole = [part for part in parts if part is not None]
-    if len(whole) != len(counts):
-        raise StorageError(f"{made}: a folder of samples has gone while others were made", hint="run the command again")
-    labels = [label for part, count in zip(whole, counts, strict=True) for label in part.labels[:count]]
-    write_atomic(made / "labels.json", msgspec.json.encode(labels))
+def _write_manifest(pool: Path, dataset: str, size: int, counts: list[int], parameters: str) -> None:
+    records = [read_sample_part(sample_part_folder(pool, number)) for number in range(len(counts))]
+    parts = [record for record in records if record is not None]
+    if len(parts) != len(counts):
+        raise StorageError(f"{pool}: a folder of samples has gone while others were made", hint="run the command again")
+    labels = [label for part, count in zip(parts, counts, strict=True) for label in part.labels[:count]]
+    write_atomic(pool / "labels.json", msgspec.json.encode(labels))
     manifest = SampleManifest(
-        dataset=dataset, size=size, samples=sum(counts), per_folder=samples_per_folder(dataset, size),
-        parameters=SampleGenerator(dataset, size).parameters(), bytes=sum(part.bytes for part in whole),
-    )  # fmt: skip
-    write_atomic(made / MANIFEST_NAME, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+        dataset=dataset,
+        size=size,
+        samples=sum(counts),
+        per_folder=samples_per_folder(dataset, size),
+        parameters=parameters,
+        bytes=sum(part.bytes for part in parts),
+    )
+    write_atomic(pool / MANIFEST_NAME, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
 
 
 def main(words: list[str]) -> int:
@@ -291,17 +310,19 @@ def main(words: list[str]) -> int:
     parser.add_argument("--size", type=int, metavar="N", help="edge length or tokens; the set's own by default")
     parser.add_argument("--samples", type=int, metavar="N", help="how many different ones")
     parser.add_argument("--workers", type=int, metavar="N", help="processes; one per core by default")
-    given = parser.parse_args(words)
-    size = given.size or DATASETS[given.dataset].shape[-1]
-    samples = given.samples or default_sample_count(given.dataset, size)
+    arguments = parser.parse_args(words)
+    size = arguments.size or DATASETS[arguments.dataset].shape[-1]
+    samples = arguments.samples or default_sample_count(arguments.dataset, size)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # What is half done is another maker's to do again; nothing is waited for.
+    # Unfinished parts are made again by the next maker, so the process ends at once.
     signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED_EXIT_CODE))
     try:
-        for there in make_samples(given.folder.absolute(), given.dataset, size, samples, given.workers or cores):
-            _print_progress({"done": min(there, samples), "samples": max(samples, there)})
+        workers = arguments.workers or cores
+        for complete in make_samples(arguments.folder.absolute(), arguments.dataset, size, samples, workers):
+            progress = {"done": min(complete, samples), "samples": max(samples, complete)}
+            print(json.dumps(progress), flush=True)  # noqa: T201 - the caller reads it
     except BrokenPipeError:
-        # Whoever asked has gone.
+        # The caller has ended.
         os._exit(_INTERRUPTED_EXIT_CODE)
     except BrokenProcessPool as error:
         raise StorageError(
@@ -309,7 +330,3 @@ def main(words: list[str]) -> int:
             hint="run the command again; fewer --workers",
         ) from error
     return 0
-
-
-def _print_progress(progress: dict[str, Any]) -> None:
-    print(json.dumps(progress), flush=True)  # noqa: T201 - what the caller reads
