@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from pathlib import Path
 
 from hpcbench.errors import HpcbenchError
@@ -65,8 +66,6 @@ def _run_rank_process(args: argparse.Namespace) -> int:
         print(f"hpcbench: {error}", file=sys.stderr)  # noqa: T201
         code = error.exit_code
     except BaseException:  # noqa: BLE001 - shown, and the process ends below
-        import traceback
-
         traceback.print_exc()
     # Threads may still sit in the store, and a dead peer's sockets in a collective: nothing is left to wait for.
     exit_now(code)

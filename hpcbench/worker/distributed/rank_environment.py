@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import sys
 from collections.abc import Mapping
@@ -247,8 +248,6 @@ def core_warnings(cores: int, cores_per_task: int | None, local_world_size: int,
 
 def resource_limits() -> dict[str, Any]:
     """The resource limits that have stopped jobs before: soft values, -1 is none."""
-    import resource
-
     names = {"open_files": "RLIMIT_NOFILE", "locked_memory_bytes": "RLIMIT_MEMLOCK", "stack_bytes": "RLIMIT_STACK",
              "address_space_bytes": "RLIMIT_AS", "processes": "RLIMIT_NPROC"}  # fmt: skip
     return {key: resource.getrlimit(getattr(resource, name))[0] for key, name in names.items()}
@@ -256,8 +255,6 @@ def resource_limits() -> dict[str, Any]:
 
 def raise_open_file_limit() -> None:
     """Rank 0 holds three sockets a rank: the soft limit of 1024 files would end a world of a few hundred."""
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

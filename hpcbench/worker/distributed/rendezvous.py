@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import psutil
 
 from hpcbench.config.run_spec import TaskFileHeader
 from hpcbench.errors import WorkerError
@@ -38,8 +39,6 @@ class NetworkInterface(NamedTuple):
 
 def list_interfaces() -> list[NetworkInterface]:
     """Interfaces that are up and have an address, in the system's order; link-local addresses are left out."""
-    import psutil
-
     states = psutil.net_if_stats()
     found = []
     for name, entries in psutil.net_if_addrs().items():
