@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +63,21 @@ def sbatch_directives(
         "error": log,
     }
     lines.update(container_directives(profile.environment(shape.environment).container))
-    lines.update(profile.directives)
-    lines.update(partition.directives)
-    for name in request.drop:
-        lines.pop(name, None)
+    return _merged_directives(lines, profile, shape.partition)
+
+
+def _merged_directives(
+    directives: Mapping[str, DirectiveValue | list[str] | None], profile: ClusterProfile, partition: str | None
+) -> list[tuple[str, str | int | bool]]:
+    """Names and values of ``directives`` and those of the profile, without dropped ones; a list gives several lines."""
+    merged = {**directives, **profile.directives, **profile.partition(partition).directives}
+    for name in profile.request_of(partition).drop:
+        merged.pop(name, None)
     return [
-        (name, one)
-        for name, value in lines.items()
+        (name, line)
+        for name, value in merged.items()
         if value is not None and value is not False
-        for one in (value if isinstance(value, list) else [value])
+        for line in (value if isinstance(value, list) else [value])
     ]
 
 
@@ -109,16 +115,8 @@ def pbs_directives(
         "j": "oe",
         "o": f"{folder}/",
     }
-    lines.update(profile.directives)
-    lines.update(partition.directives)
-    for name in profile.request_of(shape.partition).drop:
-        lines.pop(name, None)
-    return [
-        (name, one if one is True else str(one))
-        for name, value in lines.items()
-        if value is not None and value is not False
-        for one in (value if isinstance(value, list) else [value])
-    ]
+    merged = _merged_directives(lines, profile, shape.partition)
+    return [(name, value if value is True else str(value)) for name, value in merged]
 
 
 def _format_walltime(seconds: float) -> str:
