@@ -118,6 +118,11 @@ def _fill_degrees(point: dict[str, Any]) -> None:
     for degree in open_degrees:
         if devices % prod(degrees.values()) == 0:
             degrees[degree] = devices // prod(degrees.values())
+    if prod(degrees.values()) == devices and point.get("devices_per_task", 1) > 1 and not entry.drives_several_devices:
+        raise _InfeasibleError(
+            f"{point['strategy']} computes on one device per task, devices_per_task is {point['devices_per_task']}: "
+            "set tasks_per_node instead"
+        )
     if prod(degrees.values()) != devices:
         counts = ((point.get(key, 1), key) for key in ("nodes", "tasks_per_node", "devices_per_task"))
         world = " x ".join(f"{key} {count}" for count, key in counts if count > 1) or "nodes 1"

@@ -123,6 +123,8 @@ class StrategyEntry(NamedTuple):
     """The reason why the strategy cannot split the model of a layer table, or ``None``."""
     hybrid: tuple[str, ...] = ()
     """Further degrees that may be above 1: the strategy is then a hybrid with those."""
+    drives_several_devices: bool = False
+    """Whether one rank computes on ``devices_per_task`` devices; else every rank has one."""
     rehearsable: bool = True
     """Whether all computation and communication goes through torch's operators."""
 

@@ -38,6 +38,12 @@ def test_degrees_that_do_not_fit_are_dropped_with_both_numbers() -> None:
     assert reason(strategy="ddp", tp_degree=2) == "ddp has no tp_degree: 2 given, 1 is right"
 
 
+def test_several_devices_of_a_task_need_a_strategy_that_drives_them() -> None:
+    given = {"strategy": "ddp", "devices_per_task": 2}
+    assert reason(**given) == ("ddp computes on one device per task, devices_per_task is 2: set tasks_per_node instead")
+    assert spec(strategy="fairscale_pipe", model="vgg11", devices_per_task=2).pp_degree == 2
+
+
 def test_batch_and_input() -> None:
     assert "cannot be cut into 3" in reason(strategy="single", micro_batches=3)
     assert "real data of 8: input_size 16" in reason(strategy="single", input_size=16)

@@ -39,6 +39,7 @@ STRATEGIES = {
         exclusion=fairscale_pipe_exclusion,
         table_exclusion=pipeline.pipeline_table_exclusion,
         schedule="gpipe",
+        drives_several_devices=True,
         calibration=pipeline.PIPELINE_CALIBRATION._replace(one_process=True),
         plot_style=PlotStyle("sky", "circle", "dots"),
         parity_cases=(
