@@ -47,7 +47,7 @@ def setup_with_accident(self: Any, model: Any, spec: Any, place: Any) -> None:
 
 
 DataParallelStrategy.step = step_with_accident  # type: ignore[method-assign]
-DataParallelStrategy.setup = setup_with_accident  # type: ignore[method-assign]
+DataParallelStrategy.setup = setup_with_accident  # type: ignore[method-assign,assignment]
 
 if __name__ == "__main__":
     sys.exit(main())

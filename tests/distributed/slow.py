@@ -43,7 +43,7 @@ def rank_result(self: Any, *arguments: Any) -> Any:
     return result
 
 
-DataParallelStrategy.setup = setup  # type: ignore[method-assign]
+DataParallelStrategy.setup = setup  # type: ignore[method-assign,assignment]
 DataParallelStrategy.step = step  # type: ignore[method-assign,assignment]
 RankMeasurements.rank_result = rank_result  # type: ignore[method-assign,assignment]
 

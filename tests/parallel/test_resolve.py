@@ -39,8 +39,8 @@ def test_degrees_that_do_not_fit_are_dropped_with_both_numbers() -> None:
 
 
 def test_several_devices_of_a_task_need_a_strategy_that_drives_them() -> None:
-    given = {"strategy": "ddp", "devices_per_task": 2}
-    assert reason(**given) == ("ddp computes on one device per task, devices_per_task is 2: set tasks_per_node instead")
+    wanted = "ddp computes on one device per task, devices_per_task is 2: set tasks_per_node instead"
+    assert reason(strategy="ddp", devices_per_task=2) == wanted
     assert spec(strategy="fairscale_pipe", model="vgg11", devices_per_task=2).pp_degree == 2
 
 

@@ -98,7 +98,7 @@ class PipelineStrategy(ModelParallelStrategy):
         if reason is not None:
             raise WorkerError(reason, status="unsupported", hint="fewer stages, or other cuts")
         profile = measure_blocks(model, spec, self.context) if is_balance_measured(self.options) else None
-        blocks = assign_blocks(model, spec, self.options, self.layout)
+        self.blocks = blocks = assign_blocks(model, spec, self.options, self.layout)
         self.predicted = None if profile is None else predict_step(profile, spec, self.layout, blocks)
         self.boundaries = ActivationMetaCache(model, blocks, spec, self.context.device)
         self._state_locations = locate_tensors(model.state_dict().items(), model, blocks)
