@@ -1,7 +1,7 @@
-"""Write the pages that follow from the code: the commands, the strategies, the fields of the three file formats.
+"""Write the pages that are generated from the code: commands, strategies, fields of the three file formats.
 
 Run by ``make reference`` and ``make docs``. The pages are kept in the tree, so that they can be read without a build;
-``tests/docs/test_site.py`` compares them with what this writes.
+``tests/docs/test_site.py`` compares them with the output of this script.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _FIELD_SOURCES = ("results/schema.py", "config/run_spec.py", "parallel/traffic.p
 
 
 _ABOUT = {
-    "sweep": "A sweep is a TOML file; [sweeps.md](sweeps.md) tells how to write one.",
-    "cluster": "A profile is a TOML file; [add a cluster](add-a-cluster.md) tells how to write one.",
-    "result": "A run leaves one `result.json`; [how every number is measured](measurement.md) tells what its figures "
-    "are. What was not measured is absent. Values are in SI units and bytes.",
+    "sweep": "A sweep is a TOML file; [sweeps.md](sweeps.md) describes how to write one.",
+    "cluster": "A profile is a TOML file; [add a cluster](add-a-cluster.md) describes how to write one.",
+    "result": "A run leaves one `result.json`; [how every number is measured](measurement.md) defines its figures. "
+    "Figures that were not measured are absent. Values are in SI units and bytes.",
 }
 
 
 def pages() -> dict[str, str]:
-    """The text of every page, by its name in ``docs/``."""
+    """Return the text of every page, by its name in ``docs/``."""
     return {
         "cli.md": _page("Commands", _commands()),
         "catalog.md": _page("Strategies, models and data sets at a glance", _catalog()),
@@ -51,8 +51,8 @@ def _page(title: str, parts: Iterable[str]) -> str:
 
 
 def _commands() -> Iterator[str]:
-    yield "Exit codes: 0 done; 1 some runs did not end well, or `compare` found a regression; 2 what was asked for is"
-    yield "wrong; 3 the scheduler or the file system refused. Every command says `--help`.\n"
+    yield "Exit codes: 0 success; 1 some runs did not end well, or `compare` found a regression; 2 an invalid argument"
+    yield "or file; 3 the scheduler or the file system refused. Every command has `--help`.\n"
     context = click.Context(cli, info_name="hpcbench")
     for name in COMMANDS:
         command = cli.get_command(context, name)
@@ -79,20 +79,20 @@ def _command(command: click.Command, context: click.Context) -> Iterator[str]:
 
 def _catalog() -> Iterator[str]:
     yield "## Strategies\n"
-    yield "What each does is told on the pages of [strategies](strategies.md) and [pipelines](pipelines.md)."
+    yield "The pages on [strategies](strategies.md) and [pipelines](pipelines.md) describe each in detail."
     yield "`options` are written as `[fixed.options]` in a [sweep](sweeps.md).\n"
     strategies = (
         (f"`{key}`", one.description, _names(filter(None, [one.own_degree])), _names(one.hybrid), _options(one.options))
         for key, one in STRATEGIES.items()
     )
-    yield from _table(("strategy", "what it is", "degree", "hybrid with", "options (default)"), strategies)
+    yield from _table(("strategy", "description", "degree", "hybrid with", "options (default)"), strategies)
     named = (f"`{name}` for `{alias.strategy}`" for name, alias in ALIASES.items())
-    yield f"Other names, for what is a hybrid as soon as several degrees are above 1: {', '.join(named)}.\n"
+    yield f"Aliases, for strategies that become hybrids with several degrees above 1: {', '.join(named)}.\n"
     yield "## Models\n"
     shipped = (
         (f"`{name}`", one.description, one.kind, _options(one.options)) for name, one in shipped_model_entries().items()
     )
-    yield from _table(("model", "what it is", "takes", "options (default)"), shipped)
+    yield from _table(("model", "description", "accepts", "options (default)"), shipped)
     yield "## Data sets\n"
     sets = (
         (
@@ -105,7 +105,7 @@ def _catalog() -> Iterator[str]:
         )
         for name, one in DATASETS.items()
     )
-    yield from _table(("data set", "what it is", "kind", "one sample", "an epoch", "held out"), sets)
+    yield from _table(("data set", "description", "kind", "one sample", "samples per epoch", "held out"), sets)
 
 
 def _names(names: Iterable[str]) -> str:
@@ -153,7 +153,7 @@ def _fields(found: dict[str, Any], said: dict[str, str]) -> Iterator[str]:
 
 
 def _description(entry: dict[str, Any]) -> str:
-    """Of the value, or of what it may be."""
+    """Return the description of the value, or of the first of its alternatives that has one."""
     if own := str(entry.get("description", "")):
         return own
     return next(filter(None, map(_description, entry.get("anyOf", ()))), "")
@@ -186,7 +186,7 @@ def _value(default: Any) -> str:
 
 
 def _field_docstrings() -> dict[str, dict[str, str]]:
-    """What stands below the fields of the record classes, which JSON Schema does not carry."""
+    """Return the docstrings below the fields of the record classes, which JSON Schema does not contain."""
     found: dict[str, dict[str, str]] = {}
     for source in _FIELD_SOURCES:
         for node in ast.parse((PACKAGE / source).read_text(encoding="utf-8")).body:
@@ -216,7 +216,7 @@ def _cell(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Docstrings' double backticks as Markdown's; what is no Markdown stays text."""
+    """Turn the double backticks of docstrings into those of Markdown, and escape all other markup."""
     text = re.sub(r"``(.+?)``", r"`\1`", text)
     parts = re.split(r"(`[^`]*`|\[\w+\]\(#\w+\))", text)
     return "".join(part if number % 2 else re.sub(r"([*<>\[\]])", r"\\\1", part) for number, part in enumerate(parts))
