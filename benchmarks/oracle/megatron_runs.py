@@ -139,7 +139,7 @@ def product_efficiency(peak_flops_per_s: float, processors: int) -> float:
 
 
 def spec_of(run: Published, recompute: Recompute) -> RunSpec:
-    """The run; options beyond the strategy's own are those of ``oracle.split_model.SplitModel``."""
+    """Return the run; options beyond the strategy's own are those of ``oracle.tensor_rank.TensorParallelRank``."""
     chunks = run.pp * run.interleaving
     per_chunk = run.layers // chunks
     options: dict[str, Any] = {
