@@ -122,7 +122,7 @@ def _schema(kind: str) -> Iterator[str]:
     yield _ABOUT[kind]
     yield "The same as JSON Schema, for editors and scripts: "
     yield f"`hpcbench schema {kind}`, [{kind}.json](schemas/{kind}.json).\n"
-    said = _field_docstrings() if kind == "result" else {}
+    docstrings = _field_docstrings() if kind == "result" else {}
     if "properties" in document:
         yield "## The file\n"
         yield from _fields(document, {})
@@ -139,15 +139,15 @@ def _schema(kind: str) -> Iterator[str]:
             own = {key: value for key, value in found["properties"].items() if key not in shared}
             yield from _fields({**found, "properties": own}, {})
         else:
-            yield from _fields(found, said.get(name, {}))
+            yield from _fields(found, docstrings.get(name, {}))
 
 
-def _fields(found: dict[str, Any], said: dict[str, str]) -> Iterator[str]:
+def _fields(found: dict[str, Any], docstrings: dict[str, str]) -> Iterator[str]:
     required = set(found.get("required", ()))
     rows = []
     for name, entry in found.get("properties", {}).items():
         default = "required" if name in required else _value(entry.get("default"))
-        rows.append((f"`{name}`", _kind(entry), default, said.get(name) or _description(entry)))
+        rows.append((f"`{name}`", _kind(entry), default, docstrings.get(name) or _description(entry)))
     if rows:
         yield from _table(("key", "type", "default", "meaning"), rows)
 
