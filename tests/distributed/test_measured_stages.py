@@ -60,7 +60,7 @@ def cut_and_train(
     os.environ["XDG_CACHE_HOME"] = cache or "nowhere"
     place = RankContext(dist.get_rank(group), spec.ranks, CPU, group)
     wide = comparison_spec(spec, "fp64")
-    name, value = ("_BUDGET_S", 0.0) if cache else ("measured_chain", planned if place.rank == 0 else None)
+    name, value = ("_BLOCK_BUDGET_S", 0.0) if cache else ("profile_blocks", planned if place.rank == 0 else None)
     with mock.patch.object(block_times, name, value):
         first = resolve_runtime(spec.strategy)()
         assert isinstance(first, PipelineStrategy)
