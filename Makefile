@@ -15,8 +15,8 @@ LINK ?= 1gbit
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart horovod horovod-if-possible test test-unit test-distributed test-slurm test-docs run-slurm run-distributed run-others \
-	run-oracle run-docs lint format docs reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench oracle-score rerun-ddlbench rerun-paradl clean
+.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm run-slow run-slurm durations lint format docs \
+	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -30,9 +30,13 @@ $(VENV)/.worker: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable '.[worker]'
 	@touch $@
 
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) --editable '.[test]'
+	@touch $@ $(VENV)/.worker
+
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) --editable '.[dev]'
-	@touch $@ $(VENV)/.worker
+	@touch $@ $(VENV)/.test $(VENV)/.worker
 
 # Horovod belongs to one torch: another one in .venv needs another wheel.
 $(VENV)/.horovod: $(VENV)/.worker hpcbench/tools/build_horovod.py
@@ -49,44 +53,42 @@ horovod-if-possible: $(VENV)/.dev
 	@[ -e $(VENV)/.horovod ] || $(BIN)/python -m tests.packages || echo "MPI is left out: Adasum's test is skipped, or fails where HPCBENCH_REQUIRE names horovod-mpi"
 	@$(MAKE) --no-print-directory $(VENV)/.horovod || echo "Horovod is left out: its tests are skipped, or fail where HPCBENCH_REQUIRE names it"
 
-ORACLE := tests/oracle tests/parallel tests/report
-UNIT := $(BIN)/pytest --durations 10 -m "not distributed and not slurm and not soak and not faults" --ignore=tests/docs
-DISTRIBUTED := $(BIN)/pytest --durations 40 -m "distributed and not slurm and not soak and not faults" --ignore=tests/docs
-SLURM := $(BIN)/pytest --durations 40 -m "slurm and not soak" --ignore=tests/docs -rs
-DOCS := $(BIN)/pytest -m "not slurm and not soak" tests/docs
+# Tests are marked by what they cost (tests/durations.tsv), not by where they are. hypothesis tries 20 examples in
+# `make test` and 100 in `make test-all` (EXAMPLES=repeatable).
+PYTEST := $(BIN)/python -m pytest
+EXAMPLES ?= fast
+WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
+FAST := not slow and not slurm and not soak and not faults
+SLOW := slow and not slurm and not soak and not faults
 
-# Two at a time, the longest first, so that two cores are busy to the end. What they need is there before: make puts off
-# what still waits for something, and begins with the shortest.
-test: horovod-if-possible ## everything, a real SLURM included where this machine allows
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going \
-		run-slurm run-distributed run-others run-oracle run-docs
+test: $(VENV)/.test ## what needs Python packages alone: every pure test, each strategy on two ranks (8 minutes on 2 cores)
+	$(PYTEST) --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --hypothesis-profile $(EXAMPLES) -m "$(FAST)"
 
-test-unit: $(VENV)/.dev ## what needs one process
-	@$(MAKE) --no-print-directory run-oracle run-others
+test-all: ## make test and make test-rest, with more examples of the property tests (30 minutes on 2 cores)
+	@$(MAKE) --no-print-directory test EXAMPLES=repeatable
+	@$(MAKE) --no-print-directory test-rest
 
-test-distributed: horovod-if-possible ## what needs several ranks
-	@$(MAKE) --no-print-directory run-distributed
+# Two at a time, so that two cores are busy. What they need is there before: make puts off what still waits for something.
+test-rest: horovod-if-possible ## what make test-all adds: full parity, Horovod, a real SLURM, a browser, the site
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going run-slurm run-slow
+
+test-strategy: horovod-if-possible ## everything about one key of the registry, such as S=zero_bubble
+	@[ "$(S)" ] || { echo "make test-strategy S=zero_bubble: name a key of the registry (docs/catalog.md)"; exit 2; }
+	$(PYTEST) --strategy $(S) -m "not soak and not slurm and not faults"
 
 test-slurm: horovod-if-possible ## what needs the SLURM box, which it starts
 	@$(MAKE) --no-print-directory run-slurm
 
-test-docs: $(VENV)/.dev ## the commands and files that the documentation shows
-	@$(MAKE) --no-print-directory run-docs
-
 run-slurm:
-	$(SLURM)
+	$(PYTEST) --durations 20 -m "slurm and not soak" -rs
 
-run-distributed:
-	$(DISTRIBUTED)
+run-slow:
+	$(PYTEST) --durations 20 -m "$(SLOW)" -rs
 
-run-others:
-	$(UNIT) tests $(addprefix --ignore=,$(ORACLE))
-
-run-oracle:
-	$(UNIT) $(ORACLE)
-
-run-docs:
-	$(DOCS)
+durations: $(VENV)/.dev ## measure every test of make test-all and write tests/durations.tsv
+	rm -rf build/durations && mkdir -p build/durations
+	-HPCBENCH_DURATIONS=$(CURDIR)/build/durations PYTEST_ADDOPTS="-p tests.durations" $(MAKE) --no-print-directory test-all
+	$(BIN)/python -m tests.durations build/durations/*.jsonl
 
 lint: $(VENV)/.dev ## formatting, style, types, layering, structure, vocabulary
 	$(BIN)/ruff format --check .
@@ -116,7 +118,7 @@ layers: $(VENV)/.worker ## measure the layers of all shipped models anew, into h
 check-layers: $(VENV)/.dev ## compare all of hpcbench/layers with what is measured now
 	$(BIN)/pytest tests/worker/test_layers.py -m soak --timeout 1200
 
-golden: $(VENV)/.dev ## write the scripts and terminal plots in tests/golden anew; review the diff
+golden: $(VENV)/.test ## write the scripts and terminal plots in tests/golden anew; review the diff
 	HPCBENCH_GOLDEN=write $(BIN)/pytest tests/render tests/report/test_plots_terminal.py
 
 pictures: $(VENV)/.worker ## draw what the documentation shows: the quickstart's table, and plots

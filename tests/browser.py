@@ -5,13 +5,24 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from tests.conftest import absent
+from tests.packages import require_programs
+
+if find_spec("selenium") is None:
+    absent("chromium", "selenium is not installed: make lint installs it")
+
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.ui import Select, WebDriverWait
 
-from tests.packages import require_programs
+__all__ = ["Browser", "By", "Keys", "Select", "WebDriverWait", "WebElement", "browsers"]
 
 _PROGRAMS = ("chromium", "chromedriver")
 _PACKAGES = ("chromium", "chromium-driver")

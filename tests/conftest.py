@@ -11,23 +11,31 @@ import hypothesis
 import pytest
 
 from hpcbench.config.sweep_loader import Sweep, load_sweep
+from hpcbench.parallel.catalog import STRATEGIES
 
 # A shell lets what it starts in the background ignore SIGINT, and every process of a test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples in every run: a red test is red for everybody. No deadline: a loaded machine is no bug.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=100)
+hypothesis.settings.register_profile("fast", hypothesis.settings.get_profile("repeatable"), max_examples=20)
 hypothesis.settings.load_profile("repeatable")
+
+LONG_S = 20.0
+"""A test without the marker ``slow`` that takes longer is named in a warning; on a busy machine any may."""
 
 REQUIRED = frozenset(filter(None, os.environ.get("HPCBENCH_REQUIRE", "").split(",")))
 """Parts whose absence is a failure, not a skip."""
 
 
 def absent(part: str, reason: str) -> None:
-    """Skip because ``part`` is not on this machine; fail where HPCBENCH_REQUIRE names it."""
+    """Skip (a test, or a module while it is imported) because ``part`` is not on this machine.
+
+    Fails where HPCBENCH_REQUIRE names it.
+    """
     if part in REQUIRED:
         pytest.fail(f"{part} is required by HPCBENCH_REQUIRE, but {reason}", pytrace=False)
-    pytest.skip(f"{part}: {reason}")
+    pytest.skip(f"{part}: {reason}", allow_module_level=True)
 
 
 def require_horovod() -> None:
@@ -39,6 +47,51 @@ def require_horovod() -> None:
         load_horovod()
     except WorkerError as error:
         absent("horovod", str(error))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--strategy", metavar="KEY", help="only tests of this strategy of the registry")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With ``--strategy`` leave out what has nothing to do with that strategy."""
+    key = config.getoption("--strategy")
+    if key is None:
+        return
+    if key not in STRATEGIES:
+        raise pytest.UsageError(f"--strategy {key}: the registry has {', '.join(STRATEGIES)}")
+    kept = [item for item in items if proves(item, key)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
+
+
+def proves(item: pytest.Item, key: str) -> bool:
+    """Whether a parameter of the test, or a marker, names the strategy."""
+    marked = any(key in marker.args for marker in item.iter_markers("strategy"))
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    return marked or any(_names(value, key) for value in parameters)
+
+
+def _names(value: object, key: str) -> bool:
+    """Whether ``value`` is the key, a run with that strategy or a container of such."""
+    if isinstance(value, str):
+        return value == key
+    if isinstance(value, dict):
+        return value.get("strategy") == key
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return any(_names(one, key) for one in value)
+    return getattr(getattr(value, "spec", value), "strategy", None) == key
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the tests that took long and are not marked ``slow``."""
+    reports = [one for outcome in ("passed", "failed") for one in terminalreporter.stats.get(outcome, [])]
+    slow = {"slow", "slurm", "soak", "faults"}
+    long = [one for one in reports if one.duration > LONG_S and not slow & set(one.keywords)]
+    if long:
+        terminalreporter.section("tests that may need the marker slow", yellow=True)
+        for one in sorted(long, key=lambda report: -report.duration):
+            terminalreporter.line(f"{one.duration:6.1f} s  {one.when:8}  {one.nodeid}")
 
 
 @pytest.fixture(autouse=True)

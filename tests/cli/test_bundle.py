@@ -52,7 +52,7 @@ def without_warnings(table: dict[str, Any]) -> dict[str, Any]:
     return {**table, "rows": [{name: row[name] for name in row if name != "warnings"} for row in table["rows"]]}
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 def test_a_real_sweep_gives_the_same_table_elsewhere(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()

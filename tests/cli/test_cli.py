@@ -177,7 +177,6 @@ def test_doctor_names_what_is_missing(tmp_path: Path) -> None:
     assert "run on a login node" in done.stdout.replace("\n", " ").replace("  ", " ")
 
 
-@pytest.mark.distributed
 def test_run_to_table_and_again(sweep: Path, tmp_path: Path) -> None:
     results = ["--results", str(tmp_path / "r")]
     done = hpcbench("run", str(sweep), *results)

@@ -57,7 +57,7 @@ def hpcbench(project: Path, *arguments: str) -> subprocess.CompletedProcess[byte
     )  # fmt: skip
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 def test_values_reach_the_ranks_as_they_were_written_and_nobody_else(project: Path) -> None:
     done = [
         hpcbench(project, *arguments)

@@ -33,6 +33,7 @@ seed = [1, 2]
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_second_job_of_an_array_runs_the_second_line(tmp_path: Path) -> None:
     require_mpirun()

@@ -23,7 +23,7 @@ from tests.distributed.cases import CPU, run_reference, short_epoch
 from tests.distributed.launching import environment
 from tests.packages import require_mpirun
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("horovod")]
 
 BOUND = 1e-6
 """Horovod's dot products are exact in fp64, its tensors travel as they are: what is left is rounding."""
@@ -33,7 +33,7 @@ def test_two_replicas_are_combined_as_the_formula_says(tmp_path: Path) -> None:
     require_horovod()
     require_mpirun()
     if not load_horovod().mpi_built():
-        absent("horovod-mpi", "this Horovod was built without MPI: rm .venv/.horovod; make test-distributed")
+        absent("horovod-mpi", "this Horovod was built without MPI: rm .venv/.horovod; make horovod")
     store = TCPStore("127.0.0.1", 0, None, True, to_timedelta(60), wait_for_workers=False)
     command = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", sys.executable, "-m",
                "tests.distributed.adasum_ranks", str(tmp_path / "weights")]  # fmt: skip

@@ -26,7 +26,7 @@ from tests.distributed.fake import fake_traffic, fake_world
 from tests.distributed.memory import state_of, storages
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("filter", "channel")]
 
 ALL = [(strategy, form) for strategy in ("filter", "channel") for form in ("sharded", "gathered")]
 

@@ -21,7 +21,7 @@ from hpcbench.worker.strategies.channel.channel_layers import (
 from hpcbench.worker.strategies.model_parallel import gather_shards
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("filter", "channel")]
 
 BOUND = 1e-12
 

@@ -32,7 +32,7 @@ from tests.distributed.cases import (
 )  # fmt: skip
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("filter", "channel")]
 
 WHOLE_MODEL = 1e-10
 """In fp64, of loss, gradients and weights of one step, each tensor by its own size."""

@@ -25,7 +25,7 @@ from tests.distributed.cases import (
 )
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("ddp")]
 
 make_narrow = functools.partial(make_case, narrow=True)
 

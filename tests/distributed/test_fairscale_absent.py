@@ -16,7 +16,10 @@ from tests.distributed.launching import ROOT, Launch, environment
 from tests.distributed.test_launches import message_of, result_of
 from tests.worker.helpers import make_spec, write_tasks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.strategy("fairscale_oss", "fairscale_sddp", "fairscale_fsdp", "fairscale_pipe"),
+]
 
 INSTALL = "python -m pip install --no-deps fairscale==0.4.13"
 

@@ -28,6 +28,8 @@ from hpcbench.worker.verification.reference import compare_training
 from hpcbench.worker.verification.verify import train_strategy
 from tests.distributed.cases import CPU, EXACT, Case, make_case, run_reference, short_epoch
 
+pytestmark = pytest.mark.strategy("fairscale_pipe")
+
 POINT = {"model": "resnet18", "dataset": "digits", "strategy": "fairscale_pipe", "batch_size": 8, "micro_batches": 4}
 
 ROOT = str(Path(__file__).resolve().parents[2])

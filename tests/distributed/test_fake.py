@@ -12,8 +12,6 @@ from hpcbench.worker.distributed.process_groups import make_axis_groups
 from hpcbench.worker.measure.traffic_recorder import record_traffic
 from tests.distributed.fake import fake_world
 
-pytestmark = pytest.mark.distributed
-
 
 @pytest.mark.parametrize(
     ("rank", "world_size", "dp_ranks", "tp_ranks"),

@@ -17,7 +17,7 @@ from tests.conftest import absent
 from tests.distributed.launching import HOOKED, ROOT, Launch, wait_until
 from tests.worker.helpers import make_spec, tree_of, write_tasks
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 SLOW = [str(ROOT / "tests" / "distributed" / "slow.py")]
 BUSY = "import sys\nprint(flush=True)\nwhile True: pass"

@@ -35,7 +35,7 @@ from tests.distributed.cases import (
 from tests.distributed.pool import Pool
 from tests.distributed.test_data_parallel import PLAIN
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("horovod")]
 
 CONVOLUTIONS = ("resnet18", "vgg11")
 HALF = 1e-3

@@ -18,7 +18,7 @@ from tests.distributed.launching import HOOKED, ROOT, Launch, environment
 from tests.distributed.test_launches import message_of, result_of, stop_at_step_4
 from tests.worker.helpers import make_spec, write_tasks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("horovod")]
 
 ENDLESS_PAIR = make_spec(strategy="horovod", tasks_per_node=2, dp_degree=2, steps=1_000_000)
 

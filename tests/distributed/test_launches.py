@@ -22,7 +22,7 @@ from hpcbench.results.schema import RankTraffic, RunResult
 from tests.distributed.launching import HOOKED, Launch, wait_until, worker
 from tests.worker.helpers import make_spec, tree_of, write_tasks
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 LONE = make_spec()
 PAIR = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2)

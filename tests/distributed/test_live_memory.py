@@ -34,7 +34,7 @@ from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_world
 from tests.distributed.test_traffic import at_once, spec_of, table_of
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 STEPS = 3
 """The first ones make buckets and the optimizer's state."""

@@ -32,7 +32,7 @@ from hpcbench.worker.verification.verify import comparison_spec, train_strategy
 from tests.distributed.cases import CPU, EXACT, make_case
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 SECONDS = [5.0, 1.0, 1.0, 1.0, 1.0, 1.0]
 """Of the forward passes of vit's six blocks; backward passes take twice as long."""

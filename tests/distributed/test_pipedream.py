@@ -36,7 +36,7 @@ from tests.distributed.cases import (
 )
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("pipedream")]
 
 
 STACK_CUTS = {2: "2", 4: "1,2,4"}

@@ -20,7 +20,7 @@ from hpcbench.worker.verification.reference import train_reference
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("pipedream")]
 
 EPOCHS, SEEDS, LEARNING_RATE = 8, range(3), 0.02
 

@@ -22,7 +22,7 @@ from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
 from tests.distributed.test_pipeline_cost import _Kept, spec_of, table_of
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("pipedream")]
 
 BUFFERED: dict[str, Any] = {"options": {"weight_versions": "2bw"}}
 

@@ -9,7 +9,7 @@ import pytest
 from tests.distributed.cases import EXACT, Case, check, check_rounding, make_case, run_reference
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 SCHEDULES = ["model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 SOAK = pytest.mark.soak

@@ -24,7 +24,7 @@ from hpcbench.worker.strategies.base import resolve_runtime
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 FAST = DeviceCompute(peak_flops_per_s={"fp32": 2e12}, memory_bandwidth_bytes_per_s=2e11, launch_s=0.0)
 

@@ -24,7 +24,7 @@ from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 
 def spec_of(strategy: str, stages: int, model: str = "vgg11", dataset: str = "digits", **more: Any) -> RunSpec:

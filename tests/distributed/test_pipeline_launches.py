@@ -14,7 +14,7 @@ from hpcbench.results.schema import RunResult
 from tests.distributed.launching import ROOT, Launch
 from tests.worker.helpers import make_spec, tree_of, write_tasks
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 SILENT = [str(ROOT / "tests" / "distributed" / "silent.py")]
 

@@ -20,7 +20,7 @@ from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 
 def spec_of(strategy: str, stages: int, model: str, dataset: str, **more: Any) -> RunSpec:

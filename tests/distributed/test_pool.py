@@ -17,6 +17,7 @@ def die(rank: int, group: dist.ProcessGroup) -> int:
     return dist.get_world_size(group)
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_is_named() -> None:
     """By the call in which it does, by the next one and at the end: the kernel kills whom it likes, when it likes."""
     pool = Pool(2)

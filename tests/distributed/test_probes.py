@@ -111,6 +111,7 @@ def collectives(spec: RunSpec, largest_bytes: int, budget_s: float, group: Any) 
     return measure_collectives(spec, place, largest_bytes, budget_s, lambda: None)
 
 
+@pytest.mark.slow
 def test_two_ranks_measure_every_operation_at_every_size(pool: Pool) -> None:
     spec = spec_of("probe_collectives", tasks_per_node=2, dp_degree=2)
     answers: list[tuple[list[CollectiveProbe], list[OverlapProbe]]] = pool.call(2, collectives, spec, 2**16, 3.0)
@@ -124,6 +125,7 @@ def test_two_ranks_measure_every_operation_at_every_size(pool: Pool) -> None:
     assert overlap.comm_s >= overlap.issue_s > 0
 
 
+@pytest.mark.slow
 def test_two_ranks_a_node_measure_how_groups_share_the_way_out(pool: Pool) -> None:
     spec = spec_of("probe_collectives", nodes=2, tasks_per_node=2, dp_degree=4)
     found, overlaps = pool.call(4, collectives, spec, 2**20, 2.0)[0]

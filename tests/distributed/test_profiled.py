@@ -10,7 +10,7 @@ from tests.distributed.cases import Case
 from tests.distributed.pool import Pool
 from tests.worker.helpers import make_spec
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 LATE_S = 1.5
 """Far more than these steps take, so that the order holds on a busy machine."""

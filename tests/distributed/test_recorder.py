@@ -20,7 +20,7 @@ from tests.distributed.pool import Pool
 from tests.distributed.test_traffic import expected, spec_of, started
 from tests.worker.helpers import make_spec
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 
 def passed(operation: str, payload_bytes: int, group_size: int = 4, count: int = 1) -> Traffic:

@@ -19,7 +19,7 @@ from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
 from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 WIDTHS = (5, 4, 3, 2)
 

@@ -16,7 +16,7 @@ from tests.distributed.cases import CPU, make_case
 from tests.distributed.pool import Pool
 from tests.distributed.test_traffic import expected, started
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 QUICK = DeviceCompute(peak_flops_per_s={"fp32": 1e18}, memory_bandwidth_bytes_per_s=1e18, launch_s=0.0)
 

@@ -26,7 +26,7 @@ from tests.distributed.test_pipeline import pipeline_case
 from tests.distributed.test_sharded import sharded_case
 from tests.distributed.test_spatial import spatial_case
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 NARROW: dict[str, Any] = {"narrow": True, "precision": "fp32", "steps": 3}
 

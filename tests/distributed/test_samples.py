@@ -14,7 +14,7 @@ from tests.distributed.launching import Launch
 from tests.distributed.pool import Pool
 from tests.worker.helpers import make_spec, tree_of, write_tasks
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 SAMPLES = 12
 """The epoch ends, with a partial batch, within the steps of a case; the pool is smaller still."""

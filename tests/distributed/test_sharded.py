@@ -43,7 +43,7 @@ from tests.distributed.cases import (
 )
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 REPLICATED = ["ddp", "zero1", "fairscale_oss", "fairscale_sddp"]
 SHARDED = ["fsdp", "fairscale_fsdp"]

@@ -15,7 +15,7 @@ from tests.conftest import absent
 from tests.distributed.memory import BLOCKS, STRATEGIES, WIDTH, P, measure, promised, row, spec_of
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 BLOCK = P // BLOCKS
 

@@ -12,7 +12,7 @@ from hpcbench.worker.verification.reference import TrainingRecord
 from tests.distributed.cases import EXACT, Case, check, check_rounding, make_case, run_reference
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("spatial")]
 
 BOUND = 1e-10
 """Of the loss and the gradients of the first step in fp64, where nothing but the order of sums differs."""

@@ -27,7 +27,7 @@ from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
 from tests.distributed.test_live_memory import peak_bytes
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("spatial")]
 
 
 def spatial_spec(ranks: int, model: str, dataset: str = "digits", dp: int = 1, **more: Any) -> RunSpec:

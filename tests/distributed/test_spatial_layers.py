@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.pool import Pool
 from tests.distributed.spatial_layers import LayerCase, all_differences
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("spatial")]
 
 BOUND = 1e-12
 

@@ -18,6 +18,8 @@ from hpcbench.worker.strategies.spatial import halo_exchange
 from hpcbench.worker.strategies.spatial.halo_exchange import SpatialGrid
 from tests.distributed.spatial_layers import LayerCase, Whole, differences, run_whole
 
+pytestmark = pytest.mark.strategy("spatial")
+
 RANKS, GRID = 8, (2, 2, 2)
 BOUND = 1e-12
 _WAIT_S = 60

@@ -13,7 +13,7 @@ from hpcbench.worker.verification.reference import TrainingRecord
 from tests.distributed.cases import Case, make_case, run_reference
 from tests.distributed.pool import Pool
 
-pytestmark = [pytest.mark.distributed, pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 SEEDS = range(3)
 """One ReLU or max pool that decides otherwise for rounding moves a gradient by some hundredths, on one device too: what

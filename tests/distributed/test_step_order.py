@@ -15,7 +15,7 @@ from tests.distributed.fake import fake_calls
 from tests.distributed.tensor_cases import small_vocabulary, tensor_case
 from tests.oracle.heard import heard_in_order
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 MACHINE = nominal_machine(load_cluster("slurmbox")[0])
 SEQUENCE = {"sequence_parallel": True}

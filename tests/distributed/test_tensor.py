@@ -43,7 +43,7 @@ from tests.distributed.tensor_cases import (
     tensor_case,
 )
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("tensor")]
 
 SEQUENCE = {"sequence_parallel": True}
 WHOLE_WORDS = {"vocabulary_parallel": False}

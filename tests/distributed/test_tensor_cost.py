@@ -23,7 +23,7 @@ from tests.distributed.fake import fake_traffic, fake_world
 from tests.distributed.pool import Pool
 from tests.distributed.tensor_cases import measure_held, small_vocabulary, tensor_case
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("tensor")]
 
 
 def kept_activation_bytes(spec: RunSpec, table: LayerTable, rank: int) -> int:

@@ -20,7 +20,7 @@ from tests.distributed.cases import CPU
 from tests.distributed.pool import Pool
 from tests.distributed.tensor_cases import small_vocabulary, tensor_case
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("tensor")]
 
 DROPS = {"context": 9, "dropout": 0.3}
 SEQUENCE = {"sequence_parallel": True}

@@ -32,7 +32,7 @@ from tests.distributed.cases import CPU, make_case
 from tests.distributed.fake import fake_world
 from tests.distributed.pool import Pool
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 TIED = {"model_options": {"tied": True, "context": 8}, "input_size": 8}
 

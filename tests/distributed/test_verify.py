@@ -21,7 +21,7 @@ from tests.distributed.test_launches import message_of, result_of
 from tests.distributed.wrong import Told, run_verify
 from tests.worker.helpers import make_spec, write_tasks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.strategy("ddp")]
 
 WRONG = [str(ROOT / "tests" / "distributed" / "wrong.py")]
 PLAIN = {"batch_norm": False}

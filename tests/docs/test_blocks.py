@@ -192,6 +192,7 @@ def call(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
 CONSOLES = [block for block in of_kind("console") if block.page not in FOLLOWED]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({block.page for block in CONSOLES}))
 def test_commands_work(page: str, call: Callable[[str], str]) -> None:
     for block in CONSOLES:

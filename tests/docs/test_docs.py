@@ -94,6 +94,7 @@ def test_the_commands_of_the_readme_work_in_a_new_project(tmp_path: Path) -> Non
     assert "quickstart on my-cluster: 6 runs" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_templates_clusters_and_sweeps(tmp_path: Path) -> None:
     """Installed without a clone, without torch: plan and render work, and profiles are found."""
     build = [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)]

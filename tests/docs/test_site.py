@@ -22,6 +22,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_site.build(folder).parent
 
 
+@pytest.mark.slow
 def test_every_page_has_its_place(built: Path) -> None:
     pages = built.parent / "pages"
     sections = {name: there for section in make_site.navigation(pages) for name, there in section.items()}
@@ -34,6 +35,7 @@ def test_every_page_has_its_place(built: Path) -> None:
     assert wanted - linked <= {"index.html"}
 
 
+@pytest.mark.slow
 def test_nothing_is_loaded_from_elsewhere(built: Path) -> None:
     assert list(make_site.loaded_from_elsewhere(built)) == []
     assert (built / "frame-worker.js").exists()
@@ -45,6 +47,7 @@ def test_nothing_is_loaded_from_elsewhere(built: Path) -> None:
     (built / "drawn.svg").unlink()
 
 
+@pytest.mark.slow
 def test_links_out_of_the_pages_lead_to_copies(built: Path) -> None:
     text = (built / "add-a-cluster.html").read_text(encoding="utf-8")
     assert "files/clusters/lumi-g.toml" in text
@@ -53,6 +56,7 @@ def test_links_out_of_the_pages_lead_to_copies(built: Path) -> None:
     ).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_broken_link_is_an_error(tmp_path: Path) -> None:
     make_site.stage(tmp_path / "docs")
     page = tmp_path / "docs" / "pages" / "tour.md"

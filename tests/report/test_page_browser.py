@@ -8,21 +8,17 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from selenium.webdriver.common.by import By
-from selenium.webdriver.common.keys import Keys
-from selenium.webdriver.remote.webelement import WebElement
-from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from benchmarks.planted_results import write_planted
 from benchmarks.results_tree import write_results
 from hpcbench.cli.main import cli
 from hpcbench.report.plots.plotting import PLOTS
-from tests.browser import Browser, browsers
+from tests.browser import Browser, By, Keys, Select, WebDriverWait, WebElement, browsers
 from tests.report import planted
 from tests.report.planted import launches
 from tests.report.test_page import EVIL
 
-pytestmark = pytest.mark.timeout(1200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

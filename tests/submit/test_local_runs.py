@@ -22,7 +22,7 @@ from hpcbench.submit.local_queue import LocalScriptJob
 from hpcbench.submit.local_scheduler import queue_process
 from hpcbench.submit.submission_record import list_submissions
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 ENDLESS = 'name = "endless"\n[fixed]\nmodel = "resnet18"\ndataset = "digits"\nstrategy = "ddp"\nbatch_size = 4\nwarmup_steps = 1\nsteps = 1000000\ntasks_per_node = 2\n[grid]\nseed = [1, 2]\n'
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpcbench.parallel.layer_table import read_shipped_table
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 PROFILE = """name = "counted"
 launcher = "torchrun"

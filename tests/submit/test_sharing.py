@@ -61,7 +61,7 @@ def test_what_submit_and_worker_leave_follows_the_umask(
     assert found == expected(root, umask, setgid)
 
 
-@pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize("umask", [0o007], indirect=True)
 def test_a_real_run_leaves_a_tree_that_its_group_can_go_on_with(tmp_path: Path, umask: int) -> None:
     (tmp_path / "tiny.toml").write_text(TINY)

@@ -50,6 +50,7 @@ def test_what_cannot_be_is_dropped_for_the_stated_reason(cell: Cell) -> None:
     assert (resolved.reason if isinstance(resolved, InfeasiblePoint) else None) == reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", TRAINED, ids=cell_id)
 def test_the_others_train(cell: Cell) -> None:
     model, dataset, input_size, batch_size, _ = cell
@@ -77,6 +78,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "dataset", "options", "optimizer", "rate", "steps", "left"), FAMILIES)
 def test_the_loss_falls(
     model: str, dataset: str, options: dict[str, float], optimizer: Any, rate: float, steps: int, left: float

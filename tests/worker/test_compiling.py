@@ -34,6 +34,7 @@ def train(**values: Any) -> tuple[SingleStrategy, LoopProgress]:
     return strategy, progress
 
 
+@pytest.mark.slow
 def test_compiled_training_is_eager_training_and_new_shapes_are_told() -> None:
     eager, plain = train()
     before = count_compiled_graphs()

@@ -82,6 +82,7 @@ REAL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "dataset", "more"), REAL)
 def test_fake_tensors_keep_what_real_ones_keep(model: str, dataset: str, more: dict[str, Any]) -> None:
     table = make_layer_table(LayerTableRequest(model=model, dataset=dataset, **more))
@@ -222,6 +223,7 @@ def test_attention_names_its_heads() -> None:
     assert [row.attributes["heads"] for row in rows] == [12] * 12
 
 
+@pytest.mark.slow
 def test_a_table_takes_no_memory() -> None:
     """As much as a process that has only imported torch, but for 300 MB, where real activations would take GiB."""
     code = (

@@ -63,6 +63,7 @@ GPT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "layers", "width", "context", "published"), GPT)
 def test_gpt_counts(model: str, layers: int, width: int, context: int, published: tuple[float, float] | None) -> None:
     def count(**options: Any) -> int:
@@ -88,6 +89,7 @@ def test_cosmoflow_counts() -> None:
         assert count_parameters(built) == convolutions + linear + number * more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", IMAGES)
 @pytest.mark.parametrize("size", [8, 9, 16, 17, 28, 32, 63, 64, 70, 224])
 def test_every_image_model_takes_every_size_from_its_smallest_on(model: str, size: int) -> None:
@@ -97,6 +99,7 @@ def test_every_image_model_takes_every_size_from_its_smallest_on(model: str, siz
     assert built(torch.randn(2, 3, size, size, device="meta")).shape == (2, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", SMALLEST_OF_FAMILIES)
 @pytest.mark.parametrize("size", [8, 17, 63, 70])
 def test_odd_sizes_compute(model: str, size: int) -> None:
@@ -167,6 +170,7 @@ def test_shapes_are_the_models_without_its_numbers(model: str, values: dict[str,
     assert torch.equal(drawn, torch.rand(3)), "the generator is as it was"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", shipped_model_entries())
 def test_every_model_is_a_chain_of_blocks_that_can_be_copied(model: str) -> None:
     built = build_meta_model(spec_of(model))
@@ -185,6 +189,7 @@ def test_every_model_is_a_chain_of_blocks_that_can_be_copied(model: str) -> None
     assert chained.shape == built(x).shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "values"),
     [
@@ -258,6 +263,7 @@ def test_precision_and_memory_format() -> None:
     assert convolution.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 def test_the_large_forms_compute_what_torchvision_computes() -> None:
     from hpcbench.worker.models.build import import_torchvision_models
 

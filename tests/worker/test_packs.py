@@ -22,7 +22,7 @@ from hpcbench.render.template_engine import TemplateEngine
 from tests.distributed.launching import environment
 from tests.worker.helpers import make_header, make_spec, make_task, tree_of
 
-pytestmark = pytest.mark.distributed
+pytestmark = pytest.mark.slow
 
 WAIT_S = 120.0
 

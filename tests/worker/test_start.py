@@ -77,12 +77,14 @@ def test_a_missing_package_is_unsupported_with_the_command_that_installs_it(
     assert hint in (result.error.hint or "")
 
 
+@pytest.mark.slow
 def test_synthetic_small_models_need_neither(tmp_path: Path) -> None:
     spec = make_spec(dataset="mnist", steps=1, warmup_steps=0)
     ran = run_blocked(["sklearn", "torchvision"], "--tasks", str(write_tasks(tmp_path, spec)), "--index", "0")
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("blocked", "ready"), [([], True), (["fairscale", "sklearn"], True), (["torch"], False)])
 def test_doctor_never_fails_for_what_is_missing(blocked: list[str], ready: bool) -> None:
     done = run_blocked(blocked, "doctor", "--json")
