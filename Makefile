@@ -15,7 +15,7 @@ LINK ?= 1gbit
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-lanes lane-slurm lane-ranks lane-pure lane-docs run-slow run-slurm durations lint format docs \
+.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-lanes lane-slurm lane-slow lane-fast lane-docs run-slow run-slurm durations lint format docs \
 	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
@@ -87,16 +87,16 @@ run-slow:
 
 # Continuous integration: every test once, in lanes of one process each, two at a time.
 test-lanes: horovod-if-possible
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going lane-slurm lane-ranks lane-pure lane-docs
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going lane-slurm lane-slow lane-fast lane-docs
 
 lane-slurm:
 	$(PYTEST) --durations 40 -m "slurm and not soak" --ignore=tests/docs -rs
 
-lane-ranks:
-	$(PYTEST) --durations 40 -m "distributed and not slurm and not soak and not faults" --ignore=tests/docs
+lane-slow:
+	$(PYTEST) --durations 40 -m "$(SLOW)" --ignore=tests/docs
 
-lane-pure:
-	$(PYTEST) --durations 10 -m "not distributed and not slurm and not soak and not faults" --ignore=tests/docs
+lane-fast:
+	$(PYTEST) --durations 10 -m "$(FAST)" --ignore=tests/docs
 
 lane-docs:
 	$(PYTEST) -m "not slurm and not soak" tests/docs
