@@ -20,8 +20,6 @@ from tests.distributed.cases import EXACT, Case, OfRank, check, check_rounding, 
 from tests.distributed.pool import Pool
 from tests.distributed.test_traffic import expected, steady
 
-pytestmark = pytest.mark.distributed
-
 CASES = [
     pytest.param(key, case, id=f"{key}-{case.model}-{number}")
     for key, entry in STRATEGIES.items()
