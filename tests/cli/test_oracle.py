@@ -155,7 +155,7 @@ def test_the_table_of_a_recommendation_and_its_sweep(tmp_path: Path) -> None:
     out = tmp_path / "best.toml"
     done = call(tmp_path, *WISH, "--nodes", "1", "--nodes", "2", "--top", "3", "--out", out)
     assert max(map(len, done.stdout.splitlines())) <= 80
-    for words in ("1 node x 8 = 8 devices:", "to best [90 %]", "the best at every scale", "because, for instance"):
+    for words in ("1 node x 8 = 8 devices:", "to best [90 %]", "the best at every scale", "reason, for instance"):
         assert words in done.stdout
     assert f"written: {out}; next: hpcbench plan {out} --cluster selene" in done.stderr
     sweep = load_sweep(out)
