@@ -1,6 +1,7 @@
 """Find phrases that ``vocabulary.toml`` replaces by a term of the glossary; exits 1 where one is found too often.
 
-Read are README, CONTRIBUTING, docs (without decisions and the reruns' output), templates' comments, and in the package every string: docstrings, messages, help.
+It reads README, CONTRIBUTING, docs (without decisions and the output of the reruns), and every string of the package:
+docstrings, messages and help.
 """
 
 from __future__ import annotations

@@ -157,14 +157,3 @@ def _cached_layer_table(spec: RunSpec, known: dict[bytes, LayerTable]) -> LayerT
     if key not in known:
         known[key] = load_layer_table(request)
     return known[key]
-
-
-def select_runs(tree: ClusterTree, run_ids: Iterable[str] | None = None) -> tuple[ClusterTree, list[str]]:
-    """``tree`` with ``run_ids``, or with all of its runs."""
-    return tree, list(tree.run_ids() if run_ids is None else run_ids)
-
-
-def write_copy(path: Path, data: bytes) -> None:
-    """Write ``data`` where the user wants it."""
-    make_folder(path.parent)
-    write_atomic(path, data)

@@ -8,6 +8,7 @@ from typing import Any
 import polars as pl
 
 from hpcbench.report.configurations import STEP_TIME
+from hpcbench.report.phrases import pluralize
 from hpcbench.report.plots import theme
 from hpcbench.report.plots.bar_charts import (
     BOX_ROLE,
@@ -23,7 +24,7 @@ from hpcbench.report.plots.bar_charts import (
     row_medians,
     thin_evenly,
 )
-from hpcbench.report.plots.plot_model import Plot, PlotRequest, join_texts, pluralize
+from hpcbench.report.plots.plot_model import Plot, PlotRequest, join_texts
 from hpcbench.report.plots.point_data import plot_points, printable_name, row_name_column, select_rows, with_labels
 from hpcbench.report.plots.theme import make_axis
 from hpcbench.units import format_bytes, format_seconds

@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import polars as pl
 from rich.text import Text
 
+from hpcbench.report.phrases import pluralize
 from hpcbench.report.plots import theme
 from hpcbench.report.plots.line_chart import axis_lines, flow_entries, truncated_text
-from hpcbench.report.plots.plot_model import Plot, PlotRequest, pluralize
+from hpcbench.report.plots.plot_model import Plot, PlotRequest
 from hpcbench.report.plots.point_data import plot_points, printable_name, select_rows
 from hpcbench.report.plots.theme import PlotAxis, column_values, make_axis
 from hpcbench.results.schema import PipelineTimeline, RunResult, TimelineSpan

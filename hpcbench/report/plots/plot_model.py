@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import polars as pl
 
 from hpcbench.report.column_names import short_name
+from hpcbench.report.phrases import pluralize
 from hpcbench.report.plots.theme import column_values
 from hpcbench.results.schema import RunResult
 
@@ -80,11 +81,6 @@ def whisker_notes(rows: pl.DataFrame, more: str = "") -> list[str]:
         span = str(several[0]) if len(several) == 1 else f"{several[0]} to {several[-1]}"
         kinds.append(f"least and most of {span} launches")
     return [f"whiskers: {'; '.join([*kinds, *([more] if more else [])])}"] if kinds else ["no intervals"]
-
-
-def pluralize(count: int, word: str, many: str = "") -> str:
-    """``1 line``, ``2 lines``."""
-    return f"{count} {word if count == 1 else many or f'{word}s'}"
 
 
 def join_texts(texts: Sequence[str]) -> str:

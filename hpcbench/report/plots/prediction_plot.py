@@ -7,8 +7,9 @@ import statistics
 import polars as pl
 
 from hpcbench.report.configurations import HIGH, LOW, STEP_TIME
+from hpcbench.report.phrases import pluralize
 from hpcbench.report.plots.line_chart import BAND, IDEAL, MEASURED, LineChart, line_rows
-from hpcbench.report.plots.plot_model import Plot, PlotRequest, legend_title, pluralize, whisker_notes
+from hpcbench.report.plots.plot_model import Plot, PlotRequest, legend_title, whisker_notes
 from hpcbench.report.plots.point_data import plot_points, printable_name
 from hpcbench.report.plots.theme import PlotAxis, make_axis
 
