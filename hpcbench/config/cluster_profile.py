@@ -117,7 +117,7 @@ class ClusterProfile(TomlTable):
     time_limit_min: Minutes = 30.0
     """Limit of a run that names none, nor its partition; never more than its partition allows."""
     budget_node_hours: Annotated[float, Field(gt=0)] | None = None
-    """The most that one submit may cost, at the runs' time limits, unless it is told `--yes`."""
+    """Maximum cost of one submit at the runs' time limits; `--yes` overrides it."""
 
     @model_validator(mode="after")
     def _names_exist(self) -> ClusterProfile:

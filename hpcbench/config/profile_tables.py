@@ -144,7 +144,7 @@ class SchedulerConfig(TomlTable):
     retry_s: Seconds = 60.0
     """How long a scheduler that cannot answer just now is asked again."""
     warning_s: Seconds = 60.0
-    """How long before the time limit the ranks are told (--signal), to leave what they measured."""
+    """Time before the time limit at which the ranks receive a signal (--signal) and write their measurements."""
 
 
 class ResourceRequest(TomlTable):

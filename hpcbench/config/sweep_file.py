@@ -133,7 +133,7 @@ class SubmitTable(TomlTable):
     max_running_jobs: Annotated[int, Field(ge=1)] | None = None
     """Jobs of one submission that may run at the same time."""
     budget_node_hours: Annotated[float, Field(gt=0)] | None = None
-    """The most that one submit may cost, at the runs' time limits, unless it is told `--yes`."""
+    """Maximum cost of one submit at the runs' time limits; `--yes` overrides it."""
 
     @model_validator(mode="after")
     def _one_kind_of_pack(self) -> SubmitTable:

@@ -96,7 +96,7 @@ def _request_problems(wish: RecommendRequest, profile: ClusterProfile, model_fol
             found.append(ConfigError(f"unknown {name} {value!r}", hint=did_you_mean(value, known)))
     if (wish.batch_size is None) == (wish.global_batch_size is None):
         said = "both are given" if wish.batch_size else "neither is given"
-        hint = "--batch-size is per replica, --global-batch-size of all replicas; the latter keeps the training alike"
+        hint = "--batch-size is per replica, --global-batch-size of all replicas; the latter keeps the training equal"
         found.append(ConfigError(f"--batch-size or --global-batch-size: {said}", hint=hint))
     return found
 

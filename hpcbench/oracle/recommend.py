@@ -51,7 +51,7 @@ class Candidate(msgspec.Struct, kw_only=True):
     predicted: Prediction
     ratio: float = 1.0
     ratio_low: float = 1.0
-    """90 % interval of the ratio; where it includes 1, the two cannot be told apart."""
+    """90 % interval of the ratio; where it includes 1, the difference is inconclusive."""
     ratio_high: float = 1.0
     largest_batch_size: int | None = None
     """Per replica, that still fits; looked for with the best ones alone."""

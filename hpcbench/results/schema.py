@@ -80,7 +80,7 @@ class RunMetrics(_ResultRecord, kw_only=True):
     """Of the devices over the timed steps."""
     energy_source: str | None = None
     warmup_found_steps: int | None = None
-    """Timed steps at the beginning that were still slower; they are in no figure."""
+    """Timed steps at the beginning that were still slower; every figure excludes them."""
     outlier_steps: int | None = None
     """Of the steps that count, those far above the median; they are in all figures."""
     drift: float | None = None
