@@ -19,7 +19,7 @@ from hpcbench.cli.main import COMMANDS, cli
 from hpcbench.parallel.catalog import ALIASES, STRATEGIES, shipped_model_entries
 from hpcbench.parallel.strategy_entry import Option
 from hpcbench.parallel.workloads import DATASETS
-from hpcbench.results.json_schema import make_json_schema
+from hpcbench.site.project_setup import make_json_schema
 
 DOCS = Path(__file__).resolve().parent
 PACKAGE = DOCS.parent / "hpcbench"

@@ -31,8 +31,7 @@ from hpcbench.report.models_view import (
     sort_layer_tables,
 )
 from hpcbench.results.data_folder import list_datasets
-from hpcbench.results.json_schema import make_json_schema
-from hpcbench.site.project_setup import SampleRequest, make_samples, write_project
+from hpcbench.site.project_setup import SampleRequest, make_json_schema, make_samples, write_project
 from hpcbench.units import format_bytes
 
 _SORT_KEYS = ("order", "parameters", "forward_flops", "backward_flops", "activation_bytes")

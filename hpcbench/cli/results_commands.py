@@ -25,11 +25,10 @@ from hpcbench.cli.common import (
     sources_argument,
     where_option,
 )
-from hpcbench.config.reference_bands import load_reference_bands
 from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError
 from hpcbench.fileio import write_atomic
 from hpcbench.report.column_names import Condition
-from hpcbench.report.comparison import comparison_metric, judge_pairs, pair_configurations
+from hpcbench.report.comparison import comparison_metric, judge_pairs, load_reference_bands, pair_configurations
 from hpcbench.report.comparison_view import (
     ComparisonRow,
     comparison_data_view,

@@ -25,21 +25,19 @@ from hpcbench.cli.status_commands import LiveScreen
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.config.sweep_expansion import expression_values
-from hpcbench.config.sweep_loader import COMPUTED_NAMES
+from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
 from hpcbench.errors import ConfigError, SubmitError
 from hpcbench.report.status_text import EndedRunLog
 from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, available_cores
-from hpcbench.submit.run_control import cancel_runs, wait_for_runs
-from hpcbench.submit.run_state import RunState, run_states
+from hpcbench.submit.run_state import RunState, cancel_runs, run_states
 from hpcbench.submit.scheduler import SendOutcome
 from hpcbench.submit.submission_record import list_submissions, read_run_specs
 from hpcbench.submit.submit import RunSelection, SubmitOutcome
 from hpcbench.submit.submit import submit as submit_plan
-from hpcbench.submit.watcher import SweepWatcher
+from hpcbench.submit.watcher import SweepWatcher, wait_for_runs
 from hpcbench.units import parse_quantity
 
 RETRY_STATES = ("failed", "timeout", "cancelled", "preempted", "oom", "unsupported", "skipped", "lost")

@@ -31,10 +31,10 @@ from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.results.attempts import Attempt, attempt_numbers
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, count_states
-from hpcbench.submit.scheduler import job_log
+from hpcbench.submit.scheduler import job_log, scheduler_class
 from hpcbench.submit.scheduler_settings import read_scheduler_settings
 from hpcbench.submit.submission_record import SweepRecord, find_submitted_runs
-from hpcbench.submit.watcher import SweepSnapshot, SweepWatcher, poll_interval_s, poll_pause_s
+from hpcbench.submit.watcher import SweepSnapshot, SweepWatcher, poll_pause_s
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -156,7 +156,7 @@ def _watch_states(sweeps: tuple[str, ...], cluster_name: str | None, results: st
             if not active:
                 return _states_by_sweep(watched)
             records = [state.submitted_run.record for state in active if state.submitted_run]
-            every_s = max(poll_interval_s(record.scheduler, record.cluster) for record in records)
+            every_s = max(scheduler_class(record.scheduler, record.cluster).poll_s for record in records)
             time.sleep(poll_pause_s(every_s, time.monotonic() - began_s))
 
 

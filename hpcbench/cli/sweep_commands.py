@@ -22,16 +22,15 @@ from hpcbench.cli.common import (
 )
 from hpcbench.config.cluster_profile import load_cluster_file
 from hpcbench.config.run_spec import spec_document
-from hpcbench.config.sweep_expansion import count_points
-from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.config.sweep_loader import count_points, load_sweep
 from hpcbench.config.toml_tables import read_toml
 from hpcbench.errors import ConfigErrors, HpcbenchError
 from hpcbench.fileio import make_folder, write_atomic
 from hpcbench.parallel.check_names import check_names
 from hpcbench.site.profile_check import check_against_scheduler
 from hpcbench.submit.plan import SweepPlan
-from hpcbench.submit.submission import render_submission
 from hpcbench.submit.submission_record import next_submission_folder, write_sweep_record
+from hpcbench.submit.submit import render_submission
 
 if TYPE_CHECKING:
     from hpcbench.forecast.forecast import PlanForecast

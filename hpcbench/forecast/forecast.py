@@ -37,7 +37,7 @@ from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_
 from hpcbench.parallel.workloads import DATASETS, is_custom_model
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import SweepPlan, available_cores
-from hpcbench.submit.submission import emulated_machine
+from hpcbench.submit.submit import emulated_machine
 
 _PredictionT = TypeVar("_PredictionT", Prediction, MemoryBreakdown)
 

@@ -12,7 +12,6 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
 
-from hpcbench.config.reference_bands import ReferenceBand
 from hpcbench.config.run_spec import RunSpec, run_label
 from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import ConfigError
@@ -24,6 +23,7 @@ from hpcbench.report.comparison import (
     REGRESSIONS,
     WORSE,
     ConfigurationPair,
+    ReferenceBand,
     change_ratio,
 )
 from hpcbench.report.configurations import aggregate_launches, filter_launches, ok_results, run_spec_of

@@ -14,8 +14,7 @@ from rich.console import Group, RenderableType
 
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec, config_id, spec_document
-from hpcbench.config.sweep_expansion import expression_values
-from hpcbench.config.sweep_loader import COMPUTED_NAMES
+from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidual
 from hpcbench.oracle.machine import Machine

@@ -19,9 +19,8 @@ from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import make_folder, printable_text
 from hpcbench.paths import cache_folder
-from hpcbench.render.job_script import template_context
+from hpcbench.render.job_script import TemplateEngine, template_context
 from hpcbench.render.launch_step import JobShape
-from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.submit.sbatch import SbatchExecutor
 from hpcbench.submit.scheduler import Notify
 from hpcbench.submit.scheduler_settings import command_environment, run_command

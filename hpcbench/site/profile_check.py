@@ -16,9 +16,8 @@ from hpcbench.config.profile_tables import NodeConfig, PartitionConfig
 from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, SubmitError, did_you_mean
 from hpcbench.fileio import printable_text
-from hpcbench.render.job_script import render_script
+from hpcbench.render.job_script import TemplateEngine, render_script
 from hpcbench.render.launch_step import JobShape
-from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.site.slurm_facts import NodeFacts, PartitionFacts, SiteFacts, query_site
 from hpcbench.submit.scheduler import account_error
 from hpcbench.submit.scheduler_settings import run_command

@@ -1,4 +1,4 @@
-"""Set-up of a project on disk: its folder with a sweep and a profile, and its data sets as files."""
+"""Set-up of a project on disk: its folder with a sweep, a profile and JSON Schemas, and its data sets as files."""
 
 from __future__ import annotations
 
@@ -8,15 +8,19 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.sweep_file import SweepFile
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import make_folder, write_atomic
+from hpcbench.parallel.catalog import selectable_strategies, shipped_model_entries
+from hpcbench.parallel.workloads import CUSTOM_MODEL_PATTERN, DATASETS
 from hpcbench.paths import shared_folder
 from hpcbench.render.job_script import rank_python
+from hpcbench.results.schema import RunResult
 from hpcbench.submit.scheduler_settings import scrubbed_environment
 
 _PROJECT_README = """# An hpcbench project
@@ -57,8 +61,6 @@ def _shipped_file(kind: str, name: str) -> bytes:
 
 
 def _schema_file(kind: str) -> bytes:
-    from hpcbench.results.json_schema import make_json_schema
-
     return msgspec.json.format(msgspec.json.encode(make_json_schema(kind)), indent=1) + b"\n"
 
 
@@ -118,3 +120,39 @@ def _stop_process(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         os.kill(process.pid, signal.SIGTERM)
         process.wait()
+
+
+def make_json_schema(kind: str) -> dict[str, Any]:
+    """The schema of ``cluster``, ``sweep`` or ``result`` (JSON Schema 2020-12)."""
+    if kind == "result":
+        return {"$schema": "https://json-schema.org/draft/2020-12/schema", **msgspec.json.schema(RunResult)}
+    if kind == "cluster":
+        return ClusterProfile.model_json_schema()
+    return _make_sweep_schema()
+
+
+def _make_sweep_schema() -> dict[str, Any]:
+    """Pydantic's schema with the names that exist, so that an editor can complete them."""
+    document = SweepFile.model_json_schema()
+    names = {
+        "model": sorted(shipped_model_entries()),
+        "dataset": sorted(DATASETS),
+        "strategy": sorted(selectable_strategies()),
+    }
+    for table in ("Fixed", "Grid", "Exclude"):
+        properties = document["$defs"][table]["properties"]
+        for parameter, choices in names.items():
+            for node in _find_string_nodes(properties[parameter]):
+                # A user's own model has a name of its own.
+                own = {"anyOf": [{"enum": choices}, {"pattern": CUSTOM_MODEL_PATTERN}]}
+                node.update(own if parameter == "model" else {"enum": choices})
+    return document
+
+
+def _find_string_nodes(node: Any) -> list[dict[str, Any]]:
+    if isinstance(node, dict):
+        own = [node] if node.get("type") == "string" else []
+        return own + [found for value in node.values() for found in _find_string_nodes(value)]
+    if isinstance(node, list):
+        return [found for value in node for found in _find_string_nodes(value)]
+    return []

@@ -19,9 +19,8 @@ import msgspec
 import hpcbench
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import RunSpec, run_id
-from hpcbench.config.sweep_expansion import ExcludedPoint, expand_sweep, find_exclusion
 from hpcbench.config.sweep_file import SubmitTable
-from hpcbench.config.sweep_loader import Sweep
+from hpcbench.config.sweep_loader import ExcludedPoint, Sweep, expand_sweep, find_exclusion
 from hpcbench.errors import ConfigError
 from hpcbench.parallel.check_names import check_names, custom_model_folder
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point

@@ -7,7 +7,8 @@
     job known to the scheduler -------------------------> pending, running, or how the job ended
     job unknown to the scheduler, no result ------------> lost, and planned again once its lease has passed
 
-Failures that only the scheduler reports are recorded as results."""
+Failures that only the scheduler reports are recorded as results. Cancelled runs keep their measurements; ``submit``
+runs them again."""
 
 from __future__ import annotations
 
@@ -24,9 +25,16 @@ from hpcbench.fileio import read_tail
 from hpcbench.results.attempts import latest_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, STATUSES, FailureRecord, ResultSummary, RunResult
+from hpcbench.submit.journal import drop_runs
 from hpcbench.submit.scheduler import JobStatus, StateQuery, scheduler_class
 from hpcbench.submit.scheduler_settings import HasSchedulerSettings
-from hpcbench.submit.submission_record import NewestSubmission, SubmittedRun, find_submissions, started_attempt
+from hpcbench.submit.submission_record import (
+    NewestSubmission,
+    SubmittedRun,
+    find_submissions,
+    find_submitted_runs,
+    started_attempt,
+)
 
 ACTIVE_STATES = frozenset({"waiting", "pending", "running"})
 """States of runs that a submission is taking care of."""
@@ -242,3 +250,31 @@ def _scheduler_failure_result(tree: ClusterTree, run_id: str, state: RunState, r
         spec=task.spec,
         error=FailureRecord(type="SchedulerEnded", message=f"job {state.job_id}: {state.reason}"),
     )
+
+
+def cancel_runs(tree: ClusterTree, states: Mapping[str, RunState], profile: HasSchedulerSettings) -> list[str]:
+    """Cancel the active runs among ``states`` and return their ``run_id``s.
+
+    They are removed from their submissions first, so that none is sent or begun meanwhile. Then jobs that carry
+    nothing else are cancelled; of jobs that carry more, only the running run is stopped.
+    Raises ``SubmitError`` if the scheduler's command is absent or refuses.
+    """
+    active = {key for key, state in states.items() if state.state in ACTIVE_STATES}
+    by_submission: dict[str, list[str]] = {}
+    for key, run in find_submitted_runs(tree, active).items():
+        by_submission.setdefault(run.folder.name, []).append(key)
+    for folder, run_ids in by_submission.items():
+        drop_runs(tree.submissions / folder, run_ids)
+    # Some may have been submitted since their state was computed.
+    runs = {key: run for key, run in find_submitted_runs(tree, active).items() if run.job_id}
+    for kind in {run.record.scheduler for run in runs.values()}:
+        of_kind = {key: run for key, run in runs.items() if run.record.scheduler == kind}
+        whole = {run.job_id: run for run in of_kind.values() if _carries_only(run, active)}
+        parts = [run for key, run in of_kind.items() if run.job_id not in whole and states[key].state == "running"]
+        scheduler_class(kind, tree.root.name)(profile).cancel(list(whole.values()), parts)
+    return sorted(active)
+
+
+def _carries_only(run: SubmittedRun, active: Collection[str]) -> bool:
+    """Whether the run's job carries only ``active`` runs."""
+    return run.array.pack == 1 or all(run_id in active for run_id in run.array.runs_of(run.number))

@@ -1,4 +1,4 @@
-"""Repeated queries of sweeps in progress, and snapshots of them for the live screen.
+"""Repeated queries of sweeps in progress, snapshots of them for the live screen, and waiting for their end.
 
 SweepWatcher.query()  -->  states  -->  SweepWatcher.snapshots(states)  -->  live screen
 SweepWatcher.refresh_results(states)  reads results between two queries
@@ -7,23 +7,125 @@ SweepWatcher.refresh_results(states)  reads results between two queries
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec, read_task, run_label
 from hpcbench.errors import HpcbenchError
 from hpcbench.results.attempts import Attempt, latest_attempt
-from hpcbench.results.incremental_tree import IncrementalClusterTree
-from hpcbench.results.schema import STATUS_OK
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import STATUS_OK, ResultSummary
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, record_scheduler_failures, run_states
-from hpcbench.submit.scheduler import scheduler_class
+from hpcbench.submit.scheduler import scheduler_class, send_unsent
 from hpcbench.submit.scheduler_settings import HasSchedulerSettings
 from hpcbench.submit.submission_record import JobArray, list_submissions
+
+if TYPE_CHECKING:
+    from hpcbench.config.cluster_profile import ClusterProfile
+
+_MAX_SINGLE_LOOKUPS = 50
+"""So many are looked at one by one: there are more folders than that."""
+_MTIME_RESOLUTION_S = 2.0
+"""A change within this time of another may bear the same modification time."""
+
+
+class IncrementalClusterTree(ClusterTree):
+    """A ``ClusterTree`` whose ``heads`` costs a look at each folder ``runs/<first two hex>``, and what changed there.
+
+    Whoever writes a result touches that folder. An ok result is read once: nothing but another ok one replaces it.
+    ``head`` of one run alone always reads its file.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        clock: Callable[[], float] = time.monotonic,
+        superseded: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """``superseded``: of runs that are measured again, the environment key of the result that is replaced."""
+        super().__init__(root)
+        self._clock, self._superseded = clock, superseded
+        self._heads: dict[str, ResultSummary] = {}
+        self._ended: dict[str, float] = {}
+        self._seen: dict[str, tuple[int, float]] = {}
+        """Modification time (ns) of every folder, and when it was seen first."""
+        self._settled: dict[str, int] = {}
+        """Of runs that were read when their folder had had its modification time (ns) for a while: that time."""
+
+    def summaries(self, run_ids: Collection[str]) -> dict[str, ResultSummary]:
+        """As ``ClusterTree.heads``. Runs that were not asked for before are looked up, too."""
+        wanted = [run_id for run_id in run_ids if not self._is_ok(run_id)]
+        if len(wanted) <= _MAX_SINGLE_LOOKUPS:
+            for run_id in wanted:
+                self.summary(run_id)
+        else:
+            self._look_for(wanted)
+        return {run_id: self._heads[run_id] for run_id in run_ids if run_id in self._heads}
+
+    def _is_ok(self, run_id: str) -> bool:
+        known = self._heads.get(run_id)
+        return known is not None and known.status == STATUS_OK and not self.is_superseded(run_id, known)
+
+    def is_superseded(self, run_id: str, head: ResultSummary) -> bool:
+        """Whether it is still the result that a new measurement is to replace."""
+        return head.environment_key is not None and head.environment_key == self._superseded.get(run_id)
+
+    def _look_for(self, wanted: Collection[str]) -> None:
+        """Read those of ``wanted`` that are in folders that have changed since each was read last."""
+        now_s, mtimes_ns = self._clock(), self.prefix_mtimes_ns()
+        for prefix, mtime_ns in mtimes_ns.items():
+            if prefix not in self._seen or self._seen[prefix][0] != mtime_ns:
+                self._seen[prefix] = (mtime_ns, now_s)
+        names: dict[str, set[str]] = {}
+        for run_id in wanted:
+            prefix = run_id[:2]
+            if prefix not in mtimes_ns:
+                self._heads.pop(run_id, None)
+                continue
+            if self._settled.get(run_id) == mtimes_ns[prefix]:
+                continue
+            if prefix not in names:
+                names[prefix] = self._listed(prefix)
+            if run_id in names[prefix]:
+                self.summary(run_id)
+            else:
+                self._heads.pop(run_id, None)
+            if now_s - self._seen[prefix][1] > _MTIME_RESOLUTION_S:
+                # Later changes cannot bear this time any more.
+                self._settled[run_id] = mtimes_ns[prefix]
+
+    def summary(self, run_id: str) -> ResultSummary | None:
+        """The head of one result as its file is now."""
+        head = super().summary(run_id)
+        if head is None:
+            self._heads.pop(run_id, None)
+            return None
+        if head != self._heads.get(run_id):
+            self._heads[run_id] = head
+            with contextlib.suppress(OSError):
+                self._ended[run_id] = os.lstat(self.root / "runs" / run_id[:2] / run_id / "result.json").st_mtime
+        return head
+
+    def cached_summary(self, run_id: str) -> ResultSummary | None:
+        """The head as it was read last."""
+        return self._heads.get(run_id)
+
+    def ended_unix_s(self, run_id: str) -> float | None:
+        """When the result that counts was put in place; ``None`` where none has been read."""
+        return self._ended.get(run_id) if run_id in self._heads else None
+
+    def _listed(self, prefix: str) -> set[str]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return set(os.listdir(self.root / "runs" / prefix))
+        return set()
+
 
 MAX_SHOWN_FAILURES = 5
 _MAX_TIMED_RUNS = 50
@@ -259,14 +361,44 @@ _PAUSE_FACTOR = 9.0
 _MAX_PAUSE_S = 120.0
 
 
-def poll_interval_s(kind: str, cluster: str) -> float:
-    """The shortest pause between two queries of a scheduler."""
-    return scheduler_class(kind, cluster).poll_s
-
-
 def poll_pause_s(every_s: float, took_s: float) -> float:
     """The pause after a query that took ``took_s``: a slow file system or scheduler is queried less often.
 
     Queries take at most a tenth of the time, as long as that means no pause of more than two minutes.
     """
     return max(every_s, min(_PAUSE_FACTOR * took_s, _MAX_PAUSE_S))
+
+
+_RESULT_POLL_S = 0.5
+
+
+def wait_for_runs(
+    watcher: SweepWatcher, profile: ClusterProfile, notify: Callable[[dict[str, RunState]], None]
+) -> dict[str, RunState]:
+    """Block until no run is waiting, pending or running; ``notify`` is called with the states after every query.
+
+    Results are read often, because that costs little; the scheduler is queried rarely. Jobs that could not be submitted
+    are submitted again whenever the scheduler is queried. Raises ``SubmitError`` if the scheduler refuses them.
+    """
+    every_s = scheduler_class(profile.scheduler.kind, profile.name).poll_s
+    began_s = time.monotonic()
+    states = watcher.query()
+    queried_s, read_took_s = time.monotonic(), 0.0
+    next_query_s = queried_s + poll_pause_s(every_s, queried_s - began_s)
+    notify(states)
+    while any(state.state in ACTIVE_STATES for state in states.values()):
+        time.sleep(poll_pause_s(_RESULT_POLL_S, read_took_s))
+        began_s = time.monotonic()
+        if began_s >= next_query_s:
+            if any(state.state == "waiting" for state in states.values()):
+                refused = send_unsent(watcher.tree, list(states), profile).refused
+                if refused:
+                    raise refused[0]
+            states = watcher.query()
+            queried_s = time.monotonic()
+            next_query_s = queried_s + poll_pause_s(every_s, queried_s - began_s)
+        else:
+            states = watcher.refresh_results(states)
+            read_took_s = time.monotonic() - began_s
+        notify(states)
+    return states

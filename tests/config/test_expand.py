@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from hpcbench.config.sweep_expansion import ExcludedPoint, count_points, expand_sweep
-from hpcbench.config.sweep_loader import Sweep
+from hpcbench.config.sweep_loader import ExcludedPoint, Sweep, count_points, expand_sweep
 from hpcbench.errors import HpcbenchError
 
 Write = Callable[[str], Sweep]

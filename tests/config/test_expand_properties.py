@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcbench.config.run_spec import RunSpec, run_id
-from hpcbench.config.sweep_expansion import ExcludedPoint, count_points, expand_sweep
-from hpcbench.config.sweep_loader import Sweep, load_sweep
+from hpcbench.config.sweep_loader import ExcludedPoint, Sweep, count_points, expand_sweep, load_sweep
 from hpcbench.parallel.resolve import PartitionLimits, resolve_point
 
 VALUES: dict[str, list[Any]] = {

@@ -21,8 +21,7 @@ from hpcbench.config.run_spec import (
     run_id,
     spec_document,
 )
-from hpcbench.config.sweep_expansion import expand_sweep
-from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.config.sweep_loader import expand_sweep, load_sweep
 from hpcbench.parallel.resolve import PartitionLimits, resolve_point
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult

@@ -23,10 +23,10 @@ from click.testing import CliRunner
 from benchmarks.results_tree import result
 from hpcbench.cli.main import cli
 from hpcbench.config.cluster_profile import load_cluster, load_cluster_file, load_user_accounts
-from hpcbench.config.reference_bands import load_reference_bands
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
 from hpcbench.parallel.check_names import check_names
+from hpcbench.report.comparison import load_reference_bands
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import make_plan
 from hpcbench.submit.submission_record import read_sweep_record, write_sweep_record

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import RenderError
 from hpcbench.paths import shared_folder
-from hpcbench.render.job_script import render_script
+from hpcbench.render.job_script import TemplateEngine, render_script
 from hpcbench.render.launch_step import JobShape
-from hpcbench.render.template_engine import TemplateEngine
 
 TEXT = st.text(alphabet=st.characters(exclude_characters="\x00", exclude_categories=["Cs"]), max_size=30)
 LINE = st.text(alphabet=st.characters(exclude_categories=["Cs", "Cc"]), max_size=30)

@@ -13,9 +13,8 @@ import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.paths import shared_folder
-from hpcbench.render.job_script import render_script, sbatch_directives, template_context
+from hpcbench.render.job_script import TemplateEngine, render_script, sbatch_directives, template_context
 from hpcbench.render.launch_step import JobShape, job_time_limit_s
-from hpcbench.render.template_engine import TemplateEngine
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 FOLDER = Path("/shared/results/cluster/submissions/sweep-0001")

@@ -12,9 +12,8 @@ import tomli
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster_file
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.paths import shared_folder
-from hpcbench.render.job_script import render_script
+from hpcbench.render.job_script import TemplateEngine, render_script
 from hpcbench.render.launch_step import make_job_shape
-from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.submit.plan import partition_limits
 
 FOLDER = Path("/shared/submissions/sweep-0001")

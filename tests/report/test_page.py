@@ -17,8 +17,7 @@ from click.testing import CliRunner, Result
 
 from hpcbench.cli.main import cli
 from hpcbench.config.run_spec import RunSpec, run_id
-from hpcbench.config.sweep_expansion import ExcludedPoint, expand_sweep
-from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.config.sweep_loader import ExcludedPoint, expand_sweep, load_sweep
 from hpcbench.errors import ConfigError
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.report.configurations import rows_from_frame

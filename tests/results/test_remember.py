@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.results_tree import result, specs
-from hpcbench.results.incremental_tree import IncrementalClusterTree
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
+from hpcbench.submit.watcher import IncrementalClusterTree
 
 RUNS = 300
 

@@ -18,9 +18,8 @@ import pytest
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, encode_task_file, run_id
 from hpcbench.paths import shared_folder
-from hpcbench.render.job_script import render_script
+from hpcbench.render.job_script import TemplateEngine, render_script
 from hpcbench.render.launch_step import JobShape
-from hpcbench.render.template_engine import TemplateEngine
 from hpcbench.results.attempts import Attempt, AttemptStart
 from hpcbench.results.schema import RunResult
 from tests.slurm.box import Box

@@ -22,8 +22,8 @@ from hpcbench.submit.journal import drop_runs, read_journal
 from hpcbench.submit.local_queue import CoreLocks, LocalScriptExecutor, LocalScriptJob
 from hpcbench.submit.local_scheduler import queue_process, start_local_queue
 from hpcbench.submit.plan import make_plan
-from hpcbench.submit.submission import ALL_CORES, RenderedSubmission, render_submission, write_submission
 from hpcbench.submit.submission_record import JobArray, Submission
+from hpcbench.submit.submit import ALL_CORES, RenderedSubmission, render_submission, write_submission
 
 NOTE = """
 note() { printf '%s %s %s\\n' "$1" "$2" "$(date +%s.%N)" >> notes; }

@@ -21,9 +21,8 @@ from hpcbench.submit.plan import SweepPlan, make_plan
 from hpcbench.submit.run_state import run_states
 from hpcbench.submit.scheduler import SendOutcome
 from hpcbench.submit.slurm_scheduler import SlurmScheduler
-from hpcbench.submit.submission import render_submission, write_submission
 from hpcbench.submit.submission_record import Submission, next_submission_folder
-from hpcbench.submit.submit import submit
+from hpcbench.submit.submit import render_submission, submit, write_submission
 from tests.submit.conftest import SWEEP
 
 TEN = SWEEP.replace("batch_size = [8, 16]\nnodes = [1, 2]", "seed = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]").replace(

@@ -17,9 +17,8 @@ from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, make_plan
 from hpcbench.submit.run_state import run_states
 from hpcbench.submit.sbatch import SbatchExecutor
-from hpcbench.submit.submission import render_submission
 from hpcbench.submit.submission_record import next_submission_folder, read_sweep_record
-from hpcbench.submit.submit import submit
+from hpcbench.submit.submit import render_submission, submit
 
 
 def finish(tree: ClusterTree, plan: SweepPlan, run_id: str, status: str = "ok") -> None:
