@@ -23,16 +23,23 @@ from typing import Any, NamedTuple
 from hpcbench.errors import HpcbenchError, WorkerError
 
 HOROVOD_VERSION = "0.28.1"
+_ARCHIVE_NAME = f"horovod-{HOROVOD_VERSION}.tar.gz"
 PATCH_REVISION = 1
 """Raised whenever what is mended below changes, so that a cached wheel of other source is not taken."""
 
 
-def _run(command: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+def _run(
+    command: Sequence[str], failure: str = "", hint: str | None = None, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command``; if it fails and ``failure`` is given, raise ``WorkerError`` with it and what was printed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
+    if failure and done.returncode != 0:
+        raise WorkerError(f"{failure}: {done.stderr.strip()[-800:]}", hint=hint)
+    return done
 
 
 class SourceEdit(NamedTuple):
-    """One change of text; ``pattern`` (a regular expression) must be found in ``file``."""
+    """One change of text; ``pattern`` (a regular expression) must match in ``file``."""
 
     file: str
     pattern: str
@@ -40,44 +47,39 @@ class SourceEdit(NamedTuple):
     why: str
 
 
+_CMAKE, _TORCH_CMAKE, _SETUP = "CMakeLists.txt", "horovod/torch/CMakeLists.txt", "setup.py"
+_NO_DISTUTILS = "Python 3.12 has no distutils"
+_INCLUDE_QUERY = r"from distutils\.sysconfig import get_python_inc; print\(get_python_inc\(\)\)"
+_INCLUDE_ANSWER = "import sysconfig; print(sysconfig.get_path('include'))"
+_FIND_EXECUTABLE, _WHICH = (
+    r"from distutils\.spawn import find_executable",
+    "from shutil import which as find_executable",
+)
+
+
 def source_edits(cxx_standard: int, cuda: bool, mpicxx: str = "") -> list[SourceEdit]:
-    """What is changed for a torch whose headers want C++ ``cxx_standard``; ``mpicxx`` is MPI's compiler, if any."""
-    standard = f"set(CMAKE_CXX_STANDARD {cxx_standard})"
-    found = [
-        SourceEdit("CMakeLists.txt", r"set\(CMAKE_CXX_STANDARD 14\)", standard, "torch's headers"),
-        SourceEdit("horovod/torch/CMakeLists.txt", r"set\(CMAKE_CXX_STANDARD 14\)", standard, "torch's headers"),
-        SourceEdit(
-            "CMakeLists.txt", r"-std=c\+\+11\"\)\n        endif", f'-std=c++{cxx_standard}")\n        endif', "CUDA"
-        ),
-        SourceEdit(
-            "horovod/torch/CMakeLists.txt",
-            r"from distutils\.sysconfig import get_python_inc; print\(get_python_inc\(\)\)",
-            "import sysconfig; print(sysconfig.get_path('include'))",
-            "Python 3.12 has no distutils",
-        ),
-        SourceEdit(
-            "horovod/runner/js_run.py",
-            r"from distutils\.spawn import find_executable",
-            "from shutil import which as find_executable",
-            "Python 3.12 has no distutils",
-        ),
-        SourceEdit("setup.py", r"setup_requires=.*", "setup_requires=[],", "nothing is fetched while it builds"),
-        SourceEdit("setup.py", r"else 'RelWithDebInfo'", "else 'Release'", "debugging symbols cost time and space"),
-        SourceEdit("setup.py", r"require_list\.append\('cffi>=1\.4\.0'\)", "pass", "the extension does not use cffi"),
+    """Return the changes for a torch whose headers want C++ ``cxx_standard``; ``mpicxx`` is MPI's compiler, if any."""
+    old, standard = r"set\(CMAKE_CXX_STANDARD 14\)", f"set(CMAKE_CXX_STANDARD {cxx_standard})"
+    flag = f'-std=c++{cxx_standard}")\n        endif'
+    edits = [
+        SourceEdit(_CMAKE, old, standard, "torch's headers"),
+        SourceEdit(_TORCH_CMAKE, old, standard, "torch's headers"),
+        SourceEdit(_CMAKE, r"-std=c\+\+11\"\)\n        endif", flag, "CUDA"),
+        SourceEdit(_TORCH_CMAKE, _INCLUDE_QUERY, _INCLUDE_ANSWER, _NO_DISTUTILS),
+        SourceEdit("horovod/runner/js_run.py", _FIND_EXECUTABLE, _WHICH, _NO_DISTUTILS),
+        SourceEdit(_SETUP, r"setup_requires=.*", "setup_requires=[],", "nothing is fetched while it builds"),
+        SourceEdit(_SETUP, r"else 'RelWithDebInfo'", "else 'Release'", "debugging symbols cost time and space"),
+        SourceEdit(_SETUP, r"require_list\.append\('cffi>=1\.4\.0'\)", "pass", "the extension does not use cffi"),
     ]
     if not cuda:
         # A compiler for CUDA on PATH would otherwise be tried, and must work, for a wheel that holds no CUDA.
-        found.append(
-            SourceEdit("CMakeLists.txt", r"\nif\(CMAKE_CUDA_COMPILER\)", "\nif(FALSE)", "no CUDA in this wheel")
-        )
+        edits.append(SourceEdit(_CMAKE, r"\nif\(CMAKE_CUDA_COMPILER\)", "\nif(FALSE)", "no CUDA in this wheel"))
     if mpicxx:
-        both = {"CXX": mpicxx, "C": str(Path(mpicxx).with_name("mpicc"))}
-        chosen = "".join(
-            f'set(MPI_{key}_COMPILER "{path}" CACHE FILEPATH "" FORCE)\n    ' for key, path in both.items()
-        )
-        chosen += "find_package(MPI "
-        found.append(SourceEdit("CMakeLists.txt", r"find_package\(MPI ", chosen, "cmake looks beside mpirun first"))
-    return found
+        compilers = (("CXX", mpicxx), ("C", Path(mpicxx).with_name("mpicc")))
+        chosen = "".join(f'set(MPI_{key}_COMPILER "{path}" CACHE FILEPATH "" FORCE)\n    ' for key, path in compilers)
+        package = "find_package(MPI "
+        edits.append(SourceEdit(_CMAKE, r"find_package\(MPI ", chosen + package, "cmake looks beside mpirun first"))
+    return edits
 
 
 def patch_source(source: Path, cxx_standard: int, cuda: bool, mpicxx: str = "") -> None:
@@ -95,16 +97,11 @@ def patch_source(source: Path, cxx_standard: int, cuda: bool, mpicxx: str = "") 
 def fetch_source(pip: Sequence[str], folder: Path, env: dict[str, str]) -> Path:
     """Download the source package with ``pip`` into ``folder`` and unpack it there; returns its root."""
     words = "download --no-binary horovod --no-deps --no-build-isolation --quiet"
-    command = [*pip, *words.split(), f"horovod=={HOROVOD_VERSION}", "--dest", str(folder)]
-    done = _run(command, env=env)
-    archive = folder / f"horovod-{HOROVOD_VERSION}.tar.gz"
-    if done.returncode != 0 or not archive.exists():
-        raise WorkerError(
-            f"cannot download Horovod {HOROVOD_VERSION}'s source package: {done.stderr.strip()[-400:]}",
-            hint=f"is the package index reachable from here? Elsewhere: {' '.join(command[:-2])}; "
-            f"then --source horovod-{HOROVOD_VERSION}.tar.gz",
-        )
-    return unpack_source(archive, folder)
+    command = [*pip, *words.split(), f"horovod=={HOROVOD_VERSION}"]
+    hint = f"is the package index reachable from here? Elsewhere: {' '.join(command)}; then --source {_ARCHIVE_NAME}"
+    failure = f"cannot download Horovod {HOROVOD_VERSION}'s source package"
+    _run([*command, "--dest", str(folder)], failure, hint, env=env)
+    return unpack_source(folder / _ARCHIVE_NAME, folder)
 
 
 def unpack_source(archive: Path, folder: Path) -> Path:
@@ -125,30 +122,26 @@ _SYSTEM_PACKAGES = {"g++": "g++", "make": "make", "Python.h": "python3-dev"}
 _BUILD_TOOLS = ("setuptools>=68", "wheel", "packaging", "cmake>=3.18,<4")
 
 _TARGET_SCRIPT = """
-import json, os, platform, sys, sysconfig
-found = {"tag": f"{sys.implementation.cache_tag}", "machine": platform.machine(), "libc": "-".join(platform.libc_ver()),
-         "include": sysconfig.get_path("include"), "torch": None, "cuda": None, "cuda_home": None, "standards": []}
+import importlib.util, json, os, platform, re, sys, sysconfig
+facts = {"tag": sys.implementation.cache_tag, "machine": platform.machine(), "libc": "-".join(platform.libc_ver()),
+         "include": sysconfig.get_path("include"), "cxx_standard": 17, "cuda_home": None, "nccl_package": None,
+         "torch": None, "torch_error": None, "has_pip": importlib.util.find_spec("pip") is not None}
 try:
-    import re, torch
-    found["torch"], found["cuda"] = str(torch.__version__), torch.version.cuda
+    import torch
+    facts["torch"] = str(torch.__version__)
     text = open(os.path.join(os.path.dirname(torch.__file__), "utils", "cpp_extension.py"), encoding="utf-8").read()
-    found["standards"] = [int(number) for number in re.findall(r"-std=c\\+\\+(\\d+)'", text)]
+    facts["cxx_standard"] = max([int(number) for number in re.findall(r"-std=c\\+\\+(\\d+)'", text)], default=17)
     if torch.version.cuda:
         from torch.utils.cpp_extension import CUDA_HOME
-        found["cuda_home"] = CUDA_HOME
+        facts["cuda_home"] = CUDA_HOME
 except ImportError as error:
-    found["why"] = str(error)
+    facts["torch_error"] = str(error)
 try:
     import nvidia.nccl
-    found["nccl"] = list(nvidia.nccl.__path__)[0]
+    facts["nccl_package"] = list(nvidia.nccl.__path__)[0]
 except ImportError:
     pass
-try:
-    import pip
-    found["pip"] = pip.__version__
-except ImportError:
-    pass
-print("found:" + json.dumps(found))
+print("facts:" + json.dumps(facts))
 """
 
 
@@ -174,7 +167,7 @@ class BuildTarget:
 
 @dataclass(frozen=True)
 class BuildFeatures:
-    """What goes into the wheel beside Gloo; empty where it does not."""
+    """Parts of the wheel beside Gloo; empty where it lacks them."""
 
     mpi: str = ""
     """Tells one MPI from another: a digest of how its compiler links."""
@@ -195,45 +188,37 @@ def examine_target(python: str) -> BuildTarget:
         done = _run([python, "-c", _TARGET_SCRIPT])
     except OSError as error:
         raise WorkerError(f"{python}: {error.strerror}", hint="--python takes the path of an interpreter") from error
-    answer = [line for line in done.stdout.splitlines() if line.startswith("found:")]
-    if not answer:
+    answers = [line for line in done.stdout.splitlines() if line.startswith("facts:")]
+    if not answers:
         raise WorkerError(f"{python} does not run: {done.stderr.strip()[-400:]}")
-    found = json.loads(answer[-1].removeprefix("found:"))
-    if not found["torch"]:
-        raise WorkerError(
-            f"{python} cannot import torch ({found.get('why')}), and Horovod is built against it",
-            hint=f"{python} -m pip install 'torch>=2.6'",
-        )
-    if "pip" not in found:
+    facts = json.loads(answers[-1].removeprefix("facts:"))
+    torch_error, has_pip = facts.pop("torch_error"), facts.pop("has_pip")
+    if not facts["torch"]:
+        message = f"{python} cannot import torch ({torch_error}), and Horovod is built against it"
+        raise WorkerError(message, hint=f"{python} -m pip install 'torch>=2.6'")
+    if not has_pip:
         raise WorkerError(f"{python} has no pip", hint=f"{python} -m ensurepip")
-    standard = max(found["standards"], default=17)
-    _require_compiler(found["include"], standard)
-    return BuildTarget(
-        python, found["torch"], found["tag"], found["machine"], found["libc"], found["include"], standard,
-        found["cuda_home"], found.get("nccl"),
-    )  # fmt: skip
-
-
-def cxx_compiler() -> str:
-    """The C++ compiler that cmake will take, too."""
-    return os.environ.get("CXX") or "g++"
+    _require_compiler(facts["include"], facts["cxx_standard"])
+    return BuildTarget(python, **facts)
 
 
 def _require_compiler(include: str, standard: int) -> None:
-    missing = [name for name in (cxx_compiler(), "make") if not shutil.which(name)]
+    # cmake takes the same one.
+    compiler = os.environ.get("CXX") or "g++"
+    missing = [name for name in (compiler, "make") if not shutil.which(name)]
     if not (Path(include) / "Python.h").exists():
         missing.append("Python.h")
     if missing:
         packages = " ".join(sorted({_SYSTEM_PACKAGES.get(name, "g++") for name in missing}))
-        places = "".join(f" ({include}/Python.h)" for name in missing if name == "Python.h")
+        header = f" ({include}/Python.h)" if "Python.h" in missing else ""
         raise WorkerError(
-            f"building Horovod needs {', '.join(missing)}, not found here{places}",
+            f"building Horovod needs {', '.join(missing)}, not found here{header}",
             hint=f"apt-get install {packages}; on a cluster load its compiler and Python modules",
         )
-    said = compile_error([cxx_compiler(), f"-std=c++{standard}"], "#include <string_view>\nint main() { return 0; }\n")
-    if said:
+    error = compile_error([compiler, f"-std=c++{standard}"], "#include <string_view>\nint main() { return 0; }\n")
+    if error:
         raise WorkerError(
-            f"{cxx_compiler()} does not compile C++{standard}, which torch's headers need: {said}",
+            f"{compiler} does not compile C++{standard}, which torch's headers need: {error}",
             hint="g++ 10 or newer does: apt-get install g++, or load a newer compiler's module (CXX names another)",
         )
 
@@ -270,20 +255,16 @@ def find_mpi() -> tuple[str, str]:
 def _find_nccl(target: BuildTarget) -> str:
     if not target.cuda_home or not (Path(target.cuda_home) / "bin" / "nvcc").exists():
         return ""
-    given = [os.environ.get(name) for name in ("HOROVOD_NCCL_HOME", "NCCL_HOME", "NCCL_ROOT", "EBROOTNCCL")]
-    places = [place for place in (*given, target.nccl_package, "/usr") if place]
-    return next((place for place in places if (Path(place) / "include" / "nccl.h").exists()), "")
+    variables = [os.environ.get(name) for name in ("HOROVOD_NCCL_HOME", "NCCL_HOME", "NCCL_ROOT", "EBROOTNCCL")]
+    homes = (*variables, target.nccl_package, "/usr")
+    return next((home for home in homes if home and (Path(home) / "include" / "nccl.h").exists()), "")
 
 
 def make_build_environment(target: BuildTarget, parts: BuildFeatures, folder: Path) -> dict[str, str]:
     """A private build environment in ``folder``; returns the variables to build with."""
     tools = folder / "tools"
-    command = [*target.pip, "install", "--quiet", "--target", str(tools), *_BUILD_TOOLS]
-    done = _run(command)
-    if done.returncode != 0:
-        raise WorkerError(
-            f"pip could not fetch what the build needs ({', '.join(_BUILD_TOOLS)}): {done.stderr.strip()[-400:]}"
-        )
+    failure = f"pip could not fetch what the build needs ({', '.join(_BUILD_TOOLS)})"
+    _run([*target.pip, "install", "--quiet", "--target", str(tools), *_BUILD_TOOLS], failure)
     env = {name: value for name, value in os.environ.items() if not name.startswith(("HOROVOD_", "PYTHON"))}
     env |= {
         "PYTHONPATH": str(tools),
@@ -310,45 +291,33 @@ def _linkable_nccl(home: Path, folder: Path) -> Path:
     library = home / "lib"
     if not (library / "libnccl.so.2").exists() or (library / "libnccl.so").exists():
         return home
-    made = folder / "nccl"
-    (made / "lib").mkdir(parents=True)
-    (made / "lib" / "libnccl.so").symlink_to(library / "libnccl.so.2")
-    (made / "include").symlink_to(home / "include")
-    return made
+    linkable = folder / "nccl"
+    (linkable / "lib").mkdir(parents=True)
+    (linkable / "lib" / "libnccl.so").symlink_to(library / "libnccl.so.2")
+    (linkable / "include").symlink_to(home / "include")
+    return linkable
 
 
 _RUNTIME_PACKAGES = ("cloudpickle", "psutil", "pyyaml", "packaging")
 
 
-class BuildOptions(NamedTuple):
-    """What was asked for on the command line."""
-
-    python: str
-    mpi: bool
-    nccl: bool
-    jobs: int
-    source: Path | None
-
-
 def main(words: list[str] | None = None) -> int:
     """Build where the cache has no wheel, install, say what is in it; returns the exit code."""
-    wish = _parse_options(sys.argv[1:] if words is None else words)
+    options = _parse_options(words)
     try:
-        target = examine_target(wish.python)
-        parts = find_features(target, wish.mpi, wish.nccl)
+        target = examine_target(options.python)
+        parts = find_features(target, not options.without_mpi, not options.without_nccl)
         wheel = find_cached_wheel(wheel_cache_folder(), target, parts)
         if wheel is None:
-            _print_progress(
-                f"building Horovod {HOROVOD_VERSION} for torch {target.torch} ({parts.listed}), {wish.jobs} jobs: "
-                f"minutes"
-            )
-            wheel = _build_wheel(wish, target, parts)
+            what = f"Horovod {HOROVOD_VERSION} for torch {target.torch} ({parts.listed})"
+            _print_progress(f"building {what}, {options.jobs} jobs: minutes")
+            wheel = _build_wheel(options.source, max(1, options.jobs), target, parts)
         else:
             _print_progress(f"from the cache: {wheel}")
         install_wheel(target, wheel)
         _print_progress(f"{target.python}: Horovod {describe_installed(target)}")
     except HpcbenchError as error:
-        print(f"hpcbench: {error}", file=sys.stderr)  # noqa: T201
+        _print_progress(str(error))
         return 1
     return 0
 
@@ -389,35 +358,28 @@ def store_wheel(folder: Path, wheel: Path, name: str) -> Path:
 
 def install_wheel(target: BuildTarget, wheel: Path) -> None:
     """Install ``wheel`` and what it imports; torch and everything else that is there stays."""
-    done = _run([*target.pip, "install", "--quiet", "--no-deps", str(wheel)])
-    if done.returncode == 0:
-        command = [*target.pip, "install", "--quiet", *_RUNTIME_PACKAGES]
-        done = _run(command)
-    if done.returncode != 0:
-        raise WorkerError(f"pip could not install {wheel}: {done.stderr.strip()[-600:]}")
+    for packages in (["--no-deps", str(wheel)], _RUNTIME_PACKAGES):
+        _run([*target.pip, "install", "--quiet", *packages], f"pip could not install {wheel}")
 
 
 def describe_installed(target: BuildTarget) -> str:
-    """What the target's interpreter finds; ``WorkerError`` where it cannot import it."""
+    """Return the installed version and its parts; ``WorkerError`` where the target's interpreter cannot import it."""
     text = (
         "import horovod, horovod.torch as h; built = {'gloo': h.gloo_built(), 'mpi': h.mpi_built(), "
         "'nccl': h.nccl_built()}; print(horovod.__version__, 'with', ', '.join(k for k, v in built.items() if v))"
     )
     with tempfile.TemporaryDirectory() as elsewhere:
-        command = [target.python, "-c", text]
-        done = _run(command, cwd=elsewhere)
-    if done.returncode != 0:
-        raise WorkerError(f"Horovod was built and installed, but cannot be imported:\n{done.stderr.strip()[-800:]}")
-    return done.stdout.strip().splitlines()[-1]
+        failure = "Horovod was built and installed, but cannot be imported"
+        return _run([target.python, "-c", text], failure, cwd=elsewhere).stdout.strip().splitlines()[-1]
 
 
-def _build_wheel(wish: BuildOptions, target: BuildTarget, parts: BuildFeatures) -> Path:
+def _build_wheel(source: Path | None, jobs: int, target: BuildTarget, parts: BuildFeatures) -> Path:
     with tempfile.TemporaryDirectory(prefix="hpcbench-horovod-") as name:
         folder = Path(name)
         env = make_build_environment(target, parts, folder)
-        root = unpack_source(wish.source, folder) if wish.source else fetch_source(target.pip, folder, env)
-        env |= {"HOROVOD_LOCAL_VERSION": wheel_local_version(target, parts), "MAKEFLAGS": f"-j{wish.jobs}",
-                "CMAKE_BUILD_PARALLEL_LEVEL": str(wish.jobs)}  # fmt: skip
+        root = unpack_source(source, folder) if source else fetch_source(target.pip, folder, env)
+        env |= {"HOROVOD_LOCAL_VERSION": wheel_local_version(target, parts), "MAKEFLAGS": f"-j{jobs}",
+                "CMAKE_BUILD_PARALLEL_LEVEL": str(jobs)}  # fmt: skip
         patch_source(root, target.cxx_standard, cuda=bool(parts.nccl), mpicxx=parts.mpicxx)
         log = folder / "log"
         nice = ["nice", "-n", "10"] if shutil.which("nice") else []
@@ -430,31 +392,26 @@ def _build_wheel(wish: BuildOptions, target: BuildTarget, parts: BuildFeatures) 
             kept = wheel_cache_folder() / "horovod-build.log"
             kept.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(log, kept)
-            raise WorkerError(f"the build failed:\n{_error_lines(log)}", hint=f"all of its output: {kept}")
+            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            errors = [line for line in lines if "error" in line.lower()] or lines
+            raise WorkerError("the build failed:\n" + "\n".join(errors[:8]), hint=f"all of its output: {kept}")
         return store_wheel(wheel_cache_folder(), wheels[0], wheel_cache_key(target, parts))
-
-
-def _error_lines(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    telling = [line for line in lines if "error" in line.lower()]
-    return "\n".join((telling or lines)[:8])
 
 
 def _print_progress(text: str) -> None:
     print(f"hpcbench: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _parse_options(words: list[str]) -> BuildOptions:
+def _parse_options(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hpcbench.tools.build_horovod", description=__doc__)
     text = "the interpreter to build for (this one); give a cluster's environment its own"
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help=text)
     parser.add_argument("--without-mpi", action="store_true", help="leave MPI out even where mpicxx works")
     parser.add_argument("--without-nccl", action="store_true", help="leave NCCL out even for a CUDA torch")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="compilers at a time (2)")
-    text = f"horovod-{HOROVOD_VERSION}.tar.gz, for a machine without a package index"
+    text = f"{_ARCHIVE_NAME}, for a machine without a package index"
     parser.add_argument("--source", type=Path, metavar="FILE", help=text)
-    given: Any = parser.parse_args(words)
-    return BuildOptions(given.python, not given.without_mpi, not given.without_nccl, max(1, given.jobs), given.source)
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":
