@@ -68,6 +68,11 @@ class WorkerError(HpcbenchError):
         self.status = status
 
 
+def unsupported(message: str, hint: str | None = None) -> WorkerError:
+    """Return the error of a run that is impossible with this machine's devices, packages or files."""
+    return WorkerError(message, status="unsupported", hint=hint)
+
+
 def did_you_mean(wrong: str, choices: Iterable[str]) -> str:
     """A hint that names the nearest choice, if one is near, and then all of them."""
     ordered = sorted(choices)

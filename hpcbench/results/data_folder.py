@@ -69,6 +69,13 @@ def sample_part_folder(made: Path, number: int) -> Path:
     return made / f"{number:05d}"
 
 
+def sample_part_files(part: Path, kind: str, indices: range) -> list[Path]:
+    """Return the files of the samples ``indices`` in the folder ``part``: one for each, or one for all tokens."""
+    if kind == "tokens":
+        return [part / "tokens.bin"]
+    return [part / f"{index:08d}.{'hdf5' if kind == 'volumes' else 'jpg'}" for index in indices]
+
+
 def read_sample_manifest(made: Path) -> SampleManifest | None:
     """The manifest of a complete folder; ``None`` where there is none, ``StorageError`` where it is none of ours."""
     try:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 from hpcbench.parallel.mesh import dropped_samples, even_ranges, micro_batch_ranges, steps_per_epoch
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 
@@ -81,19 +81,14 @@ class DataFeed(ABC):
         self.channels_last = spec.channels_last
         # Planning excludes a batch larger than the data set; the files may hold fewer samples than that.
         if self.samples < dataset.samples and self.global_batch_size > self.samples:
-            raise WorkerError(
-                f"global batch {self.global_batch_size} is more than the {self.samples} samples of "
-                f"{spec.dataset} in its files",
-                status="unsupported",
-                hint=f"a global batch of {self.samples} or less, or more of the set's files",
+            raise unsupported(
+                f"global batch {self.global_batch_size} is more than the {self.samples} samples of {spec.dataset} in "
+                "its files",
+                f"a global batch of {self.samples} or less, or more of the set's files",
             )
         epoch = (self.samples, self.global_batch_size, self.replicas, spec.drop_last)
         self.steps_per_epoch = steps_per_epoch(*epoch)
         self.dropped = dropped_samples(*epoch)
-
-    def epoch_and_step(self, step: int) -> tuple[int, int]:
-        """Return (epoch, step within the epoch) of step number ``step``."""
-        return divmod(step, self.steps_per_epoch)
 
     def global_count(self, step: int) -> int:
         """Return the samples of all replicas in ``step``; the last step of an epoch may have fewer."""
@@ -102,7 +97,7 @@ class DataFeed(ABC):
 
     def replica_range(self, step: int, replica: int) -> range:
         """Return the positions of ``replica``'s samples within the step's global batch."""
-        return _replica_ranges(self.global_count(step), self.replicas)[replica]
+        return _even_ranges(self.global_count(step), self.replicas)[replica]
 
     def replica_count(self, step: int, replica: int) -> int:
         """Return the number of samples of ``replica`` in ``step``."""
@@ -115,7 +110,7 @@ class DataFeed(ABC):
 
     def sample_indices(self, step: int, replica: int) -> Tensor:
         """Return the indices [n] within the set of ``replica``'s samples in ``step``."""
-        epoch, epoch_step = self.epoch_and_step(step)
+        epoch, epoch_step = divmod(step, self.steps_per_epoch)
         first, positions = epoch_step * self.global_batch_size, self.replica_range(step, replica)
         return self.epoch_order(epoch)[first + positions.start : first + positions.stop]
 
@@ -160,9 +155,7 @@ class DataFeed(ABC):
         return moved.contiguous(memory_format=layout or torch.contiguous_format)
 
 
-@lru_cache(maxsize=8)
-def _replica_ranges(count: int, replicas: int) -> list[range]:
-    return even_ranges(count, replicas)
+_even_ranges = lru_cache(maxsize=8)(even_ranges)
 
 
 @lru_cache(maxsize=2)

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,18 +37,17 @@ from hpcbench.results.data_folder import (
     SamplePart,
     read_sample_manifest,
     read_sample_part,
+    sample_part_files,
     sample_part_folder,
     synthetic_folder,
 )
+from hpcbench.worker.distributed.rank_environment import cpu_mask
 from hpcbench.worker.failure import install_hint
 
 if TYPE_CHECKING:
     from hpcbench.worker.data.sample_generator import SampleGenerator
 
 _REQUIRED_PACKAGES = {"images": ("numpy", "PIL"), "volumes": ("numpy", "h5py"), "tokens": ("numpy",)}
-_IMAGES_PER_FOLDER = 256
-_VOLUME_FOLDER_BYTES = 2**27
-_TOKENS_PER_FOLDER = 2**20
 _STALE_AFTER_S = 3600.0
 _PARENT_POLL_S = 1.0
 _MAX_SINGLE_SYNCS = 8
@@ -55,27 +55,22 @@ _INTERRUPTED_EXIT_CODE = 130
 
 
 def default_sample_count(dataset: str, size: int) -> int:
-    """A pool that is made in minutes: 2,048 images, 1 to 4 GiB of volumes, 8 Mi tokens."""
-    kind = DATASETS[dataset].kind
-    if kind == "images":
-        return 2048
-    if kind == "tokens":
-        return max(64, 2**23 // size)
-    return max(4, min(64, 2**31 // _volume_bytes(dataset, size)))
+    """Return the samples of a pool that is made in minutes: 2,048 images, 1 to 4 GiB of volumes, 8 Mi tokens."""
+    each = _sample_bytes(dataset, size)
+    counts = {"images": 2048, "volumes": max(4, min(64, 2**31 // each)), "tokens": max(64, 2**24 // each)}
+    return counts[DATASETS[dataset].kind]
 
 
 def samples_per_folder(dataset: str, size: int) -> int:
-    """Samples that lie in one folder, and are made in one go."""
-    kind = DATASETS[dataset].kind
-    if kind == "images":
-        return _IMAGES_PER_FOLDER
-    return max(
-        1, _TOKENS_PER_FOLDER // size if kind == "tokens" else _VOLUME_FOLDER_BYTES // _volume_bytes(dataset, size)
-    )
+    """Return how many samples lie in one folder and are made in one go: 256 images, 128 MiB of volumes, 1 Mi tokens."""
+    each = _sample_bytes(dataset, size)
+    return max(1, {"images": 256, "volumes": 2**27 // each, "tokens": 2**21 // each}[DATASETS[dataset].kind])
 
 
-def _volume_bytes(dataset: str, size: int) -> int:
-    return 2 * sample_shape(dataset, size)[0] * size**3
+def _sample_bytes(dataset: str, size: int) -> int:
+    # A JPEG of noise takes less than a byte a pixel, and its header.
+    volume_bytes = 2 * sample_shape(dataset, size)[0] * size**3
+    return {"images": size * size + 1024, "volumes": volume_bytes, "tokens": 2 * size}[DATASETS[dataset].kind]
 
 
 def make_samples(folder: Path, dataset: str, size: int, samples: int, workers: int) -> Iterator[int]:
@@ -122,8 +117,8 @@ def make_samples(folder: Path, dataset: str, size: int, samples: int, workers: i
     # In a random order: two makers at once seldom work on the same part.
     order = list(missing.items())
     random.Random(os.getpid()).shuffle(order)  # noqa: S311 - no secret
-    for number in _make_parts(pool, dataset, size, order, workers):
-        complete += counts[number]
+    for count in _make_parts(pool, dataset, size, order, workers):
+        complete += count
         yield complete
     _write_manifest(pool, dataset, size, counts, parameters)
 
@@ -142,37 +137,26 @@ def _check_packages(dataset: str) -> None:
 
 
 def _check_free_space(pool: Path, dataset: str, size: int, samples: int) -> None:
-    kind = DATASETS[dataset].kind
-    # A JPEG of noise takes less than a byte a pixel, and its header.
-    sample_bytes = {"images": size * size + 1024, "tokens": 2 * size}.get(kind) or _volume_bytes(dataset, size)
+    needed = _sample_bytes(dataset, size) * samples
     free = shutil.disk_usage(pool).free
-    if sample_bytes * samples > free:
+    if needed > free:
         raise StorageError(
-            f"{samples} samples of {dataset} at {size} take about {sample_bytes * samples} bytes, "
-            f"{pool} has {free} free",
+            f"{samples} samples of {dataset} at {size} take about {needed} bytes, {pool} has {free} free",
             hint="fewer --samples, or another --folder",
         )
 
 
 def _make_parts(pool: Path, dataset: str, size: int, parts: list[tuple[int, int]], workers: int) -> Iterator[int]:
-    """Make ``parts`` (number and samples) and yield the number of each one that is complete."""
-    if workers == 1 or not parts:
-        for number, count in parts:
-            make_sample_folder(pool, dataset, size, number, count)
-            yield number
+    """Make ``parts`` (number and samples); yield the samples of each one that is complete."""
+    make = partial(make_sample_folder, pool, dataset, size)
+    if workers == 1:
+        yield from (make(number, count) for number, count in parts)
         return
-    processes = concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(parts)), multiprocessing.get_context("spawn"), _exit_with_parent, (os.getpid(),)
-    )
-    with processes:
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, context, _exit_with_parent, (os.getpid(),)) as processes:
         try:
-            futures = {
-                processes.submit(make_sample_folder, pool, dataset, size, number, count): number
-                for number, count in parts
-            }
-            for future in concurrent.futures.as_completed(futures):
-                future.result()
-                yield futures[future]
+            futures = [processes.submit(make, number, count) for number, count in parts]
+            yield from (future.result() for future in concurrent.futures.as_completed(futures))
         except BaseException:
             processes.shutdown(wait=False, cancel_futures=True)
             raise
@@ -190,32 +174,27 @@ def _exit_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def make_sample_folder(pool: Path, dataset: str, size: int, number: int, count: int) -> None:
-    """Make part ``number`` with ``count`` samples, unless another maker has completed it."""
+def make_sample_folder(pool: Path, dataset: str, size: int, number: int, count: int) -> int:
+    """Make part ``number``, unless another maker has completed it; returns ``count``, its samples."""
     from hpcbench.worker.data.sample_generator import SampleGenerator
 
     if _is_complete(pool, number, count):
-        return
+        return count
     folder = sample_part_folder(pool, number)
     make_folder(folder)
     _remove_stale_files(folder)
     generator = SampleGenerator(dataset, size)
     first = number * samples_per_folder(dataset, size)
-    indices = range(first, first + count)
-    labels: list[int] = []
+    paths = sample_part_files(folder, generator.kind, range(first, first + count))
     try:
-        if generator.kind == "tokens":
-            paths = [_write_tokens(folder, generator, number, count)]
-        elif generator.kind == "volumes":
-            paths = [_write_volume(folder, generator, index) for index in indices]
-        else:
-            images = [_write_image(folder, generator, index) for index in indices]
-            labels, paths = [label for label, _ in images], [path for _, path in images]
+        write = {"images": _write_image, "volumes": _write_volume, "tokens": _write_tokens}[generator.kind]
+        labels = [label for index, path in enumerate(paths, first) for label in write(path, generator, index, count)]
         _sync_to_disk(folder, paths)
         part = SamplePart(samples=count, bytes=sum(path.stat().st_size for path in paths), labels=labels)
     except OSError as error:
         raise write_error(error, folder) from error
     write_atomic(folder / PART_RECORD_NAME, msgspec.json.encode(part))
+    return count
 
 
 def _sync_to_disk(folder: Path, paths: list[Path]) -> None:
@@ -251,41 +230,36 @@ def _remove_stale_files(folder: Path) -> None:
                 path.unlink()
 
 
-def _write_image(folder: Path, generator: SampleGenerator, index: int) -> tuple[int, Path]:
+def _write_image(path: Path, generator: SampleGenerator, index: int, _count: int) -> list[int]:
+    """Write one image and return its label."""
     from PIL import Image
 
     from hpcbench.worker.data.sample_generator import JPEG_QUALITY
 
     pixels, label = generator.image(index)
-    path = folder / f"{index:08d}.jpg"
     with _atomic_path(path) as temporary:
         Image.fromarray(pixels).save(temporary, "JPEG", quality=JPEG_QUALITY)
-    return label, path
+    return [label]
 
 
-def _write_volume(folder: Path, generator: SampleGenerator, index: int) -> Path:
+def _write_volume(path: Path, generator: SampleGenerator, index: int, _count: int) -> list[int]:
     import h5py
 
-    counts, values = generator.volume(index)
-    path = folder / f"{index:08d}.hdf5"
     with _atomic_path(path) as temporary, h5py.File(temporary, "w") as file:
-        file["full"] = counts
-        file["unitPar"] = values
-    return path
+        file["full"], file["unitPar"] = generator.volume(index)
+    return []
 
 
-def _write_tokens(folder: Path, generator: SampleGenerator, number: int, count: int) -> Path:
-    path = folder / "tokens.bin"
+def _write_tokens(path: Path, generator: SampleGenerator, first: int, count: int) -> list[int]:
+    # All tokens of the part are generated, so that an enlarged pool begins with the samples that it had.
+    whole = samples_per_folder(generator.dataset, generator.size)
     with _atomic_path(path) as temporary:
-        # All tokens of the part are generated, so that an enlarged pool begins with the samples that it had.
-        tokens = generator.tokens(number, samples_per_folder(generator.dataset, generator.size))
-        tokens[: count * generator.size + 1].tofile(temporary)
-    return path
+        generator.tokens(first // whole, whole)[: count * generator.size + 1].tofile(temporary)
+    return []
 
 
 def _write_manifest(pool: Path, dataset: str, size: int, counts: list[int], parameters: str) -> None:
-    records = [read_sample_part(sample_part_folder(pool, number)) for number in range(len(counts))]
-    parts = [record for record in records if record is not None]
+    parts = [part for number in range(len(counts)) if (part := read_sample_part(sample_part_folder(pool, number)))]
     if len(parts) != len(counts):
         raise StorageError(f"{pool}: a folder of samples has gone while others were made", hint="run the command again")
     labels = [label for part, count in zip(parts, counts, strict=True) for label in part.labels[:count]]
@@ -313,11 +287,10 @@ def main(words: list[str]) -> int:
     arguments = parser.parse_args(words)
     size = arguments.size or DATASETS[arguments.dataset].shape[-1]
     samples = arguments.samples or default_sample_count(arguments.dataset, size)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = arguments.workers or len(cpu_mask())
     # Unfinished parts are made again by the next maker, so the process ends at once.
     signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED_EXIT_CODE))
     try:
-        workers = arguments.workers or cores
         for complete in make_samples(arguments.folder.absolute(), arguments.dataset, size, samples, workers):
             progress = {"done": min(complete, samples), "samples": max(samples, complete)}
             print(json.dumps(progress), flush=True)  # noqa: T201 - the caller reads it

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import WorkerError, unsupported
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.worker.data.feed import Batch, DataFeed, DataSource
 from hpcbench.worker.data.sample_files import missing_files_error, require_data_folder
@@ -43,7 +43,8 @@ class ResidentFeed(DataFeed):
             train, test = (inputs[:count], labels[:count]), (inputs[count:], labels[count:])
         else:
             self._folder = require_data_folder(spec, source.folder)
-            parts = (_read_mnist if spec.dataset == "mnist" else _read_cifar10)(spec, self._folder)
+            read = _read_mnist_part if spec.dataset == "mnist" else _read_cifar10_part
+            parts = [read(spec, self._folder, is_train) for is_train in (True, False)]
             statistics = _CHANNEL_STATISTICS[spec.dataset]
             train, test = ((normalize_channels(pixels.float() / 255, *statistics), labels) for pixels, labels in parts)
         super().__init__(spec, device, samples=len(train[1]))
@@ -85,12 +86,8 @@ _MAX_FILE_BYTES = 256 * 2**20
 _IDX_UINT8 = 0x08
 
 
-def _read_mnist(spec: RunSpec, folder: Path) -> tuple[Batch, Batch]:
-    return _read_mnist_part(spec, folder, "train"), _read_mnist_part(spec, folder, "t10k")
-
-
-def _read_mnist_part(spec: RunSpec, folder: Path, part: str) -> Batch:
-    root, paths = folder / "MNIST" / "raw", []
+def _read_mnist_part(spec: RunSpec, folder: Path, is_train: bool) -> Batch:
+    root, part, paths = folder / "MNIST" / "raw", "train" if is_train else "t10k", []
     for name in (f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"):
         path = next((path for path in (root / name, root / f"{name}.gz") if path.is_file()), None)
         if path is None:
@@ -130,15 +127,14 @@ def _read_whole_file(path: Path) -> bytes:
     return data
 
 
-def _read_cifar10(spec: RunSpec, folder: Path) -> tuple[Batch, Batch]:
+def _read_cifar10_part(spec: RunSpec, folder: Path, is_train: bool) -> Batch:
     root = folder / "cifar-10-batches-py"
-    paths = [root / f"data_batch_{number}" for number in range(1, 6)]
-    for path in (*paths, root / "test_batch"):
+    paths = [root / f"data_batch_{number}" for number in range(1, 6)] if is_train else [root / "test_batch"]
+    for path in paths:
         if not path.is_file():
             raise missing_files_error(spec, folder, path.name)
-    parts = [read_cifar_batch(path) for path in paths]
-    train = torch.cat([pixels for pixels, _ in parts]), torch.cat([labels for _, labels in parts])
-    return train, read_cifar_batch(root / "test_batch")
+    pixels, labels = zip(*(read_cifar_batch(path) for path in paths), strict=True)
+    return torch.cat(pixels), torch.cat(labels)
 
 
 def read_cifar_batch(path: Path) -> Batch:
@@ -190,20 +186,13 @@ def _load_digits() -> Batch:
     """
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
-        raise WorkerError(
-            "dataset digits needs scikit-learn, and this python has none",
-            status="unsupported",
-            hint=install_hint("sklearn"),
-        )
+        raise unsupported("dataset digits needs scikit-learn, and this python has none", install_hint("sklearn"))
     path = Path(package.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
     try:
         text = gzip.decompress(path.read_bytes()).decode("ascii")
     except OSError as error:
-        raise WorkerError(
-            f"dataset digits: this scikit-learn has no {path}: {error}",
-            status="unsupported",
-            hint="python -m pip install --upgrade scikit-learn",
-        ) from error
+        hint = "python -m pip install --upgrade scikit-learn"
+        raise unsupported(f"dataset digits: this scikit-learn has no {path}: {error}", hint) from error
     numbers = bytearray(map(int, text.replace("\n", ",").rstrip(",").split(",")))
     rows = torch.frombuffer(numbers, dtype=torch.uint8).view(-1, 65)
     return rows[:, :-1].double().reshape(-1, 1, 8, 8), rows[:, -1].long()

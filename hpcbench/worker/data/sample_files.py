@@ -12,22 +12,21 @@ import os
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import StorageError, WorkerError
+from hpcbench.errors import StorageError, WorkerError, unsupported
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.results.data_folder import (
     SAMPLES_FORMAT_VERSION,
-    SampleManifest,
     data_make_command,
     find_imagenet,
     list_volume_files,
     read_sample_manifest,
-    read_sample_part,
+    sample_part_files,
     sample_part_folder,
     synthetic_folder,
 )
@@ -36,17 +35,13 @@ from hpcbench.worker.data.batch_loader import SampleReader
 _VALIDATION_FOLDERS = ("validation", "val", "valid", "test")
 _IMAGE_SUFFIXES = (".jpeg", ".jpg", ".png")
 _BYTES_PER_TOKEN = 2
+_REPLACE_HINT = "fetch or make this file again"
 
 
-class ChannelStatistics(NamedTuple):
-    """Mean and standard deviation of the channels, for values in [0, 1]."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
-SYNTHETIC_STATISTICS = ChannelStatistics((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-IMAGENET_STATISTICS = ChannelStatistics((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+ChannelStatistics = tuple[tuple[float, ...], tuple[float, ...]]
+"""Means and standard deviations of the channels, for values in [0, 1]."""
+SYNTHETIC_STATISTICS = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+IMAGENET_STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """The figures that torchvision's models are trained with."""
 
 
@@ -69,7 +64,7 @@ class ImageReader:
         self.location = location or (str(Path(files[0]).parent.parent) if files else "no images")
         self._files, self._labels, self._shape = files, labels, shape
         channels = (shape[0], 1, 1)
-        mean, std = np.array(statistics.mean[: shape[0]]), np.array(statistics.std[: shape[0]])
+        mean, std = (np.array(values[: shape[0]]) for values in statistics)
         self._factor = (1 / (255 * std)).reshape(channels).astype(np.float32)
         self._offset = (mean / std).reshape(channels).astype(np.float32)
 
@@ -99,7 +94,7 @@ def decode_image(path: str, shape: tuple[int, ...]) -> Any:
         with Image.open(path) as file:
             image = file.convert("L" if channels == 1 else "RGB")
     except (OSError, SyntaxError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise WorkerError(f"cannot read the image {path}: {error}", hint="fetch or make this file again") from error
+        raise WorkerError(f"cannot read the image {path}: {error}", hint=_REPLACE_HINT) from error
     if image.size != (width, height):
         scale = max(width / image.width, height / image.height)
         resized = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
@@ -124,22 +119,16 @@ class VolumeReader:
         extent = self._edge(files[0]) if cut else shape[-1]
         self._per_edge = extent // shape[-1]
         if self._per_edge == 0:
-            raise WorkerError(
-                f"{files[0]} holds a volume of {extent}^3, too small for samples of {shape[-1]}^3",
-                status="unsupported",
-                hint=f"an input_size of {extent} or less",
-            )
+            message = f"{files[0]} holds a volume of {extent}^3, too small for samples of {shape[-1]}^3"
+            raise unsupported(message, f"an input_size of {extent} or less")
 
     def _edge(self, path: Path) -> int:
         try:
             with self._h5py.File(path, "r") as file:
                 return int(file["full"].shape[0])
         except (OSError, KeyError, IndexError) as error:
-            raise WorkerError(
-                f"cannot read the volume {path}: {error}",
-                status="unsupported",
-                hint="HDF5 with full [n, n, n, 4] and unitPar [4] is expected",
-            ) from error
+            hint = "HDF5 with full [n, n, n, 4] and unitPar [4] is expected"
+            raise unsupported(f"cannot read the volume {path}: {error}", hint) from error
 
     def __len__(self) -> int:
         return len(self._files) * self._per_edge**3
@@ -165,9 +154,7 @@ class VolumeReader:
                     counts = full[region]
                 values = file["unitPar"][: self._values]
         except (OSError, KeyError, RuntimeError) as error:
-            raise WorkerError(
-                f"cannot read the volume {path}: {error}", hint="fetch or make this file again"
-            ) from error
+            raise WorkerError(f"cannot read the volume {path}: {error}", hint=_REPLACE_HINT) from error
         if values.shape != target.shape:
             raise WorkerError(f"{path} has {values.shape} values in unitPar, {target.shape} are wanted")
         # Channel by channel: the whole volume is never in memory twice as floating point.
@@ -207,12 +194,10 @@ class TokenReader:
             if expected > available:
                 raise WorkerError(f"{path} holds {available} samples of {length} tokens, {expected} should be there")
         if self._ends[-1] == 0:
-            raise WorkerError(
-                f"{files[0]} holds {len(self._tokens[0])} tokens, too few for one sample of {length} and its next "
-                "token",
-                status="unsupported",
-                hint="uint16 tokens one after another, without a header",
+            message = (
+                f"{files[0]} holds {len(self._tokens[0])} tokens, too few for one sample of {length} and its next token"
             )
+            raise unsupported(message, "uint16 tokens one after another, without a header")
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -224,11 +209,9 @@ class TokenReader:
         tokens = self._tokens[number][first : first + self._length + 1]
         largest = int(tokens.max())
         if largest >= self._vocabulary:
-            raise WorkerError(
-                f"{self._files[number]} holds token {largest} near position {first}; the vocabulary has "
-                f"{self._vocabulary}",
-                hint="uint16 tokens of GPT-2's vocabulary are expected",
-            )
+            message = f"{self._files[number]} holds token {largest} near position {first}"
+            hint = "uint16 tokens of GPT-2's vocabulary are expected"
+            raise WorkerError(f"{message}; the vocabulary has {self._vocabulary}", hint=hint)
         inputs[:] = tokens[:-1]
         target[:] = tokens[1:]
 
@@ -237,33 +220,25 @@ def _map_tokens(path: Path) -> Any:
     try:
         size = path.stat().st_size
         if size == 0 or size % _BYTES_PER_TOKEN:
-            raise WorkerError(
-                f"{path} has {size} bytes, which are no uint16 tokens", status="unsupported", hint="fetch it again"
-            )
+            raise unsupported(f"{path} has {size} bytes, which are no uint16 tokens", "fetch it again")
         return np.memmap(path, dtype=np.uint16, mode="r")
     except OSError as error:
-        raise WorkerError(f"cannot read the tokens {path}: {error.strerror}", status="unsupported") from error
+        raise unsupported(f"cannot read the tokens {path}: {error.strerror}") from error
 
 
 def require_data_folder(spec: RunSpec, folder: Path | None) -> Path:
     """Return ``folder``; ``WorkerError`` (``unsupported``) if none is configured."""
     if folder is None:
-        raise WorkerError(
-            f"data = {spec.data!r} needs a data folder, and none is named",
-            status="unsupported",
-            hint="set data_folder in the cluster's profile, or $HPCBENCH_DATA when submitting",
-        )
+        hint = "set data_folder in the cluster's profile, or $HPCBENCH_DATA when submitting"
+        raise unsupported(f"data = {spec.data!r} needs a data folder, and none is named", hint)
     return folder
 
 
 def missing_files_error(spec: RunSpec, folder: Path, what: str) -> WorkerError:
     """Return the error of a data set whose files are not below ``folder``."""
     layout = DATASETS[spec.dataset].real
-    return WorkerError(
-        f"no {what} of {spec.dataset} in {folder}",
-        status="unsupported",
-        hint=f"expected below {folder}: {layout}; another folder: data_folder of the profile, or $HPCBENCH_DATA",
-    )
+    hint = f"expected below {folder}: {layout}; another folder: data_folder of the profile, or $HPCBENCH_DATA"
+    return unsupported(f"no {what} of {spec.dataset} in {folder}", hint)
 
 
 def open_synthetic_samples(spec: RunSpec, data_folder: Path) -> SampleReader:
@@ -272,46 +247,37 @@ def open_synthetic_samples(spec: RunSpec, data_folder: Path) -> SampleReader:
     Raises:
         WorkerError: ``unsupported`` if there is no complete pool of this version.
     """
-    shape = sample_shape(spec.dataset, spec.input_size)
-    size, kind = shape[-1], DATASETS[spec.dataset].kind
+    shape, dataset = sample_shape(spec.dataset, spec.input_size), DATASETS[spec.dataset]
+    size, kind = shape[-1], dataset.kind
     pool = synthetic_folder(data_folder, spec.dataset, size)
+    command = data_make_command(spec.dataset, size, data_folder)
     try:
         manifest = read_sample_manifest(pool)
     except StorageError as error:
-        raise WorkerError(error.message, status="unsupported", hint=error.hint) from error
+        raise unsupported(error.message, error.hint) from error
     if manifest is None or manifest.format_version != SAMPLES_FORMAT_VERSION:
         state = "no complete set of samples" if manifest is None else "samples of another version of hpcbench"
-        raise WorkerError(
-            f"{state} in {pool}", status="unsupported", hint=data_make_command(spec.dataset, size, data_folder)
-        )
-    parts = {
-        sample_part_folder(pool, number): range(first, min(first + manifest.per_folder, manifest.samples))
-        for number, first in enumerate(range(0, manifest.samples, manifest.per_folder))
-    }
+        raise unsupported(f"{state} in {pool}", command)
+    firsts = range(0, manifest.samples, manifest.per_folder)
+    parts = [range(first, min(first + manifest.per_folder, manifest.samples)) for first in firsts]
+    folders = [sample_part_folder(pool, number) for number in range(len(parts))]
+    files = [
+        path
+        for folder, indices in zip(folders, parts, strict=True)
+        for path in sample_part_files(folder, kind, indices)
+    ]
     if kind == "tokens":
-        counts = [len(indices) for indices in parts.values()]
-        return TokenReader([part / "tokens.bin" for part in parts], size, DATASETS[spec.dataset].outputs, counts)
-    suffix = "hdf5" if kind == "volumes" else "jpg"
-    files = [part / f"{index:08d}.{suffix}" for part, indices in parts.items() for index in indices]
+        return TokenReader(files, size, dataset.outputs, [len(indices) for indices in parts])
     if kind == "volumes":
-        return VolumeReader(files, shape, DATASETS[spec.dataset].outputs)
-    labels = _read_labels(pool, manifest, list(parts))
-    return ImageReader([str(path) for path in files], labels, shape, SYNTHETIC_STATISTICS)
-
-
-def _read_labels(pool: Path, manifest: SampleManifest, parts: list[Path]) -> list[int]:
-    """Read the labels from one small file beside the manifest, or from the parts if that file is missing."""
+        return VolumeReader(files, shape, dataset.outputs)
     try:
-        labels: list[int] = msgspec.json.decode((pool / "labels.json").read_bytes(), type=list[int])
+        labels = msgspec.json.decode((pool / "labels.json").read_bytes(), type=list[int])
     except (OSError, msgspec.MsgspecError):
-        labels = [label for part in parts if (record := read_sample_part(part)) for label in record.labels]
+        labels = []
     if len(labels) < manifest.samples:
-        raise WorkerError(
-            f"{pool} says {manifest.samples} samples, but has the labels of {len(labels)}",
-            status="unsupported",
-            hint=f"remove it, then: {data_make_command(manifest.dataset, manifest.size, pool.parent)}",
-        )
-    return labels[: manifest.samples]
+        message = f"{pool} says {manifest.samples} samples, but has the labels of {len(labels)}"
+        raise unsupported(message, f"remove it, then: {command}")
+    return ImageReader([str(path) for path in files], labels[: manifest.samples], shape, SYNTHETIC_STATISTICS)
 
 
 def open_real_samples(spec: RunSpec, folder: Path, held_out: bool = False) -> SampleReader:
@@ -342,11 +308,8 @@ def _open_imagenet(spec: RunSpec, folder: Path, shape: tuple[int, ...], held_out
         raise missing_files_error(spec, folder, "train folder")
     classes = sorted(path.name for path in (root / "train").iterdir() if path.is_dir())
     if len(classes) > DATASETS[spec.dataset].outputs:
-        raise WorkerError(
-            f"{root / 'train'} has {len(classes)} classes, {spec.dataset} has {DATASETS[spec.dataset].outputs}",
-            status="unsupported",
-            hint="one folder per class, and nothing else",
-        )
+        message = f"{root / 'train'} has {len(classes)} classes, {spec.dataset} has {DATASETS[spec.dataset].outputs}"
+        raise unsupported(message, "one folder per class, and nothing else")
     part = root / ("val" if held_out else "train")
     files: list[str] = []
     labels: list[int] = []
