@@ -9,8 +9,8 @@ import torch.distributed as dist
 from hpcbench.parallel.mesh import RankMesh
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.distributed.process_groups import make_axis_groups
-from hpcbench.worker.measure.traffic_recorder import record_traffic
 from tests.distributed.fake import fake_world
+from tests.distributed.recording import record_traffic
 
 
 @pytest.mark.parametrize(

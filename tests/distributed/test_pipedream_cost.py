@@ -14,12 +14,12 @@ from hpcbench.parallel.pipeline.schedules import Action
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
+from tests.distributed.recording import record_traffic
 from tests.distributed.test_pipeline_cost import _Kept, spec_of, table_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.strategy("pipedream")]

@@ -17,12 +17,12 @@ from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
-from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
+from tests.distributed.recording import record_traffic
 
 pytestmark = pytest.mark.slow
 

@@ -11,9 +11,9 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.roofline import DeviceCompute
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.emulation_mode import EmulationMode
-from hpcbench.worker.measure.traffic_recorder import record_traffic
 from tests.distributed.cases import CPU, make_case
 from tests.distributed.pool import Pool
+from tests.distributed.recording import record_traffic
 from tests.distributed.test_traffic import expected, started
 
 pytestmark = pytest.mark.slow

@@ -18,13 +18,13 @@ from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
-from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.model_execution import summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.spatial.strategy import SpatialStrategy as Runtime
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic
 from tests.distributed.pool import Pool
+from tests.distributed.recording import record_traffic
 from tests.distributed.test_live_memory import peak_bytes
 
 pytestmark = [pytest.mark.slow, pytest.mark.strategy("spatial")]

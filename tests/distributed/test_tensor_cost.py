@@ -14,13 +14,13 @@ from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
-from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime
 from tests.distributed.cases import CPU
 from tests.distributed.fake import fake_traffic, fake_world
 from tests.distributed.pool import Pool
+from tests.distributed.recording import record_traffic
 from tests.distributed.tensor_cases import measure_held, small_vocabulary, tensor_case
 
 pytestmark = [pytest.mark.slow, pytest.mark.strategy("tensor")]

@@ -21,7 +21,6 @@ from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import make_layer_table
-from hpcbench.worker.measure.traffic_recorder import record_traffic
 from hpcbench.worker.model_execution import wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import Strategy, resolve_runtime
@@ -31,6 +30,7 @@ from tests.conftest import absent, require_horovod
 from tests.distributed.cases import CPU, make_case
 from tests.distributed.fake import fake_world
 from tests.distributed.pool import Pool
+from tests.distributed.recording import record_traffic
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,6 @@ import pytest
 
 from hpcbench.worker.measure.environment_record import package_versions, torch_build_facts
 from hpcbench.worker.measure.host import (
-    container_kind,
     cores_per_numa_node,
     cpu_facts,
     host_facts,
@@ -76,7 +75,7 @@ def test_networks(tmp_path: Path) -> None:
 def test_where_nothing_can_be_read_there_are_no_facts(tmp_path: Path) -> None:
     facts = host_facts([0], tmp_path)
     assert {key: value for key, value in facts.items() if value} == {}
-    assert container_kind(tmp_path) is None
+    assert facts["container_kind"] is None
 
 
 @pytest.mark.parametrize(

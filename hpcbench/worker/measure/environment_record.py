@@ -27,7 +27,7 @@ from hpcbench.parallel.catalog import get_strategy, load_object
 from hpcbench.parallel.workloads import custom_model_file, is_custom_model
 from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask, performance_environment, resource_limits
 from hpcbench.worker.measure.gpu import host_gpu_facts, rank_gpu_facts
-from hpcbench.worker.measure.host import cores_per_numa_node, host_facts
+from hpcbench.worker.measure.host import cores_per_numa_node, host_facts, read_text
 
 _TRACKED_PACKAGES = ("numpy", "torchvision", "scikit-learn", "horovod", "fairscale", "pillow", "h5py", "triton",
              "pytorch-triton", "mkl", "intel-openmp", "tbb", "intel-extension-for-pytorch")  # fmt: skip
@@ -38,32 +38,37 @@ _MONITORING_PACKAGE = "nvidia-ml-py"
 
 def package_versions() -> dict[str, str]:
     """Installed distributions that can change a measurement."""
-    found = {}
+    versions = {}
     for name in _TRACKED_PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
     for folder in reversed(sys.path):
         with contextlib.suppress(OSError):
             for entry in Path(folder or ".").glob("nvidia_*.dist-info"):
                 if match := _NVIDIA_DIST_INFO.fullmatch(entry.name):
-                    found[match[1].replace("_", "-")] = match[2]
-    found.pop(_MONITORING_PACKAGE, None)
-    return dict(sorted(found.items()))
+                    versions[match[1].replace("_", "-")] = match[2]
+    versions.pop(_MONITORING_PACKAGE, None)
+    return dict(sorted(versions.items()))
+
+
+_BUILD_PATTERNS = {
+    "blas": r"BLAS_INFO=(\w+)",
+    "mkl": r"Math Kernel Library Version ([0-9.]+)",
+    "onednn": r"MKL-DNN v(\S+)",
+    "openmp": r"OpenMP (\d+)",
+    "cpu_capability": r"CPU capability usage: (\S+)",
+    "parallel_backend": r"parallel backend: (.+)",
+}
+_ENABLED_LIBRARIES = re.compile(r"USE_(CUDA|ROCM|MPI|NCCL|GLOO|MKLDNN|OPENMP|XPU)=(?:ON|1)\b")
 
 
 def torch_build_facts() -> dict[str, Any]:
-    """How torch was built and what it uses of this processor; what a build does not say is absent."""
+    """Return how torch was built and what it uses of this processor; what a build does not say is absent."""
     shown = torch.__config__.show()
-    found = {
-        "blas": _first_match(r"BLAS_INFO=(\w+)", shown),
-        "mkl": _first_match(r"Math Kernel Library Version ([0-9.]+)", shown),
-        "onednn": _first_match(r"MKL-DNN v(\S+)", shown),
-        "openmp": _first_match(r"OpenMP (\d+)", shown),
-        "parallel_backend": _first_match(r"parallel backend: (.+)", torch.__config__.parallel_info()),
-        "cpu_capability": _first_match(r"CPU capability usage: (\S+)", shown),
-        "with": " ".join(re.findall(r"USE_(CUDA|ROCM|MPI|NCCL|GLOO|MKLDNN|OPENMP|XPU)=(?:ON|1)\b", shown)),
-    }
-    return {key: value for key, value in found.items() if value}
+    text = f"{shown}\n{torch.__config__.parallel_info()}"
+    facts = {key: match[1].strip() for key, pattern in _BUILD_PATTERNS.items() if (match := re.search(pattern, text))}
+    enabled = " ".join(_ENABLED_LIBRARIES.findall(shown))
+    return {**facts, "with": enabled} if enabled else facts
 
 
 def git_commit() -> str | None:
@@ -78,34 +83,11 @@ def git_commit() -> str | None:
     return None
 
 
-def _first_match(pattern: str, text: str) -> str | None:
-    found = re.search(pattern, text)
-    return found[1].strip() if found else None
-
-
 _DIGEST_KEYS = (
-    "hpcbench",
-    "python",
-    "torch",
-    "torch_git",
-    "torch_build",
-    "cuda",
-    "cudnn",
-    "nccl",
-    "driver",
-    "packages",
-    "machine",
-    "device",
-    "cpu_model",
-    "cores",
-    "cpu",
-    "gpu_model",
-    "gpu",
-    "infiniband",
-    "container",
-    "container_kind",
+    "hpcbench", "python", "torch", "torch_git", "torch_build", "cuda", "cudnn", "nccl", "driver", "packages", "machine",
+    "device", "cpu_model", "cores", "cpu", "gpu_model", "gpu", "infiniband", "container", "container_kind",
     "model_file_sha256",
-)
+)  # fmt: skip
 _JOB_VARIABLES = {
     "job_id": "SLURM_JOB_ID", "array_job_id": "SLURM_ARRAY_JOB_ID", "array_task_id": "SLURM_ARRAY_TASK_ID",
     "step_id": "SLURM_STEP_ID", "nodelist": "SLURM_JOB_NODELIST", "partition": "SLURM_JOB_PARTITION",
@@ -120,41 +102,31 @@ _JOB_VARIABLES = {
     "gpus": "SLURM_STEP_GPUS",
 }  # fmt: skip
 _IMAGE_VARIABLES = (
-    "SLURM_CONTAINER",
-    "APPTAINER_CONTAINER",
-    "SINGULARITY_CONTAINER",
-    "SINGULARITY_NAME",
-    "ENROOT_IMAGE",
-    "PYXIS_IMAGE",
-    "UDOCKER_CONTAINER",
-    "CONTAINER_IMAGE",
-)
+    "SLURM_CONTAINER", "APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "SINGULARITY_NAME", "ENROOT_IMAGE",
+    "PYXIS_IMAGE", "UDOCKER_CONTAINER", "CONTAINER_IMAGE",
+)  # fmt: skip
 
 
-def rank_provenance(device: torch.device) -> dict[str, Any]:
-    """What may differ between the ranks of one host."""
-    found: dict[str, Any] = {
+def collect_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, device: torch.device) -> dict[str, Any]:
+    """Return everything that this rank can say about where it runs; unknown parts are absent.
+
+    A host's first rank speaks for all that run there: the others say only what may differ between them.
+    """
+    facts: dict[str, Any] = {
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         "cpu_mask": cpu_mask(),
         "numa_nodes": cores_per_numa_node(cpu_mask()),
     }
-    return found | (rank_gpu_facts(device) if device.type == "cuda" else {})
-
-
-def collect_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, device: torch.device) -> dict[str, Any]:
-    """Everything that this rank can say about where it runs; parts that cannot be found are absent.
-
-    A host's first rank speaks for all that run there: the others say only what may differ between them.
-    """
-    found = rank_provenance(device)
+    if device.type == "cuda":
+        facts |= rank_gpu_facts(device)
     if info.local_rank == 0:
-        found |= _host_provenance(header, spec, info, device)
-    return {key: value for key, value in found.items() if value is not None and value not in ({}, [])}
+        facts |= _host_provenance(header, spec, info, device)
+    return {key: value for key, value in facts.items() if value is not None and value not in ({}, [])}
 
 
 def _host_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "hpcbench": hpcbench.__version__,
         "hpcbench_commit": git_commit(),
         "python": platform.python_version(),
@@ -184,19 +156,15 @@ def _host_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, devi
     }
     if header.model_folder and is_custom_model(spec.model):
         file = custom_model_file(spec.model, Path(header.model_folder))
-        found["model_file_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest() if file else None
+        facts["model_file_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest() if file else None
     if reference := get_strategy(spec.strategy).library_facts:
         library_facts = cast(Callable[[RunSpec], dict[str, Any]], load_object(reference))
-        found[spec.strategy] = library_facts(spec)
-    return found | (_cuda_provenance() if device.type == "cuda" else {})
-
-
-def _cuda_provenance() -> dict[str, Any]:
-    found = {**host_gpu_facts(), "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
-    with contextlib.suppress(Exception):  # a torch built without NCCL has no version to tell
-        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        found["nccl"] = ".".join(str(part) for part in version)
-    return found
+        facts[spec.strategy] = library_facts(spec)
+    if device.type == "cuda":
+        facts |= {**host_gpu_facts(), "cudnn": torch.backends.cudnn.version()}  # type: ignore[no-untyped-call]
+        with contextlib.suppress(Exception):  # a torch built without NCCL has no version to tell
+            facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return facts
 
 
 def environment_digest(
@@ -221,8 +189,7 @@ def environment_digest(
 
 def cpu_model() -> str:
     """The processor's name as the kernel gives it."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("model name", "Model", "cpu\t")):
-                return line.partition(":")[2].strip()
+    for line in (read_text(Path("/proc/cpuinfo")) or "").splitlines():
+        if line.startswith(("model name", "Model", "cpu\t")):
+            return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()

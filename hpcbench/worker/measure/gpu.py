@@ -62,12 +62,12 @@ class NvmlDevice:
 
     def throttle_reasons(self) -> list[str]:
         """Why the clock is held down now; being idle and a clock that somebody set are no reasons."""
-        bits = self._reason_bits()
-        names = {
-            text: getattr(self.library, f"nvmlClocksThrottleReason{name}", 0)
+        bits, library = self._reason_bits(), self.library
+        return [
+            text
             for name, text in _THROTTLE_REASONS.items()
-        }
-        return [text for text, bit in names.items() if bits & bit]
+            if bits & getattr(library, f"nvmlClocksThrottleReason{name}", 0)
+        ]
 
     def violation_s(self) -> dict[str, float]:
         """Seconds for which power and heat have held the clock down, since ever."""
@@ -140,20 +140,18 @@ _NVLINK_SWITCH_TYPE = 2
 
 
 def device_uuid(device: torch.device) -> str:
-    """The GPU's own number, the same whatever CUDA_VISIBLE_DEVICES calls it."""
-    import torch
-
-    return str(torch.cuda.get_device_properties(device).uuid)
+    """Return the GPU's own number, the same whatever CUDA_VISIBLE_DEVICES calls it."""
+    return str(rank_gpu_facts(device)["gpu_uuid"])
 
 
 def rank_gpu_facts(device: torch.device) -> dict[str, Any]:
-    """The rank's own device."""
+    """Return model, uuid and memory of the rank's own device."""
     import torch
 
     properties = torch.cuda.get_device_properties(device)
     return {
         "gpu_model": properties.name,
-        "gpu_uuid": device_uuid(device),
+        "gpu_uuid": str(properties.uuid),
         "gpu_memory_bytes": properties.total_memory,
     }
 
@@ -166,32 +164,29 @@ def host_gpu_facts(root: Path = ROOT) -> dict[str, Any]:
     count = query_or_none(library.nvmlDeviceGetCount) or 0
     handles = [query_or_none(partial(library.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
     gpus = [NvmlDevice(library, handle, is_partition=False) for handle in handles if handle is not None]
-    found: dict[str, Any] = {"driver": query_or_none(library.nvmlSystemGetDriverVersion)}
-    facts = [_gpu_facts(gpu, root) for gpu in gpus]
-    if facts:
+    host: dict[str, Any] = {"driver": query_or_none(library.nvmlSystemGetDriverVersion)}
+    if facts := [_gpu_facts(gpu, root) for gpu in gpus]:
         shared = {
             key: value
             for key, value in facts[0].items()
-            if key not in _UNIQUE_PER_GPU and all(one.get(key) == value for one in facts)
+            if key not in _UNIQUE_PER_GPU and all(own.get(key) == value for own in facts)
         }
-        found["gpu"] = shared
-        found["gpus"] = [{key: one[key] for key in one if key not in shared} for one in facts]
+        host["gpu"] = shared
+        host["gpus"] = [{key: own[key] for key in own if key not in shared} for own in facts]
     if len(gpus) > 1:
-        found["gpu_links"] = _link_matrix(gpus)
-    return found
+        host["gpu_links"] = _link_matrix(gpus)
+    return host
 
 
 def _gpu_facts(gpu: NvmlDevice, root: Path) -> dict[str, Any]:
     library = gpu.library
     memory, pci = gpu.query("nvmlDeviceGetMemoryInfo"), gpu.query("nvmlDeviceGetPciInfo")
-    limit_mw, clocks = gpu.query("nvmlDeviceGetPowerManagementLimit"), {}
-    for name, kind in (("max_sm_hz", "NVML_CLOCK_SM"), ("max_memory_hz", "NVML_CLOCK_MEM")):
-        mhz = gpu.query("nvmlDeviceGetMaxClockInfo", getattr(library, kind, None))
-        clocks[name] = None if mhz is None else mhz * 10**6
-    modes = {
-        name: None if pair is None else ("on" if pair[0] else "off")
-        for name, pair in (("ecc", gpu.query("nvmlDeviceGetEccMode")), ("mig", gpu.query("nvmlDeviceGetMigMode")))
+    limit_mw = gpu.query("nvmlDeviceGetPowerManagementLimit")
+    max_mhz = {
+        name: gpu.query("nvmlDeviceGetMaxClockInfo", getattr(library, kind, None))
+        for name, kind in (("max_sm_hz", "NVML_CLOCK_SM"), ("max_memory_hz", "NVML_CLOCK_MEM"))
     }
+    modes = {"ecc": gpu.query("nvmlDeviceGetEccMode"), "mig": gpu.query("nvmlDeviceGetMigMode")}
     generation, width = gpu.query("nvmlDeviceGetMaxPcieLinkGeneration"), gpu.query("nvmlDeviceGetMaxPcieLinkWidth")
     address = _decode_text(pci.busId) if pci is not None else None
     found = {
@@ -202,8 +197,8 @@ def _gpu_facts(gpu: NvmlDevice, root: Path) -> dict[str, Any]:
         "memory_bytes": None if memory is None else memory.total,
         "power_limit_w": None if limit_mw is None else limit_mw / 1e3,
         "pcie": None if generation is None or width is None else f"gen {generation} x{width}",
-        **clocks,
-        **modes,
+        **{name: None if mhz is None else mhz * 10**6 for name, mhz in max_mhz.items()},
+        **{name: None if pair is None else ("on" if pair[0] else "off") for name, pair in modes.items()},
     }
     return {key: value for key, value in found.items() if value is not None}
 
@@ -236,17 +231,16 @@ _SWITCH_KEY = "switch"
 
 def _nvlink_counts(gpu: NvmlDevice) -> Mapping[str, int]:
     """Active links of NVLink by the PCI address at their other end, those that end at a switch together."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for link in range(getattr(gpu.library, "NVML_NVLINK_MAX_LINKS", 0)):
         state = gpu.query("nvmlDeviceGetNvLinkState", link)
         if state is None:
             break
         if state:
             is_switch = gpu.query("nvmlDeviceGetNvLinkRemoteDeviceType", link) == _NVLINK_SWITCH_TYPE
-            found[
-                _SWITCH_KEY if is_switch else _pci_address(gpu.query("nvmlDeviceGetNvLinkRemotePciInfo", link)) or "?"
-            ] += 1
-    return found
+            address = _pci_address(gpu.query("nvmlDeviceGetNvLinkRemotePciInfo", link))
+            counts[_SWITCH_KEY if is_switch else address or "?"] += 1
+    return counts
 
 
 def _pci_address(pci: Any) -> str | None:

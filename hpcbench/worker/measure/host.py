@@ -73,14 +73,11 @@ def cpu_quota_cores(root: Path = ROOT) -> float | None:
     """The processor time per second that this process's groups grant, in cores; ``None`` where none limits it."""
     quotas = []
     for folder, version in _cgroup_folders("cpu", root):
-        try:
-            if version == 1:
-                words = [(folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")]
-            else:
-                words = (folder / "cpu.max").read_text().split()
+        names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if version == 1 else ("cpu.max",)
+        words = " ".join(read_text(folder / name) or "" for name in names).split()
+        # Without a quota it is -1 or "max".
+        if len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]):
             quotas.append(int(words[0]) / int(words[1]))
-        except (OSError, ValueError, IndexError, ZeroDivisionError):
-            continue
     return min((quota for quota in quotas if quota > 0), default=None)
 
 
@@ -125,25 +122,24 @@ _MAX_INTERFACES = 16
 
 
 def host_facts(mask: Sequence[int], root: Path = ROOT) -> dict[str, Any]:
-    """Everything below, under one key each."""
+    """Return the facts of the host by key. ``cgroup`` is what the control groups of this process grant it."""
+    memory_kib = read_counter(root / "proc/meminfo", "MemTotal:")
+    release = re.search(r'^PRETTY_NAME="?([^"\n]+)', read_text(root / "etc/os-release") or "", re.MULTILINE)
+    huge = re.search(r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
+    reserved = read_counter(root / "proc/meminfo", "HugePages_Total:")
     return {
-        "os": os_release(root),
+        "os": release[1].strip() if release else None,
         "cpu": cpu_facts(mask, root),
-        "memory_bytes": machine_memory_bytes(root),
-        "hugepages": hugepage_facts(root),
-        "cgroup": cgroup_limits(root),
+        "memory_bytes": None if memory_kib is None else memory_kib * 1024,
+        "hugepages": _without_none({"transparent": huge[1] if huge else None, "reserved": reserved}),
+        "cgroup": _without_none(
+            {"cpu_quota_cores": cpu_quota_cores(root), "memory_limit_bytes": memory_limit_bytes(root)}
+        ),
         "interfaces": interface_facts(root),
         "infiniband": infiniband_ports(root),
-        "container_kind": container_kind(root),
+        # Made by whatever leaves the file.
+        "container_kind": next((kind for mark, kind in _CONTAINER_MARKERS.items() if (root / mark).exists()), None),
     }
-
-
-def os_release(root: Path = ROOT) -> str | None:
-    """The distribution's name and version."""
-    for line in (read_text(root / "etc/os-release") or "").splitlines():
-        if line.startswith("PRETTY_NAME="):
-            return line.partition("=")[2].strip().strip('"') or None
-    return None
 
 
 def cpu_facts(mask: Sequence[int], root: Path = ROOT) -> dict[str, Any]:
@@ -169,30 +165,9 @@ def cpu_facts(mask: Sequence[int], root: Path = ROOT) -> dict[str, Any]:
 
 def cores_per_numa_node(mask: Sequence[int], root: Path = ROOT) -> dict[str, int]:
     """How many of the cores in ``mask`` each NUMA node has."""
-    found = {}
-    for node in sorted((root / _NUMA_FOLDER).glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
-        count = len(set(mask) & parse_core_list(read_text(node / "cpulist") or ""))
-        if count:
-            found[node.name[4:]] = count
-    return found
-
-
-def machine_memory_bytes(root: Path = ROOT) -> int | None:
-    """What the machine has."""
-    kib = read_counter(root / "proc/meminfo", "MemTotal:")
-    return None if kib is None else kib * 1024
-
-
-def hugepage_facts(root: Path = ROOT) -> dict[str, Any]:
-    """The setting of transparent huge pages, and how many were reserved."""
-    chosen = re.search(r"\[(\w+)\]", read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "")
-    reserved = read_counter(root / "proc/meminfo", "HugePages_Total:")
-    return _without_none({"transparent": chosen[1] if chosen else None, "reserved": reserved})
-
-
-def cgroup_limits(root: Path = ROOT) -> dict[str, Any]:
-    """What the control groups of this process grant it."""
-    return _without_none({"cpu_quota_cores": cpu_quota_cores(root), "memory_limit_bytes": memory_limit_bytes(root)})
+    nodes = sorted((root / _NUMA_FOLDER).glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
+    counts = {node.name[4:]: len(set(mask) & parse_core_list(read_text(node / "cpulist") or "")) for node in nodes}
+    return {number: count for number, count in counts.items() if count}
 
 
 def interface_facts(root: Path = ROOT) -> list[dict[str, Any]]:
@@ -203,13 +178,12 @@ def interface_facts(root: Path = ROOT) -> list[dict[str, Any]]:
             continue
         # The speed of an interface that is down is -1.
         speed = read_int(folder / "speed")
-        entry = {
+        found.append(_without_none({
             "name": folder.name,
             "state": read_text(folder / "operstate"),
             "speed_bit_per_s": speed * 10**6 if speed is not None and speed >= 0 else None,
             "mtu_bytes": read_int(folder / "mtu"),
-        }
-        found.append(_without_none(entry))
+        }))  # fmt: skip
     return found[:_MAX_INTERFACES]
 
 
@@ -221,11 +195,6 @@ def infiniband_ports(root: Path = ROOT) -> list[str]:
         words = [fact.partition(": ")[2] or fact for fact in facts if fact]
         found.append(f"{port.parent.parent.name}/{port.name} {', '.join(words)}")
     return found
-
-
-def container_kind(root: Path = ROOT) -> str | None:
-    """What has made the container that this process runs in, by the file that it leaves there."""
-    return next((kind for mark, kind in _CONTAINER_MARKERS.items() if (root / mark).exists()), None)
 
 
 def parse_core_list(text: str) -> set[int]:

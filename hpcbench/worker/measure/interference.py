@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.results.schema import HostActivity, RankResult, StepPhases
+from hpcbench.results.schema import HostActivity, RankResult
 from hpcbench.worker.failure import join_numbers
 
 MAX_FOREIGN_SHARE = 0.05
@@ -26,25 +26,9 @@ MIN_CPU_CLOCK_RATIO = 0.8
 SLOW_RANK_FACTOR = 1.25
 
 _COMPARED_HOST_FACTS = (
-    "cpu_model",
-    "cpu",
-    "cores",
-    "gpu_model",
-    "gpu",
-    "infiniband",
-    "driver",
-    "kernel",
-    "os",
-    "python",
-    "torch",
-    "torch_build",
-    "cuda",
-    "nccl",
-    "cudnn",
-    "packages",
-    "hpcbench",
-    "container",
-)
+    "cpu_model", "cpu", "cores", "gpu_model", "gpu", "infiniband", "driver", "kernel", "os", "python", "torch",
+    "torch_build", "cuda", "nccl", "cudnn", "packages", "hpcbench", "container",
+)  # fmt: skip
 _MAX_LISTED = 4
 
 
@@ -56,9 +40,7 @@ def interference_warnings(spec: RunSpec, ranks: Mapping[int, RankResult]) -> lis
     """Return warnings about noise during the timed steps; none unless every rank left its result."""
     if len(ranks) != spec.ranks:
         return []
-    findings: dict[str, list[Finding]] = {
-        "other processes used the cores during the timed steps": _foreign_cpu_use(ranks)
-    }
+    findings = {"other processes used the cores during the timed steps": _foreign_cpu_use(ranks)}
     for title, measure in _RANK_CHECKS:
         findings[title] = [
             (finding[0], finding[1].format(ranks=_describe_ranks(ranks, [rank])))
@@ -96,8 +78,7 @@ def _foreign_cpu_use(ranks: Mapping[int, RankResult]) -> list[Finding]:
         limit_s = min(MAX_FOREIGN_SHARE * len(cores), MAX_FOREIGN_CORES) * wall_s
         if foreign_s > max(limit_s, MIN_FOREIGN_S):
             share = foreign_s / (wall_s * len(cores))
-            figure = f"{share:.0%} of the {_core_count_text(len(cores))} of {_describe_ranks(ranks, group)}"
-            findings.append((share, figure))
+            findings.append((share, f"{_share_of_cores(share, len(cores))} of {_describe_ranks(ranks, group)}"))
     return findings
 
 
@@ -115,9 +96,7 @@ def _ranks_sharing_cores(ranks: Mapping[int, RankResult]) -> list[list[int]]:
 
 def _has_core_times(result: RankResult) -> bool:
     watched = result.watched
-    return bool(
-        watched and watched.own_s is not None and watched.busy_s and len(watched.busy_s) == len(result.cpu_mask)
-    )
+    return bool(watched and watched.own_s is not None and 0 < len(watched.busy_s) == len(result.cpu_mask))
 
 
 def _stolen_cpu_time(watched: HostActivity) -> Finding | None:
@@ -125,7 +104,7 @@ def _stolen_cpu_time(watched: HostActivity) -> Finding | None:
     if stolen_s <= max(MAX_FOREIGN_SHARE * cores * watched.wall_s, MIN_FOREIGN_S):
         return None
     share = stolen_s / (cores * watched.wall_s)
-    return share, f"{share:.0%} of the {_core_count_text(cores)} of {{ranks}}"
+    return share, f"{_share_of_cores(share, cores)} of {{ranks}}"
 
 
 def _cgroup_throttling(watched: HostActivity) -> Finding | None:
@@ -187,14 +166,13 @@ def _host_differences(ranks: Mapping[int, RankResult]) -> list[str]:
         if result.provenance and result.host not in facts:
             facts[result.host] = _flatten({key: result.provenance.get(key) for key in _COMPARED_HOST_FACTS})
     differences = []
-    for key in sorted({key for host_facts in facts.values() for key in host_facts}):
+    for key in sorted(set().union(*facts.values())):
         by_value: dict[str, list[str]] = {}
         for host, host_facts in facts.items():
             by_value.setdefault(host_facts.get(key, "absent"), []).append(host)
         if len(by_value) > 1:
-            differences.append(
-                f"{key} {', '.join(f'{value} on {_join_some(hosts)}' for value, hosts in by_value.items())}"
-            )
+            values = ", ".join(f"{value} on {_join_some(hosts)}" for value, hosts in by_value.items())
+            differences.append(f"{key} {values}")
     return [f"the hosts of the run are not alike: {_join_some(differences, '; ')}"] if differences else []
 
 
@@ -210,24 +188,20 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _slow_ranks(spec: RunSpec, ranks: Mapping[int, RankResult]) -> list[Finding]:
     """Find ranks whose own work takes longer than that of the others that do the same."""
-    own = {rank: work for rank, result in ranks.items() if (work := _own_work_s(result.phases)) is not None}
+    # Time in which a rank did not wait for others; unknown where the profiler saw no communication (Horovod's).
+    own = {
+        rank: result.phases.step_s - result.phases.exposed_comm_s
+        for rank, result in ranks.items()
+        if result.phases is not None and result.phases.exposed_comm_s is not None
+    }
     findings = []
     for rank, work in own.items():
         others = [own[other] for other in own if other != rank and _has_same_work(spec, ranks, rank, other)]
         usual = statistics.median(others) if others else 0.0
         if usual > 0 and work > SLOW_RANK_FACTOR * usual:
-            where = _describe_ranks(ranks, [rank])
-            findings.append(
-                (work / usual, f"{where} takes {work / usual:.2f} x as long for its own work as the others")
-            )
+            text = f"takes {work / usual:.2f} x as long for its own work as the others"
+            findings.append((work / usual, f"{_describe_ranks(ranks, [rank])} {text}"))
     return findings
-
-
-def _own_work_s(phases: StepPhases | None) -> float | None:
-    """What a rank did not wait for others in; unknown where the profiler saw no communication (Horovod's)."""
-    if phases is None or phases.exposed_comm_s is None:
-        return None
-    return phases.step_s - phases.exposed_comm_s
 
 
 def _has_same_work(spec: RunSpec, ranks: Mapping[int, RankResult], rank: int, other: int) -> bool:
@@ -248,5 +222,5 @@ def _describe_ranks(ranks: Mapping[int, RankResult], group: list[int]) -> str:
     return f"rank{'s' * (len(group) > 1)} {join_numbers(group)} on {ranks[group[0]].host}"
 
 
-def _core_count_text(count: int) -> str:
-    return "1 core" if count == 1 else f"{count} cores"
+def _share_of_cores(share: float, count: int) -> str:
+    return f"{share:.0%} of the {count} core{'s' * (count != 1)}"

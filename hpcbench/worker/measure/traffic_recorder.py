@@ -16,43 +16,33 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.traffic import Traffic, merge_calls
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.measure.clocks import synchronize
+from hpcbench.worker.measure.layer_trace import tensor_bytes
 from hpcbench.worker.shutdown import StopController
 from hpcbench.worker.strategies.base import Strategy
 
 _COMM_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 
-_COLLECTIVES: dict[str, tuple[str, int]] = {
-    "allreduce_": ("all_reduce", 0),
-    "allreduce_coalesced_": ("all_reduce", 0),
-    "allgather_": ("all_gather", 1),
-    "_allgather_base_": ("all_gather", 1),
-    "allgather_into_tensor_coalesced_": ("all_gather", 1),
-    "reduce_scatter_": ("reduce_scatter", 1),
-    "_reduce_scatter_base_": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "broadcast_": ("broadcast", 0),
-    "reduce_": ("reduce", 0),
-    "alltoall_base_": ("all_to_all", 1),
-    "alltoall_": ("all_to_all", 1),
-    "send": ("send", 0),
-    "all_reduce": ("all_reduce", 0),
-    "all_reduce_": ("all_reduce", 0),
-    "all_gather_into_tensor": ("all_gather", 0),
-    "all_gather_into_tensor_out": ("all_gather", 0),
-    "reduce_scatter_tensor": ("reduce_scatter", 0),
-    "broadcast": ("broadcast", 0),
-    "all_to_all_single": ("all_to_all", 0),
+_COLLECTIVES = {
+    name: (operation, position)
+    for operation, position, names in (
+        ("all_reduce", 0, "allreduce_ allreduce_coalesced_ all_reduce all_reduce_"),
+        ("all_gather", 1, "allgather_ _allgather_base_ allgather_into_tensor_coalesced_"),
+        ("all_gather", 0, "all_gather_into_tensor all_gather_into_tensor_out"),
+        ("reduce_scatter", 1, "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_"),
+        ("reduce_scatter", 0, "reduce_scatter_tensor"),
+        ("broadcast", 0, "broadcast_ broadcast"),
+        ("reduce", 0, "reduce_"),
+        ("all_to_all", 1, "alltoall_base_ alltoall_"),
+        ("all_to_all", 0, "all_to_all_single"),
+        ("send", 0, "send"),
+    )
+    for name in names.split()
 }
 """Operators of torch's namespaces: the operation, and which argument is handed over."""
 
 _WITHOUT_PAYLOAD = (
-    "barrier",
-    "monitored_barrier_",
-    "recv_",
-    "recv_any_source_",
-    "wait_tensor",
-    "_wrap_tensor_autograd",
-)
+    "barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd",
+)  # fmt: skip
 
 
 class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -77,8 +67,8 @@ class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             # Not raised here: the other ranks are in the middle of a step with this one.
             self.unknown.add(name)
             return
-        operation, place = _COLLECTIVES[name]
-        payload_bytes = sum(one.numel() * one.element_size() for one in tree_leaves(args[place]))
+        operation, position = _COLLECTIVES[name]
+        payload_bytes = sum(tensor_bytes(tensor) for tensor in tree_leaves(args[position]))
         size = 2 if operation == "send" else _group_size(args)
         self.calls.append(Traffic(operation=operation, group_size=size, payload_bytes=payload_bytes))
 
@@ -86,14 +76,6 @@ class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Equal calls as one; all of them must be known."""
         assert not self.unknown, f"torch's {sorted(self.unknown)} communicate, and nothing is known of their arguments"
         return merge_calls(self.calls)
-
-
-def record_traffic(do: Callable[[], object]) -> list[Traffic]:
-    """What this rank passes to collectives in ``do``."""
-    recorder = TrafficRecorder()
-    with recorder:
-        do()
-    return recorder.merged()
 
 
 def _group_size(args: Any) -> int:

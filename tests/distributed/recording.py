@@ -1,0 +1,16 @@
+"""The traffic of one call, recorded for comparison with what the oracle counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hpcbench.parallel.traffic import Traffic
+from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
+
+
+def record_traffic(call: Callable[[], object]) -> list[Traffic]:
+    """What this rank passes to collectives in ``call``."""
+    recorder = TrafficRecorder()
+    with recorder:
+        call()
+    return recorder.merged()
