@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.ratios import median_interval
@@ -25,10 +26,11 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.measure.clocks import make_step_clock
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController
 from hpcbench.worker.strategies.data import DdpStrategy
-from hpcbench.worker.training_loop import LoopProgress, loop_overhead_s, run_training_loop
+from hpcbench.worker.training_loop import LoopProgress, run_training_loop
 
 PAIRS = 120
 STEPS = 4
@@ -73,6 +75,24 @@ class Block(NamedTuple):
 
     wall_s: float
     cpu_s: float
+
+
+def loop_overhead_s(device: torch.device, repeats: int = 10_000) -> float:
+    """What the loop's own bookkeeping adds to one timed step, in seconds, measured now."""
+    stop, clock, loss = StopController(), make_step_clock(device), torch.zeros(())
+    losses: list[Tensor] = []
+    append, mark = losses.append, clock.mark
+    first_step_s: float | None = 0.0
+    stop.set_deadline(time.time() + 3600, 3600)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        if stop.should_stop():
+            break
+        append(loss)
+        mark()
+        if first_step_s is None:
+            break
+    return (time.perf_counter() - began) / repeats
 
 
 def timed(one: Ours | HandWritten) -> Block:

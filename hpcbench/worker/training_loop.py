@@ -151,24 +151,6 @@ def _record_first_step(progress: LoopProgress) -> None:
         progress.time_to_first_step_s = process_age_s()
 
 
-def loop_overhead_s(device: torch.device, repeats: int = 10_000) -> float:
-    """What the loop's own bookkeeping adds to one timed step, in seconds, measured now."""
-    stop, clock, loss = StopController(), make_step_clock(device), torch.zeros(())
-    losses: list[Tensor] = []
-    append, mark = losses.append, clock.mark
-    first_step_s: float | None = 0.0
-    stop.set_deadline(time.time() + 3600, 3600)
-    began = time.perf_counter()
-    for _ in range(repeats):
-        if stop.should_stop():
-            break
-        append(loss)
-        mark()
-        if first_step_s is None:
-            break
-    return (time.perf_counter() - began) / repeats
-
-
 def held_out_accuracy(module: nn.Module, feed: DataFeed) -> float | None:
     """Share of held-out targets that ``module`` names right, in eval mode.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -22,15 +22,14 @@ from hpcbench.worker.data.feed import NO_FILES, DataFeed, DataSource
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.step_profiler import run_profiled_steps
-from hpcbench.worker.model_execution import wrap_blocks
+from hpcbench.worker.model_execution import MixedPrecision, summed_loss, wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController
-from hpcbench.worker.strategies.base import DataParallelStrategy, Strategy, resolve_runtime
+from hpcbench.worker.strategies.base import DataParallelStrategy, Strategy, make_optimizer, resolve_runtime
 from hpcbench.worker.verification.reference import (
     TrainingRecord,
     compare_training,
     resolve_reference_trainer,
-    train_full_batch,
     train_reference,
 )
 from hpcbench.worker.verification.verify import train_strategy
@@ -272,6 +271,25 @@ def one_device(case: Case, backwards: bool = False) -> OneDevice:
     if train is train_reference:
         return _one_device(_alone(case), _backwards if backwards else train)
     return _one_device(case, train)
+
+
+def train_full_batch(model: nn.Module, spec: RunSpec, feed: DataFeed, steps: Iterable[int]) -> TrainingRecord:
+    """The plain single-device run on the global batch: equal to the above only for a model without BatchNorm."""
+    model.to(feed.device).train()
+    optimizer = make_optimizer(spec, model)
+    arithmetic = MixedPrecision(spec.precision, feed.device)
+    trained = TrainingRecord()
+    for step in steps:
+        batches = [feed.batch(step, replica) for replica in range(feed.replicas)]
+        inputs, labels = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+        optimizer.zero_grad(set_to_none=True)
+        with arithmetic.autocast():
+            outputs = model(inputs)
+        loss = summed_loss(outputs, labels) / len(labels)
+        arithmetic.backward(loss)
+        arithmetic.update(optimizer)
+        trained.add_step(loss.item(), model)
+    return trained.finish(model)
 
 
 def full_batch(case: Case) -> OneDevice:

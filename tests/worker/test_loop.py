@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.loop_cost import loop_overhead_s
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.measure.clocks import HostClock, process_age_s
@@ -13,7 +14,6 @@ from hpcbench.worker.shutdown import StopController, Stopped
 from hpcbench.worker.strategies.base import Strategy
 from hpcbench.worker.training_loop import (
     LoopProgress,
-    loop_overhead_s,
     make_evaluate_hook,
     run_training_loop,
     timed_segments,

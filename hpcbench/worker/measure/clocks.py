@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -25,77 +26,63 @@ _NO_CONTEXT = nullcontext()
 
 
 def no_marker(_name: str) -> AbstractContextManager[object]:
-    """No mark at all."""
+    """Mark nothing."""
     return _NO_CONTEXT
 
 
-class StepClock(Protocol):
+class StepClock(ABC):
     """Marks the boundaries of steps; the time between two marks is one step, unless the second one begins anew."""
 
-    def begin(self) -> None:
-        """A boundary before which nothing counts: what has passed since the last mark is in no step."""
-
-    def mark(self) -> None:
-        """A boundary, now. Must not wait for the device."""
-
-    def times_s(self) -> list[float]:
-        """Seconds of each step, as far as the device has come. Does not wait."""
-
-
-class HostClock:
-    """``perf_counter``: right where a step has ended when its last call returns."""
-
     def __init__(self) -> None:
-        self._marks: list[int] = []
+        self._marks: list[Any] = []
         self._first = {0}
 
     def begin(self) -> None:
-        """A boundary, now, that ends no step."""
+        """Mark a boundary before which nothing counts: the time since the last mark is in no step."""
         self._first.add(len(self._marks))
         self.mark()
 
+    @abstractmethod
     def mark(self) -> None:
-        """A boundary, now."""
+        """Mark a boundary, now. Must not wait for the device."""
+
+    @abstractmethod
+    def times_s(self) -> list[float]:
+        """Return the seconds of each step that the device has ended. Does not wait."""
+
+    def _steps(self, marks: list[Any]) -> list[tuple[Any, Any]]:
+        return [ends for number, ends in enumerate(pairwise(marks), 1) if number not in self._first]
+
+
+class HostClock(StepClock):
+    """``perf_counter``: right where a step has ended when its last call returns."""
+
+    def mark(self) -> None:
         self._marks.append(time.perf_counter_ns())
 
     def times_s(self) -> list[float]:
-        """Seconds of each step."""
-        ends = enumerate(pairwise(self._marks), 1)
-        return [(later - earlier) / 1e9 for number, (earlier, later) in ends if number not in self._first]
+        return [(later - earlier) / 1e9 for earlier, later in self._steps(self._marks)]
 
 
-class CudaClock:
+class CudaClock(StepClock):
     """Events in the stream's order; the stream is never waited for."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._stream = torch.cuda.current_stream(device)
-        self._events: list[torch.cuda.Event] = []
-        self._first = {0}
-
-    def begin(self) -> None:
-        """A boundary where the stream is now, that ends no step."""
-        self._first.add(len(self._events))
-        self.mark()
 
     def mark(self) -> None:
-        """A boundary where the stream is now."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
-        self._events.append(event)
+        self._marks.append(event)
 
     def times_s(self) -> list[float]:
-        """Seconds of each step that the device has ended."""
-        passed = []
-        for event in self._events:
-            if not event.query():  # type: ignore[no-untyped-call]
-                break
-            passed.append(event)
-        ends = enumerate(pairwise(passed), 1)
-        return [earlier.elapsed_time(later) / 1e3 for number, (earlier, later) in ends if number not in self._first]
+        passed = list(takewhile(lambda event: event.query(), self._marks))
+        return [earlier.elapsed_time(later) / 1e3 for earlier, later in self._steps(passed)]
 
 
 def make_step_clock(device: torch.device) -> StepClock:
-    """The clock that is right for ``device``."""
+    """Create the clock that is right for ``device``."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 

@@ -229,23 +229,16 @@ class RegionCounters:
 
     def _read(self) -> _Reading:
         mask, root, device = self._mask, self._root, self._gpu
-        reading = _Reading(
-            time.monotonic(),
-            read_core_times(mask, root),
-            process_tree_cpu_s(),
-            throttled_s(root),
-            cpu_quota_cores(root),
-            count_thermal_throttles(mask, root),
-            mean_core_hz(mask, root),
-        )
-        if device is None:
-            return reading
-        return reading._replace(
-            gpu_others=device.other_processes(process_tree_pids()),
-            gpu_reasons=tuple(device.throttle_reasons()),
-            gpu_held_s=device.violation_s(),
-            gpu_clock=device.sm_clock(),
-        )
+        of_gpu = () if device is None else (
+            device.other_processes(process_tree_pids()),
+            tuple(device.throttle_reasons()),
+            device.violation_s(),
+            device.sm_clock(),
+        )  # fmt: skip
+        return _Reading(
+            time.monotonic(), read_core_times(mask, root), process_tree_cpu_s(), throttled_s(root),
+            cpu_quota_cores(root), count_thermal_throttles(mask, root), mean_core_hz(mask, root), *of_gpu,
+        )  # fmt: skip
 
 
 def _summarize_regions(regions: Sequence[_Region]) -> HostActivity:

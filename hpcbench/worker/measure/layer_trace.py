@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,13 +82,6 @@ class TracedLayer:
         return bool(sum(self.flops) or sum(self.moved_bytes) or self.activation_bytes)
 
 
-class _SequenceMark(NamedTuple):
-    """From this number on, the nodes of autograd's graph belong to this row."""
-
-    sequence: int
-    row: TracedLayer
-
-
 class _TraceState:
     """Whose operation this is: in the forward pass the innermost module that runs, in the backward pass that of the
     node of autograd's graph, whose sequence number tells when it was made."""
@@ -97,11 +90,11 @@ class _TraceState:
         self.rows: list[TracedLayer] = []
         """In the order in which the modules returned."""
         self._running: list[TracedLayer] = []
-        self._marks: list[_SequenceMark] = []
+        self._marks: list[tuple[int, TracedLayer]] = []
+        """From this number on, the nodes of autograd's graph belong to this row."""
         self.is_backward = False
         self._kept: list[Tensor] = []
-        own = [*model.parameters(), *model.buffers()]
-        self._not_counted = {storage_id(tensor) for tensor in own}
+        self._not_counted = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
     def enter(self, row: TracedLayer) -> None:
         self._running.append(row)
@@ -126,7 +119,7 @@ class _TraceState:
 
     def _mark(self) -> None:
         if self._running:
-            self._marks.append(_SequenceMark(torch._C._autograd._get_sequence_nr(), self._running[-1]))
+            self._marks.append((torch._C._autograd._get_sequence_nr(), self._running[-1]))
 
     def current_row(self) -> TracedLayer | None:
         """Whose operation the one under way is; ``None`` where gradients are summed into a parameter."""
@@ -135,8 +128,8 @@ class _TraceState:
         node = torch._C._current_autograd_node()
         if node is None or node.name() == "torch::autograd::AccumulateGrad":
             return None
-        place = bisect_right(self._marks, node._sequence_nr(), key=lambda mark: mark.sequence) - 1
-        return self._marks[place].row if place >= 0 else None
+        index = bisect_right(self._marks, node._sequence_nr(), key=lambda mark: mark[0]) - 1
+        return self._marks[index][1] if index >= 0 else None
 
     def keep(self, tensor: Tensor) -> Tensor:
         """What autograd calls for every tensor that it saves."""
@@ -200,10 +193,7 @@ def module_hooks(
         def after(_module: nn.Module, _args: Any, output: Any, name: str = name) -> None:
             leave(name, output)
 
-        handles += [
-            module.register_forward_pre_hook(before, with_kwargs=True),
-            module.register_forward_hook(after),
-        ]
+        handles += [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
     try:
         yield
     finally:

@@ -6,7 +6,6 @@ import contextlib
 import os
 import statistics
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from hpcbench.results.timing_statistics import (
     union_intervals,
 )
 from hpcbench.worker.data.feed import DataFeed
-from hpcbench.worker.measure.clocks import no_marker, synchronize
+from hpcbench.worker.measure.clocks import PHASE_NAMES, no_marker, synchronize
 from hpcbench.worker.shutdown import StopController
 from hpcbench.worker.strategies.base import Strategy
 
@@ -58,9 +57,9 @@ class ProfilerEvent(NamedTuple):
 
 def split_phases(events: Iterable[ProfilerEvent], cuda: bool) -> StepPhases | None:
     """The parts of one step: of each part the median over the profiled steps; ``None`` where no step was marked."""
-    found = list(events)
-    steps = sorted(event.interval for event in found if event.name == STEP_MARK and not event.on_device)
-    parts = [_split_step(found, window, cuda) for window in steps]
+    known = list(events)
+    steps = sorted(event.interval for event in known if event.name == STEP_MARK and not event.on_device)
+    parts = [_split_step(known, window, cuda) for window in steps]
     if not parts:
         return None
     names = [name for name in StepPhases.__struct_fields__ if any(name in part for part in parts)]
@@ -68,26 +67,22 @@ def split_phases(events: Iterable[ProfilerEvent], cuda: bool) -> StepPhases | No
 
 
 def _split_step(events: list[ProfilerEvent], window: TimeInterval, cuda: bool) -> dict[str, float]:
-    found = {"step_s": covered_seconds([window])}
-    for phase in ("data", "forward", "backward", "optimizer"):
-        marks = clip_intervals(
-            (event.interval for event in events if event.name == MARK_PREFIX + phase and not event.on_device), window
-        )
-        if not marks:
-            continue
-        # A device computes after the mark is over: its time is that of the work which was asked for within the mark.
-        device_time = cuda and phase != "data"
-        found[f"{phase}_s"] = covered_seconds(
-            clip_intervals(_kernels_launched_in(events, marks), window) if device_time else marks
-        )
-    compute = clip_intervals(_compute_intervals(events, cuda), window)
-    comm = clip_intervals(_comm_intervals(events, cuda), window)
+    parts = {"step_s": covered_seconds([window])}
+    for phase in PHASE_NAMES:
+        marks = [event.interval for event in events if event.name == MARK_PREFIX + phase and not event.on_device]
+        marks = clip_intervals(marks, window)
+        if marks:
+            # A device computes after the mark is over: its time is that of the work that was asked for within the mark.
+            device_time = cuda and phase != "data"
+            intervals = clip_intervals(_kernels_launched_in(events, marks), window) if device_time else marks
+            parts[f"{phase}_s"] = covered_seconds(intervals)
+    compute, comm = (clip_intervals(intervals, window) for intervals in _compute_and_comm(events, cuda))
     if compute:
-        found["compute_s"] = covered_seconds(compute)
+        parts["compute_s"] = covered_seconds(compute)
     if comm:
-        found["comm_s"] = covered_seconds(comm)
-        found["exposed_comm_s"] = covered_seconds(subtract_intervals(comm, compute))
-    return found
+        parts["comm_s"] = covered_seconds(comm)
+        parts["exposed_comm_s"] = covered_seconds(subtract_intervals(comm, compute))
+    return parts
 
 
 def _kernels_launched_in(events: list[ProfilerEvent], marks: list[TimeInterval]) -> list[TimeInterval]:
@@ -101,35 +96,34 @@ def _kernels_launched_in(events: list[ProfilerEvent], marks: list[TimeInterval])
     ]
 
 
-def _comm_intervals(events: list[ProfilerEvent], cuda: bool) -> list[TimeInterval]:
-    """While a collective or a message is under way, waiting for the other ranks included."""
+def _compute_and_comm(events: list[ProfilerEvent], cuda: bool) -> tuple[list[TimeInterval], list[TimeInterval]]:
+    """Return the time in which operators or kernels run, and that of collectives and messages.
+
+    The first leaves out what passes data between ranks or between host and device; the second includes the wait for
+    other ranks.
+    """
     if cuda:
-        return [event.interval for event in events if event.on_device and event.name.startswith(_NCCL_PREFIXES)]
-    return [event.interval for event in events if event.name.startswith(_HOST_COMM_PREFIXES)]
-
-
-def _compute_intervals(events: list[ProfilerEvent], cuda: bool) -> list[TimeInterval]:
-    """While operators or kernels run, without those that pass data between ranks or between host and device."""
-    if cuda:
-        return [event.interval for event in events if event.on_device and _is_device_compute(event.name)]
-    on_host = [event for event in events if not event.on_device and not event.is_async]
-    waiting = [event.interval for event in on_host if _operator_namespace(event.name) in _COMM_NAMESPACES]
-    working = [event.interval for event in on_host if _is_operator(event.name)]
-    return subtract_intervals(union_intervals(working), waiting)
-
-
-def _is_device_compute(name: str) -> bool:
-    return not name.startswith((*_NCCL_PREFIXES, "Memcpy")) or name.startswith(_DEVICE_COPIES)
-
-
-def _is_operator(name: str) -> bool:
-    # Marks around operators (autograd's, DDP's, the optimizer's) are none: waiting hides in them.
-    namespace = _operator_namespace(name)
-    return (namespace is not None and namespace not in _COMM_NAMESPACES) or name.startswith(_COMPILED_GRAPH_PREFIX)
+        kernels = [event for event in events if event.on_device]
+        comm = [event.interval for event in kernels if event.name.startswith(_NCCL_PREFIXES)]
+        others = [event for event in kernels if not event.name.startswith((*_NCCL_PREFIXES, "Memcpy"))]
+        copies = [event for event in kernels if event.name.startswith(_DEVICE_COPIES)]
+        return [event.interval for event in (*others, *copies)], comm
+    comm = [event.interval for event in events if event.name.startswith(_HOST_COMM_PREFIXES)]
+    working, waiting = [], []
+    for event in events:
+        # Marks around operators (autograd's, DDP's, the optimizer's) are none: waiting hides in them.
+        namespace = None if event.on_device or event.is_async else _operator_namespace(event.name)
+        if namespace in _COMM_NAMESPACES:
+            waiting.append(event.interval)
+        elif namespace is not None:
+            working.append(event.interval)
+    return subtract_intervals(union_intervals(working), waiting), comm
 
 
 def _operator_namespace(name: str) -> str | None:
-    """``aten::add -> aten``; ``None`` where ``name`` is no operator's."""
+    """Return ``aten`` for ``aten::add``; ``None`` where ``name`` is no operator's."""
+    if name.startswith(_COMPILED_GRAPH_PREFIX):
+        return "inductor"
     namespace, colons, operator = name.partition("::")
     return namespace if colons and namespace.isidentifier() and operator.isidentifier() else None
 
@@ -153,7 +147,7 @@ def run_profiled_steps(
     profiler.start()
     count = 0
     try:
-        strategy.phases = _mark_phase
+        strategy.phases = lambda name: record_function(MARK_PREFIX + name)
         for step in range(first, first + spec.profile_steps):
             # The agreement is a barrier too: the ranks begin each step together.
             if any_rank(stop.should_stop()):
@@ -168,11 +162,6 @@ def run_profiled_steps(
     if count < spec.profile_steps:
         warnings.append(f"{count} of {spec.profile_steps} profiled steps were made: no time was left")
     return split_phases(events, device.type == "cuda") if count else None
-
-
-def _mark_phase(name: str) -> AbstractContextManager[object]:
-    context: AbstractContextManager[object] = record_function(MARK_PREFIX + name)
-    return context
 
 
 class _SafeProfiler:
@@ -223,23 +212,18 @@ def profiler_events(raw: list[Any]) -> list[ProfilerEvent]:
         # What the runtime's own calls (linked to an operator) are numbered with is another sequence.
         if _is_host_event(event) and event.linked_correlation_id() == 0 and not event.is_async()
     }
-    found = []
-    for event in raw:
-        on_device = not _is_host_event(event)
-        if on_device and event.is_user_annotation():
-            continue
-        begin = event.start_ns()
-        found.append(
-            ProfilerEvent(
-                name=event.name(),
-                begin=begin,
-                end=begin + event.duration_ns(),
-                on_device=on_device,
-                is_async=event.is_async(),
-                launched=began.get(event.linked_correlation_id()) if on_device else None,
-            )
+    return [
+        ProfilerEvent(
+            name=event.name(),
+            begin=event.start_ns(),
+            end=event.start_ns() + event.duration_ns(),
+            on_device=not _is_host_event(event),
+            is_async=event.is_async(),
+            launched=None if _is_host_event(event) else began.get(event.linked_correlation_id()),
         )
-    return found
+        for event in raw
+        if _is_host_event(event) or not event.is_user_annotation()
+    ]
 
 
 def _is_host_event(event: Any) -> bool:

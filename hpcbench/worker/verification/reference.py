@@ -205,25 +205,6 @@ def resolve_reference_trainer(key: str) -> ReferenceTrainer:
     return cast(ReferenceTrainer, load_object(REFERENCE_TRAINERS[get_strategy(key).reference]))
 
 
-def train_full_batch(model: nn.Module, spec: RunSpec, feed: DataFeed, steps: Iterable[int]) -> TrainingRecord:
-    """The plain single-device run on the global batch: equal to the above only for a model without BatchNorm."""
-    model.to(feed.device).train()
-    optimizer = make_optimizer(spec, model)
-    arithmetic = MixedPrecision(spec.precision, feed.device)
-    trained = TrainingRecord()
-    for step in steps:
-        batches = [feed.batch(step, replica) for replica in range(feed.replicas)]
-        inputs, labels = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
-        optimizer.zero_grad(set_to_none=True)
-        with arithmetic.autocast():
-            outputs = model(inputs)
-        loss = summed_loss(outputs, labels) / len(labels)
-        arithmetic.backward(loss)
-        arithmetic.update(optimizer)
-        trained.add_step(loss.item(), model)
-    return trained.finish(model)
-
-
 @contextmanager
 def restored_buffers(model: nn.Module, restore: bool) -> Iterator[None]:
     """Undo changes of the model's buffers (running statistics) at the end, if ``restore``."""
