@@ -9,6 +9,9 @@ from pathlib import Path
 
 _PACKAGE_FOLDER = Path(__file__).resolve().parent
 
+PROJECT_FILE = "hpcbench.toml"
+"""The project's own settings."""
+
 
 def shared_folder(kind: str) -> Path:
     """The shipped ``templates``, ``clusters`` or ``sweeps``.
@@ -25,10 +28,10 @@ def layer_tables_folder() -> Path:
 
 
 def project_folder(start: Path | None = None) -> Path:
-    """The nearest folder, from ``start`` upwards, that holds ``clusters`` or ``templates``; else ``start``."""
+    """The nearest folder, ``start`` or above, with ``hpcbench.toml``, ``clusters`` or ``templates``; else ``start``."""
     here = (start or Path.cwd()).resolve()
     for folder in (here, *here.parents):
-        if (folder / "clusters").is_dir() or (folder / "templates").is_dir():
+        if (folder / "clusters").is_dir() or (folder / "templates").is_dir() or (folder / PROJECT_FILE).is_file():
             return folder
     return here
 

@@ -20,11 +20,11 @@ from hpcbench.cli.common import (
 )
 from hpcbench.cli.main import LazyGroup
 from hpcbench.config.cluster_profile import ClusterProfile, find_cluster_profiles, load_cluster, load_cluster_file
+from hpcbench.config.default_cluster import is_login_node
 from hpcbench.config.toml_tables import TomlSource, validate_table
 from hpcbench.errors import ConfigError, HpcbenchError
 from hpcbench.fileio import make_folder, write_atomic
 from hpcbench.paths import project_folder
-from hpcbench.site.profile_check import is_login_node
 
 _COMMANDS = {
     "calibrate": ("hpcbench.cli.oracle_commands:calibrate_cluster", "Measure a cluster and fit the oracle's machine."),

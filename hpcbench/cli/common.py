@@ -1,8 +1,7 @@
-"""Options and helpers that several commands share: finding sweeps, loading plans, printing JSON, text and tables."""
+"""Options and helpers that several commands share: the results tree, printing of JSON, text and tables."""
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
-from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError, did_you_mean
+from hpcbench.errors import EXIT_RUNS_FAILED
 from hpcbench.fileio import escape_control_characters, printable_text
-from hpcbench.paths import project_folder, results_folder, search_folders
+from hpcbench.paths import project_folder, results_folder
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import FAILED_STATUSES
 
@@ -22,13 +21,15 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from hpcbench.submit.plan import SweepPlan
     from hpcbench.submit.run_state import RunState
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 sources_argument = click.argument("sources", metavar="[SWEEP|TREE|BUNDLE]...", nargs=-1)
-cluster_filter_option = click.option("--cluster", "cluster_name", metavar="NAME", help="Only this cluster.")
+cluster_filter_option = click.option(
+    "--cluster", "cluster_name", metavar="NAME", help="Only this cluster.",
+    callback=lambda _context, _parameter, name: Path(name).stem if name and name.endswith(".toml") else name,
+)  # fmt: skip
 where_option = click.option(
     "--where", metavar="EXPR",
     help="Only runs that satisfy the expression, for example 'nodes == 4 and strategy != \"single\"'.",
@@ -45,15 +46,7 @@ model_folder_option = click.option(
 )  # fmt: skip
 
 
-def cluster_option(default: str | None = None) -> Callable[[_Function], _Function]:
-    """``--cluster NAME``; required without a default."""
-    if default is None:
-        return click.option("--cluster", "cluster_name", metavar="NAME", required=True, help="The cluster's profile.")
-    text = f"The cluster's profile. (default: {default})"
-    return click.option("--cluster", "cluster_name", metavar="NAME", default=default, help=text)
-
-
-def out_option(text: str, metavar: str = "FILE") -> Callable[[_Function], _Function]:
+def out_option(text: str, metavar: str = "FILE") -> Callable[[Function], Function]:
     """``--out FILE``, with ``text`` as its help."""
     return click.option("--out", metavar=metavar, type=click.Path(path_type=Path), help=text)
 
@@ -61,54 +54,6 @@ def out_option(text: str, metavar: str = "FILE") -> Callable[[_Function], _Funct
 def results_tree(results: str | None) -> ResultsTree:
     """The results tree that the command works on; ``results`` is the value of ``--results``."""
     return ResultsTree(results_folder(results))
-
-
-def find_sweep_file(name: str) -> Path:
-    """Find the file of a sweep.
-
-    Args:
-        name: A path, or the name of a file in a ``sweeps`` folder.
-
-    Raises:
-        ConfigError: There is no such file.
-    """
-    path = Path(name)
-    if path.suffix == ".toml" or path.exists():
-        if not path.is_file():
-            near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-            raise ConfigError(f"no sweep file {name!r}", hint=did_you_mean(name, near))
-        return path
-    sweeps: dict[str, Path] = {}
-    for folder in search_folders("sweeps"):
-        for file in sorted(folder.glob("*.toml")):
-            sweeps.setdefault(file.stem, file)
-    if name not in sweeps:
-        raise ConfigError(f"no sweep {name!r}", hint=did_you_mean(name, sweeps))
-    return sweeps[name]
-
-
-def load_plan(sweep: str, cluster_name: str, results: str | None) -> SweepPlan:
-    """The plan of a sweep on a cluster.
-
-    Args:
-        sweep: As ``find_sweep_file`` takes it.
-        cluster_name: Name of the cluster's profile.
-        results: The value of ``--results``.
-
-    Raises:
-        ConfigError: The sweep or the profile is missing or invalid.
-    """
-    # Imported here: `status` and `table` need no pydantic.
-    from hpcbench.config.cluster_profile import load_cluster
-    from hpcbench.config.sweep_loader import load_sweep
-    from hpcbench.submit.plan import make_plan
-
-    loaded = load_sweep(find_sweep_file(sweep))
-    profile, _ = load_cluster(cluster_name)
-    plan = make_plan(loaded, profile, results_tree(results).cluster(profile.name))
-    # It lives until the command ends; collecting garbage in it would make large sweeps cost more per run.
-    gc.freeze()
-    return plan
 
 
 def runs_exit_code(states: dict[str, RunState]) -> int:

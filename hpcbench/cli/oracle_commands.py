@@ -12,9 +12,7 @@ import msgspec
 
 from hpcbench.cli.common import (
     cluster_filter_option,
-    cluster_option,
     json_option,
-    load_plan,
     make_console,
     model_folder_option,
     out_option,
@@ -28,6 +26,7 @@ from hpcbench.cli.common import (
     sources_argument,
     where_option,
 )
+from hpcbench.cli.plan_options import cluster_argument, cluster_option, load_plan
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import make_folder, printable_excerpt, write_atomic
@@ -231,7 +230,7 @@ def _print_dimmed(lines: list[str]) -> None:
 
 
 @click.command("calibrate")
-@click.argument("name")
+@cluster_argument
 @click.option("--partition", metavar="NAME", help="The partition to measure. (default: the profile's)")
 @click.option(
     "--from", "sources", multiple=True, metavar="SWEEP|TREE",

@@ -10,7 +10,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from hpcbench.cli.common import (
-    cluster_option,
     json_option,
     make_console,
     model_folder_option,
@@ -19,6 +18,7 @@ from hpcbench.cli.common import (
     print_message,
     results_option,
 )
+from hpcbench.cli.plan_options import cluster_option
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.parallel.workloads import DATASETS
@@ -45,7 +45,7 @@ def schema(kind: str) -> None:
 
 
 @click.command()
-@cluster_option("local")
+@cluster_option()
 @click.option("--no-job", is_flag=True, help="Check on this machine only; submit nothing.")
 @results_option
 @json_option

@@ -220,7 +220,7 @@ def _plot_json(drawn: Plot) -> dict[str, Any]:
 
 @click.command()
 @click.argument("sweep")
-@click.option("--cluster", "cluster_name", metavar="NAME", help="Only from this cluster (default: all that have it).")
+@cluster_filter_option
 @out_option("A .tar.gz (default: SWEEP.hpcbench.tar.gz).")
 @click.option("--logs", is_flag=True, help="Include the logs of ranks and jobs: the last 16 MiB of each.")
 @click.option("--anonymous", is_flag=True, help="Replace names of people and machines by pseudonyms; see above.")

@@ -12,15 +12,15 @@ import click
 import msgspec
 
 from hpcbench.cli.common import (
-    cluster_option,
+    cluster_filter_option,
     json_option,
-    load_plan,
     print_json,
     print_message,
     results_option,
     results_tree,
     runs_exit_code,
 )
+from hpcbench.cli.plan_options import cluster_option, load_plan
 from hpcbench.cli.status_commands import LiveScreen
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.expression import Expression
@@ -110,7 +110,7 @@ def check_send_outcome(sent: SendOutcome, *, waits: bool) -> None:
 
 @click.command()
 @click.argument("sweep")
-@cluster_option("local")
+@cluster_option()
 @over_budget_option
 @remeasure_option
 @results_option
@@ -187,7 +187,7 @@ def watch_runs(plan: SweepPlan, results: str | None, superseded: Mapping[str, st
 
 @click.command()
 @click.argument("sweep")
-@click.option("--cluster", "cluster_name", metavar="NAME", help="Only on this cluster.")
+@cluster_filter_option
 @click.option("--run", "prefix", metavar="RUN_ID", help="Only this run; its first digits are enough.")
 @click.option("--where", metavar="EXPR", help="Only runs whose parameters satisfy the expression.")
 @click.option("--wait", "waits", is_flag=True, help="Stay until they have ended.")
@@ -200,7 +200,7 @@ def cancel(
     Stopping takes a moment. Until a run has ended, `submit` treats it as running; use --wait.
     """
     for cluster, record in select_sweeps(results_tree(results), (sweep,), cluster_name):
-        profile, _ = load_cluster(cluster)
+        profile, _ = load_cluster(record.profile)
         tree = results_tree(results).cluster(cluster)
         states = run_states(tree, record.run_ids, profile, time.time())
         states = {run_id: state for run_id, state in states.items() if run_id.startswith(prefix or "")}

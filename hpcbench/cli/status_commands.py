@@ -119,7 +119,9 @@ def _make_watchers(
 ) -> list[SweepWatcher]:
     """One watcher for all selected sweeps of a cluster; ``existing`` ones are reused with their caches."""
     sweeps_by_cluster: dict[str, dict[str, list[str]]] = {}
+    profiles: dict[str, str] = {}
     for cluster, record in selected:
+        profiles[cluster] = record.profile
         sweeps_by_cluster.setdefault(cluster, {})[record.sweep] = record.run_ids
     watchers = {watcher.tree.root.name: watcher for watcher in existing}
     for cluster, sweeps in sweeps_by_cluster.items():
@@ -127,7 +129,7 @@ def _make_watchers(
             watchers[cluster].sweeps = sweeps
         else:
             root = results_tree(results).cluster(cluster).root
-            watchers[cluster] = SweepWatcher(root, read_scheduler_settings(cluster), sweeps)
+            watchers[cluster] = SweepWatcher(root, read_scheduler_settings(profiles[cluster]), sweeps)
     return [watchers[cluster] for cluster in sweeps_by_cluster]
 
 

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from hpcbench.cli.common import (
-    cluster_option,
-    find_sweep_file,
     json_option,
-    load_plan,
     make_console,
     out_option,
     print_json,
@@ -20,6 +17,7 @@ from hpcbench.cli.common import (
     results_option,
     results_tree,
 )
+from hpcbench.cli.plan_options import cluster_option, find_sweep_file, load_plan
 from hpcbench.config.cluster_profile import load_cluster_file
 from hpcbench.config.run_spec import spec_document
 from hpcbench.config.sweep_loader import count_points, load_sweep

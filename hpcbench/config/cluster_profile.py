@@ -177,6 +177,8 @@ class UserConfig(TomlTable):
 
     accounts: dict[str, SingleLineText] = {}
     """A cluster's name and the account that jobs there are charged to."""
+    cluster: Annotated[SingleLineText, Field(min_length=1)] | None = None
+    """The cluster of commands without ``--cluster``, where the project names none."""
 
 
 def find_cluster_profiles() -> dict[str, Path]:
@@ -200,7 +202,16 @@ def _profile_candidates() -> list[Path]:
 
 
 def load_cluster(name: str) -> tuple[ClusterProfile, TomlSource]:
-    """The profile called ``name``. Raises ``ConfigError`` with the nearest name where there is none."""
+    """The profile called ``name``, or in the file ``name``.
+
+    Raises ``ConfigError`` with the nearest name where there is none.
+    """
+    if is_profile_path(name):
+        path = Path(name).expanduser()
+        if not path.is_file():
+            near = sorted(str(other) for other in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+            raise ConfigError(f"no cluster profile {name!r}", hint=did_you_mean(name, near))
+        return load_cluster_file(path)
     known = find_cluster_profiles()
     if not re.match(NAME_PATTERN, name) or name not in known:
         folders = ", ".join(str(folder) for folder in search_folders("clusters"))
@@ -208,12 +219,17 @@ def load_cluster(name: str) -> tuple[ClusterProfile, TomlSource]:
     return load_cluster_file(known[name])
 
 
+def is_profile_path(name: str) -> bool:
+    """Whether ``name`` is a profile's path instead of its name."""
+    return name.endswith(".toml") or os.sep in name
+
+
 def load_cluster_file(path: Path) -> tuple[ClusterProfile, TomlSource]:
     """The profile in a file, laid over the one that it extends; its name must be the file's.
 
     Where it says no account, the user's own configuration may: for this name, or for that of what it extends.
     """
-    data, source, names = _read_with_base(path, ())
+    data, source, names = read_profile_data(path)
     profile = validate_table(ClusterProfile, data, source)
     if profile.name != path.stem:
         raise ConfigError(
@@ -222,13 +238,13 @@ def load_cluster_file(path: Path) -> tuple[ClusterProfile, TomlSource]:
             hint="results are stored under the name: give both the same",
         )
     if profile.account is None:
-        accounts = load_user_accounts()
+        accounts = load_user_config().accounts
         account = next((accounts[name] for name in names if name in accounts), None)
         profile = profile.model_copy(update={"account": account})
     return profile, source
 
 
-def _read_with_base(path: Path, above: Sequence[Path]) -> tuple[dict[str, Any], TomlSource, list[str]]:
+def read_profile_data(path: Path, above: Sequence[Path] = ()) -> tuple[dict[str, Any], TomlSource, list[str]]:
     """The data of a profile over its base's, where to say so when it is wrong, and the names of both, its own first."""
     data, text = read_toml(path)
     source = TomlSource(path, text)
@@ -239,7 +255,7 @@ def _read_with_base(path: Path, above: Sequence[Path]) -> tuple[dict[str, Any], 
     if not isinstance(base, str):
         return data, source, [path.stem]
     chain = (*above, path.resolve())
-    inherited, _, names = _read_with_base(_find_base_profile(base, path, chain, source), chain)
+    inherited, _, names = read_profile_data(_find_base_profile(base, path, chain, source), chain)
     return merge_tables(inherited, data), source, [path.stem, *names]
 
 
@@ -265,11 +281,11 @@ def merge_tables(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def load_user_accounts() -> dict[str, str]:
-    """The accounts in the user's configuration; empty where there is none."""
+def load_user_config() -> UserConfig:
+    """The user's configuration; empty where there is none."""
     path = user_folder() / "config.toml"
     # Path.is_file raises where the folder may not be entered.
     if not os.path.isfile(path):  # noqa: PTH113
-        return {}
+        return UserConfig()
     data, text = read_toml(path)
-    return dict(validate_table(UserConfig, data, TomlSource(path, text)).accounts)
+    return validate_table(UserConfig, data, TomlSource(path, text))

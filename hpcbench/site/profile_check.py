@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import re
-import socket
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from operator import itemgetter
 from pathlib import Path
 
-from hpcbench.config.cluster_profile import ClusterProfile, LoginNodeMatch
+from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.profile_tables import NodeConfig, PartitionConfig
 from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, SubmitError, did_you_mean
@@ -23,26 +20,6 @@ from hpcbench.submit.scheduler import account_error
 from hpcbench.submit.scheduler_settings import run_command
 from hpcbench.submit.slurm_queue import SbatchOutcome, classify_sbatch_error
 from hpcbench.units import format_bytes
-
-
-def is_login_node(match: LoginNodeMatch, host: str | None = None, environment: Mapping[str, str] | None = None) -> bool:
-    """Whether any of the host names, variables or files fit. ``host`` is the full name of this machine by default."""
-    full = socket.getfqdn() if host is None else host
-    short = full.partition(".")[0]
-    if any(re.fullmatch(pattern, name) for pattern in match.hosts for name in (full, short)):
-        return True
-    variables = os.environ if environment is None else environment
-    if any(variables.get(name) == value for name, value in match.variables.items()):
-        return True
-    return any(_file_holds(Path(name), text) for name, text in match.files.items())
-
-
-def _file_holds(path: Path, text: str) -> bool:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip() == text
-    except OSError:
-        return False
-
 
 _TEMPORARY_REFUSALS = ("busy", "DOWN, DRAINED", "not available now", "not currently available")
 """Refusals that pass by themselves: no error of a profile."""

@@ -144,6 +144,8 @@ class SweepPlan:
     """The folder of custom models."""
     data_folder: str | None = None
     """The folder of data sets."""
+    profile_file: Path | None = None
+    """The profile, if it is not found by its name."""
     _keys: dict[str | None, str] = field(default_factory=dict, init=False, repr=False)
     _shapes: dict[tuple[Any, ...], JobShape] = field(default_factory=dict, init=False, repr=False)
 

@@ -125,9 +125,10 @@ class _ProfileHead(msgspec.Struct, frozen=True):
 
 
 def read_scheduler_settings(cluster: str) -> HasSchedulerSettings:
-    """The scheduler settings in the profile of ``cluster``; errors elsewhere in the profile do not matter.
+    """The scheduler settings in the profile ``cluster``, a name or a path.
 
-    Raises ``ConfigError`` if there is no such profile or its table ``[scheduler]`` is invalid.
+    Errors elsewhere in the profile do not matter. Raises ``ConfigError`` if there is no such profile or its table
+    ``[scheduler]`` is invalid.
     """
     paths = (folder / f"{cluster}.toml" for folder in search_folders("clusters"))
     path = next((path for path in paths if path.is_file()), None)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hpcbench.submit.plan import SweepPlan
 
 
-class SweepRecord(msgspec.Struct, kw_only=True):
+class SweepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     """``sweeps/<name>.json``: the runs of the sweep when it was submitted last."""
 
     sweep: str
@@ -35,6 +35,13 @@ class SweepRecord(msgspec.Struct, kw_only=True):
     run_ids: list[str]
     dropped: int
     written_unix_s: float
+    profile_file: str | None = None
+    """The cluster's profile, if it is not found by its name."""
+
+    @property
+    def profile(self) -> str:
+        """Name or path of the cluster's profile."""
+        return self.profile_file if self.profile_file and Path(self.profile_file).is_file() else self.cluster
 
 
 def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> None:
@@ -45,6 +52,7 @@ def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> None:
         run_ids=list(plan.runs),
         dropped=len(plan.dropped),
         written_unix_s=time.time(),
+        profile_file=str(plan.profile_file) if plan.profile_file else None,
     )
     path = tree.sweep_path(plan.sweep.name)
     make_folder(path.parent)

@@ -112,7 +112,6 @@ def test_render_writes_what_it_prints(sweep: Path, tmp_path: Path) -> None:
         (GOOD, ["status", "nothing"], 2, "sweep 'nothing' has nothing in"),
         (GOOD, ["collect", "--out", "x.doc"], 2, "unknown ending '.doc'\n  choices: .csv, .json, .md, .parquet"),
         (GOOD, ["pln"], 2, "did you mean 'plan'?"),
-        (GOOD, ["plan", "{}"], 2, "Missing option '--cluster'"),
     ],
 )
 def test_bad_input(tmp_path: Path, text: str, arguments: list[str], code: int, message: str) -> None:

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 from benchmarks.results_tree import result
 from hpcbench.cli.main import cli
-from hpcbench.config.cluster_profile import load_cluster, load_cluster_file, load_user_accounts
+from hpcbench.config.cluster_profile import load_cluster, load_cluster_file, load_user_config
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.errors import HpcbenchError
 from hpcbench.parallel.check_names import check_names
@@ -215,11 +215,11 @@ def test_toml_is_what_it_says(block: Block, template: Path, tmp_path: Path, monk
         check_names(load_sweep(path))
     elif "reference" in data:
         assert load_reference_bands(path)[0]
-    elif "accounts" in data:
+    elif {"accounts", "cluster"} & set(data):
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
         (tmp_path / "hpcbench").mkdir()
         shutil.copy(path, tmp_path / "hpcbench" / "config.toml")
-        assert load_user_accounts() == data["accounts"]
+        assert load_user_config().model_dump(exclude_unset=True) == data
     else:
         path = project / f"{data.get('name', 'block')}.toml"
         path.write_text(block.text if "name" in data else f'name = "block"\n{block.text}')
