@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import polars as pl
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.prediction import NotPredicted, Prediction
@@ -13,11 +14,9 @@ from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.report.configurations import HIGH, LOW, STEP_TIME, run_spec_of
 from hpcbench.report.oracle_validation import ClusterForecasts
+from hpcbench.report.plots.plot_model import NothingToDraw
 from hpcbench.report.plots.point_data import plot_points
 from hpcbench.results.schema import STATUS_OK
-
-if TYPE_CHECKING:
-    import polars
 
 EXTRAPOLATION_FACTOR = 8
 """Predicted lines extend to so many times the measured devices."""
@@ -31,10 +30,8 @@ PREDICTION_FIELDS = {
 """Columns that a table may ask for, and the fields of a prediction; ``prediction_error`` is signed."""
 
 
-def with_predictions(rows: polars.DataFrame, forecasts: ClusterForecasts) -> polars.DataFrame:
+def with_predictions(rows: pl.DataFrame, forecasts: ClusterForecasts) -> pl.DataFrame:
     """Return ``rows`` of configurations with ``PREDICTION_FIELDS`` and ``prediction_error``, null if unpredicted."""
-    import polars as pl
-
     predictions = [_predict_row(row, forecasts) for row in rows.iter_rows(named=True)]
     columns = [
         pl.Series(name, [None if entry is None else float(getattr(entry, field)) for entry in predictions], pl.Float64)
@@ -59,19 +56,18 @@ def _predict_row(row: dict[str, Any], forecasts: ClusterForecasts) -> Prediction
 
 
 def measured_vs_predicted_frame(
-    frame: polars.DataFrame, forecasts: ClusterForecasts, by: Sequence[str] = ()
-) -> polars.DataFrame:
+    frame: pl.DataFrame, forecasts: ClusterForecasts, by: Sequence[str] = ()
+) -> pl.DataFrame:
     """Return the frame of the plot ``predicted``: one row for each measured configuration with a prediction.
 
     Columns ``strategy`` (the line), ``label``, ``predicted``, ``measured``, ``low``, ``high`` (bounds of the measured
     time, seconds) and ``launches``. ``frame`` has ``SPEC_COLUMNS`` beside the columns that plots read.
     """
-    import polars as pl
-
-    points = plot_points(frame, by, STEP_TIME, every=True)
     schema = {"strategy": pl.String, "label": pl.String, "launches": pl.UInt32, "predicted": pl.Float64,
               "measured": pl.Float64, "low": pl.Float64, "high": pl.Float64}  # fmt: skip
-    if points.nothing:
+    try:
+        points = plot_points(frame, by, STEP_TIME, every=True)
+    except NothingToDraw:
         return pl.DataFrame(schema=schema)
     rows = with_predictions(points.frame, forecasts).filter(pl.col("predicted_step_time_s").is_not_null())
     return rows.select(
@@ -81,23 +77,23 @@ def measured_vs_predicted_frame(
 
 
 def predicted_scaling_frame(
-    frame: polars.DataFrame, forecasts: ClusterForecasts, by: Sequence[str] = (), reach: int = EXTRAPOLATION_FACTOR
-) -> polars.DataFrame:
+    frame: pl.DataFrame, forecasts: ClusterForecasts, by: Sequence[str] = (), reach: int = EXTRAPOLATION_FACTOR
+) -> pl.DataFrame:
     """Return lines for the plot ``scaling``: predictions for the measured scales and on to ``reach`` times the largest.
 
     Columns ``panel, strategy, devices, step_time_s, step_time_low_s, step_time_high_s``.
     """
-    import polars as pl
-
-    points = plot_points(frame, by, STEP_TIME)
     schema = {"panel": pl.String, "strategy": pl.String, "devices": pl.Int64, "step_time_s": pl.Float64,
               "step_time_low_s": pl.Float64, "step_time_high_s": pl.Float64}  # fmt: skip
-    lines = [] if points.nothing else points.frame.partition_by("panel", "series", maintain_order=True)
+    try:
+        lines = plot_points(frame, by, STEP_TIME).frame.partition_by("panel", "series", maintain_order=True)
+    except NothingToDraw:
+        lines = []
     rows = [row for line in lines for row in _predicted_line(line, forecasts, reach)]
     return pl.DataFrame(rows, schema=schema)
 
 
-def _predicted_line(line: polars.DataFrame, forecasts: ClusterForecasts, reach: int) -> Iterator[dict[str, Any]]:
+def _predicted_line(line: pl.DataFrame, forecasts: ClusterForecasts, reach: int) -> Iterator[dict[str, Any]]:
     """The predictions of one series of one panel."""
     cluster, panel, series = line["cluster"][0], line["panel"][0], line["series"][0]
     measured = {row["devices"]: run_spec_of(row) for row in line.iter_rows(named=True)}

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import textwrap
-from functools import singledispatch
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import altair as alt
+import msgspec
 import polars
 
 from hpcbench.report.plots import theme
 from hpcbench.report.plots.bar_charts import BOX_NUMBERS, BOX_ROLE, DOT_ROLE, MISSING_ROLE, BoxChart, StackedBarChart
 from hpcbench.report.plots.gantt_chart import ACTION_STYLES, OTHER_ACTION, GanttChart
 from hpcbench.report.plots.line_chart import BAND, CROSSOVER, IDEAL, MAX_INTEGER_TICKS, MEASURED, PREDICTED, LineChart
-from hpcbench.report.plots.plot_model import Chart, Plot
+from hpcbench.report.plots.plot_model import Plot
 from hpcbench.report.plots.theme import PlotAxis, column_values, log_ticks
 
 Rows = list[dict[str, Any]]
@@ -42,24 +44,17 @@ def plot_specification(plot: Plot) -> dict[str, Any]:
     """
     if plot.drawing is None or plot.frame is None:
         return {}
-    chart, data = build_chart(plot.drawing, plot.frame)
+    chart, data = _CHART_BUILDERS[type(plot.drawing)](plot.drawing, plot.frame)
     title = alt.TitleParams(plot.title)
     if plot.subtitle:
         title.subtitle = textwrap.wrap(plot.subtitle, _SUBTITLE_WIDTH, max_lines=3, placeholder=" ...")
     specification: dict[str, Any] = chart.properties(title=title, description=plot.alt, padding=8).to_dict()
-    specification["config"] = theme.vega_config()
+    specification["config"] = msgspec.json.decode(Path(__file__).with_name("vega_config.json").read_bytes())
     for part, rows in zip(specification.get("vconcat", [specification]), data, strict=True):
         part["data"] = {"values": rows}
     return specification
 
 
-@singledispatch
-def build_chart(chart: Chart, frame: polars.DataFrame) -> tuple[Any, list[Rows]]:
-    """The altair chart of ``frame``, and the rows of each of its data sources, in the units of the axes."""
-    raise TypeError(f"no builder for {type(chart).__name__} of {len(frame)} rows")
-
-
-@build_chart.register
 def _line_chart(chart: LineChart, frame: polars.DataFrame) -> tuple[Any, list[Rows]]:
     roles = set(frame["role"])
     series = frame.filter(frame["role"].is_in([MEASURED, PREDICTED]))["series"].unique(maintain_order=True).to_list()
@@ -144,7 +139,6 @@ def _line_tooltip(chart: LineChart) -> list[alt.Tooltip]:
     ]
 
 
-@build_chart.register
 def _box_chart(chart: BoxChart, frame: polars.DataFrame) -> tuple[Any, list[Rows]]:
     styles = theme.series_styles(frame["series"].unique(maintain_order=True).to_list())
     scale = alt.Scale(domain=list(styles), range=[style.colour for style in styles.values()])
@@ -183,7 +177,6 @@ def _box_chart(chart: BoxChart, frame: polars.DataFrame) -> tuple[Any, list[Rows
     return _row_panels(alt.layer(*used), frame), [rows]
 
 
-@build_chart.register
 def _stacked_bar_chart(chart: StackedBarChart, frame: polars.DataFrame) -> tuple[Any, list[Rows]]:
     parts = chart.used_parts(frame)
     colour = alt.Color(
@@ -226,7 +219,6 @@ def _stacked_bar_rows(chart: StackedBarChart, frame: polars.DataFrame) -> Rows:
     return rows
 
 
-@build_chart.register
 def _gantt_chart(chart: GanttChart, frame: polars.DataFrame) -> tuple[Any, list[Rows]]:
     kinds = set(frame["kind"])
     # The same styles for all runs: their colour scales become one.
@@ -295,3 +287,9 @@ def _row_panels(layered: Any, frame: polars.DataFrame) -> Any:
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if value is not None}
+
+
+_CHART_BUILDERS: dict[type, Callable[[Any, polars.DataFrame], tuple[Any, list[Rows]]]] = {
+    LineChart: _line_chart, BoxChart: _box_chart, StackedBarChart: _stacked_bar_chart, GanttChart: _gantt_chart,
+}  # fmt: skip
+"""By the kind of a chart: the altair chart of a frame, and the rows of each of its data sources in the axes' units."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,11 +11,11 @@ from rich.text import Text
 
 from hpcbench.report.phrases import pluralize
 from hpcbench.report.plots import theme
-from hpcbench.report.plots.line_chart import axis_lines, flow_entries, truncated_text
-from hpcbench.report.plots.plot_model import Plot, PlotRequest
+from hpcbench.report.plots.line_chart import axis_lines, flow_entries, styled_line, truncated_text
+from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest, typed_frame
 from hpcbench.report.plots.point_data import plot_points, printable_name, select_rows
 from hpcbench.report.plots.theme import PlotAxis, column_values, make_axis
-from hpcbench.results.schema import PipelineTimeline, RunResult, TimelineSpan
+from hpcbench.results.schema import PipelineTimeline
 from hpcbench.units import format_seconds
 
 SPAN_COLUMNS = ("panel", "source", "rank", "kind", "name", "chunk", "micro_batch", "begin_s", "end_s")
@@ -60,14 +61,10 @@ class GanttChart:
                 for (rank,), spans in half.group_by(["rank"], maintain_order=True):
                     name = Text(f"{f'rank {rank}':<{left}}{'|' if plain else '│'}")
                     lines.append(name.append_text(_rank_line(spans, longest, cells)))
-            ticks, labels = axis_lines(0.0, longest / axis.factor, cells, plain=plain)
-            blank = " " * (left + 1)
-            lines += [Text(blank + ticks, style="dim"), Text(blank + labels, style="dim")]
+            lines += axis_lines(0.0, longest / axis.factor, cells, left + 1, plain=plain)
             lines.append(truncated_text(axis.heading.rjust(width), width, "dim"))
-        there = set(frame["kind"].to_list())
-        entries = [
-            Text.assemble((kind, one.colour), f" {one.title}") for kind, one in ACTION_STYLES.items() if kind in there
-        ]
+        styles = {kind: style for kind, style in ACTION_STYLES.items() if kind in frame["kind"]}
+        entries = [Text.assemble((kind, style.colour), f" {style.title}") for kind, style in styles.items()]
         return [*lines, Text(""), *flow_entries([*entries, Text("and its micro-batch")], width)]
 
 
@@ -81,14 +78,9 @@ def _rank_line(spans: pl.DataFrame, longest: float, cells: int) -> Text:
         colour = theme.terminal_colour(ACTION_STYLES.get(kind, OTHER_ACTION).colour)
         for place, character in enumerate(shown.ljust(count, ".")[: cells - first]):
             line[first + place] = (character, colour)
-    text = Text()
-    for character, colour in line:
-        text.append(character, colour)
-    text.rstrip()
-    return text
+    return styled_line(line)
 
 
-TIMELINE_NAME, TIMELINE_TITLE = "timeline", "Timeline of a pipeline's step"
 _MAX_TIMELINES = 4
 _MAX_SPANS = 3000
 """A step of more actions than anybody can tell apart is cut after so many."""
@@ -99,81 +91,67 @@ _BUBBLE_COLUMN = "metrics.bubble_fraction"
 
 def timeline_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     """The untimed step whose actions were noted, of one launch of up to four configurations each."""
-    points = plot_points(frame, request.by, _BUBBLE_COLUMN)
-    if points.nothing:
-        nothing = points.nothing.replace("none has it measured", "none is a pipeline whose step was noted")
-        return Plot(TIMELINE_NAME, TIMELINE_TITLE, nothing=nothing, notes=points.notes)
+    try:
+        points = plot_points(frame, request.by, _BUBBLE_COLUMN)
+    except NothingToDraw as empty:
+        reason = str(empty).replace("none has it measured", "none is a pipeline whose step was noted")
+        raise NothingToDraw(reason, empty.notes) from None
     rows, notes = select_rows(points, request.by, _MAX_TIMELINES)
-    wanted = [(cluster, ids[0]) for cluster, ids in rows["cluster", "run_ids"].iter_rows()]
-    read = {(one.cluster, one.run_id): one for one in request.whole(wanted)} if request.whole else {}
+    first_launches = rows.with_columns(pl.col("run_ids").list.head(1))
+    results = request.read_results(first_launches)
     drawn: dict[str, list[dict[str, Any]]] = {}
-    said = []
-    for key, row in zip(wanted, rows.iter_rows(named=True), strict=True):
-        result = read.get(key)
+    summaries = []
+    for row in rows.iter_rows(named=True):
+        result = results.get((row["cluster"], row["run_ids"][0]))
         if result is None or result.timeline is None or not result.timeline.ranks:
             continue
-        run = ", ".join(filter(None, [row["row"], row["panel"], _micro_batches_text(result)]))
-        spans = [{"panel": run, **one} for one in _timeline_spans(result.timeline)]
+        micro_batches = pluralize(result.spec.micro_batches, "micro-batch", "micro-batches")
+        run = ", ".join(filter(None, [row["row"], row["panel"], micro_batches]))
+        spans = [{"panel": run, **span} for span in _timeline_spans(result.timeline)]
         if len(spans) > _MAX_SPANS:
             notes = [*notes, f"{run}: the first {_MAX_SPANS} of {len(spans)} actions"]
         if spans:
             drawn[run] = spans[:_MAX_SPANS]
-            said.append(_timeline_text(run, result.timeline))
+            summaries.append(_timeline_text(run, result.timeline))
     if not drawn:
-        return Plot(TIMELINE_NAME, TIMELINE_TITLE, nothing="no result holds a timeline", notes=notes)
+        raise NothingToDraw("no result holds a timeline", notes)
     axes = {run: make_axis("time", "s", [span["end_s"] for span in spans]) for run, spans in drawn.items()}
-    more = [
+    explanation = (
         "measured: one untimed step of the first replica; planned: the same schedule, every action as long as the "
-        "median of its kind, messages at no cost",
-        *said,
-    ]
-    subtitle = next(iter(drawn)) + (f", {points.shared}" if points.shared else "") if len(drawn) == 1 else points.shared
-    alt = f"Timelines of {pluralize(len(drawn), 'pipeline')}. {'. '.join(said)}."
-    return Plot(TIMELINE_NAME, TIMELINE_TITLE, subtitle, alt, GanttChart(axes), _span_frame(drawn), [*more, *notes])
-
-
-def _micro_batches_text(result: RunResult) -> str:
-    return pluralize(result.spec.micro_batches, "micro-batch", "micro-batches")
-
-
-def _timeline_spans(timeline_: PipelineTimeline) -> list[dict[str, Any]]:
-    """The measured spans first, then the planned ones, rank by rank."""
-    return [
-        {**_span_values(one), "source": source, "rank": rank.rank}
-        for source in ("measured", "planned")
-        for rank in sorted(timeline_.ranks, key=lambda one: one.rank)
-        for one in getattr(rank, source)
-        if 0 <= one.begin_s <= one.end_s < _IMPLAUSIBLE_SECONDS
-        and max(abs(value) for value in (rank.rank, one.chunk, one.micro_batch)) < _IMPLAUSIBLE_COUNT
-    ]
-
-
-def _span_values(one: TimelineSpan) -> dict[str, Any]:
-    kind = printable_name(one.kind)[:1]
-    return {
-        "kind": kind, "name": f"{kind}{one.micro_batch}", "chunk": one.chunk, "micro_batch": one.micro_batch,
-        "begin_s": one.begin_s, "end_s": one.end_s,
-    }  # fmt: skip
-
-
-def _timeline_text(run: str, timeline_: PipelineTimeline) -> str:
-    pairs = (
-        ("measured", timeline_.measured_s, timeline_.bubble_fraction),
-        ("planned", timeline_.planned_s, timeline_.planned_bubble_fraction),
+        "median of its kind, messages at no cost"
     )
-    told = [
+    numbers = [name for name in SPAN_COLUMNS if name.endswith("_s")]
+    every_span = [span for spans in drawn.values() for span in spans]
+    return Plot(
+        subtitle=", ".join(filter(None, [*(drawn if len(drawn) == 1 else ()), points.shared])),
+        alt=f"Timelines of {pluralize(len(drawn), 'pipeline')}. {'. '.join(summaries)}.", drawing=GanttChart(axes),
+        frame=typed_frame(every_span, SPAN_COLUMNS, numbers, integers=("rank", "chunk", "micro_batch")),
+        notes=[explanation, *summaries, *notes],
+    )  # fmt: skip
+
+
+def _timeline_spans(timeline: PipelineTimeline) -> Iterator[dict[str, Any]]:
+    """The measured spans first, then the planned ones, rank by rank."""
+    for source in ("measured", "planned"):
+        for rank in sorted(timeline.ranks, key=lambda rank: rank.rank):
+            for span in getattr(rank, source):
+                largest = max(abs(value) for value in (rank.rank, span.chunk, span.micro_batch))
+                if 0 <= span.begin_s <= span.end_s < _IMPLAUSIBLE_SECONDS and largest < _IMPLAUSIBLE_COUNT:
+                    kind = printable_name(span.kind)[:1]
+                    yield {
+                        **span._asdict(), "kind": kind, "name": f"{kind}{span.micro_batch}",
+                        "source": source, "rank": rank.rank,
+                    }  # fmt: skip
+
+
+def _timeline_text(run: str, timeline: PipelineTimeline) -> str:
+    phases = (
+        ("measured", timeline.measured_s, timeline.bubble_fraction),
+        ("planned", timeline.planned_s, timeline.planned_bubble_fraction),
+    )
+    texts = [
         f"{source} {format_seconds(seconds)}, bubble {bubble:.0%}"
-        for source, seconds, bubble in pairs
+        for source, seconds, bubble in phases
         if seconds is not None and bubble is not None
     ]
-    return f"{run}: {'; '.join(told)}" if told else run
-
-
-def _span_frame(drawn: dict[str, list[dict[str, Any]]]) -> pl.DataFrame:
-    whole = ("rank", "chunk", "micro_batch")
-    schema = {
-        name: pl.Float64 if name.endswith("_s") else pl.Int64 if name in whole else pl.String for name in SPAN_COLUMNS
-    }
-    return pl.DataFrame(
-        [{name: one[name] for name in SPAN_COLUMNS} for spans in drawn.values() for one in spans], schema=schema
-    )
+    return f"{run}: {'; '.join(texts)}" if texts else run

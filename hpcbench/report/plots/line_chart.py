@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -34,8 +35,27 @@ class LineChart:
     """What a thin line is."""
 
     def text(self, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
-        """As ``Drawing``."""
-        return line_chart_text(self, frame, width, plain=plain)
+        """A grid for each panel with its axes, and the meaning of the characters below the last one."""
+        drawn = frame.filter(frame["role"].is_in([MEASURED, PREDICTED]))
+        styles = theme.series_styles(drawn["series"].unique(maintain_order=True).to_list())
+        marks = {
+            name: (_ASCII_MARKS[number % len(_ASCII_MARKS)] if plain else style.character,
+                   theme.terminal_colour(style.colour))
+            for number, (name, style) in enumerate(styles.items())
+        }  # fmt: skip
+        lines: list[Text] = []
+        for panel in frame["panel"].unique(maintain_order=True):
+            if panel:
+                lines += [Text(""), truncated_text(panel, width, "bold")]
+            lines += _panel_lines(self, frame.filter(frame["panel"] == panel), frame, marks, (width, plain))
+        entries = [Text.assemble(mark, f" {name}") for name, mark in marks.items()]
+        if any(_OVERLAP_MARK[plain] in line.plain for line in lines):
+            entries.append(Text(f"{_OVERLAP_MARK[plain]} several"))
+        if CROSSOVER in frame["role"]:
+            entries.append(Text("X lines cross"))
+        if IDEAL in frame["role"]:
+            entries.append(Text(f"{_IDEAL_CHARACTER[plain]} {self.ideal}", style="dim"))
+        return [*lines, Text(""), *flow_entries(entries, width)]
 
 
 def line_rows(rows: pl.DataFrame, role: str) -> pl.DataFrame:
@@ -59,7 +79,7 @@ _MAX_GRID_WIDTH = 72
 MAX_INTEGER_TICKS = 10
 """On an axis each of so many whole numbers is a tick."""
 _ASCII_MARKS = "ox+*@%&=~$^v"
-_OVERLAP_MARK, _OVERLAP_MARK_ASCII = "▣", "#"
+_OVERLAP_MARK = {False: "▣", True: "#"}
 _IDEAL_CHARACTER = {False: "╌", True: "-"}
 
 
@@ -79,7 +99,7 @@ class _CellScale(NamedTuple):
 
 
 class _CharacterGrid:
-    """Characters with styles; what has been put somewhere stays unless something stronger comes."""
+    """Characters with styles, the row at the top first."""
 
     def __init__(self, width: int, height: int) -> None:
         self.cells: list[list[tuple[str, str]]] = [[(" ", "")] * width for _ in range(height)]
@@ -95,41 +115,6 @@ class _CharacterGrid:
         if self._owner.setdefault((x, y), owner) != owner:
             character, style = several, ""
         self.put(x, y, character, style)
-
-    def row(self, number_: int) -> Text:
-        text = Text()
-        for character, style in self.cells[number_]:
-            text.append(character, style)
-        text.rstrip()
-        return text
-
-
-def line_chart_text(drawing: LineChart, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
-    """A grid for each panel with its axes, and the meaning of the characters below the last one."""
-
-    series = frame.filter(frame["role"].is_in([MEASURED, PREDICTED]))["series"].unique(maintain_order=True).to_list()
-    known = theme.series_styles(series)
-    marks = {
-        name: (
-            _ASCII_MARKS[place % len(_ASCII_MARKS)] if plain else style.character,
-            theme.terminal_colour(style.colour),
-        )
-        for place, (name, style) in enumerate(known.items())
-    }
-    lines: list[Text] = []
-    for panel in frame["panel"].unique(maintain_order=True).to_list():
-        if panel:
-            lines += [Text(""), truncated_text(panel, width, "bold")]
-        lines += _panel_lines(drawing, frame.filter(frame["panel"] == panel), frame, marks, (width, plain))
-    entries = [Text.assemble((mark, colour), f" {name}") for name, (mark, colour) in marks.items()]
-    several = _OVERLAP_MARK_ASCII if plain else _OVERLAP_MARK
-    if any(several in line.plain for line in lines):
-        entries.append(Text(f"{several} several"))
-    if CROSSOVER in frame["role"].to_list():
-        entries.append(Text("X lines cross"))
-    if IDEAL in frame["role"].to_list():
-        entries.append(Text(f"{_IDEAL_CHARACTER[plain]} {drawing.ideal}", style="dim"))
-    return [*lines, Text(""), *flow_entries(entries, width)]
 
 
 def _panel_lines(
@@ -153,7 +138,7 @@ def _panel_lines(
     side, corner, flat = ("|", "+", "-") if plain else ("│", "└", "─")
     lines = [truncated_text(drawing.y.heading, width)]
     for row in range(_GRID_HEIGHT):
-        lines.append(Text.assemble((f"{labels.get(row, ''):>{margin}}{side}", "dim"), grid.row(row)))
+        lines.append(Text.assemble((f"{labels.get(row, ''):>{margin}}{side}", "dim"), styled_line(grid.cells[row])))
     lines.append(Text(" " * margin + corner + flat * cells, style="dim"))
     each = sorted(set(x_values))
     counts = len(each) <= MAX_INTEGER_TICKS and all(value == int(value) for value in each)
@@ -190,21 +175,19 @@ def _draw_series(
     alone = (inside["role"] == PREDICTED) & ~inside["series"].is_in(points["series"].to_list())
     for row in [*points.iter_rows(named=True), *inside.filter(alone).iter_rows(named=True)]:
         character, colour = marks[row["series"]]
-        several = _OVERLAP_MARK_ASCII if plain else _OVERLAP_MARK
-        grid.mark(*place(row["x"], row["y"]), row["series"], character, colour, several=several)
+        grid.mark(*place(row["x"], row["y"]), row["series"], character, colour, several=_OVERLAP_MARK[plain])
     for row in inside.filter(inside["role"] == CROSSOVER).iter_rows(named=True):
         grid.put(*place(row["x"], row["y"]), "X", "bold")
 
 
 def _cells_between(ends: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The cells of straight lines through ``ends``."""
-    found = []
+    cells = []
     for (x1, y1), (x2, y2) in pairwise(ends):
         steps = max(abs(x2 - x1), abs(y2 - y1), 1)
-        found += [
-            (round(x1 + (x2 - x1) * step / steps), round(y1 + (y2 - y1) * step / steps)) for step in range(steps + 1)
-        ]
-    return found
+        x_step, y_step = x2 - x1, y2 - y1
+        cells += [(round(x1 + x_step * n / steps), round(y1 + y_step * n / steps)) for n in range(steps + 1)]
+    return cells
 
 
 def _axis_range(axis: PlotAxis, values: list[float], *, from_zero: bool) -> tuple[float, float, list[float]]:
@@ -230,24 +213,34 @@ def _tick_labels(values: list[float], across: _CellScale, room: int, cells: int)
     return line
 
 
-def axis_lines(low: float, high: float, cells: int, *, plain: bool) -> tuple[str, str]:
-    """A horizontal axis and the labels below it, for a linear scale whose ends are the first and the last cell."""
+def axis_lines(low: float, high: float, cells: int, margin: int, *, plain: bool) -> list[Text]:
+    """A horizontal axis and the labels below it, for a linear scale whose ends are the first and the last cell.
+
+    ``margin`` blanks stand before both.
+    """
     across = _CellScale(low, high, cells, log=False)
     marks = [value for value in linear_ticks(low, high) if low <= value <= high]
     flat, tick = ("-", "+") if plain else ("─", "┴")
     places = {across.place(value) for value in marks}
     axis = "".join(tick if place in places else flat for place in range(cells))
-    return axis, _tick_labels(marks, across, 0, cells)
+    return [Text(" " * margin + line, style="dim") for line in (axis, _tick_labels(marks, across, 0, cells))]
 
 
 def truncated_text(text: str, width: int, style: str = "") -> Text:
     """``text`` in one line of at most ``width`` characters."""
-    made = Text(text, style=style)
-    made.truncate(width, overflow="crop")
-    return made
+    line = Text(text, style=style)
+    line.truncate(width, overflow="crop")
+    return line
 
 
-def flow_entries(entries: list[Text], width: int) -> list[Text]:
+def styled_line(cells: Iterable[tuple[str, str]]) -> Text:
+    """Characters with their styles as a line without blanks at its end."""
+    line = Text.assemble(*cells)
+    line.rstrip()
+    return line
+
+
+def flow_entries(entries: Iterable[Text], width: int) -> list[Text]:
     """``entries`` beside each other, in as many lines as they need."""
     lines: list[Text] = []
     for entry in entries:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import polars as pl
+from rich.text import Text
 
 from hpcbench.report.column_names import short_name
 from hpcbench.report.phrases import pluralize
 from hpcbench.report.plots.theme import column_values
 from hpcbench.results.schema import RunResult
-
-if TYPE_CHECKING:
-    from rich.text import Text
 
 ReadFullResults = Callable[[Sequence[tuple[str, str]]], Iterable[RunResult]]
 """Gives the whole results of (cluster, run_id) pairs: what is in files alone, such as single steps."""
@@ -30,6 +28,20 @@ class PlotRequest:
     predicted: pl.DataFrame | None = None
     """Rows of an oracle: columns as the kind that reads them says."""
 
+    def read_results(self, rows: pl.DataFrame) -> dict[tuple[str, str], RunResult]:
+        """The full results of the launches in ``rows`` (columns ``cluster``, ``run_ids``) by cluster and run id."""
+        launches = rows.select("cluster", "run_ids").explode("run_ids").rows()
+        results = self.whole(launches) if self.whole and launches else ()
+        return {(result.cluster, result.run_id): result for result in results}
+
+
+class NothingToDraw(Exception):
+    """The reason why a plot is empty, and notes on what was left out."""
+
+    def __init__(self, reason: str, notes: Sequence[str] = ()) -> None:
+        super().__init__(reason)
+        self.notes = list(notes)
+
 
 class Chart(Protocol):
     """A form of picture, over the columns that it names."""
@@ -41,10 +53,13 @@ class Chart(Protocol):
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot. Where there is nothing to draw, ``nothing`` says why and ``drawing`` is ``None``."""
+    """One plot. Where there is nothing to draw, ``nothing`` says why and ``drawing`` is ``None``.
 
-    name: str
-    title: str
+    ``draw_plot`` sets name and title.
+    """
+
+    name: str = ""
+    title: str = ""
     subtitle: str = ""
     """What all points have in common."""
     alt: str = ""
@@ -81,6 +96,14 @@ def whisker_notes(rows: pl.DataFrame, more: str = "") -> list[str]:
         span = str(several[0]) if len(several) == 1 else f"{several[0]} to {several[-1]}"
         kinds.append(f"least and most of {span} launches")
     return [f"whiskers: {'; '.join([*kinds, *([more] if more else [])])}"] if kinds else ["no intervals"]
+
+
+def typed_frame(
+    rows: Iterable[dict[str, Any]], columns: Sequence[str], numbers: Sequence[str], integers: Sequence[str] = ()
+) -> pl.DataFrame:
+    """``rows`` as a frame of ``columns``: ``numbers``, ``integers``, and texts; missing entries are null."""
+    types = {**dict.fromkeys(columns, pl.String), **dict.fromkeys(numbers, pl.Float64)}
+    return pl.DataFrame(list(rows), schema={**types, **dict.fromkeys(integers, pl.Int64)})
 
 
 def join_texts(texts: Sequence[str]) -> str:

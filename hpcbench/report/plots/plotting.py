@@ -2,36 +2,33 @@
 
 from __future__ import annotations
 
-import html
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
+import jinja2
 import msgspec
 import polars as pl
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import escape_control_characters, write_atomic
-from hpcbench.report.plots import point_data
 from hpcbench.report.plots.breakdown_plots import distribution_plot, memory_plot, step_parts_plot
 from hpcbench.report.plots.gantt_chart import timeline_plot
-from hpcbench.report.plots.line_chart import truncated_text
-from hpcbench.report.plots.plot_model import Plot, PlotRequest
+from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest
+from hpcbench.report.plots.point_data import POINT_COLUMNS
 from hpcbench.report.plots.prediction_plot import measured_over_predicted_plot
 from hpcbench.report.plots.scaling_plots import efficiency_plot, energy_plot, scaling_plot, throughput_plot
 
-if TYPE_CHECKING:
-    from types import ModuleType
-
-    from rich.console import Console, ConsoleOptions, RenderResult
-
 
 class PlotKind(NamedTuple):
-    """One plot: the function that draws it, and the columns that it reads in addition to ``BASE_COLUMNS``."""
+    """One plot: the function that draws it, and the columns that it reads in addition to ``POINT_COLUMNS``."""
 
+    title: str
     summary: str
     plot: Callable[[pl.DataFrame, PlotRequest], Plot]
     columns: tuple[str, ...] = ()
@@ -39,22 +36,25 @@ class PlotKind(NamedTuple):
     """Whether it needs ``PlotRequest.whole``: figures that are in result files alone."""
 
 
-BASE_COLUMNS = point_data.POINT_COLUMNS
 _PHASE_COLUMNS = ("metrics.compute_s", "metrics.comm_s", "metrics.exposed_comm_s", "metrics.bubble_fraction")
 _ENERGY_COLUMNS = ("metrics.energy_j", "metrics.energy_source", "metrics.step_time_s.mean", "spec.steps")
 PLOTS: dict[str, PlotKind] = {
-    "throughput": PlotKind("samples per second over devices", throughput_plot),
-    "efficiency": PlotKind("speed-up per device over devices", efficiency_plot),
-    "scaling": PlotKind("step time over devices, and where lines cross", scaling_plot),
-    "parts": PlotKind("computation, communication and bubble of a step", step_parts_plot, _PHASE_COLUMNS, whole=True),
-    "memory": PlotKind("peak memory of every rank", memory_plot, ("metrics.peak_memory_bytes",), whole=True),
-    "distribution": PlotKind("single steps of every configuration", distribution_plot, whole=True),
-    "timeline": PlotKind("a pipeline's step, rank by rank", timeline_plot, ("metrics.bubble_fraction",), whole=True),
-    "predicted": PlotKind(
-        "measured over predicted step time", measured_over_predicted_plot, ("spec.options",), whole=True
-    ),
-    "energy": PlotKind("energy per sample over devices", energy_plot, _ENERGY_COLUMNS),
-}
+    "throughput": PlotKind("Throughput over devices", "samples per second over devices", throughput_plot),
+    "efficiency": PlotKind("Efficiency over devices", "speed-up per device over devices", efficiency_plot),
+    "scaling": PlotKind("Step time over devices", "step time over devices, and where lines cross", scaling_plot),
+    "parts": PlotKind("Where a step's time goes", "computation, communication and bubble of a step", step_parts_plot,
+                      _PHASE_COLUMNS, whole=True),
+    "memory": PlotKind("Peak memory per rank", "peak memory of every rank", memory_plot,
+                       ("metrics.peak_memory_bytes",), whole=True),
+    "distribution": PlotKind("Distribution of step times", "single steps of every configuration", distribution_plot,
+                             whole=True),
+    "timeline": PlotKind("Timeline of a pipeline's step", "a pipeline's step, rank by rank", timeline_plot,
+                         ("metrics.bubble_fraction",), whole=True),
+    "predicted": PlotKind("Measured over predicted step time", "measured over predicted step time",
+                          measured_over_predicted_plot, ("spec.options",), whole=True),
+    "energy": PlotKind("Energy per sample over devices", "energy per sample over devices", energy_plot,
+                       _ENERGY_COLUMNS),
+}  # fmt: skip
 
 
 def plot_kind(name: str) -> PlotKind:
@@ -65,13 +65,17 @@ def plot_kind(name: str) -> PlotKind:
 
 
 def draw_plot(name: str, frame: pl.DataFrame, request: PlotRequest | None = None) -> Plot:
-    """The picture ``name`` of a frame of ``report.load.gather`` with ``columns_of(name)`` at least."""
-    return plot_kind(name).plot(frame, request or PlotRequest())
+    """The plot ``name`` of a frame of ``load_results.load_frame`` with ``plot_columns(name)`` at least."""
+    kind = plot_kind(name)
+    try:
+        return replace(kind.plot(frame, request or PlotRequest()), name=name, title=kind.title)
+    except NothingToDraw as empty:
+        return Plot(name, kind.title, nothing=str(empty), notes=empty.notes)
 
 
 def plot_columns(name: str) -> list[str]:
     """The columns of a results frame that the picture ``name`` is made from."""
-    return [*BASE_COLUMNS, *plot_kind(name).columns]
+    return [*POINT_COLUMNS, *plot_kind(name).columns]
 
 
 PLOT_SUFFIXES = (".html", ".json", ".pdf", ".png", ".svg")
@@ -106,7 +110,12 @@ def encode_plot(picture: Plot, ending: str) -> bytes:
         return escape_control_characters(text).encode() + b"\n"
     convert = _import_package("vl_convert", "vl-convert-python")
     if ending == ".html":
-        return _explorable_page(picture, convert.javascript_bundle()).encode()
+        # Within a script's text only "<" could end it.
+        data = escape_control_characters(msgspec.json.encode(_without_address(specification)).decode())
+        template = jinja2.Template(_PAGE_TEMPLATE.read_text(encoding="utf-8"), autoescape=True)
+        scripts = convert.javascript_bundle()
+        page: str = template.render(plot=picture, data=data.replace("<", "\\u003c"), scripts=scripts)
+        return page.encode() + b"\n"
     # Without addresses nothing can be fetched, whatever a specification says.
     options: dict[str, Any] = {"allowed_base_urls": []}
     if ending == ".svg":
@@ -116,12 +125,19 @@ def encode_plot(picture: Plot, ending: str) -> bytes:
     return bytes(convert.vegalite_to_pdf(specification, **options))
 
 
+_PAGE_TEMPLATE = Path(__file__).with_name("plot.html.j2")
+
+
 def plot_specification(plot: Plot) -> dict[str, Any]:
     """The Vega-Lite specification of ``plot`` with its rows inside, without the address of its schema.
 
     Empty where there is nothing to draw. Raises ``ConfigError`` where altair is missing.
     """
-    return {key: value for key, value in _build_specification(plot).items() if key != "$schema"}
+    return _without_address(_build_specification(plot))
+
+
+def _without_address(specification: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in specification.items() if key != "$schema"}
 
 
 def _build_specification(plot: Plot) -> dict[str, Any]:
@@ -140,36 +156,6 @@ def _import_package(module: str, name: str) -> ModuleType:
         raise ConfigError(f"plots as files need the package {name}", hint=_INSTALL_HINT) from None
 
 
-def _explorable_page(picture: Plot, scripts: str) -> str:
-    data = msgspec.json.encode(plot_specification(picture)).decode()
-    # Within a script's text only this could end it.
-    data = escape_control_characters(data).replace("<", "\\u003c")
-    title, alt = html.escape(picture.title), html.escape(picture.alt)
-    notes = "".join(f"<li>{html.escape(note)}</li>" for note in picture.notes)
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_PAGE_POLICY}">
-<title>{title}</title>
-<style>body {{ font: 14px sans-serif; margin: 2em; color: #222; }} li {{ color: #444; }}</style>
-<script>{scripts}</script>
-</head>
-<body>
-<div id="plot" role="img" aria-label="{alt}"></div>
-<ul>{notes}</ul>
-<script>vegaEmbed("#plot", {data}, {{mode: "vega-lite", renderer: "svg", actions: {{export: true, source: false, \
-compiled: false, editor: false}}}});</script>
-</body>
-</html>
-"""
-
-
-_PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline' 'unsafe-eval'; style-src 'unsafe-inline'; img-src data: blob:"
-)
-
-
 _MAX_PLOT_WIDTH = 100
 _MIN_PLOT_WIDTH = 24
 _ASCII_REPLACEMENTS = str.maketrans({"µ": "u"})
@@ -183,24 +169,19 @@ class TerminalPlot:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """See the class."""
-        plain = options.ascii_only
+        plot, plain = self.picture, options.ascii_only
         width = max(_MIN_PLOT_WIDTH, min(options.max_width, _MAX_PLOT_WIDTH))
-        for line in self._lines(width, plain=plain):
-            yield _ascii_text(line) if plain else line
-
-    def _lines(self, width: int, *, plain: bool) -> list[Text]:
-        one = self.picture
-        lines = [Text(one.title, style="bold")]
-        lines += [Text(one.subtitle, style="dim")] if one.subtitle else []
-        if one.drawing is None or one.frame is None:
-            lines.append(Text(f"nothing to draw: {one.nothing}"))
+        lines = [Text(plot.title, style="bold")]
+        lines += [Text(plot.subtitle, style="dim")] if plot.subtitle else []
+        if plot.drawing is None or plot.frame is None:
+            lines.append(Text(f"nothing to draw: {plot.nothing}"))
         else:
-            lines += [truncated_text("", width), *one.drawing.text(one.frame, width, plain=plain), Text("")]
-        return [*lines, *(Text(note, style="dim") for note in one.notes)]
+            lines += [Text(""), *plot.drawing.text(plot.frame, width, plain=plain), Text("")]
+        for line in [*lines, *(Text(note, style="dim") for note in plot.notes)]:
+            yield _ascii_text(line) if plain else line
 
 
 def _ascii_text(line: Text) -> Text:
     """``line`` for a terminal that would refuse or spoil anything else."""
-    made = Text(line.plain.translate(_ASCII_REPLACEMENTS).encode("ascii", "replace").decode(), style=line.style)
-    made.spans = line.spans
-    return made
+    plain = line.plain.translate(_ASCII_REPLACEMENTS).encode("ascii", "replace").decode()
+    return Text(plain, style=line.style, spans=line.spans)

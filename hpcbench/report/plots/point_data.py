@@ -29,6 +29,8 @@ from hpcbench.report.configurations import (
     ok_results,
     with_speedups,
 )
+from hpcbench.report.phrases import pluralize
+from hpcbench.report.plots.plot_model import NothingToDraw
 from hpcbench.results.schema import STATUS_OK
 
 MAX_PANELS = 9
@@ -68,8 +70,6 @@ class PlotPoints(NamedTuple):
     shared: str
     """In words, what all of them have in common."""
     notes: list[str]
-    nothing: str = ""
-    """Why there is no point."""
 
 
 def plot_points(
@@ -77,14 +77,19 @@ def plot_points(
 ) -> PlotPoints:
     """The measured configurations of ``frame`` that have a ``metric``; of several for one point the fastest.
 
-    With ``every`` all of them, however many.
+    With ``every`` all of them, however many. Raises ``NothingToDraw`` if there is none.
     """
     ended = ok_results(frame)
     if ended.is_empty():
-        return PlotPoints(ended, "", [], _no_points_reason(frame))
-    notes = _failed_run_notes(frame)
+        raise NothingToDraw(_no_points_reason(frame))
+    failed = frame.filter(frame["status"] != STATUS_OK)
+    notes = []
+    if len(failed):
+        notes = [f"not drawn: {pluralize(len(failed), 'run')} that did not end well ({_status_counts(failed)})"]
     rows = with_derived_columns(aggregate_launches(_with_key_columns(ended, by)))
-    batch, text, scaling = _constant_batch(rows)
+    rows = rows.with_columns((pl.col("global_batch_size") / pl.col("devices")).alias("_per_device"))
+    # The batch that the runs hold equal while devices grow: the one with the fewest values.
+    batch, text, scaling = min(_BATCH_KINDS, key=lambda kind: rows[kind[0]].n_unique())
     rows = with_speedups(_with_rate_bounds(rows), scaling=scaling)
     # What nobody can have measured would only stretch an axis.
     possible = (pl.col(metric) > 0) & (pl.col(metric) < _IMPLAUSIBLE) & (pl.col("devices") > 0)
@@ -94,21 +99,17 @@ def plot_points(
         if name in rows.columns
     )
     if there.is_empty():
-        count = f"{len(rows)} configuration{'s' * (len(rows) > 1)}"
+        count = pluralize(len(rows), "configuration")
         why = "no baseline of one device with the same workload" if metric == "efficiency" else "none has it measured"
-        return PlotPoints(there, "", notes, f"{short_name(metric)}: {count} ended well, but {why}")
+        raise NothingToDraw(f"{short_name(metric)}: {count} ended well, but {why}", notes)
     if len(there) < len(rows):
         notes.append(f"without {short_name(metric)}: {len(rows) - len(there)} configurations")
-    there = _with_batch_per_device(there).with_columns(
-        pl.format(text, _rounded_text(batch)).alias("_batch"),
-        _label_text().alias("label"),
-    )  # fmt: skip
-    there = _with_printable_names(there, "label")
-    there, shared = _with_panels(_with_series(there, by))
-    return PlotPoints(there, shared, notes) if every else _limit_panels_and_series(there, shared, notes)
+    there = there.with_columns(pl.format(text, _rounded_text(batch)).alias("_batch"))
+    there, shared = _with_panels(_with_series_and_label(there, by))
+    return PlotPoints(there if every else _limit_panels_and_series(there, notes), shared, notes)
 
 
-def _limit_panels_and_series(rows: pl.DataFrame, shared: str, notes: list[str]) -> PlotPoints:
+def _limit_panels_and_series(rows: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
     """One configuration a point, and no more panels and lines than can be told apart."""
     for key, most, words in (("panel", MAX_PANELS, "panels"), ("series", MAX_SERIES, "lines")):
         counts = rows.group_by(key, maintain_order=True).len().sort("len", descending=True, maintain_order=True)
@@ -124,11 +125,13 @@ def _limit_panels_and_series(rows: pl.DataFrame, shared: str, notes: list[str]) 
             f"a point is the fastest of its configurations: {len(rows) - len(fastest)} slower ones are not drawn; "
             "--by tells them apart"
         )
-    order = {
-        name: place for place, name in enumerate(sorted(fastest["panel"].unique().to_list(), key=_natural_sort_key))
-    }
-    place = pl.col("panel").replace_strict(order, return_dtype=pl.Int64)
-    return PlotPoints(fastest.sort([place, "series", "devices"], maintain_order=True), shared, notes)
+    panels = sorted(fastest["panel"].unique(), key=_natural_sort_key)
+    return fastest.sort([_order_of(panels), "series", "devices"], maintain_order=True)
+
+
+def _order_of(panels: Iterable[str]) -> pl.Expr:
+    """The number of each row's panel in ``panels``."""
+    return pl.col("panel").replace_strict({name: n for n, name in enumerate(panels)}, return_dtype=pl.Int64)
 
 
 def _natural_sort_key(name: str) -> list[tuple[int, str]]:
@@ -142,13 +145,6 @@ def _no_points_reason(frame: pl.DataFrame) -> str:
     count = "the one run" if len(frame) == 1 else f"none of {len(frame)} runs"
     verb = "did not end well" if len(frame) == 1 else "ended well"
     return f"{count} {verb}: {_status_counts(frame)}"
-
-
-def _failed_run_notes(frame: pl.DataFrame) -> list[str]:
-    failed = frame.filter(frame["status"] != STATUS_OK)
-    if failed.is_empty():
-        return []
-    return [f"not drawn: {len(failed)} run{'s' * (len(failed) > 1)} that did not end well ({_status_counts(failed)})"]
 
 
 def _status_counts(frame: pl.DataFrame) -> str:
@@ -177,10 +173,6 @@ def _with_rate_bounds(rows: pl.DataFrame) -> pl.DataFrame:
     return rows.with_columns(bounds)
 
 
-def _with_batch_per_device(rows: pl.DataFrame) -> pl.DataFrame:
-    return rows.with_columns((pl.col("global_batch_size") / pl.col("devices")).alias("_per_device"))
-
-
 def _rounded_text(column: str) -> pl.Expr:
     """Whole numbers without a decimal point."""
     value = pl.col(column)
@@ -189,60 +181,40 @@ def _rounded_text(column: str) -> pl.Expr:
     )  # fmt: skip
 
 
-def _constant_batch(rows: pl.DataFrame) -> tuple[str, str, Scaling]:
-    """Which batch the runs hold equal while devices grow: the one with the fewest values."""
-    given = _with_batch_per_device(rows)
-    return min(_BATCH_KINDS, key=lambda one: given[one[0]].n_unique())
-
-
-def _degree_above_one(name: str) -> pl.Expr:
-    return (pl.col(f"spec.{name}") > 1).cast(pl.Int64)
-
-
 def _strategy_with_degrees(template: str) -> pl.Expr:
     """The strategy; of a hybrid with ``template`` for each of its degrees."""
-    several = sum((_degree_above_one(name) for name in DEGREE_NAMES), pl.lit(0)) > 1
+    degrees = {name.removesuffix("_degree"): pl.col(f"spec.{name}") for name in DEGREE_NAMES}
+    is_hybrid = pl.sum_horizontal(degree > 1 for degree in degrees.values()) > 1
     parts = [
-        pl.when(several & (pl.col(f"spec.{name}") > 1))
-        .then(pl.format(template, pl.lit(name.removesuffix("_degree")), pl.col(f"spec.{name}")))
-        .otherwise(pl.lit(""))
-        for name in DEGREE_NAMES
+        pl.when(is_hybrid & (degree > 1)).then(pl.format(template, pl.lit(name), degree)).otherwise(pl.lit(""))
+        for name, degree in degrees.items()
     ]
     return pl.concat_str([pl.col("spec.strategy"), *parts])
 
 
-def _label_text() -> pl.Expr:
-    """As ``config.spec.strategy_label``."""
-    return _strategy_with_degrees(" {}{}")
-
-
 def with_labels(frame: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
     """Rows of a results frame with ``series``, ``label`` and ``devices``, as ``points`` names them."""
-    return _with_printable_names(
-        _with_series(with_derived_columns(_with_key_columns(frame, by)), by).with_columns(_label_text().alias("label")),
-        "label",
-    )
+    return _with_series_and_label(with_derived_columns(_with_key_columns(frame, by)), by)
 
 
-def _with_series(rows: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
-    """A hybrid is one line however large its degrees are: ``filter dp tp``."""
-    if not by:
-        family = _strategy_with_degrees(" {}:{}").str.replace_all(r":\d+", "")
-        return _with_printable_names(rows.with_columns(family.alias("series")), "series")
+def _with_series_and_label(rows: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
+    """A hybrid is one line however large its degrees are: ``filter dp tp``; its label is ``strategy_label``."""
     parts = [
         _strategy_with_degrees(" {}:{}").str.replace_all(r":\d+", "") if name == "spec.strategy"
         else pl.format(f"{short_name(name).rpartition('.')[2]} {{}}", pl.col(name).cast(pl.String).fill_null("default"))
-        for name in by
+        for name in by or ("spec.strategy",)
     ]  # fmt: skip
-    return _with_printable_names(rows.with_columns(pl.concat_str(parts, separator=", ").alias("series")), "series")
+    rows = rows.with_columns(series=pl.concat_str(parts, separator=", "), label=_strategy_with_degrees(" {}{}"))
+    return with_printable_names(rows, "series", "label")
 
 
-def _with_printable_names(rows: pl.DataFrame, column: str) -> pl.DataFrame:
-    """Somebody else may have written the names in ``column``."""
-    names = rows[column].unique().to_list()
-    return rows.with_columns(
-        pl.col(column).replace_strict(names, [printable_name(one) for one in names], return_dtype=pl.String)
-    )
+def with_printable_names(rows: pl.DataFrame, *columns: str) -> pl.DataFrame:
+    """``rows`` with short harmless texts in ``columns``: somebody else may have written these names."""
+    for column in columns:
+        names = rows[column].unique().to_list()
+        printable = pl.col(column).replace_strict(names, list(map(printable_name, names)), return_dtype=pl.String)
+        rows = rows.with_columns(printable)
+    return rows
 
 
 def printable_name(value: Any) -> str:
@@ -271,24 +243,23 @@ def _panel_text(name: str, value: Any) -> str:
     if value is None:
         return ""
     if name == "spec.model_options":
-        value = " ".join(f"{key} {one}" for key, one in msgspec.json.decode(value).items())
+        value = " ".join(f"{key} {option}" for key, option in msgspec.json.decode(value).items())
     return _PANEL_TEXTS[name].format(printable_name(value))
 
 
 MAX_CHART_ROWS = 24
 
 
-def select_rows(found: PlotPoints, by: Sequence[str], most: int = MAX_CHART_ROWS) -> tuple[pl.DataFrame, list[str]]:
+def select_rows(points: PlotPoints, by: Sequence[str], most: int = MAX_CHART_ROWS) -> tuple[pl.DataFrame, list[str]]:
     """The points of the most devices as rows, few devices first, with ``row`` their name; and what is to be said.
 
     Points are named by strategy and degrees, or by what ``by`` tells apart.
     """
-    rows, notes = found.frame, found.notes
+    rows, notes = points.frame, points.notes
     if len(rows) > most:
         notes = [*notes, f"the {most} rows with most devices of {len(rows)}; others can be chosen with --where"]
         rows = rows.sort("devices", descending=True, maintain_order=True).head(most)
-    panels = {panel: place for place, panel in enumerate(found.frame["panel"].unique(maintain_order=True))}
-    order = pl.col("panel").replace_strict(panels, return_dtype=pl.Int64)
+    order = _order_of(points.frame["panel"].unique(maintain_order=True))
     return rows.with_columns(row_name_column(by)).sort(order, "devices", "series", maintain_order=True), notes
 
 
@@ -296,10 +267,3 @@ def row_name_column(by: Sequence[str]) -> pl.Expr:
     """``row``: ``ddp, 4 devices``."""
     unit = pl.when(pl.col("devices") == 1).then(pl.lit("device")).otherwise(pl.lit("devices"))
     return pl.format("{}, {} {}", "series" if by else "label", "devices", unit).alias("row")
-
-
-def name_margin(names: Iterable[str], width: int) -> int:
-    """Characters for rows' names in a terminal of ``width``: half of it at most."""
-    from rich.cells import cell_len
-
-    return min(max(map(cell_len, names)), width // 2 - 1)

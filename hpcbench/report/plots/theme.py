@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import polars as pl
 
@@ -66,10 +66,7 @@ def _svg_path(outline: Sequence[tuple[float, float]]) -> str:
     return f"M{'L'.join(f'{x:.3g},{y:.3g}' for x, y in outline)}Z"
 
 
-_COLOUR_NAMES = {
-    "black": BLACK, "blue": BLUE, "vermillion": VERMILLION, "green": GREEN, "purple": PURPLE, "sky": SKY,
-    "orange": ORANGE,
-}  # fmt: skip
+_COLOUR_NAMES = dict(zip(("blue", "vermillion", "green", "purple", "orange", "sky", "black"), COLOURS, strict=True))
 
 
 def _strategy_style_parts() -> dict[str, tuple[str, str, str]]:
@@ -108,14 +105,13 @@ def series_styles(series: Sequence[str]) -> dict[str, SeriesStyle]:
 
     Strategies come first, in their order here, the others as they are given.
     """
-    found = {name: style for name, style in STRATEGY_STYLES.items() if name in series}
-    rest = [name for name in series if name not in found]
-    for name in rest:
-        taken = list(found.values())
+    styles = {name: style for name, style in STRATEGY_STYLES.items() if name in series}
+    for name in [name for name in series if name not in styles]:
+        used = list(styles.values())
         hybrid = _hybrid_style(name)
-        free = [style for style in _FREE_STYLES if style not in taken] or _FREE_STYLES
-        found[name] = hybrid if hybrid and hybrid not in taken else free[0]
-    return found
+        free = [style for style in _FREE_STYLES if style not in used] or _FREE_STYLES
+        styles[name] = hybrid if hybrid and hybrid not in used else free[0]
+    return styles
 
 
 def _hybrid_style(name: str) -> SeriesStyle | None:
@@ -130,29 +126,6 @@ def _hybrid_style(name: str) -> SeriesStyle | None:
 def terminal_colour(colour: str) -> str:
     """A style for rich: what is as dark or as light as a terminal's ground is left to the terminal."""
     return "" if colour in (BLACK, LIGHT_GREY, "#FFFFFF") else colour
-
-
-def vega_config() -> dict[str, Any]:
-    """Vega-Lite's ``config``: type that can be read in a column of a paper, few lines, text never cut short unseen."""
-    return {
-        "background": "#FFFFFF", "font": "sans-serif", "view": {"stroke": None},
-        "axis": {
-            "labelFontSize": 12, "titleFontSize": 13, "titleFontWeight": "normal", "gridColor": "#E5E5E5",
-            "domainColor": GREY, "tickColor": GREY, "labelColor": "#222222", "titleColor": "#222222",
-            "labelLimit": 320, "titlePadding": 8,
-        },
-        "legend": {
-            "labelFontSize": 12, "titleFontSize": 13, "titleFontWeight": "normal", "symbolSize": 110,
-            "symbolStrokeWidth": 2, "symbolOpacity": 1, "labelLimit": 320, "labelColor": "#222222",
-            "titleColor": "#222222",
-        },
-        "header": {"labelFontSize": 12, "labelFontWeight": "bold", "labelLimit": 380, "title": None},
-        "title": {
-            "fontSize": 15, "subtitleFontSize": 12, "anchor": "start", "offset": 12, "subtitleColor": "#444444",
-            "limit": 900,
-        },
-        "line": {"strokeWidth": 2}, "point": {"size": 85, "opacity": 1},
-    }  # fmt: skip
 
 
 _UNITS: dict[str, tuple[tuple[float, str], ...]] = {
@@ -192,7 +165,7 @@ def make_axis(title: str, kind: str, values: Iterable[float | None], *, log: boo
     """
     known = sorted(value for value in values if value is not None and math.isfinite(value) and value > 0)
     most = known[-1] if known else 1.0
-    factor, unit = next((one for one in _UNITS[kind] if most >= one[0]), _UNITS[kind][-1])
+    factor, unit = next((entry for entry in _UNITS[kind] if most >= entry[0]), _UNITS[kind][-1])
     base = 10 if log and known and known[-1] / known[0] >= _MIN_LOG_RATIO else 0
     if "{}" in title:
         return PlotAxis(title.format(f"{unit} " if unit else ""), factor, "", base)
@@ -212,21 +185,17 @@ def linear_ticks(low: float, high: float, most: int = 6) -> list[float]:
         return [low]
     rough = (high - low) / max(1, most - 1)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * one for one in (1, 2, 2.5, 5, 10) if power * one >= rough * 0.999999)
-    first = math.ceil(low / step - 1e-9)
-    found = []
-    while first * step <= high + step * 1e-9:
-        found.append(float(f"{first * step:.10g}"))
-        first += 1
-    return found
+    step = next(power * part for part in (1, 2, 2.5, 5, 10) if power * part >= rough * 0.999999)
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [float(f"{number * step:.10g}") for number in range(first, last + 1)]
 
 
 def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
     """1, 2 and 5 times powers of ten from ``low`` to ``high``; fewer of them where that is too many."""
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for parts in ((1, 2, 5), (1, 3), (1,)):
-        found = [float(f"{part}e{power}") for power in powers for part in parts]
-        inside = [one for one in found if low * 0.999999 <= one <= high * 1.000001]
+        ticks = [float(f"{part}e{power}") for power in powers for part in parts]
+        inside = [tick for tick in ticks if low * 0.999999 <= tick <= high * 1.000001]
         if len(inside) <= most:
             return inside or [low]
     return inside[:: math.ceil(len(inside) / most)]
