@@ -39,17 +39,10 @@ def write_atomic(path: Path, data: bytes) -> None:
 @contextlib.contextmanager
 def open_atomic(path: Path) -> Iterator[IO[bytes]]:
     """As ``write_atomic``, for what is written piece by piece; where the body fails nothing is left."""
-    temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+    with _temporary_beside(path) as (temporary, file):
+        yield file
+        _flush_to_disk(file)
         os.replace(temporary, path)
-    except OSError as error:
-        raise write_error(error, path) from error
-    finally:
-        _remove_quietly(temporary)
 
 
 def write_exclusive(path: Path, data: bytes) -> bool:
@@ -57,22 +50,29 @@ def write_exclusive(path: Path, data: bytes) -> bool:
 
     The content is linked into place whole: the loser of a race reads the winner's complete file.
     """
+    with _temporary_beside(path) as (temporary, file):
+        file.write(data)
+        _flush_to_disk(file)
+        return _link_exclusive(temporary, path, data)
+
+
+@contextlib.contextmanager
+def _temporary_beside(path: Path) -> Iterator[tuple[Path, IO[bytes]]]:
+    """A new file beside ``path``, which is gone at the end; ``StorageError`` where the file system refuses."""
     temporary = path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
     try:
         with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        return _link_exclusive(temporary, path, data)
+            yield temporary, file
     except OSError as error:
         raise write_error(error, path) from error
     finally:
-        _remove_quietly(temporary)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
-def _remove_quietly(temporary: Path) -> None:
-    with contextlib.suppress(OSError):
-        temporary.unlink()
+def _flush_to_disk(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def _link_exclusive(temporary: Path, path: Path, data: bytes) -> bool:

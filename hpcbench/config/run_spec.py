@@ -18,9 +18,6 @@ SPEC_VERSION = 1
 DEGREE_NAMES = ("dp_degree", "tp_degree", "sp_degree", "pp_degree")
 
 OptionValue = bool | int | float | str
-PositiveCount = Annotated[int, Meta(ge=1)]
-NonNegativeCount = Annotated[int, Meta(ge=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
 EnvValue = Annotated[str, Meta(pattern=r"^[^\x00]*$", max_length=100_000)]
 EnvName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 

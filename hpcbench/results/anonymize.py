@@ -9,7 +9,6 @@ import ipaddress
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -46,6 +45,7 @@ _IMAGE_SUFFIXES = (".sif", ".sqsh", ".simg", ".img")
 
 _MAX_CACHED_LENGTH, _MAX_CACHED_TEXTS = 500, 100_000
 
+_FOLDER_TEMPLATE = r"(?<![A-Za-z0-9_.-]){}(?![A-Za-z0-9_-])"
 _WORD_TEMPLATE = r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])"
 _HOME_FOLDER = re.compile(r"/(?:home|Users|users|homes|u)/([A-Za-z_][A-Za-z0-9._-]*)")
 _HOST_LIST = re.compile(r"([A-Za-z][A-Za-z0-9.-]*)\[([0-9][0-9,-]*)\]")
@@ -165,7 +165,9 @@ class Anonymizer:
     def _replaced(self, text: str) -> str:
         text = _MAIL_ADDRESS.sub(lambda match: self._pseudonym("mail", match[0].lower()), text)
         text = _MAC_ADDRESS.sub(lambda match: self._pseudonym("mac", match[0].lower().replace("-", ":")), text)
-        text = _MAC_IN_NAME.sub(lambda match: f"{match[1]}-{self._pseudonym('mac', _insert_colons(match[2]))}", text)
+        text = _MAC_IN_NAME.sub(
+            lambda match: f"{match[1]}-{self._pseudonym('mac', ':'.join(re.findall('..', match[2])))}", text
+        )
         text = _IPV6.sub(self._address, text)
         text = _IPV4.sub(self._address, text)
         text = _GPU_UUID.sub(lambda match: self._pseudonym("gpu", match[0].lower()), text)
@@ -189,11 +191,12 @@ class Anonymizer:
 
     def _compile_pattern(self) -> re.Pattern[str]:
         if self._pattern is None:
-            folders = [
-                rf"(?<![A-Za-z0-9_.-]){re.escape(path)}(?![A-Za-z0-9_-])" for path in _longest_first(self._folders)
+            patterns = [
+                template.format(re.escape(name))
+                for template, names in ((_FOLDER_TEMPLATE, self._folders), (_WORD_TEMPLATE, self._words))
+                for name in sorted(names, key=lambda name: (-len(name), name))
             ]
-            words = [_WORD_TEMPLATE.format(re.escape(name)) for name in _longest_first(self._words)]
-            self._pattern = re.compile("|".join([*folders, *words]) or r"(?!)", re.IGNORECASE)
+            self._pattern = re.compile("|".join(patterns) or r"(?!)", re.IGNORECASE)
         return self._pattern
 
     def _register(self, table: dict[str, str], name: str, pseudonym: str) -> None:
@@ -211,7 +214,7 @@ class Anonymizer:
     def _host(self, name: str) -> str:
         """The pseudonym of a host, by its short name or with its domain."""
         name = name.strip().lower()
-        if not name or name in _IMPERSONAL_HOSTS or _is_address(name):
+        if not name or name in _IMPERSONAL_HOSTS or _parse_address(name.partition("%")[0].strip("[]")):
             return name
         short, _, domain = name.partition(".")
         pseudonym = self._pseudonym("node", short)
@@ -234,11 +237,8 @@ class Anonymizer:
         text, _, zone = match[0].partition("%")
         # The end of a sentence is no part of an address.
         end = text[len(text.rstrip(".")) :]
-        try:
-            address = ipaddress.ip_address(text.rstrip("."))
-        except ValueError:
-            return match[0]
-        if address.is_loopback or address.is_unspecified:
+        address = _parse_address(text.rstrip("."))
+        if address is None or address.is_loopback or address.is_unspecified:
             return match[0]
         return self._pseudonym("ip", str(address)) + end + (f"%{zone}" if zone else "")
 
@@ -249,34 +249,25 @@ def _host_family(name: str) -> tuple[str, int] | None:
     return (match[1], len(match[2])) if match else None
 
 
-def _insert_colons(digits: str) -> str:
-    return ":".join(digits[start : start + 2] for start in range(0, len(digits), 2))
-
-
-def _longest_first(names: Iterable[str]) -> list[str]:
-    return sorted(names, key=lambda name: (-len(name), name))
-
-
-def _is_address(text: str) -> bool:
+def _parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(text.partition("%")[0].strip("[]"))
+        return ipaddress.ip_address(text)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def expand_host_list(text: str, limit: int = 100_000) -> list[str]:
     """``n[01-02,5].x,login -> n01.x, n02.x, n5.x, login``: SLURM's lists of hosts, at most ``limit`` of them."""
-    found: list[str] = []
+    names: list[str] = []
     for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
         match = re.fullmatch(r"([^\[]*)\[([0-9,-]+)\](.*)", part)
         if match is None:
-            found.append(part)
+            names.append(part)
             continue
         for piece in match[2].split(","):
             first, _, last = piece.partition("-")
             if first.isdecimal() and (last or first).isdecimal():
-                most = limit - len(found)
+                most = limit - len(names)
                 numbers = range(int(first), min(int(last or first), int(first) + most - 1) + 1)
-                found += [f"{match[1]}{number:0{len(first)}d}{match[3]}" for number in numbers]
-    return found[:limit]
+                names += [f"{match[1]}{number:0{len(first)}d}{match[3]}" for number in numbers]
+    return names[:limit]

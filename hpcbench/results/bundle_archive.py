@@ -12,7 +12,6 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 import msgspec
@@ -30,6 +29,7 @@ HEADER_NAME, MANIFEST_NAME = "bundle.json", "manifest.json"
 BUNDLE_SUFFIXES = (".tar.gz", ".tgz")
 
 _TAR_BLOCK_BYTES = tarfile.BLOCKSIZE
+_SKIP_BYTES = 2**20
 _SAFE_NAME_PATTERN = re.compile(r"(?!.*(?:^|/)\.\.?(?:/|$))[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 _PLAIN_TYPES, _FOLDER_TYPE, _EXTENSION_TYPES = (b"0", b"\0", b"7"), b"5", (b"x", b"g", b"L", b"K")
 
@@ -82,10 +82,8 @@ class BundleWriter:
     def __enter__(self) -> BundleWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, *failure: object) -> None:
+        if failure[0] is None:
             self._add(MANIFEST_NAME, encode_indented_json(BundleManifest(self._files)))
         self._tar.close()
         self._gzip.close()
@@ -134,14 +132,16 @@ class BundleReader:
         manifest: bytes | None = None
         for member in self._members(stream):
             name = member.name.removeprefix("./")
+            padded_size = -(-member.size // _TAR_BLOCK_BYTES) * _TAR_BLOCK_BYTES
             reason = self._reason_against(member, name)
             if reason:
                 known = name in self._digests or len(self.problems) < _MAX_PROBLEMS_KEPT
                 if known and member.type not in _EXTENSION_TYPES and member.type != _FOLDER_TYPE:
                     self.problems[name] = f"passed over: {reason}"
-                _skip_bytes(stream, _padded_size(member.size))
+                for start in range(0, padded_size, _SKIP_BYTES):
+                    _read_exactly(stream, min(_SKIP_BYTES, padded_size - start))
                 continue
-            data = _read_exactly(stream, _padded_size(member.size))[: member.size]
+            data = _read_exactly(stream, padded_size)[: member.size]
             self._digests[name] = hashlib.sha256(data).hexdigest()
             if name == MANIFEST_NAME:
                 manifest = data
@@ -180,9 +180,7 @@ class BundleReader:
             return f"it is no plain file (type {member.type!r})"
         if not _SAFE_NAME_PATTERN.fullmatch(name):
             return "its name is none of a file in a tree"
-        if name in self._digests:
-            return "its name is there twice: neither is believed"
-        return ""
+        return "its name is there twice: neither is believed" if name in self._digests else ""
 
     def _check(self, data: bytes) -> None:
         try:
@@ -215,15 +213,10 @@ def read_bundle_header(data: bytes, path: Path) -> BundleHeader:
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path}: {HEADER_NAME} is broken: {error}", hint=_BUNDLE_HINT) from None
     if header.format_version > BUNDLE_FORMAT_VERSION:
-        made = f"format {header.format_version}, made by hpcbench {header.hpcbench}"
-        raise ConfigError(
-            f"{path} has {made}; this hpcbench reads format {BUNDLE_FORMAT_VERSION}", hint="use a newer hpcbench"
-        )
+        format_text = f"format {header.format_version}, made by hpcbench {header.hpcbench}"
+        message = f"{path} has {format_text}; this hpcbench reads format {BUNDLE_FORMAT_VERSION}"
+        raise ConfigError(message, hint="use a newer hpcbench")
     return header
-
-
-def _padded_size(size: int) -> int:
-    return -(-size // _TAR_BLOCK_BYTES) * _TAR_BLOCK_BYTES
 
 
 def _read_exactly(stream: gzip.GzipFile, count: int) -> bytes:
@@ -231,11 +224,6 @@ def _read_exactly(stream: gzip.GzipFile, count: int) -> bytes:
     if len(data) != count:
         raise EOFError("it ends within a member")
     return data
-
-
-def _skip_bytes(stream: gzip.GzipFile, count: int) -> None:
-    while count > 0:
-        count -= len(_read_exactly(stream, min(count, 2**20)))
 
 
 def encode_indented_json(value: Any) -> bytes:
@@ -254,20 +242,29 @@ def collect_bundle_results(path: Path, clusters: Sequence[str] | None = None) ->
     """
     reader = BundleReader(path)
     header: BundleHeader | None = None
-    found: dict[tuple[str, str], tuple[str, CollectedResult]] = {}
+    members: dict[tuple[str, str], tuple[str, CollectedResult]] = {}
     for name, data in reader.files():
         if name == HEADER_NAME:
             header = read_bundle_header(data, path)
         elif match := _RESULT_NAME_PATTERN.fullmatch(name):
-            found[match[1], match[3]] = (name, _decode_member(match[1], match[3], data))
+            members[match[1], match[3]] = (name, _decode_member(match[1], match[3], data))
     if header is None:
         raise ConfigError(f"{path} holds no {HEADER_NAME}")
     wanted = dict.fromkeys((sweep.cluster, run_id) for sweep in header.sweeps for run_id in sweep.run_ids)
-    for key in found.keys() - wanted.keys():
-        reader.problems[found[key][0]] = f"passed over: no sweep of {HEADER_NAME} means this run"
-    entries = [_check_against_manifest(*found[key], reader.problems) for key in wanted if key in found]
-    listed = [entry for entry in entries if not clusters or entry.cluster in clusters]
-    return listed + _problem_entries(path, reader.problems)
+    for key in members.keys() - wanted.keys():
+        reader.problems[members[key][0]] = f"passed over: no sweep of {HEADER_NAME} means this run"
+    entries = []
+    for cluster, run_id in (key for key in wanted if key in members):
+        name, entry = members[cluster, run_id]
+        problem = reader.problems.pop(name, None)
+        if not clusters or cluster in clusters:
+            entries.append(CollectedResult(cluster, run_id, None, f"{name}: {problem}") if problem else entry)
+    problems = [CollectedResult(path.name, name, None, reason) for name, reason in reader.problems.items()]
+    rest = len(problems) - _MAX_PROBLEMS_LISTED
+    if rest > 0:
+        summary = CollectedResult(path.name, "...", None, f"{rest} or more other members were passed over, too")
+        problems[_MAX_PROBLEMS_LISTED:] = [summary]
+    return entries + problems
 
 
 def _decode_member(cluster: str, run_id: str, data: bytes) -> CollectedResult:
@@ -275,19 +272,3 @@ def _decode_member(cluster: str, run_id: str, data: bytes) -> CollectedResult:
         return CollectedResult(cluster, run_id, decode_result(data, run_id))
     except msgspec.MsgspecError as error:
         return CollectedResult(cluster, run_id, None, f"result.json is broken: {error}")
-
-
-def _check_against_manifest(name: str, entry: CollectedResult, problems: dict[str, str]) -> CollectedResult:
-    """``entry``, or what the manifest says against it."""
-    problem = problems.pop(name, None)
-    return entry if problem is None else CollectedResult(entry.cluster, entry.run_id, None, f"{name}: {problem}")
-
-
-def _problem_entries(path: Path, problems: dict[str, str]) -> list[CollectedResult]:
-    shown = [
-        CollectedResult(path.name, name, None, reason) for name, reason in list(problems.items())[:_MAX_PROBLEMS_LISTED]
-    ]
-    if len(problems) > _MAX_PROBLEMS_LISTED:
-        rest = len(problems) - _MAX_PROBLEMS_LISTED
-        shown.append(CollectedResult(path.name, "...", None, f"{rest} or more other members were passed over, too"))
-    return shown

@@ -108,34 +108,26 @@ def list_datasets(folder: Path) -> list[DatasetListing]:
     """Every data set in ``folder``, made and real; images of ImageNet are not counted."""
     if not folder.is_dir():
         return []
-    made = [
-        found
-        for dataset in DATASETS
-        for path in sorted(folder.glob(f"{dataset}-*"))
-        if path.is_dir() and (found := _list_synthetic(dataset, path)) is not None
-    ]
-    return [*made, *_list_real(folder)]
+    candidates = ((dataset, path) for dataset in DATASETS for path in sorted(folder.glob(f"{dataset}-*")))
+    synthetic = [_list_synthetic(dataset, path) for dataset, path in candidates if path.is_dir()]
+    return [*(listing for listing in synthetic if listing is not None), *_list_real(folder)]
 
 
 def _list_synthetic(dataset: str, path: Path) -> DatasetListing | None:
     size = path.name.removeprefix(f"{dataset}-")
     if not size.isdecimal():
         return None
+    listing = DatasetListing(dataset=dataset, kind="made", path=str(path), size=int(size))
     try:
         manifest = read_sample_manifest(path)
     except StorageError as error:
-        return DatasetListing(dataset=dataset, kind="made", path=str(path), complete=False, detail=error.message)
+        return msgspec.structs.replace(listing, size=None, complete=False, detail=error.message)
     if manifest is not None:
-        return DatasetListing(
-            dataset=dataset, kind="made", size=manifest.size, samples=manifest.samples, bytes=manifest.bytes,
-            path=str(path),
-        )  # fmt: skip
+        return msgspec.structs.replace(listing, size=manifest.size, samples=manifest.samples, bytes=manifest.bytes)
     parts = [part for inner in sorted(path.iterdir()) if (part := read_sample_part(inner)) is not None]
-    return DatasetListing(
-        dataset=dataset, kind="made", size=int(size), samples=sum(part.samples for part in parts),
-        bytes=sum(part.bytes for part in parts), complete=False, path=str(path),
-        detail=f"not complete: {data_make_command(dataset, int(size), path.parent)}",
-    )  # fmt: skip
+    samples, size_bytes = sum(part.samples for part in parts), sum(part.bytes for part in parts)
+    detail = f"not complete: {data_make_command(dataset, int(size), path.parent)}"
+    return msgspec.structs.replace(listing, samples=samples, bytes=size_bytes, complete=False, detail=detail)
 
 
 def _list_real(folder: Path) -> list[DatasetListing]:

@@ -5,7 +5,6 @@ Earlier schema versions are migrated, later ones are refused, and every defect i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -36,6 +35,7 @@ def migrate_document(document: Any) -> dict[str, Any] | None:
 
 _T = TypeVar("_T")
 _INT64_LIMIT = 2**63
+_RESULT_DECODER = msgspec.json.Decoder(RunResult)
 
 
 class BrokenFileError(msgspec.ValidationError):
@@ -60,7 +60,7 @@ def decode_result(data: bytes, run_id: str) -> RunResult:
 def decode_result_unbounded(data: bytes, run_id: str) -> RunResult:
     """As ``decode_result``, for a reader who meets integers beyond 64 bits by other means."""
     try:
-        result = _decode_guarded(_result_decoder(), data)
+        result = _decode_guarded(_RESULT_DECODER, data)
     except msgspec.ValidationError:
         older = _migrate_result(data)
         if older is None:
@@ -82,11 +82,6 @@ def _migrate_result(data: bytes) -> RunResult | None:
     except ValueError as error:
         raise BrokenFileError(str(error)) from None
     return None if document is None else msgspec.convert(document, RunResult)
-
-
-@functools.cache
-def _result_decoder() -> msgspec.json.Decoder[RunResult]:
-    return msgspec.json.Decoder(RunResult)
 
 
 def _decode_guarded(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:

@@ -3,7 +3,6 @@ The columns are derived from the records; raw step times and per-rank values are
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import types
@@ -13,18 +12,16 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import polars
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.fileio import UnsafeFileError, read_error, read_regular_with_stat
 from hpcbench.results.decode import decode_result, decode_result_unbounded
 from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, CollectedResult
 from hpcbench.results.schema import STATUS_BROKEN, FailureRecord, RunMetrics, RunResult, VerificationResult
-
-if TYPE_CHECKING:
-    import polars
 
 RESULT_COLUMNS = ("run_id", "config_id", "attempt", "sweep", "cluster", "status", "environment_digest", "warnings")
 PROVENANCE_KEYS = ("hpcbench", "hpcbench_commit", "torch", "submission", "environment_key")
@@ -53,9 +50,7 @@ def record_fields(record: type[msgspec.Struct]) -> tuple[RecordField, ...]:
     hints = typing.get_type_hints(record)
     fields = []
     for name in record.__struct_fields__:
-        kinds = [kind for kind in _hint_types(hints[name]) if kind is not NoneType]
-        assert len(kinds) == 1, f"{name}: {hints[name]} is not one type"
-        (kind,) = kinds
+        (kind,) = (kind for kind in _hint_types(hints[name]) if kind is not NoneType)
         is_record = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
         fields.append(RecordField(name, "", kind) if is_record else RecordField(name, _COLUMN_TYPES[kind]))
     return tuple(fields)
@@ -66,7 +61,7 @@ def _hint_types(hint: Any) -> list[Any]:
     if origin is typing.Annotated:
         return _hint_types(typing.get_args(hint)[0])
     if origin is typing.Union or isinstance(hint, types.UnionType):
-        return [kind for one in typing.get_args(hint) for kind in _hint_types(one)]
+        return [kind for member in typing.get_args(hint) for kind in _hint_types(member)]
     if origin is typing.Literal:
         return list({type(value) for value in typing.get_args(hint)})
     return [origin or hint]
@@ -75,22 +70,19 @@ def _hint_types(hint: Any) -> list[Any]:
 @functools.cache
 def column_types() -> dict[str, str]:
     """Every column's name and polars type, in order."""
-    found = {field.name: field.dtype for field in record_fields(RunResult) if field.name in RESULT_COLUMNS}
+    columns = {column.name: column.dtype for column in record_fields(RunResult) if column.name in RESULT_COLUMNS}
     for name, record in _NESTED_RECORDS.items():
-        found |= _flatten_record(name, record)
-    found |= {f"provenance.{name}": "String" for name in PROVENANCE_KEYS}
-    return found | dict.fromkeys(FILE_COLUMNS, "Int64")
+        columns |= _flatten_record(name, record)
+    columns |= {f"provenance.{name}": "String" for name in PROVENANCE_KEYS}
+    return columns | dict.fromkeys(FILE_COLUMNS, "Int64")
 
 
 def _flatten_record(name: str, record: type[msgspec.Struct]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    columns: dict[str, str] = {}
     for column in record_fields(record):
-        found |= (
-            _flatten_record(f"{name}.{column.name}", column.record)
-            if column.record
-            else {f"{name}.{column.name}": column.dtype}
-        )
-    return found
+        path = f"{name}.{column.name}"
+        columns |= _flatten_record(path, column.record) if column.record else {path: column.dtype}
+    return columns
 
 
 def results_frame(results: Sequence[RunResult], files: Sequence[tuple[int, int]] | None = None) -> polars.DataFrame:
@@ -98,21 +90,14 @@ def results_frame(results: Sequence[RunResult], files: Sequence[tuple[int, int]]
 
     Raises ``TypeError`` or ``OverflowError`` where a number is beyond 64 bits.
     """
-    columns: dict[str, Sequence[Any]] = {}
-    for name in RESULT_COLUMNS:
-        columns[name] = list(map(attrgetter(name), results))
+    columns: dict[str, Sequence[Any]] = {name: list(map(attrgetter(name), results)) for name in RESULT_COLUMNS}
     columns["warnings"] = [encode_sorted_json(result.warnings) if result.warnings else None for result in results]
     for name, record in _NESTED_RECORDS.items():
         _add_record_columns(columns, name, record, list(map(attrgetter(name), results)))
-    known = list(map(attrgetter("provenance"), results))
     for name in PROVENANCE_KEYS:
-        values = [one.get(name) for one in known]
-        if not set(map(type, values)) <= {str, NoneType}:
-            values = [value if isinstance(value, str) else None for value in values]
-        columns[f"provenance.{name}"] = values
-    for number, name in enumerate(FILE_COLUMNS):
-        columns[name] = [one[number] for one in files] if files is not None else [None] * len(results)
-    return _make_frame(columns)
+        values = [result.provenance.get(name) for result in results]
+        columns[f"provenance.{name}"] = [value if isinstance(value, str) else None for value in values]
+    return _make_frame(columns, files, len(results))
 
 
 def _add_record_columns(
@@ -142,17 +127,19 @@ def encode_sorted_json(value: Any) -> str:
     return msgspec.json.encode(value, order="deterministic").decode()
 
 
-def _make_frame(columns: dict[str, Sequence[Any]]) -> polars.DataFrame:
-    import polars
-
+def _make_frame(
+    columns: dict[str, Sequence[Any]], files: Sequence[tuple[int, int]] | None, rows: int
+) -> polars.DataFrame:
+    """The frame of ``columns``, with the states of ``files``; columns that are absent are empty."""
+    if files is not None:
+        columns |= {name: [state[number] for state in files] for number, name in enumerate(FILE_COLUMNS)}
+    empty = [None] * rows
     return polars.DataFrame(
-        [_make_series(name, columns[name], dtype) for name, dtype in column_types().items()],
+        [_make_series(name, columns.get(name, empty), dtype) for name, dtype in column_types().items()]
     )
 
 
 def _make_series(name: str, values: Sequence[Any], dtype: str) -> polars.Series:
-    import polars
-
     kind = polars.String if dtype == JSON_TEXT else getattr(polars, dtype)
     first = values[0] if values else None
     if values and not isinstance(first, int | float) and values.count(first) == len(values):
@@ -167,33 +154,27 @@ def broken_results_frame(
     entries: Iterable[CollectedResult], files: Sequence[tuple[int, int]] | None = None
 ) -> polars.DataFrame:
     """Runs whose result cannot be read: status ``broken``, the reason as ``error.message``."""
-    given = list(entries)
-    columns: dict[str, Sequence[Any]] = dict.fromkeys(column_types(), [None] * len(given))
-    columns |= {
-        "run_id": [entry.run_id for entry in given], "cluster": [entry.cluster for entry in given],
-        "status": [STATUS_BROKEN] * len(given), "error.type": ["BrokenFile"] * len(given),
-        "error.message": [entry.problem for entry in given],
+    broken = list(entries)
+    columns: dict[str, Sequence[Any]] = {
+        "run_id": [entry.run_id for entry in broken], "cluster": [entry.cluster for entry in broken],
+        "status": [STATUS_BROKEN] * len(broken), "error.type": ["BrokenFile"] * len(broken),
+        "error.message": [entry.problem for entry in broken],
     }  # fmt: skip
-    for number, name in enumerate(FILE_COLUMNS):
-        if files is not None:
-            columns[name] = [one[number] for one in files]
-    return _make_frame(columns)
+    return _make_frame(columns, files, len(broken))
 
 
 def collected_frame(entries: Iterable[CollectedResult]) -> polars.DataFrame:
     """What was collected, in its order: results and broken files."""
-    import polars
-
-    given = list(entries)
-    whole = results_frame([entry.result for entry in given if entry.result is not None])
-    whole = whole.with_columns(
-        # A result lies in the tree of the cluster that it is shown under.
-        polars.Series("cluster", [entry.cluster for entry in given if entry.result is not None], dtype=polars.String)
-    )
-    frame = polars.concat([whole, broken_results_frame(entry for entry in given if entry.result is None)])
-    order = [number for number, entry in enumerate(given) if entry.result is not None]
-    order += [number for number, entry in enumerate(given) if entry.result is None]
-    return frame.with_columns(polars.Series("_order", order, dtype=polars.Int64)).sort("_order").drop("_order")
+    collected = list(entries)
+    frame = polars.concat([
+        results_frame([entry.result for entry in collected if entry.result is not None]),
+        broken_results_frame(entry for entry in collected if entry.result is None),
+    ])  # fmt: skip
+    order = sorted(range(len(collected)), key=lambda number: collected[number].result is None)
+    # A result lies in the tree of the cluster that it is shown under.
+    clusters = polars.Series("cluster", [collected[number].cluster for number in order], dtype=polars.String)
+    positions = polars.Series("_order", order, dtype=polars.Int64)
+    return frame.with_columns(clusters, positions).sort("_order").drop("_order")
 
 
 _CHUNK_RESULTS = 2000
@@ -211,10 +192,10 @@ class FileState(NamedTuple):
 def file_state(path: Path | str) -> FileState | None:
     """The state of what lies at ``path``, a link included; ``None`` where there is nothing."""
     try:
-        found = os.lstat(path)
+        state = os.lstat(path)
     except OSError:
         return None
-    return FileState(found.st_mtime_ns, found.st_size)
+    return FileState(state.st_mtime_ns, state.st_size)
 
 
 @dataclass
@@ -261,20 +242,16 @@ class FolderScanner:
     def _changed_runs(self, folder: str, known: Mapping[str, tuple[int, int]]) -> list[tuple[str, bool]]:
         """What lies in ``folder`` and is not in the state ``known``, in order: its name, and whether it is a link."""
         changed = []
-        unchanged = self._scan.unchanged
-        lstat = os.lstat
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
                     run_id, is_link = entry.name, entry.is_symlink()
-                    if run_id in known and not is_link:
-                        # In a large tree most of what is looked at takes this way.
-                        with contextlib.suppress(OSError):
-                            found = lstat(f"{folder}/{run_id}/result.json")
-                            if (found.st_mtime_ns, found.st_size) == known[run_id]:
-                                unchanged.add(run_id)
-                                continue
-                    changed.append((run_id, is_link))
+                    is_known = run_id in known and not is_link
+                    # In a large tree most of what is looked at takes this way.
+                    if is_known and file_state(f"{folder}/{run_id}/result.json") == known[run_id]:
+                        self._scan.unchanged.add(run_id)
+                    else:
+                        changed.append((run_id, is_link))
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -291,12 +268,9 @@ class FolderScanner:
             self._add_broken(run_id, f"result.json is broken: {error.strerror}", file_state(path))
             return
         except OSError as error:
-            failure = read_error(error, Path(path))
-            self._add_broken(
-                run_id, f"{failure.message}; {failure.hint}" if failure.hint else failure.message, file_state(path)
-            )
+            self._add_broken(run_id, str(read_error(error, Path(path))).replace("\n ", ";"), file_state(path))
             return
-        seen = (state.st_mtime_ns, state.st_size)
+        seen = FileState(state.st_mtime_ns, state.st_size)
         try:
             self._decoded.append((decode_result_unbounded(data, run_id), seen))
         except msgspec.MsgspecError as error:
@@ -307,8 +281,6 @@ class FolderScanner:
         self._broken.append((CollectedResult(self._tree.root.name, run_id, None, problem), state or NO_FILE_STATE))
 
     def _close_chunk(self) -> None:
-        import polars
-
         if self._decoded:
             try:
                 frame = results_frame(*map(list, zip(*self._decoded, strict=True)))

@@ -13,9 +13,10 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import polars
 
 from hpcbench.errors import StorageError
 from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, read_regular, write_atomic
@@ -30,9 +31,6 @@ from hpcbench.results.frame import (
 )
 from hpcbench.results.results_tree import ClusterTree, collect_links
 from hpcbench.results.schema import STATUS_OK
-
-if TYPE_CHECKING:
-    import polars
 
 INDEX_FILE_NAME = ".index.parquet"
 _FORMAT_VERSION = 1
@@ -57,8 +55,6 @@ class _StoredIndex:
     """An index as it lies on disk."""
 
     def __init__(self, data: bytes) -> None:
-        import polars
-
         self.data = data
         text = polars.read_parquet_metadata(io.BytesIO(data)).get(_METADATA_KEY, "")
         self.header = msgspec.json.decode(text, type=_IndexHeader)
@@ -66,8 +62,6 @@ class _StoredIndex:
             raise ValueError("of another version")
 
     def frame(self, columns: Sequence[str] | None = None) -> polars.DataFrame:
-        import polars
-
         return polars.read_parquet(io.BytesIO(self.data), columns=None if columns is None else list(columns))
 
 
@@ -78,40 +72,22 @@ def read_indexed_results(tree: ClusterTree, columns: Sequence[str] | None = None
     """
     mtimes_ns = tree.prefix_mtimes_ns()
     stored = _read_newest_index(tree)
-    if stored is None:
-        return _select_columns(_rebuild_index(tree, mtimes_ns), columns)
-    stale = [name for name, mtime_ns in mtimes_ns.items() if stored.header.folders.get(name) != mtime_ns]
-    row_states = stored.frame(["run_id", "status", "file.mtime_ns", "file.size_bytes"])
-    stale = sorted({*stale, *_find_changed_unfinished(tree, row_states, stored.header.unfinished)} & mtimes_ns.keys())
-    gone = stored.header.folders.keys() - mtimes_ns.keys()
-    if not stale and not gone:
-        return _append_links(tree, stored.frame(columns), columns)
-    return _select_columns(_update_index(tree, stored, row_states, mtimes_ns, stale, columns), columns)
-
-
-def _select_columns(frame: polars.DataFrame, columns: Sequence[str] | None) -> polars.DataFrame:
+    frame = _update_index(tree, stored, mtimes_ns, columns) if stored else _rebuild_index(tree, mtimes_ns)
+    links = list(collect_links(tree))
+    if links:
+        # A row for every link where a folder of runs should be; they are in no index.
+        frame = polars.concat([frame, broken_results_frame(links).select(frame.columns)])
     return frame if columns is None else frame.select(columns)
 
 
-def _append_links(tree: ClusterTree, frame: polars.DataFrame, columns: Sequence[str] | None) -> polars.DataFrame:
-    """``frame`` and a row for every link where a folder of runs should be; they are in no index."""
-    import polars
-
-    links = list(collect_links(tree))
-    return polars.concat([frame, _select_columns(broken_results_frame(links), columns)]) if links else frame
-
-
 def _rebuild_index(tree: ClusterTree, mtimes_ns: dict[str, int]) -> polars.DataFrame:
-    import polars
-
     clock_ns = _trusted_before_ns(tree)
     with _garbage_collection_paused():
         scan = FolderScanner(tree).read(mtimes_ns, {})
     frame = polars.concat(scan.frames) if scan.frames else results_frame([])
     if mtimes_ns:
-        trusted = _trusted_mtimes_ns(mtimes_ns, mtimes_ns, clock_ns)
-        _write_index(tree, frame, trusted, scan.unfinished)
-    return _append_links(tree, frame, None)
+        _write_index(tree, frame, _trusted_mtimes_ns(mtimes_ns, mtimes_ns, clock_ns), scan.unfinished)
+    return frame
 
 
 @contextlib.contextmanager
@@ -127,43 +103,39 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 
 def _update_index(
-    tree: ClusterTree,
-    stored: _StoredIndex,
-    row_states: polars.DataFrame,
-    mtimes_ns: dict[str, int],
-    stale: list[str],
-    columns: Sequence[str] | None,
+    tree: ClusterTree, stored: _StoredIndex, mtimes_ns: dict[str, int], columns: Sequence[str] | None
 ) -> polars.DataFrame:
-    """The index with ``stale`` folders read anew and those without a folder left out; ``columns`` of it at least."""
-    import polars
-
+    """The index with changed folders read anew and those without a folder left out; ``columns`` of it at least."""
+    folders, unfinished = stored.header.folders, stored.header.unfinished
+    row_states = stored.frame(["run_id", "status", "file.mtime_ns", "file.size_bytes"])
+    stale = {name for name, mtime_ns in mtimes_ns.items() if folders.get(name) != mtime_ns}
+    stale |= _find_changed_unfinished(tree, row_states, unfinished) & mtimes_ns.keys()
+    if not stale and folders.keys() <= mtimes_ns.keys():
+        return stored.frame(columns)
     clock_ns = _trusted_before_ns(tree)
     prefix = polars.col("run_id").str.slice(0, 2)
-    touched = row_states.filter(prefix.is_in(stale))
+    touched = row_states.filter(prefix.is_in(list(stale)))
     known = {row[0]: row[2:] for row in touched.iter_rows() if row[2:] != NO_FILE_STATE}
-    scan = FolderScanner(tree).read(stale, known)
+    scan = FolderScanner(tree).read(sorted(stale), known)
     gone = [run_id for run_id in touched["run_id"] if run_id not in scan.unchanged]
     stays = row_states.select(prefix.is_in(list(mtimes_ns)) & ~polars.col("run_id").is_in(gone)).to_series()
     rows = int(stays.sum()) + sum(map(len, scan.frames))
     changes = scan.read_count + len(gone)
-    is_worth_writing = changes > min(_MAX_UNINDEXED_ROWS, rows // 100) or rows != len(
-        row_states
-    ) + scan.read_count - len(gone)
+    rows_by_reading = len(row_states) + scan.read_count - len(gone)
+    is_worth_writing = changes > min(_MAX_UNINDEXED_ROWS, rows // 100) or rows != rows_by_reading
     wanted = None if is_worth_writing else columns
     kept = stored.frame(wanted).filter(stays)
-    frame = polars.concat([kept, *(_select_columns(chunk, wanted) for chunk in scan.frames)])
+    frame = polars.concat([kept, *(chunk.select(kept.columns) for chunk in scan.frames)])
     if is_worth_writing:
-        unread = [run_id for run_id in stored.header.unfinished if run_id[:2] in mtimes_ns.keys() - set(stale)]
-        believed = {**stored.header.folders, **_trusted_mtimes_ns(mtimes_ns, stale, clock_ns)}
+        unread = [run_id for run_id in unfinished if run_id[:2] in mtimes_ns.keys() - stale]
+        believed = {**folders, **_trusted_mtimes_ns(mtimes_ns, stale, clock_ns)}
         heads = {name: mtime_ns for name, mtime_ns in believed.items() if name in mtimes_ns}
         _write_index(tree, frame, heads, unread + scan.unfinished)
-    return _append_links(tree, frame, wanted)
+    return frame
 
 
 def _find_changed_unfinished(tree: ClusterTree, row_states: polars.DataFrame, unfinished: list[str]) -> set[str]:
     """Folders of runs whose result may have changed without their folder telling: none yet, not ok, broken."""
-    import polars
-
     runs = f"{tree.root}/runs"
     open_ends = row_states.filter(polars.col("status") != STATUS_OK)
     changed = {
@@ -207,8 +179,6 @@ def index_paths(tree: ClusterTree) -> list[Path]:
 
 def _read_newest_index(tree: ClusterTree) -> _StoredIndex | None:
     """The younger of the indices that there are; ``None`` where none can be read."""
-    import polars
-
     existing = [(state, path) for path in index_paths(tree) if (state := file_state(path)) is not None]
     for _, path in sorted(existing, reverse=True):
         # A foreign or damaged file may be anything; polars' own panics are no ordinary exceptions.

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import stat
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -83,33 +82,24 @@ class ClusterTree:
 
     def _folder_to_read(self, run_id: str) -> str:
         """As ``run_folder``, with one look a run: a tree is read by the hundred thousand."""
-        if not RUN_ID_PATTERN.fullmatch(run_id):
-            raise BrokenFileError(f"{run_id!r} is no run_id: 16 hexadecimal digits are")
         prefix = run_id[:2]
+        folder = f"{self.root}/runs/{prefix}/{run_id}"
         try:
+            if not RUN_ID_PATTERN.fullmatch(run_id) or os.path.islink(folder):  # noqa: PTH114 - a tenth of Path's time
+                self.run_folder(run_id)
             if prefix not in self._real_prefixes:
                 self.path("runs", prefix)
                 self._real_prefixes.add(prefix)
-            folder = f"{self.root}/runs/{prefix}/{run_id}"
-            if stat.S_ISLNK(os.lstat(folder).st_mode):
-                self.run_folder(run_id)
-        except OSError:
-            # Absent, or not to be looked at: opening the file tells which.
-            return folder
         except StorageError as error:
             raise BrokenFileError(error.message) from None
+        # Absent, or not to be looked at: opening the file tells which.
         return folder
 
     def summaries(self, run_ids: Collection[str]) -> dict[str, ResultSummary]:
         """The heads of the results that there are among ``run_ids``; a broken file is a head with status ``broken``."""
         begun = self.existing_runs() if len(run_ids) > _MAX_SINGLE_LOOKUPS else run_ids
-        found: dict[str, ResultSummary] = {}
-        for run_id in run_ids:
-            if run_id in begun:
-                head = self.summary(run_id)
-                if head is not None:
-                    found[run_id] = head
-        return found
+        heads = ((run_id, self.summary(run_id)) for run_id in run_ids if run_id in begun)
+        return {run_id: head for run_id, head in heads if head is not None}
 
     def summary(self, run_id: str) -> ResultSummary | None:
         """The head of one run's result, or ``None`` where there is none."""
@@ -124,13 +114,13 @@ class ClusterTree:
 
     def existing_runs(self) -> set[str]:
         """As ``run_ids``, in no order and from names alone: one listing for every 256th of the runs."""
-        found: set[str] = set()
+        run_ids: set[str] = set()
         runs = self.root / "runs"
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for prefix in os.listdir(runs):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                    found.update(filter(RUN_ID_PATTERN.fullmatch, os.listdir(f"{runs}/{prefix}")))
-        return found
+                    run_ids.update(filter(RUN_ID_PATTERN.fullmatch, os.listdir(f"{runs}/{prefix}")))
+        return run_ids
 
     def archive_path(self, run_id: str, key: str) -> Path:
         """Where the result that was measured in the environment ``key`` lies once a newer one stands in its place."""
@@ -268,11 +258,8 @@ class ResultsTree:
 
     def clusters(self) -> list[str]:
         """Names of the clusters that have something here."""
-        return [
-            entry.name
-            for entry in _sorted_entries(self.root)
-            if _NAME_PATTERN.fullmatch(entry.name) and _is_real_folder(entry)
-        ]
+        entries = _sorted_entries(self.root)
+        return [entry.name for entry in entries if _NAME_PATTERN.fullmatch(entry.name) and _is_real_folder(entry)]
 
 
 def _is_real_folder(entry: os.DirEntry[str]) -> bool:
@@ -298,15 +285,13 @@ def collect_results(tree: ClusterTree, run_ids: Iterable[str] | None = None) -> 
         yield from collect_links(tree)
     for run_id in tree.run_ids() if run_ids is None else run_ids:
         try:
-            result = tree.read_result(run_id)
+            result, problem = tree.read_result(run_id), ""
         except msgspec.MsgspecError as error:
-            yield CollectedResult(tree.root.name, run_id, None, f"result.json is broken: {error}")
-            continue
+            result, problem = None, f"result.json is broken: {error}"
         except StorageError as error:
-            yield CollectedResult(tree.root.name, run_id, None, str(error).replace("\n ", ";"))
-            continue
-        if result is not None:
-            yield CollectedResult(tree.root.name, run_id, result)
+            result, problem = None, str(error).replace("\n ", ";")
+        if result is not None or problem:
+            yield CollectedResult(tree.root.name, run_id, result, problem)
 
 
 def collect_links(tree: ClusterTree) -> Iterator[CollectedResult]:

@@ -18,7 +18,7 @@ TimeInterval = tuple[int, int]
 def union_intervals(intervals: Iterable[TimeInterval]) -> list[TimeInterval]:
     """The same points, in order, disjoint and not touching.
 
-    >>> union([(5, 7), (0, 2), (1, 3), (3, 4)])
+    >>> union_intervals([(5, 7), (0, 2), (1, 3), (3, 4)])
     [(0, 4), (5, 7)]
     """
     joined: list[TimeInterval] = []
@@ -35,7 +35,7 @@ def union_intervals(intervals: Iterable[TimeInterval]) -> list[TimeInterval]:
 def subtract_intervals(intervals: Iterable[TimeInterval], without: Iterable[TimeInterval]) -> list[TimeInterval]:
     """The points of ``intervals`` that are in none of ``without``.
 
-    >>> subtract([(0, 10)], [(2, 3), (8, 20)])
+    >>> subtract_intervals([(0, 10)], [(2, 3), (8, 20)])
     [(0, 2), (3, 8)]
     """
     holes = union_intervals(without)
