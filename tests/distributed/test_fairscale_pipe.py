@@ -77,19 +77,24 @@ def peak_bytes(spec: RunSpec) -> int:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 4])
-def test_sums_of_gradients_are_made_anew(micro_batches: int) -> None:
-    """In a process of its own: the system counts the pages of all threads."""
+def test_peak_memory_includes_new_sums_of_gradients(micro_batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process trains nothing else: the system counts the pages of all threads.
+
+    glibc raises its threshold for `mmap` with every large block that is freed, and then keeps freed tensors in
+    arenas of the threads. A fixed threshold returns them at once, so that the peak does not depend on timing.
+    """
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", str(2**20))
     spec = RunSpec(
         model=f"{__name__}:headed", dataset="digits", strategy="fairscale_pipe", batch_size=8, devices_per_task=2,
         pp_degree=2, micro_batches=micro_batches, momentum=0.9,
     )  # fmt: skip
     table = make_layer_table(LayerTableRequest(model=spec.model, dataset=spec.dataset, model_folder=ROOT))
     memory = resolve_cost(spec.strategy).memory
-    promised = sum(memory(spec, table, device).total_bytes for device in range(2))
-    with ProcessPoolExecutor(1, get_context("spawn")) as alone:
-        measured = alone.submit(peak_bytes, spec).result()
-    print(promised / measured)
-    assert promised == pytest.approx(measured, rel=0.1)
+    predicted_bytes = sum(memory(spec, table, device).total_bytes for device in range(2))
+    with ProcessPoolExecutor(1, get_context("spawn")) as executor:
+        measured_bytes = executor.submit(peak_bytes, spec).result()
+    # The two devices need not reach their peaks at the same time: the sum of both is 5 to 9 % above the measured peak.
+    assert 0.98 * measured_bytes <= predicted_bytes <= 1.12 * measured_bytes
 
 
 @pytest.mark.parametrize(
