@@ -62,7 +62,7 @@ FAST := not slow and not slurm and not soak and not faults
 SLOW := slow and not slurm and not soak and not faults
 
 test: $(VENV)/.test ## what needs Python packages alone: every pure test, each strategy on two ranks (8 minutes on 2 cores)
-	$(PYTEST) --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --hypothesis-profile $(EXAMPLES) -m "$(FAST)"
+	$(PYTEST) --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --hypothesis-profile $(EXAMPLES) -m "$(FAST)" -rs
 
 test-all: ## make test and make test-rest, with more examples of the property tests (30 minutes on 2 cores)
 	@$(MAKE) --no-print-directory test EXAMPLES=repeatable

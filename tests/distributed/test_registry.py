@@ -1,4 +1,4 @@
-"""Every strategy of the registry on real ranks: training as one device does, and the predicted traffic.
+"""Every strategy of the registry: training as one device does and predicted traffic on real ranks, predicted memory.
 
 The cases are those of the registry entries, so that a new strategy is tested without a new test file.
 """
@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
 from hpcbench.errors import WorkerError
+from hpcbench.oracle.strategies.base import resolve_cost
 from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.parallel.strategy_entry import ParityCase
 from hpcbench.parallel.traffic import total_payload_bytes
 from hpcbench.worker.strategies.fairscale_library import import_fairscale
 from tests.conftest import absent
 from tests.distributed.cases import EXACT, Case, OfRank, check, check_rounding, make_case, run_parallel, run_reference
 from tests.distributed.pool import Pool
-from tests.distributed.test_traffic import expected, steady
+from tests.distributed.test_live_memory import peak_bytes
+from tests.distributed.test_traffic import expected, steady, table_of
 
 CASES = [
     pytest.param(key, case, id=f"{key}-{case.model}-{number}")
@@ -69,3 +73,29 @@ def test_a_strategy_passes_what_its_cost_predicts(pool: Pool, key: str, parity: 
         assert recorded == predicted
     else:
         assert [total_payload_bytes(calls) for calls in recorded] == [total_payload_bytes(calls) for calls in predicted]
+
+
+MEMORY_BATCH = 64
+"""Samples a replica: activations count beside weights."""
+
+
+def memory_spec(key: str, case: ParityCase) -> RunSpec:
+    """``vit`` where the strategy splits transformers, else the model of ``case``.
+
+    oneDNN takes weights of its own for convolutions of small images (tests/distributed/test_live_memory.py).
+    """
+    spec = msgspec.structs.replace(training(key, case).spec, batch_size=MEMORY_BATCH)
+    transformer = msgspec.structs.replace(spec, model="vit", dataset="digits", model_options={})
+    parameters = {name: value for name, value in msgspec.to_builtins(transformer).items() if name != "spec_version"}
+    infeasible = isinstance(resolve_point(parameters, PartitionLimits("memory")), InfeasiblePoint)
+    return spec if infeasible else transformer
+
+
+@pytest.mark.parametrize(("key", "parity"), CASES)
+def test_a_strategy_holds_the_memory_that_its_cost_predicts(key: str, parity: ParityCase) -> None:
+    """The bytes of torch's allocator at their peak; a prediction that is too low would let a run end out of memory."""
+    spec = memory_spec(key, parity)
+    rank = spec.ranks - 1
+    predicted_bytes = resolve_cost(key).memory(spec, table_of(spec), rank).total_bytes
+    measured_bytes = peak_bytes(spec, rank)
+    assert 0.9 * measured_bytes <= predicted_bytes <= 1.2 * measured_bytes
