@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.paths import layer_tables_folder
@@ -96,12 +95,9 @@ class LayerTable(msgspec.Struct, frozen=True, kw_only=True):
 
     def totals(self) -> LayerTotals:
         """The sums over all layers, the loss included."""
+        summed = [field for field in LayerTotals._fields if not field.startswith("largest")]
         return LayerTotals(
-            parameters=sum(layer.parameters for layer in self.layers),
-            forward_flops=sum(layer.forward_flops for layer in self.layers),
-            backward_flops=sum(layer.backward_flops for layer in self.layers),
-            activation_bytes=sum(layer.activation_bytes for layer in self.layers),
-            activation_fixed_bytes=sum(layer.activation_fixed_bytes for layer in self.layers),
+            **{field: sum(getattr(layer, field) for layer in self.layers) for field in summed},
             largest_activation=max(self.layers, key=lambda layer: layer.activation_bytes).name,
             largest_parameters=max(self.layers, key=lambda layer: layer.parameters).name,
         )
@@ -221,8 +217,32 @@ def encode_layer_table(table: LayerTable) -> bytes:
     return b"{\n" + b",\n".join(lines) + b"\n}\n"
 
 
-EntryT = TypeVar("EntryT")
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def memoized(size: int, key: Callable[..., tuple[Any, Hashable]]) -> Callable[[FunctionT], FunctionT]:
+    """Remember the last ``size`` answers of a function by what ``key`` returns for its arguments.
+
+    That is an object, told from others by its identity, and something hashable.
+    """
+
+    def decorate(function: FunctionT) -> FunctionT:
+        answers: OrderedDict[tuple[int, Hashable], tuple[Any, Any]] = OrderedDict()
+
+        @wraps(function)
+        def remembered(*arguments: Any, **named: Any) -> Any:
+            owner, others = key(*arguments, **named)
+            entry = answers.get((id(owner), others))
+            # An identity may come again when its first owner is gone: not while that is kept here.
+            if entry is None:
+                entry = answers[id(owner), others] = (owner, function(*arguments, **named))
+                if len(answers) > size:
+                    answers.popitem(last=False)
+            return entry[1]
+
+        return remembered  # type: ignore[return-value]
+
+    return decorate
 
 
 def cached_by_identity(size: int) -> Callable[[FunctionT], FunctionT]:
@@ -230,48 +250,18 @@ def cached_by_identity(size: int) -> Callable[[FunctionT], FunctionT]:
 
     The last ``size`` answers are remembered. They are everybody's, and must be of a kind that cannot be changed.
     """
+    return memoized(size, lambda first, *others, **named: (first, (*others, *sorted(named.items()))))
+
+
+def cached_by_run_fields(*parameters: str) -> Callable[[FunctionT], FunctionT]:
+    """For a function whose list depends on the table and on ``parameters`` of the run alone; every caller's is new."""
+    chosen = attrgetter(*parameters)
 
     def decorate(function: FunctionT) -> FunctionT:
-        known: OrderedDict[tuple[Hashable, ...], tuple[Any, Any]] = OrderedDict()
-
-        @wraps(function)
-        def remembered(first: Any, *others: Hashable, **named: Hashable) -> Any:
-            key = (id(first), *others, *sorted(named.items()))
-            found = known.get(key)
-            # An identity may come again when its first owner is gone: not while that is kept here.
-            if found is None:
-                found = known[key] = (first, function(first, *others, **named))
-                if len(known) > size:
-                    known.popitem(last=False)
-            return found[1]
-
-        return remembered  # type: ignore[return-value]
+        remembered = memoized(_MAX_CACHED_LISTS, lambda spec, table: (table, chosen(spec)))(function)
+        return wraps(function)(lambda spec, table: list(remembered(spec, table)))  # type: ignore[return-value]
 
     return decorate
 
 
-_RunListFunction = Callable[[RunSpec, LayerTable], list[EntryT]]
 _MAX_CACHED_LISTS = 64
-
-
-def cached_by_run_fields(*parameters: str) -> Callable[[_RunListFunction[EntryT]], _RunListFunction[EntryT]]:
-    """For a function whose list depends on the table and on ``parameters`` of the run alone; every caller's is new."""
-    chosen = attrgetter(*parameters)
-
-    def around(function: _RunListFunction[EntryT]) -> _RunListFunction[EntryT]:
-        # The table is kept beside the list, so that no other takes its id.
-        known: OrderedDict[Hashable, tuple[LayerTable, list[EntryT]]] = OrderedDict()
-
-        @wraps(function)
-        def remembered(spec: RunSpec, table: LayerTable) -> list[EntryT]:
-            key = (id(table), chosen(spec))
-            found = known.get(key)
-            if found is None:
-                found = known[key] = (table, function(spec, table))
-                if len(known) > _MAX_CACHED_LISTS:
-                    known.popitem(last=False)
-            return list(found[1])
-
-        return remembered
-
-    return around

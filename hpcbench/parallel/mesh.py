@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -37,12 +38,7 @@ class RankMesh(NamedTuple):
 
     def coordinates(self, rank: int) -> RankMesh:
         """Where ``rank`` stands on each axis."""
-        places = []
-        for degree in reversed(self):
-            rank, place = divmod(rank, degree)
-            places.append(place)
-        assert rank == 0, "a rank beyond the mesh"
-        return RankMesh(*reversed(places))
+        return RankMesh(*grid_coordinates(self, rank))
 
     def rank(self, coordinates: RankMesh) -> int:
         """The rank that stands there."""
@@ -53,17 +49,25 @@ class RankMesh(NamedTuple):
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that differ from ``rank`` on ``axes`` alone, itself among them, in ascending order."""
+        kept = [index for index, axis in enumerate(MESH_AXES) if axis not in axes]
         own = self.coordinates(rank)
-        kept = [place if axis not in axes else None for axis, place in zip(MESH_AXES, own, strict=True)]
         return [
-            other
-            for other in range(self.size)
-            if all(place in (None, at) for place, at in zip(kept, self.coordinates(other), strict=True))
+            other for other in range(self.size) if all(own[index] == self.coordinates(other)[index] for index in kept)
         ]
 
     def groups(self, *axes: str) -> list[list[int]]:
         """All groups along ``axes``: together they hold every rank once."""
         return [group for rank in range(self.size) if (group := self.group(rank, *axes))[0] == rank]
+
+
+def grid_coordinates(grid: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return the coordinates of ``rank`` in a grid whose ranks are numbered row by row."""
+    coordinates = []
+    for parts in reversed(grid):
+        rank, index = divmod(rank, parts)
+        coordinates.append(index)
+    assert rank == 0, "a rank beyond the grid"
+    return tuple(reversed(coordinates))
 
 
 MIN_SAMPLES_PER_REPLICA = 2
@@ -77,13 +81,7 @@ def even_ranges(total: int, parts: int) -> list[range]:
     [range(0, 3), range(3, 5), range(5, 7)]
     """
     small, extra = divmod(total, parts)
-    ranges = []
-    start = 0
-    for part in range(parts):
-        stop = start + small + (part < extra)
-        ranges.append(range(start, stop))
-        start = stop
-    return ranges
+    return [range(part * small + min(part, extra), (part + 1) * small + min(part + 1, extra)) for part in range(parts)]
 
 
 def steps_per_epoch(samples: int, global_batch_size: int, replicas: int, drop_last: bool = False) -> int:

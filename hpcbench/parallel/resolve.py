@@ -58,7 +58,12 @@ def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | I
         _fill_degrees(values)
         if alias := ALIASES.get(values["strategy"]):
             values["strategy"] = alias.strategy
-        _fill_batch_size(values)
+        if "global_batch_size" in values:
+            # ``batch_size`` is per replica.
+            total, replicas = values.pop("global_batch_size"), values.get("dp_degree", 1)
+            if total % replicas:
+                raise _InfeasibleError(f"global_batch_size {total} cannot be shared evenly by {replicas} replicas")
+            values["batch_size"] = total // replicas
         if values["dataset"] == "digits" and values.get("data") == "real":
             # The one name for what it always is: real, and resident on the device.
             del values["data"]
@@ -129,17 +134,6 @@ def _fill_degrees(point: dict[str, Any]) -> None:
         problem = _degrees_problem(point["strategy"], entry, degrees, devices)
         raise _InfeasibleError(f"{world} = {devices} device{'s' if devices > 1 else ''}, but {problem}")
     point.update(degrees)
-
-
-def _fill_batch_size(point: dict[str, Any]) -> None:
-    """Replace ``global_batch_size`` by ``batch_size``, which is per replica."""
-    if "global_batch_size" not in point:
-        return
-    total = point.pop("global_batch_size")
-    replicas = point.get("dp_degree", 1)
-    if total % replicas:
-        raise _InfeasibleError(f"global_batch_size {total} cannot be shared evenly by {replicas} replicas")
-    point["batch_size"] = total // replicas
 
 
 def _degrees_problem(key: str, entry: StrategyEntry, degrees: dict[str, int], devices: int) -> str:

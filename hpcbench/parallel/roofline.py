@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from hpcbench.parallel.layer_table import memoized
+
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
@@ -117,19 +119,11 @@ class RooflineModel:
         self.seconds = lru_cache(maxsize=_CACHED_KERNELS)(self._seconds)
         """Of one kernel, alone on the device. A fit asks for the same ones again and again."""
 
-    @classmethod
-    def of(cls, compute: DeviceCompute) -> RooflineModel:
+    @staticmethod
+    @memoized(16, lambda compute: (compute.samples, _device_rates(compute)))
+    def of(compute: DeviceCompute) -> RooflineModel:
         """The one for ``compute``; samples are sorted in once, also for copies with other factors."""
-        found = _CACHED_MODELS.get(id(compute.samples))
-        if (
-            found is None
-            or found._compute.samples is not compute.samples
-            or _device_rates(found._compute) != _device_rates(compute)
-        ):
-            if len(_CACHED_MODELS) >= _MAX_CACHED_MODELS:
-                _CACHED_MODELS.clear()
-            found = _CACHED_MODELS[id(compute.samples)] = cls(compute)
-        return found
+        return RooflineModel(compute)
 
     def _seconds(self, kernel: Kernel) -> float:
         base = self.roofline_s(kernel)
@@ -156,14 +150,10 @@ class RooflineModel:
         return max(flops_s, bytes_s) + launches * compute.launch_s
 
 
-_CACHED_MODELS: dict[int, RooflineModel] = {}
-_MAX_CACHED_MODELS = 16
-
-
 def _device_rates(compute: DeviceCompute) -> tuple[object, ...]:
+    peaks = tuple(sorted(compute.peak_flops_per_s.items()))
     efficiencies = (compute.flops_efficiency, compute.bandwidth_efficiency)
-    rates = (compute.peak_flops_per_s, compute.memory_bandwidth_bytes_per_s, compute.launch_s, compute.processors)
-    return (*rates, *efficiencies)
+    return (peaks, compute.memory_bandwidth_bytes_per_s, compute.launch_s, compute.processors, *efficiencies)
 
 
 def wave_efficiency(kernel: Kernel, processors: int) -> float:
@@ -175,13 +165,12 @@ def wave_efficiency(kernel: Kernel, processors: int) -> float:
     """
     if not processors or not kernel.flops or kernel.kind not in _MATRIX_PRODUCT_KINDS:
         return 1.0
-    wide = _NUMBER_BYTES.get(kernel.precision, 4)
+    number_bytes = _NUMBER_BYTES.get(kernel.precision, 4)
+    products = [kernel.output_bytes / number_bytes]
     if kernel.direction == BACKWARD:
-        made = [kernel.input_bytes / wide, kernel.weight_bytes / 4 or kernel.input_bytes / wide]
-    else:
-        made = [kernel.output_bytes / wide]
-    waves = [numbers / (_TILE_ELEMENTS * processors) for numbers in made]
-    return len(made) / sum(ceil(one) / one if one > 1.0 else 1.0 for one in waves)
+        products = [kernel.input_bytes / number_bytes, kernel.weight_bytes / 4 or kernel.input_bytes / number_bytes]
+    waves = [elements / (_TILE_ELEMENTS * processors) for elements in products]
+    return len(waves) / sum(ceil(count) / count if count > 1.0 else 1.0 for count in waves)
 
 
 def _kernel_features(kernel: Kernel) -> _FeatureVector:

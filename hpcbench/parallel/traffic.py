@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -26,19 +27,16 @@ class Traffic(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
 def group_call_factory(group_size: int) -> Callable[[str, int], Traffic]:
     """Makes single calls of a group, from the operation and the payload in bytes."""
-
-    def call(operation: str, payload_bytes: int) -> Traffic:
-        return Traffic(operation=operation, group_size=group_size, payload_bytes=payload_bytes)
-
-    return call
+    return lambda operation, payload_bytes: Traffic(
+        operation=operation, group_size=group_size, payload_bytes=payload_bytes
+    )
 
 
 def merge_calls(calls: Iterable[Traffic]) -> list[Traffic]:
     """One entry for equal calls, in ascending order."""
-    counts: dict[tuple[str, int, int], int] = {}
+    counts: Counter[tuple[str, int, int]] = Counter()
     for call in calls:
-        key = (call.operation, call.group_size, call.payload_bytes)
-        counts[key] = counts.get(key, 0) + call.count
+        counts[call.operation, call.group_size, call.payload_bytes] += call.count
     return sorted(
         Traffic(operation=operation, group_size=size, payload_bytes=payload, count=count)
         for (operation, size, payload), count in counts.items()

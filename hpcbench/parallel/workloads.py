@@ -86,12 +86,10 @@ FIXED_SIZE_DATASETS = frozenset({"digits", "mnist", "cifar10"})
 
 def sample_shape(dataset: str, input_size: int | None) -> tuple[int, ...]:
     """The shape of one sample; ``input_size`` replaces every extent, or the length of a sequence."""
-    found = DATASETS[dataset]
+    kind, _, shape, *_ = DATASETS[dataset]
     if input_size is None:
-        return found.shape
-    if found.kind == "tokens":
-        return (input_size,)
-    return (found.shape[0], *(input_size for _ in found.shape[1:]))
+        return shape
+    return (input_size,) if kind == "tokens" else (shape[0], *(input_size for _ in shape[1:]))
 
 
 CUSTOM_MODEL_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$"
@@ -125,7 +123,8 @@ def check_custom_model(model: str, folder: Path | None, where: str) -> ConfigErr
     module, _, function = model.partition(":")
     path = custom_model_file(model, folder)
     if path is None:
-        near = (".".join(file.relative_to(folder).with_suffix("").parts) for file in _sibling_modules(folder, module))
+        siblings = sorted(folder.joinpath(*module.split(".")[:-1]).glob("*.py"))[:_MAX_LISTED_MODULES]
+        near = (".".join(file.relative_to(folder).with_suffix("").parts) for file in siblings)
         return ConfigError(
             f"model {model!r}: there is no {module.replace('.', '/')}.py in {folder}",
             where=where,
@@ -147,15 +146,6 @@ def check_custom_model(model: str, folder: Path | None, where: str) -> ConfigErr
 
 
 _MAX_LISTED_MODULES = 1000
-
-
-def _sibling_modules(folder: Path, module: str) -> Iterator[Path]:
-    """Python files where the module should be: beside it, for a hint."""
-    place = folder.joinpath(*module.split(".")[:-1])
-    for number, path in enumerate(sorted(place.glob("*.py")) if place.is_dir() else []):
-        if number == _MAX_LISTED_MODULES:
-            return
-        yield path
 
 
 def _top_level_names(body: Iterable[ast.stmt]) -> Iterator[str]:

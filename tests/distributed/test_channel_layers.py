@@ -12,13 +12,8 @@ from torch import Tensor, nn
 
 from hpcbench.parallel.strategies.channel import ChannelLayer, ChannelScheme, channel_extents, channel_split
 from hpcbench.worker.distributed.process_groups import RankGroup
-from hpcbench.worker.strategies.channel.channel_layers import (
-    ChannelShards,
-    ChannelSplitDropout,
-    ChannelSplitLayer,
-    all_gather_channels,
-)
-from hpcbench.worker.strategies.model_parallel import gather_shards
+from hpcbench.worker.strategies.channel.channel_layers import ChannelSplitDropout, ChannelSplitLayer
+from hpcbench.worker.strategies.model_parallel import TensorSharding, gather_shards
 from tests.distributed.pool import Pool
 
 pytestmark = [pytest.mark.slow, pytest.mark.strategy("filter", "channel")]
@@ -108,23 +103,23 @@ def differences(
     weights = torch.randn_like(expected)
     (expected * weights).sum().backward()
 
-    shares_in = ChannelShards(ours, channel_extents(shape.ins, size, shape.features))
-    shares_out = ChannelShards(ours, channel_extents(shape.outs, size))
+    shares_in = TensorSharding(1, channel_extents(shape.ins, size, shape.features))
+    shares_out = TensorSharding(1, channel_extents(shape.outs, size))
     is_sharded = scheme.form == "sharded"
     is_in_split, is_out_split = is_sharded and not layer.is_first, is_sharded and not layer.is_last
-    own = (shares_in.narrow(x) if is_in_split else x).detach().clone().requires_grad_(not layer.is_first)
+    own = (shares_in.narrow(x, ours.place) if is_in_split else x).detach().clone().requires_grad_(not layer.is_first)
     y = part(own)
-    (y * (shares_out.narrow(weights) if is_out_split else weights)).sum().backward()
-    assert y.shape == (shares_out.narrow(expected) if is_out_split else expected).shape
+    (y * (shares_out.narrow(weights, ours.place) if is_out_split else weights)).sum().backward()
+    assert y.shape == (shares_out.narrow(expected, ours.place) if is_out_split else expected).shape
 
     def everything(name: str, tensor: Tensor | None) -> Tensor | None:
         shard = part.shards.get(name)
         return tensor if shard is None or tensor is None else gather_shards(tensor, shard, ours)
 
-    gradient = own.grad if not is_in_split or own.grad is None else all_gather_channels(own.grad, shares_in)
+    gradient = own.grad if not is_in_split or own.grad is None else gather_shards(own.grad, shares_in, ours)
     found = {
         "output": largest(
-            all_gather_channels(y.detach(), shares_out) if is_out_split else y.detach(), expected.detach()
+            gather_shards(y.detach(), shares_out, ours) if is_out_split else y.detach(), expected.detach()
         ),
         "input": largest(gradient, x.grad),
         "weight": largest(everything("weight", part.weight.grad), whole.weight.grad),
@@ -158,10 +153,10 @@ def test_layers_equal_the_whole_one(pool: Pool, shapes: list[Shape], ranks: int)
 
 def dropped(group: dist.ProcessGroup) -> Tensor:
     ours = RankGroup(tuple(range(dist.get_world_size(group))), dist.get_rank(group), group)
-    shares = ChannelShards(ours, channel_extents(7, ours.size, 3))
+    shares = TensorSharding(1, channel_extents(7, ours.size, 3))
     torch.manual_seed(3)
-    dropout = ChannelSplitDropout(nn.Dropout(0.4), shares)
-    return all_gather_channels(dropout(shares.narrow(torch.ones(5, 21))), shares)
+    dropout = ChannelSplitDropout(nn.Dropout(0.4), shares, ours.place)
+    return gather_shards(dropout(shares.narrow(torch.ones(5, 21), ours.place)), shares, ours)
 
 
 def test_dropout_drops_what_one_device_would(pool: Pool) -> None:

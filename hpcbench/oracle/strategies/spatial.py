@@ -45,7 +45,7 @@ def _reductions(spec: RunSpec, table: LayerTable, split: SpatialSplit | None) ->
     sizes = parameter_bytes(spec, table)
     cap_bytes = max(int(float(options_with_defaults(spec)["bucket_cap_mb"]) * MIB), 1)
     names = [tensor.name for tensor in table.parameter_tensors]
-    cut = [False] * len(names) if split is None else split.are_cut(names)
+    cut = [split is not None and split.is_cut(name) for name in names]
     reductions = []
     for is_cut, axes in ((True, ("dp", "sp")), (False, ("dp",))):
         group = place_group(spec, *axes)

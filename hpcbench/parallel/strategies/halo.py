@@ -21,7 +21,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from hpcbench.parallel.mesh import even_ranges
+from hpcbench.parallel.mesh import even_ranges, grid_coordinates
 
 Box = tuple[range, ...]
 """A range per spatial dim."""
@@ -92,11 +92,6 @@ class Halo(NamedTuple):
     sends: tuple[HaloMessage, ...]
     receives: tuple[HaloMessage, ...]
 
-    @property
-    def is_local(self) -> bool:
-        """Whether the rank owns exactly the inputs that it needs."""
-        return not self.sends and not self.receives and self.own == self.needed
-
 
 @lru_cache(maxsize=4096)
 def owned_box(extents: tuple[int, ...], grid: tuple[int, ...], rank: int) -> Box:
@@ -111,65 +106,46 @@ def owned_box(extents: tuple[int, ...], grid: tuple[int, ...], rank: int) -> Box
     )
 
 
-def grid_coordinates(grid: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    """Return the coordinates of ``rank`` in the grid."""
-    coordinates = []
-    for parts in reversed(grid):
-        rank, index = divmod(rank, parts)
-        coordinates.append(index)
-    assert rank == 0, "a rank beyond the grid"
-    return tuple(reversed(coordinates))
-
-
-class _HaloDim(NamedTuple):
-    own: range
-    needed: range
-    outputs: range
-    interior: range
-    needed_from: dict[int, range]
-    """Parts of the needed inputs by the coordinate of their owner along this dim, this rank included."""
-    needed_by: dict[int, range]
-    """Parts of the own inputs by the coordinate of the rank that needs them."""
-
-
 @lru_cache(maxsize=4096)
 def compute_halo(layer: HaloLayer, grid: tuple[int, ...], rank: int) -> Halo:
     """Return what ``rank`` owns, needs, sends and receives for ``layer``."""
-    dims = [
-        _halo_along_dim(extent, window, parts, index, pads_itself=layer.pads_itself)
-        for extent, window, parts, index in zip(
-            layer.extents, layer.windows, grid, grid_coordinates(grid, rank), strict=True
-        )
-    ]
-    own, needed, outputs, interior, needed_from, needed_by = zip(*dims, strict=True)
-    return Halo(
-        own, needed, outputs, interior,
-        sends=_halo_messages(grid, rank, needed_by), receives=_halo_messages(grid, rank, needed_from),
-    )  # fmt: skip
+    coordinates = grid_coordinates(grid, rank)
+    dims = zip(layer.extents, layer.windows, grid, coordinates, strict=True)
+    ranges, shared = zip(*[_halo_along_dim(*dim, pads_itself=layer.pads_itself) for dim in dims], strict=True)
+    needed_from, needed_by = zip(*shared, strict=True)
+    sends, receives = _halo_messages(grid, rank, needed_by), _halo_messages(grid, rank, needed_from)
+    return Halo(*zip(*ranges, strict=True), sends, receives)
 
 
-def _halo_along_dim(extent: int, window: SlidingWindow, parts: int, index: int, *, pads_itself: bool) -> _HaloDim:
+_SharedRanges = dict[int, range]
+
+
+def _halo_along_dim(
+    extent: int, window: SlidingWindow, parts: int, index: int, *, pads_itself: bool
+) -> tuple[tuple[range, range, range, range], tuple[_SharedRanges, _SharedRanges]]:
+    """Return the ranges of ``Halo`` along one dim, and which parts of inputs are shared, by coordinate.
+
+    Those are the parts of the needed inputs by the coordinate of their owner, this rank included, and the parts of the
+    own inputs by the coordinate of the rank that needs them.
+    """
     output_extent = window.output_extent(extent)
     assert min(extent, output_extent) >= parts, f"{extent} -> {output_extent} positions for {parts} ranks"
     if parts == 1 and pads_itself:
         whole, outputs = range(extent), range(output_extent)
-        return _HaloDim(whole, whole, outputs, outputs, {0: whole}, {0: whole})
+        return (whole, whole, outputs, outputs), ({0: whole}, {0: whole})
     owned, output_ranges = even_ranges(extent, parts), even_ranges(output_extent, parts)
     needed = [window.input_range(outputs) for outputs in output_ranges]
+    own, outputs = owned[index], output_ranges[index]
     received = {other: range_intersection(needed[index], owned[other]) for other in range(parts)}
-    sent = {other: range_intersection(owned[index], needed[other]) for other in range(parts)}
-    return _HaloDim(
-        own=owned[index],
-        needed=needed[index],
-        outputs=output_ranges[index],
-        interior=window.outputs_within(owned[index], output_ranges[index]),
-        needed_from={other: shared for other, shared in received.items() if shared},
-        needed_by={other: shared for other, shared in sent.items() if shared},
+    sent = {other: range_intersection(own, needed[other]) for other in range(parts)}
+    needed_from, needed_by = (
+        {other: positions for other, positions in shared.items() if positions} for shared in (received, sent)
     )
+    return (own, needed[index], outputs, window.outputs_within(own, outputs)), (needed_from, needed_by)
 
 
 def _halo_messages(
-    grid: tuple[int, ...], rank: int, parts_by_dim: tuple[dict[int, range], ...]
+    grid: tuple[int, ...], rank: int, parts_by_dim: tuple[_SharedRanges, ...]
 ) -> tuple[HaloMessage, ...]:
     """A message for every other rank with a part in every dim; diagonal neighbours share corners."""
     messages = []
@@ -178,7 +154,7 @@ def _halo_messages(
         for (index, _), size in zip(parts, grid, strict=True):
             other = other * size + index
         if other != rank:
-            messages.append(HaloMessage(other, tuple(box_range for _, box_range in parts)))
+            messages.append(HaloMessage(other, tuple(positions for _, positions in parts)))
     return tuple(sorted(messages, key=lambda message: message.rank))
 
 

@@ -3,7 +3,7 @@ The split is read from the layer table, so that the worker executes the split th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -44,16 +44,6 @@ POINTWISE_KINDS = frozenset({
 COMPOSITE_SUFFIX = ".other"
 
 
-class SpatialRegionEnd(NamedTuple):
-    """The first layer that is not cut."""
-
-    row: int
-    """Its place in the table: all before it are cut."""
-    reason: str
-    """Why the layer cannot be cut."""
-    row_of_reason: int
-
-
 class SpatialSplit(NamedTuple):
     """What is cut. ``rows[:end]`` are; the layer at ``end`` and all after it are whole on every rank."""
 
@@ -80,13 +70,11 @@ class SpatialSplit(NamedTuple):
 
     def is_cut(self, tensor: str) -> bool:
         """Whether a parameter or buffer, by its name in the model, belongs to the cut part."""
-        return self.are_cut([tensor])[0]
+        owner = owning_row(tensor, _first_rows(self.rows))
+        return owner is not None and owner < self.end
 
-    def are_cut(self, tensors: Iterable[str]) -> list[bool]:
-        """``is_cut`` of each."""
-        first_rows = first_rows_by_name(self.rows)
-        owners = (owning_row(tensor, first_rows) for tensor in tensors)
-        return [owner is not None and owner < self.end for owner in owners]
+
+_first_rows = cached_by_identity(32)(first_rows_by_name)
 
 
 def spatial_extents(shape: Sequence[int]) -> tuple[int, ...]:
@@ -141,26 +129,26 @@ def spatial_split(table: LayerTable, grid: tuple[int, ...], until: int = 0) -> S
     dim, or one that mixes positions in a way of its own. ``until`` ends it before that block, whatever could be cut.
     Raises ``ConfigError`` where nothing is left, or a layer before ``until`` cannot be cut.
     """
-    found = _spatial_region_end(table.layers, grid, until)
-    stopped = table.layers[found.row_of_reason]
-    if until and stopped.block < until:
-        raise ConfigError(f"the blocks until {until} cannot be cut: {found.reason}")
-    if not any(row.kind in WINDOWED_KINDS for row in table.layers[: found.row]):
-        raise ConfigError(f"nothing of {table.model} can be cut: {found.reason}")
-    row, before = table.layers[found.row], table.layers[found.row - 1]
+    end, row_of_reason, reason = _spatial_region_end(table.layers, grid, until)
+    if until and table.layers[row_of_reason].block < until:
+        raise ConfigError(f"the blocks until {until} cannot be cut: {reason}")
+    if not any(row.kind in WINDOWED_KINDS for row in table.layers[:end]):
+        raise ConfigError(f"nothing of {table.model} can be cut: {reason}")
+    row, before = table.layers[end], table.layers[end - 1]
     is_mean = row.kind in GLOBAL_POOL_KINDS and set(spatial_extents(row.output_shape)) == {1}
-    by_mean = found.row == found.row_of_reason and is_mean and row.input_shape == before.output_shape
-    return SpatialSplit(grid, tuple(table.layers), found.row, by_mean)
+    by_mean = end == row_of_reason and is_mean and row.input_shape == before.output_shape
+    return SpatialSplit(grid, tuple(table.layers), end, by_mean)
 
 
-def _spatial_region_end(rows: Sequence[Row], grid: tuple[int, ...], until: int) -> SpatialRegionEnd:
+def _spatial_region_end(rows: Sequence[Row], grid: tuple[int, ...], until: int) -> tuple[int, int, str]:
+    """Return the first row that is not cut, the row that cannot be cut, and why it cannot."""
     known = {spatial_extents(rows[0].input_shape)}
     seen: set[str] = set()
     for number, row in enumerate(rows):
         reason = f"blocks from {until} on are asked to be whole" if until and row.block >= until else None
         reason = reason or _uncuttable_reason(row, grid, known, seen)
         if reason:
-            return SpatialRegionEnd(_composite_block_start(rows, number, known), reason, number)
+            return _composite_block_start(rows, number, known), number, reason
         seen.add(row.name)
         known.add(spatial_extents(row.output_shape))
     raise AssertionError("a table without the row of the loss")
@@ -181,17 +169,15 @@ def _uncuttable_reason(row: Row, grid: tuple[int, ...], known: set[tuple[int, ..
                 return f"{named} has an extent of {extent} in dim {dim}, fewer than {parts} ranks"
     if row.kind in WINDOWED_KINDS | NORM_KINDS and row.name in seen:
         return f"{named} is called several times"
-    if row.attributes.get("padding") == "same" and not _is_symmetrically_padded(row):
+    if row.attributes.get("padding") == "same" and any(
+        dilation * (kernel - 1) % 2
+        for kernel, dilation in zip(row.attributes["kernel_size"], row.attributes["dilation"], strict=True)
+    ):
         return f"{named} is padded more on one side than on the other"
     moves = row.kind in WINDOWED_KINDS
     came = spatial_extents(row.input_shape) in known
     went = moves or spatial_extents(row.output_shape) in known
     return None if came and went else f"{named} works on positions that no layer made: something around it moves them"
-
-
-def _is_symmetrically_padded(row: Row) -> bool:
-    each = zip(row.attributes["kernel_size"], row.attributes["dilation"], strict=True)
-    return all(dilation * (kernel - 1) % 2 == 0 for kernel, dilation in each)
 
 
 def _composite_block_start(rows: Sequence[Row], number: int, known: set[tuple[int, ...]]) -> int:
@@ -200,12 +186,12 @@ def _composite_block_start(rows: Sequence[Row], number: int, known: set[tuple[in
     What such a module does between its layers (shortcuts, reshaping) has to be cut or whole as one.
     """
     row = rows[number]
-    composites = [one.name for one in rows if one.kind.endswith(COMPOSITE_SUFFIX)]
+    composites = [other.name for other in rows if other.kind.endswith(COMPOSITE_SUFFIX)]
     is_within = row.kind.endswith(COMPOSITE_SUFFIX) or any(row.name.startswith(f"{name}.") for name in composites)
     is_moved = spatial_extents(row.input_shape) not in known
     if row.kind == "Loss" or not (is_within or is_moved):
         return number
-    return next(place for place, one in enumerate(rows) if one.block == row.block)
+    return next(index for index, first in enumerate(rows) if first.block == row.block)
 
 
 def largest_spatial_degree(table: LayerTable, grid: tuple[int, ...], until: int = 0) -> int | None:

@@ -14,15 +14,16 @@ reduced along the other::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB
 from hpcbench.parallel.mesh import RankMesh
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_axis_groups
@@ -32,6 +33,9 @@ _distributed: Any = dist
 # torch 2.13 renamed these two and warns of the older names.
 all_gather_single = vars(dist).get("all_gather_single") or _distributed.all_gather_into_tensor
 reduce_scatter_single = vars(dist).get("reduce_scatter_single") or _distributed.reduce_scatter_tensor
+
+
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 
 class TensorSharding(NamedTuple):
@@ -45,6 +49,27 @@ class TensorSharding(NamedTuple):
     dim: int
     extents: tuple[int, ...]
     """Length of every rank's shard along ``dim``."""
+
+    def range_of(self, rank: int) -> range:
+        """Return the positions along ``dim`` that ``rank`` holds."""
+        start = sum(self.extents[:rank])
+        return range(start, start + self.extents[rank])
+
+    def narrow(self, tensor: Tensor, rank: int) -> Tensor:
+        """Return a view of the shard of ``rank`` in the whole ``tensor``."""
+        return tensor.narrow(self.dim, sum(self.extents[:rank]), self.extents[rank])
+
+
+def sharding_along(dim: int, ranges: Sequence[range]) -> TensorSharding:
+    """Return the sharding of which rank ``r`` holds ``ranges[r]``, which follow one another."""
+    return TensorSharding(dim, tuple(map(len, ranges)))
+
+
+def own_shard(tensor: TensorT, sharding: TensorSharding | None, rank: int) -> TensorT:
+    """Return a copy of the shard of ``rank`` (of all without a sharding), so that the whole tensor can be freed."""
+    part = tensor.detach() if sharding is None else sharding.narrow(tensor.detach(), rank)
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(part.clone(), tensor.requires_grad) if is_parameter else part.clone()  # type: ignore[return-value]
 
 
 def sharding_of(model: nn.Module, name: str) -> TensorSharding | None:
@@ -77,8 +102,7 @@ class ModelParallelStrategy(DataParallelStrategy):
 
     def make_reducers(self, module: nn.Module) -> list[GradientReducer]:
         """Create the reducers that sum gradients; by default one that sums all of them across replicas."""
-        group = self.groups["dp"]
-        return [GradientReducer(list(module.parameters()), group.members())] if group.size > 1 else []
+        return group_reducers((list(module.parameters()), self.groups["dp"]))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -104,8 +128,20 @@ class ModelParallelStrategy(DataParallelStrategy):
         return {name: self._gather(name, parameter.grad) for name, parameter in named if parameter.grad is not None}
 
     def _gather(self, name: str, tensor: Tensor) -> Tensor:
+        # Shards lie along tp, also those of a pipeline's stages.
         sharding = sharding_of(self.module, name)
-        return tensor.detach() if sharding is None else gather_shards(tensor.detach(), sharding, self.group)
+        return tensor.detach() if sharding is None else gather_shards(tensor.detach(), sharding, self.groups["tp"])
+
+
+def group_reducers(
+    *parts: tuple[Sequence[nn.Parameter], RankGroup], bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB
+) -> list[GradientReducer]:
+    """Create a reducer for each pair of parameters and a group of several ranks that sums their gradients."""
+    return [
+        GradientReducer(parameters, group.members(), bucket_cap_mb)
+        for parameters, group in parts
+        if parameters and group.size > 1
+    ]
 
 
 def pad_along(tensor: Tensor, dim: int, extent: int) -> Tensor:
@@ -147,7 +183,7 @@ def all_gather_equal_parts(part: Tensor, group: RankGroup) -> Tensor:
 def reduce_scatter_shards(partial: Tensor, sharding: TensorSharding, group: RankGroup) -> Tensor:
     """Return this rank's shard of the sum of all ranks' ``partial``, which have the whole shape.
 
-    Collective; the adjoint of ``gather_shards``, with the same padding. A padded shard is a view.
+    Collective; the adjoint of ``gather_shards``, with the same padding.
     """
     longest = max(sharding.extents)
     shape = list(partial.shape)
@@ -157,7 +193,52 @@ def reduce_scatter_shards(partial: Tensor, sharding: TensorSharding, group: Rank
         padded.narrow(sharding.dim, 0, part.shape[sharding.dim]).copy_(part)
     total = partial.new_empty(shape)
     reduce_scatter_single(total, parts.flatten(0, 1), group=group.members())
-    return total.narrow(sharding.dim, 0, sharding.extents[group.place])
+    return total.narrow(sharding.dim, 0, sharding.extents[group.place]).contiguous()
+
+
+class _Collective(torch.autograd.Function):
+    """One operation forward, another one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, operations: tuple[str, str], sharding: TensorSharding, group: RankGroup) -> Tensor:
+        ctx.backward_arguments = operations[1], sharding, group
+        return _run_operation(x, operations[0], sharding, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _run_operation(gradients[0], *ctx.backward_arguments), None, None, None
+
+
+def _run_operation(x: Tensor, operation: str, sharding: TensorSharding, group: RankGroup) -> Tensor:
+    if operation == "narrow":
+        return sharding.narrow(x, group.place)
+    if operation == "all_gather":
+        return gather_shards(x, sharding, group)
+    if operation == "reduce_scatter":
+        return reduce_scatter_shards(x, sharding, group)
+    if operation in ("all_reduce", "all_reduce_in_place"):
+        # Autograd may hand one gradient to several nodes, so it is not summed in place.
+        in_place = operation == "all_reduce_in_place"
+        total = x.detach().contiguous() if in_place else x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group.members())
+        return total
+    # A new tensor object: autograd would mistake the input itself for the output.
+    return x.view_as(x)
+
+
+def apply_collective(x: Tensor, operations: tuple[str, str], sharding: TensorSharding, group: RankGroup) -> Tensor:
+    """Apply the first of ``operations`` to ``x``, and the second one to its gradient.
+
+    Args:
+        x: A tensor, whole or this rank's shard.
+        operations: As of ``BoundaryOps``; ``all_reduce_in_place`` overwrites ``x``.
+        sharding: The division on the side where the tensor is split.
+        group: The ranks that hold the shards; alone, a rank gets ``x`` itself.
+    """
+    if group.size == 1 or not any(operations):
+        return x
+    result: Tensor = _Collective.apply(x, operations, sharding, group)  # type: ignore[no-untyped-call]
+    return result
 
 
 def cast_for_autocast(x: Tensor) -> Tensor:

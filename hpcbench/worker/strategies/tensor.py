@@ -15,21 +15,25 @@ from torch.autograd import Function
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.mesh import RankMesh, even_ranges
+from hpcbench.parallel.mesh import even_ranges
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
-from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_group
+from hpcbench.worker.distributed.process_groups import RankGroup, make_group
 from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.gpt import Embedding, TokenHead
 from hpcbench.worker.models.transformer import TransformerBlock
-from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, TensorSharding, gather_shards
+from hpcbench.worker.strategies.model_parallel import (
+    ModelParallelStrategy,
+    gather_shards,
+    group_reducers,
+    own_shard,
+    sharding_along,
+)
 from hpcbench.worker.strategies.tensor_layers import (
     ColumnLinear,
     RankLocalDropout,
     TensorParallelComm,
     mark_partial_gradients,
     partial_gradient_ids,
-    range_lengths,
-    slice_parameter,
     split_transformer_blocks,
 )
 
@@ -47,8 +51,8 @@ class WordEmbeddingShard(nn.Embedding):
     def __init__(self, embedding: nn.Embedding, ranges: list[range], rank: int) -> None:
         self.own_words = ranges[rank]
         super().__init__(len(self.own_words), embedding.embedding_dim, device="meta")
-        self.weight = slice_parameter(embedding.weight, 0, self.own_words)
-        self.shards = {"weight": TensorSharding(0, range_lengths(ranges))}
+        self.shards = {"weight": sharding_along(0, ranges)}
+        self.weight = own_shard(embedding.weight, self.shards["weight"], rank)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name for it
         """[n, tokens] -> [n, tokens, width], to be summed over the ranks."""
@@ -98,7 +102,7 @@ class VocabularyParallelHead(TokenHead):
         scores: Tensor = self.output(self.comm.enter(self.norm(x)))
         if self.training:
             return scores
-        return gather_shards(scores, TensorSharding(scores.dim() - 1, range_lengths(self.ranges)), self.comm.group)
+        return gather_shards(scores, sharding_along(scores.dim() - 1, self.ranges), self.comm.group)
 
 
 def vocabulary_parallel_losses(outputs: Tensor, targets: Tensor, own_words: range, group: RankGroup) -> Tensor:
@@ -151,11 +155,6 @@ class TensorParallelStrategy(ModelParallelStrategy):
 
     axis = "tp"
 
-    def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
-        # Partial gradients are summed over the ranks of a replica and over replicas at once.
-        self.partial_gradient_group = make_group(RankMesh.of(spec), context, "dp", "tp")
-        super().setup(model, spec, context)
-
     def split_model(self, model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
         """Replace embedding, blocks and head by this rank's parts.
 
@@ -188,11 +187,8 @@ class TensorParallelStrategy(ModelParallelStrategy):
         partial = partial_gradient_ids(module)
         replicated = [parameter for parameter in module.parameters() if id(parameter) not in partial]
         by_tokens = [parameter for parameter in module.parameters() if id(parameter) in partial]
-        return [
-            GradientReducer(parameters, group.members())
-            for parameters, group in ((replicated, self.groups["dp"]), (by_tokens, self.partial_gradient_group))
-            if parameters and group.size > 1
-        ]
+        all_ranks = make_group(self.mesh, self.context, "dp", "tp")
+        return group_reducers((replicated, self.groups["dp"]), (by_tokens, all_ranks))
 
     def _split_vocabulary(self, model: nn.Sequential) -> None:
         """Split an embedding and the head at the model's end; a weight that they share stays shared."""

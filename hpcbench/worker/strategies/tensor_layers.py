@@ -13,29 +13,28 @@ In a group of one rank a collective returns its argument.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.mesh import even_ranges
+from hpcbench.parallel.strategies.channel import (
+    ALL_GATHER,
+    ALL_GATHER_REDUCE_SCATTER,
+    ALL_REDUCE_BACKWARD,
+    NARROW,
+    REDUCE_SCATTER_ALL_GATHER,
+)
 from hpcbench.parallel.strategies.tensor import head_feature_ranges
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.models.transformer import Attention, Mlp, TransformerBlock
-from hpcbench.worker.strategies.model_parallel import (
-    TensorSharding,
-    cast_for_autocast,
-    gather_shards,
-    reduce_scatter_shards,
-)
+from hpcbench.worker.strategies.model_parallel import apply_collective, cast_for_autocast, own_shard, sharding_along
 
 _TOKEN_DIM = 1
 
@@ -62,75 +61,24 @@ class TensorParallelComm:
 
     def enter(self, x: Tensor) -> Tensor:
         """Before column layers: return all tokens; the gradient's partial sums are added up."""
-        return self._apply("all_gather" if self.by_tokens else "copy", cast_for_autocast(x))
+        return self._apply(cast_for_autocast(x), ALL_GATHER_REDUCE_SCATTER if self.by_tokens else ALL_REDUCE_BACKWARD)
 
     def leave(self, partial: Tensor) -> Tensor:
         """After row layers: return the ranks' sum, of the own tokens or of all. Overwrites ``partial``."""
-        return self._apply("reduce_scatter" if self.by_tokens else "all_reduce", partial)
+        return self._apply(partial, REDUCE_SCATTER_ALL_GATHER if self.by_tokens else ("all_reduce_in_place", ""))
 
     def part(self, x: Tensor) -> Tensor:
         """Return the own tokens of an activation that all ranks hold."""
         self.tokens = x.shape[_TOKEN_DIM]
-        return self._apply("narrow", x)
+        return self._apply(x, NARROW).contiguous()
 
     def join(self, x: Tensor) -> Tensor:
         """Return all tokens, for layers that all ranks compute alike."""
-        return self._apply("gather_replicated", x)
+        return self._apply(x, ALL_GATHER)
 
-    def _apply(self, name: str, x: Tensor) -> Tensor:
-        if self.group.size == 1:
-            return x
-        result: Tensor = _TensorCollective.apply(x, _OPERATIONS[name], self)  # type: ignore[no-untyped-call]
-        return result
-
-
-def _all_reduce(x: Tensor, comm: TensorParallelComm, _sharding: TensorSharding) -> Tensor:
-    dist.all_reduce(x, group=comm.group.members())
-    return x
-
-
-def _narrow(x: Tensor, comm: TensorParallelComm, sharding: TensorSharding) -> Tensor:
-    first = sum(sharding.extents[: comm.group.place])
-    return x.narrow(_TOKEN_DIM, first, sharding.extents[comm.group.place]).contiguous()
-
-
-def _all_gather(x: Tensor, comm: TensorParallelComm, sharding: TensorSharding) -> Tensor:
-    return gather_shards(x, sharding, comm.group)
-
-
-def _reduce_scatter(x: Tensor, comm: TensorParallelComm, sharding: TensorSharding) -> Tensor:
-    return reduce_scatter_shards(x, sharding, comm.group)
-
-
-_Operation = Callable[[Tensor, TensorParallelComm, TensorSharding], Tensor]
-_OPERATIONS: dict[str, tuple[_Operation, _Operation]] = {
-    # Autograd may hand one gradient to several nodes, so it is not summed in place.
-    "copy": (
-        lambda x, _comm, _sharding: x.view_as(x),
-        lambda x, comm, sharding: _all_reduce(x.clone(memory_format=torch.contiguous_format), comm, sharding),
-    ),
-    "all_reduce": (
-        lambda x, comm, sharding: _all_reduce(x.detach().contiguous(), comm, sharding),
-        lambda x, _comm, _sharding: x,
-    ),
-    "all_gather": (_all_gather, _reduce_scatter),
-    "reduce_scatter": (_reduce_scatter, _all_gather),
-    "narrow": (_narrow, _all_gather),
-    "gather_replicated": (_all_gather, _narrow),
-}
-"""Forward and backward operation of every collective."""
-
-
-class _TensorCollective(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, operations: tuple[_Operation, _Operation], comm: TensorParallelComm) -> Tensor:
-        extents = range_lengths(even_ranges(comm.tokens, comm.group.size))
-        ctx.comm, ctx.backward_operation, ctx.sharding = comm, operations[1], TensorSharding(_TOKEN_DIM, extents)
-        return operations[0](x, comm, ctx.sharding)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.backward_operation(gradients[0], ctx.comm, ctx.sharding), None, None
+    def _apply(self, x: Tensor, operations: tuple[str, str]) -> Tensor:
+        sharding = sharding_along(_TOKEN_DIM, even_ranges(self.tokens, self.group.size))
+        return apply_collective(x, operations, sharding, self.group)
 
 
 @contextmanager
@@ -172,16 +120,6 @@ class RankLocalDropout(nn.Dropout):
             return F.dropout(input, self.p)
 
 
-def slice_parameter(parameter: Tensor, dim: int, rows: range) -> nn.Parameter:
-    """Return a copy of the ``rows`` along ``dim``, so that the whole parameter can be freed."""
-    return nn.Parameter(parameter.detach().narrow(dim, rows.start, len(rows)).clone(), parameter.requires_grad)
-
-
-def range_lengths(ranges: Sequence[range]) -> tuple[int, ...]:
-    """Return the length of every range."""
-    return tuple(map(len, ranges))
-
-
 def mark_partial_gradients(module: nn.Module, *names: str) -> None:
     """Record that the gradients of these parameters are from the rank's own tokens only: ranks must add them up."""
     vars(module)["partial_gradients"] = names
@@ -201,26 +139,25 @@ class ColumnLinear(nn.Linear):
     """
 
     def __init__(self, layer: nn.Linear, ranges: Sequence[range], rank: int) -> None:
-        features = ranges[rank]
+        sharding = sharding_along(0, ranges)
         # On the meta device nothing is drawn: the ranks' generators stay in step, whatever the sizes of their shards.
-        super().__init__(layer.in_features, len(features), bias=layer.bias is not None, device="meta")
-        self.weight = slice_parameter(layer.weight, 0, features)
-        self.shards = {"weight": TensorSharding(0, range_lengths(ranges))}
+        super().__init__(layer.in_features, len(ranges[rank]), bias=layer.bias is not None, device="meta")
+        self.shards = {"weight": sharding, "bias": sharding}
+        self.weight = own_shard(layer.weight, sharding, rank)
         if layer.bias is not None:
-            self.bias = slice_parameter(layer.bias, 0, features)
-            self.shards["bias"] = self.shards["weight"]
+            self.bias = own_shard(layer.bias, sharding, rank)
 
 
 class RowLinear(nn.Linear):
     """Some input features of a linear layer; the bias is added once, to the ranks' sum."""
 
     def __init__(self, layer: nn.Linear, ranges: Sequence[range], comm: TensorParallelComm) -> None:
-        features = ranges[comm.group.place]
-        super().__init__(len(features), layer.out_features, bias=layer.bias is not None, device="meta")
+        sharding, rank = sharding_along(1, ranges), comm.group.place
+        super().__init__(len(ranges[rank]), layer.out_features, bias=layer.bias is not None, device="meta")
         self.comm = comm
-        self.weight = slice_parameter(layer.weight, 1, features)
+        self.weight = own_shard(layer.weight, sharding, rank)
         self.bias = layer.bias
-        self.shards = {"weight": TensorSharding(1, range_lengths(ranges))}
+        self.shards = {"weight": sharding}
         if comm.by_tokens and layer.bias is not None:
             mark_partial_gradients(self, "bias")
 

@@ -13,16 +13,13 @@ its own part of the layers that follow.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcbench.parallel.strategies.channel import (
-    BoundaryOps,
     ChannelLayer,
     ChannelLayerSplit,
     GroupedConvPiece,
@@ -32,80 +29,10 @@ from hpcbench.parallel.strategies.channel import (
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.strategies.model_parallel import (
     TensorSharding,
+    apply_collective,
     cast_for_autocast,
-    gather_shards,
-    reduce_scatter_shards,
+    own_shard,
 )
-
-
-class ChannelShards(NamedTuple):
-    """The channels of a tensor that each rank of a group holds: ``extents`` in the group's order."""
-
-    group: RankGroup
-    extents: tuple[int, ...]
-
-    @property
-    def own(self) -> range:
-        """This rank's channels."""
-        start = sum(self.extents[: self.group.place])
-        return range(start, start + self.extents[self.group.place])
-
-    def narrow(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Return a view of this rank's channels of ``tensor``."""
-        return tensor.narrow(dim, self.own.start, len(self.own))
-
-
-def all_gather_channels(part: Tensor, shards: ChannelShards) -> Tensor:
-    """Return the whole tensor [n, channels, ...] from every rank's part. Collective."""
-    return gather_shards(part, TensorSharding(1, shards.extents), shards.group)
-
-
-def all_reduce_copy(tensor: Tensor, shards: ChannelShards) -> Tensor:
-    """Return the sum of all ranks' ``tensor``, which stays unchanged. Collective."""
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=shards.group.members())
-    return total
-
-
-def reduce_scatter_channels(tensor: Tensor, shards: ChannelShards) -> Tensor:
-    """Return this rank's part of the sum of all ranks' ``tensor`` [n, channels, ...]. Collective."""
-    return reduce_scatter_shards(tensor, TensorSharding(1, shards.extents), shards.group).contiguous()
-
-
-_OPERATIONS: dict[str, Callable[[Tensor, ChannelShards], Tensor]] = {
-    # A new tensor object: autograd would mistake the input itself for the output.
-    "": lambda tensor, _shards: tensor.view_as(tensor),
-    "narrow": lambda tensor, shards: shards.narrow(tensor),
-    "all_gather": all_gather_channels,
-    "all_reduce": all_reduce_copy,
-    "reduce_scatter": reduce_scatter_channels,
-}
-
-
-class _ChannelCollective(torch.autograd.Function):
-    """One operation of ``_OPERATIONS`` forward, another one backward."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, step: BoundaryOps, shards: ChannelShards) -> Tensor:
-        ctx.step, ctx.shards = step, shards
-        return _OPERATIONS[step.forward](tensor, shards)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (gradient,) = gradients
-        return _OPERATIONS[ctx.step.backward](gradient, ctx.shards), None, None
-
-
-def apply_collective(tensor: Tensor, step: BoundaryOps, shards: ChannelShards | None) -> Tensor:
-    """Apply the forward operation of ``step``, and its backward operation to the gradient.
-
-    ``shards`` are the channels on the side where the tensor is split.
-    """
-    if shards is None or not (step.forward or step.backward):
-        return tensor
-    result: Tensor = _ChannelCollective.apply(cast_for_autocast(tensor), step, shards)  # type: ignore[no-untyped-call]
-    return result
-
 
 ConvolutionLayer = nn.Conv1d | nn.Conv2d | nn.Conv3d
 SplittableLayer = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear
@@ -114,31 +41,18 @@ NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 DROPOUTS = (nn.Dropout,)
 
 
-class _ConvolutionSettings(NamedTuple):
-    """The arguments of a convolution beside its tensors."""
+def _convolution_of(layer: ConvolutionLayer) -> Callable[..., Tensor]:
+    """Return the operation of ``layer`` as a function of input, weight, bias and number of groups."""
+    function: Any = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}[type(layer)]
+    stride, dilation, mode = layer.stride, layer.dilation, layer.padding_mode
+    padding, pad = layer.padding if mode == "zeros" else 0, layer._reversed_padding_repeated_twice
 
-    stride: tuple[int, ...]
-    padding: str | tuple[int, ...]
-    dilation: tuple[int, ...]
-    mode: str
-    pad: list[int]
-    """Padding of modes other than zeros, as ``F.pad`` takes it."""
+    def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
+        padded = x if mode == "zeros" else F.pad(x, pad, mode=mode)
+        convolved: Tensor = function(padded, weight, bias, stride, padding, dilation, groups)
+        return convolved
 
-    @classmethod
-    def of(cls, layer: ConvolutionLayer) -> _ConvolutionSettings:
-        """Return the settings of ``layer``."""
-        return cls(
-            layer.stride, layer.padding, layer.dilation, layer.padding_mode, layer._reversed_padding_repeated_twice
-        )
-
-
-def _convolve(settings: _ConvolutionSettings, x: Tensor, weight: Tensor, bias: Tensor | None, groups: int) -> Tensor:
-    padding = settings.padding
-    if settings.mode != "zeros":
-        x, padding = F.pad(x, settings.pad, mode=settings.mode), (0,) * (x.dim() - 2)
-    function: Any = (F.conv1d, F.conv2d, F.conv3d)[x.dim() - 3]
-    convolved: Tensor = function(x, weight, bias, settings.stride, padding, settings.dilation, groups)
-    return convolved
+    return convolve
 
 
 class ChannelSplitLayer(nn.Module):
@@ -147,43 +61,40 @@ class ChannelSplitLayer(nn.Module):
     ``weight`` and ``bias`` are slices of the whole layer's.
     """
 
-    shards: dict[str, TensorSharding]
-    weight: nn.Parameter
-
     def __init__(self, whole: SplittableLayer, layer: ChannelLayer, split: ChannelLayerSplit, group: RankGroup) -> None:
         super().__init__()
         self.split = split
-        self._in = ChannelShards(group, channel_extents(layer.in_channels, group.size, layer.features))
-        self._out = ChannelShards(group, channel_extents(layer.out_channels, group.size))
-        self.shards = {}
-        weight, bias = whole.weight.detach(), None if whole.bias is None else whole.bias.detach()
+        self._group = group
+        self._in = TensorSharding(1, channel_extents(layer.in_channels, group.size, layer.features))
+        self._out = TensorSharding(1, channel_extents(layer.out_channels, group.size))
+        self.shards: dict[str, TensorSharding] = {}
         if split.weight_dim is not None:
-            shards = self._in if split.weight_dim else self._out
-            self.shards["weight"] = TensorSharding(split.weight_dim, shards.extents)
-            weight = shards.narrow(weight, split.weight_dim)
-        if bias is not None and split.is_bias_split:
+            extents = (self._in if split.weight_dim else self._out).extents
+            self.shards["weight"] = TensorSharding(split.weight_dim, extents)
+        if whole.bias is not None and split.is_bias_split:
             self.shards["bias"] = TensorSharding(0, self._out.extents)
-            bias = self._out.narrow(bias, 0)
-        self.weight = nn.Parameter(weight.clone(), whole.weight.requires_grad)
-        self.bias = None if bias is None else nn.Parameter(bias.clone(), whole.weight.requires_grad)
-        self._convolve = None if isinstance(whole, nn.Linear) else partial(_convolve, _ConvolutionSettings.of(whole))
+        self.weight = own_shard(whole.weight, self.shards.get("weight"), group.place)
+        self.bias = None if whole.bias is None else own_shard(whole.bias, self.shards.get("bias"), group.place)
+        self._convolve = None if isinstance(whole, nn.Linear) else _convolution_of(whole)
         self._pieces = self._own_pieces(layer)
         self.train(whole.training)
 
     def _own_pieces(self, layer: ChannelLayer) -> list[GroupedConvPiece]:
+        rank = self._group.place
         if self.split.by == "filters" and layer.groups > 1:
-            return grouped_conv_pieces(layer, self._out.own)
-        inputs = self._in.own if self.split.by in ("channels", "groups") else range(layer.in_channels)
-        outputs = self._out.own if self.split.by in ("filters", "groups") else range(layer.out_channels)
+            return grouped_conv_pieces(layer, self._out.range_of(rank))
+        inputs = self._in.range_of(rank) if self.split.by in ("channels", "groups") else range(layer.in_channels)
+        outputs = self._out.range_of(rank) if self.split.by in ("filters", "groups") else range(layer.out_channels)
         groups = len(inputs) * layer.groups // layer.in_channels if self.split.by == "groups" else layer.groups
         return [GroupedConvPiece(range(len(inputs)), range(len(outputs)), groups)]
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, in channels, ...] -> [n, out channels, ...]; on each side the rank's own channels or all of them."""
-        x = apply_collective(x, self.split.enter, self._in)
+        x = apply_collective(cast_for_autocast(x), self.split.enter, self._in, self._group)
         # The bias is added once to the sum over the group.
         is_bias_last = self.split.by == "channels"
-        y = apply_collective(self._compute(x, None if is_bias_last else self.bias), self.split.leave, self._out)
+        y = self._compute(x, None if is_bias_last else self.bias)
+        y = apply_collective(y, self.split.leave, self._out, self._group)
         if self.bias is None or not is_bias_last:
             return y
         return y + self.bias.to(y.dtype).view(-1, *(1 for _ in y.shape[2:]))
@@ -208,32 +119,27 @@ class ChannelSplitLayer(nn.Module):
 class ChannelSplitDropout(nn.Module):
     """Dropout of a rank's own channels with the single device's mask: every rank draws the mask of all channels."""
 
-    def __init__(self, dropout: nn.Dropout, shards: ChannelShards) -> None:
+    def __init__(self, dropout: nn.Dropout, sharding: TensorSharding, rank: int) -> None:
         super().__init__()
         self.p = dropout.p
-        self._shards = shards
+        self._sharding, self._rank = sharding, rank
         self.train(dropout.training)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, own channels, ...] -> the same shape."""
         if not self.training or self.p == 0.0:
             return x
-        channels = sum(self._shards.extents)
-        mask = x.new_empty(x.shape[0], channels, *x.shape[2:]).bernoulli_(1 - self.p)
+        mask = x.new_empty(x.shape[0], sum(self._sharding.extents), *x.shape[2:]).bernoulli_(1 - self.p)
         scale = 0.0 if self.p == 1.0 else 1 / (1 - self.p)
-        return x * (self._shards.narrow(mask).clone() * scale)
+        return x * (self._sharding.narrow(mask, self._rank).clone() * scale)
 
 
-def split_batch_norm(norm: nn.Module, shards: ChannelShards) -> None:
+def split_batch_norm(norm: nn.Module, extents: tuple[int, ...], rank: int) -> None:
     """Reduce a BatchNorm to this rank's channels, in place. Statistics are per channel and need no communication."""
     assert isinstance(norm, NORMS), "a norm over channels"
-    shardings: dict[str, TensorSharding] = {}
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        tensor = getattr(norm, name)
-        if tensor is None:
-            continue
-        shardings[name] = TensorSharding(0, shards.extents)
-        part = shards.narrow(tensor.detach(), 0).clone()
-        setattr(norm, name, nn.Parameter(part, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else part)
-    norm.num_features = len(shards.own)
-    vars(norm)["shards"] = shardings
+    tensors = {name: getattr(norm, name) for name in ("weight", "bias", "running_mean", "running_var")}
+    shards = {name: TensorSharding(0, extents) for name, tensor in tensors.items() if tensor is not None}
+    for name, sharding in shards.items():
+        setattr(norm, name, own_shard(tensors[name], sharding, rank))
+    norm.num_features = extents[rank]
+    vars(norm)["shards"] = shards

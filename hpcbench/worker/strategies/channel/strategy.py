@@ -41,12 +41,11 @@ from hpcbench.worker.strategies.channel.channel_layers import (
     CONVOLUTIONS,
     DROPOUTS,
     NORMS,
-    ChannelShards,
     ChannelSplitDropout,
     ChannelSplitLayer,
     split_batch_norm,
 )
-from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy
+from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, TensorSharding
 
 SPLITTABLE_LAYERS = (*CONVOLUTIONS, nn.Linear)
 _CHANNELS_ATTRIBUTE = "_hpcbench_channels"
@@ -244,7 +243,7 @@ def split_model_channels(model: nn.Module, shape: tuple[int, ...], scheme: Chann
         if call.name in replaced:
             continue
         replaced.add(call.name)
-        shards = ChannelShards(group, channel_extents(call.channels, group.size, call.features))
+        extents = channel_extents(call.channels, group.size, call.features)
         if isinstance(call.module, SPLITTABLE_LAYERS):
             split = channel_split(layers[call.name], scheme, group.size)
             if split.by or split.enter.forward:
@@ -252,9 +251,11 @@ def split_model_channels(model: nn.Module, shape: tuple[int, ...], scheme: Chann
         elif scheme.form != "sharded" or call.channels == 0 or number > last:
             continue  # Its input is whole: before the first layer, behind the last, or in the gathered form.
         elif isinstance(call.module, NORMS):
-            split_batch_norm(call.module, shards)
+            split_batch_norm(call.module, extents, group.place)
         elif isinstance(call.module, DROPOUTS):
-            _replace_module(model, call.module, ChannelSplitDropout(call.module, shards))
+            _replace_module(
+                model, call.module, ChannelSplitDropout(call.module, TensorSharding(1, extents), group.place)
+            )
 
 
 def _replace_module(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -25,37 +26,33 @@ class ActionRecorder:
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._device = device
-        self._begun: list[tuple[Action, float, float]] = []
-        self._events: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
+        self._spans: list[tuple[Action, Any, Any]] = []
+        """Begin and end: seconds, on cuda events."""
 
     def start(self) -> None:
         """Set the origin of all times; the ranks call it together."""
         if self._on_cuda:
             torch.cuda.synchronize(self._device)
-            self._zero = _record_event(self._device)
-        self._zero_s = time.perf_counter()
+        self._zero = self._now()
 
     @contextmanager
     def of(self, action: Action) -> Iterator[None]:
         """Record the context as the time of ``action``: its computation, without the wait for its inputs."""
-        if self._on_cuda:
-            begun = _record_event(self._device)
-            yield
-            self._events.append((action, begun, _record_event(self._device)))
-        else:
-            begun_s = time.perf_counter()
-            yield
-            self._begun.append((action, begun_s - self._zero_s, time.perf_counter() - self._zero_s))
+        begin = self._now()
+        yield
+        self._spans.append((action, begin, self._now()))
 
     def spans_s(self) -> list[ActionSpan]:
         """Return the spans in the order of execution, in seconds. Waits for the device."""
-        if not self._on_cuda:
-            return [ActionSpan(*span) for span in self._begun]
-        torch.cuda.synchronize(self._device)
-        return [
-            ActionSpan(action, self._zero.elapsed_time(begun) / 1e3, self._zero.elapsed_time(ended) / 1e3)
-            for action, begun, ended in self._events
-        ]
+        if self._on_cuda:
+            torch.cuda.synchronize(self._device)
+        return [ActionSpan(action, self._time_s(begin), self._time_s(end)) for action, begin, end in self._spans]
+
+    def _now(self) -> Any:
+        return _record_event(self._device) if self._on_cuda else time.perf_counter()
+
+    def _time_s(self, mark: Any) -> float:
+        return float(self._zero.elapsed_time(mark) / 1e3 if self._on_cuda else mark - self._zero)
 
 
 class PendingActions:

@@ -93,11 +93,12 @@ class FairscalePipeStrategy(DataParallelStrategy):
             self.update()
         return loss.detach().to(inputs.device)
 
+    # In the whole model the names have no "pipe.partitions.<number>." in front.
     def weights(self) -> dict[str, Tensor]:
-        return {name_in_model(name): tensor for name, tensor in super().weights().items()}
+        return {name.split(".", 3)[3]: tensor for name, tensor in super().weights().items()}
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name_in_model(name): tensor for name, tensor in super().gradients().items()}
+        return {name.split(".", 3)[3]: tensor for name, tensor in super().gradients().items()}
 
 
 def _stage_devices(count: int, device: torch.device) -> list[torch.device]:
@@ -111,12 +112,3 @@ def _stage_devices(count: int, device: torch.device) -> list[torch.device]:
             hint="the profile must give a task all of its devices_per_task",
         )
     return [torch.device("cuda", number) for number in range(count)]
-
-
-def name_in_model(name: str) -> str:
-    """Return the name in the whole model of a tensor of ``PipeModule``.
-
-    >>> name_in_model("pipe.partitions.1.3.conv1.weight")
-    '3.conv1.weight'
-    """
-    return name.split(".", 3)[3]

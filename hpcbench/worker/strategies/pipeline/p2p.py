@@ -48,13 +48,9 @@ class P2PGroups(NamedTuple):
 
     def of(self, message: PipelineMessage) -> RankGroup:
         """Return the group that carries ``message``."""
-        return self.between(message.source, message.target, message.is_forward)
-
-    def between(self, source: int, target: int, is_forward: bool) -> RankGroup:
-        """Return the group that carries activations (or gradients) from one rank of the pipeline to another."""
-        if is_forward:
-            return self.down if source < target else self.around_down
-        return self.up if source > target else self.around_up
+        if message.is_forward:
+            return self.down if message.source < message.target else self.around_down
+        return self.up if message.source > message.target else self.around_up
 
 
 def make_p2p_groups(group: RankGroup, layout: PipelineLayout, another: Callable[[str], RankGroup]) -> P2PGroups:
@@ -70,34 +66,18 @@ def make_p2p_groups(group: RankGroup, layout: PipelineLayout, another: Callable[
     return P2PGroups(group, up, another("around_down"), another("around_up"))
 
 
-class _PostedReceive(NamedTuple):
-    tensors: tuple[Tensor, ...]
-    works: list[dist.Work]
-
-
-class _ReceiveQueue:
-    """Messages from one rank in one direction; receives are posted in the sender's order."""
-
-    def __init__(self, messages: Iterable[PipelineMessage]) -> None:
-        self.awaited = deque(messages)
-        self.posted: dict[PipelineMessage, _PostedReceive] = {}
-
-
 def warm_up_links(groups: P2PGroups, links: Iterable[PipelineMessage], rank: int, device: torch.device) -> None:
     """Send one number over every link of the schedule; called by all ranks with the same ``links``.
 
     NCCL creates the communicator of two ranks with their first message, and both block until the other one calls.
     Receives that are posted ahead would wait there in a ring; one link after another, in one order, cannot.
     """
-    for source, target, is_forward in dict.fromkeys((link.source, link.target, link.is_forward) for link in links):
-        if rank not in (source, target):
-            continue
-        group = groups.between(source, target, is_forward).members()
+    for link in {(link.source, link.target, link.is_forward): link for link in links}.values():
         number = torch.zeros(1, device=device)
-        if rank == source:
-            dist.send(number, group=group, group_dst=target)
-        else:
-            dist.recv(number, group=group, group_src=source)
+        if rank == link.source:
+            dist.send(number, group=groups.of(link).members(), group_dst=link.target)
+        elif rank == link.target:
+            dist.recv(number, group=groups.of(link).members(), group_src=link.source)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -112,22 +92,20 @@ class P2PTransport:
         self._wait_s = wait_s
         self._groups = groups
         self._device = device
-        self._links: dict[tuple[int, bool], _ReceiveQueue] = {}
+        self._awaited: dict[tuple[int, bool], deque[PipelineMessage]] = {}
+        """By link (sender and direction): messages whose receives are not posted, in the sender's order."""
+        self._posted: dict[PipelineMessage, tuple[tuple[Tensor, ...], list[dist.Work]]] = {}
         self._numbers: dict[tuple[int, int, bool], int] = {}
         self._sent: list[tuple[dist.Work, Tensor]] = []
         self._shapes: MessageShapes = lambda _: ()
 
     def post_receives(self, messages: Iterable[PipelineMessage], shapes: MessageShapes) -> None:
         """Announce the messages of a step, each sender's in its order, and post the first receives of every link."""
-        assert all(not link.awaited and not link.posted for link in self._links.values()), (
-            "messages that were not received"
-        )
-        by_link: dict[tuple[int, bool], list[PipelineMessage]] = {}
+        assert not any([self._posted, *self._awaited.values()]), "messages that were not received"
+        self._shapes, self._awaited = shapes, {}
         for message in messages:
-            by_link.setdefault((message.source, message.is_forward), []).append(message)
-        self._shapes = shapes
-        self._links = {key: _ReceiveQueue(queue) for key, queue in by_link.items()}
-        for link in self._links.values():
+            self._awaited.setdefault((message.source, message.is_forward), deque()).append(message)
+        for link in self._awaited.values():
             self._post(link, PREFETCHED_RECEIVES)
 
     def send(self, message: PipelineMessage, tensors: Sequence[Tensor]) -> None:
@@ -148,10 +126,10 @@ class P2PTransport:
             P2PTimeout: The message did not arrive within the time limit.
             RuntimeError: The sender has ended.
         """
-        link = self._links[message.source, message.is_forward]
-        while message not in link.posted:
+        link = self._awaited[message.source, message.is_forward]
+        while message not in self._posted:
             self._post(link, 1)
-        tensors, works = link.posted.pop(message)
+        tensors, works = self._posted.pop(message)
         self._post(link, 1)
         for work in works:
             self._wait(work)
@@ -176,18 +154,18 @@ class P2PTransport:
                 raise
             raise P2PTimeout(str(error)) from error
 
-    def _post(self, link: _ReceiveQueue, count: int) -> None:
-        for _ in range(min(count, len(link.awaited))):
-            message = link.awaited.popleft()
+    def _post(self, link: deque[PipelineMessage], count: int) -> None:
+        for _ in range(min(count, len(link))):
+            message = link.popleft()
             group = self._groups.of(message)
             shapes = self._shapes(message)
-            receive = _PostedReceive(tuple(shape.empty(self._device) for shape in shapes), [])
-            for shape, tensor in zip(shapes, receive.tensors, strict=True):
+            tensors, works = tuple(shape.empty(self._device) for shape in shapes), list[dist.Work]()
+            for shape, tensor in zip(shapes, tensors, strict=True):
                 flat = shape.flat(tensor)
                 work = dist.irecv(flat, group=group.members(), group_src=message.source, tag=self._tag(message))
                 assert work is not None, "a receive of a rank outside its group"
-                receive.works.append(work)
-            link.posted[message] = receive
+                works.append(work)
+            self._posted[message] = tensors, works
 
     def _tag(self, message: PipelineMessage) -> int:
         """Return the number of the next tensor on its link; gloo matches messages by it, NCCL by order."""

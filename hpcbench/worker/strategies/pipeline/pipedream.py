@@ -11,10 +11,9 @@ Source: Narayanan et al. 2019 (SOSP).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar, overload
 
 from torch import Tensor, nn
 
@@ -102,30 +101,6 @@ class WeightStash:
         ]
 
 
-T = TypeVar("T")
-
-
-class OffsetSequence(Sequence[T]):
-    """A part of an endless sequence: its entries from number ``first`` on."""
-
-    def __init__(self, first: int, entries: Sequence[T]) -> None:
-        self._first, self._entries = first, entries
-
-    @overload
-    def __getitem__(self, number: int) -> T: ...
-
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[T]: ...
-
-    def __getitem__(self, number: int | slice) -> T | Sequence[T]:
-        assert isinstance(number, int), "an endless sequence has no slices"
-        assert self._first <= number < len(self), f"{number} is not among {self._first} to {len(self) - 1}"
-        return self._entries[number - self._first]
-
-    def __len__(self) -> int:
-        return self._first + len(self._entries)
-
-
 @dataclass
 class AsyncPipelineRuntime(PipelineRuntime):
     """A runtime whose micro-batches are numbered over all steps and have losses with individual divisors.
@@ -134,10 +109,10 @@ class AsyncPipelineRuntime(PipelineRuntime):
     that nothing is in flight between steps and other collectives are possible.
     """
 
-    divisors: Sequence[int] = ()
-    """Per micro-batch: the samples of the update that its gradient contributes to."""
-    loss_weights: Sequence[float] = ()
-    """Per micro-batch: the factor of its loss in the step's loss."""
+    divisors: Mapping[int, int] = field(default_factory=dict)
+    """By micro-batch: the samples of the update that its gradient contributes to."""
+    loss_weights: Mapping[int, float] = field(default_factory=dict)
+    """By micro-batch: the factor of its loss in the step's loss."""
     received_ahead: dict[Action, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def begin(self, ranks: list[list[Action]], batch: PipelineBatch) -> None:
@@ -225,25 +200,19 @@ class PipedreamStrategy(PipelineStrategy):
     ) -> PipelineBatch:
         """Return the inputs of the first stage's forward passes and the targets of the last stage's."""
         first, count = minibatches.first(index), minibatches.count(index)
-        stop = 1 + max(action.micro_batch for window in windows for action in window)
-        entries = [minibatches.at(number) for number in range(first, stop)]
-        sizes = [entry.sizes[self.replica] for entry in entries]
-        self._prepare_boundaries(feed, sizes)
+        numbers = range(first, 1 + max(action.micro_batch for window in windows for action in window))
+        entries = {number: minibatches.at(number) for number in numbers}
+        sizes = {number: entry.sizes[self.replica] for number, entry in entries.items()}
+        self._prepare_boundaries(feed, sizes.values())
         total = minibatches.samples(index)
-        divisors = [total if self._staleness.double_buffered else entry.samples for entry in entries]
-        self.runtime.divisors = OffsetSequence(first, divisors)
-        self.runtime.loss_weights = OffsetSequence(first, [divisor / total for divisor in divisors[:count]])
-        inputs: Sequence[Tensor] = []
-        targets: Sequence[Tensor] = []
-        stage = self.group.place
+        divisors = {number: entry.samples for number, entry in entries.items()}
+        self.runtime.divisors = dict.fromkeys(numbers, total) if self._staleness.double_buffered else divisors
+        self.runtime.loss_weights = {number: divisor / total for number, divisor in self.runtime.divisors.items()}
         with self.phases("data"):
-            if stage == 0:
-                numbers = range(first, stop)
-                inputs = OffsetSequence(first, [minibatches.batch(number, self.replica)[0] for number in numbers])
-            if stage == self.layout.stages - 1:
-                numbers = range(first, first + count)
-                targets = OffsetSequence(first, [minibatches.batch(number, self.replica)[1] for number in numbers])
-        return PipelineBatch(inputs, targets, OffsetSequence(first, sizes), total)
+            is_first, is_last = self.group.place == 0, self.group.place == self.layout.stages - 1
+            inputs = {number: minibatches.batch(number, self.replica)[0] for number in numbers if is_first}
+            targets = {number: minibatches.batch(number, self.replica)[1] for number in numbers[:count] if is_last}
+        return PipelineBatch(inputs, targets, sizes, total)
 
     def _before(self, action: Action) -> None:
         if action.kind != UPDATE:
@@ -269,7 +238,7 @@ class PipedreamStrategy(PipelineStrategy):
             self._stash.before_update()
             self.peak_versions = max(self.peak_versions, self._stash.versions)
             self.update()
-            step, place, _ = self._minibatches.at(number)
-            if place + 1 < self._minibatches.count(step):
+            step, position, _ = self._minibatches.at(number)
+            if position + 1 < self._minibatches.count(step):
                 # The gradients of the step's last update stay, for ``gradients``.
                 self.clear_gradients()

@@ -56,11 +56,11 @@ _NOT_RECORDED = nullcontext()
 class PipelineBatch(NamedTuple):
     """The samples of one step: the first chunk reads inputs, the last one targets."""
 
-    inputs: Sequence[Tensor]
-    """Per micro-batch, [samples, *sample shape]; empty on ranks without the first chunk."""
-    targets: Sequence[Tensor]
-    """Per micro-batch; empty on ranks without the last chunk."""
-    sizes: Sequence[int]
+    inputs: Mapping[int, Tensor]
+    """By micro-batch, [samples, *sample shape]; empty on ranks without the first chunk."""
+    targets: Mapping[int, Tensor]
+    """By micro-batch; empty on ranks without the last chunk."""
+    sizes: Mapping[int, int]
     """Samples of each micro-batch."""
     global_count: int
     """Samples of all micro-batches of all replicas: the divisor of losses."""

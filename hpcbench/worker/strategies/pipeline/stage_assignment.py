@@ -13,7 +13,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch.distributed as dist
 from torch import nn
 
@@ -39,42 +38,41 @@ def _profile_key(spec: RunSpec) -> tuple[Any, ...]:
     return spec.model, spec.dataset, spec.input_size, spec.batch_size, spec.micro_batches
 
 
-def is_balance_measured(options: Mapping[str, Any]) -> bool:
-    """Return whether a run with these options needs ``measure_blocks``."""
-    return options["balance"] == "measured" and not options["cuts"]
-
-
-def measure_blocks(model: nn.Sequential, spec: RunSpec, context: RankContext) -> BlockProfile:
+def measure_blocks(
+    model: nn.Sequential, spec: RunSpec, options: Mapping[str, Any], context: RankContext
+) -> BlockProfile | None:
     """Return the times of the model's blocks, measured by rank 0 on its device or read from its cache.
 
+    ``None`` if the strategy's ``options`` balance the stages by something else.
     Collective; must precede ``assign_blocks`` of a run whose balance is measured.
 
     Raises:
         WorkerError: ``unsupported``, on all ranks, if rank 0 cannot measure the model.
     """
+    if options["balance"] != "measured" or options["cuts"]:
+        return None
     key = _profile_key(spec)
     if key not in _BLOCK_PROFILES:
-        messages = [_profile_blocks(model, spec, context)] if context.rank == 0 else [b""]
+        responses = [_profile_blocks(model, spec, context) if context.rank == 0 else BlockProfileResponse()]
         if context.world_size > 1:
             group = context.members()
-            dist.broadcast_object_list(messages, dist.get_global_rank(group, 0), group=group, device=context.device)
-        response = msgspec.json.decode(messages[0], type=BlockProfileResponse)
+            dist.broadcast_object_list(responses, dist.get_global_rank(group, 0), group=group, device=context.device)
+        response = responses[0]
         if response.chain is None:
             raise WorkerError(f"balance = measured: {response.error}", status="unsupported", hint=response.hint)
         _BLOCK_PROFILES[key] = response.chain
     return _BLOCK_PROFILES[key]
 
 
-def _profile_blocks(model: nn.Sequential, spec: RunSpec, context: RankContext) -> bytes:
+def _profile_blocks(model: nn.Sequential, spec: RunSpec, context: RankContext) -> BlockProfileResponse:
     # The profiler imports fake tensors, which take a second.
     from hpcbench.worker.block_times import block_profile_request, profile_blocks
 
     try:
         profile = profile_blocks(block_profile_request(spec, context.device), shapes=copy_to_meta(model))
-        response = BlockProfileResponse(chain=profile)
+        return BlockProfileResponse(chain=profile)
     except HpcbenchError as error:
-        response = BlockProfileResponse(error=error.message, hint=error.hint)
-    return msgspec.json.encode(response)
+        return BlockProfileResponse(error=error.message, hint=error.hint)
 
 
 def predict_step(
@@ -94,12 +92,7 @@ def predict_step(
     step = schedule_step_time(
         spec.strategy, layout, spec.micro_batches, chunks, None if staleness is None else staleness(spec)
     )
-    return PipelinePrediction(
-        step_time_s=step.step_time_s,
-        bubble_fraction=step.bubble_fraction,
-        cuts=[chunk.start for chunk in blocks[1:]],
-        stage_times_s=step.stage_times_s,
-    )
+    return PipelinePrediction(cuts=[chunk.start for chunk in blocks[1:]], **step._asdict())
 
 
 def assign_blocks(

@@ -160,14 +160,6 @@ class StageModule(nn.Module):
         return tree_unflatten(received, meta.treespec)
 
 
-class TensorLocation(NamedTuple):
-    """Shape, dtype and chunk of a tensor of the whole model."""
-
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-    chunk: int
-
-
 def slice_chunks(model: nn.Sequential, blocks: Sequence[range], numbers: Iterable[int]) -> dict[int, nn.Sequential]:
     """Return the chunks with those numbers as slices of ``model``, whose modules keep their names."""
     chunks = {number: model[blocks[number].start : blocks[number].stop] for number in numbers}
@@ -175,31 +167,29 @@ def slice_chunks(model: nn.Sequential, blocks: Sequence[range], numbers: Iterabl
     return chunks  # type: ignore[return-value]
 
 
-def locate_tensors(
-    tensors: Iterable[tuple[str, Tensor]], model: nn.Sequential, blocks: Sequence[range]
-) -> dict[str, TensorLocation]:
-    """Return the locations of named ``tensors`` of the whole model; ``blocks`` are those of every chunk."""
-    names = [name for name, _ in model.named_children()]
-    chunk_of = {names[block]: chunk for chunk, held in enumerate(blocks) for block in held}
-    return {
-        name: TensorLocation(tuple(tensor.shape), tensor.dtype, chunk_of[name.partition(".")[0]])
-        for name, tensor in tensors
-    }
+def chunks_of_tensors(names: Iterable[str], model: nn.Sequential, blocks: Sequence[range]) -> dict[str, int]:
+    """Return the chunk of each named tensor of the whole model; ``blocks`` are those of every chunk."""
+    children = [name for name, _ in model.named_children()]
+    chunk_of = {children[block]: chunk for chunk, held in enumerate(blocks) for block in held}
+    return {name: chunk_of[name.partition(".")[0]] for name in names}
 
 
-def tied_parameter_names(model: nn.Sequential, locations: Mapping[str, TensorLocation]) -> list[list[str]]:
-    """Return the names of each parameter that lies on several chunks, one name per chunk, the first one first."""
-    names_of: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names = names_of.setdefault(id(parameter), [])
-        if all(locations[name].chunk != locations[other].chunk for other in names):
-            names.append(name)
-    return [names for names in names_of.values() if len(names) > 1]
+def tied_parameters(model: nn.Sequential, blocks: Sequence[range], layout: PipelineLayout) -> list[TiedParameter]:
+    """Return the parameters of the whole model that lie on several chunks; the first chunk's rank comes first."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    chunks_of: dict[nn.Parameter, dict[int, None]] = {}
+    for name, chunk in chunks_of_tensors(parameters, model, blocks).items():
+        chunks_of.setdefault(parameters[name], {})[chunk] = None
+    return [
+        TiedParameter(tuple(dict.fromkeys(layout.rank_of(chunk, 0) for chunk in chunks)), parameter)
+        for parameter, chunks in chunks_of.items()
+        if len(chunks) > 1
+    ]
 
 
 def gather_on_first_rank(
     tensors: Mapping[str, Tensor],
-    locations: Mapping[str, TensorLocation],
+    chunk_of: Mapping[str, int],
     layout: PipelineLayout,
     group: RankGroup,
     device: torch.device,
@@ -208,7 +198,7 @@ def gather_on_first_rank(
 
     Args:
         tensors: This rank's tensors, by their names in the whole model.
-        locations: All tensors of the whole model.
+        chunk_of: The chunk of every tensor to collect, in the order of the result.
         layout: The pipeline's stages.
         group: The pipeline's ranks.
         device: The device of received tensors.
@@ -216,20 +206,15 @@ def gather_on_first_rank(
     Returns:
         On the first rank all tensors that exist; on the others their own.
     """
+    own = {
+        name: tensor.detach()
+        for name, tensor in tensors.items()
+        if name in chunk_of and layout.rank_of(chunk_of[name], 0) == group.place
+    }
     if group.size == 1:
-        return dict(tensors)
-    gathered: dict[str, Tensor] = {}
-    flags = torch.tensor([name in tensors for name in locations], dtype=torch.uint8, device=device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group.members())
-    for (name, (sizes, dtype, chunk)), exists in zip(locations.items(), flags.tolist(), strict=True):
-        owner = layout.rank_of(chunk, 0)
-        if not exists:
-            continue
-        if owner == group.place:
-            gathered[name] = tensors[name].detach()
-            if owner:
-                dist.send(gathered[name].contiguous(), group=group.members(), group_dst=0)
-        elif group.place == 0:
-            gathered[name] = torch.empty(sizes, dtype=dtype, device=device)
-            dist.recv(gathered[name], group=group.members(), group_src=owner)
-    return gathered
+        return own
+    gathered: list[dict[str, Tensor]] | None = [{}] * group.size if group.place == 0 else None
+    host_tensors = {name: tensor.cpu() for name, tensor in own.items()}
+    dist.gather_object(host_tensors, gathered, group=group.members(), group_dst=0)
+    collected = {name: tensor.to(device) for part in gathered or [] for name, tensor in part.items()} | own
+    return {name: collected[name] for name in chunk_of if name in collected}

@@ -19,9 +19,9 @@ from hpcbench.parallel.strategies.pipeline import cuts_exclusion, pipeline_layou
 from hpcbench.results.schema import TimelineSpan
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
-from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_group, make_group_of_ranks
+from hpcbench.worker.distributed.process_groups import RankContext, make_group, make_group_of_ranks
 from hpcbench.worker.strategies.base import make_optimizer
-from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, gather_shards, sharding_of
+from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, group_reducers
 from hpcbench.worker.strategies.pipeline.action_timeline import (
     WATCHDOG_TIMEOUT_FRACTION,
     ActionRecorder,
@@ -32,20 +32,18 @@ from hpcbench.worker.strategies.pipeline.p2p import P2PTransport, make_p2p_group
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineBatch, PipelineRuntime
 from hpcbench.worker.strategies.pipeline.stage_assignment import (
     assign_blocks,
-    is_balance_measured,
     measure_blocks,
     predict_step,
 )
 from hpcbench.worker.strategies.pipeline.stage_module import (
     DeferredBatchNorm,
     StageModule,
-    TensorLocation,
     TiedParameter,
+    chunks_of_tensors,
     gather_on_first_rank,
-    locate_tensors,
     slice_chunks,
     sum_tied_gradients,
-    tied_parameter_names,
+    tied_parameters,
 )
 from hpcbench.worker.strategies.tensor_layers import TensorParallelComm, split_transformer_blocks
 
@@ -62,11 +60,9 @@ class PipelineStrategy(ModelParallelStrategy):
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
         self.context = context
         super().setup(model, spec, context)
-
-        def another_group(purpose: str) -> RankGroup:
-            return make_group(self.mesh, context, "pp", purpose=purpose)
-
-        groups = make_p2p_groups(self.group, self.layout, another_group)
+        groups = make_p2p_groups(
+            self.group, self.layout, lambda purpose: make_group(self.mesh, context, "pp", purpose=purpose)
+        )
         schedule = self.schedule(spec.micro_batches)
         messages = (message_after(action, self.layout) for actions in schedule for action in actions)
         warm_up_links(groups, [message for message in messages if message], self.group.place, context.device)
@@ -97,22 +93,14 @@ class PipelineStrategy(ModelParallelStrategy):
         reason = cuts_exclusion(spec, self.layout, len(model))
         if reason is not None:
             raise WorkerError(reason, status="unsupported", hint="fewer stages, or other cuts")
-        profile = measure_blocks(model, spec, self.context) if is_balance_measured(self.options) else None
+        profile = measure_blocks(model, spec, self.options, self.context)
         self.blocks = blocks = assign_blocks(model, spec, self.options, self.layout)
         self.predicted = None if profile is None else predict_step(profile, spec, self.layout, blocks)
         self.boundaries = ActivationMetaCache(model, blocks, spec, self.context.device)
-        self._state_locations = locate_tensors(model.state_dict().items(), model, blocks)
-        self._parameter_locations = locate_tensors(model.named_parameters(), model, blocks)
+        self._chunk_of_state = chunks_of_tensors(model.state_dict(), model, blocks)
+        self._chunk_of_parameter = chunks_of_tensors(dict(model.named_parameters()), model, blocks)
         self._chunk_numbers = self.layout.chunks_of(self.group.place)
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        locations = locate_tensors(parameters.items(), model, blocks)
-        self._ties = [
-            TiedParameter(
-                tuple(dict.fromkeys(self.layout.rank_of(locations[name].chunk, 0) for name in names)),
-                parameters[names[0]],
-            )
-            for names in tied_parameter_names(model, locations)
-        ]
+        self._ties = tied_parameters(model, blocks, self.layout)
         chunks = slice_chunks(model, blocks, self._chunk_numbers)
         if spec.tp_degree > 1:
             split_transformer_blocks(chunks.values(), TensorParallelComm(self.groups["tp"], by_tokens=False), spec)
@@ -129,14 +117,12 @@ class PipelineStrategy(ModelParallelStrategy):
         if self.layout.replicas:
             stage_ranks = self.layout.ranks_of(self.layout.stage_of(self.group.place))
             group = make_group_of_ranks((self.group.ranks[rank] for rank in stage_ranks), self.context)
-        if group.size == 1:
-            return []
         tied_ids = {id(parameter) for parameter in tied}
         for number in self._chunk_numbers:
             untied = [parameter for parameter in module.chunk(number).parameters() if id(parameter) not in tied_ids]
-            if untied:
-                self._reducer_of[number] = GradientReducer(untied, group.members())
-        tied_reducers = [GradientReducer(tied, group.members())] if tied else []
+            for reducer in group_reducers((untied, group)):
+                self._reducer_of[number] = reducer
+        tied_reducers = group_reducers((tied, group))
         for reducer in tied_reducers:
             reducer.is_paused = True
         return [*self._reducer_of.values(), *tied_reducers]
@@ -199,46 +185,30 @@ class PipelineStrategy(ModelParallelStrategy):
         self._prepare_boundaries(feed, sizes)
         is_first, is_last = 0 in self._chunk_numbers, self.layout.chunks - 1 in self._chunk_numbers
         if not (is_first or is_last):
-            return PipelineBatch([], [], sizes, feed.global_count(step))
+            return PipelineBatch({}, {}, dict(enumerate(sizes)), feed.global_count(step))
         with self.phases("data"):
             inputs, targets = feed.batch(step, self.replica)
         return PipelineBatch(
-            [inputs[part] for part in parts] if is_first else [],
-            [targets[part] for part in parts] if is_last else [],
-            sizes,
+            dict(enumerate(inputs[part] for part in parts)) if is_first else {},
+            dict(enumerate(targets[part] for part in parts)) if is_last else {},
+            dict(enumerate(sizes)),
             feed.global_count(step),
         )
 
     def weights(self) -> dict[str, Tensor]:
-        return self._gather_stages(self.module.state_dict(), self._state_locations)
+        return self._gather_stages(super().weights(), self._chunk_of_state)
 
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients by name; a tied weight has its first name."""
-        named = self.module.named_parameters()
-        gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
-        return self._gather_stages(gradients, self._parameter_locations)
+        return self._gather_stages(super().gradients(), self._chunk_of_parameter)
 
-    def _gather_stages(self, tensors: dict[str, Tensor], locations: dict[str, TensorLocation]) -> dict[str, Tensor]:
-        own = {name_in_model(name): self._gather(name, tensor) for name, tensor in tensors.items()}
-        own = {name: tensor for name, tensor in own.items() if name in locations}
-        return gather_on_first_rank(own, locations, self.layout, self.group, self.context.device)
-
-    def _gather(self, name: str, tensor: Tensor) -> Tensor:
-        # Shards of a stage lie along tp, not along the pipeline.
-        sharding = sharding_of(self.module, name)
-        return tensor if sharding is None else gather_shards(tensor.detach(), sharding, self.groups["tp"])
+    def _gather_stages(self, tensors: dict[str, Tensor], chunk_of: dict[str, int]) -> dict[str, Tensor]:
+        # In the whole model the names have no "chunks.<number>." in front.
+        own = {name.split(".", 2)[2]: tensor for name, tensor in tensors.items()}
+        return gather_on_first_rank(own, chunk_of, self.layout, self.group, self.context.device)
 
     def _prepare_boundaries(self, feed: DataFeed, sizes: Iterable[int]) -> None:
         """Compute the shapes between chunks, also for the partial batch, so that no timed step does it."""
         partial = feed.micro_batch_ranges(feed.steps_per_epoch - 1, self.replica)
         for size in {*sizes, *map(len, partial)}:
             self.boundaries.outputs_of(0, size)
-
-
-def name_in_model(name: str) -> str:
-    """Return the name in the whole model of a tensor of ``StageModule``.
-
-    >>> name_in_model("chunks.1.3.conv1.weight")
-    '3.conv1.weight'
-    """
-    return name.split(".", 2)[2]

@@ -15,7 +15,6 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, WorkerError
 from hpcbench.parallel.layer_table import LayerRow as Row
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
-from hpcbench.parallel.mesh import RankMesh
 from hpcbench.parallel.strategies.halo import box_volume, owned_box
 from hpcbench.parallel.strategies.spatial import (
     CONVOLUTION_KINDS,
@@ -33,7 +32,7 @@ from hpcbench.worker.data.feed import Batch, DataFeed
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankContext, make_group
 from hpcbench.worker.models.build import copy_to_meta
-from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy
+from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, group_reducers
 from hpcbench.worker.strategies.spatial.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
 from hpcbench.worker.strategies.spatial.spatial_batch_norm import SpatialBatchNorm
 from hpcbench.worker.strategies.spatial.spatial_layers import SpatialAveragePool, SpatialConvolution, SpatialMaxPool
@@ -71,8 +70,6 @@ class SpatialStrategy(ModelParallelStrategy):
     split: SpatialSplit | None = None
 
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
-        # All ranks that add up the gradients of split layers.
-        self.gradient_group = make_group(RankMesh.of(spec), context, "dp", "sp")
         super().setup(model, spec, context)
         if self.group.size > 1 and context.device.type == "cuda":
             # NCCL's first call in a group has to be one that all its ranks make; a halo is not.
@@ -145,11 +142,9 @@ class SpatialStrategy(ModelParallelStrategy):
         named = dict(module.named_parameters())
         in_split = [parameter for name, parameter in named.items() if self.split.is_cut(name)]
         in_whole = [parameter for name, parameter in named.items() if not self.split.is_cut(name)]
-        return [
-            GradientReducer(parameters, group.members(), float(self.options["bucket_cap_mb"]))
-            for parameters, group in ((in_split, self.gradient_group), (in_whole, self.groups["dp"]))
-            if parameters and group.size > 1
-        ]
+        sharing = make_group(self.mesh, self.context, "dp", "sp")
+        cap_mb = float(self.options["bucket_cap_mb"])
+        return group_reducers((in_split, sharing), (in_whole, self.groups["dp"]), bucket_cap_mb=cap_mb)
 
     def batch(self, feed: DataFeed, step: int) -> Batch:
         # Only the own part is kept: the whole samples are freed before the forward pass.
