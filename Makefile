@@ -15,7 +15,7 @@ LINK ?= 1gbit
 JOBS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm test-lanes run-fast run-slow run-slurm durations lint format docs \
+.PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm run-slow run-slurm durations lint format docs \
 	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
@@ -84,13 +84,6 @@ run-slurm:
 
 run-slow:
 	$(PYTEST) --durations 20 -m "$(SLOW)" -rs
-
-run-fast:
-	$(PYTEST) --durations 20 -m "$(FAST)" -rs
-
-# Continuous integration: every test once, one process a part, two parts at a time.
-test-lanes: horovod-if-possible
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=line --keep-going run-slurm run-slow run-fast
 
 durations: $(VENV)/.dev ## measure every test of make test-all and write tests/durations.tsv
 	rm -rf build/durations && mkdir -p build/durations
