@@ -13,17 +13,16 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import ConfigError, HpcbenchError, WorkerError
+from hpcbench.errors import ConfigError, HpcbenchError, WorkerError, unsupported
 from hpcbench.fileio import write_atomic
 from hpcbench.parallel.pipeline.block_profile import (
     BlockProfile,
@@ -40,7 +39,7 @@ from hpcbench.worker.layers import zero_batch
 from hpcbench.worker.measure.clocks import synchronize
 from hpcbench.worker.measure.environment_record import cpu_model
 from hpcbench.worker.measure.host import keep_freed_memory
-from hpcbench.worker.measure.layer_trace import storage_id
+from hpcbench.worker.measure.layer_trace import counted_saved_tensors, storage_id, tensor_bytes
 from hpcbench.worker.model_execution import MixedPrecision, disable_inplace_first_op, summed_loss
 from hpcbench.worker.models.build import build_meta_model
 
@@ -61,25 +60,20 @@ def profile_blocks(
     """
     device = torch.device(request.device)
     threads = torch.get_num_threads() if device.type == "cpu" else 0
-    name, version = _device_name(device), str(torch.__version__)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
+    version = str(torch.__version__)
     digest = block_profile_digest(request, name, version, threads)
     path = cache_folder() / "chains" / f"{digest}.json"
     is_cached = shapes is None or not is_custom_model(request.model)
     if is_cached and not refresh:
         with contextlib.suppress(OSError, ConfigError):
             return decode_block_profile(path.read_bytes(), str(path))
-    profile = BlockProfile(
-        request=request,
-        device_name=name,
-        torch=version,
-        threads=threads,
-        blocks=_measure_blocks(request, device, shapes),
-    )
-    if not is_cached:
-        return profile
-    with contextlib.suppress(OSError, HpcbenchError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, msgspec.json.encode(profile))
+    blocks = _measure_blocks(request, device, shapes)
+    profile = BlockProfile(request=request, device_name=name, torch=version, threads=threads, blocks=blocks)
+    if is_cached:
+        with contextlib.suppress(OSError, HpcbenchError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, msgspec.json.encode(profile))
     return profile
 
 
@@ -98,10 +92,6 @@ def block_profile_request(spec: RunSpec, device: torch.device, model_folder: str
     )
 
 
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
-
-
 def _measure_blocks(
     request: BlockProfileRequest, device: torch.device, shapes: nn.Sequential | None
 ) -> list[MeasuredBlock]:
@@ -112,11 +102,8 @@ def _measure_blocks(
     if shapes is None:
         shapes = build_meta_model(spec, request.model_folder)
     if type(shapes).forward is not nn.Sequential.forward:
-        raise WorkerError(
-            f"{request.model} has a forward of its own: its blocks cannot be measured one by one",
-            status="unsupported",
-            hint="put what it does into a block",
-        )
+        message = f"{request.model} has a forward of its own: its blocks cannot be measured one by one"
+        raise unsupported(message, "put what it does into a block")
     inputs, targets = zero_batch(spec, request.micro_batch_size)
     if inputs.is_floating_point():
         inputs = torch.randn_like(inputs).to(torch.float64 if spec.precision == "fp64" else torch.float32)
@@ -126,39 +113,36 @@ def _measure_blocks(
     blocks = []
     x, counted, is_kept = inputs.to(device), set[int](), False
     for place, (name, block) in enumerate(shapes.named_children()):
-        own = [one for one in block.parameters() if id(one) not in counted]
-        counted |= {id(one) for one in own}
+        own = [parameter for parameter in block.parameters() if id(parameter) not in counted]
+        counted |= {id(parameter) for parameter in own}
         row, x, is_kept = bench.measure(materialize_block(block, device), x, is_kept, place == len(shapes) - 1)
-        parameters = sum(one.numel() * one.element_size() for one in own)
-        blocks.append(MeasuredBlock(name=name, parameter_bytes=parameters, **row))
+        blocks.append(MeasuredBlock(name=name, parameter_bytes=sum(map(tensor_bytes, own)), **row))
     return blocks
 
 
 def materialize_block(block: nn.Module, device: torch.device) -> nn.Module:
     """A copy of ``block`` (on the meta device) with memory on ``device`` and numbers as a fresh layer has them."""
-    made = copy.deepcopy(block)
-    for module in made.modules():
+    fresh = copy.deepcopy(block)
+    for module in fresh.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, Tensor):
                 setattr(module, name, torch.zeros_like(value, device=device))
-    made.to_empty(device=device)
+    fresh.to_empty(device=device)
     with torch.no_grad():
-        for tensor in [*made.parameters(), *made.buffers()]:
+        for tensor in [*fresh.parameters(), *fresh.buffers()]:
             tensor.normal_(0, 0.02) if isinstance(tensor, nn.Parameter) else tensor.zero_()
-    for module in made.modules():
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
+    for module in fresh.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
-    disable_inplace_first_op(made)
-    return made.train()
+    disable_inplace_first_op(fresh)
+    return fresh.train()
 
 
 class _BlockTimer:
     """Runs one block after another, each with the shape that the one before it hands on."""
 
     def __init__(self, device: torch.device, arithmetic: MixedPrecision, targets: Tensor) -> None:
-        self._device, self._arithmetic = device, arithmetic
-        self._targets = targets
+        self._device, self._arithmetic, self._targets = device, arithmetic, targets
 
     def measure(self, block: nn.Module, x: Tensor, is_kept: bool, is_last: bool) -> tuple[dict[str, Any], Tensor, bool]:
         """The row of ``block``, the next one's input, and whether this one keeps that itself.
@@ -166,7 +150,8 @@ class _BlockTimer:
         ``is_kept`` says the same of the block before: what it has counted is not counted again.
         """
         x = x.detach().requires_grad_(x.is_floating_point() and x.grad_fn is None)
-        with _saved_tensor_sizes(block) as sizes:
+        sizes: dict[int, int] = {}
+        with counted_saved_tensors(block, sizes.__setitem__):
             y, ends = self._forward(block, x, is_last)
         kept_bytes = sum(size for storage, size in sizes.items() if not (is_kept and storage == storage_id(x)))
         forwards, backwards = self._times(block, x, is_last)
@@ -175,7 +160,7 @@ class _BlockTimer:
             "forward_iqr_s": _iqr(forwards),
             "backward_s": statistics.median(backwards),
             "backward_iqr_s": _iqr(backwards),
-            "output_bytes": 0 if is_last else y.numel() * y.element_size(),
+            "output_bytes": 0 if is_last else tensor_bytes(y),
             "kept_bytes": kept_bytes,
         }
         del ends
@@ -217,24 +202,6 @@ class _BlockTimer:
         return result, time.perf_counter() - began
 
 
-@contextlib.contextmanager
-def _saved_tensor_sizes(block: nn.Module) -> Iterator[dict[int, int]]:
-    """Yield the bytes of what autograd saves meanwhile, by storage: no parameters, no buffers."""
-    sizes: dict[int, int] = {}
-    held: list[Tensor] = []
-    own = {storage_id(tensor) for tensor in [*block.parameters(), *block.buffers()]}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if storage_id(tensor) not in own:
-            # While it is held nothing else gets its address.
-            held.append(tensor)
-            sizes[storage_id(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield sizes
-
-
 def _iqr(values: list[float]) -> float:
     low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return high - low
@@ -245,15 +212,11 @@ def answer_request(data: bytes, refresh: bool = False) -> BlockProfileResponse:
     try:
         return BlockProfileResponse(chain=profile_blocks(msgspec.json.decode(data, type=BlockProfileRequest), refresh))
     except msgspec.MsgspecError as error:
-        return BlockProfileResponse(
-            error=f"no request: {error}",
-            hint="see hpcbench/parallel/pipeline/block_profile.py: BlockProfileRequest",
-            is_input=True,
-        )
-    except WorkerError as error:
-        return BlockProfileResponse(error=error.message, hint=error.hint)
+        hint = "see hpcbench/parallel/pipeline/block_profile.py: BlockProfileRequest"
+        return BlockProfileResponse(error=f"no request: {error}", hint=hint, is_input=True)
     except HpcbenchError as error:
-        return BlockProfileResponse(error=error.message, hint=error.hint, is_input=True)
+        is_input = not isinstance(error, WorkerError)
+        return BlockProfileResponse(error=error.message, hint=error.hint, is_input=is_input)
 
 
 def main() -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,8 +67,11 @@ def trace_layer_table(model: nn.Sequential, spec: RunSpec) -> LayerTable:
     """
     with _fake_tensors(spec):
         allocate_fake_storage(model)
-        rows = [_trace_batch(model, spec, batch) for batch in _TRACED_BATCH_SIZES]
-    names = {id(module): name for name, module in model.named_modules()}
+        model.train()
+        traced = []
+        for batch in _TRACED_BATCH_SIZES:
+            model.zero_grad(set_to_none=True)
+            traced.append(trace_layers(model, *zero_batch(spec, batch)))
     return LayerTable(
         model=spec.model,
         dataset=spec.dataset,
@@ -76,7 +80,7 @@ def trace_layer_table(model: nn.Sequential, spec: RunSpec) -> LayerTable:
         blocks=len(model),
         parameter_tensors=_tensor_shapes(model.named_parameters()),
         buffers=_tensor_shapes(model.named_buffers()),
-        layers=_layer_rows(model, rows, names),
+        layers=_layer_rows(model, *traced),
     )
 
 
@@ -109,42 +113,33 @@ def allocate_fake_storage(model: nn.Module, device: torch.device = HOST_DEVICE) 
 
     for module in model.modules():
         holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
-        for held in holders:
-            for name, value in held.items():
-                if isinstance(value, Tensor):
-                    held[name] = on_host(value)
-
-
-def _trace_batch(model: nn.Sequential, spec: RunSpec, batch: int) -> list[TracedLayer]:
-    model.train().zero_grad(set_to_none=True)
-    return trace_layers(model, *zero_batch(spec, batch))
+        for holder in holders:
+            holder.update({name: on_host(value) for name, value in holder.items() if isinstance(value, Tensor)})
 
 
 def zero_batch(spec: RunSpec, batch: int) -> tuple[Tensor, Tensor]:
     """Inputs and targets of a run's shapes and types, all zero."""
     dataset, shape = DATASETS[spec.dataset], sample_shape(spec.dataset, spec.input_size)
-    whole = torch.int64
-    inputs = torch.zeros(batch, *shape, dtype=whole if dataset.kind == "tokens" else torch.float32)
+    inputs = torch.zeros(batch, *shape, dtype=torch.int64 if dataset.kind == "tokens" else torch.float32)
     if dataset.target == "values":
         return inputs, torch.zeros(batch, dataset.outputs)
-    return inputs, torch.zeros(batch, *(shape if dataset.target == "tokens" else ()), dtype=whole)
+    return inputs, torch.zeros(batch, *(shape if dataset.target == "tokens" else ()), dtype=torch.int64)
 
 
 def _tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorShape]:
     return [TensorShape(name, list(tensor.shape), tensor.element_size()) for name, tensor in tensors]
 
 
-def _layer_rows(model: nn.Sequential, traced: list[list[TracedLayer]], names: dict[int, str]) -> list[LayerRow]:
-    small, large = traced
-    owned = _parameters_by_row(model, small, names)
-    places = {name: place for place, (name, _) in enumerate(model.named_children())}
+def _layer_rows(model: nn.Sequential, small: list[TracedLayer], large: list[TracedLayer]) -> list[LayerRow]:
+    owned = _parameters_by_row(model, small)
+    blocks = {name: index for index, (name, _) in enumerate(model.named_children())}
     layers = []
     for number, (a, b) in enumerate(zip(small, large, strict=True)):
-        parameters = owned.get(number, 0)
-        if not (parameters or a.is_active() or (a.is_leaf and not _is_passthrough(a.module))):
-            continue
-        place = len(model) if a.module is None else places.get(a.name.partition(".")[0], 0)
-        layers.append(_layer_row(a, b, parameters, place))
+        # Place-holders hand their input on.
+        computes = a.is_leaf and not isinstance(a.module, (nn.Identity, nn.Sequential))
+        if owned[number] or a.is_active() or computes:
+            block = len(model) if a.module is None else blocks.get(a.name.partition(".")[0], 0)
+            layers.append(_layer_row(a, b, owned[number], block))
     return layers
 
 
@@ -183,23 +178,19 @@ def _sample_shape(small: list[int], large: list[int]) -> list[int]:
     return shape
 
 
-def _is_passthrough(module: nn.Module | None) -> bool:
-    """Place-holders that hand their input on."""
-    return isinstance(module, (nn.Identity, nn.Sequential))
-
-
-def _parameters_by_row(model: nn.Module, rows: list[TracedLayer], names: dict[int, str]) -> dict[int, int]:
-    """Trained numbers by row: the first of their module, or of the nearest one around it that was called."""
+def _parameters_by_row(model: nn.Module, rows: list[TracedLayer]) -> Counter[int]:
+    """Return the trained numbers by row: the first of their module, or of the nearest one around it that was called."""
     first: dict[str, int] = {}
+    names = {id(module): name for name, module in model.named_modules()}
     for number, row in enumerate(rows):
         if row.module is not None:
             first.setdefault(names[id(row.module)], number)
-    owned: dict[int, int] = {}
+    owned: Counter[int] = Counter()
     for name, parameter in model.named_parameters():
         owner = name.rpartition(".")[0]
         while owner not in first:
             owner = owner.rpartition(".")[0]
-        owned[first[owner]] = owned.get(first[owner], 0) + parameter.numel()
+        owned[first[owner]] += parameter.numel()
     return owned
 
 
@@ -207,7 +198,7 @@ def _module_attributes(module: nn.Module | None) -> dict[str, Any]:
     attributes: dict[str, Any] = {}
     for name in _MODULE_ATTRIBUTES:
         value = getattr(module, name, None)
-        if isinstance(value, tuple) and all(isinstance(one, int) for one in value):
+        if isinstance(value, tuple) and all(isinstance(extent, int) for extent in value):
             attributes[name] = list(value)
         elif isinstance(value, (bool, int, float, str)):
             attributes[name] = value
@@ -218,10 +209,9 @@ def answer_request(data: bytes) -> LayerTableResponse:
     """What is printed for a request."""
     try:
         return LayerTableResponse(table=make_layer_table(msgspec.json.decode(data, type=LayerTableRequest)))
-    except WorkerError as error:
-        return LayerTableResponse(error=error.message, hint=error.hint)
     except HpcbenchError as error:
-        return LayerTableResponse(error=error.message, hint=error.hint, is_input=True)
+        is_input = not isinstance(error, WorkerError)
+        return LayerTableResponse(error=error.message, hint=error.hint, is_input=is_input)
 
 
 def write_shipped_tables(folder: Path) -> None:

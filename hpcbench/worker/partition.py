@@ -16,7 +16,7 @@ import torch
 
 from hpcbench.errors import ConfigError, HpcbenchError
 from hpcbench.parallel.pipeline.block_profile import BlockProfile, BlockProfileRequest
-from hpcbench.parallel.pipeline.stage_partition import InterconnectLevel, PipelinePartition, partition_pipeline
+from hpcbench.parallel.pipeline.stage_partition import InterconnectLevel, PartitionStage, partition_pipeline
 from hpcbench.units import format_bytes, format_seconds, parse_quantity
 from hpcbench.worker.block_times import profile_blocks
 
@@ -81,12 +81,11 @@ def make_partition_plan(
         speed_up=sum(block.compute_s for block in chain) / partition.bottleneck_s if partition.bottleneck_s else inf,
         cuts=",".join(map(str, partition.cuts)),
         stage_replicas="-".join(str(stage.replicas) for stage in partition.stages),
-        stages=[_stage_row(profile, partition, number) for number in range(len(partition.stages))],
+        stages=[_stage_row(profile, stage) for stage in partition.stages],
     )
 
 
-def _stage_row(profile: BlockProfile, partition: PipelinePartition, number: int) -> dict[str, float]:
-    stage = partition.stages[number]
+def _stage_row(profile: BlockProfile, stage: PartitionStage) -> dict[str, float]:
     blocks = profile.blocks[stage.first : stage.last]
     return {
         **stage._asdict(),
@@ -146,16 +145,8 @@ def main(arguments: list[str] | None = None) -> int:
             raise ConfigError("--micro-batch-size is 1 or more, --optimizer-states 0 or more")
         levels = parse_levels(args.workers)
         memory_bytes = _parse_positive(args.memory, "size", "--memory") if args.memory else inf
-        request = BlockProfileRequest(
-            model=args.model,
-            dataset=args.dataset,
-            micro_batch_size=args.micro_batch_size,
-            input_size=args.input_size,
-            model_options=msgspec.json.decode(args.model_options),
-            model_folder=args.model_folder,
-            precision=args.precision,
-            device=args.device,
-        )
+        fields = {name: value for name, value in vars(args).items() if name in BlockProfileRequest.__struct_fields__}
+        request = BlockProfileRequest(**{**fields, "model_options": msgspec.json.decode(args.model_options)})
         profile = profile_blocks(request, args.refresh)
     except msgspec.MsgspecError as error:
         print(f"hpcbench: --model-options {args.model_options!r}: no JSON: {error}", file=sys.stderr)  # noqa: T201

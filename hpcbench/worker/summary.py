@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -20,7 +20,6 @@ from hpcbench.parallel.traffic import total_payload_bytes
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.results.schema import (
     STATUS_OK,
-    EvaluationPoint,
     FailureRecord,
     LossSummary,
     PipelineTimeline,
@@ -43,130 +42,89 @@ from hpcbench.results.timing_statistics import (
 from hpcbench.worker.failure import join_numbers
 from hpcbench.worker.measure.interference import interference_warnings
 
-_Number = TypeVar("_Number", int, float)
-_Value = TypeVar("_Value")
+_ABSENT_WHEN_EMULATED = (
+    "loss", "accuracy", "flops_per_s", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "energy_j", "energy_source",
+)  # fmt: skip
+"""What a run that computed nothing has not measured."""
+_PHASE_FIELDS = tuple(name for name in StepPhases.__struct_fields__ if name != "step_s")
 
 
-class MetricsInput(NamedTuple):
-    """``slowest`` holds every timed step's time on its slowest rank; the first ``skipped`` were still warming up."""
+def compute_metrics(
+    spec: RunSpec, header: TaskFileHeader, ranks: Mapping[int, RankResult], slowest: list[float], skipped: int,
+    samples: int, warnings: list[str],
+) -> RunMetrics:  # fmt: skip
+    """Compute all figures; what makes one of them doubtful is appended to ``warnings``.
 
-    spec: RunSpec
-    header: TaskFileHeader
-    ranks: Mapping[int, RankResult]
-    slowest: list[float]
-    skipped: int
-    samples: int
-    """Of one epoch."""
-
-    def rate(self) -> float | None:
-        """Samples per second over the steady steps; ``None`` where a rank left no file."""
-        steady = self.slowest[self.skipped :]
-        if len(self.ranks) < self.spec.ranks or sum(steady) <= 0:
-            return None
-        return sum(global_step_samples(self.ranks)[self.skipped : len(self.slowest)]) / sum(steady)
-
-
-def compute_metrics(measured: MetricsInput, warnings: list[str]) -> RunMetrics:
-    """All figures; what makes one of them doubtful is appended to ``warnings``."""
-    spec, header, ranks, slowest, skipped, samples = measured
-    steady, rate = slowest[skipped:], measured.rate()
+    Args:
+        slowest: Seconds of every timed step on its slowest rank; the first ``skipped`` were still warming up.
+        samples: Samples of one epoch.
+    """
+    steady, is_whole = slowest[skipped:], len(ranks) == spec.ranks
     times = step_time_statistics(steady)
     warnings += make_steadiness_warnings(steady, times)
-    reached = _first_target_evaluation(spec, ranks)
-    flops_per_s, mfu = _flops_and_mfu(spec, header, ranks, rate)
-    whole = len(ranks) == spec.ranks
+    rate = flops_per_s = None
+    if is_whole and sum(steady) > 0:
+        rate = sum(global_step_samples(ranks)[skipped : len(slowest)]) / sum(steady)
+    flops_per_sample, peak = _first_known(ranks, "flops_per_sample"), header.peak_flops_per_s.get(spec.precision)
+    if rate is not None and flops_per_sample is not None:
+        flops_per_s = flops_per_sample * rate
+    evaluations = [evaluation for rank in sorted(ranks) for evaluation in ranks[rank].evaluations]
+    target = spec.target_accuracy
+    reached = next((point for point in evaluations if target is not None and point.accuracy >= target), None)
     metrics = RunMetrics(
         step_time_s=times,
         samples_per_s=rate,
         epoch_time_s=samples_per_epoch(spec, samples) / rate if rate else None,
         flops_per_s=flops_per_s,
-        mfu=mfu,
-        peak_memory_bytes=_max_known(result.peak_memory_bytes for result in ranks.values()),
-        peak_reserved_bytes=_max_known(result.peak_reserved_bytes for result in ranks.values()),
-        time_to_first_step_s=_max_known(result.time_to_first_step_s for result in ranks.values()),
-        loss=_global_loss(ranks, warnings) if whole else None,
-        accuracy=_first_known(result.accuracy for result in ranks.values()),
+        mfu=flops_per_s / (spec.devices * peak) if flops_per_s is not None and peak else None,
+        loss=_global_loss(ranks, warnings) if is_whole else None,
+        accuracy=_first_known(ranks, "accuracy"),
         time_to_accuracy_s=reached.train_time_s if reached else None,
         steps_to_accuracy=reached.step if reached else None,
         outlier_steps=count_outliers(steady),
         drift=relative_drift(steady),
         **_total_energy(spec, ranks),
     )
-    if spec.rehearse is not None:
-        for name in _ABSENT_WHEN_EMULATED:
-            setattr(metrics, name, None)
-    split = _slowest_phases(ranks)
-    for name in _PHASE_FIELDS if split else ():
-        setattr(metrics, name, getattr(split, name))
+    for name in ("peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s"):
+        setattr(metrics, name, max(_known(ranks, name), default=None))
+    for name in _ABSENT_WHEN_EMULATED if spec.rehearse is not None else ():
+        setattr(metrics, name, None)
+    # The phases of the slowest rank: of those that were profiled the one that computes longest.
+    phases = max(_known(ranks, "phases"), key=lambda part: (part.compute_s or 0.0, part.step_s), default=None)
+    for name in _PHASE_FIELDS if phases else ():
+        setattr(metrics, name, getattr(phases, name))
     return metrics
 
 
-_ABSENT_WHEN_EMULATED = (
-    "loss", "accuracy", "flops_per_s", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "energy_j", "energy_source",
-)  # fmt: skip
-"""What a run that computed nothing has not measured."""
+def _known(ranks: Mapping[int, RankResult], field: str) -> list[Any]:
+    """Return the values of ``field`` of the ranks that have one."""
+    return [value for result in ranks.values() if (value := getattr(result, field)) is not None]
 
 
-def _max_known(values: Iterable[_Number | None]) -> _Number | None:
-    return max((value for value in values if value is not None), default=None)
-
-
-def _first_known(values: Iterable[_Value | None]) -> _Value | None:
-    return next((value for value in values if value is not None), None)
-
-
-_PHASE_FIELDS = tuple(name for name in StepPhases.__struct_fields__ if name != "step_s")
-
-
-def _slowest_phases(ranks: Mapping[int, RankResult]) -> StepPhases | None:
-    """The parts of a step on the slowest rank: of those that were profiled the one that computes longest."""
-    profiled = [one.phases for one in ranks.values() if one.phases is not None]
-    return max(profiled, key=lambda one: (one.compute_s or 0.0, one.step_s), default=None)
-
-
-def _first_target_evaluation(spec: RunSpec, ranks: Mapping[int, RankResult]) -> EvaluationPoint | None:
-    """The first evaluation at the target."""
-    target = spec.target_accuracy
-    if target is None:
-        return None
-    made = (evaluation for rank in sorted(ranks) for evaluation in ranks[rank].evaluations)
-    return next((evaluation for evaluation in made if evaluation.accuracy >= target), None)
-
-
-def _flops_and_mfu(
-    spec: RunSpec, header: TaskFileHeader, ranks: Mapping[int, RankResult], rate: float | None
-) -> tuple[float | None, float | None]:
-    """FLOP/s of all devices, and their share of the devices' peak in the run's precision where the profile knows it."""
-    per_sample = _first_known(result.flops_per_sample for result in ranks.values())
-    if rate is None or per_sample is None:
-        return None, None
-    peak = header.peak_flops_per_s.get(spec.precision)
-    return per_sample * rate, per_sample * rate / (spec.devices * peak) if peak else None
+def _first_known(ranks: Mapping[int, RankResult], field: str) -> Any:
+    return next(iter(_known(ranks, field)), None)
 
 
 def _total_energy(spec: RunSpec, ranks: Mapping[int, RankResult]) -> dict[str, Any]:
-    """The sum over all devices: of every rank, or of every node where a counter is the node's."""
-    found = {rank: one for rank, one in ranks.items() if one.energy_j is not None}
-    of_nodes = [rank for rank, one in ranks.items() if one.local_rank == 0]
-    if len(ranks) < spec.ranks or not found or sorted(found) not in (sorted(ranks), sorted(of_nodes)):
+    """Sum the energy over all devices: of every rank, or of every node where a counter is the node's."""
+    counted = {rank: result.energy_j for rank, result in ranks.items() if result.energy_j is not None}
+    first_of_nodes = {rank for rank, result in ranks.items() if result.local_rank == 0}
+    if len(ranks) < spec.ranks or not counted or counted.keys() not in (ranks.keys(), first_of_nodes):
         return {}
-    sources = dict.fromkeys(one.energy_source for one in found.values() if one.energy_source)
-    total_j = math.fsum(one.energy_j for one in found.values() if one.energy_j is not None)
-    return {"energy_j": total_j, "energy_source": "; ".join(sources)}
+    sources = dict.fromkeys(source for rank in counted if (source := ranks[rank].energy_source))
+    return {"energy_j": math.fsum(counted.values()), "energy_source": "; ".join(sources)}
 
 
 def global_step_samples(ranks: Mapping[int, RankResult]) -> list[int]:
     """Samples of each timed step over all replicas; the ranks of one replica share theirs and count once."""
-    replicas = {one.replica: one.step_samples for one in ranks.values()}
+    replicas = {result.replica: result.step_samples for result in ranks.values()}
     return [sum(counts) for counts in zip(*replicas.values(), strict=False)]
 
 
 def _global_loss(ranks: Mapping[int, RankResult], warnings: list[str]) -> LossSummary | None:
     """Parts of the ranks add up. A sum with a part that is not finite is absent, and a warning says since when."""
-    totals = [
-        None if any(part is None for part in parts) else math.fsum(part for part in parts if part is not None)
-        for parts in zip(*(one.losses for one in ranks.values()), strict=False)
-    ]
+    parts_by_step: Iterable[tuple[Any, ...]] = zip(*(result.losses for result in ranks.values()), strict=False)
+    totals = [None if None in parts else math.fsum(parts) for parts in parts_by_step]
     if not totals:
         return None
     if None in totals:
@@ -195,19 +153,20 @@ def pipeline_timeline(spec: RunSpec, ranks: Mapping[int, RankResult]) -> Pipelin
     }
     planned = planned_timeline(spec.strategy, pipeline_layout(spec), spec.micro_batches, measured)
     begin = min(spans[0].begin for spans in measured.values())
+    timelines = [
+        RankTimeline(
+            rank=rank,
+            planned=[TimelineSpan(*span.action, span.begin, span.end) for span in planned.ranks[stage]],
+            measured=[TimelineSpan(*span.action, span.begin - begin, span.end - begin) for span in measured[stage]],
+        )
+        for stage, rank in enumerate(group)
+    ]
     return PipelineTimeline(
         bubble_fraction=measured_bubble_fraction(list(measured.values())),
         planned_bubble_fraction=planned.bubble_fraction,
         measured_s=max(spans[-1].end for spans in measured.values()) - begin,
         planned_s=planned.end,
-        ranks=[
-            RankTimeline(
-                rank=rank,
-                planned=[TimelineSpan(*span.action, span.begin, span.end) for span in planned.ranks[stage]],
-                measured=[TimelineSpan(*span.action, span.begin - begin, span.end - begin) for span in measured[stage]],
-            )
-            for stage, rank in enumerate(group)
-        ],
+        ranks=timelines,
     )
 
 
@@ -236,17 +195,16 @@ def summarize_run(
     warmup_steps = count_warmup_steps(slowest)
     # Files may hold another number of samples than the data set: the feed has counted them.
     samples = provenance.get("data", {}).get("epoch_samples") or DATASETS[spec.dataset].samples
-    measured = MetricsInput(spec, header, ranks, slowest, warmup_steps or 0, samples)
-    metrics = compute_metrics(measured, warnings) if ranks else RunMetrics()
+    skipped = warmup_steps or 0
+    metrics = compute_metrics(spec, header, ranks, slowest, skipped, samples, warnings) if ranks else RunMetrics()
     metrics.warmup_found_steps = warmup_steps
     timeline = pipeline_timeline(spec, ranks)
     metrics.bubble_fraction = timeline.bubble_fraction if timeline is not None else None
     if warmup_steps:
         warnings.append(make_warmup_warning(warmup_steps, len(slowest), spec.warmup_steps))
     if slowest and len(ranks) < spec.ranks:
-        warnings.append(
-            f"step times are those of the ranks that left a file ({join_numbers(sorted(ranks))}), not of all"
-        )
+        present = join_numbers(sorted(ranks))
+        warnings.append(f"step times are those of the ranks that left a file ({present}), not of all")
     return RunResult(
         run_id=task.run_id,
         config_id=task.config_id,
@@ -256,8 +214,8 @@ def summarize_run(
         status=status,
         spec=spec,
         metrics=metrics,
-        predicted=_first_known(result.predicted for result in ranks.values()),
-        ranks=[_rank_entry(rank, ranks.get(rank), measured.skipped) for rank in range(spec.ranks)],
+        predicted=_first_known(ranks, "predicted"),
+        ranks=[_rank_entry(rank, ranks.get(rank), skipped) for rank in range(spec.ranks)],
         step_times_s=slowest,
         traffic=_max_rank_traffic(ranks),
         warnings=[
@@ -266,9 +224,9 @@ def summarize_run(
             *interference_warnings(spec, ranks),
             *_rank_warnings(ranks),
         ],
-        probe=_first_known(result.probe for result in ranks.values()),
+        probe=_first_known(ranks, "probe"),
         timeline=timeline,
-        verification=_first_known(result.verification for result in ranks.values()),
+        verification=_first_known(ranks, "verification"),
         provenance=provenance,
         environment_digest=provenance.pop("environment_digest", None),
         error=None if status == STATUS_OK else error,
@@ -282,17 +240,16 @@ def slowest_rank_times_s(ranks: Mapping[int, RankResult]) -> list[float]:
 
 def _batch_warnings(spec: RunSpec, timed: int, samples: int) -> list[str]:
     batch = spec.global_batch_size
-    found = []
+    warnings = []
     dropped = dropped_samples(samples, batch, spec.dp_degree, spec.drop_last)
     if dropped:
         why = "drop_last" if spec.drop_last else "the last batch would give a replica fewer than 2"
-        found.append(f"{dropped} of {samples} samples of an epoch are left out: {why}")
+        warnings.append(f"{dropped} of {samples} samples of an epoch are left out: {why}")
     partial = (samples - dropped) % batch if samples > batch else samples % batch
     steps = -(-(samples - dropped) // batch)
-    last_of_epoch = (steps - 1 - spec.warmup_steps) % steps
-    if partial and last_of_epoch < timed:
-        found.append(f"the last batch of an epoch holds {partial} of {batch} samples; counted as {partial}")
-    return found
+    if partial and (steps - 1 - spec.warmup_steps) % steps < timed:
+        warnings.append(f"the last batch of an epoch holds {partial} of {batch} samples; counted as {partial}")
+    return warnings
 
 
 def _rank_warnings(ranks: Mapping[int, RankResult]) -> list[str]:
@@ -306,18 +263,18 @@ def _rank_warnings(ranks: Mapping[int, RankResult]) -> list[str]:
 
 def _run_provenance(ranks: Mapping[int, RankResult]) -> dict[str, Any]:
     """Of the first rank that spoke for its host, or that left any, with every host of the run."""
-    left = [ranks[rank].provenance for rank in sorted(ranks) if ranks[rank].provenance]
-    fullest = next((one for one in left if "environment_digest" in one), left[0] if left else {})
+    present = [ranks[rank].provenance for rank in sorted(ranks) if ranks[rank].provenance]
+    fullest = next((facts for facts in present if "environment_digest" in facts), present[0] if present else {})
     hosts = list(dict.fromkeys(ranks[rank].host for rank in sorted(ranks)))
     return {**fullest, "hosts": hosts} if ranks else {}
 
 
 def _max_rank_traffic(ranks: Mapping[int, RankResult]) -> RankTraffic | None:
     """That of the rank that passes most bytes, the first of equal ones."""
-    passed = {rank: total_payload_bytes(ranks[rank].traffic) for rank in sorted(ranks) if ranks[rank].traffic}
-    if not passed:
+    recorded = [rank for rank in sorted(ranks) if ranks[rank].traffic]
+    if not recorded:
         return None
-    rank = max(passed, key=passed.__getitem__)
+    rank = max(recorded, key=lambda rank: total_payload_bytes(ranks[rank].traffic))
     return RankTraffic(rank=rank, calls=ranks[rank].traffic)
 
 

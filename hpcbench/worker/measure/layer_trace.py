@@ -86,15 +86,13 @@ class _TraceState:
     """Whose operation this is: in the forward pass the innermost module that runs, in the backward pass that of the
     node of autograd's graph, whose sequence number tells when it was made."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self) -> None:
         self.rows: list[TracedLayer] = []
         """In the order in which the modules returned."""
         self._running: list[TracedLayer] = []
         self._marks: list[tuple[int, TracedLayer]] = []
         """From this number on, the nodes of autograd's graph belong to this row."""
         self.is_backward = False
-        self._kept: list[Tensor] = []
-        self._not_counted = {storage_id(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
     def enter(self, row: TracedLayer) -> None:
         self._running.append(row)
@@ -131,15 +129,9 @@ class _TraceState:
         index = bisect_right(self._marks, node._sequence_nr(), key=lambda mark: mark[0]) - 1
         return self._marks[index][1] if index >= 0 else None
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        """What autograd calls for every tensor that it saves."""
-        storage = storage_id(tensor)
-        if self._running and storage not in self._not_counted:
-            self._not_counted.add(storage)
-            # While it is held nothing else gets its address.
-            self._kept.append(tensor)
-            self._running[-1].activation_bytes += tensor.untyped_storage().nbytes()
-        return tensor
+    def count_saved(self, _storage: int, size_bytes: int) -> None:
+        if self._running:
+            self._running[-1].activation_bytes += size_bytes
 
 
 class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -163,9 +155,9 @@ class _OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def trace_layers(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[TracedLayer]:
     """Forward, loss and backward on a batch: the rows that computed or kept anything, and every call of a leaf."""
-    trace = _TraceState(model)
+    trace = _TraceState()
     hooks = module_hooks(model, trace.enter_module, trace.leave_module)
-    with hooks, saved_tensors_hooks(trace.keep, lambda tensor: tensor), _OperationCounter(trace):
+    with hooks, counted_saved_tensors(model, trace.count_saved), _OperationCounter(trace):
         outputs = model(inputs)
         row = TracedLayer(LOSS_ROW_NAME, None, is_leaf=True, input_shape=list(outputs.shape))
         trace.enter(row)
@@ -174,6 +166,25 @@ def trace_layers(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Trac
         trace.is_backward = True
         torch.autograd.backward(loss)
     return trace.rows
+
+
+@contextmanager
+def counted_saved_tensors(module: nn.Module, count: Callable[[int, int], None]) -> Iterator[None]:
+    """Call ``count(storage, bytes)`` once for every storage that autograd saves: no parameters, no buffers."""
+    counted = {storage_id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    held: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = storage_id(tensor)
+        if storage not in counted:
+            counted.add(storage)
+            # While it is held nothing else gets its address.
+            held.append(tensor)
+            count(storage, tensor.untyped_storage().nbytes())
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield
 
 
 @contextmanager

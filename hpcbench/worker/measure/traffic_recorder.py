@@ -20,7 +20,7 @@ from hpcbench.worker.measure.layer_trace import tensor_bytes
 from hpcbench.worker.shutdown import StopController
 from hpcbench.worker.strategies.base import Strategy
 
-_COMM_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+COMM_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 
 _COLLECTIVES = {
     name: (operation, position)
@@ -56,7 +56,7 @@ class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Operators that communicate and of whose arguments nothing is known."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _COMM_NAMESPACES:
+        if func.namespace in COMM_NAMESPACES:
             self._note(func.__name__.partition(".")[0], args)
         return func(*args, **(kwargs or {}))
 

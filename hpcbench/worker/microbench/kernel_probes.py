@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import repeat
 from statistics import median
 from typing import Any
 
@@ -25,50 +26,27 @@ LAYER_SPLITS = ("outputs", "inputs", "positions")
 _CONVOLUTION_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def slice_layer(module: nn.Module, x: Tensor, split: str, parts: int) -> tuple[nn.Module, Tensor] | None:
-    """A new layer and the input for one of ``parts``; ``None`` where the layer cannot be split so."""
-    if isinstance(module, nn.Linear):
-        return _slice_linear(module, x, split, parts)
-    if isinstance(module, _CONVOLUTION_TYPES):
-        return _slice_convolution(module, x, split, parts)
-    return None
-
-
-def _slice_linear(module: nn.Linear, x: Tensor, split: str, parts: int) -> tuple[nn.Module, Tensor] | None:
-    features_in, features_out = module.in_features, module.out_features
-    if split == "positions":
-        if x.dim() < 3 or x.shape[1] < parts:
-            return None
-        return module, _first_part(x, 1, parts)
-    whole = features_out if split == "outputs" else features_in
-    if whole % parts:
+def slice_layer(module: Any, x: Tensor, split: str, parts: int) -> tuple[nn.Module, Tensor] | None:
+    """Return a new layer and the input for one of ``parts``; ``None`` where the layer cannot be split so."""
+    is_linear = isinstance(module, nn.Linear)
+    if not is_linear and not isinstance(module, _CONVOLUTION_TYPES):
         return None
-    sizes = (features_in, whole // parts) if split == "outputs" else (whole // parts, features_out)
-    made = nn.Linear(*sizes, bias=module.bias is not None, device=x.device, dtype=module.weight.dtype)
-    return made, x if split == "outputs" else _first_part(x, x.dim() - 1, parts)
-
-
-def _slice_convolution(module: Any, x: Tensor, split: str, parts: int) -> tuple[nn.Module, Tensor] | None:
+    if split == "positions" and is_linear:
+        return (module, _first_part(x, 1, parts)) if x.dim() >= 3 and x.shape[1] >= parts else None
     if split == "positions":
         extent, kernel = x.shape[2] // parts, module.dilation[0] * (module.kernel_size[0] - 1) + 1
-        if x.shape[2] % parts or extent + 2 * _padding_width(module) < kernel:
-            return None
-        return module, _first_part(x, 2, parts)
-    whole = module.out_channels if split == "outputs" else module.in_channels
-    if module.groups != 1 or whole % parts:
+        padding = 0 if isinstance(module.padding, str) else int(module.padding[0])
+        fits = x.shape[2] % parts == 0 and extent + 2 * padding >= kernel
+        return (module, _first_part(x, 2, parts)) if fits else None
+    widths = [module.in_features, module.out_features] if is_linear else [module.in_channels, module.out_channels]
+    side = int(split == "outputs")
+    if widths[side] % parts or (not is_linear and module.groups != 1):
         return None
-    channels = (module.in_channels, whole // parts) if split == "outputs" else (whole // parts, module.out_channels)
-    made = type(module)(
-        *channels, module.kernel_size, module.stride, module.padding, module.dilation,
-        bias=module.bias is not None, device=x.device, dtype=module.weight.dtype,
-    )  # fmt: skip
-    if split == "outputs":
-        return made, x
-    return made, _first_part(x, 1, parts)
-
-
-def _padding_width(module: Any) -> int:
-    return 0 if isinstance(module.padding, str) else int(module.padding[0])
+    widths[side] //= parts
+    settings = () if is_linear else (module.kernel_size, module.stride, module.padding, module.dilation)
+    make: Callable[..., nn.Module] = nn.Linear if is_linear else type(module)
+    layer = make(*widths, *settings, bias=module.bias is not None, device=x.device, dtype=module.weight.dtype)
+    return layer, x if split == "outputs" else _first_part(x, x.dim() - 1 if is_linear else 1, parts)
 
 
 def _first_part(x: Tensor, dim: int, parts: int) -> Tensor:
@@ -130,14 +108,12 @@ def measure_kernels(
     """All distinct layers of the strategy's model on ``batch``; rounds are repeated until ``budget_s`` has passed."""
     device, samples = batch[0].device, len(batch[0])
     captured, whole = _capture_whole_layers(strategy, batch, 1)
-    groups = [whole]
-    for parts in shares:
-        if 1 < parts <= samples // 2:
+    groups, divisors = [whole], [parts for parts in shares if parts > 1]
+    for parts in divisors:
+        if parts <= samples // 2:
             fewer = (batch[0][: samples // parts], batch[1][: samples // parts])
             groups.append(_capture_whole_layers(strategy, fewer, parts)[1])
-    for parts in shares:
-        if parts > 1:
-            groups += [_split_layers(strategy, captured, split, parts) for split in LAYER_SPLITS]
+    groups += [_split_layers(strategy, captured, split, parts) for parts in divisors for split in LAYER_SPLITS]
     groups = [group for group in groups if group]
     nothing = LayerCall("", "", "", 1, 1, replay_tensor(torch.zeros(1, device=device)))
     rounds: list[_RoundGroup] = []
@@ -146,7 +122,7 @@ def measure_kernels(
         parameters = {id(parameter): parameter for piece in group for parameter in piece.parameters}
         rounds.append((group, _optimizer(strategy.spec, list(parameters.values()), lr=0.0) if parameters else None))
     _run_rounds([*rounds, ([nothing], None)], device, budget_s, check)
-    overhead_s = (median(nothing.forward_s), median(nothing.backward_s))
+    overhead_s = (median(nothing.forward_s[1:]), median(nothing.backward_s[1:]))
     return [_kernel_probe(piece, overhead_s) for group in groups for piece in group]
 
 
@@ -190,10 +166,6 @@ def _split_layers(
     return calls
 
 
-def _identity(value: object) -> object:
-    return value
-
-
 def _make_layer_call(
     strategy: DataParallelStrategy,
     captured: CapturedModule,
@@ -204,7 +176,7 @@ def _make_layer_call(
     samples: int,
 ) -> LayerCall:
     sources = [
-        replay_tensor(value) if isinstance(value, Tensor) and flows else partial(_identity, value)
+        replay_tensor(value) if isinstance(value, Tensor) and flows else partial(next, repeat(value))
         for value, flows in zip(inputs, captured.flows_back, strict=True)
     ]
 
@@ -220,7 +192,7 @@ _RoundGroup = tuple[list[LayerCall], torch.optim.Optimizer | None]
 
 
 def _run_rounds(groups: list[_RoundGroup], device: torch.device, budget_s: float, check: Callable[[], None]) -> None:
-    """The first round is not kept: memory is taken, and libraries choose their algorithms."""
+    """Append the times of all rounds. The first is not used: memory is taken, and libraries choose their algorithms."""
     ends, done = time.perf_counter() + budget_s, 0
     while done < MIN_ROUNDS + 1 or (done < MAX_ROUNDS and time.perf_counter() < ends):
         check()
@@ -228,11 +200,6 @@ def _run_rounds(groups: list[_RoundGroup], device: torch.device, budget_s: float
         for group, optimizer in groups:
             _run_round(group, optimizer, timer)
         timer.flush()
-        if done == 0:
-            for group, _ in groups:
-                for piece in group:
-                    piece.forward_s.clear()
-                    piece.backward_s.clear()
         done += 1
 
 
@@ -253,7 +220,7 @@ def _run_round(group: list[LayerCall], optimizer: torch.optim.Optimizer | None, 
 
 
 def _kernel_probe(piece: LayerCall, overhead_s: tuple[float, float]) -> KernelProbe:
-    readings = [piece.forward_s, piece.backward_s]
+    readings = [piece.forward_s[1:], piece.backward_s[1:]]
     forward_s, backward_s = (
         max(median(own) - extra, _MIN_KERNEL_S) if own else None
         for own, extra in zip(readings, overhead_s, strict=True)
@@ -268,7 +235,7 @@ def _kernel_probe(piece: LayerCall, overhead_s: tuple[float, float]) -> KernelPr
         forward_s=forward_s,
         backward_s=backward_s,
         spread=max(relative_spread(own) for own in readings if own),
-        repeats=len(piece.forward_s),
+        repeats=len(readings[0]),
     )
 
 
@@ -283,25 +250,23 @@ def measure_optimizer_updates(spec: RunSpec, module: nn.Module, repeats: int = 5
     optimizers = {size: _optimizer(spec, parameters) for size, parameters in by_size.items()}
     readings: dict[int, list[float]] = {size: [] for size in by_size}
     device = next(module.parameters()).device
-    for number in range(repeats + 1):
+    for _ in range(repeats + 1):
         for parameter in module.parameters():
             parameter.grad = torch.ones_like(parameter)
         timer = CallTimer(device)
         for size, optimizer in optimizers.items():
             timer.time(partial(_optimizer_step, optimizer), readings[size])
         timer.flush()
-        if number == 0:
-            # The state is made in the first step.
-            readings = {size: [] for size in by_size}
     return [
         UpdateProbe(
             optimizer=spec.optimizer,
             parameter_bytes=size,
-            seconds=median(found) / len(by_size[size]),
-            spread=relative_spread(found),
+            seconds=median(seconds[1:]) / len(by_size[size]),
+            spread=relative_spread(seconds[1:]),
             repeats=repeats,
         )
-        for size, found in readings.items()
+        # The optimizer's state is made in its first step.
+        for size, seconds in readings.items()
     ]
 
 
