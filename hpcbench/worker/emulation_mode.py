@@ -17,8 +17,7 @@ from hpcbench.config.run_spec import RunSpec, TaskFileHeader
 from hpcbench.errors import WorkerError, unsupported
 from hpcbench.parallel.roofline import BACKWARD, FORWARD, UPDATE, DeviceCompute, EmulatedDevice, Kernel, RooflineModel
 from hpcbench.worker.data.feed import DataFeed
-from hpcbench.worker.measure.layer_trace import tensor_bytes, tensor_leaves
-from hpcbench.worker.measure.traffic_recorder import COMM_NAMESPACES
+from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES, tensor_bytes, tensor_leaves
 from hpcbench.worker.strategies.base import Strategy
 
 _LAYER_KINDS = {

@@ -19,6 +19,8 @@ from torch.utils.flop_counter import flop_registry
 from hpcbench.parallel.layer_table import LOSS_ROW_NAME
 from hpcbench.worker.model_execution import summed_loss
 
+COMM_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+"""Namespaces of the operators that call collectives."""
 _ATTENTION_PREFIX = "_scaled_dot_product"
 
 

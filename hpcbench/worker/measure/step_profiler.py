@@ -22,13 +22,14 @@ from hpcbench.results.timing_statistics import (
 )
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.measure.clocks import PHASE_NAMES, no_marker, synchronize
+from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES
 from hpcbench.worker.shutdown import StopController
 from hpcbench.worker.strategies.base import Strategy
 
 MARK_PREFIX = "hpcbench."
 STEP_MARK = MARK_PREFIX + "step"
 
-_COMM_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd", "symm_mem")
+_COMM_NAMESPACES = (*COMM_NAMESPACES, "_c10d_functional_autograd", "symm_mem")
 """Namespaces of operators that start a collective or wait for one."""
 _HOST_COMM_PREFIXES = ("gloo:", "mpi:", "ucc:", "horovod:")
 """How the libraries that communicate on the host call a collective or message, from its begin to its end."""

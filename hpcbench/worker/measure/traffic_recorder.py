@@ -16,11 +16,9 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.traffic import Traffic, merge_calls
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.measure.clocks import synchronize
-from hpcbench.worker.measure.layer_trace import tensor_bytes
+from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES, tensor_bytes
 from hpcbench.worker.shutdown import StopController
 from hpcbench.worker.strategies.base import Strategy
-
-COMM_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 
 _COLLECTIVES = {
     name: (operation, position)
