@@ -14,7 +14,7 @@ from benchmarks.oracle.megatron_table import Gpt, kept_in_block
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.pipeline_step import ChunkPassTimes, PipelineActionCosts, PipelineStep
+from hpcbench.oracle.pipeline_step import ChunkPassTimes, PipelineStep
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.stream_simulator import CommCall
 from hpcbench.parallel.layer_table import LayerTable
@@ -76,8 +76,12 @@ class MegatronRun(PipelineRank):
         return STATE_BYTES * sum(sum(self.parameter_bytes(chunk)) for chunk in self.chunks) // 4
 
 
-class _ActionCosts(PipelineActionCosts):
-    """Recomputes blocks only."""
+class _MegatronStep(PipelineStep):
+    """Recomputes blocks only, and sums gradients in fp16."""
+
+    def __init__(self, run: MegatronRun, cost_model: CostModel, overlaps: bool) -> None:
+        super().__init__(run, cost_model)
+        self._overlaps = overlaps
 
     def _pass_times(self, chunk: int, samples: float, recomputed: bool) -> ChunkPassTimes:
         times = super()._pass_times(chunk, samples, recomputed)
@@ -92,14 +96,6 @@ class _ActionCosts(PipelineActionCosts):
 
     def _update_s(self, rank: int) -> float:
         return super()._update_s(rank) * _UPDATE_RATIO
-
-
-class _Pipeline(PipelineStep):
-    """Sums gradients in fp16."""
-
-    def __init__(self, costs: PipelineActionCosts, overlaps: bool) -> None:
-        super().__init__(costs)
-        self._overlaps = overlaps
 
     def _all_reduces(self, rank: int, sizes: Sequence[int]) -> list[CommCall]:
         group = self.replicas(rank)
@@ -121,4 +117,4 @@ class _Pipeline(PipelineStep):
 
 def step_of_run(cost_model: CostModel, run: MegatronRun, overlaps: bool) -> StepBreakdown:
     """Return a step of ``run``; ``overlaps``: gradients are sent during the backward pass."""
-    return _Pipeline(_ActionCosts(run, cost_model), overlaps).breakdown(run.spec.strategy)
+    return _MegatronStep(run, cost_model, overlaps).breakdown(run.spec.strategy)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from hpcbench.oracle.cost_model import (
@@ -63,19 +63,72 @@ class ChunkPassTimes(NamedTuple):
     backward_calls: Sequence[CommCall]
 
 
-class PipelineActionCosts:
-    """Durations and messages of all chunks of one pipeline. Remembers what it was asked."""
+def weight_gradient_fraction(layer: LayerRow) -> float:
+    """Return the part of a layer's backward pass that computes gradients of its weights.
+
+    It has the forward pass's products, and so has the gradient of the input, where that is asked for.
+    """
+    if layer.kind not in _SPLIT_BACKWARD_KINDS or not layer.backward_flops:
+        return 0.0
+    return min(layer.forward_flops / layer.backward_flops, 1.0)
+
+
+class RankStepTimes(NamedTuple):
+    """One rank's own seconds in a step."""
+
+    compute_s: float
+    comm_s: float
+    latency_s: float
+    """The part of ``comm_s`` that no bandwidth would shorten."""
+
+    @classmethod
+    def of(cls, compute_s: float, calls: Sequence[tuple[CommCall, int]]) -> RankStepTimes:
+        """Add up the calls, each with its number in a step."""
+        comm_s = sum(count * call.seconds for call, count in calls)
+        return cls(compute_s, comm_s, sum(count * call.latency_s for call, count in calls))
+
+
+def step_from_schedule(
+    cost_model: CostModel, rank_step: RankStepTimes, with_comm_s: float, without_s: float
+) -> StepBreakdown:
+    """Return a step from the lengths of its schedule with and without communication, and the slowest rank's own times.
+
+    What the schedule loses by communication is exposed, on whichever rank; the rest of the time in which the rank
+    does not compute is the bubble.
+    """
+    overhead_s = cost_model.overhead_s()
+    exposed_s = max(with_comm_s - without_s, 0.0)
+    straggler_s = cost_model.straggler_s(rank_step.compute_s + overhead_s)
+    return StepBreakdown(
+        step_time_s=without_s + exposed_s + overhead_s + straggler_s,
+        compute_s=rank_step.compute_s + overhead_s,
+        comm_s=max(rank_step.comm_s, exposed_s),
+        exposed_comm_s=exposed_s,
+        bubble_s=max(without_s - rank_step.compute_s, 0.0),
+        straggler_s=straggler_s,
+        latency_s=exposed_s * rank_step.latency_s / rank_step.comm_s if rank_step.comm_s else 0.0,
+    )
+
+
+class PipelineStep:
+    """One pipeline of a run, with its replicas around it. Ranks are counted along ``pp``; ``pipeline`` is of any rank.
+
+    Durations and messages are computed once for each chunk, number of samples and kind of action.
+    """
 
     def __init__(self, pipeline: PipelineRank, cost_model: CostModel) -> None:
-        self.pipeline, self.cost_model = pipeline, cost_model
+        self.pipeline, self.cost_model, self.layout = pipeline, cost_model, pipeline.layout
         self.splits_backward = get_strategy(pipeline.spec.strategy).splits_backward
         self.pass_times = lru_cache(maxsize=None)(self._pass_times)
         self.chunk_kernels = lru_cache(maxsize=None)(self._chunk_kernels)
         self._row_kernels = lru_cache(maxsize=None)(self._kernels_of_row)
+        self._durations = lru_cache(maxsize=None)(self._action_durations)
         self.send = lru_cache(maxsize=None)(self._send)
         self.update_s = lru_cache(maxsize=None)(self._update_s)
         self._first_equal_rows = first_equal_rows(pipeline.table)
         self._tensor_group = place_group(pipeline.spec, "tp")
+        self._kinds = self.micro_batch_kinds(pipeline.spec.micro_batches)
+        self._all_kind_counts = Counter(self._kinds)
 
     def _pass_times(self, chunk: int, samples: float, recomputed: bool) -> ChunkPassTimes:
         forward_s = backward_s = weights_s = 0.0
@@ -106,14 +159,14 @@ class PipelineActionCosts:
         share = FULL_SHARE if view is None else view.row_share(layer)
         return row_kernels(self.pipeline.spec, layer, samples, share)
 
-    def _send(self, kind: str, chunk: int, samples: float) -> CommCall | None:
-        """Return the message after an action for so many samples.
+    def _send(self, kind: str, chunk: int, samples: float) -> CommCall:
+        """Return the message after an action for so many samples; one without duration where none is sent.
 
         Replicas of a stage are taken to lie as far from the next stage's as their first ones do.
         """
-        message = message_after(Action(kind, chunk, 0), self.pipeline.layout)
+        message = message_after(Action(kind, chunk, 0), self.layout)
         if message is None:
-            return None
+            return CommCall(0.0)
         is_far = not are_on_one_node(self.pipeline.spec, "pp", message.source, message.target)
         boundary_bytes = self.pipeline.boundary_bytes(chunk if kind == FORWARD else chunk - 1)
         group = place_neighbour_pair(self.pipeline.spec, "pp", is_far)
@@ -121,9 +174,7 @@ class PipelineActionCosts:
 
     def _update_s(self, rank: int) -> float:
         """Return the time of the optimizer's pass over the parameters of a rank of the pipeline."""
-        sizes = [
-            size for chunk in self.pipeline.layout.chunks_of(rank) for size in self.pipeline.parameter_bytes(chunk)
-        ]
+        sizes = [size for chunk in self.layout.chunks_of(rank) for size in self.pipeline.parameter_bytes(chunk)]
         sizes += [tie.size_bytes for tie in self.pipeline.ties if rank in tie.ranks]
         return sum(map(self.cost_model.kernel_s, update_kernels(self.pipeline.spec, sizes)))
 
@@ -142,25 +193,16 @@ class PipelineActionCosts:
     def schedule_costs(self, count: int, with_comm: bool = True) -> ActionCosts:
         """Return durations and transfers of a schedule of ``count`` micro-batches, see ``micro_batch_kinds``."""
         kinds = self.micro_batch_kinds(count)
-        distinct = list(dict.fromkeys(kinds))
-        kind_of = [distinct.index(kind) for kind in kinds]
-        chunks = range(self.pipeline.layout.chunks)
-        durations = [[self._durations(chunk, *kind, with_comm) for kind in distinct] for chunk in chunks]
-        transfers = [[self._transfers(chunk, samples) for samples, _ in distinct] for chunk in chunks if with_comm]
 
         def duration_s(action: Action) -> float:
-            return durations[action.chunk][kind_of[action.micro_batch]][action.kind]
+            return self._durations(action.chunk, *kinds[action.micro_batch], with_comm)[action.kind]
 
         def transfer_s(action: Action) -> float:
-            return transfers[action.chunk][kind_of[action.micro_batch]][action.kind] if with_comm else 0.0
+            return self.send(action.kind, action.chunk, kinds[action.micro_batch][0]).seconds if with_comm else 0.0
 
         return ActionCosts(duration_s, transfer_s)
 
-    def _transfers(self, chunk: int, samples: float) -> dict[str, float]:
-        calls = {kind: self.send(kind, chunk, samples) for kind in (FORWARD, BACKWARD, BACKWARD_INPUT)}
-        return {kind: 0.0 if call is None else call.seconds for kind, call in calls.items()}
-
-    def _durations(self, chunk: int, samples: float, recomputed: bool, with_comm: bool) -> dict[str, float]:
+    def _action_durations(self, chunk: int, samples: float, recomputed: bool, with_comm: bool) -> dict[str, float]:
         times = self.pass_times(chunk, samples, recomputed)
         computed = {
             FORWARD: times.forward_s,
@@ -183,65 +225,9 @@ class PipelineActionCosts:
         if slowdown <= 1.0 or kind in (BACKWARD_WEIGHT, UPDATE):
             return compute_s
         before = chunk - 1 if kind == FORWARD else chunk + 1
-        received = self.send(kind, before, samples) if 0 <= before < self.pipeline.layout.chunks else None
-        calls = (received, self.send(kind, chunk, samples))
-        in_flight_s = sum(call.seconds for call in calls if call is not None)
+        received_s = self.send(kind, before, samples).seconds if 0 <= before < self.layout.chunks else 0.0
+        in_flight_s = received_s + self.send(kind, chunk, samples).seconds
         return compute_s + min((1.0 - 1.0 / slowdown) * in_flight_s, (slowdown - 1.0) * compute_s)
-
-
-def weight_gradient_fraction(layer: LayerRow) -> float:
-    """Return the part of a layer's backward pass that computes gradients of its weights.
-
-    It has the forward pass's products, and so has the gradient of the input, where that is asked for.
-    """
-    if layer.kind not in _SPLIT_BACKWARD_KINDS or not layer.backward_flops:
-        return 0.0
-    return min(layer.forward_flops / layer.backward_flops, 1.0)
-
-
-class RankStepTimes(NamedTuple):
-    """One rank's own seconds in a step."""
-
-    compute_s: float
-    comm_s: float
-    latency_s: float
-    """The part of ``comm_s`` that no bandwidth would shorten."""
-
-
-def step_from_schedule(
-    cost_model: CostModel, rank_step: RankStepTimes, with_comm_s: float, without_s: float
-) -> StepBreakdown:
-    """Return a step from the lengths of its schedule with and without communication, and the slowest rank's own times.
-
-    What the schedule loses by communication is exposed, on whichever rank; the rest of the time in which the rank
-    does not compute is the bubble.
-    """
-    overhead_s = cost_model.overhead_s()
-    exposed_s = max(with_comm_s - without_s, 0.0)
-    straggler_s = cost_model.straggler_s(rank_step.compute_s + overhead_s)
-    return StepBreakdown(
-        step_time_s=without_s + exposed_s + overhead_s + straggler_s,
-        compute_s=rank_step.compute_s + overhead_s,
-        comm_s=max(rank_step.comm_s, exposed_s),
-        exposed_comm_s=exposed_s,
-        bubble_s=max(without_s - rank_step.compute_s, 0.0),
-        straggler_s=straggler_s,
-        latency_s=exposed_s * rank_step.latency_s / rank_step.comm_s if rank_step.comm_s else 0.0,
-    )
-
-
-def pipeline_step(cost_model: CostModel, pipeline: PipelineRank, schedule: str) -> StepBreakdown:
-    """Return one step, as the rank sees it that computes longest; ``pipeline`` is of any rank."""
-    return PipelineStep(PipelineActionCosts(pipeline, cost_model)).breakdown(schedule)
-
-
-class PipelineStep:
-    """One pipeline of a run, with its replicas around it. Ranks are counted along ``pp``."""
-
-    def __init__(self, costs: PipelineActionCosts) -> None:
-        self.costs, self.pipeline, self.cost_model = costs, costs.pipeline, costs.cost_model
-        self.layout = self.pipeline.layout
-        self._kinds = costs.micro_batch_kinds(self.pipeline.spec.micro_batches)
 
     def breakdown(self, schedule: str) -> StepBreakdown:
         """Return the step as the rank sees it that computes longest."""
@@ -251,7 +237,7 @@ class PipelineStep:
 
     def step_s_per_rank(self, schedule: str, with_comm: bool) -> list[float]:
         """Return for each rank the time from its first action to the end of its update."""
-        costs = partial(self.costs.schedule_costs, with_comm=with_comm)
+        costs = partial(self.schedule_costs, with_comm=with_comm)
         times = rank_times(schedule, self.layout, self.pipeline.spec.micro_batches, costs)
         ends = [self._reduced_at(rank, each) if with_comm else each.end for rank, each in enumerate(times)]
         for stage in range(self.layout.stages):
@@ -262,36 +248,30 @@ class PipelineStep:
         if with_comm:
             self._exchange_ties(ends)
         return [
-            end + self.costs.update_s(rank) - each.begin
-            for rank, (end, each) in enumerate(zip(ends, times, strict=True))
+            end + self.update_s(rank) - each.begin for rank, (end, each) in enumerate(zip(ends, times, strict=True))
         ]
 
     def rank_times(self, rank: int) -> RankStepTimes:
         """Return the computation and communication of one rank."""
-        backward = BACKWARD_INPUT if self.costs.splits_backward else BACKWARD
-        calls: list[tuple[CommCall | None, int]] = [(call, 1) for call in self._tied_reductions(rank)]
+        backward = BACKWARD_INPUT if self.splits_backward else BACKWARD
+        calls = [(call, 1) for call in self._tied_reductions(rank)]
         for chunk in self.layout.chunks_of(rank):
             for (samples, recomputed), count in self._kind_counts(rank).items():
-                times = self.costs.pass_times(chunk, samples, recomputed)
+                times = self.pass_times(chunk, samples, recomputed)
                 calls += [(call, count) for call in (*times.forward_calls, *times.backward_calls)]
-                calls += [(self.costs.send(kind, chunk, samples), count) for kind in (FORWARD, backward)]
+                calls += [(self.send(kind, chunk, samples), count) for kind in (FORWARD, backward)]
             calls += [(call, 1) for call in self.buckets(rank, chunk)]
         for tie in self.pipeline.ties:
             if rank in tie.ranks:
                 calls.append((self._tied_send(tie), len(tie.ranks) - 1 if rank == tie.ranks[0] else 1))
-        sent = [(call, count) for call, count in calls if call is not None]
-        return RankStepTimes(
-            self.compute_s(rank),
-            sum(count * call.seconds for call, count in sent),
-            sum(count * call.latency_s for call, count in sent),
-        )
+        return RankStepTimes.of(self.compute_s(rank), calls)
 
     def compute_s(self, rank: int) -> float:
         """Return the computation of one rank in a step."""
-        seconds = self.costs.update_s(rank)
+        seconds = self.update_s(rank)
         for chunk in self.layout.chunks_of(rank):
             for kind, count in self._kind_counts(rank).items():
-                times = self.costs.pass_times(chunk, *kind)
+                times = self.pass_times(chunk, *kind)
                 seconds += count * (times.forward_s + times.backward_s)
         return seconds
 
@@ -300,10 +280,6 @@ class PipelineStep:
         if max(self.layout.stage_sizes) == 1:
             return self._all_kind_counts
         return Counter(self._kinds[number] for number in self.layout.micro_batches_of(rank, len(self._kinds)))
-
-    @cached_property
-    def _all_kind_counts(self) -> Counter[tuple[float, bool]]:
-        return Counter(self._kinds)
 
     def replicas(self, rank: int) -> GroupPlacement:
         """Return the group of the ranks that hold the same chunks."""
@@ -340,10 +316,10 @@ class PipelineStep:
         """Yield a chunk's last backward pass; deferred gradients of weights are sent all at once behind it."""
         calls = self.buckets(rank, chunk)
         rows, kernels_s, ready_rows = [], [], [-1] * len(calls)
-        if not self.costs.splits_backward:
+        if not self.splits_backward:
             samples, _ = self._kinds[-1]
             rows, ready_rows = self.pipeline.rows[chunk], self._bucket_rows(chunk)
-            kernels = self.costs.chunk_kernels(chunk, samples)
+            kernels = self.chunk_kernels(chunk, samples)
             kernels_s = [self.cost_model.kernel_s(each.backward) for each in kernels]
         yield ComputeEvent(max(length_s - sum(kernels_s), 0.0))
         for row, seconds in zip(reversed(rows), reversed(kernels_s), strict=True):

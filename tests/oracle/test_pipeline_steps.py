@@ -13,7 +13,7 @@ from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.machine import Machine, nominal_machine
 from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.pipeline_step import PipelineActionCosts, PipelineStep, weight_gradient_fraction
+from hpcbench.oracle.pipeline_step import PipelineStep, weight_gradient_fraction
 from hpcbench.oracle.placement import are_on_one_node, place_group, place_neighbour_pair
 from hpcbench.oracle.prediction import predict
 from hpcbench.oracle.row_cost import copy_op
@@ -73,7 +73,7 @@ def test_one_stage_of_pipedream_updates_after_every_minibatch() -> None:
         step(spec_of("pipedream", 1, options={"weight_versions": versions})) for versions in ("stash", "2bw")
     )
     alone, spec = step(spec_of("single", 1)), spec_of("pipedream", 1)
-    times = PipelineActionCosts(PipelineRank(spec, TABLE, 0), CostModel(NOMINAL, spec))
+    times = PipelineStep(PipelineRank(spec, TABLE, 0), CostModel(NOMINAL, spec))
     copies = [copy_op(spec, size).kernel for size in times.pipeline.parameter_bytes(0)]
     copy_s = sum(map(times.cost_model.kernel_s, copies))
     # Two versions of the weights, even where one would do.
@@ -103,7 +103,7 @@ def test_zero_bubble_fills_with_gradients_of_weights(count: int) -> None:
     halves of a backward pass are as long as a forward pass."""
     stages, table = 4, equal_blocks(8)
     spec = spec_of("zero_bubble", stages, count, batch_size=count * 4)
-    busy = PipelineActionCosts(PipelineRank(spec, table, 0), CostModel(FREE, spec)).pass_times(0, 4, False)
+    busy = PipelineStep(PipelineRank(spec, table, 0), CostModel(FREE, spec)).pass_times(0, 4, False)
     assert busy.weights_s == pytest.approx(busy.backward_s / 2)
     one, plain = step(spec, table, FREE), step(spec_of("1f1b", stages, count, batch_size=count * 4), table, FREE)
     assert one.compute_s == pytest.approx(plain.compute_s)
@@ -149,7 +149,7 @@ PRICED = [
 def test_every_call_of_the_traffic_is_priced(spec: RunSpec) -> None:
     table = TABLE if spec.model == "resnet18" else tied(table_of("gpt", "tokens"), spec)
     clock = CostModel(NOMINAL, spec)
-    pipeline = PipelineStep(PipelineActionCosts(PipelineRank(spec, table, 0), clock))
+    pipeline = PipelineStep(PipelineRank(spec, table, 0), clock)
     for place in range(spec.pp_degree):
         traffic = resolve_cost(spec.strategy).traffic(spec, table, place * spec.tp_degree)
         groups = {
@@ -263,9 +263,7 @@ def test_ranks_that_share_a_stage_compute_less() -> None:
     table, found = table_of("gpt", "tokens"), []
     for degree in (1, 2, 4):
         spec = spec_of("1f1b", 2, 2, tp_degree=degree, model="gpt", dataset="tokens", batch_size=8)
-        found.append(
-            PipelineActionCosts(PipelineRank(spec, table, 0), CostModel(NOMINAL, spec)).pass_times(0, 4, False)
-        )
+        found.append(PipelineStep(PipelineRank(spec, table, 0), CostModel(NOMINAL, spec)).pass_times(0, 4, False))
     one, two, four = found
     assert four.backward_s < two.backward_s < one.backward_s < 2 * two.backward_s
     assert [len(busy.forward_calls) + len(busy.backward_calls) for busy in found] == [0, 16, 16]

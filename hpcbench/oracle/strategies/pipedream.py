@@ -8,7 +8,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.pipeline_step import PipelineActionCosts, PipelineStep, RankStepTimes, step_from_schedule
+from hpcbench.oracle.pipeline_step import PipelineStep, RankStepTimes, step_from_schedule
 from hpcbench.oracle.row_cost import copy_op
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import Cost
@@ -62,24 +62,18 @@ class PipedreamCost(Cost):
     @classmethod
     def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
         """Return the time of a window; all minibatches are taken to be as large as their mean."""
-        step = PipelineStep(PipelineActionCosts(PipelineRank(spec, table, 0), cost_model))
+        step = PipelineStep(PipelineRank(spec, table, 0), cost_model)
         staleness, count = pipedream_staleness(spec), spec.micro_batches
         computed = [_computed_times(step, stage) for stage in range(spec.pp_degree)]
         with_comm = [_with_comm(step, stage, times) for stage, times in enumerate(computed)]
         updates = 1 if staleness.double_buffered else count
         compute_s = [count * (times.forward_s + times.backward_s) + updates * times.update_s for times in computed]
         slowest = max(range(len(computed)), key=compute_s.__getitem__)
-        sends = [step.costs.send(kind, slowest, spec.batch_size / count) for kind in (FORWARD, BACKWARD)]
-        calls = [(call, count) for call in sends if call is not None]
+        calls = [(step.send(kind, slowest, spec.batch_size / count), count) for kind in (FORWARD, BACKWARD)]
         calls += [(call, updates) for call in step.buckets(slowest, slowest)]
-        rank_times = RankStepTimes(
-            compute_s[slowest],
-            sum(times * call.seconds for call, times in calls),
-            sum(times * call.latency_s for call, times in calls),
-        )
         return step_from_schedule(
             cost_model,
-            rank_times,
+            RankStepTimes.of(compute_s[slowest], calls),
             steady_step_time_s(with_comm, staleness, count),
             steady_step_time_s(computed, staleness, count),
         )
@@ -87,25 +81,24 @@ class PipedreamCost(Cost):
 
 def _computed_times(step: PipelineStep, stage: int) -> StageTimes:
     """Return the computation of one stage for a minibatch."""
-    costs, spec = step.costs, step.pipeline.spec
+    spec = step.pipeline.spec
     recomputed = step.pipeline.is_recomputed(0, spec.micro_batches)
-    times = costs.pass_times(stage, spec.batch_size / spec.micro_batches, recomputed)
-    update_s = costs.update_s(stage)
+    times = step.pass_times(stage, spec.batch_size / spec.micro_batches, recomputed)
+    update_s = step.update_s(stage)
     if pipedream_staleness(spec).updates_behind(stage):
         # Older minibatches still need the weights that the update is about to overwrite.
         copies = [copy_op(spec, size).kernel for size in step.pipeline.parameter_bytes(stage)]
-        update_s += sum(map(costs.cost_model.kernel_s, copies))
+        update_s += sum(map(step.cost_model.kernel_s, copies))
     return StageTimes(times.forward_s, times.backward_s, update_s)
 
 
 def _with_comm(step: PipelineStep, stage: int, computed: StageTimes) -> StageTimes:
     """Add a stage's communication. Gradients are summed over replicas before an update, while it waits."""
-    costs, samples = step.costs, step.pipeline.spec.batch_size / step.pipeline.spec.micro_batches
-    forward, backward = (costs.send(kind, stage, samples) for kind in (FORWARD, BACKWARD))
+    samples = step.pipeline.spec.batch_size / step.pipeline.spec.micro_batches
     return StageTimes(
-        costs.overlapped_s(FORWARD, stage, samples, computed.forward_s),
-        costs.overlapped_s(BACKWARD, stage, samples, computed.backward_s),
+        step.overlapped_s(FORWARD, stage, samples, computed.forward_s),
+        step.overlapped_s(BACKWARD, stage, samples, computed.backward_s),
         computed.update_s + sum(call.seconds for call in step.buckets(stage, stage)),
-        0.0 if forward is None else forward.seconds,
-        0.0 if backward is None else backward.seconds,
+        step.send(FORWARD, stage, samples).seconds,
+        step.send(BACKWARD, stage, samples).seconds,
     )

@@ -8,7 +8,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel
 from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.pipeline_step import pipeline_step
+from hpcbench.oracle.pipeline_step import PipelineStep
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import Cost
 from hpcbench.parallel.layer_table import LayerTable
@@ -43,7 +43,7 @@ class PipelineCost(Cost):
 
     @classmethod
     def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
-        return pipeline_step(cost_model, PipelineRank(spec, table, 0), spec.strategy)
+        return PipelineStep(PipelineRank(spec, table, 0), cost_model).breakdown(spec.strategy)
 
 
 class FairscalePipeCost(Cost):
@@ -72,7 +72,7 @@ class FairscalePipeCost(Cost):
     def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
         """Return a step of ``gpipe`` on devices of one node; a cpu is one device."""
         stages = 1 if cost_model.machine.device == "cpu" else spec.pp_degree
-        return pipeline_step(cost_model, PipelineRank(_gpipe_spec(spec, stages), table, 0), "gpipe")
+        return PipelineStep(PipelineRank(_gpipe_spec(spec, stages), table, 0), cost_model).breakdown("gpipe")
 
 
 def _gpipe_spec(spec: RunSpec, stages: int) -> RunSpec:
