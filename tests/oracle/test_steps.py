@@ -20,7 +20,6 @@ from hpcbench.oracle.stream_simulator import CommCall
 from hpcbench.oracle.tensor_sizes import parameter_bytes
 from hpcbench.parallel.gradient_buckets import MIB, first_use_rows
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
-from hpcbench.parallel.traffic import Traffic
 
 REPLICAS = ("ddp", "zero1", "fsdp", "fairscale_oss", "fairscale_sddp", "fairscale_fsdp", "horovod")
 PROFILE, _ = load_cluster("slurmbox")
@@ -93,7 +92,7 @@ def test_owners_take_turns_on_gloos_threads_whichever_row_made_their_gradients()
     made_at = first_use_rows(TABLE)
     places = [made_at.index(row) for row in sorted(set(made_at), reverse=True)[:4]]
     group = place_group(clock.spec, "dp")
-    buckets = [([place], [Traffic(operation="reduce", group_size=4, payload_bytes=2**20)]) for place in places]
+    buckets = [([place], [("reduce", 2**20)]) for place in places]
     after = bucket_calls_when_ready(clock, TABLE, buckets, group, has_distinct_roots=True)
     sent = [call for row in range(len(TABLE.layers) - 1, -1, -1) for call in after(row)]
     assert [call.lane for call in sent if isinstance(call, CommCall)] == ["0", "1", "0", "1"]

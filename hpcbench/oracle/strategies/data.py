@@ -38,15 +38,18 @@ from hpcbench.oracle.strategies.data_buckets import (
     rank_owned_bytes,
     sddp_buckets,
     sddp_reductions,
+    sent_gradient_bytes,
 )
 from hpcbench.oracle.stream_simulator import CommCall, RepeatEvent, StreamEvent
-from hpcbench.oracle.tensor_sizes import HALF_BYTES, buffer_bytes, element_count, parameter_bytes
+from hpcbench.oracle.tensor_sizes import buffer_bytes, parameter_bytes
 from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.gradient_buckets import MIB, first_use_rows, sum_bytes_at
 from hpcbench.parallel.layer_table import LayerTable
-from hpcbench.parallel.traffic import Traffic, group_call_factory, merge_calls
+from hpcbench.parallel.traffic import Traffic, merge_calls
 
-GradientBucket = tuple[Iterable[int], list[Traffic]]
+ReplicaCall = tuple[str, int]
+"""Operation and payload of a call of all replicas."""
+GradientBucket = tuple[Iterable[int], list[ReplicaCall]]
 """Places of the tensors whose gradients it holds, and the calls that are made once all of them are there."""
 _GLOO_THREADS = 2
 """Calls of one process group that gloo has under way at once (torch's ``ProcessGroupGloo::Options``); NCCL has one."""
@@ -62,7 +65,7 @@ class DataParallelCost(Cost):
     waited for."""
 
     @classmethod
-    def before(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
+    def before(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return the calls before the forward pass, one after another; none by default."""
         return []
 
@@ -72,7 +75,7 @@ class DataParallelCost(Cost):
         return []
 
     @classmethod
-    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
+    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return the calls behind the update; none by default."""
         return []
 
@@ -84,7 +87,10 @@ class DataParallelCost(Cost):
     @classmethod
     def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
         sent = [call for _, calls in cls.buckets(spec, table) for call in calls]
-        return merge_calls([*cls.before(spec, table), *sent, *cls.after_update(spec, table)])
+        return merge_calls(
+            Traffic(operation=operation, group_size=spec.dp_degree, payload_bytes=payload)
+            for operation, payload in [*cls.before(spec, table), *sent, *cls.after_update(spec, table)]
+        )
 
     @classmethod
     def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
@@ -101,7 +107,8 @@ class DataParallelCost(Cost):
     ) -> Iterator[StreamEvent]:
         """Yield a step of the replica with the largest update."""
         group, rows = place_group(spec, "dp"), unsharded_rows(spec, table)
-        yield from _blocking_calls(cost_model, cls.before(spec, table), group)
+        for call in cls.before(spec, table):
+            yield cost_model.collective(*call, group)
         if spec.micro_batches > 1:
             yield RepeatEvent(spec.micro_batches - 1, list(micro_batch_events(cost_model, spec, table, rows)))
         sends = bucket_calls_when_ready(cost_model, table, buckets, group, cls.has_distinct_roots)
@@ -109,12 +116,10 @@ class DataParallelCost(Cost):
         yield WAIT_FOR_ALL
         replicas = range(min(spec.dp_degree, _REPLICAS_EXAMINED))
         yield from update_events(cost_model, spec, max((cls.updated(spec, table, rank) for rank in replicas), key=sum))
-        calls = _blocking_calls(cost_model, cls.after_update(spec, table), group)
-        if cls.has_distinct_roots:
-            yield from _calls_on_parallel_streams(cost_model, (call._replace(key="owner") for call in calls))
-            yield WAIT_FOR_ALL
-        else:
-            yield from calls
+        key = "owner" if cls.has_distinct_roots else None
+        calls = (cost_model.collective(*call, group, key) for call in cls.after_update(spec, table))
+        yield from _calls_on_parallel_streams(cost_model, calls) if cls.has_distinct_roots else calls
+        yield WAIT_FOR_ALL
 
 
 def bucket_calls_when_ready(
@@ -131,18 +136,12 @@ def bucket_calls_when_ready(
     for places, calls in buckets:
         # Buckets are sent in their order: one that is complete waits for those before it.
         row = min([row, *(ready_rows[place] for place in places)])
-        for call in _blocking_calls(cost_model, calls, group):
-            due.setdefault(row, []).append(call._replace(key="bucket"))
+        due.setdefault(row, []).extend(cost_model.collective(*call, group, "bucket") for call in calls)
     if has_distinct_roots:
         # Rows come in the order in which they run backwards.
         sent = _calls_on_parallel_streams(cost_model, chain.from_iterable(list(due.values())))
         due = {row: list(islice(sent, len(calls))) for row, calls in due.items()}
     return lambda number: due.get(number, ())
-
-
-def _blocking_calls(cost_model: CostModel, calls: Sequence[Traffic], group: GroupPlacement) -> Iterator[CommCall]:
-    for call in calls:
-        yield from cost_model.calls(call, group)
 
 
 def _calls_on_parallel_streams(cost_model: CostModel, calls: Iterable[CommCall]) -> Iterator[CommCall]:
@@ -160,15 +159,14 @@ class DdpCost(DataParallelCost):
     """Every replica holds everything; gradients are all_reduced in buckets (Li et al. 2020)."""
 
     @classmethod
-    def before(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
+    def before(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return the broadcasts of rank 0's buffers."""
-        return [group_call_factory(spec.dp_degree)("broadcast", size) for size in coalesced_buffer_bytes(spec, table)]
+        return [("broadcast", size) for size in coalesced_buffer_bytes(spec, table)]
 
     @classmethod
     def buckets(cls, spec: RunSpec, table: LayerTable) -> list[GradientBucket]:
-        call = group_call_factory(spec.dp_degree)
         return [
-            (places, [call("all_reduce", size) for size in compressed_bytes(spec, table, places)])
+            (places, [("all_reduce", size) for size in compressed_bytes(spec, table, places)])
             for places in ddp_buckets(spec, table)
         ]
 
@@ -186,13 +184,13 @@ class Zero1Cost(DdpCost):
     """Owners broadcast the parameters that they updated (ZeRO-1, Rajbhandari et al. 2020)."""
 
     @classmethod
-    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
+    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return one broadcast a tensor, or one an owner."""
-        call, sizes = group_call_factory(spec.dp_degree), parameter_bytes(spec, table)
+        sizes = parameter_bytes(spec, table)
         if options_with_defaults(spec)["parameters_as_bucket_view"]:
             owned = [sum_bytes_at(sizes, places) for places in owned_parameters(spec, table)]
             sizes = owned + [0] * (spec.dp_degree - len(owned))
-        return [call("broadcast", size) for size in sizes]
+        return [("broadcast", size) for size in sizes]
 
     @classmethod
     def updated(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
@@ -205,10 +203,10 @@ class FairscaleOssCost(Zero1Cost):
     has_distinct_roots = True
 
     @classmethod
-    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
+    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return a broadcast from each owner to all; ``broadcast_fp16`` halves them."""
         sent = owned_bytes_by_replica(spec, table, half=options_with_defaults(spec)["broadcast_fp16"])
-        return [group_call_factory(spec.dp_degree)("broadcast", size) for size in sent]
+        return [("broadcast", size) for size in sent]
 
 
 class FairscaleSddpCost(DataParallelCost):
@@ -217,23 +215,20 @@ class FairscaleSddpCost(DataParallelCost):
     has_distinct_roots = True
 
     @classmethod
-    def before(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
+    def before(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return a broadcast of every buffer."""
-        return [group_call_factory(spec.dp_degree)("broadcast", size) for size in buffer_bytes(spec, table)]
+        return [("broadcast", size) for size in buffer_bytes(spec, table)]
 
     @classmethod
     def buckets(cls, spec: RunSpec, table: LayerTable) -> list[GradientBucket]:
         """Return a bucket an owner, and tensors that did not fit into it, each as soon as its gradients are there."""
-        call, ready_rows = group_call_factory(spec.dp_degree), gradient_rows(spec, table)
-        buckets: list[tuple[list[int], list[Traffic]]] = [
-            (places, [call("reduce", size)]) for places, size in sddp_reductions(spec, table)
-        ]
-        buckets.sort(key=lambda bucket: -min((ready_rows[place] for place in bucket[0]), default=0))
-        return [*buckets]
+        reductions, ready_rows = sddp_reductions(spec, table), gradient_rows(spec, table)
+        reductions.sort(key=lambda reduction: -min((ready_rows[place] for place in reduction[0]), default=0))
+        return [(places, [("reduce", size)]) for places, size in reductions]
 
     @classmethod
-    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[Traffic]:
-        return [group_call_factory(spec.dp_degree)("broadcast", size) for size in owned_bytes_by_replica(spec, table)]
+    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
+        return [("broadcast", size) for size in owned_bytes_by_replica(spec, table)]
 
     @classmethod
     def updated(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
@@ -260,8 +255,10 @@ class HorovodCost(DataParallelCost):
 
     @classmethod
     def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
-        payload = sum(_compressed_gradient_bytes(spec, table))
-        return [group_call_factory(spec.dp_degree)("all_reduce", payload)] if spec.dp_degree > 1 else []
+        payload = sum(sent_gradient_bytes(spec, table))
+        if spec.dp_degree == 1:
+            return []
+        return [Traffic(operation="all_reduce", group_size=spec.dp_degree, payload_bytes=payload)]
 
     @classmethod
     def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
@@ -275,15 +272,7 @@ class HorovodCost(DataParallelCost):
     @classmethod
     def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
         """Fuse gradients as the background thread finds them, and send them under the backward pass."""
-        options, call = options_with_defaults(spec), group_call_factory(spec.dp_degree)
-        sizes = _compressed_gradient_bytes(spec, table)
-        cycle_s, threshold = float(options["cycle_time_ms"]) / 1e3, int(float(options["fusion_threshold_mb"]) * MIB)
-        fused = fused_buckets(cost_model, spec, table, sizes, cycle_s, threshold) if spec.dp_degree > 1 else []
-        buckets = [(places, [call("all_reduce", sum_bytes_at(sizes, places))]) for places in fused]
+        sizes = sent_gradient_bytes(spec, table)
+        fused = fused_buckets(cost_model, spec, table) if spec.dp_degree > 1 else []
+        buckets: list[GradientBucket] = [(places, [("all_reduce", sum_bytes_at(sizes, places))]) for places in fused]
         return step_from_events(cost_model, cls._events(spec, table, cost_model, buckets))
-
-
-def _compressed_gradient_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
-    if options_with_defaults(spec)["compression"] == "fp16":
-        return [element_count(tensor) * HALF_BYTES for tensor in table.parameter_tensors]
-    return parameter_bytes(spec, table)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import ceil, prod
 
 from hpcbench.config.run_spec import RunSpec
@@ -55,21 +56,23 @@ def coalesced_buffer_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
     ]
 
 
+def half_precision_bytes(table: LayerTable) -> list[int]:
+    """Return the bytes of each of the table's parameters in half precision."""
+    return [element_count(tensor) * HALF_BYTES for tensor in table.parameter_tensors]
+
+
 def owned_parameters(spec: RunSpec, table: LayerTable) -> list[list[int]]:
     """Return the places of the parameters that each replica updates; replicas beyond the list update none."""
     counts = tuple(element_count(tensor) for tensor in table.parameter_tensors)
-    return _cached_owners(counts, min(spec.dp_degree, len(counts)), get_strategy(spec.strategy).owners_largest_first)
+    return _assigned_owners(counts, min(spec.dp_degree, len(counts)), get_strategy(spec.strategy).owners_largest_first)
 
 
-@lru_cache(maxsize=256)
-def _cached_owners(elements: tuple[int, ...], ranks: int, largest_first: bool) -> list[list[int]]:
-    return assign_owners(elements, ranks, largest_first)
+_assigned_owners = lru_cache(maxsize=256)(assign_owners)
 
 
 def owned_bytes_by_replica(spec: RunSpec, table: LayerTable, half: bool = False) -> list[int]:
     """Return the bytes of the parameters of each replica that owns any."""
-    counts = [element_count(tensor) * HALF_BYTES for tensor in table.parameter_tensors]
-    sizes = counts if half else parameter_bytes(spec, table)
+    sizes = half_precision_bytes(table) if half else parameter_bytes(spec, table)
     return [sum_bytes_at(sizes, places) for places in owned_parameters(spec, table) if places]
 
 
@@ -105,7 +108,7 @@ def sddp_buckets(spec: RunSpec, table: LayerTable) -> tuple[list[list[int]], lis
 def sddp_reductions(spec: RunSpec, table: LayerTable) -> list[tuple[list[int], int]]:
     """Return the places and the payload of each reduction of a step; ``reduce_fp16`` has no buckets."""
     if options_with_defaults(spec)["reduce_fp16"]:
-        return [([place], element_count(tensor) * HALF_BYTES) for place, tensor in enumerate(table.parameter_tensors)]
+        return [([place], size) for place, size in enumerate(half_precision_bytes(table))]
     filled, single = sddp_buckets(spec, table)
     sizes = parameter_bytes(spec, table)
     return [(places, sum_bytes_at(sizes, places)) for places in [*filled, *([place] for place in single)]]
@@ -116,7 +119,7 @@ def compressed_bytes(spec: RunSpec, table: LayerTable, places: Sequence[int]) ->
     options, sizes = options_with_defaults(spec), parameter_bytes(spec, table)
     kind = options.get("compression", "none")
     if kind in ("fp16", "bf16"):
-        return [sum(element_count(table.parameter_tensors[place]) for place in places) * HALF_BYTES]
+        return [sum_bytes_at(half_precision_bytes(table), places)]
     if kind == "powersgd":
         tensors = [table.parameter_tensors[place] for place in places]
         number_bytes = element_bytes(spec, tensors[0])
@@ -143,18 +146,26 @@ def powersgd_bytes(shapes: Iterable[list[int]], rank: int, number_bytes: int) ->
     return [plain * number_bytes, left * number_bytes, right * number_bytes]
 
 
-def fused_buckets(
-    cost_model: CostModel, spec: RunSpec, table: LayerTable, sizes: Sequence[int], cycle_s: float, threshold_bytes: int
-) -> list[list[int]]:
-    """Return the places in ``parameter_tensors`` that are fused, in order; ``sizes``: bytes sent of each."""
-    group, blocks = place_group(spec, "dp"), cost_model.machine.device == "cpu"
+def sent_gradient_bytes(spec: RunSpec, table: LayerTable) -> list[int]:
+    """Return the bytes that Horovod sends of each gradient."""
+    is_half = options_with_defaults(spec)["compression"] == "fp16"
+    return half_precision_bytes(table) if is_half else parameter_bytes(spec, table)
+
+
+def fused_buckets(cost_model: CostModel, spec: RunSpec, table: LayerTable) -> list[list[int]]:
+    """Return the places in ``parameter_tensors`` that Horovod fuses, in order."""
+    options, group, blocks = options_with_defaults(spec), place_group(spec, "dp"), cost_model.machine.device == "cpu"
+    cycle_s, threshold = float(options["cycle_time_ms"]) / 1e3, int(float(options["fusion_threshold_mb"]) * MIB)
+    backward_s = [cost_model.kernel_s(kernels.backward) for kernels in unsharded_row_kernels(spec, table)]
+    # By row the seconds after the begin of the backward pass at which its gradients are complete.
+    ends_s, first_uses = list(accumulate(reversed(backward_s)))[::-1], first_use_rows(table)
     order = gradient_ready_order(table, spec.precision)
-    ready_s = _gradient_ready_s(cost_model, spec, table)
 
     def passing_s(size: int) -> float:
         return cost_model.collective("all_reduce", size, group).seconds if blocks else 0.0
 
-    return simulate_fusion(order, [ready_s[place] for place in order], sizes, cycle_s, threshold_bytes, passing_s)
+    ready_s, sizes = [ends_s[first_uses[place]] for place in order], sent_gradient_bytes(spec, table)
+    return simulate_fusion(order, ready_s, sizes, cycle_s, threshold, passing_s)
 
 
 def simulate_fusion(
@@ -191,12 +202,3 @@ def simulate_fusion(
         start += len(bucket)
         now += passing_s(size)
     return buckets
-
-
-def _gradient_ready_s(cost_model: CostModel, spec: RunSpec, table: LayerTable) -> list[float]:
-    """Return by tensor the seconds after the begin of the backward pass at which its gradient is complete."""
-    passes, ends, now = unsharded_row_kernels(spec, table), [0.0] * len(table.layers), 0.0
-    for row in range(len(passes) - 1, -1, -1):
-        now += cost_model.kernel_s(passes[row].backward)
-        ends[row] = now
-    return [ends[row] for row in first_use_rows(table)]

@@ -28,79 +28,6 @@ from hpcbench.parallel.layer_table import LayerTable, TensorShape
 from hpcbench.parallel.traffic import Traffic, group_call_factory, merge_calls
 
 
-class ShardingUnitRows(NamedTuple):
-    """The tensors that are gathered together, by their places, and the rows of the table that use them."""
-
-    blocks: list[list[int]]
-    """A unit a block, ascending."""
-    root: list[int]
-    """Gathered from the first forward to the last backward pass."""
-    first_row: list[int]
-    """First row of each unit of ``blocks``, in the forward pass."""
-
-    @classmethod
-    def of(cls, table: LayerTable) -> ShardingUnitRows:
-        *units, root = fsdp_units(table)
-        rows = first_use_rows(table)
-        blocks = [table.layers[rows[unit[0]]].block for unit in units]
-        starts = [next(row for row, layer in enumerate(table.layers) if layer.block == block) for block in blocks]
-        return cls(units, root, starts)
-
-    def running(self, row: int) -> int:
-        """Return which of ``blocks`` runs backwards in ``row``, or ran last; -1 before the first block that has one."""
-        return sum(start <= row for start in self.first_row) - 1
-
-    def gradient_rows(self, tensors: int) -> list[int]:
-        """Return the row at which each tensor's gradient shard is there: that before its unit, which has ended."""
-        rows = [0] * tensors
-        for unit, start in zip(self.blocks, self.first_row, strict=True):
-            for place in unit:
-                rows[place] = max(start - 1, 0)
-        return rows
-
-
-class UnshardedMemory(NamedTuple):
-    """Bytes of each whole tensor: as it is used, as its gradient comes out, and as that is reduced."""
-
-    parameters: list[int]
-    gradients: list[int]
-    reduced: list[int]
-    prefetched: int
-    """Units that are gathered before it is their turn."""
-    overlaps_reduction: bool
-    """Whether a unit is reduced while the next one runs; otherwise that one waits."""
-    accumulates: bool
-    """Whether earlier micro-batches have left whole gradients."""
-
-    def by_row(self, table: LayerTable) -> list[int]:
-        """Return the bytes of whole tensors while each row runs backwards."""
-        units, first_uses = ShardingUnitRows.of(table), first_use_rows(table)
-        sizes = []
-        for row in range(len(table.layers)):
-            number = units.running(row)
-            running = units.blocks[number] if number >= 0 else []
-            whole = [*units.root, *running, *self._prefetched(units, number)]
-            size = sum_bytes_at(self.parameters, whole) + sum_bytes_at(self.gradients, units.root)
-            if self.accumulates:
-                size += sum(sum_bytes_at(self.gradients, unit) for unit in units.blocks[: number + 1])
-            else:
-                size += sum_bytes_at(self.gradients, [place for place in running if first_uses[place] >= row])
-            if self.overlaps_reduction and number + 1 < len(units.blocks):
-                size += sum_bytes_at(self.reduced, units.blocks[number + 1])
-            sizes.append(size)
-        for number, (unit, start) in enumerate(zip(units.blocks, units.first_row, strict=True)):
-            # When the unit has ended, and the row before it has not begun.
-            row = max(start - 1, 0)
-            held = sum(sum_bytes_at(each, unit) for each in (self.parameters, self.gradients, self.reduced))
-            held += sum_bytes_at(self.parameters, [*units.root, *self._prefetched(units, number)])
-            sizes[row] = max(sizes[row], held)
-        return sizes
-
-    def _prefetched(self, units: ShardingUnitRows, number: int) -> list[int]:
-        ahead = units.blocks[max(number - self.prefetched, 0) : max(number, 0)]
-        return [place for unit in ahead for place in unit]
-
-
 class ShardingUnit(NamedTuple):
     """Parameters that travel together. Payloads are counted as ``parallel.traffic.Traffic`` counts them.
 
@@ -163,9 +90,45 @@ class ShardedCost(Cost):
         return step_from_events(cost_model, _ShardedStep(cost_model, spec, table, cls.plan(spec, table)).events())
 
 
-def _sharded_memory(spec: RunSpec, table: LayerTable, shards: list[int], unsharded: UnshardedMemory) -> MemoryBreakdown:
-    rows = ShardingUnitRows.of(table).gradient_rows(len(shards))
-    return peak_memory(spec, table, PersistentMemory(sum(shards), shards, rows, shards), unsharded.by_row(table))
+def _sharded_memory(
+    spec: RunSpec, table: LayerTable, shards: list[int], used: list[int], reduced: list[int], is_ahead: bool
+) -> MemoryBreakdown:
+    """Return the memory of shards, and of whole tensors while their unit runs.
+
+    Args:
+        shards: bytes of the rank's part of each tensor.
+        used: bytes of each whole parameter as it is computed with, and of its gradient.
+        reduced: bytes of each whole gradient as it is reduced.
+        is_ahead: whether the next unit is gathered, and the one before reduced, while one runs.
+    """
+    *units, root = fsdp_units(table)
+    first_uses, blocks = first_use_rows(table), [layer.block for layer in table.layers]
+    starts = [blocks.index(blocks[first_uses[unit[0]]]) for unit in units]
+    prefetched = int(is_ahead) if options_with_defaults(spec)["reshard_after_forward"] else len(units)
+    root_bytes, unit_bytes = sum_bytes_at(used, root), [sum_bytes_at(used, unit) for unit in units]
+    # By unit the parameters that are there while it runs backwards: the root's, its own and those gathered before.
+    gathered = [root_bytes + sum(unit_bytes[max(number - prefetched, 0) : number + 1]) for number in range(len(units))]
+    sizes = []
+    for row in range(len(table.layers)):
+        # A unit runs backwards from its block's last row to its first.
+        number = sum(start <= row for start in starts) - 1
+        size = root_bytes + (gathered[number] if number >= 0 else root_bytes)
+        if spec.micro_batches > 1:
+            # Earlier micro-batches have left whole gradients.
+            size += sum(unit_bytes[: number + 1])
+        elif number >= 0:
+            size += sum(used[place] for place in units[number] if first_uses[place] >= row)
+        if is_ahead and number + 1 < len(units):
+            size += sum_bytes_at(reduced, units[number + 1])
+        sizes.append(size)
+    gradient_rows = [0] * len(shards)
+    for number, (unit, start) in enumerate(zip(units, starts, strict=True)):
+        # When the unit has ended, and the row before it has not begun: its gradients' shards are there.
+        row = max(start - 1, 0)
+        sizes[row] = max(sizes[row], gathered[number] + unit_bytes[number] + sum_bytes_at(reduced, unit))
+        for place in unit:
+            gradient_rows[place] = row
+    return peak_memory(spec, table, PersistentMemory(sum(shards), shards, gradient_rows, shards), sizes)
 
 
 class _ShardedStep:
@@ -191,38 +154,32 @@ class _ShardedStep:
 
     def _micro_batch(self, is_first: bool, is_last: bool) -> Iterator[StreamEvent]:
         gathers = is_first or self.plan.every_micro_batch
+        regather = partial(self._before_pass, rows=self.last_row, direction="B")
         yield from micro_batch_events(
             self.cost_model,
             self.spec,
             self.table,
             unsharded_rows(self.spec, self.table),
-            before_forward=partial(self._before_forward, gathers=gathers, is_first=is_first),
-            before_backward=self._before_backward if self.plan.regathers and gathers else no_events,
+            before_forward=lambda row: self._before_pass(row, self.first_row, "F", gathers, is_first),
+            before_backward=regather if self.plan.regathers and gathers else no_events,
             after_backward=self._reduce if is_last else no_events,
         )
 
-    def _before_forward(self, row: int, gathers: bool, is_first: bool) -> Iterator[StreamEvent]:
-        """Wait for the unit that begins at the row, and ask for the next one."""
-        for number, begin in enumerate(self.first_row):
+    def _before_pass(
+        self, row: int, rows: Sequence[int], direction: str, gathers: bool = True, is_first: bool = False
+    ) -> Iterator[StreamEvent]:
+        """Wait for the unit whose pass begins at the row, and ask for the next one."""
+        first, step = (0, 1) if direction == "F" else (len(rows) - 1, -1)
+        for number, begin in enumerate(rows):
             if begin != row:
                 continue
-            if gathers and (not self.plan.prefetches or number == 0):
-                yield from self._gather(number, "F", is_first)
-            yield WaitEvent(f"F{number}")
-            if gathers and self.plan.prefetches and number + 1 < len(self.first_row):
-                yield from self._gather(number + 1, "F", is_first)
+            if gathers and (not self.plan.prefetches or number == first):
+                yield from self._gather(number, direction, is_first)
+            yield WaitEvent(f"{direction}{number}")
+            if gathers and self.plan.prefetches and number + step in range(len(rows)):
+                yield from self._gather(number + step, direction, is_first)
 
-    def _before_backward(self, row: int) -> Iterator[StreamEvent]:
-        for number, end in enumerate(self.last_row):
-            if end != row:
-                continue
-            if not self.plan.prefetches or number == len(self.last_row) - 1:
-                yield from self._gather(number, "B")
-            yield WaitEvent(f"B{number}")
-            if self.plan.prefetches and number:
-                yield from self._gather(number - 1, "B")
-
-    def _gather(self, number: int, direction: str, is_first: bool = False) -> Iterable[CommCall]:
+    def _gather(self, number: int, direction: str, is_first: bool) -> Iterable[CommCall]:
         unit = self.plan.units[number]
         if unit.is_gathered_once and not is_first:
             return
@@ -276,10 +233,7 @@ class FsdpCost(ShardedCost):
         used_bytes, reduced_bytes = _mixed_number_bytes(spec, table)
         counts = [shard_elements(tensor, degree) * degree for tensor in tensors]
         used, reduced = [count * used_bytes for count in counts], [count * reduced_bytes for count in counts]
-        prefetched = 1 if options_with_defaults(spec)["reshard_after_forward"] else len(counts)
-        return _sharded_memory(
-            spec, table, shards, UnshardedMemory(used, used, reduced, prefetched, True, spec.micro_batches > 1)
-        )
+        return _sharded_memory(spec, table, shards, used, reduced, is_ahead=True)
 
 
 class FairscaleFsdpCost(ShardedCost):
@@ -317,10 +271,7 @@ class FairscaleFsdpCost(ShardedCost):
             -(-element_count(tensor) // spec.dp_degree) * element_bytes(spec, tensor)
             for tensor in table.parameter_tensors
         ]
-        prefetched = 0 if options_with_defaults(spec)["reshard_after_forward"] else len(sizes)
-        return _sharded_memory(
-            spec, table, shards, UnshardedMemory(sizes, sizes, sizes, prefetched, False, spec.micro_batches > 1)
-        )
+        return _sharded_memory(spec, table, shards, sizes, sizes, is_ahead=False)
 
 
 def shard_degree(spec: RunSpec) -> int:
