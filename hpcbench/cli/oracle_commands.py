@@ -26,7 +26,7 @@ from hpcbench.cli.common import (
     sources_argument,
     where_option,
 )
-from hpcbench.cli.plan_options import cluster_argument, cluster_option, load_plan
+from hpcbench.cli.plan_options import cluster_argument, cluster_option, load_plan, overrides_option
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import make_folder, printable_excerpt, write_atomic
@@ -70,18 +70,21 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("sweep")
 @cluster_option()
+@overrides_option
 @click.option(
     "--where", metavar="EXPR", help="Only runs that satisfy the expression, for example 'strategy == \"ddp\" and fits'."
 )
 @results_option
 @json_option
-def predict(sweep: str, cluster_name: str, where: str | None, results: str | None, as_json: bool) -> None:
+def predict(
+    sweep: str, cluster_name: str, overrides: tuple[str, ...], where: str | None, results: str | None, as_json: bool
+) -> None:
     """Predict step time, bottleneck and memory of every run of SWEEP on a cluster.
 
     Nothing is submitted and no scheduler is queried. The machine parameters come from the cluster's newest calibration,
     or from its profile; the lines above the table name the source and every default value.
     """
-    plan = load_plan(sweep, cluster_name, results)
+    plan = load_plan(sweep, cluster_name, results, overrides)
     tree = results_tree(results).cluster(plan.profile.name)
     forecast = Forecast(plan.profile, tree, custom_model_folder(plan.sweep, plan.profile))
     predictions = predict_configurations(plan.runs, forecast, where)

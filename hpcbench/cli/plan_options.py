@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
+import msgspec
 
 from hpcbench.cli.common import Function, print_message, results_tree
 from hpcbench.config.cluster_profile import find_cluster_profiles, is_profile_path, load_cluster
 from hpcbench.config.default_cluster import default_cluster
-from hpcbench.config.sweep_loader import load_sweep
-from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.config.sweep_loader import Sweep, load_sweep, parse_sweep
+from hpcbench.config.sweep_overrides import apply_overrides
+from hpcbench.config.toml_tables import NAME_PATTERN, TomlSource
+from hpcbench.errors import ConfigError, ConfigErrors, did_you_mean
+from hpcbench.fileio import make_folder, write_atomic
+from hpcbench.parallel.catalog import selectable_strategies, shipped_model_entries
 from hpcbench.paths import search_folders
+from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import SweepPlan, make_plan
 
 _CLUSTER_HELP = "The cluster's profile, by name or path. (default: HPCBENCH_CLUSTER, hpcbench.toml, this machine's)"
+_DATASETS_BY_KIND = {"images": "cifar10", "volumes": "cosmoflow", "tokens": "tokens"}
+_ONE_OFF_BATCH_SIZE = 32
 
 
 def _chosen_cluster(_context: click.Context, _parameter: click.Parameter, name: str | None) -> str:
@@ -66,22 +78,98 @@ def find_sweep_file(name: str) -> Path:
     return sweeps[name]
 
 
-def load_plan(sweep: str, cluster_name: str, results: str | None) -> SweepPlan:
+overrides_option = click.option(
+    "--set", "overrides", metavar="KEY=VALUE", multiple=True,
+    help="Change the sweep for this command: steps=5, grid.batch_size=8,16, repeats=5. May be repeated.",
+)  # fmt: skip
+
+
+def load_plan(sweep: str | Sweep, cluster_name: str, results: str | None, overrides: Sequence[str] = ()) -> SweepPlan:
     """The plan of a sweep on a cluster.
 
     Args:
-        sweep: As ``find_sweep_file`` takes it.
+        sweep: As ``find_sweep_file`` takes it, the name of a one-off run on the cluster, or a loaded sweep.
         cluster_name: Name or path of the cluster's profile.
         results: The value of ``--results``.
+        overrides: The values of ``--set``.
 
     Raises:
         ConfigError: The sweep or the profile is missing or invalid.
     """
-    loaded = load_sweep(find_sweep_file(sweep))
     profile, source = load_cluster(cluster_name)
-    plan = make_plan(loaded, profile, results_tree(results).cluster(profile.name))
+    tree = results_tree(results).cluster(profile.name)
+    if isinstance(sweep, str):
+        kept = one_off_path(tree, sweep)
+        sweep = load_sweep(kept if kept is not None and kept.is_file() else find_sweep_file(sweep), overrides)
+    plan = make_plan(sweep, profile, tree)
     if is_profile_path(cluster_name) and find_cluster_profiles().get(profile.name) != source.path.resolve():
         plan.profile_file = source.path.resolve()
     # It lives until the command ends; collecting garbage in it would make large sweeps cost more per run.
     gc.freeze()
     return plan
+
+
+def one_off_path(tree: ClusterTree, name: str) -> Path | None:
+    """The file in the results that keeps a sweep from the command line; ``None`` if ``name`` is no sweep's name."""
+    return tree.sweep_path(name).with_suffix(".toml") if re.fullmatch(NAME_PATTERN, name) else None
+
+
+def keep_one_off(sweep: Sweep, tree: ClusterTree) -> None:
+    """Write a sweep from the command line beside its record, so that ``retry`` and ``plan`` find it by its name."""
+    path = one_off_path(tree, sweep.name)
+    assert path is not None, sweep.name
+    make_folder(path.parent)
+    write_atomic(path, sweep.source.text.encode())
+    print_message(f"run {sweep.name}: hpcbench status, table or retry {sweep.name}")
+
+
+def one_off_sweep(name: str | None, parameters: Mapping[str, Any], overrides: Sequence[str]) -> Sweep:
+    """The sweep of ``run --model M --strategy S``: one point, and what ``--set`` makes of it.
+
+    Data set and batch size have defaults, which are printed. Without ``name`` the name follows from the parameters.
+
+    Raises:
+        ConfigError: An option is missing or invalid; all that are missing are named.
+    """
+    data: dict[str, Any] = {"fixed": {key: value for key, value in parameters.items() if value is not None}}
+    origins = apply_overrides(data, overrides)
+    fixed, grid = data["fixed"], data.get("grid", {})
+    models = shipped_model_entries()
+    choices: dict[str, Iterable[str]] = {"model": models, "strategy": selectable_strategies()}
+    check_options({f"--{key}": names for key, names in choices.items() if key not in fixed | grid})
+    defaults: dict[str, Any] = {}
+    entry = models.get(fixed.get("model"))
+    if "dataset" not in fixed | grid and entry is not None and entry.kind in _DATASETS_BY_KIND:
+        defaults["dataset"] = _DATASETS_BY_KIND[entry.kind]
+    if not {"batch_size", "global_batch_size"} & {*fixed, *grid}:
+        defaults["batch_size"] = _ONE_OFF_BATCH_SIZE
+    if defaults:
+        print_message("defaults: " + ", ".join(f"{key} {value}" for key, value in defaults.items()))
+        data["fixed"] = fixed | defaults
+    digest = hashlib.sha256(msgspec.json.encode(data, order="deterministic")).hexdigest()[:6]
+    words = [str(fixed.get(key, key)).rpartition(":")[2] for key in choices]
+    data["name"] = name or data.get("name") or "-".join([*words, digest])
+    text = "".join(f"{key} = {value}\n" for key, value in _dotted_settings(data))
+    return parse_sweep(data, TomlSource(Path("command line"), text, origins))
+
+
+def _dotted_settings(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The keys of nested tables with dots, and their values, as lines of a TOML file have them."""
+    for name, value in table.items():
+        key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+        if isinstance(value, dict):
+            yield from ((f"{key}.{inner}", text) for inner, text in _dotted_settings(value))
+        else:
+            # JSON's strings, numbers, truth values and lists are TOML's, except for DEL.
+            yield key, json.dumps(value).replace("\x7f", "\\u007f")
+
+
+def check_options(missing: Mapping[str, Iterable[str]]) -> None:
+    """Raise ``ConfigErrors`` with every option in ``missing``, each with its choices."""
+    if missing:
+        raise ConfigErrors(
+            [
+                ConfigError(f"option {option} is missing", hint=f"choices: {', '.join(sorted(choices))}")
+                for option, choices in missing.items()
+            ]
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import click
@@ -20,13 +20,14 @@ from hpcbench.cli.common import (
     results_tree,
     runs_exit_code,
 )
-from hpcbench.cli.plan_options import cluster_option, load_plan
+from hpcbench.cli.plan_options import cluster_option, keep_one_off, load_plan, one_off_sweep, overrides_option
 from hpcbench.cli.status_commands import LiveScreen
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
 from hpcbench.errors import ConfigError, SubmitError
+from hpcbench.report.phrases import pluralize
 from hpcbench.report.status_text import EndedRunLog
 from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.results.results_tree import ClusterTree
@@ -34,8 +35,8 @@ from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, available_cores
 from hpcbench.submit.run_state import RunState, cancel_runs, run_states
 from hpcbench.submit.scheduler import SendOutcome
-from hpcbench.submit.submission_record import list_submissions, read_run_specs
-from hpcbench.submit.submit import RunSelection, SubmitOutcome
+from hpcbench.submit.submission_record import list_submissions, read_run_specs, read_sweep_record
+from hpcbench.submit.submit import RunSelection, SubmitOutcome, accepted_runs
 from hpcbench.submit.submit import submit as submit_plan
 from hpcbench.submit.watcher import SweepWatcher, wait_for_runs
 from hpcbench.units import parse_quantity
@@ -56,6 +57,7 @@ remeasure_option = click.option(
 @click.command()
 @click.argument("sweep")
 @cluster_option()
+@overrides_option
 @click.option("--wait", "waits", is_flag=True, help="Stay until all runs have ended; send the jobs that had to wait.")
 @over_budget_option
 @remeasure_option
@@ -64,6 +66,7 @@ remeasure_option = click.option(
 def submit(
     sweep: str,
     cluster_name: str,
+    overrides: tuple[str, ...],
     waits: bool,
     over_budget: bool,
     remeasure: bool,
@@ -75,7 +78,8 @@ def submit(
     Submitting again is harmless: finished, queued and running runs are left alone, and jobs that could not be sent
     before are sent.
     """
-    plan, outcome = _load_and_submit(sweep, cluster_name, results, over_budget=over_budget, remeasure=remeasure)
+    plan = load_plan(sweep, cluster_name, results, overrides)
+    outcome = _submit_and_print(plan, results, over_budget=over_budget, remeasure=remeasure)
     if as_json:
         print_json(_submit_outcome_json(plan, outcome))
     check_send_outcome(outcome.sent, waits=waits)
@@ -87,7 +91,7 @@ def _submit_outcome_json(plan: SweepPlan, outcome: SubmitOutcome) -> dict[str, A
     journal = read_journal(outcome.folder) if outcome.folder else None
     return {
         "submission": outcome.record.submission if outcome.record else None,
-        "submitted": outcome.run_ids,
+        "submitted": accepted_runs(outcome) if outcome.sent.refused else outcome.run_ids,
         "active": outcome.active,
         "done": list(plan.finished),
         "jobs": journal.job_ids() if journal else [],
@@ -109,44 +113,84 @@ def check_send_outcome(sent: SendOutcome, *, waits: bool) -> None:
 
 
 @click.command()
-@click.argument("sweep")
+@click.argument("sweep", required=False)
 @cluster_option()
+@overrides_option
+@click.option("--model", metavar="M", help="Without SWEEP: run this model once, with --strategy.")
+@click.option("--strategy", metavar="S", help="The strategy of that run.")
+@click.option("--dataset", metavar="D", help="Its data set. (default: by the kind of the model)")
+@click.option("--nodes", metavar="N", type=click.IntRange(min=1), help="Its nodes. (default: 1)")
+@click.option("--tasks-per-node", metavar="T", type=click.IntRange(min=1), help="Its ranks on each node. (default: 1)")
+@click.option("--batch-size", metavar="B", type=click.IntRange(min=1), help="Its samples per replica. (default: 32)")
+@click.option("--name", metavar="N", help="Its name as a sweep. (default: model, strategy and a hash)")
 @over_budget_option
 @remeasure_option
 @results_option
 @json_option
-def run(sweep: str, cluster_name: str, over_budget: bool, remeasure: bool, results: str | None, as_json: bool) -> None:
-    """Submit SWEEP, wait with a live screen, print the table. Ctrl-C leaves the screen; the runs go on."""
+def run(
+    *, sweep: str | None, cluster_name: str, overrides: tuple[str, ...], name: str | None, over_budget: bool,
+    remeasure: bool, results: str | None, as_json: bool, **parameters: Any,
+) -> None:  # fmt: skip
+    """Submit SWEEP, wait with a live screen, print the table. Ctrl-C leaves the screen; the runs go on.
+
+    `run --model M --strategy S` runs one configuration without a sweep's file; --set sets its other parameters.
+    """
     # Imported here: `submit` and `retry` need no polars.
     from hpcbench.cli.results_commands import show_table
 
-    plan, outcome = _load_and_submit(sweep, cluster_name, results, over_budget=over_budget, remeasure=remeasure)
+    surplus = [f"--{key.replace('_', '-')}" for key, value in {**parameters, "name": name}.items() if value is not None]
+    if sweep is None and not surplus:
+        raise ConfigError("no sweep is given", hint="run SWEEP, or run --model M --strategy S")
+    if sweep is not None and surplus:
+        raise ConfigError(f"{surplus[0]} is for a run without a sweep", hint="--set KEY=VALUE changes a sweep")
+    one_off = None if sweep is not None else one_off_sweep(name, parameters, overrides)
+    plan = load_plan(one_off or str(sweep), cluster_name, results, overrides)
+    if one_off is not None:
+        keep_one_off(one_off, results_tree(results).cluster(plan.profile.name))
+    outcome = _submit_and_print(plan, results, over_budget=over_budget, remeasure=remeasure)
     check_send_outcome(outcome.sent, waits=True)
     states = watch_runs(plan, results, plan.elsewhere if remeasure else {})
     show_table(results_tree(results), [plan.sweep.name], [plan.profile.name], as_json=as_json)
     sys.exit(runs_exit_code(states))
 
 
-def _load_and_submit(
-    sweep: str, cluster_name: str, results: str | None, *, over_budget: bool, remeasure: bool
-) -> tuple[SweepPlan, SubmitOutcome]:
-    plan = load_plan(sweep, cluster_name, results)
+def _submit_and_print(plan: SweepPlan, results: str | None, *, over_budget: bool, remeasure: bool) -> SubmitOutcome:
+    """Submit the runs of ``plan`` that have no result; print what was submitted and what was left alone, and why."""
+    tree = results_tree(results).cluster(plan.profile.name)
     for reason, count in Counter(point.reason for point in plan.dropped).items():
         print_message(f"{count} point{'s' if count > 1 else ''} dropped: {reason}")
-    selection = RunSelection(remeasure=remeasure, over_budget=over_budget)
-    outcome = submit_plan(plan, results_tree(results).cluster(plan.profile.name), selection, print_message)
+    earlier = read_sweep_record(tree, plan.sweep.name)
+    hidden = set(earlier.run_ids) - plan.runs.keys() if earlier else ()
+    if hidden:
+        print_message(
+            f"{plan.sweep.name}: {pluralize(len(hidden), 'earlier run')} of that name "
+            f"{'is' if len(hidden) == 1 else 'are'} not in this sweep and no longer shown under it; "
+            f"hpcbench table without a sweep shows every result, "
+            f"another name keeps both apart"
+        )
+    outcome = submit_plan(plan, tree, RunSelection(remeasure=remeasure, over_budget=over_budget), print_message)
     print_submit_outcome(plan, outcome)
     if plan.elsewhere and not remeasure:
         print_message(f"  {len(plan.elsewhere)} were measured in another environment: --remeasure runs them again")
-    for run_id, status in plan.finished.items():
-        if status != "ok":
-            print_message(f"  {run_id} has ended as {status} and is not run again by submit")
-    return plan, outcome
+    left = Counter(status for status in plan.finished.values() if status != "ok")
+    left.update(state for state in outcome.states.values() if state == "lost")
+    for status, count in left.items():
+        print_message(
+            f"  {count} ended as {status} and {'is' if count == 1 else 'are'} not run again by submit: "
+            f"hpcbench retry {plan.sweep.name} --cluster {plan.profile_name} --status {status}"
+        )
+    return outcome
 
 
 def print_submit_outcome(plan: SweepPlan, outcome: SubmitOutcome) -> None:
-    """Print how many runs were submitted, in one line or two."""
-    counts = [f"{len(outcome.run_ids)} submitted", f"{len(plan.finished)} done before"]
+    """Print how many runs the scheduler took, in one line or two."""
+    submitted = len(outcome.run_ids)
+    if outcome.sent.refused or outcome.sent.failed is not None:
+        # A run is submitted once the scheduler has answered.
+        submitted = len(accepted_runs(outcome))
+    counts = [f"{submitted} submitted", f"{len(plan.finished)} done before"]
+    if submitted < len(outcome.run_ids):
+        counts.insert(1, f"{len(outcome.run_ids) - submitted} not")
     if outcome.active:
         counts.append(f"{len(outcome.active)} already on their way")
     print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {len(plan.runs)} runs, {', '.join(counts)}")
@@ -227,6 +271,7 @@ def _filter_by_expression(tree: ClusterTree, states: dict[str, RunState], text: 
 @click.command()
 @click.argument("sweep")
 @cluster_option()
+@overrides_option
 @click.option(
     "--status", "statuses", multiple=True, type=click.Choice(RETRY_STATES),
     help="Statuses to submit again (default: all but oom, unsupported, skipped).",
@@ -234,16 +279,13 @@ def _filter_by_expression(tree: ClusterTree, states: dict[str, RunState], text: 
 @over_budget_option
 @click.option("--time-limit", metavar="TIME", help="A longer limit, for example '2 h'; the run ids stay the same.")
 @results_option
+@json_option
 def retry(
-    sweep: str,
-    cluster_name: str,
-    statuses: tuple[str, ...],
-    over_budget: bool,
-    time_limit: str | None,
-    results: str | None,
-) -> None:
+    *, sweep: str, cluster_name: str, overrides: tuple[str, ...], statuses: tuple[str, ...], over_budget: bool,
+    time_limit: str | None, results: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Submit again the runs of SWEEP that failed, timed out, were stopped or lost."""
-    plan = load_plan(sweep, cluster_name, results)
+    plan = load_plan(sweep, cluster_name, results, overrides)
     if time_limit is not None:
         try:
             minutes = parse_quantity(time_limit, "time") / 60
@@ -252,7 +294,25 @@ def retry(
         plan.runs = {
             run_id: msgspec.structs.replace(spec, time_limit_min=minutes) for run_id, spec in plan.runs.items()
         }
-    selection = RunSelection(frozenset(statuses or DEFAULT_RETRY_STATES), only_again=True, over_budget=over_budget)
+    again = frozenset(statuses or DEFAULT_RETRY_STATES)
+    selection = RunSelection(again, only_again=True, over_budget=over_budget)
     outcome = submit_plan(plan, results_tree(results).cluster(plan.profile.name), selection, print_message)
+    if as_json:
+        print_json(_submit_outcome_json(plan, outcome))
     print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {len(outcome.run_ids)} runs submitted again")
+    if not outcome.run_ids:
+        print_message(_why_none(plan, outcome, again))
     check_send_outcome(outcome.sent, waits=False)
+
+
+def _why_none(plan: SweepPlan, outcome: SubmitOutcome, again: Collection[str]) -> str:
+    """The states that the runs are in instead, and the command that takes them."""
+    counts = Counter({**plan.finished, **outcome.states}.values())
+    states = ", ".join(f"{count} {state}" for state, count in counts.items())
+    text = f"  none of the {len(plan.runs)} is in a state that retry takes ({', '.join(sorted(again))}): {states}"
+    further = [state for state in counts if state in RETRY_STATES]
+    if further:
+        text += f"\n  to take them, too: {' '.join(f'--status {state}' for state in further)}"
+    if counts.keys() <= {"planned"}:
+        text += f"\n  nothing was submitted: hpcbench submit {plan.sweep.name} --cluster {plan.profile_name}"
+    return text

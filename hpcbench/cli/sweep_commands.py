@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from hpcbench.cli.common import (
     results_option,
     results_tree,
 )
-from hpcbench.cli.plan_options import cluster_option, find_sweep_file, load_plan
+from hpcbench.cli.plan_options import cluster_option, find_sweep_file, load_plan, overrides_option
 from hpcbench.config.cluster_profile import load_cluster_file
 from hpcbench.config.run_spec import spec_document
 from hpcbench.config.sweep_loader import count_points, load_sweep
@@ -38,7 +39,8 @@ _PREDICTED_FIGURES = ("step_time_s", "peak_memory_bytes", "fits", "bound_by")
 
 @click.command()
 @click.argument("files", nargs=-1, required=True)
-def check(files: tuple[str, ...]) -> None:
+@overrides_option
+def check(files: tuple[str, ...], overrides: tuple[str, ...]) -> None:
     """Validate sweeps and profiles.
 
     FILES are TOML files, or names of sweeps. Every mistake in all of them is listed, with file and line.
@@ -46,7 +48,7 @@ def check(files: tuple[str, ...]) -> None:
     problems: list[HpcbenchError] = []
     for name in files:
         try:
-            print_message(f"{name}: {_check_file(find_sweep_file(name))}")
+            print_message(f"{name}: {_check_file(find_sweep_file(name), overrides)}")
         except ConfigErrors as error:
             problems += error.problems
         except HpcbenchError as error:
@@ -55,10 +57,10 @@ def check(files: tuple[str, ...]) -> None:
         raise ConfigErrors(problems)
 
 
-def _check_file(path: Path) -> str:
+def _check_file(path: Path, overrides: Sequence[str]) -> str:
     data, _ = read_toml(path)
     if "fixed" in data or "grid" in data:
-        sweep = load_sweep(path)
+        sweep = load_sweep(path, overrides)
         check_names(sweep)
         return f"a sweep of {count_points(sweep)} points, valid"
     profile, source = load_cluster_file(path)
@@ -69,9 +71,10 @@ def _check_file(path: Path) -> str:
 @click.command()
 @click.argument("sweep")
 @cluster_option()
+@overrides_option
 @results_option
 @json_option
-def plan(sweep: str, cluster_name: str, results: str | None, as_json: bool) -> None:
+def plan(sweep: str, cluster_name: str, overrides: tuple[str, ...], results: str | None, as_json: bool) -> None:
     """Show what SWEEP would run on a cluster: runs, jobs, finished runs, infeasible points and the reasons.
 
     The plan includes the predicted duration of the runs, and those that will not fit into memory.
@@ -80,7 +83,7 @@ def plan(sweep: str, cluster_name: str, results: str | None, as_json: bool) -> N
     from hpcbench.forecast.forecast import forecast_plan
     from hpcbench.report.plan_view import plan_renderables
 
-    sweep_plan = load_plan(sweep, cluster_name, results)
+    sweep_plan = load_plan(sweep, cluster_name, results, overrides)
     forecast = forecast_plan(sweep_plan, results_tree(results).cluster(sweep_plan.profile.name))
     if as_json:
         print_json(_plan_json(sweep_plan, forecast))
@@ -144,11 +147,12 @@ def _prediction_json(run_id: str, forecast: PlanForecast) -> dict[str, Any]:
 @click.command()
 @click.argument("sweep")
 @cluster_option()
+@overrides_option
 @out_option("Write scripts and task files there.", metavar="DIR")
 @results_option
-def render(sweep: str, cluster_name: str, out: Path | None, results: str | None) -> None:
+def render(sweep: str, cluster_name: str, overrides: tuple[str, ...], out: Path | None, results: str | None) -> None:
     """Show the exact bytes that submit would send for SWEEP: job scripts and task files."""
-    sweep_plan = load_plan(sweep, cluster_name, results)
+    sweep_plan = load_plan(sweep, cluster_name, results, overrides)
     profile = sweep_plan.profile
     if not sweep_plan.missing:
         print_message(f"nothing to submit: all {len(sweep_plan.runs)} runs of {sweep_plan.sweep.name} have results")

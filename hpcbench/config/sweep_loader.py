@@ -22,6 +22,7 @@ from hpcbench.config.sweep_file import (
     parameter_types,
     parse_stop_rules,
 )
+from hpcbench.config.sweep_overrides import apply_overrides
 from hpcbench.config.toml_tables import TomlSource, read_toml, validate_table
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.paths import resolve_beside
@@ -108,10 +109,18 @@ class Sweep:
             yield ("include", number), everywhere | include.keys()
 
 
-def load_sweep(path: Path) -> Sweep:
-    """Read a sweep. Raises ``ConfigErrors`` with everything that is wrong in it."""
+def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
+    """Read a sweep, changed by ``overrides`` (``key=value``).
+
+    Raises ``ConfigErrors`` with everything that is wrong in it.
+    """
     data, text = read_toml(path)
-    source = TomlSource(path, text)
+    return parse_sweep(data, TomlSource(path, text, apply_overrides(data, overrides)))
+
+
+def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
+    """The sweep in decoded TOML. Raises ``ConfigErrors`` with everything that is wrong in it."""
+    path = source.path
     file = validate_table(SweepFile, data, source)
     problems: list[HpcbenchError] = []
     axes = _read_axes(file, data, source, problems)

@@ -4,11 +4,13 @@ All errors of one file are reported at once, each with file, line, value and the
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
+import tomli
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
@@ -24,8 +26,6 @@ LineIndex = dict[KeyPath, int]
 
 def read_toml(path: Path) -> tuple[dict[str, Any], str]:
     """The data of a TOML file and its text. Raises ``ConfigError`` with file and line where it cannot be read."""
-    import tomli
-
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -38,6 +38,15 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
         match = _ERROR_POSITION.search(str(error))
         line = int(match["line"]) if match and match["line"] else text.count("\n") + 1
         raise ConfigError(f"not valid TOML: {error}", where=f"{path}:{line}") from error
+
+
+def parse_toml_value(text: str) -> Any:
+    """The TOML value ``text``; the text itself where it is none, so that words need no quotes."""
+    try:
+        table = tomli.loads(f"value = {text}")
+    except tomli.TOMLDecodeError:
+        return text
+    return table["value"] if len(table) == 1 else text
 
 
 def find_line(index: LineIndex, path: Sequence[str | int]) -> int | None:
@@ -76,8 +85,6 @@ def index_key_lines(text: str) -> LineIndex:
 
 
 def _split_key(dotted: str) -> tuple[str, ...]:
-    import tomli
-
     try:
         node: Any = tomli.loads(f"{dotted} = 0")
     except tomli.TOMLDecodeError:
@@ -108,8 +115,6 @@ _CLOSING_TOKENS = ("]", "}", '"""', "'''")
 
 def _find_value_end(lines: list[str], first: int) -> int:
     """The last line of the value that begins on line ``first``: arrays and multi-line strings take several."""
-    import tomli
-
     for last in range(first, len(lines)):
         if last > first and not any(end in lines[last] for end in _CLOSING_TOKENS):
             continue
@@ -125,18 +130,22 @@ _M = TypeVar("_M", bound=BaseModel)
 
 
 class TomlSource:
-    """Where data came from, to say so when something in it is wrong."""
+    """The file that data came from, for messages; ``origins`` are keys that something else has set."""
 
-    def __init__(self, path: Path, text: str) -> None:
+    def __init__(self, path: Path, text: str, origins: Mapping[KeyPath, str] = MappingProxyType({})) -> None:
         self.path = path
         self.text = text
+        self._origins = origins
 
     @cached_property
     def _lines(self) -> LineIndex:
         return index_key_lines(self.text)
 
     def where(self, key_path: Sequence[str | int]) -> str:
-        """``file:line`` of a key."""
+        """``file:line`` of a key, or its origin outside the file."""
+        for length in range(len(key_path), 0, -1):
+            if origin := self._origins.get(tuple(key_path[:length])):
+                return origin
         line = find_line(self._lines, key_path) if key_path else None
         return f"{self.path}:{line}" if line else str(self.path)
 

@@ -179,6 +179,11 @@ class SweepPlan:
             and head.environment_key != self.environment_key(self.runs[key].environment)
         }
 
+    @property
+    def profile_name(self) -> str:
+        """What ``--cluster`` takes for the profile: its name, or its path if it is not found by its name."""
+        return str(self.profile_file or self.profile.name)
+
     def environment_key(self, environment: str | None) -> str:
         name = environment or self.profile.default_environment
         if name not in self._keys:

@@ -219,6 +219,8 @@ class SubmitOutcome:
     run_ids: list[str] = field(default_factory=list)
     active: list[str] = field(default_factory=list)
     """Runs that an earlier submission is taking care of."""
+    states: dict[str, str] = field(default_factory=dict)
+    """The state before the submit of each run that was not finished, or whose result was not to count."""
     sent: SendOutcome = field(default_factory=SendOutcome)
     """The jobs of this submission, and of earlier ones that had been waiting."""
 
@@ -249,7 +251,8 @@ def submit(
     outcome = SubmitOutcome()
     with exclusive_lock(tree.submissions / ".lock"):
         superseded = plan.elsewhere if choice.remeasure else {}
-        runs, outcome.active = _select_runs(plan, tree, choice, superseded)
+        runs, outcome.states = _select_runs(plan, tree, choice, superseded)
+        outcome.active = [key for key, state in outcome.states.items() if state in ACTIVE_STATES]
         if not choice.over_budget:
             _check_budget(plan, runs)
         write_sweep_record(plan, tree)
@@ -269,19 +272,28 @@ def submit(
     return outcome
 
 
+def accepted_runs(outcome: SubmitOutcome) -> list[str]:
+    """The runs of this submit whose jobs the scheduler has accepted."""
+    if outcome.folder is None or outcome.record is None:
+        return []
+    arrays = {array.number: array for array in outcome.record.arrays}
+    sent = (batch for batch in read_journal(outcome.folder).batches if batch.is_sent)
+    return [run_id for batch in sent for run_id in arrays[batch.array].runs_of(batch.first, batch.count)]
+
+
 def _select_runs(
     plan: SweepPlan, tree: ClusterTree, choice: RunSelection, stale: Collection[str]
-) -> tuple[dict[str, RunSpec], list[str]]:
+) -> tuple[dict[str, RunSpec], dict[str, str]]:
     finished = plan.finished
     missing = {
         key: spec for key, spec in plan.runs.items() if finished.get(key) in (None, *choice.again) or key in stale
     }
     states = run_states(tree, missing, plan.profile, time.time(), stale)
     record_scheduler_failures(tree, states)
-    active = [key for key, state in states.items() if state.state in ACTIVE_STATES]
     wanted = choice.again if choice.only_again else {"planned", *RERUN_ON_SUBMIT, *choice.again}
     stopped = () if "skipped" in choice.again else plan.stopped
-    return {key: spec for key, spec in missing.items() if states[key].state in wanted and key not in stopped}, active
+    selected = {key: spec for key, spec in missing.items() if states[key].state in wanted and key not in stopped}
+    return selected, {key: state.state for key, state in states.items()}
 
 
 def _write_skipped_results(plan: SweepPlan, tree: ClusterTree, active: Collection[str]) -> None:

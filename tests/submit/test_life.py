@@ -149,3 +149,30 @@ def test_logs(project: Path, fake_slurm: Path, plan: SweepPlan, cluster_tree: Cl
     assert "attempt 1 of 1" in done.stderr
     assert "no runs begin with 'zz'" in hpcbench("logs", "zz").stderr
     assert "has no attempt 7" in hpcbench("logs", run_id, "--attempt", "7").stderr
+
+
+def test_submitted_is_what_the_scheduler_took(
+    project: Path, fake_slurm: Path, plan: SweepPlan, cluster_tree: ClusterTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_SBATCH", "refuse")
+    done = hpcbench("submit", "small", "--cluster", "test")
+    assert (done.returncode, f"{len(plan.runs)} runs, 0 submitted, {len(plan.runs)} not" in done.stderr) == (3, True), (
+        done.stderr
+    )
+
+
+def test_submit_leaves_lost_and_ended_runs_to_retry(
+    project: Path, fake_slurm: Path, plan: SweepPlan, cluster_tree: ClusterTree
+) -> None:
+    lost, oom, *others = plan.runs
+    for run_id in (lost, *others):
+        finish(cluster_tree, plan, run_id, "ok")
+    finish(cluster_tree, plan, oom, "oom")
+    path = cluster_tree.run_folder(lost) / "result.json"
+    path.write_text(path.read_text()[:20])
+    done = hpcbench("submit", "small", "--cluster", "test")
+    for status in ("oom", "lost"):
+        assert (
+            f"1 ended as {status} and is not run again by submit: hpcbench retry small --cluster test --status {status}"
+            in done.stderr
+        ), done.stderr
