@@ -41,13 +41,12 @@ from hpcbench.report.comparison_view import (
 from hpcbench.report.configurations import ROW_ORDER, filter_launches, rows_from_frame, sort_rows
 from hpcbench.report.load_results import iter_collected, load_frame
 from hpcbench.report.pivot_table import AddPredictions, TableRequest, parse_table_request, pivot_view
-from hpcbench.report.results_table import results_data_view, results_text_view
+from hpcbench.report.results_table import results_data_view, results_text_view, table_json
 from hpcbench.report.table_model import View
 from hpcbench.report.table_output import (
     export_json,
     export_table,
     render_view,
-    table_json,
     view_encoder,
     view_json,
     write_view,

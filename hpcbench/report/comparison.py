@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
+import polars as pl
 from pydantic import Field, model_validator
 
 from hpcbench.config.run_spec import RunSpec
@@ -31,14 +32,11 @@ from hpcbench.report.hypothesis_tests import (
     classify,
     estimate_log_ratio,
 )
+from hpcbench.report.load_results import LAUNCH_KEY
 from hpcbench.report.phrases import pluralize
 from hpcbench.results.frame import column_types
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.units import parse_quantity
-
-if TYPE_CHECKING:
-    import polars
-
 
 _QUANTITY_KINDS = {"_bytes": "size", "_per_s": "", "_s": "time"}
 """What text with a unit is, by the end of a metric's name; a rate per second has none of its own."""
@@ -115,40 +113,40 @@ class ConfigurationPair:
 def comparison_metric(name: str) -> str:
     """Return the column of a metric whose ratio is meaningful; ``ConfigError`` with the choices for any other."""
     column = resolve_column(name)
-    choices = [
-        choice for choice in column_types()
-        if choice.startswith("metrics.")
-        and (choice.endswith((".median", "_s", "_bytes", "_j")) or short_name(choice) in LARGER_IS_BETTER)
-    ]  # fmt: skip
+    metrics = [metric for metric in column_types() if metric.startswith("metrics.")]
+    endings = (".median", "_s", "_bytes", "_j", *(f"metrics.{metric}" for metric in LARGER_IS_BETTER))
+    choices = [metric for metric in metrics if metric.endswith(endings)]
     if column not in choices:
-        raise ConfigError(
-            f"--metric {name}: not a figure to compare", hint=did_you_mean(name, map(short_name, choices))
-        )
+        hint = did_you_mean(name, map(short_name, choices))
+        raise ConfigError(f"--metric {name}: not a figure to compare", hint=hint)
     return column
 
 
 def pair_configurations(
-    base: polars.DataFrame, new: polars.DataFrame, column: str
+    base: pl.DataFrame, new: pl.DataFrame, column: str
 ) -> tuple[list[ConfigurationPair], list[str]]:
     """Return the configurations that both sides have launches of, and notes on those of one side only.
 
     Pairs have the same cluster and ``config_id``; if the sides share no cluster, the same ``config_id``.
     """
-    sides = [_ComparisonSide(frame, column) for frame in (base, new)]
+    sides = [frame.filter(pl.col("config_id").is_not_null()) for frame in (base, new)]
     notes = []
-    common = sides[0].launches & sides[1].launches
-    if common:
+    common = sides[0].select(LAUNCH_KEY).unique().join(sides[1], on=LAUNCH_KEY, how="semi", nulls_equal=True)
+    if len(common):
         notes.append(f"{pluralize(len(common), 'launch', 'launches')} are in both inputs and were ignored")
-        sides = [_ComparisonSide(frame, column, common) for frame in (base, new)]
-    clusters = [{cluster for cluster, _ in side.groups} for side in sides]
+        sides = [side.join(common, on=LAUNCH_KEY, how="anti", nulls_equal=True) for side in sides]
+    clusters = [set(side["cluster"]) for side in sides]
+    keys = ["cluster", "config_id"]
     if clusters[0] and clusters[1] and not clusters[0] & clusters[1]:
         notes.append(" is compared with ".join(", ".join(sorted(names)) for names in clusters))
-        for side in sides:
-            side.ignore_clusters()
-    base_groups, new_groups = (side.groups for side in sides)
+        keys = ["config_id"]
+    base_groups, new_groups = (_group_launches(side, keys, column) for side in sides)
     pairs = [
-        ConfigurationPair(after.cluster, key[1], after.spec, before.values, after.values, after.ends)
-        for key, before in base_groups.items() if (after := new_groups.get(key))
+        ConfigurationPair(
+            after["_cluster"], key[-1], run_spec_of(after), base_groups[key]["_values"], after["_values"],
+            Counter(after["_ends"]),
+        )
+        for key in base_groups if (after := new_groups.get(key))
     ]  # fmt: skip
     for name, groups, others in (("base", base_groups, new_groups), ("new", new_groups, base_groups)):
         alone = len(groups.keys() - others.keys())
@@ -157,44 +155,15 @@ def pair_configurations(
     return pairs, notes
 
 
-@dataclass
-class _LaunchGroup:
-    cluster: str
-    spec: RunSpec
-    values: list[float] = field(default_factory=list)
-    ends: Counter[str] = field(default_factory=Counter)
-
-
-class _ComparisonSide:
-    """The launches of one input by cluster and ``config_id``, and the identities of all of them."""
-
-    def __init__(self, frame: polars.DataFrame, column: str, ignored: Collection[tuple[object, ...]] = ()) -> None:
-        import polars as pl
-
-        self.groups: dict[tuple[str, str], _LaunchGroup] = {}
-        self.launches: set[tuple[object, ...]] = set()
-        for row in frame.filter(pl.col("config_id").is_not_null()).iter_rows(named=True):
-            launch = (row["cluster"], row["run_id"], row["attempt"], row["status"], row["metrics.step_time_s.mean"])
-            if launch in ignored:
-                continue
-            self.launches.add(launch)
-            key = (row["cluster"], row["config_id"])
-            if key not in self.groups:
-                self.groups[key] = _LaunchGroup(row["cluster"], run_spec_of(row))
-            group = self.groups[key]
-            if row["status"] != STATUS_OK:
-                group.ends[row["status"]] += 1
-            elif row[column] is not None and row[column] > 0:
-                group.values.append(row[column])
-
-    def ignore_clusters(self) -> None:
-        """Merge the groups of the same ``config_id``."""
-        merged: dict[tuple[str, str], _LaunchGroup] = {}
-        for (_, config_id), group in self.groups.items():
-            target = merged.setdefault(("", config_id), _LaunchGroup(group.cluster, group.spec))
-            target.values += group.values
-            target.ends.update(group.ends)
-        self.groups = merged
+def _group_launches(launches: pl.DataFrame, keys: list[str], column: str) -> dict[tuple[str, ...], dict[str, Any]]:
+    """By ``keys`` the specification, positive figures in ``column``, and statuses of launches that are not ok."""
+    is_ok = pl.col("status") == STATUS_OK
+    groups = launches.group_by(keys, maintain_order=True).agg(
+        pl.col("^spec\\..*$").first(), pl.col("cluster").first().alias("_cluster"),
+        pl.col(column).filter(is_ok & (pl.col(column) > 0)).alias("_values"),
+        pl.col("status").filter(~is_ok).alias("_ends"),
+    )  # fmt: skip
+    return {tuple(row[name] for name in keys): row for row in groups.iter_rows(named=True)}
 
 
 def judge_pairs(pairs: Sequence[ConfigurationPair], column: str, threshold: float) -> None:

@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
-from xml.sax.saxutils import escape, quoteattr
+from typing import Any
+from xml.etree import ElementTree
+
+import polars
 
 from hpcbench.config.run_spec import RunSpec, run_label
 from hpcbench.config.toml_tables import TomlSource
@@ -29,16 +31,8 @@ from hpcbench.report.comparison import (
 from hpcbench.report.configurations import aggregate_launches, filter_launches, ok_results, run_spec_of
 from hpcbench.report.hypothesis_tests import INCONCLUSIVE, SIGNIFICANCE_LEVEL, VERDICT_WORDS
 from hpcbench.report.phrases import pluralize
-from hpcbench.report.results_table import (
-    data_column,
-    identity_columns,
-    parameter_column,
-    split_parameters,
-)
+from hpcbench.report.results_table import data_column, identity_columns, parameter_column, split_parameters
 from hpcbench.report.table_model import View, format_value, text_column
-
-if TYPE_CHECKING:
-    import polars
 
 WITHIN_BAND, OUTSIDE_BAND, NO_MATCHING_RUN = "within", "outside", "nothing fits"
 BAND_VERDICTS = (OUTSIDE_BAND, NO_MATCHING_RUN, WITHIN_BAND)
@@ -146,13 +140,8 @@ def verdict_summary(rows: Sequence[ComparisonRow]) -> str:
 def verdict_word(verdict: str, rows: Sequence[ComparisonRow]) -> str:
     """The printed word for ``verdict``: ``slower`` and ``faster`` where only times and rates are compared."""
     is_timed = all(short_name(row.metric).endswith("_s") or row.metric.endswith(".median") for row in rows)
-    if is_timed and verdict in _TIMED_WORDS:
-        return _TIMED_WORDS[verdict]
-    words: dict[str, str] = {**VERDICT_WORDS}
+    words: dict[str, str] = {**VERDICT_WORDS, **({WORSE: "slower", BETTER: "faster"} if is_timed else {})}
     return words.get(verdict, verdict)
-
-
-_TIMED_WORDS = {WORSE: "slower", BETTER: "faster"}
 
 
 def inconclusive_reasons(rows: Sequence[ComparisonRow]) -> list[str]:
@@ -223,29 +212,26 @@ def _row_name(row: ComparisonRow) -> str:
 
 def junit_xml(rows: Sequence[ComparisonRow], title: str) -> bytes:
     """One JUnit test per row: failed for a regression, skipped if inconclusive."""
-    failures = sum(row.is_regression for row in rows)
-    skipped = sum(row.verdict == INCONCLUSIVE for row in rows)
-    counts = f'tests="{len(rows)}" failures="{failures}" skipped="{skipped}" errors="0"'
-    lines = ['<?xml version="1.0" encoding="UTF-8"?>']
-    lines += [f"<testsuites {counts}>", f"<testsuite name={_xml_attribute(title)} {counts}>"]
+    regressions = sum(row.is_regression for row in rows)
+    inconclusive = sum(row.verdict == INCONCLUSIVE for row in rows)
+    counts = {"tests": str(len(rows)), "failures": str(regressions), "skipped": str(inconclusive), "errors": "0"}
+    suites = ElementTree.Element("testsuites", counts)
+    suite = ElementTree.SubElement(suites, "testsuite", {"name": _xml_text(title), **counts})
     for row in worst_first(rows):
-        classname = _xml_attribute(f"hpcbench.compare.{row.cluster}")
-        name = _xml_attribute(f"{short_name(row.metric)}: {_row_name(row)}")
-        text = " ".join(filter(None, [verdict_word(row.verdict, rows), _change_text(row), row.reason]))
-        outcome = ""
+        name = _xml_text(f"{short_name(row.metric)}: {_row_name(row)}")
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=_xml_text(f"hpcbench.compare.{row.cluster}"), name=name
+        )
+        text = _xml_text(" ".join(filter(None, [verdict_word(row.verdict, rows), _change_text(row), row.reason])))
         if row.is_regression:
-            attributes = f"type={_xml_attribute(row.verdict)} message={_xml_attribute(text)}"
-            outcome = f"<failure {attributes}>{escape(_without_invalid_xml(text))}</failure>"
+            ElementTree.SubElement(case, "failure", type=row.verdict, message=text).text = text
         elif row.verdict == INCONCLUSIVE:
-            outcome = f"<skipped message={_xml_attribute(text)}/>"
-        lines.append(f"<testcase classname={classname} name={name}>{outcome}</testcase>")
-    return "\n".join([*lines, "</testsuite>", "</testsuites>"]).encode() + b"\n"
+            ElementTree.SubElement(case, "skipped", message=text)
+    ElementTree.indent(suites, space="")
+    document: bytes = ElementTree.tostring(suites, encoding="UTF-8", xml_declaration=True)
+    return document + b"\n"
 
 
-def _xml_attribute(text: str) -> str:
-    return quoteattr(_without_invalid_xml(text))
-
-
-def _without_invalid_xml(text: str) -> str:
+def _xml_text(text: str) -> str:
     """``text`` without line breaks and characters that XML cannot contain."""
     return re.sub("[\ufffe\uffff]", "\ufffd", printable_excerpt(text).replace("\n", " "))

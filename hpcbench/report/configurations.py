@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from operator import itemgetter
+from typing import Any, Literal
 
 import msgspec
+import polars as pl
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.report.column_names import Condition, with_derived_columns
+from hpcbench.report.results_table import ResultRow
 from hpcbench.results.frame import JSON_TEXT, collected_frame, column_types
 from hpcbench.results.results_tree import CollectedResult
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK
-
-if TYPE_CHECKING:
-    import polars
 
 Scaling = Literal["weak", "strong"]
 
@@ -40,40 +39,32 @@ _MAXIMUM_OVER_LAUNCHES = frozenset({"metrics.peak_memory_bytes", "metrics.peak_r
 _NOT_AGGREGATED = frozenset({"warnings", "run_id", "file.mtime_ns", "file.size_bytes"})
 
 
-def aggregate_launches(frame: polars.DataFrame) -> polars.DataFrame:
+def aggregate_launches(frame: pl.DataFrame) -> pl.DataFrame:
     """Return one row for the launches of each configuration on one cluster in one environment, in their first order.
 
     Metrics are medians over launches (memory: the maximum), ``<metric>:low`` and ``:high`` min and max of several
     launches; with one launch the 95 % interval of its median step time. ``launches`` is a count, ``run_ids`` and
     ``warnings`` are lists. Each run that is not ok is a row of its own.
     """
-    import polars as pl
-
     alone = pl.when(pl.col("status") != STATUS_OK).then(pl.col("run_id")).otherwise(pl.lit("")).alias("_alone")
     keys = [name for name in (*CONFIGURATION_KEYS, "status") if name in frame.columns]
     metrics = [name for name in frame.columns if name.startswith("metrics.") and frame.schema[name].is_numeric()]
     rest = [name for name in frame.columns if name not in {*metrics, *keys, *_NOT_AGGREGATED}]
-    over_launches = [
-        pl.col(name).max() if name in _MAXIMUM_OVER_LAUNCHES else pl.col(name).median() for name in metrics
-    ]
-    spreads = [
-        bound
-        for name in metrics
-        if name not in SPREAD_COLUMNS
-        for bound in (pl.col(name).min().alias(f"{name}:{LOW}"), pl.col(name).max().alias(f"{name}:{HIGH}"))
-    ]
-    lists = [pl.col("warnings").drop_nulls().unique(maintain_order=True)] if "warnings" in frame.columns else []
-    verified = []
+    figures = pl.col([name for name in metrics if name not in _MAXIMUM_OVER_LAUNCHES]).median()
+    largest = pl.col([name for name in metrics if name in _MAXIMUM_OVER_LAUNCHES]).max()
+    varying = pl.col([name for name in metrics if name not in SPREAD_COLUMNS])
+    others = [pl.col("warnings").drop_nulls().unique(maintain_order=True)] if "warnings" in frame.columns else []
     if "verification.passed" in rest:
         passed = pl.col("verification.passed")
-        verified = [pl.when(passed.is_not_null().any()).then(passed.all()).alias("verified")]
+        others.append(pl.when(passed.is_not_null().any()).then(passed.all()).alias("verified"))
     grouped = frame.with_columns(alone).group_by([*keys, "_alone"], maintain_order=True).agg(
-        pl.col(rest).first(), *over_launches, *spreads, *lists, *verified, launches=pl.len(), run_ids=pl.col("run_id"),
+        pl.col(rest).first(), figures, largest, varying.min().name.suffix(f":{LOW}"),
+        varying.max().name.suffix(f":{HIGH}"), *others, launches=pl.len(), run_ids=pl.col("run_id"),
     )  # fmt: skip
     return _single_launch_spread(grouped).drop("_alone")
 
 
-def filter_launches(frame: polars.DataFrame, where: Condition | None) -> polars.DataFrame:
+def filter_launches(frame: pl.DataFrame, where: Condition | None) -> pl.DataFrame:
     """Return the launches that satisfy ``where``.
 
     A condition on figures is evaluated for whole configurations: the slow launches of a fast one stay with it.
@@ -87,10 +78,8 @@ def filter_launches(frame: polars.DataFrame, where: Condition | None) -> polars.
     return frame.join(rows.filter(where.mask(rows)), on=keys, how="semi", nulls_equal=True, maintain_order="left")
 
 
-def _single_launch_spread(grouped: polars.DataFrame) -> polars.DataFrame:
+def _single_launch_spread(grouped: pl.DataFrame) -> pl.DataFrame:
     """Replace the spread of rows with a single launch by the interval of the median, if there is one."""
-    import polars as pl
-
     single = pl.col("launches") < 2
     bounds = {}
     for name in [name for name in grouped.columns if name.endswith((f":{LOW}", f":{HIGH}"))]:
@@ -102,11 +91,11 @@ def _single_launch_spread(grouped: polars.DataFrame) -> polars.DataFrame:
 
 
 def with_speedups(
-    rows: polars.DataFrame,
+    rows: pl.DataFrame,
     baseline: Condition | None = None,
     scaling: Scaling = "weak",
     carried: Sequence[str] = (),
-) -> polars.DataFrame:
+) -> pl.DataFrame:
     """Return ``rows`` of ``aggregate_launches`` with ``speedup`` and ``efficiency``, and bounds from the spreads.
 
     The speed-up is the throughput over that of the baseline: a row with the same workload and batch that satisfies
@@ -122,8 +111,6 @@ def with_speedups(
     Raises:
         ConfigError: no measured row satisfies ``baseline``.
     """
-    import polars as pl
-
     rows = with_derived_columns(rows)
     batch = "spec.batch_size" if scaling == "weak" else "global_batch_size"
     keys = [*WORKLOAD_COLUMNS, batch]
@@ -132,12 +119,18 @@ def with_speedups(
     if baseline and candidates.is_empty():
         raise ConfigError(f"no measured row fits the baseline {baseline.expression.text!r:.120}")
     order = [pl.col("spec.strategy") != "single", pl.col("devices"), -pl.col(THROUGHPUT)]
-    bounds = [pl.col(THROUGHPUT), pl.col(f"{THROUGHPUT}:{LOW}"), pl.col(f"{THROUGHPUT}:{HIGH}"), pl.col("devices")]
-    names = ["_rate", "_low", "_high", "_devices"]
-    kept = [pl.col(name).first().alias(f"baseline.{name}") for name in carried]
-    base = candidates.sort(order).group_by(keys).agg(
-        *(column.first().alias(name) for column, name in zip(bounds, names, strict=True)), *kept
-    )  # fmt: skip
+    figures = {
+        "_rate": THROUGHPUT,
+        "_low": f"{THROUGHPUT}:{LOW}",
+        "_high": f"{THROUGHPUT}:{HIGH}",
+        "_devices": "devices",
+    }
+    figures |= {f"baseline.{name}": name for name in carried}
+    base = (
+        candidates.sort(order)
+        .group_by(keys)
+        .agg(pl.col(source).first().alias(name) for name, source in figures.items())
+    )
     joined = rows.join(base, on=keys, how="left", nulls_equal=True, maintain_order="left")
     ok = pl.when(pl.col("status") == STATUS_OK)
     speedup = pl.col(THROUGHPUT) / pl.col("_rate")
@@ -146,7 +139,7 @@ def with_speedups(
         ok.then(pl.col(f"{THROUGHPUT}:{LOW}") / pl.col("_high")).alias(f"speedup:{LOW}"),
         ok.then(pl.col(f"{THROUGHPUT}:{HIGH}") / pl.col("_low")).alias(f"speedup:{HIGH}"),
         ok.then(speedup * pl.col("_devices") / pl.col("devices")).alias("efficiency"),
-    ).drop(names)
+    ).drop("_rate", "_low", "_high", "_devices")
 
 
 def required_columns(columns: Sequence[str], *, speedups: bool) -> list[str]:
@@ -156,10 +149,8 @@ def required_columns(columns: Sequence[str], *, speedups: bool) -> list[str]:
     return list(dict.fromkeys([*GROUP_COLUMNS, *columns, *spread, *more]))
 
 
-def ok_results(frame: polars.DataFrame) -> polars.DataFrame:
+def ok_results(frame: pl.DataFrame) -> pl.DataFrame:
     """Return the results that are ok."""
-    import polars as pl
-
     return frame.filter(pl.col("status") == STATUS_OK)
 
 
@@ -169,42 +160,13 @@ ROW_ORDER = (
 """The default order of rows."""
 
 
-@dataclass
-class ResultRow:
-    """One configuration on one cluster in one environment."""
-
-    cluster: str
-    config_id: str
-    spec: RunSpec | None
-    status: str
-    reason: str = ""
-    launches: int = 0
-    step_time_s: float | None = None
-    low_s: float | None = None
-    high_s: float | None = None
-    spread: str = ""
-    """The kind of ``low_s`` and ``high_s``: within one launch, or between several."""
-    samples_per_s: float | None = None
-    speedup: float | None = None
-    efficiency: float | None = None
-    mfu: float | None = None
-    peak_memory_bytes: int | None = None
-    loss_first: float | None = None
-    loss_last: float | None = None
-    accuracy: float | None = None
-    verified: bool | None = None
-    """Whether all verified launches agree with the reference run; ``None`` without any."""
-    warnings: list[str] = field(default_factory=list)
-    run_ids: list[str] = field(default_factory=list)
-
-
 def rows_from_collected(collected: Iterable[CollectedResult]) -> list[ResultRow]:
     """Return rows in the order in which their configurations first appear; failed runs are rows with a reason."""
     return rows_from_frame(collected_frame(collected))
 
 
 def rows_from_frame(
-    frame: polars.DataFrame, baseline: Condition | None = None, scaling: Scaling = "weak"
+    frame: pl.DataFrame, baseline: Condition | None = None, scaling: Scaling = "weak"
 ) -> list[ResultRow]:
     """Return the rows of a frame with all columns; broken files come last."""
     grouped = with_speedups(aggregate_launches(frame), baseline, scaling)
@@ -226,36 +188,24 @@ def sort_rows(rows: list[ResultRow], by: str) -> list[ResultRow]:
     fields = {*ResultRow.__dataclass_fields__, *RunSpec.__struct_fields__, "ranks", "devices"}
     if name not in fields:
         raise ConfigError(f"--sort {name}: no column of this table", hint=did_you_mean(name, fields))
-    values: dict[int, Any] = {
-        id(row): getattr(row, name) if name in ResultRow.__dataclass_fields__ else getattr(row.spec, name, None)
-        for row in rows
-    }
-    known = [(value, row) for row in rows if isinstance(value := values[id(row)], (int, float, str))]
-    known.sort(key=lambda entry: entry[0], reverse=by.startswith("-"))
-    others = [row for row in rows if not isinstance(values[id(row)], (int, float, str))]
-    return [row for _, row in known] + others
+    values = [getattr(row if name in ResultRow.__dataclass_fields__ else row.spec, name, None) for row in rows]
+    known = [(value, row) for value, row in zip(values, rows, strict=True) if isinstance(value, (int, float, str))]
+    others = [row for value, row in zip(values, rows, strict=True) if not isinstance(value, (int, float, str))]
+    return [*(row for _, row in sorted(known, key=itemgetter(0), reverse=by.startswith("-"))), *others]
 
 
 def _row_from_values(values: dict[str, Any]) -> ResultRow:
     launches = values["launches"]
     is_broken = values["status"] == STATUS_BROKEN
-    row = ResultRow(
+    spread = "within one launch" if launches < 2 else f"between {launches} launches"
+    return ResultRow(
         values["cluster"], values["config_id"] or "", None if is_broken else run_spec_of(values), values["status"],
-        values["error.message"] or "", 0 if is_broken else launches, values[STEP_TIME],
-        values[f"{STEP_TIME}:low"], values[f"{STEP_TIME}:high"], verified=values["verified"],
-        warnings=decode_warnings(values["warnings"]), run_ids=values["run_ids"],
-        **{name: values[column] for name, column in _METRIC_FIELDS.items()},
+        values["error.message"] or "", 0 if is_broken else launches, values[STEP_TIME], values[f"{STEP_TIME}:low"],
+        values[f"{STEP_TIME}:high"], "" if values[STEP_TIME] is None else spread, values[THROUGHPUT],
+        values["speedup"], values["efficiency"], values["metrics.mfu"], values["metrics.peak_memory_bytes"],
+        values["metrics.loss.first"], values["metrics.loss.last"], values["metrics.accuracy"], values["verified"],
+        decode_warnings(values["warnings"]), values["run_ids"],
     )  # fmt: skip
-    if row.step_time_s is not None:
-        row.spread = "within one launch" if launches < 2 else f"between {launches} launches"
-    return row
-
-
-_METRIC_FIELDS = {
-    "samples_per_s": "metrics.samples_per_s", "speedup": "speedup", "efficiency": "efficiency", "mfu": "metrics.mfu",
-    "peak_memory_bytes": "metrics.peak_memory_bytes", "loss_first": "metrics.loss.first",
-    "loss_last": "metrics.loss.last", "accuracy": "metrics.accuracy",
-}  # fmt: skip
 
 
 def decode_warnings(texts: Iterable[str]) -> list[str]:
@@ -266,9 +216,8 @@ def decode_warnings(texts: Iterable[str]) -> list[str]:
 def run_spec_of(values: dict[str, Any]) -> RunSpec:
     """Return the specification in a row of a results frame."""
     types = column_types()
-    parameters: dict[str, Any] = {}
-    for name in RunSpec.__struct_fields__:
-        value = values[f"spec.{name}"]
-        if value is not None:
-            parameters[name] = msgspec.json.decode(value) if types[f"spec.{name}"] == JSON_TEXT else value
-    return RunSpec(**parameters)
+    parameters = {name: values[f"spec.{name}"] for name in RunSpec.__struct_fields__}
+    return RunSpec(**{
+        name: msgspec.json.decode(value) if types[f"spec.{name}"] == JSON_TEXT else value
+        for name, value in parameters.items() if value is not None
+    })  # fmt: skip

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import polars
 
 _OPTION_TABLES = ("spec.options", "spec.model_options", "spec.env")
-_RESULT_KEY = ["cluster", "run_id", "attempt", "status", "metrics.step_time_s.mean"]
+LAUNCH_KEY = ["cluster", "run_id", "attempt", "status", "metrics.step_time_s.mean"]
 
 
 def load(
@@ -65,7 +65,7 @@ def load_frame(
     """
     import polars
 
-    wanted = None if columns is None else list(dict.fromkeys([*columns, *_RESULT_KEY]))
+    wanted = None if columns is None else list(dict.fromkeys([*columns, *LAUNCH_KEY]))
     frames = [_load_source(source, clusters, wanted) for source in sources if is_results_path(source)]
     sweeps = [source for source in sources if not is_results_path(source)]
     if sweeps:
@@ -75,7 +75,7 @@ def load_frame(
     frame = polars.concat(frames)
     if len(frames) > 1:
         # The same result in a tree and in a bundle of it is one launch.
-        frame = frame.unique(_RESULT_KEY, keep="first", maintain_order=True)
+        frame = frame.unique(LAUNCH_KEY, keep="first", maintain_order=True)
     return frame
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import polars as pl
 
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
@@ -31,9 +32,6 @@ from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.report.configurations import STEP_TIME, run_spec_of
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
-
-if TYPE_CHECKING:
-    import polars
 
 ORACLE_NAME = "hpcbench"
 """The oracle's name among the predictors."""
@@ -91,7 +89,7 @@ class ClusterForecasts:
         return [machine for forecast in forecasts for machine in forecast.machines()]
 
 
-def measured_configurations(frame: polars.DataFrame) -> list[MeasuredConfiguration]:
+def measured_configurations(frame: pl.DataFrame) -> list[MeasuredConfiguration]:
     """Return the launches of each configuration on one cluster in one environment, in their first order.
 
     ``frame`` has ``VALIDATION_COLUMNS``. A configuration with any launch that is ok is ``ok``.
@@ -180,7 +178,7 @@ def baseline_predictor(
     return predict
 
 
-def validation_cases(frame: polars.DataFrame, forecasts: ClusterForecasts) -> tuple[list[ValidationCase], list[str]]:
+def validation_cases(frame: pl.DataFrame, forecasts: ClusterForecasts) -> tuple[list[ValidationCase], list[str]]:
     """Return the configurations to score with the results of all predictors, and notes on those left out."""
     measured = measured_configurations(frame)
     steps: list[tuple[str, Callable[[MeasuredConfiguration], Any]]] = [
@@ -235,7 +233,7 @@ class ValidationResult(NamedTuple):
     notes: list[str]
 
 
-def score_predictors(frame: polars.DataFrame, results: ResultsTree) -> ValidationResult:
+def score_predictors(frame: pl.DataFrame, results: ResultsTree) -> ValidationResult:
     """Score the oracle and the baselines.
 
     Args:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+import polars as pl
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
@@ -36,9 +38,6 @@ from hpcbench.report.phrases import pluralize
 from hpcbench.report.table_model import Column, View, WarningFootnotes, column_heading, format_spread, format_value
 from hpcbench.results.frame import column_types
 from hpcbench.results.schema import STATUS_OK
-
-if TYPE_CHECKING:
-    import polars
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ def metric_choices() -> list[str]:
 
 
 MAX_PIVOT_COLUMNS = 60
-AddPredictions = Callable[["polars.DataFrame"], "polars.DataFrame"]
+AddPredictions = Callable[[pl.DataFrame], pl.DataFrame]
 
 
 class _Cell(NamedTuple):
@@ -163,7 +162,7 @@ _Key = tuple[Any, ...]
 
 
 def pivot_view(
-    frame: polars.DataFrame, request: TableRequest, title: str, add_predictions: AddPredictions | None = None
+    frame: pl.DataFrame, request: TableRequest, title: str, add_predictions: AddPredictions | None = None
 ) -> View:
     """Return the table of ``request``: each cell is the median of its configurations, or the fastest with ``best``.
 
@@ -196,11 +195,9 @@ def pivot_view(
 
 
 def _aggregate_cells(
-    frame: polars.DataFrame, request: TableRequest, add_predictions: AddPredictions | None
-) -> polars.DataFrame:
+    frame: pl.DataFrame, request: TableRequest, add_predictions: AddPredictions | None
+) -> pl.DataFrame:
     """One row for each measured combination of keys."""
-    import polars as pl
-
     keys, metrics = request.keys, request.metrics
     rows = ok_results(aggregate_launches(frame))
     if request.predictions:
@@ -224,10 +221,8 @@ def _aggregate_cells(
     return cells.sort(keys, nulls_last=True)
 
 
-def _with_key_columns(rows: polars.DataFrame, keys: list[str]) -> polars.DataFrame:
+def _with_key_columns(rows: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
     """``rows`` with those of ``keys`` that are products of parameters or options; lists among these as text."""
-    import polars as pl
-
     rows = with_derived_columns(rows)
     for key in keys:
         if split_option_column(key) is not None:
@@ -238,10 +233,8 @@ def _with_key_columns(rows: polars.DataFrame, keys: list[str]) -> polars.DataFra
     return rows
 
 
-def _failed_statuses(frame: polars.DataFrame, keys: list[str]) -> dict[_Key, str]:
+def _failed_statuses(frame: pl.DataFrame, keys: list[str]) -> dict[_Key, str]:
     """The status of runs that are not ok, by key."""
-    import polars as pl
-
     failed = _with_key_columns(frame.filter((pl.col("status") != STATUS_OK) & pl.col("config_id").is_not_null()), keys)
     return {row[:-1]: row[-1] for row in failed.select([*keys, "status"]).unique(keys, maintain_order=True).iter_rows()}
 

@@ -3,18 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any, Protocol
 
-from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec, run_label, strategy_label
+from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec, run_label, spec_document, strategy_label
 from hpcbench.fileio import printable_excerpt
-from hpcbench.report.configurations import ResultRow
 from hpcbench.report.phrases import or_empty
 from hpcbench.report.table_model import Column, View, WarningFootnotes, text_column
 from hpcbench.results.frame import encode_sorted_json
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.units import format_bytes, format_rate
+
+
+@dataclass
+class ResultRow:
+    """One configuration on one cluster in one environment."""
+
+    cluster: str
+    config_id: str
+    spec: RunSpec | None
+    status: str
+    reason: str = ""
+    launches: int = 0
+    step_time_s: float | None = None
+    low_s: float | None = None
+    high_s: float | None = None
+    spread: str = ""
+    """The kind of ``low_s`` and ``high_s``: within one launch, or between several."""
+    samples_per_s: float | None = None
+    speedup: float | None = None
+    efficiency: float | None = None
+    mfu: float | None = None
+    peak_memory_bytes: int | None = None
+    loss_first: float | None = None
+    loss_last: float | None = None
+    accuracy: float | None = None
+    verified: bool | None = None
+    """Whether all verified launches agree with the reference run; ``None`` without any."""
+    warnings: list[str] = field(default_factory=list)
+    run_ids: list[str] = field(default_factory=list)
+
 
 _ALWAYS_COLUMNS = ("strategy",)
 _DEGREE_PARAMETERS = ("devices_per_task", "dp_degree", "tp_degree", "sp_degree", "pp_degree")
@@ -48,6 +77,15 @@ def results_data_view(rows: list[ResultRow], title: str) -> View:
     columns.append(data_column("warnings", lambda row: "; ".join(row.warnings)))
     columns.append(data_column("run_ids", lambda row: " ".join(row.run_ids)))
     return View.from_rows(title, columns, rows)
+
+
+def table_json(rows: list[ResultRow]) -> dict[str, Any]:
+    """Return ``{"columns", "rows"}``: the results table with figures in SI units."""
+    # dataclasses.asdict would copy every list and parameter first.
+    documents = [{name: getattr(row, name) for name in ResultRow.__dataclass_fields__} for row in rows]
+    for document, row in zip(documents, rows, strict=True):
+        document["spec"] = spec_document(row.spec) if row.spec is not None else None
+    return {"columns": list(ResultRow.__dataclass_fields__), "rows": documents}
 
 
 def data_column(name: str, value: Callable[[Any], Any]) -> Column:

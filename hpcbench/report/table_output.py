@@ -17,11 +17,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from hpcbench.config.run_spec import spec_document
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import open_atomic, printable_excerpt, write_atomic
 from hpcbench.report.column_names import short_name
-from hpcbench.report.configurations import ResultRow
 from hpcbench.report.load_results import with_all_option_columns
 from hpcbench.report.phrases import or_empty
 from hpcbench.report.status_text import STATUS_STYLE
@@ -117,15 +115,12 @@ def _rich_table(view: View, numbers: Sequence[int], *, compact: bool = False) ->
         column = view.columns[number]
         justify: Literal["left", "right"] = "right" if column.is_number else "left"
         heading = Text(printable_excerpt((compact and column.compact_heading) or column.heading))
-        if compact:
-            width = _compact_width(view, number)
-            table.add_column(
-                heading, justify=justify, overflow="fold", no_wrap=not (column.folds or column.wraps), min_width=width
-            )
-        else:
-            limit = _MAX_KEY_WIDTH if column.is_key else None
-            no_wrap = not (column.is_key or column.wraps)
-            table.add_column(heading, justify=justify, overflow="fold", no_wrap=no_wrap, max_width=limit)
+        may_wrap = column.wraps or (column.folds if compact else column.is_key)
+        table.add_column(
+            heading, justify=justify, overflow="fold", no_wrap=not may_wrap,
+            min_width=_compact_width(view, number) if compact else None,
+            max_width=_MAX_KEY_WIDTH if column.is_key and not compact else None,
+        )  # fmt: skip
     for row in view.cells:
         table.add_row(*(_rich_cell(view.columns[number], row[number]) for number in numbers))
     return table
@@ -287,14 +282,3 @@ def export_table(frame: polars.DataFrame, path: Path) -> None:
     columns = [Column(name, name, is_number=dtype.is_numeric()) for name, dtype in frame.schema.items()]
     raw = [list(row) for row in frame.iter_rows()]
     write_atomic(path, encode(View("results", columns, raw, [[or_empty(value) for value in row] for row in raw])))
-
-
-def table_json(rows: list[ResultRow]) -> dict[str, Any]:
-    """Return ``{"columns", "rows"}``: the results table with figures in SI units."""
-    documents = []
-    for row in rows:
-        # dataclasses.asdict would copy every list and parameter first.
-        document = {name: getattr(row, name) for name in ResultRow.__dataclass_fields__}
-        document["spec"] = spec_document(row.spec) if row.spec is not None else None
-        documents.append(document)
-    return {"columns": list(ResultRow.__dataclass_fields__), "rows": documents}

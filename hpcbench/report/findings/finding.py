@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import polars as pl
 
 from hpcbench.config.run_spec import RunSpec, strategy_label
 from hpcbench.fileio import printable_excerpt
+from hpcbench.report.column_names import Condition
 from hpcbench.report.configurations import (
     CONFIGURATION_KEYS,
     STEP_TIME,
@@ -20,11 +23,6 @@ from hpcbench.report.configurations import (
 )
 from hpcbench.report.phrases import pluralize
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK
-
-if TYPE_CHECKING:
-    import polars
-
-    from hpcbench.report.column_names import Condition
 
 Certainty = Literal["told", "alike", "cannot tell", "counted"]
 OBSERVED: Literal["counted"] = "counted"
@@ -162,14 +160,12 @@ def evidence_of(rows: Iterable[ConfigurationLaunches], most: int = 50) -> tuple[
 
 
 def configurations_of(
-    frame: polars.DataFrame, where: Condition | None = None
+    frame: pl.DataFrame, where: Condition | None = None
 ) -> tuple[list[ConfigurationLaunches], list[ConfigurationLaunches]]:
     """Return the configurations of a results frame that satisfy ``where``, and runs whose file is broken.
 
     Efficiency is always relative to one device: runs that ``where`` leaves out can still be a baseline.
     """
-    import polars as pl
-
     launches = frame.filter((pl.col("status") == STATUS_OK) & (pl.col(THROUGHPUT) > 0))
     rates = launches.group_by(CONFIGURATION_KEYS, maintain_order=True).agg(pl.col(THROUGHPUT).alias("_rates"))
     rows = aggregate_launches(frame).join(

@@ -7,14 +7,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import polars as pl
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from hpcbench.fileio import printable_excerpt, printable_text
+from hpcbench.report.column_names import Condition
 from hpcbench.report.findings.finding import (
     FINDING_KINDS,
     OBSERVED,
@@ -40,11 +42,6 @@ from hpcbench.report.findings.throughput_findings import (
 from hpcbench.report.hypothesis_tests import EQUIVALENT, INCONCLUSIVE, SIGNIFICANT
 from hpcbench.report.phrases import pluralize
 
-if TYPE_CHECKING:
-    import polars
-
-    from hpcbench.report.column_names import Condition
-
 
 @dataclass(frozen=True)
 class Findings:
@@ -67,7 +64,7 @@ class Findings:
 
 
 def derive_findings(
-    frame: polars.DataFrame,
+    frame: pl.DataFrame,
     where: Condition | None = None,
     bound: float = EFFICIENCY_BOUND,
     sweeps: Sequence[UnfinishedSweep] = (),

@@ -7,23 +7,20 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import polars as pl
 
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, strategy_label
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import escape_control_characters, printable_excerpt
-from hpcbench.report.configurations import ResultRow
 from hpcbench.report.findings.finding import EvidenceRow
 from hpcbench.report.plots.plot_model import Plot, PlotRequest
 from hpcbench.report.plots.plotting import PLOTS, draw_plot, encode_plot, plot_specification
-from hpcbench.report.results_table import parameter_text, split_parameters
+from hpcbench.report.results_table import ResultRow, parameter_text, split_parameters
 from hpcbench.report.table_model import Column, View, WarningFootnotes, column_heading
 from hpcbench.results.schema import STATUS_OK
-
-if TYPE_CHECKING:
-    import polars
 
 MAX_HTML_ROWS = 2000
 """A page with more rows would open slowly; ``table --out`` writes all."""
@@ -252,10 +249,10 @@ class PageFigures:
 
 
 def draw_page_figures(
-    frame: polars.DataFrame,
+    frame: pl.DataFrame,
     request: PlotRequest,
-    predicted: polars.DataFrame | None = None,
-    lines: polars.DataFrame | None = None,
+    predicted: pl.DataFrame | None = None,
+    lines: pl.DataFrame | None = None,
 ) -> PageFigures:
     """Draw every kind of plot of a results frame that has data; none if a package is missing.
 

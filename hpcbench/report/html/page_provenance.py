@@ -7,7 +7,9 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import polars as pl
 
 from hpcbench.config.run_spec import RunSpec, spec_document
 from hpcbench.fileio import printable_excerpt
@@ -17,19 +19,14 @@ from hpcbench.report.sweep_toml import sweep_toml
 from hpcbench.results.schema import STATUS_OK, RunResult
 from hpcbench.units import format_bytes
 
-if TYPE_CHECKING:
-    import polars
-
 MAX_PROVENANCE_READ = 1000
 """At most so many full results are read for their provenance."""
 _MAX_VALUES = 12
 _MAX_ENVIRONMENTS = 8
 
 
-def runs_html_table(frame: polars.DataFrame) -> HtmlTable:
+def runs_html_table(frame: pl.DataFrame) -> HtmlTable:
     """Number, statuses and times of runs by cluster, sweep and environment."""
-    import polars as pl
-
     keys = ["cluster", "sweep", "environment_digest"]
     time_ns = pl.col("file.mtime_ns")
     is_ok = pl.col("status") == STATUS_OK
@@ -58,10 +55,8 @@ def _format_time_ns(time_ns: int | None) -> str | None:
     return datetime.fromtimestamp(time_ns // 10**9, timezone.utc).strftime("%Y-%m-%d %H:%M")
 
 
-def sample_runs(frame: polars.DataFrame) -> list[tuple[str, str]]:
+def sample_runs(frame: pl.DataFrame) -> list[tuple[str, str]]:
     """Return cluster and id of the runs whose provenance is read: all, or equally many of each environment."""
-    import polars as pl
-
     keys = ["cluster", "environment_digest"]
     ended = frame.filter(pl.col("config_id").is_not_null())
     if len(ended) > MAX_PROVENANCE_READ:

@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jinja2
+import polars as pl
 from markupsafe import Markup
 
 import hpcbench
 from hpcbench.fileio import printable_excerpt, printable_text
+from hpcbench.report.column_names import Condition
 from hpcbench.report.configurations import filter_launches, row_sort_key, rows_from_frame
 from hpcbench.report.findings.finding import FINDING_KINDS, Finding
 from hpcbench.report.findings.findings_report import (
@@ -52,11 +54,6 @@ from hpcbench.report.hypothesis_tests import VERDICT_WORDS
 from hpcbench.report.phrases import pluralize
 from hpcbench.report.plots.plot_model import PlotRequest, ReadFullResults
 from hpcbench.report.table_model import Column, WarningFootnotes
-
-if TYPE_CHECKING:
-    import polars
-
-    from hpcbench.report.column_names import Condition
 
 TEMPLATE_FOLDER = Path(__file__).resolve().parent / "template"
 
@@ -176,8 +173,8 @@ class ReportRequest:
     bound: float = EFFICIENCY_BOUND
     unfinished: Sequence[UnfinishedSweep] = ()
     whole: ReadFullResults | None = None
-    predicted: polars.DataFrame | None = None
-    lines: polars.DataFrame | None = None
+    predicted: pl.DataFrame | None = None
+    lines: pl.DataFrame | None = None
 
     @property
     def condition(self) -> str | None:
@@ -185,7 +182,7 @@ class ReportRequest:
         return self.where.expression.text if self.where else None
 
 
-def report_html(frame: polars.DataFrame, request: ReportRequest) -> str:
+def report_html(frame: pl.DataFrame, request: ReportRequest) -> str:
     """Return the HTML of a report on a results frame with all columns (``load_results.load_frame``)."""
     findings = derive_findings(frame, request.where, request.bound, request.unfinished)
     wanted = {run_id for row in findings.rows for run_id in row.run_ids}
@@ -277,7 +274,7 @@ def _workload_name(finding: Finding) -> str:
     return finding.subject.partition(f", {pluralize(finding.nodes or 0, 'node')}")[0]
 
 
-def _predicted_table(frame: polars.DataFrame | None) -> HtmlTable | None:
+def _predicted_table(frame: pl.DataFrame | None) -> HtmlTable | None:
     if frame is None or frame.is_empty():
         return None
     names = [_PREDICTED_COLUMN_NAMES.get(name, name) for name in frame.columns]
