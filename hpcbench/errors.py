@@ -10,6 +10,10 @@ EXIT_OK = 0
 EXIT_RUNS_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_SYSTEM_REFUSED = 3
+EXIT_NOTHING_TO_DO = 10
+"""Exit code of the worker's ``begin`` where the run needs no attempt."""
+EXIT_PREEMPTED = 11
+"""Exit code of the worker's ``end`` where the job is being preempted and the run is to be run again."""
 
 
 class HpcbenchError(Exception):

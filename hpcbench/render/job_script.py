@@ -17,7 +17,7 @@ from markupsafe import Markup
 import hpcbench
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.profile_tables import EnvironmentConfig, NodeConfig, ResourceRequest
-from hpcbench.errors import RenderError, did_you_mean
+from hpcbench.errors import EXIT_NOTHING_TO_DO, EXIT_PREEMPTED, RenderError, did_you_mean
 from hpcbench.fileio import printable_text
 from hpcbench.paths import search_folders
 from hpcbench.render.launch_step import (
@@ -68,7 +68,8 @@ class TemplateEngine:
         except jinja2.TemplateSyntaxError as error:
             raise RenderError(f"{error.message}", where=f"{error.filename or error.name}:{error.lineno}") from error
         except jinja2.UndefinedError as error:
-            hint = _suggest_variable(str(error.message), context)
+            match = re.match(r"'(\w+)' is undefined", str(error.message))
+            hint = did_you_mean(match[1], context) if match else None
             raise RenderError(str(error.message), where=self._where(error), hint=hint) from error
         except jinja2.TemplateNotFound as error:
             folders = ", ".join(str(folder) for folder in self.folders)
@@ -78,16 +79,10 @@ class TemplateEngine:
 
     def _where(self, error: Exception) -> str | None:
         """The innermost line of a template that the error passed through."""
-        frames = traceback.extract_tb(error.__traceback__)
-        for frame in reversed(frames):
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
             if any(Path(frame.filename).is_relative_to(folder) for folder in self.folders):
                 return f"{frame.filename}:{frame.lineno}"
         return None
-
-
-def _suggest_variable(message: str, context: dict[str, Any]) -> str | None:
-    match = re.match(r"'(\w+)' is undefined", message)
-    return did_you_mean(match[1], context) if match else None
 
 
 def _quote_shell_word(value: Any) -> Any:
@@ -139,6 +134,7 @@ def sbatch_directives(
     """
     partition = profile.partition(shape.partition)
     node, request = profile.node_of(shape.partition), profile.request_of(shape.partition)
+    warning_s = profile.scheduler.warning_s
     # SLURM replaces what follows a percent sign in the names of logs.
     log = f"{folder.replace('%', '%%')}/{number}.%A.%a.log"
     lines: dict[str, DirectiveValue | list[str] | None] = {
@@ -156,7 +152,8 @@ def sbatch_directives(
         "exclusive": request.exclusive or None,
         "exclude": ",".join(request.exclude_nodes) or None,
         "time": format_slurm_time(job_time_limit_s(shape, pack)),
-        "signal": f"USR2@{_signal_lead_s(profile, pack)}",
+        # A job's ranks are told this long before its limit. In a pack each run watches a limit of its own.
+        "signal": f"USR2@{math.ceil(warning_s if pack == 1 else min(warning_s, LAUNCH_OVERHEAD_S))}",
         "open-mode": "append",
         "chdir": folder,
         "output": log,
@@ -179,12 +176,6 @@ def _merged_directives(
         if value is not None and value is not False
         for line in (value if isinstance(value, list) else [value])
     ]
-
-
-def _signal_lead_s(profile: ClusterProfile, pack: int) -> int:
-    """How long before its limit a job's ranks are told. In a pack each run has a limit of its own, which it watches."""
-    warning_s = profile.scheduler.warning_s
-    return math.ceil(warning_s if pack == 1 else min(warning_s, LAUNCH_OVERHEAD_S))
 
 
 def _requested_memory(request: ResourceRequest, node: NodeConfig) -> DirectiveValue | None:
@@ -224,22 +215,10 @@ def _format_walltime(seconds: float) -> str:
     return f"{whole // 3600:02d}:{whole % 3600 // 60:02d}:{whole % 60:02d}"
 
 
-EXIT_NOTHING_TO_DO = 10
-"""Exit code of the worker's ``begin`` where the run needs no attempt."""
-EXIT_PREEMPTED = 11
-"""Exit code of the worker's ``end`` where the job is being preempted and the run is to be run again."""
-
-
 def render_script(
-    engine: TemplateEngine,
-    profile: ClusterProfile,
-    shape: JobShape,
-    sweep: str,
-    folder: Path,
-    number: int,
-    pack: int = 1,
-    runs: int = 1,
-) -> str:
+    engine: TemplateEngine, profile: ClusterProfile, shape: JobShape, sweep: str, folder: Path, number: int,
+    pack: int = 1, runs: int = 1,
+) -> str:  # fmt: skip
     """The text of ``<folder>/<number>.sh``, whose jobs carry ``pack`` of the ``runs`` lines of the task file each."""
     return engine.render("job.sh.j2", template_context(profile, shape, sweep, folder, number, pack, runs))
 
@@ -250,7 +229,8 @@ def template_context(
     """The variables of the templates. ``templates/README.md`` describes each; a test keeps it complete."""
     environment = profile.environment(shape.environment)
     is_slurm = profile.scheduler.kind == "slurm"
-    name = job_name(folder, number)
+    # Unique, so that a job can be found again by it.
+    name = f"hpcbench-{folder.name}-{number}"
     return {
         "sweep": sweep,
         "cluster": profile.name,
@@ -306,8 +286,3 @@ def rank_python(environment: EnvironmentConfig) -> str:
     if environment.container and environment.container.kind:
         return "python3"
     return sys.executable
-
-
-def job_name(folder: Path, number: int) -> str:
-    """``hpcbench-<submission>-<number>``: unique, so that a job can be found again by it."""
-    return f"hpcbench-{folder.name}-{number}"

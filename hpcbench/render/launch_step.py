@@ -66,26 +66,21 @@ def cpus_per_task(shape: JobShape, profile: ClusterProfile) -> int:
     return max(1, cores // shape.tasks_per_node) if cores else 1
 
 
-_EXEC_COMMANDS = {"apptainer": ["apptainer", "exec"], "singularity": ["singularity", "exec"]}
-
-
 def container_command(container: ContainerConfig | None) -> list[str]:
-    """The words before the interpreter."""
+    """Return the words before the interpreter."""
     if container is None:
         return []
     if container.command is not None:
         return container.command
-    image = container.image or ""
-    if container.kind in _EXEC_COMMANDS:
+    kind, options, image = container.kind, container.options, container.image or ""
+    if kind in ("apptainer", "singularity"):
         binds = [word for mount in container.mounts for word in ("--bind", mount)]
-        return [*_EXEC_COMMANDS[container.kind], *container.options, *binds, image]
-    if container.kind == "shifter":
-        return ["shifter", *container.options]
-    if container.kind == "podman-hpc":
+        return [kind, "exec", *options, *binds, image]
+    if kind == "podman-hpc":
         volumes = [word for mount in container.mounts for word in ("--volume", mount)]
         # The ranks are told who they are, and what the profile sets, by variables of the host.
-        return ["podman-hpc", "run", "--rm", "--env-host", *container.options, *volumes, image]
-    return []
+        return ["podman-hpc", "run", "--rm", "--env-host", *options, *volumes, image]
+    return ["shifter", *options] if kind == "shifter" else []
 
 
 def container_step_options(container: ContainerConfig | None, variables: list[str]) -> list[str]:
@@ -108,15 +103,12 @@ def container_directives(container: ContainerConfig | None) -> dict[str, str]:
     """Directives that prepare the container on the job's nodes."""
     if container is None or container.image is None:
         return {}
-    if container.kind == "shifter":
-        given = {"image": container.image}
-        if container.mounts:
-            given["volume"] = ";".join(container.mounts)
-        return given | ({"module": ",".join(container.modules)} if container.modules else {})
-    if container.kind == "uenv":
-        given = {"uenv": container.image}
-        return given | ({"view": ",".join(container.modules)} if container.modules else {})
-    return {}
+    modules = ",".join(container.modules)
+    directives = {
+        "shifter": {"image": container.image, "volume": ";".join(container.mounts), "module": modules},
+        "uenv": {"uenv": container.image, "view": modules},
+    }
+    return {name: value for name, value in directives.get(container.kind or "", {}).items() if value}
 
 
 def gpu_option(
@@ -125,18 +117,15 @@ def gpu_option(
     """The name and value by which accelerators are asked for; ``ranks_per_task`` where a task starts several ranks."""
     per_node = shape.tasks_per_node * shape.devices_per_task
     node = profile.node_of(shape.partition)
+    values: dict[str, int | str] = {
+        "gpus-per-node": per_node,
+        "gpus-per-task": shape.devices_per_task * ranks_per_task,
+        "gpus": per_node * shape.nodes,
+        "gres": f"gpu:{per_node}",
+        "gres-typed": f"gpu:{node.gres_type or node.device_type}:{per_node}",
+    }
     style = request.gpus
-    if style == "gpus-per-node":
-        return {"gpus-per-node": per_node}
-    if style == "gpus-per-task":
-        return {"gpus-per-task": shape.devices_per_task * ranks_per_task}
-    if style == "gpus":
-        return {"gpus": per_node * shape.nodes}
-    if style == "gres":
-        return {"gres": f"gpu:{per_node}"}
-    if style == "gres-typed":
-        return {"gres": f"gpu:{node.gres_type or node.device_type}:{per_node}"}
-    return {}
+    return {style.removesuffix("-typed"): values[style]} if style in values else {}
 
 
 def srun_options(shape: JobShape, profile: ClusterProfile) -> list[str]:
@@ -145,8 +134,8 @@ def srun_options(shape: JobShape, profile: ClusterProfile) -> list[str]:
     is_torchrun = profile.launcher == "torchrun"
     words: list[str] = []
     if request.gpus_on != "job":
-        asked = gpu_option(shape, request, profile, shape.tasks_per_node if is_torchrun else 1)
-        words += [f"--{name}={value}" for name, value in asked.items()]
+        options = gpu_option(shape, request, profile, shape.tasks_per_node if is_torchrun else 1)
+        words += [f"--{name}={value}" for name, value in options.items()]
     bind = None if is_torchrun else _choose_cpu_bind(shape, profile)
     if bind:
         words.append(f"--cpu-bind={bind}")
@@ -166,7 +155,7 @@ def job_variables(shape: JobShape, profile: ClusterProfile) -> dict[str, str]:
     binding = profile.binding
     variables = profile.variables(shape.environment)
     if _uses_all_devices(shape, profile) and binding.device_order and not _sees_one_device(shape, profile):
-        order = ",".join(str(device) for device in binding.device_order)
+        order = ",".join(map(str, binding.device_order))
         variables = {binding.device_variable: order, **variables}
     return variables
 
@@ -176,10 +165,9 @@ def rank_wrapper(shape: JobShape, profile: ClusterProfile) -> list[str]:
     if not _sees_one_device(shape, profile):
         return []
     binding = profile.binding
-    device = "$SLURM_LOCALID"
-    order = ""
+    device, order = "$SLURM_LOCALID", ""
     if binding.device_order and _uses_all_devices(shape, profile):
-        order = f"order=({' '.join(str(one) for one in binding.device_order)}); "
+        order = f"order=({' '.join(map(str, binding.device_order))}); "
         device = "${order[SLURM_LOCALID]}"
     return ["bash", "-c", f'{order}export {binding.device_variable}={device}; exec "$@"', "rank"]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from hpcbench.config.run_spec import RunTask, TaskFileHeader, read_task
-from hpcbench.errors import WorkerError
+from hpcbench.errors import EXIT_NOTHING_TO_DO, WorkerError
 from hpcbench.fileio import read_regular
 from hpcbench.results.attempts import Attempt, attempt_numbers, begin_attempt
 from hpcbench.results.decode import decode_record
@@ -24,11 +24,6 @@ from hpcbench.results.schema import STATUS_OK, FailureRecord, RunResult
 from hpcbench.results.stop_rules import find_stop_reason, read_stop_group
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.measure.host import oom_kills
-
-EXIT_NOTHING_TO_DO = 10
-"""Exit code of ``begin`` where the run needs no attempt."""
-EXIT_PREEMPTED = 11
-"""Exit code of ``end`` where the job is being preempted and the run is to be run again."""
 
 _POLL_S = 0.1
 
@@ -110,10 +105,8 @@ def begin(tasks: Path, index: int, time_limit_s: float | None = None) -> int:
         or done_reason(tree, task)
         or _ended_in_submission_reason(tree, tasks, index, header, task)
     )
-    if why is None:
-        why = _stop_rule_reason(tree, tasks, task)
-        if why is not None:
-            _write_skipped(tree, header, task, why)
+    if why is None and (why := _stop_rule_reason(tree, tasks, task)):
+        _write_skipped(tree, header, task, why)
     if why is not None:
         print(f"hpcbench: {task.run_id}: {why}: nothing to do", file=sys.stderr)  # noqa: T201
         return EXIT_NOTHING_TO_DO
@@ -153,11 +146,8 @@ def _ended_in_submission_reason(
     if result is None or marker is None or marker.task_file != str(tasks.absolute()):
         return None
     was_restarted = slurm_restart_count(os.environ) > marker.restart_count
-    if (
-        was_restarted
-        and result.status in INTERRUPTIBLE_STATUSES
-        and not _later_run_started(tree, tasks, index, header.pack)
-    ):
+    was_interrupted = was_restarted and result.status in INTERRUPTIBLE_STATUSES
+    if was_interrupted and not _later_run_started(tree, tasks, index, header.pack):
         return None
     return f"it ended as {result.status} in this submission"
 

@@ -7,15 +7,16 @@ import re
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from hpcbench.config.run_spec import read_task
-from hpcbench.errors import HpcbenchError
+from hpcbench.errors import EXIT_PREEMPTED, HpcbenchError
 from hpcbench.fileio import read_tail
 from hpcbench.results.attempts import Attempt, AttemptStart
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, FailureRecord, RankResult, RunResult
-from hpcbench.worker.begin import EXIT_PREEMPTED, read_result, slurm_restart_count
+from hpcbench.worker.begin import read_result, slurm_restart_count
 from hpcbench.worker.failure import (
     STOPPED_STATUSES,
     is_peer_lost_message,
@@ -80,12 +81,8 @@ def is_preempted(job_state_line: str, restarts: int) -> bool:
     ``job_state_line`` is a line of `scontrol show job --oneliner`; an empty one says nothing.
     """
     fields = dict(re.findall(r"(?:^| )(JobState|PreemptTime|Restarts)=(\S+)", job_state_line))
-    again = fields.get("Restarts", "")
-    return (
-        fields.get("JobState") == "PREEMPTED"
-        or bool(_TIMESTAMP.match(fields.get("PreemptTime", "")))
-        or (again.isdecimal() and int(again) > restarts)
-    )
+    again, has_time = fields.get("Restarts", ""), bool(_TIMESTAMP.match(fields.get("PreemptTime", "")))
+    return fields.get("JobState") == "PREEMPTED" or has_time or (again.isdecimal() and int(again) > restarts)
 
 
 def was_ended_externally(result: RunResult) -> bool:
@@ -94,10 +91,9 @@ def was_ended_externally(result: RunResult) -> bool:
         return True
     if result.error is None or result.status not in ("failed", "timeout"):
         return False
-    lost_or_killed = result.error.type in ("RankLost", "NoResult") or is_peer_lost_message(
-        result.error.type, result.error.message
-    )
-    return "SIGTERM" in result.error.message or (result.status == "failed" and lost_or_killed)
+    kind, message = result.error.type, result.error.message
+    lost_or_killed = kind in ("RankLost", "NoResult") or is_peer_lost_message(kind, message)
+    return "SIGTERM" in message or (result.status == "failed" and lost_or_killed)
 
 
 def _write_preempted(tree: ClusterTree, result: RunResult, exit_code: int) -> int:
@@ -161,11 +157,8 @@ def _status_from_exit(start: AttemptStart | None, limit_s: float, exit_code: int
 def describe_exit(code: int) -> str:
     """``137 -> "the ranks ended with exit code 137 (SIGKILL)"``."""
     name = ""
-    if code > 128:
-        try:
-            name = f" ({signal.Signals(code - 128).name})"
-        except ValueError:
-            name = ""
+    with suppress(ValueError):
+        name = f" ({signal.Signals(code - 128).name})"
     return f"the ranks ended with exit code {code}{name}"
 
 

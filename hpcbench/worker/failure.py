@@ -54,32 +54,24 @@ def describe_error(error: BaseException) -> tuple[str, FailureRecord]:
     elif isinstance(error, ModuleNotFoundError) and error.name:
         status, hint = "unsupported", install_hint(error.name)
     message = error.message if isinstance(error, WorkerError) else str(error)
-    if is_compiler_error(error) and status == "failed":
-        status, hint = _compiler_status(message)
+    if type(error).__module__.startswith(("torch._dynamo", "torch._inductor")) and status == "failed":
+        hint = "compile = false measures the model as it is written; the traceback holds the compiler's words"
+        if _NO_COMPILER_MESSAGE.search(message):
+            status = "unsupported"
+            hint = "compile = true needs a C++ compiler on the nodes (on GPUs triton too); set CXX to it"
         message = _first_lines(message)
     if status == "oom" and "CUDA" not in message:
         # The framework says itself what an accelerator has.
         message = f"{message or type(error).__name__} ({describe_own_job_memory()})"
-    return status, FailureRecord(
-        type=type(error).__name__, message=printable_text(message), hint=hint, traceback_tail=_traceback_tail(error)
-    )
-
-
-def is_compiler_error(error: BaseException) -> bool:
-    """Whether ``error`` is torch.compile's own."""
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
+    tail = printable_text("".join(traceback.format_exception(error))[-_TAIL_CHARACTERS:])
+    message = printable_text(message)
+    return status, FailureRecord(type=type(error).__name__, message=message, hint=hint, traceback_tail=tail)
 
 
 def _first_lines(message: str) -> str:
-    """The first line, with the next where it only announces that."""
+    """Return the first line, with the next where it only announces that."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [message]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
-
-
-def _compiler_status(message: str) -> tuple[str, str]:
-    if _NO_COMPILER_MESSAGE.search(message):
-        return "unsupported", "compile = true needs a C++ compiler on the nodes (on GPUs triton too); set CXX to it"
-    return "failed", "compile = false measures the model as it is written; the traceback holds the compiler's words"
 
 
 def install_hint(module: str) -> str:
@@ -113,11 +105,6 @@ def is_peer_lost(error: BaseException) -> bool:
 def is_peer_lost_message(kind: str, message: str) -> bool:
     """As ``is_peer_lost``, from what a record holds of the exception."""
     return kind in _PEER_LOST_TYPES or (kind in _POSSIBLY_PEER_LOST_TYPES and bool(_PEER_LOST_MESSAGE.search(message)))
-
-
-def _traceback_tail(error: BaseException) -> str:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return printable_text(text[-_TAIL_CHARACTERS:])
 
 
 STOPPED_STATUSES = frozenset({"timeout", "cancelled", "preempted"})
@@ -172,23 +159,21 @@ def decide_outcome(
 
 def _verification_outcome(ranks: Mapping[int, RankResult]) -> RunOutcome:
     """A run that computes something else than its reference has failed, whatever its figures."""
-    found = next((one.verification for one in ranks.values() if one.verification is not None), None)
-    if found is None or found.passed:
+    verification = next((result.verification for result in ranks.values() if result.verification is not None), None)
+    if verification is None or verification.passed:
         return RunOutcome(STATUS_OK, None)
-    own = found.own_precision
-    exact = found.worst_rel is not None and found.worst_rel <= (found.worst_tolerance or 0.0)
-    wrong: ReferenceComparison = own if own is not None and not own.passed and exact else found
+    own, worst = verification.own_precision, verification.worst_rel
+    exact = worst is not None and worst <= (verification.worst_tolerance or 0.0)
+    wrong: ReferenceComparison = own if own is not None and not own.passed and exact else verification
     much = "is missing, or not finite" if wrong.worst_rel is None else f"differs by {wrong.worst_rel:.1e}"
-    return RunOutcome(
-        "failed",
-        FailureRecord(
-            type="VerificationFailed",
-            message=f"compared with its reference in {wrong.precision}, the {wrong.worst} {much}; "
-            f"allowed: {wrong.worst_tolerance:.1e}",
-            hint="this strategy with these options does not train this model as one device does; the figures are "
-            "kept, but they are of something else (docs/verification.md)",
-        ),
+    error = FailureRecord(
+        type="VerificationFailed",
+        message=f"compared with its reference in {wrong.precision}, the {wrong.worst} {much}; "
+        f"allowed: {wrong.worst_tolerance:.1e}",
+        hint="this strategy with these options does not train this model as one device does; the figures are kept, but "
+        "they are of something else (docs/verification.md)",
     )
+    return RunOutcome("failed", error)
 
 
 def was_oom_killed(before: int | None) -> bool:
@@ -232,5 +217,5 @@ def lost_ranks_failure(vanished: list[int], ranks: Mapping[int, RankResult], why
 
 def join_numbers(numbers: list[int]) -> str:
     """``0, 1, 5 and 9 more``."""
-    shown = ", ".join(str(number) for number in numbers[:8])
+    shown = ", ".join(map(str, numbers[:8]))
     return shown if len(numbers) <= 8 else f"{shown} and {len(numbers) - 8} more"

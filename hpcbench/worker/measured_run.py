@@ -107,14 +107,9 @@ def measure_run(finalizer: RunFinalizer) -> None:
 
 
 def _time_steps(
-    measurements: RankMeasurements,
-    strategy: Strategy,
-    feed: DataFeed,
-    spec: RunSpec,
-    info: RankInfo,
-    context: RankContext,
-    stop: StopController,
-) -> None:
+    measurements: RankMeasurements, strategy: Strategy, feed: DataFeed, spec: RunSpec, info: RankInfo,
+    context: RankContext, stop: StopController,
+) -> None:  # fmt: skip
     """Run the warm-up and the timed steps, with counters around the timed ones."""
     result = measurements.result
     progress = measurements.progress = LoopProgress(spec, context.device)
@@ -139,13 +134,9 @@ def _time_steps(
 
 
 def _measure_after_timing(
-    measurements: RankMeasurements,
-    strategy: Strategy,
-    feed: DataFeed,
-    spec: RunSpec,
-    context: RankContext,
+    measurements: RankMeasurements, strategy: Strategy, feed: DataFeed, spec: RunSpec, context: RankContext,
     stop: StopController,
-) -> None:
+) -> None:  # fmt: skip
     """Run the profiled steps, the recorded step, the step of a pipeline's timeline and the probes, on all ranks."""
     assert measurements.progress is not None, "the timed steps come first"
     result, first = measurements.result, len(measurements.progress.losses)
@@ -193,14 +184,9 @@ def model_flops_per_sample(spec: RunSpec, model_folder: str | None, warnings: li
             # Fake tensors take a second to import, which must not delay a run's first step.
             from hpcbench.worker.layers import make_layer_table
 
-            request = LayerTableRequest(
-                model=spec.model,
-                dataset=spec.dataset,
-                input_size=spec.input_size,
-                model_options=spec.model_options,
-                model_folder=model_folder,
-            )
-            table = make_layer_table(request)
+            fields = ("model", "dataset", "input_size", "model_options")
+            request = {name: getattr(spec, name) for name in fields}
+            table = make_layer_table(LayerTableRequest(**request, model_folder=model_folder))
     except Exception as error:  # noqa: BLE001 - the measurements count, whatever is wrong with the table
         warnings.append(f"no FLOP/s: {getattr(error, 'message', None) or f'{type(error).__name__}: {error}'}")
         return None

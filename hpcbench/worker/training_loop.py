@@ -78,15 +78,9 @@ EvaluateHook = Callable[[int], bool]
 
 
 def run_training_loop(
-    strategy: Strategy,
-    feed: DataFeed,
-    spec: RunSpec,
-    progress: LoopProgress,
-    stop: StopController,
-    barrier: Callable[[], None],
-    evaluate: EvaluateHook | None = None,
-    at_end: Callable[[], None] = lambda: None,
-) -> None:
+    strategy: Strategy, feed: DataFeed, spec: RunSpec, progress: LoopProgress, stop: StopController,
+    barrier: Callable[[], None], evaluate: EvaluateHook | None = None, at_end: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """Warm-up steps, a barrier, then the timed steps; ``progress`` holds what was measured, however it ends.
 
     Inside the timed region nothing waits for the device and no loss is read. With ``evaluate`` the clock rests while
@@ -174,13 +168,9 @@ def held_out_accuracy(module: nn.Module, feed: DataFeed) -> float | None:
 
 
 def make_evaluate_hook(
-    strategy: Strategy,
-    feed: DataFeed,
-    spec: RunSpec,
-    progress: LoopProgress,
-    rank: int,
+    strategy: Strategy, feed: DataFeed, spec: RunSpec, progress: LoopProgress, rank: int,
     any_rank: Callable[[bool], bool],
-) -> EvaluateHook | None:
+) -> EvaluateHook | None:  # fmt: skip
     """What the loop calls between timed steps; ``None`` where there is nothing to evaluate on.
 
     Rank 0 evaluates and the others wait for what it says, or compute along where the shards of all are needed.

@@ -10,8 +10,9 @@ import msgspec
 import pytest
 
 from hpcbench.config.run_spec import RunSpec, encode_task_file, run_id
+from hpcbench.errors import EXIT_NOTHING_TO_DO
 from hpcbench.results.stop_rules import StopGroup
-from hpcbench.worker.begin import EXIT_NOTHING_TO_DO, begin
+from hpcbench.worker.begin import begin
 from hpcbench.worker.end import end
 from hpcbench.worker.summary import summarize_run
 from tests.worker.helpers import failure, make_header, make_spec, make_task, start_attempt, tree_of, write_tasks

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hpcbench.config.run_spec import run_id
-from hpcbench.errors import HpcbenchError
+from hpcbench.errors import EXIT_NOTHING_TO_DO, HpcbenchError
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
@@ -18,7 +18,7 @@ from hpcbench.worker import begin as begin_module
 from hpcbench.worker import end as end_module
 from hpcbench.worker import failure as failure_module
 from hpcbench.worker.__main__ import main
-from hpcbench.worker.begin import EXIT_NOTHING_TO_DO, begin, slurm_job_id
+from hpcbench.worker.begin import begin, slurm_job_id
 from hpcbench.worker.end import describe_exit, end
 from hpcbench.worker.summary import summarize_run
 from tests.worker.helpers import (

@@ -8,10 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import encode_task_file
-from hpcbench.render import job_script
+from hpcbench.errors import EXIT_NOTHING_TO_DO, EXIT_PREEMPTED
+from hpcbench.render.job_script import template_context
+from hpcbench.render.launch_step import JobShape
 from hpcbench.results.schema import FailureRecord
-from hpcbench.worker import begin
 from hpcbench.worker.end import end, is_preempted
 from hpcbench.worker.summary import summarize_run
 from tests.worker.helpers import (
@@ -112,13 +114,11 @@ def test_what_is_measured_anew_is_run_again_and_keeps_its_earlier_result(tmp_pat
     start_attempt(tmp_path, SPEC)
     tree_of(tmp_path).write_result(summarize_run(make_header(tmp_path, environment_key="old"), task, 1, {}, "ok"))
     start_attempt(tmp_path, SPEC)
-    assert end(tasks, 0, 2, 1, "", PREEMPTED) == begin.EXIT_PREEMPTED
+    assert end(tasks, 0, 2, 1, "", PREEMPTED) == EXIT_PREEMPTED
     assert status_of(tmp_path) == "ok"
 
 
-def test_scripts_and_worker_mean_the_same_exit_codes() -> None:
-    assert (
-        (job_script.EXIT_NOTHING_TO_DO, job_script.EXIT_PREEMPTED)
-        == (begin.EXIT_NOTHING_TO_DO, begin.EXIT_PREEMPTED)
-        == (10, 11)
-    )
+def test_scripts_and_worker_mean_the_same_exit_codes(tmp_path: Path) -> None:
+    shape = JobShape(None, None, 1, 1, 1, 60.0)
+    values = template_context(ClusterProfile(name="here"), shape, "sweep", tmp_path, 0)
+    assert (values["nothing_to_do"], values["preempted"]) == (EXIT_NOTHING_TO_DO, EXIT_PREEMPTED) == (10, 11)

@@ -133,9 +133,7 @@ def measure_collectives(
     if spec.nodes > 1 and spec.tasks_per_node > 1:
         return _measure_contention(team, spec, largest_bytes, budget_s, check), []
     probes = []
-    operations = [*COMM_OPERATIONS, EXCHANGE]
-    if team.size != 2:
-        operations = [operation for operation in operations if operation not in _PAIRWISE]
+    operations = [name for name in (*COMM_OPERATIONS, EXCHANGE) if team.size == 2 or name not in _PAIRWISE]
     sizes = message_sizes(largest_bytes)
     point_s = budget_s / (len(operations) * len(sizes))
     for operation in operations:
@@ -184,12 +182,12 @@ def make_collective_call(team: ProbeGroup, operation: str, payload_bytes: int) -
 
 def _ping_pong(team: ProbeGroup, own: Tensor, received: Tensor, _number: int) -> None:
     other = team.ranks[1 - team.own]
-    if team.own == 0:
-        dist.send(own, dst=other, group=team.group)
-        dist.recv(received, src=other, group=team.group)
-    else:
-        dist.recv(received, src=other, group=team.group)
-        dist.send(own, dst=other, group=team.group)
+    messages: list[Callable[[], object]] = [
+        partial(dist.send, own, other, team.group),
+        partial(dist.recv, received, other, team.group),
+    ]
+    for message in messages if team.own == 0 else reversed(messages):
+        message()
 
 
 def _exchange_both_ways(team: ProbeGroup, own: Tensor, received: Tensor, _number: int) -> None:
@@ -227,7 +225,7 @@ def time_collective(
     calls = max(1, min(50, round(_BURST_S / alone_s)))
     repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(point_s / (calls * alone_s))))
     own = [repeat(calls, 3 + calls * number) if is_active else 0.0 for number in range(repeats)]
-    return [one / 2 if halves else one for one in team.maximum(own)]
+    return [seconds / (2 if halves else 1) for seconds in team.maximum(own)]
 
 
 def _collective_probe(
@@ -250,12 +248,10 @@ def _measure_contention(
 ) -> list[CollectiveProbe]:
     """all_reduce among the ranks of one place on every node: one such group alone, then more of them together."""
     tasks = spec.tasks_per_node
-    groups = [
-        dist.new_group([team.ranks[node * tasks + place] for node in range(spec.nodes)]) for place in range(tasks)
-    ]
-    place, node = team.own % tasks, team.own // tasks
-    members = [team.ranks[one * tasks + place] for one in range(spec.nodes)]
-    mine = ProbeGroup(groups[place], members, node, team.device)
+    members = [team.ranks[local_rank::tasks] for local_rank in range(tasks)]
+    groups = [dist.new_group(ranks) for ranks in members]
+    node, local_rank = divmod(team.own, tasks)
+    mine = ProbeGroup(groups[local_rank], members[local_rank], node, team.device)
     counts = sorted({1, *(2**power for power in range(1, 10) if 2**power < tasks), tasks})
     sizes = [size for size in _CONTENDED_BYTES if size <= largest_bytes]
     probes = []
@@ -265,7 +261,7 @@ def _measure_contention(
             check()
             # Groups whose turn it is not wait for those whose it is.
             team.barrier()
-            readings = time_collective(team, call, budget_s / (len(counts) * len(sizes)), is_active=place < count)
+            readings = time_collective(team, call, budget_s / (len(counts) * len(sizes)), is_active=local_rank < count)
             if readings:
                 probes.append(_collective_probe("all_reduce", spec.nodes, spec.nodes, payload_bytes, count, readings))
     return probes

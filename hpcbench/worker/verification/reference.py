@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -54,32 +54,39 @@ def _host_gradients(model: nn.Module) -> dict[str, Tensor]:
 def compare_training(ours: TrainingRecord, reference: TrainingRecord, check: VerificationCheck) -> ReferenceComparison:
     """Whether ``ours`` is what ``reference`` is, within the check's tolerances."""
     early = check.tolerance if check.first_tolerance is None else check.first_tolerance
-    loss, *losses = _loss_differences(ours.losses, reference.losses, check, early)
+    losses = [
+        _Difference(f"loss of step {step}", max_relative_difference(a, b), early if step == 1 else check.tolerance)
+        for step, (a, b) in enumerate(zip(_wide(ours.losses), _wide(reference.losses), strict=True), start=1)
+    ]
+    assert losses, "trained for no step"
     first = _tensor_differences("gradient", "in step 1", ours.first_gradients, reference.first_gradients, early)
     last = _tensor_differences(
         "gradient", f"in step {check.steps}", ours.gradients, reference.gradients, check.gradient_tolerance
     )
     after = f"after {check.steps} step{'s' * (check.steps > 1)}"
-    weights = (
-        _tensor_differences("weight", after, ours.state, reference.state, check.tolerance) if check.weights else []
-    )
+    weights = _tensor_differences("weight", after, ours.state, reference.state, check.tolerance)
+    weights = weights if check.weights else []
     gradients = first + last if check.steps > 1 else first
-    everything = [loss, *losses, *gradients, *weights]
+    everything = [*losses, *gradients, *weights]
     # What is wrong spreads to all tensors with the first update: before it, it can still be told where it began.
-    suspects = first if any(one.too_far for one in first) else everything
-    worst = max(suspects, key=lambda one: one.value / one.tolerance)
+    suspects = first if any(difference.too_far for difference in first) else everything
+    worst = max(suspects, key=lambda difference: difference.value / difference.tolerance)
     return ReferenceComparison(
         passed=not any(difference.too_far for difference in everything),
         precision=check.precision,
         tolerance=check.tolerance,
         steps=check.steps,
-        loss_max_rel=_max_finite([loss, *losses]),
+        loss_max_rel=_max_finite(losses),
         gradient_max_rel=_max_finite(gradients),
         weight_max_rel=_max_finite(weights),
         worst=worst.name,
         worst_rel=_max_finite([worst]),
         worst_tolerance=worst.tolerance,
     )
+
+
+def _wide(losses: list[float]) -> Tensor:
+    return torch.tensor(losses, dtype=torch.float64)
 
 
 def max_relative_difference(ours: Tensor, reference: Tensor) -> float:
@@ -110,21 +117,6 @@ class _Difference(NamedTuple):
     @property
     def too_far(self) -> bool:
         return not self.value <= self.tolerance
-
-
-def _loss_differences(
-    ours: list[float], reference: list[float], check: VerificationCheck, early: float
-) -> list[_Difference]:
-    assert len(ours) == len(reference) > 0, "trained for different numbers of steps"
-    wide = torch.float64
-    return [
-        _Difference(
-            f"loss of step {step}",
-            max_relative_difference(torch.tensor(a, dtype=wide), torch.tensor(b, dtype=wide)),
-            early if step == 1 else check.tolerance,
-        )
-        for step, (a, b) in enumerate(zip(ours, reference, strict=True), start=1)
-    ]
 
 
 def _tensor_differences(
@@ -186,18 +178,8 @@ def train_reference(
     return trained.finish(model)
 
 
-class ReferenceTrainer(Protocol):
-    """A training in one process that a strategy's run must equal."""
-
-    def __call__(
-        self,
-        model: nn.Sequential,
-        spec: RunSpec,
-        feed: DataFeed,
-        steps: Iterable[int],
-        tick: Callable[[], None] = ...,
-        /,
-    ) -> TrainingRecord: ...
+ReferenceTrainer = Callable[..., TrainingRecord]
+"""A training in one process that a strategy's run must equal; arguments are those of ``train_reference``."""
 
 
 def resolve_reference_trainer(key: str) -> ReferenceTrainer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -69,9 +70,8 @@ def verify_run(
         ours = [_train_like_run(spec, check, context, inputs, stop) for check in verification_checks(spec)]
         _free_memory(context.device)
         if context.rank == 0:
-            return _verification_result(
-                ReferenceComparer(spec, context.device, inputs, _progress_tick(stop, channel)), ours, channel
-            )
+            comparer = ReferenceComparer(spec, context.device, inputs, _progress_tick(stop, channel))
+            return _verification_result(comparer, ours, channel)
         assert channel is not None, "a second rank without a channel"
         channel.wait_while_progressing(
             _PROGRESS_KEY, _DONE_KEY, wait_s, stop.raise_if_stopped, "rank 0 to train the reference of verify"
@@ -82,21 +82,15 @@ def verify_run(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise WorkerError(
-            f"the run was measured, but verifying it needs more memory: {error}",
-            hint="the reference is the whole model in fp64 on one device: verify with a smaller batch_size or "
-            "input_size",
-        ) from error
+        hint = "the reference is the whole model in fp64 on one device: verify with a smaller batch_size or input_size"
+        raise WorkerError(f"the run was measured, but verifying it needs more memory: {error}", hint=hint) from error
     return None
 
 
 def train_strategy(
-    strategy: Strategy,
-    feed: DataFeed,
-    steps: tuple[int, ...],
-    context: RankContext,
+    strategy: Strategy, feed: DataFeed, steps: tuple[int, ...], context: RankContext,
     check: Callable[[], None] = lambda: None,
-) -> TrainingRecord:
+) -> TrainingRecord:  # fmt: skip
     """What ``strategy``, which is set up, makes of ``steps``; tensors on rank 0 alone. Called on every rank."""
     trained, parts = TrainingRecord(), []
     feed.prepare(strategy.replica)
@@ -126,12 +120,10 @@ def compared_steps(spec: RunSpec, feed: DataFeed, count: int) -> tuple[int, ...]
 
 def comparison_spec(spec: RunSpec, precision: str) -> RunSpec:
     """``spec`` in that arithmetic, at the learning rate of all comparisons, its model without dropout."""
-    options = {
-        name: type(value)(0) if _is_dropout_option(name, value) else value for name, value in spec.model_options.items()
-    }
-    return msgspec.structs.replace(
-        spec, precision=precision, learning_rate=VERIFICATION_LEARNING_RATE, model_options=options
-    )
+    options = dict(spec.model_options)
+    options |= {name: type(value)(0) for name, value in options.items() if _is_dropout_option(name, value)}
+    rate = VERIFICATION_LEARNING_RATE
+    return msgspec.structs.replace(spec, precision=precision, learning_rate=rate, model_options=options)
 
 
 def _is_dropout_option(name: str, value: object) -> bool:
@@ -143,38 +135,43 @@ def disable_dropout(model: nn.Sequential) -> bool:
 
     Layers keep it under ``p``, attention (torch's and others') in an attribute of its own.
     """
-    found = False
+    had_dropout = False
     for module in model.modules():
         is_layer = any(word in type(module).__name__.lower() for word in ("dropout", "droppath", "stochasticdepth"))
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and value > 0 and ("drop" in name or (is_layer and name == "p")):
                 setattr(module, name, 0.0)
-                found = True
-    return found
+                had_dropout = True
+    return had_dropout
 
 
 def _train_like_run(
     spec: RunSpec, check: VerificationCheck, context: RankContext, inputs: VerificationInputs, stop: StopController
 ) -> TrainingRecord:
-    chosen = comparison_spec(spec, check.precision)
-    model = build_model(chosen, inputs.model_folder)
-    disable_dropout(model)
+    chosen, model, _ = _comparison_model(spec, check, inputs)
     fresh: Strategy = resolve_runtime(chosen.strategy)()
     fresh.setup(wrap_blocks(model, chosen), chosen, context)
     with closing(make_feed(chosen, context.device, inputs.source)) as feed:
         return train_strategy(fresh, feed, compared_steps(chosen, feed, check.steps), context, stop.raise_if_stopped)
 
 
+def _comparison_model(
+    spec: RunSpec, check: VerificationCheck, inputs: VerificationInputs
+) -> tuple[RunSpec, nn.Sequential, bool]:
+    """Return the spec and the model of one comparison, and whether the model had dropout."""
+    chosen = comparison_spec(spec, check.precision)
+    model = build_model(chosen, inputs.model_folder)
+    return chosen, model, disable_dropout(model)
+
+
 def _progress_tick(stop: StopController, channel: ControlChannel | None) -> Callable[[], None]:
-    """Called after every share of a step of the reference: the other ranks see that it gets on."""
-    shares_done = 0
+    """Return what is called after every share of a step of the reference: the other ranks see that it gets on."""
+    shares = itertools.count(1)
 
     def tick() -> None:
-        nonlocal shares_done
         stop.raise_if_stopped()
-        shares_done += 1
         if channel is not None:
-            channel.publish(_PROGRESS_KEY, f"{shares_done} shares of a step are done")
+            channel.publish(_PROGRESS_KEY, f"{next(shares)} shares of a step are done")
 
     return tick
 
@@ -182,19 +179,14 @@ def _progress_tick(stop: StopController, channel: ControlChannel | None) -> Call
 def _verification_result(
     reference: ReferenceComparer, ours: list[TrainingRecord], channel: ControlChannel | None
 ) -> VerificationResult:
-    found = [
-        reference.compare(trained, check)
-        for check, trained in zip(verification_checks(reference.spec), ours, strict=True)
-    ]
+    checks = verification_checks(reference.spec)
+    comparisons = [reference.compare(trained, check) for check, trained in zip(checks, ours, strict=True)]
     if channel is not None:
         channel.publish(_DONE_KEY, "1")
-    first, *others = found
-    passed = all(one.passed for one in found)
-    return VerificationResult(
-        **{**msgspec.structs.asdict(first), "passed": passed},
-        own_precision=others[0] if others else None,
-        notes=reference.notes,
-    )
+    fields = msgspec.structs.asdict(comparisons[0])
+    fields["passed"] = all(comparison.passed for comparison in comparisons)
+    own_precision = comparisons[1] if len(comparisons) > 1 else None
+    return VerificationResult(**fields, own_precision=own_precision, notes=reference.notes)
 
 
 class ReferenceComparer:
@@ -213,14 +205,14 @@ class ReferenceComparer:
         in fp64. So what differs too much after the first step is measured by what the reference makes of it.
         """
         reference = self._train(check)
-        found = compare_with_notes(ours, reference, check, self.notes)
-        if found.passed or check.steps == 1 or not all_finite(reference.state):
-            return found
+        comparison = compare_with_notes(ours, reference, check, self.notes)
+        if comparison.passed or check.steps == 1 or not all_finite(reference.state):
+            return comparison
         itself = compare_training(self._train(check, perturbed=True), reference, check._replace(first_tolerance=None))
-        grown = max(itself.loss_max_rel or 0.0, itself.weight_max_rel or 0.0)
-        grown = max(grown, (itself.gradient_max_rel or 0.0) * VERIFICATION_LEARNING_RATE)
+        from_gradients = (itself.gradient_max_rel or 0.0) * VERIFICATION_LEARNING_RATE
+        grown = max(itself.loss_max_rel or 0.0, itself.weight_max_rel or 0.0, from_gradients)
         if PERTURBATION_MARGIN * grown <= check.tolerance:
-            return found
+            return comparison
         wider = check._replace(tolerance=PERTURBATION_MARGIN * grown)
         self.notes.append(
             f"{check.precision}: of a change in the last bit of its weights the reference itself makes {grown:.1e} in "
@@ -229,14 +221,12 @@ class ReferenceComparer:
         return compare_training(ours, reference, wider)
 
     def _train(self, check: VerificationCheck, perturbed: bool = False) -> TrainingRecord:
-        chosen = comparison_spec(self.spec, check.precision)
-        model = build_model(chosen, self._inputs.model_folder)
-        had_dropout = disable_dropout(model)
+        chosen, model, had_dropout = _comparison_model(self.spec, check, self._inputs)
         if perturbed:
             perturb_last_bit(model)
         with closing(make_feed(chosen, self._device, self._inputs.source)) as feed:
             steps = compared_steps(chosen, feed, check.steps)
-            trained: TrainingRecord = resolve_reference_trainer(chosen.strategy)(model, chosen, feed, steps, self._tick)
+            trained = resolve_reference_trainer(chosen.strategy)(model, chosen, feed, steps, self._tick)
             if not self.notes:
                 self.notes += _verification_notes(self.spec, feed, steps, had_dropout)
         del model, feed
@@ -258,24 +248,22 @@ def compare_with_notes(
 ) -> ReferenceComparison:
     """As ``compare``, without what the arithmetic makes meaningless; ``notes`` gets what was left out, and why."""
     if check.precision == "fp16" and not (all_finite(ours.gradients) and all_finite(reference.gradients)):
-        notes.append(
-            "fp16: the first step overflowed, as it may until the loss scale has settled; only losses compared"
-        )
+        cause = "the first step overflowed, as it may until the loss scale has settled"
+        notes.append(f"fp16: {cause}; only losses compared")
         ours, reference = TrainingRecord(ours.losses), TrainingRecord(reference.losses)
     if not check.weights:
         notes.append(f"{check.precision}: no weights compared, since adam divides rounding by itself; in fp64 they are")
         ours, reference = replace(ours, state={}), replace(reference, state={})
-    found = compare_training(ours, reference, check)
+    comparison = compare_training(ours, reference, check)
     if not (all_finite(reference.state) and all_finite(reference.gradients)):
         notes.append(f"{check.precision}: the reference itself is not finite: nothing can be told from it")
-    return found
+    return comparison
 
 
 def _verification_notes(spec: RunSpec, feed: DataFeed, steps: tuple[int, ...], had_dropout: bool) -> list[str]:
     """What was compared, in words."""
     uneven = [step for step in steps if feed.global_count(step) < feed.global_batch_size]
-    listed = ", ".join(str(step) for step in steps)
-    text = f"steps {listed} at learning rate {VERIFICATION_LEARNING_RATE:g}, {spec.optimizer}"
+    text = f"steps {', '.join(map(str, steps))} at learning rate {VERIFICATION_LEARNING_RATE:g}, {spec.optimizer}"
     if uneven:
         text += f"; step {uneven[0]} has {feed.global_count(uneven[0])} of {feed.global_batch_size} samples"
     notes = [text, f"reference: {get_strategy(spec.strategy).reference}, {feed.replicas} replicas in one process"]
