@@ -32,6 +32,7 @@ from hpcbench.config.toml_tables import (
     TomlSource,
     TomlTable,
     VariableName,
+    load_table,
     read_toml,
     validate_table,
 )
@@ -232,11 +233,8 @@ def load_cluster_file(path: Path) -> tuple[ClusterProfile, TomlSource]:
     data, source, names = read_profile_data(path)
     profile = validate_table(ClusterProfile, data, source)
     if profile.name != path.stem:
-        raise ConfigError(
-            f"name = {profile.name!r}, but the file is called {path.name}",
-            where=source.where(("name",)),
-            hint="results are stored under the name: give both the same",
-        )
+        message = f"name = {profile.name!r}, but the file is called {path.name}"
+        raise source.error(message, "name", hint="results are stored under the name: give both the same")
     if profile.account is None:
         accounts = load_user_config().accounts
         account = next((accounts[name] for name in names if name in accounts), None)
@@ -246,8 +244,7 @@ def load_cluster_file(path: Path) -> tuple[ClusterProfile, TomlSource]:
 
 def read_profile_data(path: Path, above: Sequence[Path] = ()) -> tuple[dict[str, Any], TomlSource, list[str]]:
     """The data of a profile over its base's, where to say so when it is wrong, and the names of both, its own first."""
-    data, text = read_toml(path)
-    source = TomlSource(path, text)
+    data, source = read_toml(path)
     folder = data.get("model_folder")
     if isinstance(folder, str) and folder:
         data["model_folder"] = str(resolve_beside(path, folder))
@@ -262,14 +259,14 @@ def read_profile_data(path: Path, above: Sequence[Path] = ()) -> tuple[dict[str,
 def _find_base_profile(name: str, path: Path, chain: Sequence[Path], source: TomlSource) -> Path:
     """The file of the profile that ``path`` extends: beside it, or wherever profiles are; never one of ``chain``."""
     candidates = [path.parent / f"{name}.toml", *_profile_candidates()]
-    found = next((one for one in candidates if one.stem == name and one.is_file() and one.resolve() not in chain), None)
-    if found is None:
-        named = [one.stem for one in candidates if one.is_file() and one.resolve() not in chain]
+    others = [other for other in candidates if other.is_file() and other.resolve() not in chain]
+    base = next((other for other in others if other.stem == name), None)
+    if base is None:
         problem = f"extends = {name!r}: that is the profile itself, and there is no other of that name"
-        if name not in (one.stem for one in chain):
+        if name not in (above.stem for above in chain):
             problem = f"extends = {name!r}: there is no such profile"
-        raise ConfigError(problem, where=source.where(("extends",)), hint=did_you_mean(name, set(named)))
-    return found
+        raise source.error(problem, "extends", hint=did_you_mean(name, {other.stem for other in others}))
+    return base
 
 
 def merge_tables(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -287,5 +284,4 @@ def load_user_config() -> UserConfig:
     # Path.is_file raises where the folder may not be entered.
     if not os.path.isfile(path):  # noqa: PTH113
         return UserConfig()
-    data, text = read_toml(path)
-    return validate_table(UserConfig, data, TomlSource(path, text))
+    return load_table(UserConfig, path)[0]

@@ -21,7 +21,7 @@ from hpcbench.config.cluster_profile import (
     load_user_config,
     read_profile_data,
 )
-from hpcbench.config.toml_tables import SingleLineText, TomlSource, TomlTable, read_toml, validate_table
+from hpcbench.config.toml_tables import SingleLineText, TomlTable, load_table
 from hpcbench.errors import ConfigError, HpcbenchError
 from hpcbench.paths import PROJECT_FILE, project_folder, resolve_beside, search_folders, user_folder
 
@@ -54,8 +54,7 @@ def default_cluster() -> DefaultCluster:
         return DefaultCluster(name, f"${CLUSTER_VARIABLE} is set")
     project = project_folder() / PROJECT_FILE
     if project.is_file():
-        data, text = read_toml(project)
-        name = validate_table(ProjectConfig, data, TomlSource(project, text)).cluster
+        name = load_table(ProjectConfig, project)[0].cluster
         if name is not None:
             return DefaultCluster(_beside(project, name), f"set in {project}")
     user = user_folder() / "config.toml"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, create_model, model_validator
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.toml_tables import NAME_PATTERN, Minutes, TomlSource, TomlTable
-from hpcbench.errors import ConfigError, HpcbenchError, did_you_mean
+from hpcbench.errors import HpcbenchError, did_you_mean
 
 _GENERATED_PARAMETERS = {"spec_version", "repeat"}
 TABLE_PARAMETERS = ("options", "model_options", "env")
@@ -31,7 +31,7 @@ def parameter_types() -> dict[str, Any]:
 
 
 def _pydantic_type(hint: Any) -> Any:
-    """A msgspec annotation as a pydantic one: the constraints and descriptions of ``Meta`` become a ``RecordField``."""
+    """A msgspec annotation as a pydantic one: the constraints and descriptions of ``Meta`` become a ``Field``."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         metas = [_pydantic_field(meta) for meta in arguments[1:] if isinstance(meta, msgspec.Meta)]
@@ -49,46 +49,30 @@ def _pydantic_field(meta: msgspec.Meta) -> Any:
     return Field(**{name: getattr(meta, name) for name in names if getattr(meta, name) is not None})
 
 
-def _make_fixed_table() -> type[TomlTable]:
-    fields: dict[str, Any] = {
-        name: (kind | None, None) for name, kind in _without_annotations(parameter_types()).items()
-    }
-    return create_model("Fixed", __base__=TomlTable, __doc__="Parameters that all runs share.", **fields)
-
-
-def _make_grid_table() -> type[TomlTable]:
-    fields: dict[str, Any] = {}
-    for name, kind in _without_annotations(parameter_types()).items():
-        if name in TABLE_PARAMETERS:
-            key, value = get_args(kind)
-            values: Any = dict[key, Annotated[list[value], Field(min_length=1)]]  # type: ignore[valid-type]
+def _make_table(name: str, doc: str, form: Callable[[Any], Any], **fields: Any) -> Any:
+    """A table of every parameter; ``form`` makes the type of its key from the parameter's."""
+    for parameter, kind in parameter_types().items():
+        if parameter in TABLE_PARAMETERS:
+            key, value = get_args(get_args(kind)[0])
+            fields[parameter] = (dict[key, form(value)] | None, None)  # type: ignore[misc, valid-type]
         else:
-            values = Annotated[list[kind], Field(min_length=1)]  # type: ignore[valid-type]
-        fields[name] = (values | None, None)
-    return create_model("Grid", __base__=TomlTable, __doc__="Lists whose product is run.", **fields)
+            fields[parameter] = (form(kind) | None, None)
+    return create_model(name, __base__=TomlTable, __doc__=doc, **fields)
 
 
-def _without_annotations(kinds: dict[str, Any]) -> dict[str, Any]:
-    """Without the annotation around tables, so that their arguments can be read."""
-    return {name: get_args(kind)[0] if name in TABLE_PARAMETERS else kind for name, kind in kinds.items()}
-
-
-def _make_exclude_table() -> type[TomlTable]:
-    """Every parameter as one value, or as a list of values any of which matches; and a condition."""
-    condition = Annotated[str, Field(description="an expression over parameters; true excludes the point")]
-    fields: dict[str, Any] = {"when": (condition | None, None)}
-    for name, kind in _without_annotations(parameter_types()).items():
-        if name in TABLE_PARAMETERS:
-            key, value = get_args(kind)
-            fields[name] = (dict[key, value | list[value]] | None, None)  # type: ignore[valid-type]
-        else:
-            fields[name] = (kind | list[kind] | None, None)  # type: ignore[valid-type]
-    return create_model("Exclude", __base__=TomlTable, __doc__="Points that match all of these are dropped.", **fields)
-
-
-FixedTable: Any = _make_fixed_table()
-GridTable: Any = _make_grid_table()
-ExcludeTable: Any = _make_exclude_table()
+FixedTable: Any = _make_table("Fixed", "Parameters that all runs share.", lambda kind: kind)
+GridTable: Any = _make_table(
+    "Grid",
+    "Lists whose product is run.",
+    lambda kind: Annotated[list[kind], Field(min_length=1)],  # type: ignore[valid-type]
+)
+_Condition = Annotated[str, Field(description="an expression over parameters; true excludes the point")]
+ExcludeTable: Any = _make_table(
+    "Exclude",
+    "Points that match all of these are dropped.",
+    lambda kind: kind | list[kind],  # type: ignore[valid-type]
+    when=(_Condition | None, None),
+)
 
 
 class ScalingTable(TomlTable):
@@ -201,17 +185,13 @@ def parse_stop_rules(
         numeric[name] = numeric.get(name, True) and is_number and name not in _NON_SIZE_PARAMETERS
     choices = [name for name, fits in numeric.items() if fits]
     statuses: dict[tuple[ParameterPath, ...], list[str]] = {}
-    for status, given in table.model_dump(exclude_none=True).items():
-        names = dict.fromkeys([given] if isinstance(given, str) else given)
+    for status, along in table.model_dump(exclude_none=True).items():
+        names = dict.fromkeys([along] if isinstance(along, str) else along)
         wrong = [name for name in names if name not in choices]
-        problems += [
-            ConfigError(
-                f"stop.{status}: {name!r} {'has no size' if name in numeric else 'is not varied by this sweep'}",
-                where=source.where(("stop", status)),
-                hint=did_you_mean(name, choices),
-            )
-            for name in wrong
-        ]
+        for name in wrong:
+            reason = "has no size" if name in numeric else "is not varied by this sweep"
+            hint = did_you_mean(name, choices)
+            problems.append(source.error(f"stop.{status}: {name!r} {reason}", "stop", status, hint=hint))
         if not wrong:
             statuses.setdefault(tuple(tuple(name.split(".", 1)) for name in names), []).append(status)
-    return [StopRule(found, along) for along, found in statuses.items()]
+    return [StopRule(ended, parameters) for parameters, ended in statuses.items()]

@@ -16,6 +16,7 @@ from hpcbench.config.expression import Expression
 from hpcbench.config.run_spec import DEGREE_NAMES, PARAMETER_DEFAULTS, RunSpec
 from hpcbench.config.sweep_file import (
     TABLE_PARAMETERS,
+    ParameterPath,
     StopRule,
     SubmitTable,
     SweepFile,
@@ -27,8 +28,6 @@ from hpcbench.config.toml_tables import TomlSource, read_toml, validate_table
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.paths import resolve_beside
 
-ParameterPath = tuple[str, ...]
-"""``("nodes",)`` or, inside a table, ``("options", "bucket_cap_mb")``."""
 ParameterSettings = dict[ParameterPath, Any]
 
 COMPUTED_NAMES = ("ranks", "devices")
@@ -89,9 +88,9 @@ class Sweep:
 
     def values(self, *parameter: str) -> list[Any]:
         """All values that are written for a parameter."""
-        found = (settings[parameter] for _, settings in self.settings() if parameter in settings)
+        values = (settings[parameter] for _, settings in self.settings() if parameter in settings)
         # 1, 1.0 and true are equal to Python, not to who wrote them.
-        return list({(type(value), value): value for value in found}.values())
+        return list({(type(value), value): value for value in values}.values())
 
     def where(self, *parameter: str) -> str:
         """``file:line`` of the first place that sets a parameter."""
@@ -114,13 +113,13 @@ def load_sweep(path: Path, overrides: Iterable[str] = ()) -> Sweep:
 
     Raises ``ConfigErrors`` with everything that is wrong in it.
     """
-    data, text = read_toml(path)
-    return parse_sweep(data, TomlSource(path, text, apply_overrides(data, overrides)))
+    data, source = read_toml(path)
+    source.origins = apply_overrides(data, overrides)
+    return parse_sweep(data, source)
 
 
 def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
     """The sweep in decoded TOML. Raises ``ConfigErrors`` with everything that is wrong in it."""
-    path = source.path
     file = validate_table(SweepFile, data, source)
     problems: list[HpcbenchError] = []
     axes = _read_axes(file, data, source, problems)
@@ -140,7 +139,7 @@ def parse_sweep(data: dict[str, Any], source: TomlSource) -> Sweep:
         derived=_parse_derived(file, source, problems),
         stops=parse_stop_rules(file.stop, varied, source, problems),
         submit=file.submit,
-        model_folder=resolve_beside(path, file.model_folder) if file.model_folder else None,
+        model_folder=resolve_beside(source.path, file.model_folder) if file.model_folder else None,
     )
     problems += _find_duplicate_settings(sweep)
     if problems:
@@ -165,10 +164,8 @@ def _read_axes(
         lists = _flatten_tables(group.model_dump(exclude_none=True))
         lengths = {len(values) for values in lists.values()}
         if len(lengths) > 1:
-            named = ", ".join(f"{_dotted_name(parameter)} has {len(values)}" for parameter, values in lists.items())
-            problems.append(
-                ConfigError(f"lists of a zip have equal lengths: {named}", where=source.where(("zip", number)))
-            )
+            named = ", ".join(f"{'.'.join(parameter)} has {len(values)}" for parameter, values in lists.items())
+            problems.append(source.error(f"lists of a zip have equal lengths: {named}", "zip", number))
         rows = zip(*lists.values(), strict=False)
         axes.append(SweepAxis(("zip", number), [dict(zip(lists, row, strict=True)) for row in rows]))
     if file.scaling is not None:
@@ -179,41 +176,38 @@ def _read_axes(
 
 
 def _read_exclusions(file: SweepFile, source: TomlSource, problems: list[HpcbenchError]) -> list[ExclusionRule]:
-    found = []
+    rules = []
     for number, table in enumerate(file.exclude):
         values = table.model_dump(exclude_none=True)
         when = values.pop("when", None)
         place = source.where(("exclude", number))
         keys = {key: value if isinstance(value, list) else [value] for key, value in _flatten_tables(values).items()}
         if not keys and when is None:
-            problems.append(
-                ConfigError("an [[exclude]] without keys and without `when` excludes everything", where=place)
-            )
+            message = "an [[exclude]] without keys and without `when` excludes everything"
+            problems.append(source.error(message, "exclude", number))
             continue
-        words = [f"{_dotted_name(key)} = {', '.join(str(one) for one in value)}" for key, value in keys.items()]
+        words = [f"{'.'.join(key)} = {', '.join(map(str, values))}" for key, values in keys.items()]
         rule = f"[[exclude]] {' and '.join([*words, *([when] if when else [])])} ({place})"
         expression = _parse_expression(when, source.where(("exclude", number, "when")), problems) if when else None
-        found.append(ExclusionRule(rule, keys, expression))
-    return found
+        rules.append(ExclusionRule(rule, keys, expression))
+    return rules
 
 
 def _parse_derived(
     file: SweepFile, source: TomlSource, problems: list[HpcbenchError]
 ) -> dict[ParameterPath, Expression]:
-    found: dict[ParameterPath, Expression] = {}
+    derived: dict[ParameterPath, Expression] = {}
     known = parameter_types()
     for name, text in file.derive.items():
-        where = source.where(("derive", name))
         parameter = tuple(name.split(".", 1)) if name.partition(".")[0] in TABLE_PARAMETERS else (name,)
         if parameter[0] not in known or (parameter[0] in TABLE_PARAMETERS and len(parameter) == 1):
-            problems.append(
-                ConfigError(f"derive: unknown parameter {name!r}", where=where, hint=did_you_mean(name, known))
-            )
+            message = f"derive: unknown parameter {name!r}"
+            problems.append(source.error(message, "derive", name, hint=did_you_mean(name, known)))
             continue
-        expression = _parse_expression(text, where, problems)
+        expression = _parse_expression(text, source.where(("derive", name)), problems)
         if expression is not None:
-            found[parameter] = expression
-    return found
+            derived[parameter] = expression
+    return derived
 
 
 def _parse_expression(text: str, where: str, problems: list[HpcbenchError]) -> Expression | None:
@@ -226,35 +220,20 @@ def _parse_expression(text: str, where: str, problems: list[HpcbenchError]) -> E
 
 def _find_duplicate_settings(sweep: Sweep) -> list[HpcbenchError]:
     """A parameter belongs to one table (an include may replace any)."""
-    tables = [("fixed",), *dict.fromkeys(axis.place for axis in sweep.axes), ("derive",)]
+    tables: dict[tuple[str | int, ...], list[ParameterPath]] = {("fixed",): list(sweep.fixed)}
+    for axis in sweep.axes:
+        tables.setdefault(axis.place, []).extend(axis.steps[0] if axis.steps else ())
+    tables["derive",] = list(sweep.derived)
     owners: dict[ParameterPath, str] = {}
     problems: list[HpcbenchError] = []
-    for place in tables:
-        name = f"[{place[0]}]" if len(place) == 1 else f"[[{place[0]}]] number {int(place[1]) + 1}"
-        for parameter in _parameters_in_table(sweep, place):
-            if parameter in owners:
-                problems.append(
-                    ConfigError(
-                        f"{_dotted_name(parameter)} is set in {owners[parameter]} and in {name}",
-                        where=sweep.source.where((*place, *parameter)),
-                        hint="keep one of them",
-                    )
-                )
-            owners.setdefault(parameter, name)
+    for place, parameters in tables.items():
+        table = f"[{place[0]}]" if len(place) == 1 else f"[[{place[0]}]] number {int(place[1]) + 1}"
+        for parameter in dict.fromkeys(parameters):
+            owner = owners.setdefault(parameter, table)
+            if owner != table:
+                message = f"{'.'.join(parameter)} is set in {owner} and in {table}"
+                problems.append(sweep.source.error(message, *place, *parameter, hint="keep one of them"))
     return problems
-
-
-def _parameters_in_table(sweep: Sweep, place: tuple[str | int, ...]) -> list[ParameterPath]:
-    if place == ("fixed",):
-        return list(sweep.fixed)
-    if place == ("derive",):
-        return list(sweep.derived)
-    steps = [axis.steps[0] for axis in sweep.axes if axis.place == place and axis.steps]
-    return list(dict.fromkeys(parameter for step in steps for parameter in step))
-
-
-def _dotted_name(parameter: ParameterPath) -> str:
-    return ".".join(parameter)
 
 
 SweepPoint = dict[str, Any]
@@ -275,12 +254,13 @@ def expand_sweep(sweep: Sweep) -> Iterator[SweepPoint | ExcludedPoint]:
     A sweep without axes is its includes, or else the one point of its fixed parameters. Points share the tables that
     they have in common; nobody may change them in place.
     """
-    fixed = _nest_parameters(sweep.fixed)
-    axes = [[_nest_parameters(step) for step in axis.steps] for axis in sweep.axes]
-    steps_of_product = itertools.product(*axes) if sweep.has_product else ()
-    product = (_merge_steps(fixed, steps) for steps in steps_of_product)
-    includes = (_merge_steps(fixed, [_nest_parameters(include)]) for include in sweep.includes)
-    for point in itertools.chain(product, includes):
+    fixed: SweepPoint = {}
+    _set_parameters(fixed, sweep.fixed)
+    product = itertools.product(*(axis.steps for axis in sweep.axes)) if sweep.has_product else ()
+    for steps in itertools.chain(product, ([include] for include in sweep.includes)):
+        point = dict(fixed)
+        for step in steps:
+            _set_parameters(point, step)
         _apply_derived(sweep, point)
         rule = find_exclusion(sweep, point)
         for repeat in range(sweep.repeats):
@@ -296,25 +276,10 @@ def count_points(sweep: Sweep) -> int:
     return (product + len(sweep.includes)) * sweep.repeats
 
 
-def _nest_parameters(settings: ParameterSettings) -> SweepPoint:
-    point: SweepPoint = {}
-    for parameter, value in settings.items():
-        _set_parameter(point, parameter, value)
-    return point
-
-
-def _set_parameter(point: SweepPoint, parameter: ParameterPath, value: Any) -> None:
-    """Set one parameter; a table that is there already is replaced, since other points may share it."""
-    name = parameter[0]
-    point[name] = value if len(parameter) == 1 else {**point.get(name, {}), parameter[1]: value}
-
-
-def _merge_steps(fixed: SweepPoint, steps: Iterable[SweepPoint]) -> SweepPoint:
-    point = dict(fixed)
-    for step in steps:
-        for name, value in step.items():
-            point[name] = {**point.get(name, {}), **value} if name in TABLE_PARAMETERS else value
-    return point
+def _set_parameters(point: SweepPoint, settings: ParameterSettings) -> None:
+    """Set parameters; a table that is there already is replaced, since other points may share it."""
+    for (name, *key), value in settings.items():
+        point[name] = {**point.get(name, {}), key[0]: value} if key else value
 
 
 def _apply_derived(sweep: Sweep, point: SweepPoint) -> None:
@@ -326,7 +291,7 @@ def _apply_derived(sweep: Sweep, point: SweepPoint) -> None:
         if parameter[-1] not in (point if len(parameter) == 1 else point.get(parameter[0], ())):
             value = expression(expression_values(point))
             if value is not None:
-                _set_parameter(point, parameter, _convert_derived(parameter, value, expression.where))
+                _set_parameters(point, {parameter: _convert_derived(parameter, value, expression.where)})
 
 
 def _convert_derived(parameter: ParameterPath, value: Any, where: str | None) -> Any:
@@ -337,14 +302,12 @@ def _convert_derived(parameter: ParameterPath, value: Any, where: str | None) ->
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     try:
-        if name == "global_batch_size":
-            return msgspec.convert(value, int)
         return msgspec.convert(value, _PARAMETER_TYPES[name])
     except msgspec.ValidationError as error:
         raise ConfigError(f"derive: {name} = {value!r} does not fit: {error}", where=where) from error
 
 
-_PARAMETER_TYPES = {one.name: one.type for one in msgspec.structs.fields(RunSpec)}
+_PARAMETER_TYPES = {"global_batch_size": int} | {entry.name: entry.type for entry in msgspec.structs.fields(RunSpec)}
 _UNSET_VALUES = {**PARAMETER_DEFAULTS, **dict.fromkeys(DEGREE_NAMES)}
 
 

@@ -22,10 +22,11 @@ _ERROR_POSITION = re.compile(r"\(at (line (?P<line>\d+)|end of document)")
 
 KeyPath = tuple["str | int", ...]
 LineIndex = dict[KeyPath, int]
+_M = TypeVar("_M", bound=BaseModel)
 
 
-def read_toml(path: Path) -> tuple[dict[str, Any], str]:
-    """The data of a TOML file and its text. Raises ``ConfigError`` with file and line where it cannot be read."""
+def read_toml(path: Path) -> tuple[dict[str, Any], TomlSource]:
+    """The data of a TOML file and its source. Raises ``ConfigError`` with file and line where it cannot be read."""
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -33,7 +34,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], str]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"not UTF-8 text (byte {error.start})", where=str(path)) from error
     try:
-        return tomli.loads(text), text
+        return tomli.loads(text), TomlSource(path, text)
     except tomli.TOMLDecodeError as error:
         match = _ERROR_POSITION.search(str(error))
         line = int(match["line"]) if match and match["line"] else text.count("\n") + 1
@@ -49,19 +50,13 @@ def parse_toml_value(text: str) -> Any:
     return table["value"] if len(table) == 1 else text
 
 
-def find_line(index: LineIndex, path: Sequence[str | int]) -> int | None:
-    """The line (from 1) of the key ``path``, or of the nearest of its parents that has one.
-
-    Integers in ``path`` are positions in an array of tables, or in a list: the latter has the line of its key.
-    """
-    for length in range(len(path), 0, -1):
-        line = index.get(tuple(path[:length]))
-        if line is not None:
-            return line
-    return None
+def load_table(model: type[_M], path: Path) -> tuple[_M, TomlSource]:
+    """A TOML file as ``model``, and its source. Raises ``ConfigErrors`` with everything that is wrong in it."""
+    data, source = read_toml(path)
+    return validate_table(model, data, source), source
 
 
-def index_key_lines(text: str) -> LineIndex:
+def _index_key_lines(text: str) -> LineIndex:
     """The lines of the keys of TOML ``text``."""
     index: LineIndex = {}
     lengths: dict[KeyPath, int] = {}
@@ -126,28 +121,35 @@ def _find_value_end(lines: list[str], first: int) -> int:
     return first
 
 
-_M = TypeVar("_M", bound=BaseModel)
-
-
 class TomlSource:
     """The file that data came from, for messages; ``origins`` are keys that something else has set."""
 
     def __init__(self, path: Path, text: str, origins: Mapping[KeyPath, str] = MappingProxyType({})) -> None:
-        self.path = path
-        self.text = text
-        self._origins = origins
+        self.path, self.text, self.origins = path, text, origins
 
     @cached_property
     def _lines(self) -> LineIndex:
-        return index_key_lines(self.text)
+        return _index_key_lines(self.text)
+
+    def line(self, key_path: Sequence[str | int]) -> int | None:
+        """The line (from 1) of the key ``key_path``, or of the nearest of its parents that has one.
+
+        Integers are positions in an array of tables, or in a list: the latter has the line of its key.
+        """
+        prefixes = (tuple(key_path[:length]) for length in range(len(key_path), 0, -1))
+        return next((self._lines[prefix] for prefix in prefixes if prefix in self._lines), None)
 
     def where(self, key_path: Sequence[str | int]) -> str:
         """``file:line`` of a key, or its origin outside the file."""
-        for length in range(len(key_path), 0, -1):
-            if origin := self._origins.get(tuple(key_path[:length])):
-                return origin
-        line = find_line(self._lines, key_path) if key_path else None
+        prefixes = (tuple(key_path[:length]) for length in range(len(key_path), 0, -1))
+        if origin := next((self.origins[prefix] for prefix in prefixes if prefix in self.origins), None):
+            return origin
+        line = self.line(key_path)
         return f"{self.path}:{line}" if line else str(self.path)
+
+    def error(self, message: str, *key_path: str | int, hint: str | None = None) -> ConfigError:
+        """An error of the key ``key_path``."""
+        return ConfigError(message, where=self.where(key_path), hint=hint)
 
 
 def validate_table(model: type[_M], data: dict[str, Any], source: TomlSource) -> _M:
@@ -155,21 +157,15 @@ def validate_table(model: type[_M], data: dict[str, Any], source: TomlSource) ->
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigErrors(validation_problems(model, data, source, error)) from None
+        problems: dict[KeyPath, HpcbenchError] = {}
+        for detail in error.errors(include_url=False):
+            key_path = strip_union_steps(data, detail["loc"], detail["type"])
+            # One error per key; of the alternatives of a union only the first.
+            problems.setdefault(key_path, _describe_problem(model, key_path, detail, source))
+        raise ConfigErrors(list(problems.values())) from None
 
 
-def validation_problems(
-    model: type[BaseModel], data: dict[str, Any], source: TomlSource, error: ValidationError
-) -> list[HpcbenchError]:
-    """One error per key that is wrong; of the alternatives of a union only the first."""
-    found: dict[tuple[str | int, ...], HpcbenchError] = {}
-    for detail in error.errors(include_url=False):
-        key_path = strip_union_steps(data, detail["loc"], detail["type"])
-        found.setdefault(key_path, _describe_problem(model, key_path, detail, source))
-    return list(found.values())
-
-
-def strip_union_steps(data: Any, location: Sequence[str | int], kind: str) -> tuple[str | int, ...]:
+def strip_union_steps(data: Any, location: Sequence[str | int], kind: str) -> KeyPath:
     """``location`` without the steps that pydantic adds for unions: only what stands in the data (or is missing)."""
     path: list[str | int] = []
     node = data
@@ -188,9 +184,7 @@ def _has_step(node: Any, step: str | int) -> bool:
     return isinstance(node, list) and isinstance(step, int) and step < len(node)
 
 
-def _describe_problem(
-    model: type[BaseModel], key_path: tuple[str | int, ...], detail: Any, source: TomlSource
-) -> HpcbenchError:
+def _describe_problem(model: type[BaseModel], key_path: KeyPath, detail: Any, source: TomlSource) -> HpcbenchError:
     name = ".".join(str(step) for step in key_path) or "the file"
     if detail["type"] == "extra_forbidden":
         parent, wrong = key_path[:-1], str(key_path[-1])
@@ -200,12 +194,12 @@ def _describe_problem(
         hint = did_you_mean(wrong, known)
         if "options" in known and not hint.startswith("did"):
             hint += "; what a strategy alone knows goes into options = { ... }"
-        return ConfigError(message, where=source.where(key_path), hint=hint)
+        return source.error(message, *key_path, hint=hint)
     if detail["type"] == "missing":
-        return ConfigError(f"{name} is missing", where=source.where(key_path[:-1]))
+        return source.error(f"{name} is missing", *key_path[:-1])
     text = detail["msg"].removeprefix("Value error, ")
     value = "" if detail["type"] == "value_error" else f", not {detail['input']!r:.80}"
-    return ConfigError(f"{name}: {text[:1].lower()}{text[1:]}{value}", where=source.where(key_path))
+    return source.error(f"{name}: {text[:1].lower()}{text[1:]}{value}", *key_path)
 
 
 def known_keys(model: type[BaseModel], path: Sequence[str | int]) -> list[str]:

@@ -66,7 +66,7 @@ def _missing_parameter_problems(sweep: Sweep) -> list[HpcbenchError]:
     problems: list[HpcbenchError] = []
     for place, given in sweep.kinds_of_points():
         problems += [
-            ConfigError(f"{name} is missing", where=sweep.source.where(place), hint="set it in [fixed] or [grid]")
+            sweep.source.error(f"{name} is missing", *place, hint="set it in [fixed] or [grid]")
             for name in REQUIRED_PARAMETERS
             if (name,) not in given
         ]

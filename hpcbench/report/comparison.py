@@ -17,7 +17,7 @@ import polars as pl
 from pydantic import Field, model_validator
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.config.toml_tables import TomlSource, TomlTable, read_toml, validate_table
+from hpcbench.config.toml_tables import TomlSource, TomlTable, load_table
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.report.column_names import resolve_column, short_name
 from hpcbench.report.configurations import run_spec_of
@@ -78,9 +78,8 @@ class ReferenceBandsFile(TomlTable):
 
 def load_reference_bands(path: Path) -> tuple[list[ReferenceBand], TomlSource]:
     """The references of a TOML file. Raises ``ConfigErrors`` with everything that is wrong in it."""
-    data, text = read_toml(path)
-    source = TomlSource(path, text)
-    return validate_table(ReferenceBandsFile, data, source).reference, source
+    file, source = load_table(ReferenceBandsFile, path)
+    return file.reference, source
 
 
 WORSE, BETTER, FAILS = "worse", "better", "fails"

@@ -122,7 +122,7 @@ class _ProfileCheck:
 
     def report(self, message: str, *key: str, hint: str | None = None) -> None:
         """Add a problem of the TOML key ``key``."""
-        self.problems.append(ConfigError(message, where=self._source.where(key), hint=hint))
+        self.problems.append(self._source.error(message, *key, hint=hint))
 
     def cluster(self) -> None:
         profile, facts = self.profile, self.facts

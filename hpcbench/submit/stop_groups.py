@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
-from hpcbench.config.sweep_file import TABLE_PARAMETERS, StopRule
-from hpcbench.config.sweep_loader import ParameterPath, Sweep
+from hpcbench.config.sweep_file import TABLE_PARAMETERS, ParameterPath, StopRule
+from hpcbench.config.sweep_loader import Sweep
 from hpcbench.parallel.catalog import get_model, get_strategy
 from hpcbench.parallel.workloads import sample_shape
 from hpcbench.results.stop_rules import StopGroup, format_stop_reason, is_smaller_run

@@ -7,7 +7,7 @@ import pytest
 
 from hpcbench.config.cluster_profile import load_cluster, load_cluster_file
 from hpcbench.config.sweep_loader import Sweep
-from hpcbench.config.toml_tables import find_line, index_key_lines
+from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError
 
 Write = Callable[[str], Sweep]
@@ -97,7 +97,7 @@ y = 3
     ],
 )
 def test_line_of(path: tuple[str | int, ...], line: int | None) -> None:
-    assert find_line(index_key_lines(TEXT), path) == line
+    assert TomlSource(Path("x.toml"), TEXT).line(path) == line
 
 
 def test_values_of_a_parameter_are_told_apart_by_type(write_sweep: Write) -> None:
@@ -115,6 +115,8 @@ def test_unknown_cluster_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'slurmbox'"):
         load_cluster("slurmbocks")
     with pytest.raises(ConfigError, match="unknown cluster"):
+        load_cluster("no name")
+    with pytest.raises(ConfigError, match="no cluster profile"):
         load_cluster("../secret")
 
 
