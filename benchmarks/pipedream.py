@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from benchmarks.ratios import median_interval
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.pipeline.schedule_simulator import schedule_step_time
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.parallel.pipeline.stage_partition import parse_cuts
-from hpcbench.parallel.pipeline.steady_state import schedule_step_time
 from hpcbench.parallel.pipeline.weight_versions import Staleness
 from hpcbench.worker.block_times import block_profile_request, profile_blocks
 from hpcbench.worker.data.open_feed import make_feed

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.strategies.pipedream import STRATEGIES as PIPEDREAM
-from hpcbench.parallel.strategies.pipeline import STRATEGIES as PIPELINES
 
 SweepPoint = dict[str, Any]
+
+PIPELINES = [key for key, entry in STRATEGIES.items() if entry.schedule and not entry.drives_several_devices]
+"""Those with a rank per stage."""
 
 LEADING_SCHEDULE = "1f1b"
 """The pipeline whose degrees and micro-batches are looked at first; those that are best for it are tried with the
@@ -67,7 +68,7 @@ def non_pipeline_points(base: SweepPoint, world: DeviceAllocation) -> Iterator[S
     """Every strategy but the pipelines, at every degree that is tried. ``base`` says model, data set and precision."""
     placed = {**base, **world.batch, "nodes": world.nodes, "tasks_per_node": world.tasks_per_node}
     for key, entry in STRATEGIES.items():
-        if key in PIPELINES or key in PIPEDREAM or entry.cost is None:
+        if key in PIPELINES or entry.cost is None:
             continue
         if entry.own_degree is None:
             if world.devices == 1:
@@ -100,7 +101,7 @@ def leading_pipeline_points(base: SweepPoint, world: DeviceAllocation, shared: b
 
 def other_schedule_points(leader: SweepPoint) -> Iterator[SweepPoint]:
     """The other schedules where ``leader`` was good; one micro-batch at a time is what ``model`` means."""
-    for key in [*PIPELINES, *PIPEDREAM]:
+    for key in PIPELINES:
         if key != LEADING_SCHEDULE:
             yield {**leader, "strategy": key}
 
@@ -117,7 +118,7 @@ def micro_batch_choices(samples: int, stages: int) -> list[int]:
 
 def reduced_memory_points(point: SweepPoint, samples: int) -> Iterator[SweepPoint]:
     """``point`` with less memory, the fastest first: recomputation, then ever smaller micro-batches with it."""
-    if point["strategy"] in PIPELINES or point["strategy"] in PIPEDREAM:
+    if point["strategy"] in PIPELINES:
         yield {**point, "options": {**point.get("options", {}), "recompute": "always"}}
         return
     yield {**point, "activation_checkpointing": True}

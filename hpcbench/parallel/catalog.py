@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
-from hpcbench.parallel.strategies import channel, data, fairscale_pipe, pipedream, pipeline, probes, spatial, tensor
+from hpcbench.parallel.strategies import channel, data, pipeline, probes, spatial, tensor
 from hpcbench.parallel.strategy_entry import HybridAlias, Option, StrategyEntry
 from hpcbench.parallel.workloads import is_custom_model
 
@@ -28,8 +28,6 @@ STRATEGIES: dict[str, StrategyEntry] = {
     **spatial.STRATEGIES,
     **tensor.STRATEGIES,
     **pipeline.STRATEGIES,
-    **pipedream.STRATEGIES,
-    **fairscale_pipe.STRATEGIES,
 }
 
 PROBES: dict[str, StrategyEntry] = probes.PROBES

@@ -9,7 +9,7 @@ from hpcbench.config.cluster_profile import ClusterProfile, find_cluster_profile
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.parallel.catalog import ModelEntry, selectable_strategies, shipped_model_entries
-from hpcbench.parallel.strategy_entry import Option, StrategyEntry, toml_literal
+from hpcbench.parallel.strategy_entry import StrategyEntry, toml_literal
 from hpcbench.parallel.workloads import DATASETS, check_custom_model, is_custom_model
 
 REQUIRED_PARAMETERS = ("model", "dataset", "strategy")
@@ -64,28 +64,23 @@ def custom_model_folder(sweep: Sweep, profile: ClusterProfile | None) -> Path | 
 
 def _missing_parameter_problems(sweep: Sweep) -> list[HpcbenchError]:
     problems: list[HpcbenchError] = []
-    for place, given in sweep.kinds_of_points():
-        problems += [
-            sweep.source.error(f"{name} is missing", *place, hint="set it in [fixed] or [grid]")
-            for name in REQUIRED_PARAMETERS
-            if (name,) not in given
-        ]
-        sizes = [name for name in BATCH_SIZE_PARAMETERS if (name,) in given]
-        if len(sizes) != 1:
-            said = "both are set" if sizes else "neither is set"
+    for location, parameters in sweep.kinds_of_points():
+        missing = [name for name in REQUIRED_PARAMETERS if (name,) not in parameters]
+        hint = "set it in [fixed] or [grid]"
+        problems += [sweep.source.error(f"{name} is missing", *location, hint=hint) for name in missing]
+        sizes = sum((name,) in parameters for name in BATCH_SIZE_PARAMETERS)
+        if sizes != 1:
+            message = f"batch_size or global_batch_size: {'both are set' if sizes else 'neither is set'}"
             hint = "batch_size is per replica, global_batch_size of all replicas"
-            where = sweep.source.where(place)
-            problems.append(ConfigError(f"batch_size or global_batch_size: {said}", where=where, hint=hint))
+            problems.append(sweep.source.error(message, *location, hint=hint))
     return problems
 
 
 def _option_problems(
     sweep: Sweep, table: str, owner: str, entries: Mapping[str, StrategyEntry | ModelEntry]
 ) -> list[HpcbenchError]:
-    known: dict[str, Option] = {}
-    for key in sweep.values(owner):
-        if key in entries:
-            known.update(entries[key].options)
+    owners = [entries[key] for key in sweep.values(owner) if key in entries]
+    known = {name: option for entry in owners for name, option in entry.options.items()}
     names = {parameter[1] for _, settings in sweep.settings() for parameter in settings if parameter[0] == table}
     problems: list[HpcbenchError] = []
     for name in sorted(names):

@@ -42,10 +42,7 @@ class RankMesh(NamedTuple):
 
     def rank(self, coordinates: RankMesh) -> int:
         """The rank that stands there."""
-        number = 0
-        for degree, place in zip(self, coordinates, strict=True):
-            number = number * degree + place
-        return number
+        return grid_rank(self, coordinates)
 
     def group(self, rank: int, *axes: str) -> list[int]:
         """The ranks that differ from ``rank`` on ``axes`` alone, itself among them, in ascending order."""
@@ -68,6 +65,14 @@ def grid_coordinates(grid: Sequence[int], rank: int) -> tuple[int, ...]:
         coordinates.append(index)
     assert rank == 0, "a rank beyond the grid"
     return tuple(reversed(coordinates))
+
+
+def grid_rank(grid: Sequence[int], coordinates: Sequence[int]) -> int:
+    """Return the rank at ``coordinates``."""
+    rank = 0
+    for parts, index in zip(grid, coordinates, strict=True):
+        rank = rank * parts + index
+    return rank
 
 
 MIN_SAMPLES_PER_REPLICA = 2

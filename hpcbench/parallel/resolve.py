@@ -225,11 +225,10 @@ def single_device_run(
 ) -> RunSpec | InfeasiblePoint:
     """A run of a sample on one device, or why there is none."""
     point: dict[str, Any] = {"model": model, "dataset": dataset, "strategy": "single", "batch_size": 1}
-    if input_size is not None:
-        point["input_size"] = input_size
-    if model_options:
-        point["model_options"] = dict(model_options)
-    return resolve_point(point, PartitionLimits("any"))
+    optional = {"input_size": input_size, "model_options": model_options}
+    return resolve_point(
+        point | {name: value for name, value in optional.items() if value not in (None, {})}, PartitionLimits("any")
+    )
 
 
 def shipped_model_dataset_pairs() -> list[tuple[str, str]]:

@@ -12,9 +12,8 @@ import msgspec
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.mesh import RankMesh, dropped_samples
-from hpcbench.parallel.pipeline.schedule_simulator import ActionSpan, measured_bubble_fraction
+from hpcbench.parallel.pipeline.schedule_simulator import ActionSpan, measured_bubble_fraction, planned_timeline
 from hpcbench.parallel.pipeline.schedules import Action
-from hpcbench.parallel.pipeline.steady_state import planned_timeline
 from hpcbench.parallel.strategies.pipeline import pipeline_layout
 from hpcbench.parallel.traffic import total_payload_bytes
 from hpcbench.parallel.workloads import DATASETS

@@ -17,8 +17,12 @@ from hpcbench.parallel.strategies.spatial import halo_layer
 from hpcbench.worker.distributed.process_groups import RankGroup
 from hpcbench.worker.layers import _module_attributes
 from hpcbench.worker.strategies.spatial.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
-from hpcbench.worker.strategies.spatial.spatial_batch_norm import SpatialBatchNorm
-from hpcbench.worker.strategies.spatial.spatial_layers import SpatialAveragePool, SpatialConvolution, SpatialMaxPool
+from hpcbench.worker.strategies.spatial.spatial_layers import (
+    SpatialAveragePool,
+    SpatialBatchNorm,
+    SpatialConvolution,
+    SpatialMaxPool,
+)
 
 
 class LayerCase(NamedTuple):

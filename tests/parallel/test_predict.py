@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from hpcbench.parallel.pipeline.schedule_simulator import schedule_step_time
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.parallel.pipeline.stage_partition import BlockCost
-from hpcbench.parallel.pipeline.steady_state import schedule_step_time
 from hpcbench.parallel.pipeline.weight_versions import Staleness
 
 DELAYS = {"pipedream": Staleness(4), "2bw": Staleness(4, double_buffered=True)}

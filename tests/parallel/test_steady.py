@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.parallel.pipeline.steady_state import (
+from hpcbench.parallel.pipeline.schedule_simulator import (
     StageTimes,
     dependency_cycles,
     simulated_step_time_s,

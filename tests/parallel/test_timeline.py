@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hpcbench.parallel.pipeline.schedule_simulator import ActionSpan, measured_bubble_fraction, simulate_schedule
+from hpcbench.parallel.pipeline.schedule_simulator import (
+    ActionSpan,
+    measured_bubble_fraction,
+    planned_timeline,
+    simulate_schedule,
+)
 from hpcbench.parallel.pipeline.schedules import Action, PipelineLayout, schedule_actions
-from hpcbench.parallel.pipeline.steady_state import planned_timeline
 
 LENGTHS = {"F": 1.0, "B": 2.0}
 

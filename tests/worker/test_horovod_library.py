@@ -36,9 +36,9 @@ def test_slots(hosts: list[str], expected: list[tuple[int, int, int, int]]) -> N
 def test_rates_grow_to_the_number_of_replicas(warmup_epochs: float, expected: list[float]) -> None:
     spec = make_spec(strategy="horovod", dp_degree=4, tasks_per_node=4, learning_rate=0.1, batch_size=8,
                      options={"lr_scaling": True, "lr_warmup_epochs": warmup_epochs})  # fmt: skip
-    found = warmup_learning_rate(spec, options_with_defaults(spec))
-    assert [found.at(step) for step in range(3)] == pytest.approx(expected)
-    assert found.at(10_000) == pytest.approx(0.4)
+    options = options_with_defaults(spec)
+    assert [warmup_learning_rate(spec, options, step) for step in range(3)] == pytest.approx(expected)
+    assert warmup_learning_rate(spec, options, 10_000) == pytest.approx(0.4)
 
 
 def test_options_become_variables() -> None:

@@ -13,10 +13,10 @@ from hpcbench.oracle.row_cost import copy_op
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import Cost
 from hpcbench.parallel.layer_table import LayerTable
+from hpcbench.parallel.pipeline.schedule_simulator import StageTimes, steady_step_time_s
 from hpcbench.parallel.pipeline.schedules import BACKWARD, FORWARD, UPDATE, message_after
-from hpcbench.parallel.pipeline.steady_state import StageTimes, steady_step_time_s
 from hpcbench.parallel.pipeline.weight_versions import stage_actions_over_steps, stage_step_actions
-from hpcbench.parallel.strategies.pipedream import pipedream_staleness
+from hpcbench.parallel.strategies.pipeline import pipedream_staleness
 from hpcbench.parallel.traffic import Traffic, merge_calls
 
 

@@ -7,6 +7,7 @@ links that differ by level.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from itertools import accumulate, pairwise
@@ -160,30 +161,30 @@ _StagePlan = tuple[float, tuple[PartitionStage, ...]]
 _INFEASIBLE_PLAN: _StagePlan = (inf, ())
 
 
+@dataclass
 class _PartitionSearch:
     """The recursion, from the first stage on: the workers behind a stage are then known when it is chosen.
 
     With ``by_memory`` a stage costs its bytes instead of its time, and links and replicas cost nothing.
     """
 
-    def __init__(
-        self, chain: Sequence[BlockCost], levels: Sequence[InterconnectLevel], memory_bytes: float, replicated: bool,
-        optimizer_states: int, by_memory: bool = False,
-    ) -> None:  # fmt: skip
-        self._chain, self._levels = chain, levels
-        self._memory_bytes = memory_bytes
-        self._replicated = replicated
-        self._states = optimizer_states
-        self._by_memory = by_memory
-        self._seconds = [0.0, *accumulate(block.compute_s for block in chain)]
-        self._parameters = [0, *accumulate(block.parameter_bytes for block in chain)]
-        self._kept = [0, *accumulate(block.kept_bytes for block in chain)]
+    chain: Sequence[BlockCost]
+    levels: Sequence[InterconnectLevel]
+    memory_bytes: float
+    is_replicated: bool
+    optimizer_states: int
+    by_memory: bool = False
+
+    def __post_init__(self) -> None:
+        self._seconds = [0.0, *accumulate(block.compute_s for block in self.chain)]
+        self._parameters = [0, *accumulate(block.parameter_bytes for block in self.chain)]
+        self._kept = [0, *accumulate(block.kept_bytes for block in self.chain)]
         self._stages_of = cache(self._best_stages)
 
     def best(self) -> PipelinePartition | None:
         """Return the plan for the whole chain over all workers, or ``None`` if none fits."""
-        groups = self._levels[-1].groups if self._levels else 1
-        cost, stages = self._stages_of(len(self._levels), 0, len(self._chain), groups, Fraction(0))
+        groups = self.levels[-1].groups if self.levels else 1
+        cost, stages = self._stages_of(len(self.levels), 0, len(self.chain), groups, Fraction(0))
         if not stages:
             return None
         sized: list[PartitionStage] = []
@@ -202,29 +203,29 @@ class _PartitionSearch:
         """
         if level == 0:
             held = self._held_bytes(first, last, 1 + ceil(behind))
-            if held > self._memory_bytes:
+            if held > self.memory_bytes:
                 return _INFEASIBLE_PLAN
-            cost = float(held) if self._by_memory else self._seconds[last] - self._seconds[first]
+            cost = float(held) if self.by_memory else self._seconds[last] - self._seconds[first]
             return cost, (PartitionStage(first, last, 1, 0, 0),)
         best = _INFEASIBLE_PLAN
-        inner_groups = self._levels[level - 2].groups if level > 1 else 1
-        group_workers = prod(inner.groups for inner in self._levels[: level - 1])
-        bandwidth = inf if self._by_memory else self._levels[level - 1].bandwidth_bytes_per_s
-        is_limited = self._by_memory or self._memory_bytes < inf
-        for copies in range(groups if self._replicated else 1, 0, -1):
+        inner_groups = self.levels[level - 2].groups if level > 1 else 1
+        group_workers = prod(inner.groups for inner in self.levels[: level - 1])
+        bandwidth = inf if self.by_memory else self.levels[level - 1].bandwidth_bytes_per_s
+        is_limited = self.by_memory or self.memory_bytes < inf
+        for copies in range(groups if self.is_replicated else 1, 0, -1):
             remaining = groups - copies
             # Without a limit the workers behind make no difference, and every range is searched once.
             inner_behind = (behind + remaining * group_workers) / copies if is_limited else behind
             for cut in range(first + 1, last) if remaining else (last,):
                 cost, stages = self._stages_of(level - 1, first, cut, inner_groups, inner_behind)
-                if not self._by_memory:
+                if not self.by_memory:
                     # T^level
                     parameters = self._parameters[cut] - self._parameters[first]
                     cost = max(cost, 2 * (copies - 1) * parameters / bandwidth) / copies
                 if cost >= best[0]:
                     continue
                 rest_cost, rest = self._stages_of(level, cut, last, remaining, behind) if remaining else (0.0, ())
-                link = 2 * self._chain[cut - 1].output_bytes / bandwidth if remaining else 0.0
+                link = 2 * self.chain[cut - 1].output_bytes / bandwidth if remaining else 0.0
                 cost = max(cost, rest_cost, link)
                 if cost < best[0]:
                     repeated = tuple(stage._replace(replicas=stage.replicas * copies) for stage in stages)
@@ -233,7 +234,7 @@ class _PartitionSearch:
 
     def _held_bytes(self, first: int, last: int, versions: int) -> int:
         parameters = self._parameters[last] - self._parameters[first]
-        return parameters * (versions + 1 + self._states) + (self._kept[last] - self._kept[first]) * versions
+        return parameters * (versions + 1 + self.optimizer_states) + (self._kept[last] - self._kept[first]) * versions
 
 
 FP32_BYTES = 4

@@ -129,11 +129,9 @@ def has_rank_aligned_groups(layer: ChannelLayer, degree: int) -> bool:
 
 def divided_channels(layer: ChannelLayer, split: ChannelLayerSplit) -> list[int]:
     """The numbers of channels that are shared out over the ranks for this layer: none may be below their number."""
-    inputs, outputs = [layer.in_channels], [layer.out_channels]
-    taken = inputs if split.enter not in (IDENTITY, ALL_REDUCE_BACKWARD) or split.by in ("channels", "groups") else []
-    return taken + (
-        outputs if split.leave not in (IDENTITY, ALL_REDUCE_FORWARD) or split.by in ("filters", "groups") else []
-    )
+    are_inputs_split = split.enter not in (IDENTITY, ALL_REDUCE_BACKWARD) or split.by in ("channels", "groups")
+    are_outputs_split = split.leave not in (IDENTITY, ALL_REDUCE_FORWARD) or split.by in ("filters", "groups")
+    return [layer.in_channels] * are_inputs_split + [layer.out_channels] * are_outputs_split
 
 
 @lru_cache(maxsize=4096)
@@ -162,17 +160,16 @@ def grouped_conv_pieces(layer: ChannelLayer, outputs: range) -> list[GroupedConv
     [Piece(inputs=range(0, 2), outputs=range(0, 2), groups=1), Piece(inputs=range(2, 4), outputs=range(2, 6), groups=1)]
     """
     ins, outs = layer.in_channels // layer.groups, layer.out_channels // layer.groups
-    found: list[GroupedConvPiece] = []
-    at = outputs.start
-    while at < outputs.stop:
-        first = at // outs
-        whole = (outputs.stop - at) // outs if at % outs == 0 else 0
-        stop = at + whole * outs if whole else min((first + 1) * outs, outputs.stop)
-        count = max(whole, 1)
-        inputs = range(first * ins, (first + count) * ins)
-        found.append(GroupedConvPiece(inputs, range(at - outputs.start, stop - outputs.start), count))
-        at = stop
-    return found
+    pieces: list[GroupedConvPiece] = []
+    start = outputs.start
+    while start < outputs.stop:
+        first = start // outs
+        groups = max((outputs.stop - start) // outs, 1) if start % outs == 0 else 1
+        stop = min((first + groups) * outs, outputs.stop)
+        inputs = range(first * ins, (first + groups) * ins)
+        pieces.append(GroupedConvPiece(inputs, range(start - outputs.start, stop - outputs.start), groups))
+        start = stop
+    return pieces
 
 
 def largest_channel_degree(layers: Sequence[ChannelLayer], scheme: ChannelScheme, most: int) -> int:
@@ -182,7 +179,8 @@ def largest_channel_degree(layers: Sequence[ChannelLayer], scheme: ChannelScheme
 
 def fits_degree(layers: Sequence[ChannelLayer], scheme: ChannelScheme, degree: int) -> bool:
     """Whether every rank gets a channel of every tensor that is shared out."""
-    return all(degree <= least for one in layers for least in divided_channels(one, channel_split(one, scheme, degree)))
+    splits = ((layer, channel_split(layer, scheme, degree)) for layer in layers)
+    return all(degree <= channels for layer, split in splits for channels in divided_channels(layer, split))
 
 
 class ChannelRow(NamedTuple):
@@ -204,23 +202,23 @@ def channel_layer_rows(table: LayerTable) -> tuple[ChannelRow, ...]:
 
     What was flattened keeps the channels that it had before. The first layer is the one that takes the sample.
     """
-    places = [place for place, row in enumerate(table.layers) if is_splittable(row)]
-    found: list[ChannelRow] = []
+    splittable = [index for index, row in enumerate(table.layers) if is_splittable(row)]
+    rows: list[ChannelRow] = []
     channels = 0
-    for place, row in enumerate(table.layers):
+    for index, row in enumerate(table.layers):
         layer = None
         if is_splittable(row):
-            layer = _channel_layer(row, channels, place == places[0], place == places[-1])
+            layer = _channel_layer(row, channels, index == splittable[0], index == splittable[-1])
             channels = 0 if layer.is_last else layer.out_channels
         elif channels and len(row.output_shape) > 1:
             channels = row.output_shape[0]
-        found.append(ChannelRow(row, layer, channels))
-    return tuple(found)
+        rows.append(ChannelRow(row, layer, channels))
+    return tuple(rows)
 
 
 def splittable_layers(table: LayerTable) -> list[ChannelLayer]:
     """The convolutions and linear layers, in the order of execution."""
-    return [one.layer for one in channel_layer_rows(table) if one.layer is not None]
+    return [layer for _, layer, _ in channel_layer_rows(table) if layer is not None]
 
 
 def is_splittable(row: LayerRow) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.strategy_entry import CalibrationRuns, Option, PlotStyle, StrategyEntry
 
@@ -61,6 +63,8 @@ _BUCKET_OPTIONS = {
 }
 _RESHARD_OPTION = Option(bool, True, "a block's parameters are let go between forward and backward")
 
+_data_parallel_entry = partial(StrategyEntry, own_degree="dp_degree", calibration=CalibrationRuns())
+
 STRATEGIES = {
     "single": StrategyEntry(
         own_degree=None,
@@ -69,8 +73,7 @@ STRATEGIES = {
         description="one device, no parallelism: the reference of every speed-up",
         plot_style=PlotStyle("black", "star", "solid"),
     ),
-    "ddp": StrategyEntry(
-        own_degree="dp_degree",
+    "ddp": _data_parallel_entry(
         runtime="hpcbench.worker.strategies.data:DdpStrategy",
         cost="hpcbench.oracle.strategies.data:DdpCost",
         description="torch DistributedDataParallel: replicas, gradients all_reduced in buckets",
@@ -91,11 +94,9 @@ STRATEGIES = {
             "powersgd_rank": Option(int, 2, "rank of PowerSGD's factors"),
         },
         exclusion=ddp_exclusion,
-        calibration=CalibrationRuns(),
         plot_style=PlotStyle("blue", "circle", "solid"),
     ),
-    "zero1": StrategyEntry(
-        own_degree="dp_degree",
+    "zero1": _data_parallel_entry(
         runtime="hpcbench.worker.strategies.data:Zero1Strategy",
         cost="hpcbench.oracle.strategies.data:Zero1Cost",
         description="torch ZeroRedundancyOptimizer over DDP: optimizer state sharded (ZeRO-1)",
@@ -104,11 +105,9 @@ STRATEGIES = {
             "parameters_as_bucket_view": Option(bool, False, "parameters are views of the buckets they are sent in"),
         },
         owners_largest_first=True,
-        calibration=CalibrationRuns(),
         plot_style=PlotStyle("green", "up", "long"),
     ),
-    "fsdp": StrategyEntry(
-        own_degree="dp_degree",
+    "fsdp": _data_parallel_entry(
         runtime="hpcbench.worker.strategies.fsdp:FsdpStrategy",
         cost="hpcbench.oracle.strategies.sharded:FsdpCost",
         description="torch fully_shard: parameters, gradients and optimizer state sharded (ZeRO-3)",
@@ -123,11 +122,9 @@ STRATEGIES = {
             "shard_degree": Option(int, 0, "ranks that hold one copy together, 0 for all: hybrid sharding"),
         },
         exclusion=fsdp_exclusion,
-        calibration=CalibrationRuns(),
         plot_style=PlotStyle("purple", "diamond", "dash-dot"),
     ),
-    "fairscale_oss": StrategyEntry(
-        own_degree="dp_degree",
+    "fairscale_oss": _data_parallel_entry(
         runtime="hpcbench.worker.strategies.data:FairscaleOssStrategy",
         cost="hpcbench.oracle.strategies.data:FairscaleOssCost",
         description="fairscale OSS over DDP: optimizer state sharded (ZeRO-1)",
@@ -137,11 +134,9 @@ STRATEGIES = {
                 bool, False, "updated parameters are sent in fp16: lossy", lossy={True: FP16_COMPRESSION_TOLERANCE}
             ),
         },
-        calibration=CalibrationRuns(),
         plot_style=PlotStyle("orange", "down", "dots"),
     ),
-    "fairscale_sddp": StrategyEntry(
-        own_degree="dp_degree",
+    "fairscale_sddp": _data_parallel_entry(
         runtime="hpcbench.worker.strategies.fairscale:FairscaleSddpStrategy",
         cost="hpcbench.oracle.strategies.data:FairscaleSddpCost",
         description="fairscale ShardedDataParallel: optimizer state and gradients sharded (ZeRO-2)",
@@ -155,11 +150,9 @@ STRATEGIES = {
             ),
         },
         exclusion=fairscale_sddp_exclusion,
-        calibration=CalibrationRuns(),
         plot_style=PlotStyle("sky", "left", "short"),
     ),
-    "fairscale_fsdp": StrategyEntry(
-        own_degree="dp_degree",
+    "fairscale_fsdp": _data_parallel_entry(
         runtime="hpcbench.worker.strategies.fairscale:FairscaleFsdpStrategy",
         cost="hpcbench.oracle.strategies.sharded:FairscaleFsdpCost",
         description="fairscale FullyShardedDataParallel: everything sharded (ZeRO-3)",
@@ -170,12 +163,10 @@ STRATEGIES = {
         },
         exclusion=fairscale_fsdp_exclusion,
         widest="fp32",
-        calibration=CalibrationRuns(),
         plot_style=PlotStyle("black", "diamond", "short"),
     ),
-    "horovod": StrategyEntry(
+    "horovod": _data_parallel_entry(
         rehearsable=False,
-        own_degree="dp_degree",
         runtime="hpcbench.worker.strategies.horovod:HorovodStrategy",
         cost="hpcbench.oracle.strategies.data:HorovodCost",
         description="Horovod: replicas, gradients fused and all_reduced by a background thread",

@@ -21,7 +21,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from hpcbench.parallel.mesh import even_ranges, grid_coordinates
+from hpcbench.parallel.mesh import even_ranges, grid_coordinates, grid_rank
 
 Box = tuple[range, ...]
 """A range per spatial dim."""
@@ -114,7 +114,8 @@ def compute_halo(layer: HaloLayer, grid: tuple[int, ...], rank: int) -> Halo:
     ranges, shared = zip(*[_halo_along_dim(*dim, pads_itself=layer.pads_itself) for dim in dims], strict=True)
     needed_from, needed_by = zip(*shared, strict=True)
     sends, receives = _halo_messages(grid, rank, needed_by), _halo_messages(grid, rank, needed_from)
-    return Halo(*zip(*ranges, strict=True), sends, receives)
+    own, needed, outputs, interior = zip(*ranges, strict=True)
+    return Halo(own, needed, outputs, interior, sends, receives)
 
 
 _SharedRanges = dict[int, range]
@@ -150,9 +151,7 @@ def _halo_messages(
     """A message for every other rank with a part in every dim; diagonal neighbours share corners."""
     messages = []
     for parts in product(*(shared.items() for shared in parts_by_dim)):
-        other = 0
-        for (index, _), size in zip(parts, grid, strict=True):
-            other = other * size + index
+        other = grid_rank(grid, [index for index, _ in parts])
         if other != rank:
             messages.append(HaloMessage(other, tuple(positions for _, positions in parts)))
     return tuple(sorted(messages, key=lambda message: message.rank))

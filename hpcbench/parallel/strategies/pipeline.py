@@ -1,16 +1,20 @@
-"""The synchronous pipeline family: registry entries, limits, and the pipeline layout of a run."""
+"""Pipelines, synchronous, asynchronous (PipeDream) and of one process (fairscale's Pipe): registry entries, limits, the
+pipeline layout and the staleness of a run.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.parallel.pipeline.stage_partition import parse_cuts
+from hpcbench.parallel.pipeline.weight_versions import WEIGHT_VERSION_SCHEMES, Staleness
 from hpcbench.parallel.strategies import tensor
-from hpcbench.parallel.strategy_entry import CalibrationRuns, HybridAlias, Option, PlotStyle, StrategyEntry
+from hpcbench.parallel.strategy_entry import CalibrationRuns, HybridAlias, Option, ParityCase, PlotStyle, StrategyEntry
 
 RECOMPUTE_CHOICES = ("never", "except_last", "always")
 TABLE_BALANCES = ("time", "memory", "parameters", "blocks")
@@ -106,11 +110,51 @@ def pipeline_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:
     return cuts_exclusion(spec, pipeline_layout(spec), table.blocks)
 
 
+def pipedream_staleness(spec: RunSpec) -> Staleness:
+    """How old a run's weights are."""
+    versions = spec.options.get("weight_versions", WEIGHT_VERSION_SCHEMES[0])
+    return Staleness(spec.pp_degree, bool(spec.options.get("vertical_sync")), versions == "2bw")
+
+
+def pipedream_exclusion(spec: RunSpec) -> str | None:
+    """As for all pipelines; weights that stages share or a compiler has seen, and versions that make no sense."""
+    if spec.compile:
+        return "pipedream exchanges the weights of its stages, which a compiled graph has taken in: compile = false"
+    if spec.model_options.get("tied") and spec.pp_degree > 1:
+        return "pipedream with tied weights: two stages would have versions of their own of them; use 1f1b"
+    if spec.options.get("vertical_sync") and spec.options.get("weight_versions") == "2bw":
+        return "pipedream with weight_versions 2bw has the same version on all stages: vertical_sync adds nothing"
+    return pipeline_exclusion(spec)
+
+
+def fairscale_pipe_exclusion(spec: RunSpec) -> str | None:
+    """Several processes, and what its threads do not take part in."""
+    if spec.ranks > 1:
+        return (
+            f"fairscale_pipe is one process, nodes {spec.nodes} x tasks_per_node {spec.tasks_per_node} are "
+            f"{spec.ranks}: set devices_per_task, or use gpipe"
+        )
+    if spec.precision in ("bf16", "fp16"):
+        return f"fairscale_pipe computes in threads that autocast does not reach: {spec.precision}, use gpipe"
+    if spec.compile or spec.activation_checkpointing:
+        return "fairscale_pipe runs its stages in threads: no compile, and options.recompute for recomputation"
+    if spec.model_options.get("tied") and spec.pp_degree > 1:
+        return "fairscale_pipe cannot share tied weights between its stages: use gpipe"
+    return pipeline_exclusion(spec)
+
+
+_any_pipeline_entry = partial(
+    StrategyEntry,
+    own_degree="pp_degree",
+    table_exclusion=pipeline_table_exclusion,
+    calibration=PIPELINE_CALIBRATION,
+)
+
+
 def _pipeline_entry(
     schedule: str, description: str, style: PlotStyle, options: Mapping[str, Option] = MappingProxyType({})
 ) -> StrategyEntry:
-    return StrategyEntry(
-        own_degree="pp_degree",
+    return _any_pipeline_entry(
         runtime="hpcbench.worker.strategies.pipeline.strategy:PipelineStrategy",
         description=description,
         options={**PIPELINE_OPTIONS, **options},
@@ -118,10 +162,8 @@ def _pipeline_entry(
         cost="hpcbench.oracle.strategies.pipeline:PipelineCost",
         hybrid=("dp_degree", "tp_degree"),
         exclusion=pipeline_exclusion,
-        table_exclusion=pipeline_table_exclusion,
         schedule=schedule,
         records_timeline=True,
-        calibration=PIPELINE_CALIBRATION,
         plot_style=style,
     )
 
@@ -157,6 +199,51 @@ STRATEGIES = {
         "1f1b whose gradients of weights fill the bubble (ZB-H1)",
         PlotStyle("green", "cross", "dash-dot"),
     )._replace(splits_backward=True),
+    "pipedream": _any_pipeline_entry(
+        runtime="hpcbench.worker.strategies.pipeline.pipedream:PipedreamStrategy",
+        description="asynchronous pipeline: an update per micro-batch, weights stashed (PipeDream)",
+        options={
+            "balance": PIPELINE_OPTIONS["balance"],
+            "cuts": PIPELINE_OPTIONS["cuts"],
+            "recompute": Option(
+                str, "never", "activations are computed again in the backward pass", ("never", "always")
+            ),
+            "weight_versions": Option(
+                str,
+                "stash",
+                "stash: one per minibatch under way; 2bw: two, and an update per step",
+                WEIGHT_VERSION_SCHEMES,
+            ),
+            "vertical_sync": Option(bool, False, "all stages compute a minibatch with the first one's version"),
+        },
+        reference="pipedream",
+        cost="hpcbench.oracle.strategies.pipedream:PipedreamCost",
+        hybrid=("dp_degree",),
+        exclusion=pipedream_exclusion,
+        schedule="pipedream",
+        staleness=pipedream_staleness,
+        plot_style=PlotStyle("blue", "star", "dots"),
+    ),
+    "fairscale_pipe": _any_pipeline_entry(
+        runtime="hpcbench.worker.strategies.pipeline.fairscale_pipe:FairscalePipeStrategy",
+        description="pipeline of one process over several devices (fairscale's Pipe, torchgpipe)",
+        options={
+            "balance": PIPELINE_OPTIONS["balance"]._replace(
+                description="what stages share evenly, by the table of layers", choices=TABLE_BALANCES
+            ),
+            "cuts": PIPELINE_OPTIONS["cuts"],
+            "recompute": PIPELINE_OPTIONS["recompute"],
+        },
+        cost="hpcbench.oracle.strategies.pipeline:FairscalePipeCost",
+        exclusion=fairscale_pipe_exclusion,
+        schedule="gpipe",
+        drives_several_devices=True,
+        calibration=PIPELINE_CALIBRATION._replace(one_process=True),
+        plot_style=PlotStyle("sky", "circle", "dots"),
+        parity_cases=(
+            ParityCase("vgg11", "digits", {"batch_norm": False}, ranks=1, micro_batches=4, devices_per_task=2),
+        ),
+    ),
 }
 
 ALIASES = {"data_pipeline": HybridAlias("1f1b"), "data_tensor_pipeline": HybridAlias("1f1b", needs_tp_degree=True)}

@@ -4,7 +4,6 @@ The split is read from the layer table, so that the worker executes the split th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from hpcbench.parallel.layer_table import (
     LayerTable,
     cached_by_identity,
     first_rows_by_name,
-    is_shipped_configuration,
     owning_row,
     read_shipped_table,
 )
@@ -233,11 +231,8 @@ def spatial_exclusion(spec: RunSpec) -> str | None:
                 f"spatial: samples have an extent of {extent} in dim {dim}, fewer than the {parts} ranks of the grid; "
                 f"{extent} is the most there"
             )
-    if spec.sp_degree == 1 or not is_shipped_configuration(
-        spec.model, spec.dataset, spec.input_size, shape_changing_options(spec)
-    ):
-        return None
-    return _shipped_table_exclusion(spec.model, spec.dataset, grid, until)
+    table = read_shipped_table(spec.model, spec.dataset, spec.input_size, shape_changing_options(spec))
+    return None if spec.sp_degree == 1 or table is None else spatial_table_exclusion(table, grid, until)
 
 
 def shape_changing_options(spec: RunSpec) -> dict[str, Any]:
@@ -259,6 +254,7 @@ def spatial_split_of_run(spec: RunSpec, table: LayerTable) -> SpatialSplit:
     return spatial_split(table, spatial_grid(spec), int(spec.options.get("until", 0)))
 
 
+@cached_by_identity(1024)
 def spatial_table_exclusion(table: LayerTable, grid: tuple[int, ...], until: int) -> str | None:
     """Why a model cannot be cut like this, with the largest degree that works."""
     if table.is_transformer:
@@ -270,12 +266,6 @@ def spatial_table_exclusion(table: LayerTable, grid: tuple[int, ...], until: int
         fix = f"sp_degree {most} is the largest that works" if most else "no sp_degree works"
         return f"spatial on {prod(grid)} ranks as {'x'.join(map(str, grid))}: {error.message}; {fix} in that direction"
     return None
-
-
-@lru_cache(maxsize=1024)
-def _shipped_table_exclusion(model: str, dataset: str, grid: tuple[int, ...], until: int) -> str | None:
-    table = read_shipped_table(model, dataset)
-    return None if table is None else spatial_table_exclusion(table, grid, until)
 
 
 def _spatial_run_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:

@@ -21,7 +21,7 @@ def head_feature_ranges(heads: int, head_width: int, ranks: int) -> list[range]:
     >>> head_ranges(4, 32, 3)
     [range(0, 64), range(64, 96), range(96, 128)]
     """
-    return [range(one.start * head_width, one.stop * head_width) for one in even_ranges(heads, ranks)]
+    return [range(part.start * head_width, part.stop * head_width) for part in even_ranges(heads, ranks)]
 
 
 def tensor_exclusion(spec: RunSpec) -> str | None:
@@ -32,43 +32,36 @@ def tensor_exclusion(spec: RunSpec) -> str | None:
         return f"{spec.strategy} cannot be compiled: its collectives are not traced"
     if is_custom_model(spec.model):
         return None
-    found = _transformer_dims(spec.model, spec.dataset)
-    if found is None or not found.heads:
+    heads, strides = _transformer_dims(spec.model, spec.dataset)
+    if not heads:
         return f"{spec.strategy} splits transformer blocks, and {spec.model} has none: use filter, channel or spatial"
-    if spec.tp_degree > found.heads:
-        return f"{spec.strategy} splits {spec.model} by its {found.heads} heads: tp_degree {spec.tp_degree}, " + (
-            f"at most {found.heads} is right"
-        )
-    if spec.options.get("sequence_parallel") and spec.tp_degree > (tokens := found.tokens(spec)):
-        return (
-            f"{spec.strategy} with sequence_parallel gives every rank a token, and a sample has {tokens}: "
-            f"tp_degree {spec.tp_degree}, at most {tokens} is right"
-        )
+    if spec.tp_degree > heads:
+        wrong = f"{spec.strategy} splits {spec.model} by its {heads} heads: tp_degree {spec.tp_degree}"
+        return f"{wrong}, at most {heads} is right"
+    if spec.options.get("sequence_parallel"):
+        *_, tokens = shape = sample_shape(spec.dataset, spec.input_size)
+        if DATASETS[spec.dataset].kind != "tokens":
+            # Patches and the class token.
+            tokens = prod(extent // stride for extent, stride in zip(shape[1:], strides, strict=True)) + 1
+        if spec.tp_degree > tokens:
+            return (
+                f"{spec.strategy} with sequence_parallel gives every rank a token, and a sample has {tokens}: "
+                f"tp_degree {spec.tp_degree}, at most {tokens} is right"
+            )
     return None
 
 
-class _TransformerDims:
-    """What a table of layers tells of a shipped model; neither options nor the input's size change the heads."""
-
-    def __init__(self, table: LayerTable) -> None:
-        by_kind = {layer.kind: layer for layer in table.layers}
-        self.heads = min(
-            (layer.attributes["heads"] for layer in table.layers if "heads" in layer.attributes), default=0
-        )
-        self._stride: list[int] = by_kind["Conv2d"].attributes["stride"] if "PatchEmbedding.other" in by_kind else []
-
-    def tokens(self, spec: RunSpec) -> int:
-        """Of a sample: words, or patches and the class token."""
-        shape = sample_shape(spec.dataset, spec.input_size)
-        if DATASETS[spec.dataset].kind == "tokens":
-            return shape[-1]
-        return prod(extent // stride for extent, stride in zip(shape[1:], self._stride, strict=True)) + 1
-
-
 @cache
-def _transformer_dims(model: str, dataset: str) -> _TransformerDims | None:
+def _transformer_dims(model: str, dataset: str) -> tuple[int, list[int]]:
+    """Return the heads of a shipped model (0 without a table), and the strides of its patches if it has any.
+
+    Neither options nor the input's size change them.
+    """
     table = read_shipped_table(model, dataset)
-    return None if table is None else _TransformerDims(table)
+    rows = [] if table is None else table.layers
+    heads = min((row.attributes["heads"] for row in rows if "heads" in row.attributes), default=0)
+    strides = [row.attributes["stride"] for row in rows if row.kind == "Conv2d"]
+    return heads, strides[-1] if strides else []
 
 
 def transformer_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:

@@ -24,17 +24,14 @@ class GradientReducer:
         self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB
     ) -> None:
         self._group = group
-        sizes = [one.numel() * one.element_size() for one in parameters]
-        self._buckets = [
-            [parameters[place] for place in places] for places in fill_buckets(sizes, max(int(bucket_cap_mb * MIB), 1))
-        ]
-        self._bucket_of = {id(one): number for number, bucket in enumerate(self._buckets) for one in bucket}
+        sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+        filled = fill_buckets(sizes, max(int(bucket_cap_mb * MIB), 1))
+        self._buckets = [[parameters[index] for index in bucket] for bucket in filled]
+        self._bucket_of = {id(member): number for number, bucket in enumerate(self._buckets) for member in bucket}
         self.is_paused = False
         """Gradients stay unsent, to be sent with those of a later backward pass."""
-        self._hooks = [
-            one.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
-            for one in parameters
-        ]
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
         self._begin()
 
     @contextmanager
@@ -51,11 +48,11 @@ class GradientReducer:
         self.send_rest()
         for bucket, (flat, work) in zip(self._buckets, self._under_way, strict=True):
             work.wait()
-            for parameter, part in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
+            parts = torch.split(flat, [parameter.numel() for parameter in bucket])
+            for parameter, part in zip(bucket, parts, strict=True):
                 if parameter.grad is None:
-                    parameter.grad = part.view_as(parameter).clone()
-                else:
-                    parameter.grad.copy_(part.view_as(parameter))
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(part.view_as(parameter))
         self._begin()
 
     def send_rest(self) -> None:
@@ -77,7 +74,8 @@ class GradientReducer:
 
     def _send(self) -> None:
         bucket = self._buckets[self._next]
-        flat = torch.cat([(torch.zeros_like(one) if one.grad is None else one.grad).flatten() for one in bucket])
+        gradients = [torch.zeros_like(member) if member.grad is None else member.grad for member in bucket]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
         work = dist.all_reduce(flat, group=self._group, async_op=True)
         assert work is not None, "an asynchronous collective of a rank outside its group"
         self._under_way.append((flat, work))

@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import WorkerError, unsupported
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.distributed.rendezvous import list_interfaces, reachable_address
 from hpcbench.worker.failure import install_hint
 
-_ENTRY_BYTES = 256
 _started_with: dict[str, str] = {}
 """With what Horovod was started in this process. A second start with several ranks ends in a segmentation fault."""
 
@@ -40,11 +39,10 @@ def load_horovod() -> Any:
         problem = "its extension for torch is missing"
     except ImportError as error:
         problem = str(error)
-    raise WorkerError(
+    raise unsupported(
         f"{sys.executable} on {socket.gethostname()} has no Horovod that works with torch {torch.__version__}: "
         f"{problem}",
-        status="unsupported",
-        hint=install_hint("horovod"),
+        install_hint("horovod"),
     )
 
 
@@ -56,7 +54,7 @@ def horovod_facts(spec: RunSpec) -> dict[str, Any] | None:
                  "cuda": library.cuda_built()}  # fmt: skip
         return {
             "version": metadata.version("horovod"),
-            "built_with": [name for name, there in built.items() if there],
+            "built_with": [name for name, is_built in built.items() if is_built],
             "controller": str(spec.options.get("controller", "gloo")),
         }
     return None
@@ -114,7 +112,7 @@ def start_horovod(library: Any, context: RankContext, controller: str, settings:
         with _rendezvous_server(context):
             _init_library(library, context)
             # The server may go only when the last rank has found the others.
-            _gather_bytes(b"", context)
+            _gather(None, context)
 
 
 def _init_library(library: Any, context: RankContext) -> None:
@@ -144,17 +142,15 @@ def _rendezvous_server(context: RankContext) -> Iterator[None]:
     server = _start_server(address, context.world_size) if context.rank == 0 else None
     try:
         port = server.server_address[1] if server else 0
-        gathered = _gather_bytes(f"{socket.gethostname()} {address} {port}".encode(), context)
-        entries = [entry.decode().split() for entry in gathered]
+        entries = _gather((socket.gethostname(), address, port), context)
         plan = assign_slots([host for host, _, _ in entries])
         if server:
             server.init(plan)
-        _gather_bytes(b"", context)
-        mine = plan[context.rank]
-        names = {"RANK": mine.rank, "SIZE": mine.size, "LOCAL_RANK": mine.local_rank, "LOCAL_SIZE": mine.local_size,
-                 "CROSS_RANK": mine.cross_rank, "CROSS_SIZE": mine.cross_size, "HOSTNAME": mine.hostname,
-                 "GLOO_RENDEZVOUS_ADDR": entries[0][1], "GLOO_RENDEZVOUS_PORT": entries[0][2]}  # fmt: skip
-        os.environ.update({f"HOROVOD_{name}": str(value) for name, value in names.items()})
+        _gather(None, context)
+        _, server_address, server_port = entries[0]
+        variables = plan[context.rank]._asdict()
+        variables |= {"gloo_rendezvous_addr": server_address, "gloo_rendezvous_port": server_port}
+        os.environ.update({f"HOROVOD_{name.upper()}": str(value) for name, value in variables.items()})
         if interface:
             os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)
         yield
@@ -167,16 +163,15 @@ def _rendezvous_server(context: RankContext) -> Iterator[None]:
 def _ipv4_interface() -> tuple[str | None, str]:
     """The interface that the ranks of this process's group met on, and this host's address there."""
     name = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    addresses = [address for one in list_interfaces() if one.name == name for address in one.addresses]
+    addresses = [address for entry in list_interfaces() if entry.name == name for address in entry.addresses]
     if not addresses:
         interface, address = reachable_address(single_node=False, wanted=None, host_suffix="")
         name, addresses = interface or "", [address]
     usable = [address for address in addresses if ipaddress.ip_address(address.partition("%")[0]).version == 4]
     if not usable:
-        raise WorkerError(
+        raise unsupported(
             f"Horovod's ranks meet over IPv4, and {name or socket.gethostname()} has only {', '.join(addresses)}",
-            status="unsupported",
-            hint="set `interface` in the cluster's profile to one with an IPv4 address",
+            "set `interface` in the cluster's profile to one with an IPv4 address",
         )
     return name or None, usable[0]
 
@@ -191,11 +186,8 @@ def _start_server(address: str, world_size: int) -> Any:
     return server
 
 
-def _gather_bytes(mine: bytes, context: RankContext) -> list[bytes]:
-    """Return the bytes of every rank of the group, by rank. All ranks wait for each other."""
-    assert len(mine) < _ENTRY_BYTES, mine
-    padded = mine.ljust(_ENTRY_BYTES, b"\0")
-    sent = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(context.device)
-    received = [torch.empty_like(sent) for _ in range(context.world_size)]
-    dist.all_gather(received, sent, group=context.group)
-    return [bytes(one.cpu().numpy()).rstrip(b"\0") for one in received]
+def _gather(entry: object, context: RankContext) -> list[Any]:
+    """Return the entries of all ranks of the group, by rank. All ranks wait for each other."""
+    entries = [None] * context.world_size
+    dist.all_gather_object(entries, entry, group=context.group)
+    return entries

@@ -82,29 +82,24 @@ def make_group(mesh: RankMesh, context: RankContext, *axes: str, purpose: str = 
     A ``purpose`` asks for a group of its own, with communicators of its own, beside that of the same ranks without.
     """
     assert mesh.size == context.world_size, f"{mesh} of {context.world_size} ranks"
-    ranks = tuple(mesh.group(context.rank, *axes))
-    return RankGroup(ranks, ranks.index(context.rank), _process_group(ranks, context, purpose))
+    return make_group_of_ranks(mesh.group(context.rank, *axes), context, purpose)
 
 
 def make_group_of_ranks(ranks: Iterable[int], context: RankContext, purpose: str = "") -> RankGroup:
     """The group of just those ``ranks`` of the run, ``context`` among them; each of them calls it."""
     chosen = tuple(sorted(ranks))
-    return RankGroup(chosen, chosen.index(context.rank), _process_group(chosen, context, purpose))
+    process_group = None
+    if len(chosen) > 1:
+        process_group = context.members()
+        if len(chosen) < context.world_size or purpose:
+            global_ranks = dist.get_process_group_ranks(process_group)
+            process_group = _new_process_group(tuple(global_ranks[rank] for rank in chosen), context.wait_s, purpose)
+    return RankGroup(chosen, chosen.index(context.rank), process_group)
 
 
 def make_axis_groups(mesh: RankMesh, context: RankContext) -> dict[str, RankGroup]:
     """One group for each of ``MESH_AXES``."""
     return {axis: make_group(mesh, context, axis) for axis in MESH_AXES}
-
-
-def _process_group(ranks: tuple[int, ...], context: RankContext, purpose: str = "") -> dist.ProcessGroup | None:
-    if len(ranks) == 1:
-        return None
-    default_group = context.members()
-    if len(ranks) == context.world_size and not purpose:
-        return default_group
-    global_ranks = dist.get_process_group_ranks(default_group)
-    return _new_process_group(tuple(global_ranks[rank] for rank in ranks), context.wait_s, purpose)
 
 
 @cache

@@ -99,19 +99,12 @@ def _slurm_launch_id(env: Mapping[str, str]) -> str:
 
 
 def _slurm_rank(env: Mapping[str, str]) -> RankInfo:
-    rank = _read_number(env, "SLURM_PROCID")
+    rank, local_rank = _read_number(env, "SLURM_PROCID"), _read_number(env, "SLURM_LOCALID", 0)
     world_size = _read_number(env, "SLURM_STEP_NUM_TASKS", _read_number(env, "SLURM_NTASKS", 1))
     node_rank = _read_number(env, "SLURM_NODEID", 0)
-    here = _tasks_on_node(env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", "")), node_rank)
-    return RankInfo(
-        rank,
-        _read_number(env, "SLURM_LOCALID", 0),
-        world_size,
-        here or world_size,
-        node_rank,
-        "srun",
-        _slurm_launch_id(env),
-    )
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", ""))
+    local_world_size = _tasks_on_node(tasks, node_rank) or world_size
+    return RankInfo(rank, local_rank, world_size, local_world_size, node_rank, "srun", _slurm_launch_id(env))
 
 
 def _tasks_on_node(text: str, node_rank: int) -> int | None:
@@ -128,13 +121,10 @@ def _tasks_on_node(text: str, node_rank: int) -> int | None:
 
 def _openmpi_rank(env: Mapping[str, str]) -> RankInfo:
     rank, local_rank = _read_number(env, "OMPI_COMM_WORLD_RANK"), _read_number(env, "OMPI_COMM_WORLD_LOCAL_RANK", 0)
-    local_world_size = _read_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
-    # Open MPI names no node; with the mapping "ppr:N:node" ranks fill one node after the other.
-    node_rank = rank // local_world_size
+    size, local_size = _read_number(env, "OMPI_COMM_WORLD_SIZE"), _read_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     launch = env.get("PMIX_NAMESPACE") or env.get("OMPI_MCA_ess_base_jobid") or env.get("SLURM_JOB_ID", "mpirun")
-    return RankInfo(
-        rank, local_rank, _read_number(env, "OMPI_COMM_WORLD_SIZE"), local_world_size, node_rank, "mpirun", launch
-    )
+    # Open MPI names no node; with the mapping "ppr:N:node" ranks fill one node after the other.
+    return RankInfo(rank, local_rank, size, local_size, rank // local_size, "mpirun", launch)
 
 
 def _pmi_rank(env: Mapping[str, str], parent: int) -> RankInfo:
@@ -150,24 +140,9 @@ RESTARTED_FOR_RUN = "HPCBENCH_ENV_OF_RUN"
 
 
 _PERFORMANCE_PREFIXES = (
-    "OMP_",
-    "MKL_",
-    "KMP_",
-    "GOMP_",
-    "NCCL_",
-    "GLOO_",
-    "TORCH_",
-    "PYTORCH_",
-    "CUDA_",
-    "CUDNN_",
-    "CUBLAS_",
-    "MALLOC_",
-    "HOROVOD_",
-    "UCX_",
-    "FI_",
-    "LD_PRELOAD",
-    "NVIDIA_TF32_OVERRIDE",
-)
+    "OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "CUDNN_", "CUBLAS_", "MALLOC_",
+    "HOROVOD_", "UCX_", "FI_", "LD_PRELOAD", "NVIDIA_TF32_OVERRIDE",
+)  # fmt: skip
 _SET_PER_JOB = frozenset({"CUDA_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLING"})
 
 

@@ -44,9 +44,8 @@ def list_interfaces() -> list[NetworkInterface]:
     for name, entries in psutil.net_if_addrs().items():
         if name in states and not states[name].isup:
             continue
-        v4 = [entry.address for entry in entries if entry.family == socket.AF_INET]
-        v6 = [entry.address for entry in entries if entry.family == socket.AF_INET6]
-        usable = [text for text in v4 + v6 if not ipaddress.ip_address(text.partition("%")[0]).is_link_local]
+        texts = [e.address for family in (socket.AF_INET, socket.AF_INET6) for e in entries if e.family == family]
+        usable = [text for text in texts if not ipaddress.ip_address(text.partition("%")[0]).is_link_local]
         if usable:
             found.append(NetworkInterface(name, usable))
     return found
@@ -62,23 +61,23 @@ def choose_interface(
     Raises ``WorkerError`` naming what there is where ``wanted`` is absent.
     """
     if wanted:
-        matching = [one for one in present if one.name == wanted] or [
-            one for one in present if one.name.startswith(wanted)
-        ]
+        matching = [interface for interface in present if interface.name.startswith(wanted)]
+        matching.sort(key=lambda interface: interface.name != wanted)
         if not matching:
-            listed = ", ".join(f"{one.name} {one.addresses[0]}" for one in present) or "none"
+            listed = ", ".join(f"{interface.name} {interface.addresses[0]}" for interface in present) or "none"
             raise WorkerError(
                 f"the profile names the network interface {wanted!r}, but {socket.gethostname()} has: {listed}",
                 hint="set `interface` in the cluster's profile to one of them, or leave it out",
             )
         return matching[0].name, matching[0].addresses[0]
-    outward = [one for one in present if not ipaddress.ip_address(one.addresses[0].partition("%")[0]).is_loopback]
-    for one in outward:
-        for address in one.addresses:
-            if address in (own_names or {}):
-                return one.name, address
-    outward.sort(key=lambda one: one.name.startswith(_VIRTUAL_PREFIXES))
-    return (outward[0].name, outward[0].addresses[0]) if outward else None
+    outward = [
+        interface
+        for interface in present
+        if not ipaddress.ip_address(interface.addresses[0].partition("%")[0]).is_loopback
+    ]
+    named = [(name, address) for name, addresses in outward for address in addresses if address in (own_names or {})]
+    outward.sort(key=lambda interface: interface.name.startswith(_VIRTUAL_PREFIXES))
+    return next(iter([*named, *((name, addresses[0]) for name, addresses in outward)]), None)
 
 
 def resolve_addresses(name: str) -> list[str]:
@@ -93,7 +92,7 @@ def resolve_addresses(name: str) -> list[str]:
 
 def interface_holding(address: str, present: list[NetworkInterface]) -> str | None:
     """The interface that holds ``address``."""
-    return next((one.name for one in present if address in one.addresses), None)
+    return next((interface.name for interface in present if address in interface.addresses), None)
 
 
 def reachable_address(single_node: bool, wanted: str | None, host_suffix: str) -> tuple[str | None, str]:
@@ -146,16 +145,15 @@ def join_store(info: RankInfo, header: TaskFileHeader, path: Path, launch: str, 
     set_interface_variables(interface, header.interface is not None, single_node)
     if header.meet_by_host_name:
         _, address = reachable_address(single_node, None, header.host_suffix)
-    store = (
-        _open_store(address, path, launch, header.wait_s)
-        if info.rank == 0
-        else _find_store(path, launch, header.wait_s)
-    )
-    store.set(f"joined/{info.rank}", socket.gethostname())
     if info.rank == 0:
+        store = _open_store(address, path, launch, header.wait_s)
+        store.set("joined/0", socket.gethostname())
         _wait_for_ranks(store, info, header.wait_s, f"{address} port {store.port}", path)
         store.set(_ALL_JOINED_KEY, "1")
-    elif wait_for_keys(store, [_ALL_JOINED_KEY], header.wait_s):
+        return store
+    store = _find_store(path, launch, header.wait_s)
+    store.set(f"joined/{info.rank}", socket.gethostname())
+    if wait_for_keys(store, [_ALL_JOINED_KEY], header.wait_s):
         raise WorkerError(
             f"rank {info.rank} joined through {path}, but rank 0 did not see all {info.world_size} ranks "
             f"within {header.wait_s:g} s"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import unsupported
 from hpcbench.parallel import catalog
 from hpcbench.results.schema import PipelinePrediction, ProbeResults, TimelineSpan
 from hpcbench.worker.data.feed import Batch, DataFeed
@@ -261,6 +262,14 @@ class WrapperStrategy(DataParallelStrategy):
 
 class SingleStrategy(DataParallelStrategy):
     """The unchanged model on one device: the baseline of every speed-up."""
+
+
+def refuse_fp16(spec: RunSpec) -> None:
+    """Raise ``WorkerError`` (``unsupported``) for fp16: the shards would choose different loss scales."""
+    if spec.precision == "fp16":
+        raise unsupported(
+            f"{spec.strategy} with fp16 would need a loss scale that all shards agree on", "use precision bf16"
+        )
 
 
 def untied_blocks(module: nn.Module) -> list[nn.Module]:

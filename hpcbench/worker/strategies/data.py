@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.strategies.base import WrapperStrategy, optimizer_class_and_arguments
@@ -50,10 +50,9 @@ def register_compression_hook(runner: DistributedDataParallel, options: dict[str
     """
     kind = options.get("compression", "none")
     if kind == "bf16" and context.device.type != "cuda":
-        raise WorkerError(
+        raise unsupported(
             f"torch's bf16 gradient compression needs NCCL on a cuda device; this run's is {context.device.type}",
-            status="unsupported",
-            hint='set options.compression to "fp16", "powersgd" or "none"',
+            'set options.compression to "fp16", "powersgd" or "none"',
         )
     if kind == "powersgd":
         # The first steps are uncompressed, as in the paper; two are enough for a run that only measures.

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.strategies.base import WrapperStrategy, make_optimizer, untied_blocks
+from hpcbench.worker.strategies.base import WrapperStrategy, make_optimizer, refuse_fp16, untied_blocks
 from hpcbench.worker.strategies.fairscale_library import import_fairscale, make_oss_optimizer
 
 
@@ -58,16 +58,6 @@ class FairscaleSddpStrategy(WrapperStrategy):
             dist.broadcast(gradient, dist.get_global_rank(group, owners[parameter]), group=group)
             gradients[name] = gradient.detach()
         return gradients
-
-
-def refuse_fp16(spec: RunSpec) -> None:
-    """Raise ``WorkerError`` (``unsupported``) for fp16: the shards would choose different loss scales."""
-    if spec.precision == "fp16":
-        raise WorkerError(
-            f"{spec.strategy} with fp16 would need a loss scale that all shards agree on",
-            status="unsupported",
-            hint="use precision bf16",
-        )
 
 
 CUDA_STREAM_NAMES = ("fp32_to_fp16", "all_gather", "post_backward")
@@ -129,10 +119,9 @@ class FairscaleFsdpStrategy(WrapperStrategy):
         }
         if context.device.type == "cpu":
             if self.options["bucket_cap_mb"]:
-                raise WorkerError(
+                raise unsupported(
                     "fairscale's buckets are filled through a CUDA-only collective; this run's device is cpu",
-                    status="unsupported",
-                    hint="set options.bucket_cap_mb = 0",
+                    "set options.bucket_cap_mb = 0",
                 )
             replace_cuda_streams(self._wrapper)
         assert isinstance(module, nn.Sequential)

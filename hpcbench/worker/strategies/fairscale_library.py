@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.failure import install_hint
 from hpcbench.worker.strategies.base import optimizer_class_and_arguments
@@ -28,10 +28,8 @@ def import_fairscale(module: str) -> ModuleType:
             warnings.simplefilter("ignore", FutureWarning)
             return importlib.import_module(f"fairscale.{module}")
     except Exception as error:
-        raise WorkerError(
-            f"this strategy needs fairscale: {type(error).__name__}: {error}",
-            status="unsupported",
-            hint=install_hint("fairscale"),
+        raise unsupported(
+            f"this strategy needs fairscale: {type(error).__name__}: {error}", install_hint("fairscale")
         ) from error
 
 

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.strategies.base import DataParallelStrategy, untied_blocks
+from hpcbench.worker.strategies.base import DataParallelStrategy, refuse_fp16, untied_blocks
 
 
 class FsdpStrategy(DataParallelStrategy):
@@ -31,12 +31,7 @@ class FsdpStrategy(DataParallelStrategy):
     runner: Any
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
-        if spec.precision == "fp16":
-            raise WorkerError(
-                "fsdp with fp16 would need a loss scale that all shards agree on",
-                status="unsupported",
-                hint="use precision bf16",
-            )
+        refuse_fp16(spec)
         self.loss_factor = float(spec.dp_degree)
         arguments: dict[str, Any] = {
             "mesh": make_shard_mesh(context, self.options["shard_degree"]),
@@ -70,10 +65,9 @@ def refuse_batch_norm(module: nn.Module) -> None:
     """Raise ``WorkerError`` (``unsupported``): torch has no BatchNorm with bf16 weights and fp32 running statistics."""
     norms = (name for name, child in module.named_modules() if isinstance(child, nn.modules.batchnorm._BatchNorm))
     if (name := next(norms, None)) is not None:
-        raise WorkerError(
+        raise unsupported(
             f"fsdp with mixed_precision keeps bf16 weights, but BatchNorm ({name}) needs those of its statistics' type",
-            status="unsupported",
-            hint='use precision = "bf16", or a model without BatchNorm',
+            'use precision = "bf16", or a model without BatchNorm',
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import WorkerError, unsupported
 from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.mesh import steps_per_epoch
 from hpcbench.parallel.workloads import DATASETS
@@ -58,22 +58,20 @@ class HorovodStrategy(DataParallelStrategy):
         )
         # Adasum combines updates that each replica computes from its own mean gradient: the factor is the same.
         self.loss_factor = float(spec.dp_degree)
-        self._rates = warmup_learning_rate(spec, options) if options["lr_scaling"] else None
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
         strided = [name for name, parameter in module.named_parameters() if not parameter.is_contiguous()]
         if strided:
-            raise WorkerError(
+            raise unsupported(
                 f"Horovod reduces contiguous tensors only, and {strided[0]} is stored otherwise",
-                status="unsupported",
-                hint="set channels_last = false",
+                "set channels_last = false",
             )
         return module
 
     def step(self, feed: DataFeed, step: int) -> Tensor:
-        if self._rates is not None:
+        if self.options["lr_scaling"]:
             for group in self.optimizer.param_groups:
-                group["lr"] = self._rates.at(step)
+                group["lr"] = warmup_learning_rate(self.spec, self.options, step)
         return super().step(feed, step)
 
     def update(self) -> None:
@@ -91,24 +89,15 @@ class HorovodStrategy(DataParallelStrategy):
         load_horovod().shutdown()
 
 
-class WarmupLearningRate:
-    """Learning rates that grow linearly from the run's rate to that times the replicas (Goyal et al. 2017)."""
+def warmup_learning_rate(spec: RunSpec, options: dict[str, Any], step: int) -> float:
+    """Return the learning rate of ``step``, counted from 0 over warm-up and timed steps.
 
-    def __init__(self, learning_rate: float, replicas: int, warmup_steps: float) -> None:
-        self.learning_rate = learning_rate
-        self.replicas = replicas
-        self.warmup_steps = warmup_steps
-
-    def at(self, step: int) -> float:
-        """Return the rate of ``step``, counted from 0 over warm-up and timed steps."""
-        progress = 1.0 if step >= self.warmup_steps else step / self.warmup_steps
-        return self.learning_rate * (1.0 + (self.replicas - 1) * progress)
-
-
-def warmup_learning_rate(spec: RunSpec, options: dict[str, Any]) -> WarmupLearningRate:
-    """Return the run's learning rates; the warm-up lasts ``lr_warmup_epochs`` of its data set."""
-    steps = steps_per_epoch(DATASETS[spec.dataset].samples, spec.global_batch_size, spec.dp_degree)
-    return WarmupLearningRate(spec.learning_rate, spec.dp_degree, float(options["lr_warmup_epochs"]) * steps)
+    It grows linearly from the run's rate to that times the replicas (Goyal et al. 2017), over ``lr_warmup_epochs``.
+    """
+    epoch_steps = steps_per_epoch(DATASETS[spec.dataset].samples, spec.global_batch_size, spec.dp_degree)
+    warmup_steps = float(options["lr_warmup_epochs"]) * epoch_steps
+    progress = 1.0 if step >= warmup_steps else step / warmup_steps
+    return spec.learning_rate * (1.0 + (spec.dp_degree - 1) * progress)
 
 
 def horovod_variables(options: dict[str, Any]) -> dict[str, str]:
@@ -134,4 +123,4 @@ def _refuse_unsupported(spec: RunSpec, options: dict[str, Any], hvd: Any) -> Non
         feature, hint = "hierarchical_allreduce", "Horovod has it over NCCL alone: set it to false"
     else:
         return
-    raise WorkerError(f"this Horovod cannot do {feature}", status="unsupported", hint=hint)
+    raise unsupported(f"this Horovod cannot do {feature}", hint)

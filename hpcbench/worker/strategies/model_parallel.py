@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
@@ -148,11 +149,7 @@ def pad_along(tensor: Tensor, dim: int, extent: int) -> Tensor:
     """Return ``tensor``, contiguous, with zeros appended along ``dim`` up to ``extent``."""
     if tensor.shape[dim] == extent:
         return tensor.contiguous()
-    shape = list(tensor.shape)
-    shape[dim] = extent
-    padded = tensor.new_zeros(shape)
-    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
-    return padded
+    return F.pad(tensor, [0, 0] * (tensor.dim() - dim - 1) + [0, extent - tensor.shape[dim]]).contiguous()
 
 
 def gather_shards(tensor: Tensor, sharding: TensorSharding, group: RankGroup) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 from hpcbench.parallel.mesh import even_ranges
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.distributed.process_groups import RankGroup, make_group
@@ -162,11 +162,10 @@ class TensorParallelStrategy(ModelParallelStrategy):
             WorkerError: ``unsupported`` for a custom model without transformer blocks, or with too few heads.
         """
         if not any(isinstance(block, TransformerBlock) for block in model):
-            raise WorkerError(
+            raise unsupported(
                 f"tensor splits the TransformerBlocks in a model's sequence by their heads: {spec.model} has none, "
                 f"tp_degree is {spec.tp_degree}",
-                status="unsupported",
-                hint="build it of TransformerBlocks",
+                "build it of TransformerBlocks",
             )
         self.comm = TensorParallelComm(self.group, bool(self.options["sequence_parallel"]) and self.group.size > 1)
         self.head: VocabularyParallelHead | None = None

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 from hpcbench.parallel.mesh import even_ranges
 from hpcbench.parallel.strategies.channel import (
     ALL_GATHER,
@@ -218,10 +218,9 @@ def split_transformer_blocks(
     for block in blocks:
         heads = block.attention.query.out_features // block.attention.head_width
         if heads < comm.group.size:
-            raise WorkerError(
+            raise unsupported(
                 f"a transformer block of {spec.model} has {heads} heads, tp_degree is {spec.tp_degree}",
-                status="unsupported",
-                hint=f"set tp_degree to at most {heads}",
+                f"set tp_degree to at most {heads}",
             )
         block.attention = TensorParallelAttention(block.attention, comm)
         block.mlp = TensorParallelMlp(block.mlp, comm)

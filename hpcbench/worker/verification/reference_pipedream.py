@@ -13,7 +13,7 @@ from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.parallel.pipeline.stage_partition import block_ranges
 from hpcbench.parallel.pipeline.weight_versions import forwards_ahead_at_step_end
-from hpcbench.parallel.strategies.pipedream import pipedream_staleness
+from hpcbench.parallel.strategies.pipeline import pipedream_staleness
 from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss
 from hpcbench.worker.strategies.base import make_optimizer

@@ -26,11 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 from hpcbench.parallel.strategies.channel import (
     ChannelLayer,
     ChannelScheme,
     channel_extents,
+    channel_scheme,
     channel_split,
     fits_degree,
     largest_channel_degree,
@@ -85,8 +86,8 @@ class ChannelTrace(NamedTuple):
 
     def layers(self) -> dict[str, ChannelLayer]:
         """Return the splittable layers by name, in the order of their calls."""
-        named = [call for call in self.calls if isinstance(call.module, SPLITTABLE_LAYERS)]
-        return {call.name: _layer_of_call(call, is_last=call is named[-1]) for call in named}
+        layer_calls = [call for call in self.calls if isinstance(call.module, SPLITTABLE_LAYERS)]
+        return {call.name: _layer_of_call(call, is_last=call is layer_calls[-1]) for call in layer_calls}
 
 
 def trace_channels(model: nn.Module, shape: tuple[int, ...]) -> ChannelTrace:
@@ -110,10 +111,9 @@ def trace_channels(model: nn.Module, shape: tuple[int, ...]) -> ChannelTrace:
             torch.func.functional_call(model, state, (samples,))
     except Exception as error:
         first_line = (str(error).strip().splitlines() or [""])[0]
-        raise WorkerError(
+        raise unsupported(
             f"the model's channels cannot be followed: {type(error).__name__}: {first_line}",
-            status="unsupported",
-            hint="a model whose forward pass reads values cannot be split by channels: use ddp or fsdp",
+            "a model whose forward pass reads values cannot be split by channels: use ddp or fsdp",
         ) from error
     finally:
         for handle in handles:
@@ -130,13 +130,12 @@ class _ChannelTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._problems: list[tuple[int, str]] = []
         """With the number of layers called before."""
         self._refused: list[str] = []
-        self._depth = 0
+        self._depth = self._layers_called = 0
         self._tagged: list[Any] = []
 
     def trace(self) -> ChannelTrace:
         """Return the trace. Problems behind the last layer are none: its output is whole."""
-        last = self._layer_count()
-        problems = dict.fromkeys(text for layers, text in self._problems if layers < last)
+        problems = dict.fromkeys(text for layers, text in self._problems if layers < self._layers_called)
         return ChannelTrace(self._calls, list(problems), list(dict.fromkeys(self._refused)))
 
     def hook(self, name: str, module: nn.Module) -> list[Any]:
@@ -153,6 +152,7 @@ class _ChannelTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._depth += 1
         features, remainder = divmod(inputs[0].shape[1], channels) if channels else (1, 0)
         self._calls.append(ModuleCall(name, module, channels, max(features, 1)))
+        self._layers_called += isinstance(module, SPLITTABLE_LAYERS)
         if remainder:
             self._add_problem(f"{name} is given {channels} channels in {inputs[0].shape[1]} entries")
         if isinstance(module, nn.Linear) and inputs[0].dim() != 2:
@@ -169,10 +169,7 @@ class _ChannelTracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._tagged.append(tensor)
 
     def _add_problem(self, text: str) -> None:
-        self._problems.append((self._layer_count(), text))
-
-    def _layer_count(self) -> int:
-        return sum(isinstance(call.module, SPLITTABLE_LAYERS) for call in self._calls)
+        self._problems.append((self._layers_called, text))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -282,17 +279,15 @@ def _check_splittable(
             problems.append(f"{call.name} is called with different channels")
     if problems:
         other_form = "" if scheme.form == "gathered" or trace.refused else 'try options.form = "gathered", or '
-        raise WorkerError(
+        raise unsupported(
             f"{scheme.strategy} in its {scheme.form} form cannot split this model: {'; '.join(problems[:3])}",
-            status="unsupported",
-            hint=f"{other_form}use ddp or fsdp",
+            f"{other_form}use ddp or fsdp",
         )
     if not fits_degree(list(layers.values()), scheme, degree):
         largest = largest_channel_degree(list(layers.values()), scheme, degree)
-        raise WorkerError(
+        raise unsupported(
             f"{scheme.strategy} over {degree} ranks: a layer has fewer channels than that",
-            status="unsupported",
-            hint=f"the largest tp_degree that works is {largest}",
+            f"the largest tp_degree that works is {largest}",
         )
 
 
@@ -303,9 +298,8 @@ class FilterStrategy(ModelParallelStrategy):
 
     def split_model(self, model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
         """Replace layers by this rank's parts; raises what ``split_model_channels`` raises."""
-        scheme = ChannelScheme(spec.strategy, self.options["form"], self.options["split_last"])
         if self.group.size > 1:
-            split_model_channels(model, sample_shape(spec.dataset, spec.input_size), scheme, self.group)
+            split_model_channels(model, sample_shape(spec.dataset, spec.input_size), channel_scheme(spec), self.group)
         return model
 
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import HpcbenchError, WorkerError
+from hpcbench.errors import HpcbenchError, unsupported
 from hpcbench.worker.layers import allocate_fake_storage, zero_batch
 from hpcbench.worker.model_execution import MixedPrecision, checkpoint_block, disable_inplace_first_op
 from hpcbench.worker.models.build import copy_to_meta
@@ -101,11 +101,10 @@ class ActivationMetaCache:
         except HpcbenchError:
             raise
         except Exception as error:
-            raise WorkerError(
+            raise unsupported(
                 f"the stages of {spec.model} cannot be tried with fake tensors on a micro-batch of {samples}: "
                 f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                status="unsupported",
-                hint="a pipeline needs blocks whose shapes do not depend on values; BatchNorm needs two values",
+                "a pipeline needs blocks whose shapes do not depend on values; BatchNorm needs two values",
             ) from error
         return outputs
 

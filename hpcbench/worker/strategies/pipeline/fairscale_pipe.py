@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
@@ -61,11 +61,6 @@ class FairscalePipeStrategy(DataParallelStrategy):
 
     module: PipeModule
 
-    def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
-        super().setup(model, spec, context)
-        assert isinstance(self.runner, PipeModule), "a pipeline that was not wrapped"
-        self.module = self.runner
-
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
         assert isinstance(module, nn.Sequential), "a pipeline of no sequence"
         blocks = assign_blocks(module, spec, self.options, PipelineLayout(spec.pp_degree))
@@ -78,7 +73,8 @@ class FairscalePipeStrategy(DataParallelStrategy):
         )
         for partition in pipe.partitions:
             _SingleStatisticsUpdate(partition)
-        return PipeModule(pipe)
+        self.module = PipeModule(pipe)
+        return self.module
 
     def step(self, feed: DataFeed, step: int) -> Tensor:
         with self.phases("data"):
@@ -106,9 +102,8 @@ def _stage_devices(count: int, device: torch.device) -> list[torch.device]:
         return [device] * count
     available = torch.cuda.device_count()
     if available < count:
-        raise WorkerError(
+        raise unsupported(
             f"fairscale_pipe with pp_degree {count} needs as many GPUs in one process, and sees {available}",
-            status="unsupported",
-            hint="the profile must give a task all of its devices_per_task",
+            "the profile must give a task all of its devices_per_task",
         )
     return [torch.device("cuda", number) for number in range(count)]

@@ -11,20 +11,19 @@ Source: Narayanan et al. 2019 (SOSP).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 from hpcbench.parallel.pipeline.schedules import BACKWARD, FORWARD, UPDATE, Action, PipelineMessage, received_messages
 from hpcbench.parallel.pipeline.weight_versions import Staleness, stage_step_actions
-from hpcbench.parallel.strategies.pipedream import pipedream_staleness
+from hpcbench.parallel.strategies.pipeline import pipedream_staleness
 from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import ActionHooks, PipelineBatch, PipelineRuntime
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 
@@ -103,16 +102,12 @@ class WeightStash:
 
 @dataclass
 class AsyncPipelineRuntime(PipelineRuntime):
-    """A runtime whose micro-batches are numbered over all steps and have losses with individual divisors.
+    """A runtime whose micro-batches are numbered over all steps.
 
     When a step ends, a stage is one forward pass ahead of the next one. Its output is received before the step ends, so
     that nothing is in flight between steps and other collectives are possible.
     """
 
-    divisors: Mapping[int, int] = field(default_factory=dict)
-    """By micro-batch: the samples of the update that its gradient contributes to."""
-    loss_weights: Mapping[int, float] = field(default_factory=dict)
-    """By micro-batch: the factor of its loss in the step's loss."""
     received_ahead: dict[Action, tuple[Tensor, ...]] = field(default_factory=dict)
 
     def begin(self, ranks: list[list[Action]], batch: PipelineBatch) -> None:
@@ -134,12 +129,6 @@ class AsyncPipelineRuntime(PipelineRuntime):
             return self.received_ahead.pop(source)
         return super()._receive_or_local(source, action)
 
-    def _micro_batch_loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        return summed_loss(output, self._batch.targets[micro_batch]) / self.divisors[micro_batch]
-
-    def _loss_weight(self, micro_batch: int) -> float:
-        return self.loss_weights[micro_batch]
-
 
 class PipedreamStrategy(PipelineStrategy):
     """Every micro-batch is a minibatch with its own update; with double buffers there is one update per step.
@@ -155,11 +144,10 @@ class PipedreamStrategy(PipelineStrategy):
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
         super().setup(model, spec, context)
         if self._ties:
-            raise WorkerError(
+            raise unsupported(
                 f"pipedream on {spec.pp_degree} stages: {spec.model} has weights that two stages share, "
                 "and each would have versions of its own",
-                status="unsupported",
-                hint="a model without tied weights, or 1f1b",
+                "a model without tied weights, or 1f1b",
             )
         self._staleness: Staleness = pipedream_staleness(spec)
         self._stash = WeightStash(self.module.chunk(self.group.place), self._staleness, self.group.place)
@@ -206,13 +194,14 @@ class PipedreamStrategy(PipelineStrategy):
         self._prepare_boundaries(feed, sizes.values())
         total = minibatches.samples(index)
         divisors = {number: entry.samples for number, entry in entries.items()}
-        self.runtime.divisors = dict.fromkeys(numbers, total) if self._staleness.double_buffered else divisors
-        self.runtime.loss_weights = {number: divisor / total for number, divisor in self.runtime.divisors.items()}
+        if self._staleness.double_buffered:
+            divisors = dict.fromkeys(numbers, total)
+        loss_weights = {number: divisor / total for number, divisor in divisors.items()}
         with self.phases("data"):
             is_first, is_last = self.group.place == 0, self.group.place == self.layout.stages - 1
             inputs = {number: minibatches.batch(number, self.replica)[0] for number in numbers if is_first}
             targets = {number: minibatches.batch(number, self.replica)[1] for number in numbers[:count] if is_last}
-        return PipelineBatch(inputs, targets, sizes, total)
+        return PipelineBatch(inputs, targets, sizes, divisors, loss_weights)
 
     def _before(self, action: Action) -> None:
         if action.kind != UPDATE:

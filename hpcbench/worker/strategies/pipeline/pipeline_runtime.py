@@ -62,8 +62,10 @@ class PipelineBatch(NamedTuple):
     """By micro-batch; empty on ranks without the last chunk."""
     sizes: Mapping[int, int]
     """Samples of each micro-batch."""
-    global_count: int
-    """Samples of all micro-batches of all replicas: the divisor of losses."""
+    divisors: Mapping[int, int]
+    """By micro-batch: the samples, of all replicas, of the update that its gradient contributes to."""
+    loss_weights: Mapping[int, float]
+    """By micro-batch: the factor of its loss in the step's loss."""
 
 
 @dataclass
@@ -171,7 +173,7 @@ class PipelineRuntime:
                 micro_batch, inputs, input_meta, self._recomputes(micro_batch), self.arithmetic.autocast(), loss
             )
         if is_last:
-            share = outputs[0].detach() * self._loss_weight(micro_batch)
+            share = outputs[0].detach() * self._batch.loss_weights[micro_batch]
             self._loss = share if self._loss is None else self._loss + share
         else:
             self._send_or_keep(action, tuple(tensor.detach() for tensor in outputs))
@@ -195,11 +197,7 @@ class PipelineRuntime:
             self._send_or_keep(action, input_grads)
 
     def _micro_batch_loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        return summed_loss(output, self._batch.targets[micro_batch]) / self._batch.global_count
-
-    def _loss_weight(self, _micro_batch: int) -> float:
-        """Return the factor of a micro-batch's loss in the step's loss."""
-        return 1.0
+        return summed_loss(output, self._batch.targets[micro_batch]) / self._batch.divisors[micro_batch]
 
     def _recomputes(self, micro_batch: int) -> bool:
         # The backward pass of the last micro-batch follows its forward pass at once (gpipe) or soon.

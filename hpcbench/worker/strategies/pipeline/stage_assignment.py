@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import HpcbenchError, WorkerError
+from hpcbench.errors import HpcbenchError, unsupported
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.pipeline.block_profile import BlockProfile, BlockProfileResponse
+from hpcbench.parallel.pipeline.schedule_simulator import schedule_step_time
 from hpcbench.parallel.pipeline.schedules import PipelineLayout
 from hpcbench.parallel.pipeline.stage_balance import chunk_blocks
 from hpcbench.parallel.pipeline.stage_partition import balanced_cuts, block_ranges, parse_cuts
-from hpcbench.parallel.pipeline.steady_state import schedule_step_time
 from hpcbench.results.schema import PipelinePrediction
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.layers import trace_layer_table
@@ -59,7 +59,7 @@ def measure_blocks(
             dist.broadcast_object_list(responses, dist.get_global_rank(group, 0), group=group, device=context.device)
         response = responses[0]
         if response.chain is None:
-            raise WorkerError(f"balance = measured: {response.error}", status="unsupported", hint=response.hint)
+            raise unsupported(f"balance = measured: {response.error}", response.hint)
         _BLOCK_PROFILES[key] = response.chain
     return _BLOCK_PROFILES[key]
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.pipeline.schedules import Action, message_after, schedule_actions
 from hpcbench.parallel.strategies.pipeline import cuts_exclusion, pipeline_layout
@@ -92,7 +92,7 @@ class PipelineStrategy(ModelParallelStrategy):
         self.layout = pipeline_layout(spec)
         reason = cuts_exclusion(spec, self.layout, len(model))
         if reason is not None:
-            raise WorkerError(reason, status="unsupported", hint="fewer stages, or other cuts")
+            raise unsupported(reason, "fewer stages, or other cuts")
         profile = measure_blocks(model, spec, self.options, self.context)
         self.blocks = blocks = assign_blocks(model, spec, self.options, self.layout)
         self.predicted = None if profile is None else predict_step(profile, spec, self.layout, blocks)
@@ -181,19 +181,18 @@ class PipelineStrategy(ModelParallelStrategy):
     def samples_of(self, feed: DataFeed, step: int) -> PipelineBatch:
         """Return the replica's samples of ``step``; inputs and targets only on the ranks that read them."""
         parts = [slice(part.start, part.stop) for part in feed.micro_batch_ranges(step, self.replica)]
-        sizes = [part.stop - part.start for part in parts]
-        self._prepare_boundaries(feed, sizes)
+        sizes = {number: part.stop - part.start for number, part in enumerate(parts)}
+        self._prepare_boundaries(feed, sizes.values())
         is_first, is_last = 0 in self._chunk_numbers, self.layout.chunks - 1 in self._chunk_numbers
-        if not (is_first or is_last):
-            return PipelineBatch({}, {}, dict(enumerate(sizes)), feed.global_count(step))
-        with self.phases("data"):
-            inputs, targets = feed.batch(step, self.replica)
-        return PipelineBatch(
-            dict(enumerate(inputs[part] for part in parts)) if is_first else {},
-            dict(enumerate(targets[part] for part in parts)) if is_last else {},
-            dict(enumerate(sizes)),
-            feed.global_count(step),
-        )
+        inputs: dict[int, Tensor] = {}
+        targets: dict[int, Tensor] = {}
+        if is_first or is_last:
+            with self.phases("data"):
+                whole_inputs, whole_targets = feed.batch(step, self.replica)
+            inputs = {number: whole_inputs[part] for number, part in enumerate(parts) if is_first}
+            targets = {number: whole_targets[part] for number, part in enumerate(parts) if is_last}
+        divisors = dict.fromkeys(sizes, feed.global_count(step))
+        return PipelineBatch(inputs, targets, sizes, divisors, dict.fromkeys(sizes, 1.0))
 
     def weights(self) -> dict[str, Tensor]:
         return self._gather_stages(super().weights(), self._chunk_of_state)

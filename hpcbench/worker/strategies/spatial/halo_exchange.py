@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 from hpcbench.parallel.strategies.halo import (
     Box,
     Halo,
@@ -68,11 +68,10 @@ def check_own_extents(x: Tensor, own: Box) -> None:
     """Raise ``WorkerError`` (``unsupported``) if ``x`` does not have the extents of this rank's part."""
     expected = tuple(map(len, own))
     if tuple(x.shape[2:]) != expected:
-        raise WorkerError(
+        raise unsupported(
             f"a layer that is cut got {list(x.shape)}, not {list(expected)} positions: the model moves them between "
             "its layers",
-            status="unsupported",
-            hint="let options.until end the cut part before that block",
+            "let options.until end the cut part before that block",
         )
 
 

@@ -1,17 +1,28 @@
-"""Convolutions and pools of feature maps that are split over ranks (Dryden et al. 2019, arXiv:1903.06681)."""
+"""Convolutions, pools and BatchNorm of feature maps that are split over ranks (Dryden et al. 2019, arXiv:1903.06681).
+
+BatchNorm: Ioffe and Szegedy 2015; variances are combined after Chan et al. 1983.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpcbench.parallel.strategies.halo import Box, Halo, HaloLayer, box_difference, box_volume
-from hpcbench.worker.strategies.model_parallel import ConvolutionOperation, cast_for_autocast
+from hpcbench.worker.distributed.process_groups import RankGroup
+from hpcbench.worker.strategies.model_parallel import (
+    ConvolutionOperation,
+    all_gather_equal_parts,
+    cast_for_autocast,
+    update_running_statistics,
+)
 from hpcbench.worker.strategies.spatial.halo_exchange import (
     SpatialGrid,
     assemble_input,
@@ -152,56 +163,6 @@ class SpatialConvolution(nn.Module):
         return out
 
 
-_MAX_POOL_FUNCTIONS = {2: F.max_pool2d, 3: F.max_pool3d}
-
-
-class _SpatialMaxPoolFunction(torch.autograd.Function):
-    """Keeps the positions of the maxima, and no input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: SpatialPlan) -> Tensor:
-        windows = plan.layer.windows
-        out, positions = _MAX_POOL_FUNCTIONS[x.dim() - 2](
-            plan.gather_input(x, -torch.inf),
-            [window.kernel for window in windows],
-            [window.stride for window in windows],
-            dilation=[window.dilation for window in windows],
-            return_indices=True,
-        )
-        ctx.plan = plan
-        ctx.save_for_backward(positions)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (positions,) = ctx.saved_tensors
-        grad_needed = gradient.new_zeros(ctx.plan.needed_shape(gradient))
-        grad_needed.flatten(2).scatter_add_(2, positions.flatten(2), gradient.flatten(2))
-        return ctx.plan.return_gradient(grad_needed), None
-
-
-class _SpatialSumPoolFunction(torch.autograd.Function):
-    """The sum in every window, by a depthwise convolution with ones; keeps nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: SpatialPlan) -> Tensor:
-        ctx.plan = plan
-        needed = plan.gather_input(x, 0.0)
-        operation, ones = _ones_convolution(needed, plan)
-        return operation.forward(needed, ones, None)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        plan: SpatialPlan = ctx.plan
-        needed = gradient.new_empty(1).expand(plan.needed_shape(gradient))
-        operation, ones = _ones_convolution(needed, plan)
-        grad_needed = operation.backward(gradient, needed, ones, (True, False, False))[0]
-        assert grad_needed is not None
-        return plan.return_gradient(grad_needed), None
-
-
 def _ones_convolution(x: Tensor, plan: SpatialPlan) -> tuple[ConvolutionOperation, Tensor]:
     windows, channels = plan.layer.windows, x.shape[1]
     stride = tuple(window.stride for window in windows)
@@ -209,26 +170,71 @@ def _ones_convolution(x: Tensor, plan: SpatialPlan) -> tuple[ConvolutionOperatio
     return ConvolutionOperation(stride, (0,) * len(windows), (1,) * len(windows), channels), ones
 
 
-class SpatialMaxPool(nn.Module):
-    """Replaces a ``MaxPool2d`` or ``MaxPool3d``."""
+class _SpatialPoolFunction(torch.autograd.Function):
+    """A pool with its halo exchange; keeps what ``pool.forward_needed`` asks for, and no input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, pool: _SpatialPool) -> Tensor:
+        ctx.pool = pool
+        out, *kept = pool.forward_needed(pool.plan.gather_input(x, pool.fill))
+        ctx.save_for_backward(*kept)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.pool.plan.return_gradient(ctx.pool.backward_needed(gradient, *ctx.saved_tensors)), None
+
+
+class _SpatialPool(nn.Module):
+    """A pool of a rank's own part with its halo and padding."""
+
+    fill: float
+    """Value of padding."""
 
     def __init__(self, grid: SpatialGrid, windows: HaloLayer) -> None:
         super().__init__()
-        self._plan = SpatialPlan(grid, windows)
+        self.plan = SpatialPlan(grid, windows)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, channels, *own input extents] -> [n, channels, *own output extents]."""
-        out: Tensor = _SpatialMaxPoolFunction.apply(x, self._plan)  # type: ignore[no-untyped-call]
+        out: Tensor = _SpatialPoolFunction.apply(x, self)  # type: ignore[no-untyped-call]
         return out
 
+    @abstractmethod
+    def forward_needed(self, needed: Tensor) -> list[Tensor]:
+        """Return the output for the needed part of the input, and the tensors to keep."""
 
-class SpatialAveragePool(nn.Module):
-    """Replaces an ``AvgPool2d`` or ``AvgPool3d``."""
+    @abstractmethod
+    def backward_needed(self, gradient: Tensor, *kept: Tensor) -> Tensor:
+        """Return the gradient of the needed part."""
+
+
+class SpatialMaxPool(_SpatialPool):
+    """Replaces a ``MaxPool2d`` or ``MaxPool3d``; keeps the positions of the maxima."""
+
+    fill = -torch.inf
+
+    def forward_needed(self, needed: Tensor) -> list[Tensor]:
+        windows = self.plan.layer.windows
+        kernel, stride, _, dilation, _ = (list(values) for values in zip(*windows, strict=True))
+        pool: Any = {2: F.max_pool2d, 3: F.max_pool3d}[len(windows)]
+        return list(pool(needed, kernel, stride, dilation=dilation, return_indices=True))
+
+    def backward_needed(self, gradient: Tensor, *kept: Tensor) -> Tensor:
+        grad_needed = gradient.new_zeros(self.plan.needed_shape(gradient))
+        grad_needed.flatten(2).scatter_add_(2, kept[0].flatten(2), gradient.flatten(2))
+        return grad_needed
+
+
+class SpatialAveragePool(_SpatialPool):
+    """Replaces an ``AvgPool2d`` or ``AvgPool3d``: the sum in every window, by a depthwise convolution with ones."""
+
+    fill = 0.0
 
     def __init__(self, layer: nn.AvgPool2d | nn.AvgPool3d, grid: SpatialGrid, windows: HaloLayer) -> None:
-        super().__init__()
-        self._plan = SpatialPlan(grid, windows)
-        outputs = self._plan.halo().outputs
+        super().__init__(grid, windows)
+        outputs = self.plan.halo().outputs
         divisor = layer.divisor_override
         factors = torch.full([len(extent) for extent in outputs], 1.0 / (divisor or 1), dtype=torch.float64)
         if not divisor:
@@ -237,8 +243,19 @@ class SpatialAveragePool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, channels, *own input extents] -> [n, channels, *own output extents]."""
-        summed: Tensor = _SpatialSumPoolFunction.apply(x, self._plan)  # type: ignore[no-untyped-call]
+        summed = super().forward(x)
         return summed * self.get_buffer("_factors").to(summed.dtype)
+
+    def forward_needed(self, needed: Tensor) -> list[Tensor]:
+        operation, ones = _ones_convolution(needed, self.plan)
+        return [operation.forward(needed, ones, None)]
+
+    def backward_needed(self, gradient: Tensor, *kept: Tensor) -> Tensor:
+        needed = gradient.new_empty(1).expand(self.plan.needed_shape(gradient))
+        operation, ones = _ones_convolution(needed, self.plan)
+        grad_needed = operation.backward(gradient, needed, ones, (True, False, False))[0]
+        assert grad_needed is not None
+        return grad_needed
 
 
 def _window_sizes(layer: HaloLayer, outputs: Box, with_padding: bool) -> Tensor:
@@ -253,3 +270,93 @@ def _window_sizes(layer: HaloLayer, outputs: Box, with_padding: bool) -> Tensor:
         counts = counts[..., None] * torch.tensor(sizes, dtype=torch.float64)
     assert counts.numel() == box_volume(outputs), "one number per output"
     return counts
+
+
+def group_statistics(x: Tensor, positions: tuple[int, ...], group: RankGroup) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance [channels] over all ranks' parts. Collective.
+
+    Means and variances are combined, not sums of squares, which lose precision if the mean is large.
+
+    Args:
+        x: This rank's part [n, channels, *own extents].
+        positions: Number of positions of every rank's part.
+        group: The ranks that hold the parts.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
+    # Sample by sample first: a reduction over the innermost dims is fast on a cpu.
+    variances, means = torch.var_mean(wide.flatten(2), dim=2, correction=0)
+    mean = means.mean(0)
+    variance = variances.mean(0) + (means - mean).square().mean(0)
+    own = torch.stack([mean, variance])
+    parts = all_gather_equal_parts(own, group)
+    weights = own.new_tensor(positions)[:, None] / sum(positions)
+    mean = (weights * parts[:, 0]).sum(0)
+    return mean, (weights * (parts[:, 1] + (parts[:, 0] - mean).square())).sum(0)
+
+
+class _SpatialBatchNormFunction(torch.autograd.Function):
+    """Output, mean and variance; gradients flow through the output alone, as in torch's own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, positions: Any, group: RankGroup
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mean, variance = group_statistics(x, positions, group)
+        ctx.eps, ctx.count, ctx.group = eps, x.shape[0] * sum(positions), group
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.mark_non_differentiable(mean, variance)
+        return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps), mean, variance
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_of_statistics: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, variance = ctx.saved_tensors
+        scale = torch.ones_like(mean) if weight is None else weight
+        # torch's own kernel for known statistics: the sums over this part of gradient * normalised x, and of gradient.
+        _, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, scale, mean, variance, None, None, False, ctx.eps, (False, True, True)
+        )
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            sums = torch.stack([grad_weight, grad_bias]).to(mean.dtype)
+            dist.all_reduce(sums, group=ctx.group.members())
+            # scale / std * (gradient - mean of gradient - x^ * mean of gradient * x^), x^ being x normalised.
+            weight_mean, bias_mean = sums / ctx.count
+            inverse = torch.rsqrt(variance + ctx.eps)
+            factor = scale.to(inverse.dtype) * inverse
+            x_factor = -factor * inverse * weight_mean
+            constant = -factor * bias_mean - x_factor * mean
+            per_channel = (1, -1, *[1] * (x.dim() - 2))
+            grad_x = (x * x_factor.view(per_channel)).add_(constant.view(per_channel))
+            grad_x = grad_x.addcmul_(gradient.to(inverse.dtype), factor.view(per_channel)).to(x.dtype)
+        return grad_x, None if weight is None else grad_weight, None if weight is None else grad_bias, None, None, None
+
+
+class SpatialBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Replaces a ``BatchNorm2d`` or ``BatchNorm3d``: statistics are those of all ranks' parts together.
+
+    In eval mode running statistics are used, without communication.
+    """
+
+    def __init__(self, norm: nn.modules.batchnorm._BatchNorm, positions: tuple[int, ...], group: RankGroup) -> None:
+        super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
+        self._parameters.update(norm._parameters)
+        self._buffers.update(norm._buffers)
+        self._positions, self._group = positions, group
+        self.train(norm.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, channels, *own extents] -> the same."""
+        if not self.training and self.track_running_stats:
+            return super().forward(x)
+        out, mean, variance = _SpatialBatchNormFunction.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, self.eps, self._positions, self._group
+        )
+        if self.training and self.track_running_stats:
+            count = x.shape[0] * sum(self._positions)
+            update_running_statistics(self, mean, variance * (count / (count - 1)))
+        normalised: Tensor = out
+        return normalised
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        assert x.dim() in (4, 5), f"{x.dim()} dims"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import ConfigError, WorkerError
+from hpcbench.errors import ConfigError, WorkerError, unsupported
 from hpcbench.parallel.layer_table import LayerRow as Row
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
 from hpcbench.parallel.strategies.halo import box_volume, owned_box
@@ -34,8 +34,12 @@ from hpcbench.worker.distributed.process_groups import RankContext, make_group
 from hpcbench.worker.models.build import copy_to_meta
 from hpcbench.worker.strategies.model_parallel import ModelParallelStrategy, group_reducers
 from hpcbench.worker.strategies.spatial.halo_exchange import GatherFeatureMaps, SpatialGlobalPool, SpatialGrid, box_view
-from hpcbench.worker.strategies.spatial.spatial_batch_norm import SpatialBatchNorm
-from hpcbench.worker.strategies.spatial.spatial_layers import SpatialAveragePool, SpatialConvolution, SpatialMaxPool
+from hpcbench.worker.strategies.spatial.spatial_layers import (
+    SpatialAveragePool,
+    SpatialBatchNorm,
+    SpatialConvolution,
+    SpatialMaxPool,
+)
 
 
 def layer_table_for(model: nn.Sequential, spec: RunSpec) -> LayerTable:
@@ -86,16 +90,14 @@ class SpatialStrategy(ModelParallelStrategy):
         try:
             self.split = split = spatial_split_of_run(spec, layer_table_for(model, spec))
         except ConfigError as error:
-            raise WorkerError(
-                f"spatial: {error.message}", status="unsupported", hint="a smaller sp_degree, or another grid"
-            ) from error
+            raise unsupported(f"spatial: {error.message}", "a smaller sp_degree, or another grid") from error
         _refuse_shared_weights(model, split)
         grid = SpatialGrid(self.group, split.grid)
         for row in split.rows[: split.end]:
             if row.kind in WINDOWED_KINDS | NORM_KINDS:
                 part = self._split_layer(model.get_submodule(row.name), row, grid)
                 if part is not None:
-                    _set_submodule(model, row.name, part)
+                    model.set_submodule(row.name, part)
         extents = sample_shape(spec.dataset, spec.input_size)[1:]
         self.slice_input = partial(_slice_input, grid, extents)
         model.register_forward_pre_hook(lambda _module, inputs: (self.slice_input(inputs[0]), *inputs[1:]))
@@ -126,7 +128,7 @@ class SpatialStrategy(ModelParallelStrategy):
         """Make the feature maps at the gather point whole on every rank."""
         row = split.rows[split.end]
         if split.by_mean and self.options["global_pool"] == "reduce":
-            _set_submodule(model, row.name, SpatialGlobalPool(grid, split.extents))
+            model.set_submodule(row.name, SpatialGlobalPool(grid, split.extents))
             return
         gather = GatherFeatureMaps(grid, split.extents)
         if split.block == len(model):
@@ -161,27 +163,19 @@ def _slice_input(grid: SpatialGrid, extents: tuple[int, ...], inputs: Tensor) ->
     return box_view(inputs, owned_box(extents, grid.grid, grid.group.place), image).clone()
 
 
-def _set_submodule(model: nn.Module, name: str, module: nn.Module) -> None:
-    owner, _, own_name = name.rpartition(".")
-    setattr(model.get_submodule(owner), own_name, module)
-
-
 def _refuse_shared_weights(model: nn.Module, split: SpatialSplit) -> None:
     """Raise ``WorkerError``: the gradient of a weight of split and whole layers would need two sums at once."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = first.setdefault(id(parameter), name)
         if split.is_cut(name) != split.is_cut(other):
-            raise WorkerError(
+            raise unsupported(
                 f"spatial: {other} and {name} are one weight, of a layer that is cut and of one that is whole",
-                status="unsupported",
-                hint="let options.until end the cut part before both, or after",
+                "let options.until end the cut part before both, or after",
             )
 
 
 def _unsupported_layer(row: Row, what: str) -> WorkerError:
-    return WorkerError(
-        f"spatial: layer {row.name} ({row.kind}) has {what}",
-        status="unsupported",
-        hint="let options.until end the cut part before that block",
+    return unsupported(
+        f"spatial: layer {row.name} ({row.kind}) has {what}", "let options.until end the cut part before that block"
     )
