@@ -77,12 +77,12 @@ def test_marks_that_hide_or_break_text_are_shown_as_such(mark: str) -> None:
     assert (escaped.isascii(), json.loads(escaped)) == (True, {"text": f"a{mark}b"})
 
 
-def test_nobody_reads_on_for_ever() -> None:
+def test_long_text_is_cut_for_printing() -> None:
     assert printable_excerpt("short\x1b") == "short\ufffd"
     assert printable_excerpt("x" * 2003) == "x" * 2000 + " ... (3 more characters)"
 
 
-def test_what_cannot_be_written_is_no_traceback_even_where_the_folder_cannot_be_searched(tmp_path: Path) -> None:
+def test_a_failed_write_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="Not a directory"):
         write_atomic(tmp_path / "file" / "x", b"")

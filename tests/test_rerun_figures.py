@@ -34,7 +34,7 @@ TWO = [
 ]
 
 
-def test_of_each_family_the_best_counts_over_one_device() -> None:
+def test_the_best_system_of_a_family_counts() -> None:
     assert figures.families_on_two(TWO, figures.TIME).splitlines() == [
         "| model | data | `model` | synchronous pipeline | `pipedream` |",
         "| --- | --- | --- | --- | --- |",
@@ -97,7 +97,7 @@ def test_predictors_stand_beside_each_other_for_every_calibration() -> None:
     ]
 
 
-def test_a_page_is_filled_where_it_says_so_and_nowhere_else() -> None:
+def test_only_marked_blocks_of_a_page_are_replaced() -> None:
     page = "a\n\n<!-- figures: one -->\n\nold\n\n<!-- end of figures -->\n\nb <!-- figures: two -->\n\nkept\n\n<!-- end of figures -->"
     filled = pages.filled(page, {"one": "| new |"})
     assert filled == page.replace("old", "| new |")

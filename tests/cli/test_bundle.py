@@ -185,7 +185,7 @@ def test_an_anonymous_bundle_holds_no_name_of_a_person_or_a_machine(planted: Clu
     assert (result["run_id"], result["sweep"]) == (ID, "user-1")
 
 
-def test_what_cannot_be_read_is_named(planted: ClusterTree, tmp_path: Path) -> None:
+def test_a_link_in_the_tree_is_left_out_and_named(planted: ClusterTree, tmp_path: Path) -> None:
     rank = planted.run_folder(ID) / "attempts" / "1" / "rank-0.json"
     rank.unlink()
     rank.symlink_to("/etc/passwd")

@@ -60,7 +60,7 @@ def test_the_sweep_can_be_had_without_running_it(calibrate: Callable[..., Result
         (["local", "--where", "nodes == 1"], "chooses among the runs of --from"),
     ],
 )
-def test_wrong_input_says_what_is_right_and_leaves_nothing(
+def test_wrong_input_names_the_valid_choices_and_leaves_no_file(
     calibrate: Callable[..., Result], tmp_path: Path, words: list[str], said: str
 ) -> None:
     done = calibrate(*words)
@@ -94,7 +94,7 @@ def test_a_fit_of_given_runs_is_kept_and_taken(calibrate: Callable[..., Result],
     assert count_calibrations(tree, profile, None) == 1
 
 
-def test_what_was_found_is_a_table(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+def test_fitted_values_are_printed_as_a_table(calibrate: Callable[..., Result], tmp_path: Path) -> None:
     written(tmp_path)
     done = calibrate("slurmbox", "--from", "results")
     assert done.exit_code == 0, done.output
@@ -123,7 +123,7 @@ def whole_runs(tmp_path: Path) -> tuple[ClusterProfile, Machine, ClusterTree]:
     return profile, nominal, tree
 
 
-def test_whole_runs_without_a_probe_move_the_profiles_numbers(calibrate: Callable[..., Result], tmp_path: Path) -> None:
+def test_whole_runs_without_a_probe_fit_the_profile(calibrate: Callable[..., Result], tmp_path: Path) -> None:
     profile, nominal, tree = whole_runs(tmp_path)
     done = calibrate("slurmbox", "--from", "results")
     assert done.exit_code == 0, done.output
@@ -150,7 +150,7 @@ def test_where_chooses_the_runs_that_are_fitted(calibrate: Callable[..., Result]
     assert str(none.exception) == "--where: none of 3 runs of slurmbox has devices == 3"
 
 
-def test_runs_of_the_same_words_are_one_line_with_the_worst_of_them() -> None:
+def test_residuals_of_one_label_become_one_line_with_the_worst() -> None:
     runs = [
         FitResidual(part="runs", what=what, points=1, error=error)
         for what, error in (("a", 0.1), ("a", 0.3), ("b", 0.2))

@@ -28,7 +28,7 @@ def test_make_and_list(tmp_path: Path) -> None:
     assert [line.split()[:2] for line in listed.stdout.splitlines() if " real " in line] == [["mnist", "real"]]
 
 
-def test_an_empty_folder_says_what_fills_it(tmp_path: Path) -> None:
+def test_an_empty_folder_names_the_command_that_fills_it(tmp_path: Path) -> None:
     listed = hpcbench("data", "list", "--folder", str(tmp_path), "--json")
     assert json.loads(listed.stdout) == {"folder": str(tmp_path), "datasets": []}
     assert "hpcbench data make DATASET" in hpcbench("data", "list", "--folder", str(tmp_path)).stderr
@@ -57,7 +57,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_where_the_environment_is_made_in_a_job_the_command_for_it_is_said(tmp_path: Path) -> None:
+def test_an_environment_of_jobs_gets_the_command_to_run_there(tmp_path: Path) -> None:
     (tmp_path / "clusters").mkdir()
     profile = 'name = "far"\ndata_folder = "$NOWHERE_AT_ALL/data"\ndefault_environment = "m"\n[environments.m]\nmodules = ["torch"]\n'
     (tmp_path / "clusters" / "far.toml").write_text(profile)

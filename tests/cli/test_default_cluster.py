@@ -29,7 +29,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_what_is_nearer_to_the_command_decides(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_source_nearest_to_the_command_decides(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert default_cluster().name == "local"
     monkeypatch.setenv("HERE", "two")
     assert (default_cluster().name, "login node" in default_cluster().reason) == ("two", True)

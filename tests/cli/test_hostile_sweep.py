@@ -58,7 +58,7 @@ def hpcbench(project: Path, *arguments: str) -> subprocess.CompletedProcess[byte
 
 
 @pytest.mark.slow
-def test_values_reach_the_ranks_as_they_were_written_and_nobody_else(project: Path) -> None:
+def test_hostile_values_reach_the_ranks_unchanged_and_no_shell(project: Path) -> None:
     done = [
         hpcbench(project, *arguments)
         for arguments in (
@@ -110,7 +110,7 @@ def test_values_reach_the_ranks_as_they_were_written_and_nobody_else(project: Pa
         ('name = "x"\n[fixed]\n', ["logs", "../../x\x9b"]),
     ],
 )  # fmt: skip
-def test_what_is_no_name_is_refused_and_leaves_nothing(tmp_path: Path, text: str, arguments: list[str]) -> None:
+def test_an_invalid_name_is_refused_and_leaves_no_file(tmp_path: Path, text: str, arguments: list[str]) -> None:
     (tmp_path / "given.toml").write_text(text)
     done = hpcbench(tmp_path, *(argument.replace("{}", "given.toml") for argument in arguments))
     assert done.returncode == 2, done.stderr

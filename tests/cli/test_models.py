@@ -58,7 +58,7 @@ def test_json_holds_the_sums_and_every_layer() -> None:
         (("--sort", "size"), "'size' is not one of"),
     ],
 )
-def test_wrong_input_says_what_is_right(arguments: tuple[str, ...], said: str) -> None:
+def test_wrong_input_names_the_valid_choices(arguments: tuple[str, ...], said: str) -> None:
     done = hpcbench("models", *arguments)
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
@@ -87,7 +87,7 @@ def reads(in_shape, outputs):
 """
 
 
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_model_is_measured_and_listed(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(OWN)
     env = {"XDG_CACHE_HOME": str(tmp_path)}
     own = ("models", "--dataset", "digits", "--model-folder", str(tmp_path), "--model")

@@ -108,7 +108,7 @@ def test_predicting_takes_no_torch(tiny: Path, tmp_path: Path) -> None:
     assert "fsdp" in done.stdout
 
 
-def test_plan_says_what_will_not_fit(large: Path, tmp_path: Path) -> None:
+def test_plan_reports_runs_that_do_not_fit_into_memory(large: Path, tmp_path: Path) -> None:
     text = call(tmp_path, "plan", large, "--cluster", "selene").stdout
     assert "predicted" in text.partition("all runs")[0]
     assert "1 of 2 will probably not fit into memory, by the oracle: ddp on 16 ranks" in " ".join(text.split())
@@ -122,7 +122,7 @@ def test_plan_says_what_will_not_fit(large: Path, tmp_path: Path) -> None:
     assert 0 < hours < document["node_hours"]
 
 
-def test_plan_goes_on_where_nothing_can_be_said(tmp_path: Path) -> None:
+def test_plan_works_without_predictions(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def net():\n    raise SystemExit('not to be called')\n")
     path = tmp_path / "own.toml"
     path.write_text(SWEEP.replace('"resnet18"', '"mine:net"').replace('"tiny"', '"own"\nmodel_folder = "."'))
@@ -136,7 +136,7 @@ def test_plan_goes_on_where_nothing_can_be_said(tmp_path: Path) -> None:
 WISH = ("recommend", "--model", "resnet18", "--dataset", "cifar10", "--cluster", "selene", "--global-batch-size", "256")
 
 
-def test_a_recommendation_ranks_and_says_what_stops_the_rest(tmp_path: Path) -> None:
+def test_a_recommendation_ranks_candidates_and_gives_reasons_for_the_rest(tmp_path: Path) -> None:
     document = said(tmp_path, *WISH, "--nodes", "2", "--nodes", "1")
     assert [one["nodes"] for one in document["recommendations"]] == [1, 2]
     found = document["recommendations"][0]

@@ -92,7 +92,7 @@ def test_collected_files_hold_every_run(tmp_path: Path) -> None:
     assert {row["run_id"] for row in document["results"]} == set(frame["run_id"])
 
 
-def test_what_cannot_be_answered_says_why(tree: Path) -> None:
+def test_an_impossible_table_names_the_reason(tree: Path) -> None:
     done = call(tree, "table", "--layout", "ddlbench")
     assert done.stdout == ""
     assert "there is nothing to show" in done.stderr

@@ -99,7 +99,7 @@ def test_derived_parameters_may_use_those_above_them(write_sweep: Write) -> None
     assert seen == [(1, 64, 2, 1.5), (4, 16, 1, 6.0), (2, 3, 1, 3.0)]
 
 
-def test_what_is_derived_as_none_is_left_open(write_sweep: Write) -> None:
+def test_a_value_derived_as_none_stays_unset(write_sweep: Write) -> None:
     text = """
         name = "s"
         [grid]

@@ -57,7 +57,7 @@ def test_values(text: str, value: Any) -> None:
         "b'x'", "1j", "nodes if", "", "a b", "await x", "nodes @ nodes", "nodes is None", "~nodes", "nodes << 3", "yield",
     ],
 )  # fmt: skip
-def test_nothing_else_is_part_of_the_language(text: str) -> None:
+def test_constructs_outside_the_language_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expression"):
         Expression(text)
 
@@ -87,7 +87,7 @@ def test_monsters_are_refused(text: str) -> None:
         ("1e999 - 1e999", "finite real"),
     ],
 )
-def test_what_cannot_be_computed_says_why(text: str, message: str) -> None:
+def test_an_expression_that_fails_names_the_reason(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Expression(text, where="f:3")(VALUES)
 
@@ -148,7 +148,7 @@ GRAMMAR = st.recursive(
 
 @given(st.one_of(st.lists(st.sampled_from(TOKENS), max_size=12).map(" ".join), GRAMMAR, st.text(max_size=40)))
 @settings(max_examples=1000)
-def test_whatever_is_written_gives_a_plain_value_or_our_error(text: str) -> None:
+def test_any_text_gives_a_plain_value_or_a_config_error(text: str) -> None:
     try:
         value = Expression(text)(VALUES)
     except ConfigError:

@@ -100,7 +100,7 @@ def test_line_of(path: tuple[str | int, ...], line: int | None) -> None:
     assert TomlSource(Path("x.toml"), TEXT).line(path) == line
 
 
-def test_values_of_a_parameter_are_told_apart_by_type(write_sweep: Write) -> None:
+def test_values_of_a_parameter_are_distinguished_by_type(write_sweep: Write) -> None:
     sweep = write_sweep('name = "s"\n[grid.options]\nx = [true, 1, 1.0, 1, true]\n')
     assert [repr(value) for value in sweep.values("options", "x")] == ["True", "1", "1.0"]
 

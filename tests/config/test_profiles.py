@@ -41,7 +41,7 @@ def test_tables_are_laid_over_key_by_key(project: Path) -> None:
     assert (profile.description, profile.scheduler.config_file) == ("all", "/etc/x.conf")
 
 
-def test_one_extends_the_shipped_one_of_its_own_name(project: Path) -> None:
+def test_a_profile_extends_the_shipped_one_of_its_name(project: Path) -> None:
     (project / "generic-slurm.toml").write_text('name = "generic-slurm"\nextends = "generic-slurm"\naccount = "mine"\n')
     profile, _ = load_cluster("generic-slurm")
     assert (profile.account, profile.request.gpus) == ("mine", "gpus-per-node")
@@ -127,7 +127,7 @@ def test_the_longest_time_by_nodes(
         ({"environments": {"e": {"container": {"command": ["x"], "image": "x"}}}}, "is the whole command"),
     ],
 )
-def test_what_does_not_go_together(values: dict[str, Any], message: str) -> None:
+def test_contradictory_keys_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ClusterProfile.model_validate({"name": "c", **values})
 

@@ -29,7 +29,7 @@ def test_identity_is_what_it_was() -> None:
     assert config_id(SPEC) == run_id(SPEC)
 
 
-def test_what_identity_leaves_out() -> None:
+def test_ids_leave_out_their_documented_parameters() -> None:
     other = msgspec.structs.replace
     assert run_id(other(SPEC, time_limit_min=5.0)) == run_id(SPEC)
     assert run_id(other(SPEC, repeat=1)) != run_id(SPEC)
@@ -85,7 +85,7 @@ def test_task_file_round_trip(tmp_path) -> None:  # type: ignore[no-untyped-def]
         read_task(path, 2)
 
 
-def test_a_hybrid_is_told_with_its_degrees() -> None:
+def test_the_label_of_a_hybrid_has_its_degrees() -> None:
     given: dict[str, Any] = {"model": "vgg11", "dataset": "digits", "batch_size": 4, "strategy": "filter"}
     assert run_label(RunSpec(tasks_per_node=4, tp_degree=4, **given)) == "filter on 4 ranks, vgg11, batch 4"
     assert run_label(RunSpec(tasks_per_node=4, dp_degree=2, tp_degree=2, **given)).startswith(

@@ -123,7 +123,7 @@ def test_the_fast_suite_passes_with_the_strategy(followed: Path) -> None:
         ),
     ],
 )
-def test_a_planted_mistake_is_found_by_tests_that_nobody_wrote_for_it(
+def test_a_planted_mistake_fails_a_test_of_the_registry(
     followed: Path, file: str, correct: str, wrong: str, failing: set[str]
 ) -> None:
     path = followed / file

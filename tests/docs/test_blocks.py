@@ -204,7 +204,7 @@ def test_commands_work(page: str, call: Callable[[str], str]) -> None:
 
 
 @pytest.mark.parametrize("block", of_kind("toml"), ids=block_id)
-def test_toml_is_what_it_says(block: Block, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toml_blocks_are_valid(block: Block, template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sweep, bands, a person's accounts, or keys of a profile."""
     project = tmp_path / "project"
     shutil.copytree(template, project)
@@ -233,7 +233,7 @@ def test_python_is_python(block: Block) -> None:
     compile(f"{{\n{text}}}" if text.startswith('"late_ddp"') else text, block_id(block), "exec")
 
 
-def test_a_block_that_nobody_runs_is_found(tmp_path: Path) -> None:
+def test_a_block_that_no_test_runs_is_reported(tmp_path: Path) -> None:
     page = ROOT / "docs" / "tour.md"
     (first, *_) = blocks(page)
     assert is_accounted_for(first._replace(page="docs/x.md"), "hpcbench table x")

@@ -36,7 +36,7 @@ def test_every_page_has_its_place(built: Path) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_is_loaded_from_elsewhere(built: Path) -> None:
+def test_the_site_loads_nothing_from_elsewhere(built: Path) -> None:
     assert list(make_site.loaded_from_elsewhere(built)) == []
     assert (built / "frame-worker.js").exists()
     assert 'src="../frame-worker.js"' in (built / "decisions" / "index.html").read_text(encoding="utf-8")

@@ -180,7 +180,7 @@ def spec_for(profile: ClusterProfile, **given: Any) -> RunSpec:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.cluster}-{'-'.join(map(str, case.spec.values()))}")
-def test_what_the_site_wants(case: Case) -> None:
+def test_a_shipped_profiles_script_follows_its_site(case: Case) -> None:
     script = job(case.cluster, **case.spec)
     assert [text for text in case.contains if text not in script] == []
     assert [text for text in case.lacks if text in script] == []
@@ -194,7 +194,7 @@ def test_every_site_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("name", SITES)
-def test_a_shipped_profile_says_where_it_is_from_and_names_nobody(name: str) -> None:
+def test_a_shipped_profile_has_source_and_date_and_no_account(name: str) -> None:
     data = tomli.loads(FILES[name].read_text(encoding="utf-8"))
     profile, _ = load_cluster_file(FILES[name])
     assert profile.source
@@ -206,7 +206,7 @@ def test_a_shipped_profile_says_where_it_is_from_and_names_nobody(name: str) -> 
     assert types <= {None, *profile.devices}
 
 
-def test_what_only_the_ranks_are_told() -> None:
+def test_rendezvous_names_follow_the_site() -> None:
     """JUWELS' InfiniBand names end in i; Frontier's rank 0 is reached by its host name."""
     assert load_cluster_file(FILES["juwels-booster"])[0].network.host_suffix == "i"
     assert load_cluster_file(FILES["jupiter"])[0].network.host_suffix == ""

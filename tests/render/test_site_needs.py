@@ -106,7 +106,9 @@ MASKS = "mask_cpu:fe,fe00"
         (WHOLE, contained("cscs-engine"), ["--environment=im:age"], []),
     ],
 )  # fmt: skip
-def test_the_words_of_a_step(shape: JobShape, values: dict[str, Any], words: list[str], absent: list[str]) -> None:
+def test_the_launcher_has_the_arguments_of_its_step(
+    shape: JobShape, values: dict[str, Any], words: list[str], absent: list[str]
+) -> None:
     found = launch(script(shape, profile(**values)))
     assert [word for word in words if word not in found] == []
     assert [word for word in absent if word in found] == []
@@ -157,7 +159,7 @@ def test_the_lines_of_a_job(values: dict[str, Any], lines: list[str], absent: li
         ({"kind": "uenv"}, "python3"),
     ],
 )  # fmt: skip
-def test_the_words_before_the_interpreter(container: dict[str, Any], prefix: str) -> None:
+def test_a_container_command_precedes_the_interpreter(container: dict[str, Any], prefix: str) -> None:
     text = script(WHOLE, profile(**contained(**container)))
     assert f"\npython=({prefix})\n" in text
 
@@ -170,7 +172,7 @@ def test_short_steps_run_where_the_container_is() -> None:
     assert "--container-image=im:age" in launch(script(alone, profile(launcher="torchrun", **contained("pyxis"))))
 
 
-def test_the_order_of_devices_is_said_where_a_job_has_all() -> None:
+def test_the_device_order_is_exported_for_whole_nodes_only() -> None:
     made = profile(binding={"device_order": [3, 2, 1, 0]})
     assert "\nexport CUDA_VISIBLE_DEVICES=3,2,1,0\n" in script(WHOLE, made)
     assert "CUDA_VISIBLE_DEVICES" not in script(PART, made)
@@ -194,7 +196,7 @@ def spec(**values: Any) -> RunSpec:
     return RunSpec(model="resnet18", dataset="digits", strategy="ddp", batch_size=8, **values)
 
 
-def test_a_limit_that_nobody_named_is_what_the_partition_allows() -> None:
+def test_the_default_time_limit_is_the_partitions() -> None:
     steps = [{"nodes": 2, "max_time_min": "10 min"}]
     made = profile(partition={"max_time_by_nodes": steps, "max_time_min": "20 min"}, default_partition="p")
     assert make_job_shape(spec(nodes=2), made).time_limit_s == 600.0

@@ -65,7 +65,7 @@ def test_names_are_found_in_documents_and_scripts() -> None:
     assert anonymiser.text("prj8 prj9 fat2") == "account-2 account-3 node-4"
 
 
-def test_what_a_result_says_of_its_job_and_machine() -> None:
+def test_job_and_machine_of_a_result_are_anonymised() -> None:
     uuid = "GPU-12345678-1234-1234-1234-123456789abc"
     document = {
         "provenance": {
@@ -91,7 +91,7 @@ def test_what_a_result_says_of_its_job_and_machine() -> None:
     }  # fmt: skip
 
 
-def test_words_of_ours_stay_whoever_is_called_like_them() -> None:
+def test_own_vocabulary_stays_even_if_a_user_has_such_a_name() -> None:
     anonymiser = Anonymizer()
     for name in ("single", "host", "spec", "ok"):
         anonymiser.learn_user(name)

@@ -38,7 +38,7 @@ def tree(tmp_path: Path) -> ClusterTree:
         (None, "ok", None, False),
     ],
 )
-def test_what_gives_way(
+def test_a_replaced_result_is_archived(
     tree: ClusterTree, present: str | None, status: str, supersedes: str | None, replaced: bool
 ) -> None:
     tree.write_result(result(1, present))
@@ -54,7 +54,7 @@ def test_what_gives_way(
         assert list(tree.run_ids()) == [ID], "the archive holds no runs"
 
 
-def test_nothing_in_the_archive_is_written_over(tree: ClusterTree) -> None:
+def test_the_archive_overwrites_no_result(tree: ClusterTree) -> None:
     for attempt, key in enumerate(("a", "b", "a", "b"), start=1):
         tree.write_result(result(attempt, key), "b" if key == "a" else "a")
     names = sorted(str(path.relative_to(tree.root / "archive")) for path in tree.root.glob("archive/*/*/*"))

@@ -100,7 +100,7 @@ def only_problem(path: Path) -> CollectedResult:
     return bad
 
 
-def test_what_was_bundled_is_read_in_the_order_of_the_sweep(tmp_path: Path) -> None:
+def test_a_bundle_is_read_in_the_order_of_the_sweep(tmp_path: Path) -> None:
     path = write(tmp_path / "x.tar.gz")
     assert collect_bundle_results(path) == [CollectedResult("c", IDS[number], result(number)) for number in range(3)]
     assert collect_bundle_results(path, ["c"]) == collect_bundle_results(path)
@@ -150,7 +150,7 @@ def test_names_that_are_none_of_a_tree(tmp_path: Path, name: str) -> None:
         (b"Z", {}),
     ],
 )
-def test_what_is_no_plain_file(tmp_path: Path, kind: bytes, values: dict[str, Any]) -> None:
+def test_a_member_that_is_no_plain_file_is_refused(tmp_path: Path, kind: bytes, values: dict[str, Any]) -> None:
     problem = only_problem(evil(tmp_path / "x.tar.gz", member(place(1), kind, **values)))
     assert (problem.run_id, "it is no plain file" in problem.problem) == (place(1), True)
 
@@ -186,7 +186,7 @@ def test_a_broken_result_is_a_row_with_the_reason(tmp_path: Path, body: bytes, r
         ("c/y", b"", {place(0): data(0), "c/y": b"", place(1): b""}, "manifest.json lists it, but it is not there"),
     ],
 )
-def test_what_the_lists_contradict(
+def test_a_member_that_contradicts_the_manifest_is_refused(
     tmp_path: Path, name: str, body: bytes, listed: dict[str, bytes], reason: str
 ) -> None:
     assert reason in only_problem(evil(tmp_path / "x.tar.gz", (name, body), listed=listed)).problem

@@ -152,7 +152,7 @@ WRONG = ("link", "pipe", "folder", "huge number", "number without end", "no utf-
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_no_result_is_a_row_with_a_reason(tree: ClusterTree, what: str) -> None:
+def test_an_unreadable_result_is_a_row_with_a_reason(tree: ClusterTree, what: str) -> None:
     run_id = index.read_indexed_results(tree)["run_id"][3]
     path = path_of(tree, run_id)
     text = path.read_text()
@@ -193,7 +193,7 @@ def test_an_earlier_schema_is_migrated(tree: ClusterTree, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "empty", "link", "foreign parquet", "other columns"])
-def test_a_damaged_index_is_made_anew(tree: ClusterTree, damage: str) -> None:
+def test_a_damaged_index_is_rebuilt(tree: ClusterTree, damage: str) -> None:
     index.read_indexed_results(tree)
     path = tree.root / index.INDEX_FILE_NAME
     data = path.read_bytes()

@@ -84,7 +84,7 @@ def files(folder: Path) -> dict[str, bytes]:
         ("submissions", lambda tree: tree.submissions),
     ],
 )
-def test_nothing_is_written_through_a_link(
+def test_writing_through_a_link_is_refused(
     tree: ClusterTree, linked: str, write: Callable[[ClusterTree], None]
 ) -> None:
     outside = move_away(tree, linked)
@@ -127,7 +127,7 @@ def test_files_behind_links_are_not_read(tree: ClusterTree, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["result.json", "attempts/1/attempt.json", "attempts/1/rank-0.json"])
-def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(tree: ClusterTree, name: str) -> None:
+def test_reading_a_pipe_does_not_block(tree: ClusterTree, name: str) -> None:
     path = tree.run_folder(ID) / name
     path.unlink()
     os.mkfifo(path)
@@ -187,7 +187,7 @@ def test_only_plain_files_of_a_sensible_size_are_read(tmp_path: Path) -> None:
     assert read_regular(Path("/proc/self/status")).startswith(b"Name:")
 
 
-def test_what_lies_where_an_attempt_should_is_counted_over(tree: ClusterTree) -> None:
+def test_foreign_files_among_attempts_are_skipped(tree: ClusterTree) -> None:
     attempts = tree.run_folder(ID) / "attempts"
     (attempts / "2").write_text("a file")
     (attempts / "3").symlink_to("nowhere")

@@ -65,7 +65,7 @@ def test_a_quiet_tree_is_read_once(tmp_path: Path, planted: list[RunResult]) -> 
     assert tree.look(ids) == []
 
 
-def test_what_changed_is_read_and_little_else(tmp_path: Path, planted: list[RunResult]) -> None:
+def test_only_changed_folders_are_read_again(tmp_path: Path, planted: list[RunResult]) -> None:
     tree = Counting(tmp_path / "c")
     ids = [one.run_id for one in planted]
     for _ in range(3):
@@ -119,9 +119,7 @@ def test_runs_that_were_not_asked_for_before_are_looked_up_in_a_quiet_tree(
     assert tree.look([planted[0].run_id, planted[1].run_id]) == [planted[1].run_id]
 
 
-def test_one_run_alone_is_always_read_and_a_result_that_is_gone_is_gone(
-    tmp_path: Path, planted: list[RunResult]
-) -> None:
+def test_a_single_run_is_always_read_and_a_removed_result_disappears(tmp_path: Path, planted: list[RunResult]) -> None:
     tree = Counting(tmp_path / "c")
     ids = [one.run_id for one in planted]
     for _ in range(3):

@@ -133,7 +133,7 @@ def test_thinned_blocks_are_equally_long() -> None:
         ([], []),
     ],
 )
-def test_what_a_reader_is_told(times: list[float], expected: list[str]) -> None:
+def test_steadiness_warnings_follow_from_step_times(times: list[float], expected: list[str]) -> None:
     assert make_steadiness_warnings(times, step_time_statistics(times)) == expected
 
 

@@ -99,6 +99,6 @@ def test_two_nodes_with_two_ranks_each(launch: Launch, started: dict[Launch, Fut
     assert ("horovod" in result["provenance"]) == (launch.strategy == "horovod")
 
 
-def test_the_box_is_what_the_shipped_profile_says(box: Box) -> None:
+def test_the_shipped_profile_describes_the_box(box: Box) -> None:
     profile, _ = load_cluster("slurmbox")
     assert profile.scheduler.config_file == str(box.slurm_conf)

@@ -66,7 +66,7 @@ def test_a_profile_from_the_scheduler_alone_is_agreed_with(box: Box, here: Here,
     assert (again.returncode, "mine.toml exists" in again.stderr) == (2, True)
 
 
-def test_what_no_table_says_sbatch_does(box: Box, here: Here, tmp_path: Path) -> None:
+def test_check_reports_refusals_of_sbatch(box: Box, here: Here, tmp_path: Path) -> None:
     path = tmp_path / "project" / "clusters" / "wrong.toml"
     path.write_text(
         'name = "wrong"\n[partitions.normal]\n[partitions.low]\ndirectives = { reservation = "none" }\n'

@@ -124,7 +124,7 @@ def test_two_array_tasks_on_the_same_nodes_twenty_times(
     two_array_tasks_meet_on_the_same_nodes(hpcbench, results, tmp_path, slurm)
 
 
-def test_submitits_job_tells_the_state_and_cancels(
+def test_a_submitit_job_reports_its_state_and_cancels(
     hpcbench: Command, results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was measured until then is kept, and submit would run it again."""

@@ -28,5 +28,5 @@ POLICY = (
         ("sbatch did not answer within 60 s (timed out)", SbatchOutcome.UNCLEAR),
     ],
 )
-def test_what_is_to_be_done_next(said: str, answer: SbatchOutcome) -> None:
+def test_sbatch_errors_are_classified_by_the_next_step(said: str, answer: SbatchOutcome) -> None:
     assert classify_sbatch_error(said) is answer

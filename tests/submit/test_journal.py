@@ -30,7 +30,9 @@ def chunk(first: int, count: int, job_id: str | None = "7", **more: bool) -> Job
         ([chunk(0, 2, None, refused=True)], 3, [(2, 1)]),
     ],
 )
-def test_what_is_left_to_send(chunks: list[JobBatch], jobs: int, unsent: list[tuple[int, int]]) -> None:
+def test_unsent_slices_follow_from_the_journal(
+    chunks: list[JobBatch], jobs: int, unsent: list[tuple[int, int]]
+) -> None:
     assert Journal(chunks).unsent(0, jobs) == unsent
 
 

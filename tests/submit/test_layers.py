@@ -56,13 +56,13 @@ def calls(folder: Path) -> list[str]:
     return (folder / "calls").read_text().splitlines()
 
 
-def test_what_is_shipped_asks_nobody(tmp_path: Path, python: Python) -> None:
+def test_a_shipped_layer_table_starts_no_worker(tmp_path: Path, python: Python) -> None:
     found = load_layer_table(LayerTableRequest(model="vgg11", dataset="cifar10"), python=python(b""))
     assert found == read_shipped_table("vgg11", "cifar10")
     assert not (tmp_path / "calls").exists()
 
 
-def test_what_was_made_is_kept(tmp_path: Path, python: Python, cache: Path) -> None:
+def test_a_measured_layer_table_is_cached(tmp_path: Path, python: Python, cache: Path) -> None:
     assert load_layer_table(ASKED, python=python(good())) == table()
     assert json.loads((tmp_path / "asked").read_bytes()) == {"model": "vgg11", "dataset": "cifar10", "input_size": 40}
     assert calls(tmp_path) == [f"{os.environ.get('PYTHONPATH', '')} -m hpcbench.worker.layers"]
@@ -80,7 +80,7 @@ def test_a_cache_that_cannot_be_written_is_none(tmp_path: Path, python: Python, 
     assert load_layer_table(ASKED, python=python(good())) == table()
 
 
-def test_a_changed_model_of_ones_own_is_made_anew(tmp_path: Path, python: Python) -> None:
+def test_a_changed_custom_model_is_measured_again(tmp_path: Path, python: Python) -> None:
     source = tmp_path / "code" / "mine" / "nets.py"
     source.parent.mkdir(parents=True)
     for text, made in (("1", 1), ("1", 1), ("2", 2)):

@@ -138,7 +138,7 @@ def test_two_submissions_share_the_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cores_folder")
-def test_stopping_the_queue_tells_its_runs_and_starts_no_more(tmp_path: Path) -> None:
+def test_sigterm_to_the_queue_stops_its_runs_and_starts_no_more(tmp_path: Path) -> None:
     folder = submission(tmp_path / "s-0001", runs=50, cores=1000, seconds=30)
     start(folder)
     wait_for("the first to begin", lambda: notes(folder))
@@ -168,7 +168,7 @@ def test_cores_are_free_again_when_their_holder_dies(tmp_path: Path) -> None:
     assert wait_for("the cores", lambda: CoreLocks(2, tmp_path).take(5), 10)
 
 
-def test_submitits_job_tells_the_state_and_cancels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_submitit_job_reports_its_state_and_cancels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the process that started it, and from any other."""
     script = tmp_path / "0.sh"
     script.write_text('trap \'echo told > told; kill "$child"\' TERM\nsleep 60 & child=$!\nwait "$child"\n')
@@ -218,7 +218,7 @@ def test_a_run_sees_the_devices_that_its_submitter_saw(
 @pytest.mark.parametrize(
     ("changes", "cores"), [({}, 2), ({"device": "cuda"}, ALL_CORES), ({"request": {"exclusive": True}}, ALL_CORES)]
 )
-def test_who_is_alone_on_the_machine(
+def test_a_run_larger_than_the_machine_runs_alone(
     write_sweep: Callable[[str], Sweep], tmp_path: Path, changes: dict[str, Any], cores: int
 ) -> None:
     profile = ClusterProfile.model_validate(

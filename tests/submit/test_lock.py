@@ -61,12 +61,12 @@ def test_an_expired_lease_is_taken_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("content", "left"), [(b"dead", []), (b"its successor's", [b"its successor's"])])
-def test_who_comes_late_to_a_dead_lock_leaves_its_successor(content: bytes, left: list[bytes], tmp_path: Path) -> None:
+def test_removing_a_stale_lock_keeps_a_new_one(content: bytes, left: list[bytes], tmp_path: Path) -> None:
     (tmp_path / ".lock").write_bytes(content)
     lock._remove_stale_file(tmp_path / ".lock", b"dead")
     assert [path.read_bytes() for path in tmp_path.iterdir()] == left
 
 
-def test_one_waits_longer_than_a_dead_holder_is_believed() -> None:
+def test_waiting_lasts_longer_than_a_dead_holders_lease() -> None:
     defaults = inspect.signature(exclusive_lock).parameters
     assert defaults["wait_s"].default > defaults["lease_s"].default

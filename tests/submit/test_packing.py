@@ -66,7 +66,7 @@ def test_pack_and_pack_minutes_exclude_each_other(write_sweep: Callable[[str], S
 @pytest.mark.parametrize(
     ("sweep_budget", "cluster_budget", "owner"), [("1.9", None, "sweep small"), ("99", 0.5, "cluster test")]
 )
-def test_a_budget_is_kept_unless_told(
+def test_a_plan_above_the_budget_is_refused_without_yes(
     write_sweep: Callable[[str], Sweep],
     cluster_tree: ClusterTree,
     fake_slurm: Any,

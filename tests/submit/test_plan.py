@@ -44,7 +44,7 @@ def test_results_are_found_in_small_and_large_sweeps(
     assert list(again.missing) == keys[2:]
 
 
-def test_shapes_are_told_apart_by_what_the_script_holds(
+def test_runs_of_equal_scripts_form_one_group(
     write_sweep: Write, slurm_profile: ClusterProfile, cluster_tree: ClusterTree
 ) -> None:
     sweep = write_sweep(

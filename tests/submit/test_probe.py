@@ -52,7 +52,7 @@ writable
 """
 
 
-def test_what_a_probe_saw() -> None:
+def test_a_probe_report_is_parsed_into_a_profile() -> None:
     probe = parse_probe(PROBED)
     assert probe.interfaces == {"hsn0": "10.1.0.3", "eth0": "10.77.0.1"}
     assert (probe.fabric, len(probe.devices), probe.tmp_in_memory, probe.memory_bytes) == ("hsn", 1, True, 1024000)
@@ -112,7 +112,7 @@ def test_the_probe_runs_in_the_jobs_own_environment(tmp_path: Path) -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
-def test_a_refused_probe_leaves_what_the_scheduler_said(
+def test_a_refused_probe_quotes_the_scheduler(
     fake_slurm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (fake_slurm / "scontrol").write_text("".join(recorded(f"box-{name}") for name in ("config", "node", "partition")))
@@ -125,7 +125,7 @@ def test_a_refused_probe_leaves_what_the_scheduler_said(
     assert load_cluster_file(tmp_path / "clusters" / "mine.toml")[0].node.devices == 4
 
 
-def test_who_stops_waiting_leaves_no_job(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupting_a_probe_cancels_its_job(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*arguments: object) -> str:
         raise KeyboardInterrupt
 

@@ -101,7 +101,7 @@ def test_a_limit_that_not_even_one_job_meets_is_a_refusal(
     assert list(cluster_tree.submissions.iterdir()) == []
 
 
-def test_a_profile_may_say_how_many_jobs_are_taken(
+def test_a_profile_limits_submitted_jobs(
     ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     (fake_slurm / "squeue.user").write_text("1\n2\n3\n")
@@ -120,7 +120,7 @@ def test_a_profile_may_say_how_many_jobs_are_taken(
         (2, ["0-3%1", "0-3%1", "0-1%1"], [None, None, "afterany:4711"]),
     ],
 )
-def test_what_may_run_at_once_is_shared_among_the_arrays(
+def test_the_cap_on_running_jobs_is_shared_among_arrays(
     ten: Callable[..., SweepPlan],
     cluster_tree: ClusterTree,
     fake_slurm: Path,
@@ -173,7 +173,7 @@ def test_no_array_is_sent_by_a_guess_at_the_largest(
     assert options(fake_slurm, "array") == ["0-3", "0-3", "0-1"]
 
 
-def test_what_somebody_else_is_sending_is_left_to_them(
+def test_a_submission_locked_by_another_process_is_not_sent(
     ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, record = written(ten(), cluster_tree)
@@ -195,7 +195,7 @@ def test_a_job_that_was_taken_without_a_word_is_found_by_its_name(
     assert read_journal(folder).job_ids() == [f"4999_{number}" for number in range(10)]
 
 
-def test_nothing_is_sent_again_while_nobody_can_say_what_became_of_it(
+def test_an_unclear_sbatch_call_is_not_repeated_while_squeue_fails(
     ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "unclear-lost")
@@ -249,7 +249,7 @@ def test_a_job_that_has_run_and_gone_is_known_by_its_start_markers(
     assert read_journal(folder).job_ids()[6] == "4321_6"
 
 
-def test_a_job_number_that_began_anew_is_somebody_elses(
+def test_a_reused_job_number_of_another_job_is_ignored(
     ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     plan = ten()

@@ -65,7 +65,7 @@ def test_the_attempt_that_began_is_the_one_that_ended_so(
     "line", ["4711_0|TIMEOUT|None|{now}|", "4711_0|TIMEOUT|None|Unknown|", "4711_0|RUNNING|None|{past}|",
              "4711_0|COMPLETED|None|{past}|"],
 )  # fmt: skip
-def test_what_may_still_change_is_not_written_down(
+def test_states_that_may_change_are_not_recorded(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, line: str
 ) -> None:
     """A result may show late on a slow file system; a job that ended well may have left its result elsewhere."""

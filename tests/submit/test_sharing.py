@@ -45,7 +45,7 @@ def umask(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("setgid", [0, stat.S_ISGID], ids=["plain", "setgid"])
-def test_what_submit_and_worker_leave_follows_the_umask(
+def test_files_of_submit_and_worker_follow_the_umask(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, umask: int, setgid: int
 ) -> None:
     root = cluster_tree.root.parent
@@ -103,7 +103,7 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("mode", [0o555, 0o755 if os.getuid() == 0 else 0o500])
 @pytest.mark.parametrize("name", ["results", "results/local", "results/local/submissions", "results/local/sweeps"])
-def test_submit_into_a_folder_of_somebody_else(project: Path, name: str, mode: int) -> None:
+def test_submit_into_a_foreign_folder_names_its_owner(project: Path, name: str, mode: int) -> None:
     owner = give_away(project / name, mode)
     done = unprivileged("-m", "hpcbench", "submit", "tiny.toml", "--cluster", "local", cwd=project)
     assert (done.returncode, done.stdout) == (3, "")
@@ -122,7 +122,7 @@ def tasks(plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path) -> Path:
 
 
 @pytest.mark.parametrize("below", ["", "attempts"])
-def test_a_worker_whose_run_belongs_to_somebody_else(
+def test_a_worker_without_access_to_its_run_names_the_owner(
     plan: SweepPlan, cluster_tree: ClusterTree, tasks: Path, tmp_path: Path, below: str
 ) -> None:
     run_folder = cluster_tree.run_folder(next(iter(plan.runs)))
@@ -136,7 +136,7 @@ def test_a_worker_whose_run_belongs_to_somebody_else(
     assert "Traceback" not in begin.stderr + end.stderr
 
 
-def test_what_somebody_else_keeps_to_himself_is_a_row_with_the_reason(
+def test_an_unreadable_result_is_a_row_with_the_reason(
     plan: SweepPlan, cluster_tree: ClusterTree, tasks: Path, tmp_path: Path
 ) -> None:
     first, second, third, *_ = plan.runs

@@ -97,14 +97,14 @@ def test_values_with_spaces_end_at_the_next_key() -> None:
     assert (record["RealMemory"], record["Gres"], record["Reason"]) == ("5", "", "out of order [root@now]")
 
 
-def test_devices_that_gres_does_not_tell_are_among_the_totals() -> None:
+def test_devices_missing_in_gres_are_read_from_the_totals() -> None:
     text = (
         "NodeName=a CPUTot=64 RealMemory=1000 Gres=(null) Partitions=p CfgTRES=cpu=64,mem=1000M,gres/gpu=4 AllocTRES=\n"
     )
     assert parse_nodes(text)["p"][0].gpus == (GpuCount(None, 4),)
 
 
-def test_json_says_the_same_of_nodes_as_text() -> None:
+def test_nodes_from_json_equal_those_from_text() -> None:
     text = (RECORDED / "box-sinfo.json").read_text(encoding="utf-8")
     assert parse_json_nodes(text) == parse_nodes(recorded("box-node"))
     newer = (
@@ -118,11 +118,11 @@ def test_json_says_the_same_of_nodes_as_text() -> None:
 @pytest.mark.parametrize(
     "text", ["", "sinfo: unrecognized option", "[]", "{}", '{"nodes": {"a": 1}}', '{"nodes": [3]}', "\xff{"]
 )
-def test_json_of_another_form_says_nothing(text: str) -> None:
+def test_json_of_another_form_gives_no_nodes(text: str) -> None:
     assert parse_json_nodes(text) == {}
 
 
-def test_json_is_read_where_text_tells_of_no_nodes(fake_slurm: Path) -> None:
+def test_json_is_read_if_the_text_lists_no_nodes(fake_slurm: Path) -> None:
     (fake_slurm / "scontrol").write_text(recorded("box-config") + recorded("box-partition"))
     (fake_slurm / "sinfo").write_text((RECORDED / "box-sinfo.json").read_text(encoding="utf-8"))
     facts = query_site(ClusterProfile.model_validate({"name": "c"}))
@@ -218,7 +218,9 @@ def with_partition(facts: SiteFacts, name: str, **changes: object) -> SiteFacts:
         ({}, {"account_required": True, "partitions": {"normal": {}}}, "cluster c takes no job without an account"),
     ],
 )  # fmt: skip
-def test_what_a_partition_refuses(changes: dict[str, object], profile: dict[str, object], expected: str) -> None:
+def test_a_profile_beyond_a_partitions_limits_is_reported(
+    changes: dict[str, object], profile: dict[str, object], expected: str
+) -> None:
     made = ClusterProfile.model_validate({"name": "c", **profile})
     problems = list(compare_profile(made, with_partition(box(), "normal", **changes), TomlSource(Path("c.toml"), "")))
     assert len(problems) == 1

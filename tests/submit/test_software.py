@@ -56,7 +56,7 @@ def measured(plan: SweepPlan, tree: ClusterTree, key: str | None) -> None:
         assert tree.write_result(result)
 
 
-def test_what_was_measured_elsewhere_is_told_and_run_again_when_asked(
+def test_results_of_another_environment_are_listed_and_measured_again_on_request(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     measured(plan, cluster_tree, "0123456789ab")
@@ -92,7 +92,7 @@ def test_what_was_measured_elsewhere_is_told_and_run_again_when_asked(
 
 
 @pytest.mark.parametrize("key", ["today", None])
-def test_what_was_measured_here_or_by_nobody_knows_what_is_left_alone(
+def test_results_of_this_or_an_unknown_environment_are_kept(
     plan: SweepPlan, cluster_tree: ClusterTree, key: str | None
 ) -> None:
     measured(plan, cluster_tree, plan.environment_key(None) if key else None)

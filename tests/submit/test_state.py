@@ -66,9 +66,7 @@ def test_a_silent_scheduler_is_not_taken_for_failure(
     assert "Unable to contact" in next(iter(found.values())).reason
 
 
-def test_what_the_accounts_do_not_have_yet_may_be_queued(
-    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
-) -> None:
+def test_a_job_missing_in_sacct_may_be_queued(plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path) -> None:
     submit(plan, cluster_tree)
     (fake_slurm / "squeue.error").write_text("Unable to contact slurm controller")
     (fake_slurm / "sacct").write_text("4711_0|TIMEOUT|None\n4711_1|RUNNING|None\n")
@@ -79,7 +77,7 @@ def test_what_the_accounts_do_not_have_yet_may_be_queued(
 
 
 @pytest.mark.parametrize(("state", "expected"), [("RUNNING", "running"), ("PENDING", "pending"), ("FAILED", "failed")])
-def test_what_a_run_left_tells_nothing_while_its_job_may_begin_it_again(
+def test_an_attempts_record_is_ignored_while_its_job_may_restart(
     state: str, expected: str, plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     """A node has died, the first launch said so, and the scheduler has put the job back into the queue."""
@@ -134,7 +132,7 @@ def test_a_result_may_show_late(plan: SweepPlan, cluster_tree: ClusterTree, fake
     assert states(plan, cluster_tree)[0] == "lost"
 
 
-def test_what_a_job_left_of_its_pack_is_still_to_be_run(
+def test_unstarted_runs_of_a_finished_pack_are_not_waiting(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     """Also where the scheduler has forgotten the job: it has begun one of its runs, so it is not waiting."""

@@ -91,7 +91,9 @@ def sets(*groups: Collection[str]) -> set[frozenset[str]]:
         ),
     ],
 )
-def test_who_is_compared_with_whom(planned: Planned, text: str, label: Label, expected: set[frozenset[str]]) -> None:
+def test_stop_rules_group_runs_by_their_other_parameters(
+    planned: Planned, text: str, label: Label, expected: set[frozenset[str]]
+) -> None:
     assert grouped(planned(text), label) == expected
 
 
@@ -125,7 +127,7 @@ timeout = ["batch_size", "steps"]
         ({(8, 20): "timeout", (16, 10): "timeout", (32, 20): "skipped"}, [(16, 20), (32, 10)]),
     ],
 )
-def test_who_is_stopped_at_submit_is_stopped_at_its_start(
+def test_submit_and_the_start_of_a_run_stop_the_same_runs(
     planned: Planned, ended: dict[tuple[int, int], str], stopped: list[tuple[int, int]]
 ) -> None:
     plan = planned(PLANE)

@@ -50,7 +50,7 @@ def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_one_script_task_file_and_sbatch_per_shape(
+def test_each_shape_has_one_script_task_file_and_sbatch_call(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     submitted = submit(plan, cluster_tree)
@@ -129,7 +129,7 @@ def test_a_refusal_leaves_nothing_behind(
     assert list(cluster_tree.submissions.iterdir()) == []
 
 
-def test_what_was_taken_before_a_refusal_stays(
+def test_jobs_accepted_before_a_refusal_stay(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_SBATCH", "refuse-second")

@@ -51,13 +51,15 @@ def test_the_job_is_the_smallest_that_the_partition_takes(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     "said", ["Requested nodes are busy", "Required node not available (DOWN, DRAINED or reserved)"]
 )
-def test_what_another_hour_takes_is_no_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+def test_a_temporary_refusal_is_no_problem_of_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
     (tmp_path / "sbatch").write_text(f'#!/bin/sh\necho "allocation failure: {said}" >&2\nexit 1\n')
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert found() == []
 
 
-def test_where_there_is_no_sbatch_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sbatch_no_problem_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert found() == []

@@ -41,7 +41,7 @@ def answer(fake_slurm: Path, said: str) -> None:
     (fake_slurm / "squeue").write_text("".join(f"4711_{task}|{said}|N/A|\n" for task in range(2)))
 
 
-def test_one_block_a_change_until_nothing_is_on_its_way(
+def test_watching_prints_one_block_per_change_until_all_runs_end(
     project: Path, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[Callable[[], None]] = [
@@ -74,7 +74,7 @@ def test_a_look_at_several_sweeps_of_a_cluster_is_one_question(project: Path, fa
 @pytest.mark.parametrize(
     ("every_s", "took_s", "expected_s"), [(10.0, 0.2, 10.0), (10.0, 2.0, 18.0), (0.5, 0.1, 0.9), (10.0, 60.0, 120.0)]
 )
-def test_who_is_slow_to_answer_is_asked_less_often(every_s: float, took_s: float, expected_s: float) -> None:
+def test_the_polling_pause_grows_with_the_answer_time(every_s: float, took_s: float, expected_s: float) -> None:
     assert poll_pause_s(every_s, took_s) == pytest.approx(expected_s)
 
 

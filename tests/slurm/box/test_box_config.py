@@ -166,7 +166,7 @@ def test_a_box_with_gpus_of_a_type() -> None:
     assert " Gres=gpu:a100:4 State" in slurmconf.slurm_conf(Options(gpu_type="a100"), "laptop")
 
 
-def test_a_box_without_gpus_says_nothing_of_them() -> None:
+def test_a_box_without_gpus_configures_none() -> None:
     options = Options(gpus=0)
     assert "gpu" not in slurmconf.slurm_conf(options, "laptop").lower()
     assert slurmconf.gres_conf(options) == ""
@@ -226,7 +226,7 @@ def test_lock_serialises_and_removes_its_file(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_lock_gives_up_and_says_what_for(tmp_path: Path) -> None:
+def test_a_waiting_lock_gives_up_and_names_the_other_call(tmp_path: Path) -> None:
     path = tmp_path / "lock"
     with lock.locked(path), pytest.raises(BoxError, match="waited 0.1 s for the other call"):  # noqa: SIM117
         with lock.locked(path, timeout=0.1):
