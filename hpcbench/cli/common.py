@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -59,6 +60,25 @@ def results_tree(results: str | None) -> ResultsTree:
 def runs_exit_code(states: dict[str, RunState]) -> int:
     """1 if a run failed, timed out, was stopped or lost; 0 otherwise."""
     return EXIT_RUNS_FAILED if {state.state for state in states.values()} & {*FAILED_STATUSES, "lost"} else 0
+
+
+def why_nothing(tree: ResultsTree, sources: Sequence[str], runs: int, where: str | None = None) -> str:
+    """Why there is nothing to show: a filter, a missing folder, or no results yet.
+
+    Args:
+        tree: The tree of the sweeps in ``sources``.
+        sources: As the command was given them.
+        runs: Number of runs before the filter.
+        where: The filter.
+    """
+    title = ", ".join(sources) or str(tree.root)
+    if where is not None and runs:
+        return f"none of the {runs} runs in {title} satisfies --where {where!r}"
+    if not tree.root.is_dir() and tree.root != project_folder() / "results":
+        near = difflib.get_close_matches(tree.root.name, [path.name for path in tree.root.parent.glob("*/")], n=1)
+        hint = f"; did you mean {tree.root.parent / near[0]}?" if near else ""
+        return f"no results in {title}: there is no folder {tree.root} (--results, HPCBENCH_RESULTS){hint}"
+    return f"no results yet in {title}"
 
 
 def print_json(document: Any) -> None:

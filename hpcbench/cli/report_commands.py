@@ -19,6 +19,7 @@ from hpcbench.cli.common import (
     results_tree,
     sources_argument,
     where_option,
+    why_nothing,
 )
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import write_atomic
@@ -103,7 +104,7 @@ def report(
     if as_json:
         print_json(findings_json(findings, [*sources]))
     elif not findings.answers:
-        print_message(f"no results {f'for which {where}' if where else 'yet'} in {title}")
+        print_message(why_nothing(tree, sources, len(frame), where))
     else:
         make_console().print(findings_renderable(findings, f"{title}{f', {where}' if where else ''}"))
 

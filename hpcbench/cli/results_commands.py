@@ -24,11 +24,18 @@ from hpcbench.cli.common import (
     results_tree,
     sources_argument,
     where_option,
+    why_nothing,
 )
 from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError
 from hpcbench.fileio import write_atomic
 from hpcbench.report.column_names import Condition
-from hpcbench.report.comparison import comparison_metric, judge_pairs, load_reference_bands, pair_configurations
+from hpcbench.report.comparison import (
+    comparison_metric,
+    judge_pairs,
+    load_reference_bands,
+    pair_configurations,
+    separating_parameters,
+)
 from hpcbench.report.comparison_view import (
     ComparisonRow,
     comparison_data_view,
@@ -155,7 +162,16 @@ def table(
     if view.raw:
         _print_view(view)
     else:
-        print_message("\n".join(["there is nothing to show", *view.notes]))
+        reason = (
+            why_nothing(tree, sources, len(frame), _where_text(request))
+            if request.where
+            else "there is nothing to show"
+        )
+        print_message("\n".join([reason, *view.notes]))
+
+
+def _where_text(request: TableRequest | None) -> str | None:
+    return request.where.expression.text if request and request.where else None
 
 
 def show_table(
@@ -176,8 +192,8 @@ def show_table(
     if not sources:
         # Runs of a sweep are in its order; the names of folders have none.
         frame = frame.sort(["cluster", *ROW_ORDER], nulls_last=True)
-    frame = filter_launches(frame, request.where if request else None)
-    rows = rows_from_frame(frame, request.baseline if request else None)
+    kept = filter_launches(frame, request.where if request else None)
+    rows = rows_from_frame(kept, request.baseline if request else None)
     if request and request.sort:
         rows = sort_rows(rows, request.sort)
     title = _table_title(results, sources)
@@ -190,7 +206,7 @@ def show_table(
     if as_json or out is not None:
         return
     if not rows:
-        print_message(f"no results yet in {', '.join(sources) or results.root}")
+        print_message(why_nothing(results, sources, len(frame), _where_text(request)))
         return
     names = ", ".join(sorted({row.cluster for row in rows}))
     _print_view(results_text_view(rows, f"{title} on {names}"))
@@ -229,6 +245,7 @@ def _print_view(view: View) -> None:
 )
 @out_option(".md .csv .json .tex .xlsx or .parquet")
 @click.option("--junit", metavar="FILE", type=click.Path(path_type=Path), help="JUnit XML for a CI server.")
+@click.option("--allow-empty", is_flag=True, help="Exit code 0 if no configuration is on both sides.")
 @results_option
 @json_option
 def compare(
@@ -242,12 +259,14 @@ def compare(
     reference: Path | None,
     out: Path | None,
     junit: Path | None,
+    allow_empty: bool,
     results: str | None,
     as_json: bool,
 ) -> None:
     """Compare the launches of BASE and NEW, configuration by configuration.
 
-    BASE and NEW are sweeps, trees or bundles. Exit code 1 if NEW is slower, fails, or lies outside a band.
+    BASE and NEW are sweeps, trees or bundles. Exit code 1 if NEW is slower, fails, or lies outside a band; 2 if
+    nothing can be compared.
     """
     column = comparison_metric(metric)
     base, new = _load_sides(sources, cluster_name, where, since, results, bands_alone=reference is not None)
@@ -256,6 +275,8 @@ def compare(
     if base is not None:
         pairs, notes = pair_configurations(base, new, column)
         judge_pairs(pairs, column, threshold / 100)
+        if not pairs:
+            notes += separating_parameters(base, new)
         rows += rows_from_pairs(pairs, column)
     if reference is not None:
         rows += rows_from_references(new, *load_reference_bands(reference))
@@ -274,6 +295,8 @@ def compare(
         _print_view(text_view)
     else:
         print_message("\n".join([verdict_summary(rows), *notes]))
+    if not rows and not allow_empty:
+        raise ConfigError("no configuration of base and new can be compared", hint="--allow-empty accepts that")
     if any(row.is_regression for row in rows):
         raise click.exceptions.Exit(EXIT_RUNS_FAILED)
 
@@ -291,7 +314,12 @@ def _load_sides(
         )
     condition = Condition(where, "--where") if where else None
     clusters = [cluster] if cluster else None
-    frames = [filter_launches(load_frame(results_tree(results), [source], clusters), condition) for source in sources]
+    frames = []
+    for source in sources:
+        frame = load_frame(results_tree(results), [source], clusters)
+        frames.append(filter_launches(frame, condition))
+        if frame.height and not frames[-1].height:
+            print_message(why_nothing(results_tree(results), [source], frame.height, where))
     if since:
         return _split_by_date(frames[0], since)
     return (frames[0], frames[1]) if len(frames) == 2 else (None, frames[0])

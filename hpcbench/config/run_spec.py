@@ -114,7 +114,8 @@ def run_label(spec: RunSpec) -> str:
 
 
 _EXCLUDED_FROM_RUN_ID = frozenset({"time_limit_min"})
-_EXCLUDED_FROM_CONFIG_ID = _EXCLUDED_FROM_RUN_ID | {"repeat", "seed", "verify"}
+LAUNCH_PARAMETERS = _EXCLUDED_FROM_RUN_ID | {"repeat", "seed", "verify"}
+"""Parameters that launches of one configuration may differ in."""
 
 
 def spec_document(spec: RunSpec) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def run_id(spec: RunSpec) -> str:
 
 def config_id(spec: RunSpec) -> str:
     """As ``run_id`` without repeat, seed and verify: launches with the same one are measurements of the same thing."""
-    return _hash_values(spec_document(spec), _EXCLUDED_FROM_CONFIG_ID)
+    return _hash_values(spec_document(spec), LAUNCH_PARAMETERS)
 
 
 def _hash_values(values: dict[str, Any], without: frozenset[str]) -> str:

@@ -5,18 +5,20 @@ little information about another launch."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import polars as pl
 from pydantic import Field, model_validator
 
-from hpcbench.config.run_spec import RunSpec
+from hpcbench.config.run_spec import LAUNCH_PARAMETERS, RunSpec
 from hpcbench.config.toml_tables import TomlSource, TomlTable, load_table
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.report.column_names import resolve_column, short_name
@@ -33,7 +35,7 @@ from hpcbench.report.hypothesis_tests import (
     estimate_log_ratio,
 )
 from hpcbench.report.load_results import LAUNCH_KEY
-from hpcbench.report.phrases import pluralize
+from hpcbench.report.phrases import join_words, pluralize
 from hpcbench.results.frame import column_types
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.units import parse_quantity
@@ -82,6 +84,8 @@ def load_reference_bands(path: Path) -> tuple[list[ReferenceBand], TomlSource]:
     return file.reference, source
 
 
+_COMPARED_CONFIGURATIONS = 200
+"""Of each side, in the search for the most similar pair."""
 WORSE, BETTER, FAILS = "worse", "better", "fails"
 COMPARISON_VERDICTS = (FAILS, WORSE, BETTER, INCONCLUSIVE, EQUIVALENT)
 """In the order of the table."""
@@ -163,6 +167,34 @@ def _group_launches(launches: pl.DataFrame, keys: list[str], column: str) -> dic
         pl.col("status").filter(~is_ok).alias("_ends"),
     )  # fmt: skip
     return {tuple(row[name] for name in keys): row for row in groups.iter_rows(named=True)}
+
+
+def separating_parameters(base: pl.DataFrame, new: pl.DataFrame) -> list[str]:
+    """Why no configuration is on both sides: the parameters in which the sides share no value, with the values.
+
+    If they share some value of every parameter, the parameters of the two most similar configurations.
+    """
+    sides = [list(_configuration_values(frame)) for frame in (base, new)]
+    if not all(sides):
+        return [f"{name} has no runs" for name, side in zip(("base", "new"), sides, strict=True) if not side]
+    reasons = []
+    for name in sides[0][0]:
+        before, after = ({values[name] for values in side} for side in sides)
+        if not before & after:
+            reasons.append(f"{name}: {join_words(sorted(before), 4)} in base, {join_words(sorted(after), 4)} in new")
+    if reasons:
+        return reasons
+    pairs = itertools.product(*(side[:_COMPARED_CONFIGURATIONS] for side in sides))
+    nearest = min(([name for name in one if one[name] != other[name]] for one, other in pairs), key=len)
+    return [f"the most similar configurations differ in {join_words(nearest)}"] if nearest else []
+
+
+def _configuration_values(frame: pl.DataFrame) -> Iterator[dict[str, str]]:
+    """The parameters of each configuration, as text."""
+    rows = frame.drop_nulls("config_id").unique("config_id", maintain_order=True)
+    for row in rows.iter_rows(named=True):
+        spec = msgspec.structs.asdict(run_spec_of(row))
+        yield {name: str(value) for name, value in spec.items() if name not in LAUNCH_PARAMETERS}
 
 
 def judge_pairs(pairs: Sequence[ConfigurationPair], column: str, threshold: float) -> None:

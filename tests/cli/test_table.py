@@ -101,3 +101,14 @@ def test_an_impossible_table_names_the_reason(tree: Path) -> None:
         call(tree, "table", "--by", "stratgy")
     with pytest.raises(ConfigError, match="--sort loss: no column of this table"):
         call(tree, "table", "--sort", "loss")
+
+
+def test_nothing_to_show_has_its_reason(tree: Path, tmp_path: Path) -> None:
+    for options in ([], ["--by", "strategy"]):
+        done = call(tree, "table", "--where", 'strategy == "pipedream"', *options)
+        assert done.stderr.startswith("none of the 200 runs in ")
+        assert "satisfies --where 'strategy == \"pipedream\"'" in done.stderr
+    (tmp_path / "results").mkdir()
+    done = call(tmp_path / "reslts", "table")
+    assert "there is no folder" in done.stderr
+    assert f"did you mean {tmp_path}/results?" in done.stderr

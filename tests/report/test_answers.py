@@ -316,6 +316,6 @@ def test_the_command(tmp_path: Path) -> None:
         "fsdp",
         "fsdp",
     ]
-    assert call(tmp_path, "--where", "nodes == 3").stderr.startswith("no results for which nodes == 3 in")
+    assert call(tmp_path, "--where", "nodes == 3").stderr.startswith("none of the 35 runs in")
     with pytest.raises(ConfigError, match="no column 'node'"):
         call(tmp_path, "--where", "node == 4")

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
@@ -21,11 +22,13 @@ from hpcbench.report.comparison import (
     comparison_metric,
     judge_pairs,
     pair_configurations,
+    separating_parameters,
 )
 from hpcbench.report.comparison_view import ComparisonRow, comparison_text_view, junit_xml, rows_from_pairs
 from hpcbench.report.hypothesis_tests import holm_adjust
+from hpcbench.report.load_results import load_frame
 from hpcbench.results.frame import collected_frame
-from hpcbench.results.results_tree import ClusterTree, CollectedResult
+from hpcbench.results.results_tree import ClusterTree, CollectedResult, ResultsTree
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics
 
 STEP = "metrics.step_time_s.median"
@@ -220,8 +223,27 @@ def test_the_command(trees: Path) -> None:
     document = json.loads(call(old, new, "--threshold", "20", "--json").stdout)
     (row,) = document["rows"]
     assert (row["verdict"], row["launches_base"], row["ratio"]) == ("alike", 5, pytest.approx(1.12 / 1.02, rel=1e-3))
-    assert call(old, old).exit_code == 0
-    assert call(old, new, "--where", "nodes == 2").stderr.startswith("nothing to compare")
+    with pytest.raises(ConfigError, match="no configuration of base and new can be compared"):
+        call(old, old)
+    done = call(old, new, "--where", "nodes == 2", "--allow-empty")
+    assert done.stderr.startswith("none of the 5 runs in ")
+    assert "--where 'nodes == 2'" in done.stderr
+    assert "nothing to compare\nbase has no runs\nnew has no runs" in done.stderr
+
+
+def test_what_keeps_pairs_apart_is_named(trees: Path) -> None:
+    """A gate whose baseline was renamed or measured otherwise must not stay green."""
+    for name, changes in (("longer", {"steps": 60}), ("both", {"model": "resnet50", "steps": 60})):
+        for one in side(FIVE):
+            assert one.result is not None
+            spec = msgspec.structs.replace(one.result.spec, **changes)
+            result = msgspec.structs.replace(one.result, spec=spec, config_id=config_id(spec), run_id=run_id(spec))
+            ClusterTree(trees / name / "c").write_result(result)
+    done = CliRunner().invoke(cli, ["compare", str(trees / "old"), str(trees / "longer"), "--junit", str(trees / "j")])
+    assert isinstance(done.exception, ConfigError)
+    assert "1 configuration only in base\n1 configuration only in new\nsteps: 20 in base, 60 in new" in done.stderr
+    mixed = [collected_frame(side(FIVE)), load_frame(ResultsTree(trees / "both"), [])]
+    assert separating_parameters(*mixed) == ["model: vgg11 in base, resnet50 in new", "steps: 20 in base, 60 in new"]
 
 
 def test_dates(trees: Path) -> None:
