@@ -29,7 +29,7 @@ BOUND = 1e-6
 """Horovod's dot products are exact in fp64, its tensors travel as they are: what is left is rounding."""
 
 
-def test_two_replicas_are_combined_as_the_formula_says(tmp_path: Path) -> None:
+def test_two_replicas_are_combined_by_the_adasum_formula(tmp_path: Path) -> None:
     require_horovod()
     require_mpirun()
     if not load_horovod().mpi_built():

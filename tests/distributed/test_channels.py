@@ -127,7 +127,7 @@ def test_large_models(pool: Pool, model: str, strategy: str, form: str) -> None:
         pytest.param("cosmoflow", "cosmoflow", 32, 3, id="cosmoflow-uneven", marks=pytest.mark.soak),
     ],
 )
-def test_whole_models(
+def test_whole_models_train_as_one_device_does(
     pool: Pool, model: str, dataset: str, size: int | None, tp: int, strategy: str, form: str
 ) -> None:
     case = one_step(strategy, form, tp, model, dataset, input_size=size)

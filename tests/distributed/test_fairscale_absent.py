@@ -73,7 +73,7 @@ def test_doctor_names_what_can_be_installed(tmp_path: Path) -> None:
         assert mend.removeprefix("python ") in found[name]["mend"]
 
 
-def test_doctor_says_nothing_of_fairscales_age() -> None:
+def test_doctor_suppresses_fairscales_future_warnings() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hpcbench.worker", "doctor", "--json"],
         env=environment(), capture_output=True, text=True, check=False,

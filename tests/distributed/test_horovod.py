@@ -188,7 +188,9 @@ def with_rates(case: Case, rates: list[float]) -> TrainingRecord:
         ({"hierarchical_allreduce": True}, "over NCCL alone"),
     ],
 )
-def test_what_this_horovod_cannot_do_is_said(pools: dict[int, Pool], options: dict[str, Any], says: str) -> None:
+def test_options_that_this_horovod_lacks_are_refused(
+    pools: dict[int, Pool], options: dict[str, Any], says: str
+) -> None:
     with pytest.raises(AssertionError, match=says):
         pools[2].run(horovod_case(2, "resnet18", "digits", options=options))
 

@@ -226,7 +226,7 @@ def test_rank_1_is_killed(tmp_path: Path, launch: Launch, how: str) -> None:
     assert len(result.step_times_s) == 2
 
 
-def test_rank_0_is_killed_and_end_says_how(tmp_path: Path, launch: Launch) -> None:
+def test_end_records_how_rank_0_was_killed(tmp_path: Path, launch: Launch) -> None:
     tasks = write_tasks(tmp_path, ENDLESS_PAIR)
     worker("begin", "--tasks", str(tasks), "--index", "0")
     code = launch.torchrun(2, tasks, program=HOOKED, attempt=1, ACCIDENT="0:4:kill").wait()[0]
@@ -313,7 +313,7 @@ def test_rank_0_names_the_ranks_that_did_not_come(tmp_path: Path, launch: Launch
     assert str(attempt_of(tmp_path, three).rendezvous_path) in message_of(result)
 
 
-def test_nothing_of_ours_is_left_behind(tmp_path: Path, launch: Launch) -> None:
+def test_a_run_leaves_no_temporary_files(tmp_path: Path, launch: Launch) -> None:
     """No temporary or lock file stays in the tree after a run."""
     launch.lone(write_tasks(tmp_path, LONE)).wait()
     left = sorted(

@@ -125,5 +125,5 @@ def fail(spec: RunSpec, group: dist.ProcessGroup) -> str:
     return raised.value.message
 
 
-def test_what_rank_0_cannot_measure_ends_all_ranks(pool: Pool) -> None:
+def test_a_failed_measurement_of_rank_0_ends_all_ranks(pool: Pool) -> None:
     assert pool.call(2, fail, measured_spec("gpipe", 16)) == ["balance = measured: no such thing"] * 2

@@ -122,7 +122,7 @@ def test_replicas(pool: Pool, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("more", [{"options": {"recompute": "always"}}, {"optimizer": "adam"}])
-def test_what_else_a_run_may_ask_for(pool: Pool, more: dict[str, Any]) -> None:
+def test_supported_options_match_the_delayed_gradient_reference(pool: Pool, more: dict[str, Any]) -> None:
     check_stack(pool, stack_case(4, **more))
 
 
@@ -171,7 +171,7 @@ def train_steps(spec: RunSpec, steps: tuple[int, ...], group: dist.ProcessGroup)
     return train_strategy(strategy, make_feed(spec, CPU), steps, place)
 
 
-def test_what_it_cannot_do() -> None:
+def test_unsupported_options_have_a_reason() -> None:
     def reason(**more: Any) -> str | None:
         return exclusion_reason(pipedream_case(2, "gpt", "tokens", **more).spec)
 

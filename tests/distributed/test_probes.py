@@ -163,6 +163,6 @@ def test_quantiles() -> None:
         (spec_of("probe_collectives", tasks_per_node=2, dp_degree=2), None),
     ],
 )
-def test_what_probes_do_not_take(spec: RunSpec, said: str | None) -> None:
+def test_probes_refuse_parameters_that_they_ignore(spec: RunSpec, said: str | None) -> None:
     reason = exclusion_reason(spec)
     assert reason is None if said is None else said in (reason or "")

@@ -131,7 +131,9 @@ class Counted:
         ({}, True, True, []),
     ],
 )
-def test_who_makes_the_step(more: dict[str, Any], seen: bool, told: bool, steps: list[int]) -> None:
+def test_the_recorded_step_is_the_warm_up_step_or_an_extra_one(
+    more: dict[str, Any], seen: bool, told: bool, steps: list[int]
+) -> None:
     spec = make_spec(**{"strategy": "ddp", "tasks_per_node": 2, "dp_degree": 2, "profile_steps": 3, **more})
     strategy: Any = Counted()
     strategy.traffic_is_recorded = seen

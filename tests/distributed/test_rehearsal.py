@@ -50,7 +50,7 @@ def rehearsed(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
 
 
 @pytest.mark.parametrize(("key", "model", "more"), CASES, ids=lambda value: value if isinstance(value, str) else "")
-def test_what_is_passed_is_real(pool: Pool, key: str, model: str, more: dict[str, Any]) -> None:
+def test_emulated_ranks_pass_the_predicted_traffic(pool: Pool, key: str, model: str, more: dict[str, Any]) -> None:
     dataset = "tokens" if model == "gpt" else "mnist"
     spec = make_case(2, model, dataset, strategy=key, **{"batch_size": 4, "input_size": 8, **more}).spec
     for rank, found in enumerate(pool.call(2, rehearsed, spec)):

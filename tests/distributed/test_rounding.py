@@ -71,7 +71,7 @@ def test_the_bound_is_the_largest_distance_and_at_least_the_median_of_its_kind()
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_too_far(wrong: float) -> None:
+def test_values_that_are_not_finite_exceed_every_bound(wrong: float) -> None:
     exact = trained(2.0, 0.5)
     allowed = bounds([trained(2.1, 0.6)], exact, 1e-6)
     assert excesses(trained(2.1, 0.6), exact, allowed) == []
@@ -134,7 +134,7 @@ PLANTED: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize("key", PLANTED)
-def test_one_rank_whose_gradients_are_wrong_by_1_percent_is_found(pool: Pool, key: str) -> None:
+def test_a_gradient_error_of_1_percent_on_one_rank_is_detected(pool: Pool, key: str) -> None:
     """In the first step, with every seed; of weights that all ranks hold, by their difference."""
     case = PLANTED[key]()
     with small_vocabulary(), pytest.raises(AssertionError, match="kind='first gradient'|ranks hold different weights"):

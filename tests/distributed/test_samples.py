@@ -44,7 +44,7 @@ def test_two_ranks_compute_the_same_from_the_device_and_from_the_host(pool: Pool
     assert losses["files"] != losses["device"]
 
 
-def test_a_run_from_files_says_so(tmp_path: Path, folder: Path) -> None:
+def test_the_provenance_of_a_run_states_its_sample_files(tmp_path: Path, folder: Path) -> None:
     spec = make_spec(dataset="mnist", strategy="ddp", tasks_per_node=2, dp_degree=2, steps=2, data="files")
     launch = Launch(tmp_path)
     assert launch.by_hand(2, write_tasks(tmp_path, spec, data_folder=str(folder))).wait() == [0, 0], launch.logs()

@@ -131,7 +131,7 @@ def test_channels_last(pool: Pool) -> None:
     check_first_step(pool, spatial_case(4, "resnet18", options=grid("2x2"), channels_last=True))
 
 
-def test_dropout_after_the_switch_is_alike_on_all_ranks(pool: Pool) -> None:
+def test_dropout_after_the_gather_point_is_equal_on_all_ranks(pool: Pool) -> None:
     """Else replicated weights would drift apart."""
     case = spatial_case(2, dp=1, **SMALL_VOLUME, steps=3)
     assert all(one.differs_from_rank_0 == 0 for one in pool.run(case))

@@ -81,7 +81,7 @@ VOLUME: dict[str, Any] = {"dataset": "cosmoflow", "input_size": 10}
         (4, 1, "cosmoflow", {**VOLUME, "precision": "bf16"}),
     ],
 )
-def test_ranks_pass_on_what_the_oracle_says(pool: Pool, ranks: int, dp: int, model: str, more: dict[str, Any]) -> None:
+def test_ranks_pass_the_predicted_traffic(pool: Pool, ranks: int, dp: int, model: str, more: dict[str, Any]) -> None:
     spec = spatial_spec(ranks, dp=dp, **{"model": model, **more})
     table = table_of(spec)
     for rank, found in enumerate(pool.call(ranks * dp, second_step, spec)):
@@ -138,7 +138,7 @@ def kept(spec: RunSpec, group: dist.ProcessGroup) -> int:
         (4, "cosmoflow", {**VOLUME, "input_size": 32, "options": {"grid": "1x2x2"}}),
     ],
 )
-def test_activations_fall_as_the_formula_says(pool: Pool, ranks: int, model: str, more: dict[str, Any]) -> None:
+def test_saved_activations_shrink_as_predicted(pool: Pool, ranks: int, model: str, more: dict[str, Any]) -> None:
     """Within a hundredth of what autograd really keeps, on every rank."""
     spec = spatial_spec(ranks, **{"model": model, **more})
     table = table_of(spec)

@@ -45,7 +45,7 @@ def test_order(model: str, strategy: str, more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, SEQUENCE])
-def test_order_with_words_that_ranks_share(options: dict[str, Any]) -> None:
+def test_calls_keep_their_order_with_a_sharded_vocabulary(options: dict[str, Any]) -> None:
     spec = tensor_case(4, "gpt", dp_degree=2, options=options).spec
     with small_vocabulary():
         table = make_layer_table(

@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_would_be_seen(pool: Pool, wrong: str) -> None:
+def test_a_planted_error_is_detected(pool: Pool, wrong: str) -> None:
     case = tensor_case(2, "vit", precision="fp64", options=SEQUENCE, steps=1)
     found, expected = pool.call(2, run_wrong, case, wrong), run_reference(case)
     with pytest.raises(AssertionError):
@@ -177,7 +177,7 @@ def whole_scores(spec: RunSpec, group: dist.ProcessGroup) -> Tensor:
 
 
 @pytest.mark.parametrize("options", [{}, SEQUENCE])
-def test_in_eval_mode_every_rank_has_the_scores_of_all_words(pool: Pool, options: dict[str, Any]) -> None:
+def test_in_eval_mode_every_rank_has_the_logits_of_the_whole_vocabulary(pool: Pool, options: dict[str, Any]) -> None:
     spec = tensor_case(3, "gpt", precision="fp64", options=options).spec
     with small_vocabulary(), torch.no_grad():
         inputs, _ = make_feed(spec, CPU).batch(0, 0)

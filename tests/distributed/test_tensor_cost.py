@@ -67,7 +67,7 @@ def real_traffic(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
         (4, "vit", {"dp_degree": 2, "precision": "fp64"}),
     ],
 )
-def test_real_ranks_pass_what_the_formulas_say(pool: Pool, ranks: int, model: str, more: dict[str, Any]) -> None:
+def test_ranks_pass_the_predicted_traffic(pool: Pool, ranks: int, model: str, more: dict[str, Any]) -> None:
     spec = tensor_case(ranks, model, **more).spec
     found = pool.call(ranks, real_traffic, spec)
     with small_vocabulary():
@@ -129,7 +129,7 @@ BIG: dict[str, Any] = {"input_size": 64, "model_options": {"context": 64}, "opti
         (4, "vit", {"dp_degree": 2, "precision": "bf16"}),
     ],
 )
-def test_a_rank_holds_what_the_formulas_say(ranks: int, model: str, more: dict[str, Any]) -> None:
+def test_a_rank_holds_the_predicted_memory(ranks: int, model: str, more: dict[str, Any]) -> None:
     """Every part of it, within one per cent; all tensors are counted, whoever holds them."""
     with small_vocabulary():
         spec = tensor_case(ranks, model, **more).spec

@@ -49,7 +49,7 @@ def train(spec: RunSpec, group: dist.ProcessGroup) -> tuple[dict[str, Tensor], d
 
 
 @pytest.mark.parametrize("more", [{}, {"options": SEQUENCE}, {"options": SEQUENCE, "dp_degree": 1}])
-def test_what_all_ranks_hold_stays_alike(pool: Pool, more: dict[str, Any]) -> None:
+def test_replicated_tensors_stay_equal_under_dropout(pool: Pool, more: dict[str, Any]) -> None:
     """Heads are uneven on three ranks, so one draws more numbers than the others."""
     spec = tensor_case(3, model_options=DROPS, **more).spec
     (first, _), *others = pool.call(3, train, spec)

@@ -112,7 +112,7 @@ def test_a_wrong_strategy_fails(pool: Pool, wrong: str, worst: str) -> None:
     assert found.worst_rel > 10 * found.worst_tolerance
 
 
-def test_what_is_wrong_in_the_runs_own_arithmetic_alone_fails(pool: Pool) -> None:
+def test_an_error_in_the_runs_own_precision_alone_fails(pool: Pool) -> None:
     found = run(pool, "Halved", model_options=PLAIN)
     assert not found.passed
     assert found.worst_rel is not None
@@ -121,7 +121,7 @@ def test_what_is_wrong_in_the_runs_own_arithmetic_alone_fails(pool: Pool) -> Non
     assert not found.own_precision.passed
 
 
-def test_a_network_that_makes_much_of_the_last_bit_passes_and_says_so(pool: Pool) -> None:
+def test_an_unstable_network_passes_with_a_note(pool: Pool) -> None:
     """Eight layers with BatchNorm over two samples."""
     found = run(pool, tasks_per_node=4, dp_degree=4, batch_size=2, model_options={"unstable": True})
     assert found.passed, found

@@ -60,7 +60,7 @@ def said(name: str, spec: RunSpec, known: Sequence[MeasuredRun] = (), table: Lay
 @pytest.mark.parametrize(
     "strategy", ["single", "ddp", "horovod", "filter", "channel", "spatial", "model", "gpipe", "1f1b"]
 )
-def test_papers_on_one_device_say_the_serial_cost(strategy: str) -> None:
+def test_published_formulas_on_one_device_equal_the_serial_cost(strategy: str) -> None:
     """But for the step's overhead, which no paper knows: the calibration's is not in a nominal machine."""
     alone_s = single_device_step(BaselineRequest(spec_of("single", 1), TABLE, MACHINE)).step_time_s
     found = said("paradl", spec_of(strategy, 1))

@@ -197,7 +197,7 @@ def test_factors_and_other_models(calibrated: Any) -> None:
         assert found.interval.low < run.step_s < found.interval.high
 
 
-def test_kinds_that_take_longer_within_a_step_are_told_apart() -> None:
+def test_factors_of_layer_kinds_are_recovered() -> None:
     """Also for a model of other shares: what it takes is neither model's own factor."""
     true = {"Conv2d": 4.0, "Linear": 5.5, "BatchNorm2d": 4.5}
     shares = (
@@ -210,7 +210,7 @@ def test_kinds_that_take_longer_within_a_step_are_told_apart() -> None:
     assert found["BatchNorm2d"] / found["Conv2d"] == pytest.approx(4.5 / 4.0, rel=0.05)
 
 
-def test_one_model_alone_tells_no_kinds_apart() -> None:
+def test_one_model_alone_leaves_kind_factors_at_one() -> None:
     assert fit_kind_factors([({"Conv2d": 0.2, "Linear": 0.1}, 1.4)]) == pytest.approx({"Conv2d": 1.0, "Linear": 1.0})
 
 
@@ -290,7 +290,7 @@ def test_a_line_is_found_in_noise(operation: str, ranks: int) -> None:
     assert len(fit_bands(operation, span, points, TRUE)) == 1
 
 
-def test_rings_and_trees_are_told_apart() -> None:
+def test_a_link_is_recovered_through_ring_and_tree_times() -> None:
     span = GroupLinks(16, 16, HockneyLink(0, 0), TRUE, trees=True)
     points = [CollectivePoint(size, collective_s("all_reduce", span, size), 0.01) for size in SIZES]
     found = fit_link("all_reduce", span, points, HockneyLink(1e-5, 1e-9))
@@ -339,7 +339,7 @@ def test_contention_is_over_one_group_alone() -> None:
     assert fit_contention([probe(2, 1.9)]) == {}
 
 
-def test_nobody_computes_faster_under_communication_or_beside_others() -> None:
+def test_contention_factors_are_at_least_one() -> None:
     overlap = OverlapProbe(ranks=2, nodes=2, payload_bytes=1, compute_s=1.0, comm_s=1.0, compute_under_comm_s=0.9,
                            both_s=1.0, issue_s=0.0, repeats=3)  # fmt: skip
     assert fit_overlap([overlap]) == 1.0
@@ -357,7 +357,7 @@ def test_a_lone_launch_that_was_held_up_is_one_of_several() -> None:
     assert found.steps_s["vgg11", "cifar10", 8, "fp32"] == 4.0
 
 
-def test_what_residuals_are() -> None:
+def test_residuals_are_root_mean_square_log_errors() -> None:
     assert rms_log_error([(1.0, 1.0), (1.1, 1.1)]) == 0.0
     assert rms_log_error([(1.1, 1.0)]) == pytest.approx(0.0953, rel=1e-3)
     assert r_squared([(1.0, 1.0), (2.0, 2.0)]) == 1.0

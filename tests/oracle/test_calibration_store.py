@@ -35,7 +35,7 @@ def calibration(made_at: str = "2026-11-21T20:00:00Z", straggling: float = 0.02,
     return Calibration(cluster="slurmbox", made_at=made_at, machine=machine, **(links | {"partition": "normal"} | more))
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_a_written_calibration_is_read_back(tmp_path: Path) -> None:
     path = write_calibration(calibration(), ClusterTree(tmp_path))
     assert path.parent == tmp_path / "calibrations"
     assert path.name.startswith("2026-11-21-")
@@ -97,14 +97,14 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
         (msgspec.json.encode(calibration(calibration_version=7)), "another version"),
     ],
 )
-def test_what_is_no_calibration(tmp_path: Path, data: bytes, said: str) -> None:
+def test_an_invalid_calibration_file_is_refused(tmp_path: Path, data: bytes, said: str) -> None:
     path = tmp_path / "given.json"
     path.write_bytes(data)
     with pytest.raises(StorageError, match=said):
         read_calibration(path)
 
 
-def test_a_link_that_has_changed_is_told_and_scales(tmp_path: Path) -> None:
+def test_a_changed_link_is_noted_and_scales_the_calibration(tmp_path: Path) -> None:
     tree = ClusterTree(tmp_path)
     write_calibration(calibration(inter_node=HockneyLink(1e-4, 1 / 1e9)), tree)
     machine = machine_for(PROFILE, tree)
@@ -125,7 +125,7 @@ def test_a_link_that_has_changed_is_told_and_scales(tmp_path: Path) -> None:
         (62.5e6, (1.0, 1.0), (1.0, 1.0)),
     ],
 )
-def test_what_processors_lose_to_messages_goes_with_the_links_rate(
+def test_communication_slowdown_scales_with_the_rate_of_the_link(
     bytes_per_s: float, slowdowns: tuple[float, float], found: tuple[float, float], tmp_path: Path
 ) -> None:
     then = HockneyLink(1e-4, 1 / bytes_per_s)

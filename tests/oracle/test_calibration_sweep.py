@@ -98,7 +98,7 @@ def test_every_round_has_its_own_runs(cluster: str, tmp_path: Path, write_sweep:
         assert len(plan.runs) == len(points) - len(plan.dropped)
 
 
-def test_the_partition_is_said() -> None:
+def test_a_calibration_sweep_names_its_partition() -> None:
     profile, _ = load_cluster("slurmbox")
     parsed = tomli.loads(calibration_sweep_toml(profile, "high", 2, 3, 5.0))
     assert parsed["name"] == "calibration-high-3"

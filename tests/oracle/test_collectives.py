@@ -39,7 +39,9 @@ def span(ranks: int, nodes: int) -> GroupLinks:
         ("send", 40, 2, 2, 10 + 40.0),
     ],
 )
-def test_one_call(operation: str, payload_bytes: int, ranks: int, nodes: int, expected_s: float) -> None:
+def test_the_time_of_one_collective_follows_its_formula(
+    operation: str, payload_bytes: int, ranks: int, nodes: int, expected_s: float
+) -> None:
     assert collective_s(operation, span(ranks, nodes), payload_bytes) == pytest.approx(expected_s)
 
 

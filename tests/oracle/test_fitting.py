@@ -68,7 +68,7 @@ def posterior_of(machine: Machine) -> Posterior:
     return machine.posterior
 
 
-def test_what_was_put_in_comes_out() -> None:
+def test_true_parameters_are_recovered() -> None:
     truth = apply_parameters(NOMINAL, NAMES, [0.4, -0.9, -1.2])
     fitted = fit_posterior(NOMINAL, made(truth))
     assert fitted.depth == "fitted"
@@ -87,7 +87,7 @@ def test_a_fitted_machine_can_be_written_and_read() -> None:
     assert fitted.comm.spread == NOMINAL.comm.spread
 
 
-def test_what_no_run_shows_stays_nominal() -> None:
+def test_parameters_without_evidence_stay_nominal() -> None:
     (alone,) = made(NOMINAL, ranks=[1])[:1]
     fitted = fit_posterior(NOMINAL, [alone._replace(step_time_s=alone.step_time_s * 1.5)])
     assert fitted.comm == NOMINAL.comm
@@ -101,7 +101,7 @@ def test_what_no_run_shows_stays_nominal() -> None:
     assert shared > 3 * own > 0
 
 
-def test_one_run_that_lies_far_off_moves_little() -> None:
+def test_one_outlier_moves_the_fit_little() -> None:
     runs = made(NOMINAL)
     runs[5] = runs[5]._replace(step_time_s=2 * runs[5].step_time_s)
     fitted = fit_posterior(NOMINAL, runs)
@@ -117,7 +117,7 @@ def test_a_spread_between_launches_counts_a_run_less() -> None:
     assert abs(sum(found_of(fit_posterior(NOMINAL, runs)).values())) < 0.02
 
 
-def test_intervals_hold_64_times_as_many_ranks_as_often_as_they_say() -> None:
+def test_intervals_cover_runs_of_64_times_as_many_ranks() -> None:
     dice, held, draws = Random(1), 0, 25
     spec, table = spec_of("vgg11", 512), TABLES["vgg11"]
     for _ in range(draws):
@@ -160,7 +160,7 @@ def test_a_strategys_own_numbers_move_where_they_are_named() -> None:
     assert "strategy.horovod.step" not in found_of(fit_posterior(NOMINAL, made(NOMINAL, ranks=[1])))
 
 
-def test_nothing_to_fit() -> None:
+def test_fitting_no_run_is_refused() -> None:
     with pytest.raises(ConfigError, match="no run to fit"):
         fit_posterior(NOMINAL, [])
 

@@ -56,7 +56,7 @@ def test_replicas_are_fastest_wherever_they_fit(model: str, dataset: str) -> Non
         assert replicas.samples_per_s > pipedream.samples_per_s * (1 if dataset in ("imagenet", "highres") else 0.95)
 
 
-def test_one_network_fits_a_pipeline_alone() -> None:
+def test_only_one_network_needs_a_pipeline_for_its_memory() -> None:
     """ResNet-152 on images of 512 x 512: the one case for which the thesis recommends GPipe."""
     fits = {
         (model, dataset): (predicted(model, dataset, "horovod", 4).fits, predicted(model, dataset, "gpipe", 4).fits)
@@ -90,5 +90,7 @@ def test_many_weights_stand_still_on_the_second_node() -> None:
         ([0.2, 1.9, 2.5, 4.6], 5.0, 100, [[3], [2, 1, 0]]),
     ],
 )
-def test_what_horovod_finds(ready_s: list[float], passing_s: float, threshold: int, expected: list[list[int]]) -> None:
+def test_tensor_fusion_follows_ready_times_and_threshold(
+    ready_s: list[float], passing_s: float, threshold: int, expected: list[list[int]]
+) -> None:
     assert simulate_fusion([3, 2, 1, 0], ready_s, [10] * 4, 1.0, threshold, lambda _: passing_s) == expected

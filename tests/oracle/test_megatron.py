@@ -125,6 +125,6 @@ def product(rows: int, columns: int, inner: int, direction: str, kind: str = "Li
     (product(2048, 4608, 12288, BACKWARD), 2 / (8 / (64 / 9) + 1)),
     (product(2048, 4608, 12288, FORWARD, kind="LayerNorm"), 1.0),
 ])  # fmt: skip
-def test_whole_waves(kernel: Kernel, share: float) -> None:
+def test_wave_efficiency_is_one_for_whole_waves(kernel: Kernel, share: float) -> None:
     assert wave_efficiency(kernel, 108) == pytest.approx(share)
     assert wave_efficiency(kernel, 0) == 1.0

@@ -60,7 +60,7 @@ def step(spec: RunSpec, table: LayerTable = TABLE, machine: Machine = NOMINAL) -
 
 
 @pytest.mark.parametrize("strategy", SYNCHRONOUS)
-def test_one_stage_takes_what_one_device_takes(strategy: str) -> None:
+def test_a_pipeline_of_one_stage_takes_the_time_of_one_device(strategy: str) -> None:
     one, alone = step(spec_of(strategy, 1)), step(spec_of("single", 1))
     assert one.step_time_s == pytest.approx(alone.step_time_s)
     assert one.compute_s == pytest.approx(alone.compute_s)

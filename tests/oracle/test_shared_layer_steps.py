@@ -90,7 +90,7 @@ def test_what_is_priced_is_the_traffic(
 
 @pytest.mark.parametrize("more", VARIANTS)
 @pytest.mark.parametrize(("table", "strategy", "options"), SHARED)
-def test_nobody_to_share_with_costs_what_one_device_costs(
+def test_a_degree_of_one_costs_what_one_device_costs(
     table: str, strategy: str, options: dict[str, Any], more: dict[str, Any]
 ) -> None:
     alone = single(table, **more)
@@ -117,7 +117,7 @@ def test_a_step_is_the_sum_of_its_parts(table: str, strategy: str, options: dict
 
 
 @pytest.mark.parametrize(("table", "strategy", "options"), SHARED)
-def test_nobody_computes_less_than_a_share(table: str, strategy: str, options: dict[str, Any]) -> None:
+def test_no_rank_computes_less_than_its_share(table: str, strategy: str, options: dict[str, Any]) -> None:
     whole = single(table).compute_s
     computed = {degree: step(spec_of(table, strategy, options, degree)).compute_s for degree in (2, 3, 4)}
     assert all(whole / degree <= seconds < whole for degree, seconds in computed.items())
@@ -182,7 +182,7 @@ def chain(*channels: int) -> LayerTable:
     )  # fmt: skip
 
 
-def test_filter_passes_what_paradl_says() -> None:
+def test_gathered_filter_communicates_as_paradl_states() -> None:
     channels, positions, ranks, samples, latency_s, beta = [4, 8, 16, 8, 4], 16, 4, 8, 1e-6, 1e-9
     spec = RunSpec(
         model="chain", dataset="digits", strategy="filter", batch_size=samples, tasks_per_node=ranks, tp_degree=ranks,

@@ -48,7 +48,7 @@ def step(spec: RunSpec) -> StepBreakdown:
 
 
 @pytest.mark.parametrize("strategy", REPLICAS)
-def test_one_replica_takes_what_one_device_takes(strategy: str) -> None:
+def test_one_replica_takes_the_time_of_one_device(strategy: str) -> None:
     alone = step(spec_of("single", 1))
     # Flat parameters are fewer tensors to update.
     assert step(spec_of(strategy, 1)).step_time_s == pytest.approx(alone.step_time_s, rel=1e-3)
@@ -87,7 +87,7 @@ def test_gloo_has_two_calls_of_different_owners_under_way(strategy: str) -> None
     assert priced / 2 < step(spec).comm_s < 0.8 * priced
 
 
-def test_owners_take_turns_on_gloos_threads_whichever_row_made_their_gradients() -> None:
+def test_buckets_alternate_between_gloos_threads() -> None:
     clock = CostModel(nominal_machine(PROFILE), spec_of("fairscale_sddp", 4))
     made_at = first_use_rows(TABLE)
     places = [made_at.index(row) for row in sorted(set(made_at), reverse=True)[:4]]
@@ -113,9 +113,7 @@ def test_a_prediction_names_its_depth_and_its_bounds() -> None:
 
 
 @pytest.mark.parametrize(("threshold_mb", "untouched"), [(64.0, 64 * MIB - GRADIENTS), (16.0, 0)])
-def test_what_gradients_never_fill_of_a_fusion_buffer_is_an_accelerators_alone(
-    threshold_mb: float, untouched: int
-) -> None:
+def test_unfilled_bytes_of_a_fusion_buffer_count_on_accelerators_only(threshold_mb: float, untouched: int) -> None:
     spec = spec_of("horovod", 2, options={"fusion_threshold_mb": threshold_mb})
     held, on_a_cpu = peak_rank_memory(spec, TABLE, "cuda"), peak_rank_memory(spec, TABLE, "cpu")
     assert held.total_bytes - on_a_cpu.total_bytes == untouched

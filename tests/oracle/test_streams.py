@@ -84,7 +84,7 @@ def test_communication_under_computation_is_slower() -> None:
     assert found == StreamTimes(8, 8, 4, 0, 0)
 
 
-def test_what_is_not_hidden_at_all_adds_up() -> None:
+def test_without_overlap_durations_add_up() -> None:
     found = simulate_streams(
         [CommCall(3, 0, "a"), ComputeEvent(5), CommCall(1, 0, "a"), ComputeEvent(2), WaitEvent()], comm_slowdown=1e9
     )

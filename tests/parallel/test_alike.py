@@ -44,14 +44,14 @@ def test_without_measurements_the_roofline_speaks() -> None:
     assert alike.seconds(kernel(1.0, direction=BACKWARD)) == pytest.approx(3e4 / 0.8e9 + 2e-5)
 
 
-def test_what_was_measured_is_known_and_what_lies_near_follows() -> None:
+def test_measured_kernels_are_returned_and_near_ones_scaled() -> None:
     alike = measured(sample(kernel(6e8), 3.0))
     assert alike.seconds(kernel(6e8)) == pytest.approx(3.0)
     assert alike.seconds(kernel(6.6e8)) == pytest.approx(3.3, rel=0.02)
     assert alike.seconds(kernel(6e8, kind="Linear")) == pytest.approx(3.0)
 
 
-def test_what_is_unlike_all_of_its_kind_is_as_far_off_as_the_kind() -> None:
+def test_a_distant_kernel_takes_the_factor_of_its_kind() -> None:
     # Twice and eight times the roofline; of both together the long one decides.
     alike = measured(sample(kernel(6e6), 2 * 1e-2), sample(kernel(6e9), 8 * 10.0))
     bare = RooflineModel(BARE)

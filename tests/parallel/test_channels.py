@@ -165,7 +165,7 @@ def test_the_largest_degrees(model: str, dataset: str, filters: int, channels: i
     )
 
 
-def test_what_was_flattened_keeps_its_channels() -> None:
+def test_flattened_inputs_keep_their_channels() -> None:
     table = read_shipped_table("vgg11", "imagenet")
     assert table is not None
     (first, *_, last) = linear = [one for one in channel_layer_rows(table) if one.row.kind == "Linear"]
@@ -193,7 +193,7 @@ def spec(**more: Any) -> RunSpec:
         ({"model": "mine:make", "tp_degree": 4096}, None),
     ],
 )
-def test_what_excludes_a_run(more: dict[str, Any], reason: str | None) -> None:
+def test_infeasible_channel_runs_have_a_reason(more: dict[str, Any], reason: str | None) -> None:
     found = channel_exclusion(spec(**more))
     if reason is None:
         assert found is None

@@ -94,6 +94,8 @@ def test_a_rank_sends_one_message_after_another() -> None:
         ("pipedream", PipelineLayout(3), 2),
     ],
 )
-def test_one_rank_alone(schedule: str, layout: PipelineLayout, count: int) -> None:
+def test_the_actions_of_one_rank_equal_those_of_the_whole_schedule(
+    schedule: str, layout: PipelineLayout, count: int
+) -> None:
     alone = [rank_schedule_actions(schedule, layout, rank, count) for rank in range(layout.ranks)]
     assert alone == schedule_actions(schedule, layout, count)

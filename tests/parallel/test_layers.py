@@ -61,7 +61,7 @@ def test_a_table_is_read_as_it_was_written() -> None:
         (encode_layer_table(TABLE).replace(b'"kind"', b'"sort"'), "of another version"),
     ],
 )
-def test_what_is_no_table_is_refused(data: bytes, said: str) -> None:
+def test_invalid_layer_tables_are_refused(data: bytes, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         decode_layer_table(data, "here")
     assert said in str(caught.value)
@@ -108,7 +108,7 @@ def test_the_own_size_may_be_named() -> None:
     )
 
 
-def test_a_pair_is_what_resolve_says() -> None:
+def test_a_model_and_dataset_are_feasible_as_resolve_decides() -> None:
     assert not isinstance(single_device_run("resnet18", "imagenet"), InfeasiblePoint)
     refused = single_device_run("resnet18", "cifar10", 4)
     assert isinstance(refused, InfeasiblePoint)

@@ -34,7 +34,7 @@ def test_a_shared_answer_cannot_be_changed() -> None:
     assert rows[0] == 0
 
 
-def test_lists_of_a_run_are_made_once_for_what_they_depend_on() -> None:
+def test_a_cached_list_is_computed_once_per_used_fields() -> None:
     made: list[int] = []
 
     @cached_by_run_fields("batch_size", "precision")

@@ -43,7 +43,7 @@ def sweep_of(folder: Path, model: str, head: str = 'model_folder = "mine"\n') ->
 
 
 @pytest.mark.parametrize("model", ["nets.wide:build", "nets.wide:Net", "nets.wide:small", "nets:anything"])
-def test_what_the_file_defines_is_in_order(folder: Path, model: str) -> None:
+def test_a_function_of_the_users_file_is_valid(folder: Path, model: str) -> None:
     sweep = sweep_of(folder, model)
     check_names(sweep)
     check_names(sweep, ClusterProfile(name="here"))
@@ -62,7 +62,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("model", "message"), WRONG)
-def test_what_is_wrong_is_said_with_its_place(folder: Path, model: str, message: str) -> None:
+def test_an_invalid_custom_model_is_reported_with_file_and_line(folder: Path, model: str, message: str) -> None:
     with pytest.raises(ConfigErrors, match=message):
         check_names(sweep_of(folder, model))
 
@@ -92,7 +92,7 @@ def test_the_profiles_folder_counts_from_the_profile_on_and_after_the_sweeps(fol
 
 
 @pytest.mark.parametrize("dataset", ["digits", "cosmoflow", "tokens"])
-def test_it_takes_every_kind_of_data_and_all_of_its_options(dataset: str) -> None:
+def test_a_custom_model_takes_every_dataset_and_its_own_options(dataset: str) -> None:
     point = {"model": "a.b:c", "dataset": dataset, "strategy": "single", "batch_size": 4, "model_options": {"x": 1}}
     resolved = resolve_point(point, PartitionLimits("p"))
     assert isinstance(resolved, RunSpec)

@@ -32,7 +32,7 @@ def test_equal_stages(schedule: str, micro_batches: int, step_time_s: float, bub
 
 
 @pytest.mark.parametrize(("schedule", "step_time_s"), [("gpipe", 23.0), ("pipedream", 20.0)])
-def test_the_slowest_stage_sets_the_pace(schedule: str, step_time_s: float) -> None:
+def test_the_slowest_stage_determines_the_step_time(schedule: str, step_time_s: float) -> None:
     """Four micro-batches over stages that take 3 and 5: PipeDream takes the slowest one's time of each."""
     uneven = [[BlockCost(1.0, 2.0, 0, 0, 0)], [BlockCost(1.0, 1.0, 0, 0, 0), BlockCost(1.0, 2.0, 0, 0, 0)]]
     delay = Staleness(2) if schedule == "pipedream" else None

@@ -122,11 +122,11 @@ def test_a_global_batch_is_shared_by_the_replicas() -> None:
         ({"strategy": "fairscale_fsdp", "compile": True}, "torch.compile cannot trace"),
     ],
 )
-def test_what_a_strategy_cannot_do(point: dict[str, Any], text: str) -> None:
+def test_an_infeasible_point_names_the_limit_of_its_strategy(point: dict[str, Any], text: str) -> None:
     assert text in reason(tasks_per_node=4, **point)
 
 
-def test_what_a_strategy_can_do_is_kept() -> None:
+def test_valid_options_of_a_strategy_are_kept() -> None:
     assert spec(strategy="fsdp", tasks_per_node=4, options={"shard_degree": 2}).options == {"shard_degree": 2}
     options = {"reduce_fp16": True, "reduce_buffer_mb": 0.0}
     assert spec(strategy="fairscale_sddp", tasks_per_node=4, options=options).options == options

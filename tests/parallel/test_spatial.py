@@ -134,7 +134,7 @@ def test_hybrids() -> None:
         ({"tasks_per_node": 113}, "extent of 112 in dim 0, fewer than 113 ranks; sp_degree 112 is the largest"),
     ],
 )
-def test_what_is_dropped_before_it_is_submitted(point: dict[str, Any], reason: str) -> None:
+def test_infeasible_spatial_points_have_a_reason(point: dict[str, Any], reason: str) -> None:
     found = resolved(**point)
     assert isinstance(found, InfeasiblePoint)
     assert reason in found.reason

@@ -33,7 +33,7 @@ def spec(**point: Any) -> RunSpec:
         (3, 1, 3, [range(1), range(1, 2), range(2, 3)]),
     ],
 )
-def test_whole_heads(heads: int, head_width: int, ranks: int, expected: list[range]) -> None:
+def test_ranks_get_whole_attention_heads(heads: int, head_width: int, ranks: int, expected: list[range]) -> None:
     assert head_feature_ranges(heads, head_width, ranks) == expected
 
 
@@ -66,7 +66,7 @@ def test_degrees() -> None:
         ({"nodes": 2, "sp_degree": 2}, "tensor has no sp_degree"),
     ],
 )
-def test_what_is_dropped(point: dict[str, Any], reason: str) -> None:
+def test_infeasible_tensor_points_have_a_reason(point: dict[str, Any], reason: str) -> None:
     found = resolved(**point)
     assert isinstance(found, InfeasiblePoint)
     assert reason in found.reason

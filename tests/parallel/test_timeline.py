@@ -31,7 +31,7 @@ def test_the_plan_has_the_measured_durations_and_none_of_the_waiting() -> None:
     assert measured_bubble_fraction(list(measured.values())) == pytest.approx(1 - 12 / (15 + 6))
 
 
-def test_one_slow_action_is_no_plan() -> None:
+def test_one_slow_action_does_not_slow_the_planned_timeline() -> None:
     spans = simulate_schedule(
         schedule_actions("gpipe", PipelineLayout(1), 3), PipelineLayout(1), lambda action: LENGTHS[action.kind]
     ).ranks[0]
@@ -39,6 +39,6 @@ def test_one_slow_action_is_no_plan() -> None:
     assert planned_timeline("gpipe", PipelineLayout(1), 3, {0: slow}).end == 9.0
 
 
-def test_nothing_was_recorded() -> None:
+def test_without_recorded_actions_there_is_no_bubble() -> None:
     assert measured_bubble_fraction([[], []]) is None
     assert measured_bubble_fraction([[ActionSpan(Action("F", 0, 0), 1.0, 1.0)]]) is None
