@@ -68,7 +68,7 @@ def test_a_failure() -> None:
     assert found.statuses == {"failed": 3, "ok": 10, "oom": 2, "timeout": 1}
 
 
-def test_overlapping_intervals_cannot_be_told() -> None:
+def test_overlapping_intervals_are_inconclusive() -> None:
     (answer,) = findings(planted.overlapping()).of_kind("fastest")
     assert (answer.strategy, answer.rival, answer.sure) == ("ddp", "fsdp", INCONCLUSIVE)
     assert answer.text == (
@@ -110,7 +110,7 @@ def test_a_third_that_is_close_is_no_sure_second() -> None:
     assert (answer.sure, answer.why) == (INCONCLUSIVE, "not enough repeats (5 launches against 2; at least 3 each)")
 
 
-def test_what_speaks_against_a_finding_stands_beside_it() -> None:
+def test_a_finding_lists_its_caveats() -> None:
     warned = ["other processes used the cores: 12 %"]
     slow = launches(0.12, nodes=2, strategy="gpipe", pp_degree=2, dp_degree=1)
     found = findings([*launches(0.10, nodes=2, warnings=warned), *slow])
@@ -128,7 +128,7 @@ def test_launches_that_failed_stand_beside_those_that_did_not() -> None:
     assert found.of_kind("fastest")[0].doubts == ("other launches of ddp did not end well: 2 failed",)
 
 
-def test_what_was_stopped_is_no_loser() -> None:
+def test_a_stopped_strategy_leaves_the_finding_inconclusive() -> None:
     (answer,) = findings([*launches(0.1, nodes=2), launch(None, status="cancelled", nodes=2, strategy="fsdp")]).of_kind(
         "fastest"
     )
@@ -149,7 +149,7 @@ def test_doubts() -> None:
     ]  # fmt: skip
 
 
-def test_memory_says_what_fits() -> None:
+def test_memory_findings_name_the_largest_batch_that_fits() -> None:
     oom = [launch(None, status="oom", nodes=2, batch_size=size) for size in (32, 64)]
     found = findings(
         [*oom, *launches(0.1, nodes=2, batch_size=16), *launches(0.3, 1, nodes=2, batch_size=32, compile=True)]
@@ -181,7 +181,7 @@ def test_a_question_can_be_narrowed_and_keeps_its_baseline() -> None:
     assert [(one.strategy, one.nodes) for one in found.of_kind("efficiency")] == [("ddp", 4), ("fsdp", 4)]
 
 
-def test_clusters_and_workloads_are_told_apart() -> None:
+def test_clusters_and_workloads_have_findings_of_their_own() -> None:
     both = [*launches(0.1, nodes=2), *launches(0.2, nodes=2, cluster="d"), *launches(0.3, nodes=2, precision="bf16")]
     assert [one.subject for one in findings(both).of_kind("fastest")] == [
         "vgg11 on mnist, precision bf16, 2 nodes, cluster c",
@@ -191,7 +191,7 @@ def test_clusters_and_workloads_are_told_apart() -> None:
 
 
 @pytest.mark.parametrize(("count", "strategies"), [(3, 2), (5, 2), (5, 4)])
-def test_trees_without_a_fastest_are_seldom_told_to_have_one(count: int, strategies: int) -> None:
+def test_equal_strategies_are_seldom_reported_as_different(count: int, strategies: int) -> None:
     """At most 5 % of 120 trees with three scales each, of which none has a fastest strategy."""
     source = random.Random(count * 10 + strategies)
     false = 0
@@ -232,7 +232,7 @@ def test_settings_of_a_strategy_are_choices() -> None:
     assert answer.sure == INCONCLUSIVE
 
 
-def test_a_planted_difference_of_5_percent_is_told() -> None:
+def test_a_planted_difference_of_5_percent_is_significant() -> None:
     """1 % between launches, three strategies, two scales, one tree in twenty with five launches may miss it."""
     source = random.Random(5)
     right = wrong = 0
@@ -252,7 +252,7 @@ def test_launches_needed() -> None:
     assert launches_needed(wide, wide) is None
 
 
-def test_what_would_settle_is_summed_up() -> None:
+def test_remedies_of_inconclusive_findings_are_summed_up() -> None:
     noise = (0.0, 0.02, -0.02, 0.01, -0.01)
     pairs = [(0.10, 0.101, 2, 5), (0.10, 0.1005, 4, 5), (0.10, 0.12, 8, 1)]
     results = [
@@ -275,7 +275,7 @@ def test_what_would_settle_is_summed_up() -> None:
     )  # fmt: skip
 
 
-def test_words() -> None:
+def test_ratios_and_lists_are_formatted() -> None:
     assert [format_ratio_percent(one) for one in (1.123, 0.95, 3.14)] == ["+12.3 %", "-5.0 %", "x 3.1"]
     assert [join_words(one) for one in ([], ["a"], ["a", "b"], ["a", "b", "c"])] == ["", "a", "a and b", "a, b and c"]
     assert join_words(list("abcdefgh")) == "a, b, c, d, e, f and 2 more"
@@ -288,7 +288,7 @@ def call(tree: Path, *arguments: str) -> Result:
     return done
 
 
-def test_a_sweep_that_has_not_ended_says_so(tmp_path: Path) -> None:
+def test_an_unfinished_sweep_is_reported(tmp_path: Path) -> None:
     results = planted.crossover()
     planted.write(results[5:], tmp_path)
     record = {"sweep": "s", "cluster": "c", "description": "", "run_ids": [one.run_id for one in results], "dropped": 0}

@@ -56,7 +56,7 @@ def a_tree(
 
 @pytest.mark.parametrize("disturbed", [0.0, 0.1])
 @pytest.mark.parametrize("count", [3, 5])
-def test_trees_that_are_alike_raise_few_alarms(count: int, disturbed: float) -> None:
+def test_equal_trees_raise_few_alarms(count: int, disturbed: float) -> None:
     source = random.Random(count)
     trees = [{one.verdict for one in a_tree(source, count, disturbed)} for _ in range(100)]
     assert sum("worse" in verdicts for verdicts in trees) <= 5
@@ -231,7 +231,7 @@ def test_the_command(trees: Path) -> None:
     assert "nothing to compare\nbase has no runs\nnew has no runs" in done.stderr
 
 
-def test_what_keeps_pairs_apart_is_named(trees: Path) -> None:
+def test_parameters_that_keep_pairs_apart_are_named(trees: Path) -> None:
     """A gate whose baseline was renamed or measured otherwise must not stay green."""
     for name, changes in (("longer", {"steps": 60}), ("both", {"model": "resnet50", "steps": 60})):
         for one in side(FIVE):
@@ -292,7 +292,7 @@ def test_references(trees: Path, text: str, code: int, verdicts: list[str]) -> N
         (BAND.format("1 s").replace("-0.1", "0.1"), "less than or equal to 0"),
     ],
 )
-def test_wrong_references_say_where(trees: Path, text: str, message: str) -> None:
+def test_an_invalid_reference_is_reported_with_its_place(trees: Path, text: str, message: str) -> None:
     bands = trees / "bands.toml"
     bands.write_text(text)
     with pytest.raises(HpcbenchError, match=message):

@@ -145,14 +145,14 @@ def test_paradls_parts_of_an_iteration() -> None:
     ]
 
 
-def test_configurations_that_are_not_alike_are_marked() -> None:
+def test_cells_over_different_configurations_are_marked() -> None:
     (row,) = [row for row in ask(by="strategy", metrics="samples_per_s").cells if row[0] == "zero1"]
     assert row == ["zero1", "144 ~2", "2"]
     (row,) = [row for row in ask(by="strategy", metrics="samples_per_s", best=True).cells if row[0] == "zero1"]
     assert row == ["zero1", "160", "1"]
 
 
-def test_a_baseline_of_ones_own() -> None:
+def test_a_chosen_baseline_replaces_the_default() -> None:
     view = ask(scaling="weak", where=SAME, metrics="speedup,efficiency", baseline='strategy == "zero1" and nodes == 2')
     rows = {tuple(row[:2]): row[2:] for row in view.cells}
     assert rows["ddp", "speed-up"] == ["0.62", "1.14", "2.00"]
@@ -195,7 +195,7 @@ def test_conditions_read_options_and_figures() -> None:
 
 
 @pytest.mark.parametrize("name", ["speedup", "efficiency", "predicted_step_time_s", "prediction_error"])
-def test_conditions_do_not_read_what_is_made_of_the_chosen(name: str) -> None:
+def test_conditions_on_computed_columns_are_refused(name: str) -> None:
     with pytest.raises(
         ConfigError, match=f"--where: '{name} > 1': {name} is computed from the selected runs"
     ) as raised:
@@ -228,13 +228,13 @@ def test_a_condition_on_figures_keeps_all_launches_of_a_configuration() -> None:
     assert view.cells == [["ddp", "100 [98.0 102] ms", "80.0 [78.4 81.6]", "3"]]
 
 
-def test_nothing_to_compare_with_is_said() -> None:
+def test_a_missing_baseline_is_noted() -> None:
     view = ask(scaling="weak", metrics="speedup", where="nodes == 4")
     assert view.raw == []
     assert "without a speed-up: no such baseline was measured; choose another with --baseline" in view.notes
 
 
-def test_what_does_not_fit_can_go() -> None:
+def test_a_narrow_table_drops_optional_columns() -> None:
     wide, narrow = (text(ask(layout="paradl", where="nodes == 4"), width).splitlines()[2] for width in (95, 80))
     assert wide.split()[-1] == "launches"
     assert narrow.split()[-2:] == ["step", "time"]

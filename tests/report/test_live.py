@@ -105,7 +105,7 @@ def lines_of(*arrays: ArraySnapshot, **fields: object) -> list[str]:
     return [line.plain for line in live_screen_lines([look], 80)]
 
 
-def test_what_cannot_be_told_is_not_told() -> None:
+def test_an_unknown_end_gives_no_estimate() -> None:
     queued = lines_of(ArraySnapshot(name="s-0001/0", shape=ArrayShape(1, 2), counts={"pending": 3}))
     assert "  nothing runs now: the end is unknown" in queued
     begun = lines_of(ArraySnapshot(name="s-0001/0", shape=ArrayShape(1, 2), counts={"running": 1, "pending": 3}))

@@ -69,7 +69,7 @@ def test_the_package_alone_imports_no_polars() -> None:
         hpcbench.lod  # noqa: B018
 
 
-def test_what_is_no_source(tmp_path: Path) -> None:
+def test_a_missing_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no folder"):
         load(tmp_path / "nowhere")
     assert load(results=tmp_path / "nowhere").is_empty()

@@ -91,7 +91,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return made(tmp_path_factory.mktemp("page"), [*planted.crossover(), *elsewhere])
 
 
-def test_what_stands_in_it(page: str) -> None:
+def test_the_page_has_its_sections(page: str) -> None:
     parts = Parts(page)
     headings = [text.strip() for text in parts.texts["h2"]]
     assert headings == [
@@ -110,7 +110,7 @@ def test_what_stands_in_it(page: str) -> None:
     assert len(parts.named("figure")) >= 2
 
 
-def test_it_is_the_same_for_the_same_results(page: str, tmp_path: Path) -> None:
+def test_equal_results_give_an_equal_page(page: str, tmp_path: Path) -> None:
     planted.write(planted.overlapping(), tmp_path / "tree")
     texts = []
     for name in ("one.html", "other.html"):
@@ -119,7 +119,7 @@ def test_it_is_the_same_for_the_same_results(page: str, tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
-def test_nothing_leads_out_of_it(page: str) -> None:
+def test_the_page_links_to_nothing_outside(page: str) -> None:
     parts = Parts(page)
     for tag, attributes in parts.elements:
         for name in ("src", "href", "action", "poster", "data", "srcset"):
@@ -147,7 +147,7 @@ def test_its_policy_allows_what_it_holds_and_no_more(page: str) -> None:
     assert {one.get("type") for one in data} == {"application/json"}
 
 
-def test_it_can_be_read_without_eyes_and_hands_on_a_mouse(page: str) -> None:
+def test_the_page_has_roles_and_labels_for_screen_readers(page: str) -> None:
     parts = Parts(page)
     assert parts.named("html") == [{"lang": "en"}]
     assert [len(parts.named(tag)) for tag in ("header", "main", "nav", "footer", "h1", "title")] == [1] * 6
@@ -189,7 +189,7 @@ def test_all_text_stands_out() -> None:
             assert contrast(theme["badge"], theme[ground]) >= 4.5, (ground, theme)
 
 
-def test_whatever_results_say_stays_text(tmp_path: Path) -> None:
+def test_hostile_strings_of_results_stay_text(tmp_path: Path) -> None:
     error = FailureRecord(type=EVIL, message=EVIL, hint=EVIL)
     results = [
         *launches(
@@ -272,7 +272,7 @@ def test_without_the_plots_package_the_rest_is_there(monkeypatch: pytest.MonkeyP
     assert "Every configuration" in [caption.strip() for caption in parts.texts["caption"]]
 
 
-def test_a_large_tree_is_cut_and_says_so() -> None:
+def test_a_large_table_is_cut_with_a_note() -> None:
     rows = [[number, "x"] for number in range(MAX_HTML_ROWS + 5)]
     found = html_table("t", "many", plain_columns(["number", "word"]), rows)
     assert len(found.rows) == MAX_HTML_ROWS
@@ -326,7 +326,7 @@ def test_other_endings_are_refused(tmp_path: Path) -> None:
         call(tmp_path, "--out", "report.pdf")
 
 
-def test_nothing_is_a_page_too(tmp_path: Path) -> None:
+def test_a_tree_without_results_gives_a_page(tmp_path: Path) -> None:
     (tmp_path / "tree" / "c" / "runs").mkdir(parents=True)
     call(tmp_path, "--out", str(tmp_path / "report.html"))
     assert "There are no results." in (tmp_path / "report.html").read_text()

@@ -61,7 +61,7 @@ def head(browser: Browser, table: str, heading: str) -> WebElement:
     return found
 
 
-def test_it_opens_without_errors_and_without_a_network(browser: Browser, folder: Path) -> None:
+def test_the_page_opens_without_errors_and_without_a_network(browser: Browser, folder: Path) -> None:
     page = folder / "planted.html"
     browser.open(page)
     assert browser.driver.title == "planted - hpcbench report"
@@ -150,7 +150,7 @@ def test_plots_are_shown_and_can_be_explored(browser: Browser, folder: Path) -> 
     assert browser.requests() == {(folder / "every.html").as_uri(): ""}
 
 
-def test_whatever_results_say_is_inert(browser: Browser, folder: Path) -> None:
+def test_hostile_strings_execute_nothing(browser: Browser, folder: Path) -> None:
     browser.open(folder / "hostile.html")
     for button in browser.driver.find_elements(By.CSS_SELECTOR, ".explore"):
         button.click()
@@ -165,7 +165,7 @@ def test_whatever_results_say_is_inert(browser: Browser, folder: Path) -> None:
     assert "{{ 7*7 }}" in shown
 
 
-def test_it_is_used_by_keyboard(browser: Browser, folder: Path) -> None:
+def test_the_page_works_by_keyboard(browser: Browser, folder: Path) -> None:
     browser.open(folder / "planted.html")
     browser.driver.find_element(By.TAG_NAME, "body").send_keys(Keys.TAB)
     first = browser.driver.switch_to.active_element
@@ -181,7 +181,7 @@ def test_it_is_used_by_keyboard(browser: Browser, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [1280, 400])
-def test_it_fits_its_window(browser: Browser, folder: Path, width: int) -> None:
+def test_the_page_fits_every_width(browser: Browser, folder: Path, width: int) -> None:
     browser.tell("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
     try:
         for name in ("planted", "hostile"):
@@ -191,7 +191,7 @@ def test_it_fits_its_window(browser: Browser, folder: Path, width: int) -> None:
         browser.tell("Emulation.clearDeviceMetricsOverride")
 
 
-def test_it_prints(browser: Browser, folder: Path) -> None:
+def test_the_page_prints_whole_tables_and_plots(browser: Browser, folder: Path) -> None:
     browser.open(folder / "planted.html")
     browser.driver.find_element(By.CSS_SELECTOR, ".explore").click()
     WebDriverWait(browser.driver, 30).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, ".explored svg text"))
@@ -211,7 +211,7 @@ def test_it_prints(browser: Browser, folder: Path) -> None:
     assert len(paper) > 20_000
 
 
-def test_it_is_whole_without_scripts(browser: Browser, folder: Path) -> None:
+def test_the_page_is_complete_without_scripts(browser: Browser, folder: Path) -> None:
     browser.tell("Emulation.setScriptExecutionDisabled", value=True)
     try:
         browser.open(folder / "large.html")

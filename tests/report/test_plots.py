@@ -246,7 +246,7 @@ EMPTY: dict[str, Any] = {
 
 @pytest.mark.parametrize("entries", EMPTY.values(), ids=EMPTY.keys())
 @pytest.mark.parametrize("name", [name for name in PLOTS if name != "predicted"])
-def test_nothing_to_draw_says_why(name: str, entries: tuple[Any, str]) -> None:
+def test_an_empty_plot_gives_the_reason(name: str, entries: tuple[Any, str]) -> None:
     found = draw_plot(name, collected_frame(entries[0]).select(plot_columns(name)))
     assert (found.drawing, plot_specification(found), found.rows, found.nothing) == (None, {}, [], entries[1])
 
@@ -262,14 +262,14 @@ NEEDED = {
 
 
 @pytest.mark.parametrize("name", PLOTS)
-def test_one_run_is_drawn_or_lacks_what_is_said(name: str) -> None:
+def test_a_single_run_is_drawn_or_the_missing_data_is_named(name: str) -> None:
     found = draw_plot(name, collected_frame([entry(100)]))
     assert found.nothing == NEEDED[name]
     if not found.nothing:
         assert plot_specification(found)
 
 
-def test_workloads_are_panels_and_intervals_say_what_they_are() -> None:
+def test_workloads_are_panels_and_notes_define_the_intervals() -> None:
     found = draw_plot("throughput", planted())
     assert list(dict.fromkeys(row["panel"] for row in found.rows)) == [
         "resnet18, batch 8 per replica", "vgg11, batch 4 per replica", "vgg11, batch 8 per replica",
@@ -296,7 +296,7 @@ def test_rows_of_two_clusters_are_counted_and_drawn_apart(tmp_path: Path) -> Non
     assert distribution.subtitle == "resnet50, imagenet, batch 32 per replica"
 
 
-def test_parameters_tell_lines_apart_when_asked() -> None:
+def test_a_chosen_parameter_gives_lines_of_its_own() -> None:
     entries = [entry(ms, nodes=2, options={"bucket_mb": size}) for ms, size in ((100, 1), (90, 25))]
     frame = collected_frame(entries)
     (point,) = [row for row in draw_plot("throughput", frame).rows if row["role"] == "measured"]
@@ -321,7 +321,7 @@ def test_a_hybrid_is_one_line_however_large_it_is() -> None:
     ]  # fmt: skip
 
 
-def test_no_more_is_drawn_than_can_be_told_apart() -> None:
+def test_panels_and_lines_are_limited_with_a_note() -> None:
     entries = [
         entry(100, model=f"m{number}", nodes=nodes) for number in range(12) for nodes in (1, 2)[: 1 + number % 2]
     ]

@@ -38,7 +38,7 @@ def call(tree: Path, *arguments: str) -> Result:
     return done
 
 
-def test_every_format_is_what_its_ending_says(tree: Path, tmp_path: Path) -> None:
+def test_a_plot_file_has_the_format_of_its_ending(tree: Path, tmp_path: Path) -> None:
     asked = ["plot", "throughput", "--where", "strategy in ['ddp', 'fsdp']"]
     for ending in ("png", "svg", "pdf", "json"):
         done = call(tree, *asked, "--out", str(tmp_path / f"t.{ending}"))
@@ -99,7 +99,7 @@ def test_single_steps_are_read_of_what_is_drawn_alone(tree: Path, monkeypatch: p
     assert len(read) == 3
 
 
-def test_what_cannot_be_drawn_says_why(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_plot_names_the_reason(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="no plot 'efficency'") as wrong:
         call(tree, "plot", "efficency")
     assert "did you mean 'efficiency'" in str(wrong.value)

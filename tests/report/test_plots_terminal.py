@@ -66,7 +66,7 @@ def test_golden(pictures: list[Plot], width: int, encoding: str) -> None:
     assert max(map(len, shown.splitlines())) <= width
 
 
-def test_the_narrowest_terminal_still_shows_something(pictures: list[Plot]) -> None:
+def test_the_narrowest_terminal_shows_a_plot(pictures: list[Plot]) -> None:
     for one in pictures:
         assert len(text(one, 24, "ascii").splitlines()) > 8
 
@@ -89,7 +89,7 @@ def test_a_line_that_is_only_predicted_has_marks() -> None:
     assert len([line for line in shown.splitlines() if "o" in line.partition("|")[2]]) == 2
 
 
-def test_nothing_to_draw_is_said() -> None:
+def test_an_empty_terminal_plot_gives_the_reason() -> None:
     assert text(draw_plot("energy", collected_frame([entry(100)])), 80, "utf-8") == (
         "Energy per sample over devices\n"
         "nothing to draw: energy: 1 configuration ended well, but none has it measured\n"

@@ -72,7 +72,7 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_what_is_written_on_a_bar_can_be_read() -> None:
+def test_labels_on_bars_have_enough_contrast() -> None:
     drawn = [
         *((one.colour, one.ink) for one in STEP_PARTS.values()),
         *((one.colour, one.ink) for one in ACTION_STYLES.values()),

@@ -49,7 +49,7 @@ def test_a_table_has_predictions_for_the_asking(place: Path) -> None:
         call(place, "table", "--by", "strategy", "--pivot", "strategy")
 
 
-def test_points_of_the_plot_are_what_was_measured_over_what_was_said(place: Path) -> None:
+def test_points_of_the_plot_are_measured_over_predicted_times(place: Path) -> None:
     tree = ResultsTree(place / "results")
     frame = measured_vs_predicted_frame(load_frame(tree, []), ClusterForecasts(tree))
     ratios = {

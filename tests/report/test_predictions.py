@@ -133,7 +133,7 @@ def recommendation() -> Recommendation:
     return Recommendation(nodes=2, tasks_per_node=1, candidates=[best, near, far], refused=refused, priced=3)
 
 
-def test_a_ranking_marks_what_cannot_be_told_apart() -> None:
+def test_a_ranking_marks_inconclusive_candidates() -> None:
     shown = "\n".join(lines(ranking_view(recommendation(), "2 devices", 2)))
     assert "1.10 [0.90 1.30] ~" in shown
     assert "fsdp shard_degree=2 in 4" in shown

@@ -18,7 +18,7 @@ def told(*looks: dict[str, str], done_before: tuple[str, ...] = ()) -> list[str]
     return lines
 
 
-def test_every_run_that_ends_is_told_once_with_its_reason() -> None:
+def test_each_finished_run_is_printed_once_with_its_reason() -> None:
     lines = told(
         {"a": "running", "b": "pending", "c": "pending"},
         {"a": "ok", "b": "running", "c": "failed"},
@@ -28,6 +28,6 @@ def test_every_run_that_ends_is_told_once_with_its_reason() -> None:
     assert lines[1].endswith("batch 3 (c): because")
 
 
-def test_what_was_done_before_is_not_told_and_what_is_lost_at_the_first_look_is() -> None:
+def test_earlier_results_are_not_printed_but_lost_runs_are() -> None:
     lines = told({"a": "ok", "b": "lost", "c": "lost"}, done_before=("a",))
     assert [line.split()[0] for line in lines] == ["lost", "lost"]

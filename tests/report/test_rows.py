@@ -116,7 +116,7 @@ def test_a_table_wider_than_the_terminal_goes_on_below() -> None:
     assert all(heading in text for heading in ("samples/s", "memory", "status"))
 
 
-def test_the_table_fits_80_columns_and_says_everything() -> None:
+def test_the_table_is_complete_within_80_columns() -> None:
     text = shown(
         [collected(), collected(**DDP2, rate=180.0), collected("oom", batch_size=32), collected(**DDP2, batch_size=32)]
     )
@@ -215,7 +215,7 @@ def test_a_verified_launch_is_a_launch_of_the_same_row() -> None:
     assert rows_from_collected([plain])[0].verified is None
 
 
-def test_degrees_and_devices_of_a_task_tell_rows_apart_in_files() -> None:
+def test_files_distinguish_rows_by_degrees_and_devices_per_task() -> None:
     places: tuple[dict[str, Any], ...] = ({"tp_degree": 4}, {"tp_degree": 2, "dp_degree": 2}, {"devices_per_task": 2})
     view = results_data_view(
         rows_from_collected([collected(strategy="filter", nodes=4, **one) for one in places]), "files"

@@ -76,7 +76,7 @@ def test_five_against_five() -> None:
     assert estimate_log_ratio(base[:4], slower[:4]).ranks is None
 
 
-def test_launches_alike_to_the_bit() -> None:
+def test_equal_launches_have_a_p_value_of_zero_or_one() -> None:
     assert welch_test([2.0] * 3, [2.0] * 3) == (0.0, 0.0, 0.0, (1.0, 1.0))
     assert welch_test([1.0] * 3, [2.0] * 3)[3] == (0.0, 1.0)
 

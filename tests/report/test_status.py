@@ -12,7 +12,7 @@ def lines(states: list[RunState], width: int | None = None) -> list[str]:
     return click.unstyle(status_text("sweep", "there", named, width)).splitlines()
 
 
-def test_what_is_done_or_planned_is_only_counted() -> None:
+def test_finished_and_planned_runs_are_only_counted() -> None:
     assert lines([RunState("ok"), RunState("planned"), RunState("ok")]) == ["sweep on there: 3 runs: 2 ok, 1 planned"]
 
 
