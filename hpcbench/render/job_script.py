@@ -20,19 +20,7 @@ from hpcbench.config.profile_tables import EnvironmentConfig, NodeConfig, Resour
 from hpcbench.errors import EXIT_NOTHING_TO_DO, EXIT_PREEMPTED, RenderError, did_you_mean
 from hpcbench.fileio import printable_text
 from hpcbench.paths import search_folders
-from hpcbench.render.launch_step import (
-    LAUNCH_OVERHEAD_S,
-    JobShape,
-    container_command,
-    container_directives,
-    cpus_per_task,
-    gpu_option,
-    job_time_limit_s,
-    job_variables,
-    rank_wrapper,
-    srun_container_options,
-    srun_options,
-)
+from hpcbench.render import launch_step
 from hpcbench.units import format_slurm_time
 
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -126,7 +114,7 @@ DirectiveValue = str | int | bool
 
 
 def sbatch_directives(
-    shape: JobShape, profile: ClusterProfile, job_name: str, folder: str, number: int, pack: int = 1
+    shape: launch_step.JobShape, profile: ClusterProfile, job_name: str, folder: str, number: int, pack: int = 1
 ) -> list[tuple[str, DirectiveValue]]:
     """Names and values of the #SBATCH lines; ``True`` is a flag without a value.
 
@@ -146,20 +134,20 @@ def sbatch_directives(
         "constraint": partition.constraint,
         "nodes": shape.nodes,
         "ntasks-per-node": shape.tasks_per_node,
-        "cpus-per-task": cpus_per_task(shape, profile),
-        **(gpu_option(shape, request, profile) if request.gpus_on != "step" else {}),
+        "cpus-per-task": launch_step.cpus_per_task(shape, profile),
+        **(launch_step.gpu_option(shape, request, profile) if request.gpus_on != "step" else {}),
         "mem": _requested_memory(request, node),
         "exclusive": request.exclusive or None,
         "exclude": ",".join(request.exclude_nodes) or None,
-        "time": format_slurm_time(job_time_limit_s(shape, pack)),
+        "time": format_slurm_time(launch_step.job_time_limit_s(shape, pack)),
         # A job's ranks are told this long before its limit. In a pack each run watches a limit of its own.
-        "signal": f"USR2@{math.ceil(warning_s if pack == 1 else min(warning_s, LAUNCH_OVERHEAD_S))}",
+        "signal": f"USR2@{math.ceil(warning_s if pack == 1 else min(warning_s, launch_step.LAUNCH_OVERHEAD_S))}",
         "open-mode": "append",
         "chdir": folder,
         "output": log,
         "error": log,
     }
-    lines.update(container_directives(profile.environment(shape.environment).container))
+    lines.update(launch_step.container_directives(profile.environment(shape.environment).container))
     return _merged_directives(lines, profile, shape.partition)
 
 
@@ -186,7 +174,7 @@ def _requested_memory(request: ResourceRequest, node: NodeConfig) -> DirectiveVa
 
 
 def pbs_directives(
-    shape: JobShape, profile: ClusterProfile, job_name: str, folder: str, pack: int = 1, runs: int = 1
+    shape: launch_step.JobShape, profile: ClusterProfile, job_name: str, folder: str, pack: int = 1, runs: int = 1
 ) -> list[tuple[str, str | bool]]:
     """Option letters and values; ``True`` is an option without a value, a letter may come several times.
 
@@ -199,7 +187,7 @@ def pbs_directives(
         "N": job_name,
         "P": profile.account,
         "q": (partition.name or shape.partition) if shape.partition else None,
-        "l": [select, f"walltime={_format_walltime(job_time_limit_s(shape, pack))}"],
+        "l": [select, f"walltime={_format_walltime(launch_step.job_time_limit_s(shape, pack))}"],
         "J": f"0-{jobs - 1}" if jobs > 1 else None,
         # Otherwise the shell that the person logs in with reads the script.
         "S": "/bin/bash",
@@ -216,7 +204,7 @@ def _format_walltime(seconds: float) -> str:
 
 
 def render_script(
-    engine: TemplateEngine, profile: ClusterProfile, shape: JobShape, sweep: str, folder: Path, number: int,
+    engine: TemplateEngine, profile: ClusterProfile, shape: launch_step.JobShape, sweep: str, folder: Path, number: int,
     pack: int = 1, runs: int = 1,
 ) -> str:  # fmt: skip
     """The text of ``<folder>/<number>.sh``, whose jobs carry ``pack`` of the ``runs`` lines of the task file each."""
@@ -224,7 +212,13 @@ def render_script(
 
 
 def template_context(
-    profile: ClusterProfile, shape: JobShape, sweep: str, folder: Path, number: int, pack: int = 1, runs: int = 1
+    profile: ClusterProfile,
+    shape: launch_step.JobShape,
+    sweep: str,
+    folder: Path,
+    number: int,
+    pack: int = 1,
+    runs: int = 1,
 ) -> dict[str, Any]:
     """The variables of the templates. ``templates/README.md`` describes each; a test keeps it complete."""
     environment = profile.environment(shape.environment)
@@ -238,9 +232,9 @@ def template_context(
         "scheduler": profile.scheduler.kind,
         "launcher": profile.launcher,
         "launcher_args": profile.launcher_args,
-        "step_words": srun_options(shape, profile) if is_slurm else [],
-        "container_words": srun_container_options(shape, profile) if is_slurm else [],
-        "rank_wrapper": rank_wrapper(shape, profile) if is_slurm else [],
+        "step_words": launch_step.srun_options(shape, profile) if is_slurm else [],
+        "container_words": launch_step.srun_container_options(shape, profile) if is_slurm else [],
+        "rank_wrapper": launch_step.rank_wrapper(shape, profile) if is_slurm else [],
         # A scheduler signals the ranks itself; without one the script passes on what it is told.
         "forward_signals": not is_slurm,
         "directives": _scheduler_directives(shape, profile, name, folder, number, pack, runs),
@@ -249,18 +243,18 @@ def template_context(
         "tasks_per_node": shape.tasks_per_node,
         "devices_per_task": shape.devices_per_task,
         "ranks": shape.ranks,
-        "cpus_per_task": cpus_per_task(shape, profile),
+        "cpus_per_task": launch_step.cpus_per_task(shape, profile),
         "time_limit_s": math.ceil(shape.time_limit_s),
         "pack": pack,
         "runs": runs,
-        "job_limit_s": math.ceil(job_time_limit_s(shape, pack)),
+        "job_limit_s": math.ceil(launch_step.job_time_limit_s(shape, pack)),
         "modules": environment.modules,
         "modules_start": environment.modules_start,
         "cluster_setup": profile.setup,
         "setup": environment.setup,
-        "env": job_variables(shape, profile),
+        "env": launch_step.job_variables(shape, profile),
         "env_unset": [*profile.env_unset, *environment.env_unset],
-        "container": container_command(environment.container),
+        "container": launch_step.container_command(environment.container),
         "python": rank_python(environment),
         "nothing_to_do": EXIT_NOTHING_TO_DO,
         "preempted": EXIT_PREEMPTED,
@@ -268,7 +262,7 @@ def template_context(
 
 
 def _scheduler_directives(
-    shape: JobShape, profile: ClusterProfile, name: str, folder: Path, number: int, pack: int, runs: int
+    shape: launch_step.JobShape, profile: ClusterProfile, name: str, folder: Path, number: int, pack: int, runs: int
 ) -> Sequence[tuple[str, str | int | bool]]:
     if profile.scheduler.kind == "slurm":
         return sbatch_directives(shape, profile, name, str(folder), number, pack)

@@ -24,14 +24,7 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, HpcbenchError, WorkerError, unsupported
 from hpcbench.fileio import write_atomic
-from hpcbench.parallel.pipeline.block_profile import (
-    BlockProfile,
-    BlockProfileRequest,
-    BlockProfileResponse,
-    MeasuredBlock,
-    block_profile_digest,
-    decode_block_profile,
-)
+from hpcbench.parallel.pipeline import block_profile
 from hpcbench.parallel.resolve import InfeasiblePoint, single_device_run
 from hpcbench.parallel.workloads import is_custom_model
 from hpcbench.paths import cache_folder
@@ -50,8 +43,8 @@ _BLOCK_BUDGET_S = 0.5
 
 
 def profile_blocks(
-    request: BlockProfileRequest, refresh: bool = False, shapes: nn.Sequential | None = None
-) -> BlockProfile:
+    request: block_profile.BlockProfileRequest, refresh: bool = False, shapes: nn.Sequential | None = None
+) -> block_profile.BlockProfile:
     """The chain from the user's cache, or measured here and now and put there.
 
     ``shapes`` is the model on the meta device, where it is at hand; then a user's own model, whose text nobody names,
@@ -62,14 +55,16 @@ def profile_blocks(
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_model()
     version = str(torch.__version__)
-    digest = block_profile_digest(request, name, version, threads)
+    digest = block_profile.block_profile_digest(request, name, version, threads)
     path = cache_folder() / "chains" / f"{digest}.json"
     is_cached = shapes is None or not is_custom_model(request.model)
     if is_cached and not refresh:
         with contextlib.suppress(OSError, ConfigError):
-            return decode_block_profile(path.read_bytes(), str(path))
+            return block_profile.decode_block_profile(path.read_bytes(), str(path))
     blocks = _measure_blocks(request, device, shapes)
-    profile = BlockProfile(request=request, device_name=name, torch=version, threads=threads, blocks=blocks)
+    profile = block_profile.BlockProfile(
+        request=request, device_name=name, torch=version, threads=threads, blocks=blocks
+    )
     if is_cached:
         with contextlib.suppress(OSError, HpcbenchError):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,9 +72,11 @@ def profile_blocks(
     return profile
 
 
-def block_profile_request(spec: RunSpec, device: torch.device, model_folder: str | None = None) -> BlockProfileRequest:
+def block_profile_request(
+    spec: RunSpec, device: torch.device, model_folder: str | None = None
+) -> block_profile.BlockProfileRequest:
     """What a run's pipeline asks for: its largest micro-batch, in its arithmetic."""
-    return BlockProfileRequest(
+    return block_profile.BlockProfileRequest(
         model=spec.model,
         dataset=spec.dataset,
         micro_batch_size=-(-spec.batch_size // spec.micro_batches),
@@ -93,8 +90,8 @@ def block_profile_request(spec: RunSpec, device: torch.device, model_folder: str
 
 
 def _measure_blocks(
-    request: BlockProfileRequest, device: torch.device, shapes: nn.Sequential | None
-) -> list[MeasuredBlock]:
+    request: block_profile.BlockProfileRequest, device: torch.device, shapes: nn.Sequential | None
+) -> list[block_profile.MeasuredBlock]:
     spec = single_device_run(request.model, request.dataset, request.input_size, request.model_options)
     if isinstance(spec, InfeasiblePoint):
         raise WorkerError(spec.reason)
@@ -116,7 +113,7 @@ def _measure_blocks(
         own = [parameter for parameter in block.parameters() if id(parameter) not in counted]
         counted |= {id(parameter) for parameter in own}
         row, x, is_kept = bench.measure(materialize_block(block, device), x, is_kept, place == len(shapes) - 1)
-        blocks.append(MeasuredBlock(name=name, parameter_bytes=sum(map(tensor_bytes, own)), **row))
+        blocks.append(block_profile.MeasuredBlock(name=name, parameter_bytes=sum(map(tensor_bytes, own)), **row))
     return blocks
 
 
@@ -207,16 +204,18 @@ def _iqr(values: list[float]) -> float:
     return high - low
 
 
-def answer_request(data: bytes, refresh: bool = False) -> BlockProfileResponse:
+def answer_request(data: bytes, refresh: bool = False) -> block_profile.BlockProfileResponse:
     """What is printed for a request."""
     try:
-        return BlockProfileResponse(chain=profile_blocks(msgspec.json.decode(data, type=BlockProfileRequest), refresh))
+        return block_profile.BlockProfileResponse(
+            chain=profile_blocks(msgspec.json.decode(data, type=block_profile.BlockProfileRequest), refresh)
+        )
     except msgspec.MsgspecError as error:
         hint = "see hpcbench/parallel/pipeline/block_profile.py: BlockProfileRequest"
-        return BlockProfileResponse(error=f"no request: {error}", hint=hint, is_input=True)
+        return block_profile.BlockProfileResponse(error=f"no request: {error}", hint=hint, is_input=True)
     except HpcbenchError as error:
         is_input = not isinstance(error, WorkerError)
-        return BlockProfileResponse(error=error.message, hint=error.hint, is_input=is_input)
+        return block_profile.BlockProfileResponse(error=error.message, hint=error.hint, is_input=is_input)
 
 
 def main() -> int:

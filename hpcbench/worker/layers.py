@@ -20,16 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError, WorkerError
-from hpcbench.parallel.layer_table import (
-    LayerRow,
-    LayerTable,
-    LayerTableRequest,
-    LayerTableResponse,
-    TensorShape,
-    default_input_size,
-    encode_layer_table,
-    shipped_table_path,
-)
+from hpcbench.parallel import layer_table
 from hpcbench.parallel.resolve import InfeasiblePoint, shipped_model_dataset_pairs, single_device_run
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.worker.measure.layer_trace import TracedLayer, trace_layers
@@ -48,7 +39,7 @@ _MODULE_ATTRIBUTES = (
 """Names under which torch's modules, and ours, hold what a split of the layer has to know."""
 
 
-def make_layer_table(request: LayerTableRequest) -> LayerTable:
+def make_layer_table(request: layer_table.LayerTableRequest) -> layer_table.LayerTable:
     """The table of a model on a data set.
 
     Raises ``WorkerError`` where the model cannot take the data set, cannot be built or run with fake tensors, or needs
@@ -60,7 +51,7 @@ def make_layer_table(request: LayerTableRequest) -> LayerTable:
     return trace_layer_table(build_meta_model(spec, request.model_folder), spec)
 
 
-def trace_layer_table(model: nn.Sequential, spec: RunSpec) -> LayerTable:
+def trace_layer_table(model: nn.Sequential, spec: RunSpec) -> layer_table.LayerTable:
     """The table of ``model``, which lies on the meta device and is changed.
 
     Raises ``WorkerError`` where it cannot be run with fake tensors.
@@ -72,10 +63,10 @@ def trace_layer_table(model: nn.Sequential, spec: RunSpec) -> LayerTable:
         for batch in _TRACED_BATCH_SIZES:
             model.zero_grad(set_to_none=True)
             traced.append(trace_layers(model, *zero_batch(spec, batch)))
-    return LayerTable(
+    return layer_table.LayerTable(
         model=spec.model,
         dataset=spec.dataset,
-        input_size=spec.input_size or default_input_size(spec.dataset),
+        input_size=spec.input_size or layer_table.default_input_size(spec.dataset),
         model_options=spec.model_options,
         blocks=len(model),
         parameter_tensors=_tensor_shapes(model.named_parameters()),
@@ -126,11 +117,11 @@ def zero_batch(spec: RunSpec, batch: int) -> tuple[Tensor, Tensor]:
     return inputs, torch.zeros(batch, *(shape if dataset.target == "tokens" else ()), dtype=torch.int64)
 
 
-def _tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> list[TensorShape]:
-    return [TensorShape(name, list(tensor.shape), tensor.element_size()) for name, tensor in tensors]
+def _tensor_shapes(tensors: Iterable[tuple[str, Tensor]]) -> list[layer_table.TensorShape]:
+    return [layer_table.TensorShape(name, list(tensor.shape), tensor.element_size()) for name, tensor in tensors]
 
 
-def _layer_rows(model: nn.Sequential, small: list[TracedLayer], large: list[TracedLayer]) -> list[LayerRow]:
+def _layer_rows(model: nn.Sequential, small: list[TracedLayer], large: list[TracedLayer]) -> list[layer_table.LayerRow]:
     owned = _parameters_by_row(model, small)
     blocks = {name: index for index, (name, _) in enumerate(model.named_children())}
     layers = []
@@ -143,10 +134,10 @@ def _layer_rows(model: nn.Sequential, small: list[TracedLayer], large: list[Trac
     return layers
 
 
-def _layer_row(a: TracedLayer, b: TracedLayer, parameters: int, block: int) -> LayerRow:
+def _layer_row(a: TracedLayer, b: TracedLayer, parameters: int, block: int) -> layer_table.LayerRow:
     kind = "Loss" if a.module is None else type(a.module).__name__ + ("" if a.is_leaf else ".other")
     activation = _per_sample(a.activation_bytes, b.activation_bytes)
-    return LayerRow(
+    return layer_table.LayerRow(
         name=a.name,
         block=block,
         kind=kind,
@@ -205,27 +196,30 @@ def _module_attributes(module: nn.Module | None) -> dict[str, Any]:
     return attributes
 
 
-def answer_request(data: bytes) -> LayerTableResponse:
+def answer_request(data: bytes) -> layer_table.LayerTableResponse:
     """What is printed for a request."""
     try:
-        return LayerTableResponse(table=make_layer_table(msgspec.json.decode(data, type=LayerTableRequest)))
+        return layer_table.LayerTableResponse(
+            table=make_layer_table(msgspec.json.decode(data, type=layer_table.LayerTableRequest))
+        )
     except HpcbenchError as error:
         is_input = not isinstance(error, WorkerError)
-        return LayerTableResponse(error=error.message, hint=error.hint, is_input=is_input)
+        return layer_table.LayerTableResponse(error=error.message, hint=error.hint, is_input=is_input)
 
 
 def write_shipped_tables(folder: Path) -> None:
     """The tables of all shipped pairs; those of pairs that are no more are removed."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted = {
-        shipped_table_path(model, dataset).name: (model, dataset) for model, dataset in shipped_model_dataset_pairs()
+        layer_table.shipped_table_path(model, dataset).name: (model, dataset)
+        for model, dataset in shipped_model_dataset_pairs()
     }
     for path in folder.glob("*.json"):
         if path.name not in wanted:
             path.unlink()
     for name, (model, dataset) in wanted.items():
-        table = make_layer_table(LayerTableRequest(model=model, dataset=dataset))
-        (folder / name).write_bytes(encode_layer_table(table))
+        table = make_layer_table(layer_table.LayerTableRequest(model=model, dataset=dataset))
+        (folder / name).write_bytes(layer_table.encode_layer_table(table))
 
 
 def main() -> int:

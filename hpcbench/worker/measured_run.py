@@ -21,14 +21,8 @@ from hpcbench.parallel.layer_table import LayerTableRequest, read_shipped_table
 from hpcbench.paths import expand_path
 from hpcbench.worker.data.feed import DataFeed, DataSource
 from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.distributed import rank_environment
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.distributed.rank_environment import (
-    RankInfo,
-    core_warnings,
-    cpu_mask,
-    torch_thread_count,
-    user_performance_environment,
-)
 from hpcbench.worker.distributed.world import any_rank, barrier, choose_device, join_world, open_control_channel
 from hpcbench.worker.emulation_mode import apply_emulation
 from hpcbench.worker.finalize import RankMeasurements, RunFinalizer
@@ -71,7 +65,9 @@ def measure_run(finalizer: RunFinalizer) -> None:
     )
     rank_context = join_world(spec, info, device, channel, header.wait_s)
     provenance = result.provenance = collect_provenance(header, spec, info, device)
-    digest = environment_digest(provenance, header, user_performance_environment(context.user_env, spec.env))
+    digest = environment_digest(
+        provenance, header, rank_environment.user_performance_environment(context.user_env, spec.env)
+    )
     if digest is not None:
         provenance["environment_digest"] = digest
     stop.raise_if_stopped()
@@ -107,7 +103,7 @@ def measure_run(finalizer: RunFinalizer) -> None:
 
 
 def _time_steps(
-    measurements: RankMeasurements, strategy: Strategy, feed: DataFeed, spec: RunSpec, info: RankInfo,
+    measurements: RankMeasurements, strategy: Strategy, feed: DataFeed, spec: RunSpec, info: rank_environment.RankInfo,
     context: RankContext, stop: StopController,
 ) -> None:  # fmt: skip
     """Run the warm-up and the timed steps, with counters around the timed ones."""
@@ -157,18 +153,18 @@ def _measure_after_timing(
         measurements.pending.discard("probe")
 
 
-def set_torch_threads(env: Mapping[str, str], header: TaskFileHeader, info: RankInfo) -> list[str]:
+def set_torch_threads(env: Mapping[str, str], header: TaskFileHeader, info: rank_environment.RankInfo) -> list[str]:
     """Set torch's number of threads unless ``env`` (the user's variables) does; return warnings about the cores."""
-    cores = len(cpu_mask())
-    threads = torch_thread_count(env, cores, header.cores_per_task, info)
+    cores = len(rank_environment.cpu_mask())
+    threads = rank_environment.torch_thread_count(env, cores, header.cores_per_task, info)
     if threads is not None:
         torch.set_num_threads(threads)
-    return core_warnings(cores, header.cores_per_task, info.local_world_size, os.cpu_count() or cores)
+    return rank_environment.core_warnings(cores, header.cores_per_task, info.local_world_size, os.cpu_count() or cores)
 
 
-def loader_thread_count(header: TaskFileHeader, info: RankInfo) -> int:
+def loader_thread_count(header: TaskFileHeader, info: rank_environment.RankInfo) -> int:
     """Return how many threads of a rank may read samples: its cores but one, which drives the device."""
-    cores = len(cpu_mask())
+    cores = len(rank_environment.cpu_mask())
     share = min(cores, header.cores_per_task or max(1, cores // info.local_world_size))
     return max(1, min(MAX_LOADER_THREADS, share - 1))
 

@@ -17,27 +17,7 @@ from hpcbench.parallel.pipeline.schedules import Action
 from hpcbench.parallel.strategies.pipeline import pipeline_layout
 from hpcbench.parallel.traffic import total_payload_bytes
 from hpcbench.parallel.workloads import DATASETS
-from hpcbench.results.schema import (
-    STATUS_OK,
-    FailureRecord,
-    LossSummary,
-    PipelineTimeline,
-    RankResult,
-    RankTimeline,
-    RankTraffic,
-    RunMetrics,
-    RunResult,
-    StepPhases,
-    TimelineSpan,
-)
-from hpcbench.results.timing_statistics import (
-    count_outliers,
-    count_warmup_steps,
-    make_steadiness_warnings,
-    make_warmup_warning,
-    relative_drift,
-    step_time_statistics,
-)
+from hpcbench.results import schema, timing_statistics
 from hpcbench.worker.failure import join_numbers
 from hpcbench.worker.measure.interference import interference_warnings
 
@@ -45,13 +25,13 @@ _ABSENT_WHEN_EMULATED = (
     "loss", "accuracy", "flops_per_s", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "energy_j", "energy_source",
 )  # fmt: skip
 """What a run that computed nothing has not measured."""
-_PHASE_FIELDS = tuple(name for name in StepPhases.__struct_fields__ if name != "step_s")
+_PHASE_FIELDS = tuple(name for name in schema.StepPhases.__struct_fields__ if name != "step_s")
 
 
 def compute_metrics(
-    spec: RunSpec, header: TaskFileHeader, ranks: Mapping[int, RankResult], slowest: list[float], skipped: int,
+    spec: RunSpec, header: TaskFileHeader, ranks: Mapping[int, schema.RankResult], slowest: list[float], skipped: int,
     samples: int, warnings: list[str],
-) -> RunMetrics:  # fmt: skip
+) -> schema.RunMetrics:  # fmt: skip
     """Compute all figures; what makes one of them doubtful is appended to ``warnings``.
 
     Args:
@@ -59,8 +39,8 @@ def compute_metrics(
         samples: Samples of one epoch.
     """
     steady, is_whole = slowest[skipped:], len(ranks) == spec.ranks
-    times = step_time_statistics(steady)
-    warnings += make_steadiness_warnings(steady, times)
+    times = timing_statistics.step_time_statistics(steady)
+    warnings += timing_statistics.make_steadiness_warnings(steady, times)
     rate = flops_per_s = None
     if is_whole and sum(steady) > 0:
         rate = sum(global_step_samples(ranks)[skipped : len(slowest)]) / sum(steady)
@@ -70,7 +50,7 @@ def compute_metrics(
     evaluations = [evaluation for rank in sorted(ranks) for evaluation in ranks[rank].evaluations]
     target = spec.target_accuracy
     reached = next((point for point in evaluations if target is not None and point.accuracy >= target), None)
-    metrics = RunMetrics(
+    metrics = schema.RunMetrics(
         step_time_s=times,
         samples_per_s=rate,
         epoch_time_s=samples_per_epoch(spec, samples) / rate if rate else None,
@@ -80,8 +60,8 @@ def compute_metrics(
         accuracy=_first_known(ranks, "accuracy"),
         time_to_accuracy_s=reached.train_time_s if reached else None,
         steps_to_accuracy=reached.step if reached else None,
-        outlier_steps=count_outliers(steady),
-        drift=relative_drift(steady),
+        outlier_steps=timing_statistics.count_outliers(steady),
+        drift=timing_statistics.relative_drift(steady),
         **_total_energy(spec, ranks),
     )
     for name in ("peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s"):
@@ -95,16 +75,16 @@ def compute_metrics(
     return metrics
 
 
-def _known(ranks: Mapping[int, RankResult], field: str) -> list[Any]:
+def _known(ranks: Mapping[int, schema.RankResult], field: str) -> list[Any]:
     """Return the values of ``field`` of the ranks that have one."""
     return [value for result in ranks.values() if (value := getattr(result, field)) is not None]
 
 
-def _first_known(ranks: Mapping[int, RankResult], field: str) -> Any:
+def _first_known(ranks: Mapping[int, schema.RankResult], field: str) -> Any:
     return next(iter(_known(ranks, field)), None)
 
 
-def _total_energy(spec: RunSpec, ranks: Mapping[int, RankResult]) -> dict[str, Any]:
+def _total_energy(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> dict[str, Any]:
     """Sum the energy over all devices: of every rank, or of every node where a counter is the node's."""
     counted = {rank: result.energy_j for rank, result in ranks.items() if result.energy_j is not None}
     first_of_nodes = {rank for rank, result in ranks.items() if result.local_rank == 0}
@@ -114,13 +94,13 @@ def _total_energy(spec: RunSpec, ranks: Mapping[int, RankResult]) -> dict[str, A
     return {"energy_j": math.fsum(counted.values()), "energy_source": "; ".join(sources)}
 
 
-def global_step_samples(ranks: Mapping[int, RankResult]) -> list[int]:
+def global_step_samples(ranks: Mapping[int, schema.RankResult]) -> list[int]:
     """Samples of each timed step over all replicas; the ranks of one replica share theirs and count once."""
     replicas = {result.replica: result.step_samples for result in ranks.values()}
     return [sum(counts) for counts in zip(*replicas.values(), strict=False)]
 
 
-def _global_loss(ranks: Mapping[int, RankResult], warnings: list[str]) -> LossSummary | None:
+def _global_loss(ranks: Mapping[int, schema.RankResult], warnings: list[str]) -> schema.LossSummary | None:
     """Parts of the ranks add up. A sum with a part that is not finite is absent, and a warning says since when."""
     parts_by_step: Iterable[tuple[Any, ...]] = zip(*(result.losses for result in ranks.values()), strict=False)
     totals = [None if None in parts else math.fsum(parts) for parts in parts_by_step]
@@ -128,7 +108,7 @@ def _global_loss(ranks: Mapping[int, RankResult], warnings: list[str]) -> LossSu
         return None
     if None in totals:
         warnings.append(f"the loss diverged: it is not finite from step {totals.index(None)} on (0 is the first)")
-    return LossSummary(first=totals[0], last=totals[-1])
+    return schema.LossSummary(first=totals[0], last=totals[-1])
 
 
 def samples_per_epoch(spec: RunSpec, samples: int | None = None) -> int:
@@ -137,7 +117,7 @@ def samples_per_epoch(spec: RunSpec, samples: int | None = None) -> int:
     return samples - dropped_samples(samples, spec.global_batch_size, spec.dp_degree, spec.drop_last)
 
 
-def pipeline_timeline(spec: RunSpec, ranks: Mapping[int, RankResult]) -> PipelineTimeline | None:
+def pipeline_timeline(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> schema.PipelineTimeline | None:
     """The first replica's ranks; ``None`` where the run is no pipeline of one step, or a rank recorded nothing."""
     group = RankMesh.of(spec).group(0, "pp")
     has_timelines = all(rank in ranks and ranks[rank].timeline for rank in group)
@@ -153,14 +133,16 @@ def pipeline_timeline(spec: RunSpec, ranks: Mapping[int, RankResult]) -> Pipelin
     planned = planned_timeline(spec.strategy, pipeline_layout(spec), spec.micro_batches, measured)
     begin = min(spans[0].begin for spans in measured.values())
     timelines = [
-        RankTimeline(
+        schema.RankTimeline(
             rank=rank,
-            planned=[TimelineSpan(*span.action, span.begin, span.end) for span in planned.ranks[stage]],
-            measured=[TimelineSpan(*span.action, span.begin - begin, span.end - begin) for span in measured[stage]],
+            planned=[schema.TimelineSpan(*span.action, span.begin, span.end) for span in planned.ranks[stage]],
+            measured=[
+                schema.TimelineSpan(*span.action, span.begin - begin, span.end - begin) for span in measured[stage]
+            ],
         )
         for stage, rank in enumerate(group)
     ]
-    return PipelineTimeline(
+    return schema.PipelineTimeline(
         bubble_fraction=measured_bubble_fraction(list(measured.values())),
         planned_bubble_fraction=planned.bubble_fraction,
         measured_s=max(spans[-1].end for spans in measured.values()) - begin,
@@ -180,10 +162,10 @@ def summarize_run(
     header: TaskFileHeader,
     task: RunTask,
     attempt: int,
-    ranks: Mapping[int, RankResult],
+    ranks: Mapping[int, schema.RankResult],
     status: str,
-    error: FailureRecord | None = None,
-) -> RunResult:
+    error: schema.FailureRecord | None = None,
+) -> schema.RunResult:
     """The result of a run from its ranks' files; ranks that left none are named in ``ranks``."""
     spec = task.spec
     slowest = slowest_rank_times_s(ranks)
@@ -191,20 +173,22 @@ def summarize_run(
     if header.environment_key is not None:
         provenance["environment_key"] = header.environment_key
     warnings: list[str] = []
-    warmup_steps = count_warmup_steps(slowest)
+    warmup_steps = timing_statistics.count_warmup_steps(slowest)
     # Files may hold another number of samples than the data set: the feed has counted them.
     samples = provenance.get("data", {}).get("epoch_samples") or DATASETS[spec.dataset].samples
     skipped = warmup_steps or 0
-    metrics = compute_metrics(spec, header, ranks, slowest, skipped, samples, warnings) if ranks else RunMetrics()
+    metrics = (
+        compute_metrics(spec, header, ranks, slowest, skipped, samples, warnings) if ranks else schema.RunMetrics()
+    )
     metrics.warmup_found_steps = warmup_steps
     timeline = pipeline_timeline(spec, ranks)
     metrics.bubble_fraction = timeline.bubble_fraction if timeline is not None else None
     if warmup_steps:
-        warnings.append(make_warmup_warning(warmup_steps, len(slowest), spec.warmup_steps))
+        warnings.append(timing_statistics.make_warmup_warning(warmup_steps, len(slowest), spec.warmup_steps))
     if slowest and len(ranks) < spec.ranks:
         present = join_numbers(sorted(ranks))
         warnings.append(f"step times are those of the ranks that left a file ({present}), not of all")
-    return RunResult(
+    return schema.RunResult(
         run_id=task.run_id,
         config_id=task.config_id,
         attempt=attempt,
@@ -228,11 +212,11 @@ def summarize_run(
         verification=_first_known(ranks, "verification"),
         provenance=provenance,
         environment_digest=provenance.pop("environment_digest", None),
-        error=None if status == STATUS_OK else error,
+        error=None if status == schema.STATUS_OK else error,
     )
 
 
-def slowest_rank_times_s(ranks: Mapping[int, RankResult]) -> list[float]:
+def slowest_rank_times_s(ranks: Mapping[int, schema.RankResult]) -> list[float]:
     """Of every timed step that all ranks have ended, the longest time that any of them took."""
     return [max(times) for times in zip(*(result.step_times_s for result in ranks.values()), strict=False)]
 
@@ -251,7 +235,7 @@ def _batch_warnings(spec: RunSpec, timed: int, samples: int) -> list[str]:
     return warnings
 
 
-def _rank_warnings(ranks: Mapping[int, RankResult]) -> list[str]:
+def _rank_warnings(ranks: Mapping[int, schema.RankResult]) -> list[str]:
     """Every warning once, with the ranks that gave it where not all did."""
     by_text: dict[str, list[int]] = {}
     for rank in sorted(ranks):
@@ -260,7 +244,7 @@ def _rank_warnings(ranks: Mapping[int, RankResult]) -> list[str]:
     return [text if len(who) == len(ranks) else f"{text} (ranks {join_numbers(who)})" for text, who in by_text.items()]
 
 
-def _run_provenance(ranks: Mapping[int, RankResult]) -> dict[str, Any]:
+def _run_provenance(ranks: Mapping[int, schema.RankResult]) -> dict[str, Any]:
     """Of the first rank that spoke for its host, or that left any, with every host of the run."""
     present = [ranks[rank].provenance for rank in sorted(ranks) if ranks[rank].provenance]
     fullest = next((facts for facts in present if "environment_digest" in facts), present[0] if present else {})
@@ -268,16 +252,16 @@ def _run_provenance(ranks: Mapping[int, RankResult]) -> dict[str, Any]:
     return {**fullest, "hosts": hosts} if ranks else {}
 
 
-def _max_rank_traffic(ranks: Mapping[int, RankResult]) -> RankTraffic | None:
+def _max_rank_traffic(ranks: Mapping[int, schema.RankResult]) -> schema.RankTraffic | None:
     """That of the rank that passes most bytes, the first of equal ones."""
     recorded = [rank for rank in sorted(ranks) if ranks[rank].traffic]
     if not recorded:
         return None
     rank = max(recorded, key=lambda rank: total_payload_bytes(ranks[rank].traffic))
-    return RankTraffic(rank=rank, calls=ranks[rank].traffic)
+    return schema.RankTraffic(rank=rank, calls=ranks[rank].traffic)
 
 
-def _rank_entry(rank: int, result: RankResult | None, skipped: int) -> dict[str, Any]:
+def _rank_entry(rank: int, result: schema.RankResult | None, skipped: int) -> dict[str, Any]:
     if result is None:
         return {"rank": rank, "left_file": False}
     times = result.step_times_s[skipped:]

@@ -29,18 +29,7 @@ import msgspec
 from hpcbench.errors import ConfigError, StorageError, WorkerError
 from hpcbench.fileio import make_folder, write_atomic, write_error
 from hpcbench.parallel.workloads import DATASETS, sample_shape
-from hpcbench.results.data_folder import (
-    MANIFEST_NAME,
-    PART_RECORD_NAME,
-    SAMPLES_FORMAT_VERSION,
-    SampleManifest,
-    SamplePart,
-    read_sample_manifest,
-    read_sample_part,
-    sample_part_files,
-    sample_part_folder,
-    synthetic_folder,
-)
+from hpcbench.results import data_folder
 from hpcbench.worker.distributed.rank_environment import cpu_mask
 from hpcbench.worker.failure import install_hint
 
@@ -96,11 +85,11 @@ def make_samples(folder: Path, dataset: str, size: int, samples: int, workers: i
     _check_packages(dataset)
     from hpcbench.worker.data.sample_generator import SampleGenerator
 
-    pool, part_samples = synthetic_folder(folder, dataset, size), samples_per_folder(dataset, size)
+    pool, part_samples = data_folder.synthetic_folder(folder, dataset, size), samples_per_folder(dataset, size)
     parameters = SampleGenerator(dataset, size).parameters()
-    manifest = read_sample_manifest(pool)
+    manifest = data_folder.read_sample_manifest(pool)
     if manifest is not None:
-        if (manifest.parameters, manifest.format_version) != (parameters, SAMPLES_FORMAT_VERSION):
+        if (manifest.parameters, manifest.format_version) != (parameters, data_folder.SAMPLES_FORMAT_VERSION):
             raise ConfigError(
                 f"{pool} holds samples that this version of hpcbench would not make",
                 hint="remove it, or make them elsewhere: --folder",
@@ -124,7 +113,7 @@ def make_samples(folder: Path, dataset: str, size: int, samples: int, workers: i
 
 
 def _is_complete(pool: Path, number: int, count: int) -> bool:
-    part = read_sample_part(sample_part_folder(pool, number))
+    part = data_folder.read_sample_part(data_folder.sample_part_folder(pool, number))
     return part is not None and part.samples >= count
 
 
@@ -180,20 +169,20 @@ def make_sample_folder(pool: Path, dataset: str, size: int, number: int, count: 
 
     if _is_complete(pool, number, count):
         return count
-    folder = sample_part_folder(pool, number)
+    folder = data_folder.sample_part_folder(pool, number)
     make_folder(folder)
     _remove_stale_files(folder)
     generator = SampleGenerator(dataset, size)
     first = number * samples_per_folder(dataset, size)
-    paths = sample_part_files(folder, generator.kind, range(first, first + count))
+    paths = data_folder.sample_part_files(folder, generator.kind, range(first, first + count))
     try:
         write = {"images": _write_image, "volumes": _write_volume, "tokens": _write_tokens}[generator.kind]
         labels = [label for index, path in enumerate(paths, first) for label in write(path, generator, index, count)]
         _sync_to_disk(folder, paths)
-        part = SamplePart(samples=count, bytes=sum(path.stat().st_size for path in paths), labels=labels)
+        part = data_folder.SamplePart(samples=count, bytes=sum(path.stat().st_size for path in paths), labels=labels)
     except OSError as error:
         raise write_error(error, folder) from error
-    write_atomic(folder / PART_RECORD_NAME, msgspec.json.encode(part))
+    write_atomic(folder / data_folder.PART_RECORD_NAME, msgspec.json.encode(part))
     return count
 
 
@@ -259,12 +248,16 @@ def _write_tokens(path: Path, generator: SampleGenerator, first: int, count: int
 
 
 def _write_manifest(pool: Path, dataset: str, size: int, counts: list[int], parameters: str) -> None:
-    parts = [part for number in range(len(counts)) if (part := read_sample_part(sample_part_folder(pool, number)))]
+    parts = [
+        part
+        for number in range(len(counts))
+        if (part := data_folder.read_sample_part(data_folder.sample_part_folder(pool, number)))
+    ]
     if len(parts) != len(counts):
         raise StorageError(f"{pool}: a folder of samples has gone while others were made", hint="run the command again")
     labels = [label for part, count in zip(parts, counts, strict=True) for label in part.labels[:count]]
     write_atomic(pool / "labels.json", msgspec.json.encode(labels))
-    manifest = SampleManifest(
+    manifest = data_folder.SampleManifest(
         dataset=dataset,
         size=size,
         samples=sum(counts),
@@ -272,7 +265,7 @@ def _write_manifest(pool: Path, dataset: str, size: int, counts: list[int], para
         parameters=parameters,
         bytes=sum(part.bytes for part in parts),
     )
-    write_atomic(pool / MANIFEST_NAME, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
+    write_atomic(pool / data_folder.MANIFEST_NAME, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
 
 
 def main(words: list[str]) -> int:

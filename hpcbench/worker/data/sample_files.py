@@ -20,16 +20,7 @@ import numpy as np
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import StorageError, WorkerError, unsupported
 from hpcbench.parallel.workloads import DATASETS, sample_shape
-from hpcbench.results.data_folder import (
-    SAMPLES_FORMAT_VERSION,
-    data_make_command,
-    find_imagenet,
-    list_volume_files,
-    read_sample_manifest,
-    sample_part_files,
-    sample_part_folder,
-    synthetic_folder,
-)
+from hpcbench.results import data_folder
 from hpcbench.worker.data.batch_loader import SampleReader
 
 _VALIDATION_FOLDERS = ("validation", "val", "valid", "test")
@@ -241,7 +232,7 @@ def missing_files_error(spec: RunSpec, folder: Path, what: str) -> WorkerError:
     return unsupported(f"no {what} of {spec.dataset} in {folder}", hint)
 
 
-def open_synthetic_samples(spec: RunSpec, data_folder: Path) -> SampleReader:
+def open_synthetic_samples(spec: RunSpec, folder: Path) -> SampleReader:
     """Open the pool that ``hpcbench data make`` wrote for the run's data set and size.
 
     Raises:
@@ -249,25 +240,23 @@ def open_synthetic_samples(spec: RunSpec, data_folder: Path) -> SampleReader:
     """
     shape, dataset = sample_shape(spec.dataset, spec.input_size), DATASETS[spec.dataset]
     size, kind = shape[-1], dataset.kind
-    pool = synthetic_folder(data_folder, spec.dataset, size)
-    command = data_make_command(spec.dataset, size, data_folder)
+    pool = data_folder.synthetic_folder(folder, spec.dataset, size)
+    command = data_folder.data_make_command(spec.dataset, size, folder)
     try:
-        manifest = read_sample_manifest(pool)
+        manifest = data_folder.read_sample_manifest(pool)
     except StorageError as error:
         raise unsupported(error.message, error.hint) from error
-    if manifest is None or manifest.format_version != SAMPLES_FORMAT_VERSION:
+    if manifest is None or manifest.format_version != data_folder.SAMPLES_FORMAT_VERSION:
         state = "no complete set of samples" if manifest is None else "samples of another version of hpcbench"
         raise unsupported(f"{state} in {pool}", command)
-    firsts = range(0, manifest.samples, manifest.per_folder)
-    parts = [range(first, min(first + manifest.per_folder, manifest.samples)) for first in firsts]
-    folders = [sample_part_folder(pool, number) for number in range(len(parts))]
-    files = [
-        path
-        for folder, indices in zip(folders, parts, strict=True)
-        for path in sample_part_files(folder, kind, indices)
-    ]
+    files: list[Path] = []
+    counts = []
+    for number, first in enumerate(range(0, manifest.samples, manifest.per_folder)):
+        indices = range(first, min(first + manifest.per_folder, manifest.samples))
+        files += data_folder.sample_part_files(data_folder.sample_part_folder(pool, number), kind, indices)
+        counts.append(len(indices))
     if kind == "tokens":
-        return TokenReader(files, size, dataset.outputs, [len(indices) for indices in parts])
+        return TokenReader(files, size, dataset.outputs, counts)
     if kind == "volumes":
         return VolumeReader(files, shape, dataset.outputs)
     try:
@@ -296,14 +285,14 @@ def open_real_samples(spec: RunSpec, folder: Path, held_out: bool = False) -> Sa
         return TokenReader([path], shape[0], outputs)
     root = folder / "cosmoflow"
     names = [name for name in _VALIDATION_FOLDERS if (root / name).is_dir()] if held_out else ["train"]
-    files = list_volume_files(root / names[0]) if names and (root / names[0]).is_dir() else []
+    files = data_folder.list_volume_files(root / names[0]) if names and (root / names[0]).is_dir() else []
     if not files:
         raise missing_files_error(spec, folder, "HDF5 files")
     return VolumeReader(files, shape, outputs, cut=True)
 
 
 def _open_imagenet(spec: RunSpec, folder: Path, shape: tuple[int, ...], held_out: bool) -> SampleReader:
-    root = find_imagenet(folder)
+    root = data_folder.find_imagenet(folder)
     if root is None:
         raise missing_files_error(spec, folder, "train folder")
     classes = sorted(path.name for path in (root / "train").iterdir() if path.is_dir())
