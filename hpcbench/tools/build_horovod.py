@@ -211,16 +211,12 @@ def _require_compiler(include: str, standard: int) -> None:
     if missing:
         packages = " ".join(sorted({_SYSTEM_PACKAGES.get(name, "g++") for name in missing}))
         header = f" ({include}/Python.h)" if "Python.h" in missing else ""
-        raise WorkerError(
-            f"building Horovod needs {', '.join(missing)}, not found here{header}",
-            hint=f"apt-get install {packages}; on a cluster load its compiler and Python modules",
-        )
+        hint = f"apt-get install {packages}; on a cluster load its compiler and Python modules"
+        raise WorkerError(f"building Horovod needs {', '.join(missing)}, not found here{header}", hint=hint)
     error = compile_error([compiler, f"-std=c++{standard}"], "#include <string_view>\nint main() { return 0; }\n")
     if error:
-        raise WorkerError(
-            f"{compiler} does not compile C++{standard}, which torch's headers need: {error}",
-            hint="g++ 10 or newer does: apt-get install g++, or load a newer compiler's module (CXX names another)",
-        )
+        hint = "g++ 10 or newer does: apt-get install g++, or load a newer compiler's module (CXX names another)"
+        raise WorkerError(f"{compiler} does not compile C++{standard}, which torch's headers need: {error}", hint=hint)
 
 
 def compile_error(command: Sequence[str], source: str) -> str:

@@ -79,11 +79,9 @@ def find_attempt(run_folder: Path, info: RankInfo, wait_s: float) -> Attempt:
             if marker is not None and marker.launch == info.launch and not over:
                 return attempt
         if time.monotonic() > give_up:
-            raise WorkerError(
-                f"rank {info.rank} waited {wait_s:g} s for rank 0 to begin an attempt of launch {info.launch!r} "
-                f"in {run_folder / 'attempts'}",
-                hint="is the results tree on a file system that all nodes share?",
-            )
+            awaited = f"rank 0 to begin an attempt of launch {info.launch!r} in {run_folder / 'attempts'}"
+            hint = "is the results tree on a file system that all nodes share?"
+            raise WorkerError(f"rank {info.rank} waited {wait_s:g} s for {awaited}", hint=hint)
         time.sleep(_POLL_S)
 
 

@@ -9,7 +9,6 @@ import platform
 import socket
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 from hpcbench.worker.failure import install_hint
@@ -27,8 +26,7 @@ def print_environment_check() -> int:
 
 def check_environment() -> dict[str, Any]:
     """``ready``, the interpreter, and per module ``{"works", "version", "error", "hint"}``; for torch its devices."""
-    modules = {name: _check_module(name) for name in REQUIRED_MODULES + OPTIONAL_MODULES if name not in _MODULE_LOADERS}
-    modules |= {name: _check_module(name, load) for name, load in _MODULE_LOADERS.items()}
+    modules = {name: _check_module(name) for name in REQUIRED_MODULES + OPTIONAL_MODULES}
     report: dict[str, Any] = {
         "ready": all(modules[name]["works"] for name in REQUIRED_MODULES),
         "host": socket.gethostname(),
@@ -42,38 +40,32 @@ def check_environment() -> dict[str, Any]:
     return report
 
 
-def _check_module(name: str, load: Callable[[], Any] | None = None) -> dict[str, Any]:
+def _check_module(name: str) -> dict[str, Any]:
     try:
-        module = load() if load else importlib.import_module(name)
+        module = _load_module(name)
     except BaseException as error:  # noqa: BLE001 - a broken package can raise anything, and that is the finding
         return {"works": False, "error": f"{type(error).__name__}: {error}", "hint": install_hint(name)}
     top = sys.modules.get(name.partition(".")[0], module)
     return {"works": True, "version": str(getattr(top, "__version__", "")) or None}
 
 
-def _load_torchvision() -> Any:
-    from hpcbench.worker.models.build import import_torchvision_models
+def _load_module(name: str) -> Any:
+    """Import ``name``, and for some packages more, so that they are known to work."""
+    if name == "torchvision":
+        from hpcbench.worker.models.build import import_torchvision_models
 
-    return import_torchvision_models()
+        return import_torchvision_models()
+    if name == "horovod.torch":
+        from hpcbench.worker.distributed.horovod_init import load_horovod
 
-
-def _load_horovod() -> Any:
-    from hpcbench.worker.distributed.horovod_init import load_horovod
-
-    return load_horovod()
-
-
-def _load_fairscale() -> Any:
+        return load_horovod()
     with warnings.catch_warnings():
-        # Its decorators for autocast have moved since; they still work.
-        warnings.simplefilter("ignore", FutureWarning)
-        for part in ("nn.data_parallel", "optim.oss"):
-            importlib.import_module(f"fairscale.{part}")
-    return sys.modules["fairscale"]
-
-
-_MODULE_LOADERS = {"torchvision": _load_torchvision, "horovod.torch": _load_horovod, "fairscale": _load_fairscale}
-"""Packages that need more than an import to be known to work."""
+        if name == "fairscale":
+            # Its decorators for autocast have moved since; they still work.
+            warnings.simplefilter("ignore", FutureWarning)
+            importlib.import_module("fairscale.nn.data_parallel")
+            importlib.import_module("fairscale.optim.oss")
+        return importlib.import_module(name)
 
 
 def _torch_facts() -> dict[str, Any]:

@@ -128,14 +128,9 @@ class FailureCause(msgspec.Struct):
 
 
 def decide_outcome(
-    world_size: int,
-    ranks: Mapping[int, RankResult],
-    *,
-    cause: FailureCause | None,
-    only_follows: bool,
-    launcher: str,
+    world_size: int, ranks: Mapping[int, RankResult], *, cause: FailureCause | None, only_follows: bool, launcher: str,
     oom_kills_before: int | None,
-) -> RunOutcome:
+) -> RunOutcome:  # fmt: skip
     """Decide from the ranks' files, rank 0's among them.
 
     ``only_follows``: rank 0's own error merely says that another rank is gone. A launcher that lost a rank ends the

@@ -22,7 +22,7 @@ from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, FailureRecord, RankResult
 from hpcbench.worker.distributed.rank_environment import RankInfo, cpu_mask
 from hpcbench.worker.failure import FailureCause, decide_outcome, describe_error, is_peer_lost
-from hpcbench.worker.measure.host import PeakMemory, read_peak_memory
+from hpcbench.worker.measure.host import read_peak_memory
 from hpcbench.worker.shutdown import PeerEnded, StopController, Stopped, exit_now
 from hpcbench.worker.summary import summarize_run
 
@@ -69,21 +69,14 @@ class RankMeasurements:
     device: torch.device | None = None
     progress: LoopProgress | None = None
     counters: RegionCounters | None = None
-    peak: PeakMemory | None = None
+    peak: tuple[int, int | None] | None = None
     pipeline_state: Callable[[], str | None] | None = None
     """Description of what a pipeline's rank is doing."""
 
     @classmethod
     def of(cls, context: RunContext) -> RankMeasurements:
-        info = context.info
-        result = RankResult(
-            rank=info.rank,
-            local_rank=info.local_rank,
-            node_rank=info.node_rank,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            device=context.header.device,
-        )
+        numbers = {name: getattr(context.info, name) for name in ("rank", "local_rank", "node_rank")}
+        result = RankResult(**numbers, host=socket.gethostname(), pid=os.getpid(), device=context.header.device)
         return cls(result, pending={"verification"} if context.spec.verify else set())
 
     def rank_result(self, status: str, failure: FailureRecord | None, may_wait: bool) -> RankResult:

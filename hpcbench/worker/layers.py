@@ -84,11 +84,10 @@ def _fake_tensors(spec: RunSpec) -> Iterator[None]:
     except HpcbenchError:
         raise
     except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else ""
-        raise WorkerError(
-            f"{spec.model} cannot be measured with fake tensors: {type(error).__name__}: {first}",
-            hint="a model whose forward pass reads values (.item(), data-dependent shapes) has no table of layers",
-        ) from error
+        first = str(error).strip().partition("\n")[0]
+        hint = "a model whose forward pass reads values (.item(), data-dependent shapes) has no table of layers"
+        message = f"{spec.model} cannot be measured with fake tensors: {type(error).__name__}: {first}"
+        raise WorkerError(message, hint=hint) from error
 
 
 def allocate_fake_storage(model: nn.Module, device: torch.device = HOST_DEVICE) -> None:

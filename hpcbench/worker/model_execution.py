@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 
 
 def summed_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -42,11 +42,8 @@ class MixedPrecision:
 
     def __init__(self, precision: str, device: torch.device) -> None:
         if precision in ("tf32", "fp16") and device.type != "cuda":
-            raise WorkerError(
-                f"precision {precision} needs a cuda device; this run's is {device.type}",
-                status="unsupported",
-                hint="fp64, fp32 and bf16 run on a cpu",
-            )
+            message = f"precision {precision} needs a cuda device; this run's is {device.type}"
+            raise unsupported(message, "fp64, fp32 and bf16 run on a cpu")
         allow_tf32(precision == "tf32")
         self._lower = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         self._device = device.type
@@ -84,13 +81,10 @@ class MixedPrecision:
 
     def notes(self) -> list[str]:
         """Warnings about the updates so far."""
-        left_out = self._attempted - self._applied
-        if not left_out:
+        if self._attempted == self._applied:
             return []
-        return [
-            f"{left_out} of {self._attempted} updates (warm-up included) were left out: a gradient overflowed in fp16, "
-            "and its scale was lowered"
-        ]
+        left_out = f"{self._attempted - self._applied} of {self._attempted} updates (warm-up included) were left out"
+        return [f"{left_out}: a gradient overflowed in fp16, and its scale was lowered"]
 
     def _count(self, *_step: object) -> None:
         self._applied += 1
@@ -169,16 +163,12 @@ def wrap_blocks(model: nn.Sequential, spec: RunSpec) -> nn.Sequential:
     if not (spec.compile or spec.activation_checkpointing):
         return model
     if type(model).forward is not nn.Sequential.forward:
-        raise WorkerError(
-            f"compile and activation_checkpointing call the blocks of {spec.model} in order, "
-            f"but {type(model).__name__} has a forward of its own",
-            status="unsupported",
-            hint="put what it does into a block",
-        )
+        called = f"compile and activation_checkpointing call the blocks of {spec.model} in order"
+        message = f"{called}, but {type(model).__name__} has a forward of its own"
+        raise unsupported(message, "put what it does into a block")
     kind = CheckpointedBlocks if spec.activation_checkpointing else SequentialBlocks
-    if spec.activation_checkpointing:
-        for block in model:
-            disable_inplace_first_op(block)
+    for block in model if spec.activation_checkpointing else ():
+        disable_inplace_first_op(block)
     return kind(OrderedDict(model.named_children())).train(model.training)
 
 
@@ -194,11 +184,12 @@ def disable_inplace_first_op(block: nn.Module) -> None:
 
 def checkpoint_block(block: nn.Module, x: Tensor) -> Tensor:
     """``block(x)``, of which only ``x`` is kept for the backward pass."""
+    output: Tensor
     if torch.compiler.is_compiling():
         # A compiled graph writes statistics once, in its forward part.
-        compiled: Tensor = checkpoint(block, x, use_reentrant=False)
-        return compiled
-    output: Tensor = checkpoint(block, x, use_reentrant=False, context_fn=partial(_checkpoint_contexts, block))
+        output = checkpoint(block, x, use_reentrant=False)
+    else:
+        output = checkpoint(block, x, use_reentrant=False, context_fn=partial(_checkpoint_contexts, block))
     return output
 
 

@@ -63,12 +63,9 @@ def _parse_positive(text: str, kind: str, where: str) -> float:
 
 
 def make_partition_plan(
-    profile: BlockProfile,
-    levels: Sequence[InterconnectLevel],
-    memory_bytes: float,
-    optimizer_states: int,
+    profile: BlockProfile, levels: Sequence[InterconnectLevel], memory_bytes: float, optimizer_states: int,
     replicated: bool,
-) -> PartitionPlan:
+) -> PartitionPlan:  # fmt: skip
     """The best plan, or why there is none."""
     chain = profile.chain()
     try:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from hpcbench.config.run_spec import RunTask, TaskFileHeader, read_task
-from hpcbench.errors import WorkerError
+from hpcbench.errors import unsupported
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.worker import begin
@@ -43,7 +43,12 @@ def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
     stop.set_abort_callback(finalizer.abort)
     try:
         check_world_size(info, task.spec)
-        _require_torch()
+        try:
+            importlib.import_module("torch")
+        except ImportError as error:
+            message = f"{sys.executable} on {socket.gethostname()} cannot import torch: {error}"
+            hint = "install it into the profile's environment: python -m pip install torch"
+            raise unsupported(message, hint) from error
         stop.raise_if_stopped()
         from hpcbench.worker.measured_run import measure_run
 
@@ -67,14 +72,3 @@ def _find_or_claim_attempt(
     if info.rank == 0:
         return begin.claim_attempt(tasks, index, header, task, info.launch)
     return begin.find_attempt(folder, info, header.wait_s)
-
-
-def _require_torch() -> None:
-    try:
-        importlib.import_module("torch")
-    except ImportError as error:
-        raise WorkerError(
-            f"{sys.executable} on {socket.gethostname()} cannot import torch: {error}",
-            status="unsupported",
-            hint="install it into the profile's environment: python -m pip install torch",
-        ) from error

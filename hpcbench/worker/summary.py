@@ -159,13 +159,9 @@ _RANK_PROVENANCE_KEYS = ("threads", "gpu_model", "gpu_uuid")
 
 
 def summarize_run(
-    header: TaskFileHeader,
-    task: RunTask,
-    attempt: int,
-    ranks: Mapping[int, schema.RankResult],
-    status: str,
+    header: TaskFileHeader, task: RunTask, attempt: int, ranks: Mapping[int, schema.RankResult], status: str,
     error: schema.FailureRecord | None = None,
-) -> schema.RunResult:
+) -> schema.RunResult:  # fmt: skip
     """The result of a run from its ranks' files; ranks that left none are named in ``ranks``."""
     spec = task.spec
     slowest = slowest_rank_times_s(ranks)

@@ -90,10 +90,8 @@ def make_samples(folder: Path, dataset: str, size: int, samples: int, workers: i
     manifest = data_folder.read_sample_manifest(pool)
     if manifest is not None:
         if (manifest.parameters, manifest.format_version) != (parameters, data_folder.SAMPLES_FORMAT_VERSION):
-            raise ConfigError(
-                f"{pool} holds samples that this version of hpcbench would not make",
-                hint="remove it, or make them elsewhere: --folder",
-            )
+            message = f"{pool} holds samples that this version of hpcbench would not make"
+            raise ConfigError(message, hint="remove it, or make them elsewhere: --folder")
         if manifest.samples >= samples:
             yield manifest.samples
             return
@@ -129,10 +127,8 @@ def _check_free_space(pool: Path, dataset: str, size: int, samples: int) -> None
     needed = _sample_bytes(dataset, size) * samples
     free = shutil.disk_usage(pool).free
     if needed > free:
-        raise StorageError(
-            f"{samples} samples of {dataset} at {size} take about {needed} bytes, {pool} has {free} free",
-            hint="fewer --samples, or another --folder",
-        )
+        message = f"{samples} samples of {dataset} at {size} take about {needed} bytes, {pool} has {free} free"
+        raise StorageError(message, hint="fewer --samples, or another --folder")
 
 
 def _make_parts(pool: Path, dataset: str, size: int, parts: list[tuple[int, int]], workers: int) -> Iterator[int]:
@@ -291,8 +287,6 @@ def main(words: list[str]) -> int:
         # The caller has ended.
         os._exit(_INTERRUPTED_EXIT_CODE)
     except BrokenProcessPool as error:
-        raise StorageError(
-            f"a process that made samples was ended from outside: {error}",
-            hint="run the command again; fewer --workers",
-        ) from error
+        message = f"a process that made samples was ended from outside: {error}"
+        raise StorageError(message, hint="run the command again; fewer --workers") from error
     return 0

@@ -43,13 +43,9 @@ class ImageReader:
     """
 
     def __init__(
-        self,
-        files: Sequence[str],
-        labels: Sequence[int],
-        shape: tuple[int, ...],
-        statistics: ChannelStatistics,
+        self, files: Sequence[str], labels: Sequence[int], shape: tuple[int, ...], statistics: ChannelStatistics,
         location: str = "",
-    ) -> None:
+    ) -> None:  # fmt: skip
         assert len(files) == len(labels), "every image has a label"
         importlib.import_module("PIL")  # A missing package is reported here, not by a reader thread.
         self.location = location or (str(Path(files[0]).parent.parent) if files else "no images")
@@ -136,10 +132,8 @@ class VolumeReader:
                 full, extent = file["full"], self._per_edge * size
                 shape = tuple(full.shape)
                 if len(shape) != 4 or shape[3] != channels or min(shape[:3]) < extent:
-                    raise WorkerError(
-                        f"{path} holds a volume of {' x '.join(str(edge) for edge in shape)}; "
-                        f"{extent} x {extent} x {extent} x {channels} is wanted"
-                    )
+                    wanted = f"{extent} x {extent} x {extent} x {channels} is wanted"
+                    raise WorkerError(f"{path} holds a volume of {' x '.join(map(str, shape))}; {wanted}")
                 counts = _read_contiguous(path, full) if self._per_edge == 1 else None
                 if counts is None:
                     counts = full[region]

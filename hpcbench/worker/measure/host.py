@@ -8,7 +8,7 @@ import re
 import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from hpcbench.units import format_bytes
 
@@ -220,20 +220,16 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value not in (None, {})}
 
 
-class PeakMemory(NamedTuple):
-    """Bytes. On a cpu the resident set of the process, interpreter and libraries included; on cuda the allocator's."""
+def read_peak_memory(device: torch.device | None) -> tuple[int, int | None]:
+    """Return the peak bytes since the process began, and on cuda the bytes that the allocator reserved.
 
-    memory_bytes: int
-    reserved_bytes: int | None
-
-
-def read_peak_memory(device: torch.device | None) -> PeakMemory:
-    """The peak since the process began."""
+    On a cpu it is the resident set of the process, interpreter and libraries included; on cuda the allocator's peak.
+    """
     if device is not None and device.type == "cuda":
         import torch
 
-        return PeakMemory(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
-    return PeakMemory(peak_resident_bytes(), None)
+        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    return peak_resident_bytes(), None
 
 
 def peak_resident_bytes(root: Path = ROOT) -> int:

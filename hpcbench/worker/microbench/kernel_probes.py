@@ -99,12 +99,9 @@ class LayerCall:
 
 
 def measure_kernels(
-    strategy: DataParallelStrategy,
-    batch: tuple[Tensor, Tensor],
-    shares: list[int],
-    budget_s: float,
+    strategy: DataParallelStrategy, batch: tuple[Tensor, Tensor], shares: list[int], budget_s: float,
     check: Callable[[], None],
-) -> list[KernelProbe]:
+) -> list[KernelProbe]:  # fmt: skip
     """All distinct layers of the strategy's model on ``batch``; rounds are repeated until ``budget_s`` has passed."""
     device, samples = batch[0].device, len(batch[0])
     captured, whole = _capture_whole_layers(strategy, batch, 1)
@@ -167,14 +164,9 @@ def _split_layers(
 
 
 def _make_layer_call(
-    strategy: DataParallelStrategy,
-    captured: CapturedModule,
-    module: nn.Module,
-    inputs: list[object],
-    split: str,
-    parts: int,
-    samples: int,
-) -> LayerCall:
+    strategy: DataParallelStrategy, captured: CapturedModule, module: nn.Module, inputs: list[object], split: str,
+    parts: int, samples: int,
+) -> LayerCall:  # fmt: skip
     sources = [
         replay_tensor(value) if isinstance(value, Tensor) and flows else partial(next, repeat(value))
         for value, flows in zip(inputs, captured.flows_back, strict=True)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.errors import HpcbenchError, WorkerError
+from hpcbench.errors import HpcbenchError, WorkerError, unsupported
 from hpcbench.parallel.catalog import get_model
 from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.worker.failure import is_out_of_memory
@@ -42,11 +42,7 @@ def import_torchvision_models() -> ModuleType:
         if "torchvision::nms" not in str(error):
             raise
     except ImportError as error:
-        raise WorkerError(
-            f"this model needs torchvision: {error}",
-            status="unsupported",
-            hint="python -m pip install torchvision",
-        ) from error
+        raise unsupported(f"this model needs torchvision: {error}", "python -m pip install torchvision") from error
     # The failed import has left modules behind that are only partly initialised.
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
         del sys.modules[name]
@@ -62,7 +58,7 @@ def build_torchvision_model(name: str, classes: int, **options: Any) -> Any:
     return getattr(import_torchvision_models(), name)(weights=None, num_classes=classes, **options)
 
 
-_BUILDER_SIGNATURE = "function(in_shape, outputs, **model_options) -> torch.nn.Sequential"
+_CALL_HINT = "it is called as function(in_shape, outputs, **model_options) -> torch.nn.Sequential"
 
 
 def build_custom_model(
@@ -98,16 +94,10 @@ def build_custom_model(
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise WorkerError(
-            f"{step} raised {type(error).__name__}: {error}", hint=f"it is called as {_BUILDER_SIGNATURE}"
-        ) from error
+        raise WorkerError(f"{step} raised {type(error).__name__}: {error}", hint=_CALL_HINT) from error
     if not isinstance(blocks, nn.Sequential) or not len(blocks):
         result = "an empty one" if isinstance(blocks, nn.Sequential) else type(blocks).__name__
-        raise WorkerError(
-            f"model {model} must return a torch.nn.Sequential of its blocks, not {result}",
-            status="unsupported",
-            hint=f"it is called as {_BUILDER_SIGNATURE}",
-        )
+        raise unsupported(f"model {model} must return a torch.nn.Sequential of its blocks, not {result}", _CALL_HINT)
     return blocks
 
 
@@ -121,16 +111,12 @@ def _import_custom_module(model: str, name: str, folder: str | None) -> ModuleTy
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        raise WorkerError(
-            f"model {model}: there is no module {name} in {folder}",
-            hint="the folder must be visible under this path on the nodes, and inside a container",
-        ) from error
+        hint = "the folder must be visible under this path on the nodes, and inside a container"
+        raise WorkerError(f"model {model}: there is no module {name} in {folder}", hint=hint) from error
     file = getattr(module, "__file__", None)
     if file is None or not Path(file).is_relative_to(folder):
-        raise WorkerError(
-            f"model {model}: {name} is {file or 'a part of Python'}, not a module in {folder}",
-            hint="give it a name that no other package has",
-        )
+        message = f"model {model}: {name} is {file or 'a part of Python'}, not a module in {folder}"
+        raise WorkerError(message, hint="give it a name that no other package has")
     return module
 
 

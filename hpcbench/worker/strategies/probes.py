@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.results.schema import ProbeResults
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.measure.host import read_peak_memory
+from hpcbench.worker.measure.host import peak_resident_bytes
 from hpcbench.worker.microbench.collective_probes import measure_collectives
 from hpcbench.worker.microbench.kernel_probes import measure_kernels, measure_optimizer_updates
 from hpcbench.worker.strategies.base import DataParallelStrategy
@@ -23,7 +22,7 @@ class _IndependentReplicasStrategy(DataParallelStrategy):
     measures_machine = True
 
     def __init__(self) -> None:
-        self.base_memory_bytes = read_peak_memory(torch.device("cpu")).memory_bytes
+        self.base_memory_bytes = peak_resident_bytes()
 
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
         super().setup(model, spec, context)

@@ -138,13 +138,9 @@ def _max_finite(differences: list[_Difference]) -> float | None:
 
 
 def train_reference(
-    model: nn.Module,
-    spec: RunSpec,
-    feed: DataFeed,
-    steps: Iterable[int],
-    tick: Callable[[], None] = lambda: None,
+    model: nn.Module, spec: RunSpec, feed: DataFeed, steps: Iterable[int], tick: Callable[[], None] = lambda: None,
     backwards: bool = False,
-) -> TrainingRecord:
+) -> TrainingRecord:  # fmt: skip
     """Train ``model`` in place on the steps numbered ``steps`` as ``spec.dp_degree`` replicas would.
 
     Each replica's share (and each micro-batch of it) is forwarded by itself, so that BatchNorm sees what it would see

@@ -30,13 +30,9 @@ def train_pipedream_reference(
 
 
 def train_delayed(
-    model: nn.Sequential,
-    spec: RunSpec,
-    feed: DataFeed,
-    steps: Iterable[int],
-    cuts: Sequence[int],
+    model: nn.Sequential, spec: RunSpec, feed: DataFeed, steps: Iterable[int], cuts: Sequence[int],
     tick: Callable[[], None] = lambda: None,
-) -> TrainingRecord:
+) -> TrainingRecord:  # fmt: skip
     """Train ``model`` in position on the steps numbered ``steps`` as a pipeline cut at ``cuts`` would.
 
     Every minibatch is forwarded by itself through all stages, each with the version of its weights that ``Staleness``
@@ -77,8 +73,13 @@ class _DelayedTraining:
             for replica in range(self._feed.replicas):
                 summed += self._backward(number, replica, share)
                 tick()
-            if not self._delay.double_buffered or number == first + count - 1:
-                self._update(is_last=number == first + count - 1)
+            is_last = number == first + count - 1
+            if is_last or not self._delay.double_buffered:
+                self._arithmetic.update(self._optimizer)
+                self._updates += 1
+                self._keep()
+            if not is_last and not self._delay.double_buffered:
+                self._optimizer.zero_grad(set_to_none=True)
         self._feed.free()
         return summed / total
 
@@ -116,13 +117,6 @@ class _DelayedTraining:
         with self._arithmetic.autocast():
             output: Tensor = functional_call(self._stages[stage], weights, (x,))
         return output
-
-    def _update(self, is_last: bool) -> None:
-        self._arithmetic.update(self._optimizer)
-        self._updates += 1
-        self._keep()
-        if not is_last:
-            self._optimizer.zero_grad(set_to_none=True)
 
     def _keep(self) -> None:
         """Copy what the last update has made; forget what no later minibatch is computed with."""

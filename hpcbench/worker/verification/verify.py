@@ -54,13 +54,9 @@ class VerificationInputs(NamedTuple):
 
 
 def verify_run(
-    spec: RunSpec,
-    context: RankContext,
-    inputs: VerificationInputs,
-    stop: StopController,
-    channel: ControlChannel | None,
-    wait_s: float,
-) -> VerificationResult | None:
+    spec: RunSpec, context: RankContext, inputs: VerificationInputs, stop: StopController,
+    channel: ControlChannel | None, wait_s: float,
+) -> VerificationResult | None:  # fmt: skip
     """Train with a fresh instance of the run's strategy and, on rank 0, the reference; compare.
 
     Called on every rank, after the timed steps. Rank 0 returns what it found; the others wait for it and return
