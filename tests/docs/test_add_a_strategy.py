@@ -58,13 +58,18 @@ def run_tests(folder: Path, arguments: str) -> subprocess.CompletedProcess[str]:
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree with the three files of the page."""
     folder = tmp_path_factory.mktemp("followed")
-    for name in ("hpcbench", "tests", "templates", "clusters", "sweeps", "docs"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", folder)
+    ignored = shutil.ignore_patterns("__pycache__", ".git", ".venv", "build", "results", ".hypothesis", ".*_cache")
+    shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
+    shutil.copytree(ROOT / "hpcbench" / "results", folder / "hpcbench" / "results")
+    shutil.copytree(ROOT / "tests" / "results", folder / "tests" / "results")
+    (folder / "results").mkdir()
+    shutil.copy(ROOT / "results" / "README.md", folder / "results")
     assert follow(folder) == FILES
-    # `make reference`: the overview of strategies is generated.
+    # `make reference schemas`: the overview of strategies and the schema of sweeps are generated.
     generated = run(folder, "docs/make_reference.py")
     assert generated.returncode == 0, generated.stderr
+    schema = run(folder, "-m", "hpcbench", "schema", "sweep")
+    (folder / "docs" / "schemas" / "sweep.json").write_text(schema.stdout, encoding="utf-8")
     return folder
 
 
@@ -81,9 +86,6 @@ def test_a_strategy_of_three_files_passes_the_tests_of_the_registry(followed: Pa
 @pytest.mark.timeout(1800)
 def test_the_fast_suite_passes_with_the_strategy(followed: Path) -> None:
     """All of `make test`, which CI runs on the tree without the strategy."""
-    for name in ("benchmarks", "Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "CITATION.cff"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, followed / name)
     fast = "not slow and not slurm and not soak and not faults"
     assert f"FAST := {fast}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
     completed = run_tests(followed, f"--numprocesses 2 --dist loadfile --hypothesis-profile fast -m '{fast}'")

@@ -32,14 +32,14 @@ def faults_of_ten_steps(mode: str) -> int:
     return int(done.stdout)
 
 
-def test_what_is_freed_is_kept_for_the_next_step() -> None:
+def test_freed_memory_is_kept_for_the_next_step() -> None:
     # Without the call glibc gives it back, else this would show nothing; one large activation alone has 1,400 pages.
     assert faults_of_ten_steps("as it is") > 8000
     assert faults_of_ten_steps("keep") < 2000
 
 
 @pytest.mark.parametrize("name", ["GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_"])
-def test_what_the_user_chose_stays(name: str) -> None:
+def test_allocator_settings_of_the_user_stay(name: str) -> None:
     from hpcbench.worker.measure.host import keep_freed_memory
 
     assert not keep_freed_memory({name: "1"})

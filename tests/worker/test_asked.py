@@ -24,7 +24,7 @@ GIB = 2**30
         ({"SLURM_MEM_PER_NODE": "lots"}, None, None, ""),
     ],
 )
-def test_what_was_asked_and_what_was_there(
+def test_memory_of_a_job_names_request_and_limit(
     env: dict[str, str], limit_bytes: int | None, machine_bytes: int | None, words: str
 ) -> None:
     assert describe_job_memory(env, limit_bytes, machine_bytes) == words

@@ -102,7 +102,7 @@ def test_a_second_restart_runs_again_what_the_first_ran_again(tmp_path: Path, mo
     assert begin(tasks, 0) == 0
 
 
-def test_what_an_earlier_submission_left_is_run_again(tmp_path: Path) -> None:
+def test_unfinished_runs_of_an_earlier_submission_run_again(tmp_path: Path) -> None:
     tasks = write_tasks(tmp_path, *RUNS, pack=3)
     for spec, status in zip(RUNS[:3], ("failed", "timeout", "preempted"), strict=True):
         put(tmp_path, spec, status, None)

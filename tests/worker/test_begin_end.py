@@ -159,7 +159,7 @@ def test_begin_and_end_do_not_import_torch(tmp_path: Path) -> None:
         (1, "", -3, 0, "failed"),
     ],
 )
-def test_what_an_end_without_a_word_is_called(
+def test_the_status_of_a_silent_end_follows_from_code_signal_and_limits(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     exit_code: int,
@@ -178,7 +178,7 @@ def test_what_an_end_without_a_word_is_called(
     assert f"exit code {exit_code}" in result.error.message
 
 
-def test_exit_codes_in_words() -> None:
+def test_exit_codes_are_described_with_their_signal() -> None:
     assert describe_exit(137) == "the ranks ended with exit code 137 (SIGKILL)"
     assert describe_exit(1) == "the ranks ended with exit code 1"
     assert describe_exit(255) == "the ranks ended with exit code 255"
@@ -204,7 +204,7 @@ def test_end_keeps_what_the_ranks_left_and_names_who_left_nothing(tmp_path: Path
     assert result.error.traceback_tail == "the last words\n"
 
 
-def test_end_believes_a_rank_that_could_say_why(tmp_path: Path) -> None:
+def test_end_keeps_the_status_that_a_rank_recorded(tmp_path: Path) -> None:
     tasks = write_tasks(tmp_path, PAIR)
     attempt = start_attempt(tmp_path, PAIR)
     attempt.write_rank(make_rank(1, status="unsupported", error=failure("WorkerError", "needs scikit-learn")))
@@ -267,7 +267,7 @@ def test_end_knows_better_than_the_ranks_that_time_ran_out(tmp_path: Path) -> No
         (0, "", [0], 0, "cancelled"),
     ],
 )
-def test_end_knows_better_than_the_ranks_that_nobody_cancelled(
+def test_end_replaces_a_cancellation_without_a_cancel(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     exit_code: int,
@@ -313,7 +313,7 @@ def test_end_replaces_the_result_of_an_earlier_attempt(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("exit_code", "expected"), [(137, 137), (0, end_module.EXIT_NOT_RECORDED)])
-def test_end_says_when_nothing_could_be_recorded(
+def test_end_reports_that_it_could_not_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exit_code: int, expected: int
 ) -> None:
     tasks = write_tasks(tmp_path, SPEC)

@@ -59,7 +59,7 @@ def test_other_parts_are_another_wheel_and_another_path_is_not() -> None:
     ) == wheel_cache_key(TARGET, BuildFeatures())
 
 
-def test_the_version_tells_what_is_in_it() -> None:
+def test_the_wheels_version_lists_its_features() -> None:
     assert wheel_local_version(TARGET, BuildFeatures(mpi="0a")) == "patch1.torch2.13.0.cpu.gloo.mpi"
 
 
@@ -74,7 +74,7 @@ def test_a_wheel_is_kept_and_found(tmp_path: Path) -> None:
     assert [path.name for path in kept.parent.iterdir()] == [wheel.name], "nothing half-written stays"
 
 
-def test_the_cache_is_where_the_desktop_standard_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_wheel_cache_follows_xdg_cache_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert wheel_cache_folder() == tmp_path / "hpcbench" / "wheels"
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -167,5 +167,5 @@ def test_a_machine_without_a_compiler_names_the_packages(monkeypatch: pytest.Mon
     assert "apt-get install g++ make" in (caught.value.hint or "")
 
 
-def test_a_compiler_that_cannot_says_why() -> None:
+def test_a_failed_compiler_is_quoted() -> None:
     assert "No such file" in compile_error(["/nowhere/g++"], "")

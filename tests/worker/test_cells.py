@@ -43,7 +43,7 @@ def test_the_table_is_whole() -> None:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=cell_id)
-def test_what_cannot_be_is_dropped_for_the_stated_reason(cell: Cell) -> None:
+def test_infeasible_cells_have_the_stated_reason(cell: Cell) -> None:
     model, dataset, input_size, batch_size, reason = cell
     point = {"model": model, "dataset": dataset, "strategy": "single", "batch_size": batch_size}
     resolved = resolve_point(point | ({"input_size": input_size} if input_size else {}), PartitionLimits("here"))

@@ -134,7 +134,7 @@ def test_a_measurement_is_kept_until_something_of_it_changes(tmp_path: Path) -> 
     assert profile_blocks(first.request, refresh=True) != again
 
 
-def test_what_cannot_be_measured_says_why(tmp_path: Path) -> None:
+def test_a_model_that_is_no_chain_names_the_reason(tmp_path: Path) -> None:
     (tmp_path / "chain_own.py").write_text(
         "from torch import nn\nclass Own(nn.Sequential):\n    def forward(self, x):\n        return super().forward(x)\n"
         "def own(in_shape, outputs):\n    return Own(nn.Flatten(), nn.Linear(64, outputs))\n"

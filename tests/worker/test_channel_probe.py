@@ -55,7 +55,7 @@ def divided(model: nn.Sequential, ranks: int = 2, form: str = "sharded", strateg
         (nn.Conv2d(4, 6, 3, groups=2), 6),
     ],
 )
-def test_what_a_rank_can_do_by_itself(middle: nn.Module, channels: int) -> None:
+def test_layers_within_channels_need_no_communication(middle: nn.Module, channels: int) -> None:
     found = trace_channels(around(middle, channels), IMAGE)
     assert found.problems == []
     *_, last = found.layers().values()
@@ -77,7 +77,7 @@ def test_what_a_rank_can_do_by_itself(middle: nn.Module, channels: int) -> None:
         (Of(lambda x: x[:, :2]), 2, "slice on"),
     ],
 )
-def test_what_mixes_channels_needs_whole_activations(middle: nn.Module, channels: int, said: str) -> None:
+def test_layers_across_channels_need_the_gathered_form(middle: nn.Module, channels: int, said: str) -> None:
     with pytest.raises(WorkerError, match=f"filter in its sharded form cannot split this model: .*{said}") as caught:
         divided(around(middle, channels))
     assert caught.value.status == "unsupported"

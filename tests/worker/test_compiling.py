@@ -35,7 +35,7 @@ def train(**values: Any) -> tuple[SingleStrategy, LoopProgress]:
 
 
 @pytest.mark.slow
-def test_compiled_training_is_eager_training_and_new_shapes_are_told() -> None:
+def test_compiled_training_equals_eager_training_and_recompilation_is_warned_of() -> None:
     eager, plain = train()
     before = count_compiled_graphs()
     compiled, progress = train(compile=True)
@@ -55,7 +55,7 @@ def test_compiled_training_is_eager_training_and_new_shapes_are_told() -> None:
     assert count_compiled_graphs() - before == made, "nothing is compiled for an evaluation"
 
 
-def test_what_the_compiler_refuses_is_told_in_one_line() -> None:
+def test_an_error_of_the_compiler_becomes_one_line() -> None:
     def refusing(_graph: Any, _inputs: Any) -> Any:
         raise RuntimeError("cannot lower this\nand much more")
 

@@ -54,7 +54,7 @@ def test_warnings_about_cores() -> None:
     assert core_warnings(2, None, 4, 2) == ["oversubscribed: 4 ranks share the 2 cores of their host"]
 
 
-def test_what_must_be_set_before_the_interpreter_starts() -> None:
+def test_missing_variables_cause_one_restart() -> None:
     assert missing_variables({"A": "1"}, {"A": "1"}, "run") == {}
     assert missing_variables({"A": "2"}, {"A": "1", "B": "x"}, "run") == {"A": "1", "B": "x"}
     assert missing_variables({"A": "2", RESTARTED_FOR_RUN: "run"}, {"A": "1"}, "run") == {}, "once is enough"
@@ -66,7 +66,7 @@ def test_variables_of_the_digest() -> None:
     assert user_performance_environment(env, {"GLOO_X": "1"}) == {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "1"}
 
 
-def test_torchruns_own_thread_count_is_nobodys_wish(tmp_path: Path) -> None:
+def test_torchruns_thread_count_is_no_setting_of_the_user(tmp_path: Path) -> None:
     env = {"TORCHELASTIC_RUN_ID": "x", "OMP_NUM_THREADS": "1"}
     launcher = tmp_path / "environ"
     launcher.write_bytes(b"HOME=/x\0PATH=/bin\0")

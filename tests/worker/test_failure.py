@@ -68,7 +68,7 @@ def test_a_message_cannot_steer_a_terminal() -> None:
         (RuntimeError("CUDA out of memory"), False),
     ],
 )
-def test_what_only_follows_from_another_ranks_end(error: BaseException, lost: bool) -> None:
+def test_errors_caused_by_another_ranks_end_are_recognised(error: BaseException, lost: bool) -> None:
     assert is_peer_lost(error) is lost
     if not isinstance(error, WorkerError):
         assert is_peer_lost_message(type(error).__name__, str(error)) is lost

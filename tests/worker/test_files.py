@@ -50,7 +50,7 @@ def test_the_global_batch_does_not_depend_on_the_number_of_replicas(data_folder:
     four.close()
 
 
-def test_what_is_read_ahead_is_what_would_be_read_then(data_folder: Path) -> None:
+def test_prefetched_batches_equal_those_read_directly(data_folder: Path) -> None:
     ahead, plain = feed_of(data_folder, "cifar10", 16, 2), feed_of(data_folder, "cifar10", 16, 2)
     ahead.prepare(1)
     for step in range(6):
@@ -168,7 +168,7 @@ def test_a_truncated_image_is_named(tmp_path: Path) -> None:
         decode_image(str(path), (3, 64, 64))
 
 
-def test_what_fails_in_a_thread_fails_the_step_that_needs_it() -> None:
+def test_an_error_of_a_loader_thread_fails_its_step() -> None:
     class Broken:
         location = "there"
 

@@ -60,7 +60,7 @@ def test_a_region_of_a_few_ticks_is_not_judged() -> None:
 
 
 @pytest.mark.parametrize("hole", [{"watched": None}, {"watched": watched(own_s=None)}, {"watched": watched(busy_s=[])}])
-def test_what_was_not_seen_is_no_finding(hole: dict[str, Any]) -> None:
+def test_missing_observations_give_no_warning(hole: dict[str, Any]) -> None:
     strangers = {"cpu_mask": [0], "watched": watched(own_s=0.0)}
     assert len(of(strangers, {"cpu_mask": [1]})) == 1
     assert of(strangers, {"cpu_mask": [0], **hole}) == []
@@ -102,7 +102,7 @@ def test_what_was_not_seen_is_no_finding(hole: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_held_a_rank_back(seen: dict[str, Any], expected: list[str]) -> None:
+def test_interference_gives_a_warning_with_its_cause(seen: dict[str, Any], expected: list[str]) -> None:
     assert of({"watched": watched(**seen)}) == expected
 
 

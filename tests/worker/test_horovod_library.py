@@ -60,7 +60,7 @@ class HorovodInternalError(RuntimeError):
         ("Mismatched allreduce tensor shapes: One rank sent [2], but another one [3]", False),
     ],
 )
-def test_what_horovod_says_of_a_peer_that_ended_is_no_cause(message: str, lost: bool) -> None:
+def test_horovods_errors_about_a_lost_peer_are_recognised(message: str, lost: bool) -> None:
     assert is_peer_lost(HorovodInternalError(message)) is lost
 
 

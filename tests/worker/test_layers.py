@@ -155,7 +155,7 @@ def test_a_grouped_convolution_costs_twice_its_forward_pass_in_the_backward_pass
     assert rows["0"].flops == [2 * 8 * 8 * 64, 2 * 8 * 8 * 64], "the input needs no gradient"
 
 
-def test_what_a_module_does_around_its_children_is_its_own_row() -> None:
+def test_computation_around_child_modules_is_a_row_of_its_own() -> None:
     class Residual(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -258,7 +258,7 @@ def test_a_run_whose_model_cannot_be_measured_has_a_warning(tmp_path: Path) -> N
     assert warnings == [f"no FLOP/s: model not_there:build: there is no module not_there in {tmp_path}"]
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_an_impossible_layer_table_names_the_reason() -> None:
     with pytest.raises(WorkerError, match="resnet18 takes images; tokens holds tokens"):
         make_layer_table(LayerTableRequest(model="resnet18", dataset="tokens"))
     unknown = answer_request(msgspec.json.encode(LayerTableRequest(model="resnet19", dataset="digits")))

@@ -206,7 +206,7 @@ def test_the_clock_gives_the_times_between_marks(monkeypatch: pytest.MonkeyPatch
     assert clock.times_s() == [0.005, 0.002]
 
 
-def test_what_passes_before_a_new_beginning_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_before_a_restart_of_the_clock_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([0, 1, 3, 100, 104, 200])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: next(ticks) * 1_000_000_000)
     clock = HostClock()

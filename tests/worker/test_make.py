@@ -42,9 +42,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     return contents(folder)
 
 
-def test_a_maker_that_is_killed_leaves_nobody_behind_and_the_next_goes_on(
-    tmp_path: Path, whole: dict[str, bytes]
-) -> None:
+def test_a_killed_maker_leaves_no_process_and_the_next_resumes(tmp_path: Path, whole: dict[str, bytes]) -> None:
     process = maker(tmp_path)
     assert process.stdout is not None
     done = 0
@@ -145,7 +143,7 @@ def test_old_remains_of_a_killed_maker_go_and_young_ones_stay(tmp_path: Path) ->
         ("tokens", 2**22, 64, 1),
     ],
 )
-def test_how_many_are_made_and_how_many_lie_together(dataset: str, size: int, samples: int, each: int) -> None:
+def test_default_numbers_of_samples_and_samples_per_folder(dataset: str, size: int, samples: int, each: int) -> None:
     assert (default_sample_count(dataset, size), samples_per_folder(dataset, size)) == (samples, each)
 
 

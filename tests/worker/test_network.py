@@ -45,7 +45,7 @@ def test_an_interface_that_is_absent_is_named_with_those_that_are_there() -> Non
     assert "interface" in (caught.value.hint or "")
 
 
-def test_one_node_talks_over_loopback_whatever_the_profile_says() -> None:
+def test_one_node_communicates_over_loopback() -> None:
     assert reachable_address(True, "ib0", "i") == ("lo", "127.0.0.1")
 
 

@@ -152,14 +152,14 @@ def test_in_a_container_one_process_is_this_ranks(use: Any, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("mig", [[1, 1], "instance"])
-def test_counters_of_a_whole_gpu_say_nothing_of_its_partition(use: Any, mig: Any) -> None:
+def test_counters_of_a_whole_gpu_are_not_used_for_a_mig_partition(use: Any, mig: Any) -> None:
     watch = watch_between(use(FakeNvml(mig=mig, processes=[4_000_001])), energy=9000)
     assert watch.watched is not None
     assert (watch.energy_j, watch.watched.gpu_others) == (None, None)
 
 
 @pytest.mark.parametrize("name", ["energy", "reasons", "clock", "processes", "power_ns"])
-def test_what_a_driver_does_not_support_is_absent_alone(use: Any, name: str) -> None:
+def test_only_unsupported_counters_are_absent(use: Any, name: str) -> None:
     fake = use(FakeNvml())
     fake.values[name] = NVMLError("Not Supported")
     watch = watch_between(fake)
@@ -180,7 +180,7 @@ def test_without_library_or_driver_there_are_no_facts(use: Any, monkeypatch: pyt
     assert (watch.energy_j, watch.watched.gpu_others) == (None, None)
 
 
-def test_what_gpus_share_stands_once(use: Any, tmp_path: Path) -> None:
+def test_common_facts_of_gpus_are_recorded_once(use: Any, tmp_path: Path) -> None:
     use(FakeNvml(count=2))
     root = write_tree(tmp_path, {"sys/bus/pci/devices/0000:1b:00.0/numa_node": "1"})
     assert gpu.host_gpu_facts(root) == {

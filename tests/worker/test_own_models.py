@@ -64,7 +64,7 @@ def spec_of(function: str, **values: Any) -> RunSpec:
     return make_spec(model=function if ":" in function else f"hpcbench_test_net:{function}", **values)
 
 
-def test_it_is_built_as_the_shipped_ones_are(folder: Path) -> None:
+def test_a_custom_model_is_built_as_shipped_ones_are(folder: Path) -> None:
     spec = spec_of("build", model_options={"width": 5}, precision="fp64", seed=3)
     built = build_model(spec, str(folder))
     assert built(torch.rand(2, 1, 8, 8, dtype=torch.float64)).shape == (2, 10)
@@ -89,7 +89,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("function", "options", "status", "message"), WRONG)
-def test_what_cannot_be_built_ends_with_a_status_and_a_reason(
+def test_a_custom_model_that_fails_has_status_and_reason(
     folder: Path, function: str, options: dict[str, Any], status: str, message: str | None
 ) -> None:
     with pytest.raises(Exception, match=message) as caught:
@@ -114,7 +114,7 @@ def test_without_a_folder(folder: Path) -> None:
         build_model(spec_of("build"), None)
 
 
-def test_a_sweep_of_ones_own_model_on_this_machine(folder: Path) -> None:
+def test_a_sweep_of_a_custom_model_runs_on_this_machine(folder: Path) -> None:
     """From the command line to the results: found beside the sweep, on two ranks as well, its file's hash recorded."""
     (folder / "sub").mkdir()
     (folder / "sub" / "own.toml").write_text(

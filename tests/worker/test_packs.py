@@ -131,7 +131,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Pack]]:
             one.process.wait()
 
 
-def test_a_job_carries_its_part_of_the_task_file_and_a_crash_stops_nobody(make: Callable[..., Pack]) -> None:
+def test_a_crash_within_a_pack_leaves_the_other_runs(make: Callable[..., Pack]) -> None:
     pack = make([short(0), broken(1), short(2), short(3)], 3)
     assert pack.run() == 0, pack.log()
     assert pack.statuses() == ["ok", "failed", "ok", None]
@@ -144,13 +144,13 @@ def test_a_job_carries_its_part_of_the_task_file_and_a_crash_stops_nobody(make: 
     assert pack.attempts() == [1, 1, 1, 1], "the broken one was not the interrupted one"
 
 
-def test_one_run_a_job_is_a_pack_of_one(make: Callable[..., Pack]) -> None:
+def test_a_job_of_one_run_is_a_pack_of_one(make: Callable[..., Pack]) -> None:
     pack = make([short(0), short(1)], 1)
     assert pack.run(1) == 0, pack.log()
     assert pack.statuses() == [None, "ok"]
 
 
-def test_a_job_that_is_told_to_stop_begins_no_further_run(make: Callable[..., Pack]) -> None:
+def test_a_terminated_job_begins_no_further_run(make: Callable[..., Pack]) -> None:
     pack = make([short(0), endless(1), short(2)], 3)
     process = pack.start()
     pack.wait_for_steps(1)
@@ -198,7 +198,7 @@ def test_no_run_begins_that_the_job_has_no_time_for(make: Callable[..., Pack]) -
     assert pack.attempts() == [1, 0]
 
 
-def test_what_lies_in_the_place_of_a_log_is_not_written_to(make: Callable[..., Pack], tmp_path: Path) -> None:
+def test_a_link_in_place_of_a_log_is_not_followed(make: Callable[..., Pack], tmp_path: Path) -> None:
     """Put there, in a tree that others can write to, between the attempt's begin and the launch."""
     (tmp_path / "somebodys").write_text("mine")
     plant = f'attempt=${{attempt_folder##*/}}; ln -s "{tmp_path}/somebodys" "$attempt_folder/err.log"'

@@ -81,6 +81,6 @@ def test_no_room(capsys: pytest.CaptureFixture[str]) -> None:
         (["--workers", "2 x 1 GB/s", "--optimizer-states", "-1"], "--optimizer-states 0 or more"),
     ],
 )
-def test_what_is_wrong_is_told(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
+def test_wrong_arguments_are_named(capsys: pytest.CaptureFixture[str], arguments: list[str], said: str) -> None:
     assert run(*arguments) == 2
     assert said in capsys.readouterr().err

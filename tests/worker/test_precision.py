@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("allowed", "matmul"), [(True, "tf32"), (False, "ieee")])
-def test_tf32_is_switched_alike_for_both_of_torchs_interfaces(allowed: bool, matmul: str) -> None:
+def test_tf32_is_set_through_both_of_torchs_interfaces(allowed: bool, matmul: str) -> None:
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     try:
         allow_tf32(allowed)
@@ -78,7 +78,7 @@ def test_scaling_by_a_power_of_two_changes_no_bit(micro_batches: int) -> None:
 @pytest.mark.parametrize(
     ("shape", "layout"), [((2, 3, 4, 4), torch.channels_last), ((2, 3, 4, 4, 4), torch.channels_last_3d)]
 )
-def test_inputs_are_laid_out_as_the_run_says(shape: tuple[int, ...], layout: torch.memory_format) -> None:
+def test_inputs_have_the_memory_format_of_the_run(shape: tuple[int, ...], layout: torch.memory_format) -> None:
     placed = make_feed(make_spec(channels_last=True), CPU).to_device(torch.randn(shape))
     assert placed.is_contiguous(memory_format=layout)
     assert make_feed(make_spec(), CPU).to_device(torch.randn(shape)).is_contiguous()

@@ -49,7 +49,7 @@ REQUEUED = "JobId=1 JobState=COMPLETING Reason=None Requeue=1 Restarts=1 BatchFl
         ("JobId=1 JobName=PreemptTime=2026-11-21T06:27:47 Restarts=0 PreemptTime=None", 0, False),
     ],
 )
-def test_what_the_scheduler_says(job_says: str, restarts: int, expected: bool) -> None:
+def test_preemption_is_recognised_from_the_job_state(job_says: str, restarts: int, expected: bool) -> None:
     assert is_preempted(job_says, restarts) is expected
 
 
@@ -75,7 +75,7 @@ def status_of(folder: Path) -> str:
         ("cancelled", "Stopped", "stopped by SIGTERM", "", "TERM", ("cancelled", 0)),
     ],
 )
-def test_what_the_ranks_took_for_a_cancellation(
+def test_a_recorded_cancellation_becomes_a_preemption(
     tmp_path: Path, status: str, kind: str, message: str, job_says: str, received: str, expected: tuple[str, int]
 ) -> None:
     tasks = write_tasks(tmp_path, SPEC)
@@ -107,7 +107,7 @@ def test_ranks_that_left_no_result(
     assert (status_of(tmp_path), code) == expected
 
 
-def test_what_is_measured_anew_is_run_again_and_keeps_its_earlier_result(tmp_path: Path) -> None:
+def test_a_preempted_second_measurement_keeps_the_earlier_result(tmp_path: Path) -> None:
     task = msgspec.structs.replace(make_task(SPEC), supersedes="old")
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_bytes(encode_task_file(make_header(tmp_path, environment_key="new"), [task]))

@@ -80,7 +80,7 @@ def test_a_lone_device_has_phases_and_no_communication(capfd: pytest.CaptureFixt
     assert "".join(capfd.readouterr()) == "", "the profiler's library keeps quiet"
 
 
-def test_none_are_made_where_none_are_asked_for() -> None:
+def test_no_steps_are_profiled_without_profile_steps() -> None:
     strategy = Multiplier()
     assert run(strategy, profile_steps=0) == (None, [])
     assert strategy.steps == []
@@ -107,7 +107,7 @@ def test_events_that_cannot_be_read_are_a_warning(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("told_at", "made"), [(6, 1), (5, 0)])
-def test_who_is_told_to_stop_leaves_the_rest_out(told_at: int, made: int) -> None:
+def test_stopping_ends_profiling_early(told_at: int, made: int) -> None:
     stop = StopController()
 
     def tell(step: int) -> None:

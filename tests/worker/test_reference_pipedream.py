@@ -108,7 +108,7 @@ def close(ours: TrainingRecord, reference: TrainingRecord, tolerance: float = 1e
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_one_stage_is_the_plain_training(replicas: int) -> None:
+def test_delayed_training_of_one_stage_equals_plain_training(replicas: int) -> None:
     """Nothing is delayed; momentum, weight decay, and a last batch that is smaller."""
     spec = small_spec(dp_degree=replicas, batch_size=4)
     with short_epoch("digits", 3 * spec.global_batch_size - 1):

@@ -75,7 +75,7 @@ def spec_of(model: str, dataset: str, batch_size: int, **more: Any) -> RunSpec:
     ("model", "dataset", "batch_size"),
     [("resnet50", "imagenet", 32), ("vgg16", "imagenet", 8), ("mobilenetv2", "imagenet", 32), ("cosmoflow", "cosmoflow", 2)],
 )  # fmt: skip
-def test_a_step_takes_what_the_oracle_says(model: str, dataset: str, batch_size: int) -> None:
+def test_an_emulated_step_takes_the_predicted_time(model: str, dataset: str, batch_size: int) -> None:
     """Operator by operator, while the oracle goes layer by layer."""
     profile, _ = load_cluster("abci-v100")
     machine, spec, table = (

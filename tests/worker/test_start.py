@@ -187,7 +187,7 @@ def test_ranks_that_share_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
         world._refuse_shared_devices(store, places[1], 5.0)
 
 
-def test_no_gpu_where_the_profile_says_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cuda_profile_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(WorkerError, match="sees no GPU"):
         choose_device("cuda", RankInfo(0, 0, 1, 1, 0, "lone", "x"))

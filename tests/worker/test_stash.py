@@ -49,7 +49,7 @@ def test_a_minibatch_goes_back_through_the_weights_that_it_came_through() -> Non
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("vertical", [False, True])
-def test_as_many_versions_as_the_formula_says_and_no_more_memory(stage: int, vertical: bool) -> None:
+def test_the_number_of_weight_versions_follows_the_formula(stage: int, vertical: bool) -> None:
     module, stash, optimizer = make(4, stage, vertical_sync=vertical)
     ahead = 3 - stage
     outputs = {number: forward(module, stash, number) for number in range(ahead)}

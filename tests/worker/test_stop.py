@@ -29,7 +29,7 @@ from hpcbench.worker.shutdown import (
         (signal.SIGHUP, 0.0, 100.0, "cancelled"),
     ],
 )
-def test_what_a_signal_means(number: int, now: float, deadline: float | None, status: str) -> None:
+def test_a_signal_gives_its_status(number: int, now: float, deadline: float | None, status: str) -> None:
     reason = stop_for_signal(number, now, deadline)
     assert reason.status == status
     assert signal.Signals(number).name in str(reason)

@@ -30,7 +30,7 @@ def summary(ranks: dict[int, RankResult], spec: Any = PAIR, status: str = "ok") 
     return summarize_run(make_header(Path("/tree")), make_task(spec), 1, ranks, status, failure())
 
 
-def test_the_slowest_rank_of_every_step_counts_and_rates_are_global() -> None:
+def test_each_step_takes_the_time_of_its_slowest_rank_and_rates_are_global() -> None:
     result = summary(two_ranks())
     assert result.step_times_s == [0.2, 0.5, 0.2]
     metrics = result.metrics
@@ -81,7 +81,7 @@ def test_energy_is_that_of_all_devices_or_none() -> None:
     assert (summary(ranks).metrics.energy_j, summary(ranks).metrics.energy_source) == (4.0, "nvml")
 
 
-def test_energy_of_nodes_is_told_by_one_rank_of_each() -> None:
+def test_one_rank_per_node_reports_its_energy() -> None:
     counter = {"energy_j": 100.0, "energy_source": "rapl package, whole node"}
     spec = make_spec(strategy="ddp", nodes=2, tasks_per_node=2, dp_degree=4)
     ranks = {rank: make_rank(rank, local_rank=rank % 2, **(counter if rank % 2 == 0 else {})) for rank in range(4)}
@@ -136,7 +136,7 @@ def test_warnings_about_batches(batch: int, warmup: int, steps: int, expected: l
     assert result.warnings == expected
 
 
-def test_drop_last_is_said_with_what_it_leaves_out() -> None:
+def test_drop_last_warns_of_the_samples_left_out() -> None:
     spec = make_spec(batch_size=28, warmup_steps=0, steps=60, drop_last=True)
     result = summary({0: make_rank(0, step_times_s=[0.1] * 60, step_samples=[28] * 60)}, spec)
     assert result.warnings == ["16 of 1500 samples of an epoch are left out: drop_last"]
@@ -195,7 +195,7 @@ def test_timed_steps_that_were_still_slower_are_in_no_figure() -> None:
     assert (metrics.drift, metrics.outlier_steps) == (0.0, 0)
 
 
-def test_few_steps_say_nothing_of_warm_up_or_drift() -> None:
+def test_few_steps_give_neither_warm_up_nor_drift() -> None:
     metrics = lone([1.0, 0.1, 0.1]).metrics
     assert (metrics.warmup_found_steps, metrics.drift, metrics.outlier_steps) == (None, None, None)
     assert metrics.step_time_s is not None
@@ -226,7 +226,7 @@ def test_the_time_to_an_accuracy_is_that_of_the_first_evaluation_at_it(
     assert (metrics.time_to_accuracy_s, metrics.steps_to_accuracy) == (time_s, steps)
 
 
-def test_what_was_predicted_stands_in_the_result() -> None:
+def test_the_prediction_is_part_of_the_result() -> None:
     spec = make_spec()
     found = PipelinePrediction(step_time_s=0.5, bubble_fraction=0.25, cuts=[3])
     result = summarize_run(make_header(Path("x")), make_task(spec), 1, {0: make_rank(predicted=found)}, "ok")

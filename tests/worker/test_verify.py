@@ -108,7 +108,7 @@ def test_figures_that_are_not_finite_are_absent() -> None:
         ),
     ],
 )
-def test_what_is_checked(
+def test_verification_checks_follow_from_the_run(
     spec: dict[str, Any], expected: list[VerificationCheck], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compression = Option(str, "none", "of gradients", ("none", "fp16"), lossy={"fp16": 1e-3})
@@ -184,7 +184,7 @@ def test_a_reference_that_diverges_proves_nothing() -> None:
     assert "the reference itself is not finite" in notes[0]
 
 
-def test_what_verifying_lacks_is_not_what_the_run_lacked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_error_of_verification_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def starved(*_: Any) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
 
@@ -260,7 +260,7 @@ def test_waiting_ends_when_it_is_done(links: list[ControlChannel]) -> None:
     assert told.is_set()
 
 
-def test_waiting_has_a_limit_that_says_what_it_waited_for(links: list[ControlChannel]) -> None:
+def test_a_wait_beyond_its_limit_names_what_it_waits_for(links: list[ControlChannel]) -> None:
     links[0].publish("progress", "7 shares of a step are done")
     with pytest.raises(
         WorkerError, match=r"rank 1 waited 0.2 s for rank 0 to train .*; last heard: 7 shares of a step"
@@ -268,7 +268,7 @@ def test_waiting_has_a_limit_that_says_what_it_waited_for(links: list[ControlCha
         links[1].wait_while_progressing("progress", "done", 0.2, go_on, "rank 0 to train the reference")
 
 
-def test_waiting_ends_when_the_run_is_told_to_stop(links: list[ControlChannel]) -> None:
+def test_waiting_ends_when_the_run_is_stopped(links: list[ControlChannel]) -> None:
     def told() -> None:
         raise Stopped("cancelled", "stopped by SIGTERM")
 

@@ -131,7 +131,7 @@ def test_counters_of_a_cray_node(tmp_path: Path) -> None:
     assert of_cpu.source == "pm_counters cpu, whole node"
 
 
-def test_a_counter_that_may_not_be_read_says_why(tmp_path: Path) -> None:
+def test_an_unreadable_counter_names_the_reason(tmp_path: Path) -> None:
     root = write_tree(tmp_path, rapl(intel_rapl_0=("package-0", 1)))
     counter = root / POWER / "intel-rapl:0" / "energy_uj"
     counter.unlink()
@@ -204,7 +204,7 @@ def test_regions_add_up_and_what_lies_between_them_does_not_count(
     assert (watch.energy_j, seen.core_hz) == (6.0, [3.0e9, 2.0e9])
 
 
-def test_one_rank_a_node_counts_its_energy(tmp_path: Path) -> None:
+def test_one_rank_per_node_reads_its_energy_counter(tmp_path: Path) -> None:
     root = write_tree(tmp_path, rapl(intel_rapl_0=("package-0", 1)))
     watch = RegionCounters(torch.device("cpu"), info(local_rank=1), root)
     watch.begin()

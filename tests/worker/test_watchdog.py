@@ -34,7 +34,7 @@ def watch(answers: Iterable[int | None], last: int | None) -> tuple[list[WorkerE
     return told, ended.is_set()
 
 
-def test_a_rank_that_stands_still_is_told() -> None:
+def test_a_rank_without_progress_is_reported() -> None:
     (error,), _ = watch([None, 1, 2, 3], 3)
     assert error.status == "failed"
     assert "for 0.2 s nothing was done (stage 1 of 2: at F(chunk 1, micro-batch 0))" in error.message
@@ -44,5 +44,5 @@ def test_between_steps_nothing_is_stuck() -> None:
     assert watch([1, 2, 2], None)[0] == []
 
 
-def test_whoever_goes_on_is_not_stuck() -> None:
+def test_a_rank_with_progress_is_not_reported() -> None:
     assert watch(range(60), None)[0] == []
