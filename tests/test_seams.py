@@ -9,6 +9,7 @@ import pytest
 from hpcbench.oracle.strategies.base import Cost, resolve_cost
 from hpcbench.oracle.strategies.channel import ChannelCost, FilterCost
 from hpcbench.oracle.strategies.data import (
+    DataParallelCost,
     DdpCost,
     FairscaleOssCost,
     FairscaleSddpCost,
@@ -62,6 +63,7 @@ CHECKED_RUNTIMES: tuple[type[Strategy], ...] = (
     ProbeCollectivesStrategy,
 )
 CHECKED_COSTS: tuple[type[Cost], ...] = (
+    DataParallelCost,
     SingleCost,
     DdpCost,
     Zero1Cost,
