@@ -226,9 +226,11 @@ def _plot_json(drawn: Plot) -> dict[str, Any]:
 @click.option("--logs", is_flag=True, help="Include the logs of ranks and jobs: the last 16 MiB of each.")
 @click.option("--anonymous", is_flag=True, help="Replace names of people and machines by pseudonyms; see above.")
 @results_option
+@json_option
 def bundle(
-    sweep: str, cluster_name: str | None, out: Path | None, logs: bool, anonymous: bool, results: str | None
-) -> None:
+    *, sweep: str, cluster_name: str | None, out: Path | None, logs: bool, anonymous: bool, results: str | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Pack SWEEP into one file for others: its record, results, scripts and task files, the start markers and
     rank files of the attempts that count, and a list with the SHA-256 of each.
 
@@ -253,3 +255,6 @@ def bundle(
     for name, reason in written.left_out.items():
         print_message(f"left out: {name}: {reason}")
     print_message(f"{written.runs} runs, {written.files} files, {format_bytes(out.stat().st_size)} written to {out}")
+    if as_json:
+        document = {"path": str(out), "runs": written.runs, "files": written.files, "bytes": out.stat().st_size}
+        print_json({**document, "left_out": [{"file": name, "reason": why} for name, why in written.left_out.items()]})

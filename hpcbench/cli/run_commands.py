@@ -21,21 +21,17 @@ from hpcbench.cli.common import (
     runs_exit_code,
 )
 from hpcbench.cli.plan_options import cluster_option, keep_one_off, load_plan, one_off_sweep, overrides_option
-from hpcbench.cli.status_commands import LiveScreen
+from hpcbench.cli.status_commands import LiveScreen, RunCatalog
 from hpcbench.config.cluster_profile import load_cluster
-from hpcbench.config.expression import Expression
-from hpcbench.config.run_spec import RunSpec
-from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
 from hpcbench.errors import ConfigError, SubmitError
 from hpcbench.report.phrases import pluralize
 from hpcbench.report.status_text import EndedRunLog
 from hpcbench.report.sweep_selection import select_sweeps
-from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, available_cores
 from hpcbench.submit.run_state import RunState, cancel_runs, run_states
 from hpcbench.submit.scheduler import SendOutcome
-from hpcbench.submit.submission_record import list_submissions, read_run_specs, read_sweep_record
+from hpcbench.submit.submission_record import read_sweep_record
 from hpcbench.submit.submit import RunSelection, SubmitOutcome, accepted_runs
 from hpcbench.submit.submit import submit as submit_plan
 from hpcbench.submit.watcher import SweepWatcher, wait_for_runs
@@ -236,36 +232,32 @@ def watch_runs(plan: SweepPlan, results: str | None, superseded: Mapping[str, st
 @click.option("--where", metavar="EXPR", help="Only runs whose parameters satisfy the expression.")
 @click.option("--wait", "waits", is_flag=True, help="Stay until they have ended.")
 @results_option
+@json_option
 def cancel(
-    sweep: str, cluster_name: str | None, prefix: str | None, where: str | None, waits: bool, results: str | None
-) -> None:
+    *, sweep: str, cluster_name: str | None, prefix: str | None, where: str | None, waits: bool, results: str | None,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Stop the runs of SWEEP that are queued or running. What they measured is kept; submit runs them again.
 
     Stopping takes a moment. Until a run has ended, `submit` treats it as running; use --wait.
     """
+    documents = []
     for cluster, record in select_sweeps(results_tree(results), (sweep,), cluster_name):
         profile, _ = load_cluster(record.profile)
         tree = results_tree(results).cluster(cluster)
         states = run_states(tree, record.run_ids, profile, time.time())
         states = {run_id: state for run_id, state in states.items() if run_id.startswith(prefix or "")}
         if where is not None:
-            states = _filter_by_expression(tree, states, where)
+            states = RunCatalog(tree).satisfying(states, where)
         cancelled = cancel_runs(tree, states, profile)
         running = sum(states[run_id].state == "running" for run_id in cancelled)
         hint = f", {running} of them running: --wait stays until they have ended" if running and not waits else ""
         print_message(f"{record.sweep} on {cluster}: {len(cancelled)} runs asked to stop{hint}")
+        documents.append({"sweep": record.sweep, "cluster": cluster, "run_ids": list(cancelled)})
         if waits:
             wait_for_runs(SweepWatcher(tree.root, profile, {record.sweep: cancelled}), profile, lambda _: None)
-
-
-def _filter_by_expression(tree: ClusterTree, states: dict[str, RunState], text: str) -> dict[str, RunState]:
-    condition = Expression(text, [*RunSpec.__struct_fields__, *COMPUTED_NAMES], "--where")
-    specs = {run_id: spec for entry in list_submissions(tree) for run_id, spec in read_run_specs(*entry).items()}
-    return {
-        run_id: state
-        for run_id, state in states.items()
-        if run_id in specs and condition.holds(expression_values(msgspec.structs.asdict(specs[run_id])))
-    }
+    if as_json:
+        print_json({"cancelled": documents})
 
 
 @click.command()

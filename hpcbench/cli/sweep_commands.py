@@ -40,19 +40,27 @@ _PREDICTED_FIGURES = ("step_time_s", "peak_memory_bytes", "fits", "bound_by")
 @click.command()
 @click.argument("files", nargs=-1, required=True)
 @overrides_option
-def check(files: tuple[str, ...], overrides: tuple[str, ...]) -> None:
+@json_option
+def check(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:
     """Validate sweeps and profiles.
 
     FILES are TOML files, or names of sweeps. Every mistake in all of them is listed, with file and line.
     """
     problems: list[HpcbenchError] = []
+    documents = []
     for name in files:
+        found: list[HpcbenchError] = []
         try:
             print_message(f"{name}: {_check_file(find_sweep_file(name), overrides)}")
         except ConfigErrors as error:
-            problems += error.problems
+            found = error.problems
         except HpcbenchError as error:
-            problems.append(error)
+            found = [error]
+        errors = [{"message": error.message, "where": error.where, "hint": error.hint} for error in found]
+        documents.append({"file": name, "valid": not found, "errors": errors})
+        problems += found
+    if as_json:
+        print_json({"files": documents})
     if problems:
         raise ConfigErrors(problems)
 
@@ -150,11 +158,16 @@ def _prediction_json(run_id: str, forecast: PlanForecast) -> dict[str, Any]:
 @overrides_option
 @out_option("Write scripts and task files there.", metavar="DIR")
 @results_option
-def render(sweep: str, cluster_name: str, overrides: tuple[str, ...], out: Path | None, results: str | None) -> None:
+@json_option
+def render(
+    *, sweep: str, cluster_name: str, overrides: tuple[str, ...], out: Path | None, results: str | None, as_json: bool
+) -> None:
     """Show the exact bytes that submit would send for SWEEP: job scripts and task files."""
     sweep_plan = load_plan(sweep, cluster_name, results, overrides)
     profile = sweep_plan.profile
     if not sweep_plan.missing:
+        if as_json:
+            print_json({"files": []})
         print_message(f"nothing to submit: all {len(sweep_plan.runs)} runs of {sweep_plan.sweep.name} have results")
         return
     tree = results_tree(results).cluster(profile.name)
@@ -164,8 +177,10 @@ def render(sweep: str, cluster_name: str, overrides: tuple[str, ...], out: Path 
     folder = out.absolute() if out and runs_from_here else next_submission_folder(tree, sweep_plan.sweep.name)
     rendered = render_submission(sweep_plan, sweep_plan.missing, tree, folder)
     scripts = [name for name in rendered.files if name.endswith(".sh")]
+    if as_json:
+        print_json({"files": [{"name": name, "text": data.decode()} for name, data in rendered.files.items()]})
     if out is None:
-        for name in scripts:
+        for name in () if as_json else scripts:
             click.echo(f"# ---- {name}: {len(rendered.record.arrays[int(name[:-3])].run_ids)} runs ----")
             print_text(rendered.files[name].decode())
         return

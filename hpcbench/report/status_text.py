@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import click
 
-from hpcbench.config.run_spec import RunSpec, run_label
+from hpcbench.config.run_spec import RunSpec, run_label, strategy_label
 from hpcbench.fileio import printable_excerpt, printable_text
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, count_states
+from hpcbench.units import format_seconds
 
 STATUS_STYLE = {
     "ok": "green",
@@ -35,25 +36,47 @@ class _StatusRow(NamedTuple):
     job: str
     reason: str
 
+    configuration: str = ""
+    elapsed: str = ""
 
-_HEADINGS = _StatusRow("run", "state", "job", "reason")
+
+class RunDetails(NamedTuple):
+    """What is known of a run beside its state."""
+
+    spec: RunSpec | None = None
+    elapsed_s: float | None = None
+    """Since the start of its newest attempt, until its result if it has one."""
+    submitted_by: str | None = None
+    """The account that owns its newest submission."""
+
+
+_HEADINGS = _StatusRow("run", "state", "job", "reason", "configuration", "elapsed")
+_DETAIL_ORDER = ("run", "configuration", "state", "elapsed", "job")
 RunGroup = list[tuple[str, RunState]]
 """Runs that share a row."""
 
 
-def status_text(sweep: str, cluster: str, states: Mapping[str, RunState], width: int | None = None) -> str:
+def status_text(
+    sweep: str, cluster: str, states: Mapping[str, RunState], width: int | None = None,
+    details: Callable[[str], RunDetails] | None = None, *, lists_all: bool = False,
+) -> str:  # fmt: skip
     """Return a line of counts, and a table of the runs that are neither ok nor planned with their reasons.
 
-    Many runs with the same state and reason are one row. Reasons are wrapped if there is a ``width``.
+    Many runs with the same state and reason are one row. Reasons are wrapped if there is a ``width``. With ``details``
+    the table has the configuration and the elapsed time of each run; ``lists_all`` gives every run a row.
     """
     counted = ", ".join(f"{number} {state}" for state, number in count_states(states).items())
     headline = click.style(printable_text(f"{sweep} on {cluster}: {len(states)} runs: {counted or 'none'}"), bold=True)
-    groups = _group_runs((run_id, state) for run_id, state in states.items() if state.state not in _UNLISTED_STATES)
+    if lists_all:
+        groups = [[run] for run in states.items()]
+    else:
+        groups = _group_runs((run_id, state) for run_id, state in states.items() if state.state not in _UNLISTED_STATES)
     if not groups:
         return headline
-    rows = [_status_row(group) for group in groups[:_MAX_ROWS]]
-    hidden = sum(len(group) for group in groups[_MAX_ROWS:])
-    last = [click.style(f"and {hidden} more: --json lists them all", dim=True)] if hidden else []
+    shown = groups if lists_all else groups[:_MAX_ROWS]
+    rows = [_status_row(group, details) for group in shown]
+    hidden = sum(len(group) for group in groups[len(shown) :])
+    last = [click.style(f"and {hidden} more: --all or --json lists them", dim=True)] if hidden else []
     return "\n".join([headline, "", *_status_table(rows, width), *last])
 
 
@@ -79,18 +102,31 @@ def _state_rank(state: str) -> int:
     return _PENDING_STATES.index(state) if state in _PENDING_STATES else -1
 
 
-def _status_row(group: RunGroup) -> _StatusRow:
+def _status_row(group: RunGroup, details: Callable[[str], RunDetails] | None) -> _StatusRow:
     run, state = group[0]
     job = state.job_id or ""
     if len(group) > 1:
         run, job = f"{len(group)} runs", f"{job} ..." if job else ""
     reason = " ".join(printable_excerpt(state.reason).split())
-    return _StatusRow(printable_text(run), printable_text(state.state), printable_excerpt(job), reason)
+    found = details(group[0][0]) if details is not None and len(group) == 1 else RunDetails()
+    return _StatusRow(
+        printable_text(run), printable_text(state.state), printable_excerpt(job), reason,
+        printable_excerpt(_configuration(found.spec)) if found.spec is not None else "",
+        format_seconds(found.elapsed_s) if found.elapsed_s is not None else "",
+    )  # fmt: skip
+
+
+def _configuration(spec: RunSpec) -> str:
+    """``resnet18 ddp 2x4 b16``: model, strategy, nodes x ranks on each, batch size, and the repeat."""
+    words = [spec.model, strategy_label(spec), f"{spec.nodes}x{spec.tasks_per_node}", f"b{spec.batch_size}"]
+    return " ".join([*words, f"r{spec.repeat}"] if spec.repeat else words)
 
 
 def _status_table(rows: list[_StatusRow], width: int | None) -> list[str]:
-    widths = [max(len(row[column]) for row in (_HEADINGS, *rows)) for column in range(3)]
-    indent = sum(widths) + 2 * len(widths)
+    filled = {name for name in _DETAIL_ORDER if name == "job" or any(getattr(row, name) for row in rows)}
+    columns = [name for name in _DETAIL_ORDER if name in filled]
+    widths = {name: max(len(getattr(row, name)) for row in (_HEADINGS, *rows)) for name in columns}
+    indent = sum(widths.values()) + 2 * len(widths)
     room = max(width - indent - 1, _MIN_REASON_WIDTH) if width else None
     lines = [click.style(_status_line(_HEADINGS, widths).rstrip(), dim=True)]
     for row in rows:
@@ -100,9 +136,11 @@ def _status_table(rows: list[_StatusRow], width: int | None) -> list[str]:
     return lines
 
 
-def _status_line(row: _StatusRow, widths: list[int], colour: str | None = None) -> str:
-    run, state, job = (text.ljust(width) for text, width in zip(row[:3], widths, strict=True))
-    return "  ".join((run, click.style(state, fg=colour) if colour else state, job, row.reason))
+def _status_line(row: _StatusRow, widths: Mapping[str, int], colour: str | None = None) -> str:
+    cells = {name: getattr(row, name).ljust(width) for name, width in widths.items()}
+    if colour:
+        cells["state"] = click.style(cells["state"], fg=colour)
+    return "  ".join([*cells.values(), row.reason])
 
 
 class EndedRunLog:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -176,3 +177,52 @@ def test_submit_leaves_lost_and_ended_runs_to_retry(
             f"1 ended as {status} and is not run again by submit: hpcbench retry small --cluster test --status {status}"
             in done.stderr
         ), done.stderr
+
+
+def test_status_and_logs_by_parameter(
+    project: Path, fake_slurm: Path, plan: SweepPlan, cluster_tree: ClusterTree
+) -> None:
+    submit(plan, cluster_tree)
+    first, second, *_ = plan.runs
+    finish(cluster_tree, plan, second, "oom")
+    tasks = str(list_submissions(cluster_tree)[0][0] / "0.jsonl")
+    for run_id in (first, second):
+        folder = cluster_tree.run_folder(run_id)
+        attempt = begin_attempt(folder, launch="x", host="n", started_unix_s=1.0, task_file=tasks)
+        (attempt.folder / "err.log").write_text(f"log of {run_id}\n")
+    document = json.loads(hpcbench("status", "small", "--json", "--where", "batch_size == 8").stdout)["sweeps"][0]
+    assert {run["run_id"] for run in document["runs"]} == {
+        run_id for run_id, spec in plan.runs.items() if spec.batch_size == 8
+    }
+    (failed,) = json.loads(hpcbench("status", "small", "--json", "--state", "oom").stdout)["sweeps"][0]["runs"]
+    assert (failed["run_id"], failed["spec"]["model"]) == (second, "resnet18")
+    assert failed["elapsed_s"] > 1e9
+    assert failed["submitted_by"] == cluster_tree.root.owner()
+    every = hpcbench("status", "small", "--all").stdout.splitlines()
+    assert every[2].split()[:4] == ["run", "configuration", "state", "elapsed"]
+    assert len([line for line in every if " resnet18 ddp " in line]) == 4
+    assert "did you mean 'failed'?" in hpcbench("status", "--state", "fialed").stderr
+    done = hpcbench("logs", "small", "--failed", "--follow")
+    assert (done.returncode, done.stdout) == (0, f"log of {second}\n"), done.stderr
+    assert "no run of small matches" in hpcbench("logs", "small", "--where", "batch_size == 3").stderr
+    (entry,) = json.loads(hpcbench("logs", second, "--json").stdout)["logs"]
+    assert [file["text"] for file in entry["files"]] == [f"log of {second}\n"]
+
+
+def test_documents_of_commands_that_change_or_check_something(project: Path, fake_slurm: Path) -> None:
+    def document(*arguments: str) -> dict[str, Any]:
+        done = hpcbench(*arguments, "--json")
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+    (project / "wrong.toml").write_text("name = 'wrong'\n[fixed]\nstpes = 5\n")
+    right, wrong = document("check", "small", "wrong.toml")["files"]
+    assert (right["valid"], wrong["valid"], wrong["errors"][0]["where"]) == (True, False, "wrong.toml:3")
+    files = document("render", "small", "--cluster", "test")["files"]
+    assert [file["name"] for file in files][:2] == ["0.sh", "0.jsonl"]
+    assert hpcbench("submit", "small", "--cluster", "test").returncode == 0
+    running(fake_slurm)
+    (entry,) = document("cancel", "small")["cancelled"]
+    assert (entry["sweep"], entry["cluster"], len(entry["run_ids"]) > 0) == ("small", "test", True)
+    assert document("bundle", "small")["path"] == "small.hpcbench.tar.gz"
+    assert document("retry", "small", "--cluster", "test")["done"] == []
