@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import msgspec
 from hpcbench.cli.common import Function, print_message, results_tree
 from hpcbench.config.cluster_profile import find_cluster_profiles, is_profile_path, load_cluster
 from hpcbench.config.default_cluster import default_cluster
+from hpcbench.config.sweep_file import settings_lines
 from hpcbench.config.sweep_loader import Sweep, load_sweep, parse_sweep
 from hpcbench.config.sweep_overrides import apply_overrides
 from hpcbench.config.toml_tables import NAME_PATTERN, TomlSource
@@ -149,19 +149,8 @@ def one_off_sweep(name: str | None, parameters: Mapping[str, Any], overrides: Se
     digest = hashlib.sha256(msgspec.json.encode(data, order="deterministic")).hexdigest()[:6]
     words = [str(fixed.get(key, key)).rpartition(":")[2] for key in choices]
     data["name"] = name or data.get("name") or "-".join([*words, digest])
-    text = "".join(f"{key} = {value}\n" for key, value in _dotted_settings(data))
+    text = "".join(f"{line}\n" for line in settings_lines(data))
     return parse_sweep(data, TomlSource(Path("command line"), text, origins))
-
-
-def _dotted_settings(table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The keys of nested tables with dots, and their values, as lines of a TOML file have them."""
-    for name, value in table.items():
-        key = name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
-        if isinstance(value, dict):
-            yield from ((f"{key}.{inner}", text) for inner, text in _dotted_settings(value))
-        else:
-            # JSON's strings, numbers, truth values and lists are TOML's, except for DEL.
-            yield key, json.dumps(value).replace("\x7f", "\\u007f")
 
 
 def check_options(missing: Mapping[str, Iterable[str]]) -> None:

@@ -1,11 +1,13 @@
-"""The schema of ``sweeps/<name>.toml``, whose parameters are derived from ``RunSpec``, and its stop rules."""
+"""The schema of ``sweeps/<name>.toml``, whose parameters are derived from ``RunSpec``, its stop rules, and its text."""
 
 from __future__ import annotations
 
 import functools
+import json
 import operator
+import re
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -195,3 +197,22 @@ def parse_stop_rules(
         if not wrong:
             statuses.setdefault(tuple(tuple(name.split(".", 1)) for name in names), []).append(status)
     return [StopRule(ended, parameters) for parameters, ended in statuses.items()]
+
+
+def sweep_toml(settings: Mapping[str, Any], fixed: Mapping[str, Any], points: Iterable[Mapping[str, Any]]) -> str:
+    """Return a sweep file with top-level ``settings``, the table ``[fixed]`` and one ``[[include]]`` per point."""
+    lines = [*settings_lines(settings), "", "[fixed]", *settings_lines(fixed)]
+    for point in points:
+        lines += ["", "[[include]]", *settings_lines(point)]
+    return "\n".join(lines) + "\n"
+
+
+def settings_lines(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The lines of a TOML table; keys of nested tables have dots."""
+    for name, value in table.items():
+        key = prefix + (name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name))
+        if isinstance(value, dict):
+            yield from settings_lines(value, f"{key}.")
+        else:
+            # JSON's strings, numbers, truth values and lists are TOML's, except for DEL.
+            yield f"{key} = {json.dumps(value)}".replace("\x7f", "\\u007f")

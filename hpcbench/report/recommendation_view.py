@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.run_spec import spec_document, strategy_label
+from hpcbench.config.sweep_file import sweep_toml
 from hpcbench.oracle.recommend import OBJECTIVES, Candidate, Recommendation, candidate_sweep_points
 from hpcbench.report.phrases import or_empty, pluralize
 from hpcbench.report.prediction_view import interval_text, memory_text, time_split_text
-from hpcbench.report.sweep_toml import sweep_toml
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import PrintedView
 from hpcbench.units import format_bytes, format_rate

@@ -143,13 +143,10 @@ def parse_minutes(text: str) -> float | None:
     if text.strip() in _EMPTY_VALUES or match is None:
         return None
     parts = [int(part) for part in match["clock"].split(":")]
-    if match["days"] is not None:
-        hours, mins, seconds = (*parts, 0, 0)[:3]
-        return int(match["days"]) * 1440 + hours * 60 + mins + seconds / 60
-    if len(parts) == 1:
-        return float(parts[0])
-    hours, mins, seconds = parts if len(parts) == 3 else (0, *parts)
-    return hours * 60 + mins + seconds / 60
+    # With days, or in three parts, the first part is hours; otherwise minutes.
+    has_hours = match["days"] is not None or len(parts) == 3
+    hours, mins, seconds = (*parts, 0, 0)[:3] if has_hours else (0, *parts, 0)[:3]
+    return int(match["days"] or 0) * 1440 + hours * 60 + mins + seconds / 60
 
 
 def parse_oneliner(text: str) -> list[dict[str, str]]:
@@ -224,8 +221,8 @@ def _parse_names(text: str) -> frozenset[str] | None:
 def parse_qos(text: str) -> dict[str, QosFacts]:
     """``sacctmgr -nP show qos format=Name,MaxWall,MaxJobsPU,MaxSubmitPU,MaxTRES,MinTRES``."""
     qos = {}
-    for name, wall, running, submitted, maxima, minima in _parse_rows(text, 6):
-        limits = _node_count(maxima), _node_count(minima)
+    for name, wall, running, submitted, *resources in _parse_rows(text, 6):
+        limits = map(_node_count, resources)
         qos[name] = QosFacts(name, parse_minutes(wall), _parse_int(running), _parse_int(submitted), *limits)
     return qos
 
@@ -267,19 +264,19 @@ _JSON_NODE_KEYS = {
 }  # fmt: skip
 
 
+class _JsonNodes(msgspec.Struct):
+    nodes: list[Any] = []
+
+
 def parse_json_nodes(text: str) -> dict[str, list[NodeFacts]]:
     """Nodes by partition; empty if ``text`` is not JSON, or has another form."""
     try:
-        answer = msgspec.json.decode(text)
+        nodes = msgspec.json.decode(text, type=_JsonNodes).nodes
     except msgspec.DecodeError:
         return {}
-    nodes = answer.get("nodes") if isinstance(answer, dict) else None
-    if not isinstance(nodes, list):
-        return {}
+    records = (node for node in nodes if isinstance(node, dict))
     return _nodes_by_partition(
-        {key: _json_text(node.get(name)) for key, name in _JSON_NODE_KEYS.items()}
-        for node in nodes
-        if isinstance(node, dict)
+        {key: _json_text(node.get(name)) for key, name in _JSON_NODE_KEYS.items()} for node in records
     )
 
 

@@ -17,7 +17,7 @@ import msgspec
 from hpcbench.fileio import read_regular, write_atomic
 from hpcbench.results.decode import decode_record
 from hpcbench.submit.lock import exclusive_lock
-from hpcbench.submit.scheduler import BaseScheduler, JobStatus, Notify, Scheduler, SendOutcome
+from hpcbench.submit.scheduler import JobStatus, Notify, Scheduler, SendOutcome
 from hpcbench.submit.scheduler_settings import command_environment
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hpcbench.results.results_tree import ClusterTree
 
 
-class LocalScheduler(BaseScheduler):
+class LocalScheduler(Scheduler):
     """Each submission has a queue process of its own (``hpcbench.submit.local_queue``); a job id is a process id."""
 
     poll_s: ClassVar[float] = 1.0

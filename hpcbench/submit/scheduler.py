@@ -1,4 +1,4 @@
-"""The protocol that every scheduler implements, and the look-up of an implementation by its kind.
+"""The base class of every scheduler, and the look-up of an implementation by its kind.
 
 A scheduler of kind ``K`` is one module ``hpcbench.submit.K_scheduler`` whose name ``SCHEDULER`` is its class. Nothing
 else names the kinds: ``slurm_scheduler`` and ``local_scheduler`` are found in the same way as a third one.
@@ -11,6 +11,7 @@ else names the kinds: ``slurm_scheduler`` and ``local_scheduler`` are found in t
 
 from __future__ import annotations
 
+import abc
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,13 +93,13 @@ class StateQuery(Protocol):
         """
 
 
-class Scheduler(Protocol):
+class Scheduler(abc.ABC):
     """A scheduler, or the jobs of one machine without a scheduler.
 
     Every method may be called from several processes and hosts at once. Times are seconds, Unix times end in
     ``_unix_s``. Example of a third kind (see ``tests/submit/test_third_scheduler.py``)::
 
-        class PbsScheduler(BaseScheduler):
+        class PbsScheduler(Scheduler):
             def submit(self, folder, record, profile, tree, notify): ...  # qsub, journal, lock
             def state(self, submissions): ...                             # qstat
             def cancel(self, whole, parts): ...                           # qdel
@@ -106,17 +107,18 @@ class Scheduler(Protocol):
         SCHEDULER: type[Scheduler] = PbsScheduler
     """
 
-    poll_s: ClassVar[float]
+    poll_s: ClassVar[float] = 10.0
     """Pause (s) between two queries of ``status --watch`` and ``submit --wait``."""
-    requeues: ClassVar[bool]
+    requeues: ClassVar[bool] = False
     """Whether an interrupted job may be put back into the queue and run a second time."""
-    has_arrays: ClassVar[bool]
+    has_arrays: ClassVar[bool] = False
     """Whether the ids of the jobs of an array are equal up to an underscore: ``4711_0``, ``4711_1``."""
-    queue_log: ClassVar[str | None]
+    queue_log: ClassVar[str | None] = None
     """File in a submission's folder with the words of its queue process, if there is one."""
 
     def __init__(self, settings: HasSchedulerSettings) -> None:
         """``settings``: a cluster profile, or only its table ``[scheduler]``. Nothing is called yet."""
+        self.settings = settings
 
     def check(self, profile: ClusterProfile) -> None:
         """Check that jobs can be submitted from this machine, before anything is written.
@@ -124,13 +126,18 @@ class Scheduler(Protocol):
         Raises ``SubmitError`` if the scheduler's commands or configuration are absent, ``ConfigError`` if the profile
         lacks something that the scheduler requires.
         """
+        if error := self.account(profile):
+            raise error
 
     def account(self, profile: ClusterProfile) -> ConfigError | None:
         """The error if the scheduler accepts no job without an account and there is none; else ``None``."""
+        return account_error(profile)
 
     def limits(self, record: Submission, profile: ClusterProfile) -> SchedulerLimits:
         """The limits that hold now for the jobs of ``record``. Raises ``SubmitError`` if there is no answer."""
+        return SchedulerLimits()
 
+    @abc.abstractmethod
     def submit(
         self, folder: Path, record: Submission, profile: ClusterProfile, tree: ClusterTree, notify: Notify
     ) -> SendOutcome:
@@ -148,9 +155,11 @@ class Scheduler(Protocol):
             What was accepted, refused, or has to wait. A scheduler that does not answer is ``failed``, not raised.
         """
 
+    @abc.abstractmethod
     def state(self, submissions: Sequence[NewestSubmission]) -> StateQuery:
         """Start one query about the jobs of ``submissions``, which were all submitted to this kind of scheduler."""
 
+    @abc.abstractmethod
     def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> None:
         """Stop jobs. Jobs that have ended meanwhile are no error.
 
@@ -164,6 +173,10 @@ class Scheduler(Protocol):
     @classmethod
     def job_log(cls, run: SubmittedRun) -> Path | None:
         """The file with the output of the job's script; ``None`` if the run has no job yet."""
+        if run.job_id is None:
+            return None
+        job, _, task = run.job_id.partition("_")
+        return run.folder / f"{run.array.number}.{job}.{task or NO_ARRAY_TASK}.log"
 
 
 NO_ARRAY_TASK = "4294967294"
@@ -182,35 +195,6 @@ def account_error(profile: ClusterProfile) -> ConfigError | None:
         f"cluster {profile.name} takes no job without an account",
         hint=f'put it into {user_folder() / "config.toml"}, below [accounts]: {profile.name} = "..."',
     )
-
-
-class BaseScheduler:
-    """Defaults of the members of ``Scheduler`` that many schedulers share."""
-
-    poll_s: ClassVar[float] = 10.0
-    requeues: ClassVar[bool] = False
-    has_arrays: ClassVar[bool] = False
-    queue_log: ClassVar[str | None] = None
-
-    def __init__(self, settings: HasSchedulerSettings) -> None:
-        self.settings = settings
-
-    def check(self, profile: ClusterProfile) -> None:
-        if error := self.account(profile):
-            raise error
-
-    def account(self, profile: ClusterProfile) -> ConfigError | None:
-        return account_error(profile)
-
-    def limits(self, record: Submission, profile: ClusterProfile) -> SchedulerLimits:
-        return SchedulerLimits()
-
-    @classmethod
-    def job_log(cls, run: SubmittedRun) -> Path | None:
-        if run.job_id is None:
-            return None
-        job, _, task = run.job_id.partition("_")
-        return run.folder / f"{run.array.number}.{job}.{task or NO_ARRAY_TASK}.log"
 
 
 _RENDERED_ONLY = {

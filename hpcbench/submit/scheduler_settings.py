@@ -10,12 +10,15 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
 from hpcbench.fileio import printable_text
 from hpcbench.paths import search_folders
+
+if TYPE_CHECKING:
+    from hpcbench.config.cluster_profile import ClusterProfile
 
 _SCRUBBED_PREFIXES = ("SLURM_", "SBATCH_", "SALLOC_", "SRUN_", "PMI", "PMIX", "OMPI_", "TORCHELASTIC_", "SUBMITIT_")
 _KEPT_NAMES = frozenset({"SLURM_CONF"})
@@ -34,24 +37,8 @@ def scrubbed_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in scrubbed}
 
 
-class SchedulerSettings(Protocol):
-    """The scheduler's commands and their configuration."""
-
-    @property
-    def config_file(self) -> str | None:
-        """SLURM_CONF."""
-
-    @property
-    def bin_folder(self) -> str | None:
-        """The folder of the commands, if they are not on PATH."""
-
-
-class HasSchedulerSettings(Protocol):
-    """A whole cluster profile, or the part of it that ``read_scheduler_settings`` reads."""
-
-    @property
-    def scheduler(self) -> SchedulerSettings:
-        """The table ``[scheduler]``."""
+HasSchedulerSettings: TypeAlias = "ClusterProfile | _ProfileHead"
+"""A whole cluster profile, or the part of it that ``read_scheduler_settings`` reads."""
 
 
 def command_environment(profile: HasSchedulerSettings) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text
 from hpcbench.submit.journal import read_journal
-from hpcbench.submit.scheduler import BaseScheduler, JobStatus, Notify, Scheduler, SchedulerLimits, SendOutcome
+from hpcbench.submit.scheduler import JobStatus, Notify, Scheduler, SchedulerLimits, SendOutcome
 from hpcbench.submit.scheduler_settings import find_command, run_command
 from hpcbench.submit.slurm_queue import QueueQuery, count_queued_jobs, max_array_size
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SCANCEL_IDS_PER_CALL = 500
 
 
-class SlurmScheduler(BaseScheduler):
+class SlurmScheduler(Scheduler):
     """Runs of one shape are a job array; a job id is ``4711_3`` for task 3 of array 4711, or ``4711``."""
 
     requeues: ClassVar[bool] = True

@@ -163,7 +163,7 @@ def list_submissions(tree: ClusterTree, sweep: str | None = None) -> list[tuple[
     return sorted(submissions, key=lambda entry: entry[1].created_unix_s)
 
 
-class SubmittedRun(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class SubmittedRun(msgspec.Struct, frozen=True, gc=False):
     """A run in its newest submission."""
 
     folder: Path
@@ -212,28 +212,14 @@ class NewestSubmission(msgspec.Struct, frozen=True, gc=False):
     def runs(self) -> Iterator[tuple[str, SubmittedRun]]:
         dropped, waiting = self.journal.dropped, self.journal.waiting
         for array in self.record.arrays:
-            batches = self._batches_by_job(array)
+            batches: list[JobBatch | None] = [None] * array.jobs
+            for sent in self.journal.of(array.number):
+                end = min(sent.first + sent.count, array.jobs)
+                batches[sent.first : end] = [sent] * (end - sent.first)
             for index, run_id in enumerate(array.run_ids):
                 if run_id in self.run_ids:
-                    yield (
-                        run_id,
-                        SubmittedRun(
-                            folder=self.folder,
-                            record=self.record,
-                            array=array,
-                            index=index,
-                            batch=batches[index // array.pack],
-                            is_dropped=run_id in dropped,
-                            waiting=waiting,
-                        ),
-                    )
-
-    def _batches_by_job(self, array: JobArray) -> list[JobBatch | None]:
-        batches: list[JobBatch | None] = [None] * array.jobs
-        for batch in self.journal.of(array.number):
-            end = min(batch.first + batch.count, array.jobs)
-            batches[batch.first : end] = [batch] * (end - batch.first)
-        return batches
+                    batch, is_dropped = batches[index // array.pack], run_id in dropped
+                    yield run_id, SubmittedRun(self.folder, self.record, array, index, batch, is_dropped, waiting)
 
 
 def find_submissions(tree: ClusterTree, wanted: Iterable[str]) -> list[NewestSubmission]:

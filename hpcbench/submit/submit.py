@@ -31,11 +31,10 @@ from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.lock import exclusive_lock
-from hpcbench.submit.plan import RERUN_ON_SUBMIT, JobGroup, SweepPlan
+from hpcbench.submit.plan import RERUN_ON_SUBMIT, JobGroup, StopGroups, SweepPlan
 from hpcbench.submit.run_state import ACTIVE_STATES, record_scheduler_failures, run_states
 from hpcbench.submit.scheduler import Notify, SendOutcome, check_scheduler, ignore_message, send_unsent
 from hpcbench.submit.scheduler_settings import scrubbed_names
-from hpcbench.submit.stop_groups import StopGroups
 from hpcbench.submit.submission_record import JobArray, Submission, next_submission_folder, write_sweep_record
 
 if TYPE_CHECKING:

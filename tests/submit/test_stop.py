@@ -11,8 +11,7 @@ from hpcbench.config.sweep_loader import Sweep
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
 from hpcbench.results.stop_rules import find_stop_reason, read_stop_group
-from hpcbench.submit.plan import SweepPlan, make_plan
-from hpcbench.submit.stop_groups import stop_groups, stopped_runs
+from hpcbench.submit.plan import SweepPlan, make_plan, stop_groups, stopped_runs
 from hpcbench.submit.submit import RunSelection, submit
 from tests.submit.conftest import SWEEP
 

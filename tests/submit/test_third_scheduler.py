@@ -22,12 +22,12 @@ from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import RunResult
 from hpcbench.submit.journal import JobBatch, JournalWriter, read_journal
 from hpcbench.submit.lock import exclusive_lock
-from hpcbench.submit.scheduler import BaseScheduler, JobStatus, Notify, Scheduler, SendOutcome
+from hpcbench.submit.scheduler import JobStatus, Notify, Scheduler, SendOutcome
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun, list_submissions
 from tests.submit.conftest import SWEEP
 
 
-class FakeScheduler(BaseScheduler):
+class FakeScheduler(Scheduler):
     """Each run is one job; the queue maps job ids to states."""
 
     poll_s: ClassVar[float] = 0.05

@@ -12,10 +12,10 @@ from typing import Any
 import polars as pl
 
 from hpcbench.config.run_spec import RunSpec, spec_document
+from hpcbench.config.sweep_file import sweep_toml
 from hpcbench.fileio import printable_excerpt
 from hpcbench.report.html.page_elements import HtmlTable, html_table, plain_columns
 from hpcbench.report.phrases import join_words
-from hpcbench.report.sweep_toml import sweep_toml
 from hpcbench.results.schema import STATUS_OK, RunResult
 from hpcbench.units import format_bytes
 
