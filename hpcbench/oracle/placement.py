@@ -9,8 +9,7 @@ from math import ceil, prod
 from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.mesh import MESH_AXES, RankMesh
-from hpcbench.parallel.strategies.halo import grid_coordinates
+from hpcbench.parallel.mesh import MESH_AXES, RankMesh, grid_coordinates
 
 
 class GroupPlacement(NamedTuple):
