@@ -41,7 +41,7 @@ def absent(part: str, reason: str) -> None:
 def require_horovod() -> None:
     """``absent`` where Horovod does not work with this torch."""
     from hpcbench.errors import WorkerError
-    from hpcbench.worker.distributed.horovod_init import load_horovod
+    from hpcbench.worker.strategies.horovod import load_horovod
 
     try:
         load_horovod()

@@ -27,8 +27,13 @@ from hpcbench.parallel.pipeline.schedules import SCHEDULES
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point
 from hpcbench.worker.strategies.base import DataParallelStrategy, SingleStrategy, Strategy, resolve_runtime
 from hpcbench.worker.strategies.channel.strategy import ChannelStrategy, FilterStrategy
-from hpcbench.worker.strategies.data import DdpStrategy, FairscaleOssStrategy, Zero1Strategy
-from hpcbench.worker.strategies.fairscale import FairscaleFsdpStrategy, FairscaleSddpStrategy
+from hpcbench.worker.strategies.data import (
+    DdpStrategy,
+    FairscaleFsdpStrategy,
+    FairscaleOssStrategy,
+    FairscaleSddpStrategy,
+    Zero1Strategy,
+)
 from hpcbench.worker.strategies.fsdp import FsdpStrategy
 from hpcbench.worker.strategies.horovod import HorovodStrategy
 from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
@@ -38,6 +43,7 @@ from hpcbench.worker.strategies.probes import ProbeCollectivesStrategy, ProbeLay
 from hpcbench.worker.strategies.spatial.strategy import SpatialStrategy
 from hpcbench.worker.strategies.tensor import TensorParallelStrategy
 from hpcbench.worker.verification.reference import resolve_reference_trainer
+from tests.parity_cases import parity_cases
 
 ALL = {**STRATEGIES, **PROBES}
 
@@ -124,7 +130,7 @@ def test_the_references_of_an_entry_are_known(key: str) -> None:
 
 @pytest.mark.parametrize("key", STRATEGIES)
 def test_a_strategy_does_not_exclude_its_own_parity_cases(key: str) -> None:
-    for case in STRATEGIES[key].tested_cases:
+    for case in parity_cases(key):
         point = {
             "strategy": key,
             "model": case.model,

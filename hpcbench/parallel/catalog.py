@@ -72,7 +72,7 @@ def options_with_defaults(spec: RunSpec) -> dict[str, Any]:
 
 
 def exclusion_reason(spec: RunSpec) -> str | None:
-    """Why the run's strategy cannot do what it asks for, as far as integers and names tell."""
+    """Return the reason why the run's strategy cannot execute it, as far as integers and names tell."""
     exclusion = get_strategy(spec.strategy).exclusion
     return None if exclusion is None else exclusion(spec)
 

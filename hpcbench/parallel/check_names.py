@@ -56,7 +56,7 @@ def _custom_model_problems(sweep: Sweep, profile: ClusterProfile | None) -> list
 
 
 def custom_model_folder(sweep: Sweep, profile: ClusterProfile | None) -> Path | None:
-    """Where users' own models are: the sweep's word counts before the profile's."""
+    """Return the folder of users' own models: the sweep's setting takes precedence over the profile's."""
     if sweep.model_folder is not None:
         return sweep.model_folder
     return Path(profile.model_folder) if profile is not None and profile.model_folder else None

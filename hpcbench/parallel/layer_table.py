@@ -129,14 +129,19 @@ class LayerTableRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """Absolute path of the folder that a user's own model is in."""
 
 
-class LayerTableResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the worker's module prints: the table, or why there is none."""
+class ModelResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The reason why a module of the worker cannot answer a request about a model."""
 
-    table: LayerTable | None = None
     error: str = ""
     hint: str | None = None
     is_input: bool = False
-    """Whether what was asked for is wrong."""
+    """Whether the request is wrong."""
+
+
+class LayerTableResponse(ModelResponse, frozen=True, kw_only=True, omit_defaults=True):
+    """The output of the worker's module: the table, or why there is none."""
+
+    table: LayerTable | None = None
 
 
 def first_rows_by_name(rows: Sequence[LayerRow]) -> dict[str, int]:
@@ -157,13 +162,8 @@ def default_input_size(dataset: str) -> int:
     return DATASETS[dataset].shape[-1]
 
 
-def is_shipped_configuration(model: str, dataset: str, input_size: int | None, options: Mapping[str, Any]) -> bool:
-    """Whether a pair is of the kind that package data holds: the model's defaults at the data set's own size."""
-    return ":" not in model and not options and input_size in (None, default_input_size(dataset))
-
-
 def shipped_table_path(model: str, dataset: str) -> Path:
-    """Where the package holds the table of a pair."""
+    """Return the package's file of a pair's table."""
     return layer_tables_folder() / f"{model}-{dataset}.json"
 
 
@@ -174,7 +174,8 @@ def read_shipped_table(
 
     ``options`` are those that differ from the model's defaults.
     """
-    if not is_shipped_configuration(model, dataset, input_size, options or {}):
+    # The package holds the models' defaults at the data sets' own sizes.
+    if ":" in model or options or input_size not in (None, default_input_size(dataset)):
         return None
     path = shipped_table_path(model, dataset)
     try:
@@ -254,7 +255,7 @@ def cached_by_identity(size: int) -> Callable[[FunctionT], FunctionT]:
 
 
 def cached_by_run_fields(*parameters: str) -> Callable[[FunctionT], FunctionT]:
-    """For a function whose list depends on the table and on ``parameters`` of the run alone; every caller's is new."""
+    """Cache a function whose list depends on the table and ``parameters`` of the run alone; callers get copies."""
     chosen = attrgetter(*parameters)
 
     def decorate(function: FunctionT) -> FunctionT:

@@ -37,7 +37,7 @@ class RankMesh(NamedTuple):
         return prod(self)
 
     def coordinates(self, rank: int) -> RankMesh:
-        """Where ``rank`` stands on each axis."""
+        """Return the index of ``rank`` on each axis."""
         return RankMesh(*grid_coordinates(self, rank))
 
     def rank(self, coordinates: RankMesh) -> int:
@@ -119,7 +119,7 @@ def step_sample_ranges(
 
 
 def micro_batch_ranges(count: int, smallest: int, batch_size: int, micro_batches: int) -> list[range]:
-    """How a replica's ``count`` samples of one step are cut into micro-batches.
+    """Return the micro-batches of a replica's ``count`` samples of one step.
 
     Whole batches are cut as the run says; partial ones into as many parts as leave each ``MIN_SAMPLES_PER_REPLICA``
     samples.

@@ -19,7 +19,7 @@ from hpcbench.parallel.workloads import DATASETS, FIXED_SIZE_DATASETS, sample_sh
 
 @dataclass(frozen=True)
 class PartitionLimits:
-    """What a partition allows; ``None`` is not checked."""
+    """The limits of a partition; ``None`` is not checked."""
 
     partition: str
     max_nodes: int | None = None
@@ -188,7 +188,7 @@ def _check_target(spec: RunSpec) -> None:
 
 
 def _check_rehearsal(spec: RunSpec) -> None:
-    """What computes nothing has nothing to compare, to compile or to evaluate."""
+    """Raise for a rehearsal with something to compare, to compile or to evaluate."""
     if spec.rehearse is None:
         return
     if not get_strategy(spec.strategy).rehearsable:
@@ -242,6 +242,6 @@ def shipped_model_dataset_pairs() -> list[tuple[str, str]]:
 
 
 def table_exclusion_reason(spec: RunSpec, table: LayerTable) -> str | None:
-    """Why the strategy of the run cannot split the model of ``table``."""
+    """Return the reason why the strategy of the run cannot split the model of ``table``."""
     exclusion = get_strategy(spec.strategy).table_exclusion
     return None if exclusion is None else exclusion(spec, table)

@@ -137,7 +137,7 @@ class RooflineModel:
         )
 
     def roofline_s(self, kernel: Kernel) -> float:
-        """By the device's peaks alone."""
+        """Return the seconds by the device's peaks alone."""
         compute = self._compute
         peak = compute.peak_flops_per_s.get(kernel.precision) or max(compute.peak_flops_per_s.values())
         flops_s = kernel.flops / (peak * compute.flops_efficiency * wave_efficiency(kernel, compute.processors))

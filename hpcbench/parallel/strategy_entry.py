@@ -69,18 +69,6 @@ class ParityCase(NamedTuple):
     """Above 1 for a strategy whose one process drives several devices."""
 
 
-_DEFAULT_PARITY_CASES = {
-    None: (ParityCase("vgg11", "digits", {"batch_norm": False}, ranks=1, micro_batches=2),),
-    "dp_degree": (
-        ParityCase("vgg11", "digits", {"batch_norm": False}, micro_batches=2),
-        ParityCase("resnet18", "digits"),
-    ),
-    "tp_degree": (ParityCase("vit", "digits"),),
-    "sp_degree": (ParityCase("resnet18", "digits"),),
-    "pp_degree": (ParityCase("vgg11", "digits", {"batch_norm": False}, micro_batches=4),),
-}
-
-
 class CalibrationRuns(NamedTuple):
     """The runs with which ``hpcbench calibrate`` measures the overhead of a strategy's library."""
 
@@ -161,7 +149,3 @@ class StrategyEntry(NamedTuple):
     """Style in plots; ``None``: the first free one."""
     library_facts: str | None = None
     """``"module:function"`` of the worker: facts about the strategy's library for the provenance of a result."""
-
-    @property
-    def tested_cases(self) -> tuple[ParityCase, ...]:
-        return self.parity_cases or _DEFAULT_PARITY_CASES[self.own_degree]

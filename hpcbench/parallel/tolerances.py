@@ -41,12 +41,12 @@ class VerificationCheck(NamedTuple):
 
     @property
     def gradient_tolerance(self) -> float:
-        """Of the last step's gradients: an update takes their difference into the weights times the learning rate."""
+        """Tolerance of the last gradients: an update adds their difference times the learning rate to the weights."""
         return self.tolerance / VERIFICATION_LEARNING_RATE
 
 
 def verification_checks(spec: RunSpec) -> list[VerificationCheck]:
-    """What ``verify`` compares: first what decides, then (unless that is fp64) the run's own arithmetic."""
+    """Return the comparisons of ``verify``: first the decisive one, then the run's own arithmetic unless that is it."""
     lossy = lossy_tolerance(spec)
     widest = get_strategy(spec.strategy).widest
     if lossy:

@@ -108,7 +108,7 @@ def custom_model_file(model: str, folder: Path) -> Path | None:
 
 
 def check_custom_model(model: str, folder: Path | None, where: str) -> ConfigError | None:
-    """What is wrong with ``model`` as far as its text tells; nothing of it is executed.
+    """Return the error in ``model`` as far as its text tells; nothing of it is executed.
 
     ``where`` is the place of its name. Without a ``folder`` only the form is looked at.
     """
@@ -149,7 +149,7 @@ _MAX_LISTED_MODULES = 1000
 
 
 def _top_level_names(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """What the statements of a module define at its top level, also below ``if``, ``try`` and ``with``."""
+    """Yield the names that a module defines at its top level, also below ``if``, ``try`` and ``with``."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name

@@ -56,7 +56,7 @@ def _load_module(name: str) -> Any:
 
         return import_torchvision_models()
     if name == "horovod.torch":
-        from hpcbench.worker.distributed.horovod_init import load_horovod
+        from hpcbench.worker.strategies.horovod import load_horovod
 
         return load_horovod()
     with warnings.catch_warnings():

@@ -23,12 +23,13 @@ from tests.distributed.cases import EXACT, Case, OfRank, check, check_rounding, 
 from tests.distributed.pool import Pool
 from tests.distributed.test_live_memory import peak_bytes
 from tests.distributed.test_traffic import expected, steady, table_of
+from tests.parity_cases import parity_cases
 
 CASES = [
     pytest.param(key, case, id=f"{key}-{case.model}-{number}")
-    for key, entry in STRATEGIES.items()
+    for key in STRATEGIES
     if key != "horovod"  # its library needs processes of its own: tests/distributed/test_horovod.py
-    for number, case in enumerate(entry.tested_cases)
+    for number, case in enumerate(parity_cases(key))
 ]
 
 

@@ -22,7 +22,7 @@ from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import compile_in_place, wrap_blocks
 from hpcbench.worker.strategies import base
 from hpcbench.worker.strategies.base import resolve_runtime
-from hpcbench.worker.strategies.fairscale import FairscaleSddpStrategy
+from hpcbench.worker.strategies.data import FairscaleSddpStrategy
 from hpcbench.worker.strategies.fairscale_library import import_fairscale
 from hpcbench.worker.training_loop import held_out_accuracy
 from hpcbench.worker.verification.reference import train_reference

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hpcbench.parallel.strategies.halo import HaloMessage
+from hpcbench.parallel.strategies.halo import Box, HaloMessage
 from hpcbench.worker.distributed.process_groups import RankGroup
-from hpcbench.worker.strategies.spatial import halo_exchange
-from hpcbench.worker.strategies.spatial.halo_exchange import SpatialGrid
+from hpcbench.worker.strategies.spatial import spatial_layers
+from hpcbench.worker.strategies.spatial.halo_exchange import SpatialGrid, box_view
 from tests.distributed.spatial_layers import LayerCase, Whole, differences, run_whole
 
 pytestmark = pytest.mark.strategy("spatial")
@@ -33,12 +33,11 @@ class ByQueues:
     mail: Mail
 
     def __init__(
-        self, cut: SpatialGrid, like: Tensor, sent: Sequence[tuple[int, Tensor]], wanted: Sequence[HaloMessage]
+        self, cut: SpatialGrid, source: Tensor, origin: Box, sent: Sequence[HaloMessage], wanted: Sequence[HaloMessage]
     ) -> None:
         self._cut, self._wanted, self._received = cut, wanted, list[Tensor]()
-        for place, tensor in sent:
-            assert tensor.shape[:2] == like.shape[:2]
-            self.mail[cut.group.place, place].put(tensor.clone())
+        for rank, box in sent:
+            self.mail[cut.group.place, rank].put(box_view(source, box, origin).clone())
 
     def wait(self) -> list[Tensor]:
         self._received += [self.mail[one.rank, self._cut.group.place].get(timeout=_WAIT_S) for one in self._wanted]
@@ -73,7 +72,7 @@ def conv(kernel: int, **more: Any) -> LayerCase:
 )
 def test_a_volume_cut_along_all_dims(monkeypatch: pytest.MonkeyPatch, case: LayerCase) -> None:
     mail: Mail = defaultdict(SimpleQueue)
-    monkeypatch.setattr(halo_exchange, "HaloExchange", type("ByQueues", (ByQueues,), {"mail": mail}))
+    monkeypatch.setattr(spatial_layers, "HaloExchange", type("ByQueues", (ByQueues,), {"mail": mail}))
     whole = run_whole(case)
     with ThreadPoolExecutor(RANKS) as threads:
         of_ranks = list(threads.map(partial(of_rank, case, whole, mail), range(RANKS)))

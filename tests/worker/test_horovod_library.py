@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpcbench.parallel.catalog import options_with_defaults
-from hpcbench.worker.distributed.horovod_init import assign_slots
 from hpcbench.worker.failure import install_hint, is_peer_lost
-from hpcbench.worker.strategies.horovod import horovod_variables, warmup_learning_rate
+from hpcbench.worker.strategies.horovod import assign_slots, horovod_variables, warmup_learning_rate
 from tests.worker.helpers import make_spec
 
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 import hpcbench
 from hpcbench.errors import ConfigError
+from hpcbench.parallel.layer_table import ModelResponse
 from hpcbench.parallel.pipeline.stage_partition import BlockCost
 from hpcbench.parallel.workloads import custom_model_file, is_custom_model
 
@@ -61,25 +62,18 @@ class BlockProfile(msgspec.Struct, frozen=True, kw_only=True):
     blocks: list[MeasuredBlock]
 
     def chain(self) -> list[BlockCost]:
-        """What ``parallel.partition`` takes."""
-        return [
-            BlockCost(one.forward_s, one.backward_s, one.output_bytes, one.parameter_bytes, one.kept_bytes)
-            for one in self.blocks
-        ]
+        """Return the blocks' costs, for ``stage_partition``."""
+        return [BlockCost(*(getattr(block, field) for field in BlockCost._fields)) for block in self.blocks]
 
 
-class BlockProfileResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the worker's module prints: the measured chain, or why there is none."""
+class BlockProfileResponse(ModelResponse, frozen=True, kw_only=True, omit_defaults=True):
+    """The output of the worker's module: the measured chain, or why there is none."""
 
     chain: BlockProfile | None = None
-    error: str = ""
-    hint: str | None = None
-    is_input: bool = False
-    """Whether what was asked for is wrong."""
 
 
 def block_profile_digest(request: BlockProfileRequest, device_name: str, torch: str, threads: int) -> str:
-    """What a measurement depends on; for a user's own model the text of its file too."""
+    """Return a digest of all that a measurement depends on; of a user's own model the text of its file too."""
     source = None
     if request.model_folder is not None and is_custom_model(request.model):
         path = custom_model_file(request.model, Path(request.model_folder))

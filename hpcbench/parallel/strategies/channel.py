@@ -16,17 +16,14 @@ from hpcbench.parallel.strategy_entry import CalibrationRuns, HybridAlias, Optio
 
 _CHANNEL_OPTIONS = {
     "form": Option(
-        str,
-        "sharded",
-        "between layers: activations split by channels, or whole on every rank",
-        ("sharded", "gathered"),
+        str, "sharded", "between layers: activations split by channels, or whole on every rank", ("sharded", "gathered")
     ),
     "split_last": Option(bool, False, "the last layer is split, too"),
 }
 
 
 class BoundaryOps(NamedTuple):
-    """What is done to a tensor before a layer or after it, forward and backward.
+    """The operations on a tensor before a layer or after it, forward and backward.
 
     Of the operations that move something, ``all_gather`` and ``reduce_scatter`` are passed parts that are padded to
     the largest one, ``all_reduce`` the whole tensor; ``narrow`` takes the rank's own channels and sends nothing.
@@ -61,7 +58,7 @@ class ChannelLayer(NamedTuple):
 
 
 class ChannelLayerSplit(NamedTuple):
-    """What a rank holds of a layer's weight, and what is sent around the layer.
+    """The part of a layer's weight that a rank holds, and the communication around the layer.
 
     ``by`` is the dim of the weight that is split: ``filters`` (the outputs), ``channels`` (the inputs), ``groups``
     (both), or ``""``: the weight is whole.
@@ -93,7 +90,7 @@ class ChannelScheme(NamedTuple):
 
 
 def channel_split(layer: ChannelLayer, scheme: ChannelScheme, degree: int) -> ChannelLayerSplit:
-    """How ``layer`` is split over ``degree`` ranks."""
+    """Return the split of ``layer`` over ``degree`` ranks."""
     if scheme.form == "gathered":
         return _gathered_split(layer, scheme, degree)
     if layer.is_last and not scheme.split_last:
@@ -244,7 +241,7 @@ def channel_scheme(spec: RunSpec) -> ChannelScheme:
 
 
 def channel_exclusion(spec: RunSpec) -> str | None:
-    """Why the run cannot be; a user's own model is looked at by the worker."""
+    """Return the reason why the run is infeasible; the worker examines a user's own model."""
     if spec.precision == "fp16":
         return f"{spec.strategy} with fp16 would need a loss scale that all shards agree on: use bf16"
     if spec.compile:
@@ -255,7 +252,7 @@ def channel_exclusion(spec: RunSpec) -> str | None:
 
 
 def channel_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:
-    """Why the model of ``table`` cannot be split as the run asks for."""
+    """Return the reason why the model of ``table`` cannot be split as the run asks for."""
     if table.is_transformer:
         return (
             f"{spec.strategy} splits convolutions and what lies between them; {spec.model} is a transformer: use tensor"

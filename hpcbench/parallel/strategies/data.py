@@ -137,7 +137,7 @@ STRATEGIES = {
         plot_style=PlotStyle("orange", "down", "dots"),
     ),
     "fairscale_sddp": _data_parallel_entry(
-        runtime="hpcbench.worker.strategies.fairscale:FairscaleSddpStrategy",
+        runtime="hpcbench.worker.strategies.data:FairscaleSddpStrategy",
         cost="hpcbench.oracle.strategies.data:FairscaleSddpCost",
         description="fairscale ShardedDataParallel: optimizer state and gradients sharded (ZeRO-2)",
         options={
@@ -153,7 +153,7 @@ STRATEGIES = {
         plot_style=PlotStyle("sky", "left", "short"),
     ),
     "fairscale_fsdp": _data_parallel_entry(
-        runtime="hpcbench.worker.strategies.fairscale:FairscaleFsdpStrategy",
+        runtime="hpcbench.worker.strategies.data:FairscaleFsdpStrategy",
         cost="hpcbench.oracle.strategies.sharded:FairscaleFsdpCost",
         description="fairscale FullyShardedDataParallel: everything sharded (ZeRO-3)",
         options={
@@ -182,7 +182,7 @@ STRATEGIES = {
         },
         calibration=CalibrationRuns(cpu_options={"cycle_time_ms": 10}),
         exact_traffic=False,
-        library_facts="hpcbench.worker.distributed.horovod_init:horovod_facts",
+        library_facts="hpcbench.worker.strategies.horovod:horovod_facts",
         plot_style=PlotStyle("vermillion", "square", "short"),
     ),
 }

@@ -65,7 +65,7 @@ def pipeline_exclusion(spec: RunSpec) -> str | None:
 
 
 def cuts_exclusion(spec: RunSpec, layout: PipelineLayout, blocks: int | None) -> str | None:
-    """Why the model, of that many blocks where known, cannot be cut as the run asks for."""
+    """Return the reason why the model, of that many blocks if known, cannot be cut as the run asks for."""
     if blocks is not None and layout.chunks > blocks:
         pieces = f"{layout.stages} stages" + f" x {layout.virtual_stages} chunks" * (layout.virtual_stages > 1)
         return f"{spec.strategy} on {pieces}, but {spec.model} on {spec.dataset} has {blocks} blocks: each needs one"
@@ -83,7 +83,7 @@ def cuts_exclusion(spec: RunSpec, layout: PipelineLayout, blocks: int | None) ->
 
 
 def _stage_replicas_exclusion(spec: RunSpec) -> str | None:
-    """Why ``stage_replicas`` cannot be had."""
+    """Return the reason why ``stage_replicas`` is invalid."""
     text = str(spec.options.get("stage_replicas", ""))
     if not text:
         return None
@@ -111,13 +111,13 @@ def pipeline_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:
 
 
 def pipedream_staleness(spec: RunSpec) -> Staleness:
-    """How old a run's weights are."""
+    """Return the staleness of a run's weights."""
     versions = spec.options.get("weight_versions", WEIGHT_VERSION_SCHEMES[0])
     return Staleness(spec.pp_degree, bool(spec.options.get("vertical_sync")), versions == "2bw")
 
 
 def pipedream_exclusion(spec: RunSpec) -> str | None:
-    """As for all pipelines; weights that stages share or a compiler has seen, and versions that make no sense."""
+    """Check the limits of all pipelines, shared or compiled weights, and contradictory versions."""
     if spec.compile:
         return "pipedream exchanges the weights of its stages, which a compiled graph has taken in: compile = false"
     if spec.model_options.get("tied") and spec.pp_degree > 1:
@@ -144,10 +144,7 @@ def fairscale_pipe_exclusion(spec: RunSpec) -> str | None:
 
 
 _any_pipeline_entry = partial(
-    StrategyEntry,
-    own_degree="pp_degree",
-    table_exclusion=pipeline_table_exclusion,
-    calibration=PIPELINE_CALIBRATION,
+    StrategyEntry, own_degree="pp_degree", table_exclusion=pipeline_table_exclusion, calibration=PIPELINE_CALIBRATION
 )
 
 

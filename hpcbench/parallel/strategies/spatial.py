@@ -43,7 +43,7 @@ COMPOSITE_SUFFIX = ".other"
 
 
 class SpatialSplit(NamedTuple):
-    """What is cut. ``rows[:end]`` are; the layer at ``end`` and all after it are whole on every rank."""
+    """The layers that are cut: ``rows[:end]``. The layer at ``end`` and all after it are whole on every rank."""
 
     grid: tuple[int, ...]
     rows: tuple[Row, ...]
@@ -63,7 +63,7 @@ class SpatialSplit(NamedTuple):
 
     @property
     def extents(self) -> tuple[int, ...]:
-        """Of what arrives at the first whole layer."""
+        """Extents of the input of the first whole layer."""
         return spatial_extents(self.rows[self.end - 1].output_shape)
 
     def is_cut(self, tensor: str) -> bool:
@@ -101,27 +101,24 @@ def parse_spatial_grid(text: str, degree: int, dims: int) -> tuple[int, ...]:
 @cached_by_identity(4096)
 def halo_layer(row: Row) -> HaloLayer:
     """The geometry of a convolution or pool."""
-    extents, of = spatial_extents(row.input_shape), row.attributes
-    dims = len(extents)
-    kernel = _per_dim(of["kernel_size"], dims)
-    dilation = _per_dim(of.get("dilation", 1), dims)
-    padding = of.get("padding", 0)
-    if isinstance(padding, str):
-        each = [d * (k - 1) // 2 if padding == "same" else 0 for k, d in zip(kernel, dilation, strict=True)]
-    else:
-        each = _per_dim(padding, dims)
-    stride, ceil_mode = _per_dim(of["stride"], dims), bool(of.get("ceil_mode", False))
-    windows = tuple(SlidingWindow(*numbers, ceil_mode) for numbers in zip(kernel, stride, each, dilation, strict=True))
+    extents = spatial_extents(row.input_shape)
+    geometry = {"stride": 1, "padding": 0, "dilation": 1} | row.attributes
+    kernel, stride, padding, dilation = (
+        [geometry[name]] * len(extents) if isinstance(geometry[name], int | str) else geometry[name]
+        for name in ("kernel_size", "stride", "padding", "dilation")
+    )
+    if isinstance(padding[0], str):
+        is_same = padding[0] == "same"
+        padding = [d * (k - 1) // 2 if is_same else 0 for k, d in zip(kernel, dilation, strict=True)]
+    ceil_mode = bool(geometry.get("ceil_mode", False))
+    numbers = zip(kernel, stride, padding, dilation, strict=True)
+    windows = tuple(SlidingWindow(*of_dim, ceil_mode) for of_dim in numbers)
     return HaloLayer(extents, windows, pads_itself=row.kind in CONVOLUTION_KINDS)
-
-
-def _per_dim(value: Any, dims: int) -> list[int]:
-    return [value] * dims if isinstance(value, int) else list(value)
 
 
 @cached_by_identity(256)
 def spatial_split(table: LayerTable, grid: tuple[int, ...], until: int = 0) -> SpatialSplit:
-    """What of a model is cut over ``grid``.
+    """Return the part of a model that is cut over ``grid``.
 
     By itself the cut part ends before the first layer that cannot be cut: one with fewer positions than ranks along a
     dim, or one that mixes positions in a way of its own. ``until`` ends it before that block, whatever could be cut.
@@ -138,6 +135,7 @@ def spatial_split(table: LayerTable, grid: tuple[int, ...], until: int = 0) -> S
     return SpatialSplit(grid, tuple(table.layers), end, by_mean)
 
 
+@cached_by_identity(4096)
 def _spatial_region_end(rows: Sequence[Row], grid: tuple[int, ...], until: int) -> tuple[int, int, str]:
     """Return the first row that is not cut, the row that cannot be cut, and why it cannot."""
     known = {spatial_extents(rows[0].input_shape)}
@@ -153,7 +151,7 @@ def _spatial_region_end(rows: Sequence[Row], grid: tuple[int, ...], until: int) 
 
 
 def _uncuttable_reason(row: Row, grid: tuple[int, ...], known: set[tuple[int, ...]], seen: set[str]) -> str | None:
-    """Why a layer cannot be cut."""
+    """Return the reason why a layer cannot be cut."""
     named = f"layer {row.name} ({row.kind})"
     if not row.kind.endswith(COMPOSITE_SUFFIX) and row.kind not in WINDOWED_KINDS | NORM_KINDS | POINTWISE_KINDS:
         return f"{named} is none that can be cut"
@@ -232,7 +230,7 @@ def spatial_exclusion(spec: RunSpec) -> str | None:
                 f"{extent} is the most there"
             )
     table = read_shipped_table(spec.model, spec.dataset, spec.input_size, shape_changing_options(spec))
-    return None if spec.sp_degree == 1 or table is None else spatial_table_exclusion(table, grid, until)
+    return None if table is None else spatial_table_exclusion(spec, table)
 
 
 def shape_changing_options(spec: RunSpec) -> dict[str, Any]:
@@ -250,15 +248,17 @@ def spatial_grid(spec: RunSpec) -> tuple[int, ...]:
 
 
 def spatial_split_of_run(spec: RunSpec, table: LayerTable) -> SpatialSplit:
-    """What is cut in a run that the limits allow; ``ConfigError`` as ``split``."""
+    """Return the split of a run that the limits allow; raises as ``spatial_split``."""
     return spatial_split(table, spatial_grid(spec), int(spec.options.get("until", 0)))
 
 
-@cached_by_identity(1024)
-def spatial_table_exclusion(table: LayerTable, grid: tuple[int, ...], until: int) -> str | None:
-    """Why a model cannot be cut like this, with the largest degree that works."""
+def spatial_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:
+    """Return the reason why the model of ``table`` cannot be cut as asked, with the largest degree that works."""
+    if spec.sp_degree == 1:
+        return None
     if table.is_transformer:
         return f"spatial cuts what convolutions look at; {table.model} is a transformer: use tensor"
+    grid, until = spatial_grid(spec), int(spec.options.get("until", 0))
     try:
         spatial_split(table, grid, until)
     except ConfigError as error:
@@ -266,15 +266,6 @@ def spatial_table_exclusion(table: LayerTable, grid: tuple[int, ...], until: int
         fix = f"sp_degree {most} is the largest that works" if most else "no sp_degree works"
         return f"spatial on {prod(grid)} ranks as {'x'.join(map(str, grid))}: {error.message}; {fix} in that direction"
     return None
-
-
-def _spatial_run_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:
-    if spec.sp_degree == 1:
-        return None
-    try:
-        return spatial_table_exclusion(table, spatial_grid(spec), int(spec.options.get("until", 0)))
-    except ConfigError as error:
-        return f"spatial: {error.message}"
 
 
 STRATEGIES = {
@@ -301,10 +292,10 @@ STRATEGIES = {
         exclusion=spatial_exclusion,
         hybrid=("dp_degree",),
         cost="hpcbench.oracle.strategies.spatial:SpatialCost",
-        table_exclusion=_spatial_run_table_exclusion,
+        table_exclusion=spatial_table_exclusion,
         calibration=CalibrationRuns("convolutional"),
         plot_style=PlotStyle("green", "square", "dash-dot"),
-    ),
+    )
 }
 
 ALIASES = {"data_spatial": HybridAlias("spatial")}

@@ -25,7 +25,7 @@ def head_feature_ranges(heads: int, head_width: int, ranks: int) -> list[range]:
 
 
 def tensor_exclusion(spec: RunSpec) -> str | None:
-    """Why a run cannot be tensor-parallel, or ``None``. A user's own model is looked at when it is built."""
+    """Return the reason why a run cannot be tensor-parallel. A user's own model is examined when it is built."""
     if spec.precision == "fp16":
         return f"{spec.strategy} with fp16 would need a loss scale that all ranks of a layer agree on: use bf16"
     if spec.compile:
@@ -90,7 +90,7 @@ STRATEGIES = {
         table_exclusion=transformer_table_exclusion,
         calibration=CalibrationRuns(),
         plot_style=PlotStyle("vermillion", "right", "short"),
-    ),
+    )
 }
 
 ALIASES = {"data_tensor": HybridAlias("tensor")}

@@ -24,7 +24,7 @@ __all__ = ["HashStore", "PrefixStore", "Store", "TCPStore", "clone_connection", 
 
 
 def to_timedelta(value: float) -> datetime.timedelta:
-    """What the stores take as a time limit."""
+    """Return a time limit in the form that stores take."""
     return datetime.timedelta(seconds=max(value, 0.001))
 
 
@@ -35,7 +35,7 @@ def clone_connection(store: TCPStore) -> TCPStore:
 
 @dataclass(frozen=True)
 class RankContext:
-    """Where a strategy runs: a rank of ``group`` (the default group where ``None``) and its device."""
+    """A rank of ``group`` (the default group if ``None``) and its device: the place at which a strategy runs."""
 
     rank: int
     world_size: int
@@ -72,7 +72,7 @@ class RankGroup(NamedTuple):
         return self.process_group
 
     def global_rank(self, place: int) -> int:
-        """What torch's point-to-point calls name the member at ``place``."""
+        """Return the rank by which torch's point-to-point calls name the member at ``place``."""
         return dist.get_global_rank(self.members(), place)
 
 

@@ -161,7 +161,7 @@ def user_environment(env: Mapping[str, str], launcher_environ: Path) -> dict[str
 
 
 def missing_variables(env: Mapping[str, str], wanted: Mapping[str, str], run_id: str) -> dict[str, str]:
-    """What must still be put into ``env``; empty once the process was started anew for ``run_id``."""
+    """Return the variables that ``env`` lacks; none once the process was started anew for ``run_id``."""
     if env.get(RESTARTED_FOR_RUN) == run_id:
         return {}
     return {name: value for name, value in wanted.items() if env.get(name) != value}
@@ -212,7 +212,7 @@ def torch_thread_count(env: Mapping[str, str], cores: int, cores_per_task: int |
 
 
 def core_warnings(cores: int, cores_per_task: int | None, local_world_size: int, host_cores: int) -> list[str]:
-    """What about this rank's cores makes its times less than they could be."""
+    """Return the reasons why this rank's cores make its times longer than necessary."""
     warnings = []
     if cores_per_task is not None and cores < cores_per_task:
         warnings.append(f"a rank may use {cores} of the {cores_per_task} cores per task that the profile promises")

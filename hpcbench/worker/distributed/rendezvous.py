@@ -148,7 +148,14 @@ def join_store(info: RankInfo, header: TaskFileHeader, path: Path, launch: str, 
     if info.rank == 0:
         store = _open_store(address, path, launch, header.wait_s)
         store.set("joined/0", socket.gethostname())
-        _wait_for_ranks(store, info, header.wait_s, f"{address} port {store.port}", path)
+        missing = wait_for_keys(store, [f"joined/{rank}" for rank in range(info.world_size)], header.wait_s)
+        if missing:
+            ranks = ", ".join(key.partition("/")[2] for key in missing)
+            raise WorkerError(
+                f"rank 0 waited {header.wait_s:g} s at {address} port {store.port} for rank{'s' * (len(missing) > 1)} "
+                f"{ranks} of {info.world_size} to read {path} and join",
+                hint="did they start? can their nodes read this file, and reach this address?",
+            )
         store.set(_ALL_JOINED_KEY, "1")
         return store
     store = _find_store(path, launch, header.wait_s)
@@ -159,17 +166,6 @@ def join_store(info: RankInfo, header: TaskFileHeader, path: Path, launch: str, 
             f"within {header.wait_s:g} s"
         )
     return store
-
-
-def _wait_for_ranks(store: Store, info: RankInfo, wait_s: float, where: str, path: Path) -> None:
-    missing = wait_for_keys(store, [f"joined/{rank}" for rank in range(info.world_size)], wait_s)
-    if missing:
-        ranks = ", ".join(key.partition("/")[2] for key in missing)
-        raise WorkerError(
-            f"rank 0 waited {wait_s:g} s at {where} for rank{'s' * (len(missing) > 1)} {ranks} of "
-            f"{info.world_size} to read {path} and join",
-            hint="did they start? can their nodes read this file, and reach this address?",
-        )
 
 
 def set_interface_variables(interface: str | None, named_by_profile: bool, single_node: bool) -> None:
@@ -331,7 +327,7 @@ class ControlChannel:
             self.store.set(f"result/{self.rank}", data.decode() if len(data) <= _LARGEST_VALUE_BYTES else "")
 
     def collect(self, attempt: Attempt, wait_s: float) -> dict[int, RankResult]:
-        """What the ranks sent, by rank; files stand in for those that did not within ``wait_s``."""
+        """Return the ranks' results, by rank; of ranks that sent none within ``wait_s``, those in their files."""
         keys = {f"result/{rank}": rank for rank in range(self.world_size)}
         results: dict[int, RankResult] = {}
         with contextlib.suppress(RuntimeError):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -254,10 +254,8 @@ class WrapperStrategy(DataParallelStrategy):
         self.loss_factor = float(spec.dp_degree)
         super().setup(model, spec, context)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        with self.runner.no_sync():
-            yield
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.runner.no_sync()  # type: ignore[no-any-return]
 
 
 class SingleStrategy(DataParallelStrategy):

@@ -1,19 +1,13 @@
-"""Access to fairscale 0.4.13, which was written for torch 1.x, and its sharded optimizer."""
+"""Import of fairscale 0.4.13, which was written for torch 1.x."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
 from types import ModuleType
-from typing import Any
 
-from torch import nn
-
-from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
-from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.failure import install_hint
-from hpcbench.worker.strategies.base import optimizer_class_and_arguments
 
 
 def import_fairscale(module: str) -> ModuleType:
@@ -31,11 +25,3 @@ def import_fairscale(module: str) -> ModuleType:
         raise unsupported(
             f"this strategy needs fairscale: {type(error).__name__}: {error}", install_hint("fairscale")
         ) from error
-
-
-def make_oss_optimizer(module: nn.Module, spec: RunSpec, context: RankContext, **options: Any) -> Any:
-    """Create fairscale's sharded optimizer (OSS) over the parameters of ``module``."""
-    optimizer_class, arguments = optimizer_class_and_arguments(spec)
-    return import_fairscale("optim.oss").OSS(
-        list(module.parameters()), optim=optimizer_class, group=context.group, **arguments, **options
-    )

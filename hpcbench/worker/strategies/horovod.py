@@ -1,9 +1,23 @@
-"""Horovod's DistributedOptimizer (Sergeev and Del Balso 2018)."""
+"""Horovod (Sergeev and Del Balso 2018): its start among ranks that have already met, and its DistributedOptimizer.
+
+Neither horovodrun nor ssh takes part.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import importlib
+import ipaddress
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
@@ -12,15 +26,188 @@ from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.mesh import steps_per_epoch
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.worker.data.feed import DataFeed
-from hpcbench.worker.distributed.horovod_init import load_horovod, start_horovod
 from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.distributed.rendezvous import list_interfaces, reachable_address
+from hpcbench.worker.failure import install_hint
 from hpcbench.worker.strategies.base import DataParallelStrategy
 
-_OPTION_VARIABLES = {
-    "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",
-    "cycle_time_ms": "HOROVOD_CYCLE_TIME",
-    "hierarchical_allreduce": "HOROVOD_HIERARCHICAL_ALLREDUCE",
+_started_with: dict[str, str] = {}
+"""With what Horovod was started in this process. A second start with several ranks ends in a segmentation fault."""
+
+
+def load_horovod() -> Any:
+    """``horovod.torch``; ``WorkerError`` (``unsupported``) with the command that installs it where it does not work.
+
+    A package without its extension imports with no more than a printed warning, and one that was built for another
+    torch fails on a symbol.
+    """
+    try:
+        library = importlib.import_module("horovod.torch")
+        if hasattr(library, "init"):
+            return library
+        problem = "its extension for torch is missing"
+    except ImportError as error:
+        problem = str(error)
+    raise unsupported(
+        f"{sys.executable} on {socket.gethostname()} has no Horovod that works with torch {torch.__version__}: "
+        f"{problem}",
+        install_hint("horovod"),
+    )
+
+
+def horovod_facts(spec: RunSpec) -> dict[str, Any] | None:
+    """Version, what it was built with, and who coordinates; ``None`` where Horovod does not work."""
+    with contextlib.suppress(WorkerError):
+        library = load_horovod()
+        built = {"gloo": library.gloo_built(), "mpi": library.mpi_built(), "nccl": library.nccl_built(),
+                 "cuda": library.cuda_built()}  # fmt: skip
+        return {
+            "version": metadata.version("horovod"),
+            "built_with": [name for name, is_built in built.items() if is_built],
+            "controller": str(spec.options.get("controller", "gloo")),
+        }
+    return None
+
+
+class HorovodSlot(NamedTuple):
+    """A rank as Horovod numbers it: among all, among those of its host, and among its like on the other hosts."""
+
+    hostname: str
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+
+
+def assign_slots(hosts: list[str]) -> list[HorovodSlot]:
+    """The slot of every rank, from the host that each runs on.
+
+    >>> slots(["a", "a", "b"])[2]
+    Slot(hostname='b', rank=2, size=3, local_rank=0, local_size=1, cross_rank=1, cross_size=2)
+    """
+    names = list(dict.fromkeys(hosts))
+    sizes = {name: hosts.count(name) for name in names}
+    slots = []
+    for rank, host in enumerate(hosts):
+        local_rank = hosts[:rank].count(host)
+        like = [name for name in names if sizes[name] > local_rank]
+        slots.append(HorovodSlot(host, rank, len(hosts), local_rank, sizes[host], like.index(host), len(like)))
+    return slots
+
+
+def start_horovod(library: Any, context: RankContext, controller: str, settings: Mapping[str, str]) -> None:
+    """Initialise Horovod on every rank of ``context.group``, with the variables ``settings``.
+
+    It reads them once: started already, it is used as it is, or refused where something else was wanted.
+    """
+    wanted = {**settings, "HOROVOD_CONTROLLER": controller, "HOROVOD_SIZE": str(context.world_size)}
+    if _started_with:
+        assert wanted == _started_with, (
+            f"Horovod runs in this process with {_started_with}, it cannot start again with {wanted}"
+        )
+        return
+    _started_with.update(wanted)
+    os.environ.pop("HOROVOD_ELASTIC", None)
+    os.environ.update(settings)
+    os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = controller
+    # Both its connections and its collectives give up after 30 s otherwise.
+    os.environ["HOROVOD_GLOO_TIMEOUT_SECONDS"] = str(int(max(1.0, context.wait_s)))
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(int(max(61.0, context.wait_s)))
+    if controller == "mpi":
+        _init_library(library, context)
+    else:
+        with _rendezvous_server(context):
+            _init_library(library, context)
+            # The server may go only when the last rank has found the others.
+            _gather(None, context)
+
+
+def _init_library(library: Any, context: RankContext) -> None:
+    try:
+        library.init()
+    except ValueError as error:
+        raise WorkerError(
+            f"rank {context.rank}: {error}", hint="is HOROVOD_GLOO_IFACE an interface of every node? the log says more"
+        ) from error
+    if (library.rank(), library.size()) != (context.rank, context.world_size):
+        raise WorkerError(
+            f"Horovod numbers this process {library.rank()} of {library.size()}, but it is rank {context.rank} of "
+            f"{context.world_size}",
+            hint='controller = "mpi" needs a launcher that starts MPI ranks: mpirun, or srun --mpi=pmix',
+        )
+
+
+@contextlib.contextmanager
+def _rendezvous_server(context: RankContext) -> Iterator[None]:
+    """Run the server on rank 0 through which Horovod's ranks find each other, as long as the context lasts.
+
+    Nobody has to prove who he is to that server, nor to gloo: it listens on the interface of the ranks alone, and for
+    no longer than it takes them to meet.
+    """
+    # IPv4 only: Horovod puts the address into a URL as it stands.
+    interface, address = _ipv4_interface()
+    server = _start_server(address, context.world_size) if context.rank == 0 else None
+    try:
+        port = server.server_address[1] if server else 0
+        entries = _gather((socket.gethostname(), address, port), context)
+        plan = assign_slots([host for host, _, _ in entries])
+        if server:
+            server.init(plan)
+        _gather(None, context)
+        _, server_address, server_port = entries[0]
+        variables = plan[context.rank]._asdict()
+        variables |= {"gloo_rendezvous_addr": server_address, "gloo_rendezvous_port": server_port}
+        os.environ.update({f"HOROVOD_{name.upper()}": str(value) for name, value in variables.items()})
+        if interface:
+            os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)
+        yield
+    finally:
+        if server:
+            server.shutdown()
+            server.server_close()
+
+
+def _ipv4_interface() -> tuple[str | None, str]:
+    """The interface that the ranks of this process's group met on, and this host's address there."""
+    name = os.environ.get("HOROVOD_GLOO_IFACE") or os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    addresses = [address for entry in list_interfaces() if entry.name == name for address in entry.addresses]
+    if not addresses:
+        interface, address = reachable_address(single_node=False, wanted=None, host_suffix="")
+        name, addresses = interface or "", [address]
+    usable = [address for address in addresses if ipaddress.ip_address(address.partition("%")[0]).version == 4]
+    if not usable:
+        raise unsupported(
+            f"Horovod's ranks meet over IPv4, and {name or socket.gethostname()} has only {', '.join(addresses)}",
+            "set `interface` in the cluster's profile to one with an IPv4 address",
+        )
+    return name or None, usable[0]
+
+
+def _start_server(address: str, world_size: int) -> Any:
+    http_server = importlib.import_module("horovod.runner.http.http_server")
+    # RendezvousServer itself would listen on every interface of the host.
+    server = http_server.RendezvousHTTPServer((address, 0), http_server.RendezvousHandler, 0)
+    server.daemon_threads = True
+    server.socket.listen(max(5, world_size))
+    threading.Thread(target=server.serve_forever, name="horovod-rendezvous", daemon=True).start()
+    return server
+
+
+def _gather(entry: object, context: RankContext) -> list[Any]:
+    """Return the entries of all ranks of the group, by rank. All ranks wait for each other."""
+    entries = [None] * context.world_size
+    dist.all_gather_object(entries, entry, group=context.group)
+    return entries
+
+
+_OPTION_VARIABLES: dict[str, tuple[str, Callable[[Any], float]]] = {
+    "fusion_threshold_mb": ("HOROVOD_FUSION_THRESHOLD", lambda value: int(float(value) * 2**20)),
+    "cycle_time_ms": ("HOROVOD_CYCLE_TIME", float),
+    "hierarchical_allreduce": ("HOROVOD_HIERARCHICAL_ALLREDUCE", int),
 }
+"""Variable and form in which Horovod reads an option when it starts."""
 
 
 class HorovodStrategy(DataParallelStrategy):
@@ -37,7 +224,7 @@ class HorovodStrategy(DataParallelStrategy):
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
         options = options_with_defaults(spec)
         self._hvd = load_horovod()
-        for name, variable in _OPTION_VARIABLES.items():
+        for name, (variable, _) in _OPTION_VARIABLES.items():
             if variable in spec.env:
                 raise WorkerError(
                     f"the run's env sets {variable}, which options.{name} ({options[name]}) decides",
@@ -102,11 +289,7 @@ def warmup_learning_rate(spec: RunSpec, options: dict[str, Any], step: int) -> f
 
 def horovod_variables(options: dict[str, Any]) -> dict[str, str]:
     """Return the environment variables that Horovod reads its options from when it starts."""
-    return {
-        "HOROVOD_FUSION_THRESHOLD": str(int(float(options["fusion_threshold_mb"]) * 2**20)),
-        "HOROVOD_CYCLE_TIME": str(float(options["cycle_time_ms"])),
-        "HOROVOD_HIERARCHICAL_ALLREDUCE": str(int(options["hierarchical_allreduce"])),
-    }
+    return {variable: str(convert(options[name])) for name, (variable, convert) in _OPTION_VARIABLES.items()}
 
 
 def _refuse_unsupported(spec: RunSpec, options: dict[str, Any], hvd: Any) -> None:

@@ -27,12 +27,7 @@ from hpcbench.parallel.strategies.channel import (
     grouped_conv_pieces,
 )
 from hpcbench.worker.distributed.process_groups import RankGroup
-from hpcbench.worker.strategies.model_parallel import (
-    TensorSharding,
-    apply_collective,
-    cast_for_autocast,
-    own_shard,
-)
+from hpcbench.worker.strategies.model_parallel import TensorSharding, apply_collective, cast_for_autocast, own_shard
 
 ConvolutionLayer = nn.Conv1d | nn.Conv2d | nn.Conv3d
 SplittableLayer = nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.Linear
@@ -111,9 +106,6 @@ class ChannelSplitLayer(nn.Module):
             piece_bias = None if bias is None else bias[outputs]
             parts.append(self._convolve(inputs, self.weight[outputs], piece_bias, piece.groups))
         return torch.cat(parts, dim=1)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, split by {self.split.by or 'nothing'}"
 
 
 class ChannelSplitDropout(nn.Module):

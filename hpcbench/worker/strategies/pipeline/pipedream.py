@@ -64,7 +64,14 @@ class WeightStash:
         tensors, so that a block recomputed in the backward pass uses the weights of the forward pass.
         """
         if number not in self._in_use:
-            self._in_use[number] = self._leaves(update)
+            version = self._staleness.version(self._stage, update)
+            weights = self._parameters if version == self.updates else self._older[version]
+            # Not detach(): its result shares the parameter's version counter, and autograd would refuse the old memory
+            # as soon as the optimizer writes into the new one.
+            self._in_use[number] = [
+                weight.data.requires_grad_(parameter.requires_grad)
+                for weight, parameter in zip(weights, self._parameters, strict=True)
+            ]
         for owner, name, index in self._slots:
             owner._parameters[name] = self._in_use[number][index]  # type: ignore[assignment]
         try:
@@ -88,16 +95,6 @@ class WeightStash:
             for parameter in self._parameters:
                 parameter.data = parameter.data.clone()
         self.updates += 1
-
-    def _leaves(self, update: int) -> list[Tensor]:
-        version = self._staleness.version(self._stage, update)
-        weights = self._parameters if version == self.updates else self._older[version]
-        # Not detach(): its result shares the parameter's version counter, and autograd would refuse the old memory as
-        # soon as the optimizer writes into the new one.
-        return [
-            weight.data.requires_grad_(parameter.requires_grad)
-            for weight, parameter in zip(weights, self._parameters, strict=True)
-        ]
 
 
 @dataclass
@@ -152,7 +149,6 @@ class PipedreamStrategy(PipelineStrategy):
         self._staleness: Staleness = pipedream_staleness(spec)
         self._stash = WeightStash(self.module.chunk(self.group.place), self._staleness, self.group.place)
         self._step_order: Sequence[int] = ()
-        self._minibatches: MinibatchSequence | None = None
         self._steps_done = 0
         self.peak_versions = 1
         """Largest number of weight versions of this stage so far."""
@@ -163,7 +159,7 @@ class PipedreamStrategy(PipelineStrategy):
         self._step_order = steps
 
     def step(self, feed: DataFeed, step: int) -> Tensor:
-        if self._minibatches is None:
+        if self._steps_done == 0:
             self._minibatches = MinibatchSequence(feed, self._step_order)
         minibatches, index = self._minibatches, self._steps_done
         expected = minibatches.step(index)
@@ -205,7 +201,6 @@ class PipedreamStrategy(PipelineStrategy):
 
     def _before(self, action: Action) -> None:
         if action.kind != UPDATE:
-            assert self._minibatches is not None, "an action before a step"
             number = action.micro_batch
             update = self._minibatches.at(number).step if self._staleness.double_buffered else number
             self._installed_weights = self._stash.installed(number, update)
@@ -220,7 +215,6 @@ class PipedreamStrategy(PipelineStrategy):
             self._stash.collect(action.micro_batch)
 
     def _update(self, number: int) -> None:
-        assert self._minibatches is not None, "an action before a step"
         with self.phases("backward"):
             self.finish_gradient_reduction()
         with self.phases("optimizer"):

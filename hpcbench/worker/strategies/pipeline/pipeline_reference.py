@@ -51,7 +51,7 @@ def train_pipeline_reference(
 
 
 class _FirstReplicaStatistics:
-    """In a stage with ``n`` replicas only every ``n``-th micro-batch moves running statistics: the first replica's."""
+    """Only every ``n``-th micro-batch of a stage with ``n`` replicas moves running statistics: the first replica's."""
 
     def __init__(self, model: nn.Sequential, spec: RunSpec) -> None:
         layout = pipeline_layout(spec)

@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -42,11 +41,7 @@ from hpcbench.parallel.pipeline.schedules import (
 from hpcbench.worker.distributed.gradient_reducer import GradientReducer
 from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss
-from hpcbench.worker.strategies.pipeline.action_timeline import (
-    STUCK_HINT,
-    ActionRecorder,
-    PendingActions,
-)
+from hpcbench.worker.strategies.pipeline.action_timeline import STUCK_HINT, ActionRecorder, PendingActions
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk, TensorMeta, backward_from
 from hpcbench.worker.strategies.pipeline.p2p import P2PTimeout, P2PTransport
 
@@ -167,10 +162,16 @@ class PipelineRuntime:
             input_meta = self.boundaries.outputs_of(chunk - 1, self._batch.sizes[micro_batch])
             inputs = self._receive_or_local(Action(FORWARD, chunk - 1, micro_batch), action)
         is_last = chunk == self.layout.chunks - 1
-        loss = partial(self._micro_batch_loss, micro_batch) if is_last else None
+
+        def loss(output: Tensor) -> Tensor:
+            return summed_loss(output, self._batch.targets[micro_batch]) / self._batch.divisors[micro_batch]
+
+        # The backward pass of the last micro-batch follows its forward pass at once (gpipe) or soon.
+        is_early = micro_batch != len(self._batch.sizes) - 1
+        recomputes = self.recompute == "always" or (self.recompute == "except_last" and is_early)
         with self._running(action), self.phases("forward"):
             outputs = self.chunks[chunk].forward(
-                micro_batch, inputs, input_meta, self._recomputes(micro_batch), self.arithmetic.autocast(), loss
+                micro_batch, inputs, input_meta, recomputes, self.arithmetic.autocast(), loss if is_last else None
             )
         if is_last:
             share = outputs[0].detach() * self._batch.loss_weights[micro_batch]
@@ -195,14 +196,6 @@ class PipelineRuntime:
             input_grads = self.chunks[chunk].backward(micro_batch, run)
         if chunk > 0:
             self._send_or_keep(action, input_grads)
-
-    def _micro_batch_loss(self, micro_batch: int, output: Tensor) -> Tensor:
-        return summed_loss(output, self._batch.targets[micro_batch]) / self._batch.divisors[micro_batch]
-
-    def _recomputes(self, micro_batch: int) -> bool:
-        # The backward pass of the last micro-batch follows its forward pass at once (gpipe) or soon.
-        is_last = micro_batch == len(self._batch.sizes) - 1
-        return self.recompute == "always" or (self.recompute == "except_last" and not is_last)
 
     def _running(self, action: Action) -> AbstractContextManager[None]:
         self.current = ("at", action)

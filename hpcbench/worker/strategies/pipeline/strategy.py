@@ -30,11 +30,7 @@ from hpcbench.worker.strategies.pipeline.action_timeline import (
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk
 from hpcbench.worker.strategies.pipeline.p2p import P2PTransport, make_p2p_groups, warm_up_links
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineBatch, PipelineRuntime
-from hpcbench.worker.strategies.pipeline.stage_assignment import (
-    assign_blocks,
-    measure_blocks,
-    predict_step,
-)
+from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks, measure_blocks, predict_step
 from hpcbench.worker.strategies.pipeline.stage_module import (
     DeferredBatchNorm,
     StageModule,

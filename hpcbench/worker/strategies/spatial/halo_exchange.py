@@ -80,26 +80,35 @@ class HaloExchange:
 
     Each message is a tensor of its own, because a receive fills a whole buffer.
 
+    The backward pass sends the gradient of what was received, and receives that of what was sent.
+
     Args:
         grid: The ranks of the exchange.
-        like: A tensor with the messages' batch size, channels, dtype and device.
-        sends: Destination rank (within the group) and tensor of every message to send.
+        source: Tensor [n, channels, *extents of origin] that contains what is sent.
+        origin: The box of ``source``.
+        sends: Destination rank (within the group) and box of every message to send.
         receives: Source rank and box of every message to receive.
     """
 
     def __init__(
-        self, grid: SpatialGrid, like: Tensor, sends: Sequence[tuple[int, Tensor]], receives: Sequence[HaloMessage]
+        self,
+        grid: SpatialGrid,
+        source: Tensor,
+        origin: Box,
+        sends: Sequence[HaloMessage],
+        receives: Sequence[HaloMessage],
     ) -> None:
-        self.received = [like.new_empty((*like.shape[:2], *map(len, message.box))) for message in receives]
-        group = grid.group
+        self.received = [source.new_empty((*source.shape[:2], *map(len, message.box))) for message in receives]
         # Kept until the end: a message may leave after this call.
-        self._sent = [(rank, tensor.contiguous()) for rank, tensor in sends]
-        operations = [
-            dist.P2POp(dist.isend, tensor, group.global_rank(rank), group.members()) for rank, tensor in self._sent
+        self._sent = [box_view(source, message.box, origin).contiguous() for message in sends]
+        messages = [
+            *((dist.isend, message.rank, tensor) for message, tensor in zip(sends, self._sent, strict=True)),
+            *((dist.irecv, message.rank, tensor) for message, tensor in zip(receives, self.received, strict=True)),
         ]
-        operations += [
-            dist.P2POp(dist.irecv, tensor, group.global_rank(message.rank), group.members())
-            for message, tensor in zip(receives, self.received, strict=True)
+        group = grid.group
+        operations = [
+            dist.P2POp(function, tensor, group.global_rank(rank), group.members())
+            for function, rank, tensor in messages
         ]
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
@@ -109,21 +118,6 @@ class HaloExchange:
             work.wait()
         self._works, self._sent = [], []
         return self.received
-
-
-def send_halo(grid: SpatialGrid, halo: Halo, own: Tensor) -> HaloExchange:
-    """Start the forward exchange: send parts of ``own`` to the ranks that need them, receive the own halo."""
-    sends = [(message.rank, box_view(own, message.box, halo.own)) for message in halo.sends]
-    return HaloExchange(grid, own, sends, halo.receives)
-
-
-def send_halo_gradient(grid: SpatialGrid, halo: Halo, gradient: Tensor) -> HaloExchange:
-    """Start the backward exchange: the gradient of each received box goes to its owner.
-
-    ``gradient`` [n, channels, *extents of halo.needed] is that of the assembled input.
-    """
-    sends = [(message.rank, box_view(gradient, message.box, halo.needed)) for message in halo.receives]
-    return HaloExchange(grid, gradient, sends, halo.sends)
 
 
 def assemble_input(own: Tensor, received: Sequence[Tensor], halo: Halo, box: Box, image: Box, fill: float) -> Tensor:

@@ -24,14 +24,13 @@ from hpcbench.worker.strategies.model_parallel import (
     update_running_statistics,
 )
 from hpcbench.worker.strategies.spatial.halo_exchange import (
+    HaloExchange,
     SpatialGrid,
     assemble_input,
     assemble_own_gradient,
     box_view,
     check_own_extents,
     empty_box,
-    send_halo,
-    send_halo_gradient,
 )
 
 
@@ -49,17 +48,6 @@ class SpatialPlan:
     def image(self) -> Box:
         """Return all positions of the layer's input."""
         return tuple(range(extent) for extent in self.layer.extents)
-
-    def gather_input(self, x: Tensor, fill: float) -> Tensor:
-        """Return the own part with its halo and padding."""
-        halo = self.halo()
-        check_own_extents(x, halo.own)
-        return assemble_input(x, send_halo(self.grid, halo, x).wait(), halo, halo.needed, self.image(), fill)
-
-    def return_gradient(self, gradient: Tensor) -> Tensor:
-        """Return the gradient of the own part, from the gradient of the needed part."""
-        halo = self.halo()
-        return assemble_own_gradient(halo, gradient, send_halo_gradient(self.grid, halo, gradient))
 
     def needed_shape(self, like: Tensor) -> tuple[int, ...]:
         """Return the shape of the own part with its halo and padding."""
@@ -100,7 +88,7 @@ class _SpatialConvolutionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: SpatialConvolutionPlan) -> Tensor:
         halo = plan.halo()
-        exchange = send_halo(plan.grid, halo, x)
+        exchange = HaloExchange(plan.grid, x, halo.own, halo.sends, halo.receives)
         if plan.overlap and (halo.sends or halo.receives) and box_volume(halo.interior):
             out = empty_box(x, halo.outputs, weight.shape[0])
             interior_input = box_view(x, plan.input_box(halo, halo.interior), halo.own)
@@ -129,7 +117,7 @@ class _SpatialConvolutionFunction(torch.autograd.Function):
         if wants_x:
             grad_needed = plan.operation.backward(gradient, assembled, weight, (True, False, False))[0]
             assert grad_needed is not None
-            exchange = send_halo_gradient(plan.grid, halo, grad_needed)
+            exchange = HaloExchange(plan.grid, grad_needed, halo.needed, halo.receives, halo.sends)
             if not plan.overlap:
                 exchange.wait()
         if wants_weight or wants_bias:
@@ -175,15 +163,21 @@ class _SpatialPoolFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, pool: _SpatialPool) -> Tensor:
-        ctx.pool = pool
-        out, *kept = pool.forward_needed(pool.plan.gather_input(x, pool.fill))
+        ctx.pool, plan = pool, pool.plan
+        halo = plan.halo()
+        check_own_extents(x, halo.own)
+        received = HaloExchange(plan.grid, x, halo.own, halo.sends, halo.receives).wait()
+        out, *kept = pool.forward_needed(assemble_input(x, received, halo, halo.needed, plan.image(), pool.fill))
         ctx.save_for_backward(*kept)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.pool.plan.return_gradient(ctx.pool.backward_needed(gradient, *ctx.saved_tensors)), None
+        plan: SpatialPlan = ctx.pool.plan
+        halo, grad_needed = plan.halo(), ctx.pool.backward_needed(gradient, *ctx.saved_tensors)
+        exchange = HaloExchange(plan.grid, grad_needed, halo.needed, halo.receives, halo.sends)
+        return assemble_own_gradient(halo, grad_needed, exchange), None
 
 
 class _SpatialPool(nn.Module):

@@ -5,9 +5,9 @@ With one replica it is ParaDL's ``spatial``, with several its ``data+spatial`` (
 from __future__ import annotations
 
 from collections import OrderedDict
-from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -15,7 +15,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, WorkerError, unsupported
 from hpcbench.parallel.layer_table import LayerRow as Row
 from hpcbench.parallel.layer_table import LayerTable, read_shipped_table
-from hpcbench.parallel.strategies.halo import box_volume, owned_box
+from hpcbench.parallel.strategies.halo import Box, box_volume, owned_box
 from hpcbench.parallel.strategies.spatial import (
     CONVOLUTION_KINDS,
     MAX_POOL_KINDS,
@@ -99,7 +99,8 @@ class SpatialStrategy(ModelParallelStrategy):
                 if part is not None:
                     model.set_submodule(row.name, part)
         extents = sample_shape(spec.dataset, spec.input_size)[1:]
-        self.slice_input = partial(_slice_input, grid, extents)
+        self._image: Box = tuple(map(range, extents))
+        self._own = owned_box(extents, grid.grid, grid.group.place)
         model.register_forward_pre_hook(lambda _module, inputs: (self.slice_input(inputs[0]), *inputs[1:]))
         self._insert_gather(model, split, grid)
         return model
@@ -148,19 +149,17 @@ class SpatialStrategy(ModelParallelStrategy):
         cap_mb = float(self.options["bucket_cap_mb"])
         return group_reducers((in_split, sharing), (in_whole, self.groups["dp"]), bucket_cap_mb=cap_mb)
 
+    def slice_input(self, inputs: Tensor) -> Tensor:
+        """Return this rank's part of whole samples [n, channels, *extents]; a part is returned unchanged."""
+        if inputs.shape[2:] != torch.Size(map(len, self._image)):
+            return inputs
+        # A copy: a view would keep the whole.
+        return box_view(inputs, self._own, self._image).clone()
+
     def batch(self, feed: DataFeed, step: int) -> Batch:
         # Only the own part is kept: the whole samples are freed before the forward pass.
         inputs, targets = super().batch(feed, step)
         return (inputs if self.split is None else self.slice_input(inputs)), targets
-
-
-def _slice_input(grid: SpatialGrid, extents: tuple[int, ...], inputs: Tensor) -> Tensor:
-    """Return this rank's part of whole samples [n, channels, *extents]; a part is returned unchanged."""
-    if tuple(inputs.shape[2:]) != extents:
-        return inputs
-    image = tuple(range(extent) for extent in extents)
-    # A copy: a view would keep the whole.
-    return box_view(inputs, owned_box(extents, grid.grid, grid.group.place), image).clone()
 
 
 def _refuse_shared_weights(model: nn.Module, split: SpatialSplit) -> None:
