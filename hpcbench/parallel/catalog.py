@@ -95,16 +95,10 @@ def shipped_model_entries() -> dict[str, ModelEntry]:
     found: dict[str, ModelEntry] = {}
     for path in sorted(folder.glob("*.py")):
         for name, entry in _read_models_table(path).items():
-            options = {
-                key: Option(_OPTION_KINDS[kind], default, description)
-                for key, (kind, default, description) in entry["options"].items()
-            }
+            options = {key: Option(*declaration) for key, declaration in entry["options"].items()}
             builder = f"hpcbench.worker.models.{path.stem}:{entry['builder']}"
             found[name] = ModelEntry(builder, entry["kind"], entry["min_size"], entry["description"], options)
     return found
-
-
-_OPTION_KINDS = {"bool": bool, "int": int, "float": float, "str": str}
 
 
 def _read_models_table(path: Path) -> dict[str, Any]:

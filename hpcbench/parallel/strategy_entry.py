@@ -18,12 +18,16 @@ _EMPTY: Mapping[str, Any] = MappingProxyType({})
 class Option(NamedTuple):
     """One entry of a strategy's or a model's own ``options``."""
 
-    kind: type
     default: Any
     description: str
     choices: tuple[Any, ...] = ()
     lossy: Mapping[Any, float] = MappingProxyType({})
     """Values with which gradients are inexact, each with the largest difference that ``verify`` accepts."""
+
+    @property
+    def kind(self) -> type:
+        """Type of the default, which is that of all values."""
+        return type(self.default)
 
     def accepts(self, value: Any) -> bool:
         """Whether a sweep may set the option to ``value``; an integer is valid where a number is expected."""

@@ -111,7 +111,7 @@ def test_figures_that_are_not_finite_are_absent() -> None:
 def test_verification_checks_follow_from_the_run(
     spec: dict[str, Any], expected: list[VerificationCheck], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compression = Option(str, "none", "of gradients", ("none", "fp16"), lossy={"fp16": 1e-3})
+    compression = Option("none", "of gradients", ("none", "fp16"), lossy={"fp16": 1e-3})
     with_option = STRATEGIES["ddp"]._replace(options={"compression": compression})
     monkeypatch.setitem(STRATEGIES, "ddp", with_option)
     assert verification_checks(make_spec(strategy="ddp", **spec)) == expected

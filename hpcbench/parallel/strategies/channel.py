@@ -16,9 +16,9 @@ from hpcbench.parallel.strategy_entry import CalibrationRuns, HybridAlias, Optio
 
 _CHANNEL_OPTIONS = {
     "form": Option(
-        str, "sharded", "between layers: activations split by channels, or whole on every rank", ("sharded", "gathered")
+        "sharded", "between layers: activations split by channels, or whole on every rank", ("sharded", "gathered")
     ),
-    "split_last": Option(bool, False, "the last layer is split, too"),
+    "split_last": Option(False, "the last layer is split, too"),
 }
 
 

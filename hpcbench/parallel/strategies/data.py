@@ -58,10 +58,10 @@ def _fp16_exclusion(spec: RunSpec) -> str | None:
 
 
 _BUCKET_OPTIONS = {
-    "bucket_cap_mb": Option(float, 25.0, "size of a gradient bucket in MiB"),
-    "gradient_as_bucket_view": Option(bool, False, "gradients are views of the buckets"),
+    "bucket_cap_mb": Option(25.0, "size of a gradient bucket in MiB"),
+    "gradient_as_bucket_view": Option(False, "gradients are views of the buckets"),
 }
-_RESHARD_OPTION = Option(bool, True, "a block's parameters are let go between forward and backward")
+_RESHARD_OPTION = Option(True, "a block's parameters are let go between forward and backward")
 
 _data_parallel_entry = partial(StrategyEntry, own_degree="dp_degree", calibration=CalibrationRuns())
 
@@ -79,9 +79,8 @@ STRATEGIES = {
         description="torch DistributedDataParallel: replicas, gradients all_reduced in buckets",
         options={
             **_BUCKET_OPTIONS,
-            "static_graph": Option(bool, False, "the graph is the same in every step"),
+            "static_graph": Option(False, "the graph is the same in every step"),
             "compression": Option(
-                str,
                 "none",
                 "of gradients on their way: lossy",
                 ("none", "fp16", "bf16", "powersgd"),
@@ -91,7 +90,7 @@ STRATEGIES = {
                     "powersgd": POWERSGD_FIRST_STEP_TOLERANCE,
                 },
             ),
-            "powersgd_rank": Option(int, 2, "rank of PowerSGD's factors"),
+            "powersgd_rank": Option(2, "rank of PowerSGD's factors"),
         },
         exclusion=ddp_exclusion,
         plot_style=PlotStyle("blue", "circle", "solid"),
@@ -102,7 +101,7 @@ STRATEGIES = {
         description="torch ZeroRedundancyOptimizer over DDP: optimizer state sharded (ZeRO-1)",
         options={
             **_BUCKET_OPTIONS,
-            "parameters_as_bucket_view": Option(bool, False, "parameters are views of the buckets they are sent in"),
+            "parameters_as_bucket_view": Option(False, "parameters are views of the buckets they are sent in"),
         },
         owners_largest_first=True,
         plot_style=PlotStyle("green", "up", "long"),
@@ -114,12 +113,11 @@ STRATEGIES = {
         options={
             "reshard_after_forward": _RESHARD_OPTION,
             "mixed_precision": Option(
-                bool,
                 False,
                 "parameters are used in bf16, gradients reduced in fp32",
                 lossy={True: BF16_COMPRESSION_TOLERANCE},
             ),
-            "shard_degree": Option(int, 0, "ranks that hold one copy together, 0 for all: hybrid sharding"),
+            "shard_degree": Option(0, "ranks that hold one copy together, 0 for all: hybrid sharding"),
         },
         exclusion=fsdp_exclusion,
         plot_style=PlotStyle("purple", "diamond", "dash-dot"),
@@ -131,7 +129,7 @@ STRATEGIES = {
         options={
             **_BUCKET_OPTIONS,
             "broadcast_fp16": Option(
-                bool, False, "updated parameters are sent in fp16: lossy", lossy={True: FP16_COMPRESSION_TOLERANCE}
+                False, "updated parameters are sent in fp16: lossy", lossy={True: FP16_COMPRESSION_TOLERANCE}
             ),
         },
         plot_style=PlotStyle("orange", "down", "dots"),
@@ -141,12 +139,9 @@ STRATEGIES = {
         cost="hpcbench.oracle.strategies.data:FairscaleSddpCost",
         description="fairscale ShardedDataParallel: optimizer state and gradients sharded (ZeRO-2)",
         options={
-            "reduce_buffer_mb": Option(float, 32.0, "size of a gradient bucket in MiB, 0 for none"),
+            "reduce_buffer_mb": Option(32.0, "size of a gradient bucket in MiB, 0 for none"),
             "reduce_fp16": Option(
-                bool,
-                False,
-                "gradients are reduced in fp16, without buckets: lossy",
-                lossy={True: FP16_COMPRESSION_TOLERANCE},
+                False, "gradients are reduced in fp16, without buckets: lossy", lossy={True: FP16_COMPRESSION_TOLERANCE}
             ),
         },
         exclusion=fairscale_sddp_exclusion,
@@ -158,8 +153,8 @@ STRATEGIES = {
         description="fairscale FullyShardedDataParallel: everything sharded (ZeRO-3)",
         options={
             "reshard_after_forward": _RESHARD_OPTION,
-            "flatten_parameters": Option(bool, True, "the parameters of a block are one tensor"),
-            "bucket_cap_mb": Option(int, 0, "size of a gradient bucket in MiB; on a cpu only 0, which is none"),
+            "flatten_parameters": Option(True, "the parameters of a block are one tensor"),
+            "bucket_cap_mb": Option(0, "size of a gradient bucket in MiB; on a cpu only 0, which is none"),
         },
         exclusion=fairscale_fsdp_exclusion,
         widest="fp32",
@@ -171,14 +166,14 @@ STRATEGIES = {
         cost="hpcbench.oracle.strategies.data:HorovodCost",
         description="Horovod: replicas, gradients fused and all_reduced by a background thread",
         options={
-            "fusion_threshold_mb": Option(float, 128.0, "gradients are fused up to this many MiB; 0 fuses none"),
-            "cycle_time_ms": Option(float, 1.0, "how often the background thread looks for gradients"),
-            "compression": Option(str, "none", "of gradients on their way; fp16 is lossy", ("none", "fp16")),
-            "op": Option(str, "average", "how gradients are combined; adasum is lossy", ("average", "adasum")),
-            "controller": Option(str, "gloo", "who coordinates and carries data between CPUs", ("gloo", "mpi")),
-            "hierarchical_allreduce": Option(bool, False, "reduce inside each node first; needs NCCL"),
-            "lr_scaling": Option(bool, False, "learning_rate times dp_degree"),
-            "lr_warmup_epochs": Option(float, 0.0, "epochs in which the scaled rate is reached from learning_rate"),
+            "fusion_threshold_mb": Option(128.0, "gradients are fused up to this many MiB; 0 fuses none"),
+            "cycle_time_ms": Option(1.0, "how often the background thread looks for gradients"),
+            "compression": Option("none", "of gradients on their way; fp16 is lossy", ("none", "fp16")),
+            "op": Option("average", "how gradients are combined; adasum is lossy", ("average", "adasum")),
+            "controller": Option("gloo", "who coordinates and carries data between CPUs", ("gloo", "mpi")),
+            "hierarchical_allreduce": Option(False, "reduce inside each node first; needs NCCL"),
+            "lr_scaling": Option(False, "learning_rate times dp_degree"),
+            "lr_warmup_epochs": Option(0.0, "epochs in which the scaled rate is reached from learning_rate"),
         },
         calibration=CalibrationRuns(cpu_options={"cycle_time_ms": 10}),
         exact_traffic=False,

@@ -21,15 +21,15 @@ TABLE_BALANCES = ("time", "memory", "parameters", "blocks")
 BALANCES = (*TABLE_BALANCES, "measured")
 
 PIPELINE_OPTIONS = {
-    "balance": Option(str, "time", "what stages share evenly, by the table of layers or by a measurement", BALANCES),
-    "cuts": Option(str, "", "first block of every stage but the first, such as 3,7: instead of balance"),
-    "recompute": Option(str, "never", "micro-batches whose activations are computed again backward", RECOMPUTE_CHOICES),
-    "batch_norm": Option(str, "micro_batch", "what BatchNorm's running statistics are of", ("micro_batch", "deferred")),
+    "balance": Option("time", "what stages share evenly, by the table of layers or by a measurement", BALANCES),
+    "cuts": Option("", "first block of every stage but the first, such as 3,7: instead of balance"),
+    "recompute": Option("never", "micro-batches whose activations are computed again backward", RECOMPUTE_CHOICES),
+    "batch_norm": Option("micro_batch", "what BatchNorm's running statistics are of", ("micro_batch", "deferred")),
 }
-VIRTUAL_STAGES_OPTION = Option(int, 2, "chunks that every rank holds")
+VIRTUAL_STAGES_OPTION = Option(2, "chunks that every rank holds")
 PIPELINE_CALIBRATION = CalibrationRuns(batch_factor=4, micro_batches=4)
 STAGE_REPLICAS_OPTION = Option(
-    str, "", "ranks of every stage, such as 2-1-1: their sum is pp_degree, micro-batches go round"
+    "", "ranks of every stage, such as 2-1-1: their sum is pp_degree, micro-batches go round"
 )
 
 
@@ -202,16 +202,11 @@ STRATEGIES = {
         options={
             "balance": PIPELINE_OPTIONS["balance"],
             "cuts": PIPELINE_OPTIONS["cuts"],
-            "recompute": Option(
-                str, "never", "activations are computed again in the backward pass", ("never", "always")
-            ),
+            "recompute": Option("never", "activations are computed again in the backward pass", ("never", "always")),
             "weight_versions": Option(
-                str,
-                "stash",
-                "stash: one per minibatch under way; 2bw: two, and an update per step",
-                WEIGHT_VERSION_SCHEMES,
+                "stash", "stash: one per minibatch under way; 2bw: two, and an update per step", WEIGHT_VERSION_SCHEMES
             ),
-            "vertical_sync": Option(bool, False, "all stages compute a minibatch with the first one's version"),
+            "vertical_sync": Option(False, "all stages compute a minibatch with the first one's version"),
         },
         reference="pipedream",
         cost="hpcbench.oracle.strategies.pipedream:PipedreamCost",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.strategy_entry import Option, StrategyEntry
 
-_BUDGET_OPTION = Option(float, 20.0, "seconds that the measurements may take, about")
+_BUDGET_OPTION = Option(20.0, "seconds that the measurements may take, about")
 
 
 def probe_layers_exclusion(spec: RunSpec) -> str | None:
@@ -44,9 +44,7 @@ PROBES = {
         cost="hpcbench.oracle.strategies.data:SingleCost",
         description="calibration: every kernel of the model by itself, whole and in the parts that ranks get",
         options={
-            "shares": Option(
-                str, "1,2,4", "layers are also cut into so many parts, by samples and by what ranks share"
-            ),
+            "shares": Option("1,2,4", "layers are also cut into so many parts, by samples and by what ranks share"),
             "budget_s": _BUDGET_OPTION,
         },
         exclusion=probe_layers_exclusion,
@@ -56,7 +54,7 @@ PROBES = {
         runtime="hpcbench.worker.strategies.probes:ProbeCollectivesStrategy",
         cost="hpcbench.oracle.strategies.data:SingleCost",
         description="calibration: every collective at many sizes, alone, beside others and under computation",
-        options={"largest_mb": Option(float, 16.0, "largest message in MiB"), "budget_s": _BUDGET_OPTION},
+        options={"largest_mb": Option(16.0, "largest message in MiB"), "budget_s": _BUDGET_OPTION},
         exclusion=probe_collectives_exclusion,
     ),
 }

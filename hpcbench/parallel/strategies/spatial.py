@@ -274,20 +274,19 @@ STRATEGIES = {
         runtime="hpcbench.worker.strategies.spatial.strategy:SpatialStrategy",
         description="images and volumes cut into parts with halo exchange; the fully connected layers whole",
         options={
-            "grid": Option(str, "", "ranks along each spatial dim, such as '2x2'; by default all along the first"),
-            "until": Option(int, 0, "the first block that is whole again; 0 is as late as the extents allow"),
-            "overlap": Option(bool, True, "halos travel while the interior or the weights' gradient is computed"),
+            "grid": Option("", "ranks along each spatial dim, such as '2x2'; by default all along the first"),
+            "until": Option(0, "the first block that is whole again; 0 is as late as the extents allow"),
+            "overlap": Option(True, "halos travel while the interior or the weights' gradient is computed"),
             "batch_norm": Option(
-                str,
                 "group",
                 "statistics over all parts, or of a rank's own part: lossy",
                 ("group", "local"),
                 lossy={"local": LOCAL_STATISTICS_TOLERANCE},
             ),
             "global_pool": Option(
-                str, "reduce", "the mean over all positions: of sums, or after gathering them", ("reduce", "gather")
+                "reduce", "the mean over all positions: of sums, or after gathering them", ("reduce", "gather")
             ),
-            "bucket_cap_mb": Option(float, DEFAULT_BUCKET_CAP_MB, "size of a gradient bucket in MiB"),
+            "bucket_cap_mb": Option(DEFAULT_BUCKET_CAP_MB, "size of a gradient bucket in MiB"),
         },
         exclusion=spatial_exclusion,
         hybrid=("dp_degree",),

@@ -78,10 +78,10 @@ STRATEGIES = {
         description="transformer blocks split by heads and features (Megatron): column layers, then row layers",
         options={
             "sequence_parallel": Option(
-                bool, False, "between split layers each rank keeps its own tokens: reduce_scatter and all_gather"
+                False, "between split layers each rank keeps its own tokens: reduce_scatter and all_gather"
             ),
             "vocabulary_parallel": Option(
-                bool, True, "embedding, output layer and loss are split by vocabulary; of language models alone"
+                True, "embedding, output layer and loss are split by vocabulary; of language models alone"
             ),
         },
         exclusion=tensor_exclusion,

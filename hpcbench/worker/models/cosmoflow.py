@@ -17,7 +17,7 @@ MODELS = {
         "kind": "volumes",
         "min_size": 8,
         "description": "3-D convolutions on volumes, MLPerf HPC's form at 128^3; larger volumes get more of them",
-        "options": {"dropout": ("float", 0.5, "after each of the first two linear layers")},
+        "options": {"dropout": (0.5, "after each of the first two linear layers")},
     },
 }
 

@@ -17,16 +17,16 @@ DEFAULTS = {
     "kind": "tokens",
     "min_size": 1,
     "options": {
-        "context": ("int", 2048, "positions that there are weights for, at least; a longer input gets its own"),
-        "tied": ("bool", False, "the output layer uses the embedding's weights, as published"),
-        "dropout": ("float", 0.0, "of embeddings, attention and after each half of a block"),
+        "context": (2048, "positions that there are weights for, at least; a longer input gets its own"),
+        "tied": (False, "the output layer uses the embedding's weights, as published"),
+        "dropout": (0.0, "of embeddings, attention and after each half of a block"),
     },
 }
 MODELS = {
     "gpt": {
         "description": "4 layers, 128 wide, 4 heads: trains on a CPU",
         "options": {
-            "context": ("int", 1024, "positions that there are weights for, at least; a longer input gets its own"),
+            "context": (1024, "positions that there are weights for, at least; a longer input gets its own"),
         },
     },
     "gpt_125m": {"description": "GPT-3 Small: 12 layers, 768 wide, 12 heads"},
@@ -41,7 +41,7 @@ MODELS = {
     "gpt_17b": {
         "description": "as Turing-NLG: 78 layers, 4256 wide, 28 heads",
         "options": {
-            "context": ("int", 1024, "positions that there are weights for, at least; a longer input gets its own"),
+            "context": (1024, "positions that there are weights for, at least; a longer input gets its own"),
         },
     },
 }

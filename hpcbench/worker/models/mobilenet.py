@@ -14,7 +14,7 @@ MODELS = {
         "kind": "images",
         "min_size": 8,
         "description": "inverted residuals with depthwise convolutions; below 64 pixels it halves three times only",
-        "options": {"dropout": ("float", 0.2, "from 64 pixels on: dropout before the linear layer")},
+        "options": {"dropout": (0.2, "from 64 pixels on: dropout before the linear layer")},
     },
 }
 

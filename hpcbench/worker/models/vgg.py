@@ -12,8 +12,8 @@ DEFAULTS = {
     "kind": "images",
     "min_size": 8,
     "options": {
-        "batch_norm": ("bool", True, "below 64 pixels: BatchNorm after every convolution"),
-        "dropout": ("float", 0.5, "from 64 pixels on: dropout between the linear layers"),
+        "batch_norm": (True, "below 64 pixels: BatchNorm after every convolution"),
+        "dropout": (0.5, "from 64 pixels on: dropout between the linear layers"),
     },
 }
 MODELS = {

@@ -13,7 +13,7 @@ from hpcbench.worker.models.transformer import TransformerBlock
 DEFAULTS = {
     "kind": "images",
     "min_size": 16,
-    "options": {"dropout": ("float", 0.0, "of embeddings, attention and after each half of a block")},
+    "options": {"dropout": (0.0, "of embeddings, attention and after each half of a block")},
 }
 MODELS = {
     "vit": {"description": "4 layers, 128 wide, 4 heads, patches of 4x4: trains on a CPU", "min_size": 8},

@@ -49,31 +49,24 @@ class DdpStrategy(WrapperStrategy):
             gradient_as_bucket_view=self.options["gradient_as_bucket_view"],
             static_graph=self.options.get("static_graph", False),
         )
-        register_compression_hook(runner, self.options, context)
+        self._register_compression_hook(runner, context)
         return runner
 
-
-def register_compression_hook(runner: DistributedDataParallel, options: dict[str, Any], context: RankContext) -> None:
-    """Register the communication hook that ``options["compression"]`` names.
-
-    Raises:
-        WorkerError: ``unsupported`` for bf16 without NCCL, which torch's hook needs.
-    """
-    kind = options.get("compression", "none")
-    if kind == "bf16" and context.device.type != "cuda":
-        raise unsupported(
-            f"torch's bf16 gradient compression needs NCCL on a cuda device; this run's is {context.device.type}",
-            'set options.compression to "fp16", "powersgd" or "none"',
-        )
-    if kind == "powersgd":
-        # The first steps are uncompressed, as in the paper; two are enough for a run that only measures.
-        state = PowerSGDState(context.group, options["powersgd_rank"], start_powerSGD_iter=2, min_compression_rate=1)
-        runner.register_comm_hook(
-            state, powerSGD_hook if context.device.type == "cuda" else power_sgd_one_bucket_at_a_time
-        )
-    elif kind != "none":
-        hook = default_hooks.fp16_compress_hook if kind == "fp16" else default_hooks.bf16_compress_hook
-        runner.register_comm_hook(context.group, hook)
+    def _register_compression_hook(self, runner: DistributedDataParallel, context: RankContext) -> None:
+        kind, is_cuda = self.options.get("compression", "none"), context.device.type == "cuda"
+        if kind == "bf16" and not is_cuda:
+            raise unsupported(
+                f"torch's bf16 gradient compression needs NCCL on a cuda device; this run's is {context.device.type}",
+                'set options.compression to "fp16", "powersgd" or "none"',
+            )
+        if kind == "powersgd":
+            # The first steps are uncompressed, as in the paper; two are enough for a run that only measures.
+            rank = self.options["powersgd_rank"]
+            state = PowerSGDState(context.group, rank, start_powerSGD_iter=2, min_compression_rate=1)
+            runner.register_comm_hook(state, powerSGD_hook if is_cuda else power_sgd_one_bucket_at_a_time)
+        elif kind != "none":
+            hook = default_hooks.fp16_compress_hook if kind == "fp16" else default_hooks.bf16_compress_hook
+            runner.register_comm_hook(context.group, hook)
 
 
 def power_sgd_one_bucket_at_a_time(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings

@@ -73,13 +73,6 @@ def own_shard(tensor: TensorT, sharding: TensorSharding | None, rank: int) -> Te
     return nn.Parameter(part.clone(), tensor.requires_grad) if is_parameter else part.clone()  # type: ignore[return-value]
 
 
-def sharding_of(model: nn.Module, name: str) -> TensorSharding | None:
-    """Return the sharding of the parameter or buffer ``name`` of ``model``; ``None`` if ranks hold it replicated."""
-    owner, _, tensor_name = name.rpartition(".")
-    shards: dict[str, TensorSharding] = vars(model.get_submodule(owner)).get("shards", {})
-    return shards.get(tensor_name)
-
-
 class ModelParallelStrategy(DataParallelStrategy):
     """A replica is divided among the ranks along ``axis``; replicas lie along ``dp``.
 
@@ -130,7 +123,9 @@ class ModelParallelStrategy(DataParallelStrategy):
 
     def _gather(self, name: str, tensor: Tensor) -> Tensor:
         # Shards lie along tp, also those of a pipeline's stages.
-        sharding = sharding_of(self.module, name)
+        owner, _, tensor_name = name.rpartition(".")
+        shards: dict[str, TensorSharding] = vars(self.module.get_submodule(owner)).get("shards", {})
+        sharding = shards.get(tensor_name)
         return tensor.detach() if sharding is None else gather_shards(tensor.detach(), sharding, self.groups["tp"])
 
 
@@ -145,13 +140,6 @@ def group_reducers(
     ]
 
 
-def pad_along(tensor: Tensor, dim: int, extent: int) -> Tensor:
-    """Return ``tensor``, contiguous, with zeros appended along ``dim`` up to ``extent``."""
-    if tensor.shape[dim] == extent:
-        return tensor.contiguous()
-    return F.pad(tensor, [0, 0] * (tensor.dim() - dim - 1) + [0, extent - tensor.shape[dim]]).contiguous()
-
-
 def gather_shards(tensor: Tensor, sharding: TensorSharding, group: RankGroup) -> Tensor:
     """Return the whole tensor from all ranks' shards.
 
@@ -163,7 +151,9 @@ def gather_shards(tensor: Tensor, sharding: TensorSharding, group: RankGroup) ->
     """
     if group.size == 1:
         return tensor
-    parts = all_gather_equal_parts(pad_along(tensor, sharding.dim, max(sharding.extents)), group)
+    padding = max(sharding.extents) - tensor.shape[sharding.dim]
+    padded = F.pad(tensor, [0, 0] * (tensor.dim() - sharding.dim - 1) + [0, padding]) if padding else tensor
+    parts = all_gather_equal_parts(padded, group)
     return torch.cat(
         [part.narrow(sharding.dim, 0, extent) for part, extent in zip(parts, sharding.extents, strict=True)],
         sharding.dim,

@@ -1,16 +1,25 @@
-"""A model chunk with its in-flight micro-batches, and the shapes and types of the activations between chunks.
+"""A model chunk with its in-flight micro-batches, the shapes and types of the activations between chunks, and the
+backward pass in two halves.
 
 The shapes are computed beforehand with fake tensors, so that messages contain tensor data only.
+
+Zero bubble computes input gradients first and weight gradients later (Qi et al. 2023, section 2). Linear layers and
+convolutions are split; the weights of all other layers get their gradients in the first half::
+
+    1f1b         | F | B = input and weight gradients |
+    zero bubble  | F | B input |  ... other work ...  | W weight |
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -20,7 +29,7 @@ from hpcbench.errors import HpcbenchError, unsupported
 from hpcbench.worker.layers import allocate_fake_storage, zero_batch
 from hpcbench.worker.model_execution import MixedPrecision, checkpoint_block, disable_inplace_first_op
 from hpcbench.worker.models.build import copy_to_meta
-from hpcbench.worker.strategies.pipeline.split_backward import DeferredWork, defer_weight_gradients
+from hpcbench.worker.strategies.model_parallel import ConvolutionOperation, cast_for_autocast
 
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)
 
@@ -123,6 +132,109 @@ def _memory_format_of(tensor: Tensor) -> torch.memory_format:
         if tensor.dim() == 4 + (layout is torch.channels_last_3d) and tensor.is_contiguous(memory_format=layout):
             return layout
     return torch.contiguous_format
+
+
+DeferredWork = list[Callable[[], None]]
+"""The second half of a chunk's backward pass: calls that compute weight gradients."""
+
+
+class WeightGradientQueue:
+    """Collects the deferred weight gradients of one chunk; outside of ``collected`` nothing is deferred."""
+
+    def __init__(self) -> None:
+        self.deferred: DeferredWork | None = None
+
+    @contextmanager
+    def collected(self) -> Iterator[DeferredWork]:
+        """Defer weight gradients of backward passes in this context into the returned list."""
+        self.deferred = []
+        try:
+            yield self.deferred
+        finally:
+            self.deferred = None
+
+
+class _LinearOperation(NamedTuple):
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    def backward(self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> list[Tensor | None]:
+        flat = grad.reshape(-1, grad.shape[-1])
+        return [
+            grad @ weight if wanted[0] else None,
+            flat.t() @ x.reshape(-1, x.shape[-1]) if wanted[1] else None,
+            flat.sum(0) if wanted[2] else None,
+        ]
+
+
+class _SplitBackwardFunction(torch.autograd.Function):
+    """A layer's operation whose weight gradients can be computed later."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, operation: Any, queue: WeightGradientQueue
+    ) -> Tensor:
+        # Not saved with x: checkpointing returns a saved weight as another tensor, without its gradient.
+        ctx.operation, ctx.queue, ctx.weight, ctx.bias, ctx.x_dtype = operation, queue, weight, bias, x.dtype
+        inputs, cast_weight = cast_for_autocast(x), cast_for_autocast(weight)
+        cast_bias = None if bias is None else cast_for_autocast(bias)
+        ctx.compute_dtype = cast_weight.dtype
+        ctx.save_for_backward(inputs)
+        with torch.autocast(x.device.type, enabled=False):
+            out: Tensor = operation.forward(inputs, cast_weight, cast_bias)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        weight, bias, wanted = ctx.weight, ctx.bias, ctx.needs_input_grad[:3]
+        deferred: DeferredWork | None = ctx.queue.deferred
+
+        def compute(wanted: tuple[bool, bool, bool]) -> list[Tensor | None]:
+            grads = ctx.operation.backward(gradients[0], x, weight.to(ctx.compute_dtype), wanted)
+            dtypes = (ctx.x_dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+            return [None if grad is None else grad.to(dtype) for grad, dtype in zip(grads, dtypes, strict=True)]
+
+        if deferred is None:
+            return (*compute(wanted), None, None)
+        grad_x = compute((wanted[0], False, False))[0]
+
+        def compute_weight_gradients() -> None:
+            with torch.no_grad():
+                _, *grads = compute((False, *wanted[1:]))
+                for parameter, grad in zip((weight, bias), grads, strict=True):
+                    if grad is not None:
+                        parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+
+        deferred.append(compute_weight_gradients)
+        return grad_x, None, None, None, None
+
+
+def defer_weight_gradients(chunk: nn.Module) -> WeightGradientQueue:
+    """Let the linear layers and convolutions of ``chunk`` defer their weight gradients, in place; names stay."""
+    queue = WeightGradientQueue()
+    for module in chunk.modules():
+        operation = _operation_of(module)
+        if operation is not None:
+            module.forward = partial(_forward_with_split_backward, module, operation, queue)
+    return queue
+
+
+def _forward_with_split_backward(module: Any, operation: Any, queue: WeightGradientQueue, x: Tensor) -> Tensor:
+    out: Tensor = _SplitBackwardFunction.apply(x, module.weight, module.bias, operation, queue)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _operation_of(module: nn.Module) -> _LinearOperation | ConvolutionOperation | None:
+    # Exact types only: a subclass may compute something else.
+    if type(module) is nn.Linear:
+        return _LinearOperation()
+    if type(module) not in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
+        return None
+    assert isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    if module.padding_mode != "zeros" or isinstance(module.padding, str):
+        return None
+    return ConvolutionOperation(module.stride, module.padding, module.dilation, module.groups)
 
 
 class _MicroBatchState(NamedTuple):
