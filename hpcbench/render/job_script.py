@@ -223,8 +223,13 @@ def template_context(
     """The variables of the templates. ``templates/README.md`` describes each; a test keeps it complete."""
     environment = profile.environment(shape.environment)
     is_slurm = profile.scheduler.kind == "slurm"
+    directives: Sequence[tuple[str, DirectiveValue]] = []
     # Unique, so that a job can be found again by it.
     name = f"hpcbench-{folder.name}-{number}"
+    if is_slurm:
+        directives = sbatch_directives(shape, profile, name, str(folder), number, pack)
+    elif profile.scheduler.kind == "pbs":
+        directives = pbs_directives(shape, profile, name, str(folder), pack, runs)
     return {
         "sweep": sweep,
         "cluster": profile.name,
@@ -237,7 +242,7 @@ def template_context(
         "rank_wrapper": launch_step.rank_wrapper(shape, profile) if is_slurm else [],
         # A scheduler signals the ranks itself; without one the script passes on what it is told.
         "forward_signals": not is_slurm,
-        "directives": _scheduler_directives(shape, profile, name, folder, number, pack, runs),
+        "directives": directives,
         "task_file": str(folder / f"{number}.jsonl"),
         "nodes": shape.nodes,
         "tasks_per_node": shape.tasks_per_node,
@@ -259,16 +264,6 @@ def template_context(
         "nothing_to_do": EXIT_NOTHING_TO_DO,
         "preempted": EXIT_PREEMPTED,
     }
-
-
-def _scheduler_directives(
-    shape: launch_step.JobShape, profile: ClusterProfile, name: str, folder: Path, number: int, pack: int, runs: int
-) -> Sequence[tuple[str, str | int | bool]]:
-    if profile.scheduler.kind == "slurm":
-        return sbatch_directives(shape, profile, name, str(folder), number, pack)
-    if profile.scheduler.kind == "pbs":
-        return pbs_directives(shape, profile, name, str(folder), pack, runs)
-    return []
 
 
 def rank_python(environment: EnvironmentConfig) -> str:

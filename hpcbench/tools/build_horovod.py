@@ -265,13 +265,12 @@ def make_build_environment(target: BuildTarget, parts: BuildFeatures, folder: Pa
     env |= {
         "PYTHONPATH": str(tools),
         "HOROVOD_CMAKE": str(tools / "cmake" / "data" / "bin" / "cmake"),
-        "HOROVOD_WITH_GLOO": "1",
-        "HOROVOD_WITH_PYTORCH": "1",
-        "HOROVOD_WITHOUT_TENSORFLOW": "1",
-        "HOROVOD_WITHOUT_MXNET": "1",
         "HOROVOD_CPU_OPERATIONS": "GLOO",
-        "HOROVOD_WITH_MPI" if parts.mpi else "HOROVOD_WITHOUT_MPI": "1",
     }
+    with_or_without = (
+        f"WITH_GLOO WITH_PYTORCH WITHOUT_TENSORFLOW WITHOUT_MXNET {'WITH' if parts.mpi else 'WITHOUT'}_MPI"
+    )
+    env |= {f"HOROVOD_{name}": "1" for name in with_or_without.split()}
     if parts.nccl:
         env |= {
             "HOROVOD_GPU_OPERATIONS": "NCCL",

@@ -76,16 +76,11 @@ def block_profile_request(
     spec: RunSpec, device: torch.device, model_folder: str | None = None
 ) -> block_profile.BlockProfileRequest:
     """What a run's pipeline asks for: its largest micro-batch, in its arithmetic."""
+    names = ("model", "dataset", "input_size", "model_options", "precision", "channels_last")
+    shared = {name: getattr(spec, name) for name in names}
+    size = -(-spec.batch_size // spec.micro_batches)
     return block_profile.BlockProfileRequest(
-        model=spec.model,
-        dataset=spec.dataset,
-        micro_batch_size=-(-spec.batch_size // spec.micro_batches),
-        input_size=spec.input_size,
-        model_options=spec.model_options,
-        model_folder=model_folder,
-        precision=spec.precision,
-        channels_last=spec.channels_last,
-        device=device.type,
+        **shared, micro_batch_size=size, model_folder=model_folder, device=device.type
     )
 
 

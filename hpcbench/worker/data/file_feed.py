@@ -74,11 +74,7 @@ class FileFeed(DataFeed):
 
     def description(self) -> dict[str, Any]:
         """Return the facts for the result, with the data folder and the number of reader threads."""
-        return {
-            **super().description(),
-            "data_folder": str(self._folder),
-            "loader_workers": self._loader.threads,
-        }
+        return super().description() | {"data_folder": str(self._folder), "loader_workers": self._loader.threads}
 
     def _iterate(self, samples: SampleReader) -> Iterator[Batch]:
         loader = BatchLoader(samples, self._layout, self._loader.threads, self._pinned)

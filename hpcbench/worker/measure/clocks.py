@@ -153,3 +153,8 @@ def relative_spread(values: Sequence[float]) -> float:
     """
     ordered, middle = sorted(values), median(values)
     return (quantile(ordered, 0.84) - quantile(ordered, 0.16)) / 2 / middle if middle else 0.0
+
+
+def reading_statistics(readings: Sequence[float]) -> dict[str, Any]:
+    """Return the fields ``seconds`` (the median), ``spread`` and ``repeats`` of a probe's result."""
+    return {"seconds": median(readings), "spread": relative_spread(readings), "repeats": len(readings)}

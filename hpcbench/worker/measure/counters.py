@@ -113,16 +113,12 @@ class EnergyMeter:
         joules = 0.0
         for (read, per_j, wraps_at), before in zip(self._counters, self._before, strict=True):
             after = read()
-            if before is None or after is None:
+            may_wrap_twice = wraps_at is not None and wall_s * _MAX_PACKAGE_WATTS * per_j > wraps_at
+            if before is None or after is None or may_wrap_twice:
                 return None
-            used = after - before
-            if wraps_at is None:
-                if used < 0:
-                    return None
-            elif wall_s * _MAX_PACKAGE_WATTS * per_j > wraps_at:
+            used = after - before if after >= before else after - before + (wraps_at or 0)
+            if used < 0:
                 return None
-            elif used < 0:
-                used += wraps_at
             joules += used / per_j
         return joules
 

@@ -78,8 +78,7 @@ def git_commit() -> str | None:
         return None
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
-        return done.stdout.strip() or None
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip() or None
     return None
 
 

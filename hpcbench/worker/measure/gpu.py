@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from hpcbench.worker.measure.host import ROOT, read_int
 
@@ -39,26 +39,29 @@ class NvmlDevice:
         self.is_partition = is_partition
         """A MIG instance: counters of the whole device say nothing about it."""
 
-    def query(self, name: str, *arguments: Any) -> Any:
-        """What ``pynvml.<name>`` says of this device, ``None`` where it says nothing."""
-        return query_or_none(lambda: getattr(self.library, name)(self.handle, *arguments))
+    def query(self, name: str, *arguments: Any, convert: Callable[[Any], Any] = lambda value: value) -> Any:
+        """Return what ``pynvml.<name>`` says of this device, converted; ``None`` where it says nothing."""
+        return query_or_none(lambda: convert(getattr(self.library, name)(self.handle, *arguments)))
 
     def energy_j(self) -> float | None:
-        """Since the driver was loaded."""
-        millijoules = None if self.is_partition else self.query("nvmlDeviceGetTotalEnergyConsumption")
-        return None if millijoules is None else millijoules / 1e3
+        """Return the energy since the driver was loaded."""
+        if self.is_partition:
+            return None
+        return cast(float | None, self.query("nvmlDeviceGetTotalEnergyConsumption", convert=lambda mj: mj / 1e3))
 
     def other_processes(self, own: set[int]) -> int | None:
         """Processes that compute on the device beside ``own``.
 
         In a container NVML's numbers may be the host's: then all but one, this rank's, are others.
         """
-        found = None if self.is_partition else self.query("nvmlDeviceGetComputeRunningProcesses")
-        if found is None:
+        if self.is_partition:
             return None
-        if _in_root_pid_namespace():
-            return len({process.pid for process in found} - own)
-        return max(0, len({process.pid for process in found}) - 1)
+        pids = self.query(
+            "nvmlDeviceGetComputeRunningProcesses", convert=lambda processes: {each.pid for each in processes}
+        )
+        if pids is None:
+            return None
+        return len(pids - own) if _in_root_pid_namespace() else max(0, len(pids) - 1)
 
     def throttle_reasons(self) -> list[str]:
         """Why the clock is held down now; being idle and a clock that somebody set are no reasons."""
@@ -179,28 +182,27 @@ def host_gpu_facts(root: Path = ROOT) -> dict[str, Any]:
 
 
 def _gpu_facts(gpu: NvmlDevice, root: Path) -> dict[str, Any]:
-    library = gpu.library
-    memory, pci = gpu.query("nvmlDeviceGetMemoryInfo"), gpu.query("nvmlDeviceGetPciInfo")
-    limit_mw = gpu.query("nvmlDeviceGetPowerManagementLimit")
-    max_mhz = {
-        name: gpu.query("nvmlDeviceGetMaxClockInfo", getattr(library, kind, None))
-        for name, kind in (("max_sm_hz", "NVML_CLOCK_SM"), ("max_memory_hz", "NVML_CLOCK_MEM"))
-    }
-    modes = {"ecc": gpu.query("nvmlDeviceGetEccMode"), "mig": gpu.query("nvmlDeviceGetMigMode")}
     generation, width = gpu.query("nvmlDeviceGetMaxPcieLinkGeneration"), gpu.query("nvmlDeviceGetMaxPcieLinkWidth")
-    address = _decode_text(pci.busId) if pci is not None else None
+    address = gpu.query("nvmlDeviceGetPciInfo", convert=lambda pci: _decode_text(pci.busId))
     found = {
         "model": gpu.query("nvmlDeviceGetName"),
         "uuid": gpu.query("nvmlDeviceGetUUID"),
         "pci": address,
         "numa_node": _gpu_numa_node(address, root),
-        "memory_bytes": None if memory is None else memory.total,
-        "power_limit_w": None if limit_mw is None else limit_mw / 1e3,
+        "memory_bytes": gpu.query("nvmlDeviceGetMemoryInfo", convert=lambda memory: memory.total),
+        "power_limit_w": gpu.query("nvmlDeviceGetPowerManagementLimit", convert=lambda milliwatts: milliwatts / 1e3),
         "pcie": None if generation is None or width is None else f"gen {generation} x{width}",
-        **{name: None if mhz is None else mhz * 10**6 for name, mhz in max_mhz.items()},
-        **{name: None if pair is None else ("on" if pair[0] else "off") for name, pair in modes.items()},
+        "ecc": gpu.query("nvmlDeviceGetEccMode", convert=_on_or_off),
+        "mig": gpu.query("nvmlDeviceGetMigMode", convert=_on_or_off),
     }
+    for name, kind in (("max_sm_hz", "NVML_CLOCK_SM"), ("max_memory_hz", "NVML_CLOCK_MEM")):
+        clock = getattr(gpu.library, kind, None)
+        found[name] = gpu.query("nvmlDeviceGetMaxClockInfo", clock, convert=lambda mhz: mhz * 10**6)
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _on_or_off(modes: Any) -> str:
+    return "on" if modes[0] else "off"
 
 
 def _gpu_numa_node(address: str | None, root: Path) -> int | None:
@@ -212,7 +214,7 @@ def _gpu_numa_node(address: str | None, root: Path) -> int | None:
 def _link_matrix(gpus: list[NvmlDevice]) -> list[str]:
     """A row a GPU: ``X`` is itself, ``NV4`` four links of NVLink, else the level at which the PCI tree joins them."""
     links = [_nvlink_counts(gpu) for gpu in gpus]
-    addresses = [_pci_address(gpu.query("nvmlDeviceGetPciInfo")) for gpu in gpus]
+    addresses = [gpu.query("nvmlDeviceGetPciInfo", convert=_pci_address) for gpu in gpus]
 
     def joint(one: int, other: int) -> str:
         if one == other:
@@ -238,13 +240,13 @@ def _nvlink_counts(gpu: NvmlDevice) -> Mapping[str, int]:
             break
         if state:
             is_switch = gpu.query("nvmlDeviceGetNvLinkRemoteDeviceType", link) == _NVLINK_SWITCH_TYPE
-            address = _pci_address(gpu.query("nvmlDeviceGetNvLinkRemotePciInfo", link))
+            address = gpu.query("nvmlDeviceGetNvLinkRemotePciInfo", link, convert=_pci_address)
             counts[_SWITCH_KEY if is_switch else address or "?"] += 1
     return counts
 
 
-def _pci_address(pci: Any) -> str | None:
-    return None if pci is None else _decode_text(pci.busId)[-12:].lower()
+def _pci_address(pci: Any) -> str:
+    return _decode_text(pci.busId)[-12:].lower()
 
 
 def _decode_text(value: str | bytes) -> str:

@@ -35,7 +35,9 @@ def operation_flops(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
     if packet is torch.ops.aten.convolution_backward:
         grad, inputs, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
         directions = int(wanted[0]) + int(wanted[1])
-        return directions * _convolution_flops(inputs.shape, weight.shape, grad.shape, transposed)
+        # Every position of the output (of the input, where it is transposed) meets every weight once.
+        positions = inputs.shape if transposed else grad.shape
+        return int(directions * 2 * positions[0] * math.prod(positions[2:]) * math.prod(weight.shape))
     name = str(func._schema.name).partition("::")[2]
     if name.startswith(_ATTENTION_PREFIX):
         return 2 * _attention_flops(*args[1:4]) if name.endswith("_backward") else _attention_flops(*args[:3])
@@ -48,12 +50,6 @@ def attention_heads(func: Any, args: Sequence[Any]) -> int:
     """Heads of the queries in a call of fused attention, 0 for every other operation."""
     name = str(func._schema.name).partition("::")[2]
     return int(args[0].shape[1]) if name.startswith(_ATTENTION_PREFIX) and not name.endswith("_backward") else 0
-
-
-def _convolution_flops(inputs: Sequence[int], weight: Sequence[int], outputs: Sequence[int], transposed: bool) -> int:
-    """Every position of the output (of the input, where it is transposed) meets every weight once."""
-    positions = inputs if transposed else outputs
-    return 2 * positions[0] * math.prod(positions[2:]) * math.prod(weight)
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:

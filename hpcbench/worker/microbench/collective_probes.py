@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.traffic import COMM_OPERATIONS
 from hpcbench.results.schema import CollectiveProbe, OverlapProbe
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.measure.clocks import relative_spread, synchronize
+from hpcbench.worker.measure.clocks import reading_statistics, synchronize
 
 _OVERLAP_REPEATS = 7
 _COMPUTE_SHARE = 0.7
@@ -231,16 +231,8 @@ def time_collective(
 def _collective_probe(
     operation: str, ranks: int, nodes: int, payload_bytes: int, groups: int, readings: list[float]
 ) -> CollectiveProbe:
-    return CollectiveProbe(
-        operation=operation,
-        ranks=ranks,
-        nodes=nodes,
-        payload_bytes=payload_bytes,
-        groups=groups,
-        seconds=median(readings),
-        spread=relative_spread(readings),
-        repeats=len(readings),
-    )
+    own: dict[str, Any] = {"operation": operation, "payload_bytes": payload_bytes, **reading_statistics(readings)}
+    return CollectiveProbe(ranks=ranks, nodes=nodes, groups=groups, **own)
 
 
 def _measure_contention(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.results.schema import KernelProbe, UpdateProbe
-from hpcbench.worker.measure.clocks import CallTimer, relative_spread
+from hpcbench.worker.measure.clocks import CallTimer, reading_statistics, relative_spread
 from hpcbench.worker.microbench.module_capture import CapturedModule, capture_modules, isolate_module, replay_tensor
 from hpcbench.worker.strategies.base import DataParallelStrategy, optimizer_class_and_arguments
 
@@ -249,16 +249,11 @@ def measure_optimizer_updates(spec: RunSpec, module: nn.Module, repeats: int = 5
         for size, optimizer in optimizers.items():
             timer.time(partial(_optimizer_step, optimizer), readings[size])
         timer.flush()
+    # The optimizer's state is made in its first step. Tensors of a size share their reading.
+    shares = {size: [seconds / len(by_size[size]) for seconds in readings[size][1:]] for size in by_size}
     return [
-        UpdateProbe(
-            optimizer=spec.optimizer,
-            parameter_bytes=size,
-            seconds=median(seconds[1:]) / len(by_size[size]),
-            spread=relative_spread(seconds[1:]),
-            repeats=repeats,
-        )
-        # The optimizer's state is made in its first step.
-        for size, seconds in readings.items()
+        UpdateProbe(optimizer=spec.optimizer, parameter_bytes=size, **reading_statistics(own))
+        for size, own in shares.items()
     ]
 
 
