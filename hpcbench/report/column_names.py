@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import polars as pl
 
 from hpcbench.config.expression import Expression
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.results.frame import JSON_TEXT, column_types
-
-if TYPE_CHECKING:
-    import polars
 
 DERIVED_COLUMNS: dict[str, tuple[str, ...]] = {
     "ranks": ("spec.nodes", "spec.tasks_per_node"),
@@ -83,19 +81,17 @@ def source_columns(columns: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(sources))
 
 
-def with_option_column(frame: polars.DataFrame, column: str) -> polars.DataFrame:
+def with_option_column(frame: pl.DataFrame, column: str) -> pl.DataFrame:
     """Return ``frame`` with an entry of a table of options as a column.
 
     An option that is a number in one run and a word in another is text in all.
     """
-    import polars
-
     option = split_option_column(column)
     assert option is not None, f"{column} is no option"
     table, key = option
     texts = frame[table].unique().drop_nulls().to_list()
     values = _to_common_type([msgspec.json.decode(text).get(key) for text in texts])
-    options = polars.DataFrame({table: texts, column: values}, schema_overrides={table: polars.String}, strict=False)
+    options = pl.DataFrame({table: texts, column: values}, schema_overrides={table: pl.String}, strict=False)
     return frame.join(options, on=table, how="left", maintain_order="left")
 
 
@@ -107,14 +103,10 @@ def _to_common_type(values: list[Any]) -> list[Any]:
     return [None if value is None else common(value) for value in values]
 
 
-def with_derived_columns(frame: polars.DataFrame) -> polars.DataFrame:
+def with_derived_columns(frame: pl.DataFrame) -> pl.DataFrame:
     """Return ``frame`` with those ``DERIVED_COLUMNS`` whose parameters it has."""
-    import polars
-
     products = [
-        polars.fold(
-            polars.lit(1), lambda product, factor: product * factor, [polars.col(factor) for factor in factors]
-        ).alias(name)
+        pl.fold(pl.lit(1), lambda product, factor: product * factor, [pl.col(factor) for factor in factors]).alias(name)
         for name, factors in DERIVED_COLUMNS.items()
         if set(factors) <= set(frame.columns)
     ]
@@ -152,20 +144,18 @@ class Condition:
             message = f"{self.expression.text!r:.120}: {error.message}"
             raise ConfigError(message, where=self.expression.where, hint=error.hint) from None
 
-    def mask(self, frame: polars.DataFrame) -> polars.Series:
+    def mask(self, frame: pl.DataFrame) -> pl.Series:
         """Return for every row whether the condition holds; a missing figure makes it false.
 
         Each combination of values is evaluated once.
         """
-        import polars
-
         columns = list(dict.fromkeys(_stored_column(name) for name in self._columns.values()))
         if not columns:
-            return polars.Series("holds", [self.expression.holds({})] * len(frame), dtype=polars.Boolean)
+            return pl.Series("holds", [self.expression.holds({})] * len(frame), dtype=pl.Boolean)
         values = with_derived_columns(frame).select(columns)
         unique = values.unique()
         holds = [self._holds(row) for row in unique.iter_rows(named=True)]
-        marked = unique.with_columns(polars.Series("holds", holds, dtype=polars.Boolean))
+        marked = unique.with_columns(pl.Series("holds", holds, dtype=pl.Boolean))
         return values.join(marked, on=columns, how="left", nulls_equal=True, maintain_order="left")["holds"]
 
     def _holds(self, row: dict[str, Any]) -> bool:

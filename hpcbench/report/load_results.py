@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+import polars as pl
 
 from hpcbench.errors import ConfigError
 from hpcbench.paths import results_folder
@@ -18,16 +18,13 @@ from hpcbench.results.index import read_indexed_results
 from hpcbench.results.results_tree import ClusterTree, CollectedResult, ResultsTree, collect_results
 from hpcbench.results.schema import RunResult
 
-if TYPE_CHECKING:
-    import polars
-
 _OPTION_TABLES = ("spec.options", "spec.model_options", "spec.env")
 LAUNCH_KEY = ["cluster", "run_id", "attempt", "status", "metrics.step_time_s.mean"]
 
 
 def load(
     *sources: str | Path, results: str | Path | None = None, clusters: Sequence[str] | None = None
-) -> polars.DataFrame:
+) -> pl.DataFrame:
     """Return the results of ``sources`` as a frame with one row per run.
 
     Columns are named by their path in ``result.json`` (docs/schemas/result.json): ``spec.strategy``,
@@ -54,7 +51,7 @@ def load_frame(
     sources: Sequence[str],
     clusters: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
-) -> polars.DataFrame:
+) -> pl.DataFrame:
     """Return the results of ``sources`` like ``load``, but with tables of options as JSON text.
 
     Args:
@@ -63,8 +60,6 @@ def load_frame(
         clusters: only these.
         columns: only these of ``frame.column_types()``, and those that identify a launch.
     """
-    import polars
-
     wanted = None if columns is None else list(dict.fromkeys([*columns, *LAUNCH_KEY]))
     frames = [_load_source(source, clusters, wanted) for source in sources if is_results_path(source)]
     sweeps = [source for source in sources if not is_results_path(source)]
@@ -72,7 +67,7 @@ def load_frame(
         frames.append(_load_sweeps(tree, sweeps, clusters, wanted))
     if not sources:
         frames.append(_load_indexed(cluster_trees(tree, clusters), wanted))
-    frame = polars.concat(frames)
+    frame = pl.concat(frames)
     if len(frames) > 1:
         # The same result in a tree and in a bundle of it is one launch.
         frame = frame.unique(LAUNCH_KEY, keep="first", maintain_order=True)
@@ -103,18 +98,16 @@ def cluster_trees(tree: ResultsTree, clusters: Sequence[str] | None) -> list[Clu
     return [tree.cluster(name) for name in clusters or tree.clusters()]
 
 
-def _load_source(source: str, clusters: Sequence[str] | None, columns: Sequence[str] | None) -> polars.DataFrame:
+def _load_source(source: str, clusters: Sequence[str] | None, columns: Sequence[str] | None) -> pl.DataFrame:
     if is_bundle_path(source):
         frame = collected_frame(collect_bundle_results(Path(source), clusters))
         return frame if columns is None else frame.select(columns)
     return _load_indexed(cluster_trees_in(source, clusters), columns)
 
 
-def _load_indexed(trees: Sequence[ClusterTree], columns: Sequence[str] | None) -> polars.DataFrame:
-    import polars
-
+def _load_indexed(trees: Sequence[ClusterTree], columns: Sequence[str] | None) -> pl.DataFrame:
     frames = [read_indexed_results(tree, columns) for tree in trees]
-    return polars.concat(frames) if frames else collected_frame([]).select(columns or list(column_types()))
+    return pl.concat(frames) if frames else collected_frame([]).select(columns or list(column_types()))
 
 
 def _sweep_runs(tree: ResultsTree, sweeps: Sequence[str], clusters: Sequence[str] | None) -> dict[str, list[str]]:
@@ -129,32 +122,26 @@ def _sweep_runs(tree: ResultsTree, sweeps: Sequence[str], clusters: Sequence[str
 
 def _load_sweeps(
     tree: ResultsTree, sweeps: Sequence[str], clusters: Sequence[str] | None, columns: Sequence[str] | None
-) -> polars.DataFrame:
-    import polars
-
+) -> pl.DataFrame:
     frames = []
     for name, run_ids in _sweep_runs(tree, sweeps, clusters).items():
-        order = polars.DataFrame({"run_id": run_ids}, schema={"run_id": polars.String})
+        order = pl.DataFrame({"run_id": run_ids}, schema={"run_id": pl.String})
         results = read_indexed_results(tree.cluster(name), columns)
         frame = order.join(results, on="run_id", how="inner", maintain_order="left")
         frames.append(frame.select(columns or list(column_types())))
-    return polars.concat(frames)
+    return pl.concat(frames)
 
 
-def with_all_option_columns(frame: polars.DataFrame) -> polars.DataFrame:
+def with_all_option_columns(frame: pl.DataFrame) -> pl.DataFrame:
     """Return ``frame`` with a column for each option that any run sets, and warnings as lists.
 
     An option that is a number in one run and a word in another is text in all.
     """
-    import polars
-
     for table in _OPTION_TABLES:
         texts = frame[table].unique().drop_nulls().to_list()
         for key in sorted({key for text in texts for key in msgspec.json.decode(text)}):
             frame = with_option_column(frame, f"{table}.{key}")
-    return frame.with_columns(
-        polars.col("warnings").fill_null("[]").str.json_decode(polars.List(polars.String)).alias("warnings")
-    )
+    return frame.with_columns(pl.col("warnings").fill_null("[]").str.json_decode(pl.List(pl.String)).alias("warnings"))
 
 
 def iter_collected(

@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
+import polars as pl
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -26,9 +27,6 @@ from hpcbench.report.status_text import STATUS_STYLE
 from hpcbench.report.table_model import Column, View
 from hpcbench.results.frame import FILE_COLUMNS
 from hpcbench.results.schema import RunResult, result_document
-
-if TYPE_CHECKING:
-    import polars
 
 _MAX_KEY_WIDTH = 24
 """Longer keys are folded within their column."""
@@ -170,20 +168,18 @@ def _encode_csv(view: View) -> bytes:
     return buffer.getvalue().encode()
 
 
-def _view_frame(view: View) -> polars.DataFrame:
-    import polars
-
+def _view_frame(view: View) -> pl.DataFrame:
     columns = {name: [row[number] for row in view.raw] for number, name in enumerate(unique_column_names(view))}
-    return polars.DataFrame(columns, strict=False)
+    return pl.DataFrame(columns, strict=False)
 
 
-def _parquet_bytes(frame: polars.DataFrame) -> bytes:
+def _parquet_bytes(frame: pl.DataFrame) -> bytes:
     buffer = io.BytesIO()
     frame.write_parquet(buffer)
     return buffer.getvalue()
 
 
-def _excel_bytes(frame: polars.DataFrame) -> bytes:
+def _excel_bytes(frame: pl.DataFrame) -> bytes:
     """A workbook of one sheet. Texts like formulas or addresses stay texts: another user may have written them."""
     try:
         import xlsxwriter
@@ -247,7 +243,7 @@ VIEW_ENCODERS: dict[str, Callable[[View], bytes]] = {
     ".json": _encode_json, ".csv": _encode_csv, ".md": _encode_markdown, ".tex": _encode_latex,
     ".parquet": lambda view: _parquet_bytes(_view_frame(view)), ".xlsx": lambda view: _excel_bytes(_view_frame(view)),
 }  # fmt: skip
-_FRAME_ENCODERS: dict[str, Callable[[polars.DataFrame], bytes]] = {
+_FRAME_ENCODERS: dict[str, Callable[[pl.DataFrame], bytes]] = {
     ".csv": lambda frame: frame.write_csv().encode(), ".parquet": _parquet_bytes, ".xlsx": _excel_bytes,
 }  # fmt: skip
 
@@ -265,10 +261,8 @@ def export_json(results: Iterable[RunResult], path: Path) -> int:
     return count
 
 
-def export_table(frame: polars.DataFrame, path: Path) -> None:
+def export_table(frame: pl.DataFrame, path: Path) -> None:
     """Write results in the format that the file's ending names: one row per run as in ``load``, lists as text."""
-    import polars as pl
-
     encode = view_encoder(path)
     frame = with_all_option_columns(frame.drop(FILE_COLUMNS)).with_columns(pl.col("warnings").list.join("; "))
     nested = [name for name, dtype in frame.schema.items() if dtype.is_nested()]
