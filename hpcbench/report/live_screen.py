@@ -126,8 +126,8 @@ class _RemainingWork(NamedTuple):
     is_same_shape: bool
 
 
-def _active_runs(array: ArraySnapshot) -> int:
-    return sum(array.counts.get(state, 0) for state in ACTIVE_STATES)
+def _active_runs(part: ArraySnapshot | SweepSnapshot) -> int:
+    return sum(part.counts.get(state, 0) for state in ACTIVE_STATES)
 
 
 def _remaining_work(array: ArraySnapshot, snapshot: SweepSnapshot) -> _RemainingWork | None:
@@ -157,12 +157,9 @@ def _remaining_of_running(duration_s: float, age_s: float) -> float:
 
 def _basis_text(works: Sequence[_RemainingWork], running: int) -> str:
     runs = min(work.runs for work in works)
+    finished = "the finished run of the same shape" if runs == 1 else f"the {runs} finished runs of the same shape"
     if not all(work.is_same_shape for work in works):
         finished = "finished runs of other shapes"
-    elif runs == 1:
-        finished = "the finished run of the same shape"
-    else:
-        finished = f"the {runs} finished runs of the same shape"
     return f"if {running} run at a time and take as long as {finished}"
 
 
@@ -190,7 +187,7 @@ def live_screen_lines(
     for snapshot in snapshots:
         lines += [Text()] if lines else []
         lines += _sweep_lines(snapshot, width, ascii_only, most_arrays)
-    if any(_has_active_runs(snapshot.counts) for snapshot in snapshots):
+    if any(map(_active_runs, snapshots)):
         names = {snapshot.sweep for snapshot in snapshots}
         command = f"hpcbench status {names.pop() if len(names) == 1 else ''}".strip()
         hint = f"Ctrl-C leaves this screen, the runs go on; back: {command} --watch"
@@ -205,10 +202,10 @@ def _sweep_lines(snapshot: SweepSnapshot, width: int, ascii_only: bool, most_arr
     title = f"{snapshot.sweep} on {snapshot.cluster}: {pluralize(sum(counts.values()), 'run')}"
     yield Text(printable_text(title), "bold")
     yield from _count_lines(counts, width)
-    if _has_active_runs(counts):
+    if _active_runs(snapshot):
         arrays = list(snapshot.arrays)
         if len(arrays) > most_arrays:
-            arrays.sort(key=lambda array: not _has_active_runs(array.counts))
+            arrays.sort(key=lambda array: not _active_runs(array))
         yield from _array_lines(arrays[:most_arrays], width, ascii_only)
         hidden = arrays[most_arrays:]
         if hidden:
@@ -222,16 +219,10 @@ def _sweep_lines(snapshot: SweepSnapshot, width: int, ascii_only: bool, most_arr
     yield from _failure_lines(snapshot)
 
 
-def _has_active_runs(counts: Mapping[str, int]) -> bool:
-    return any(counts.get(state) for state in ACTIVE_STATES)
-
-
 def _count_lines(counts: Mapping[str, int], width: int) -> Iterator[Text]:
     """``12 ok, 4 running, 3 failed``, in as many lines as needed."""
-    known = [state for state in _STATE_ORDER if counts.get(state)]
-    others = sorted(state for state, count in counts.items() if count and state not in _STATE_ORDER)
     line = Text()
-    for state in [*known, *others]:
+    for state in filter(counts.get, dict.fromkeys([*_STATE_ORDER, *sorted(counts)])):
         part = Text(f"{counts[state]} {printable_text(state)}", STATUS_STYLE.get(state, ""))
         if line and len(line) + len(part) + 2 > width:
             yield line.append(",")
@@ -247,21 +238,16 @@ def _array_lines(arrays: Sequence[ArraySnapshot], width: int, ascii_only: bool) 
     """
     names = [_array_name(array) for array in arrays]
     ends = [_array_progress(array) for array in arrays]
-
-    def bar_width() -> int:
-        return width - max(map(len, names)) - max(map(len, ends)) - 6
-
-    if bar_width() < _MIN_BAR_WIDTH:
+    name_width = max(map(len, names))
+    if width - name_width - max(map(len, ends)) - 6 < _MIN_BAR_WIDTH:
         # The duration of runs is dropped first, then the ends of the names.
         ends = [text.partition("  ")[0] for text in ends]
-    if (lacking := _MIN_BAR_WIDTH - bar_width()) > 0:
-        longest = max(max(map(len, names)) - lacking, 1)
-        names = [name[:longest] for name in names]
-    cells = max(1, min(bar_width(), _MAX_BAR_WIDTH))
-    name_width = max(map(len, names))
+    room = width - max(map(len, ends)) - 6
+    name_width = max(1, min(name_width, room - _MIN_BAR_WIDTH))
+    cells = max(1, min(room - name_width, _MAX_BAR_WIDTH))
     for array, name, ending in zip(arrays, names, ends, strict=True):
         bar = _progress_bar(array.counts, cells, ascii_only)
-        yield Text(f"  {name:<{name_width}}  ").append_text(bar).append(f"  {ending}")
+        yield Text(f"  {name[:name_width]:<{name_width}}  ").append_text(bar).append(f"  {ending}")
 
 
 def _array_name(array: ArraySnapshot) -> str:
@@ -295,10 +281,8 @@ def _progress_bar(counts: Mapping[str, int], width: int, ascii_only: bool) -> Te
     ok, running = counts.get("ok", 0), counts.get("running", 0)
     not_started = sum(counts.get(state, 0) for state in ("pending", "waiting", "planned"))
     cells = _apportion([ok, total - ok - running - not_started, running, not_started], width)
-    bar = Text()
-    for block, style, count in zip(_BAR_ASCII if ascii_only else _BAR_BLOCKS, _BAR_STYLES, cells, strict=True):
-        bar.append(block * count, style)
-    return bar
+    blocks = zip(_BAR_ASCII if ascii_only else _BAR_BLOCKS, _BAR_STYLES, cells, strict=True)
+    return Text.assemble(*((block * count, style) for block, style, count in blocks))
 
 
 def _apportion(parts: Sequence[int], width: int) -> list[int]:
@@ -310,9 +294,8 @@ def _apportion(parts: Sequence[int], width: int) -> list[int]:
     while sum(cells) != width:
         step = 1 if sum(cells) < width else -1
         # Change the part whose cells differ most from its share.
-        errors = [
-            step * (part * width / total - cell) if part else -width for part, cell in zip(parts, cells, strict=True)
-        ]
+        shares = [part * width / total for part in parts]
+        errors = [step * (share - cell) if share else -width for share, cell in zip(shares, cells, strict=True)]
         cells[errors.index(max(errors))] += step
     return cells
 

@@ -61,7 +61,13 @@ def load_frame(
         columns: only these of ``frame.column_types()``, and those that identify a launch.
     """
     wanted = None if columns is None else list(dict.fromkeys([*columns, *LAUNCH_KEY]))
-    frames = [_load_source(source, clusters, wanted) for source in sources if is_results_path(source)]
+    frames = []
+    for source in filter(is_results_path, sources):
+        if is_bundle_path(source):
+            frame = collected_frame(collect_bundle_results(Path(source), clusters))
+            frames.append(frame if wanted is None else frame.select(wanted))
+        else:
+            frames.append(_load_indexed(cluster_trees_in(source, clusters), wanted))
     sweeps = [source for source in sources if not is_results_path(source)]
     if sweeps:
         frames.append(_load_sweeps(tree, sweeps, clusters, wanted))
@@ -96,13 +102,6 @@ def cluster_trees_in(source: str, clusters: Sequence[str] | None) -> list[Cluste
 def cluster_trees(tree: ResultsTree, clusters: Sequence[str] | None) -> list[ClusterTree]:
     """Return the trees of ``clusters``, or of all clusters."""
     return [tree.cluster(name) for name in clusters or tree.clusters()]
-
-
-def _load_source(source: str, clusters: Sequence[str] | None, columns: Sequence[str] | None) -> pl.DataFrame:
-    if is_bundle_path(source):
-        frame = collected_frame(collect_bundle_results(Path(source), clusters))
-        return frame if columns is None else frame.select(columns)
-    return _load_indexed(cluster_trees_in(source, clusters), columns)
 
 
 def _load_indexed(trees: Sequence[ClusterTree], columns: Sequence[str] | None) -> pl.DataFrame:

@@ -151,11 +151,9 @@ def baseline_predictor(
 ) -> CasePredictor:
     """Return one of ``BASELINES`` as a predictor that may use all of ``measured`` on fewer devices."""
     runs: dict[str, list[MeasuredRun]] = {}
-    for configuration in measured:
-        if configuration.step_time_s is not None:
-            runs.setdefault(configuration.cluster, []).append(
-                MeasuredRun(configuration.spec, configuration.step_time_s)
-            )
+    for other in measured:
+        if other.step_time_s is not None:
+            runs.setdefault(other.cluster, []).append(MeasuredRun(other.spec, other.step_time_s))
 
     def predict(measured: MeasuredConfiguration) -> PredictorResult:
         forecast = forecasts.forecast(measured.cluster)
@@ -181,22 +179,19 @@ def baseline_predictor(
 def validation_cases(frame: pl.DataFrame, forecasts: ClusterForecasts) -> tuple[list[ValidationCase], list[str]]:
     """Return the configurations to score with the results of all predictors, and notes on those left out."""
     measured = measured_configurations(frame)
-    steps: list[tuple[str, Callable[[MeasuredConfiguration], Any]]] = [
-        (
-            "that were skipped, cancelled, preempted or unsupported",
+    # A probe measures, it does not train.
+    priced = {name for name, strategy in STRATEGIES.items() if strategy.cost is not None}
+    steps: dict[str, Callable[[MeasuredConfiguration], Any]] = {
+        "that were skipped, cancelled, preempted or unsupported":
             lambda case: (case.status == STATUS_OK and case.launches_s) or case.status in COUNTED_FAILURES,
-        ),
-        # A probe measures, it does not train.
-        ("of strategies that the oracle has no formulas for", lambda case: _has_cost(case.spec)),
-        ("that were rehearsed, which is no measurement of this cluster", lambda case: not case.spec.rehearse),
-        (
-            "that the cluster's calibration was fitted to",
+        "of strategies that the oracle has no formulas for": lambda case: case.spec.strategy in priced,
+        "that were rehearsed, which is no measurement of this cluster": lambda case: not case.spec.rehearse,
+        "that the cluster's calibration was fitted to":
             lambda case: not forecasts.fitted_from(case.cluster, case.spec) & {*case.run_ids},
-        ),
-    ]
+    }  # fmt: skip
     notes = []
     stages = [measured]
-    for reason, is_kept in steps:
+    for reason, is_kept in steps.items():
         stages.append([case for case in stages[-1] if is_kept(case)])
         if len(stages[-1]) < len(stages[-2]):
             notes.append(f"not scored: {len(stages[-2]) - len(stages[-1])} configurations {reason}")
@@ -206,10 +201,6 @@ def validation_cases(frame: pl.DataFrame, forecasts: ClusterForecasts) -> tuple[
     predictors |= {name: baseline_predictor(forecasts, baseline, usable) for name, baseline in BASELINES.items()}
     cases = [ValidationCase(case, {name: predict(case) for name, predict in predictors.items()}) for case in scored]
     return cases, notes
-
-
-def _has_cost(spec: RunSpec) -> bool:
-    return spec.strategy in STRATEGIES and STRATEGIES[spec.strategy].cost is not None
 
 
 def case_json(case: ValidationCase) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from hpcbench.fileio import printable_excerpt
 
 
 def pluralize(count: int, noun: str, plural: str | None = None) -> str:
@@ -20,3 +23,8 @@ def join_words(words: Sequence[str], most: int = 6) -> str:
 def or_empty(value: object) -> str:
     """``str(value)``; an empty text for ``None``."""
     return "" if value is None else str(value)
+
+
+def status_counts(statuses: Iterable[str]) -> str:
+    """``1 failed, 2 oom``, by name."""
+    return ", ".join(f"{count} {printable_excerpt(status)}" for status, count in sorted(Counter(statuses).items()))

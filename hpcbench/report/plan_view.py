@@ -171,9 +171,8 @@ def _arrays_view(plan: SweepPlan, groups: list[JobGroup], plan_forecast: PlanFor
 def _strategy_counts(plan: SweepPlan, group: JobGroup) -> str:
     """Each strategy with its number of runs on one line; more than four are only counted."""
     counts = Counter(strategy_label(plan.runs[key]) for key in group.run_ids)
-    if len(counts) > 4:
-        return f"{len(counts)} of them"
-    return ", ".join(f"{count}\u00a0{name}" for name, count in counts.items())
+    names = ", ".join(f"{count}\u00a0{name}" for name, count in counts.items())
+    return names if len(counts) <= 4 else f"{len(counts)} of them"
 
 
 def _schedule_lines(plan: SweepPlan) -> Iterator[str]:

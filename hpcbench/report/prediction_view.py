@@ -62,14 +62,15 @@ def predict_configurations(
         if key not in by_config:
             by_config[key] = PredictedConfiguration(spec, [], forecast.predict(spec))
         by_config[key].run_ids.append(run_id)
-    return [entry for entry in by_config.values() if condition is None or _satisfies(entry, condition)]
-
-
-def _satisfies(configuration: PredictedConfiguration, condition: Expression) -> bool:
-    """A condition on an unknown figure does not hold."""
-    figures = {name: getattr(configuration.known, name, None) for name in PREDICTION_FIGURES}
-    values = {**expression_values(msgspec.structs.asdict(configuration.spec)), **figures}
-    return condition(values) is not None and condition.holds(values)
+    if condition is None:
+        return list(by_config.values())
+    satisfying = []
+    for entry in by_config.values():
+        figures = {name: getattr(entry.known, name, None) for name in PREDICTION_FIGURES}
+        values = {**expression_values(msgspec.structs.asdict(entry.spec)), **figures}
+        # A condition on an unknown figure does not hold.
+        satisfying += [entry] if condition(values) is not None and condition.holds(values) else []
+    return satisfying
 
 
 def predictions_json(configurations: Iterable[PredictedConfiguration], machines: Sequence[Machine]) -> dict[str, Any]:
@@ -86,13 +87,7 @@ def predictions_json(configurations: Iterable[PredictedConfiguration], machines:
 
 def machine_json(machine: Machine) -> dict[str, Any]:
     """Source and notes of a machine's numbers."""
-    return {
-        "cluster": machine.cluster,
-        "depth": machine.depth,
-        "source": machine.source,
-        "memory_bytes": machine.memory_bytes,
-        "notes": machine.notes,
-    }
+    return {name: getattr(machine, name) for name in ("cluster", "depth", "source", "memory_bytes", "notes")}
 
 
 def machine_notes(machines: Sequence[Machine]) -> list[str]:
@@ -120,7 +115,9 @@ def predictions_view(rows: Sequence[PredictedConfiguration], title: str) -> View
         verb = "vary" if len(redundant) > 1 else "varies"
         notes.insert(0, f"{names} also {verb}; hidden since the other columns identify every row")
     notes += _prediction_notes(rows, limits)
-    return View.from_rows(title, columns, rows, notes, _not_predicted_notes(rows))
+    reasons = Counter(row.prediction.reason for row in rows if isinstance(row.prediction, NotPredicted))
+    warnings = [f"not priced: {count} of {len(rows)}: {reason}" for reason, count in reasons.most_common()]
+    return View.from_rows(title, columns, rows, notes, warnings)
 
 
 _TRAINING_PARAMETERS = ("weight_decay", "momentum", "learning_rate", "optimizer", "options")
@@ -197,11 +194,6 @@ def _prediction_notes(rows: Sequence[PredictedConfiguration], limits: set[int | 
     return notes
 
 
-def _not_predicted_notes(rows: Sequence[PredictedConfiguration]) -> list[str]:
-    reasons = Counter(row.prediction.reason for row in rows if isinstance(row.prediction, NotPredicted))
-    return [f"not priced: {count} of {len(rows)}: {reason}" for reason, count in reasons.most_common()]
-
-
 def fitted_parameters(machine: Machine) -> Iterator[tuple[str, str]]:
     """Name and text of every calibrated number of a machine."""
     compute, comm = machine.compute, machine.comm
@@ -259,11 +251,9 @@ def worst_residuals(residuals: list[FitResidual]) -> list[FitResidual]:
     for residual in residuals:
         key = residual.what.partition(",")[0] if residual.part == "collectives" else residual.what
         groups[key].append(residual)
-    return [_worst_residual(group) for group in groups.values()]
-
-
-def _worst_residual(group: list[FitResidual]) -> FitResidual:
-    worst = max(group, key=lambda residual: residual.error)
-    if worst.part != "runs":
-        return worst
-    return msgspec.structs.replace(worst, points=sum(residual.points for residual in group))
+    worst = []
+    for group in groups.values():
+        largest = max(group, key=attrgetter("error"))
+        points = sum(residual.points for residual in group) if largest.part == "runs" else largest.points
+        worst.append(msgspec.structs.replace(largest, points=points))
+    return worst

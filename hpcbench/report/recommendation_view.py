@@ -130,26 +130,23 @@ def _node_hours(_: Recommendation, best: Candidate) -> float:
 
 def recommendation_json(recommendations: Sequence[Recommendation], objective: str) -> dict[str, Any]:
     """Return ``{"objective", "recommendations": [{nodes, tasks_per_node, candidates, refused, priced}]}``."""
-    return {"objective": objective, "recommendations": [_recommendation_entry(entry) for entry in recommendations]}
+    entries = [
+        {
+            "nodes": recommendation.nodes, "tasks_per_node": recommendation.tasks_per_node,
+            "candidates": [_candidate_json(candidate) for candidate in recommendation.candidates],
+            "refused": [refused._asdict() for refused in recommendation.refused], "priced": recommendation.priced,
+        }
+        for recommendation in recommendations
+    ]  # fmt: skip
+    return {"objective": objective, "recommendations": entries}
 
 
-def _recommendation_entry(recommendation: Recommendation) -> dict[str, Any]:
+def _candidate_json(candidate: Candidate) -> dict[str, Any]:
     return {
-        "nodes": recommendation.nodes,
-        "tasks_per_node": recommendation.tasks_per_node,
-        "candidates": [
-            {
-                "spec": spec_document(candidate.spec),
-                "predicted": msgspec.to_builtins(candidate.predicted),
-                "ratio": {"value": candidate.ratio, "low": candidate.ratio_low, "high": candidate.ratio_high},
-                "told_apart": candidate.is_told_apart,
-                "largest_batch_size": candidate.largest_batch_size,
-            }
-            for candidate in recommendation.candidates
-        ],
-        "refused": [refused._asdict() for refused in recommendation.refused],
-        "priced": recommendation.priced,
-    }
+        "spec": spec_document(candidate.spec), "predicted": msgspec.to_builtins(candidate.predicted),
+        "ratio": {"value": candidate.ratio, "low": candidate.ratio_low, "high": candidate.ratio_high},
+        "told_apart": candidate.is_told_apart, "largest_batch_size": candidate.largest_batch_size,
+    }  # fmt: skip
 
 
 def recommended_sweep_toml(

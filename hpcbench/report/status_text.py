@@ -16,13 +16,8 @@ from hpcbench.submit.run_state import ACTIVE_STATES, RunState, count_states
 from hpcbench.units import format_seconds
 
 STATUS_STYLE = {
-    "ok": "green",
-    "lost": "red",
-    "failed": "red",
-    "timeout": "yellow",
-    "cancelled": "yellow",
-    "oom": "magenta",
-}
+    "ok": "green", "lost": "red", "failed": "red", "timeout": "yellow", "cancelled": "yellow", "oom": "magenta",
+}  # fmt: skip
 _UNLISTED_STATES = frozenset({"ok", "planned"})
 _PENDING_STATES = ("running", "pending", "waiting")
 """Listed last, in this order: they need no attention."""

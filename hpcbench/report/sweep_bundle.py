@@ -82,9 +82,12 @@ def write_bundle(
     tree: ResultsTree, sweeps: Sequence[tuple[str, SweepRecord]], out: Path, *, logs: bool, anonymous: bool
 ) -> BundleSummary:
     """Write ``sweeps`` (cluster and record of each) into the file ``out``."""
-    by_name = {
-        file.name: file for cluster, record in sweeps for file in _sweep_files(tree.cluster(cluster), record, logs)
-    }
+    by_name: dict[str, _BundledFile] = {}
+    for cluster, record in sweeps:
+        owner = tree.cluster(cluster)
+        for path in _sweep_paths(owner, record, logs):
+            name = f"{owner.root.name}/{path.relative_to(owner.root).as_posix()}"
+            by_name[name] = _BundledFile(name, path, owner)
     left_out: dict[str, str] = {}
     files = [by_name[name] for name in sorted(by_name) if _is_readable(by_name[name], left_out)]
     anonymizer = _build_anonymizer(tree, files) if anonymous else None
@@ -117,11 +120,6 @@ def _is_readable(file: _BundledFile, left_out: dict[str, str]) -> bool:
         left_out[file.name] = (error.strerror if isinstance(error, OSError) else None) or str(error)
         return False
     return True
-
-
-def _sweep_files(tree: ClusterTree, record: SweepRecord, logs: bool) -> Iterator[_BundledFile]:
-    for path in _sweep_paths(tree, record, logs):
-        yield _BundledFile(f"{tree.root.name}/{path.relative_to(tree.root).as_posix()}", path, tree)
 
 
 def _sweep_paths(tree: ClusterTree, record: SweepRecord, logs: bool) -> Iterator[Path]:

@@ -35,6 +35,11 @@ def _format_percent(value: float | None, missing: str = "") -> str:
     return missing if value is None else f"{value * 100:.1f}"
 
 
+def _percent_column(name: str, heading: str, missing: str = "", *, optional: bool = False) -> Column:
+    value = attrgetter(name)
+    return Column(name, heading, value, lambda row: _format_percent(value(row), missing), optional=optional)
+
+
 def _accuracy_cell(summary: AccuracySummary) -> str:
     if summary.count <= 1:
         return _format_percent(summary.mean)
@@ -44,12 +49,11 @@ def _accuracy_cell(summary: AccuracySummary) -> str:
 _SUMMARY_COLUMNS = (
     Column("count", "n", attrgetter("count")),
     Column("mean", "accuracy [95 %]", attrgetter("mean"), _accuracy_cell),
-    Column("median", "median", attrgetter("median"), lambda summary: _format_percent(summary.median)),
-    Column("least", "min", attrgetter("least"), lambda summary: _format_percent(summary.least), optional=True),
+    _percent_column("median", "median"), _percent_column("least", "min", optional=True),
     Column("good", f">={GOOD_ACCURACY:.0%}", attrgetter("good"), lambda summary: f"{summary.good:.0%}"),
     Column("signed", "signed", attrgetter("signed"),
            lambda summary: "" if summary.signed is None else f"{summary.signed * 100:+.1f}"),
-    Column("noise", "noise", attrgetter("noise"), lambda summary: _format_percent(summary.noise, "?")),
+    _percent_column("noise", "noise", "?"),
 )  # fmt: skip
 
 
@@ -102,7 +106,7 @@ def predictor_comparison_view(scores: Sequence[PredictorScore]) -> View:
         text_column("predictor", attrgetter("predictor"), is_key=True),
         Column("count", "n", lambda score: score.total.count if score.total else 0),
         mean,
-        Column("other", "ours there", attrgetter("other"), lambda score: _format_percent(score.other)),
+        _percent_column("other", "ours there"),
         signed,
         Column("tau", "tau", attrgetter("ranking.tau"),
                lambda score: "" if score.ranking.tau is None else f"{score.ranking.tau:.2f}"),

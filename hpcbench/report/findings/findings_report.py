@@ -137,17 +137,12 @@ def runs_overview(findings: Findings) -> str:
     """``30 runs, 28 ok, 2 oom; 2026-11-20 18:00 to 19:30 UTC``."""
     words = [pluralize(sum(findings.statuses.values()), "run")]
     words += [f"{count} {printable_excerpt(status)}" for status, count in findings.statuses.items()]
-    return "; ".join(filter(None, [", ".join(words), time_span(findings)]))
-
-
-def time_span(findings: Findings) -> str:
-    """Times of the first and the last result in UTC; an empty text without dates."""
+    overview = ", ".join(words)
     if findings.begin is None or findings.end is None:
-        return ""
+        return overview
     first, last = (time.strftime("%Y-%m-%d %H:%M") for time in (findings.begin, findings.end))
-    if first == last:
-        return f"{first} UTC"
-    return f"{first} to {last[11:] if first[:10] == last[:10] else last} UTC"
+    end = "" if first == last else f" to {last[11:] if first[:10] == last[:10] else last}"
+    return f"{overview}; {first}{end} UTC"
 
 
 def finding_details(finding: Finding) -> list[str]:
@@ -164,7 +159,8 @@ def finding_details(finding: Finding) -> list[str]:
 def inconclusive_summary(findings: Findings) -> tuple[str, list[tuple[str, int]]]:
     """The heading about inconclusive findings and the measurements that would resolve them, with their counts."""
     judged = [finding for finding in findings.answers if finding.sure != OBSERVED]
-    heading = f"Inconclusive: {len(findings.inconclusive)} of {pluralize(len(judged), 'finding')}"
+    inconclusive = sum(finding.sure == INCONCLUSIVE for finding in judged)
+    heading = f"Inconclusive: {inconclusive} of {pluralize(len(judged), 'finding')}"
     return heading, suggested_measurements(findings)
 
 

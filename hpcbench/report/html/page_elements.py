@@ -35,8 +35,7 @@ class HtmlCell(NamedTuple):
     sort: str = ""
 
 
-@dataclass(frozen=True)
-class HtmlColumn:
+class HtmlColumn(NamedTuple):
     """``choices``: the values that a reader can select, if they are few."""
 
     name: str
@@ -66,16 +65,20 @@ def html_table(
     if len(rows) > MAX_HTML_ROWS:
         view.notes.insert(0, f"the first {MAX_HTML_ROWS} of {len(rows)} rows; `hpcbench table --out` writes all")
     kept = [number for number in range(len(columns)) if any(row[number] not in (None, "") for row in view.raw)]
-    heads = [
-        HtmlColumn(
-            view.columns[number].name, printable_excerpt(view.columns[number].heading),
-            any(isinstance(row[number], (int, float)) for row in view.raw), _column_choices(view, number),
-        )
-        for number in kept
-    ]  # fmt: skip
+    heads = [_html_column(columns[number], [row[number] for row in view.raw]) for number in kept]
     lines = zip(view.cells, view.raw, strict=True)
     body = [[_html_cell(cells[number], raw[number]) for number in kept] for cells, raw in lines]
     return HtmlTable(ident, caption, heads, body, view.notes, filters and len(view.raw) > 1)
+
+
+def _html_column(column: Column, figures: Sequence[Any]) -> HtmlColumn:
+    values = dict.fromkeys(figure for figure in figures if figure not in (None, ""))
+    are_numbers = [isinstance(value, (int, float)) for value in values]
+    choices: tuple[str, ...] = ()
+    if column.choices and 1 < len(values) <= _MAX_CHOICES:
+        ordered = sorted(values, key=None if all(are_numbers) else str)
+        choices = tuple(printable_excerpt(str(value)) for value in ordered)
+    return HtmlColumn(column.name, printable_excerpt(column.heading), any(are_numbers), choices)
 
 
 def plain_columns(
@@ -96,31 +99,22 @@ def _html_cell(text: str, value: Any) -> HtmlCell:
     return HtmlCell(text, repr(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else "")
 
 
-def _column_choices(view: View, number: int) -> tuple[str, ...]:
-    values = dict.fromkeys(row[number] for row in view.raw if row[number] not in (None, ""))
-    if not view.columns[number].choices or not 1 < len(values) <= _MAX_CHOICES:
-        return ()
-    are_numbers = all(isinstance(value, (int, float)) for value in values)
-    return tuple(printable_excerpt(str(value)) for value in sorted(values, key=None if are_numbers else str))
+def _parameter(name: str, read: Callable[[RunSpec], Any], heading: str = "") -> Column:
+    """A column of ``ResultRow`` with a value of its specification."""
+
+    def value(row: ResultRow) -> Any:
+        return None if row.spec is None else read(row.spec)
+
+    return Column(name, heading or column_heading(name), value, choices=True)
 
 
-def _row_columns() -> list[Column]:
-    """Cluster, status and shape of a ``ResultRow``."""
-
-    def parameter(name: str, read: Callable[[RunSpec], Any], heading: str = "") -> Column:
-        def value(row: ResultRow) -> Any:
-            return None if row.spec is None else read(row.spec)
-
-        return Column(name, heading or column_heading(name), value, choices=True)
-
-    return [
-        Column("cluster", "cluster", attrgetter("cluster"), choices=True),
-        parameter("spec.model", attrgetter("model")), parameter("spec.dataset", attrgetter("dataset")),
-        parameter("spec.strategy", strategy_label), parameter("spec.nodes", attrgetter("nodes")),
-        parameter("devices", attrgetter("devices")), parameter("spec.batch_size", attrgetter("batch_size"), "batch"),
-    ]  # fmt: skip
-
-
+_ROW_COLUMNS = [
+    Column("cluster", "cluster", attrgetter("cluster"), choices=True),
+    _parameter("spec.model", attrgetter("model")), _parameter("spec.dataset", attrgetter("dataset")),
+    _parameter("spec.strategy", strategy_label), _parameter("spec.nodes", attrgetter("nodes")),
+    _parameter("devices", attrgetter("devices")), _parameter("spec.batch_size", attrgetter("batch_size"), "batch"),
+]  # fmt: skip
+"""Cluster and shape of a ``ResultRow``."""
 _LAST_COLUMNS = [
     Column("status", "status", attrgetter("status"), choices=True),
     Column("run", "run", lambda row: row.run_ids[0]),
@@ -131,20 +125,19 @@ def results_html_table(rows: Sequence[ResultRow], sweeps: Mapping[str, str], mar
     """Every configuration with its figures and differing parameters; ``sweeps`` names the sweep of each run."""
     known = [row for row in rows if row.spec is not None]
     varying, shared = split_parameters([row.spec for row in known if row.spec is not None])
-    leading = [Column("sweep", "sweep", lambda row: sweeps.get(row.run_ids[0]), choices=True), *_row_columns()]
-    shown = {column.name for column in leading}
+    leading = [Column("sweep", "sweep", lambda row: sweeps.get(row.run_ids[0]), choices=True), *_ROW_COLUMNS]
+    shown = {column.name.removeprefix("spec.") for column in leading}
     others = [
-        Column(f"spec.{name}", column_heading(f"spec.{name}"), _parameter_reader(name), choices=True)
-        for name in varying if f"spec.{name}" not in shown and name not in DEGREE_NAMES
-    ]  # fmt: skip
+        _parameter(f"spec.{name}", lambda spec, name=name: _plain_value(getattr(spec, name)))  # type: ignore[misc]
+        for name in varying
+        if name not in shown and name not in DEGREE_NAMES
+    ]
     # Sweep, cluster, model and data set that all rows share are in a note.
     leading = [
         column for number, column in enumerate(leading) if number > 3 or len({column.raw_of(row) for row in known}) != 1
     ]
-    figures = [Column(name, heading or column_heading(name), attrgetter(field_name))
-               for name, field_name, heading in _RESULT_FIGURES]  # fmt: skip
     columns = [
-        *leading, *others, *figures,
+        *leading, *others, *_RESULT_FIGURES,
         Column("launches", "launches", lambda row: row.launches if row.status == STATUS_OK else None),
         _LAST_COLUMNS[0],
         Column("warnings", "warnings", lambda row: marks.marks(row).removeprefix("*")),
@@ -159,36 +152,28 @@ def results_html_table(rows: Sequence[ResultRow], sweeps: Mapping[str, str], mar
     return html_table("results", "Every configuration", columns, known, notes=notes)
 
 
-_RESULT_FIGURES = (
+def _attribute_columns(*entries: tuple[str, str, str]) -> list[Column]:
+    """Columns by name, attribute of a row, and heading other than the usual one."""
+    return [
+        Column(name, heading or column_heading(name), attrgetter(attribute)) for name, attribute, heading in entries
+    ]
+
+
+_RESULT_FIGURES = _attribute_columns(
     ("metrics.step_time_s.median", "step_time_s", ""), ("metrics.step_time_s.low", "low_s", "from"),
     ("metrics.step_time_s.high", "high_s", "to"), ("metrics.samples_per_s", "samples_per_s", ""),
     ("speedup", "speedup", ""), ("efficiency", "efficiency", ""), ("metrics.mfu", "mfu", "MFU"),
     ("metrics.peak_memory_bytes", "peak_memory_bytes", "peak memory"), ("metrics.loss.last", "loss_last", "last loss"),
     ("metrics.accuracy", "accuracy", ""),
 )  # fmt: skip
-"""Columns, fields of a ``ResultRow``, and headings other than the usual one."""
-
-
-def _parameter_reader(name: str) -> Callable[[ResultRow], Any]:
-    def read(row: ResultRow) -> Any:
-        value = getattr(row.spec, name)
-        return parameter_text(value) if isinstance(value, (dict, bool)) else value
-
-    return read
-
-
-_EVIDENCE_COLUMNS = [
-    Column(name, heading or column_heading(name), attrgetter(field_name))
-    for name, field_name, heading in (
-        ("spec.strategy", "strategy", ""), ("spec.nodes", "nodes", ""), ("devices", "devices", ""),
-        ("spec.batch_size", "batch_size", "batch"), ("launches", "launches", ""),
-        ("metrics.samples_per_s", "samples_per_s", ""), ("metrics.samples_per_s.low", "samples_per_s_low", "min"),
-        ("metrics.samples_per_s.high", "samples_per_s_high", "max"),
-        ("metrics.step_time_s.median", "step_time_s", ""), ("efficiency", "efficiency", ""),
-        ("metrics.peak_memory_bytes", "peak_memory_bytes", "peak memory"), ("status", "status", ""),
-        ("run", "run_id", ""),
-    )
-]  # fmt: skip
+_EVIDENCE_COLUMNS = _attribute_columns(
+    ("spec.strategy", "strategy", ""), ("spec.nodes", "nodes", ""), ("devices", "devices", ""),
+    ("spec.batch_size", "batch_size", "batch"), ("launches", "launches", ""),
+    ("metrics.samples_per_s", "samples_per_s", ""), ("metrics.samples_per_s.low", "samples_per_s_low", "min"),
+    ("metrics.samples_per_s.high", "samples_per_s_high", "max"), ("metrics.step_time_s.median", "step_time_s", ""),
+    ("efficiency", "efficiency", ""), ("metrics.peak_memory_bytes", "peak_memory_bytes", "peak memory"),
+    ("status", "status", ""), ("run", "run_id", ""),
+)  # fmt: skip
 
 
 def evidence_html_table(ident: str, rows: Sequence[EvidenceRow]) -> HtmlTable:
@@ -198,10 +183,10 @@ def evidence_html_table(ident: str, rows: Sequence[EvidenceRow]) -> HtmlTable:
 
 def warnings_html_table(rows: Sequence[ResultRow], marks: WarningFootnotes) -> HtmlTable | None:
     """The letters of ``results_html_table``; ``None`` without warnings."""
-    table = []
-    for letter, texts in marks.kinds():
-        run_id = next(row.run_ids[0] for row in rows if texts[0] in row.warnings)
-        table.append([letter, len(texts), texts[0], run_id])
+    table = [
+        [letter, len(texts), texts[0], next(row.run_ids[0] for row in rows if texts[0] in row.warnings)]
+        for letter, texts in marks.kinds()
+    ]
     names = ["letter", "configurations", "warning, the first of similar ones", "run"]
     return html_table("warned", "Warnings by kind", plain_columns(names), table, filters=False) if table else None
 
@@ -211,7 +196,7 @@ def failures_html_table(rows: Sequence[ResultRow]) -> HtmlTable | None:
     failed = [row for row in rows if row.status != STATUS_OK]
     if not failed:
         return None
-    cluster, _, _, *shape = _row_columns()
+    cluster, _, _, *shape = _ROW_COLUMNS
     status, run = _LAST_COLUMNS
     reason = Column("reason", "reason", lambda row: row.reason or "no reason was left")
     notes = ["`hpcbench logs RUN` shows the output of a run"]
@@ -225,8 +210,7 @@ _MAX_SPECIFICATION_CHARS = 500_000
 """A plot with a longer specification is shown as a picture only."""
 
 
-@dataclass(frozen=True)
-class PageFigure:
+class PageFigure(NamedTuple):
     """``source`` is a data URL of the picture, ``specification`` JSON for a script element."""
 
     ident: str
@@ -238,23 +222,13 @@ class PageFigure:
     data: HtmlTable
 
 
-@dataclass(frozen=True)
-class PageFigures:
-    """The plots of a page, and the reasons why others are absent."""
-
-    drawn: list[PageFigure] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    scripts: str = ""
-    """The library that makes them interactive; empty without plots."""
-
-
 def draw_page_figures(
-    frame: pl.DataFrame,
-    request: PlotRequest,
-    predicted: pl.DataFrame | None = None,
-    lines: pl.DataFrame | None = None,
-) -> PageFigures:
+    frame: pl.DataFrame, request: PlotRequest, predicted: pl.DataFrame | None = None, lines: pl.DataFrame | None = None
+) -> tuple[list[PageFigure], list[str], str]:
     """Draw every kind of plot of a results frame that has data; none if a package is missing.
+
+    Returns the figures, the reasons why others are absent, and the library that makes them interactive (empty without
+    figures).
 
     Args:
         frame: results with all columns.
@@ -267,10 +241,14 @@ def draw_page_figures(
     left_out = [printable_excerpt(f"{plot.name}: {plot.nothing}") for plot in plots if plot.drawing is None]
     try:
         drawn = [make_page_figure(plot) for plot in plots if plot.drawing is not None]
-        scripts = _vega_library() if any(figure.specification for figure in drawn) else ""
     except ConfigError as error:
-        return PageFigures(left_out=[f"no plots: {error.message}; {error.hint}"])
-    return PageFigures(drawn, left_out, scripts)
+        return [], [f"no plots: {error.message}; {error.hint}"], ""
+    scripts = ""
+    if any(figure.specification for figure in drawn):
+        # It is installed: the pictures were made with it.
+        scripts = importlib.import_module("vl_convert").javascript_bundle()
+        assert "</script" not in scripts.lower(), "the library cannot stand in a page"
+    return drawn, left_out, scripts
 
 
 def make_page_figure(plot: Plot) -> PageFigure:
@@ -278,7 +256,7 @@ def make_page_figure(plot: Plot) -> PageFigure:
     image = base64.b64encode(encode_plot(plot, ".svg")).decode()
     specification = script_json(plot_specification(plot))
     names = list(plot.frame.columns) if plot.frame is not None else []
-    rows = [[_plain_value(row[name]) for name in names] for row in plot.rows]
+    rows = [list(map(_plain_value, row.values())) for row in plot.rows]
     notes = [f"the first {_MAX_DATA_ROWS} of {len(rows)} points"] if len(rows) > _MAX_DATA_ROWS else []
     title = printable_excerpt(plot.title)
     data = html_table(
@@ -293,17 +271,12 @@ def make_page_figure(plot: Plot) -> PageFigure:
 
 
 def _plain_value(value: object) -> object:
-    return value if isinstance(value, (int, float, str)) or value is None else str(value)
+    """``value`` if it is a number or a text; words for truth values, tables and lists."""
+    is_plain = isinstance(value, (int, float, str)) and not isinstance(value, bool)
+    return value if is_plain or value is None else parameter_text(value)
 
 
 def script_json(value: object) -> str:
     """JSON for a script element: nothing in it ends the element, opens a comment, or hides."""
     text = escape_control_characters(msgspec.json.encode(value).decode())
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _vega_library() -> str:
-    # It is installed: the pictures were made with it.
-    scripts: str = importlib.import_module("vl_convert").javascript_bundle()
-    assert "</script" not in scripts.lower(), "the library cannot stand in a page"
-    return scripts

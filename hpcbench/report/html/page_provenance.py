@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -15,7 +14,7 @@ from hpcbench.config.run_spec import RunSpec, spec_document
 from hpcbench.config.sweep_file import sweep_toml
 from hpcbench.fileio import printable_excerpt
 from hpcbench.report.html.page_elements import HtmlTable, html_table, plain_columns
-from hpcbench.report.phrases import join_words
+from hpcbench.report.phrases import join_words, status_counts
 from hpcbench.results.schema import STATUS_OK, RunResult
 from hpcbench.units import format_bytes
 
@@ -35,7 +34,7 @@ def runs_html_table(frame: pl.DataFrame) -> HtmlTable:
         time_ns.min().alias("first"), time_ns.max().alias("last"),
     ).sort(keys, nulls_last=True)  # fmt: skip
     table = [
-        [*identity, runs, ok, _status_counts(statuses), _format_time_ns(first), _format_time_ns(last)]
+        [*identity, runs, ok, status_counts(statuses), _format_time_ns(first), _format_time_ns(last)]
         for *identity, runs, ok, statuses, first, last in groups.iter_rows()
     ]
     names = [*keys, "runs", "ok", "others", "first", "last"]
@@ -43,10 +42,6 @@ def runs_html_table(frame: pl.DataFrame) -> HtmlTable:
     notes = ["times (UTC) of the result files"] if any(row[6] for row in table) else []
     columns = plain_columns(names, headings)
     return html_table("runs", "Runs by cluster, sweep and environment", columns, table, notes=notes, filters=False)
-
-
-def _status_counts(statuses: Sequence[str]) -> str:
-    return ", ".join(f"{count} {printable_excerpt(status)}" for status, count in sorted(Counter(statuses).items()))
 
 
 def _format_time_ns(time_ns: int | None) -> str | None:
@@ -72,9 +67,9 @@ def environments_html_table(results: Iterable[RunResult], runs: int) -> HtmlTabl
     for result in results:
         read += 1
         facts = environments.setdefault((result.cluster, result.environment_digest or "unknown"), {})
-        for name, fact in _ENVIRONMENT_FACTS.items():
-            for value in fact(result.provenance):
-                facts.setdefault(name, {})[value] = None
+        for name, path in _ENVIRONMENT_FACTS.items():
+            if texts := _fact_texts(result.provenance, path):
+                facts.setdefault(name, {}).update(dict.fromkeys(texts))
     known = dict(sorted((key, facts) for key, facts in environments.items() if facts)[:_MAX_ENVIRONMENTS])
     if not known:
         return None
@@ -90,59 +85,28 @@ def environments_html_table(results: Iterable[RunResult], runs: int) -> HtmlTabl
     return html_table("environments", "Hardware and software", columns, table, notes=notes, filters=False)
 
 
-ProvenanceFact = Callable[[dict[str, Any]], list[str]]
-
-
-def _provenance_texts(*path: str) -> ProvenanceFact:
-    """A reader of the value at ``path``, or of each value of a list there."""
-
-    def values(provenance: dict[str, Any]) -> list[str]:
-        value: Any = provenance
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
-        if value in (None, "", [], {}):
-            return []
-        return [printable_excerpt(str(part)) for part in (value if isinstance(value, list) else [value])]
-
-    return values
-
-
-def _memory_texts(provenance: dict[str, Any]) -> list[str]:
-    size = provenance.get("memory_bytes")
-    return [format_bytes(size)] if isinstance(size, int) and 0 < size < 2**60 else []
-
-
-def _package_texts(provenance: dict[str, Any]) -> list[str]:
-    packages = provenance.get("packages")
-    if not isinstance(packages, dict):
+def _fact_texts(provenance: dict[str, Any], path: str) -> list[str]:
+    """The text of the value at ``path``, or of each value of a list there."""
+    value: Any = provenance
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    if path == "memory_bytes":
+        value = format_bytes(value) if isinstance(value, int) and 0 < value < 2**60 else None
+    elif path == "packages":
+        value = [f"{name} {version}" for name, version in value.items()] if isinstance(value, dict) else None
+    if value in (None, "", [], {}):
         return []
-    return [printable_excerpt(f"{name} {version}") for name, version in packages.items()]
+    return [printable_excerpt(str(part)) for part in (value if isinstance(value, list) else [value])]
 
 
-_ENVIRONMENT_FACTS: dict[str, ProvenanceFact] = {
-    "hosts": _provenance_texts("hosts"),
-    "device": _provenance_texts("device"),
-    "GPU": _provenance_texts("gpu_model"),
-    "processor": _provenance_texts("cpu_model"),
-    "logical cores": _provenance_texts("cores"),
-    "memory of a host": _memory_texts,
-    "partition": _provenance_texts("job", "partition"),
-    "launcher": _provenance_texts("launcher"),
-    "hpcbench": _provenance_texts("hpcbench"),
-    "commit": _provenance_texts("hpcbench_commit"),
-    "torch": _provenance_texts("torch"),
-    "CUDA": _provenance_texts("cuda"),
-    "NCCL": _provenance_texts("nccl"),
-    "driver": _provenance_texts("driver"),
-    "Python": _provenance_texts("python"),
-    "packages": _package_texts,
-    "system": _provenance_texts("os"),
-    "kernel": _provenance_texts("kernel"),
-    "container": _provenance_texts("container"),
-    "submissions": _provenance_texts("submission"),
-}
-
-
+_ENVIRONMENT_FACTS = {
+    "hosts": "hosts", "device": "device", "GPU": "gpu_model", "processor": "cpu_model", "logical cores": "cores",
+    "memory of a host": "memory_bytes", "partition": "job.partition", "launcher": "launcher", "hpcbench": "hpcbench",
+    "commit": "hpcbench_commit", "torch": "torch", "CUDA": "cuda", "NCCL": "nccl", "driver": "driver",
+    "Python": "python", "packages": "packages", "system": "os", "kernel": "kernel", "container": "container",
+    "submissions": "submission",
+}  # fmt: skip
+"""Names of facts, and their paths in the provenance of a result."""
 MAX_SWEEP_POINTS = 200
 
 
@@ -153,8 +117,7 @@ def reproducing_sweep_toml(specs: Sequence[RunSpec], repeats: int, name: str = "
     """
     points: dict[str, dict[str, Any]] = {}
     for spec in specs:
-        point = spec_document(spec)
-        point = {key: value for key, value in point.items() if key not in ("spec_version", "repeat")}
+        point = {key: value for key, value in spec_document(spec).items() if key not in ("spec_version", "repeat")}
         points[json.dumps(point, sort_keys=True)] = point
     if not points or len(points) > MAX_SWEEP_POINTS:
         return None

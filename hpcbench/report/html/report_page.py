@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import polars as pl
@@ -20,36 +20,13 @@ import hpcbench
 from hpcbench.fileio import printable_excerpt, printable_text
 from hpcbench.report.column_names import Condition
 from hpcbench.report.configurations import filter_launches, row_sort_key, rows_from_frame
+from hpcbench.report.findings import findings_report
 from hpcbench.report.findings.finding import FINDING_KINDS, Finding
-from hpcbench.report.findings.findings_report import (
-    Findings,
-    derive_findings,
-    finding_details,
-    inconclusive_summary,
-    runs_overview,
-)
+from hpcbench.report.findings.findings_report import Findings
 from hpcbench.report.findings.problem_findings import UnfinishedSweep
 from hpcbench.report.findings.throughput_findings import EFFICIENCY_BOUND
-from hpcbench.report.html.page_elements import (
-    HtmlTable,
-    PageFigure,
-    draw_page_figures,
-    evidence_html_table,
-    failures_html_table,
-    html_table,
-    plain_columns,
-    results_html_table,
-    script_json,
-    warnings_html_table,
-)
-from hpcbench.report.html.page_provenance import (
-    MAX_SWEEP_POINTS,
-    environments_html_table,
-    reproducing_commands,
-    reproducing_sweep_toml,
-    runs_html_table,
-    sample_runs,
-)
+from hpcbench.report.html import page_elements, page_provenance
+from hpcbench.report.html.page_elements import HtmlTable, PageFigure, html_table
 from hpcbench.report.hypothesis_tests import VERDICT_WORDS
 from hpcbench.report.phrases import pluralize
 from hpcbench.report.plots.plot_model import PlotRequest, ReadFullResults
@@ -58,8 +35,7 @@ from hpcbench.report.table_model import Column, WarningFootnotes
 TEMPLATE_FOLDER = Path(__file__).resolve().parent / "template"
 
 
-@dataclass(frozen=True)
-class PageFinding:
+class PageFinding(NamedTuple):
     """A finding with the printed word for its certainty, the lines below it, and its evidence."""
 
     subject: str
@@ -91,7 +67,12 @@ def render_page(
     """Return the HTML; ``library`` is the script that makes plots interactive."""
     style = _read_template("style.css")
     scripts = [*([library] if library else []), _read_template("page.js")]
-    return _jinja_environment().get_template("page.html.j2").render(
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(str(TEMPLATE_FOLDER)), undefined=jinja2.StrictUndefined, autoescape=True,
+        finalize=_printable_value, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
+    )  # fmt: skip
+    environment.filters.update(script_json=page_elements.script_json, script_text=_script_text)
+    return environment.get_template("page.html.j2").render(
         title=title, overview=overview, where=where or "", sections=sections, version=hpcbench.__version__,
         style=_trusted_markup(style), scripts=[_trusted_markup(script) for script in scripts],
         policy=content_security_policy(style, scripts),
@@ -100,16 +81,13 @@ def render_page(
 
 def content_security_policy(style: str, scripts: Sequence[str]) -> str:
     """Return a Content-Security-Policy that allows exactly these texts, and pictures within the page."""
-    hashes = " ".join(map(_csp_hash, scripts))
+    # A browser hashes the text between the tags with its line ends.
+    digests = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, *scripts)]
+    style_hash, *script_hashes = [f"'sha256-{digest}'" for digest in digests]
     return (
-        f"default-src 'none'; script-src {hashes}; style-src {_csp_hash(style)}; img-src data:; "
+        f"default-src 'none'; script-src {' '.join(script_hashes)}; style-src {style_hash}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-
-
-def _csp_hash(text: str) -> str:
-    # A browser hashes the text between the tags with its line ends.
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _read_template(name: str) -> str:
@@ -120,16 +98,6 @@ def _trusted_markup(text: str) -> Markup:
     assert "</script" not in text.lower(), "the element would end within"
     assert "</style" not in text.lower(), "the element would end within"
     return Markup(text)  # noqa: S704 - a file of this package, or the library that was made for it
-
-
-def _jinja_environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(str(TEMPLATE_FOLDER)), undefined=jinja2.StrictUndefined, autoescape=True,
-        finalize=_printable_value, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    environment.filters["script_json"] = script_json
-    environment.filters["script_text"] = _script_text
-    return environment
 
 
 def _printable_value(value: Any) -> Any:
@@ -184,31 +152,33 @@ class ReportRequest:
 
 def report_html(frame: pl.DataFrame, request: ReportRequest) -> str:
     """Return the HTML of a report on a results frame with all columns (``load_results.load_frame``)."""
-    findings = derive_findings(frame, request.where, request.bound, request.unfinished)
+    findings = findings_report.derive_findings(frame, request.where, request.bound, request.unfinished)
     wanted = {run_id for row in findings.rows for run_id in row.run_ids}
     rows = [row for row in rows_from_frame(frame) if request.where is None or row.run_ids[0] in wanted]
     rows.sort(key=row_sort_key)
     narrowed = filter_launches(frame, request.where)
     marks = WarningFootnotes(rows)
-    figures = draw_page_figures(narrowed, PlotRequest(whole=request.whole), request.predicted, request.lines)
+    figures, left_out, library = page_elements.draw_page_figures(
+        narrowed, PlotRequest(whole=request.whole), request.predicted, request.lines
+    )
     sweeps = dict(narrowed.select("run_id", "sweep").drop_nulls().iter_rows())
-    results = [results_html_table(rows, sweeps, marks), failures_html_table(rows)]
-    warnings = [warnings_html_table(rows, marks)]
-    provenance: list[HtmlTable | None] = [runs_html_table(narrowed)]
+    results = [page_elements.results_html_table(rows, sweeps, marks), page_elements.failures_html_table(rows)]
+    provenance: list[HtmlTable | None] = [page_provenance.runs_html_table(narrowed)]
     if request.whole is not None:
-        provenance.append(environments_html_table(request.whole(sample_runs(narrowed)), len(narrowed)))
-    not_drawn = ["Not drawn: " + "; ".join(figures.left_out)] if figures.left_out else []
+        sample = request.whole(page_provenance.sample_runs(narrowed))
+        provenance.append(page_provenance.environments_html_table(sample, len(narrowed)))
+    not_drawn = ["Not drawn: " + "; ".join(left_out)] if left_out else []
     sections = [
         _findings_section(findings),
         *_tables_section("scales", "Scales and clusters", [_scales_table(findings)]),
         *_tables_section("predicted", "Predicted and measured", [_predicted_table(request.predicted)]),
-        PageSection("plots", "Plots", figures=figures.drawn, notes=not_drawn),
+        PageSection("plots", "Plots", figures=figures, notes=not_drawn),
         *_tables_section("configurations", "All results", results),
-        *_tables_section("warnings", "Warnings", warnings),
+        *_tables_section("warnings", "Warnings", [page_elements.warnings_html_table(rows, marks)]),
         *_tables_section("provenance", "Runs, hardware and software", provenance),
         _reproduce_section(findings, request),
     ]
-    return render_page(request.title, runs_overview(findings), request.condition, sections, figures.scripts)
+    return render_page(request.title, findings_report.runs_overview(findings), request.condition, sections, library)
 
 
 def _tables_section(ident: str, heading: str, tables: Sequence[HtmlTable | None]) -> list[PageSection]:
@@ -227,7 +197,7 @@ def _findings_section(findings: Findings) -> PageSection:
         if shown:
             entries = [_page_finding(f"{kind}-{number}", finding) for number, finding in enumerate(shown, 1)]
             groups.append((heading, entries, more))
-    heading, suggestions = inconclusive_summary(findings)
+    heading, suggestions = findings_report.inconclusive_summary(findings)
     texts = "; ".join(f"{text} ({count})" for text, count in suggestions)
     notes = [f"{heading}. To resolve them: {texts}."] if suggestions else []
     empty = [] if groups else ["There are no results."]
@@ -238,31 +208,25 @@ def _page_finding(ident: str, finding: Finding) -> PageFinding:
     word = VERDICT_WORDS[finding.sure]
     # The certainty stands before the text.
     text = finding.text.removeprefix(f"{word}; ").removeprefix(f"{word}: ")
-    evidence = evidence_html_table(f"rows-{ident}", finding.evidence) if finding.evidence else None
-    return PageFinding(finding.subject, text, word, finding_details(finding), evidence)
+    evidence = page_elements.evidence_html_table(f"rows-{ident}", finding.evidence) if finding.evidence else None
+    return PageFinding(finding.subject, text, word, findings_report.finding_details(finding), evidence)
 
 
 def _scales_table(findings: Findings) -> HtmlTable | None:
     """The fastest strategies: scales, workloads and clusters side by side."""
 
-    def percent(name: str) -> Callable[[Finding], float | None]:
-        def read(finding: Finding) -> float | None:
-            ratio = getattr(finding, name)
-            return None if ratio is None else round((ratio - 1) * 100, 1)
-
-        return read
+    def percent(ratio: float | None) -> float | None:
+        return None if ratio is None else round((ratio - 1) * 100, 1)
 
     columns = [
         Column("workload", "workload", _workload_name, choices=True),
-        Column("nodes", "nodes", attrgetter("nodes"), choices=True),
-        Column("devices", "devices", attrgetter("devices"), choices=True),
-        Column("cluster", "cluster", attrgetter("cluster"), choices=True),
+        *(Column(name, name, attrgetter(name), choices=True) for name in ("nodes", "devices", "cluster")),
         Column("spec.strategy", "most samples/s", attrgetter("strategy"), choices=True),
         Column("metrics.samples_per_s", "samples/s", lambda finding: finding.evidence[0].samples_per_s),
         Column("rival", "next", attrgetter("rival")),
-        Column("ratio", "ahead %", percent("ratio")),
-        Column("low", "from %", percent("ratio_low")),
-        Column("high", "to %", percent("ratio_high")),
+        Column("ratio", "ahead %", lambda finding: percent(finding.ratio)),
+        Column("low", "from %", lambda finding: percent(finding.ratio_low)),
+        Column("high", "to %", lambda finding: percent(finding.ratio_high)),
         Column("sure", "certainty", lambda finding: VERDICT_WORDS[finding.sure], choices=True),
     ]
     fastest = findings.of_kind("fastest")
@@ -279,7 +243,7 @@ def _predicted_table(frame: pl.DataFrame | None) -> HtmlTable | None:
         return None
     names = [_PREDICTED_COLUMN_NAMES.get(name, name) for name in frame.columns]
     headings = {column: name for name, column in _PREDICTED_COLUMN_NAMES.items()}
-    columns = plain_columns(names, headings, keys=("spec.strategy",))
+    columns = page_elements.plain_columns(names, headings, keys=("spec.strategy",))
     return html_table("predicted-rows", "Step times as predicted and as measured", columns, list(frame.iter_rows()))
 
 
@@ -292,11 +256,16 @@ _PREDICTED_COLUMN_NAMES = {
 
 def _reproduce_section(findings: Findings, request: ReportRequest) -> PageSection:
     specs = [row.spec for row in findings.rows]
-    sweep = reproducing_sweep_toml(specs, repeats=max((len(row.run_ids) for row in findings.rows), default=1))
+    repeats = max((len(row.run_ids) for row in findings.rows), default=1)
+    sweep = page_provenance.reproducing_sweep_toml(specs, repeats)
     clusters = list(dict.fromkeys(printable_excerpt(row.cluster) for row in findings.rows))
-    commands = reproducing_commands(request.sources, clusters, request.condition, has_sweep=sweep is not None)
+    commands = page_provenance.reproducing_commands(
+        request.sources, clusters, request.condition, has_sweep=sweep is not None
+    )
     blocks = [("Commands", "\n".join(commands))]
     blocks += [("again.toml, the points of this page as a sweep", sweep)] if sweep else []
-    notes = [] if sweep or not specs else [f"more than {MAX_SWEEP_POINTS} points: use the original sweeps"]
+    notes = (
+        [] if sweep or not specs else [f"more than {page_provenance.MAX_SWEEP_POINTS} points: use the original sweeps"]
+    )
     notes.append("a run that has a result is not run again: use another results tree (--results) to measure all anew")
     return PageSection("reproduce", "How to reproduce it", blocks=blocks, notes=notes)
