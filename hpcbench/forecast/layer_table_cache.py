@@ -14,15 +14,7 @@ import msgspec
 import hpcbench
 from hpcbench.errors import ConfigError, HpcbenchError, WorkerError
 from hpcbench.fileio import printable_text, write_atomic
-from hpcbench.parallel.layer_table import (
-    LAYER_TABLE_VERSION,
-    LayerTable,
-    LayerTableRequest,
-    LayerTableResponse,
-    decode_layer_table,
-    encode_layer_table,
-    read_shipped_table,
-)
+from hpcbench.parallel import layer_table
 from hpcbench.parallel.workloads import custom_model_file, is_custom_model
 from hpcbench.paths import cache_folder
 from hpcbench.submit.scheduler_settings import scrubbed_environment
@@ -32,52 +24,54 @@ _TABLE_TIME_LIMIT_S = 600
 _INSTALL_HINT = "python -m pip install 'hpcbench[worker]', or ask where torch is installed, for instance in a job"
 
 
-def load_layer_table(request: LayerTableRequest, python: str | None = sys.executable) -> LayerTable:
+def load_layer_table(
+    request: layer_table.LayerTableRequest, python: str | None = sys.executable
+) -> layer_table.LayerTable:
     """The table that ``request`` asks for.
 
     ``python`` runs the worker's module where the table is neither shipped nor cached; without one that is left.
     ``ConfigError`` where the request makes no sense, ``WorkerError`` where no table can be made.
     """
-    shipped = read_shipped_table(request.model, request.dataset, request.input_size, request.model_options)
+    shipped = layer_table.read_shipped_table(request.model, request.dataset, request.input_size, request.model_options)
     if shipped is not None:
         return shipped
     path = cache_folder() / "layers" / f"{_request_digest(request)}.json"
     with contextlib.suppress(OSError, ConfigError):
-        return decode_layer_table(path.read_bytes(), str(path))
+        return layer_table.decode_layer_table(path.read_bytes(), str(path))
     if python is None:
         raise WorkerError(f"{request.model} on {request.dataset} is neither shipped nor measured yet")
     table = _make_layer_table(request, python)
     with contextlib.suppress(OSError, HpcbenchError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, encode_layer_table(table))
+        write_atomic(path, layer_table.encode_layer_table(table))
     return table
 
 
-def _request_digest(request: LayerTableRequest) -> str:
+def _request_digest(request: layer_table.LayerTableRequest) -> str:
     """What the table depends on; for a user's own model the text of its file too."""
     known = {
         "request": request,
-        "version": (hpcbench.__version__, LAYER_TABLE_VERSION),
+        "version": (hpcbench.__version__, layer_table.LAYER_TABLE_VERSION),
         "source": _model_source_digest(request),
     }
     return hashlib.sha256(msgspec.json.encode(known, order="deterministic")).hexdigest()[:32]
 
 
-def _model_source_digest(request: LayerTableRequest) -> str | None:
+def _model_source_digest(request: layer_table.LayerTableRequest) -> str | None:
     if request.model_folder is None or not is_custom_model(request.model):
         return None
     path = custom_model_file(request.model, Path(request.model_folder))
     return hashlib.sha256(path.read_bytes()).hexdigest() if path is not None else None
 
 
-def _make_layer_table(request: LayerTableRequest, python: str) -> LayerTable:
+def _make_layer_table(request: layer_table.LayerTableRequest, python: str) -> layer_table.LayerTable:
     name = f"{request.model} on {request.dataset}"
     try:
         done = subprocess.run(
             [python, "-m", _LAYERS_MODULE], input=msgspec.json.encode(request), env=scrubbed_environment(),
             capture_output=True, timeout=_TABLE_TIME_LIMIT_S, check=False,
         )  # fmt: skip
-        answer = msgspec.json.decode(done.stdout, type=LayerTableResponse)
+        answer = msgspec.json.decode(done.stdout, type=layer_table.LayerTableResponse)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise WorkerError(f"no table of layers of {name}: {error}", hint=_INSTALL_HINT) from error
     except msgspec.DecodeError:

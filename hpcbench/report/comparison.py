@@ -21,19 +21,9 @@ from pydantic import Field, model_validator
 from hpcbench.config.run_spec import LAUNCH_PARAMETERS, RunSpec
 from hpcbench.config.toml_tables import TomlSource, TomlTable, load_table
 from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.report import hypothesis_tests
 from hpcbench.report.column_names import resolve_column, short_name
 from hpcbench.report.configurations import run_spec_of
-from hpcbench.report.hypothesis_tests import (
-    EQUIVALENT,
-    INCONCLUSIVE,
-    MIN_LAUNCHES_RANK_TEST,
-    MIN_LAUNCHES_T_TEST,
-    SIGNIFICANT,
-    LogRatioEstimate,
-    adjusted_p_values,
-    classify,
-    estimate_log_ratio,
-)
 from hpcbench.report.load_results import LAUNCH_KEY
 from hpcbench.report.phrases import join_words, pluralize
 from hpcbench.results.frame import column_types
@@ -87,7 +77,7 @@ def load_reference_bands(path: Path) -> tuple[list[ReferenceBand], TomlSource]:
 _COMPARED_CONFIGURATIONS = 200
 """Of each side, in the search for the most similar pair."""
 WORSE, BETTER, FAILS = "worse", "better", "fails"
-COMPARISON_VERDICTS = (FAILS, WORSE, BETTER, INCONCLUSIVE, EQUIVALENT)
+COMPARISON_VERDICTS = (FAILS, WORSE, BETTER, hypothesis_tests.INCONCLUSIVE, hypothesis_tests.EQUIVALENT)
 """In the order of the table."""
 REGRESSIONS = frozenset({WORSE, FAILS})
 LARGER_IS_BETTER = frozenset({"samples_per_s", "flops_per_s", "mfu", "accuracy"})
@@ -106,9 +96,9 @@ class ConfigurationPair:
     new: list[float]
     ends: Counter[str] = field(default_factory=Counter)
     """Statuses of launches of the new side that are not ok."""
-    verdict: str = INCONCLUSIVE
+    verdict: str = hypothesis_tests.INCONCLUSIVE
     reason: str = ""
-    shift: LogRatioEstimate | None = None
+    shift: hypothesis_tests.LogRatioEstimate | None = None
     chance: float | None = None
     """Adjusted one-sided p-value in the direction of the estimate."""
 
@@ -214,23 +204,24 @@ def judge_pairs(pairs: Sequence[ConfigurationPair], column: str, threshold: floa
         if pair.base and not pair.new and failures:
             pair.verdict = FAILS
             pair.reason = ", ".join(f"{count} {status}" for status, count in sorted(failures.items()))
-        elif min(len(pair.base), len(pair.new)) < MIN_LAUNCHES_T_TEST:
+        elif min(len(pair.base), len(pair.new)) < hypothesis_tests.MIN_LAUNCHES_T_TEST:
             pair.reason = (
-                f"at least {MIN_LAUNCHES_T_TEST} launches per side are needed, better {MIN_LAUNCHES_RANK_TEST}"
+                f"at least {hypothesis_tests.MIN_LAUNCHES_T_TEST} launches per side are needed, "
+                f"better {hypothesis_tests.MIN_LAUNCHES_RANK_TEST}"
             )
         else:
-            pair.shift = estimate_log_ratio(pair.base, pair.new)
+            pair.shift = hypothesis_tests.estimate_log_ratio(pair.base, pair.new)
             tested.append((pair, pair.shift))
     shifts = [shift for _, shift in tested]
-    greater, less = (adjusted_p_values(shifts, greater=direction) for direction in (True, False))
+    greater, less = (hypothesis_tests.adjusted_p_values(shifts, greater=direction) for direction in (True, False))
     for (pair, shift), p_greater, p_less in zip(tested, greater, less, strict=True):
         is_larger = shift.estimate > 0
         p_value = p_greater if is_larger else p_less
         pair.chance = p_value if shift.estimate else None
-        pair.verdict = classify(shift, p_value, threshold, greater=is_larger)
-        if pair.verdict == SIGNIFICANT:
+        pair.verdict = hypothesis_tests.classify(shift, p_value, threshold, greater=is_larger)
+        if pair.verdict == hypothesis_tests.SIGNIFICANT:
             pair.verdict = BETTER if is_larger == (short_name(column) in LARGER_IS_BETTER) else WORSE
-        elif pair.verdict == INCONCLUSIVE:
+        elif pair.verdict == hypothesis_tests.INCONCLUSIVE:
             pair.reason = "the 95 % interval exceeds the threshold"
 
 

@@ -18,16 +18,8 @@ from hpcbench.config.run_spec import RunSpec, run_label
 from hpcbench.config.toml_tables import TomlSource
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import printable_excerpt, printable_text
+from hpcbench.report import comparison
 from hpcbench.report.column_names import Condition, resolve_column, short_name
-from hpcbench.report.comparison import (
-    BETTER,
-    COMPARISON_VERDICTS,
-    REGRESSIONS,
-    WORSE,
-    ConfigurationPair,
-    ReferenceBand,
-    change_ratio,
-)
 from hpcbench.report.configurations import aggregate_launches, filter_launches, ok_results, run_spec_of
 from hpcbench.report.hypothesis_tests import INCONCLUSIVE, SIGNIFICANCE_LEVEL, VERDICT_WORDS
 from hpcbench.report.phrases import pluralize
@@ -36,7 +28,7 @@ from hpcbench.report.table_model import View, format_value, text_column
 
 WITHIN_BAND, OUTSIDE_BAND, NO_MATCHING_RUN = "within", "outside", "nothing fits"
 BAND_VERDICTS = (OUTSIDE_BAND, NO_MATCHING_RUN, WITHIN_BAND)
-VERDICT_ORDER = (*BAND_VERDICTS[:2], *COMPARISON_VERDICTS, WITHIN_BAND)
+VERDICT_ORDER = (*BAND_VERDICTS[:2], *comparison.COMPARISON_VERDICTS, WITHIN_BAND)
 
 
 @dataclass(frozen=True)
@@ -68,17 +60,17 @@ class ComparisonRow:
     @property
     def is_regression(self) -> bool:
         """Whether a comparison with this row ends with an error."""
-        return self.verdict in REGRESSIONS or self.verdict in BAND_VERDICTS[:2]
+        return self.verdict in comparison.REGRESSIONS or self.verdict in BAND_VERDICTS[:2]
 
 
-def rows_from_pairs(pairs: Sequence[ConfigurationPair], column: str) -> list[ComparisonRow]:
+def rows_from_pairs(pairs: Sequence[comparison.ConfigurationPair], column: str) -> list[ComparisonRow]:
     """The rows of judged pairs."""
     return [
         ComparisonRow(
             column, pair.cluster, pair.config_id, pair.spec, pair.verdict, pair.reason,
             base=statistics.median(pair.base) if pair.base else None,
             new=statistics.median(pair.new) if pair.new else None,
-            ratio=change_ratio(pair),
+            ratio=comparison.change_ratio(pair),
             ratio_low=math.exp(pair.shift.low) if pair.shift else None,
             ratio_high=math.exp(pair.shift.high) if pair.shift else None,
             chance=pair.chance, launches_base=len(pair.base), launches_new=len(pair.new),
@@ -88,7 +80,7 @@ def rows_from_pairs(pairs: Sequence[ConfigurationPair], column: str) -> list[Com
 
 
 def rows_from_references(
-    frame: polars.DataFrame, references: Sequence[ReferenceBand], source: TomlSource
+    frame: polars.DataFrame, references: Sequence[comparison.ReferenceBand], source: TomlSource
 ) -> list[ComparisonRow]:
     """The rows of configurations in ``frame`` that bands refer to, by the median of their launches.
 
@@ -113,7 +105,7 @@ def rows_from_references(
     return rows
 
 
-def _row_from_reference(row: dict[str, Any], column: str, reference: ReferenceBand) -> ComparisonRow:
+def _row_from_reference(row: dict[str, Any], column: str, reference: comparison.ReferenceBand) -> ComparisonRow:
     ratio = row[column] / reference.si_value
     low, high = reference.low, reference.high
     below, above = low is not None and ratio < 1 + low, high is not None and ratio > 1 + high
@@ -140,7 +132,10 @@ def verdict_summary(rows: Sequence[ComparisonRow]) -> str:
 def verdict_word(verdict: str, rows: Sequence[ComparisonRow]) -> str:
     """The printed word for ``verdict``: ``slower`` and ``faster`` where only times and rates are compared."""
     is_timed = all(short_name(row.metric).endswith("_s") or row.metric.endswith(".median") for row in rows)
-    words: dict[str, str] = {**VERDICT_WORDS, **({WORSE: "slower", BETTER: "faster"} if is_timed else {})}
+    words: dict[str, str] = {
+        **VERDICT_WORDS,
+        **({comparison.WORSE: "slower", comparison.BETTER: "faster"} if is_timed else {}),
+    }
     return words.get(verdict, verdict)
 
 

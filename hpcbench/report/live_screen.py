@@ -175,9 +175,7 @@ _MIN_WIDTH = 20
 """Columns; a narrower terminal shows the beginnings of lines."""
 
 
-def live_screen_lines(
-    snapshots: Sequence[SweepSnapshot], width: int, *, ascii_only: bool = False, most_arrays: int = _MAX_ARRAYS
-) -> list[Text]:
+def live_screen_lines(snapshots: Sequence[SweepSnapshot], width: int, *, ascii_only: bool = False) -> list[Text]:
     """Return the lines of the screen at ``width`` columns; equal snapshots give equal lines.
 
     Sweeps without active runs are a line of counts and their failures. Times are rounded so that most lines stay the
@@ -186,7 +184,7 @@ def live_screen_lines(
     lines: list[Text] = []
     for snapshot in snapshots:
         lines += [Text()] if lines else []
-        lines += _sweep_lines(snapshot, width, ascii_only, most_arrays)
+        lines += _sweep_lines(snapshot, width, ascii_only)
     if any(map(_active_runs, snapshots)):
         names = {snapshot.sweep for snapshot in snapshots}
         command = f"hpcbench status {names.pop() if len(names) == 1 else ''}".strip()
@@ -197,17 +195,17 @@ def live_screen_lines(
     return lines
 
 
-def _sweep_lines(snapshot: SweepSnapshot, width: int, ascii_only: bool, most_arrays: int) -> Iterator[Text]:
+def _sweep_lines(snapshot: SweepSnapshot, width: int, ascii_only: bool) -> Iterator[Text]:
     counts = snapshot.counts
     title = f"{snapshot.sweep} on {snapshot.cluster}: {pluralize(sum(counts.values()), 'run')}"
     yield Text(printable_text(title), "bold")
     yield from _count_lines(counts, width)
     if _active_runs(snapshot):
         arrays = list(snapshot.arrays)
-        if len(arrays) > most_arrays:
+        if len(arrays) > _MAX_ARRAYS:
             arrays.sort(key=lambda array: not _active_runs(array))
-        yield from _array_lines(arrays[:most_arrays], width, ascii_only)
-        hidden = arrays[most_arrays:]
+        yield from _array_lines(arrays[:_MAX_ARRAYS], width, ascii_only)
+        hidden = arrays[_MAX_ARRAYS:]
         if hidden:
             runs = sum(sum(array.counts.values()) for array in hidden)
             yield Text(f"  and {len(hidden)} more arrays with {runs} runs", "dim")

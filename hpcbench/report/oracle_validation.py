@@ -14,20 +14,11 @@ from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import HpcbenchError
 from hpcbench.forecast.forecast import Forecast
+from hpcbench.oracle import scoring
 from hpcbench.oracle.baselines import BASELINES, BaselineEstimate, BaselineRequest, MeasuredRun
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.prediction import NotPredicted, Prediction
-from hpcbench.oracle.scoring import (
-    COUNTED_FAILURES,
-    SCORED_PARTS,
-    MeasuredConfiguration,
-    PredictorResult,
-    PredictorScore,
-    ValidationCase,
-    launch_noise,
-    score_predictor,
-)
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.report.configurations import STEP_TIME, run_spec_of
 from hpcbench.results.results_tree import ResultsTree
@@ -37,7 +28,7 @@ ORACLE_NAME = "hpcbench"
 """The oracle's name among the predictors."""
 VALIDATION_COLUMNS = (
     "cluster", "run_id", "config_id", "environment_digest", "status", STEP_TIME,
-    *(f"metrics.{part}" for part in SCORED_PARTS),
+    *(f"metrics.{part}" for part in scoring.SCORED_PARTS),
     *(f"spec.{name}" for name in RunSpec.__struct_fields__),
 )  # fmt: skip
 _IMPLAUSIBLE = 1e18
@@ -89,7 +80,7 @@ class ClusterForecasts:
         return [machine for forecast in forecasts for machine in forecast.machines()]
 
 
-def measured_configurations(frame: pl.DataFrame) -> list[MeasuredConfiguration]:
+def measured_configurations(frame: pl.DataFrame) -> list[scoring.MeasuredConfiguration]:
     """Return the launches of each configuration on one cluster in one environment, in their first order.
 
     ``frame`` has ``VALIDATION_COLUMNS``. A configuration with any launch that is ok is ``ok``.
@@ -108,38 +99,38 @@ def measured_configurations(frame: pl.DataFrame) -> list[MeasuredConfiguration]:
     ]
 
 
-def _measured_configuration(rows: Sequence[dict[str, Any]]) -> MeasuredConfiguration:
+def _measured_configuration(rows: Sequence[dict[str, Any]]) -> scoring.MeasuredConfiguration:
     first = rows[0]
     figures: dict[str, float] = {}
     noise: dict[str, float] = {}
-    for part in SCORED_PARTS:
+    for part in scoring.SCORED_PARTS:
         values = [value for row in rows if (value := row[f"metrics.{part}"]) is not None and 0 <= value < _IMPLAUSIBLE]
         if values:
             figures[part] = max(values) if part == _PEAK_MEMORY else median(values)
-        if (spread := launch_noise(values)) is not None:
+        if (spread := scoring.launch_noise(values)) is not None:
             noise[part] = spread
     times = [row[STEP_TIME] for row in rows if row["status"] == STATUS_OK and row[STEP_TIME]]
-    return MeasuredConfiguration(
+    return scoring.MeasuredConfiguration(
         cluster=first["cluster"], config_id=first["config_id"], spec=run_spec_of(first), status=first["status"],
         run_ids=[row["run_id"] for row in rows], launches_s=[time for time in times if 0 < time < _IMPLAUSIBLE],
         figures=figures, figures_noise=noise,
     )  # fmt: skip
 
 
-CasePredictor = Callable[[MeasuredConfiguration], PredictorResult]
+CasePredictor = Callable[[scoring.MeasuredConfiguration], scoring.PredictorResult]
 BaselineEstimator = Callable[[BaselineRequest], BaselineEstimate]
 
 
 def oracle_predictor(forecasts: ClusterForecasts) -> CasePredictor:
     """Return the oracle as a predictor."""
 
-    def predict(measured: MeasuredConfiguration) -> PredictorResult:
+    def predict(measured: scoring.MeasuredConfiguration) -> scoring.PredictorResult:
         prediction = forecasts.predict(measured.cluster, measured.spec)
         if isinstance(prediction, NotPredicted):
-            return PredictorResult(reason=prediction.reason)
-        return PredictorResult(
+            return scoring.PredictorResult(reason=prediction.reason)
+        return scoring.PredictorResult(
             step_time_s=prediction.step_time_s,
-            figures={part: float(getattr(prediction, part)) for part in SCORED_PARTS},
+            figures={part: float(getattr(prediction, part)) for part in scoring.SCORED_PARTS},
             fits=prediction.fits, low_s=prediction.interval.low, high_s=prediction.interval.high,
         )  # fmt: skip
 
@@ -147,7 +138,7 @@ def oracle_predictor(forecasts: ClusterForecasts) -> CasePredictor:
 
 
 def baseline_predictor(
-    forecasts: ClusterForecasts, baseline: BaselineEstimator, measured: Sequence[MeasuredConfiguration]
+    forecasts: ClusterForecasts, baseline: BaselineEstimator, measured: Sequence[scoring.MeasuredConfiguration]
 ) -> CasePredictor:
     """Return one of ``BASELINES`` as a predictor that may use all of ``measured`` on fewer devices."""
     runs: dict[str, list[MeasuredRun]] = {}
@@ -155,35 +146,37 @@ def baseline_predictor(
         if other.step_time_s is not None:
             runs.setdefault(other.cluster, []).append(MeasuredRun(other.spec, other.step_time_s))
 
-    def predict(measured: MeasuredConfiguration) -> PredictorResult:
+    def predict(measured: scoring.MeasuredConfiguration) -> scoring.PredictorResult:
         forecast = forecasts.forecast(measured.cluster)
         if isinstance(forecast, NotPredicted):
-            return PredictorResult(reason=forecast.reason)
+            return scoring.PredictorResult(reason=forecast.reason)
         table = forecast.table(measured.spec)
         if isinstance(table, NotPredicted):
-            return PredictorResult(reason=table.reason)
+            return scoring.PredictorResult(reason=table.reason)
         machine = forecast.machine(measured.spec)
         try:
             estimate = baseline(BaselineRequest(measured.spec, table, machine, runs.get(measured.cluster, [])))
         except (ArithmeticError, AssertionError, HpcbenchError, LookupError, ValueError) as error:
-            return PredictorResult(reason=f"{type(error).__name__}: {error}")
+            return scoring.PredictorResult(reason=f"{type(error).__name__}: {error}")
         figures = {
             "compute_s": estimate.compute_s, "comm_s": estimate.comm_s, "peak_memory_bytes": estimate.memory_bytes,
         }  # fmt: skip
         known = {name: value for name, value in figures.items() if value is not None}
-        return PredictorResult(step_time_s=estimate.step_time_s, figures=known, reason=estimate.reason)
+        return scoring.PredictorResult(step_time_s=estimate.step_time_s, figures=known, reason=estimate.reason)
 
     return predict
 
 
-def validation_cases(frame: pl.DataFrame, forecasts: ClusterForecasts) -> tuple[list[ValidationCase], list[str]]:
+def validation_cases(
+    frame: pl.DataFrame, forecasts: ClusterForecasts
+) -> tuple[list[scoring.ValidationCase], list[str]]:
     """Return the configurations to score with the results of all predictors, and notes on those left out."""
     measured = measured_configurations(frame)
     # A probe measures, it does not train.
     priced = {name for name, strategy in STRATEGIES.items() if strategy.cost is not None}
-    steps: dict[str, Callable[[MeasuredConfiguration], Any]] = {
+    steps: dict[str, Callable[[scoring.MeasuredConfiguration], Any]] = {
         "that were skipped, cancelled, preempted or unsupported":
-            lambda case: (case.status == STATUS_OK and case.launches_s) or case.status in COUNTED_FAILURES,
+            lambda case: (case.status == STATUS_OK and case.launches_s) or case.status in scoring.COUNTED_FAILURES,
         "of strategies that the oracle has no formulas for": lambda case: case.spec.strategy in priced,
         "that were rehearsed, which is no measurement of this cluster": lambda case: not case.spec.rehearse,
         "that the cluster's calibration was fitted to":
@@ -199,11 +192,13 @@ def validation_cases(frame: pl.DataFrame, forecasts: ClusterForecasts) -> tuple[
     *_, usable, scored = stages
     predictors = {ORACLE_NAME: oracle_predictor(forecasts)}
     predictors |= {name: baseline_predictor(forecasts, baseline, usable) for name, baseline in BASELINES.items()}
-    cases = [ValidationCase(case, {name: predict(case) for name, predict in predictors.items()}) for case in scored]
+    cases = [
+        scoring.ValidationCase(case, {name: predict(case) for name, predict in predictors.items()}) for case in scored
+    ]
     return cases, notes
 
 
-def case_json(case: ValidationCase) -> dict[str, Any]:
+def case_json(case: scoring.ValidationCase) -> dict[str, Any]:
     """Return the figures of a configuration and of all predictors."""
     interval = case.measured.interval()
     return {
@@ -218,8 +213,8 @@ def case_json(case: ValidationCase) -> dict[str, Any]:
 class ValidationResult(NamedTuple):
     """The cases, the scores of every predictor (the oracle's first), and the machines of the predictions."""
 
-    cases: list[ValidationCase]
-    scores: list[PredictorScore]
+    cases: list[scoring.ValidationCase]
+    scores: list[scoring.PredictorScore]
     machines: list[Machine]
     notes: list[str]
 
@@ -234,7 +229,7 @@ def score_predictors(frame: pl.DataFrame, results: ResultsTree) -> ValidationRes
     forecasts = ClusterForecasts(results)
     cases, notes = validation_cases(frame, forecasts)
     names = cases[0].said if cases else []
-    scores = [score_predictor(cases, name, None if name == ORACLE_NAME else ORACLE_NAME) for name in names]
+    scores = [scoring.score_predictor(cases, name, None if name == ORACLE_NAME else ORACLE_NAME) for name in names]
     reasons = {case.said[ORACLE_NAME].reason for case in cases} - {""}
     notes += [f"not predicted: {reason}" for reason in sorted(reasons)]
     return ValidationResult(cases, scores, forecasts.machines(), notes)

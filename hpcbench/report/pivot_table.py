@@ -11,29 +11,7 @@ import polars as pl
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import printable_text
-from hpcbench.report.column_names import (
-    COMPUTED_COLUMNS,
-    DERIVED_COLUMNS,
-    PREDICTED_COLUMNS,
-    Condition,
-    resolve_column,
-    short_name,
-    source_columns,
-    split_option_column,
-    with_derived_columns,
-    with_option_column,
-)
-from hpcbench.report.configurations import (
-    STEP_TIME,
-    THROUGHPUT,
-    Scaling,
-    aggregate_launches,
-    decode_warnings,
-    filter_launches,
-    ok_results,
-    required_columns,
-    with_speedups,
-)
+from hpcbench.report import column_names, configurations
 from hpcbench.report.phrases import pluralize
 from hpcbench.report.table_model import Column, View, WarningFootnotes, column_heading, format_spread, format_value
 from hpcbench.results.frame import column_types
@@ -47,9 +25,9 @@ class TableRequest:
     by: tuple[str, ...] = ()
     pivot: str | None = None
     metrics: tuple[str, ...] = ()
-    where: Condition | None = None
-    baseline: Condition | None = None
-    scaling: Scaling | None = None
+    where: column_names.Condition | None = None
+    baseline: column_names.Condition | None = None
+    scaling: configurations.Scaling | None = None
     best: bool = False
     sort: str | None = None
     """A key or metric; with ``-`` the largest first."""
@@ -66,21 +44,21 @@ class TableRequest:
     @property
     def speedups(self) -> bool:
         """Whether it contains a figure relative to the baseline."""
-        return any(name in COMPUTED_COLUMNS for name in self.metrics)
+        return any(name in column_names.COMPUTED_COLUMNS for name in self.metrics)
 
     @property
     def predictions(self) -> bool:
         """Whether it contains a figure of the oracle."""
-        return any(name in PREDICTED_COLUMNS for name in self.metrics)
+        return any(name in column_names.PREDICTED_COLUMNS for name in self.metrics)
 
     def columns(self) -> list[str]:
         """Return the columns of a results frame that the table needs."""
-        columns = source_columns([*self.keys, *self.metrics])
+        columns = column_names.source_columns([*self.keys, *self.metrics])
         columns += [column for condition in (self.where, self.baseline) if condition for column in condition.columns]
-        columns += [THROUGHPUT] if self.best else []
+        columns += [configurations.THROUGHPUT] if self.best else []
         if self.predictions:
-            columns += [STEP_TIME, *(f"spec.{name}" for name in RunSpec.__struct_fields__)]
-        return required_columns([*columns, "warnings"], speedups=self.speedups)
+            columns += [configurations.STEP_TIME, *(f"spec.{name}" for name in RunSpec.__struct_fields__)]
+        return configurations.required_columns([*columns, "warnings"], speedups=self.speedups)
 
 
 def with_defaults(request: TableRequest) -> TableRequest:
@@ -88,13 +66,15 @@ def with_defaults(request: TableRequest) -> TableRequest:
     if request.scaling and not request.pivot:
         request = replace(request, pivot="devices")
     if request.scaling and not request.metrics:
-        request = replace(request, metrics=(THROUGHPUT, "speedup", "efficiency"))
+        request = replace(request, metrics=(configurations.THROUGHPUT, "speedup", "efficiency"))
     if not request.metrics:
-        request = replace(request, metrics=("metrics.step_time_s.median", THROUGHPUT))
+        request = replace(request, metrics=("metrics.step_time_s.median", configurations.THROUGHPUT))
     if not request.by:
         request = replace(request, by=("devices",) if request.pivot == "spec.strategy" else ("spec.strategy",))
     if request.pivot in request.by:
-        raise ConfigError(f"--by and --pivot name the same: {short_name(request.pivot)}", hint="keep one of them")
+        raise ConfigError(
+            f"--by and --pivot name the same: {column_names.short_name(request.pivot)}", hint="keep one of them"
+        )
     return request
 
 
@@ -126,16 +106,21 @@ def parse_table_request(**options: Any) -> TableRequest:
     if layout and layout not in TABLE_LAYOUTS:
         raise ConfigError(f"no layout {layout!r}", hint=did_you_mean(layout, TABLE_LAYOUTS))
     for name in {"by", "metrics"} & given.keys():
-        given[name] = tuple(resolve_column(column.strip()) for column in given[name].split(","))
+        given[name] = tuple(column_names.resolve_column(column.strip()) for column in given[name].split(","))
     for name in {"where", "baseline"} & given.keys():
-        given[name] = Condition(given[name], f"--{name}")
+        given[name] = column_names.Condition(given[name], f"--{name}")
     if "pivot" in given:
-        given["pivot"] = resolve_column(given["pivot"])
+        given["pivot"] = column_names.resolve_column(given["pivot"])
     for name in given.get("metrics", ()):
-        is_derived = name in {*COMPUTED_COLUMNS, *DERIVED_COLUMNS, *PREDICTED_COLUMNS}
+        is_derived = name in {
+            *column_names.COMPUTED_COLUMNS,
+            *column_names.DERIVED_COLUMNS,
+            *column_names.PREDICTED_COLUMNS,
+        }
         if not is_derived and column_types().get(name) not in ("Float64", "Int64"):
             raise ConfigError(
-                f"--metric {short_name(name)}: not a figure", hint=f"choices: {', '.join(metric_choices())}"
+                f"--metric {column_names.short_name(name)}: not a figure",
+                hint=f"choices: {', '.join(metric_choices())}",
             )
     request = replace(TABLE_LAYOUTS[layout] if layout else TableRequest(), **given)
     return with_defaults(request) if request.is_grouped else request
@@ -143,8 +128,8 @@ def parse_table_request(**options: Any) -> TableRequest:
 
 def metric_choices() -> list[str]:
     """Return the short names of columns that cells of a table can hold."""
-    metrics = [short_name(name) for name in column_types() if name.startswith("metrics.")]
-    return [*COMPUTED_COLUMNS, *PREDICTED_COLUMNS, *metrics]
+    metrics = [column_names.short_name(name) for name in column_types() if name.startswith("metrics.")]
+    return [*column_names.COMPUTED_COLUMNS, *column_names.PREDICTED_COLUMNS, *metrics]
 
 
 MAX_PIVOT_COLUMNS = 60
@@ -175,9 +160,9 @@ def pivot_view(
     Raises:
         ConfigError: a pivot has too many values to be columns, or ``request.sort`` is no column.
     """
-    frame = filter_launches(frame, request.where)
+    frame = configurations.filter_launches(frame, request.where)
     rows = [*_aggregate_cells(frame, request, add_predictions).iter_rows(named=True)]
-    cells = [_Cell(row, decode_warnings(row.get("warnings", []))) for row in rows]
+    cells = [_Cell(row, configurations.decode_warnings(row.get("warnings", []))) for row in rows]
     failed = _failed_statuses(frame, request.keys)
     footnotes = WarningFootnotes(cells, "cell")
     view = (_pivoted_view if request.pivot else _flat_view)(cells, request, failed, footnotes)
@@ -199,15 +184,15 @@ def _aggregate_cells(
 ) -> pl.DataFrame:
     """One row for each measured combination of keys."""
     keys, metrics = request.keys, request.metrics
-    rows = ok_results(aggregate_launches(frame))
+    rows = configurations.ok_results(configurations.aggregate_launches(frame))
     if request.predictions:
         assert add_predictions is not None, "a request for predictions without add_predictions"
         rows = add_predictions(rows)
     if request.speedups:
-        rows = with_speedups(rows, request.baseline, request.scaling or "weak")
+        rows = configurations.with_speedups(rows, request.baseline, request.scaling or "weak")
     rows = _with_key_columns(rows, keys)
     if request.best:
-        rank = "speedup" if request.speedups else THROUGHPUT
+        rank = "speedup" if request.speedups else configurations.THROUGHPUT
         rows = rows.filter(pl.col(rank).eq_missing(pl.col(rank).max().over(keys))).unique(keys, maintain_order=True)
     bounds = [f"{name}:{side}" for name in metrics for side in ("low", "high")]
     warned = [pl.col("warnings").explode().drop_nulls().unique(maintain_order=True)] if "warnings" in rows else []
@@ -223,10 +208,10 @@ def _aggregate_cells(
 
 def _with_key_columns(rows: pl.DataFrame, keys: list[str]) -> pl.DataFrame:
     """``rows`` with those of ``keys`` that are products of parameters or options; lists among these as text."""
-    rows = with_derived_columns(rows)
+    rows = column_names.with_derived_columns(rows)
     for key in keys:
-        if split_option_column(key) is not None:
-            rows = with_option_column(rows, key)
+        if column_names.split_option_column(key) is not None:
+            rows = column_names.with_option_column(rows, key)
             if rows.schema[key].is_nested():
                 texts = [None if value is None else str(value) for value in rows[key].to_list()]
                 rows = rows.with_columns(pl.Series(key, texts))
@@ -281,7 +266,7 @@ def _pivoted_view(
 ) -> View:
     """One row per key and metric, one column per value of the pivot; ``-`` and the status where all runs failed."""
     assert request.pivot is not None
-    pivot = short_name(request.pivot)
+    pivot = column_names.short_name(request.pivot)
     by_key = {tuple(cell.row[name] for name in request.keys): cell for cell in cells}
     values = [value for (value,) in _sorted_keys([key[-1:] for key in (*by_key, *failed)])]
     if len(values) > MAX_PIVOT_COLUMNS:
@@ -304,7 +289,7 @@ def _pivoted_view(
         marks = [f" {footnotes.marks(cell)}".rstrip() if cell else "" for cell in across]
         for metric in request.metrics:
             figures = [cell.row[metric] if cell else None for cell in across]
-            if metric in COMPUTED_COLUMNS and not any(figure is not None for figure in figures):
+            if metric in column_names.COMPUTED_COLUMNS and not any(figure is not None for figure in figures):
                 continue
             texts = [
                 _cell_text(metric, cell.row) + mark if cell else f"- {status}" if status else ""
@@ -338,13 +323,13 @@ def _pivot_notes(rows: list[dict[str, Any]], request: TableRequest) -> list[str]
         notes.append("[min max] over repeats; with one launch, 95 % confidence interval of its median")
     if request.predictions:
         notes.append("predicted: by the oracle, see predict; error: (predicted - measured) / measured step time")
-        if any(row[name] is None for name in request.metrics if name in PREDICTED_COLUMNS for row in rows):
+        if any(row[name] is None for name in request.metrics if name in column_names.PREDICTED_COLUMNS for row in rows):
             notes.append("without a prediction: see validate for the reason")
     if request.speedups:
         batch = "the same global batch" if request.scaling == "strong" else "the same batch per replica"
         base = f"the row with {request.baseline.expression.text}" if request.baseline else "one device"
         notes.append(f"speed-up: samples/s over that of {base} with {batch}; eff.: speed-up per device")
-        if any(row[name] is None for name in request.metrics if name in COMPUTED_COLUMNS for row in rows):
+        if any(row[name] is None for name in request.metrics if name in column_names.COMPUTED_COLUMNS for row in rows):
             notes.append("without a speed-up: no such baseline was measured; choose another with --baseline")
     return notes
 
@@ -354,9 +339,9 @@ def _sorted_view(view: View, by: str | None) -> View:
         return view
     name = by.removeprefix("-")
     names = [column.name for column in view.columns]
-    column = name if name in names else resolve_column(name)
+    column = name if name in names else column_names.resolve_column(name)
     if column not in names:
-        hint = did_you_mean(name, [short_name(choice) for choice in names])
+        hint = did_you_mean(name, [column_names.short_name(choice) for choice in names])
         raise ConfigError(f"--sort {name}: no column of this table", hint=hint)
     number = names.index(column)
     present = [row for row in range(len(view.raw)) if view.raw[row][number] is not None]

@@ -91,11 +91,11 @@ def write_bundle(
     left_out: dict[str, str] = {}
     files = [by_name[name] for name in sorted(by_name) if _is_readable(by_name[name], left_out)]
     anonymizer = _build_anonymizer(tree, files) if anonymous else None
+    bundled = [BundledSweep(sweep=record.sweep, cluster=name, run_ids=record.run_ids) for name, record in sweeps]
     header = BundleHeader(
-        format_version=BUNDLE_FORMAT_VERSION, hpcbench=hpcbench.__version__, schema_version=SCHEMA_VERSION,
-        python=platform.python_version(), anonymous=anonymous, logs=logs,
-        sweeps=[BundledSweep(sweep=record.sweep, cluster=name, run_ids=record.run_ids) for name, record in sweeps],
-        left_out=left_out,
+        format_version=BUNDLE_FORMAT_VERSION, hpcbench=hpcbench.__version__,
+        schema_version=SCHEMA_VERSION, python=platform.python_version(), anonymous=anonymous, logs=logs,
+        sweeps=bundled, left_out=left_out,
     )  # fmt: skip
     if anonymizer is not None:
         header = msgspec.convert(anonymizer.document(msgspec.to_builtins(header)), BundleHeader)

@@ -10,17 +10,7 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.run_spec import strategy_label
-from hpcbench.oracle.scoring import (
-    GOOD_ACCURACY,
-    MIN_STEP_FRACTION,
-    AccuracySummary,
-    PredictedBest,
-    PredictorResult,
-    PredictorScore,
-    ValidationCase,
-    accuracy,
-    predicted_bests,
-)
+from hpcbench.oracle import scoring
 from hpcbench.report.oracle_validation import ORACLE_NAME, case_json
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import view_json
@@ -40,7 +30,7 @@ def _percent_column(name: str, heading: str, missing: str = "", *, optional: boo
     return Column(name, heading, value, lambda row: _format_percent(value(row), missing), optional=optional)
 
 
-def _accuracy_cell(summary: AccuracySummary) -> str:
+def _accuracy_cell(summary: scoring.AccuracySummary) -> str:
     if summary.count <= 1:
         return _format_percent(summary.mean)
     return f"{_format_percent(summary.mean)} [{_format_percent(summary.low)} {_format_percent(summary.high)}]"
@@ -50,14 +40,14 @@ _SUMMARY_COLUMNS = (
     Column("count", "n", attrgetter("count")),
     Column("mean", "accuracy [95 %]", attrgetter("mean"), _accuracy_cell),
     _percent_column("median", "median"), _percent_column("least", "min", optional=True),
-    Column("good", f">={GOOD_ACCURACY:.0%}", attrgetter("good"), lambda summary: f"{summary.good:.0%}"),
+    Column("good", f">={scoring.GOOD_ACCURACY:.0%}", attrgetter("good"), lambda summary: f"{summary.good:.0%}"),
     Column("signed", "signed", attrgetter("signed"),
            lambda summary: "" if summary.signed is None else f"{summary.signed * 100:+.1f}"),
     _percent_column("noise", "noise", "?"),
 )  # fmt: skip
 
 
-def accuracy_by_strategy_view(score: PredictorScore) -> View:
+def accuracy_by_strategy_view(score: scoring.PredictorScore) -> View:
     """Accuracy of the step time: one row per strategy and one for all."""
     notes = [
         "accuracy: 1 - |predicted - measured| / measured, in percent, not clipped; signed: mean of (predicted - "
@@ -72,14 +62,14 @@ def accuracy_by_strategy_view(score: PredictorScore) -> View:
     return _summary_view("step time, by strategy", "strategy", {**score.strategies, "all": score.total}, notes)
 
 
-def accuracy_by_part_view(score: PredictorScore) -> View:
+def accuracy_by_part_view(score: scoring.PredictorScore) -> View:
     """Accuracy of computation, communication and memory: errors of opposite sign cancel in the step time."""
     rows = {_PART_HEADINGS[name]: summary for name, summary in score.parts.items()}
-    note = f"configurations where the part was measured; times of at least {MIN_STEP_FRACTION:.0%} of the step"
+    note = f"configurations where the part was measured; times of at least {scoring.MIN_STEP_FRACTION:.0%} of the step"
     return _summary_view("parts of the step, each on its own", "part", rows, [note])
 
 
-def _summary_view(title: str, key: str, rows: Mapping[str, AccuracySummary | None], notes: list[str]) -> View:
+def _summary_view(title: str, key: str, rows: Mapping[str, scoring.AccuracySummary | None], notes: list[str]) -> View:
     columns = [text_column(key, itemgetter(0), is_key=True)]
     columns += [_column_of_part(column, itemgetter(1)) for column in _SUMMARY_COLUMNS]
     return View.from_rows(title, columns, [row for row in rows.items() if row[1] is not None], notes)
@@ -97,7 +87,7 @@ def _column_of_part(column: Column, part: Callable[[Any], Any]) -> Column:
     return replace(column, value=value, text=text)
 
 
-def predictor_comparison_view(scores: Sequence[PredictorScore]) -> View:
+def predictor_comparison_view(scores: Sequence[scoring.PredictorScore]) -> View:
     """The oracle and the baselines side by side."""
     _, mean, median, minimum, good, signed, _ = (
         _column_of_part(column, attrgetter("total")) for column in _SUMMARY_COLUMNS
@@ -138,7 +128,7 @@ def _format_share(value: float | None) -> str:
 
 
 def chosen_strategies_view(
-    cases: Sequence[ValidationCase], predictors: Sequence[str] = (ORACLE_NAME, "paradl", "ddlbench")
+    cases: Sequence[scoring.ValidationCase], predictors: Sequence[str] = (ORACLE_NAME, "paradl", "ddlbench")
 ) -> View:
     """The choice of each predictor per model, data set and devices, beside the measured best."""
 
@@ -157,12 +147,12 @@ def chosen_strategies_view(
         text_column("best", lambda group: strategy_label(group[0].best.measured.spec), heading="measured best"),
         *map(choice, range(len(predictors))),
     ]
-    groups = zip(*(predicted_bests(cases, name) for name in predictors), strict=True)
+    groups = zip(*(scoring.predicted_bests(cases, name) for name in predictors), strict=True)
     notes = ["+: time per sample above that of the measured best; ?: did not run"]
     return View.from_rows("chosen strategies", columns, groups, notes)
 
 
-def _choice_texts(group: PredictedBest) -> tuple[str, str]:
+def _choice_texts(group: scoring.PredictedBest) -> tuple[str, str]:
     """The chosen strategy and its excess time."""
     if group.chosen is None:
         return "", ""
@@ -170,15 +160,15 @@ def _choice_texts(group: PredictedBest) -> tuple[str, str]:
     return strategy_label(group.chosen.measured.spec), excess
 
 
-def configuration_cases_view(cases: Sequence[ValidationCase]) -> View:
+def configuration_cases_view(cases: Sequence[scoring.ValidationCase]) -> View:
     """Every configuration, measured and predicted; other predictors where there is room."""
 
-    def predicted_s(name: str) -> Callable[[ValidationCase], float | None]:
-        return lambda case: case.said.get(name, PredictorResult()).step_time_s
+    def predicted_s(name: str) -> Callable[[scoring.ValidationCase], float | None]:
+        return lambda case: case.said.get(name, scoring.PredictorResult()).step_time_s
 
-    def case_accuracy(case: ValidationCase) -> float | None:
+    def case_accuracy(case: scoring.ValidationCase) -> float | None:
         predicted, measured = predicted_s(ORACLE_NAME)(case), case.measured.step_time_s
-        return accuracy(predicted, measured) if predicted and measured else None
+        return scoring.accuracy(predicted, measured) if predicted and measured else None
 
     names = [name for name in cases[0].said if name != ORACLE_NAME] if cases else []
     columns = [
@@ -197,7 +187,7 @@ def configuration_cases_view(cases: Sequence[ValidationCase]) -> View:
 
 
 def validation_json(
-    cases: Sequence[ValidationCase], scores: Sequence[PredictorScore], notes: Sequence[str]
+    cases: Sequence[scoring.ValidationCase], scores: Sequence[scoring.PredictorScore], notes: Sequence[str]
 ) -> dict[str, Any]:
     """Return ``{"choices", "scores", "cases", "notes"}``: all figures behind the tables."""
     return {

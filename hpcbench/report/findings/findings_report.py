@@ -17,6 +17,7 @@ from rich.text import Text
 
 from hpcbench.fileio import printable_excerpt, printable_text
 from hpcbench.report.column_names import Condition
+from hpcbench.report.findings import problem_findings, throughput_findings
 from hpcbench.report.findings.finding import (
     FINDING_KINDS,
     OBSERVED,
@@ -25,19 +26,6 @@ from hpcbench.report.findings.finding import (
     SubjectNames,
     configurations_of,
     group_by_workload,
-)
-from hpcbench.report.findings.problem_findings import (
-    UnfinishedSweep,
-    data_quality_findings,
-    failure_findings,
-    memory_findings,
-    unfinished_findings,
-)
-from hpcbench.report.findings.throughput_findings import (
-    EFFICIENCY_BOUND,
-    crossover_findings,
-    efficiency_findings,
-    fastest_findings,
 )
 from hpcbench.report.hypothesis_tests import EQUIVALENT, INCONCLUSIVE, SIGNIFICANT
 from hpcbench.report.phrases import pluralize
@@ -66,8 +54,8 @@ class Findings:
 def derive_findings(
     frame: pl.DataFrame,
     where: Condition | None = None,
-    bound: float = EFFICIENCY_BOUND,
-    sweeps: Sequence[UnfinishedSweep] = (),
+    bound: float = throughput_findings.EFFICIENCY_BOUND,
+    sweeps: Sequence[problem_findings.UnfinishedSweep] = (),
 ) -> Findings:
     """Return the findings of a results frame.
 
@@ -81,10 +69,12 @@ def derive_findings(
     table = group_by_workload(rows)
     subjects = SubjectNames(table)
     findings = [
-        *fastest_findings(table, subjects), *crossover_findings(table, subjects),
-        *efficiency_findings(table, subjects, bound),
-        *memory_findings(table, subjects), *failure_findings(rows, broken), *unfinished_findings(sweeps),
-        *data_quality_findings(rows),
+        *throughput_findings.fastest_findings(table, subjects),
+        *throughput_findings.crossover_findings(table, subjects),
+        *throughput_findings.efficiency_findings(table, subjects, bound),
+        *problem_findings.memory_findings(table, subjects),
+        *problem_findings.failure_findings(rows, broken),
+        *problem_findings.unfinished_findings(sweeps), *problem_findings.data_quality_findings(rows),
     ]  # fmt: skip
     statuses = Counter(status for row in [*rows, *broken] for status in [row.status] * len(row.run_ids))
     times = sorted(frame["file.mtime_ns"].drop_nulls().to_list())

@@ -10,15 +10,8 @@ from typing import NamedTuple
 import polars as pl
 
 from hpcbench.report.configurations import HIGH, LOW, STEP_TIME, THROUGHPUT
+from hpcbench.report.plots import plot_model
 from hpcbench.report.plots.line_chart import CROSSOVER, IDEAL, MEASURED, PREDICTED, LineChart, line_rows
-from hpcbench.report.plots.plot_model import (
-    NothingToDraw,
-    Plot,
-    PlotRequest,
-    legend_title,
-    lines_alt_text,
-    whisker_notes,
-)
 from hpcbench.report.plots.point_data import PlotPoints, plot_points, printable_name, with_printable_names
 from hpcbench.report.plots.theme import PlotAxis, count_axis, make_axis
 from hpcbench.units import format_seconds
@@ -67,23 +60,23 @@ def _log_height(line: LinePoints, x: float) -> float:
     return math.log(line[0][1] if x <= line[0][0] else line[-1][1])
 
 
-def throughput_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
+def throughput_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_model.Plot:
     """Samples/s of all ranks, the median of launches; the ideal is a baseline's rate times its devices' number."""
     points = plot_points(frame, request.by)
     rows = _measured_rows(points.frame, THROUGHPUT)
     ideal = _ideal_throughput(points.frame)
     y = make_axis("{}samples/s", "/s", rows["y"], log=bool(count_axis("devices", rows["x"]).log))
-    alt = lines_alt_text(rows, "throughput", lambda value: f"{value:.4g} samples/s", most=True)
+    alt = plot_model.lines_alt_text(rows, "throughput", lambda value: f"{value:.4g} samples/s", most=True)
     notes = ["ideal: as many times one device's rate as there are devices"] if len(ideal) else []
-    return _plot_over_devices(rows, ideal, y, alt, points, request, [*whisker_notes(rows), *notes])
+    return _plot_over_devices(rows, ideal, y, alt, points, request, [*plot_model.whisker_notes(rows), *notes])
 
 
 def _plot_over_devices(
-    rows: pl.DataFrame, ideal: pl.DataFrame, y: PlotAxis, alt: str, points: PlotPoints, request: PlotRequest,
+    rows: pl.DataFrame, ideal: pl.DataFrame, y: PlotAxis, alt: str, points: PlotPoints, request: plot_model.PlotRequest,
     notes: list[str],
-) -> Plot:  # fmt: skip
-    chart = LineChart(count_axis("devices", rows["x"]), y, legend=legend_title(request.by))
-    return Plot("", "", points.shared, alt, chart, pl.concat([rows, ideal]), [*notes, *points.notes])
+) -> plot_model.Plot:  # fmt: skip
+    chart = LineChart(count_axis("devices", rows["x"]), y, legend=plot_model.legend_title(request.by))
+    return plot_model.Plot("", "", points.shared, alt, chart, pl.concat([rows, ideal]), [*notes, *points.notes])
 
 
 def _ideal_throughput(rows: pl.DataFrame) -> pl.DataFrame:
@@ -102,15 +95,15 @@ def _ends_of_panels(rows: pl.DataFrame, *values: pl.Expr) -> pl.DataFrame:
     return rows.group_by("panel", maintain_order=True).agg(*values, ends).explode("x").unique(maintain_order=True)
 
 
-def efficiency_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
+def efficiency_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_model.Plot:
     """The speed-up over one device with the same workload, per device, as tables compute it; 100 % is the ideal."""
     points = plot_points(frame, request.by, "efficiency")
     per_speedup = pl.col("efficiency") / pl.col("speedup")
     bounds = {f"efficiency:{side}": pl.col(f"speedup:{side}") * per_speedup for side in (LOW, HIGH)}
     rows = _measured_rows(points.frame.with_columns(**bounds), "efficiency")
     ideal = line_rows(_ends_of_panels(rows).with_columns(y=pl.lit(1.0)), IDEAL)
-    alt = lines_alt_text(rows, "efficiency", lambda value: f"{value:.0%}", most=True)
-    notes = whisker_notes(rows, "the baseline's own is in them")
+    alt = plot_model.lines_alt_text(rows, "efficiency", lambda value: f"{value:.0%}", most=True)
+    notes = plot_model.whisker_notes(rows, "the baseline's own is in them")
     notes.append("ideal: the baseline's rate from each of its devices")
     return _plot_over_devices(rows, ideal, make_axis("efficiency", "%", rows["y"]), alt, points, request, notes)
 
@@ -118,28 +111,28 @@ def efficiency_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
 _ENERGY_PER_SAMPLE = "metrics.energy_per_sample_j"
 
 
-def energy_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
+def energy_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_model.Plot:
     """The devices' energy over the timed steps, over the samples in them: mean step time x steps x samples/s."""
     samples = pl.col("metrics.step_time_s.mean") * pl.col("spec.steps") * pl.col(THROUGHPUT)
     # Of every launch by itself: a slow one may well have drawn less power.
     frame = frame.with_columns((pl.col("metrics.energy_j") / samples).alias(_ENERGY_PER_SAMPLE))
     try:
         points = plot_points(frame, request.by, _ENERGY_PER_SAMPLE)
-    except NothingToDraw as empty:
-        raise NothingToDraw(str(empty).replace("energy_per_sample_j", "energy"), empty.notes) from None
+    except plot_model.NothingToDraw as empty:
+        raise plot_model.NothingToDraw(str(empty).replace("energy_per_sample_j", "energy"), empty.notes) from None
     rows = _measured_rows(points.frame, _ENERGY_PER_SAMPLE)
     sources = map(printable_name, points.frame["metrics.energy_source"].drop_nulls().unique().sort())
     source_text = "; ".join(sources)
     y = make_axis("energy per sample", "J", rows["y"])
-    alt = lines_alt_text(rows, "energy per sample", lambda value: f"{y.shown(value)} {y.unit}", most=False)
-    notes = [*whisker_notes(rows), *([f"read from: {source_text}"] if source_text else [])]
+    alt = plot_model.lines_alt_text(rows, "energy per sample", lambda value: f"{y.shown(value)} {y.unit}", most=False)
+    notes = [*plot_model.whisker_notes(rows), *([f"read from: {source_text}"] if source_text else [])]
     return _plot_over_devices(rows, rows.clear(), y, alt, points, request, notes)
 
 
 _MAX_CROSSOVERS_NAMED = 5
 
 
-def scaling_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
+def scaling_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_model.Plot:
     """The median step time; points over predicted lines where ``request.predicted`` has some.
 
     Its columns: ``strategy, devices, step_time_s, step_time_low_s, step_time_high_s``, and ``panel`` (as the measured
@@ -148,7 +141,7 @@ def scaling_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     try:
         points = plot_points(frame, request.by, STEP_TIME)
         rows = _measured_rows(points.frame, STEP_TIME)
-    except NothingToDraw as empty:
+    except plot_model.NothingToDraw as empty:
         if request.predicted is None or request.predicted.is_empty():
             raise
         points, rows = PlotPoints(frame.clear(), "", empty.notes), line_rows(_NO_ROWS, MEASURED)
@@ -157,17 +150,17 @@ def scaling_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     crossed = _crossover_rows(drawn if predicted.is_empty() else predicted)
     x = count_axis("devices", drawn["x"])
     y = make_axis("step time", "s", drawn["y"], log=bool(x.log))
-    alt = lines_alt_text(drawn, "step time", format_seconds, most=False)
+    alt = plot_model.lines_alt_text(drawn, "step time", format_seconds, most=False)
     if len(rows):
-        notes = [*whisker_notes(rows), *notes, *_unequal_batch_notes(points.frame)]
+        notes = [*plot_model.whisker_notes(rows), *notes, *_unequal_batch_notes(points.frame)]
     if len(predicted):
         notes.insert(0, "lines: predicted, with their interval; points: measured")
     crossings = "; ".join(map(_crossover_text, crossed.head(_MAX_CROSSOVERS_NAMED).to_dicts()))
     if crossings:
         alt += f" Lines cross: {crossings}."
         notes.append(f"lines cross ({'predicted' if len(predicted) else 'between medians'}): {crossings}")
-    chart = LineChart(x, y, from_zero=False, legend=legend_title(request.by))
-    return Plot("", "", points.shared, alt, chart, pl.concat([drawn, crossed]), [*notes, *points.notes])
+    chart = LineChart(x, y, from_zero=False, legend=plot_model.legend_title(request.by))
+    return plot_model.Plot("", "", points.shared, alt, chart, pl.concat([drawn, crossed]), [*notes, *points.notes])
 
 
 def _measured_rows(points: pl.DataFrame, metric: str) -> pl.DataFrame:
