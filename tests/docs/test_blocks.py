@@ -39,6 +39,7 @@ FOLLOWED = {
     "docs/add-a-strategy.md": "tests/docs/test_add_a_strategy.py",
     "docs/calibration.md": "tests/cli/test_calibrate.py",
     "docs/oracle-figures.md": "tests/oracle/test_abci.py",
+    "docs/oracle-gpu.md": "tests/oracle/test_gpu_predictions.py",
     "docs/tutorial.md": "tests/slurm/test_tutorial.py",
 }
 """Pages that a test of their own follows from top to bottom."""
