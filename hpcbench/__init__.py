@@ -5,10 +5,20 @@ from typing import Any
 
 __version__ = "0.1.0"
 
+_FUNCTIONS = {
+    "load": "hpcbench.report.load_results",
+    "plot": "hpcbench.report.plots.plotting",
+    "table": "hpcbench.report.table_output",
+}
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_FUNCTIONS])
+
 
 def __getattr__(name: str) -> Any:
-    """``hpcbench.load``, imported when it is asked for: the worker starts without polars."""
-    if name == "load":
+    """``load``, ``table`` and ``plot``, imported when they are asked for: the worker starts without polars."""
+    if name in _FUNCTIONS:
         # By name, so that nothing that the worker imports leads to polars.
-        return importlib.import_module("hpcbench.report.load_results").load
+        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
+from hpcbench.cli.completion import complete_clusters, complete_sweeps
 from hpcbench.errors import EXIT_RUNS_FAILED
 from hpcbench.fileio import escape_control_characters, printable_text
 from hpcbench.paths import project_folder, results_folder
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-sources_argument = click.argument("sources", metavar="[SWEEP|TREE|BUNDLE]...", nargs=-1)
+sources_argument = click.argument("sources", metavar="[SWEEP|TREE|BUNDLE]...", nargs=-1, shell_complete=complete_sweeps)
+sweep_argument = click.argument("sweep", shell_complete=complete_sweeps)
 cluster_filter_option = click.option(
-    "--cluster", "cluster_name", metavar="NAME", help="Only this cluster.",
+    "--cluster", "cluster_name", metavar="NAME", help="Only this cluster.", shell_complete=complete_clusters,
     callback=lambda _context, _parameter, name: Path(name).stem if name and name.endswith(".toml") else name,
 )  # fmt: skip
 where_option = click.option(

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 import hpcbench
 from hpcbench.errors import HpcbenchError, did_you_mean
@@ -38,6 +39,7 @@ COMMANDS = {
     "data": ("hpcbench.cli.project_commands:data", "Make synthetic samples in files, and list data sets."),
     "schema": ("hpcbench.cli.project_commands:schema", "Print a JSON Schema for editors and scripts."),
     "doctor": ("hpcbench.cli.project_commands:doctor", "Check the installation for a cluster's jobs."),
+    "completion": ("hpcbench.cli.completion:completion", "Print the completion script for bash, zsh or fish."),
     "init": ("hpcbench.cli.project_commands:init", "Write a project folder to start from."),
 }
 """Name to implementation and help. Kept here so that ``--help`` imports nothing but click."""
@@ -66,6 +68,16 @@ class LazyGroup(click.Group):
         module, _, name = self._lazy_commands[cmd_name][0].partition(":")
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The names that begin so, without importing the commands."""
+        if incomplete.startswith("-"):
+            return click.Command.shell_complete(self, ctx, incomplete)
+        return [
+            CompletionItem(name, help=text)
+            for name, (_, text) in self._lazy_commands.items()
+            if name.startswith(incomplete)
+        ]
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -24,6 +24,7 @@ from hpcbench.cli.common import (
     results_tree,
     runs_exit_code,
     sources_argument,
+    sweep_argument,
     where_option,
 )
 from hpcbench.cli.plan_options import cluster_argument, cluster_option, load_plan, overrides_option
@@ -68,7 +69,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("sweep")
+@sweep_argument
 @cluster_option()
 @overrides_option
 @click.option(

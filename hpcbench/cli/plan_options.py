@@ -13,6 +13,7 @@ import click
 import msgspec
 
 from hpcbench.cli.common import Function, print_message, results_tree
+from hpcbench.cli.completion import complete_clusters, complete_overrides
 from hpcbench.config.cluster_profile import find_cluster_profiles, is_profile_path, load_cluster
 from hpcbench.config.default_cluster import default_cluster
 from hpcbench.config.sweep_file import settings_lines
@@ -31,10 +32,10 @@ _DATASETS_BY_KIND = {"images": "cifar10", "volumes": "cosmoflow", "tokens": "tok
 _ONE_OFF_BATCH_SIZE = 32
 
 
-def _chosen_cluster(_context: click.Context, _parameter: click.Parameter, name: str | None) -> str:
+def _chosen_cluster(context: click.Context, _parameter: click.Parameter, name: str | None) -> str:
     """``name``, else the default cluster, which is printed with its reason."""
-    if name is not None:
-        return name
+    if name is not None or context.resilient_parsing:
+        return name or ""
     chosen = default_cluster()
     print_message(f"cluster {chosen.name}: {chosen.reason}")
     return chosen.name
@@ -44,13 +45,20 @@ def cluster_option(default: str | None = None) -> Callable[[Function], Function]
     """``--cluster NAME``; without a default of its own the command uses ``default_cluster``."""
     if default is None:
         return click.option(
-            "--cluster", "cluster_name", metavar="NAME|FILE", callback=_chosen_cluster, help=_CLUSTER_HELP
+            "--cluster",
+            "cluster_name",
+            metavar="NAME|FILE",
+            callback=_chosen_cluster,
+            help=_CLUSTER_HELP,
+            shell_complete=complete_clusters,
         )
     text = f"The cluster's profile. (default: {default})"
     return click.option("--cluster", "cluster_name", metavar="NAME", default=default, help=text)
 
 
-cluster_argument = click.argument("name", metavar="[NAME|FILE]", required=False, callback=_chosen_cluster)
+cluster_argument = click.argument(
+    "name", metavar="[NAME|FILE]", required=False, callback=_chosen_cluster, shell_complete=complete_clusters
+)
 """The cluster as ``--cluster`` takes it, for commands about clusters."""
 
 
@@ -79,7 +87,7 @@ def find_sweep_file(name: str) -> Path:
 
 
 overrides_option = click.option(
-    "--set", "overrides", metavar="KEY=VALUE", multiple=True,
+    "--set", "overrides", metavar="KEY=VALUE", multiple=True, shell_complete=complete_overrides,
     help="Change the sweep for this command: steps=5, grid.batch_size=8,16, repeats=5. May be repeated.",
 )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,24 +18,25 @@ from hpcbench.cli.common import (
     results_option,
     results_tree,
     sources_argument,
+    sweep_argument,
     where_option,
     why_nothing,
 )
+from hpcbench.cli.completion import complete_columns
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import write_atomic
-from hpcbench.report.column_names import Condition, resolve_column, source_columns
+from hpcbench.report.column_names import Condition
 from hpcbench.report.configurations import filter_launches
 from hpcbench.report.findings.findings_report import derive_findings, findings_json, findings_renderable
 from hpcbench.report.findings.problem_findings import UnfinishedSweep
 from hpcbench.report.load_results import full_results, is_results_path, load_frame
-from hpcbench.report.plots.plot_model import Plot, PlotRequest
+from hpcbench.report.plots.plot_model import Plot
 from hpcbench.report.plots.plotting import (
     PLOTS,
     TerminalPlot,
     check_plot_suffix,
-    draw_plot,
-    plot_columns,
     plot_kind,
+    plot_results,
     plot_specification,
     save_plot,
 )
@@ -145,7 +146,12 @@ def _unfinished_sweeps(
 @sources_argument
 @cluster_filter_option
 @where_option
-@click.option("--by", metavar="KEYS", help="Parameters that get their own line, comma-separated (default: strategy).")
+@click.option(
+    "--by",
+    metavar="KEYS",
+    shell_complete=complete_columns,
+    help="Parameters that get their own line, comma-separated (default: strategy).",
+)
 @click.option("--predict", is_flag=True, help="Add predictions: lines in scaling, points in predicted.")
 @out_option(".png .svg .pdf .html or .json")
 @results_option
@@ -176,7 +182,8 @@ def plot(
     if predict and kind not in _PLOTS_WITH_PREDICTIONS:
         hint = f"choices: {', '.join(_PLOTS_WITH_PREDICTIONS)}"
         raise ConfigError(f"--predict: the plot {kind} shows no predictions", hint=hint)
-    drawn = _draw(kind, sources, cluster_name, where, by, results, predict=predict)
+    clusters = [cluster_name] if cluster_name else None
+    drawn = plot_results(kind, results_tree(results), sources, clusters, where=where, by=by, predict=predict)
     if as_json:
         print_json({"plots": [_plot_json(drawn)]})
     if out is not None:
@@ -188,30 +195,6 @@ def plot(
         make_console().print(TerminalPlot(drawn))
 
 
-def _draw(
-    kind: str, sources: Sequence[str], cluster: str | None, where: str | None, by: str | None, results: str | None,
-    *, predict: bool,
-) -> Plot:  # fmt: skip
-    tree, clusters = results_tree(results), [cluster] if cluster else None
-    keys = tuple(resolve_column(name.strip()) for name in by.split(",")) if by else ()
-    condition = Condition(where, "--where") if where else None
-    columns = [*plot_columns(kind), *source_columns(keys), *(condition.columns if condition else [])]
-
-    def load_full(wanted: Sequence[tuple[str, str]]) -> Iterable[RunResult]:
-        return full_results(tree, sources, clusters, wanted)
-
-    if not predict:
-        frame = filter_launches(load_frame(tree, sources, clusters, columns), condition)
-        return draw_plot(kind, frame, PlotRequest(keys, load_full, None))
-    # Imported here: plots without predictions need no oracle.
-    from hpcbench.report.oracle_validation import ClusterForecasts
-    from hpcbench.report.prediction_frames import SPEC_COLUMNS, measured_vs_predicted_frame, predicted_scaling_frame
-
-    frame = filter_launches(load_frame(tree, sources, clusters, [*columns, *SPEC_COLUMNS]), condition)
-    predicted_frame = predicted_scaling_frame if kind == "scaling" else measured_vs_predicted_frame
-    return draw_plot(kind, frame, PlotRequest(keys, load_full, predicted_frame(frame, ClusterForecasts(tree), keys)))
-
-
 def _plot_json(drawn: Plot) -> dict[str, Any]:
     return {
         "name": drawn.name, "title": drawn.title, "alt": drawn.alt, "notes": drawn.notes,
@@ -220,7 +203,7 @@ def _plot_json(drawn: Plot) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("sweep")
+@sweep_argument
 @cluster_filter_option
 @out_option("A .tar.gz (default: SWEEP.hpcbench.tar.gz).")
 @click.option("--logs", is_flag=True, help="Include the logs of ranks and jobs: the last 16 MiB of each.")

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from hpcbench.cli.common import (
     where_option,
     why_nothing,
 )
+from hpcbench.cli.completion import complete_columns, complete_sweeps
 from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError
 from hpcbench.fileio import write_atomic
 from hpcbench.report.column_names import Condition
@@ -47,12 +47,13 @@ from hpcbench.report.comparison_view import (
 )
 from hpcbench.report.configurations import ROW_ORDER, filter_launches, rows_from_frame, sort_rows
 from hpcbench.report.load_results import iter_collected, load_frame
-from hpcbench.report.pivot_table import AddPredictions, TableRequest, parse_table_request, pivot_view
+from hpcbench.report.pivot_table import TableRequest, parse_table_request
 from hpcbench.report.results_table import results_data_view, results_text_view, table_json
 from hpcbench.report.table_model import View
 from hpcbench.report.table_output import (
     export_json,
     export_table,
+    grouped_view,
     render_view,
     view_encoder,
     view_json,
@@ -111,9 +112,22 @@ def _readable_results(entries: Iterable[CollectedResult], *, quiet: bool = False
 @click.command()
 @sources_argument
 @cluster_filter_option
-@click.option("--by", metavar="KEYS", help="Parameters that get one row for each value (comma-separated).")
-@click.option("--pivot", metavar="KEY", help="Parameter that gets one column for each value.")
-@click.option("--metric", "metrics", metavar="M", help="Metrics to show (comma-separated): samples_per_s, speedup, ...")
+@click.option(
+    "--by",
+    metavar="KEYS",
+    shell_complete=complete_columns,
+    help="Parameters that get one row for each value (comma-separated).",
+)
+@click.option(
+    "--pivot", metavar="KEY", shell_complete=complete_columns, help="Parameter that gets one column for each value."
+)
+@click.option(
+    "--metric",
+    "metrics",
+    metavar="M",
+    shell_complete=complete_columns,
+    help="Metrics to show (comma-separated): samples_per_s, speedup, ...",
+)
 @where_option
 @click.option("--baseline", metavar="EXPR", help="Baseline of speed-ups (default: one device).")
 @click.option(
@@ -121,7 +135,12 @@ def _readable_results(entries: Iterable[CollectedResult], *, quiet: bool = False
     help="Scaling over devices: the batch is fixed per replica (weak) or in total (strong).",
 )  # fmt: skip
 @click.option("--best", is_flag=True, help="Show the fastest configuration in each cell instead of the median.")
-@click.option("--sort", metavar="COLUMN", help="Order of the rows; -COLUMN has the largest first.")
+@click.option(
+    "--sort",
+    metavar="COLUMN",
+    shell_complete=complete_columns,
+    help="Order of the rows; -COLUMN has the largest first.",
+)
 @click.option("--layout", metavar="NAME", help="Layout of a paper's table: ddlbench, paradl.")
 @out_option(".csv .json .md .tex .xlsx or .parquet")
 @results_option
@@ -143,15 +162,7 @@ def table(
     if not request.is_grouped:
         show_table(tree, sources, clusters, as_json=as_json, request=request, out=out)
         return
-    frame = load_frame(tree, sources, clusters, request.columns())
-    add_predictions: AddPredictions | None = None
-    if request.predictions:
-        # Imported here: other tables need no oracle.
-        from hpcbench.report.oracle_validation import ClusterForecasts
-        from hpcbench.report.prediction_frames import with_predictions
-
-        add_predictions = partial(with_predictions, forecasts=ClusterForecasts(tree))
-    view = pivot_view(frame, request, _table_title(tree, sources), add_predictions)
+    view, runs = grouped_view(tree, sources, clusters, request, _table_title(tree, sources))
     if as_json:
         print_json(view_json(view))
     if out is not None:
@@ -162,11 +173,7 @@ def table(
     if view.raw:
         _print_view(view)
     else:
-        reason = (
-            why_nothing(tree, sources, len(frame), _where_text(request))
-            if request.where
-            else "there is nothing to show"
-        )
+        reason = why_nothing(tree, sources, runs, _where_text(request)) if request.where else "there is nothing to show"
         print_message("\n".join([reason, *view.notes]))
 
 
@@ -229,9 +236,16 @@ def _print_view(view: View) -> None:
 
 
 @click.command()
-@click.argument("sources", metavar="[BASE] NEW", nargs=-1, required=True)
+@click.argument("sources", metavar="[BASE] NEW", nargs=-1, shell_complete=complete_sweeps, required=True)
 @cluster_filter_option
-@click.option("--metric", metavar="M", default="step_time_s", show_default=True, help="Metric to compare.")
+@click.option(
+    "--metric",
+    metavar="M",
+    shell_complete=complete_columns,
+    default="step_time_s",
+    show_default=True,
+    help="Metric to compare.",
+)
 @where_option
 @click.option(
     "--since", metavar="DATE", help="Compare results of one source before a date with later ones: 2026-11-20[T18:00]."

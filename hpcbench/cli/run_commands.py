@@ -19,7 +19,9 @@ from hpcbench.cli.common import (
     results_option,
     results_tree,
     runs_exit_code,
+    sweep_argument,
 )
+from hpcbench.cli.completion import complete_runs, complete_sweeps
 from hpcbench.cli.plan_options import cluster_option, keep_one_off, load_plan, one_off_sweep, overrides_option
 from hpcbench.cli.status_commands import LiveScreen, RunCatalog
 from hpcbench.config.cluster_profile import load_cluster
@@ -51,7 +53,7 @@ remeasure_option = click.option(
 
 
 @click.command()
-@click.argument("sweep")
+@sweep_argument
 @cluster_option()
 @overrides_option
 @click.option("--wait", "waits", is_flag=True, help="Stay until all runs have ended; send the jobs that had to wait.")
@@ -109,7 +111,7 @@ def check_send_outcome(sent: SendOutcome, *, waits: bool) -> None:
 
 
 @click.command()
-@click.argument("sweep", required=False)
+@click.argument("sweep", required=False, shell_complete=complete_sweeps)
 @cluster_option()
 @overrides_option
 @click.option("--model", metavar="M", help="Without SWEEP: run this model once, with --strategy.")
@@ -226,9 +228,15 @@ def watch_runs(plan: SweepPlan, results: str | None, superseded: Mapping[str, st
 
 
 @click.command()
-@click.argument("sweep")
+@sweep_argument
 @cluster_filter_option
-@click.option("--run", "prefix", metavar="RUN_ID", help="Only this run; its first digits are enough.")
+@click.option(
+    "--run",
+    "prefix",
+    metavar="RUN_ID",
+    shell_complete=complete_runs,
+    help="Only this run; its first digits are enough.",
+)
 @click.option("--where", metavar="EXPR", help="Only runs whose parameters satisfy the expression.")
 @click.option("--wait", "waits", is_flag=True, help="Stay until they have ended.")
 @results_option
@@ -261,7 +269,7 @@ def cancel(
 
 
 @click.command()
-@click.argument("sweep")
+@sweep_argument
 @cluster_option()
 @overrides_option
 @click.option(

@@ -31,6 +31,7 @@ from hpcbench.cli.common import (
     where_option,
     why_nothing,
 )
+from hpcbench.cli.completion import complete_runs, complete_sweeps
 from hpcbench.config.run_spec import RunSpec, spec_document
 from hpcbench.errors import ConfigError, StorageError, did_you_mean
 from hpcbench.fileio import UnsafeFileError, open_regular, printable_text
@@ -95,7 +96,7 @@ class LiveScreen:
 
 
 @click.command()
-@click.argument("sweeps", nargs=-1)
+@click.argument("sweeps", nargs=-1, shell_complete=complete_sweeps)
 @cluster_filter_option
 @click.option("--watch", is_flag=True, help="Stay and show every change until no run is queued or running.")
 @where_option
@@ -296,7 +297,7 @@ def _run_json(run_id: str, state: RunState, details: RunDetails) -> dict[str, An
 
 
 @click.command()
-@click.argument("run_id", metavar="RUN_ID|SWEEP")
+@click.argument("run_id", metavar="RUN_ID|SWEEP", shell_complete=complete_runs)
 @cluster_filter_option
 @click.option("--attempt", type=int, help="Number of the attempt (default: the newest).")
 @click.option("--failed", is_flag=True, help="Of a sweep: only runs that failed, timed out, were stopped or lost.")

@@ -17,6 +17,7 @@ from hpcbench.cli.common import (
     print_text,
     results_option,
     results_tree,
+    sweep_argument,
 )
 from hpcbench.cli.plan_options import cluster_option, find_sweep_file, load_plan, overrides_option
 from hpcbench.config.cluster_profile import load_cluster_file
@@ -77,7 +78,7 @@ def _check_file(path: Path, overrides: Sequence[str]) -> str:
 
 
 @click.command()
-@click.argument("sweep")
+@sweep_argument
 @cluster_option()
 @overrides_option
 @results_option
@@ -153,7 +154,7 @@ def _prediction_json(run_id: str, forecast: PlanForecast) -> dict[str, Any]:
 
 
 @click.command()
-@click.argument("sweep")
+@sweep_argument
 @cluster_option()
 @overrides_option
 @out_option("Write scripts and task files there.", metavar="DIR")

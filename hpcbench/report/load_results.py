@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import polars as pl
 
 from hpcbench.errors import ConfigError
 from hpcbench.paths import results_folder
-from hpcbench.report.column_names import with_option_column
+from hpcbench.report.column_names import short_name, with_option_column
 from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.results.bundle_archive import collect_bundle_results, is_bundle_path
 from hpcbench.results.frame import collected_frame, column_types
@@ -23,7 +24,7 @@ LAUNCH_KEY = ["cluster", "run_id", "attempt", "status", "metrics.step_time_s.mea
 
 
 def load(
-    *sources: str | Path, results: str | Path | None = None, clusters: Sequence[str] | None = None
+    *sources: str | Path, results: str | Path | None = None, clusters: Sequence[str] | None = None, short: bool = False
 ) -> pl.DataFrame:
     """Return the results of ``sources`` as a frame with one row per run.
 
@@ -38,12 +39,18 @@ def load(
             tree ``results``.
         results: the tree of the sweeps; else ``$HPCBENCH_RESULTS``, else ``results``.
         clusters: only these.
+        short: name columns as the commands do: ``strategy``, ``step_time_s``, ``options.bucket_mb``.
 
     Raises:
         HpcbenchError: there is no such source, or it may not be read.
     """
     tree = ResultsTree(results_folder(str(results) if results is not None else None))
-    return with_all_option_columns(load_frame(tree, [str(source) for source in sources], clusters))
+    frame = with_all_option_columns(load_frame(tree, [str(source) for source in sources], clusters))
+    if not short:
+        return frame
+    names = {column: short_name(column) for column in frame.columns}
+    unique = Counter(names.values())
+    return frame.rename({column: name for column, name in names.items() if unique[name] == 1})
 
 
 def load_frame(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import io
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -18,14 +19,19 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from hpcbench.errors import ConfigError
-from hpcbench.fileio import open_atomic, printable_excerpt, write_atomic
+from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.fileio import escape_control_characters, open_atomic, printable_excerpt, write_atomic
+from hpcbench.paths import results_folder
 from hpcbench.report.column_names import short_name
-from hpcbench.report.load_results import with_all_option_columns
+from hpcbench.report.configurations import filter_launches, rows_from_frame, sort_rows
+from hpcbench.report.load_results import load_frame, with_all_option_columns
 from hpcbench.report.phrases import or_empty
+from hpcbench.report.pivot_table import AddPredictions, TableRequest, parse_table_request, pivot_view
+from hpcbench.report.results_table import results_data_view
 from hpcbench.report.status_text import STATUS_STYLE
 from hpcbench.report.table_model import Column, View
 from hpcbench.results.frame import FILE_COLUMNS
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult, result_document
 
 _MAX_KEY_WIDTH = 24
@@ -135,6 +141,52 @@ def write_view(view: View, path: Path) -> None:
     write_atomic(path, view_encoder(path)(view))
 
 
+def grouped_view(
+    tree: ResultsTree, sources: Sequence[str], clusters: Sequence[str] | None, request: TableRequest, title: str
+) -> tuple[View, int]:
+    """A table with the keys of ``request``, and the number of runs before its filter."""
+    frame = load_frame(tree, sources, clusters, request.columns())
+    add_predictions: AddPredictions | None = None
+    if request.predictions:
+        # Imported here: other tables need no oracle.
+        from hpcbench.report.oracle_validation import ClusterForecasts
+        from hpcbench.report.prediction_frames import with_predictions
+
+        add_predictions = functools.partial(with_predictions, forecasts=ClusterForecasts(tree))
+    return pivot_view(frame, request, title, add_predictions), len(frame)
+
+
+def table(
+    *sources: str | Path, results: str | Path | None = None, clusters: Sequence[str] | None = None, **options: Any
+) -> pl.DataFrame:
+    """Return the rows of ``hpcbench table`` as a frame with short column names, in SI units.
+
+        frame = hpcbench.table("scaling", by="strategy,nodes", metrics="samples_per_s")
+
+    Args:
+        sources: as in ``load``.
+        results: the tree of the sweeps; else ``$HPCBENCH_RESULTS``, else ``results``.
+        clusters: only these.
+        options: those of the command as text: ``by``, ``pivot``, ``metrics``, ``where``, ``baseline``, ``scaling``,
+            ``best``, ``sort``, ``layout``.
+
+    Raises:
+        HpcbenchError: there is no such source, column or option.
+    """
+    known = ("by", "pivot", "metrics", "where", "baseline", "scaling", "best", "sort", "layout")
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"table() has no option {name!r}", hint=did_you_mean(name, known))
+    request = parse_table_request(**options)
+    tree, names = ResultsTree(results_folder(str(results) if results is not None else None)), [*map(str, sources)]
+    if request.is_grouped:
+        view, _ = grouped_view(tree, names, clusters, request, "table")
+    else:
+        rows = rows_from_frame(filter_launches(load_frame(tree, names, clusters), request.where), request.baseline)
+        view = results_data_view(sort_rows(rows, request.sort) if request.sort else rows, "table")
+    return pl.DataFrame(view.raw, unique_column_names(view), orient="row", infer_schema_length=None, strict=False)
+
+
 def view_encoder(path: Path) -> Callable[[View], bytes]:
     """Return the encoder for the ending of ``path``; ``ConfigError`` if that is unknown."""
     if path.suffix not in VIEW_ENCODERS:
@@ -160,15 +212,42 @@ def _encode_json(view: View) -> bytes:
     return msgspec.json.format(msgspec.json.encode(view_json(view)), indent=1) + b"\n"
 
 
+_FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+
+
+def _csv_cell(value: Any) -> Any:
+    """Text without control characters, and with an apostrophe before what a spreadsheet would take for a formula.
+
+    Numbers stay numbers, also the negative ones and those that are text.
+    """
+    if not isinstance(value, str):
+        return value
+    text = escape_control_characters(value)
+    if not value.startswith(_FORMULA_STARTS):
+        return text
+    try:
+        float(value)
+    except ValueError:
+        return f"'{text}"
+    return text
+
+
+def _frame_csv(frame: pl.DataFrame) -> bytes:
+    texts = [name for name, dtype in frame.schema.items() if dtype == pl.String]
+    cells = [pl.Series(name, [_csv_cell(value) for value in frame[name].to_list()], dtype=pl.String) for name in texts]
+    return frame.with_columns(cells).write_csv().encode()
+
+
 def _encode_csv(view: View) -> bytes:
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(unique_column_names(view))
-    writer.writerows(view.raw)
+    writer.writerows([_csv_cell(value) for value in row] for row in view.raw)
     return buffer.getvalue().encode()
 
 
 def _view_frame(view: View) -> pl.DataFrame:
+
     columns = {name: [row[number] for row in view.raw] for number, name in enumerate(unique_column_names(view))}
     return pl.DataFrame(columns, strict=False)
 
@@ -244,7 +323,7 @@ VIEW_ENCODERS: dict[str, Callable[[View], bytes]] = {
     ".parquet": lambda view: _parquet_bytes(_view_frame(view)), ".xlsx": lambda view: _excel_bytes(_view_frame(view)),
 }  # fmt: skip
 _FRAME_ENCODERS: dict[str, Callable[[pl.DataFrame], bytes]] = {
-    ".csv": lambda frame: frame.write_csv().encode(), ".parquet": _parquet_bytes, ".xlsx": _excel_bytes,
+    ".csv": _frame_csv, ".parquet": _parquet_bytes, ".xlsx": _excel_bytes,
 }  # fmt: skip
 
 

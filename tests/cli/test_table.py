@@ -12,6 +12,8 @@ from click.testing import CliRunner, Result
 from benchmarks.results_tree import write_results
 from hpcbench.cli.main import cli
 from hpcbench.errors import ConfigError
+from hpcbench.report.table_model import Column, View
+from hpcbench.report.table_output import VIEW_ENCODERS
 
 DDP = "strategy == 'ddp' and nodes == 1"
 
@@ -112,3 +114,10 @@ def test_nothing_to_show_has_its_reason(tree: Path, tmp_path: Path) -> None:
     done = call(tmp_path / "reslts", "table")
     assert "there is no folder" in done.stderr
     assert f"did you mean {tmp_path}/results?" in done.stderr
+
+
+def test_a_spreadsheet_takes_no_cell_for_a_formula() -> None:
+    cells = ["=1+1", "@SUM(A1)", "-2+3", "-0.5", "+1e3", "\tx", "a\x1b[31m", -0.25, None]
+    view = View("", [Column("spec.model", "model")], [[cell] for cell in cells], [])
+    expected = ["model", "'=1+1", "'@SUM(A1)", "'-2+3", "-0.5", "+1e3", "'\tx", "a\\u001b[31m", "-0.25", '""']
+    assert VIEW_ENCODERS[".csv"](view).decode().splitlines() == expected

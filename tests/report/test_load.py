@@ -74,3 +74,17 @@ def test_a_missing_source_is_refused(tmp_path: Path) -> None:
         load(tmp_path / "nowhere")
     assert load(results=tmp_path / "nowhere").is_empty()
     assert ResultsTree(tmp_path / "nowhere").clusters() == []
+
+
+def test_short_names_tables_and_plots_from_python(tmp_path: Path) -> None:
+    write_results(tmp_path / "made-up", 60)
+    frame = hpcbench.load(tmp_path, short=True)
+    assert {"strategy", "step_time_s", "batch_size", "status"} <= set(frame.columns)
+    assert set(hpcbench.load(tmp_path)["spec.strategy"]) == set(frame["strategy"])
+    rows = hpcbench.table(tmp_path, by="strategy,nodes", metrics="samples_per_s")
+    assert rows.columns[:3] == ["strategy", "nodes", "samples_per_s"]
+    assert "step_time_s" in hpcbench.table(tmp_path, where="nodes == 1").columns
+    assert hpcbench.plot("throughput", tmp_path).to_dict()["$schema"]
+    assert {"load", "table", "plot"} <= set(dir(hpcbench))
+    with pytest.raises(ConfigError, match="did you mean 'metrics'"):
+        hpcbench.table(tmp_path, metric="mfu")

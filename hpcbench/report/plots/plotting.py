@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -17,12 +17,18 @@ from rich.text import Text
 
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import escape_control_characters, write_atomic
+from hpcbench.paths import results_folder
+from hpcbench.report.column_names import Condition, resolve_column, source_columns
+from hpcbench.report.configurations import filter_launches
+from hpcbench.report.load_results import full_results, load_frame
 from hpcbench.report.plots.breakdown_plots import distribution_plot, memory_plot, step_parts_plot
 from hpcbench.report.plots.gantt_chart import timeline_plot
 from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest
 from hpcbench.report.plots.point_data import POINT_COLUMNS
 from hpcbench.report.plots.prediction_plot import measured_over_predicted_plot
 from hpcbench.report.plots.scaling_plots import efficiency_plot, energy_plot, scaling_plot, throughput_plot
+from hpcbench.results.results_tree import ResultsTree
+from hpcbench.results.schema import RunResult
 
 
 class PlotKind(NamedTuple):
@@ -71,6 +77,67 @@ def draw_plot(name: str, frame: pl.DataFrame, request: PlotRequest | None = None
         return replace(kind.plot(frame, request or PlotRequest()), name=name, title=kind.title)
     except NothingToDraw as empty:
         return Plot(name, kind.title, nothing=str(empty), notes=empty.notes)
+
+
+def plot_results(
+    kind: str, tree: ResultsTree, sources: Sequence[str], clusters: Sequence[str] | None, *, where: str | None = None,
+    by: str | None = None, predict: bool = False,
+) -> Plot:  # fmt: skip
+    """Draw the results of ``sources`` that satisfy ``where``.
+
+    Args:
+        kind: name of the plot.
+        tree: the tree of the sweeps in ``sources``.
+        sources: as in ``load``.
+        clusters: only these.
+        where: a condition on runs.
+        by: parameters that get their own line, comma-separated.
+        predict: add the oracle's predictions.
+    """
+    keys = tuple(resolve_column(name.strip()) for name in by.split(",")) if by else ()
+    condition = Condition(where, "--where") if where else None
+    columns = [*plot_columns(kind), *source_columns(keys), *(condition.columns if condition else [])]
+
+    def load_full(wanted: Sequence[tuple[str, str]]) -> Iterable[RunResult]:
+        return full_results(tree, sources, clusters, wanted)
+
+    if not predict:
+        frame = filter_launches(load_frame(tree, sources, clusters, columns), condition)
+        return draw_plot(kind, frame, PlotRequest(keys, load_full, None))
+    # Imported here: plots without predictions need no oracle.
+    from hpcbench.report.oracle_validation import ClusterForecasts
+    from hpcbench.report.prediction_frames import SPEC_COLUMNS, measured_vs_predicted_frame, predicted_scaling_frame
+
+    frame = filter_launches(load_frame(tree, sources, clusters, [*columns, *SPEC_COLUMNS]), condition)
+    predicted_frame = predicted_scaling_frame if kind == "scaling" else measured_vs_predicted_frame
+    return draw_plot(kind, frame, PlotRequest(keys, load_full, predicted_frame(frame, ClusterForecasts(tree), keys)))
+
+
+def plot(
+    kind: str, *sources: str | Path, results: str | Path | None = None, clusters: Sequence[str] | None = None,
+    where: str | None = None, by: str | None = None, predict: bool = False,
+) -> Any:  # fmt: skip
+    """Return the plot ``hpcbench plot KIND`` as an altair chart, which a notebook shows.
+
+        hpcbench.plot("scaling", "quickstart", where="nodes > 1")
+
+    Args:
+        kind: name of the plot: ``hpcbench plot`` lists them.
+        sources: as in ``load``.
+        results: the tree of the sweeps; else ``$HPCBENCH_RESULTS``, else ``results``.
+        clusters: only these.
+        where: a condition on runs.
+        by: parameters that get their own line, comma-separated.
+        predict: add the oracle's predictions.
+
+    Raises:
+        HpcbenchError: there is no such plot, source or column, nothing to draw, or altair is missing.
+    """
+    tree = ResultsTree(results_folder(str(results) if results is not None else None))
+    drawn = plot_results(kind, tree, [*map(str, sources)], clusters, where=where, by=by, predict=predict)
+    if drawn.nothing:
+        raise ConfigError(f"{kind}: nothing to draw: {drawn.nothing}")
+    return _import_package("altair", "altair").Chart.from_dict(plot_specification(drawn))
 
 
 def plot_columns(name: str) -> list[str]:
