@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 import hpcbench
-from hpcbench.errors import ConfigError, HpcbenchError, WorkerError
+from hpcbench.errors import INSTALL_WORKER, ConfigError, HpcbenchError, WorkerError
 from hpcbench.fileio import printable_text, write_atomic
 from hpcbench.parallel import layer_table
 from hpcbench.parallel.workloads import custom_model_file, is_custom_model
@@ -21,7 +21,7 @@ from hpcbench.submit.scheduler_settings import scrubbed_environment
 
 _LAYERS_MODULE = "hpcbench.worker.layers"
 _TABLE_TIME_LIMIT_S = 600
-_INSTALL_HINT = "python -m pip install 'hpcbench[worker]', or ask where torch is installed, for instance in a job"
+_INSTALL_HINT = f"python -m {INSTALL_WORKER}, or ask where torch is installed, for instance in a job"
 
 
 def load_layer_table(

@@ -19,7 +19,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.errors import INSTALL_REPORT, ConfigError, did_you_mean
 from hpcbench.fileio import escape_control_characters, open_atomic, printable_excerpt, write_atomic
 from hpcbench.paths import results_folder
 from hpcbench.report.column_names import short_name
@@ -264,7 +264,7 @@ def _excel_bytes(frame: pl.DataFrame) -> bytes:
         import xlsxwriter
     except ImportError:
         raise ConfigError(
-            "Excel files need the package xlsxwriter", hint="install it with: pip install 'hpcbench[report]'"
+            "Excel files need the package xlsxwriter", hint=f"install it with: {INSTALL_REPORT}"
         ) from None
     buffer = io.BytesIO()
     options = {"in_memory": True, "strings_to_formulas": False, "strings_to_urls": False, "nan_inf_to_errors": True}

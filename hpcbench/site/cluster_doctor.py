@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.errors import HpcbenchError
+from hpcbench.errors import INSTALL_WORKER, HpcbenchError
 from hpcbench.fileio import printable_text
 from hpcbench.paths import data_folder, expand_path
 from hpcbench.render.job_script import rank_python
@@ -19,8 +19,6 @@ from hpcbench.site.node_probe import NodeProbe, run_probe
 from hpcbench.site.profile_check import scheduler_partitions
 from hpcbench.submit.scheduler import Notify, account_error
 from hpcbench.submit.scheduler_settings import RunningCommand, find_command, scrubbed_environment, scrubbed_names
-
-_INSTALL_WORKER = "pip install 'hpcbench[worker]'"
 
 
 class DoctorCheck(msgspec.Struct):
@@ -111,12 +109,12 @@ def _check_worker(profile: ClusterProfile) -> list[DoctorCheck]:
     command = [python, "-m", "hpcbench.worker", "doctor", "--json"]
     result = RunningCommand(command, scrubbed_environment()).result(timeout_s=300)
     if result.exit_code is None:
-        return [_check("python", False, f"{python}: {result.complaint}", _INSTALL_WORKER)]
+        return [_check("python", False, f"{python}: {result.complaint}", INSTALL_WORKER)]
     try:
         report: dict[str, Any] = msgspec.json.decode(result.output)
     except msgspec.DecodeError:
         complaint = result.complaint.strip().splitlines() or [f"exit code {result.exit_code}"]
-        return [_check("python", False, f"{python}: {printable_text(complaint[-1])}", _INSTALL_WORKER)]
+        return [_check("python", False, f"{python}: {printable_text(complaint[-1])}", INSTALL_WORKER)]
     return [_check("python", True, f"{python} {report.get('python', '')}"), *_check_packages(profile, report)]
 
 
@@ -133,7 +131,7 @@ def _check_from_node(profile: ClusterProfile, notify: Notify) -> list[DoctorChec
     checks = [_check("job", True, f"ran on {host}"), *compare_probe(profile, probe)]
     if report is None:
         output = printable_text(" ".join(probe.sections.get("worker", []))[-300:]) or "it said nothing"
-        return [*checks, _check("python", False, output, _INSTALL_WORKER)]
+        return [*checks, _check("python", False, output, INSTALL_WORKER)]
     python = f"{report.get('executable', '')} {report.get('python', '')}"
     return [*checks, _check("python", True, python), *_check_packages(profile, report)]
 
@@ -164,9 +162,9 @@ def compare_probe(profile: ClusterProfile, probe: NodeProbe) -> list[DoctorCheck
 
 def _check_packages(profile: ClusterProfile, report: dict[str, Any]) -> list[DoctorCheck]:
     python = report.get("executable", "python")
-    required = dict.fromkeys(("torch", "msgspec", "psutil"), _INSTALL_WORKER)
+    required = dict.fromkeys(("torch", "msgspec", "psutil"), INSTALL_WORKER)
     optional = {
-        **dict.fromkeys(("torchvision", "sklearn", "PIL", "h5py"), _INSTALL_WORKER),
+        **dict.fromkeys(("torchvision", "sklearn", "PIL", "h5py"), INSTALL_WORKER),
         "fairscale": f"{python} -m pip install --no-deps fairscale==0.4.13",
         "horovod.torch": f"{python} -m hpcbench.tools.build_horovod",
     }

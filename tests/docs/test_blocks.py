@@ -69,7 +69,7 @@ def is_accounted_for(block: Block, command: str) -> bool:
     targets = make_targets()
     made = re.fullmatch(r"make ([a-z-]+)(?: [A-Z]+=\w+)?(?: +#.*)?", command)
     extras = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    installed = re.fullmatch(r"pip install '(?:\.|hpcbench)\[(\w+)\]'(?: +#.*)?", command)
+    installed = re.fullmatch(r"pip install '(?:\.|hpcbench-dl)\[(\w+)\]'(?: +#.*)?", command)
     hooks = command == ".venv/bin/pre-commit install" and (ROOT / ".pre-commit-config.yaml").exists()
     return bool(
         block.excuse

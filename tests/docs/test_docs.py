@@ -16,6 +16,7 @@ import tomli
 from hpcbench.cli.main import COMMANDS
 from hpcbench.config.cluster_profile import load_cluster_file
 from hpcbench.config.sweep_loader import load_sweep
+from hpcbench.errors import INSTALL_REPORT, INSTALL_WORKER
 from hpcbench.parallel.check_names import check_names
 from tests.docs.blocks import make_targets
 
@@ -117,6 +118,19 @@ def test_the_wheel_carries_templates_clusters_and_sweeps(tmp_path: Path) -> None
         cwd=tmp_path, env=env, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "3.63 G" in listed.stdout, listed.stderr
+
+
+def test_messages_install_packages_and_never_the_name_of_another_project() -> None:
+    project = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "hpcbench-dl"
+    extras = {
+        name: {re.split(r"[<>=]", entry)[0] for entry in entries}
+        for name, entries in project["optional-dependencies"].items()
+    }
+    assert set(INSTALL_REPORT.split()[2:]) == extras["report"]
+    assert set(INSTALL_WORKER.split()[2:]) == extras["worker"] | {"msgspec", "psutil"}
+    for path in (ROOT / "hpcbench").rglob("*.py"):
+        assert not re.search(r"pip install '?hpcbench", path.read_text(encoding="utf-8")), path
 
 
 def test_pyproject_names_every_package_that_the_login_node_imports() -> None:

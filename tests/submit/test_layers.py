@@ -94,7 +94,7 @@ def test_a_changed_custom_model_is_measured_again(tmp_path: Path, python: Python
 @pytest.mark.parametrize(
     ("said", "error", "kind", "expected"),
     [
-        (b"", "ModuleNotFoundError: No module named 'torch'", WorkerError, "pip install 'hpcbench[worker]'"),
+        (b"", "ModuleNotFoundError: No module named 'torch'", WorkerError, "pip install torch torchvision"),
         (b"", "ModuleNotFoundError: No module named 'mine'", WorkerError, "No module named 'mine'"),
         (b"", "Killed", WorkerError, "says: Killed"),
         (b"", "", WorkerError, "exit code 1"),

@@ -15,7 +15,7 @@ import polars as pl
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.errors import INSTALL_REPORT, ConfigError, did_you_mean
 from hpcbench.fileio import escape_control_characters, write_atomic
 from hpcbench.paths import results_folder
 from hpcbench.report.column_names import Condition, resolve_column, source_columns
@@ -147,7 +147,6 @@ def plot_columns(name: str) -> list[str]:
 
 PLOT_SUFFIXES = (".html", ".json", ".pdf", ".png", ".svg")
 _PIXELS_PER_INCH = 200
-_INSTALL_HINT = "install it with: pip install 'hpcbench[report]'"
 
 
 def check_plot_suffix(path: Path) -> None:
@@ -220,7 +219,9 @@ def _import_package(module: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise ConfigError(f"plots as files need the package {name}", hint=_INSTALL_HINT) from None
+        raise ConfigError(
+            f"plots as files need the package {name}", hint=f"install it with: {INSTALL_REPORT}"
+        ) from None
 
 
 _MAX_PLOT_WIDTH = 100
