@@ -27,9 +27,9 @@ def layer_tables_folder() -> Path:
     return _PACKAGE_FOLDER / "layers"
 
 
-def project_folder(start: Path | None = None) -> Path:
-    """The nearest folder, ``start`` or above, with ``hpcbench.toml``, ``clusters`` or ``templates``; else ``start``."""
-    here = (start or Path.cwd()).resolve()
+def project_folder() -> Path:
+    """The nearest folder, this one or above, with ``hpcbench.toml``, ``clusters`` or ``templates``; else this one."""
+    here = Path.cwd().resolve()
     for folder in (here, *here.parents):
         if (folder / "clusters").is_dir() or (folder / "templates").is_dir() or (folder / PROJECT_FILE).is_file():
             return folder

@@ -12,17 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from hpcbench.config.profile_tables import (
-    BindingConfig,
-    DeviceConfig,
-    EnvironmentConfig,
-    LinksConfig,
-    NetworkConfig,
-    NodeConfig,
-    PartitionConfig,
-    ResourceRequest,
-    SchedulerConfig,
-)
+from hpcbench.config import profile_tables as tables
 from hpcbench.config.toml_tables import (
     NAME_PATTERN,
     Directives,
@@ -63,8 +53,8 @@ class LoginNodeMatch(TomlTable):
         return hosts
 
 
-_EMPTY_PARTITION = PartitionConfig()
-_EMPTY_ENVIRONMENT = EnvironmentConfig()
+_EMPTY_PARTITION = tables.PartitionConfig()
+_EMPTY_ENVIRONMENT = tables.EnvironmentConfig()
 
 
 class ClusterProfile(TomlTable):
@@ -87,25 +77,25 @@ class ClusterProfile(TomlTable):
     """What starts the ranks inside a job; ibrun is TACC's."""
     launcher_args: list[SingleLineText] = []
     """More arguments for the launcher, one word each."""
-    scheduler: SchedulerConfig = SchedulerConfig()
+    scheduler: tables.SchedulerConfig = tables.SchedulerConfig()
     account: SingleLineText | None = None
     """Keep yours out of profiles that are shared: `[accounts]` in `~/.config/hpcbench/config.toml` is the place."""
     account_required: bool = False
     """The site takes no job without an account."""
     default_partition: str | None = None
     """A key of `partitions`; without one the scheduler's own default is used."""
-    partitions: dict[Annotated[str, Field(pattern=NAME_PATTERN)], PartitionConfig] = {}
-    node: NodeConfig = NodeConfig()
+    partitions: dict[Annotated[str, Field(pattern=NAME_PATTERN)], tables.PartitionConfig] = {}
+    node: tables.NodeConfig = tables.NodeConfig()
     data_folder: SingleLineText | None = None
     """Where samples lie in files, as the nodes see it; `~` and `$VARIABLES` are the job's. `$HPCBENCH_DATA` wins."""
-    devices: dict[str, DeviceConfig] = {}
-    links: LinksConfig = LinksConfig()
-    network: NetworkConfig = NetworkConfig()
-    request: ResourceRequest = ResourceRequest()
-    binding: BindingConfig = BindingConfig()
+    devices: dict[str, tables.DeviceConfig] = {}
+    links: tables.LinksConfig = tables.LinksConfig()
+    network: tables.NetworkConfig = tables.NetworkConfig()
+    request: tables.ResourceRequest = tables.ResourceRequest()
+    binding: tables.BindingConfig = tables.BindingConfig()
     directives: Directives = {}
     """More #SBATCH directives: `true` writes one without a value, a list repeats it."""
-    environments: dict[Annotated[str, Field(pattern=NAME_PATTERN)], EnvironmentConfig] = {}
+    environments: dict[Annotated[str, Field(pattern=NAME_PATTERN)], tables.EnvironmentConfig] = {}
     default_environment: str | None = None
     setup: list[str] = []
     """Shell lines of the profile's author that every job runs before its environment's modules."""
@@ -143,21 +133,21 @@ class ClusterProfile(TomlTable):
             raise ValueError(f"binding.device_order = {order} does not name each of the {devices} devices once")
         return self
 
-    def partition(self, key: str | None) -> PartitionConfig:
+    def partition(self, key: str | None) -> tables.PartitionConfig:
         """The partition called ``key``, the default one, or one that says nothing."""
         chosen = key or self.default_partition
         return self.partitions[chosen] if chosen else _EMPTY_PARTITION
 
-    def environment(self, key: str | None) -> EnvironmentConfig:
+    def environment(self, key: str | None) -> tables.EnvironmentConfig:
         """The environment called ``key``, the default one, or the submitter's own."""
         chosen = key or self.default_environment
         return self.environments[chosen] if chosen else _EMPTY_ENVIRONMENT
 
-    def node_of(self, key: str | None) -> NodeConfig:
+    def node_of(self, key: str | None) -> tables.NodeConfig:
         """The nodes of a partition: its own values over the cluster's."""
         return _overlay_table(self.node, self.partition(key).node)
 
-    def request_of(self, key: str | None) -> ResourceRequest:
+    def request_of(self, key: str | None) -> tables.ResourceRequest:
         """How jobs of a partition ask: its own words over the cluster's."""
         return _overlay_table(self.request, self.partition(key).request)
 

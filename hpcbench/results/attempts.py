@@ -95,6 +95,13 @@ def latest_attempt(run_folder: Path) -> Attempt | None:
     return Attempt(run_folder, numbers[-1]) if numbers else None
 
 
+def latest_start(run_folder: Path) -> tuple[Attempt, AttemptStart] | None:
+    """The newest attempt and its start marker; ``None`` where one of them is absent."""
+    attempt = latest_attempt(run_folder)
+    marker = attempt.read_start() if attempt else None
+    return (attempt, marker) if attempt and marker else None
+
+
 def begin_attempt(run_folder: Path, **start: Any) -> Attempt:
     """Claim the next number and leave its start marker (``AttemptStart`` without ``attempt``)."""
     number = 0

@@ -1,11 +1,12 @@
 """Jobs on this machine without a scheduler: the queue process of a submission, its record ``queue.json`` and its state.
 
-psutil, socket and submitit are imported on use, because queries about other schedulers do not need them."""
+psutil and submitit are imported on use, because queries about other schedulers do not need them."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -112,14 +113,8 @@ def start_local_queue(folder: Path, environment: dict[str, str], warning_s: floa
             [sys.executable, "-m", "hpcbench.submit.local_queue", str(folder), str(warning_s)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=folder, env=environment, start_new_session=True,
         )  # fmt: skip
-    record = LocalQueueRecord(process.pid, psutil.Process(process.pid).create_time(), warning_s, _host_name())
+    record = LocalQueueRecord(process.pid, psutil.Process(process.pid).create_time(), warning_s, os.uname().nodename)
     write_atomic(folder / "queue.json", msgspec.json.encode(record) + b"\n")
-
-
-def _host_name() -> str:
-    import socket
-
-    return socket.gethostname()
 
 
 def queue_was_started(folder: Path) -> bool:
@@ -131,7 +126,7 @@ def is_queue_alive(folder: Path) -> bool:
     seen from here: its queue counts as alive.
     """
     record = _read_queue_record(folder)
-    return record is not None and (record.host != _host_name() or queue_process(folder) is not None)
+    return record is not None and (record.host != os.uname().nodename or queue_process(folder) is not None)
 
 
 def _read_queue_record(folder: Path) -> LocalQueueRecord | None:
@@ -144,7 +139,7 @@ def _read_queue_record(folder: Path) -> LocalQueueRecord | None:
 def queue_process(folder: Path) -> psutil.Process | None:
     """The process on this machine that runs the jobs of ``folder``, if it is alive."""
     record = _read_queue_record(folder)
-    if record is None or record.host != _host_name():
+    if record is None or record.host != os.uname().nodename:
         return None
     import psutil
 

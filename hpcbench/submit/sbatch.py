@@ -42,6 +42,7 @@ from hpcbench.submit.submission_record import Submission, started_attempt
 
 _T = TypeVar("_T")
 
+_SBATCH_TIMEOUT_S = 60.0
 _PR_SET_PDEATHSIG = 1
 _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 """Looked up once and not in each child process; only Linux has it."""
@@ -50,9 +51,8 @@ _PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 class SbatchExecutor(submitit.SlurmExecutor):
     """Submits a script with sbatch. ``environment`` is the whole environment that sbatch sees."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str], timeout_s: float = 60.0) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self._environment = dict(environment)
-        self._timeout_s = timeout_s
         super().__init__(folder)
 
     @classmethod
@@ -86,12 +86,12 @@ class SbatchExecutor(submitit.SlurmExecutor):
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=self._timeout_s,
+                timeout=_SBATCH_TIMEOUT_S,
                 check=False,
                 preexec_fn=None if wrapper else _kill_with_parent,
             )
         except subprocess.TimeoutExpired as error:
-            raise SbatchError(f"sbatch did not answer within {self._timeout_s:g} s", SbatchOutcome.UNCLEAR) from error
+            raise SbatchError(f"sbatch did not answer within {_SBATCH_TIMEOUT_S:g} s", SbatchOutcome.UNCLEAR) from error
         if done.returncode != 0:
             message = printable_text((done.stderr or done.stdout).strip())
             outcome = classify_sbatch_error(message)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from hpcbench.fileio import MAX_GENERATED_FILE_BYTES, make_folder, read_regular, write_atomic
-from hpcbench.results.attempts import Attempt, AttemptStart, latest_attempt
+from hpcbench.results.attempts import Attempt, AttemptStart, latest_start
 from hpcbench.results.decode import decode_record
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.journal import JobBatch, Journal, read_journal
@@ -151,14 +151,14 @@ def read_run_specs(folder: Path, record: Submission) -> dict[str, RunSpec]:
     return specs
 
 
-def list_submissions(tree: ClusterTree, sweep: str | None = None) -> list[tuple[Path, Submission]]:
-    """The submissions in a tree, oldest first, of one sweep or of all."""
+def list_submissions(tree: ClusterTree) -> list[tuple[Path, Submission]]:
+    """The submissions in a tree, oldest first."""
     if not tree.submissions.is_dir():
         return []
     submissions = []
     for folder in sorted(tree.submissions.iterdir()):
         record = read_submission(folder) if folder.is_dir() and not folder.is_symlink() else None
-        if record is not None and sweep in (None, record.sweep):
+        if record is not None:
             submissions.append((folder, record))
     return sorted(submissions, key=lambda entry: entry[1].created_unix_s)
 
@@ -196,9 +196,8 @@ class SubmittedRun(msgspec.Struct, frozen=True, gc=False):
 
 def started_attempt(tree: ClusterTree, run_id: str, submission: str) -> tuple[Attempt, AttemptStart] | None:
     """The newest attempt of a run, if a job of ``submission`` started it."""
-    attempt = latest_attempt(tree.run_folder(run_id))
-    marker = attempt.read_start() if attempt else None
-    return (attempt, marker) if attempt and marker and marker.belongs_to(submission) else None
+    latest = latest_start(tree.run_folder(run_id))
+    return latest if latest and latest[1].belongs_to(submission) else None
 
 
 class NewestSubmission(msgspec.Struct, frozen=True, gc=False):

@@ -19,7 +19,7 @@ import msgspec
 
 from hpcbench.config.run_spec import RunSpec, read_task, run_label
 from hpcbench.errors import HpcbenchError
-from hpcbench.results.attempts import Attempt, latest_attempt
+from hpcbench.results.attempts import Attempt, latest_start
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, ResultSummary
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, record_scheduler_failures, run_states
@@ -43,15 +43,10 @@ class IncrementalClusterTree(ClusterTree):
     ``head`` of one run alone always reads its file.
     """
 
-    def __init__(
-        self,
-        root: Path,
-        clock: Callable[[], float] = time.monotonic,
-        superseded: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, root: Path, superseded: Mapping[str, str] = MappingProxyType({})) -> None:
         """``superseded``: of runs that are measured again, the environment key of the result that is replaced."""
         super().__init__(root)
-        self._clock, self._superseded = clock, superseded
+        self._superseded = superseded
         self._heads: dict[str, ResultSummary] = {}
         self._ended: dict[str, float] = {}
         self._seen: dict[str, tuple[int, float]] = {}
@@ -79,7 +74,7 @@ class IncrementalClusterTree(ClusterTree):
 
     def _look_for(self, wanted: Collection[str]) -> None:
         """Read those of ``wanted`` that are in folders that have changed since each was read last."""
-        now_s, mtimes_ns = self._clock(), self.prefix_mtimes_ns()
+        now_s, mtimes_ns = time.monotonic(), self.prefix_mtimes_ns()
         for prefix, mtime_ns in mtimes_ns.items():
             if prefix not in self._seen or self._seen[prefix][0] != mtime_ns:
                 self._seen[prefix] = (mtime_ns, now_s)
@@ -92,7 +87,9 @@ class IncrementalClusterTree(ClusterTree):
             if self._settled.get(run_id) == mtimes_ns[prefix]:
                 continue
             if prefix not in names:
-                names[prefix] = self._listed(prefix)
+                names[prefix] = set()
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    names[prefix].update(os.listdir(self.root / "runs" / prefix))
             if run_id in names[prefix]:
                 self.summary(run_id)
             else:
@@ -120,11 +117,6 @@ class IncrementalClusterTree(ClusterTree):
     def ended_unix_s(self, run_id: str) -> float | None:
         """When the result that counts was put in place; ``None`` where none has been read."""
         return self._ended.get(run_id) if run_id in self._heads else None
-
-    def _listed(self, prefix: str) -> set[str]:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return set(os.listdir(self.root / "runs" / prefix))
-        return set()
 
 
 MAX_SHOWN_FAILURES = 5
@@ -217,16 +209,15 @@ class SweepWatcher:
         root: Path,
         profile: HasSchedulerSettings,
         sweeps: Mapping[str, Sequence[str]],
-        clock: Callable[[], float] = time.time,
         superseded: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """``sweeps``: the ``run_id``s by sweep. ``superseded``: for runs that are measured again, the environment key
         of the result that does not count."""
-        self.tree = IncrementalClusterTree(root, superseded=superseded)
+        self.tree = IncrementalClusterTree(root, superseded)
         self.sweeps = sweeps
         self.predicted_s: dict[str, float] = {}
         """By sweep, the predicted time until its last run ends; shown until runs have ended."""
-        self._profile, self._clock, self._superseded = profile, clock, superseded
+        self._profile, self._superseded = profile, superseded
         self._timed: dict[tuple[str, float], TimedRun | None] = {}
         self._since: dict[str, float] = {}
         self._labels: dict[str, str] = {}
@@ -235,7 +226,7 @@ class SweepWatcher:
     def query(self) -> dict[str, RunState]:
         """The state of every run. Failures that only the scheduler reports are recorded."""
         run_ids = dict.fromkeys(run_id for run_ids in self.sweeps.values() for run_id in run_ids)
-        states = run_states(self.tree, run_ids, self._profile, self._clock(), self._stale())
+        states = run_states(self.tree, run_ids, self._profile, time.time(), self._stale())
         if any(state.ended_unix_s is not None for state in states.values()):
             record_scheduler_failures(self.tree, states)
         return states
@@ -281,7 +272,7 @@ class SweepWatcher:
         return SweepSnapshot(
             sweep=sweep,
             cluster=self.tree.root.name,
-            now_unix_s=self._clock(),
+            now_unix_s=time.time(),
             arrays=tuple(arrays),
             failures=tuple(self._failure(key, states[key]) for key in latest),
             failed=len(failed),
@@ -330,11 +321,10 @@ class SweepWatcher:
 
     def _running_since(self, run_id: str) -> float | None:
         if run_id not in self._since:
-            attempt = latest_attempt(self.tree.run_folder(run_id))
-            marker = attempt.read_start() if attempt else None
-            if marker is None:
+            latest = latest_start(self.tree.run_folder(run_id))
+            if latest is None:
                 return None
-            self._since[run_id] = marker.started_unix_s
+            self._since[run_id] = latest[1].started_unix_s
         return self._since[run_id]
 
     def _failure(self, run_id: str, state: RunState) -> FailedRun:
