@@ -43,10 +43,15 @@ class IncrementalClusterTree(ClusterTree):
     ``head`` of one run alone always reads its file.
     """
 
-    def __init__(self, root: Path, superseded: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(
+        self,
+        root: Path,
+        clock: Callable[[], float] = time.monotonic,
+        superseded: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         """``superseded``: of runs that are measured again, the environment key of the result that is replaced."""
         super().__init__(root)
-        self._superseded = superseded
+        self._clock, self._superseded = clock, superseded
         self._heads: dict[str, ResultSummary] = {}
         self._ended: dict[str, float] = {}
         self._seen: dict[str, tuple[int, float]] = {}
@@ -74,7 +79,7 @@ class IncrementalClusterTree(ClusterTree):
 
     def _look_for(self, wanted: Collection[str]) -> None:
         """Read those of ``wanted`` that are in folders that have changed since each was read last."""
-        now_s, mtimes_ns = time.monotonic(), self.prefix_mtimes_ns()
+        now_s, mtimes_ns = self._clock(), self.prefix_mtimes_ns()
         for prefix, mtime_ns in mtimes_ns.items():
             if prefix not in self._seen or self._seen[prefix][0] != mtime_ns:
                 self._seen[prefix] = (mtime_ns, now_s)
@@ -213,7 +218,7 @@ class SweepWatcher:
     ) -> None:
         """``sweeps``: the ``run_id``s by sweep. ``superseded``: for runs that are measured again, the environment key
         of the result that does not count."""
-        self.tree = IncrementalClusterTree(root, superseded)
+        self.tree = IncrementalClusterTree(root, superseded=superseded)
         self.sweeps = sweeps
         self.predicted_s: dict[str, float] = {}
         """By sweep, the predicted time until its last run ends; shown until runs have ended."""
