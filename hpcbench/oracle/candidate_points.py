@@ -34,6 +34,11 @@ class DeviceAllocation(NamedTuple):
         """One a task."""
         return self.nodes * self.tasks_per_node
 
+    @property
+    def point(self) -> SweepPoint:
+        """The part of a sweep point that all candidates share."""
+        return {**self.batch, "nodes": self.nodes, "tasks_per_node": self.tasks_per_node}
+
     def samples(self, group: int) -> int:
         """Of a replica that ``group`` devices share; 0 where they cannot be shared evenly."""
         if "batch_size" in self.batch:
@@ -49,8 +54,8 @@ def divisors(number: int) -> list[int]:
     >>> divisors(12)
     [1, 2, 3, 4, 6, 12]
     """
-    small = [one for one in range(1, int(number**0.5) + 1) if number % one == 0]
-    return small + [number // one for one in reversed(small) if one * one != number]
+    small = [factor for factor in range(1, int(number**0.5) + 1) if number % factor == 0]
+    return small + [number // factor for factor in reversed(small) if factor * factor != number]
 
 
 def model_parallel_sizes(world: DeviceAllocation, most: int = MAX_MODEL_PARALLEL_DEVICES) -> list[int]:
@@ -66,7 +71,7 @@ def model_parallel_sizes(world: DeviceAllocation, most: int = MAX_MODEL_PARALLEL
 
 def non_pipeline_points(base: SweepPoint, world: DeviceAllocation) -> Iterator[SweepPoint]:
     """Every strategy but the pipelines, at every degree that is tried. ``base`` says model, data set and precision."""
-    placed = {**base, **world.batch, "nodes": world.nodes, "tasks_per_node": world.tasks_per_node}
+    placed = base | world.point
     for key, entry in STRATEGIES.items():
         if key in PIPELINES or entry.cost is None:
             continue
@@ -86,24 +91,18 @@ def leading_pipeline_points(base: SweepPoint, world: DeviceAllocation, shared: b
     """The pipeline ``LEADING_SCHEDULE`` at every length, in micro-batches; ``shared``: also with layers that ranks
     share.
     """
-    placed = {**base, **world.batch, "nodes": world.nodes, "tasks_per_node": world.tasks_per_node}
     shares = [one for one in divisors(world.tasks_per_node) if one & (one - 1) == 0] if shared else [1]
     for stages in [one for one in divisors(world.devices) if 1 < one <= MAX_STAGES]:
         for share in [one for one in shares if (world.devices // stages) % one == 0]:
             replicas = world.devices // (stages * share)
+            degrees = {"strategy": LEADING_SCHEDULE, "pp_degree": stages, "tp_degree": share, "dp_degree": replicas}
             for micro_batches in micro_batch_choices(world.samples(stages * share), stages):
-                yield {
-                    **placed, "strategy": LEADING_SCHEDULE, "pp_degree": stages, "tp_degree": share,
-                    "dp_degree": replicas,
-                    "micro_batches": micro_batches,
-                }  # fmt: skip
+                yield base | world.point | degrees | {"micro_batches": micro_batches}
 
 
 def other_schedule_points(leader: SweepPoint) -> Iterator[SweepPoint]:
     """The other schedules where ``leader`` was good; one micro-batch at a time is what ``model`` means."""
-    for key in PIPELINES:
-        if key != LEADING_SCHEDULE:
-            yield {**leader, "strategy": key}
+    yield from ({**leader, "strategy": key} for key in PIPELINES if key != LEADING_SCHEDULE)
 
 
 def micro_batch_choices(samples: int, stages: int) -> list[int]:

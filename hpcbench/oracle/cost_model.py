@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from math import exp, log, sqrt
+from operator import attrgetter
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -69,16 +70,16 @@ def row_kernels(spec: RunSpec, layer: LayerRow, samples: float, share: RowShare 
 @cached_by_identity(64)
 def first_equal_rows(table: LayerTable) -> list[int]:
     """Return by row the first one that computes the same: a transformer's blocks are alike."""
-    seen: dict[tuple[object, ...], int] = {}
-    return [seen.setdefault(_kernel_key(layer), number) for number, layer in enumerate(table.layers)]
-
-
-def _kernel_key(layer: LayerRow) -> tuple[object, ...]:
-    """What a row's kernels depend on, and the name that it has within its block, by which some are split."""
-    return (
-        layer.kind, layer.name.partition(".")[2], tuple(layer.input_shape), layer.output_bytes, layer.parameters,
-        layer.forward_flops, layer.backward_flops, layer.forward_moved_bytes, layer.backward_moved_bytes,
+    # What a row's kernels depend on, and the name that it has within its block, by which some are split.
+    fields = attrgetter(
+        "kind", "output_bytes", "parameters", "forward_flops", "backward_flops", "forward_moved_bytes",
+        "backward_moved_bytes",
     )  # fmt: skip
+    seen: dict[tuple[object, ...], int] = {}
+    return [
+        seen.setdefault((*fields(layer), layer.name.partition(".")[2], *layer.input_shape), number)
+        for number, layer in enumerate(table.layers)
+    ]
 
 
 @cached_by_run_fields("batch_size", "micro_batches", "precision")
@@ -117,35 +118,26 @@ def apply_measured_collectives(
     """
     crosses = span.nodes > 1
     on_link = [sample for sample in samples if (sample.nodes > 1) == crosses]
-    known = [sample for sample in on_link if sample.operation == operation]
-    known = known or [sample for sample in on_link if sample.operation == "all_reduce"]
-    known = _samples_for_payload(known, payload_bytes)
-    if not known:
+    measured = [sample for sample in on_link if sample.operation == operation]
+    by_ranks: dict[int, CollectiveSample] = {}
+    for sample in sorted(
+        measured or [sample for sample in on_link if sample.operation == "all_reduce"], key=attrgetter("from_bytes")
+    ):
+        if sample.from_bytes <= payload_bytes or sample.ranks not in by_ranks:
+            by_ranks[sample.ranks] = sample
+    if not by_ranks:
         return span
-    latency_s, ratio = _interpolate_ranks(sorted(known, key=lambda sample: sample.ranks), span.ranks)
+    low = by_ranks[max((ranks for ranks in by_ranks if ranks <= span.ranks), default=min(by_ranks))]
+    high = by_ranks[min((ranks for ranks in by_ranks if ranks >= span.ranks), default=max(by_ranks))]
+    latency_s, ratio = low.latency_s, low.beta_ratio
+    if low.ranks != high.ranks:
+        part = log(span.ranks / low.ranks) / log(high.ranks / low.ranks)
+        latency_s += (high.latency_s - low.latency_s) * part
+        ratio = exp(log(low.beta_ratio) * (1 - part) + log(high.beta_ratio) * part)
     wire = span.inter_node if crosses else span.intra_node
-    measured = HockneyLink(latency_s, wire.beta_s_per_byte * ratio)
+    link = HockneyLink(latency_s, wire.beta_s_per_byte * ratio)
     # What was measured is a step's latency, whichever link it crosses.
-    return span._replace(inter_node=measured, by_hop=False) if crosses else span._replace(intra_node=measured)
-
-
-def _samples_for_payload(known: Sequence[CollectiveSample], payload_bytes: float) -> list[CollectiveSample]:
-    chosen: dict[int, CollectiveSample] = {}
-    for sample in sorted(known, key=lambda sample: sample.from_bytes):
-        if sample.from_bytes <= payload_bytes or sample.ranks not in chosen:
-            chosen[sample.ranks] = sample
-    return list(chosen.values())
-
-
-def _interpolate_ranks(known: Sequence[CollectiveSample], ranks: int) -> tuple[float, float]:
-    below = [sample for sample in known if sample.ranks <= ranks]
-    above = [sample for sample in known if sample.ranks >= ranks]
-    low, high = (below or above[:1])[-1], (above or below[-1:])[0]
-    if low.ranks == high.ranks:
-        return low.latency_s, low.beta_ratio
-    part = log(ranks / low.ranks) / log(high.ranks / low.ranks)
-    latency_s = low.latency_s + (high.latency_s - low.latency_s) * part
-    return latency_s, exp(log(low.beta_ratio) * (1 - part) + log(high.beta_ratio) * part)
+    return span._replace(inter_node=link, by_hop=False) if crosses else span._replace(intra_node=link)
 
 
 class CostModel:
@@ -205,7 +197,8 @@ class CostModel:
         lanes = min(group.ranks_per_node, comm.links_per_node) if comm.striped else 1
         # Rivals share what links there are; one group alone uses no more than its lanes.
         flows = group.rivals * lanes / comm.links_per_node
-        phi = _contention_factor(comm.contention, flows)
+        # Where it was not measured, flows share a link fairly.
+        phi = max(1.0, _interpolated({1: 1.0, **comm.contention}, flows) if comm.contention else flows)
         inter = HockneyLink(comm.inter_node.latency_s, comm.inter_node.beta_s_per_byte * phi / lanes)
         return GroupLinks(group.ranks, group.nodes, comm.intra_node, inter, comm.trees, comm.by_hop)
 
@@ -226,11 +219,6 @@ def harmonic_number(count: int) -> float:
         return sum(1.0 / number for number in range(1, count + 1))
     # Euler's expansion, to 1e-10.
     return log(count) + 0.5772156649015329 + 1 / (2 * count) - 1 / (12 * count**2)
-
-
-def _contention_factor(contention: dict[int, float], flows: float) -> float:
-    """Return the slowdown of flows that share a link; fair sharing where it was not measured."""
-    return max(1.0, _interpolated({1: 1.0, **contention}, flows) if contention else flows)
 
 
 def _interpolated(figures: dict[int, float], at: float) -> float:

@@ -135,10 +135,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _KERNEL_LAUNCH_S = {"cpu": 10e-6, "cuda": 5e-6}
-_CORE_PEAK_FLOPS_PER_S = {"fp64": 20e9, "fp32": 40e9, "tf32": 40e9, "bf16": 40e9, "fp16": 40e9}
-_CORE_BANDWIDTH_BYTES_PER_S = 8e9
-_ACCELERATOR_PEAK_FLOPS_PER_S = {"fp64": 10e12, "fp32": 20e12, "tf32": 150e12, "bf16": 300e12, "fp16": 300e12}
-_ACCELERATOR_BANDWIDTH_BYTES_PER_S = 2e12
+_USUAL_RATES = {
+    "cpu": ({"fp64": 20e9, "fp32": 40e9, "tf32": 40e9, "bf16": 40e9, "fp16": 40e9}, 8e9),
+    "cuda": ({"fp64": 10e12, "fp32": 20e12, "tf32": 150e12, "bf16": 300e12, "fp16": 300e12}, 2e12),
+}
+"""FLOP/s by precision and bytes/s of memory: of one core, and of an accelerator."""
 _DEFAULT_LINKS = {
     "cpu": (HockneyLink(50e-6, 1 / 2e9), HockneyLink(100e-6, 1 / 1.25e9)),
     "cuda": (HockneyLink(10e-6, 1 / 50e9), HockneyLink(20e-6, 1 / 12.5e9)),
@@ -151,16 +152,21 @@ _DEFAULTS_SPREAD = 0.7
 def nominal_machine(profile: ClusterProfile, partition: str | None = None, tasks_per_node: int = 1) -> Machine:
     """Return a machine from the profile's numbers of ``partition``; missing ones are guessed and noted."""
     notes: list[str] = []
-    node = profile.node_of(partition)
-    compute = _nominal_compute(profile, node, tasks_per_node, notes)
+    node, is_cpu = profile.node_of(partition), profile.device == "cpu"
+    device = device_description(profile, node)
+    memory_bytes = device.memory_bytes if device and not is_cpu else None
+    if is_cpu:
+        requested = profile.request.memory_bytes
+        node_bytes = float(requested) if isinstance(requested, int | float) else node.memory_bytes
+        memory_bytes = node_bytes / tasks_per_node if node_bytes else None
     return Machine(
         cluster=profile.name,
         device=profile.device,
         source=f"nominal numbers of the profile {profile.name}",
-        compute=compute,
+        compute=_nominal_compute(profile, node, device, tasks_per_node, notes),
         comm=_nominal_comm(profile, notes),
         base_bytes=_BASE_BYTES[profile.device],
-        memory_bytes=_rank_memory_bytes(profile, node, tasks_per_node),
+        memory_bytes=memory_bytes,
         notes=notes,
     )
 
@@ -172,28 +178,26 @@ def device_description(profile: ClusterProfile, node: NodeConfig) -> DeviceConfi
     return next(iter(profile.devices.values())) if len(profile.devices) == 1 else None
 
 
-def _nominal_compute(profile: ClusterProfile, node: NodeConfig, tasks_per_node: int, notes: list[str]) -> DeviceCompute:
-    device = device_description(profile, node)
+def _nominal_compute(
+    profile: ClusterProfile, node: NodeConfig, device: DeviceConfig | None, tasks_per_node: int, notes: list[str]
+) -> DeviceCompute:
     peaks = {str(key): value for key, value in device.peak_flops_per_s.items()} if device else {}
     bandwidth = device.memory_bandwidth_bytes_per_s if device else None
     is_guess = not peaks or bandwidth is None
     if is_guess:
         notes.append(f"{profile.name} does not say how fast its devices are: usual values are taken")
-    is_cpu = profile.device == "cpu"
     crowding = {1: 1.0}
-    if is_cpu and node.cores and tasks_per_node > node.cores:
-        crowding = {1: 1.0, node.cores: 1.0, tasks_per_node: tasks_per_node / node.cores}
-    known = {
-        name: value for name in ("flops_efficiency", "processors") if (value := getattr(device, name, None)) is not None
-    }
+    if profile.device == "cpu" and node.cores and tasks_per_node > node.cores:
+        crowding |= {node.cores: 1.0, tasks_per_node: tasks_per_node / node.cores}
+    usual_peaks, usual_bandwidth = _USUAL_RATES[profile.device]
+    known = {name: getattr(device, name, None) for name in ("flops_efficiency", "processors")}
     return DeviceCompute(
-        peak_flops_per_s=peaks or (_CORE_PEAK_FLOPS_PER_S if is_cpu else _ACCELERATOR_PEAK_FLOPS_PER_S),
-        memory_bandwidth_bytes_per_s=bandwidth
-        or (_CORE_BANDWIDTH_BYTES_PER_S if is_cpu else _ACCELERATOR_BANDWIDTH_BYTES_PER_S),
+        peak_flops_per_s=peaks or usual_peaks,
+        memory_bandwidth_bytes_per_s=bandwidth or usual_bandwidth,
         launch_s=_KERNEL_LAUNCH_S[profile.device],
         crowding=crowding,
         spread=_DEFAULTS_SPREAD if is_guess else 0.35,
-        **known,
+        **{name: value for name, value in known.items() if value is not None},
     )
 
 
@@ -217,15 +221,6 @@ def _nominal_comm(profile: ClusterProfile, notes: list[str]) -> CommParameters:
 def nominal_link(link: LinkConfig) -> HockneyLink:
     """Return one direction of one link."""
     return HockneyLink(link.latency_s, 1.0 / link.bandwidth_bytes_per_s)
-
-
-def _rank_memory_bytes(profile: ClusterProfile, node: NodeConfig, tasks_per_node: int) -> float | None:
-    device = device_description(profile, node)
-    if profile.device == "cuda":
-        return device.memory_bytes if device else None
-    requested = profile.request.memory_bytes
-    whole = node.memory_bytes if not isinstance(requested, int | float) else float(requested)
-    return whole / tasks_per_node if whole else None
 
 
 def emulating_machine(here: Machine, there: Machine) -> Machine:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
@@ -123,8 +124,22 @@ def _bucket_events(
     return due
 
 
-def replica_reductions(spec: RunSpec, sizes: Sequence[int]) -> list[ReductionPlan]:
-    """Return the reduction of all gradients across replicas, as ``worker.strategies.model_parallel`` does it."""
-    if spec.dp_degree == 1:
-        return []
-    return [ReductionPlan(place_group(spec, "dp"), "dp", fill_buckets(sizes, int(DEFAULT_BUCKET_CAP_MB * MIB)))]
+def plan_reductions(
+    spec: RunSpec,
+    sizes: Sequence[int],
+    parts: Iterable[tuple[Iterable[bool], tuple[str, ...]]],
+    cap_bytes: int = int(DEFAULT_BUCKET_CAP_MB * MIB),
+) -> list[ReductionPlan]:
+    """Return the reductions of gradients of ``sizes``, as ``worker.strategies.model_parallel`` makes them.
+
+    Args:
+        parts: which tensors are reduced over the ranks along which axes of the mesh, in the order of the reducers.
+    """
+    plans = []
+    for chosen, axes in parts:
+        group, places = place_group(spec, *axes), list(compress(range(len(sizes)), chosen))
+        if group.ranks > 1 and places:
+            filled = fill_buckets([sizes[place] for place in places], cap_bytes)
+            buckets = [[places[number] for number in bucket] for bucket in filled]
+            plans.append(ReductionPlan(group, " ".join(axes), buckets))
+    return plans

@@ -111,7 +111,6 @@ class PipelineRank:
         """By chunk its rows of the table; the loss is the last one's."""
         self.micro_batch_sizes = [len(part) for part in even_ranges(spec.batch_size, spec.micro_batches)]
         self.tensor_rank = TensorParallelRank(spec, table, rank) if spec.tp_degree > 1 else None
-        self._parameter_bytes: dict[int, list[int]] = {}
         self._scale = parameter_number_bytes(spec) // FP32_BYTES
         """Bytes over the table's, which are of fp32: lower precisions are counted as fp32."""
 
@@ -135,15 +134,16 @@ class PipelineRank:
 
     def parameter_bytes(self, chunk: int) -> list[int]:
         """Return the bytes of the chunk's parameters, tied ones left out."""
-        if chunk not in self._parameter_bytes:
-            tensors = [self.table.parameter_tensors[place] for place in self._slices.tensors[chunk]]
-            self._parameter_bytes[chunk] = [
-                tensor_bytes(self.spec, tensor)
-                if self.tensor_rank is None
-                else self.tensor_rank.parameter_bytes(tensor.name, tensor.shape)
-                for tensor in tensors
-            ]
-        return self._parameter_bytes[chunk]
+        return self._chunk_parameter_bytes[chunk]
+
+    @cached_property
+    def _chunk_parameter_bytes(self) -> list[list[int]]:
+        view, tensors = self.tensor_rank, self.table.parameter_tensors
+        sizes = [
+            tensor_bytes(self.spec, tensor) if view is None else view.parameter_bytes(tensor.name, tensor.shape)
+            for tensor in tensors
+        ]
+        return [[sizes[place] for place in places] for places in self._slices.tensors]
 
     @cached_property
     def ties(self) -> list[TiedWeight]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
 
+from hpcbench.oracle import placement
 from hpcbench.oracle.cost_model import (
     FULL_SHARE,
     CostModel,
@@ -23,13 +24,6 @@ from hpcbench.oracle.cost_model import (
     update_kernels,
 )
 from hpcbench.oracle.pipeline_rank import BUCKET_CAP_BYTES, PipelineRank, TiedWeight
-from hpcbench.oracle.placement import (
-    GroupPlacement,
-    are_on_one_node,
-    place_group,
-    place_neighbour_pair,
-    place_subgroups,
-)
 from hpcbench.oracle.step_time import WAIT_FOR_ALL, StepBreakdown
 from hpcbench.oracle.stream_simulator import CommCall, ComputeEvent, StreamEvent
 from hpcbench.parallel.catalog import get_strategy
@@ -126,7 +120,7 @@ class PipelineStep:
         self.send = lru_cache(maxsize=None)(self._send)
         self.update_s = lru_cache(maxsize=None)(self._update_s)
         self._first_equal_rows = first_equal_rows(pipeline.table)
-        self._tensor_group = place_group(pipeline.spec, "tp")
+        self._tensor_group = placement.place_group(pipeline.spec, "tp")
         self._kinds = self.micro_batch_kinds(pipeline.spec.micro_batches)
         self._all_kind_counts = Counter(self._kinds)
 
@@ -167,9 +161,9 @@ class PipelineStep:
         message = message_after(Action(kind, chunk, 0), self.layout)
         if message is None:
             return CommCall(0.0)
-        is_far = not are_on_one_node(self.pipeline.spec, "pp", message.source, message.target)
+        is_far = not placement.are_on_one_node(self.pipeline.spec, "pp", message.source, message.target)
         boundary_bytes = self.pipeline.boundary_bytes(chunk if kind == FORWARD else chunk - 1)
-        group = place_neighbour_pair(self.pipeline.spec, "pp", is_far)
+        group = placement.place_neighbour_pair(self.pipeline.spec, "pp", is_far)
         return self.cost_model.collective("send", samples * boundary_bytes, group, "send")
 
     def _update_s(self, rank: int) -> float:
@@ -281,10 +275,10 @@ class PipelineStep:
             return self._all_kind_counts
         return Counter(self._kinds[number] for number in self.layout.micro_batches_of(rank, len(self._kinds)))
 
-    def replicas(self, rank: int) -> GroupPlacement:
+    def replicas(self, rank: int) -> placement.GroupPlacement:
         """Return the group of the ranks that hold the same chunks."""
         width, spec = self.layout.stage_sizes[self.layout.stage_of(rank)], self.pipeline.spec
-        return place_group(spec, "dp") if width == 1 else place_subgroups(spec, "pp", width)[0]
+        return placement.place_group(spec, "dp") if width == 1 else placement.place_subgroups(spec, "pp", width)[0]
 
     def buckets(self, rank: int, chunk: int) -> list[CommCall]:
         """Return the all_reduces of a chunk's gradients, in the order in which they are sent; none without replicas."""
@@ -346,9 +340,9 @@ class PipelineStep:
 
     def _tied_send(self, tie: TiedWeight) -> CommCall:
         """Return one message with the gradient of ``tie``."""
-        is_far = not are_on_one_node(self.pipeline.spec, "pp", tie.ranks[0], tie.ranks[-1])
+        is_far = not placement.are_on_one_node(self.pipeline.spec, "pp", tie.ranks[0], tie.ranks[-1])
         return self.cost_model.collective(
-            "send", tie.size_bytes, place_neighbour_pair(self.pipeline.spec, "pp", is_far)
+            "send", tie.size_bytes, placement.place_neighbour_pair(self.pipeline.spec, "pp", is_far)
         )
 
     def _tied_reductions(self, rank: int) -> list[CommCall]:

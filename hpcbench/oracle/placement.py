@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import product
@@ -118,12 +119,15 @@ def halo_placement(grid: tuple[int, ...], group: GroupPlacement) -> HaloPlacemen
         inner = inner * parts + int(parts > 2)
     first = inner // per_node * per_node
     candidates = range(first, min(first + 2 * per_node, ranks)) if group.nodes > 1 else range(inner, inner + 1)
-    crossings = {one: _off_node_neighbours(grid, one, per_node) for one in candidates}
-    leaving = {one // per_node: 0 for one in candidates}
-    for one, crossing in crossings.items():
-        leaving[one // per_node] += crossing
+    neighbours = {index: list(_adjacent_places(grid, index)) for index in candidates}
+    crossings = {
+        index: sum(other // per_node != index // per_node for other in others) for index, others in neighbours.items()
+    }
+    leaving: Counter[int] = Counter()
+    for index, crossing in crossings.items():
+        leaving[index // per_node] += crossing
     place = max(
-        candidates, key=lambda one: (_neighbour_count(grid, one), crossings[one], leaving[one // per_node], -one)
+        candidates, key=lambda index: (len(neighbours[index]), crossings[index], leaving[index // per_node], -index)
     )
     rivals = group.rivals * max(1, round(leaving[place // per_node] / crossings[place])) if crossings[place] else 1
     return HaloPlacement(place, per_node, GroupPlacement(2, 2, 1, rivals))
@@ -135,12 +139,3 @@ def _adjacent_places(grid: tuple[int, ...], place: int) -> Iterator[int]:
     for dim, way in product(range(len(grid)), (-1, 1)):
         if 0 <= at[dim] + way < grid[dim]:
             yield place + way * prod(grid[dim + 1 :])
-
-
-def _neighbour_count(grid: tuple[int, ...], place: int) -> int:
-    return sum(1 for _ in _adjacent_places(grid, place))
-
-
-def _off_node_neighbours(grid: tuple[int, ...], place: int, per_node: int) -> int:
-    """Neighbours on other nodes."""
-    return sum(other // per_node != place // per_node for other in _adjacent_places(grid, place))

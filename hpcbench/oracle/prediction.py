@@ -69,9 +69,16 @@ def predict(
     memory = memory or peak_rank_memory(spec, table, machine.device)
     peak = memory.total_bytes + round(machine.base_bytes)
     fits = None if machine.memory_bytes is None else peak <= machine.memory_bytes
+    if machine.posterior is not None:
+        below, above = log_step_spreads(spec, table, machine, machine.posterior, clock_of)
+    else:
+        parts = [(step.compute_s, machine.compute.spread), (step.exposed_comm_s, machine.comm.spread)]
+        below = above = combined_relative_spread(parts, step.step_time_s)
     return Prediction(
         step_time_s=step.step_time_s,
-        interval=_prediction_interval(spec, table, machine, step, clock_of),
+        interval=PredictionInterval(
+            low=step.step_time_s * exp(-_NORMAL_90 * below), high=step.step_time_s * exp(_NORMAL_90 * above)
+        ),
         compute_s=step.compute_s,
         comm_s=step.comm_s,
         exposed_comm_s=step.exposed_comm_s,
@@ -85,20 +92,6 @@ def predict(
         memory_limit_bytes=None if machine.memory_bytes is None else round(machine.memory_bytes),
         depth=machine.depth,
         source=machine.source,
-    )
-
-
-def _prediction_interval(
-    spec: RunSpec, table: LayerTable, machine: Machine, step: StepBreakdown, clock_of: CostModelFactory
-) -> PredictionInterval:
-    """Return the interval by the posterior of a fitted machine, else by the spreads of the machine's parts."""
-    if machine.posterior is not None:
-        below, above = log_step_spreads(spec, table, machine, machine.posterior, clock_of)
-    else:
-        parts = [(step.compute_s, machine.compute.spread), (step.exposed_comm_s, machine.comm.spread)]
-        below = above = combined_relative_spread(parts, step.step_time_s)
-    return PredictionInterval(
-        low=step.step_time_s * exp(-_NORMAL_90 * below), high=step.step_time_s * exp(_NORMAL_90 * above)
     )
 
 

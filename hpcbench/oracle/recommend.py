@@ -143,26 +143,26 @@ class _CandidateSearch:
             if isinstance(spec, InfeasiblePoint):
                 self._refuse(point["strategy"], "limit", spec.reason)
                 continue
-            fitting = self._fitting(point, spec)
-            if fitting is None or config_id(fitting[1]) in self._seen:
+            fitting, spec = self._fitting(point, spec)
+            if fitting is None or config_id(spec) in self._seen:
                 continue
-            self._seen.add(config_id(fitting[1]))
-            prediction = self._predictor.predict(fitting[1], quick=True)
+            self._seen.add(config_id(spec))
+            prediction = self._predictor.predict(spec, quick=True)
             self.priced += 1
             if isinstance(prediction, NotPredicted):
                 self._refuse(point["strategy"], "formulas", prediction.reason)
                 continue
-            candidate = Candidate(spec=fitting[1], predicted=prediction)
+            candidate = Candidate(spec=spec, predicted=prediction)
             self.candidates.append(candidate)
-            added.append((fitting[0], candidate))
+            added.append((fitting, candidate))
         return added
 
-    def _fitting(self, point: SweepPoint, spec: RunSpec) -> tuple[SweepPoint, RunSpec] | None:
-        """Return the point, or the first one with less memory that fits."""
+    def _fitting(self, point: SweepPoint, spec: RunSpec) -> tuple[SweepPoint | None, RunSpec]:
+        """Return the point, or the first one with less memory that fits, with its run; ``None`` where none fits."""
         fit = self._predictor.memory_fit(spec)
         if isinstance(fit, NotPredicted):
             self._refuse(spec.strategy, "formulas", fit.reason)
-            return None
+            return None, spec
         if fit.is_enough:
             return point, spec
         least = fit
@@ -171,15 +171,14 @@ class _CandidateSearch:
             if isinstance(smaller_spec, InfeasiblePoint):
                 continue
             fit = self._predictor.memory_fit(smaller_spec)
-            if isinstance(fit, NotPredicted):
-                continue
-            if fit.is_enough:
-                return smaller, smaller_spec
-            least = min(least, fit)
+            if not isinstance(fit, NotPredicted):
+                if fit.is_enough:
+                    return smaller, smaller_spec
+                least = min(least, fit)
         need, limit = format_need_and_limit(least.peak_memory_bytes, least.memory_limit_bytes or 0)
         shortage = f"needs {need} a rank at the least, there is {limit}"
         self._refuse(spec.strategy, "memory", f"{strategy_label(spec)}: {shortage}")
-        return None
+        return None, spec
 
     def _refuse(self, strategy: str, kind: str, reason: str) -> None:
         self._refused.setdefault((strategy, kind), Counter())[reason] += 1

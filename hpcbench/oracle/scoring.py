@@ -6,7 +6,7 @@ Nothing is clipped or left out: a failed run counts as a misprediction unless th
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import combinations
 from math import log, sqrt
@@ -55,9 +55,8 @@ class MeasuredConfiguration(msgspec.Struct, kw_only=True):
 
     def interval(self) -> tuple[float, float] | None:
         """95 % bootstrap interval of the median over launches; ``None`` for a single one."""
-        if len(self.launches_s) < 2:
-            return None
-        return bootstrap_interval([[value] for value in self.launches_s], median)
+        samples = [[value] for value in self.launches_s]
+        return bootstrap_interval(samples, median) if len(samples) > 1 else None
 
 
 def launch_noise(values: Sequence[float]) -> float | None:
@@ -146,18 +145,15 @@ def score_ranking(cases: Sequence[ValidationCase], predictor: str) -> RankingSco
     """Score the order of the configurations in each group of two or more that were predicted."""
     taus = []
     for group in _comparable_groups(cases):
-        pairs = [
-            (predicted, measured)
-            for case, predicted in _feasible_predictions(group, predictor)
-            if (measured := _measured_s_per_sample(case)) is not None
-        ]
-        taus.append(kendall_tau([predicted for predicted, _ in pairs], [measured for _, measured in pairs]))
-    known_taus = [tau for tau in taus if tau is not None]
+        feasible = [(said, _measured_s_per_sample(case)) for case, said in _feasible_predictions(group, predictor)]
+        pairs = [(said, measured) for said, measured in feasible if measured is not None]
+        tau = kendall_tau([said for said, _ in pairs], [measured for _, measured in pairs])
+        taus += [] if tau is None else [tau]
     chosen = [best for best in predicted_bests(cases, predictor) if best.chosen is not None]
     regrets = [best.regret for best in chosen if best.regret is not None]
     return RankingScore(
         groups=len(chosen),
-        tau=_mean(known_taus),
+        tau=_mean(taus),
         regret=_mean(regrets),
         worst_regret=max(regrets, default=None),
         failed=len(chosen) - len(regrets),
@@ -279,43 +275,27 @@ def score_predictor(cases: Sequence[ValidationCase], predictor: str, beside: str
     )
 
 
-class _Comparison(NamedTuple):
-    """One case: predicted and measured seconds or bytes, and its accuracy."""
-
-    case: ValidationCase
-    predicted: float | None
-    measured: float | None
-
-    @property
-    def pair(self) -> tuple[float, float] | None:
-        return (self.predicted, self.measured) if self.predicted is not None and self.measured else None
-
-    @property
-    def accuracy(self) -> float:
-        return accuracy(*self.pair) if self.pair else 0.0
-
-
 def summarize_accuracy(
     cases: Sequence[ValidationCase], predictor: str, part: str | None = None
 ) -> AccuracySummary | None:
     """Summarize the step time, or a part where it was measured and predicted; ``None`` without a case."""
-    comparisons = [each for case in cases if (each := _compare(case, predictor, part)) is not None]
-    if not comparisons:
+    compared = [(case, pair) for case in cases if (pair := _compared_pair(case, predictor, part)) is not None]
+    if not compared:
         return None
-    accuracies = [each.accuracy for each in comparisons]
-    pairs = [each.pair for each in comparisons if each.pair is not None]
+    accuracies = [accuracy(*pair) if pair else 0.0 for _, pair in compared]
+    pairs = [pair for _, pair in compared if pair]
     by_model: dict[str, list[float]] = defaultdict(list)
-    for each in comparisons:
-        by_model[each.case.measured.spec.model].append(each.accuracy)
+    for (case, _), value in zip(compared, accuracies, strict=True):
+        by_model[case.measured.spec.model].append(value)
     # Whole models are drawn where there are several, else configurations.
     clusters = list(by_model.values()) if len(by_model) > 1 else [[value] for value in accuracies]
     low, high = bootstrap_interval(clusters, fmean)
-    measured = [each.case.measured for each in comparisons]
+    measured = [case.measured for case, _ in compared]
     spreads = [each.noise if part is None else each.figures_noise.get(part) for each in measured]
     noise = [value for value in spreads if value is not None]
     return AccuracySummary(
-        count=len(comparisons),
-        failed=len(comparisons) - len(pairs),
+        count=len(compared),
+        failed=len(compared) - len(pairs),
         mean=fmean(accuracies),
         low=low,
         high=high,
@@ -325,26 +305,26 @@ def summarize_accuracy(
         signed=_mean([(predicted - actual) / actual for predicted, actual in pairs]),
         abs_log=_mean([abs(log(predicted / actual)) for predicted, actual in pairs if predicted > 0]),
         noise=median(noise) if noise else None,
-        covered=_interval_coverage([each.case for each in comparisons], predictor) if part is None else None,
+        covered=_interval_coverage([case for case, _ in compared], predictor) if part is None else None,
     )
 
 
-def _compare(case: ValidationCase, predictor: str, part: str | None) -> _Comparison | None:
-    """Return what is compared of a case; ``None`` of a failure that was predicted, or without the part.
+def _compared_pair(case: ValidationCase, predictor: str, part: str | None) -> tuple[float, float] | tuple[()] | None:
+    """Return what was predicted and measured of a case, in seconds or bytes; empty where either is missing.
 
-    Parts of a step below ``MIN_STEP_FRACTION`` of it are not compared.
+    ``None`` where nothing is compared: of a failure that was predicted, without the part, and of parts of a step below
+    ``MIN_STEP_FRACTION`` of it.
     """
     result, measured = case.said.get(predictor, PredictorResult()), case.measured
     if measured.status != STATUS_OK and result.fits is False:
         return None
+    step_time_s = measured.step_time_s
     if part is None:
-        return _Comparison(case, result.step_time_s, measured.step_time_s)
-    predicted, figure, step_time_s = result.figures.get(part), measured.figures.get(part), measured.step_time_s
+        return (result.step_time_s, step_time_s) if result.step_time_s is not None and step_time_s else ()
+    predicted, figure = result.figures.get(part), measured.figures.get(part)
     if predicted is None or not figure or not step_time_s:
         return None
-    if part.endswith("_s") and figure < MIN_STEP_FRACTION * step_time_s:
-        return None
-    return _Comparison(case, predicted, figure)
+    return None if part.endswith("_s") and figure < MIN_STEP_FRACTION * step_time_s else (predicted, figure)
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -354,24 +334,19 @@ def _mean(values: Sequence[float]) -> float | None:
 def _interval_coverage(cases: Sequence[ValidationCase], predictor: str) -> float | None:
     inside = []
     for case in cases:
-        result, seconds = case.said.get(predictor), case.measured.step_time_s
-        if result is not None and result.low_s is not None and result.high_s is not None and seconds:
+        result, seconds = case.said.get(predictor, PredictorResult()), case.measured.step_time_s
+        if result.low_s is not None and result.high_s is not None and seconds:
             inside.append(result.low_s <= seconds <= result.high_s)
     return _mean(inside)
 
 
 def score_memory_fits(cases: Sequence[ValidationCase], predictor: str) -> MemoryFitScore:
     """Score the memory predictions of the cases that were ok or out of memory."""
-    pairs = [
-        (case.measured.status, result.fits)
-        for case in cases
-        if case.measured.status in (STATUS_OK, "oom")
-        and (result := case.said.get(predictor)) is not None
-        and result.fits is not None
-    ]
+    results = [(case.measured.status, case.said.get(predictor, PredictorResult()).fits) for case in cases]
+    counts = Counter((status, fits) for status, fits in results if status in (STATUS_OK, "oom") and fits is not None)
     return MemoryFitScore(
-        count=len(pairs),
-        false_fits=sum(status == "oom" and fits for status, fits in pairs),
-        said_to_fit=sum(fits for _, fits in pairs),
-        false_alarms=sum(status == STATUS_OK and not fits for status, fits in pairs),
+        count=sum(counts.values()),
+        false_fits=counts["oom", True],
+        said_to_fit=counts["oom", True] + counts[STATUS_OK, True],
+        false_alarms=counts[STATUS_OK, False],
     )

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import RowShare, row_kernels
-from hpcbench.oracle.model_parallel import ReductionPlan
+from hpcbench.oracle.model_parallel import ReductionPlan, plan_reductions
 from hpcbench.oracle.placement import place_group
 from hpcbench.oracle.row_cost import CollectiveOp, ComputeOp, RowCost, RowOp, copy_op
 from hpcbench.oracle.tensor_sizes import (
@@ -27,7 +27,6 @@ from hpcbench.oracle.tensor_sizes import (
     weight_layout_copies,
 )
 from hpcbench.parallel.catalog import options_with_defaults
-from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, fill_buckets
 from hpcbench.parallel.layer_table import LOSS_ROW_NAME, LayerRow, LayerTable
 from hpcbench.parallel.mesh import RankMesh, even_ranges
 from hpcbench.parallel.strategies.tensor import TRANSFORMER_BLOCK_KIND, head_feature_ranges
@@ -245,7 +244,7 @@ class TensorParallelRank:
             if not inner.startswith(("attention", "mlp")):
                 is_saved_by_tokens = inner in (*_NORMS, "dropout1", "dropout2")
                 return RowFractions(tokens, tokens, tokens if is_saved_by_tokens else _WHOLE)
-            features = self._feature_fraction(layer.name)
+            features = Fraction(len(self._features(layer.name)), self._all_features(layer.name))
             if inner in COLUMN_PARALLEL:
                 return RowFractions(outputs=features)
             if inner in ROW_PARALLEL:
@@ -278,15 +277,8 @@ class TensorParallelRank:
     def reductions(self, sizes: Sequence[int]) -> list[ReductionPlan]:
         """Return the reductions of gradients: over replicas, and over all ranks those of the rank's own tokens."""
         partial = [self._is_partial(tensor.name) for tensor in self.table.parameter_tensors]
-        plans = []
-        for is_partial, axes in ((False, ("dp",)), (True, ("dp", "tp"))):
-            group = place_group(self.spec, *axes)
-            places = [place for place, flag in enumerate(partial) if flag == is_partial]
-            if group.ranks > 1 and places:
-                filled = fill_buckets([sizes[place] for place in places], int(DEFAULT_BUCKET_CAP_MB * MIB))
-                buckets = [[places[number] for number in bucket] for bucket in filled]
-                plans.append(ReductionPlan(group, " ".join(axes), buckets))
-        return plans
+        parts = (([not is_partial for is_partial in partial], ("dp",)), (partial, ("dp", "tp")))
+        return plan_reductions(self.spec, sizes, parts)
 
     def _is_partial(self, name: str) -> bool:
         """Return whether the gradient of a parameter is of the rank's own tokens alone."""
@@ -308,13 +300,8 @@ class TensorParallelRank:
             numbers = numbers // shape[0] * len(self._words)
         return numbers * self.number_bytes
 
-    def all_parameter_bytes(self) -> list[int]:
-        """Return the bytes of the rank's part of every tensor of the table."""
-        return [self.parameter_bytes(tensor.name, tensor.shape) for tensor in self.table.parameter_tensors]
-
     def _head_width(self, block: str) -> int:
-        width: int = self.rows[f"{block}.attention"].attributes["head_width"]
-        return width
+        return int(self.rows[f"{block}.attention"].attributes["head_width"])
 
     def _features(self, layer: str) -> range:
         """Return the rank's features of a split layer: whole heads of an attention."""
@@ -328,17 +315,11 @@ class TensorParallelRank:
     def _all_features(self, layer: str) -> int:
         block, _, inner = layer.partition(".")
         split_row = "mlp.up" if inner.startswith("mlp") else "attention.query"
-        features: int = self.rows[f"{block}.{split_row}"].attributes["out_features"]
-        return features
-
-    def _feature_fraction(self, layer: str) -> Fraction:
-        return Fraction(len(self._features(layer)), self._all_features(layer))
+        return int(self.rows[f"{block}.{split_row}"].attributes["out_features"])
 
     @property
     def _vocabulary(self) -> int:
-        attributes: Any = self.rows[_TOKEN_EMBEDDING].attributes
-        words: int = attributes["num_embeddings"]
-        return words
+        return int(self.rows[_TOKEN_EMBEDDING].attributes["num_embeddings"])
 
     @cached_property
     def _words(self) -> range:

@@ -37,26 +37,26 @@ _MODEL_PRIOR_WIDTH = 0.15
 def fitted_parameter_widths(
     machine: Machine, models: Iterable[str], strategies: Iterable[str], widths: Mapping[str, float]
 ) -> dict[str, float]:
-    """Names and prior widths of what runs of these models and strategies may move.
+    """Return names and prior widths of what runs of these models and strategies may move.
 
     ``widths`` replaces widths by name; a width of 0 leaves a number as it is. A strategy's own numbers are moved only
     where ``machine.strategies`` names the strategy: else they cannot be told from the device's.
     """
-    found = {COMPUTE: _PRIOR_WIDTHS[COMPUTE]}
-    found |= {f"{COMPUTE}.{model}": _MODEL_PRIOR_WIDTH for model in sorted(set(models))}
-    found[BANDWIDTH] = _PRIOR_WIDTHS[BANDWIDTH]
+    prior = {COMPUTE: _PRIOR_WIDTHS[COMPUTE]}
+    prior |= {f"{COMPUTE}.{model}": _MODEL_PRIOR_WIDTH for model in sorted(set(models))}
+    prior[BANDWIDTH] = _PRIOR_WIDTHS[BANDWIDTH]
     for link, wire in (("intra_node", machine.comm.intra_node), ("inter_node", machine.comm.inter_node)):
-        found[f"{link}.bandwidth"] = _PRIOR_WIDTHS[BANDWIDTH]
+        prior[f"{link}.bandwidth"] = _PRIOR_WIDTHS[BANDWIDTH]
         if wire.latency_s:
-            found[f"{link}.latency"] = _PRIOR_WIDTHS["latency"]
+            prior[f"{link}.latency"] = _PRIOR_WIDTHS["latency"]
     if machine.straggling:
-        found[STRAGGLING] = _PRIOR_WIDTHS[STRAGGLING]
+        prior[STRAGGLING] = _PRIOR_WIDTHS[STRAGGLING]
     for strategy in sorted(set(strategies)):
-        own = machine.strategies.get(strategy)
+        overhead = machine.strategies.get(strategy)
         for number, width in _STRATEGY_PRIOR_WIDTHS.items():
-            if own is not None and getattr(own, _STRATEGY_FIELDS[number]):
-                found[f"strategy.{strategy}.{number}"] = width
-    return {name: widths.get(name, width) for name, width in found.items() if widths.get(name, width) > 0}
+            if overhead is not None and getattr(overhead, _STRATEGY_FIELDS[number]):
+                prior[f"strategy.{strategy}.{number}"] = width
+    return {name: widths.get(name, width) for name, width in prior.items() if widths.get(name, width) > 0}
 
 
 def parameter_affects(name: str, spec: RunSpec) -> bool:
@@ -72,28 +72,30 @@ def parameter_affects(name: str, spec: RunSpec) -> bool:
 def apply_parameters(machine: Machine, names: Sequence[str], logs: Sequence[float]) -> Machine:
     """``machine`` with the named numbers multiplied by the exponentials of ``logs``."""
     factors = {name: exp(value) for name, value in zip(names, logs, strict=True)}
+    known, common = machine.compute.factors, factors.get(COMPUTE, 1.0)
+    any_model = known.get("", 1.0)
+    model_factors = {"": any_model * common} | {model: factor * common for model, factor in known.items()}
+    overheads = dict(machine.strategies)
+    for name, factor in factors.items():
+        scope, _, rest = name.partition(".")
+        if scope == COMPUTE and rest:
+            model_factors[rest] = known.get(rest, any_model) * common * factor
+        elif scope == "strategy":
+            strategy, _, number = rest.rpartition(".")
+            overhead, field = overheads.get(strategy, StrategyOverhead()), _STRATEGY_FIELDS[number]
+            overheads[strategy] = replace(overhead, **{field: getattr(overhead, field) * factor})
     return replace(
         machine,
-        compute=replace(machine.compute, factors=_scaled_model_factors(machine.compute.factors, factors)),
+        compute=replace(machine.compute, factors=model_factors),
         comm=replace(
             machine.comm,
             intra_node=_scaled_link(machine.comm.intra_node, "intra_node", factors),
             inter_node=_scaled_link(machine.comm.inter_node, "inter_node", factors),
         ),
-        strategies=_scaled_overheads(machine.strategies, factors),
+        strategies=overheads,
         straggling=machine.straggling * factors.get(STRAGGLING, 1.0),
         delay_s=machine.delay_s * factors.get(DELAY, 1.0),
     )
-
-
-def _scaled_model_factors(known: Mapping[str, float], factors: Mapping[str, float]) -> dict[str, float]:
-    common, any_model = factors.get(COMPUTE, 1.0), known.get("", 1.0)
-    found = {"": any_model * common} | {model: own * common for model, own in known.items()}
-    for name, factor in factors.items():
-        scope, _, model = name.partition(".")
-        if scope == COMPUTE and model:
-            found[model] = known.get(model, any_model) * common * factor
-    return found
 
 
 def _scaled_link(wire: HockneyLink, link: str, factors: Mapping[str, float]) -> HockneyLink:
@@ -101,20 +103,6 @@ def _scaled_link(wire: HockneyLink, link: str, factors: Mapping[str, float]) -> 
         wire.latency_s * factors.get(f"{link}.latency", 1.0),
         wire.beta_s_per_byte / (factors.get(BANDWIDTH, 1.0) * factors.get(f"{link}.bandwidth", 1.0)),
     )
-
-
-def _scaled_overheads(
-    known: Mapping[str, StrategyOverhead], factors: Mapping[str, float]
-) -> dict[str, StrategyOverhead]:
-    found = dict(known)
-    for name, factor in factors.items():
-        scope, _, rest = name.partition(".")
-        if scope != "strategy":
-            continue
-        strategy, _, number = rest.rpartition(".")
-        own, field = found.get(strategy, StrategyOverhead()), _STRATEGY_FIELDS[number]
-        found[strategy] = replace(own, **{field: getattr(own, field) * factor})
-    return found
 
 
 _DIRECTION_DEVIATIONS = 1.645
@@ -143,7 +131,7 @@ def log_step_spreads(
     own scatter and, beyond the scale of the runs that were fitted, the uncertainty of the model's form, and of what the
     strategy adds to a step without the model knowing why.
     """
-    names, middle_s = [one.name for one in posterior.parameters], predicted_step_s(machine, spec, table, clock_of)
+    names, middle_s = [each.name for each in posterior.parameters], predicted_step_s(machine, spec, table, clock_of)
     doublings = max(log2(spec.ranks / posterior.ranks), 0.0)
     added = machine.strategies.get(spec.strategy, StrategyOverhead())
     unknown = _OVERHEAD_SPREAD_PER_DOUBLING * (added.step_s + added.sample_s * spec.batch_size) / middle_s

@@ -166,7 +166,13 @@ def calibration_sweep_toml(
     points = [
         *_probe_points(size, workloads, fixed["seed"], budget_s),
         *_training_points(strategy_scales(size, profile.device), workloads, profile.device),
-        *_one_process_points(size, workloads.transformer),
+        # A library whose one process drives two devices.
+        *(
+            {"strategy": key, "devices_per_task": 2, **_micro_batched_keys(runs, workloads.transformer, times)}
+            for key, runs in _calibrated_strategies(one_process=True)
+            for times in (1, 2)
+            if size.tasks_per_node >= 2
+        ),
     ]
     lines = [
         f'name = "{calibration_sweep_name(number, partition)}"',
@@ -238,14 +244,6 @@ def _calibrated_strategies(*, one_process: bool) -> list[tuple[str, CalibrationR
         if entry.calibration is not None and entry.calibration.one_process == one_process
     ]
     return sorted(chosen, key=lambda item: (item[1].workload != "transformer", item[1].batch_factor))
-
-
-def _one_process_points(size: CalibrationScale, workload: CalibrationWorkload) -> Iterator[dict[str, Any]]:
-    """A library whose one process drives two devices."""
-    if size.tasks_per_node >= 2:
-        for key, runs in _calibrated_strategies(one_process=True):
-            for times in (1, 2):
-                yield {"strategy": key, "devices_per_task": 2, **_micro_batched_keys(runs, workload, times)}
 
 
 def _micro_batched_keys(runs: CalibrationRuns, workload: CalibrationWorkload, times: int) -> dict[str, Any]:

@@ -6,7 +6,6 @@ their cluster, or in the user's own folder where that tree is not writable."""
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from pathlib import Path
 
@@ -97,7 +96,7 @@ def read_calibrations(tree: ClusterTree, cluster: str) -> tuple[list[StoredCalib
     found: list[StoredCalibration] = []
     problems: list[str] = []
     for folder in (tree.path("calibrations"), user_calibration_folder(cluster)):
-        for path in _calibration_files(folder):
+        for path in sorted(path for path in folder.glob("*.json") if _FILE_NAME.fullmatch(path.name)):
             try:
                 found.append(StoredCalibration(read_calibration(path), path))
             except StorageError as error:
@@ -131,13 +130,6 @@ def _content_digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:12]
 
 
-def _calibration_files(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder / name for name in os.listdir(folder) if _FILE_NAME.fullmatch(name))
-    except OSError:
-        return []
-
-
 _SOURCE_NAMES = {"calibrated": "calibration", "fitted": "fit of whole runs", "nominal": "nominal numbers"}
 
 
@@ -161,13 +153,18 @@ def machine_for(
 def apply_calibration(nominal: Machine, stored: StoredCalibration, problems: list[str]) -> Machine:
     """The calibrated machine with today's links and memory: a measured collective corrects its link's numbers."""
     calibration = stored.calibration
-    machine = calibration.machine
+    machine, measured = calibration.machine, calibration.machine.comm
+    # Under computation the processor bounds the rate of a collective, whatever the link's; and what a collective takes
+    # of the processor goes with the bytes in a second.
+    beta = nominal.comm.inter_node.beta_s_per_byte
+    rate = calibration.inter_node.beta_s_per_byte / beta if beta else 1.0
     today = ("links_per_node", "striped", "trees", "by_hop")
     comm: CommParameters = msgspec.structs.replace(
-        machine.comm,
-        intra_node=_rescaled_link(machine.comm.intra_node, calibration.intra_node, nominal.comm.intra_node),
-        inter_node=_rescaled_link(machine.comm.inter_node, calibration.inter_node, nominal.comm.inter_node),
-        **_rescaled_slowdowns(machine.comm, calibration.inter_node, nominal.comm.inter_node),
+        measured,
+        intra_node=_rescaled_link(measured.intra_node, calibration.intra_node, nominal.comm.intra_node),
+        inter_node=_rescaled_link(measured.inter_node, calibration.inter_node, nominal.comm.inter_node),
+        comm_slowdown=max(1.0, measured.comm_slowdown * rate) if measured.comm_slowdown > 1.0 else 1.0,
+        overlap_slowdown=1.0 + (measured.overlap_slowdown - 1.0) * rate,
         **{name: getattr(nominal.comm, name) for name in today},
     )
     return msgspec.structs.replace(
@@ -177,19 +174,6 @@ def apply_calibration(nominal: Machine, stored: StoredCalibration, problems: lis
         source=f"{_SOURCE_NAMES[machine.depth]} of {calibration.made_at[:10]} ({stored.digest})",
         notes=[*calibration.notes, *_link_change_notes(calibration, nominal.comm), *problems],
     )
-
-
-def _rescaled_slowdowns(comm: CommParameters, then: HockneyLink, now: HockneyLink) -> dict[str, float]:
-    """What computation and collectives take from each other when links between nodes have another rate than ``then``.
-
-    Under computation the processor bounds the rate of a collective, whatever the link's; and what a collective takes
-    of the processor goes with the bytes in a second.
-    """
-    rate = then.beta_s_per_byte / now.beta_s_per_byte if now.beta_s_per_byte else 1.0
-    return {
-        "comm_slowdown": max(1.0, comm.comm_slowdown * rate) if comm.comm_slowdown > 1.0 else 1.0,
-        "overlap_slowdown": 1.0 + (comm.overlap_slowdown - 1.0) * rate,
-    }
 
 
 def _rescaled_link(found: HockneyLink, then: HockneyLink, now: HockneyLink) -> HockneyLink:
@@ -203,32 +187,23 @@ def _rescaled_link(found: HockneyLink, then: HockneyLink, now: HockneyLink) -> H
 
 
 def _calibration_of_partition(
-    found: list[StoredCalibration], profile: ClusterProfile, partition: str | None
+    stored: list[StoredCalibration], profile: ClusterProfile, partition: str | None
 ) -> StoredCalibration | None:
-    """The newest of that partition, else of one with the same nodes."""
+    """Return the newest of that partition, else of one with the same nodes."""
     wanted = partition or profile.default_partition
-    same = [one for one in found if one.calibration.partition == wanted]
-    node = profile.node_of(wanted)
-    alike = [one for one in found if _node_description(profile, one.calibration.partition) == node]
-    return next(iter([*same, *alike]), None)
-
-
-def _node_description(profile: ClusterProfile, partition: str | None) -> object:
-    return profile.node_of(partition) if partition is None or partition in profile.partitions else None
+    known = [each for each in stored if each.calibration.partition in (None, *profile.partitions)]
+    alike = [each for each in known if profile.node_of(each.calibration.partition) == profile.node_of(wanted)]
+    return next((each for each in stored if each.calibration.partition == wanted), next(iter(alike), None))
 
 
 def _link_change_notes(calibration: Calibration, today: CommParameters) -> list[str]:
-    found = []
-    for name, place in (("intra_node", "inside nodes"), ("inter_node", "between nodes")):
-        then, now = getattr(calibration, name), getattr(today, name)
-        if then != now:
-            found.append(
-                f"the profile's link {place} has changed since the calibration: {_format_link(then)} then, "
-                f"{_format_link(now)} now"
+    notes = []
+    for name, where in (("intra_node", "inside nodes"), ("inter_node", "between nodes")):
+        links = getattr(calibration, name), getattr(today, name)
+        if links[0] != links[1]:
+            then, now = (f"{link.latency_s * 1e6:g} us and {1e-9 / link.beta_s_per_byte:g} GB/s" for link in links)
+            notes.append(
+                f"the profile's link {where} has changed since the calibration: {then} then, {now} now"
                 "; times per byte go with it, measured latencies stay"
             )
-    return found
-
-
-def _format_link(wire: HockneyLink) -> str:
-    return f"{wire.latency_s * 1e6:g} us and {1e-9 / wire.beta_s_per_byte:g} GB/s"
+    return notes

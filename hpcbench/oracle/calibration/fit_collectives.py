@@ -69,9 +69,7 @@ def fit_collectives(
     for (operation, ranks, nodes), found in sorted(groups.items()):
         nominal = comm.inter_node if nodes > 1 else comm.intra_node
         span = GroupLinks(ranks, nodes, comm.intra_node, comm.inter_node, trees)
-        points = collective_points(found, call_s)
-        lines = fit_bands(operation, span, points, nominal)
-        for line in lines:
+        for line in fit_bands(operation, span, collective_points(found, call_s), nominal):
             samples.append(
                 CollectiveSample(
                     operation=operation,
@@ -83,7 +81,9 @@ def fit_collectives(
                     from_bytes=line.from_bytes,
                 )
             )
-            residuals.append(_band_residual(operation, span, line))
+            sizes = (format_bytes_short(point.payload_bytes) for point in (line.points[0], line.points[-1]))
+            what = f"{operation}, {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}, {' to '.join(sizes)}"
+            residuals.append(fit_residual("collectives", what, _fitted_and_measured(operation, span, line)))
     there = {one.operation for one in samples}
     missing = [operation for operation in COMM_OPERATIONS if operation not in there]
     notes = [f"not measured: {', '.join(missing)}; taken to be as all_reduce"] if missing and there else []
@@ -108,43 +108,35 @@ def fit_bands(
     operation: str, span: GroupLinks, points: Sequence[CollectivePoint], nominal: HockneyLink
 ) -> list[SizeBandFit]:
     """As few bands as it takes, at most ``MAX_BANDS``, cut where the error is least."""
-    best = _fit_each_band(operation, span, [list(points)], nominal)
+
+    def fit(bands: Sequence[list[CollectivePoint]]) -> list[SizeBandFit]:
+        starts = [points[0].payload_bytes if number else 0.0 for number, points in enumerate(bands)]
+        links = [fit_link(operation, span, points, nominal) for points in bands]
+        return [SizeBandFit(*band) for band in zip(links, starts, bands, strict=True)]
+
+    def error(lines: Sequence[SizeBandFit]) -> float:
+        return rms_log_error(pair for line in lines for pair in _fitted_and_measured(operation, span, line))
+
+    best = fit([list(points)])
     # Small messages are no evidence of a link's rate where large ones are there.
-    small = [one for one in points if one.payload_bytes < _SMALL_MESSAGE_BYTES]
-    large = [one for one in points if one.payload_bytes >= _SMALL_MESSAGE_BYTES]
-    if (
-        len(small) >= _MIN_POINTS_PER_BAND
-        and len(large) >= _MIN_POINTS_PER_BAND
-        and _bands_error(operation, span, best) > TARGET_ERROR
-    ):
-        best = _fit_each_band(operation, span, [small, large], nominal)
-    while _bands_error(operation, span, best) > TARGET_ERROR and len(best) < MAX_BANDS:
-        tried = list(_split_bands(operation, span, best, nominal))
+    small = [point for point in points if point.payload_bytes < _SMALL_MESSAGE_BYTES]
+    large = [point for point in points if point.payload_bytes >= _SMALL_MESSAGE_BYTES]
+    if min(len(small), len(large)) >= _MIN_POINTS_PER_BAND and error(best) > TARGET_ERROR:
+        best = fit([small, large])
+    while error(best) > TARGET_ERROR and len(best) < MAX_BANDS:
+        tried = [fit(bands) for bands in _split_bands([line.points for line in best])]
         if not tried:
             break
-        best = min(tried, key=lambda lines: _bands_error(operation, span, lines))
+        best = min(tried, key=error)
     return best
 
 
-def _split_bands(
-    operation: str, span: GroupLinks, lines: Sequence[SizeBandFit], nominal: HockneyLink
-) -> list[list[SizeBandFit]]:
-    """All ways to cut one of the bands in two."""
-    found = []
-    for number, line in enumerate(lines):
-        for place in range(_MIN_POINTS_PER_BAND, len(line.points) - _MIN_POINTS_PER_BAND + 1):
-            parts = [line.points[:place], line.points[place:]]
-            bands = [*(one.points for one in lines[:number]), *parts, *(one.points for one in lines[number + 1 :])]
-            found.append(_fit_each_band(operation, span, bands, nominal))
-    return found
-
-
-def _fit_each_band(
-    operation: str, span: GroupLinks, bands: Sequence[list[CollectivePoint]], nominal: HockneyLink
-) -> list[SizeBandFit]:
+def _split_bands(bands: Sequence[list[CollectivePoint]]) -> list[list[list[CollectivePoint]]]:
+    """Return all ways to cut one of the bands in two."""
     return [
-        SizeBandFit(fit_link(operation, span, points, nominal), points[0].payload_bytes if number else 0.0, points)
+        [*bands[:number], points[:place], points[place:], *bands[number + 1 :]]
         for number, points in enumerate(bands)
+        for place in range(_MIN_POINTS_PER_BAND, len(points) - _MIN_POINTS_PER_BAND + 1)
     ]
 
 
@@ -204,16 +196,6 @@ def non_negative_least_squares(rows: Sequence[tuple[float, float, float, float]]
 def _fitted_and_measured(operation: str, span: GroupLinks, line: SizeBandFit) -> list[tuple[float, float]]:
     there = span._replace(intra_node=line.wire, inter_node=line.wire)
     return [(max(collective_s(operation, there, one.payload_bytes), 1e-9), one.seconds) for one in line.points]
-
-
-def _bands_error(operation: str, span: GroupLinks, lines: Sequence[SizeBandFit]) -> float:
-    return rms_log_error(pair for line in lines for pair in _fitted_and_measured(operation, span, line))
-
-
-def _band_residual(operation: str, span: GroupLinks, line: SizeBandFit) -> FitResidual:
-    where = f"{span.ranks} ranks on {span.nodes} node{'s' if span.nodes > 1 else ''}"
-    sizes = f"{format_bytes_short(line.points[0].payload_bytes)} to {format_bytes_short(line.points[-1].payload_bytes)}"
-    return fit_residual("collectives", f"{operation}, {where}, {sizes}", _fitted_and_measured(operation, span, line))
 
 
 def format_bytes_short(size_bytes: float) -> str:

@@ -6,7 +6,7 @@ data."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import exp, log
 from statistics import fmean, median
 
@@ -113,27 +113,42 @@ def fit_kernels(
     probed = [one for one in runs_of_strategy(runs, PROBE_LAYERS) if one.result.probe and one.result.probe.kernels]
     if not probed:
         return machine.compute, [], ["no kernel was measured: a step's computation is the profile's"]
-    by_run = {
-        one.result.run_id: kernel_samples(one.spec, one.table, one.result.probe) for one in probed if one.result.probe
+    samples_of = {
+        run.result.run_id: kernel_samples(run.spec, run.table, run.result.probe) for run in probed if run.result.probe
     }
-    samples = [sample for found in by_run.values() for sample in found]
     plain = msgspec.structs.replace(machine.compute, factors={}, crowding={})
-    bare = _rescale_to_steps(fit_roofline(plain, samples), probed, alone_s)
-    sums = [(_single_device_kernels_s(bare, one), one) for one in probed]
-    factors = _model_factors([(one, alone_s[workload_key(one)] / sum_s) for sum_s, one in sums])
-    compute = msgspec.structs.replace(bare, factors=factors, crowding=machine.compute.crowding)
-    pairs = [(sum_s * factors[one.spec.model], alone_s[workload_key(one)]) for sum_s, one in sums]
+
+    def fit(chosen: Sequence[CalibrationRun]) -> tuple[DeviceCompute, dict[str, float]]:
+        """Return the device by the kernels and steps of these runs, and its factor by model."""
+        bare = fit_roofline(plain, [sample for run in chosen for sample in samples_of[run.result.run_id]])
+        steps = [(_single_device_seconds_by_kind(bare, run), alone_s[workload_key(run)]) for run in chosen]
+        compute = scale_samples_by_kind(bare, fit_kind_factors(steps))
+        logs: dict[str, list[float]] = defaultdict(list)
+        for run in chosen:
+            logs[run.spec.model].append(log(alone_s[workload_key(run)] / _single_device_kernels_s(compute, run)))
+        # By model the geometric mean of its runs, for any other the median of these: an odd model moves it little.
+        factors = {model: exp(fmean(values)) for model, values in logs.items()}
+        return compute, {**factors, "": median(factors.values())}
+
+    compute, factors = fit(probed)
+    pairs = [
+        (_single_device_kernels_s(compute, run) * factors[run.spec.model], alone_s[workload_key(run)]) for run in probed
+    ]
     residuals = [fit_residual("kernels", "whole steps of the models that were measured", pairs)]
-    models = sorted({one.spec.model for one in probed})
-    notes = []
+    models = sorted({run.spec.model for run in probed})
+    error, notes = _ONE_MODEL_SPREAD, []
     if len(models) > 1:
-        others = [_leave_model_out(plain, probed, by_run, alone_s, one) for one in probed]
+        others = []
+        for left_out in probed:
+            compute_of_others, factors_of_others = fit([run for run in probed if run.spec.model != left_out.spec.model])
+            predicted_s = factors_of_others[""] * _single_device_kernels_s(compute_of_others, left_out)
+            others.append((predicted_s, alone_s[workload_key(left_out)]))
         residuals.append(fit_residual("kernels", "whole steps by the kernels and factors of the other models", others))
         error = residuals[-1].error
     else:
-        error = _ONE_MODEL_SPREAD
         notes.append(f"kernels of {models[0]} alone were measured: what other models compute is guessed from it")
-    return msgspec.structs.replace(compute, spread=max(error, MIN_COMPUTE_SPREAD)), residuals, notes
+    changes = {"factors": factors, "crowding": machine.compute.crowding, "spread": max(error, MIN_COMPUTE_SPREAD)}
+    return msgspec.structs.replace(compute, **changes), residuals, notes
 
 
 def fit_roofline(compute: DeviceCompute, samples: Sequence[KernelSample]) -> DeviceCompute:
@@ -157,13 +172,6 @@ def fit_roofline(compute: DeviceCompute, samples: Sequence[KernelSample]) -> Dev
     return best
 
 
-def _rescale_to_steps(
-    compute: DeviceCompute, runs: Iterable[CalibrationRun], alone_s: Mapping[WorkloadKey, float]
-) -> DeviceCompute:
-    steps = [(_single_device_seconds_by_kind(compute, one), alone_s[workload_key(one)]) for one in runs]
-    return scale_samples_by_kind(compute, fit_kind_factors(steps))
-
-
 def _roofline_error(compute: DeviceCompute) -> float:
     judge = RooflineModel(msgspec.structs.replace(compute, samples=[]))
     return sum(abs(log(judge.roofline_s(one.kernel) / one.seconds)) for one in compute.samples)
@@ -176,29 +184,3 @@ def _single_device_seconds_by_kind(compute: DeviceCompute, run: CalibrationRun) 
 def _single_device_kernels_s(compute: DeviceCompute, run: CalibrationRun) -> float:
     """All kernels of a step of a lone device."""
     return sum(_single_device_seconds_by_kind(compute, run).values())
-
-
-def _model_factors(ratios: Iterable[tuple[CalibrationRun, float]]) -> dict[str, float]:
-    """Of every model the geometric mean of its runs, of any other the median of these: an odd model moves it little."""
-    by_model: dict[str, list[float]] = defaultdict(list)
-    for one, ratio in ratios:
-        by_model[one.spec.model].append(log(ratio))
-    factors = {model: exp(fmean(logs)) for model, logs in by_model.items()}
-    return {**factors, "": median(factors.values())}
-
-
-def _leave_model_out(
-    plain: DeviceCompute,
-    probed: Sequence[CalibrationRun],
-    by_run: dict[str, list[KernelSample]],
-    alone_s: Mapping[WorkloadKey, float],
-    left_out: CalibrationRun,
-) -> tuple[float, float]:
-    """A step as predicted without any kernel of its model, and as measured."""
-    others = [one for one in probed if one.spec.model != left_out.spec.model]
-    samples = [sample for one in others for sample in by_run[one.result.run_id]]
-    compute = _rescale_to_steps(fit_roofline(plain, samples), others, alone_s)
-    factor = _model_factors(
-        [(one, alone_s[workload_key(one)] / _single_device_kernels_s(compute, one)) for one in others]
-    )[""]
-    return factor * _single_device_kernels_s(compute, left_out), alone_s[workload_key(left_out)]

@@ -9,20 +9,11 @@ from math import log
 import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.oracle.calibration import fit_overheads
 from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, usable_runs
 from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidual
 from hpcbench.oracle.calibration.fit_collectives import fit_collectives
 from hpcbench.oracle.calibration.fit_kernels import MIN_COMPUTE_SPREAD, fit_kernels
-from hpcbench.oracle.calibration.fit_overheads import (
-    fit_base_bytes,
-    fit_call_overhead,
-    fit_comm_slowdown,
-    fit_contention,
-    fit_crowding,
-    fit_lone_ranks,
-    fit_overlap,
-    fit_strategy_overheads,
-)
 from hpcbench.oracle.calibration.posterior import fit_posterior, run_observations
 from hpcbench.oracle.machine import CommParameters, Machine, nominal_machine
 from hpcbench.results.schema import OverlapProbe
@@ -34,13 +25,13 @@ def fit_calibration(
     """What ``runs`` say of the cluster; whatever they do not say stays as the profile has it, and is noted."""
     good = usable_runs(runs)
     nominal = nominal_machine(profile, partition)
-    alone = fit_lone_ranks(good)
+    alone = fit_overheads.fit_lone_ranks(good)
     compute, residuals, notes = fit_kernels(nominal, good, alone.steps_s)
     comm, of_comm, more = _fit_communication(nominal, good)
-    crowding = fit_crowding(good, alone)
+    crowding = fit_overheads.fit_crowding(good, alone)
     if crowding:
         compute = msgspec.structs.replace(compute, crowding={1: 1.0, **crowding})
-    base_bytes, of_memory = fit_base_bytes(good, nominal.device)
+    base_bytes, of_memory = fit_overheads.fit_base_bytes(good, nominal.device)
     machine = msgspec.structs.replace(
         nominal,
         depth="calibrated",
@@ -51,7 +42,14 @@ def fit_calibration(
         base_bytes=nominal.base_bytes if base_bytes is None else base_bytes,
         notes=[],
     )
-    strategies, of_strategies = fit_strategy_overheads(machine, good)
+    is_across = any(sample.nodes > 1 for sample in comm.collectives)
+    unmeasured = {
+        "no two ranks were measured on one node: they are taken not to be in each other's way": not crowding,
+        "nothing was measured between nodes: links between them are the profile's": comm.collectives and not is_across,
+        "contention was not measured: groups that send at the same time share a link fairly": is_across
+        and not comm.contention,
+    }
+    strategies, of_strategies = fit_overheads.fit_strategy_overheads(machine, good)
     return _calibration(
         profile,
         partition,
@@ -59,7 +57,7 @@ def fit_calibration(
         made_at,
         machine=msgspec.structs.replace(machine, strategies=strategies),
         residuals=[*residuals, *of_comm, *of_memory, *of_strategies],
-        notes=[*notes, *more, *_unmeasured_notes(crowding, comm)],
+        notes=[*notes, *more, *(note for note, applies in unmeasured.items() if applies)],
     )
 
 
@@ -96,7 +94,7 @@ def _fit_communication(
     probes = [one.result.probe for one in runs if one.result.probe is not None]
     overlaps: list[OverlapProbe] = [one for probe in probes for one in probe.overlaps]
     collectives = [one for probe in probes for one in probe.collectives]
-    call_s = fit_call_overhead(overlaps)
+    call_s = fit_overheads.fit_call_overhead(overlaps)
     samples, residuals, notes = fit_collectives(nominal.comm, collectives, call_s, nominal.comm.trees)
     if not samples:
         return nominal.comm, residuals, notes
@@ -105,25 +103,13 @@ def _fit_communication(
     comm = msgspec.structs.replace(
         nominal.comm,
         collectives=samples,
-        contention=fit_contention(collectives),
-        overlap_slowdown=fit_overlap(overlaps),
-        comm_slowdown=fit_comm_slowdown(overlaps),
+        contention=fit_overheads.fit_contention(collectives),
+        overlap_slowdown=fit_overheads.fit_overlap(overlaps),
+        comm_slowdown=fit_overheads.fit_comm_slowdown(overlaps),
         spread=max(error, MIN_COMPUTE_SPREAD),
         call_s=call_s,
     )
     return comm, residuals, notes
-
-
-def _unmeasured_notes(crowding: dict[int, float], comm: CommParameters) -> list[str]:
-    found = []
-    if not crowding:
-        found.append("no two ranks were measured on one node: they are taken not to be in each other's way")
-    across = [one for one in comm.collectives if one.nodes > 1]
-    if comm.collectives and not across:
-        found.append("nothing was measured between nodes: links between them are the profile's")
-    if across and not comm.contention:
-        found.append("contention was not measured: groups that send at the same time share a link fairly")
-    return found
 
 
 _MIN_LEARNED = 0.1
@@ -142,18 +128,16 @@ def fit_calibration_from_runs(
     ``ConfigError`` where no run can be used.
     """
     good = usable_runs(runs)
-    tables = [(one.spec, one.table) for one in good]
-    observed = run_observations(
-        (one.result for one in good), lambda spec: next(table for known, table in tables if known == spec)
-    )
+    results = (run.result for run in good)
+    observed = run_observations(results, lambda spec: next(run.table for run in good if run.spec == spec))
     fitted = fit_posterior(machine, observed)
     posterior = fitted.posterior
     assert posterior is not None, "a fit says how sure it is"
     residuals = [
-        FitResidual(part="runs", what=one.run, points=1, error=abs(log(one.predicted_s / one.measured_s)))
-        for one in posterior.residuals
+        FitResidual(part="runs", what=each.run, points=1, error=abs(log(each.predicted_s / each.measured_s)))
+        for each in posterior.residuals
     ]
-    drawn = [one.name for one in posterior.parameters if one.learned < _MIN_LEARNED]
+    drawn = [each.name for each in posterior.parameters if each.learned < _MIN_LEARNED]
     notes = [f"the runs say nothing of {', '.join(drawn)}: as before"] if drawn else []
     return _calibration(
         profile,

@@ -98,7 +98,12 @@ def fit_lone_ranks(runs: Sequence[CalibrationRun]) -> LoneRankTimes:
         if len({largest for largest, _ in points}) > 1:
             scatters.append(grown_s / step_s)
         steps_s[key] = step_s
-    return LoneRankTimes(steps_s, median(scatters) if scatters else _step_scatter(runs))
+    if not scatters:
+        # Without ranks on several nodes a lone rank's steps around their median are what there is. The 10th and the
+        # 90th percentile of a normal distribution are 2.56 deviations apart.
+        lone = (run.result.metrics.step_time_s for run in runs_of_strategy(runs, PROBE_LAYERS, "single"))
+        scatters = [(times.p90 - times.p10) / 2.56 / times.median for times in lone if times is not None]
+    return LoneRankTimes(steps_s, median(scatters) if scatters else 0.0)
 
 
 def _least_absolute_deviations_line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -129,17 +134,6 @@ def workload_key(run: CalibrationRun) -> WorkloadKey:
     return run.spec.model, run.spec.dataset, run.spec.batch_size, run.spec.precision
 
 
-def _step_scatter(runs: Sequence[CalibrationRun]) -> float:
-    """A lone rank's steps around their median: without ranks on several nodes that is what there is."""
-    found = []
-    for one in runs_of_strategy(runs, PROBE_LAYERS, "single"):
-        times = one.result.metrics.step_time_s
-        if times is not None:
-            # The 10th and the 90th percentile of a normal distribution are 2.56 deviations apart.
-            found.append((times.p90 - times.p10) / 2.56 / times.median)
-    return median(found) if found else 0.0
-
-
 def fit_base_bytes(runs: Sequence[CalibrationRun], device: str) -> tuple[float | None, list[FitResidual]]:
     """Return the bytes of a process beside the predicted tensors, as measured peaks count."""
     pairs = [
@@ -166,11 +160,12 @@ def fit_strategy_overheads(
     overheads: dict[str, StrategyOverhead] = {}
     residuals = []
     for strategy, own_runs in sorted(by_strategy.items()):
-        steps = [_predicted_step(bare, run) for run in own_runs]
-        overheads[strategy] = _fit_strategy_overhead(list(zip(own_runs, steps, strict=True)))
+        steps = [(run, _predicted_step(bare, run)) for run in own_runs]
+        overheads[strategy] = _fit_strategy_overhead(steps)
         fitted = msgspec.structs.replace(machine, strategies={strategy: overheads[strategy]})
-        for what, chosen in (("before", bare), ("with its overhead", fitted)):
-            pairs = [(_predicted_step(chosen, run).step_time_s, run.step_s) for run in own_runs]
+        steps_after = [(run, _predicted_step(fitted, run)) for run in own_runs]
+        for what, predicted in (("before", steps), ("with its overhead", steps_after)):
+            pairs = [(step.step_time_s, run.step_s) for run, step in predicted]
             residuals.append(fit_residual("strategies", f"{strategy}, {what}", pairs))
     return overheads, residuals
 

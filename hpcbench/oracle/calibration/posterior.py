@@ -89,17 +89,19 @@ def fit_posterior(
         if abs(run_spread / before - 1) < _SPREAD_TOLERANCE:
             break
     fitted = _with_posterior_spreads(apply_parameters(calm, names, mode.at), names, mode.covariance)
-    log_factors, covariance, delay_s = mode.at, mode.covariance, _estimate_delay_s(observations)
+    log_factors, covariance = mode.at, mode.covariance
+    # Means lie above medians by the delay of the slowest of a run's nodes.
+    delayed = [run for run in observations if run.mean_s is not None]
+    delays_s = sum((run.mean_s or 0.0) - run.step_time_s for run in delayed)
+    delay_s = max(delays_s / sum(harmonic_number(run.spec.nodes) for run in delayed), 0.0) if delayed else 0.0
     if delay_s:
         widths[DELAY] = (prior or {}).get(DELAY, DELAY_PRIOR_WIDTH)
         covariance = [*([*row, 0.0] for row in covariance), [0.0] * len(names) + [widths[DELAY] ** 2]]
         names, log_factors = [*names, DELAY], [*log_factors, 0.0]
     ranks = max(run.spec.ranks for run in observations)
     parameters = [
-        FittedParameter(
-            name=name, log_factor=factor, prior_spread=widths[name], spread=sqrt(covariance[number][number])
-        )
-        for number, (name, factor) in enumerate(zip(names, log_factors, strict=True))
+        FittedParameter(name=name, log_factor=factor, prior_spread=widths[name], spread=sqrt(row[number]))
+        for number, (name, factor, row) in enumerate(zip(names, log_factors, covariance, strict=True))
     ]
     residuals = [
         RunResidual(
@@ -176,16 +178,6 @@ def _with_posterior_spreads(machine: Machine, names: Sequence[str], covariance: 
     compute = min(machine.compute.spread, max(spread({COMPUTE, one}) for one in models))
     comm = min(machine.comm.spread, spread({BANDWIDTH, f"inter_node.{BANDWIDTH}"}))
     return replace(machine, compute=replace(machine.compute, spread=compute), comm=replace(machine.comm, spread=comm))
-
-
-def _estimate_delay_s(observations: Sequence[Observation]) -> float:
-    """Return the mean delay of one node: means lie above medians by the delay of the slowest of a run's nodes."""
-    delays = [
-        (run.mean_s - run.step_time_s, harmonic_number(run.spec.nodes))
-        for run in observations
-        if run.mean_s is not None
-    ]
-    return max(sum(delay_s for delay_s, _ in delays) / sum(nodes for _, nodes in delays), 0.0) if delays else 0.0
 
 
 _MEDIAN_SPREAD_FACTOR = 1.2533

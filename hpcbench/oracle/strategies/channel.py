@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import FULL_SHARE, RowShare, row_kernels
-from hpcbench.oracle.model_parallel import ModelParallelCost, RankCost, replica_reductions
+from hpcbench.oracle.model_parallel import ModelParallelCost, RankCost, plan_reductions
 from hpcbench.oracle.placement import place_group
 from hpcbench.oracle.row_cost import CollectiveOp, ComputeOp, RowCost, RowOp, copy_op
 from hpcbench.oracle.tensor_sizes import (
@@ -237,7 +237,12 @@ class ChannelSplitCost(ModelParallelCost):
     def describe(cls, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
         view = ChannelRank(spec, table, rank)
         sizes = view.parameter_bytes()
-        return RankCost(view.describe_rows(), sizes, replica_reductions(spec, sizes), view.buffer_bytes())
+        return RankCost(
+            view.describe_rows(),
+            sizes,
+            plan_reductions(spec, sizes, [([True] * len(sizes), ("dp",))]),
+            view.buffer_bytes(),
+        )
 
 
 class FilterCost(ChannelSplitCost):

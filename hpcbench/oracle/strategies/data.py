@@ -27,19 +27,8 @@ from hpcbench.oracle.peak_memory import (
 from hpcbench.oracle.placement import GroupPlacement, place_group
 from hpcbench.oracle.row_cost import EventsAtRow, micro_batch_events, unsharded_rows
 from hpcbench.oracle.step_time import WAIT_FOR_ALL, StepBreakdown, step_from_events, update_events
+from hpcbench.oracle.strategies import data_buckets
 from hpcbench.oracle.strategies.base import Cost
-from hpcbench.oracle.strategies.data_buckets import (
-    coalesced_buffer_bytes,
-    compressed_bytes,
-    ddp_buckets,
-    fused_buckets,
-    owned_bytes_by_replica,
-    owned_parameters,
-    rank_owned_bytes,
-    sddp_buckets,
-    sddp_reductions,
-    sent_gradient_bytes,
-)
 from hpcbench.oracle.stream_simulator import CommCall, RepeatEvent, StreamEvent
 from hpcbench.oracle.tensor_sizes import buffer_bytes, parameter_bytes
 from hpcbench.parallel.catalog import options_with_defaults
@@ -161,13 +150,13 @@ class DdpCost(DataParallelCost):
     @classmethod
     def before(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return the broadcasts of rank 0's buffers."""
-        return [("broadcast", size) for size in coalesced_buffer_bytes(spec, table)]
+        return [("broadcast", size) for size in data_buckets.coalesced_buffer_bytes(spec, table)]
 
     @classmethod
     def buckets(cls, spec: RunSpec, table: LayerTable) -> list[GradientBucket]:
         return [
-            (places, [("all_reduce", size) for size in compressed_bytes(spec, table, places)])
-            for places in ddp_buckets(spec, table)
+            (places, [("all_reduce", size) for size in data_buckets.compressed_bytes(spec, table, places)])
+            for places in data_buckets.ddp_buckets(spec, table)
         ]
 
     @classmethod
@@ -188,13 +177,13 @@ class Zero1Cost(DdpCost):
         """Return one broadcast a tensor, or one an owner."""
         sizes = parameter_bytes(spec, table)
         if options_with_defaults(spec)["parameters_as_bucket_view"]:
-            owned = [sum_bytes_at(sizes, places) for places in owned_parameters(spec, table)]
+            owned = [sum_bytes_at(sizes, places) for places in data_buckets.owned_parameters(spec, table)]
             sizes = owned + [0] * (spec.dp_degree - len(owned))
         return [("broadcast", size) for size in sizes]
 
     @classmethod
     def updated(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
-        return rank_owned_bytes(spec, table, rank)
+        return data_buckets.rank_owned_bytes(spec, table, rank)
 
 
 class FairscaleOssCost(Zero1Cost):
@@ -205,7 +194,7 @@ class FairscaleOssCost(Zero1Cost):
     @classmethod
     def after_update(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return a broadcast from each owner to all; ``broadcast_fp16`` halves them."""
-        sent = owned_bytes_by_replica(spec, table, half=options_with_defaults(spec)["broadcast_fp16"])
+        sent = data_buckets.owned_bytes_by_replica(spec, table, half=options_with_defaults(spec)["broadcast_fp16"])
         return [("broadcast", size) for size in sent]
 
 
@@ -222,23 +211,23 @@ class FairscaleSddpCost(DataParallelCost):
     @classmethod
     def buckets(cls, spec: RunSpec, table: LayerTable) -> list[GradientBucket]:
         """Return a bucket an owner, and tensors that did not fit into it, each as soon as its gradients are there."""
-        reductions, ready_rows = sddp_reductions(spec, table), gradient_rows(spec, table)
+        reductions, ready_rows = data_buckets.sddp_reductions(spec, table), gradient_rows(spec, table)
         reductions.sort(key=lambda reduction: -min((ready_rows[place] for place in reduction[0]), default=0))
         return [(places, [("reduce", size)]) for places, size in reductions]
 
     @classmethod
     def after_update(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
-        return [("broadcast", size) for size in owned_bytes_by_replica(spec, table)]
+        return [("broadcast", size) for size in data_buckets.owned_bytes_by_replica(spec, table)]
 
     @classmethod
     def updated(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
-        return rank_owned_bytes(spec, table, rank)
+        return data_buckets.rank_owned_bytes(spec, table, rank)
 
     @classmethod
     def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
         """Return the peak: gradients in buckets stay on every rank, others on their owner once all are reduced."""
-        sizes, owned = parameter_bytes(spec, table), rank_owned_bytes(spec, table, rank)
-        filled, single = sddp_buckets(spec, table)
+        sizes, owned = parameter_bytes(spec, table), data_buckets.rank_owned_bytes(spec, table, rank)
+        filled, single = data_buckets.sddp_buckets(spec, table)
         gradients, rows, waiting = list(sizes), gradient_rows(spec, table), [0] * (len(table.layers) + 1)
         for bucket in filled:
             for place in bucket:
@@ -255,7 +244,7 @@ class HorovodCost(DataParallelCost):
 
     @classmethod
     def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
-        payload = sum(sent_gradient_bytes(spec, table))
+        payload = sum(data_buckets.sent_gradient_bytes(spec, table))
         if spec.dp_degree == 1:
             return []
         return [Traffic(operation="all_reduce", group_size=spec.dp_degree, payload_bytes=payload)]
@@ -272,7 +261,7 @@ class HorovodCost(DataParallelCost):
     @classmethod
     def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
         """Fuse gradients as the background thread finds them, and send them under the backward pass."""
-        sizes = sent_gradient_bytes(spec, table)
-        fused = fused_buckets(cost_model, spec, table) if spec.dp_degree > 1 else []
+        sizes = data_buckets.sent_gradient_bytes(spec, table)
+        fused = data_buckets.fused_buckets(cost_model, spec, table) if spec.dp_degree > 1 else []
         buckets: list[GradientBucket] = [(places, [("all_reduce", sum_bytes_at(sizes, places))]) for places in fused]
         return step_from_events(cost_model, cls._events(spec, table, cost_model, buckets))

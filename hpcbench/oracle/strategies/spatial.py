@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.model_parallel import ModelParallelCost, RankCost, ReductionPlan
+from hpcbench.oracle.model_parallel import ModelParallelCost, RankCost, plan_reductions
 from hpcbench.oracle.placement import halo_placement, place_group
 from hpcbench.oracle.strategies.spatial_rows import SpatialRank, unsplit_rows
 from hpcbench.oracle.tensor_sizes import buffer_bytes, parameter_bytes
 from hpcbench.parallel.catalog import options_with_defaults
-from hpcbench.parallel.gradient_buckets import MIB, fill_buckets
+from hpcbench.parallel.gradient_buckets import MIB
 from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.parallel.mesh import RankMesh
-from hpcbench.parallel.strategies.spatial import SpatialSplit, spatial_grid, spatial_split_of_run
+from hpcbench.parallel.strategies.spatial import spatial_grid, spatial_split_of_run
 
 
 class SpatialCost(ModelParallelCost):
@@ -19,14 +19,18 @@ class SpatialCost(ModelParallelCost):
 
     @classmethod
     def describe(cls, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
+        sizes = parameter_bytes(spec, table)
         split = spatial_split_of_run(spec, table) if spec.sp_degree > 1 else None
         if split is None:
-            rows = unsplit_rows(spec, table)
+            rows, cut = unsplit_rows(spec, table), [False] * len(sizes)
         else:
             rows = SpatialRank(spec, split, RankMesh.of(spec).coordinates(rank).sp).describe_rows()
-        return RankCost(
-            rows, parameter_bytes(spec, table), _reductions(spec, table, split), sum(buffer_bytes(spec, table))
-        )
+            cut = [split.is_cut(tensor.name) for tensor in table.parameter_tensors]
+        # Gradients of cut layers are reduced over all ranks that share them, others over the replicas.
+        parts = ((cut, ("dp", "sp")), ([not is_cut for is_cut in cut], ("dp",)))
+        cap_bytes = max(int(float(options_with_defaults(spec)["bucket_cap_mb"]) * MIB), 1)
+        reductions = plan_reductions(spec, sizes, parts, cap_bytes)
+        return RankCost(rows, sizes, reductions, sum(buffer_bytes(spec, table)))
 
     @classmethod
     def slowest_rank(cls, spec: RunSpec) -> int:
@@ -38,20 +42,3 @@ class SpatialCost(ModelParallelCost):
     def ranks_that_differ(cls, spec: RunSpec) -> list[int]:
         """Return the rank with the largest part of a sample, and the one with the most halos."""
         return sorted({0, cls.slowest_rank(spec)})
-
-
-def _reductions(spec: RunSpec, table: LayerTable, split: SpatialSplit | None) -> list[ReductionPlan]:
-    """Return the reductions of gradients: cut layers' over all ranks that share them, others' over the replicas."""
-    sizes = parameter_bytes(spec, table)
-    cap_bytes = max(int(float(options_with_defaults(spec)["bucket_cap_mb"]) * MIB), 1)
-    names = [tensor.name for tensor in table.parameter_tensors]
-    cut = [split is not None and split.is_cut(name) for name in names]
-    reductions = []
-    for is_cut, axes in ((True, ("dp", "sp")), (False, ("dp",))):
-        group = place_group(spec, *axes)
-        places = [place for place, flag in enumerate(cut) if flag == is_cut]
-        if group.ranks > 1 and places:
-            filled = fill_buckets([sizes[place] for place in places], cap_bytes)
-            buckets = [[places[number] for number in bucket] for bucket in filled]
-            reductions.append(ReductionPlan(group, " ".join(axes), buckets))
-    return reductions

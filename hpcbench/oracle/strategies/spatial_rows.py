@@ -21,6 +21,7 @@ from hpcbench.oracle.stream_simulator import WaitEvent
 from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, parameter_number_bytes
 from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.layer_table import LayerRow, LayerTable
+from hpcbench.parallel.strategies import spatial
 from hpcbench.parallel.strategies.halo import (
     Box,
     Halo,
@@ -30,17 +31,6 @@ from hpcbench.parallel.strategies.halo import (
     box_volume,
     compute_halo,
     owned_box,
-)
-from hpcbench.parallel.strategies.spatial import (
-    CONVOLUTION_KINDS,
-    GLOBAL_POOL_KINDS,
-    MAX_POOL_KINDS,
-    NORM_KINDS,
-    POOL_KINDS,
-    WINDOWED_KINDS,
-    SpatialSplit,
-    halo_layer,
-    spatial_extents,
 )
 
 _STREAM = "sp"
@@ -55,7 +45,10 @@ _INDEX_BYTES = 8
 def whole_row_memory(spec: RunSpec, row: LayerRow) -> RowCost:
     """Return the bytes of a row that is whole on the rank, without operations. Half precision is counted as fp32."""
     samples, number_bytes = spec.batch_size // spec.micro_batches, parameter_number_bytes(spec)
-    unit, weights = samples * number_bytes, row.parameters * number_bytes if row.kind in CONVOLUTION_KINDS else 0
+    unit, weights = (
+        samples * number_bytes,
+        row.parameters * number_bytes if row.kind in spatial.CONVOLUTION_KINDS else 0,
+    )
     return RowCost(
         [],
         [],
@@ -80,7 +73,7 @@ def unsplit_rows(spec: RunSpec, table: LayerTable) -> list[RowCost]:
 class SpatialRank:
     """The part of every layer on the rank at ``index`` of the grid."""
 
-    def __init__(self, spec: RunSpec, split: SpatialSplit, index: int) -> None:
+    def __init__(self, spec: RunSpec, split: spatial.SpatialSplit, index: int) -> None:
         self.spec, self.split, self.index = spec, split, index
         self.group = place_group(spec, "sp")
         self.placement = halo_placement(split.grid, self.group)._replace(place=index)
@@ -102,7 +95,9 @@ class SpatialRank:
                 continue
             key = self._kind_of(number, row)
             if key not in known:
-                operations = self._windowed(number, row) if row.kind in WINDOWED_KINDS else self._pointwise(number, row)
+                operations = (
+                    self._windowed(number, row) if row.kind in spatial.WINDOWED_KINDS else self._pointwise(number, row)
+                )
                 known[key] = self._with_memory(operations, row)
             cost = known[key]
             if number == 0:
@@ -114,7 +109,7 @@ class SpatialRank:
 
     def _kind_of(self, number: int, row: LayerRow) -> tuple[object, ...]:
         """Return a key that is equal for rows with equal costs."""
-        window = halo_layer(row) if row.kind in WINDOWED_KINDS else None
+        window = spatial.halo_layer(row) if row.kind in spatial.WINDOWED_KINDS else None
         flops_and_bytes = row.forward_flops, row.backward_flops, row.forward_moved_bytes, row.backward_moved_bytes
         kept = row.parameters, row.activation_bytes, row.activation_fixed_bytes
         has_gradient = self._has_input_gradient(number)
@@ -123,7 +118,7 @@ class SpatialRank:
     def _pointwise(self, number: int, row: LayerRow) -> RowCost:
         """Describe a layer that looks at each position by itself, or a BatchNorm over all parts."""
         forward, backward = self._kernels(row, self._share(row, self._owned(row.input_shape), row.output_shape))
-        if row.kind not in NORM_KINDS or self.options["batch_norm"] == "local":
+        if row.kind not in spatial.NORM_KINDS or self.options["batch_norm"] == "local":
             return RowCost(forward, backward)
         payload = 2 * row.input_shape[0] * self.number_bytes
         vector: RowOp = copy_op(self.spec, row.input_shape[0] * self.number_bytes)
@@ -144,10 +139,15 @@ class SpatialRank:
 
     def _windowed(self, number: int, row: LayerRow) -> RowCost:
         """Describe a convolution or pool with its halo."""
-        halo = compute_halo(halo_layer(row), self.split.grid, self.index)
+        halo = compute_halo(spatial.halo_layer(row), self.split.grid, self.index)
         sends, waits = self._exchange(row, halo.sends)
         has_halo = bool(halo.sends or halo.receives)
-        if row.kind in CONVOLUTION_KINDS and self.options["overlap"] and has_halo and box_volume(halo.interior) > 0:
+        if (
+            row.kind in spatial.CONVOLUTION_KINDS
+            and self.options["overlap"]
+            and has_halo
+            and box_volume(halo.interior) > 0
+        ):
             forward = [*sends, *self._part(row, halo, halo.interior), *waits]
             for box in box_difference(halo.outputs, halo.interior):
                 forward += self._part(row, halo, box)
@@ -159,7 +159,7 @@ class SpatialRank:
     def _windowed_backward(self, number: int, row: LayerRow, halo: Halo) -> list[RowOp]:
         """Compute the input's gradient first: the neighbours' part of it travels during the weight's."""
         _, kernels = self._kernels(row, self._share(row, halo.needed, row.output_shape))
-        is_convolution = row.kind in CONVOLUTION_KINDS
+        is_convolution = row.kind in spatial.CONVOLUTION_KINDS
         assembled = self._assembled(row, halo) if is_convolution else []
         if not self._has_input_gradient(number):
             return [*assembled, *kernels]
@@ -178,7 +178,7 @@ class SpatialRank:
         inputs = tuple(
             needed if parts == 1 else window.input_range(wanted)
             for needed, parts, window, wanted in zip(
-                halo.needed, self.split.grid, halo_layer(row).windows, outputs, strict=True
+                halo.needed, self.split.grid, spatial.halo_layer(row).windows, outputs, strict=True
             )
         )
         kernels, _ = self._kernels(row, self._box_share(row, inputs, outputs))
@@ -198,7 +198,7 @@ class SpatialRank:
         own_input = self.memory_unit * self._owned_numbers(row.input_shape)
         channels = self.split.rows[number - 1].output_shape[0]
         if pools_by_all_reduce(self.spec, self.split):
-            fraction = box_volume(self._owned(row.input_shape)) / prod(spatial_extents(row.input_shape))
+            fraction = box_volume(self._owned(row.input_shape)) / prod(spatial.spatial_extents(row.input_shape))
             forward, backward = self._kernels(row, RowShare(fraction, fraction, 1.0, 1.0))
             received, is_left_again = 0, self._keeps_activations_from(number + 1)
             payload = self.samples * channels * self.number_bytes
@@ -224,16 +224,16 @@ class SpatialRank:
 
     def _keeps_activations_from(self, number: int) -> bool:
         """Return whether a recomputed block comes as far as row ``number``: it ends with the last row that is kept."""
-        block, kinds = self.split.rows[self.split.end].block, POOL_KINDS | GLOBAL_POOL_KINDS
+        block, kinds = self.split.rows[self.split.end].block, spatial.POOL_KINDS | spatial.GLOBAL_POOL_KINDS
         later = [row for row in self.split.rows[number:] if row.block == block]
         return any(row.activation_bytes or row.parameters or row.kind in kinds for row in later)
 
     def _with_memory(self, operations: RowCost, row: LayerRow) -> RowCost:
         """Add the bytes of a cut row: its share of the table's, a convolution also its halo."""
-        weights = row.parameters * self.number_bytes if row.kind in CONVOLUTION_KINDS else 0
+        weights = row.parameters * self.number_bytes if row.kind in spatial.CONVOLUTION_KINDS else 0
         received = 0
-        if row.kind in CONVOLUTION_KINDS:
-            halo = compute_halo(halo_layer(row), self.split.grid, self.index)
+        if row.kind in spatial.CONVOLUTION_KINDS:
+            halo = compute_halo(spatial.halo_layer(row), self.split.grid, self.index)
             received = self.memory_unit * _message_numbers(row, halo.receives)
         return operations._replace(
             saved_bytes=self._saved_bytes(row),
@@ -244,23 +244,23 @@ class SpatialRank:
 
     def _saved_bytes(self, row: LayerRow) -> int:
         """Return the rank's share of a cut row's activations; a max pool keeps its indices and no input."""
-        shape = row.input_shape if row.kind in CONVOLUTION_KINDS | NORM_KINDS else row.output_shape
+        shape = row.input_shape if row.kind in spatial.CONVOLUTION_KINDS | spatial.NORM_KINDS else row.output_shape
         positions = box_volume(self._owned(shape))
-        if row.kind in POOL_KINDS:
-            return self.samples * shape[0] * positions * _INDEX_BYTES if row.kind in MAX_POOL_KINDS else 0
-        per_batch = self.samples * row.activation_bytes * positions // prod(spatial_extents(shape))
+        if row.kind in spatial.POOL_KINDS:
+            return self.samples * shape[0] * positions * _INDEX_BYTES if row.kind in spatial.MAX_POOL_KINDS else 0
+        per_batch = self.samples * row.activation_bytes * positions // prod(spatial.spatial_extents(shape))
         return (per_batch + row.activation_fixed_bytes) * self.number_bytes // FP32_BYTES
 
     def _working_numbers(self, row: LayerRow) -> int:
         """Return the numbers per sample that are alive while a cut layer runs backwards."""
         owned, gradient = self._owned_numbers(row.input_shape), self._owned_numbers(row.output_shape)
-        if row.kind not in WINDOWED_KINDS:
+        if row.kind not in spatial.WINDOWED_KINDS:
             return gradient + owned
-        halo = compute_halo(halo_layer(row), self.split.grid, self.index)
+        halo = compute_halo(spatial.halo_layer(row), self.split.grid, self.index)
         needed = row.input_shape[0] * box_volume(halo.needed)
         in_flight = _message_numbers(row, halo.receives) + _message_numbers(row, halo.sends)
         is_copied = halo.own != halo.needed
-        if row.kind in POOL_KINDS:
+        if row.kind in spatial.POOL_KINDS:
             return gradient + needed + (owned if is_copied or halo.sends else 0) + in_flight
         if row.backward_flops <= row.forward_flops:
             # The samples themselves have no gradient.
@@ -288,7 +288,7 @@ class SpatialRank:
     def _has_input_gradient(self, number: int) -> bool:
         """Return whether a gradient flows beyond the row: not to the samples themselves."""
         row = self.split.rows[number]
-        if row.kind in CONVOLUTION_KINDS:
+        if row.kind in spatial.CONVOLUTION_KINDS:
             return row.backward_flops > row.forward_flops
         return any(before.parameters for before in self.split.rows[:number])
 
@@ -301,7 +301,7 @@ class SpatialRank:
         return [copy_op(self.spec, numbers * self.activation_unit)] if numbers else []
 
     def _owned(self, shape: Sequence[int]) -> Box:
-        return owned_box(spatial_extents(shape), self.split.grid, self.index)
+        return owned_box(spatial.spatial_extents(shape), self.split.grid, self.index)
 
     def _owned_numbers(self, shape: Sequence[int]) -> int:
         return shape[0] * box_volume(self._owned(shape))
@@ -311,14 +311,14 @@ class SpatialRank:
 
     def _box_share(self, row: LayerRow, inputs: Box, outputs: Box) -> RowShare:
         """Return the rank's part of a row by the positions that it reads and writes."""
-        extents = spatial_extents(row.input_shape)
+        extents = spatial.spatial_extents(row.input_shape)
         image = tuple(range(extent) for extent in extents)
         input_share = box_volume(box_intersection(inputs, image)) / prod(extents)
-        output_share = box_volume(outputs) / prod(spatial_extents(row.output_shape))
+        output_share = box_volume(outputs) / prod(spatial.spatial_extents(row.output_shape))
         return RowShare(output_share, input_share, output_share, 1.0)
 
 
-def pools_by_all_reduce(spec: RunSpec, split: SpatialSplit) -> bool:
+def pools_by_all_reduce(spec: RunSpec, split: spatial.SpatialSplit) -> bool:
     """Return whether the gather point is a mean of which every rank has a part."""
     return split.by_mean and options_with_defaults(spec)["global_pool"] == "reduce"
 

@@ -15,5 +15,5 @@ class TensorCost(ModelParallelCost):
     @classmethod
     def describe(cls, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
         view = TensorParallelRank(spec, table, rank)
-        sizes = view.all_parameter_bytes()
+        sizes = [view.parameter_bytes(tensor.name, tensor.shape) for tensor in table.parameter_tensors]
         return RankCost(view.describe_rows(), sizes, view.reductions(sizes), sum(buffer_bytes(spec, table)))
