@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import log2, prod
+from operator import attrgetter
 from statistics import linear_regression, median
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.oracle.cost_model import CostModel, row_kernels, update_kernels
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.pipeline_rank import PipelineRank
-from hpcbench.oracle.placement import GroupPlacement, are_on_one_node, place_group
+from hpcbench.oracle.placement import are_on_one_node, place_group
 from hpcbench.oracle.published_formulas import (
     ParadlEstimate,
     ParadlJob,
@@ -93,7 +94,7 @@ def paradl_baseline(request: BaselineRequest) -> BaselineEstimate:
     formula = _PARADL_ESTIMATES.get(spec.strategy)
     if formula is None:
         return BaselineEstimate(reason=f"ParaDL has no formula for {spec.strategy}")
-    if formula in (_paradl_pipeline, _paradl_model) and _is_hybrid_pipeline(spec):
+    if formula is _paradl_pipeline and _is_hybrid_pipeline(spec):
         return BaselineEstimate(reason="ParaDL has no formula for pipelines with replicas or split layers")
     estimate = formula(request)
     return BaselineEstimate(estimate.epoch_s, estimate.compute_s, estimate.comm_s, estimate.memory_bytes)
@@ -144,104 +145,79 @@ def _paradl_job(request: BaselineRequest, split: Sequence[bool] | None = None) -
     return ParadlJob(batch, batch, layers, activation_number_bytes(request.spec))
 
 
-def _ring_link(request: BaselineRequest, group: GroupPlacement) -> HockneyLink:
-    """Return the narrowest link of a ring, which its steps wait for."""
+def _ring_link(request: BaselineRequest, axis: str) -> HockneyLink:
+    """Return the narrowest link of a ring along ``axis``, which its steps wait for."""
     comm = request.machine.comm
-    return comm.intra_node if group.nodes == 1 else comm.inter_node
+    return comm.intra_node if place_group(request.spec, axis).nodes == 1 else comm.inter_node
 
 
 def _paradl_data(request: BaselineRequest) -> ParadlEstimate:
-    link = _ring_link(request, place_group(request.spec, "dp"))
-    return paradl_data(_paradl_job(request), request.spec.dp_degree, link)
+    return paradl_data(_paradl_job(request), request.spec.dp_degree, _ring_link(request, "dp"))
 
 
-def _paradl_filter(request: BaselineRequest) -> ParadlEstimate:
-    spec = request.spec
-    job = _paradl_job(request, [row.kind in _PARADL_SPLIT_KINDS for row in request.table.layers])
-    outer, inner = place_group(spec, "dp"), _ring_link(request, place_group(spec, "tp"))
-    return paradl_data_filter(job, spec.dp_degree, spec.tp_degree, inner, _ring_link(request, outer), outer.rivals)
-
-
-def _paradl_spatial(request: BaselineRequest) -> ParadlEstimate:
-    spec = request.spec
-    end = spatial_split_of_run(spec, request.table).end if spec.sp_degree > 1 else len(request.table.layers)
-    job = _paradl_job(request, [number < end for number in range(len(request.table.layers))])
-    outer, inner = place_group(spec, "dp"), _ring_link(request, place_group(spec, "sp"))
-    return paradl_data_spatial(job, spec.dp_degree, spec.sp_degree, inner, _ring_link(request, outer), outer.rivals)
-
-
-def _paradl_stages(request: BaselineRequest, job: ParadlJob) -> list[list[ParadlLayer]]:
-    return [[job.layers[row] for row in rows] for rows in PipelineRank(request.spec, request.table, 0).rows]
+def _paradl_hybrid(request: BaselineRequest) -> ParadlEstimate:
+    """Replicas of ranks that split filters, channels or samples."""
+    spec, rows = request.spec, request.table.layers
+    if spec.strategy == "spatial":
+        end = spatial_split_of_run(spec, request.table).end if spec.sp_degree > 1 else len(rows)
+        formula, axis, split = paradl_data_spatial, "sp", [number < end for number in range(len(rows))]
+    else:
+        formula, axis, split = paradl_data_filter, "tp", [row.kind in _PARADL_SPLIT_KINDS for row in rows]
+    inner, outer, job = _ring_link(request, axis), _ring_link(request, "dp"), _paradl_job(request, split)
+    # One of the two inner degrees is 1.
+    parts, flows = spec.tp_degree * spec.sp_degree, place_group(spec, "dp").rivals
+    return formula(job, spec.dp_degree, parts, inner, outer, flows)
 
 
 def _paradl_pipeline(request: BaselineRequest) -> ParadlEstimate:
-    job, link = _paradl_job(request), _ring_link(request, place_group(request.spec, "pp"))
-    return paradl_pipeline(job, _paradl_stages(request, job), request.spec.micro_batches, link)
-
-
-def _paradl_model(request: BaselineRequest) -> ParadlEstimate:
-    """One segment after another, and one update."""
-    job, parts = _paradl_job(request), request.spec.micro_batches
-    stages = _paradl_stages(request, job)
+    """Stages of one pipeline; of ``model`` one segment after another, and one update."""
+    job, link, parts = _paradl_job(request), _ring_link(request, "pp"), request.spec.micro_batches
+    stages = [[job.layers[row] for row in rows] for rows in PipelineRank(request.spec, request.table, 0).rows]
+    if request.spec.strategy != "model":
+        return paradl_pipeline(job, stages, parts, link)
     without_update = [[layer._replace(update_s=0.0) for layer in stage] for stage in stages]
     part = job._replace(samples=job.samples / parts, batch=job.batch / parts)
-    estimate = paradl_pipeline(part, without_update, 1, _ring_link(request, place_group(request.spec, "pp")))
+    estimate = paradl_pipeline(part, without_update, 1, link)
     update_s = max(sum(layer.update_s for layer in stage) for stage in stages)
     return ParadlEstimate(parts * estimate.compute_s + update_s, parts * estimate.comm_s, estimate.memory_bytes)
 
 
 _PARADL_ESTIMATES: dict[str, Callable[[BaselineRequest], ParadlEstimate]] = {
-    "single": _paradl_data,
-    "ddp": _paradl_data,
-    "horovod": _paradl_data,
-    "filter": _paradl_filter,
-    "channel": _paradl_filter,
-    "spatial": _paradl_spatial,
-    "model": _paradl_model,
-    "gpipe": _paradl_pipeline,
-    "1f1b": _paradl_pipeline,
-    "fairscale_pipe": _paradl_pipeline,
+    **dict.fromkeys(("single", "ddp", "horovod"), _paradl_data),
+    **dict.fromkeys(("filter", "channel", "spatial"), _paradl_hybrid),
+    **dict.fromkeys(("model", "gpipe", "1f1b", "fairscale_pipe"), _paradl_pipeline),
 }
 
 
-_DDLBENCH_DATA, _DDLBENCH_PIPELINES = ("ddp", "horovod"), ("gpipe", "fairscale_pipe", "model")
+_DDLBENCH_PIPELINES = ("gpipe", "fairscale_pipe", "model")
 _FUSION_OPTIONS = {"ddp": "bucket_cap_mb", "horovod": "fusion_threshold_mb"}
 
 
 def ddlbench_baseline(request: BaselineRequest) -> BaselineEstimate:
-    """Equation 5.1 for replicas, 6.1 and 6.2 for GPipe, and of one micro-batch for layers that are split over ranks."""
-    spec = request.spec
-    if spec.strategy in _DDLBENCH_DATA:
-        return _ddlbench_data(request)
+    """Equation 5.1 for replicas, 6.1 and 6.2 for GPipe, and of one micro-batch for layers that are split over ranks.
+
+    All links of a ring are taken to be its slowest.
+    """
+    spec, comm, parts = request.spec, request.machine.comm, request.spec.micro_batches
+    if spec.strategy in _FUSION_OPTIONS:
+        threshold = float(options_with_defaults(spec)[_FUSION_OPTIONS[spec.strategy]]) * MIB
+        replica_s, sent = single_device_step(request).step_time_s, sum(parameter_bytes(spec, request.table))
+        links = [_ring_link(request, "dp")] * spec.dp_degree
+        step_s = ddlbench_horovod_step_s(replica_s * spec.dp_degree, links, sent, threshold)
+        return BaselineEstimate(step_s, replica_s, step_s - replica_s)
     if spec.strategy not in _DDLBENCH_PIPELINES:
         return BaselineEstimate(reason=f"DDLBench has no equation for {spec.strategy}")
     if _is_hybrid_pipeline(spec):
         return BaselineEstimate(reason="DDLBench has no equation for pipelines with replicas or split layers")
-    return _ddlbench_gpipe(request)
-
-
-def _ddlbench_data(request: BaselineRequest) -> BaselineEstimate:
-    """All links of the ring are taken to be its slowest."""
-    spec = request.spec
-    links = [_ring_link(request, place_group(spec, "dp"))] * spec.dp_degree
-    threshold = float(options_with_defaults(spec)[_FUSION_OPTIONS[spec.strategy]]) * MIB
-    replica_s, sent = single_device_step(request).step_time_s, sum(parameter_bytes(spec, request.table))
-    step_s = ddlbench_horovod_step_s(replica_s * spec.dp_degree, links, sent, threshold)
-    return BaselineEstimate(step_s, replica_s, step_s - replica_s)
-
-
-def _ddlbench_gpipe(request: BaselineRequest) -> BaselineEstimate:
-    spec, comm = request.spec, request.machine.comm
-    sequential_s, parts = single_device_step(request).step_time_s, spec.micro_batches
-    pipeline = PipelineRank(spec, request.table, 0)
-    transfers_s = []
+    pipeline, transfers_s = PipelineRank(spec, request.table, 0), []
     for stage in range(spec.pp_degree - 1):
         link = comm.intra_node if are_on_one_node(spec, "pp", stage, stage + 1) else comm.inter_node
         transfers_s.append(link.message_s(spec.batch_size / parts * pipeline.boundary_bytes(stage)))
+    compute_s = single_device_step(request).step_time_s
     if spec.strategy == "model":
-        compute_s, comm_s = sequential_s, parts * ddlbench_gpipe_comm_s(transfers_s, 1)
+        comm_s = parts * ddlbench_gpipe_comm_s(transfers_s, 1)
     else:
-        compute_s = ddlbench_gpipe_compute_s(sequential_s, spec.pp_degree, parts)
+        compute_s = ddlbench_gpipe_compute_s(compute_s, spec.pp_degree, parts)
         comm_s = ddlbench_gpipe_comm_s(transfers_s, parts)
     return BaselineEstimate(compute_s + comm_s, compute_s, comm_s)
 
@@ -266,49 +242,39 @@ def constant_time_baseline(request: BaselineRequest) -> BaselineEstimate:
     """The step time of the largest scale that was measured stays."""
     known = smaller_runs(request)
     if not known:
-        return BaselineEstimate(reason=_no_run_reason(request))
-    largest = max(one.spec.devices for one in known)
-    return BaselineEstimate(median(one.step_time_s for one in known if one.spec.devices == largest))
+        return BaselineEstimate(reason=_no_run_reason(request.spec))
+    largest = max(run.spec.devices for run in known)
+    return BaselineEstimate(median(run.step_time_s for run in known if run.spec.devices == largest))
 
 
 def perfect_scaling_baseline(request: BaselineRequest) -> BaselineEstimate:
     """The samples per second and device of two devices stay."""
-    known = [one for one in smaller_runs(request) if one.spec.devices == _PAIR_DEVICES]
+    known = [run for run in smaller_runs(request) if run.spec.devices == _PAIR_DEVICES]
     if not known:
-        return BaselineEstimate(reason=f"{_no_run_reason(request)} on {_PAIR_DEVICES} devices")
-    device_s = median(one.step_time_s * _PAIR_DEVICES / one.spec.global_batch_size for one in known)
+        return BaselineEstimate(reason=f"{_no_run_reason(request.spec)} on {_PAIR_DEVICES} devices")
+    device_s = median(run.step_time_s * _PAIR_DEVICES / run.spec.global_batch_size for run in known)
     return BaselineEstimate(device_s * request.spec.global_batch_size / request.spec.devices)
 
 
 def log_devices_baseline(request: BaselineRequest) -> BaselineEstimate:
     """A straight line of the step time over the logarithm of the number of devices, by least squares."""
-    known = smaller_runs(request)
-    if len({one.spec.devices for one in known}) < _PAIR_DEVICES:
-        return BaselineEstimate(reason=f"{_no_run_reason(request)} at two scales")
-    line = linear_regression([log2(one.spec.devices) for one in known], [one.step_time_s for one in known])
-    step_time_s = line.intercept + line.slope * log2(request.spec.devices)
+    known, devices = smaller_runs(request), request.spec.devices
+    if len({run.spec.devices for run in known}) < _PAIR_DEVICES:
+        return BaselineEstimate(reason=f"{_no_run_reason(request.spec)} at two scales")
+    line = linear_regression([log2(run.spec.devices) for run in known], [run.step_time_s for run in known])
+    step_time_s = line.intercept + line.slope * log2(devices)
     if step_time_s <= 0:
-        return BaselineEstimate(
-            reason=f"the line through {len(known)} smaller runs is below zero at {request.spec.devices}"
-        )
+        return BaselineEstimate(reason=f"the line through {len(known)} smaller runs is below zero at {devices}")
     return BaselineEstimate(step_time_s)
 
 
 def smaller_runs(request: BaselineRequest) -> list[MeasuredRun]:
     """The runs that are known of the same on fewer devices."""
-    return [
-        one
-        for one in request.known
-        if one.spec.devices < request.spec.devices and _differs_only_in_scale(one.spec, request.spec)
-    ]
+    key, spec = attrgetter(*_SCALE_INDEPENDENT_KEYS), request.spec
+    return [run for run in request.known if run.spec.devices < spec.devices and key(run.spec) == key(spec)]
 
 
-def _differs_only_in_scale(one: RunSpec, other: RunSpec) -> bool:
-    return all(getattr(one, name) == getattr(other, name) for name in _SCALE_INDEPENDENT_KEYS)
-
-
-def _no_run_reason(request: BaselineRequest) -> str:
-    spec = request.spec
+def _no_run_reason(spec: RunSpec) -> str:
     return f"no smaller run of {spec.strategy}, {spec.model}, batch {spec.batch_size} was measured"
 
 

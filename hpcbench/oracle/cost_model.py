@@ -48,23 +48,15 @@ def row_kernels(spec: RunSpec, layer: LayerRow, samples: float, share: RowShare 
     whole = input_bytes(layer) + layer.output_bytes
     moved_share = (inputs + outputs) / whole if whole else samples * scale
     weights = layer.parameters * FP32_BYTES * share.weights
-    kernels = [
-        Kernel(
-            kind=layer.kind,
-            direction=direction,
-            precision=spec.precision,
-            flops=flops * samples * share.flops,
-            moved_bytes=moved * moved_share,
-            weight_bytes=weights,
-            input_bytes=inputs,
-            output_bytes=outputs,
-        )
-        for direction, flops, moved in (
-            (FORWARD, layer.forward_flops, layer.forward_moved_bytes),
-            (BACKWARD, layer.backward_flops, layer.backward_moved_bytes),
-        )
-    ]
-    return RowKernels(*kernels)
+
+    def kernel(direction: str, flops: float, moved_bytes: float) -> Kernel:
+        computed, moved = flops * samples * share.flops, moved_bytes * moved_share
+        return Kernel(layer.kind, direction, spec.precision, computed, moved, weights, inputs, outputs)
+
+    return RowKernels(
+        kernel(FORWARD, layer.forward_flops, layer.forward_moved_bytes),
+        kernel(BACKWARD, layer.backward_flops, layer.backward_moved_bytes),
+    )
 
 
 @cached_by_identity(64)
@@ -94,16 +86,7 @@ def update_kernels(spec: RunSpec, parameter_bytes: Iterable[float]) -> Iterator[
     moved = optimizer_tensors(spec).moved
     for size in parameter_bytes:
         if size:
-            yield Kernel(
-                kind=spec.optimizer,
-                direction=UPDATE,
-                precision=spec.precision,
-                flops=0.0,
-                moved_bytes=moved * size,
-                weight_bytes=size,
-                input_bytes=0.0,
-                output_bytes=0.0,
-            )
+            yield Kernel(spec.optimizer, UPDATE, spec.precision, 0.0, moved * size, size, 0.0, 0.0)
 
 
 def apply_measured_collectives(

@@ -53,19 +53,16 @@ class RankCost(NamedTuple):
 class ModelParallelCost(Cost):
     """Base class of the families whose ranks share layers or samples: they describe one rank, the rest follows."""
 
-    @classmethod
     @abstractmethod
-    def describe(cls, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
+    def describe(self, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
         """Return the rows, parameters and gradient reductions of ``rank``, also where nothing is shared."""
 
-    @classmethod
-    def slowest_rank(cls, spec: RunSpec) -> int:  # noqa: ARG003 - a default
+    def slowest_rank(self, spec: RunSpec) -> int:
         """Return the rank that the others wait for: by default the first one, whose shares are the largest."""
         return 0
 
-    @classmethod
-    def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
-        description = cls.describe(spec, table, rank)
+    def traffic(self, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
+        description = self.describe(spec, table, rank)
         calls = merge_calls(row_traffic(spec, description.rows)) * spec.micro_batches
         for reduction in description.reductions:
             for places in reduction.buckets:
@@ -73,9 +70,8 @@ class ModelParallelCost(Cost):
                 calls.append(Traffic(operation="all_reduce", group_size=reduction.group.ranks, payload_bytes=payload))
         return merge_calls(calls)
 
-    @classmethod
-    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
-        description = cls.describe(spec, table, rank)
+    def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
+        description = self.describe(spec, table, rank)
         sizes = list(description.parameter_bytes)
         persistent = PersistentMemory(sum(sizes), sizes, gradient_rows(spec, table), sizes)
         in_flight = [0] * len(table.layers)
@@ -84,19 +80,17 @@ class ModelParallelCost(Cost):
                 in_flight[row] += size
         return peak_memory(spec, table, persistent, in_flight, description.rows, description.buffer_bytes)
 
-    @classmethod
-    def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
-        description = cls.describe(spec, table, cls.slowest_rank(spec))
-        return step_from_events(cost_model, _step_events(cost_model, spec, table, description))
+    def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
+        description = self.describe(spec, table, self.slowest_rank(spec))
+        return step_from_events(cost_model, _step_events(cost_model, table, description))
 
 
-def _step_events(
-    cost_model: CostModel, spec: RunSpec, table: LayerTable, description: RankCost
-) -> Iterator[StreamEvent]:
+def _step_events(cost_model: CostModel, table: LayerTable, description: RankCost) -> Iterator[StreamEvent]:
+    spec = cost_model.spec
     rows, sizes, reductions = description.rows, description.parameter_bytes, description.reductions
     if spec.micro_batches > 1:
         yield RepeatEvent(spec.micro_batches - 1, list(micro_batch_events(cost_model, spec, table, rows)))
-    sends = _bucket_events(cost_model, spec, table, description)
+    sends = _bucket_events(cost_model, table, description)
     yield from micro_batch_events(cost_model, spec, table, rows, after_backward=lambda number: sends.get(number, ()))
     copies_s = {size: cost_model.kernel_s(copy_op(spec, size).kernel) for size in set(sizes)} if reductions else {}
     for reduction in reductions:
@@ -106,9 +100,7 @@ def _step_events(
     yield from update_events(cost_model, spec, sizes)
 
 
-def _bucket_events(
-    cost_model: CostModel, spec: RunSpec, table: LayerTable, description: RankCost
-) -> dict[int, list[StreamEvent]]:
+def _bucket_events(cost_model: CostModel, table: LayerTable, description: RankCost) -> dict[int, list[StreamEvent]]:
     """Return by row the buckets that its gradients complete: laid together, and handed over in the buckets' order."""
     ready_rows = first_use_rows(table)
     due: dict[int, list[StreamEvent]] = {}
@@ -117,10 +109,9 @@ def _bucket_events(
         for number, places in enumerate(reduction.buckets):
             row = min(row, *(ready_rows[place] for place in places))
             payload = sum_bytes_at(description.parameter_bytes, places)
-            call = cost_model.collective(
-                "all_reduce", payload, reduction.group, reduction.key(number), reduction.stream
-            )
-            due.setdefault(row, []).extend([*row_events(cost_model, [copy_op(spec, payload)]), call])
+            key, stream = reduction.key(number), reduction.stream
+            call = cost_model.collective("all_reduce", payload, reduction.group, key, stream)
+            due.setdefault(row, []).extend([*row_events(cost_model, [copy_op(cost_model.spec, payload)]), call])
     return due
 
 

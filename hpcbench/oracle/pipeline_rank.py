@@ -45,6 +45,10 @@ class TiedWeight(NamedTuple):
     ranks: tuple[int, ...]
     """Along ``pp``; the first one sums the gradients."""
 
+    def sends(self, rank: int) -> int:
+        """Return the messages of ``rank`` with the weight or its gradient in a step."""
+        return (len(self.ranks) - 1 if rank == self.ranks[0] else 1) if rank in self.ranks else 0
+
 
 class ChunkSlices(NamedTuple):
     """The parts of a layer table, an entry a chunk in each list."""
@@ -107,8 +111,8 @@ class PipelineRank:
         self.recompute = options["recompute"]
         self.blocks = chunk_blocks(spec, options, self.layout, table)
         self._slices = slice_table(table, tuple(self.blocks))
-        self.rows = self._slices.rows
-        """By chunk its rows of the table; the loss is the last one's."""
+        self.rows, self.parameter_places = self._slices.rows, self._slices.tensors
+        """By chunk the places of its rows, the loss in the last one, and of its parameters without tied ones."""
         self.micro_batch_sizes = [len(part) for part in even_ranges(spec.batch_size, spec.micro_batches)]
         self.tensor_rank = TensorParallelRank(spec, table, rank) if spec.tp_degree > 1 else None
         self._scale = parameter_number_bytes(spec) // FP32_BYTES
@@ -128,10 +132,6 @@ class PipelineRank:
         chunk = action.chunk if action.kind == FORWARD else action.chunk - 1
         return self.micro_batch_sizes[action.micro_batch] * self.boundary_bytes(chunk)
 
-    def parameter_places(self, chunk: int) -> list[int]:
-        """Return the places of the chunk's parameters in the table's, tied ones left out."""
-        return self._slices.tensors[chunk]
-
     def parameter_bytes(self, chunk: int) -> list[int]:
         """Return the bytes of the chunk's parameters, tied ones left out."""
         return self._chunk_parameter_bytes[chunk]
@@ -143,7 +143,7 @@ class PipelineRank:
             tensor_bytes(self.spec, tensor) if view is None else view.parameter_bytes(tensor.name, tensor.shape)
             for tensor in tensors
         ]
-        return [[sizes[place] for place in places] for places in self._slices.tensors]
+        return [[sizes[place] for place in places] for places in self.parameter_places]
 
     @cached_property
     def ties(self) -> list[TiedWeight]:
@@ -155,9 +155,9 @@ class PipelineRank:
             for tensor, chunks in self._slices.ties
         ]
 
-    def tied_bytes(self) -> list[int]:
-        """Return the sizes of the tied weights on this rank."""
-        return [tie.size_bytes for tie in self.ties if self.index in tie.ranks]
+    def tied_bytes(self, rank: int) -> list[int]:
+        """Return the sizes of the tied weights on a rank of the pipeline."""
+        return [tie.size_bytes for tie in self.ties if rank in tie.ranks]
 
     def bucket_traffic(self, sizes: Sequence[int]) -> list[Traffic]:
         """Return the all_reduces over replicas of gradients of ``sizes``; none without replicas."""
@@ -197,7 +197,7 @@ class PipelineRank:
 
     def memory(self) -> MemoryBreakdown:
         """Return the stage's weights, and the activations of the micro-batches that are alive together at the peak."""
-        parameters = sum(sum(self.parameter_bytes(chunk)) for chunk in self.chunks) + sum(self.tied_bytes())
+        parameters = sum(sum(self.parameter_bytes(chunk)) for chunk in self.chunks) + sum(self.tied_bytes(self.index))
         buffers = [tensor_bytes(self.spec, buffer) for chunk in self.chunks for buffer in self._slices.buffers[chunk]]
         return MemoryBreakdown(
             parameters_bytes=parameters,

@@ -15,14 +15,7 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from hpcbench.oracle import placement
-from hpcbench.oracle.cost_model import (
-    FULL_SHARE,
-    CostModel,
-    RowKernels,
-    first_equal_rows,
-    row_kernels,
-    update_kernels,
-)
+from hpcbench.oracle.cost_model import FULL_SHARE, CostModel, RowKernels, first_equal_rows, row_kernels, update_kernels
 from hpcbench.oracle.pipeline_rank import BUCKET_CAP_BYTES, PipelineRank, TiedWeight
 from hpcbench.oracle.step_time import WAIT_FOR_ALL, StepBreakdown
 from hpcbench.oracle.stream_simulator import CommCall, ComputeEvent, StreamEvent
@@ -169,7 +162,7 @@ class PipelineStep:
     def _update_s(self, rank: int) -> float:
         """Return the time of the optimizer's pass over the parameters of a rank of the pipeline."""
         sizes = [size for chunk in self.layout.chunks_of(rank) for size in self.pipeline.parameter_bytes(chunk)]
-        sizes += [tie.size_bytes for tie in self.pipeline.ties if rank in tie.ranks]
+        sizes += self.pipeline.tied_bytes(rank)
         return sum(map(self.cost_model.kernel_s, update_kernels(self.pipeline.spec, sizes)))
 
     def micro_batch_kinds(self, count: int) -> list[tuple[float, bool]]:
@@ -255,9 +248,7 @@ class PipelineStep:
                 calls += [(call, count) for call in (*times.forward_calls, *times.backward_calls)]
                 calls += [(self.send(kind, chunk, samples), count) for kind in (FORWARD, backward)]
             calls += [(call, 1) for call in self.buckets(rank, chunk)]
-        for tie in self.pipeline.ties:
-            if rank in tie.ranks:
-                calls.append((self._tied_send(tie), len(tie.ranks) - 1 if rank == tie.ranks[0] else 1))
+        calls += [(self._tied_send(tie), tie.sends(rank)) for tie in self.pipeline.ties]
         return RankStepTimes.of(self.compute_s(rank), calls)
 
     def compute_s(self, rank: int) -> float:
@@ -323,7 +314,7 @@ class PipelineStep:
 
     def _bucket_rows(self, chunk: int) -> list[int]:
         """Return for each bucket the row whose backward pass fills it, or one before it."""
-        places, first_uses = self.pipeline.parameter_places(chunk), first_use_rows(self.pipeline.table)
+        places, first_uses = self.pipeline.parameter_places[chunk], first_use_rows(self.pipeline.table)
         rows: list[int] = []
         for bucket in fill_buckets(self.pipeline.parameter_bytes(chunk), BUCKET_CAP_BYTES):
             rows.append(min([*rows[-1:], *(first_uses[places[number]] for number in bucket)]))
@@ -347,5 +338,4 @@ class PipelineStep:
 
     def _tied_reductions(self, rank: int) -> list[CommCall]:
         """Return the all_reduces of tied weights over replicas, once the copies have been summed."""
-        sizes = [tie.size_bytes for tie in self.pipeline.ties if rank in tie.ranks]
-        return self._all_reduces(rank, sizes)
+        return self._all_reduces(rank, self.pipeline.tied_bytes(rank))

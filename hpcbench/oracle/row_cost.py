@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import CostModel, RowKernels, unsharded_row_kernels
+from hpcbench.oracle.cost_model import CostModel, unsharded_row_kernels
 from hpcbench.oracle.placement import GroupPlacement
-from hpcbench.oracle.stream_simulator import CommCall, ComputeEvent, StreamEvent, WaitEvent
+from hpcbench.oracle.stream_simulator import ComputeEvent, StreamEvent, WaitEvent
 from hpcbench.oracle.tensor_sizes import FP32_BYTES, input_bytes, parameter_number_bytes, weight_layout_copies
 from hpcbench.parallel.layer_table import LayerTable, cached_by_run_fields
 from hpcbench.parallel.roofline import FORWARD, Kernel
@@ -80,23 +80,7 @@ class RowCost(NamedTuple):
 
 def copy_op(spec: RunSpec, size_bytes: float) -> ComputeOp:
     """Return the kernel that reads so many bytes and writes them again."""
-    return ComputeOp(
-        Kernel(
-            kind=COPY_KIND,
-            direction=FORWARD,
-            precision=spec.precision,
-            flops=0.0,
-            moved_bytes=2.0 * size_bytes,
-            weight_bytes=0.0,
-            input_bytes=size_bytes,
-            output_bytes=size_bytes,
-        )
-    )
-
-
-def local_row(kernels: RowKernels) -> RowCost:
-    """Return the operations of a row that needs no other rank; its bytes are 0."""
-    return RowCost([ComputeOp(kernels.forward)], [ComputeOp(kernels.backward)])
+    return ComputeOp(Kernel(COPY_KIND, FORWARD, spec.precision, 0.0, 2.0 * size_bytes, 0.0, size_bytes, size_bytes))
 
 
 @cached_by_run_fields("batch_size", "micro_batches", "precision")
@@ -111,7 +95,9 @@ def unsharded_rows(spec: RunSpec, table: LayerTable) -> list[RowCost]:
         gradients = (layer.output_bytes + input_bytes(layer)) * samples
         weight_copies = layer.parameters * FP32_BYTES * weight_layout_copies(layer)
         rows.append(
-            local_row(kernels)._replace(
+            RowCost(
+                [ComputeOp(kernels.forward)],
+                [ComputeOp(kernels.backward)],
                 saved_bytes=(layer.activation_bytes * samples + layer.activation_fixed_bytes) * scale,
                 working_bytes=(gradients + weight_copies) * scale,
                 block_input_bytes=input_bytes(layer) * samples * scale,
@@ -137,14 +123,12 @@ def row_events(cost_model: CostModel, operations: Iterable[RowOp]) -> Iterator[S
         if isinstance(operation, ComputeOp):
             yield ComputeEvent(cost_model.kernel_s(operation.kernel) * operation.fraction)
         elif isinstance(operation, CollectiveOp):
-            yield _priced_call(cost_model, operation)
+            call = cost_model.collective(*operation[:3], operation.key, operation.stream)
+            if operation.shares_latency:
+                call = call._replace(seconds=call.seconds - call.latency_s, latency_s=0.0)
+            yield call
         else:
             yield operation
-
-
-def _priced_call(cost_model: CostModel, op: CollectiveOp) -> CommCall:
-    call = cost_model.collective(op.operation, op.payload_bytes, op.group, op.key, op.stream)
-    return call._replace(seconds=call.seconds - call.latency_s, latency_s=0.0) if op.shares_latency else call
 
 
 EventsAtRow = Callable[[int], Iterable[StreamEvent]]

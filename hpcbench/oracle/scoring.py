@@ -134,10 +134,11 @@ def predicted_bests(cases: Sequence[ValidationCase], predictor: str) -> list[Pre
 
 def _feasible_predictions(group: Sequence[ValidationCase], predictor: str) -> list[tuple[ValidationCase, float]]:
     """Return the cases that the predictor does not call infeasible, with its time per sample."""
+    results = [(case, case.said.get(predictor, PredictorResult())) for case in group]
     return [
         (case, result.step_time_s / case.measured.spec.global_batch_size)
-        for case in group
-        if (result := case.said.get(predictor)) and result.step_time_s is not None and result.fits is not False
+        for case, result in results
+        if result.step_time_s is not None and result.fits is not False
     ]
 
 
@@ -261,14 +262,14 @@ def score_predictor(cases: Sequence[ValidationCase], predictor: str, beside: str
     by_strategy: dict[str, list[ValidationCase]] = defaultdict(list)
     for case in counted:
         by_strategy[case.measured.spec.strategy].append(case)
-    strategies = {name: summarize_accuracy(group, predictor) for name, group in by_strategy.items()}
-    parts = {name: summarize_accuracy(counted, predictor, name) for name in SCORED_PARTS}
+    by_name = {name: summarize_accuracy(group, predictor) for name, group in by_strategy.items()}
+    by_part = {name: summarize_accuracy(counted, predictor, name) for name in SCORED_PARTS}
     other = summarize_accuracy(counted, beside) if beside else None
     return PredictorScore(
         predictor=predictor,
         total=summarize_accuracy(counted, predictor),
-        strategies={name: summary for name, summary in strategies.items() if summary is not None},
-        parts={name: summary for name, summary in parts.items() if summary is not None},
+        strategies={name: summary for name, summary in by_name.items() if summary is not None},
+        parts={name: summary for name, summary in by_part.items() if summary is not None},
         ranking=score_ranking(counted, predictor),
         fits=score_memory_fits(counted, predictor),
         other=None if other is None else other.mean,

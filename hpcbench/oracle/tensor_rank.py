@@ -64,17 +64,6 @@ class RowFractions(NamedTuple):
     saved: Fraction = _WHOLE
 
 
-class _RowComm(NamedTuple):
-    """Operations around one row on several ranks."""
-
-    before_forward: Sequence[RowOp] = ()
-    after_forward: Sequence[RowOp] = ()
-    before_backward: Sequence[RowOp] = ()
-    after_backward: Sequence[RowOp] = ()
-    is_repeated: bool = False
-    """Whether a block that is computed again repeats ``after_forward``."""
-
-
 class TensorParallelRank:
     """One rank's view of a layer table."""
 
@@ -111,82 +100,61 @@ class TensorParallelRank:
         return inner, self._head_width(block), *sizes, layer.activation_bytes, layer.activation_fixed_bytes
 
     def _operations(self, layer: LayerRow) -> RowCost:
-        comm = self._comm(layer) if self.degree > 1 else _RowComm()
+        block, _, inner = layer.name.partition(".")
         kernels = row_kernels(self.spec, layer, self.samples, self.row_share(layer))
-        forward, backward = ([ComputeOp(kernel)] for kernel in kernels)
-        after_forward = [*comm.after_forward]
-        if self.degree > 1 and layer.name.endswith(ROW_PARALLEL):
+        forward: list[RowOp] = [ComputeOp(kernels.forward)]
+        backward: list[RowOp] = [ComputeOp(kernels.backward)]
+        if self.degree == 1:
+            return RowCost(forward, backward)
+        # Activations between split layers, padded to the rank with most tokens.
+        tokens = -(-self.tokens // self.degree) if self.sequence_parallel else self.tokens
+        numbers, is_in_block, is_repeated = self.samples * tokens * self.width, block in self.blocks, False
+        after_forward: list[RowOp] = []
+        after_backward: list[RowOp] = []
+        if (is_in_block and inner in _FIRST_COLUMN_LAYERS) or layer.name == f"{self.head}.output":
+            after_backward, entering = self._sums_and_gathers(numbers * self.sent_bytes)
+            forward = [*entering, *forward]
+            if not self.sequence_parallel:
+                after_backward = [copy_op(self.spec, numbers * self.sent_bytes), *after_backward]
+        elif is_in_block and inner in ROW_PARALLEL:
+            after_forward, entering = self._sums_and_gathers(numbers * self.sent_bytes)
+            backward = [*entering, *backward]
+            # A block computed again ends with the last layer that keeps something: what comes after is not repeated.
+            is_repeated = self.rows[f"{block}.dropout2"].attributes["p"] > 0 or inner != ROW_PARALLEL[-1]
             # The bias is added to what has been summed over the ranks.
             after_forward.append(copy_op(self.spec, kernels.forward.output_bytes * self._token_fraction.value))
-        if layer.name == _TOKEN_EMBEDDING and self.head is not None:
+        elif self.head is None:
+            # The activations are parted before the first block and joined after the last.
+            if self.sequence_parallel and (block, inner) == (self.first, _NORMS[0]):
+                forward = [copy_op(self.spec, numbers * self.number_bytes), *forward]
+                after_backward = self._gather(numbers * self.number_bytes)
+            elif self.sequence_parallel and (block, inner) == (self.last, ""):
+                after_forward = self._gather(numbers * self.number_bytes)
+                backward = [copy_op(self.spec, numbers * self.number_bytes), *backward]
+        elif layer.name == _TOKEN_EMBEDDING:
+            after_forward, entering = self._sums_and_gathers(numbers * self.number_bytes)
             # Vectors and gradients of other ranks' words are set to zero.
             masked = copy_op(self.spec, kernels.forward.output_bytes)
-            forward.append(masked)
-            backward.append(masked)
-        return RowCost(
-            forward=[*comm.before_forward, *forward, *after_forward],
-            backward=[*comm.before_backward, *backward],
-            after_backward=comm.after_backward,
-            recompute=[*comm.before_forward, *forward, *(after_forward if comm.is_repeated else ())],
-        )
-
-    def _comm(self, layer: LayerRow) -> _RowComm:
-        block, _, inner = layer.name.partition(".")
-        if block in self.blocks:
-            return self._comm_in_block(block, inner)
-        if self.head is None:
-            return _RowComm()
-        if layer.name == _TOKEN_EMBEDDING:
-            return self._after_rows(self.number_bytes, is_repeated=self.rows["0.dropout"].attributes["p"] > 0)
-        if layer.name == f"{self.head}.output":
-            return self._before_columns()
-        if layer.name == LOSS_ROW_NAME:
+            forward, backward = [*forward, masked], [*entering, *backward, masked]
+            is_repeated = self.rows["0.dropout"].attributes["p"] > 0
+        elif layer.name == LOSS_ROW_NAME:
             positions = self.samples * self.tokens * self.number_bytes
-            return _RowComm(after_forward=[self._call("all_reduce", size) for size in (positions, 2 * positions)])
-        return _RowComm()
+            after_forward = [self._call("all_reduce", size) for size in (positions, 2 * positions)]
+        recompute = [*forward, *(after_forward if is_repeated else ())]
+        return RowCost([*forward, *after_forward], backward, after_backward, recompute)
 
-    def _comm_in_block(self, block: str, inner: str) -> _RowComm:
-        if inner in _FIRST_COLUMN_LAYERS:
-            return self._before_columns()
-        if inner in ROW_PARALLEL:
-            # A block computed again ends with the last layer that keeps something: what comes after is not repeated.
-            drops = self.rows[f"{block}.dropout2"].attributes["p"] > 0
-            return self._after_rows(self.sent_bytes, is_repeated=drops or inner != ROW_PARALLEL[-1])
-        if self.head is None and self.sequence_parallel:
-            # The activations are parted before the first block and joined after the last.
-            size = self._padded_numbers() * self.number_bytes
-            if (block, inner) == (self.first, _NORMS[0]):
-                return _RowComm(before_forward=[copy_op(self.spec, size)], after_backward=self._gather(size))
-            if (block, inner) == (self.last, ""):
-                return _RowComm(after_forward=self._gather(size), before_backward=[copy_op(self.spec, size)])
-        return _RowComm()
-
-    def _before_columns(self) -> _RowComm:
-        size = self._padded_numbers() * self.sent_bytes
-        if self.sequence_parallel:
-            return _RowComm(before_forward=self._gather(size), after_backward=self._scatter(size))
-        return _RowComm(after_backward=[copy_op(self.spec, size), self._call("all_reduce", size)])
-
-    def _after_rows(self, number_bytes: int, is_repeated: bool) -> _RowComm:
-        size = self._padded_numbers() * number_bytes
-        if self.sequence_parallel:
-            return _RowComm((), self._scatter(size), self._gather(size), (), is_repeated)
-        return _RowComm(after_forward=[self._call("all_reduce", size)], is_repeated=is_repeated)
+    def _sums_and_gathers(self, size_bytes: int) -> tuple[list[RowOp], list[RowOp]]:
+        """Return how activations or gradients are summed over the ranks, and how they are gathered the other way."""
+        if not self.sequence_parallel:
+            return [self._call("all_reduce", size_bytes)], []
+        whole_bytes = size_bytes * self.degree
+        return [copy_op(self.spec, whole_bytes), self._call("reduce_scatter", whole_bytes)], self._gather(size_bytes)
 
     def _gather(self, part_bytes: int) -> list[RowOp]:
         return [copy_op(self.spec, part_bytes * self.degree), self._call("all_gather", part_bytes)]
 
-    def _scatter(self, part_bytes: int) -> list[RowOp]:
-        whole_bytes = part_bytes * self.degree
-        return [copy_op(self.spec, whole_bytes), self._call("reduce_scatter", whole_bytes)]
-
     def _call(self, operation: str, payload_bytes: int) -> CollectiveOp:
         return CollectiveOp(operation, payload_bytes, place_group(self.spec, "tp"), "tp")
-
-    def _padded_numbers(self) -> int:
-        """Return the numbers of an activation between split layers, padded to the rank with most tokens."""
-        tokens = -(-self.tokens // self.degree) if self.sequence_parallel else self.tokens
-        return self.samples * tokens * self.width
 
     def _with_memory(self, operations: RowCost, layer: LayerRow) -> RowCost:
         fractions = self.fractions(layer)
@@ -244,7 +212,7 @@ class TensorParallelRank:
             if not inner.startswith(("attention", "mlp")):
                 is_saved_by_tokens = inner in (*_NORMS, "dropout1", "dropout2")
                 return RowFractions(tokens, tokens, tokens if is_saved_by_tokens else _WHOLE)
-            features = Fraction(len(self._features(layer.name)), self._all_features(layer.name))
+            features = self._feature_fraction(layer.name)
             if inner in COLUMN_PARALLEL:
                 return RowFractions(outputs=features)
             if inner in ROW_PARALLEL:
@@ -252,7 +220,7 @@ class TensorParallelRank:
             return RowFractions(features, features, features if inner in ("attention", "mlp") else _WHOLE)
         if self.head is None:
             return RowFractions()
-        words = Fraction(len(self._words), self._vocabulary)
+        words = self._word_fraction
         return {
             "0.dropout": RowFractions(saved=tokens),
             f"{self.head}.norm": RowFractions(inputs=tokens, saved=tokens),
@@ -271,7 +239,7 @@ class TensorParallelRank:
         if self.head is not None and layer.name in (*_ROWS_AFTER_EMBEDDING, f"{self.head}.norm"):
             inputs = outputs = self._token_fraction.value
         is_split_embedding = layer.name == _TOKEN_EMBEDDING and self.head is not None
-        weights = len(self._words) / self._vocabulary if is_split_embedding else 1.0
+        weights = self._word_fraction.value if is_split_embedding else 1.0
         return RowShare(inputs, inputs, outputs, weights)
 
     def reductions(self, sizes: Sequence[int]) -> list[ReductionPlan]:
@@ -295,52 +263,41 @@ class TensorParallelRank:
         dim = 0 if layer.endswith(COLUMN_PARALLEL) else 1 if layer.endswith(ROW_PARALLEL) and kind == "weight" else None
         numbers = prod(shape)
         if dim is not None and layer.partition(".")[0] in self.blocks:
-            numbers = numbers // shape[dim] * len(self._features(layer))
+            numbers = numbers // shape[dim] * self._feature_fraction(layer).part
         elif self.head is not None and name in (f"{_TOKEN_EMBEDDING}.weight", f"{self.head}.output.weight"):
-            numbers = numbers // shape[0] * len(self._words)
+            numbers = numbers // shape[0] * self._word_fraction.part
         return numbers * self.number_bytes
 
     def _head_width(self, block: str) -> int:
         return int(self.rows[f"{block}.attention"].attributes["head_width"])
 
-    def _features(self, layer: str) -> range:
+    def _feature_fraction(self, layer: str) -> Fraction:
         """Return the rank's features of a split layer: whole heads of an attention."""
         block, _, inner = layer.partition(".")
-        features = self._all_features(layer)
-        if inner.startswith("mlp"):
-            return _even_range(features, self.degree, self.index)
-        head_width = self._head_width(block)
-        return _head_range(features // head_width, head_width, self.degree, self.index)
-
-    def _all_features(self, layer: str) -> int:
-        block, _, inner = layer.partition(".")
         split_row = "mlp.up" if inner.startswith("mlp") else "attention.query"
-        return int(self.rows[f"{block}.{split_row}"].attributes["out_features"])
-
-    @property
-    def _vocabulary(self) -> int:
-        return int(self.rows[_TOKEN_EMBEDDING].attributes["num_embeddings"])
+        features = int(self.rows[f"{block}.{split_row}"].attributes["out_features"])
+        if inner.startswith("mlp"):
+            ranges = _even_ranges(features, self.degree)
+        else:
+            head_width = self._head_width(block)
+            ranges = _head_ranges(features // head_width, head_width, self.degree)
+        return Fraction(len(ranges[self.index]), features)
 
     @cached_property
-    def _words(self) -> range:
+    def _word_fraction(self) -> Fraction:
         """The rank's part of the vocabulary."""
-        return _even_range(self._vocabulary, self.degree, self.index)
+        words = int(self.rows[_TOKEN_EMBEDDING].attributes["num_embeddings"])
+        return Fraction(len(_even_ranges(words, self.degree)[self.index]), words)
 
     @cached_property
     def _token_fraction(self) -> Fraction:
         """The rank's part of activations between split layers."""
-        tokens = _even_range(self.tokens, self.degree, self.index) if self.sequence_parallel else range(self.tokens)
-        return Fraction(len(tokens), self.tokens)
+        degree, index = (self.degree, self.index) if self.sequence_parallel else (1, 0)
+        return Fraction(len(_even_ranges(self.tokens, degree)[index]), self.tokens)
 
 
-@lru_cache(maxsize=1024)
-def _even_range(total: int, degree: int, index: int) -> range:
-    return even_ranges(total, degree)[index]
-
-
-@lru_cache(maxsize=1024)
-def _head_range(heads: int, head_width: int, degree: int, index: int) -> range:
-    return head_feature_ranges(heads, head_width, degree)[index]
+_even_ranges = lru_cache(maxsize=1024)(even_ranges)
+_head_ranges = lru_cache(maxsize=1024)(head_feature_ranges)
 
 
 def _language_head(table: LayerTable) -> str | None:

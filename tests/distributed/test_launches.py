@@ -100,7 +100,7 @@ def test_begin_ranks_end_as_a_job_script_does_it(tmp_path: Path, launch: Launch)
     assert result.traffic == RankTraffic(rank=0, calls=files[0].traffic)
     table = read_shipped_table(PROFILED.model, PROFILED.dataset)
     assert table is not None
-    assert result.traffic.calls == DdpCost.traffic(PROFILED, table, 0)
+    assert result.traffic.calls == DdpCost().traffic(PROFILED, table, 0)
 
 
 def test_the_runs_own_variables_are_there_when_torch_starts(tmp_path: Path, launch: Launch) -> None:

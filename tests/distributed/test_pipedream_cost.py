@@ -53,7 +53,7 @@ def test_traffic(pool: Pool, spec: RunSpec) -> None:
     """An update per minibatch is an all_reduce of every bucket per minibatch; what is sent ahead is of other sizes."""
     table = table_of(spec)
     found = pool.call(spec.ranks, traffic, spec)
-    assert found == [PipedreamCost.traffic(spec, table, rank) for rank in range(spec.ranks)]
+    assert found == [PipedreamCost().traffic(spec, table, rank) for rank in range(spec.ranks)]
 
 
 @pytest.mark.parametrize(("replicas", "rank"), [(8, 0), (8, 13), (8, 63), (128, 0), (128, 509), (128, 1023)])
@@ -62,7 +62,7 @@ def test_ranks_of_large_worlds(replicas: int, rank: int) -> None:
     spec = spec_of(
         "pipedream", 8, dataset="cifar10", nodes=replicas, tasks_per_node=8, dp_degree=replicas, batch_size=8
     )
-    assert fake_traffic(spec, rank) == PipedreamCost.traffic(spec, table_of(spec), rank)
+    assert fake_traffic(spec, rank) == PipedreamCost().traffic(spec, table_of(spec), rank)
 
 
 def held(spec: RunSpec, group: dist.ProcessGroup) -> tuple[int, int, int, list[float]]:
@@ -105,7 +105,7 @@ def test_versions_and_activations(pool: Pool, options: dict[str, Any], versions:
     found = pool.call(4, held, spec)
     assert [most for most, *_ in found] == versions
     for rank, (_, stashed, activations, losses) in enumerate(found):
-        promised = PipedreamCost.memory(spec, table, rank)
+        promised = PipedreamCost().memory(spec, table, rank)
         assert stashed == promised.stashed_bytes == (versions[rank] - 1) * promised.parameters_bytes
         assert activations <= promised.activations_bytes <= activations + alive[rank] * boundary
         assert (losses == [0.0] * 5) is (rank < 3), "the last stage alone knows a loss"

@@ -78,7 +78,7 @@ def test_traffic(pool: Pool, spec: RunSpec) -> None:
     """Micro-batches of 8 samples are 3, 3 and 2; the sends differ accordingly."""
     table = table_of(spec)
     found = pool.call(spec.ranks, measured, spec)
-    assert found == [PipelineCost.traffic(spec, table, rank) for rank in range(spec.ranks)]
+    assert found == [PipelineCost().traffic(spec, table, rank) for rank in range(spec.ranks)]
 
 
 @pytest.mark.parametrize("strategy", ["model", "gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"])
@@ -91,7 +91,7 @@ def test_ranks_of_large_worlds(strategy: str, replicas: int, rank: int) -> None:
         strategy, stages, dataset="cifar10", nodes=replicas, tasks_per_node=8, dp_degree=replicas * 8 // stages,
         micro_batches=1 if strategy == "model" else 4,
     )  # fmt: skip
-    assert fake_traffic(spec, rank) == PipelineCost.traffic(spec, table_of(spec), rank)
+    assert fake_traffic(spec, rank) == PipelineCost().traffic(spec, table_of(spec), rank)
 
 
 class _Kept:
@@ -136,7 +136,7 @@ def test_kept_activations(pool: Pool, schedule: str) -> None:
     boundary = 128 * 16 * 4 + 16 * 8
     for rank, found in enumerate(pool.call(4, peak_kept, spec)):
         alive = {"model": 1, "gpipe": 8, "1f1b": 4 - rank}[schedule]
-        promised = PipelineCost.memory(spec, table, rank).activations_bytes
+        promised = PipelineCost().memory(spec, table, rank).activations_bytes
         assert found <= promised <= found + alive * boundary
 
 
@@ -150,5 +150,5 @@ def test_kept_activations_of_ranks_that_share_blocks(pool: Pool) -> None:
     boundary = 128 * 16 * 4 + 16 * 8
     for rank, found in enumerate(pool.call(4, peak_kept, spec)):
         alive = 2 - rank // 2
-        promised = PipelineCost.memory(spec, table, rank).activations_bytes
+        promised = PipelineCost().memory(spec, table, rank).activations_bytes
         assert found <= promised <= found + alive * boundary

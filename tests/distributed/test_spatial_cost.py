@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.strategies.spatial import SpatialCost
-from hpcbench.oracle.strategies.spatial_rows import unsplit_rows
+from hpcbench.oracle.strategies.spatial_rows import whole_row
 from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, read_shipped_table
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.worker.data.open_feed import make_feed
@@ -85,7 +85,7 @@ def test_ranks_pass_the_predicted_traffic(pool: Pool, ranks: int, dp: int, model
     spec = spatial_spec(ranks, dp=dp, **{"model": model, **more})
     table = table_of(spec)
     for rank, found in enumerate(pool.call(ranks * dp, second_step, spec)):
-        assert found == SpatialCost.traffic(spec, table, rank)
+        assert found == SpatialCost().traffic(spec, table, rank)
 
 
 CORNER, EDGE, INTERIOR = "corner", "edge", "interior"
@@ -107,7 +107,7 @@ def test_ranks_of_large_worlds(dp: int, grid: tuple[int, ...], more: dict[str, A
     at = {CORNER: 0, EDGE: grid[-1] // 2, INTERIOR: (grid[0] // 2) * (sp // grid[0]) + sp // grid[0] // 2}[where]
     spec = spatial_spec(sp, dp=dp, **more, options={"grid": "x".join(map(str, grid))})
     rank = (dp - 1) * sp + at
-    assert fake_traffic(spec, rank, warmup_steps=0) == SpatialCost.traffic(spec, table_of(spec), rank)
+    assert fake_traffic(spec, rank, warmup_steps=0) == SpatialCost().traffic(spec, table_of(spec), rank)
 
 
 def kept(spec: RunSpec, group: dist.ProcessGroup) -> int:
@@ -142,9 +142,9 @@ def test_saved_activations_shrink_as_predicted(pool: Pool, ranks: int, model: st
     """Within a hundredth of what autograd really keeps, on every rank."""
     spec = spatial_spec(ranks, **{"model": model, **more})
     table = table_of(spec)
-    alone = sum(row.saved_bytes for row in unsplit_rows(spec, table))
+    alone = sum(row.saved_bytes for row in [whole_row(spec, row) for row in table.layers])
     for rank, measured in enumerate(pool.call(ranks, kept, spec)):
-        rows = SpatialCost.describe(spec, table, rank).rows
+        rows = SpatialCost().describe(spec, table, rank).rows
         said = sum(row.saved_bytes + row.received_bytes for row in rows)
         print(f"{model} {spec.options} rank {rank} of {ranks}: {measured} kept, {said} said, {alone} alone")
         assert measured == pytest.approx(said, rel=0.01)
@@ -163,6 +163,6 @@ def test_the_peak(ranks: int, dp: int, model: str, more: dict[str, Any]) -> None
     """Every byte that torch's allocator gave out when a step held most."""
     spec = spatial_spec(ranks, dp=dp, **{"model": model, **more})
     rank = ranks * dp - 1
-    said, measured = SpatialCost.memory(spec, table_of(spec), rank), peak_bytes(spec, rank)
+    said, measured = SpatialCost().memory(spec, table_of(spec), rank), peak_bytes(spec, rank)
     print(f"{said.total_bytes / measured:.3f} of {measured}: {model} {more} {said}")
     assert said.total_bytes == pytest.approx(measured, rel=0.1)

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.strategy("tensor")]
 
 def kept_activation_bytes(spec: RunSpec, table: LayerTable, rank: int) -> int:
     """Return what is kept from the forward pass of a micro-batch when its backward pass begins."""
-    return sum(row.saved_bytes for row in TensorCost.describe(spec, table, rank).rows)
+    return sum(row.saved_bytes for row in TensorCost().describe(spec, table, rank).rows)
 
 
 SEQUENCE = {"sequence_parallel": True}
@@ -72,7 +72,7 @@ def test_ranks_pass_the_predicted_traffic(pool: Pool, ranks: int, model: str, mo
     found = pool.call(ranks, real_traffic, spec)
     with small_vocabulary():
         table = table_of(spec)
-    assert found == [TensorCost.traffic(spec, table, rank) for rank in range(ranks)]
+    assert found == [TensorCost().traffic(spec, table, rank) for rank in range(ranks)]
     assert found[0]
 
 
@@ -100,13 +100,13 @@ def test_ranks_of_a_world_that_is_not_there(ranks: int, model: str, more: dict[s
         spec = tensor_case(ranks, model, **more).spec
         table = table_of(spec)
         for rank in (0, ranks - 1):
-            assert fake_traffic(spec, rank) == TensorCost.traffic(spec, table, rank)
+            assert fake_traffic(spec, rank) == TensorCost().traffic(spec, table, rank)
 
 
 def test_a_replica_on_one_rank_sends_gradients_alone() -> None:
     with small_vocabulary():
         spec = tensor_case(2, "vit", dp_degree=2, options=SEQUENCE).spec
-        expected = TensorCost.traffic(spec, table_of(spec), 1)
+        expected = TensorCost().traffic(spec, table_of(spec), 1)
         assert fake_traffic(spec, 1) == expected
         assert {(call.operation, call.group_size) for call in expected} == {("all_reduce", 2)}
 
@@ -137,7 +137,7 @@ def test_a_rank_holds_the_predicted_memory(ranks: int, model: str, more: dict[st
         for rank in (0, ranks - 1):
             with fake_world(rank, ranks):
                 held = measure_held(spec, None)
-            parameters = TensorCost.memory(spec, table, rank).parameters_bytes
+            parameters = TensorCost().memory(spec, table, rank).parameters_bytes
             assert held.parameters == parameters
             assert held.optimizer == pytest.approx(parameters * (2 if spec.optimizer == "adam" else 1), rel=0.01)
             assert held.gradients == pytest.approx(parameters, rel=0.01)
@@ -149,7 +149,7 @@ def test_more_ranks_hold_less() -> None:
     with small_vocabulary():
         specs = [tensor_case(ranks, **BIG).spec for ranks in (1, 2, 4)]
         tables = [table_of(spec) for spec in specs]
-        one, two, four = [TensorCost.memory(*pair, 0).parameters_bytes for pair in zip(specs, tables, strict=True)]
+        one, two, four = [TensorCost().memory(*pair, 0).parameters_bytes for pair in zip(specs, tables, strict=True)]
         whole, _, split = [kept_activation_bytes(*pair, 0) for pair in zip(specs, tables, strict=True)]
         parted = tensor_case(4, **BIG, options=SEQUENCE).spec
         by_tokens = kept_activation_bytes(parted, table_of(parted), 0)

@@ -192,7 +192,7 @@ def test_gathered_filter_communicates_as_paradl_states() -> None:
     outputs = [positions * each for each in channels[1:-1]]
     paradl = 3 * (ranks - 1) * sum(latency_s + samples * one * 4 * beta / ranks for one in outputs)
     of_the_last_input = 2 * (ranks - 1) * (latency_s + samples * outputs[-1] * 4 * beta / ranks)
-    found = FilterCost.step(spec, chain(*channels), CostModel(machine, spec))
+    found = FilterCost().step(spec, chain(*channels), CostModel(machine, spec))
     assert found.comm_s == pytest.approx(paradl - of_the_last_input)
     assert found.comm_s == pytest.approx(51.72e-6)
 
@@ -210,7 +210,7 @@ def test_spatial_passes_halos_together(overlap: bool) -> None:
     exchange = latency_s + 2 * (2 * 4 * 4 * 4) * beta
     gather = 3 * (latency_s + 2 * 4 * 4 * 4 * beta)
     gradients = 6 * (latency_s + 3 * 9 * 16 * 4 / 4 * beta)
-    found = SpatialCost.step(spec, chain(4, 4, 4, 4), CostModel(machine, spec))
+    found = SpatialCost().step(spec, chain(4, 4, 4, 4), CostModel(machine, spec))
     assert found.comm_s == pytest.approx(5 * exchange + gather + gradients)
     assert found.comm_s == pytest.approx(5.656e-6)
     # With a row a rank no output can do without its halo, but the weights' gradients can.

@@ -91,9 +91,8 @@ def test_buckets_alternate_between_gloos_threads() -> None:
     clock = CostModel(nominal_machine(PROFILE), spec_of("fairscale_sddp", 4))
     made_at = first_use_rows(TABLE)
     places = [made_at.index(row) for row in sorted(set(made_at), reverse=True)[:4]]
-    group = place_group(clock.spec, "dp")
     buckets = [([place], [("reduce", 2**20)]) for place in places]
-    after = bucket_calls_when_ready(clock, TABLE, buckets, group, has_distinct_roots=True)
+    after = bucket_calls_when_ready(clock, TABLE, buckets, has_distinct_roots=True)
     sent = [call for row in range(len(TABLE.layers) - 1, -1, -1) for call in after(row)]
     assert [call.lane for call in sent if isinstance(call, CommCall)] == ["0", "1", "0", "1"]
 

@@ -203,10 +203,9 @@ def _probe_points(
 
 def collective_scales(size: CalibrationScale) -> list[CalibrationScale]:
     """Inside a node, between nodes, and several groups on the same nodes."""
-    inside = [CalibrationScale(1, tasks) for tasks in (2, 4) if tasks <= size.tasks_per_node]
-    between = [CalibrationScale(nodes, 1) for nodes in (2, 4) if nodes <= size.nodes]
-    shared = [CalibrationScale(2, min(size.tasks_per_node, 4))] if size.nodes >= 2 and size.tasks_per_node >= 2 else []
-    return [*inside, *between, *shared]
+    scales = [(1, 2), (1, 4), (2, 1), (4, 1), (2, max(min(size.tasks_per_node, 4), 2))]
+    fitting = [(nodes, tasks) for nodes, tasks in scales if nodes <= size.nodes and tasks <= size.tasks_per_node]
+    return [CalibrationScale(nodes, tasks) for nodes, tasks in fitting]
 
 
 def strategy_scales(size: CalibrationScale, device: str) -> list[CalibrationScale]:

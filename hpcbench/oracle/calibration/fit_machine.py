@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from math import log
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,6 @@ from hpcbench.oracle.calibration.fit_collectives import fit_collectives
 from hpcbench.oracle.calibration.fit_kernels import MIN_COMPUTE_SPREAD, fit_kernels
 from hpcbench.oracle.calibration.posterior import fit_posterior, run_observations
 from hpcbench.oracle.machine import CommParameters, Machine, nominal_machine
-from hpcbench.results.schema import OverlapProbe
 
 
 def fit_calibration(
@@ -50,56 +50,42 @@ def fit_calibration(
         and not comm.contention,
     }
     strategies, of_strategies = fit_overheads.fit_strategy_overheads(machine, good)
-    return _calibration(
-        profile,
-        partition,
-        good,
-        made_at,
+    return Calibration(
         machine=msgspec.structs.replace(machine, strategies=strategies),
         residuals=[*residuals, *of_comm, *of_memory, *of_strategies],
         notes=[*notes, *more, *(note for note, applies in unmeasured.items() if applies)],
+        **_provenance(profile, partition, good, made_at),
     )
 
 
-def _calibration(
-    profile: ClusterProfile,
-    partition: str | None,
-    runs: Sequence[CalibrationRun],
-    made_at: datetime | None,
-    *,
-    machine: Machine,
-    residuals: list[FitResidual],
-    notes: list[str],
-) -> Calibration:
-    """Return the record of a fit, with the profile's links of today and the runs behind it."""
+def _provenance(
+    profile: ClusterProfile, partition: str | None, runs: Sequence[CalibrationRun], made_at: datetime | None = None
+) -> dict[str, Any]:
+    """Return the fields of a calibration that say when it was fitted, from which runs, with which links."""
     nominal = nominal_machine(profile, partition)
     digests = {run.result.environment_digest for run in runs}
-    return Calibration(
-        cluster=profile.name,
-        made_at=(made_at or datetime.now(timezone.utc)).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        partition=partition or profile.default_partition,
-        intra_node=nominal.comm.intra_node,
-        inter_node=nominal.comm.inter_node,
-        machine=machine,
-        residuals=residuals,
-        notes=notes,
-        run_ids=sorted(run.result.run_id for run in runs),
-        environment_digests=sorted(digest for digest in digests if digest is not None),
-    )
+    return {
+        "cluster": profile.name,
+        "made_at": (made_at or datetime.now(timezone.utc)).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "partition": partition or profile.default_partition,
+        "intra_node": nominal.comm.intra_node,
+        "inter_node": nominal.comm.inter_node,
+        "run_ids": sorted(run.result.run_id for run in runs),
+        "environment_digests": sorted(digest for digest in digests if digest is not None),
+    }
 
 
 def _fit_communication(
     nominal: Machine, runs: Sequence[CalibrationRun]
 ) -> tuple[CommParameters, list[FitResidual], list[str]]:
-    probes = [one.result.probe for one in runs if one.result.probe is not None]
-    overlaps: list[OverlapProbe] = [one for probe in probes for one in probe.overlaps]
-    collectives = [one for probe in probes for one in probe.collectives]
+    probes = [run.result.probe for run in runs if run.result.probe is not None]
+    overlaps = [overlap for probe in probes for overlap in probe.overlaps]
+    collectives = [collective for probe in probes for collective in probe.collectives]
     call_s = fit_overheads.fit_call_overhead(overlaps)
     samples, residuals, notes = fit_collectives(nominal.comm, collectives, call_s, nominal.comm.trees)
     if not samples:
         return nominal.comm, residuals, notes
-    points = sum(one.points for one in residuals)
-    error = sum(one.error * one.points for one in residuals) / points
+    error = sum(each.error * each.points for each in residuals) / sum(each.points for each in residuals)
     comm = msgspec.structs.replace(
         nominal.comm,
         collectives=samples,
@@ -117,11 +103,7 @@ _MIN_LEARNED = 0.1
 
 
 def fit_calibration_from_runs(
-    profile: ClusterProfile,
-    partition: str | None,
-    machine: Machine,
-    runs: Sequence[CalibrationRun],
-    made_at: datetime | None = None,
+    profile: ClusterProfile, partition: str | None, machine: Machine, runs: Sequence[CalibrationRun]
 ) -> Calibration:
     """``machine`` (of the profile, or an earlier calibration) moved to where ``runs`` are most probable.
 
@@ -139,12 +121,9 @@ def fit_calibration_from_runs(
     ]
     drawn = [each.name for each in posterior.parameters if each.learned < _MIN_LEARNED]
     notes = [f"the runs say nothing of {', '.join(drawn)}: as before"] if drawn else []
-    return _calibration(
-        profile,
-        partition,
-        good,
-        made_at,
+    return Calibration(
         machine=msgspec.structs.replace(fitted, notes=[]),
         residuals=residuals,
         notes=[*machine.notes, *notes],
+        **_provenance(profile, partition, good),
     )

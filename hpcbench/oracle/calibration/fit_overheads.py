@@ -38,8 +38,8 @@ WorkloadKey = tuple[str, str, int, str]
 
 
 def fit_call_overhead(overlaps: Sequence[OverlapProbe]) -> float:
-    """What issuing a collective takes: the median of all placements."""
-    return median(one.issue_s for one in overlaps) if overlaps else 0.0
+    """Return what issuing a collective takes: the median of all placements."""
+    return median(probe.issue_s for probe in overlaps) if overlaps else 0.0
 
 
 def fit_overlap(overlaps: Sequence[OverlapProbe]) -> float:

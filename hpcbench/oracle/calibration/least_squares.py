@@ -50,9 +50,8 @@ def find_mode(
         if cost - _negative_log_posterior(now, at, widths) < _COST_TOLERANCE:
             break
     normal, _ = _normal_equations(residuals, now, at, widths)
-    columns = [
-        solve_positive_definite(normal, [float(row == column) for row in range(len(at))]) for column in range(len(at))
-    ]
+    unit_vectors = [[float(row == column) for row in range(len(at))] for column in range(len(at))]
+    columns = [solve_positive_definite(normal, vector) for vector in unit_vectors]
     return PosteriorMode(at, [list(row) for row in zip(*columns, strict=True)], now)
 
 

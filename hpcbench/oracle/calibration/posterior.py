@@ -158,13 +158,11 @@ def _posterior_mode(
 
 
 def _estimate_run_spread(observations: Sequence[Observation], residuals: Vector, run_spread: float) -> float:
-    """The runs' own scatter, together with what is usual."""
-    counts = [student_t_weight(value) for value in residuals]
-    squares = [
-        count * (value * hypot(one.spread, run_spread)) ** 2
-        for one, value, count in zip(observations, residuals, counts, strict=True)
-    ]
-    return sqrt((_RUN_SPREAD_WEIGHT * EXPECTED_RUN_SPREAD**2 + sum(squares)) / (_RUN_SPREAD_WEIGHT + sum(counts)))
+    """Return the runs' own scatter, together with what is usual."""
+    weights = [student_t_weight(value) for value in residuals]
+    lengths = [value * hypot(run.spread, run_spread) for run, value in zip(observations, residuals, strict=True)]
+    squares = sum(weight * length**2 for weight, length in zip(weights, lengths, strict=True))
+    return sqrt((_RUN_SPREAD_WEIGHT * EXPECTED_RUN_SPREAD**2 + squares) / (_RUN_SPREAD_WEIGHT + sum(weights)))
 
 
 def _with_posterior_spreads(machine: Machine, names: Sequence[str], covariance: Sequence[Sequence[float]]) -> Machine:

@@ -15,7 +15,7 @@ from hpcbench.parallel.traffic import Traffic
 
 
 class Cost(ABC):
-    """The formulas of one strategy. Class methods without state; the registry names a subclass per strategy.
+    """The formulas of one strategy. Methods without state; the registry names a subclass per strategy.
 
     All methods take a resolved run and the layer table of its model, data set and input size. They may assume that
     the strategy's limits hold for the run, and raise nothing on such runs. Bytes are integers, times seconds.
@@ -26,29 +26,25 @@ class Cost(ABC):
         >>> step_s = cost.step(spec, table, CostModel(machine, spec)).step_time_s
     """
 
-    @classmethod
     @abstractmethod
-    def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
+    def traffic(self, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
         """Return the communication calls of ``rank`` in one steady step with whole batches, equal calls merged.
 
         Exact: a test of the family compares it with the recorded calls of real ranks.
         """
 
-    @classmethod
     @abstractmethod
-    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
+    def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
         """Return the live tensor bytes of ``rank`` at its peak."""
 
-    @classmethod
     @abstractmethod
-    def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
+    def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
         """Return the time of one steady step of the slowest rank, in its parts.
 
         ``cost_model`` is of the same run: it prices the run's kernels and process groups on one machine.
         """
 
-    @classmethod
-    def ranks_that_differ(cls, spec: RunSpec) -> list[int]:
+    def ranks_that_differ(self, spec: RunSpec) -> list[int]:
         """Return ranks of one replica among which is the one with the highest peak memory, ascending.
 
         By default the first, middle and last pipeline stages; of layers, heads and channels the first rank along
@@ -59,11 +55,11 @@ class Cost(ABC):
         return sorted(mesh.rank(RankMesh(pp=stage, dp=0, sp=0, tp=0)) for stage in stages)
 
 
-def resolve_cost(key: str) -> type[Cost]:
-    """Import the cost class of strategy ``key``."""
+def resolve_cost(key: str) -> Cost:
+    """Import the cost class of strategy ``key``, and return an instance."""
     reference = get_strategy(key).cost
     assert reference is not None, f"{key} has no cost"
     cost = load_object(reference)
     assert isinstance(cost, type), f"{reference} is no class"
     assert issubclass(cost, Cost), f"{reference} is no Cost"
-    return cost
+    return cost()

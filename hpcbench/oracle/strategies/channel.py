@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import FULL_SHARE, RowShare, row_kernels
@@ -37,24 +36,6 @@ from hpcbench.parallel.strategies.channel import (
 )
 
 _KINDS_WITHOUT_ACTIVATIONS = ("Flatten", "Identity")
-
-
-class _LayerSide(NamedTuple):
-    """A layer's input or output: ``unit`` numbers a channel and sample."""
-
-    channels: int
-    unit: int
-
-
-class ChannelRowTemporaries(NamedTuple):
-    """Bytes in fp32 that come and go with a row."""
-
-    backward: float
-    """Gradients of output and input."""
-    before: float
-    """While the gradient of the output is assembled from the next layer's parts."""
-    after: float
-    """While that of the input is sent to the layer before; the row keeps nothing any more."""
 
 
 class ChannelRank:
@@ -96,27 +77,28 @@ class ChannelRank:
         split = self.split(row)
         if row.layer is None or split is None:
             return RowCost([forward], [backward])
-        inside = _LayerSide(row.layer.in_channels, row.layer.features * prod(row.row.input_shape[1:]))
-        outside = _LayerSide(row.layer.out_channels, prod(row.row.output_shape[1:]))
-        enter, leave = self._side(split.enter.forward, inside), self._side(split.leave.forward, outside)
+        # Channels, and numbers a channel and sample, of the layer's input and output.
+        inside = row.layer.in_channels, row.layer.features * prod(row.row.input_shape[1:])
+        outside = row.layer.out_channels, prod(row.row.output_shape[1:])
+        enter, leave = self._side(split.enter.forward, *inside), self._side(split.leave.forward, *outside)
         if split.by == "channels" and row.row.name in biased:
             # Added to what has been summed over the ranks.
             leave.append(copy_op(self.spec, kernels.forward.output_bytes * self.share(row.channels)))
         return RowCost(
             forward=[*enter, forward, *leave],
-            backward=[*self._side(split.leave.backward, outside), backward],
+            backward=[*self._side(split.leave.backward, *outside), backward],
             # The sample has no gradient.
-            after_backward=[] if row.layer.is_first else self._side(split.enter.backward, inside),
+            after_backward=[] if row.layer.is_first else self._side(split.enter.backward, *inside),
             recompute=[*enter, forward, *(leave if keeps_later_rows else ())],
         )
 
-    def _side(self, operation: str, side: _LayerSide) -> list[RowOp]:
+    def _side(self, operation: str, channels: int, unit: int) -> list[RowOp]:
         """Return the operation on a layer's input or output: a copy of the tensor, and the call."""
         if not operation:
             return []
-        channel_bytes = self.samples * side.unit * activation_number_bytes(self.spec)
-        part = max(channel_extents(side.channels, self.degree)) * channel_bytes
-        whole = side.channels * channel_bytes
+        channel_bytes = self.samples * unit * activation_number_bytes(self.spec)
+        part = max(channel_extents(channels, self.degree)) * channel_bytes
+        whole = channels * channel_bytes
         payload = {"all_gather": part, "reduce_scatter": self.degree * part, "all_reduce": whole}.get(operation)
         if payload is None:
             return [copy_op(self.spec, part)]
@@ -136,51 +118,45 @@ class ChannelRank:
 
     def _with_memory(self, cost: RowCost, row: ChannelRow, channels: int) -> RowCost:
         """Add the row's bytes. bf16 is counted as half of fp32, weights in any layout as fp32."""
-        saved, temporaries = self._saved_and_temporaries(row, channels)
-        scale, weight_scale = activation_number_bytes(self.spec) / FP32_BYTES, parameter_number_bytes(self.spec)
-        weights = self._weight_share(row) * row.row.parameters * weight_layout_copies(row.row) * weight_scale
-        working = max(
-            temporaries.backward * scale + weights, temporaries.before * scale, (temporaries.after - saved) * scale
-        )
+        split, layer = self.split(row), row.layer
+        scale = activation_number_bytes(self.spec) / FP32_BYTES
+        whole_in, whole_out = self.samples * input_bytes(row.row), self.samples * row.row.output_bytes
+        saved = float(self.samples * row.row.activation_bytes + row.row.activation_fixed_bytes)
+        input_part, output_part = whole_in * self.share(channels), whole_out * self.share(row.channels)
+        # While the gradients of output and input are there, while the former is assembled from the next layer's parts,
+        # and while the latter is sent to the layer before: the row keeps nothing any more.
+        gradients, before, after = input_part + output_part, 0.0, 0.0
+        weight_share = self.share(row.channels) if layer is None else 1.0
+        if layer is None or split is None:
+            saved *= self.share(channels if layer is not None else row.channels)
+        else:
+            if split.weight_dim is not None:
+                weight_share = self.part(layer.in_channels if split.weight_dim else layer.out_channels)
+            if split.enter.forward == "all_gather":
+                # A copy of its own, whoever keeps the parts.
+                saved = float(whole_in)
+            else:
+                saved *= 1.0 if layer.is_first else self.share(layer.in_channels)
+            inside_in = whole_in * (self.part(layer.in_channels) if split.by in ("channels", "groups") else 1.0)
+            inside_out = whole_out * (self.part(layer.out_channels) if split.by in ("filters", "groups") else 1.0)
+            # Parts one behind the other as they are received, and then side by side.
+            before = {"all_gather": output_part + 2 * whole_out, "narrow": whole_out}.get(split.leave.backward, 0.0)
+            if split.leave.backward == "narrow":
+                inside_out = max(inside_out, whole_out)
+            gradients = inside_out
+            if not layer.is_first:
+                gradients = inside_in + inside_out
+                after = {
+                    "all_gather": inside_in + 2 * whole_in,
+                    "reduce_scatter": 2 * whole_in + input_part,
+                    "all_reduce": 2 * whole_in,
+                }.get(split.enter.backward, 0.0)
+        weights = weight_share * row.row.parameters * weight_layout_copies(row.row) * parameter_number_bytes(self.spec)
         return cost._replace(
             saved_bytes=round(saved * scale),
-            working_bytes=round(working),
-            block_input_bytes=round(self.samples * input_bytes(row.row) * self.share(channels) * scale),
+            working_bytes=round(max(gradients * scale + weights, before * scale, (after - saved) * scale)),
+            block_input_bytes=round(input_part * scale),
         )
-
-    def _weight_share(self, row: ChannelRow) -> float:
-        split = self.split(row)
-        if row.layer is None or split is None or split.weight_dim is None:
-            return self.share(row.channels) if row.layer is None else 1.0
-        return self.part(row.layer.in_channels if split.weight_dim else row.layer.out_channels)
-
-    def _saved_and_temporaries(self, row: ChannelRow, channels: int) -> tuple[float, ChannelRowTemporaries]:
-        whole_in, whole_out = self.samples * input_bytes(row.row), self.samples * row.row.output_bytes
-        table_bytes = self.samples * row.row.activation_bytes + row.row.activation_fixed_bytes
-        input_part, output_part = whole_in * self.share(channels), whole_out * self.share(row.channels)
-        split = self.split(row)
-        if row.layer is None or split is None:
-            saved_share = self.share(channels if row.layer is not None else row.channels)
-            return table_bytes * saved_share, ChannelRowTemporaries(input_part + output_part, 0.0, 0.0)
-        if split.enter.forward == "all_gather":
-            # A copy of its own, whoever keeps the parts.
-            saved = float(whole_in)
-        else:
-            saved = table_bytes * (1.0 if row.layer.is_first else self.share(row.layer.in_channels))
-        inside_in = whole_in * (self.part(row.layer.in_channels) if split.by in ("channels", "groups") else 1.0)
-        inside_out = whole_out * (self.part(row.layer.out_channels) if split.by in ("filters", "groups") else 1.0)
-        if row.layer.is_first:
-            inside_in = 0.0
-        # Parts one behind the other as they are received, and then side by side.
-        before = {"all_gather": output_part + 2 * whole_out, "narrow": whole_out}.get(split.leave.backward, 0.0)
-        after = {
-            "all_gather": inside_in + 2 * whole_in,
-            "reduce_scatter": 2 * whole_in + input_part,
-            "all_reduce": 2 * whole_in,
-        }.get(split.enter.backward, 0.0)
-        if split.leave.backward == "narrow":
-            inside_out = max(inside_out, whole_out)
-        return saved, ChannelRowTemporaries(inside_in + inside_out, before, 0.0 if row.layer.is_first else after)
 
     def parameter_bytes(self) -> list[int]:
         """Return the rank's part of every parameter, in the model's order."""
@@ -233,8 +209,7 @@ def _keeps_later_rows(rows: Sequence[ChannelRow]) -> list[bool]:
 class ChannelSplitCost(ModelParallelCost):
     """Both strategies: ``parallel.strategies.channel`` knows how they differ."""
 
-    @classmethod
-    def describe(cls, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
+    def describe(self, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
         view = ChannelRank(spec, table, rank)
         sizes = view.parameter_bytes()
         return RankCost(

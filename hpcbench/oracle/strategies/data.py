@@ -24,7 +24,7 @@ from hpcbench.oracle.peak_memory import (
     peak_memory,
     preallocated_gradient_rows,
 )
-from hpcbench.oracle.placement import GroupPlacement, place_group
+from hpcbench.oracle.placement import place_group
 from hpcbench.oracle.row_cost import EventsAtRow, micro_batch_events, unsharded_rows
 from hpcbench.oracle.step_time import WAIT_FOR_ALL, StepBreakdown, step_from_events, update_events
 from hpcbench.oracle.strategies import data_buckets
@@ -53,75 +53,63 @@ class DataParallelCost(Cost):
     """Whether consecutive calls of buckets and ``after_update`` have different roots: all are begun before any is
     waited for."""
 
-    @classmethod
-    def before(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
+    def before(self, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return the calls before the forward pass, one after another; none by default."""
         return []
 
-    @classmethod
-    def buckets(cls, spec: RunSpec, table: LayerTable) -> list[GradientBucket]:
+    def buckets(self, spec: RunSpec, table: LayerTable) -> list[GradientBucket]:
         """Return the gradient buckets in the order in which they are sent; none by default."""
         return []
 
-    @classmethod
-    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
+    def after_update(self, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return the calls behind the update; none by default."""
         return []
 
-    @classmethod
-    def updated(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
+    def updated(self, spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
         """Return the bytes of every parameter that ``rank`` updates; all of them by default."""
         return parameter_bytes(spec, table)
 
-    @classmethod
-    def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
-        sent = [call for _, calls in cls.buckets(spec, table) for call in calls]
+    def traffic(self, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
+        sent = [call for _, calls in self.buckets(spec, table) for call in calls]
         return merge_calls(
             Traffic(operation=operation, group_size=spec.dp_degree, payload_bytes=payload)
-            for operation, payload in [*cls.before(spec, table), *sent, *cls.after_update(spec, table)]
+            for operation, payload in [*self.before(spec, table), *sent, *self.after_update(spec, table)]
         )
 
-    @classmethod
-    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
+    def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
         sizes = parameter_bytes(spec, table)
         return peak_memory(spec, table, PersistentMemory(sum(sizes), sizes, gradient_rows(spec, table), sizes))
 
-    @classmethod
-    def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
-        return step_from_events(cost_model, cls._events(spec, table, cost_model, cls.buckets(spec, table)))
+    def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
+        return step_from_events(cost_model, self._events(table, cost_model, self.buckets(spec, table)))
 
-    @classmethod
     def _events(
-        cls, spec: RunSpec, table: LayerTable, cost_model: CostModel, buckets: Sequence[GradientBucket]
+        self, table: LayerTable, cost_model: CostModel, buckets: Sequence[GradientBucket]
     ) -> Iterator[StreamEvent]:
         """Yield a step of the replica with the largest update."""
+        spec = cost_model.spec
         group, rows = place_group(spec, "dp"), unsharded_rows(spec, table)
-        for call in cls.before(spec, table):
+        for call in self.before(spec, table):
             yield cost_model.collective(*call, group)
         if spec.micro_batches > 1:
             yield RepeatEvent(spec.micro_batches - 1, list(micro_batch_events(cost_model, spec, table, rows)))
-        sends = bucket_calls_when_ready(cost_model, table, buckets, group, cls.has_distinct_roots)
+        sends = bucket_calls_when_ready(cost_model, table, buckets, self.has_distinct_roots)
         yield from micro_batch_events(cost_model, spec, table, rows, after_backward=sends)
         yield WAIT_FOR_ALL
         replicas = range(min(spec.dp_degree, _REPLICAS_EXAMINED))
-        yield from update_events(cost_model, spec, max((cls.updated(spec, table, rank) for rank in replicas), key=sum))
-        key = "owner" if cls.has_distinct_roots else None
-        calls = (cost_model.collective(*call, group, key) for call in cls.after_update(spec, table))
-        yield from _calls_on_parallel_streams(cost_model, calls) if cls.has_distinct_roots else calls
+        yield from update_events(cost_model, spec, max((self.updated(spec, table, rank) for rank in replicas), key=sum))
+        key = "owner" if self.has_distinct_roots else None
+        calls = (cost_model.collective(*call, group, key) for call in self.after_update(spec, table))
+        yield from _calls_on_parallel_streams(cost_model, calls) if self.has_distinct_roots else calls
         yield WAIT_FOR_ALL
 
 
 def bucket_calls_when_ready(
-    cost_model: CostModel,
-    table: LayerTable,
-    buckets: Sequence[GradientBucket],
-    group: GroupPlacement,
-    has_distinct_roots: bool = False,
+    cost_model: CostModel, table: LayerTable, buckets: Sequence[GradientBucket], has_distinct_roots: bool = False
 ) -> EventsAtRow:
     """Return by row the calls of the buckets that its gradients complete, in the buckets' order."""
-    ready_rows = first_use_rows(table)
+    group, ready_rows, row = place_group(cost_model.spec, "dp"), first_use_rows(table), len(table.layers)
     due: dict[int, list[CommCall]] = {}
-    row = len(table.layers)
     for places, calls in buckets:
         # Buckets are sent in their order: one that is complete waits for those before it.
         row = min([row, *(ready_rows[place] for place in places)])
@@ -147,33 +135,29 @@ class SingleCost(DataParallelCost):
 class DdpCost(DataParallelCost):
     """Every replica holds everything; gradients are all_reduced in buckets (Li et al. 2020)."""
 
-    @classmethod
-    def before(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
+    def before(self, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return the broadcasts of rank 0's buffers."""
         return [("broadcast", size) for size in data_buckets.coalesced_buffer_bytes(spec, table)]
 
-    @classmethod
-    def buckets(cls, spec: RunSpec, table: LayerTable) -> list[GradientBucket]:
+    def buckets(self, spec: RunSpec, table: LayerTable) -> list[GradientBucket]:
         return [
             (places, [("all_reduce", size) for size in data_buckets.compressed_bytes(spec, table, places)])
             for places in data_buckets.ddp_buckets(spec, table)
         ]
 
-    @classmethod
-    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
+    def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
         """Return everything, and buckets beside the gradients unless these are views of them."""
         sizes, are_views = parameter_bytes(spec, table), options_with_defaults(spec)["gradient_as_bucket_view"]
         rows = preallocated_gradient_rows(table) if are_views else gradient_rows(spec, table)
         bucket_bytes = 0 if are_views else sum(sizes)
-        updated = cls.updated(spec, table, rank)
+        updated = self.updated(spec, table, rank)
         return peak_memory(spec, table, PersistentMemory(sum(sizes), sizes, rows, updated, bucket_bytes))
 
 
 class Zero1Cost(DdpCost):
     """Owners broadcast the parameters that they updated (ZeRO-1, Rajbhandari et al. 2020)."""
 
-    @classmethod
-    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
+    def after_update(self, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return one broadcast a tensor, or one an owner."""
         sizes = parameter_bytes(spec, table)
         if options_with_defaults(spec)["parameters_as_bucket_view"]:
@@ -181,8 +165,7 @@ class Zero1Cost(DdpCost):
             sizes = owned + [0] * (spec.dp_degree - len(owned))
         return [("broadcast", size) for size in sizes]
 
-    @classmethod
-    def updated(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
+    def updated(self, spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
         return data_buckets.rank_owned_bytes(spec, table, rank)
 
 
@@ -191,8 +174,7 @@ class FairscaleOssCost(Zero1Cost):
 
     has_distinct_roots = True
 
-    @classmethod
-    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
+    def after_update(self, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return a broadcast from each owner to all; ``broadcast_fp16`` halves them."""
         sent = data_buckets.owned_bytes_by_replica(spec, table, half=options_with_defaults(spec)["broadcast_fp16"])
         return [("broadcast", size) for size in sent]
@@ -203,28 +185,23 @@ class FairscaleSddpCost(DataParallelCost):
 
     has_distinct_roots = True
 
-    @classmethod
-    def before(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
+    def before(self, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         """Return a broadcast of every buffer."""
         return [("broadcast", size) for size in buffer_bytes(spec, table)]
 
-    @classmethod
-    def buckets(cls, spec: RunSpec, table: LayerTable) -> list[GradientBucket]:
+    def buckets(self, spec: RunSpec, table: LayerTable) -> list[GradientBucket]:
         """Return a bucket an owner, and tensors that did not fit into it, each as soon as its gradients are there."""
         reductions, ready_rows = data_buckets.sddp_reductions(spec, table), gradient_rows(spec, table)
         reductions.sort(key=lambda reduction: -min((ready_rows[place] for place in reduction[0]), default=0))
         return [(places, [("reduce", size)]) for places, size in reductions]
 
-    @classmethod
-    def after_update(cls, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
+    def after_update(self, spec: RunSpec, table: LayerTable) -> list[ReplicaCall]:
         return [("broadcast", size) for size in data_buckets.owned_bytes_by_replica(spec, table)]
 
-    @classmethod
-    def updated(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
+    def updated(self, spec: RunSpec, table: LayerTable, rank: int) -> list[int]:
         return data_buckets.rank_owned_bytes(spec, table, rank)
 
-    @classmethod
-    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
+    def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
         """Return the peak: gradients in buckets stay on every rank, others on their owner once all are reduced."""
         sizes, owned = parameter_bytes(spec, table), data_buckets.rank_owned_bytes(spec, table, rank)
         filled, single = data_buckets.sddp_buckets(spec, table)
@@ -242,15 +219,13 @@ class FairscaleSddpCost(DataParallelCost):
 class HorovodCost(DataParallelCost):
     """Gradients are fused by timing: one all_reduce of them all stands for the real ones (their sum is exact)."""
 
-    @classmethod
-    def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
+    def traffic(self, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
         payload = sum(data_buckets.sent_gradient_bytes(spec, table))
         if spec.dp_degree == 1:
             return []
         return [Traffic(operation="all_reduce", group_size=spec.dp_degree, payload_bytes=payload)]
 
-    @classmethod
-    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
+    def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
         """Return everything, and the fusion buffer, of which gradients touch no more than their own size."""
         sizes = parameter_bytes(spec, table)
         fusion = int(float(options_with_defaults(spec)["fusion_threshold_mb"]) * MIB)
@@ -258,10 +233,9 @@ class HorovodCost(DataParallelCost):
         persistent = PersistentMemory(sum(sizes), sizes, gradient_rows(spec, table), sizes, touched)
         return msgspec.structs.replace(peak_memory(spec, table, persistent), untouched_bytes=fusion - touched)
 
-    @classmethod
-    def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
+    def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
         """Fuse gradients as the background thread finds them, and send them under the backward pass."""
         sizes = data_buckets.sent_gradient_bytes(spec, table)
         fused = data_buckets.fused_buckets(cost_model, spec, table) if spec.dp_degree > 1 else []
         buckets: list[GradientBucket] = [(places, [("all_reduce", sum_bytes_at(sizes, places))]) for places in fused]
-        return step_from_events(cost_model, cls._events(spec, table, cost_model, buckets))
+        return step_from_events(cost_model, self._events(table, cost_model, buckets))

@@ -23,8 +23,7 @@ from hpcbench.parallel.traffic import Traffic, merge_calls
 class PipedreamCost(Cost):
     """A step is the window of ``micro_batches`` minibatches in the steady state."""
 
-    @classmethod
-    def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
+    def traffic(self, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
         """Return activations and gradients of a window, and all gradients of weights at every update."""
         pipeline, count = PipelineRank(spec, table, rank), spec.micro_batches
         calls = []
@@ -38,8 +37,7 @@ class PipedreamCost(Cost):
                 calls += pipeline.bucket_traffic(pipeline.parameter_bytes(pipeline.index))
         return merge_calls(calls)
 
-    @classmethod
-    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
+    def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
         """Return the memory of a pipeline's rank, with further versions of its weights and an input that came early.
 
         Where micro-batches are added up to one update (2bw), the gradients of the one that has just gone backward are
@@ -59,8 +57,7 @@ class PipedreamCost(Cost):
             stashed_bytes=(staleness.versions_held(pipeline.index) - 1) * memory.parameters_bytes,
         )
 
-    @classmethod
-    def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
+    def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
         """Return the time of a window; all minibatches are taken to be as large as their mean."""
         step = PipelineStep(PipelineRank(spec, table, 0), cost_model)
         staleness, count = pipedream_staleness(spec), spec.micro_batches

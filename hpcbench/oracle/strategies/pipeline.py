@@ -19,8 +19,7 @@ from hpcbench.parallel.traffic import Traffic, merge_calls
 class PipelineCost(Cost):
     """Stages of blocks that pass micro-batches on, by the schedule that the strategy is named after."""
 
-    @classmethod
-    def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
+    def traffic(self, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
         """Return activations and gradients by the schedule, gradients of weights by the buckets of each chunk."""
         pipeline = PipelineRank(spec, table, rank)
         sent = [
@@ -29,33 +28,31 @@ class PipelineCost(Cost):
             if message_after(action, pipeline.layout) is not None
         ]
         for tie in pipeline.ties:
-            if pipeline.index in tie.ranks:
-                sent += [tie.size_bytes] * (len(tie.ranks) - 1 if pipeline.index == tie.ranks[0] else 1)
+            sent += [tie.size_bytes] * tie.sends(pipeline.index)
         calls = [Traffic(operation="send", group_size=2, payload_bytes=size) for size in sent]
         calls += pipeline.tensor_parallel_step_traffic()
-        for sizes in [*(pipeline.parameter_bytes(chunk) for chunk in pipeline.chunks), pipeline.tied_bytes()]:
+        for sizes in [
+            *(pipeline.parameter_bytes(chunk) for chunk in pipeline.chunks),
+            pipeline.tied_bytes(pipeline.index),
+        ]:
             calls += pipeline.bucket_traffic(sizes)
         return merge_calls(calls)
 
-    @classmethod
-    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
+    def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
         return PipelineRank(spec, table, rank).memory()
 
-    @classmethod
-    def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
+    def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
         return PipelineStep(PipelineRank(spec, table, 0), cost_model).breakdown(spec.strategy)
 
 
 class FairscalePipeCost(Cost):
     """``gpipe`` whose stages are the devices of one process; ``rank`` counts the devices."""
 
-    @classmethod
-    def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
+    def traffic(self, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
         """Return nothing: devices of one process copy from each other."""
         return []
 
-    @classmethod
-    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
+    def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
         """Return the memory of a device as of that rank of ``gpipe``.
 
         All micro-batches are one graph, in which autograd sums a tensor's gradients before it hands them out: the sum
@@ -68,8 +65,7 @@ class FairscalePipeCost(Cost):
         largest = max((size for chunk in pipeline.chunks for size in pipeline.parameter_bytes(chunk)), default=0)
         return msgspec.structs.replace(memory, gradients_bytes=memory.gradients_bytes + largest)
 
-    @classmethod
-    def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
+    def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
         """Return a step of ``gpipe`` on devices of one node; a cpu is one device."""
         stages = 1 if cost_model.machine.device == "cpu" else spec.pp_degree
         return PipelineStep(PipelineRank(_gpipe_spec(spec, stages), table, 0), cost_model).breakdown("gpipe")

@@ -67,14 +67,12 @@ class ShardingPlan(NamedTuple):
 class ShardedCost(Cost):
     """Base class: a strategy describes its units once, traffic and step follow."""
 
-    @classmethod
     @abstractmethod
-    def plan(cls, spec: RunSpec, table: LayerTable) -> ShardingPlan:
+    def plan(self, spec: RunSpec, table: LayerTable) -> ShardingPlan:
         """Return the units and how they travel, the same on every rank."""
 
-    @classmethod
-    def traffic(cls, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
-        plan = cls.plan(spec, table)
+    def traffic(self, spec: RunSpec, table: LayerTable, rank: int) -> list[Traffic]:
+        plan = self.plan(spec, table)
         within, across = group_call_factory(plan.within.ranks), group_call_factory(plan.across.ranks)
         gathers = (spec.micro_batches if plan.every_micro_batch else 1) * (2 if plan.regathers else 1)
         calls = []
@@ -85,9 +83,8 @@ class ShardedCost(Cost):
             calls += [across("all_reduce", size) for size in unit.replicated]
         return merge_calls(calls)
 
-    @classmethod
-    def step(cls, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
-        return step_from_events(cost_model, _ShardedStep(cost_model, spec, table, cls.plan(spec, table)).events())
+    def step(self, spec: RunSpec, table: LayerTable, cost_model: CostModel) -> StepBreakdown:
+        return step_from_events(cost_model, _ShardedStep(cost_model, spec, table, self.plan(spec, table)).events())
 
 
 def _sharded_memory(
@@ -201,8 +198,7 @@ class FsdpCost(ShardedCost):
     The last shards of a tensor may be shorter or empty; what is sent is as long as the first.
     """
 
-    @classmethod
-    def plan(cls, spec: RunSpec, table: LayerTable) -> ShardingPlan:
+    def plan(self, spec: RunSpec, table: LayerTable) -> ShardingPlan:
         """Gather the next unit while one computes; reduce gradients under the step's last backward pass."""
         degree, tensors = shard_degree(spec), table.parameter_tensors
         within, across = place_subgroups(spec, "dp", degree)
@@ -222,25 +218,21 @@ class FsdpCost(ShardedCost):
         updated = [shard_elements(tensor, degree) * element_bytes(spec, tensor) for tensor in tensors]
         return ShardingPlan(units, within, across, regathers, True, True, updated)
 
-    @classmethod
-    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
+    def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
         """Return shards, and of the running unit whole parameters, gradients and what is reduced of them.
 
         The next unit's parameters are there already; without ``reshard_after_forward`` those of all units to come.
         """
-        degree, tensors = shard_degree(spec), table.parameter_tensors
-        shards = [shard_elements(tensor, degree) * element_bytes(spec, tensor) for tensor in tensors]
-        used_bytes, reduced_bytes = _mixed_number_bytes(spec, table)
-        counts = [shard_elements(tensor, degree) * degree for tensor in tensors]
-        used, reduced = [count * used_bytes for count in counts], [count * reduced_bytes for count in counts]
+        degree, shards = shard_degree(spec), list(self.plan(spec, table).updated)
+        counts = [shard_elements(tensor, degree) * degree for tensor in table.parameter_tensors]
+        used, reduced = ([count * size for count in counts] for size in _mixed_number_bytes(spec, table))
         return _sharded_memory(spec, table, shards, used, reduced, is_ahead=True)
 
 
 class FairscaleFsdpCost(ShardedCost):
     """fairscale's FullyShardedDataParallel: a unit is flat, cut into equal parts and padded at its end."""
 
-    @classmethod
-    def plan(cls, spec: RunSpec, table: LayerTable) -> ShardingPlan:
+    def plan(self, spec: RunSpec, table: LayerTable) -> ShardingPlan:
         """Gather each unit when its turn comes.
 
         Gathered parameters outlive a micro-batch whose gradients are not reduced; so does the root's unit within a
@@ -263,8 +255,7 @@ class FairscaleFsdpCost(ShardedCost):
         updated = [part * number_bytes for unit_parts in parts for part in unit_parts]
         return ShardingPlan(units, within, across, regathers, regathers, False, updated)
 
-    @classmethod
-    def memory(cls, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
+    def memory(self, spec: RunSpec, table: LayerTable, rank: int) -> MemoryBreakdown:
         """Return shards and the whole tensors of the running unit, without the next one."""
         sizes = parameter_bytes(spec, table)
         shards = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.model_parallel import ModelParallelCost, RankCost, plan_reductions
 from hpcbench.oracle.placement import halo_placement, place_group
-from hpcbench.oracle.strategies.spatial_rows import SpatialRank, unsplit_rows
+from hpcbench.oracle.strategies.spatial_rows import SpatialRank, whole_row
 from hpcbench.oracle.tensor_sizes import buffer_bytes, parameter_bytes
 from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.gradient_buckets import MIB
@@ -17,12 +17,11 @@ from hpcbench.parallel.strategies.spatial import spatial_grid, spatial_split_of_
 class SpatialCost(ModelParallelCost):
     """One replica's ranks share every sample; with replicas ParaDL's data+spatial."""
 
-    @classmethod
-    def describe(cls, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
+    def describe(self, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
         sizes = parameter_bytes(spec, table)
         split = spatial_split_of_run(spec, table) if spec.sp_degree > 1 else None
         if split is None:
-            rows, cut = unsplit_rows(spec, table), [False] * len(sizes)
+            rows, cut = [whole_row(spec, row) for row in table.layers], [False] * len(sizes)
         else:
             rows = SpatialRank(spec, split, RankMesh.of(spec).coordinates(rank).sp).describe_rows()
             cut = [split.is_cut(tensor.name) for tensor in table.parameter_tensors]
@@ -32,13 +31,11 @@ class SpatialCost(ModelParallelCost):
         reductions = plan_reductions(spec, sizes, parts, cap_bytes)
         return RankCost(rows, sizes, reductions, sum(buffer_bytes(spec, table)))
 
-    @classmethod
-    def slowest_rank(cls, spec: RunSpec) -> int:
+    def slowest_rank(self, spec: RunSpec) -> int:
         """Return a rank with neighbours on all sides, and one on another node where there are several."""
         place = halo_placement(spatial_grid(spec), place_group(spec, "sp")).place if spec.sp_degree > 1 else 0
         return RankMesh.of(spec).rank(RankMesh(dp=0, pp=0, sp=place, tp=0))
 
-    @classmethod
-    def ranks_that_differ(cls, spec: RunSpec) -> list[int]:
+    def ranks_that_differ(self, spec: RunSpec) -> list[int]:
         """Return the rank with the largest part of a sample, and the one with the most halos."""
-        return sorted({0, cls.slowest_rank(spec)})
+        return sorted({0, self.slowest_rank(spec)})

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from math import prod
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.oracle.cost_model import FULL_SHARE, RowShare, row_kernels
+from hpcbench.oracle.cost_model import RowShare, row_kernels
 from hpcbench.oracle.placement import halo_placement, place_group
 from hpcbench.oracle.row_cost import CollectiveOp, ComputeOp, RowCost, RowOp, copy_op
 from hpcbench.oracle.stream_simulator import WaitEvent
 from hpcbench.oracle.tensor_sizes import FP32_BYTES, activation_number_bytes, parameter_number_bytes
 from hpcbench.parallel.catalog import options_with_defaults
-from hpcbench.parallel.layer_table import LayerRow, LayerTable
+from hpcbench.parallel.layer_table import LayerRow
 from hpcbench.parallel.strategies import spatial
 from hpcbench.parallel.strategies.halo import (
     Box,
@@ -42,32 +42,21 @@ _INDEX_BYTES = 8
 """A max pool keeps the position of each of its outputs."""
 
 
-def whole_row_memory(spec: RunSpec, row: LayerRow) -> RowCost:
-    """Return the bytes of a row that is whole on the rank, without operations. Half precision is counted as fp32."""
+def whole_row(spec: RunSpec, row: LayerRow) -> RowCost:
+    """Return a row that is whole on the rank. Half precision is kept as fp32."""
     samples, number_bytes = spec.batch_size // spec.micro_batches, parameter_number_bytes(spec)
     unit, weights = (
         samples * number_bytes,
         row.parameters * number_bytes if row.kind in spatial.CONVOLUTION_KINDS else 0,
     )
+    forward, backward = row_kernels(spec, row, samples)
     return RowCost(
-        [],
-        [],
+        [ComputeOp(forward)],
+        [ComputeOp(backward)],
         saved_bytes=(samples * row.activation_bytes + row.activation_fixed_bytes) * number_bytes // FP32_BYTES,
         working_bytes=unit * (row.output_bytes // FP32_BYTES + prod(row.input_shape)) + weights,
         block_input_bytes=unit * prod(row.input_shape),
     )
-
-
-def unsplit_rows(spec: RunSpec, table: LayerTable) -> list[RowCost]:
-    """Return every row of a rank that shares no sample."""
-    samples = spec.batch_size // spec.micro_batches
-    rows = []
-    for layer in table.layers:
-        forward, backward = row_kernels(spec, layer, samples)
-        rows.append(
-            whole_row_memory(spec, layer)._replace(forward=[ComputeOp(forward)], backward=[ComputeOp(backward)])
-        )
-    return rows
 
 
 class SpatialRank:
@@ -102,7 +91,7 @@ class SpatialRank:
             cost = known[key]
             if number == 0:
                 # The rank's part of the samples is a copy.
-                samples_part = self._copy(row.input_shape[0] * box_volume(self._owned(row.input_shape)))
+                samples_part = self._copy(self._owned_numbers(row.input_shape))
                 cost = cost._replace(forward=[*samples_part, *cost.forward], recompute=cost.forward)
             costs.append(cost)
         return costs
@@ -117,12 +106,12 @@ class SpatialRank:
 
     def _pointwise(self, number: int, row: LayerRow) -> RowCost:
         """Describe a layer that looks at each position by itself, or a BatchNorm over all parts."""
-        forward, backward = self._kernels(row, self._share(row, self._owned(row.input_shape), row.output_shape))
+        forward, backward = self._kernels(row, self._share(row, self._owned(row.input_shape)))
         if row.kind not in spatial.NORM_KINDS or self.options["batch_norm"] == "local":
             return RowCost(forward, backward)
         payload = 2 * row.input_shape[0] * self.number_bytes
         vector: RowOp = copy_op(self.spec, row.input_shape[0] * self.number_bytes)
-        numbers = row.input_shape[0] * box_volume(self._owned(row.input_shape))
+        numbers = self._owned_numbers(row.input_shape)
         forward = [
             *[vector] * _VECTOR_OPS_FORWARD,
             CollectiveOp("all_gather", payload, self.group, _STREAM),
@@ -139,7 +128,7 @@ class SpatialRank:
 
     def _windowed(self, number: int, row: LayerRow) -> RowCost:
         """Describe a convolution or pool with its halo."""
-        halo = compute_halo(spatial.halo_layer(row), self.split.grid, self.index)
+        halo = self._halo(row)
         sends, waits = self._exchange(row, halo.sends)
         has_halo = bool(halo.sends or halo.receives)
         if (
@@ -152,13 +141,13 @@ class SpatialRank:
             for box in box_difference(halo.outputs, halo.interior):
                 forward += self._part(row, halo, box)
         else:
-            kernels, _ = self._kernels(row, self._share(row, halo.needed, row.output_shape))
+            kernels, _ = self._kernels(row, self._share(row, halo.needed))
             forward = [*sends, *waits, *self._assembled(row, halo), *kernels]
         return RowCost(forward, self._windowed_backward(number, row, halo))
 
     def _windowed_backward(self, number: int, row: LayerRow, halo: Halo) -> list[RowOp]:
         """Compute the input's gradient first: the neighbours' part of it travels during the weight's."""
-        _, kernels = self._kernels(row, self._share(row, halo.needed, row.output_shape))
+        _, kernels = self._kernels(row, self._share(row, halo.needed))
         is_convolution = row.kind in spatial.CONVOLUTION_KINDS
         assembled = self._assembled(row, halo) if is_convolution else []
         if not self._has_input_gradient(number):
@@ -181,7 +170,7 @@ class SpatialRank:
                 halo.needed, self.split.grid, spatial.halo_layer(row).windows, outputs, strict=True
             )
         )
-        kernels, _ = self._kernels(row, self._box_share(row, inputs, outputs))
+        kernels, _ = self._kernels(row, self._share(row, inputs, outputs))
         laid_out = [] if outputs == halo.interior else self._copy(row.input_shape[0] * box_volume(inputs))
         return [*laid_out, *kernels, *self._copy(row.output_shape[0] * box_volume(outputs))]
 
@@ -191,20 +180,19 @@ class SpatialRank:
 
     def _whole(self, number: int, row: LayerRow) -> RowCost:
         """Describe a row at or behind the gather point; a mean over all positions begins with the own ones."""
-        memory = whole_row_memory(self.spec, row)
+        whole = whole_row(self.spec, row)
         if number > self.split.end:
-            forward, backward = self._kernels(row, FULL_SHARE)
-            return memory._replace(forward=forward, backward=backward)
+            return whole
         own_input = self.memory_unit * self._owned_numbers(row.input_shape)
         channels = self.split.rows[number - 1].output_shape[0]
-        if pools_by_all_reduce(self.spec, self.split):
+        if self.split.by_mean and self.options["global_pool"] == "reduce":
             fraction = box_volume(self._owned(row.input_shape)) / prod(spatial.spatial_extents(row.input_shape))
             forward, backward = self._kernels(row, RowShare(fraction, fraction, 1.0, 1.0))
             received, is_left_again = 0, self._keeps_activations_from(number + 1)
             payload = self.samples * channels * self.number_bytes
             leave: list[RowOp] = [CollectiveOp("all_reduce", payload, self.group, _STREAM)]
         else:
-            forward, backward = self._kernels(row, FULL_SHARE)
+            forward, backward = list(whole.forward), list(whole.backward)
             received, is_left_again = self.memory_unit * prod(row.input_shape), self._keeps_activations_from(number)
             payload = self.activation_unit * channels * box_volume(owned_box(self.split.extents, self.split.grid, 0))
             leave = [
@@ -212,13 +200,13 @@ class SpatialRank:
                 CollectiveOp("all_gather", payload, self.group, _STREAM),
             ]
             backward = [copy_op(self.spec, payload), *backward]
-        return memory._replace(
+        return whole._replace(
             forward=[*forward, *leave],
             backward=backward,
             recompute=[*forward, *(leave if is_left_again else ())],
-            saved_bytes=max(memory.saved_bytes - received, 0) if received else 0,
+            saved_bytes=max(whole.saved_bytes - received, 0) if received else 0,
             received_bytes=received,
-            working_bytes=memory.working_bytes - memory.block_input_bytes + received + own_input,
+            working_bytes=whole.working_bytes - whole.block_input_bytes + received + own_input,
             block_input_bytes=own_input,
         )
 
@@ -230,10 +218,9 @@ class SpatialRank:
 
     def _with_memory(self, operations: RowCost, row: LayerRow) -> RowCost:
         """Add the bytes of a cut row: its share of the table's, a convolution also its halo."""
-        weights = row.parameters * self.number_bytes if row.kind in spatial.CONVOLUTION_KINDS else 0
-        received = 0
+        weights = received = 0
         if row.kind in spatial.CONVOLUTION_KINDS:
-            halo = compute_halo(spatial.halo_layer(row), self.split.grid, self.index)
+            weights, halo = row.parameters * self.number_bytes, self._halo(row)
             received = self.memory_unit * _message_numbers(row, halo.receives)
         return operations._replace(
             saved_bytes=self._saved_bytes(row),
@@ -256,7 +243,7 @@ class SpatialRank:
         owned, gradient = self._owned_numbers(row.input_shape), self._owned_numbers(row.output_shape)
         if row.kind not in spatial.WINDOWED_KINDS:
             return gradient + owned
-        halo = compute_halo(spatial.halo_layer(row), self.split.grid, self.index)
+        halo = self._halo(row)
         needed = row.input_shape[0] * box_volume(halo.needed)
         in_flight = _message_numbers(row, halo.receives) + _message_numbers(row, halo.sends)
         is_copied = halo.own != halo.needed
@@ -281,9 +268,8 @@ class SpatialRank:
             key = f"halo {group.nodes}"
             copies.append(copy_op(self.spec, size))
             sends.append(CollectiveOp("send", size, group, _STREAM, key, shares_latency=key in keys))
-            if key not in keys:
-                keys.append(key)
-        return [*copies, *sends], [WaitEvent(key) for key in keys]
+            keys.append(key)
+        return [*copies, *sends], [WaitEvent(key) for key in dict.fromkeys(keys)]
 
     def _has_input_gradient(self, number: int) -> bool:
         """Return whether a gradient flows beyond the row: not to the samples themselves."""
@@ -300,27 +286,23 @@ class SpatialRank:
         """Return the copy of so many numbers per sample."""
         return [copy_op(self.spec, numbers * self.activation_unit)] if numbers else []
 
+    def _halo(self, row: LayerRow) -> Halo:
+        return compute_halo(spatial.halo_layer(row), self.split.grid, self.index)
+
     def _owned(self, shape: Sequence[int]) -> Box:
         return owned_box(spatial.spatial_extents(shape), self.split.grid, self.index)
 
     def _owned_numbers(self, shape: Sequence[int]) -> int:
         return shape[0] * box_volume(self._owned(shape))
 
-    def _share(self, row: LayerRow, inputs: Box, output_shape: Sequence[int]) -> RowShare:
-        return self._box_share(row, inputs, self._owned(output_shape))
-
-    def _box_share(self, row: LayerRow, inputs: Box, outputs: Box) -> RowShare:
-        """Return the rank's part of a row by the positions that it reads and writes."""
+    def _share(self, row: LayerRow, inputs: Box, outputs: Box | None = None) -> RowShare:
+        """Return the rank's part of a row by the positions that it reads and writes: all its outputs by default."""
+        outputs = self._owned(row.output_shape) if outputs is None else outputs
         extents = spatial.spatial_extents(row.input_shape)
         image = tuple(range(extent) for extent in extents)
         input_share = box_volume(box_intersection(inputs, image)) / prod(extents)
         output_share = box_volume(outputs) / prod(spatial.spatial_extents(row.output_shape))
         return RowShare(output_share, input_share, output_share, 1.0)
-
-
-def pools_by_all_reduce(spec: RunSpec, split: spatial.SpatialSplit) -> bool:
-    """Return whether the gather point is a mean of which every rank has a part."""
-    return split.by_mean and options_with_defaults(spec)["global_pool"] == "reduce"
 
 
 def _message_numbers(row: LayerRow, messages: tuple[HaloMessage, ...]) -> int:

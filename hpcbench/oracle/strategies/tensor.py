@@ -12,8 +12,7 @@ from hpcbench.parallel.layer_table import LayerTable
 class TensorCost(ModelParallelCost):
     """Layers of transformer blocks split over the ranks along ``tp``; the first has most heads, words and tokens."""
 
-    @classmethod
-    def describe(cls, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
+    def describe(self, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
         view = TensorParallelRank(spec, table, rank)
         sizes = [view.parameter_bytes(tensor.name, tensor.shape) for tensor in table.parameter_tensors]
         return RankCost(view.describe_rows(), sizes, view.reductions(sizes), sum(buffer_bytes(spec, table)))
