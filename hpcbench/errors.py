@@ -4,6 +4,7 @@ Any other exception is a bug of hpcbench and keeps its traceback."""
 from __future__ import annotations
 
 import difflib
+import textwrap
 from collections.abc import Iterable, Sequence
 
 EXIT_OK = 0
@@ -83,9 +84,28 @@ def unsupported(message: str, hint: str | None = None) -> WorkerError:
     return WorkerError(message, status="unsupported", hint=hint)
 
 
+_OTHER_NAMES = {
+    "pipeline_stages": ("pp_degree",), "num_stages": ("pp_degree",), "stages": ("pp_degree",),
+    "pp": ("pp_degree", "1f1b"),
+    "pipeline": ("1f1b",), "tp": ("tp_degree", "tensor"), "tensor_parallel_size": ("tp_degree",),
+    "dp": ("dp_degree", "ddp"),
+    "sp": ("sp_degree", "spatial"), "zero2": ("fsdp",), "zero3": ("fsdp",), "deepspeed": ("fsdp",), "fsdp2": ("fsdp",),
+    "data_parallel": ("ddp",), "world_size": ("tasks_per_node",), "gpus": ("tasks_per_node",), "lr": ("learning_rate",),
+    "micro_batch_size": ("micro_batches",), "gradient_accumulation_steps": ("micro_batches",), "epochs": ("steps",),
+}  # fmt: skip
+"""What other tools call a parameter or a strategy; the first that is among the choices is meant."""
+_MAX_LISTED = 30
+"""With a near choice, longer lists are left out."""
+
+
 def did_you_mean(wrong: str, choices: Iterable[str]) -> str:
-    """A hint that names the nearest choice, if one is near, and then all of them."""
+    """A hint that names the nearest choice, if one is near, and then all of them unless they are many."""
     ordered = sorted(choices)
-    near = difflib.get_close_matches(wrong, ordered, n=1)
+    known = [name for name in _OTHER_NAMES.get(wrong.lower(), ()) if name in ordered]
+    near = known or difflib.get_close_matches(wrong, ordered, n=1)
+    if near and len(ordered) > _MAX_LISTED:
+        return f"did you mean {near[0]!r}?"
     listed = f"choices: {', '.join(ordered)}" if ordered else "there are none to choose from"
+    if len(ordered) > _MAX_LISTED:
+        listed = textwrap.fill(listed, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     return f"did you mean {near[0]!r}? {listed}" if near else listed

@@ -111,7 +111,10 @@ def entry_point() -> NoReturn:
     except click.exceptions.Exit as leave:
         code = leave.exit_code
     except click.ClickException as error:
-        error.show()
+        context = getattr(error, "ctx", None)
+        if context is not None:
+            click.echo(context.get_usage(), err=True)
+        click.echo(f"error: {error.format_message()}", err=True)
         code = error.exit_code
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)

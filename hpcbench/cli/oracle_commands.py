@@ -27,7 +27,7 @@ from hpcbench.cli.common import (
     sweep_argument,
     where_option,
 )
-from hpcbench.cli.plan_options import cluster_argument, cluster_option, load_plan, overrides_option
+from hpcbench.cli.plan_options import check_options, cluster_argument, cluster_option, load_plan, overrides_option
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import make_folder, printable_excerpt, write_atomic
@@ -42,7 +42,9 @@ from hpcbench.forecast.oracle_requests import (
 from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, usable_runs
 from hpcbench.oracle.calibration.calibration_store import Calibration, machine_for, write_calibration
 from hpcbench.oracle.recommend import Recommendation
+from hpcbench.parallel.catalog import shipped_model_entries
 from hpcbench.parallel.check_names import custom_model_folder
+from hpcbench.parallel.workloads import DATASETS
 from hpcbench.report.column_names import Condition
 from hpcbench.report.load_results import load_frame
 from hpcbench.report.prediction_view import (
@@ -97,8 +99,8 @@ def predict(
 
 
 @click.command()
-@click.option("--model", metavar="M", required=True, help="A shipped model (hpcbench models) or module:function.")
-@click.option("--dataset", metavar="D", required=True, help="Data set to train on.")
+@click.option("--model", metavar="M", help="A shipped model (hpcbench models) or module:function.")
+@click.option("--dataset", metavar="D", help="Data set to train on.")
 @click.option("--input-size", metavar="N", type=click.IntRange(min=1), help="Edge length or tokens, not the dataset's.")
 @cluster_option()
 @click.option("--nodes", metavar="N", type=click.IntRange(min=1), multiple=True, help="May be repeated. (default: 1)")
@@ -126,6 +128,11 @@ def recommend(
     Infeasible candidates are listed with the limit that excludes them. The output ends with a sweep that measures the
     best.
     """
+    known: dict[str, Iterable[str]] = {"model": shipped_model_entries(), "dataset": DATASETS}
+    missing = {f"--{name}": choices for name, choices in known.items() if options[name] is None}
+    if missing and options["batch_size"] is None and options["global_batch_size"] is None:
+        missing["--batch-size"] = ["a number", "--global-batch-size"]
+    check_options(missing)
     request = RecommendRequest(nodes=nodes or (1,), objective=objective, **options)
     recommendations, forecast = recommend_for(request, cluster_name, results_tree(results), model_folder)
     module, _, model = request.model.rpartition(":")

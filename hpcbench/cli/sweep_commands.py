@@ -20,11 +20,11 @@ from hpcbench.cli.common import (
     sweep_argument,
 )
 from hpcbench.cli.plan_options import cluster_option, find_sweep_file, load_plan, overrides_option
-from hpcbench.config.cluster_profile import load_cluster_file
+from hpcbench.config.cluster_profile import find_cluster_profiles, load_cluster_file
 from hpcbench.config.run_spec import spec_document
 from hpcbench.config.sweep_loader import count_points, load_sweep
 from hpcbench.config.toml_tables import read_toml
-from hpcbench.errors import ConfigErrors, HpcbenchError
+from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError
 from hpcbench.fileio import make_folder, write_atomic
 from hpcbench.parallel.check_names import check_names
 from hpcbench.site.profile_check import check_against_scheduler
@@ -52,7 +52,7 @@ def check(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> 
     for name in files:
         found: list[HpcbenchError] = []
         try:
-            print_message(f"{name}: {_check_file(find_sweep_file(name), overrides)}")
+            print_message(f"{name}: {_check_file(_find_file(name), overrides)}")
         except ConfigErrors as error:
             found = error.problems
         except HpcbenchError as error:
@@ -64,6 +64,17 @@ def check(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> 
         print_json({"files": documents})
     if problems:
         raise ConfigErrors(problems)
+
+
+def _find_file(name: str) -> Path:
+    """The file of a sweep or, if no sweep has that name, of a profile."""
+    try:
+        return find_sweep_file(name)
+    except ConfigError:
+        profiles = find_cluster_profiles()
+        if name not in profiles:
+            raise
+        return profiles[name]
 
 
 def _check_file(path: Path, overrides: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import ast
 import functools
 import math
 import operator
+import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -70,8 +71,10 @@ class Expression:
                 warnings.simplefilter("ignore")
                 body = ast.parse(text.strip(), mode="eval").body
             self._evaluate = self._compiled(body)
-        except (SyntaxError, ValueError, MemoryError) as error:
-            raise self._error(f"no expression: {getattr(error, 'msg', error)}") from error
+        except SyntaxError as error:
+            raise self._error(*_syntax_problem(text.strip(), error)) from error
+        except (ValueError, MemoryError) as error:
+            raise self._error(f"no expression: {error}") from error
         except RecursionError as error:
             raise self._error("nested too deeply") from error
 
@@ -139,6 +142,21 @@ class Expression:
         if "." not in name:
             return lambda values: values.get(name)
         return lambda values: _look_up_dotted(values, name)
+
+
+_MISTAKEN_OPERATORS = {"=!": "!=", "=<": "<=", "=>": ">=", "&&": "and", "||": "or", "<>": "!="}
+
+
+def _syntax_problem(text: str, error: SyntaxError) -> tuple[str, str | None]:
+    """What is wrong with ``text`` and where, and the operator that was probably meant."""
+    position = min(max(error.offset or 1, 1), len(text) + 1)
+    rest = text[position - 1 :]
+    at = f"at character {position}, {rest!r:.20}" if rest else "at its end"
+    mistaken = next((wrong for wrong in _MISTAKEN_OPERATORS if wrong in text), None)
+    if mistaken is not None:
+        return f"no expression: {error.msg} {at}", f"did you mean {_MISTAKEN_OPERATORS[mistaken]!r}?"
+    compares = re.search(r"(?<![=!<>])=(?!=)", text) is not None
+    return f"no expression: {error.msg} {at}", "did you mean '=='?" if compares else None
 
 
 def _make_call(function: Callable[..., ExpressionValue], parts: list[_Evaluator]) -> _Evaluator:

@@ -38,7 +38,18 @@ def read_toml(path: Path) -> tuple[dict[str, Any], TomlSource]:
     except tomli.TOMLDecodeError as error:
         match = _ERROR_POSITION.search(str(error))
         line = int(match["line"]) if match and match["line"] else text.count("\n") + 1
-        raise ConfigError(f"not valid TOML: {error}", where=f"{path}:{line}") from error
+        raise ConfigError(f"not valid TOML: {_toml_problem(str(error), text, line)}", where=f"{path}:{line}") from error
+
+
+def _toml_problem(message: str, text: str, line: int) -> str:
+    """tomli's message, in words about the file where it speaks of characters and values."""
+    written = text.splitlines()[line - 1 : line] or [""]
+    if message.startswith("Cannot overwrite a value"):
+        match = _KEY_ASSIGNMENT.match(written[0])
+        return f"{match['key'].strip() if match else written[0].strip()} is set twice"
+    if message.startswith(("Illegal character '\\n'", "Unterminated string")):
+        return f"a string is not closed: {written[0].strip()}"
+    return message
 
 
 def parse_toml_value(text: str) -> Any:
@@ -69,7 +80,8 @@ def _index_key_lines(text: str) -> LineIndex:
         if header:
             is_array = line.lstrip().startswith("[[")
             prefix = _resolve_array_path(lengths, _split_key(header["path"]), is_array)
-            index.setdefault(prefix, number + 1)
+            for length in range(1, len(prefix) + 1):
+                index.setdefault(prefix[:length], number + 1)
         elif match := _KEY_ASSIGNMENT.match(line):
             keys = _split_key(match["key"])
             for length in range(1, len(keys) + 1):
@@ -197,6 +209,9 @@ def _describe_problem(model: type[BaseModel], key_path: KeyPath, detail: Any, so
         return source.error(message, *key_path, hint=hint)
     if detail["type"] == "missing":
         return source.error(f"{name} is missing", *key_path[:-1])
+    if detail["type"] == "string_pattern_mismatch" and detail["ctx"]["pattern"] == NAME_PATTERN:
+        words = "letters, digits, '.', '_' and '-' are allowed, 64 at most, a letter or digit first"
+        return ConfigError(f"{name}: {words}, not {detail['input']!r:.80}", where=source.where(key_path))
     text = detail["msg"].removeprefix("Value error, ")
     value = "" if detail["type"] == "value_error" else f", not {detail['input']!r:.80}"
     return source.error(f"{name}: {text[:1].lower()}{text[1:]}{value}", *key_path)
