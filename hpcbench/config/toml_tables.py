@@ -3,15 +3,28 @@ All errors of one file are reported at once, each with file, line, value and the
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tomli
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+)
+from pydantic.json_schema import JsonSchemaValue
 
 from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_mean
 from hpcbench.units import parse_quantity
@@ -270,7 +283,32 @@ PositiveInt = Annotated[int, Field(ge=1)]
 Directives = dict[str, str | int | bool | list[str]]
 
 
-class TomlTable(BaseModel):
-    """A TOML table: typed, and closed to keys that nobody knows."""
+def _field_docstrings(model: type[BaseModel]) -> dict[str, str]:
+    """Return the docstrings below the fields of ``model`` and its base classes; models made at run time have none."""
+    docstrings: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        if issubclass(base, TomlTable) and base.__qualname__ in vars(sys.modules[base.__module__]):
+            (definition,) = ast.parse(inspect.getsource(base)).body
+            assert isinstance(definition, ast.ClassDef)
+            for field, docstring in pairwise(definition.body):
+                match field, docstring:
+                    case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                        docstrings[name] = inspect.cleandoc(text)
+    return docstrings
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+class TomlTable(BaseModel):
+    """A TOML table: typed, and closed to unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: Any, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Describe keys by the docstrings below them; pydantic's own option reads the source on every import."""
+        schema = handler(core_schema)
+        properties = handler.resolve_ref_schema(schema)["properties"]
+        for name, text in _field_docstrings(cls).items():
+            key_schema = properties[cls.model_fields[name].alias or name]
+            if handler.resolve_ref_schema(key_schema).get("description") != text:
+                key_schema.setdefault("description", text)
+        return schema
