@@ -105,19 +105,6 @@ def dropped_samples(samples: int, global_batch_size: int, replicas: int, drop_la
     return rest if samples > global_batch_size and (drop_last or rest < MIN_SAMPLES_PER_REPLICA * replicas) else 0
 
 
-def step_sample_ranges(
-    step: int, samples: int, global_batch_size: int, replicas: int, drop_last: bool = False
-) -> list[range]:
-    """Per replica, the positions within the epoch's order that step number ``step`` (from 0, any epoch) takes.
-
-    A partial batch is shared evenly; its true size is the sum of the ranges' lengths.
-    """
-    position = step % steps_per_epoch(samples, global_batch_size, replicas, drop_last)
-    first = position * global_batch_size
-    count = min(global_batch_size, samples - first)
-    return [range(first + part.start, first + part.stop) for part in even_ranges(count, replicas)]
-
-
 def micro_batch_ranges(count: int, smallest: int, batch_size: int, micro_batches: int) -> list[range]:
     """Return the micro-batches of a replica's ``count`` samples of one step.
 

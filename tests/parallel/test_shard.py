@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcbench.parallel.mesh import dropped_samples, even_ranges, micro_batch_ranges, step_sample_ranges, steps_per_epoch
+from hpcbench.parallel.mesh import dropped_samples, even_ranges, micro_batch_ranges, steps_per_epoch
+from tests.sample_ranges import step_sample_ranges
 
 
 @pytest.mark.parametrize(

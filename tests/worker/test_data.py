@@ -9,11 +9,11 @@ import torch.nn.functional as F
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
-from hpcbench.parallel.mesh import step_sample_ranges
 from hpcbench.worker.data import resident_feed, synthetic_feed
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.data.synthetic_feed import BATCH_SLOTS
+from tests.sample_ranges import step_sample_ranges
 from tests.worker.helpers import make_spec
 
 CPU = torch.device("cpu")

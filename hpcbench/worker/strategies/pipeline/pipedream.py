@@ -13,18 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
-from hpcbench.parallel.pipeline.schedules import BACKWARD, FORWARD, UPDATE, Action, PipelineMessage, received_messages
+from hpcbench.parallel.pipeline.schedules import BACKWARD, UPDATE, Action
 from hpcbench.parallel.pipeline.weight_versions import Staleness, stage_step_actions
 from hpcbench.parallel.strategies.pipeline import pipedream_staleness
 from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.strategies.pipeline.pipeline_runtime import ActionHooks, PipelineBatch, PipelineRuntime
+from hpcbench.worker.strategies.pipeline.pipeline_runtime import ActionHooks, PipelineBatch
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
 
 
@@ -97,36 +96,6 @@ class WeightStash:
         self.updates += 1
 
 
-@dataclass
-class AsyncPipelineRuntime(PipelineRuntime):
-    """A runtime whose micro-batches are numbered over all steps.
-
-    When a step ends, a stage is one forward pass ahead of the next one. Its output is received before the step ends, so
-    that nothing is in flight between steps and other collectives are possible.
-    """
-
-    received_ahead: dict[Action, tuple[Tensor, ...]] = field(default_factory=dict)
-
-    def begin(self, ranks: list[list[Action]], batch: PipelineBatch) -> None:
-        super().begin(ranks, batch)
-        forwarded = {action.micro_batch for action in ranks[self.rank] if action.kind == FORWARD}
-        self._sent_ahead: list[PipelineMessage] = [
-            message
-            for message in received_messages(ranks, self.layout, self.rank)
-            if message.is_forward and message.action.micro_batch not in forwarded
-        ]
-
-    def end(self) -> Tensor:
-        for message in self._sent_ahead:
-            self.received_ahead[message.action] = self._receive(message)
-        return super().end()
-
-    def _receive_or_local(self, source: Action, action: Action) -> tuple[Tensor, ...]:
-        if source in self.received_ahead:
-            return self.received_ahead.pop(source)
-        return super()._receive_or_local(source, action)
-
-
 class PipedreamStrategy(PipelineStrategy):
     """Every micro-batch is a minibatch with its own update; with double buffers there is one update per step.
 
@@ -134,9 +103,6 @@ class PipedreamStrategy(PipelineStrategy):
     backward passes, but the forward passes of stage ``s`` of ``n`` are ``n - 1 - s`` minibatches ahead, in later steps.
     After a step all stages have made the same updates, and the last one has computed the step's losses.
     """
-
-    runtime: AsyncPipelineRuntime
-    runtime_class = AsyncPipelineRuntime
 
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
         super().setup(model, spec, context)

@@ -13,6 +13,9 @@ An action with a result for another rank sends it and continues; an action that 
     B on stage 0 <--- gradients ----- B on stage 1 <-+
 
 A step is ``begin`` (receives are posted), ``execute`` (all actions in order) and ``end`` (sends are complete).
+
+When a step of an asynchronous pipeline ends, a stage is one forward pass ahead of the next one. Its output is received
+before the step ends, so that nothing is in flight between steps and other collectives are possible.
 """
 
 from __future__ import annotations
@@ -103,6 +106,8 @@ class PipelineRuntime:
     def __post_init__(self) -> None:
         self._pending = PendingActions(self.boundaries.device)
         self._is_in_step = False
+        self._local: dict[Action, tuple[Tensor, ...]] = {}
+        """Results of this rank for itself, and messages that were received before the step that needs them."""
 
     def begin(self, ranks: list[list[Action]], batch: PipelineBatch) -> None:
         """Start a step and post its receives.
@@ -114,12 +119,16 @@ class PipelineRuntime:
         self._actions, self._batch = ranks[self.rank], batch
         self._is_in_step = True
         self._pending.remove_finished()
-        self._local: dict[Action, tuple[Tensor, ...]] = {}
         self._loss: Tensor | None = None
         self._last_backward = {
             action.chunk: index for index, action in enumerate(self._actions) if action.kind not in (FORWARD, UPDATE)
         }
-        self.transport.post_receives(received_messages(ranks, self.layout, self.rank), self._message_shapes)
+        messages = received_messages(ranks, self.layout, self.rank)
+        forwarded = {action.micro_batch for action in self._actions if action.kind == FORWARD}
+        self._sent_ahead = [
+            message for message in messages if message.is_forward and message.action.micro_batch not in forwarded
+        ]
+        self.transport.post_receives(messages, self._message_shapes)
 
     def execute(self) -> None:
         """Run all actions in order.
@@ -145,6 +154,8 @@ class PipelineRuntime:
 
     def end(self) -> Tensor:
         """Wait until everything was sent; return the summed loss of the micro-batches, 0 without the last chunk."""
+        for message in self._sent_ahead:
+            self._local[message.action] = self._receive(message)
         try:
             self.transport.wait_for_sends()
         except RuntimeError as error:
@@ -211,9 +222,10 @@ class PipelineRuntime:
 
     def _receive_or_local(self, source: Action, action: Action) -> tuple[Tensor, ...]:
         """Return the result of ``source``, which ``action`` needs."""
-        message = message_after(source, self.layout)
-        if message is None:
+        if source in self._local:
             return self._local.pop(source)
+        message = message_after(source, self.layout)
+        assert message is not None, f"{source} comes after {action}"
         self.current = ("waiting for what it needs before", action)
         return self._receive(message)
 

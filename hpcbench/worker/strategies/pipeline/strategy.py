@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -51,7 +50,6 @@ class PipelineStrategy(ModelParallelStrategy):
 
     axis = "pp"
     module: StageModule
-    runtime_class: ClassVar[type[PipelineRuntime]] = PipelineRuntime
 
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
         self.context = context
@@ -63,7 +61,7 @@ class PipelineStrategy(ModelParallelStrategy):
         messages = (message_after(action, self.layout) for actions in schedule for action in actions)
         warm_up_links(groups, [message for message in messages if message], self.group.place, context.device)
         splits = get_strategy(spec.strategy).splits_backward
-        self.runtime = self.runtime_class(
+        self.runtime = PipelineRuntime(
             layout=self.layout,
             rank=self.group.place,
             chunks={number: ModelChunk(self.module.chunk(number), splits) for number in self._chunk_numbers},
