@@ -59,7 +59,7 @@ class OperatorCosts:
             # The first layer's whole backward pass is one part.
             return self._convolution(x, weight, gradient, BACKWARD, 2 * forward), max(parts, 1) / 2
         if name.startswith(("_foreach", "_fused")):
-            return self._kernel("sgd", UPDATE, 0.0, _float_bytes((args, kwargs)), 0.0, 0.0, 0.0), 1.0
+            return Kernel("sgd", UPDATE, self._precision, 0.0, _float_bytes((args, kwargs)), 0.0, 0.0, 0.0), 1.0
         if name in _FREE_OPERATORS:
             return _NO_KERNEL, 1.0
         flops = _operator_flops(func, args, kwargs, out)
@@ -70,12 +70,12 @@ class OperatorCosts:
         kind = next((kind for part, kind in _LAYER_KINDS.items() if part in name), "elementwise")
         inputs, outputs = _float_bytes((args, kwargs)), _float_bytes(out)
         direction = BACKWARD if _in_backward_pass() else FORWARD
-        return self._kernel(kind, direction, flops, inputs + outputs, 0.0, inputs, outputs), 1.0
+        return Kernel(kind, direction, self._precision, flops, inputs + outputs, 0.0, inputs, outputs), 1.0
 
     def _convolution(self, x: Tensor, weight: Tensor, out: Tensor, direction: str, flops: float) -> Kernel:
-        inputs, outputs = tensor_bytes(x), tensor_bytes(out)
-        moved = (2 if direction == BACKWARD else 1) * (inputs + outputs)
-        return self._kernel(f"Conv{x.dim() - 2}d", direction, flops, moved, tensor_bytes(weight), inputs, outputs)
+        inputs, weights, outputs = tensor_bytes(x), tensor_bytes(weight), tensor_bytes(out)
+        kind, moved = f"Conv{x.dim() - 2}d", (2 if direction == BACKWARD else 1) * (inputs + outputs)
+        return Kernel(kind, direction, self._precision, flops, moved, weights, inputs, outputs)
 
     def _product(self, args: Any, out: Any, flops: float) -> tuple[Kernel, float]:
         """Count a product in the backward pass as one of a layer's two: the gradient of its input, or of its weight."""
@@ -83,14 +83,10 @@ class OperatorCosts:
         sizes = [tensor_bytes(left), tensor_bytes(right), tensor_bytes(out)]
         if not _in_backward_pass():
             inputs, weight, outputs = sizes
-            return self._kernel("Linear", FORWARD, flops, inputs + outputs, weight, inputs, outputs), 1.0
+            return Kernel("Linear", FORWARD, self._precision, flops, inputs + outputs, weight, inputs, outputs), 1.0
         inputs, outputs, weight = sorted(sizes)
-        return self._kernel("Linear", BACKWARD, 2 * flops, 2 * (inputs + outputs), weight, inputs, outputs), 0.5
-
-    def _kernel(
-        self, kind: str, direction: str, flops: float, moved: float, weight: float, inputs: float, outputs: float
-    ) -> Kernel:
-        return Kernel(kind, direction, self._precision, flops, moved, weight, inputs, outputs)
+        moved = 2 * (inputs + outputs)
+        return Kernel("Linear", BACKWARD, self._precision, 2 * flops, moved, weight, inputs, outputs), 0.5
 
 
 def _operator_flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:

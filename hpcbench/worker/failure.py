@@ -149,7 +149,14 @@ def decide_outcome(
         return RunOutcome("failed", lost_ranks_failure(vanished, ranks, "killed, or ended by something outside python"))
     if all(one.status == STATUS_OK for one in ranks.values()):
         return _verification_outcome(ranks)
-    return _first_failure_outcome(ranks, only_follows)
+    # No rank announced a cause: prefer the lowest rank that failed by itself to those that only followed.
+    failed = [rank for rank in sorted(ranks) if ranks[rank].status != STATUS_OK]
+    if only_follows:
+        failed = [rank for rank in failed if rank != 0] or failed
+    first = ranks[failed[0]]
+    if first.error is None or len(ranks) == 1:
+        return RunOutcome(first.status, first.error)
+    return RunOutcome(first.status, located_failure(first.error, first.rank, first.host))
 
 
 def _verification_outcome(ranks: Mapping[int, RankResult]) -> RunOutcome:
@@ -180,17 +187,6 @@ def was_oom_killed(before: int | None) -> bool:
 def located_failure(failure: FailureRecord, rank: int, host: str) -> FailureRecord:
     """Return ``failure`` with the rank and the host in its message."""
     return msgspec.structs.replace(failure, message=f"rank {rank} on {host}: {failure.message}")
-
-
-def _first_failure_outcome(ranks: Mapping[int, RankResult], only_follows: bool) -> RunOutcome:
-    """No rank announced a cause: prefer the lowest rank that failed by itself to those that only followed."""
-    failed = [rank for rank in sorted(ranks) if ranks[rank].status != STATUS_OK]
-    if only_follows:
-        failed = [rank for rank in failed if rank != 0] or failed
-    first = ranks[failed[0]]
-    if first.error is None or len(ranks) == 1:
-        return RunOutcome(first.status, first.error)
-    return RunOutcome(first.status, located_failure(first.error, first.rank, first.host))
 
 
 def lost_ranks_failure(vanished: list[int], ranks: Mapping[int, RankResult], why: str, log: str = "") -> FailureRecord:

@@ -102,21 +102,20 @@ def render_plans(profile: BlockProfile, plans: Sequence[PartitionPlan]) -> list[
     ]
     for plan in plans:
         lines += ["", "stages may be replicated" if plan.replicated else "one worker per stage"]
-        lines += [f"  {plan.error}"] if plan.error else _render_plan(plan)
+        if plan.error:
+            lines.append(f"  {plan.error}")
+            continue
+        lines.append(f"  {format_seconds(plan.step_s)} per micro-batch, {plan.speed_up:.2f} times one worker")
+        lines.append("  stage  blocks   replicas  in flight  compute  weights   hands on   held by each")
+        for number, stage in enumerate(plan.stages):
+            blocks = f"{stage['first']:.0f}-{stage['last'] - 1:.0f}"
+            lines.append(
+                f"  {number:<6} {blocks:<8} {stage['replicas']:<9.0f} {stage['versions']:<10.0f} "
+                f"{format_seconds(stage['compute_s']):<8} {format_bytes(stage['parameter_bytes']):<9} "
+                f"{format_bytes(stage['output_bytes']):<10} {format_bytes(stage['held_bytes'])}"
+            )
+        lines.append(f"  {_sweep_options(plan)}")
     return lines
-
-
-def _render_plan(plan: PartitionPlan) -> list[str]:
-    lines = [f"  {format_seconds(plan.step_s)} per micro-batch, {plan.speed_up:.2f} times one worker"]
-    lines.append("  stage  blocks   replicas  in flight  compute  weights   hands on   held by each")
-    for number, stage in enumerate(plan.stages):
-        blocks = f"{stage['first']:.0f}-{stage['last'] - 1:.0f}"
-        lines.append(
-            f"  {number:<6} {blocks:<8} {stage['replicas']:<9.0f} {stage['versions']:<10.0f} "
-            f"{format_seconds(stage['compute_s']):<8} {format_bytes(stage['parameter_bytes']):<9} "
-            f"{format_bytes(stage['output_bytes']):<10} {format_bytes(stage['held_bytes'])}"
-        )
-    return [*lines, f"  {_sweep_options(plan)}"]
 
 
 def _sweep_options(plan: PartitionPlan) -> str:

@@ -15,9 +15,7 @@ from hpcbench.errors import unsupported
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.worker import begin
-from hpcbench.worker.begin import done_reason
 from hpcbench.worker.distributed import rank_environment
-from hpcbench.worker.distributed.rank_environment import RankInfo, check_world_size, detect_rank
 from hpcbench.worker.finalize import RankMeasurements, RunContext, RunFinalizer
 from hpcbench.worker.shutdown import StopController
 
@@ -32,7 +30,7 @@ def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
     rank_environment.apply_run_environment(task.spec.env, task.run_id)
     stop = StopController()
     stop.install()
-    info = detect_rank(os.environ, os.getpid(), os.getppid())
+    info = rank_environment.detect_rank(os.environ, os.getpid(), os.getppid())
     attempt = _find_or_claim_attempt(tasks, index, header, task, info, attempt_number)
     if attempt is None:
         return 0
@@ -42,7 +40,7 @@ def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
     finalizer = RunFinalizer(context, RankMeasurements.of(context), stop)
     stop.set_abort_callback(finalizer.abort)
     try:
-        check_world_size(info, task.spec)
+        rank_environment.check_world_size(info, task.spec)
         try:
             importlib.import_module("torch")
         except ImportError as error:
@@ -59,14 +57,14 @@ def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
 
 
 def _find_or_claim_attempt(
-    tasks: Path, index: int, header: TaskFileHeader, task: RunTask, info: RankInfo, number: int | None
+    tasks: Path, index: int, header: TaskFileHeader, task: RunTask, info: rank_environment.RankInfo, number: int | None
 ) -> Attempt | None:
     tree = ClusterTree(Path(header.tree))
     folder = tree.run_folder(task.run_id)
     if number is not None:
         return Attempt(folder, number)
     # Whoever starts a rank by hand wants this very run: only what is done is left alone.
-    if why := done_reason(tree, task):
+    if why := begin.done_reason(tree, task):
         print(f"hpcbench: {task.run_id}: {why}: nothing to do", file=sys.stderr)  # noqa: T201
         return None
     if info.rank == 0:

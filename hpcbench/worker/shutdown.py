@@ -77,7 +77,8 @@ class StopController:
         for name in _SIGNALS:
             number = getattr(signal, name)
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, _noop_handler)
+                # A Python handler must exist for the wake-up socket to be written; the thread does the rest.
+                signal.signal(number, lambda *_: None)
         threading.Thread(target=self._read, args=(self._reader,), name="stop", daemon=True).start()
 
     def set_deadline(self, deadline: float | None, limit_s: float) -> None:
@@ -139,10 +140,6 @@ class StopController:
 
 def _time_limit_stop() -> Stopped:
     return Stopped("timeout", "reached the time limit")
-
-
-def _noop_handler(number: int, frame: object) -> None:
-    """A Python handler must exist for the wake-up socket to be written; the thread does the rest."""
 
 
 def exit_now(code: int) -> None:

@@ -7,7 +7,7 @@ the option ``tied`` is set: a sequence whose first and last block share a weight
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -47,23 +47,18 @@ MODELS = {
 }
 
 
-class _GptSize(NamedTuple):
-    layers: int
-    width: int
-    heads: int
-
-
 _GPT_SIZES = {
-    "gpt": _GptSize(4, 128, 4),
-    "gpt_125m": _GptSize(12, 768, 12),
-    "gpt_350m": _GptSize(24, 1024, 16),
-    "gpt_760m": _GptSize(24, 1536, 16),
-    "gpt_1_3b": _GptSize(24, 2048, 16),
-    "gpt_2_7b": _GptSize(32, 2560, 32),
-    "gpt_6_7b": _GptSize(32, 4096, 32),
-    "gpt_13b": _GptSize(40, 5120, 40),
-    "gpt_17b": _GptSize(78, 4256, 28),
+    "gpt": (4, 128, 4),
+    "gpt_125m": (12, 768, 12),
+    "gpt_350m": (24, 1024, 16),
+    "gpt_760m": (24, 1536, 16),
+    "gpt_1_3b": (24, 2048, 16),
+    "gpt_2_7b": (32, 2560, 32),
+    "gpt_6_7b": (32, 4096, 32),
+    "gpt_13b": (40, 5120, 40),
+    "gpt_17b": (78, 4256, 28),
 }
+"""Layers, width and heads."""
 _INITIAL_STD = 0.02
 
 
@@ -97,12 +92,10 @@ class TokenHead(nn.Module):
 
 def build(name: str, in_shape: tuple[int, ...], vocabulary: int, options: dict[str, Any]) -> nn.Sequential:
     """``name`` for sequences of ``in_shape`` (length,): embedding, blocks, head."""
-    size = _GPT_SIZES[name]
-    embedding = Embedding(vocabulary, max(options["context"], *in_shape), size.width, options["dropout"])
-    blocks = [
-        TransformerBlock(size.width, size.heads, causal=True, dropout=options["dropout"]) for _ in range(size.layers)
-    ]
-    head = TokenHead(size.width, vocabulary)
+    layers, width, heads = _GPT_SIZES[name]
+    embedding = Embedding(vocabulary, max(options["context"], *in_shape), width, options["dropout"])
+    blocks = [TransformerBlock(width, heads, causal=True, dropout=options["dropout"]) for _ in range(layers)]
+    head = TokenHead(width, vocabulary)
     if options["tied"]:
         head.output.weight = embedding.tokens.weight
     model = nn.Sequential(embedding, *blocks, head)
@@ -110,7 +103,7 @@ def build(name: str, in_shape: tuple[int, ...], vocabulary: int, options: dict[s
         if isinstance(module, nn.Linear | nn.Embedding):
             # GPT-2's initialisation: layers that add to the residual stream start smaller, by the number of blocks.
             is_residual = module_name.endswith(("attention.output", "mlp.down"))
-            nn.init.normal_(module.weight, std=_INITIAL_STD / (math.sqrt(2 * size.layers) if is_residual else 1.0))
+            nn.init.normal_(module.weight, std=_INITIAL_STD / (math.sqrt(2 * layers) if is_residual else 1.0))
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
     return model

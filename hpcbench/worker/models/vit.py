@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,31 +22,25 @@ MODELS = {
 }
 
 
-class _VitSize(NamedTuple):
-    layers: int
-    width: int
-    heads: int
-    patch: int
-
-
 _VIT_SIZES = {
-    "vit": _VitSize(4, 128, 4, 4),
-    "vit_b16": _VitSize(12, 768, 12, 16),
-    "vit_l16": _VitSize(24, 1024, 16, 16),
+    "vit": (4, 128, 4, 4),
+    "vit_b16": (12, 768, 12, 16),
+    "vit_l16": (24, 1024, 16, 16),
 }
+"""Layers, width, heads and the edge of a patch."""
 _LAYER_NORM_EPSILON = 1e-6
 
 
 class PatchEmbedding(nn.Module):
     """Patches as vectors, a class token before them, learned positions added; pixels that fill no patch are dropped."""
 
-    def __init__(self, channels: int, edge: int, size: _VitSize, dropout: float) -> None:
+    def __init__(self, channels: int, edge: int, width: int, patch: int, dropout: float) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(channels, size.width, size.patch, size.patch)
-        self.class_token = nn.Parameter(torch.zeros(1, 1, size.width))
-        self.positions = nn.Parameter(torch.empty(1, (edge // size.patch) ** 2 + 1, size.width))
+        self.patches = nn.Conv2d(channels, width, patch, patch)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.empty(1, (edge // patch) ** 2 + 1, width))
         self.dropout = nn.Dropout(dropout)
-        nn.init.trunc_normal_(self.patches.weight, std=math.sqrt(1 / (channels * size.patch**2)))
+        nn.init.trunc_normal_(self.patches.weight, std=math.sqrt(1 / (channels * patch**2)))
         assert self.patches.bias is not None
         nn.init.zeros_(self.patches.bias)
         nn.init.normal_(self.positions, std=0.02)
@@ -73,10 +67,10 @@ class ClassHead(nn.Module):
 
 def build(name: str, in_shape: tuple[int, ...], classes: int, options: dict[str, Any]) -> nn.Sequential:
     """``name`` for images of ``in_shape`` (channels, height, width): embedding, blocks, head."""
-    size = _VIT_SIZES[name]
-    blocks: list[nn.Module] = [PatchEmbedding(in_shape[0], in_shape[-1], size, options["dropout"])]
+    layers, width, heads, patch = _VIT_SIZES[name]
+    blocks: list[nn.Module] = [PatchEmbedding(in_shape[0], in_shape[-1], width, patch, options["dropout"])]
     blocks += [
-        TransformerBlock(size.width, size.heads, causal=False, dropout=options["dropout"], epsilon=_LAYER_NORM_EPSILON)
-        for _ in range(size.layers)
+        TransformerBlock(width, heads, causal=False, dropout=options["dropout"], epsilon=_LAYER_NORM_EPSILON)
+        for _ in range(layers)
     ]
-    return nn.Sequential(*blocks, ClassHead(size.width, classes))
+    return nn.Sequential(*blocks, ClassHead(width, classes))

@@ -89,19 +89,23 @@ def train_strategy(
 ) -> TrainingRecord:  # fmt: skip
     """What ``strategy``, which is set up, makes of ``steps``; tensors on rank 0 alone. Called on every rank."""
     trained, parts = TrainingRecord(), []
+
+    def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        return copy_to_host(tensors) if context.rank == 0 else {}
+
     feed.prepare(strategy.replica)
     strategy.announce(steps)
     for step in steps:
         check()
         parts.append(strategy.step(feed, step).double())
         if step == steps[0]:
-            trained.first_gradients = _rank0_copy(strategy.gradients(), context)
+            trained.first_gradients = kept(strategy.gradients())
     losses = torch.stack(parts)
     if context.world_size > 1:
         dist.all_reduce(losses, group=context.group)
     trained.losses = losses.tolist()
-    trained.gradients = _rank0_copy(strategy.gradients(), context)
-    trained.state = _rank0_copy(strategy.weights(), context)
+    trained.gradients = kept(strategy.gradients())
+    trained.state = kept(strategy.weights())
     return trained
 
 
@@ -270,10 +274,6 @@ def _verification_notes(spec: RunSpec, feed: DataFeed, steps: tuple[int, ...], h
     if spec.devices == 1:
         notes.append("on one device the reference is the same training again: that it repeats itself was checked")
     return notes
-
-
-def _rank0_copy(tensors: dict[str, Tensor], context: RankContext) -> dict[str, Tensor]:
-    return copy_to_host(tensors) if context.rank == 0 else {}
 
 
 def _free_memory(device: torch.device) -> None:
