@@ -114,7 +114,7 @@ def begin(tasks: Path, index: int, time_limit_s: float | None = None) -> int:
 
 
 def done_reason(tree: ClusterTree, task: RunTask) -> str | None:
-    """That the run has an ok result which it is not to replace, in words; a broken result is none."""
+    """Return that the run has an ok result which it is not to replace, if so; a broken result is none."""
     result = read_result(tree, task.run_id)
     if result is None or result.status != STATUS_OK:
         return None

@@ -135,7 +135,7 @@ def _write_result(tree: ClusterTree, result: RunResult, exit_code: int) -> int:
 
 
 def _status_from_exit(start: AttemptStart | None, limit_s: float, exit_code: int, received: str) -> tuple[str, str]:
-    """(status, how the ranks ended in words)."""
+    """Return the status, and the text of how the ranks ended."""
     how = describe_exit(exit_code)
     deadline = start.deadline_unix_s if start else None
     near_deadline = deadline is not None and time.time() >= deadline - deadline_window_s(limit_s)

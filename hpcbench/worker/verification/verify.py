@@ -261,7 +261,7 @@ def compare_with_notes(
 
 
 def _verification_notes(spec: RunSpec, feed: DataFeed, steps: tuple[int, ...], had_dropout: bool) -> list[str]:
-    """What was compared, in words."""
+    """Return the text of what was compared."""
     uneven = [step for step in steps if feed.global_count(step) < feed.global_batch_size]
     text = f"steps {', '.join(map(str, steps))} at learning rate {VERIFICATION_LEARNING_RATE:g}, {spec.optimizer}"
     if uneven:
