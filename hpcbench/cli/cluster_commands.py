@@ -25,6 +25,9 @@ from hpcbench.config.toml_tables import TomlSource, validate_table
 from hpcbench.errors import ConfigError, HpcbenchError
 from hpcbench.fileio import make_folder, write_atomic
 from hpcbench.paths import project_folder
+from hpcbench.site.node_probe import run_probe
+from hpcbench.site.profile_writer import profile_toml
+from hpcbench.site.slurm_facts import query_site
 
 _COMMANDS = {
     "calibrate": ("hpcbench.cli.oracle_commands:calibrate_cluster", "Measure a cluster and fit the oracle's machine."),
@@ -94,11 +97,6 @@ def init_cluster(name: str, probes: bool) -> None:
 
     Settings that the scheduler does not contain are written as comments. A file that exists is left unchanged.
     """
-    # Imported here: the other commands query no scheduler.
-    from hpcbench.site.node_probe import run_probe
-    from hpcbench.site.profile_writer import profile_toml
-    from hpcbench.site.slurm_facts import query_site
-
     path = project_folder() / "clusters" / f"{name}.toml"
     if path.exists():
         raise ConfigError(f"{path} exists", hint="choose another name, or move it away")

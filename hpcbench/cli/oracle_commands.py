@@ -28,6 +28,7 @@ from hpcbench.cli.common import (
     where_option,
 )
 from hpcbench.cli.plan_options import check_options, cluster_argument, cluster_option, load_plan, overrides_option
+from hpcbench.cli.run_commands import check_send_outcome, print_submit_outcome, watch_runs
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import make_folder, printable_excerpt, write_atomic
@@ -65,6 +66,8 @@ from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.report.table_model import View
 from hpcbench.report.table_output import render_view, write_view
 from hpcbench.results.results_tree import ResultsTree
+from hpcbench.submit.scheduler import check_scheduler
+from hpcbench.submit.submit import RunSelection, submit
 
 if TYPE_CHECKING:
     from hpcbench.submit.run_state import RunState
@@ -302,11 +305,6 @@ def _measure_and_fit(
     profile: ClusterProfile, results: str | None, partition: str | None, budget_s: float, over_budget: bool
 ) -> tuple[Calibration, Path, dict[str, RunState]]:
     """Submit the missing runs of the next calibration, wait, fit and store it; also return how the runs ended."""
-    # Imported here: predictions submit nothing.
-    from hpcbench.cli.run_commands import check_send_outcome, print_submit_outcome, watch_runs
-    from hpcbench.submit.scheduler import check_scheduler
-    from hpcbench.submit.submit import RunSelection, submit
-
     check_scheduler(profile)
     tree = results_tree(results).cluster(profile.name)
     plan = make_calibration_plan(tree, profile, partition, budget_s)

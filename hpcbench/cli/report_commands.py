@@ -40,6 +40,7 @@ from hpcbench.report.plots.plotting import (
     plot_specification,
     save_plot,
 )
+from hpcbench.report.sweep_bundle import write_bundle
 from hpcbench.report.sweep_selection import select_sweeps, sweep_name
 from hpcbench.results.bundle_archive import BUNDLE_SUFFIXES, is_bundle_path
 from hpcbench.results.results_tree import ResultsTree
@@ -227,9 +228,6 @@ def bundle(
     and modules, descriptions, git commits, other paths, and variables, unless they contain one of those names. A name
     that is only in a log is not recognised: read the logs before you publish them.
     """
-    # Imported here: plots and reports need nothing of submissions.
-    from hpcbench.report.sweep_bundle import write_bundle
-
     out = out or Path(f"{sweep_name(sweep)}.hpcbench.tar.gz")
     if not is_bundle_path(out.name):
         raise ConfigError(f"cannot write {out}: unknown ending", hint=f"choices: {', '.join(BUNDLE_SUFFIXES)}")

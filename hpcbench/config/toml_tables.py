@@ -55,7 +55,7 @@ def read_toml(path: Path) -> tuple[dict[str, Any], TomlSource]:
 
 
 def _toml_problem(message: str, text: str, line: int) -> str:
-    """tomli's message, in words about the file where it speaks of characters and values."""
+    """tomli's message, or what the author of the file did where tomli reports characters and values."""
     written = text.splitlines()[line - 1 : line] or [""]
     if message.startswith("Cannot overwrite a value"):
         match = _KEY_ASSIGNMENT.match(written[0])
