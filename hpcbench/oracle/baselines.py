@@ -104,31 +104,6 @@ def _is_hybrid_pipeline(spec: RunSpec) -> bool:
     return spec.dp_degree * spec.tp_degree > 1 or bool(pipeline_layout(spec).replicas)
 
 
-def paradl_layers(request: BaselineRequest, split: Sequence[bool]) -> list[ParadlLayer]:
-    """The table's rows as layers: times of one device at the run's micro-batch, per sample.
-
-    ``split`` tells which rows the strategy splits.
-    """
-    spec = single_device_spec(request.spec)
-    clock, samples = CostModel(request.machine, spec), spec.batch_size / spec.micro_batches
-    layers = []
-    for row, is_split in zip(request.table.layers, split, strict=True):
-        passes = row_kernels(spec, row, samples)
-        layers.append(
-            ParadlLayer(
-                input_items=prod(row.input_shape),
-                output_items=row.output_bytes / FP32_BYTES,
-                weight_items=row.parameters,
-                forward_s=clock.kernel_s(passes.forward) / samples,
-                backward_s=clock.kernel_s(passes.backward) / samples,
-                update_s=sum(map(clock.kernel_s, update_kernels(spec, [row.parameters * FP32_BYTES]))),
-                halo_items=halo_items(row),
-                is_split=is_split,
-            )
-        )
-    return layers
-
-
 def halo_items(row: layer_table.LayerRow) -> float:
     """Of the input and of the output's gradient, what one neighbour needs of a sample that is split along its last dim.
 
@@ -140,8 +115,27 @@ def halo_items(row: layer_table.LayerRow) -> float:
 
 
 def _paradl_job(request: BaselineRequest, split: Sequence[bool] | None = None) -> ParadlJob:
-    batch = request.spec.global_batch_size
-    layers = paradl_layers(request, [True] * len(request.table.layers) if split is None else split)
+    """Return the table's rows as layers: times of one device at the run's micro-batch, per sample.
+
+    ``split`` tells which rows the strategy splits; all of them by default.
+    """
+    spec, batch = single_device_spec(request.spec), request.spec.global_batch_size
+    cost_model, samples = CostModel(request.machine, spec), spec.batch_size / spec.micro_batches
+    layers = []
+    for row, is_split in zip(request.table.layers, split or [True] * len(request.table.layers), strict=True):
+        passes = row_kernels(spec, row, samples)
+        layers.append(
+            ParadlLayer(
+                input_items=prod(row.input_shape),
+                output_items=row.output_bytes / FP32_BYTES,
+                weight_items=row.parameters,
+                forward_s=cost_model.kernel_s(passes.forward) / samples,
+                backward_s=cost_model.kernel_s(passes.backward) / samples,
+                update_s=sum(map(cost_model.kernel_s, update_kernels(spec, [row.parameters * FP32_BYTES]))),
+                halo_items=halo_items(row),
+                is_split=is_split,
+            )
+        )
     return ParadlJob(batch, batch, layers, activation_number_bytes(request.spec))
 
 

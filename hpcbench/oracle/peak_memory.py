@@ -96,9 +96,14 @@ def peak_memory(
     tensors, owned = optimizer_tensors(spec), persistent.owned
     states = sum(owned) * tensors.states
     allocated = [0] * (len(table.layers) + 1)
-    for size, row in zip(persistent.gradients, persistent.gradient_rows, strict=True):
+    # New gradients that are added to those that are there from the start.
+    accumulated = [0] * len(table.layers)
+    tensors_and_rows = zip(persistent.gradients, persistent.gradient_rows, first_use_rows(table), strict=True)
+    for size, row, first_use in tensors_and_rows:
         allocated[row] += size
-    moments, gradients, accumulated = [], allocated.pop(), _accumulated_gradients(table, persistent)
+        if row == len(table.layers):
+            accumulated[first_use] += size
+    moments, gradients = [], allocated.pop()
     for number in range(len(allocated) - 1, -1, -1):
         gradients += allocated[number]
         saved, received = activations[number]
@@ -115,16 +120,6 @@ def peak_memory(
         buffers_bytes=sum(buffer_bytes(spec, table)) if buffers is None else buffers,
         communication_bytes=communication,
     )
-
-
-def _accumulated_gradients(table: LayerTable, persistent: PersistentMemory) -> list[int]:
-    """Return each row's new gradients where they are then added to gradients that are there from the start."""
-    fresh = [0] * len(table.layers)
-    tensors = zip(persistent.gradients, persistent.gradient_rows, first_use_rows(table), strict=True)
-    for size, allocated_at, row in tensors:
-        if allocated_at == len(table.layers):
-            fresh[row] += size
-    return fresh
 
 
 def _activation_bytes(spec: RunSpec, table: LayerTable, rows: Sequence[RowCost]) -> list[tuple[int, int]]:

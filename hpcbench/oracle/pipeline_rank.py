@@ -16,7 +16,13 @@ from typing import NamedTuple
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.tensor_rank import TensorParallelRank
-from hpcbench.oracle.tensor_sizes import FP32_BYTES, optimizer_tensors, parameter_number_bytes, tensor_bytes
+from hpcbench.oracle.tensor_sizes import (
+    FP32_BYTES,
+    optimizer_tensors,
+    parameter_bytes,
+    parameter_number_bytes,
+    tensor_bytes,
+)
 from hpcbench.parallel.catalog import options_with_defaults
 from hpcbench.parallel.gradient_buckets import DEFAULT_BUCKET_CAP_MB, MIB, bucket_payload_bytes
 from hpcbench.parallel.layer_table import LayerTable, TensorShape, cached_by_identity
@@ -134,16 +140,14 @@ class PipelineRank:
 
     def parameter_bytes(self, chunk: int) -> list[int]:
         """Return the bytes of the chunk's parameters, tied ones left out."""
-        return self._chunk_parameter_bytes[chunk]
+        return [self._tensor_bytes[place] for place in self.parameter_places[chunk]]
 
     @cached_property
-    def _chunk_parameter_bytes(self) -> list[list[int]]:
+    def _tensor_bytes(self) -> list[int]:
         view, tensors = self.tensor_rank, self.table.parameter_tensors
-        sizes = [
-            tensor_bytes(self.spec, tensor) if view is None else view.parameter_bytes(tensor.name, tensor.shape)
-            for tensor in tensors
-        ]
-        return [[sizes[place] for place in places] for places in self.parameter_places]
+        if view is None:
+            return parameter_bytes(self.spec, self.table)
+        return [view.parameter_bytes(tensor.name, tensor.shape) for tensor in tensors]
 
     @cached_property
     def ties(self) -> list[TiedWeight]:

@@ -142,7 +142,7 @@ def test_saved_activations_shrink_as_predicted(pool: Pool, ranks: int, model: st
     """Within a hundredth of what autograd really keeps, on every rank."""
     spec = spatial_spec(ranks, **{"model": model, **more})
     table = table_of(spec)
-    alone = sum(row.saved_bytes for row in [whole_row(spec, row) for row in table.layers])
+    alone = sum(whole_row(spec, row).saved_bytes for row in table.layers)
     for rank, measured in enumerate(pool.call(ranks, kept, spec)):
         rows = SpatialCost().describe(spec, table, rank).rows
         said = sum(row.saved_bytes + row.received_bytes for row in rows)

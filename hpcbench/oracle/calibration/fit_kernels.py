@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import exp, log
 from statistics import fmean, median
 
@@ -30,15 +31,14 @@ _KIND_PRIOR_SPREAD = 0.3
 """How far kinds are thought to differ from each other, as a logarithm."""
 
 
-def seconds_by_kind(compute: DeviceCompute, spec: RunSpec, table: LayerTable) -> dict[str, float]:
-    """What the kernels of a lone device's step take, by kind of layer; those of the update by its optimizer."""
-    judge, found = RooflineModel.of(compute), defaultdict[str, float](float)
-    for one in unsharded_row_kernels(spec, table):
-        for kernel in one:
-            found[kernel.kind] += judge.seconds(kernel)
-    for kernel in update_kernels(spec, parameter_bytes(spec, table)):
-        found[kernel.kind] += judge.seconds(kernel)
-    return dict(found)
+def _seconds_by_kind(compute: DeviceCompute, run: CalibrationRun) -> dict[str, float]:
+    """Return what the kernels of a lone device's step take, by kind of layer; those of the update by its optimizer."""
+    spec, roofline = msgspec.structs.replace(run.spec, strategy="single", options={}), RooflineModel.of(compute)
+    updates = update_kernels(spec, parameter_bytes(spec, run.table))
+    seconds: dict[str, float] = defaultdict(float)
+    for kernel in chain(*unsharded_row_kernels(spec, run.table), updates):
+        seconds[kernel.kind] += roofline.seconds(kernel)
+    return dict(seconds)
 
 
 def fit_kind_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
@@ -59,14 +59,6 @@ def fit_kind_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict
 
     found = find_mode(misses, [_KIND_PRIOR_SPREAD] * len(names))
     return dict(zip(names, map(exp, found.at), strict=True))
-
-
-def scale_samples_by_kind(compute: DeviceCompute, kinds: Mapping[str, float]) -> DeviceCompute:
-    """``compute`` with its samples as long as they take within steps."""
-    samples = [
-        msgspec.structs.replace(one, seconds=one.seconds * kinds.get(one.kernel.kind, 1.0)) for one in compute.samples
-    ]
-    return msgspec.structs.replace(compute, samples=samples)
 
 
 MIN_COMPUTE_SPREAD = 0.03
@@ -121,8 +113,13 @@ def fit_kernels(
     def fit(chosen: Sequence[CalibrationRun]) -> tuple[DeviceCompute, dict[str, float]]:
         """Return the device by the kernels and steps of these runs, and its factor by model."""
         bare = fit_roofline(plain, [sample for run in chosen for sample in samples_of[run.result.run_id]])
-        steps = [(_single_device_seconds_by_kind(bare, run), alone_s[workload_key(run)]) for run in chosen]
-        compute = scale_samples_by_kind(bare, fit_kind_factors(steps))
+        steps = [(_seconds_by_kind(bare, run), alone_s[workload_key(run)]) for run in chosen]
+        kinds = fit_kind_factors(steps)
+        samples = [
+            msgspec.structs.replace(sample, seconds=sample.seconds * kinds.get(sample.kernel.kind, 1.0))
+            for sample in bare.samples
+        ]
+        compute = msgspec.structs.replace(bare, samples=samples)
         logs: dict[str, list[float]] = defaultdict(list)
         for run in chosen:
             logs[run.spec.model].append(log(alone_s[workload_key(run)] / _single_device_kernels_s(compute, run)))
@@ -177,10 +174,6 @@ def _roofline_error(compute: DeviceCompute) -> float:
     return sum(abs(log(judge.roofline_s(one.kernel) / one.seconds)) for one in compute.samples)
 
 
-def _single_device_seconds_by_kind(compute: DeviceCompute, run: CalibrationRun) -> dict[str, float]:
-    return seconds_by_kind(compute, msgspec.structs.replace(run.spec, strategy="single", options={}), run.table)
-
-
 def _single_device_kernels_s(compute: DeviceCompute, run: CalibrationRun) -> float:
     """All kernels of a step of a lone device."""
-    return sum(_single_device_seconds_by_kind(compute, run).values())
+    return sum(_seconds_by_kind(compute, run).values())

@@ -61,8 +61,7 @@ class PipedreamCost(Cost):
         """Return the time of a window; all minibatches are taken to be as large as their mean."""
         step = PipelineStep(PipelineRank(spec, table, 0), cost_model)
         staleness, count = pipedream_staleness(spec), spec.micro_batches
-        computed = [_computed_times(step, stage) for stage in range(spec.pp_degree)]
-        with_comm = [_with_comm(step, stage, times) for stage, times in enumerate(computed)]
+        computed, with_comm = zip(*(_stage_times(step, stage) for stage in range(spec.pp_degree)), strict=True)
         updates = 1 if staleness.double_buffered else count
         compute_s = [count * (times.forward_s + times.backward_s) + updates * times.update_s for times in computed]
         slowest = max(range(len(computed)), key=compute_s.__getitem__)
@@ -76,26 +75,23 @@ class PipedreamCost(Cost):
         )
 
 
-def _computed_times(step: PipelineStep, stage: int) -> StageTimes:
-    """Return the computation of one stage for a minibatch."""
+def _stage_times(step: PipelineStep, stage: int) -> tuple[StageTimes, StageTimes]:
+    """Return the times of one stage for a minibatch: computation alone, and with communication.
+
+    Gradients are summed over replicas before an update, while it waits.
+    """
     spec = step.pipeline.spec
-    recomputed = step.pipeline.is_recomputed(0, spec.micro_batches)
-    times = step.pass_times(stage, spec.batch_size / spec.micro_batches, recomputed)
+    samples = spec.batch_size / spec.micro_batches
+    times = step.pass_times(stage, samples, step.pipeline.is_recomputed(0, spec.micro_batches))
     update_s = step.update_s(stage)
     if pipedream_staleness(spec).updates_behind(stage):
         # Older minibatches still need the weights that the update is about to overwrite.
         copies = [copy_op(spec, size).kernel for size in step.pipeline.parameter_bytes(stage)]
         update_s += sum(map(step.cost_model.kernel_s, copies))
-    return StageTimes(times.forward_s, times.backward_s, update_s)
-
-
-def _with_comm(step: PipelineStep, stage: int, computed: StageTimes) -> StageTimes:
-    """Add a stage's communication. Gradients are summed over replicas before an update, while it waits."""
-    samples = step.pipeline.spec.batch_size / step.pipeline.spec.micro_batches
-    return StageTimes(
-        step.overlapped_s(FORWARD, stage, samples, computed.forward_s),
-        step.overlapped_s(BACKWARD, stage, samples, computed.backward_s),
-        computed.update_s + sum(call.seconds for call in step.buckets(stage, stage)),
+    return StageTimes(times.forward_s, times.backward_s, update_s), StageTimes(
+        step.overlapped_s(FORWARD, stage, samples, times.forward_s),
+        step.overlapped_s(BACKWARD, stage, samples, times.backward_s),
+        update_s + sum(call.seconds for call in step.buckets(stage, stage)),
         step.send(FORWARD, stage, samples).seconds,
         step.send(BACKWARD, stage, samples).seconds,
     )
