@@ -19,8 +19,13 @@ from hpcbench.cli.common import (
     project_relative,
 )
 from hpcbench.cli.main import LazyGroup
-from hpcbench.config.cluster_profile import ClusterProfile, find_cluster_profiles, load_cluster, load_cluster_file
-from hpcbench.config.default_cluster import is_login_node
+from hpcbench.config.cluster_profile import (
+    ClusterProfile,
+    find_cluster_profiles,
+    is_login_node,
+    load_cluster,
+    load_cluster_file,
+)
 from hpcbench.config.toml_tables import TomlSource, validate_table
 from hpcbench.errors import ConfigError, HpcbenchError
 from hpcbench.fileio import make_folder, write_atomic

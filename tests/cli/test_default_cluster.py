@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcbench.config.default_cluster import default_cluster, matching_profiles
+from hpcbench.config.cluster_profile import default_cluster, matching_profiles
 from hpcbench.errors import ConfigError
 from tests.cli.test_cli import GOOD, hpcbench
 

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.results.schema import ReferenceComparison, StepPhases
 from hpcbench.worker.data.feed import NO_FILES, DataFeed, DataSource
@@ -28,6 +27,7 @@ from hpcbench.worker.shutdown import StopController
 from hpcbench.worker.strategies.base import DataParallelStrategy, Strategy, make_optimizer, resolve_runtime
 from hpcbench.worker.verification.reference import (
     TrainingRecord,
+    VerificationCheck,
     compare_training,
     resolve_reference_trainer,
     train_reference,

@@ -19,7 +19,6 @@ from hpcbench.parallel.pipeline.block_profile import (
     MeasuredBlock,
     decode_block_profile,
 )
-from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.results.schema import PipelinePrediction
 from hpcbench.worker import block_times
 from hpcbench.worker.data.open_feed import make_feed
@@ -27,7 +26,12 @@ from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
-from hpcbench.worker.verification.reference import TrainingRecord, compare_training, resolve_reference_trainer
+from hpcbench.worker.verification.reference import (
+    TrainingRecord,
+    VerificationCheck,
+    compare_training,
+    resolve_reference_trainer,
+)
 from hpcbench.worker.verification.verify import comparison_spec, train_strategy
 from tests.distributed.cases import CPU, EXACT, make_case
 from tests.distributed.pool import Pool

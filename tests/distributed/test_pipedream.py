@@ -14,13 +14,12 @@ from torch import nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import STRATEGIES, exclusion_reason
 from hpcbench.parallel.pipeline.weight_versions import Staleness
-from hpcbench.parallel.tolerances import VerificationCheck
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
-from hpcbench.worker.verification.reference import TrainingRecord, compare_training
+from hpcbench.worker.verification.reference import TrainingRecord, VerificationCheck, compare_training
 from hpcbench.worker.verification.reference_pipedream import train_pipedream_reference
 from hpcbench.worker.verification.verify import train_strategy
 from tests.distributed.cases import (

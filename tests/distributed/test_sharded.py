@@ -16,7 +16,6 @@ from torch import Tensor
 
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import STRATEGIES
-from hpcbench.parallel.tolerances import lossy_tolerance
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.model_execution import compile_in_place, wrap_blocks
@@ -25,7 +24,7 @@ from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.strategies.data import FairscaleSddpStrategy
 from hpcbench.worker.strategies.fairscale_library import import_fairscale
 from hpcbench.worker.training_loop import held_out_accuracy
-from hpcbench.worker.verification.reference import train_reference
+from hpcbench.worker.verification.reference import lossy_tolerance, train_reference
 from tests.conftest import absent
 from tests.distributed.cases import (
     CPU,

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from hpcbench.parallel.tolerances import lossy_tolerance
-from hpcbench.worker.verification.reference import TrainingRecord
+from hpcbench.worker.verification.reference import TrainingRecord, lossy_tolerance
 from tests.distributed.cases import EXACT, Case, check, check_rounding, make_case, run_reference
 from tests.distributed.pool import Pool
 

@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from hpcbench.cli.cluster_commands import cluster
-from hpcbench.config.cluster_profile import ClusterProfile, LoginNodeMatch, load_cluster_file
-from hpcbench.config.default_cluster import is_login_node
+from hpcbench.config.cluster_profile import ClusterProfile, LoginNodeMatch, is_login_node, load_cluster_file
 from hpcbench.errors import SubmitError
 from hpcbench.site.cluster_doctor import compare_probe
 from hpcbench.site.node_probe import parse_probe, parse_topology, render_probe, run_probe

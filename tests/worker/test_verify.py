@@ -13,7 +13,6 @@ from torch import nn
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import STRATEGIES
 from hpcbench.parallel.strategy_entry import Option
-from hpcbench.parallel.tolerances import VerificationCheck, verification_checks
 from hpcbench.results.schema import ReferenceComparison, VerificationResult
 from hpcbench.worker.data.feed import NO_FILES
 from hpcbench.worker.data.open_feed import make_feed
@@ -22,7 +21,13 @@ from hpcbench.worker.distributed.rendezvous import ControlChannel
 from hpcbench.worker.failure import decide_outcome
 from hpcbench.worker.shutdown import StopController, Stopped
 from hpcbench.worker.verification import verify as verifying
-from hpcbench.worker.verification.reference import TrainingRecord, compare_training, max_relative_difference
+from hpcbench.worker.verification.reference import (
+    TrainingRecord,
+    VerificationCheck,
+    compare_training,
+    max_relative_difference,
+    verification_checks,
+)
 from hpcbench.worker.verification.verify import (
     compare_with_notes,
     compared_steps,

@@ -25,8 +25,13 @@ from hpcbench.report.plots.breakdown_plots import distribution_plot, memory_plot
 from hpcbench.report.plots.gantt_chart import timeline_plot
 from hpcbench.report.plots.plot_model import NothingToDraw, Plot, PlotRequest
 from hpcbench.report.plots.point_data import POINT_COLUMNS
-from hpcbench.report.plots.prediction_plot import measured_over_predicted_plot
-from hpcbench.report.plots.scaling_plots import efficiency_plot, energy_plot, scaling_plot, throughput_plot
+from hpcbench.report.plots.scaling_plots import (
+    efficiency_plot,
+    energy_plot,
+    measured_over_predicted_plot,
+    scaling_plot,
+    throughput_plot,
+)
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult
 

@@ -17,13 +17,6 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
 from hpcbench.parallel.catalog import get_strategy
-from hpcbench.parallel.tolerances import (
-    PERTURBATION_MARGIN,
-    VERIFICATION_LEARNING_RATE,
-    VerificationCheck,
-    lossy_tolerance,
-    verification_checks,
-)
 from hpcbench.results.schema import ReferenceComparison, VerificationResult
 from hpcbench.worker.data.feed import DataFeed, DataSource
 from hpcbench.worker.data.open_feed import make_feed
@@ -35,11 +28,16 @@ from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import StopController, Stopped
 from hpcbench.worker.strategies.base import Strategy, resolve_runtime
 from hpcbench.worker.verification.reference import (
+    PERTURBATION_MARGIN,
+    VERIFICATION_LEARNING_RATE,
     TrainingRecord,
+    VerificationCheck,
     all_finite,
     compare_training,
     copy_to_host,
+    lossy_tolerance,
     resolve_reference_trainer,
+    verification_checks,
 )
 
 _PROGRESS_KEY = "verify/progress"
