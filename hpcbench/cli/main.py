@@ -19,6 +19,7 @@ COMMANDS = {
     "check": ("hpcbench.cli.sweep_commands:check", "Validate sweeps and profiles."),
     "plan": ("hpcbench.cli.sweep_commands:plan", "Show what a sweep would run."),
     "render": ("hpcbench.cli.sweep_commands:render", "Show the job scripts that submit would send."),
+    "dry-run": ("hpcbench.cli.dry_run_command:dry_run", "Build and step every configuration without devices."),
     "submit": ("hpcbench.cli.run_commands:submit", "Submit the runs of a sweep that have no result yet."),
     "run": ("hpcbench.cli.run_commands:run", "Submit, wait with progress, print the table."),
     "status": ("hpcbench.cli.status_commands:status", "Show the state of runs."),

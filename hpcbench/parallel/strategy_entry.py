@@ -133,6 +133,8 @@ class StrategyEntry(NamedTuple):
     """Whether the cost predicts each call; ``False``: timing decides about the calls, only total bytes are exact."""
 
     # Data parallelism
+    alike_replicas: bool = False
+    """Whether a rank's step does not depend on the number of replicas: nothing is sharded among them."""
     owners_largest_first: bool = False
     """Whether parameters are assigned to replicas in descending order of size (ZeRO-1) instead of model order."""
 

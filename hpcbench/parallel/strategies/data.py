@@ -74,6 +74,7 @@ STRATEGIES = {
         plot_style=PlotStyle("black", "star", "solid"),
     ),
     "ddp": _data_parallel_entry(
+        alike_replicas=True,
         runtime="hpcbench.worker.strategies.data:DdpStrategy",
         cost="hpcbench.oracle.strategies.data:DdpCost",
         description="torch DistributedDataParallel: replicas, gradients all_reduced in buckets",
@@ -161,6 +162,7 @@ STRATEGIES = {
         plot_style=PlotStyle("black", "diamond", "short"),
     ),
     "horovod": _data_parallel_entry(
+        alike_replicas=True,
         rehearsable=False,
         runtime="hpcbench.worker.strategies.horovod:HorovodStrategy",
         cost="hpcbench.oracle.strategies.data:HorovodCost",

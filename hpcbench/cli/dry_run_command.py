@@ -1,0 +1,123 @@
+"""The command ``dry-run``."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import msgspec
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from hpcbench.cli.common import (
+    json_option,
+    make_console,
+    plain_table,
+    print_json,
+    print_message,
+    results_option,
+    where_option,
+)
+from hpcbench.cli.plan_options import cluster_option, load_plan, overrides_option
+from hpcbench.config.expression import Expression
+from hpcbench.config.run_spec import RunSpec, run_label, spec_document
+from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
+from hpcbench.errors import EXIT_OK, EXIT_RUNS_FAILED, ConfigError
+from hpcbench.forecast.dry_runs import distinct_configurations, dry_run_configurations
+from hpcbench.results.dry_run_record import DryRun
+from hpcbench.submit.plan import SweepPlan
+from hpcbench.units import format_bytes
+
+
+@click.command("dry-run")
+@click.argument("sweep")
+@cluster_option()
+@overrides_option
+@where_option
+@results_option
+@json_option
+def dry_run(
+    sweep: str, cluster_name: str, overrides: tuple[str, ...], where: str | None, results: str | None, as_json: bool
+) -> None:
+    """Build and step every configuration of SWEEP without devices, on tensors that have shapes but no numbers.
+
+    For each one: whether it would run, its peak memory and the layer at the peak, operators and collectives per
+    step, and the lines where the host waits for the device. Needs torch here; its build for CPUs is enough. The
+    exit code is 1 unless every configuration is ok.
+    """
+    plan = load_plan(sweep, cluster_name, results, overrides)
+    dry_runs = dry_run_plan(plan, where)
+    if as_json:
+        print_json({"dry_runs": [_dry_run_json(entry) for entry in dry_runs]})
+    else:
+        show_dry_runs(dry_runs)
+    sys.exit(dry_runs_exit_code(dry_runs))
+
+
+def dry_run_plan(plan: SweepPlan, where: str | None = None) -> list[DryRun]:
+    """Step the configurations of ``plan`` that satisfy ``where``, with a progress bar on standard error.
+
+    Raises:
+        ConfigError: ``where`` is not an expression, or no configuration satisfies it.
+        WorkerError: torch is not installed here.
+    """
+    configurations = distinct_configurations(plan.runs.values())
+    if where is not None:
+        condition = Expression(where, [*RunSpec.__struct_fields__, *COMPUTED_NAMES], "--where")
+        configurations = {
+            key: spec
+            for key, spec in configurations.items()
+            if condition.holds(expression_values(msgspec.structs.asdict(spec)))
+        }
+        if not configurations:
+            raise ConfigError(f"no run of {plan.sweep.name} satisfies {where}", where="--where")
+    screen = make_console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=screen, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("dry run", total=len(configurations))
+        return dry_run_configurations(plan, configurations, lambda done, _total: bar.update(task, completed=done))
+
+
+def dry_runs_exit_code(dry_runs: Sequence[DryRun]) -> int:
+    """0 if every configuration is ok."""
+    return EXIT_OK if all(entry.outcome == "ok" for entry in dry_runs) else EXIT_RUNS_FAILED
+
+
+def show_dry_runs(dry_runs: Sequence[DryRun]) -> None:
+    """Print a table of ``dry_runs``, the reasons of those that are not ok, and the sites of waits."""
+    headings = ("configuration", "outcome", "peak memory", "in layer", "operators", "collectives", "waits")
+    rows = [
+        (
+            run_label(entry.spec),
+            entry.outcome,
+            "" if entry.peak_memory_bytes is None else format_bytes(entry.peak_memory_bytes),
+            entry.peak_layer or "",
+            *("" if number is None else f"{number:,}" for number in _counts(entry)),
+        )
+        for entry in dry_runs
+    ]
+    screen = make_console()
+    screen.print(plain_table(headings, rows, right_aligned=("peak memory", "operators", "collectives", "waits")))
+    reasons = Counter(f"{entry.outcome}: {entry.reason}" for entry in dry_runs if entry.reason)
+    sites = Counter(site for entry in dry_runs for site in entry.host_sync_sites)
+    modelled = Counter(name for entry in dry_runs for name in entry.modelled)
+    for title, counter in (("Reasons", reasons), ("The host waits for the device", sites), ("Modelled", modelled)):
+        if counter:
+            screen.print(f"\n{title}")
+        for text, count in counter.items():
+            screen.print(f"  {text} ({count} configuration{'s' if count > 1 else ''})")
+    outcomes = Counter(entry.outcome for entry in dry_runs)
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
+    seconds = sum(entry.seconds for entry in dry_runs)
+    print_message(f"{len(dry_runs)} configurations: {summary}; {seconds:.0f} s of computation")
+
+
+def _counts(entry: DryRun) -> tuple[int | None, ...]:
+    return entry.operators, entry.collectives, entry.host_syncs
+
+
+def _dry_run_json(entry: DryRun) -> dict[str, Any]:
+    document: dict[str, Any] = msgspec.to_builtins(entry)
+    return document | {"spec": spec_document(entry.spec)}

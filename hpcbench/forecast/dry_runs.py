@@ -1,0 +1,211 @@
+"""Dry runs of a plan's configurations: worker processes step them on fake tensors, equal steps only once.
+
+A dry run needs torch on this machine, its build for CPUs is enough; it needs no device, no network and no other rank.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from hpcbench.config.run_spec import RunSpec, config_id
+from hpcbench.errors import HpcbenchError, WorkerError
+from hpcbench.fileio import printable_text
+from hpcbench.forecast.forecast import Forecast
+from hpcbench.oracle.prediction import format_need_and_limit
+from hpcbench.parallel.catalog import get_strategy
+from hpcbench.results.dry_run_record import DryRun, DryRunAnswer, DryRunOutcome, DryRunTask
+from hpcbench.submit.plan import SweepPlan, available_cores
+from hpcbench.submit.scheduler_settings import scrubbed_environment
+
+_WORKER_MODULE = "hpcbench.worker.dry_run"
+_MAX_PROCESSES = 4
+"""A login node belongs to others, too."""
+_INSTALL_HINT = (
+    "python -m pip install torch --index-url https://download.pytorch.org/whl/cpu\n"
+    "  the build for CPUs is enough; or run the command where torch is installed, for instance in a job"
+)
+_OOM_HINT = "a smaller batch_size or more micro_batches need less memory"
+_FIGURES = (
+    "peak_memory_bytes", "peak_layer", "operators", "collectives", "host_syncs", "host_sync_sites", "modelled",
+)  # fmt: skip
+
+
+def distinct_configurations(runs: Iterable[RunSpec]) -> dict[str, RunSpec]:
+    """Return the first run of each configuration by ``config_id``."""
+    configurations: dict[str, RunSpec] = {}
+    for spec in runs:
+        configurations.setdefault(config_id(spec), spec)
+    return configurations
+
+
+def dry_run_configurations(
+    plan: SweepPlan,
+    configurations: Mapping[str, RunSpec],
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> list[DryRun]:
+    """Step ``configurations`` (by ``config_id``) on fake tensors and compare their peaks with the devices' memory.
+
+    Args:
+        plan: Its profile describes the devices.
+        configurations: What to step.
+        on_progress: Called with the number of configurations that are done and of all.
+
+    Raises:
+        WorkerError: torch is not installed here, or a worker process cannot start.
+    """
+    shapes: dict[Any, list[str]] = {}
+    for key, spec in configurations.items():
+        shapes.setdefault(step_key(spec), []).append(key)
+    groups = list(shapes.values())
+    folder = str(plan.model_folder.resolve()) if plan.model_folder else None
+    tasks = [
+        # The largest world of those that share a step.
+        DryRunTask(
+            index=index,
+            spec=max((configurations[key] for key in keys), key=lambda spec: spec.ranks),
+            device=plan.profile.device,
+            model_folder=folder,
+        )
+        for index, keys in enumerate(groups)
+    ]
+    done = 0
+
+    def count(answer: DryRunAnswer) -> None:
+        nonlocal done
+        done += len(groups[answer.index])
+        on_progress(done, len(configurations))
+
+    answers = {answer.index: answer for answer in _answers(tasks, count)}
+    forecast = Forecast(plan.profile, model_folder=plan.model_folder)
+    records = {}
+    for index, keys in enumerate(groups):
+        for place, key in enumerate(keys):
+            records[key] = _record(key, configurations[key], answers[index], forecast, is_shared=place > 0)
+    return [records[key] for key in configurations]
+
+
+_NEUTRAL: dict[str, Any] = {
+    "learning_rate": 0.01, "warmup_steps": 0, "steps": 1, "profile_steps": 0, "drop_last": False, "evaluate_every": 0,
+    "target_accuracy": None, "verify": False, "rehearse": None, "seed": 0, "repeat": 0, "time_limit_min": None,
+    "partition": None, "environment": None, "env": {},
+}  # fmt: skip
+"""Parameters that do not change what a rank does within a step."""
+
+
+def step_key(spec: RunSpec) -> bytes:
+    """Return a key that is equal for runs whose ranks do the same within a step, learning rates aside.
+
+    Where nothing is sharded among replicas, their number does not matter, from two on.
+    """
+    if get_strategy(spec.strategy).alike_replicas and spec.dp_degree > 1:
+        ranks = 2 * spec.ranks // spec.dp_degree
+        spec = msgspec.structs.replace(spec, dp_degree=2, nodes=1, tasks_per_node=ranks)
+    changed: dict[str, Any] = {"nodes": 1, "tasks_per_node": spec.ranks}
+    for name in ("weight_decay", "momentum"):
+        changed[name] = 0.5 if getattr(spec, name) else 0.0
+    return msgspec.json.encode(msgspec.structs.replace(spec, **_NEUTRAL, **changed), order="deterministic")
+
+
+def _record(key: str, spec: RunSpec, answer: DryRunAnswer, forecast: Forecast, *, is_shared: bool) -> DryRun:
+    outcome: DryRunOutcome = answer.outcome
+    reason = answer.reason
+    figures: dict[str, Any] = dict.fromkeys(_FIGURES)
+    figures |= {"host_sync_sites": [], "modelled": []}
+    if answer.figures is not None:
+        figures = {name: getattr(answer.figures, name) for name in _FIGURES}
+        limit = _memory_limit(spec, forecast)
+        if limit is not None and answer.figures.peak_memory_bytes > limit:
+            need, capacity = format_need_and_limit(answer.figures.peak_memory_bytes, round(limit))
+            outcome = "oom"
+            reason = (
+                f"out of memory: the tensors of a rank take {need} in {answer.figures.peak_layer}, "
+                f"its device has {capacity}\n  {_OOM_HINT}"
+            )
+    seconds = 0.0 if is_shared else answer.seconds
+    return DryRun(config_id=key, spec=spec, outcome=outcome, reason=reason, seconds=seconds, **figures)
+
+
+def _memory_limit(spec: RunSpec, forecast: Forecast) -> float | None:
+    try:
+        return forecast.machine(spec).memory_bytes
+    except HpcbenchError:
+        return None
+
+
+def _answers(tasks: Sequence[DryRunTask], on_answer: Callable[[DryRunAnswer], None]) -> list[DryRunAnswer]:
+    """Share ``tasks`` among processes; a task whose process ended without an answer gets one with that reason."""
+    processes = max(1, min(_MAX_PROCESSES, available_cores(), len(tasks)))
+    lock = threading.Lock()
+
+    def notify(answer: DryRunAnswer) -> None:
+        with lock:
+            on_answer(answer)
+
+    with ThreadPoolExecutor(processes) as pool:
+        parts = pool.map(
+            lambda part: _answers_of_process(part, notify), [tasks[n::processes] for n in range(processes)]
+        )
+        return [answer for part in parts for answer in part]
+
+
+def _answers_of_process(tasks: Sequence[DryRunTask], on_answer: Callable[[DryRunAnswer], None]) -> list[DryRunAnswer]:
+    answers: list[DryRunAnswer] = []
+    remaining = list(tasks)
+
+    def keep(answer: DryRunAnswer) -> None:
+        answers.append(answer)
+        on_answer(answer)
+
+    while remaining:
+        lines, error = _run_process(remaining, keep)
+        remaining = remaining[lines:]
+        if not remaining:
+            break
+        if not answers and lines == 0 and re.search("No module named '(torch|msgspec|hpcbench)", error):
+            raise WorkerError(f"a dry run needs torch: {sys.executable} reports: {error}", hint=_INSTALL_HINT)
+        reason = f"the process of the dry run ended in this configuration: {error}"
+        crashed = DryRunAnswer(index=remaining.pop(0).index, outcome="not_fakeable", reason=reason, seconds=0.0)
+        keep(crashed)
+    return answers
+
+
+def _run_process(tasks: Sequence[DryRunTask], on_answer: Callable[[DryRunAnswer], None]) -> tuple[int, str]:
+    """Run one worker process; return the number of its answers, and the last line of its errors."""
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", _WORKER_MODULE], env=scrubbed_environment(),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+    except OSError as error:
+        raise WorkerError(f"a dry run cannot start {sys.executable}: {error}") from error
+    assert process.stdin is not None, "a pipe"
+    assert process.stdout is not None, "a pipe"
+    assert process.stderr is not None, "a pipe"
+    errors: list[bytes] = []
+    reader = threading.Thread(target=errors.extend, args=(process.stderr,), daemon=True)
+    reader.start()
+    count = 0
+    try:
+        with process.stdin as stream:
+            stream.write(msgspec.json.encode(list(tasks)))
+        for line in process.stdout:
+            on_answer(msgspec.json.decode(line, type=DryRunAnswer))
+            count += 1
+    except BrokenPipeError:
+        pass
+    except BaseException:
+        process.kill()
+        raise
+    finally:
+        process.wait()
+        reader.join()
+    lines = b"".join(errors).decode(errors="replace").strip().splitlines()
+    return count, printable_text(lines[-1]) if lines else f"exit code {process.returncode}"

@@ -1,0 +1,298 @@
+"""One rank of a run on fake tensors, among ranks that do not exist.
+
+The strategy's ``setup`` begins on the meta device. When it moves its part of the model to the device, the tensors
+become fake ones and the recorder starts: tensors of the host before that point are not counted. torch's process group
+"fake" answers every call at once.
+
+The fake tensors are on the cpu: torch's build without CUDA cannot run a backward pass on others. Bytes, operators and
+collectives do not depend on that; what a strategy decides by the type of its device is replaced here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from operator import attrgetter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import get_strategy, options_with_defaults
+from hpcbench.parallel.gradient_buckets import MIB
+from hpcbench.parallel.workloads import DATASETS
+from hpcbench.results.dry_run_record import DryRunTask, StepFigures
+from hpcbench.worker.data.feed import Batch, DataFeed
+from hpcbench.worker.data.resident_feed import RESIDENT_DATASETS
+from hpcbench.worker.data.synthetic_feed import BATCH_SLOTS, LARGE_SAMPLE_NUMBERS
+from hpcbench.worker.distributed import process_groups
+from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.dry_run.modelled_ddp import ModelledDdp
+from hpcbench.worker.dry_run.modelled_libraries import ModelledHorovod, create_inline_workers, make_flat_parameter
+from hpcbench.worker.dry_run.step_recorder import StepRecorder
+from hpcbench.worker.layers import zero_batch
+from hpcbench.worker.model_execution import MixedPrecision, wrap_blocks
+from hpcbench.worker.models.build import build_meta_model
+from hpcbench.worker.strategies.base import Strategy, resolve_runtime
+from hpcbench.worker.strategies.data import DdpStrategy
+from hpcbench.worker.strategies.pipeline import stage_assignment
+
+FAKE_DEVICE = torch.device("cpu")
+_STEPS = 2
+"""The first one creates the optimizer's state and learns the order of gradients."""
+_POWERSGD_STEPS = 3
+"""PowerSGD compresses from the third one on."""
+_HELD_OUT_SAMPLES = {"mnist": 10_000, "cifar10": 10_000, "digits": 297}
+
+
+class NotFakeableError(Exception):
+    """A part of the run needs a real device or real values; the message names it."""
+
+
+def dry_run_rank(task: DryRunTask, rank: int) -> StepFigures:
+    """Return the figures of a step of ``rank``; raises as ``record_step``."""
+    recorder = record_step(task, rank)
+    return StepFigures(
+        peak_memory_bytes=recorder.peak_bytes,
+        peak_layer=recorder.peak_layer,
+        operators=recorder.operators,
+        collectives=len(recorder.calls),
+        host_syncs=recorder.host_syncs,
+        host_sync_sites=list(recorder.host_sync_sites),
+        modelled=sorted(recorder.modelled),
+    )
+
+
+def record_step(task: DryRunTask, rank: int) -> StepRecorder:
+    """Build the strategy of ``task`` on ``rank``, run a few steps and return the record of the last one.
+
+    Raises:
+        Exception: Whatever the run would raise, and torch's errors about values that fake tensors do not have.
+    """
+    spec, recorder = task.spec, StepRecorder()
+    options = options_with_defaults(spec)
+    if options.get("balance") == "measured" and not options.get("cuts"):
+        raise NotFakeableError('options.balance = "measured" measures the blocks on a device')
+    strategy = resolve_runtime(spec.strategy)()
+    model = wrap_blocks(build_meta_model(spec, task.model_folder), spec)
+    recorder.layers.name_modules(model)
+    with (
+        _fake_world(spec, rank) as context,
+        _stand_ins(task, recorder),
+        ExitStack() as fakes,
+        patch.object(nn.Module, "to", _become_fake(strategy, recorder, fakes)),
+    ):
+        strategy.setup(model, spec, context)
+        del model
+        recorder.layers.name_modules(strategy.module)
+        _use_foreach_updates(strategy, task.device)
+        strategy.phases = recorder.layers.in_phase
+        feed = FakeFeed(spec)
+        steps = range(_POWERSGD_STEPS if spec.options.get("compression") == "powersgd" else _STEPS)
+        strategy.announce(steps)
+        for step in steps:
+            recorder.begin_step()
+            strategy.step(feed, step)
+        return recorder
+
+
+class FakeFeed(DataFeed):
+    """Full batches of the run's shapes, held where the run's own feed holds them."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        super().__init__(spec, FAKE_DEVICE)
+        self._spec = spec
+        # Every step has a full batch.
+        self.samples, self.steps_per_epoch = self.global_batch_size * 2**20, 2**20
+        self._is_resident = spec.dataset == "digits" or (spec.data == "real" and spec.dataset in RESIDENT_DATASETS)
+        self._copies = spec.data != "device" and not self._is_resident
+        sample_numbers = torch.Size(self.shape).numel()
+        slots = 1 if sample_numbers >= LARGE_SAMPLE_NUMBERS else BATCH_SLOTS
+        self._held: list[Batch] = []
+        if self._is_resident:
+            count = DATASETS[spec.dataset].samples + _HELD_OUT_SAMPLES.get(spec.dataset, 0)
+            self._held = [self._make(count)]
+            self._indices = torch.zeros(spec.batch_size, dtype=torch.int64)
+        elif not self._copies:
+            self._held = [self._make(spec.batch_size) for _ in range(slots)]
+
+    def prepare(self, replica: int) -> None:
+        """All batches exist."""
+
+    def batch(self, step: int, replica: int) -> Batch:
+        del replica
+        if self._copies:
+            return self._make(self.batch_size)
+        inputs, targets = self._held[step % len(self._held)]
+        return (inputs[self._indices], targets[self._indices]) if self._is_resident else (inputs, targets)
+
+    def _make(self, count: int) -> Batch:
+        inputs, targets = zero_batch(self._spec, count)
+        return self.to_device(inputs), targets
+
+
+class CudaArithmetic(MixedPrecision):
+    """Precisions that only cuda has: tf32 is stored as fp32; fp16's scaler waits for the device once a step."""
+
+    def __init__(self, precision: str, device: torch.device, recorder: StepRecorder) -> None:
+        super().__init__("fp32" if precision in ("tf32", "fp16") else precision, device)
+        self._recorder = recorder
+        self._scales_loss = precision == "fp16"
+        if self._scales_loss:
+            self._lower = torch.float16
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Apply an update; it is never left out here."""
+        if self._scales_loss:
+            self._recorder.host_sync("fp16's loss scaling reads whether a gradient overflowed")
+        optimizer.step()
+
+
+@contextmanager
+def _fake_world(spec: RunSpec, rank: int) -> Iterator[RankContext]:
+    context = RankContext(rank, spec.ranks, FAKE_DEVICE)
+    if spec.ranks == 1 and get_strategy(spec.strategy).own_degree is None:
+        yield context
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=spec.ranks)
+    try:
+        yield context
+    finally:
+        process_groups.clear_group_cache()
+        dist.destroy_process_group()
+
+
+def _become_fake(strategy: Strategy, recorder: StepRecorder, fakes: ExitStack) -> Callable[..., nn.Module]:
+    """Return a ``Module.to``: the first call makes the tensors of the module fake, for all that follows."""
+    is_fake = False
+
+    def to(module: nn.Module, *_device: Any, **_options: Any) -> nn.Module:
+        nonlocal is_fake
+        if not is_fake:
+            is_fake = True
+            fakes.enter_context(FakeTensorMode())
+            fakes.enter_context(recorder)
+            recorder.layers.name_modules(module)
+            _replace_tensors(module, strategy)
+        return module
+
+    return to
+
+
+def _replace_tensors(module: nn.Module, strategy: Strategy) -> None:
+    """Replace the tensors of ``module``, and those that ``strategy`` refers to, by fake ones of the same form."""
+    replaced: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def fake_of(tensor: Tensor) -> Tensor:
+        if id(tensor) not in replaced:
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=FAKE_DEVICE)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            replaced[id(tensor)] = (nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake, tensor)
+        return replaced[id(tensor)][0]
+
+    for owner in module.modules():
+        holders: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))
+        for held in holders:
+            for name, value in list(held.items()):
+                if isinstance(value, Tensor):
+                    held[name] = fake_of(value)
+    for name, value in list(vars(strategy).items()):
+        if isinstance(value, list | tuple | dict) and any(id(leaf) in replaced for leaf in tree_leaves(value)):
+            setattr(
+                strategy, name, tree_map(lambda leaf: replaced[id(leaf)][0] if id(leaf) in replaced else leaf, value)
+            )
+
+
+def _use_foreach_updates(strategy: Strategy, device: str) -> None:
+    """Let torch's optimizers update all tensors together if the run does: their default on cuda, not on a cpu."""
+    optimizer = getattr(strategy, "optimizer", None)
+    if device == "cuda" and isinstance(optimizer, torch.optim.SGD | torch.optim.Adam):
+        for group in optimizer.param_groups:
+            group["foreach"] = True
+
+
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` that works with real (and meta) tensors, also where it is called among fake ones."""
+
+    def called(*arguments: Any, **options: Any) -> Any:
+        with _disable_current_modes():
+            return function(*arguments, **options)
+
+    return called
+
+
+@contextmanager
+def _stand_ins(task: DryRunTask, recorder: StepRecorder) -> Iterator[None]:
+    """Replace what does not run on fake tensors or depends on the device; the recorder gets the names of the models."""
+    replacements = _own_replacements(task, recorder)
+    if resolve_runtime(task.spec.strategy).__name__.startswith("Fairscale"):
+        # Without fairscale the strategy reports what to install.
+        with suppress(ImportError):
+            wrapper = importlib.import_module("fairscale.nn.misc.flatten_params_wrapper")
+            importlib.import_module("fairscale.nn.pipe.pipeline")
+            replacements[f"{wrapper.__name__}:FlatParameter"] = make_flat_parameter(wrapper.FlatParameter)
+            replacements["fairscale.nn.pipe.pipeline:create_workers"] = create_inline_workers
+            replacements["fairscale.nn.pipe.pipeline:join_workers"] = lambda *_queues: None
+    with ExitStack() as stack:
+        for target, replacement in replacements.items():
+            module, _, path = target.partition(":")
+            if module in sys.modules:
+                owner, _, name = path.rpartition(".")
+                holder = attrgetter(owner)(sys.modules[module]) if owner else sys.modules[module]
+                stack.enter_context(patch.object(holder, name, replacement or _without_modes(getattr(holder, name))))
+        yield
+
+
+def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any]:
+    """Return the replacements in hpcbench's own modules; ``None`` stands for the same function without fake tensors."""
+    spec, strategies = task.spec, "hpcbench.worker.strategies"
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any, **options: Any) -> Any:
+            recorder.modelled.add(name)
+            return function(*arguments, **options)
+
+        return called
+
+    def assign_blocks(_model: nn.Module, *arguments: Any) -> Any:
+        with _disable_current_modes():
+            return stage_assignment.assign_blocks(build_meta_model(spec, task.model_folder), *arguments)
+
+    replacements: dict[str, Any] = {
+        f"{strategies}.data:DistributedDataParallel": noted("reducer", ModelledDdp),
+        f"{strategies}.base:compile_in_place": noted("eager", lambda *_module: None),
+        f"{strategies}.fsdp:make_shard_mesh": None,
+        "hpcbench.worker.distributed.process_groups:_new_process_group": None,
+        f"{strategies}.pipeline.chunk:ActivationMetaCache._trace": None,
+        f"{strategies}.pipeline.fairscale_pipe:assign_blocks": assign_blocks,
+    }
+    if task.device == "cuda":
+        arithmetic = partial(CudaArithmetic, recorder=recorder)
+        replacements[f"{strategies}.base:MixedPrecision"] = arithmetic
+        replacements[f"{strategies}.pipeline.chunk:MixedPrecision"] = arithmetic
+        # DDP's bf16 compression is offered on cuda only.
+        replacements[f"{strategies}.data:DdpStrategy._register_compression_hook"] = _register_hook_of_cuda
+    if f"{strategies}.horovod" in sys.modules:
+        fusion_bytes = int(float(options_with_defaults(spec).get("fusion_threshold_mb", 0)) * MIB)
+        replacements[f"{strategies}.horovod:load_horovod"] = noted("horovod", lambda: ModelledHorovod(fusion_bytes))
+        replacements[f"{strategies}.horovod:start_horovod"] = lambda *_arguments: None
+    return replacements
+
+
+def _register_hook_of_cuda(strategy: Any, runner: Any, context: RankContext) -> None:
+    cuda = dataclasses.replace(context, device=torch.device("cuda"))
+    _REGISTER_HOOK(strategy, runner, cuda)
+
+
+_REGISTER_HOOK = DdpStrategy._register_compression_hook

@@ -1,0 +1,234 @@
+"""The recorder of a dry run: live bytes of tensors, operators, collectives, and waits of the host for the device.
+
+Bytes are counted by storage, from the operator that creates it until Python and autograd have released it. The layer
+of an operator is in the forward pass the innermost module that runs, in the backward pass the module that created the
+node of autograd's graph.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+
+import hpcbench
+from hpcbench.worker.measure import traffic_recorder
+from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
+
+_PACKAGE = Path(hpcbench.__file__).resolve().parent
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), traffic_recorder.__file__, "<")
+_PYTHON = str(Path(weakref.__file__).parent)
+"""Files there, and those of Python itself outside of ``site-packages``, are never the site of a wait."""
+
+
+_WRAPPERS = ("_fsdp_wrapped_module", "_fpw_module", "module", "chunks", "pipe", "partitions")
+"""Parts of the names of modules that strategies wrap around those of the model."""
+
+
+class DataDependentBranch(RuntimeError):
+    """The program branches on the value of a tensor, which a fake one does not have."""
+
+
+class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
+    """Records what this thread does with tensors, in its context. Counts are those since ``begin_step``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.peak_layer = ""
+        self.operators = 0
+        self.host_syncs = 0
+        self.host_sync_sites: dict[str, None] = {}
+        self.modelled: set[str] = set()
+        """Stand-ins that were used: see ``StepFigures``."""
+        self.layers = LayerMarks()
+        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._is_in_step = False
+
+    def begin_step(self) -> None:
+        """Count anew; the peak stays that of all steps."""
+        self.calls.clear()
+        self.layers.begin_step()
+        self.operators = self.host_syncs = 0
+        if not self._is_in_step:
+            self._is_in_step = True
+            self.peak_bytes, self.peak_layer = self.live_bytes, "setup"
+
+    def __enter__(self) -> Any:
+        self._original_resize = torch.UntypedStorage.resize_
+        recorder, original = self, self._original_resize
+
+        def resize(storage: Any, size: int) -> Any:
+            resized = original(storage, size)
+            recorder._follow_storage(storage)
+            return resized
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        self.layers.attach()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: object) -> None:
+        self.layers.detach()
+        torch.UntypedStorage.resize_ = self._original_resize  # type: ignore[method-assign]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "prim":
+            # A question after the device.
+            return func(*args, **(kwargs or {}))
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            # A sharded tensor: its own operators come here one by one.
+            return NotImplemented
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return self._read_value(args[0])
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(out, Tensor):
+            creates = self._follow(out)
+        else:
+            creates = max((self._follow(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)), default=False)
+        computes = func._schema.is_mutable or (creates and "empty" not in func.__name__)
+        if computes and func.namespace != "c10d":
+            self.operators += 1
+        return out
+
+    def host_sync(self, call: str) -> None:
+        """Count a wait of the host within a step, with the line that asks for it."""
+        if self._is_in_step:
+            self.host_syncs += 1
+            self.host_sync_sites[f"{calling_site()}: {call}"] = None
+
+    def _read_value(self, tensor: Tensor) -> Any:
+        """Return 1 instead of the value that a fake tensor does not have."""
+        self.host_sync("the host reads a value of a tensor")
+        if tensor.dtype == torch.bool:
+            raise DataDependentBranch(f"{calling_site()} branches on the value of a tensor, which a dry run has not")
+        self.modelled.add("host_values")
+        return 1.0 if tensor.is_floating_point() else 1
+
+    def _follow(self, tensor: Tensor) -> bool:
+        # Asking a fake tensor for its device would be another operator.
+        device = getattr(tensor, "fake_device", None) or tensor.device
+        return device.type != "meta" and self._follow_storage(tensor.untyped_storage())
+
+    def _follow_storage(self, storage: Any) -> bool:
+        """Count the bytes of ``storage``; return whether it is new."""
+        key, size = storage._cdata, storage.nbytes()
+        known = self._storages.get(key)
+        if known is not None and known[1] == size:
+            return False
+        reference = known[0] if known else weakref.ref(storage, partial(self._release, key))
+        self._storages[key] = (reference, size)
+        self.live_bytes += size - (known[1] if known else 0)
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes, self.peak_layer = self.live_bytes, self.layers.current()
+        return known is None
+
+    def _release(self, key: int, _reference: Any) -> None:
+        self.live_bytes -= self._storages.pop(key)[1]
+
+
+class LayerMarks:
+    """The layer whose operator runs now, by names that are registered before the modules are called."""
+
+    def __init__(self) -> None:
+        self.phase = "setup"
+        """The part of the step, where no module runs."""
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._running: list[str] = []
+        self._sequences: list[int] = []
+        """From each of these numbers on, the nodes of autograd's graph belong to the layer of the same index."""
+        self._layers: list[str] = []
+        self._handles: list[Any] = []
+
+    def name_modules(self, model: nn.Module) -> None:
+        """Register the names of the modules of ``model`` that have none yet."""
+        for path, module in model.named_modules():
+            name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
+            if name:
+                self._names.setdefault(module, name)
+
+    def attach(self) -> None:
+        """Watch the calls of all modules of the process."""
+        self._handles = [
+            module_hooks.register_module_forward_pre_hook(self._enter),
+            module_hooks.register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def detach(self) -> None:
+        """Undo ``attach``."""
+        for handle in self._handles:
+            handle.remove()
+
+    def begin_step(self) -> None:
+        """Forget what the last step's graph belonged to."""
+        self._running.clear()
+        self._sequences.clear()
+        self._layers.clear()
+
+    @contextmanager
+    def in_phase(self, name: str) -> Iterator[None]:
+        """A part of a step, as ``measure.clocks.PhaseMarker``."""
+        before, self.phase = self.phase, name
+        try:
+            yield
+        finally:
+            self.phase = before
+
+    def current(self) -> str:
+        """Return the layer whose operator runs now, or the phase if there is none."""
+        node = torch._C._current_autograd_node()
+        if node is not None and self._sequences:
+            # A recomputed block has modules that run within a node of autograd's graph.
+            if self._running and self._running[-1]:
+                return self._running[-1]
+            place = bisect_right(self._sequences, node._sequence_nr()) - 1
+            if place >= 0 and self._layers[place]:
+                return self._layers[place]
+        return self._running[-1] if self._running and self._running[-1] else self.phase
+
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        name = self._names.get(module) or (self._running[-1] if self._running else "")
+        self._running.append(name)
+        self._mark(name)
+
+    def _leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if self._running:
+            self._running.pop()
+        self._mark(self._running[-1] if self._running else "")
+
+    def _mark(self, name: str) -> None:
+        self._sequences.append(torch._C._autograd._get_sequence_nr())
+        self._layers.append(name)
+
+
+def calling_site() -> str:
+    """Return ``file:line`` of the innermost frame that is neither torch's nor the dry run's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        site = site_of_line(frame, frame.f_lineno)
+        if site is not None:
+            return site
+        frame = frame.f_back
+    return "unknown"
+
+
+def site_of_line(frame: FrameType, line: int) -> str | None:
+    """Return ``file:line`` of a frame, or ``None`` for a frame of torch, of Python itself or of the dry run."""
+    file = frame.f_code.co_filename
+    if file.startswith(_LIBRARIES) or (file.startswith(_PYTHON) and "site-packages" not in file):
+        return None
+    path = Path(file).resolve()
+    return f"{path.relative_to(_PACKAGE.parent) if path.is_relative_to(_PACKAGE) else path}:{line}"

@@ -1,0 +1,151 @@
+"""The command ``dry-run``: its document, its exit codes, and what it finds in a user's own model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from hpcbench.cli.dry_run_command import dry_run
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import ConfigError, WorkerError
+from hpcbench.forecast.dry_runs import step_key
+
+GIB = 2**30
+FIELDS = {
+    "config_id", "spec", "outcome", "reason", "peak_memory_bytes", "peak_layer", "operators", "collectives",
+    "host_syncs", "host_sync_sites", "modelled", "seconds",
+}  # fmt: skip
+MODEL = """
+import torch
+from torch import nn
+
+class Keeper(nn.Module):
+    floats = 4
+
+    def forward(self, x):
+        kept = torch.ones(self.floats, device=x.device)
+        return x + kept.mul(x.sum()).sum()
+
+class LargeKeeper(Keeper):
+    floats = 2**28
+
+class Reader(nn.Module):
+    def forward(self, x):
+        return x * x.mean().item()
+
+class Brancher(nn.Module):
+    def forward(self, x):
+        return x if x.mean() > 0 else -x
+
+class Chooser(nn.Module):
+    def forward(self, x):
+        return x[x[:, 0] > 0].sum() + x
+
+class Wrong(nn.Module):
+    def forward(self, x):
+        return x @ x
+
+class Copier(nn.Module):
+    def forward(self, x):
+        return x * x.new_tensor([2.0])
+
+def model(in_shape, outputs, block="Keeper"):
+    first = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU())
+    return nn.Sequential(first, globals()[block](), nn.Linear(256, outputs))
+"""
+BLOCKS = ["Keeper", "LargeKeeper", "Reader", "Brancher", "Chooser", "Wrong", "Copier"]
+
+
+def write_sweep(folder: Path, grid: str) -> str:
+    (folder / "mine.py").write_text(MODEL)
+    path = folder / "mine.toml"
+    path.write_text(
+        f'name = "mine"\nrepeats = 2\nmodel_folder = "."\n[fixed]\ndataset = "digits"\nbatch_size = 8\n[grid]\n{grid}\n'
+    )
+    return str(path)
+
+
+def invoke(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
+    done = CliRunner().invoke(dry_run, [*arguments, "--cluster", "local", "--json"], catch_exceptions=False)
+    return done.exit_code, json.loads(done.stdout)["dry_runs"]
+
+
+@pytest.fixture(scope="module")
+def own_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The dry run of a model with each of the blocks."""
+    grid = f'model = ["mine:model"]\nstrategy = ["single"]\nmodel_options = {{block = {json.dumps(BLOCKS)}}}'
+    code, dry_runs = invoke(write_sweep(tmp_path_factory.mktemp("own"), grid))
+    assert code == 1
+    assert len(dry_runs) == len(BLOCKS)
+    return dict(zip(BLOCKS, dry_runs, strict=True))
+
+
+def test_a_gibibyte_more_is_counted_and_its_layer_named(own_models: dict[str, dict[str, Any]]) -> None:
+    small, large = own_models["Keeper"], own_models["LargeKeeper"]
+    assert set(small) == FIELDS
+    assert small["outcome"] == large["outcome"] == "ok"
+    assert small["reason"] is None
+    # It and the product, which is as large, are alive together.
+    assert large["peak_memory_bytes"] - small["peak_memory_bytes"] == pytest.approx(2 * GIB, rel=0.001)
+    assert large["peak_layer"] == "1"
+
+
+def test_a_value_that_the_host_reads_is_a_wait_with_its_line(own_models: dict[str, dict[str, Any]]) -> None:
+    found = own_models["Reader"]
+    line = MODEL.splitlines().index("        return x * x.mean().item()") + 1
+    assert (found["outcome"], found["host_syncs"], found["modelled"]) == ("ok", 1, ["host_values"])
+    assert [site.partition(": ")[0].rpartition("/")[2] for site in found["host_sync_sites"]] == [f"mine.py:{line}"]
+
+
+@pytest.mark.parametrize(("block", "text"), [("Brancher", "if x.mean() > 0"), ("Chooser", "x[x[:, 0] > 0]")])
+def test_what_depends_on_values_is_not_called_fine(
+    own_models: dict[str, dict[str, Any]], block: str, text: str
+) -> None:
+    line = next(number for number, line in enumerate(MODEL.splitlines(), 1) if text in line)
+    assert own_models[block]["outcome"] == "not_fakeable"
+    assert f"mine.py:{line}" in own_models[block]["reason"]
+    assert own_models[block]["peak_memory_bytes"] is None
+
+
+def test_an_error_of_the_model_is_the_message_of_the_run(own_models: dict[str, dict[str, Any]]) -> None:
+    assert own_models["Wrong"]["outcome"] == "unsupported"
+    assert "RuntimeError" in own_models["Wrong"]["reason"]
+
+
+def test_where_and_a_share_of_equal_steps(tmp_path: Path) -> None:
+    grid = 'model = ["mine:model"]\nstrategy = ["single", "ddp"]\ntasks_per_node = [1, 2]\nlearning_rate = [0.1, 0.2]'
+    sweep = write_sweep(tmp_path, grid)
+    code, dry_runs = invoke(sweep, "--where", "strategy == 'ddp'")
+    assert code == 0
+    assert [one["spec"]["strategy"] for one in dry_runs] == ["ddp"] * 4
+    assert len({one["config_id"] for one in dry_runs}) == 4
+    assert all(one["modelled"] == ["reducer"] for one in dry_runs)
+    assert any(one["seconds"] == 0 for one in dry_runs)
+    with pytest.raises(ConfigError, match="satisfies"):
+        invoke(sweep, "--where", "batch_size == 7")
+
+
+def test_a_machine_without_torch_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = write_sweep(tmp_path, 'model = ["mine:model"]\nstrategy = ["single"]')
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho \"ModuleNotFoundError: No module named 'torch'\" >&2\nexit 1\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(WorkerError, match="pip install torch") as raised:
+        invoke(sweep)
+    assert raised.value.exit_code == 2
+
+
+def test_the_steps_of_replicas_that_share_nothing_are_equal() -> None:
+    ddp = RunSpec(model="vgg11", dataset="cifar10", strategy="ddp", batch_size=8, tasks_per_node=2, dp_degree=2)
+    larger = msgspec.structs.replace(ddp, nodes=4, tasks_per_node=4, dp_degree=16, learning_rate=1.0, seed=3)
+    assert step_key(ddp) == step_key(larger)
+    assert step_key(ddp) != step_key(msgspec.structs.replace(ddp, batch_size=16))
+    sharded = msgspec.structs.replace(ddp, strategy="fsdp")
+    assert step_key(sharded) != step_key(msgspec.structs.replace(larger, strategy="fsdp"))
