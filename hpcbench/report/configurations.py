@@ -91,10 +91,7 @@ def _single_launch_spread(grouped: pl.DataFrame) -> pl.DataFrame:
 
 
 def with_speedups(
-    rows: pl.DataFrame,
-    baseline: Condition | None = None,
-    scaling: Scaling = "weak",
-    carried: Sequence[str] = (),
+    rows: pl.DataFrame, baseline: Condition | None = None, scaling: Scaling = "weak", carried: Sequence[str] = ()
 ) -> pl.DataFrame:
     """Return ``rows`` of ``aggregate_launches`` with ``speedup`` and ``efficiency``, and bounds from the spreads.
 

@@ -225,10 +225,7 @@ def _format_percent(share: float) -> str:
 
 def calibration_view(calibration: Calibration) -> RenderableType:
     """The fitted numbers and the residuals of the fits, for a terminal."""
-    numbers = [
-        text_column("fitted", itemgetter(0)),
-        text_column("value", itemgetter(1), heading="", wraps=True),
-    ]
+    numbers = [text_column("fitted", itemgetter(0)), text_column("value", itemgetter(1), heading="", wraps=True)]
     fits = [
         text_column("fit", attrgetter("what")),
         Column("points", "points", attrgetter("points"), lambda fit: str(fit.points)),
