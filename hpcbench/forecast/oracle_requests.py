@@ -143,17 +143,13 @@ def collect_evidence(trees: Iterable[tuple[ClusterTree, Iterable[str]]]) -> tupl
                 result = tree.read_result(run_id)
                 if result is None or result.status != STATUS_OK:
                     continue
-                found.append(CalibrationRun(result, _cached_layer_table(result.spec, tables)))
+                spec = result.spec
+                request = LayerTableRequest(
+                    model=spec.model, dataset=spec.dataset, input_size=spec.input_size, model_options=spec.model_options
+                )
+                key = msgspec.json.encode(request)
+                tables[key] = tables.get(key) or load_layer_table(request)
+                found.append(CalibrationRun(result, tables[key]))
             except (HpcbenchError, msgspec.MsgspecError) as error:
                 problems.append(f"run {run_id} is left out: {error}")
     return found, problems
-
-
-def _cached_layer_table(spec: RunSpec, known: dict[bytes, LayerTable]) -> LayerTable:
-    request = LayerTableRequest(
-        model=spec.model, dataset=spec.dataset, input_size=spec.input_size, model_options=spec.model_options
-    )
-    key = msgspec.json.encode(request)
-    if key not in known:
-        known[key] = load_layer_table(request)
-    return known[key]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rich.text import Text
 
 from hpcbench.fileio import printable_excerpt, printable_text
-from hpcbench.report.phrases import pluralize
+from hpcbench.report.phrases import pluralize, three_digits
 from hpcbench.report.status_text import STATUS_STYLE
 from hpcbench.submit.run_state import ACTIVE_STATES
 from hpcbench.submit.watcher import ArraySnapshot, SweepSnapshot, TimedRun
@@ -312,8 +312,8 @@ def _estimate_lines(snapshot: SweepSnapshot) -> Iterator[str]:
     rate, node_hours = runs_per_hour(snapshot), estimate_node_hours(snapshot)
     parts = [f"{rate[0]:.{0 if rate[0] >= 10 else 1}f} runs an hour over the last {rate[1]}"] if rate else []
     if node_hours.used or node_hours.left:
-        left = f", about {_format_number(node_hours.left)} left" if node_hours.left is not None else ""
-        parts.append(f"{_format_number(node_hours.used)} node-hours in runs{left}")
+        left = f", about {three_digits(node_hours.left)} left" if node_hours.left is not None else ""
+        parts.append(f"{three_digits(node_hours.used)} node-hours in runs{left}")
     if parts:
         yield "; ".join(parts)
 
@@ -351,7 +351,3 @@ def _format_rounded_duration(seconds: float) -> str:
 def _format_clock(unix_s: float, ahead_s: float) -> str:
     """The local time to the minute; with the date if it is a day or more ahead."""
     return time.strftime("%m-%d %H:%M" if ahead_s >= 86400 else "%H:%M", time.localtime(unix_s))
-
-
-def _format_number(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

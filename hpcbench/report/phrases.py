@@ -25,6 +25,17 @@ def or_empty(value: object) -> str:
     return "" if value is None else str(value)
 
 
+def count_span(counts: Sequence[int]) -> str:
+    """``3``, ``2 to 5``: the range of those above one, which are in order."""
+    several = [count for count in counts if count > 1]
+    return str(several[0]) if several[0] == several[-1] else f"{several[0]} to {several[-1]}"
+
+
+def three_digits(value: float) -> str:
+    """``123``, ``12.3``, ``1.23``, ``0.12``."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
 def status_counts(statuses: Iterable[str]) -> str:
     """``1 failed, 2 oom``, by name."""
     return ", ".join(f"{count} {printable_excerpt(status)}" for status, count in sorted(Counter(statuses).items()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ class TableRequest:
 
     @property
     def keys(self) -> list[str]:
-        return [*self.by, *([self.pivot] if self.pivot else [])]
+        return list(filter(None, (*self.by, self.pivot)))
 
     @property
     def speedups(self) -> bool:
@@ -63,14 +63,11 @@ class TableRequest:
 
 def with_defaults(request: TableRequest) -> TableRequest:
     """Return ``request`` with defaults: scaling over devices, or throughput and step time by strategy."""
-    if request.scaling and not request.pivot:
-        request = replace(request, pivot="devices")
-    if request.scaling and not request.metrics:
-        request = replace(request, metrics=(configurations.THROUGHPUT, "speedup", "efficiency"))
-    if not request.metrics:
-        request = replace(request, metrics=("metrics.step_time_s.median", configurations.THROUGHPUT))
-    if not request.by:
-        request = replace(request, by=("devices",) if request.pivot == "spec.strategy" else ("spec.strategy",))
+    scaled = (configurations.THROUGHPUT, "speedup", "efficiency")
+    metrics = request.metrics or (scaled if request.scaling else (configurations.STEP_TIME, configurations.THROUGHPUT))
+    pivot = request.pivot or ("devices" if request.scaling else None)
+    by = request.by or (("devices",) if pivot == "spec.strategy" else ("spec.strategy",))
+    request = replace(request, by=by, pivot=pivot, metrics=metrics)
     if request.pivot in request.by:
         raise ConfigError(
             f"--by and --pivot name the same: {column_names.short_name(request.pivot)}", hint="keep one of them"
@@ -238,27 +235,34 @@ def _key_columns(request: TableRequest) -> list[Column]:
     ]
 
 
-def _key_texts(request: TableRequest, key: _Key) -> list[str]:
-    return [format_value(name, part) for name, part in zip(request.by, key, strict=True)]
-
-
 def _flat_view(cells: list[_Cell], request: TableRequest, failed: dict[_Key, str], footnotes: WarningFootnotes) -> View:
     """One row per key; ``-`` and the status where all runs failed."""
     columns = [*_key_columns(request), *(Column(name, column_heading(name)) for name in request.metrics)]
     view = View("", [*columns, Column("launches", "launches", optional=True)], [], [])
     by_key = {tuple(cell.row[name] for name in request.by): cell for cell in cells}
     for key in _sorted_keys([*by_key, *failed]):
-        if key in by_key:
-            row = by_key[key].row
-            first, *others = (_cell_text(name, row) for name in request.metrics)
-            texts = [f"{first} {footnotes.marks(by_key[key])}".rstrip(), *others, str(row["launches"])]
-            figures = [*(row[name] for name in request.metrics), row["launches"]]
-        else:
-            texts = [f"- {failed[key]}", *("" for _ in request.metrics)]
-            figures = [*(None for _ in request.metrics), 0]
-        view.raw.append([*key, *figures])
-        view.cells.append([*_key_texts(request, key), *texts])
+        cell, (first, *others) = by_key.get(key), request.metrics
+        entries = [_entry(cell, first, footnotes, failed.get(key)), *(_entry(cell, name) for name in others)]
+        entries.append((cell.row["launches"], str(cell.row["launches"])) if cell else (0, ""))
+        _append_line(view, request, key, [], entries)
     return view
+
+
+def _entry(
+    cell: _Cell | None, metric: str, footnotes: WarningFootnotes | None = None, status: str | None = None
+) -> tuple[Any, str]:
+    """Figure and text of ``metric``: with marks if ``footnotes`` are given, ``-`` and the status without a cell."""
+    if cell is None:
+        return None, f"- {status}" if status else ""
+    return cell.row[metric], f"{_cell_text(metric, cell.row)} {footnotes.marks(cell) if footnotes else ''}".rstrip()
+
+
+def _append_line(
+    view: View, request: TableRequest, key: _Key, names: list[str], entries: Sequence[tuple[Any, str]]
+) -> None:
+    keys = [format_value(name, part) for name, part in zip(request.by, key, strict=True)]
+    view.raw.append([*key, *names, *(figure for figure, _ in entries)])
+    view.cells.append([*keys, *names, *(text for _, text in entries)])
 
 
 def _pivoted_view(
@@ -283,22 +287,14 @@ def _pivoted_view(
     ]
     view = View("", columns, [], [])
     for key in _sorted_keys([key[:-1] for key in (*by_key, *failed)]):
-        across = [by_key.get((*key, value)) for value in values]
-        statuses = [failed.get((*key, value)) for value in values]
+        across = [(by_key.get((*key, value)), failed.get((*key, value))) for value in values]
         # The first line of a cell has its marks.
-        marks = [f" {footnotes.marks(cell)}".rstrip() if cell else "" for cell in across]
+        marks: WarningFootnotes | None = footnotes
         for metric in request.metrics:
-            figures = [cell.row[metric] if cell else None for cell in across]
-            if metric in column_names.COMPUTED_COLUMNS and not any(figure is not None for figure in figures):
-                continue
-            texts = [
-                _cell_text(metric, cell.row) + mark if cell else f"- {status}" if status else ""
-                for cell, mark, status in zip(across, marks, statuses, strict=True)
-            ]
-            marks = [""] * len(marks)
-            name = [column_heading(metric)] if several else []
-            view.raw.append([*key, *name, *figures])
-            view.cells.append([*_key_texts(request, key), *name, *texts])
+            entries = [_entry(cell, metric, marks, status) for cell, status in across]
+            if metric not in column_names.COMPUTED_COLUMNS or any(figure is not None for figure, _ in entries):
+                marks = None
+                _append_line(view, request, key, [column_heading(metric)] if several else [], entries)
     return view
 
 
@@ -344,8 +340,9 @@ def _sorted_view(view: View, by: str | None) -> View:
         hint = did_you_mean(name, [column_names.short_name(choice) for choice in names])
         raise ConfigError(f"--sort {name}: no column of this table", hint=hint)
     number = names.index(column)
-    present = [row for row in range(len(view.raw)) if view.raw[row][number] is not None]
-    present.sort(key=lambda row: _sort_key(view.raw[row][number]), reverse=by.startswith("-"))
-    order = [*present, *(row for row in range(len(view.raw)) if view.raw[row][number] is None)]
-    view.raw, view.cells = [view.raw[row] for row in order], [view.cells[row] for row in order]
+    lines = list(zip(view.raw, view.cells, strict=True))
+    present = [line for line in lines if line[0][number] is not None]
+    present.sort(key=lambda line: _sort_key(line[0][number]), reverse=by.startswith("-"))
+    present += [line for line in lines if line[0][number] is None]
+    view.raw, view.cells = [raw for raw, _ in present], [cells for _, cells in present]
     return view

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from operator import attrgetter
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -154,11 +155,10 @@ def _arrays_view(plan: SweepPlan, groups: list[JobGroup], plan_forecast: PlanFor
 
     columns = [
         Column("runs", "runs", lambda group: len(group.run_ids)),
-        Column("jobs", "jobs", lambda group: group.jobs),
-        Column("nodes", "nodes", lambda group: group.shape.nodes),
-        Column("ranks", "ranks", lambda group: group.shape.ranks),
-        Column("time_limit_s", "run limit", lambda group: group.shape.time_limit_s, compact_heading="run\nlimit"),
-        Column("limit_s", "job limit", lambda group: group.limit_s, compact_heading="job\nlimit"),
+        Column("jobs", "jobs", attrgetter("jobs")),
+        *(Column(name, name, attrgetter(f"shape.{name}")) for name in ("nodes", "ranks")),
+        Column("time_limit_s", "run limit", attrgetter("shape.time_limit_s"), compact_heading="run\nlimit"),
+        Column("limit_s", "job limit", attrgetter("limit_s"), compact_heading="job\nlimit"),
         Column("node_hours", "node-h", lambda group: group.node_hours, lambda group: f"{group.node_hours:.2f}"),
         text_column("partition", lambda group: group.shape.partition or "default", compact_heading="parti-\ntion"),
         text_column("strategies", lambda group: _strategy_counts(plan, group), wraps=True),

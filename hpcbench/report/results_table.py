@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from hpcbench.config.run_spec import PARAMETER_DEFAULTS, RunSpec, run_label, spec_document, strategy_label
 from hpcbench.fileio import printable_excerpt
-from hpcbench.report.phrases import or_empty
+from hpcbench.report.phrases import count_span, or_empty, three_digits
 from hpcbench.report.table_model import Column, View, WarningFootnotes, text_column
 from hpcbench.results.frame import encode_sorted_json
 from hpcbench.results.schema import STATUS_OK
@@ -109,20 +109,10 @@ def split_parameters(specs: list[RunSpec]) -> tuple[list[str], str]:
     values = {name: [getattr(spec, name) for spec in specs] for name in names}
     varying = [name for name in names if any(value != values[name][0] for value in values[name])]
     always = ("model", "dataset", "strategy", "batch_size", "precision")
-    shared = [
-        f"{name} {values[name][0]}"
-        for name in names
-        if specs
-        and name not in varying
-        and name not in _ALWAYS_COLUMNS
-        and (name in always or _differs_from_default(specs[0], name))
-    ]
+    alike = [name for name in names if specs and name not in varying and name not in _ALWAYS_COLUMNS]
+    set_names = [name for name in alike if values[name][0] and values[name][0] != PARAMETER_DEFAULTS.get(name)]
+    shared = [f"{name} {values[name][0]}" for name in alike if name in always or name in set_names]
     return [name for name in varying if name not in _ALWAYS_COLUMNS], printable_excerpt(", ".join(shared))
-
-
-def _differs_from_default(spec: RunSpec, name: str) -> bool:
-    value = getattr(spec, name)
-    return bool(value) and value != PARAMETER_DEFAULTS.get(name)
 
 
 class IdentifiedRow(Protocol):
@@ -144,30 +134,26 @@ def identity_columns(rows: Sequence[IdentifiedRow], varying: Iterable[str]) -> l
     ]
     if len({row.cluster for row in rows}) > 1:
         columns.insert(0, text_column("cluster", lambda row: row.cluster, is_key=True, folds=True))
-    for name in varying:
-        heading = _PARAMETER_HEADINGS.get(name)
-        columns.append(text_column(
-            heading or name, _parameter_cell(name), is_key=True, is_number=heading is not None, folds=heading is None,
-        ))  # fmt: skip
-    return columns
+    return [*columns, *map(_parameter_key_column, varying)]
+
+
+def _parameter_key_column(name: str) -> Column:
+    heading = _PARAMETER_HEADINGS.get(name)
+    return text_column(
+        heading or name, lambda row: parameter_text(getattr(row.spec, name, None)), is_key=True,
+        is_number=heading is not None, folds=heading is None,
+    )  # fmt: skip
 
 
 _PARAMETER_HEADINGS = {
-    "batch_size": "batch",
-    "micro_batches": "micro-batches",
-    "input_size": "size",
-    "learning_rate": "lr",
-}
+    "batch_size": "batch", "micro_batches": "micro-batches", "input_size": "size", "learning_rate": "lr",
+}  # fmt: skip
 
 
 def _ranks_cell(row: IdentifiedRow) -> str:
     if row.spec is None:
         return ""
     return str(row.spec.ranks) if row.spec.nodes == 1 else f"{row.spec.nodes}x{row.spec.tasks_per_node}"
-
-
-def _parameter_cell(name: str) -> Callable[[IdentifiedRow], str]:
-    return lambda row: parameter_text(getattr(row.spec, name, None))
 
 
 def parameter_text(value: Any) -> str:
@@ -189,10 +175,10 @@ def _metric_columns(rows: list[ResultRow]) -> list[Column]:
         columns.append(text_column("eff.", lambda row: f"{row.efficiency:.0%}" if row.efficiency else ""))
     if any(row.mfu is not None for row in rows):
         columns.append(text_column("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""))
-    columns.append(
-        text_column("memory", lambda row: format_bytes(row.peak_memory_bytes) if row.peak_memory_bytes else "")
-    )
-    columns.append(text_column("loss", _loss_cell))
+    columns += [
+        text_column("memory", lambda row: format_bytes(row.peak_memory_bytes) if row.peak_memory_bytes else ""),
+        text_column("loss", _loss_cell),
+    ]
     columns = [replace(column, is_number=True) for column in columns]
     if any(row.verified is not None for row in rows):
         verified = {None: "", True: "yes", False: "no"}
@@ -209,8 +195,7 @@ def _step_time_cell(row: ResultRow) -> str:
 
 
 def _format_ms(seconds: float) -> str:
-    value = seconds * 1e3
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+    return three_digits(seconds * 1e3)
 
 
 def _loss_cell(row: ResultRow) -> str:
@@ -225,9 +210,7 @@ def _table_notes(rows: list[ResultRow]) -> list[str]:
     launches = sorted({row.launches for row in rows if row.step_time_s is not None})
     spreads = ["95 % block bootstrap of the median over the steps of one launch"] if 1 in launches[:1] else []
     if launches and launches[-1] > 1:
-        several = [count for count in launches if count > 1]
-        counts = str(several[0]) if len(several) == 1 else f"{several[0]} to {several[-1]}"
-        spreads.append(f"min and max of the medians of {counts} launches")
+        spreads.append(f"min and max of the medians of {count_span(launches)} launches")
     if spreads:
         notes.append(f"spread: {'; '.join(spreads)}")
     if any(row.speedup for row in rows):

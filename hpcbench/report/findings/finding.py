@@ -154,32 +154,30 @@ class ConfigurationLaunches:
         )  # fmt: skip
 
 
+Configurations = list[ConfigurationLaunches]
+
+
 def evidence_of(rows: Iterable[ConfigurationLaunches], most: int = 50) -> tuple[EvidenceRow, ...]:
     """The evidence of the first ``most`` configurations."""
     return tuple(row.evidence() for row in list(rows)[:most])
 
 
-def configurations_of(
-    frame: pl.DataFrame, where: Condition | None = None
-) -> tuple[list[ConfigurationLaunches], list[ConfigurationLaunches]]:
+def configurations_of(frame: pl.DataFrame, where: Condition | None = None) -> tuple[Configurations, Configurations]:
     """Return the configurations of a results frame that satisfy ``where``, and runs whose file is broken.
 
     Efficiency is always relative to one device: runs that ``where`` leaves out can still be a baseline.
     """
     launches = frame.filter((pl.col("status") == STATUS_OK) & (pl.col(THROUGHPUT) > 0))
-    rates = launches.group_by(CONFIGURATION_KEYS, maintain_order=True).agg(pl.col(THROUGHPUT).alias("_rates"))
-    rows = aggregate_launches(frame).join(
-        rates, on=list(CONFIGURATION_KEYS), how="left", nulls_equal=True, maintain_order="left"
-    )
+    keys = list(CONFIGURATION_KEYS)
+    rates = launches.group_by(keys, maintain_order=True).agg(pl.col(THROUGHPUT).alias("_rates"))
+    rows = aggregate_launches(frame).join(rates, on=keys, how="left", nulls_equal=True, maintain_order="left")
     rows = with_speedups(rows, carried=("_rates", "devices", "environment_digest"))
     readable = rows.filter(pl.col("status") != STATUS_BROKEN)
     broken = rows.filter(pl.col("status") == STATUS_BROKEN)
     if where is not None:
         readable, broken = readable.filter(where.mask(readable)), rows.clear()
-    return (
-        [_configuration_launches(row) for row in readable.iter_rows(named=True)],
-        [_configuration_launches(row) for row in broken.iter_rows(named=True)],
-    )
+    first, second = (list(map(_configuration_launches, rows.iter_rows(named=True))) for rows in (readable, broken))
+    return first, second
 
 
 _UNKNOWN_SPEC = RunSpec(model="", dataset="", strategy="?", batch_size=1)
@@ -208,7 +206,7 @@ def _configuration_launches(row: dict[str, Any]) -> ConfigurationLaunches:
 
 ClusterWorkload = tuple[str, tuple[Any, ...]]
 """A cluster and a workload: strategies compete within it, scale by scale."""
-WorkloadTable = dict[ClusterWorkload, dict[RunScale, list[ConfigurationLaunches]]]
+WorkloadTable = dict[ClusterWorkload, dict[RunScale, Configurations]]
 
 
 def group_by_workload(rows: Iterable[ConfigurationLaunches]) -> WorkloadTable:

@@ -9,6 +9,7 @@ from hpcbench.fileio import printable_excerpt
 from hpcbench.report.findings.finding import (
     OBSERVED,
     ConfigurationLaunches,
+    Configurations,
     Finding,
     SubjectNames,
     WorkloadTable,
@@ -23,7 +24,7 @@ SPREAD_THRESHOLD = 1.1
 """A finding reports launches of one configuration whose throughputs differ by more than this factor."""
 
 
-def data_quality_findings(rows: list[ConfigurationLaunches]) -> list[Finding]:
+def data_quality_findings(rows: Configurations) -> list[Finding]:
     """Warnings by kind, configurations whose launches differ widely, clusters with several environments."""
     return [
         *_warning_findings(rows),
@@ -55,7 +56,7 @@ def unfinished_findings(sweeps: Sequence[UnfinishedSweep]) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _warning_findings(rows: list[ConfigurationLaunches]) -> list[Finding]:
+def _warning_findings(rows: Configurations) -> list[Finding]:
     kinds = sorted(group_warnings(rows).items(), key=lambda item: (-len(item[1]), item[0]))
     return [
         Finding(
@@ -68,7 +69,7 @@ def _warning_findings(rows: list[ConfigurationLaunches]) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _spread_findings(rows: list[ConfigurationLaunches]) -> list[Finding]:
+def _spread_findings(rows: Configurations) -> list[Finding]:
     spreads = [(max(row.rates) / min(row.rates), row) for row in rows if len(row.rates) > 1]
     wide = sorted((entry for entry in spreads if entry[0] > SPREAD_THRESHOLD), key=lambda entry: -entry[0])
     if not wide:
@@ -81,8 +82,8 @@ def _spread_findings(rows: list[ConfigurationLaunches]) -> list[Finding]:
     )]  # fmt: skip
 
 
-def _environment_findings(rows: list[ConfigurationLaunches]) -> list[Finding]:
-    by_cluster: dict[str, dict[str, list[ConfigurationLaunches]]] = {}
+def _environment_findings(rows: Configurations) -> list[Finding]:
+    by_cluster: dict[str, dict[str, Configurations]] = {}
     digests: dict[str, set[str | None]] = {}
     for row in rows:
         digests.setdefault(row.config_id, set()).add(row.environment_digest)
@@ -101,7 +102,7 @@ def _environment_findings(rows: list[ConfigurationLaunches]) -> list[Finding]:
     ]  # fmt: skip
 
 
-def _single_launch_findings(rows: list[ConfigurationLaunches]) -> list[Finding]:
+def _single_launch_findings(rows: Configurations) -> list[Finding]:
     single = [row for row in rows if len(row.rates) == 1]
     if not single:
         return []
@@ -132,9 +133,7 @@ def memory_findings(table: WorkloadTable, subjects: SubjectNames) -> list[Findin
     return findings
 
 
-def _memory_text(
-    rows: list[ConfigurationLaunches], same_batch: list[ConfigurationLaunches], failed: list[str], batch_size: int
-) -> str:
+def _memory_text(rows: Configurations, same_batch: Configurations, failed: list[str], batch_size: int) -> str:
     fitting: dict[str, ConfigurationLaunches] = {}
     for row in sorted((row for row in same_batch if row.is_ok), key=lambda row: row.peak_memory_bytes or 0):
         fitting.setdefault(row.label, row)
@@ -157,9 +156,9 @@ def _memory_text(
     return f"{text}; the largest batch that fits is {largest.spec.batch_size}, with {largest.label}"
 
 
-def failure_findings(rows: list[ConfigurationLaunches], broken: list[ConfigurationLaunches]) -> list[Finding]:
+def failure_findings(rows: Configurations, broken: Configurations) -> list[Finding]:
     """Runs that failed, timed out, were stopped or cannot be read, by their messages; the most frequent first."""
-    causes: dict[tuple[str, str, str], list[ConfigurationLaunches]] = {}
+    causes: dict[tuple[str, str, str], Configurations] = {}
     for row in [*(row for row in rows if row.status not in _NO_FAILURE), *broken]:
         kind, message, _ = row.failure
         causes.setdefault((row.status, kind, message_pattern(_first_line(message))), []).append(row)
@@ -167,7 +166,7 @@ def failure_findings(rows: list[ConfigurationLaunches], broken: list[Configurati
     return [_cause_finding(status, kind, failed) for (status, kind, _), failed in ordered]
 
 
-def _cause_finding(status: str, kind: str, failed: list[ConfigurationLaunches]) -> Finding:
+def _cause_finding(status: str, kind: str, failed: Configurations) -> Finding:
     _, message, hint = failed[0].failure
     is_broken = status == STATUS_BROKEN
     # A status in a file may be any text.

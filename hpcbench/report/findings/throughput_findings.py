@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from hpcbench.fileio import printable_excerpt
 from hpcbench.report.findings.finding import (
     OBSERVED,
     ConfigurationLaunches,
+    Configurations,
     Finding,
     RunScale,
     SubjectNames,
@@ -52,9 +53,7 @@ def fastest_findings(table: WorkloadTable, subjects: SubjectNames) -> list[Findi
     ]
 
 
-def _rivals_in_same_environment(
-    ranking: list[ConfigurationLaunches], rows: list[ConfigurationLaunches]
-) -> list[ConfigurationLaunches]:
+def _rivals_in_same_environment(ranking: Configurations, rows: Configurations) -> Configurations:
     """``ranking`` with its rivals in the winner's environment if they were measured there too."""
     winner = ranking[0]
     same = [row for row in rows if row.environment_digest == winner.environment_digest]
@@ -63,18 +62,16 @@ def _rivals_in_same_environment(
     return [winner, *sorted(rivals, key=lambda row: row.rate or 0, reverse=True)]
 
 
-def _winner_test(
-    winner: ConfigurationLaunches, rivals: Sequence[ConfigurationLaunches], rows: list[ConfigurationLaunches]
-) -> WinnerTest:
+def _winner_test(winner: ConfigurationLaunches, rivals: Configurations, rows: Configurations) -> WinnerTest:
     return WinnerTest(winner.rates, [rival.rates for rival in rivals], count_configurations(winner, rows))
 
 
-def count_configurations(best: ConfigurationLaunches, rows: list[ConfigurationLaunches]) -> int:
+def count_configurations(best: ConfigurationLaunches, rows: Configurations) -> int:
     """Return the number of configurations of its strategy among which ``best`` has the highest throughput."""
     return sum(row.is_ok and row.label == best.label for row in rows)
 
 
-def _demote_across_environments(ranking: list[ConfigurationLaunches], verdict: WinnerVerdict) -> WinnerVerdict:
+def _demote_across_environments(ranking: Configurations, verdict: WinnerVerdict) -> WinnerVerdict:
     """Inconclusive if the difference may be due to the environment."""
     digest = ranking[0].environment_digest
     others = [row.label for row in ranking[1:] if row.environment_digest != digest]
@@ -84,7 +81,7 @@ def _demote_across_environments(ranking: list[ConfigurationLaunches], verdict: W
     return replace(verdict, sure=INCONCLUSIVE, why=why, settle="measure all strategies in one environment")
 
 
-def _only_strategy_finding(subject: str, only: ConfigurationLaunches, rows: list[ConfigurationLaunches]) -> Finding:
+def _only_strategy_finding(subject: str, only: ConfigurationLaunches, rows: Configurations) -> Finding:
     """A single strategy has a throughput: no other was measured, or the others did not end well."""
     failed = [row for row in rows if not row.is_ok and row.label != only.label]
     others = list(dict.fromkeys(f"{row.label} ({_end_text(row)})" for row in failed))
@@ -107,9 +104,7 @@ _STOPPED_STATUSES = frozenset({"cancelled", "preempted"})
 """Ends for reasons outside of the strategy."""
 
 
-def _fastest_finding(
-    subject: str, ranking: list[ConfigurationLaunches], rows: list[ConfigurationLaunches], verdict: WinnerVerdict
-) -> Finding:
+def _fastest_finding(subject: str, ranking: Configurations, rows: Configurations, verdict: WinnerVerdict) -> Finding:
     first, second, *_ = ranking
     lead = format_ratio_percent(verdict.ratio or 1)
     if verdict.ratio_low is not None and verdict.ratio_high is not None:
@@ -127,7 +122,7 @@ def _fastest_finding(
     )  # fmt: skip
 
 
-def _caveats(compared: list[ConfigurationLaunches], rows: list[ConfigurationLaunches]) -> tuple[str, ...]:
+def _caveats(compared: Configurations, rows: Configurations) -> tuple[str, ...]:
     """Unequal batches, launches that did not end well, and warnings of the compared configurations."""
     first, *rest = compared
     caveats = [
@@ -153,7 +148,7 @@ class _CrossoverSide(NamedTuple):
     scale: RunScale
     winner: ConfigurationLaunches
     rival: ConfigurationLaunches | None
-    rows: list[ConfigurationLaunches]
+    rows: Configurations
 
 
 def crossover_findings(table: WorkloadTable, subjects: SubjectNames) -> list[Finding]:
@@ -184,7 +179,7 @@ def crossover_findings(table: WorkloadTable, subjects: SubjectNames) -> list[Fin
     ]  # fmt: skip
 
 
-def _find_strategy(ranking: list[ConfigurationLaunches], other: ConfigurationLaunches) -> ConfigurationLaunches | None:
+def _find_strategy(ranking: Configurations, other: ConfigurationLaunches) -> ConfigurationLaunches | None:
     """The same strategy as ``other``'s in ``ranking``; of a hybrid with any degrees."""
     exact = [row for row in ranking if row.label == other.label]
     return next(iter(exact or [row for row in ranking if row.spec.strategy == other.spec.strategy]), None)
@@ -230,9 +225,9 @@ def efficiency_findings(table: WorkloadTable, subjects: SubjectNames, bound: flo
     return findings + _missing_baseline_findings(table, subjects)
 
 
-def _lines_over_scales(scales: Iterable[list[ConfigurationLaunches]]) -> list[list[ConfigurationLaunches]]:
+def _lines_over_scales(scales: Iterable[Configurations]) -> list[Configurations]:
     """The best configuration per scale of each strategy that has a baseline, by name of the strategy."""
-    lines: dict[str, list[ConfigurationLaunches]] = {}
+    lines: dict[str, Configurations] = {}
     for rows in scales:
         # Hybrids of one strategy with other degrees are one line over scales.
         for row in best_per_strategy(rows):
@@ -244,7 +239,7 @@ def _lines_over_scales(scales: Iterable[list[ConfigurationLaunches]]) -> list[li
     return [line for _, line in sorted(lines.items()) if line]
 
 
-def _bound_test(row: ConfigurationLaunches, bound: float, rows: list[ConfigurationLaunches]) -> WinnerTest:
+def _bound_test(row: ConfigurationLaunches, bound: float, rows: Configurations) -> WinnerTest:
     """The measured throughput against the one at ``bound``; the larger one first."""
     factor = bound * row.scale.devices / (row.baseline_devices or 1)
     required = [rate * factor for rate in row.baseline_rates]
@@ -255,7 +250,7 @@ def _bound_test(row: ConfigurationLaunches, bound: float, rows: list[Configurati
 
 
 def _efficiency_finding(
-    subject: str, row: ConfigurationLaunches, line: list[ConfigurationLaunches], verdict: WinnerVerdict, bound: float
+    subject: str, row: ConfigurationLaunches, line: Configurations, verdict: WinnerVerdict, bound: float
 ) -> Finding:
     if row.baseline_environment != row.environment_digest:
         why = "the run on one device was measured in another environment"

@@ -93,10 +93,7 @@ def _line_chart(chart: LineChart, frame: polars.DataFrame) -> tuple[Any, list[Ro
     if CROSSOVER in roles:
         layers.append(rows_of(CROSSOVER).mark_point(shape="circle", size=260, filled=False, color="#000000"))
     layered = alt.layer(*layers).resolve_legend(strokeDash="independent")
-    rows = []
-    for row in frame.iter_rows(named=True):
-        units = {name: chart.y.shown(row[name]) for name in ("y", "low", "high")} | {"x": chart.x.shown(row["x"])}
-        rows.append(_without_nulls({**row, **units}))
+    rows = _rows_in_units(frame, x=chart.x, y=chart.y, low=chart.y, high=chart.y)
     panels = frame["panel"].unique(maintain_order=True).to_list()
     if len(panels) < 2:
         return layered.properties(width=_LINE_WIDTH_PX, height=_LINE_HEIGHT_PX, data=_ROWS), [rows]
@@ -169,9 +166,7 @@ def _box_chart(chart: BoxChart, frame: polars.DataFrame) -> tuple[Any, list[Rows
         layers.append(median.encode(x=x("median"), color=colour))
     note = missing.mark_text(align="left", fontSize=12, x=4)
     layers.append(note.encode(text="note:N", color=alt.value("#000000")))
-    rows = []
-    for row in frame.iter_rows(named=True):
-        rows.append(_without_nulls({**row, **{name: chart.x.shown(row[name]) for name in BOX_NUMBERS}}))
+    rows = _rows_in_units(frame, **dict.fromkeys(BOX_NUMBERS, chart.x))
     roles = set(frame["role"])
     used = [layer for layer in layers if layer.transform[0].filter.equal in roles]
     return _row_panels(alt.layer(*used), frame), [rows]
@@ -285,8 +280,10 @@ def _row_panels(layered: Any, frame: polars.DataFrame) -> Any:
     return faceted.resolve_scale(y="independent")
 
 
-def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if value is not None}
+def _rows_in_units(frame: polars.DataFrame, **axes: PlotAxis) -> Rows:
+    """The rows of ``frame`` without nulls, the columns named in ``axes`` in the unit of their axis."""
+    rows = [row | {name: axis.shown(row[name]) for name, axis in axes.items()} for row in frame.iter_rows(named=True)]
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
 _CHART_BUILDERS: dict[type, Callable[[Any, polars.DataFrame], tuple[Any, list[Rows]]]] = {

@@ -10,7 +10,7 @@ import polars as pl
 from rich.text import Text
 
 from hpcbench.report.column_names import short_name
-from hpcbench.report.phrases import pluralize
+from hpcbench.report.phrases import count_span, pluralize
 from hpcbench.report.plots.theme import column_values
 from hpcbench.results.schema import RunResult
 
@@ -91,10 +91,8 @@ def whisker_notes(rows: pl.DataFrame, more: str = "") -> list[str]:
     given = rows.filter(rows["low"].is_not_null())
     counts = sorted({int(count) for count in given["launches"].to_list()})
     kinds = ["95 % of the median within one launch"] if counts[:1] == [1] else []
-    several = [count for count in counts if count > 1]
-    if several:
-        span = str(several[0]) if len(several) == 1 else f"{several[0]} to {several[-1]}"
-        kinds.append(f"least and most of {span} launches")
+    if counts and counts[-1] > 1:
+        kinds.append(f"least and most of {count_span(counts)} launches")
     return [f"whiskers: {'; '.join([*kinds, *([more] if more else [])])}"] if kinds else ["no intervals"]
 
 
