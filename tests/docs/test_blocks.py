@@ -44,7 +44,11 @@ FOLLOWED = {
 }
 """Pages that a test of their own follows from top to bottom."""
 PLACEHOLDERS = {"SWEEP": "quickstart", "C": "my-cluster", "FILE": "bands.toml"}
-SMALLER = {"data make": ["--samples", "2", "--workers", "1"], "doctor": ["--no-job"]}
+SMALLER = {
+    "run --model": ["--dataset", "digits", "--batch-size", "2", "--set", "steps=1", "--set", "warmup_steps=0"],
+    "data make": ["--samples", "2", "--workers", "1"],
+    "doctor": ["--no-job"],
+}
 """What is added to commands that would write gigabytes, or wait for a node."""
 DONE = (("quickstart", "local"), ("quickstart", "my-cluster"), ("spread", "local"))
 """Sweeps and clusters whose runs have all ended."""
