@@ -37,8 +37,8 @@ from benchmarks.oracle.gpu_tables import (
 from hpcbench.oracle import transformer
 from hpcbench.oracle.transformer.machines import (
     FittedMachine,
-    MachineRates,
     fitted_machine,
+    fitted_machines,
     interval_class,
     machine_file,
     predict_step,
@@ -82,9 +82,9 @@ def error_bounds(rows: Sequence[PublishedRow], predicted: Array) -> tuple[dict[s
     return low, high
 
 
-def fits_threshold(factors: MemoryTerms) -> float:
+def fits_threshold(factors: MemoryTerms, models: frozenset[str] | None = None) -> float:
     """Return the reserved memory that best separates the runs that fit from those that did not."""
-    rows, _ = read_rows(FITS_FIT)
+    rows = [row for row in read_rows(FITS_FIT)[0] if models is None or row.shape.name in models]
     outcome = read_outcomes(FITS_FIT)
     peaks = np.array([fullest_gib(row, factors) for row in rows])
     fits = np.array([outcome[row.id] for row in rows])
@@ -111,22 +111,6 @@ def fits_threshold(factors: MemoryTerms) -> float:
 def fullest_gib(row: PublishedRow, factors: MemoryTerms) -> float:
     """Return the reserved memory of the fullest rank."""
     return max(reserved_gib(terms, factors) for terms in stage_memory_terms(row.shape, row.layout))
-
-
-def median_rates(rows: Sequence[PublishedRow]) -> list[MachineRates]:
-    """Return the median rates that runs measured, by number of GPUs."""
-    result = []
-    for gpus in sorted({row.layout.gpus for row in rows if row.rates}):
-        rates = [row.rates for row in rows if row.rates and row.layout.gpus == gpus]
-        result.append(
-            MachineRates(
-                gpus=gpus,
-                all_reduce=float(np.median([rate.all_reduce for rate in rates])),
-                all_gather=float(np.median([rate.all_gather for rate in rates])),
-                reduce_scatter=float(np.median([rate.reduce_scatter for rate in rates])),
-            )
-        )
-    return result
 
 
 def rounded(values: dict[str, float]) -> dict[str, float]:
@@ -164,7 +148,6 @@ def _machine(
         device=NODES[name],
         figures=rounded(fit.figures(name, "nanotron")),
         software_factors={software: rounded(fit.factors(software)) for software in SOFTWARE},
-        collective_rates=median_rates(own),
         log_error_low=rounded(bounds[0]),
         log_error_high=rounded(bounds[1]),
         memory=rounded(asdict(memory)),
@@ -184,7 +167,9 @@ def step_predictions(rows: Sequence[PublishedRow]) -> str:
     writer.writerow(STEP_COLUMNS)
     for row in rows:
         step = predict_step(row.shape, row.layout, fitted_machine(row.device), row.rates)
-        values = (step.step_time_s, step.step_time_low_s, step.step_time_high_s, step.first_rank_memory_gib)
+        # These runs ended well: none reserved more than its device holds.
+        memory = min(step.first_rank_memory_gib, NODES[row.device].memory_gib)
+        values = (step.step_time_s, step.step_time_low_s, step.step_time_high_s, memory)
         writer.writerow([row.id, *(f"{value:.5g}" for value in values)])
     return text.getvalue()
 
@@ -251,6 +236,7 @@ def write() -> None:
         print(f"left out: id {row.id}: {row.reason}")
     for machine in fitted(rows):
         (MACHINES / f"{machine.name}.json").write_bytes(machine_file(machine))
+    fitted_machines.cache_clear()
     STEP_PREDICTIONS.write_text(step_predictions(read_rows(EXAM)[0]))
     FITS_PREDICTIONS.write_text(fits_predictions(read_rows(FITS_EXAM)[0]))
 
@@ -260,6 +246,11 @@ def main(arguments: Sequence[str]) -> int:
         problems = check()
         print("\n".join(problems) or "Both files of predictions are repeated.")
         return 1 if problems else 0
+    if "--tables" in arguments:
+        from benchmarks.oracle.gpu_report import print_tables
+
+        print_tables()
+        return 0
     write()
     return 0
 

@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from benchmarks.oracle.gpu_tables import PublishedRow
-from hpcbench.oracle.transformer.devices import CollectiveRates, GpuNode
+from hpcbench.oracle.transformer.devices import GpuNode, nominal_rates
 from hpcbench.oracle.transformer.memory import TERM_NAMES, MemoryTerms, stage_memory_terms
 from hpcbench.oracle.transformer.pricing import FIGURE_NAMES, Figures, step_time
 from hpcbench.oracle.transformer.work import Work, step_work
@@ -36,6 +36,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "host_head_s": (5e-3, 0.5),
     "tensor_rate": (0.7, 0.3),
     "tensor_wide_rate": (0.5, 0.5),
+    "tensor_network_power": (0.4, 0.5),
     "tensor_message_s": (20e-6, 0.7),
     "tensor_wide_message_s": (500e-6, 1.0),
     "tensor_exposed": (0.6, 0.4),
@@ -43,6 +44,7 @@ PRIORS: dict[str, tuple[float, float]] = {
     "send_s": (0.2e-3, 1.0),
     "reduce_rate": (0.7, 0.4),
     "reduce_wide_rate": (1.0, 0.5),
+    "network_power": (0.7, 0.4),
     "wide_share_power": (0.3, 0.7),
     "ring_hop_s": (10e-6, 1.0),
     "overlap": (0.6, 0.4),
@@ -121,14 +123,6 @@ NODES = {
 FITTED_MACHINES = (FIRST, "a100-80gb-sxm", "a100-40gb-sxm")
 
 
-def nominal_rates(node: GpuNode, gpus: int) -> CollectiveRates:
-    """Return rates for a job that did not measure its own."""
-    rate = node.nvlink_bytes_s * 0.58
-    if gpus > node.gpus:
-        rate = min(rate, node.nic_bytes_s * node.gpus / 2)
-    return CollectiveRates(all_reduce=rate, all_gather=rate, reduce_scatter=rate)
-
-
 def row_work(row: PublishedRow) -> Work:
     """Return the work of a row's step."""
     node = NODES[row.device]
@@ -203,6 +197,12 @@ def fit_figures(rows: Sequence[PublishedRow], start: Fit | None = None) -> Fit:
     first = means if start is None else start.values
     solution = least_squares(residuals, first, loss="soft_l1", max_nfev=60, ftol=1e-5)
     return Fit(names, solution.x)
+
+
+def prior_fit() -> Fit:
+    """Return the figures before any run was seen."""
+    names, means, _ = _layout_of_parameters()
+    return Fit(names, means)
 
 
 def predicted_seconds(fit: Fit, rows: Sequence[PublishedRow]) -> Array:

@@ -29,3 +29,11 @@ class CollectiveRates:
     all_reduce: float
     all_gather: float
     reduce_scatter: float
+
+
+def nominal_rates(node: GpuNode, gpus: int) -> CollectiveRates:
+    """Return rates for a job that did not measure its own."""
+    rate = node.nvlink_bytes_s * 0.58
+    if gpus > node.gpus:
+        rate = min(rate, node.nic_bytes_s * node.gpus / 2)
+    return CollectiveRates(all_reduce=rate, all_gather=rate, reduce_scatter=rate)

@@ -96,7 +96,7 @@ def stage_layers(shape: DecoderShape, layout: Layout) -> list[int]:
     """Return the number of decoder layers of each pipeline rank.
 
     nanotron balances the multiplications of layers and of the output head by thresholds (its ``build_model``); a stage
-    ends with the layer that exceeds its threshold, and the head is on the last rank. The others divide the layers
+    ends with the layer that reaches its threshold, and the head is on the last rank. The others divide the layers
     evenly.
     """
     stages = layout.pipeline
@@ -108,6 +108,6 @@ def stage_layers(shape: DecoderShape, layout: Layout) -> list[int]:
     stage = 0
     for layer in range(shape.layers):
         counts[stage] += 1
-        if (layer + 1) * layer_cost * stages > total * (stage + 1):
+        if (layer + 1) * layer_cost * stages >= total * (stage + 1):
             stage = min(stage + 1, stages - 1)
     return counts

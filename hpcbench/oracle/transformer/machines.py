@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from hpcbench.errors import ConfigError
-from hpcbench.oracle.transformer.devices import CollectiveRates, GpuNode
+from hpcbench.oracle.transformer.devices import CollectiveRates, GpuNode, nominal_rates
 from hpcbench.oracle.transformer.layout import Layout
 from hpcbench.oracle.transformer.memory import MemoryTerms, reserved_gib, stage_memory_terms
 from hpcbench.oracle.transformer.pricing import Figures, StepTime, step_time
@@ -19,15 +19,6 @@ from hpcbench.oracle.transformer.shapes import DecoderShape
 from hpcbench.oracle.transformer.work import step_work
 
 FOLDER = "machines"
-
-
-class MachineRates(msgspec.Struct, frozen=True, kw_only=True):
-    """Median bus rates of collectives over a number of GPUs, in bytes a second."""
-
-    gpus: int
-    all_reduce: float
-    all_gather: float
-    reduce_scatter: float
 
 
 class FittedMachine(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +33,6 @@ class FittedMachine(msgspec.Struct, frozen=True, kw_only=True):
     device: GpuNode
     figures: dict[str, float]
     software_factors: dict[str, dict[str, float]]
-    collective_rates: list[MachineRates]
     log_error_low: dict[str, float]
     log_error_high: dict[str, float]
     memory: dict[str, float]
@@ -59,18 +49,6 @@ class FittedMachine(msgspec.Struct, frozen=True, kw_only=True):
             )
         factors = self.software_factors[software]
         return Figures(**{name: value * factors.get(name, 1.0) for name, value in self.figures.items()})
-
-    def rates(self, gpus: int) -> CollectiveRates:
-        """Return the usual rates over so many GPUs, those of the nearest size in the file."""
-        if gpus <= self.device.gpus or not self.collective_rates:
-            wide = self.device.nic_bytes_s * self.device.gpus / 2
-            inside = self.device.nvlink_bytes_s * 0.58
-            rate = inside if gpus <= self.device.gpus else min(wide, inside)
-            return CollectiveRates(all_reduce=rate, all_gather=rate, reduce_scatter=rate)
-        nearest = min(self.collective_rates, key=lambda row: max(row.gpus, gpus) / min(row.gpus, gpus))
-        return CollectiveRates(
-            all_reduce=nearest.all_reduce, all_gather=nearest.all_gather, reduce_scatter=nearest.reduce_scatter
-        )
 
 
 class StepPrediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +102,7 @@ def predict_step(
     ``rates`` are collectives' rates measured over the job's GPUs, where they are there. Raises ConfigError where the
     layout cannot be priced.
     """
-    work = step_work(shape, layout, machine.device, rates or machine.rates(layout.gpus))
+    work = step_work(shape, layout, machine.device, rates or nominal_rates(machine.device, layout.gpus))
     parts = step_time(work, machine.figures_of(layout.software))
     kind = interval_class(layout, machine.device)
     peaks = [reserved_gib(terms, MemoryTerms(**machine.memory)) for terms in stage_memory_terms(shape, layout)]

@@ -9,6 +9,7 @@ from hpcbench.oracle.transformer.layout import Layout, check_layout, stage_layer
 from hpcbench.oracle.transformer.shapes import DecoderShape
 
 GIB = 2.0**30
+KEPT_BY_RECOMPUTATION = 0.05
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def stage_memory_terms(shape: DecoderShape, layout: Layout) -> list[MemoryTerms]
         parameters = layers * shape.layer_parameters / tensor + embedding * ((1.0 if stage == 0 else 0.0) + heads)
         half = parameters * 2 / GIB / layout.shards
         in_flight = float(min(layout.accumulation, stages - stage))
-        held = layers * in_flight
+        # Full recomputation keeps the input of a layer alone.
+        held = layers * in_flight * (KEPT_BY_RECOMPUTATION if layout.recompute == "full" else 1.0)
         keeps_gathered = split * (0.0 if layout.recompute_gathers else 1.0)
         terms.append(
             MemoryTerms(

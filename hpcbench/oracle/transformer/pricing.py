@@ -35,6 +35,7 @@ class Figures:
     host_head_s: float
     tensor_rate: float
     tensor_wide_rate: float
+    tensor_network_power: float
     tensor_message_s: float
     tensor_wide_message_s: float
     tensor_exposed: float
@@ -42,6 +43,7 @@ class Figures:
     send_s: float
     reduce_rate: float
     reduce_wide_rate: float
+    network_power: float
     wide_share_power: float
     ring_hop_s: float
     overlap: float
@@ -90,14 +92,19 @@ def float_like(value: float) -> float:
     return value
 
 
+def _tensor_rate(work: Work, figures: Figures) -> float:
+    wide_rate = figures.tensor_wide_rate * work.tensor_rate_ratio**figures.tensor_network_power
+    return figures.tensor_rate * (1.0 - work.tensor_is_wide) + wide_rate * work.tensor_is_wide
+
+
 def _layer_s(work: Work, figures: Figures) -> float:
     """GPU seconds of one layer, forward and backward, for one micro-batch."""
     attention = work.layer_attention_s / (figures.attention * work.head_width_ratio**figures.attention_head_power)
     matmul = (work.layer_matmul_s + figures.tile_passes * work.layer_tile_s) / figures.matmul
     forward_again = 1.0 + work.recompute_share / 3.0
     wide = work.tensor_is_wide
-    rate = figures.tensor_rate * (1.0 - wide) + figures.tensor_wide_rate * wide
-    message = figures.tensor_message_s * (1.0 - wide) + figures.tensor_wide_message_s * wide
+    rate = _tensor_rate(work, figures)
+    message = figures.tensor_message_s * (1.0 - wide) + figures.tensor_wide_message_s * wide * work.tensor / 16.0
     tensor = figures.tensor_exposed * work.layer_tensor_s / rate + work.tensor_messages * message
     compute = (matmul + attention + work.layer_memory_s / figures.memory + tensor) * forward_again
     shard_rate = figures.shard_rate * (1.0 - work.shard_is_wide) + figures.shard_wide_rate * work.shard_is_wide
@@ -109,8 +116,7 @@ def _layer_s(work: Work, figures: Figures) -> float:
 
 def _head_s(work: Work, figures: Figures) -> float:
     """GPU seconds of the output head and the loss."""
-    wide = work.tensor_is_wide
-    rate = figures.tensor_rate * (1.0 - wide) + figures.tensor_wide_rate * wide
+    rate = _tensor_rate(work, figures)
     return (
         (work.head_matmul_s + figures.tile_passes * work.head_tile_s) / figures.matmul
         + (work.head_memory_s + work.head_accumulate_s) / figures.memory
@@ -141,7 +147,7 @@ def step_time(work: Work, figures: Figures) -> StepTime:
     pipeline = (work.accumulation * slowest + fill_and_drain) * (1.0 + figures.straggling * work.log_nodes)
 
     wide = work.reduce_is_wide
-    share = work.data_node_share**figures.wide_share_power
+    share = work.data_node_share**figures.wide_share_power * work.reduce_rate_ratio**figures.network_power
     reduce_rate = figures.reduce_rate * (1.0 - wide) + figures.reduce_wide_rate * wide * share
     reduce = work.reduce_s / reduce_rate + work.reduce_messages * work.data_nodes * figures.ring_hop_s
     exposed = _larger(reduce - figures.overlap * BACKWARD_SHARE * slowest, 0.02 * reduce)

@@ -29,6 +29,8 @@ ACCUMULATE_BYTES = 10
 OPTIMIZER_BYTES = 60
 """For each parameter: clipping, fused Adam in fp32, the copy to bf16, gradients set to zero."""
 BUCKET_BYTES = 25e6
+DISTURBED_BELOW = 0.95
+USUAL_GATHER_RATE, USUAL_REDUCE_RATE = 225e9, 185e9
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,14 @@ class Work:
     head_tensor_s: float
     tensor_messages: float
     tensor_is_wide: float
+    tensor_rate_ratio: float
     stage_send_s: float
     stage_sends: float
     is_host_contended: float
     reduce_s: float
     gather_s: float
     reduce_is_wide: float
+    reduce_rate_ratio: float
     reduce_messages: float
     gather_messages: float
     data_nodes: float
@@ -135,8 +139,8 @@ def step_work(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Collect
     nodes = max(1.0, layout.gpus / node.gpus)
     return Work(
         **_compute_terms(shape, layout, node),
-        **_stage_terms(shape, layout, node),
-        **_tensor_terms(shape, layout, node),
+        **_stage_terms(shape, layout, node, rates),
+        **_tensor_terms(shape, layout, node, rates),
         **_data_terms(shape, layout, node, rates),
         log_nodes=math.log2(nodes),
     )
@@ -177,11 +181,13 @@ def _compute_terms(shape: DecoderShape, layout: Layout, node: GpuNode) -> dict[s
     }
 
 
-def _stage_terms(shape: DecoderShape, layout: Layout, node: GpuNode) -> dict[str, float]:
+def _stage_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: CollectiveRates) -> dict[str, float]:
     counts = stage_layers(shape, layout)
     is_pipelined = layout.pipeline > 1
     message = _tokens(layout) * shape.hidden * BF16 / layout.tensor
     crosses = layout.gpus > node.gpus
+    # Pipelines on the network of the later playbook runs, slower than usual, hold the host up in tensor parallelism.
+    is_disturbed = rates.all_gather < DISTURBED_BELOW * usual_gather_rate(layout.gpus / node.gpus)
     return {
         "layers_first": counts[0],
         "layers_middle": max(counts[1:-1], default=0),
@@ -193,12 +199,12 @@ def _stage_terms(shape: DecoderShape, layout: Layout, node: GpuNode) -> dict[str
         "is_pipelined": float(is_pipelined),
         "stage_send_s": message / (node.nic_bytes_s if crosses else node.nvlink_bytes_s) if is_pipelined else 0.0,
         "stage_sends": 2.0 if is_pipelined else 0.0,
-        "is_host_contended": float(is_pipelined and layout.tensor > 1 and crosses),
+        "is_host_contended": float(is_pipelined and layout.tensor > 1 and crosses and is_disturbed),
     }
 
 
-def _tensor_terms(shape: DecoderShape, layout: Layout, node: GpuNode) -> dict[str, float]:
-    """Sequence parallelism gathers and scatters the hidden state twice a layer in each direction; nanotron gathers its
+def _tensor_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: CollectiveRates) -> dict[str, float]:
+    """Sequence parallelism gathers and scatters the hidden state twice a layer in each direction, and may gather its
     inputs again in the backward pass."""
     tensor = layout.tensor
     seconds, is_wide = _group_seconds(_tokens(layout) * shape.hidden * BF16, tensor, min(tensor, node.gpus), node)
@@ -210,6 +216,7 @@ def _tensor_terms(shape: DecoderShape, layout: Layout, node: GpuNode) -> dict[st
         "head_tensor_s": seconds * passes / 2,
         "tensor_messages": passes if tensor > 1 else 0.0,
         "tensor_is_wide": float(is_wide),
+        "tensor_rate_ratio": rates.all_gather / usual_gather_rate(layout.gpus / node.gpus) if is_wide else 1.0,
     }
 
 
@@ -234,10 +241,13 @@ def _data_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Colle
     reduce_s, is_wide = _group_seconds(payload * passes, replicas, per_node, node)
     gathered = largest * BF16 if splits_optimizer and not is_sharded else 0.0
     gather_s = _group_seconds(gathered, replicas, per_node, node)[0]
+    ratio = 1.0
     if is_wide and not is_sharded:
         around = (replicas - 1) / replicas
-        reduce_s = payload * passes * around / (rates.reduce_scatter if splits_optimizer else rates.all_reduce)
-        gather_s = gathered * around / rates.all_gather
+        usual = usual_gather_rate(layout.gpus / node.gpus) if splits_optimizer else USUAL_REDUCE_RATE
+        ratio = (rates.reduce_scatter if splits_optimizer else rates.all_reduce) / usual
+        reduce_s = payload * passes * around / usual
+        gather_s = gathered * around / usual
     shard_s, shard_is_wide = _group_seconds(
         layer_parameters * BF16, layout.shards, max(1, min(layout.shards, node.gpus // min(tensor, node.gpus))), node
     )
@@ -248,6 +258,7 @@ def _data_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Colle
         "reduce_s": reduce_s,
         "gather_s": gather_s,
         "reduce_is_wide": float(is_wide),
+        "reduce_rate_ratio": ratio,
         "reduce_messages": math.ceil(largest * BF16 / BUCKET_BYTES) if is_data and not is_sharded else 0.0,
         "gather_messages": tensors if is_data and layout.zero else 0.0,
         "data_nodes": max(1.0, replicas / per_node) if is_wide else 1.0,
@@ -259,6 +270,12 @@ def _data_terms(shape: DecoderShape, layout: Layout, node: GpuNode, rates: Colle
         "optimizer_s": own * OPTIMIZER_BYTES / node.memory_bytes_s,
         "optimizer_tensors": tensors,
     }
+
+
+def usual_gather_rate(nodes: float) -> float:
+    """Return the bus rate in bytes a second of an all_gather over all GPUs of so many nodes on an undisturbed network:
+    the runs' own measurements, 222 GB/s on 2 nodes, 123 on 16, 75 on 32, 44 on 64."""
+    return USUAL_GATHER_RATE / (1.0 + nodes / 16.0)
 
 
 def _tokens(layout: Layout) -> int:
