@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import log
+from operator import attrgetter
 
 import numpy as np
 
@@ -35,9 +36,7 @@ def print_tables() -> None:
     is_playbook = np.array([row.source == PLAYBOOK for row in rows])
     playbook = [row for row in rows if row.source == PLAYBOOK]
     for column in COLUMNS:
-        _print_groups(
-            column, playbook, (held / measured)[is_playbook], lambda row, name=column: getattr(row.layout, name)
-        )
+        _print_groups(column, playbook, (held / measured)[is_playbook], attrgetter(f"layout.{column}"))
     _print_groups("source held out", rows, _without_source(rows) / measured, lambda row: row.source)
     _print_choices(playbook, held[is_playbook])
     _print_coverage(rows, held)
@@ -52,7 +51,7 @@ def _print_groups(
     for row, value in zip(rows, ratio, strict=True):
         groups[key(row)].append(float(value))
     print(f"\n| {title} | runs | mean error | signed |\n|---|---|---|---|")
-    for name, values in sorted(groups.items(), key=lambda item: (not isinstance(item[0], int), item[0])):  # type: ignore[operator, return-value, arg-type]
+    for name, values in sorted(groups.items(), key=lambda item: (not isinstance(item[0], int), item[0])):
         errors = np.array(values) - 1
         print(f"| {name} | {len(values)} | {abs(errors).mean():.1%} | {np.log(values).mean():+.1%} |")
 
@@ -144,9 +143,8 @@ def _print_ablation(rows: Sequence[PublishedRow], held: Array) -> None:
 
 def _print_memory(rows: Sequence[PublishedRow]) -> None:
     outcomes, (configurations, _) = read_outcomes(FITS_FIT), read_rows(FITS_FIT)
-    print(
-        "\n| held-out model | reserved, mean error | balanced accuracy | said to fit and did not |\n|---|---|---|---|"
-    )
+    print("\n| held-out model | reserved, mean error | balanced accuracy | predicted to fit and did not |")
+    print("|---|---|---|---|")
     for name in sorted({row.shape.name for row in rows}):
         factors = fit_memory([row for row in rows if row.shape.name != name])
         threshold = fits_threshold(factors, frozenset(row.shape.name for row in rows if row.shape.name != name))

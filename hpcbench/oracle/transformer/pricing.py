@@ -84,16 +84,12 @@ def _larger(left: float, right: float) -> float:
 
 
 def _smooth_larger(left: float, right: float, sharpness: float) -> float:
-    return float_like((left**sharpness + right**sharpness) ** (1.0 / sharpness))
-
-
-def float_like(value: float) -> float:
-    """Return the value; a place for the type checker, since arrays pass too."""
-    return value
+    larger: float = (left**sharpness + right**sharpness) ** (1.0 / sharpness)
+    return larger
 
 
 def _tensor_rate(work: Work, figures: Figures) -> float:
-    wide_rate = figures.tensor_wide_rate * work.tensor_rate_ratio**figures.tensor_network_power
+    wide_rate: float = figures.tensor_wide_rate * work.tensor_rate_ratio**figures.tensor_network_power
     return figures.tensor_rate * (1.0 - work.tensor_is_wide) + wide_rate * work.tensor_is_wide
 
 
