@@ -134,7 +134,7 @@ def run(
     `run --model M --strategy S` runs one configuration without a sweep's file; --set sets its other parameters.
     """
     # Imported here: `submit` and `retry` need no polars.
-    from hpcbench.cli.results_commands import show_table
+    from hpcbench.cli.table_command import show_table
 
     surplus = [f"--{key.replace('_', '-')}" for key, value in {**parameters, "name": name}.items() if value is not None]
     if sweep is None and not surplus:

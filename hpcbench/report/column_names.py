@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import polars as pl
 
 from hpcbench.config.expression import Expression
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.results.frame import JSON_TEXT, column_types
+
+if TYPE_CHECKING:
+    import polars as pl
 
 DERIVED_COLUMNS: dict[str, tuple[str, ...]] = {
     "ranks": ("spec.nodes", "spec.tasks_per_node"),
@@ -86,6 +88,8 @@ def with_option_column(frame: pl.DataFrame, column: str) -> pl.DataFrame:
 
     An option that is a number in one run and a word in another is text in all.
     """
+    import polars as pl  # commands that only name columns start without it
+
     option = split_option_column(column)
     assert option is not None, f"{column} is no option"
     table, key = option
@@ -105,6 +109,8 @@ def _to_common_type(values: list[Any]) -> list[Any]:
 
 def with_derived_columns(frame: pl.DataFrame) -> pl.DataFrame:
     """Return ``frame`` with those ``DERIVED_COLUMNS`` whose parameters it has."""
+    import polars as pl
+
     products = [
         pl.fold(pl.lit(1), lambda product, factor: product * factor, [pl.col(factor) for factor in factors]).alias(name)
         for name, factors in DERIVED_COLUMNS.items()
@@ -149,6 +155,8 @@ class Condition:
 
         Each combination of values is evaluated once.
         """
+        import polars as pl
+
         columns = list(dict.fromkeys(_stored_column(name) for name in self._columns.values()))
         if not columns:
             return pl.Series("holds", [self.expression.holds({})] * len(frame), dtype=pl.Boolean)

@@ -12,16 +12,18 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
-import polars
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.fileio import UnsafeFileError, read_error, read_regular_with_stat
 from hpcbench.results.decode import decode_result, decode_result_unbounded
 from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, CollectedResult
 from hpcbench.results.schema import STATUS_BROKEN, FailureRecord, RunMetrics, RunResult, VerificationResult
+
+if TYPE_CHECKING:
+    import polars
 
 RESULT_COLUMNS = ("run_id", "config_id", "attempt", "sweep", "cluster", "status", "environment_digest", "warnings")
 PROVENANCE_KEYS = ("hpcbench", "hpcbench_commit", "torch", "submission", "environment_key")
@@ -131,6 +133,8 @@ def _make_frame(
     columns: dict[str, Sequence[Any]], files: Sequence[tuple[int, int]] | None, rows: int
 ) -> polars.DataFrame:
     """The frame of ``columns``, with the states of ``files``; columns that are absent are empty."""
+    import polars  # commands that only name columns start without it
+
     if files is not None:
         columns |= {name: [state[number] for state in files] for number, name in enumerate(FILE_COLUMNS)}
     empty = [None] * rows
@@ -140,6 +144,8 @@ def _make_frame(
 
 
 def _make_series(name: str, values: Sequence[Any], dtype: str) -> polars.Series:
+    import polars
+
     kind = polars.String if dtype == JSON_TEXT else getattr(polars, dtype)
     first = values[0] if values else None
     if values and not isinstance(first, int | float) and values.count(first) == len(values):
@@ -165,6 +171,8 @@ def broken_results_frame(
 
 def collected_frame(entries: Iterable[CollectedResult]) -> polars.DataFrame:
     """What was collected, in its order: results and broken files."""
+    import polars
+
     collected = list(entries)
     frame = polars.concat([
         results_frame([entry.result for entry in collected if entry.result is not None]),
@@ -281,6 +289,8 @@ class FolderScanner:
         self._broken.append((CollectedResult(self._tree.root.name, run_id, None, problem), state or NO_FILE_STATE))
 
     def _close_chunk(self) -> None:
+        import polars
+
         if self._decoded:
             try:
                 frame = results_frame(*map(list, zip(*self._decoded, strict=True)))

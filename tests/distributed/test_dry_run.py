@@ -44,7 +44,7 @@ MODELLED = {"ddp": ["reducer"], "zero1": ["reducer"], "fairscale_oss": ["reducer
 def test_every_strategy_is_stepped_or_refused_with_its_own_message(key: str, ranks: int, device: str) -> None:
     entry, case = STRATEGIES[key], parity_cases(key)[0]
     ranks = ranks if case.ranks > 1 else 1
-    degrees = {entry.own_degree: ranks * case.devices_per_task} if entry.own_degree else {}
+    degrees: dict[str, Any] = {entry.own_degree: ranks * case.devices_per_task} if entry.own_degree else {}
     spec = RunSpec(
         model=case.model, dataset=case.dataset, strategy=key, batch_size=16, tasks_per_node=ranks,
         micro_batches=case.micro_batches, devices_per_task=case.devices_per_task, options=dict(case.options),

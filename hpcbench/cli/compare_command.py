@@ -1,0 +1,161 @@
+"""The command ``compare``."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import click
+import polars
+
+from hpcbench.cli.common import (
+    cluster_filter_option,
+    json_option,
+    out_option,
+    print_json,
+    print_message,
+    results_option,
+    results_tree,
+    where_option,
+    why_nothing,
+)
+from hpcbench.cli.completion import complete_columns, complete_sweeps
+from hpcbench.cli.table_command import print_view
+from hpcbench.errors import EXIT_RUNS_FAILED, ConfigError
+from hpcbench.fileio import write_atomic
+from hpcbench.report.column_names import Condition
+from hpcbench.report.comparison import (
+    comparison_metric,
+    judge_pairs,
+    load_reference_bands,
+    pair_configurations,
+    separating_parameters,
+)
+from hpcbench.report.comparison_view import (
+    ComparisonRow,
+    comparison_data_view,
+    comparison_text_view,
+    junit_xml,
+    rows_from_pairs,
+    rows_from_references,
+    verdict_summary,
+)
+from hpcbench.report.configurations import filter_launches
+from hpcbench.report.load_results import load_frame
+from hpcbench.report.table_output import view_json, write_view
+
+
+@click.command()
+@click.argument("sources", metavar="[BASE] NEW", nargs=-1, shell_complete=complete_sweeps, required=True)
+@cluster_filter_option
+@click.option(
+    "--metric",
+    metavar="M",
+    shell_complete=complete_columns,
+    default="step_time_s",
+    show_default=True,
+    help="Metric to compare.",
+)
+@where_option
+@click.option(
+    "--since", metavar="DATE", help="Compare results of one source before a date with later ones: 2026-11-20[T18:00]."
+)
+@click.option(
+    "--threshold", metavar="PERCENT", type=click.FloatRange(0, 100), default=2.0, show_default=True,
+    help="Minimum relative change to report.",
+)  # fmt: skip
+@click.option(
+    "--reference", metavar="FILE", type=click.Path(path_type=Path), help="TOML file with bands that NEW must lie in."
+)
+@out_option(".md .csv .json .tex .xlsx or .parquet")
+@click.option("--junit", metavar="FILE", type=click.Path(path_type=Path), help="JUnit XML for a CI server.")
+@click.option("--allow-empty", is_flag=True, help="Exit code 0 if no configuration is on both sides.")
+@results_option
+@json_option
+def compare(
+    *,
+    sources: tuple[str, ...],
+    cluster_name: str | None,
+    metric: str,
+    where: str | None,
+    since: str | None,
+    threshold: float,
+    reference: Path | None,
+    out: Path | None,
+    junit: Path | None,
+    allow_empty: bool,
+    results: str | None,
+    as_json: bool,
+) -> None:
+    """Compare the launches of BASE and NEW, configuration by configuration.
+
+    BASE and NEW are sweeps, trees or bundles. Exit code 1 if NEW is slower, fails, or lies outside a band; 2 if
+    nothing can be compared.
+    """
+    column = comparison_metric(metric)
+    base, new = _load_sides(sources, cluster_name, where, since, results, bands_alone=reference is not None)
+    rows: list[ComparisonRow] = []
+    notes: list[str] = []
+    if base is not None:
+        pairs, notes = pair_configurations(base, new, column)
+        judge_pairs(pairs, column, threshold / 100)
+        if not pairs:
+            notes += separating_parameters(base, new)
+        rows += rows_from_pairs(pairs, column)
+    if reference is not None:
+        rows += rows_from_references(new, *load_reference_bands(reference))
+    title = " -> ".join([*sources, f"since {since}"] if since else sources)
+    text_view = comparison_text_view(rows, title, notes, threshold / 100)
+    data_view = comparison_data_view(rows, title, notes)
+    if junit is not None:
+        write_atomic(junit, junit_xml(rows, title))
+        print_message(f"{len(rows)} tests written to {junit}")
+    if out is not None:
+        write_view(text_view if out.suffix in (".md", ".tex") else data_view, out)
+        print_message(f"{len(rows)} rows written to {out}")
+    if as_json:
+        print_json(view_json(data_view))
+    elif rows:
+        print_view(text_view)
+    else:
+        print_message("\n".join([verdict_summary(rows), *notes]))
+    if not rows and not allow_empty:
+        raise ConfigError("no configuration of base and new can be compared", hint="--allow-empty accepts that")
+    if any(row.is_regression for row in rows):
+        raise click.exceptions.Exit(EXIT_RUNS_FAILED)
+
+
+def _load_sides(
+    sources: tuple[str, ...], cluster: str | None, where: str | None, since: str | None, results: str | None, *,
+    bands_alone: bool,
+) -> tuple[polars.DataFrame | None, polars.DataFrame]:  # fmt: skip
+    """The results of BASE, if there is one, and NEW."""
+    needed = 1 if since else 2
+    if len(sources) != needed and not (bands_alone and len(sources) == 1):
+        raise ConfigError(
+            f"{len(sources)} sources are given, and {needed} needed",
+            hint="compare BASE NEW, compare SOURCE --since DATE, or compare NEW --reference FILE",
+        )
+    condition = Condition(where, "--where") if where else None
+    clusters = [cluster] if cluster else None
+    frames = []
+    for source in sources:
+        frame = load_frame(results_tree(results), [source], clusters)
+        frames.append(filter_launches(frame, condition))
+        if frame.height and not frames[-1].height:
+            print_message(why_nothing(results_tree(results), [source], frame.height, where))
+    if since:
+        return _split_by_date(frames[0], since)
+    return (frames[0], frames[1]) if len(frames) == 2 else (None, frames[0])
+
+
+def _split_by_date(frame: polars.DataFrame, since: str) -> tuple[polars.DataFrame, polars.DataFrame]:
+    """Results that were written before, and since, a date in this machine's time zone."""
+    try:
+        edge_ns = int(datetime.fromisoformat(since).timestamp() * 1e9)
+    except ValueError:
+        raise ConfigError(f"--since {since}: no date", hint="for instance 2026-11-20 or 2026-11-20T18:00") from None
+    if frame["file.mtime_ns"].null_count():
+        raise ConfigError("--since needs results in a tree: those in a bundle bear no date")
+    is_new = polars.col("file.mtime_ns") >= edge_ns
+    return frame.filter(~is_new), frame.filter(is_new)
