@@ -24,7 +24,7 @@ INSTALL_WORKER = "pip install torch torchvision scikit-learn numpy pillow h5py n
 
 
 class HpcbenchError(Exception):
-    """What went wrong, where (``file:line`` or a path), and how to mend it.
+    """An error with its place (``file:line`` or a path) and a hint that mends it.
 
     ``runs_exit_code`` follows the design: 2 the user's input is wrong, 3 the scheduler or the file system refused.
     """

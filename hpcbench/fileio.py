@@ -38,7 +38,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextlib.contextmanager
 def open_atomic(path: Path) -> Iterator[IO[bytes]]:
-    """As ``write_atomic``, for what is written piece by piece; where the body fails nothing is left."""
+    """Open a file for an atomic write in pieces; if the body fails no file is left."""
     with _temporary_beside(path) as (temporary, file):
         yield file
         _flush_to_disk(file)
@@ -106,7 +106,7 @@ def write_error(error: OSError, path: Path) -> StorageError:
 
 
 def read_error(error: OSError, path: Path) -> StorageError:
-    """As ``write_error``, where a file could not be read."""
+    """Return the ``StorageError`` of a file that could not be read."""
     return StorageError(f"cannot read {path}: {error.strerror or error}", hint=_owner_hint(path))
 
 
@@ -121,7 +121,7 @@ def _owner_hint(path: Path) -> str | None:
 
 
 class UnsafeFileError(OSError):
-    """What lies at a path is not a plain file of a sensible size, so it is not opened or not read."""
+    """A path does not lead to a plain file of an allowed size: it is not opened, or not read."""
 
     def __init__(self, code: int, reason: str, path: Path | str) -> None:
         super().__init__(code, reason, str(path))
@@ -133,7 +133,7 @@ def read_regular(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> bytes:
 
 
 def read_regular_with_stat(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) -> tuple[bytes, os.stat_result]:
-    """As ``read_regular``, with the file's state before it was read."""
+    """Return the bytes of ``read_regular`` and the file's state before it was read."""
     descriptor, state = _open_regular(path)
     try:
         size = state.st_size

@@ -127,7 +127,7 @@ def _predicted_frames(
 def _unfinished_sweeps(
     results: ResultsTree, sources: Sequence[str], clusters: Sequence[str] | None, frame: polars.DataFrame
 ) -> list[UnfinishedSweep]:
-    """How many runs of the named sweeps have no result."""
+    """Return the number of runs without a result in the named sweeps."""
     names = [source for source in sources if not is_results_path(source)]
     if not names:
         return []

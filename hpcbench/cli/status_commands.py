@@ -249,7 +249,7 @@ def _watch_states(sweeps: tuple[str, ...], cluster_name: str | None, results: st
 
 
 def _sweeps_mtimes_ns(results: str | None) -> list[tuple[str, int]]:
-    """For each cluster a time that changes when a sweep is submitted."""
+    """Return for each cluster a modification time that changes with every submission."""
     tree = results_tree(results)
     folders = [(name, tree.cluster(name).root / "sweeps") for name in tree.clusters()]
     return [(name, folder.stat().st_mtime_ns) for name, folder in folders if folder.is_dir()]

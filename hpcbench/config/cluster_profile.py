@@ -150,11 +150,11 @@ class ClusterProfile(TomlTable):
         return _overlay_table(self.node, self.partition(key).node)
 
     def request_of(self, key: str | None) -> tables.ResourceRequest:
-        """How jobs of a partition ask: its own words over the cluster's."""
+        """Return the resource request of a partition's jobs: the partition's keys replace the cluster's."""
         return _overlay_table(self.request, self.partition(key).request)
 
     def variables(self, key: str | None) -> dict[str, str]:
-        """What jobs in the environment called ``key`` have set: the network's, the cluster's, the environment's own."""
+        """Return the variables of jobs in the environment ``key``: the network's, the cluster's and its own."""
         return {**self.network.variables, **self.env, **self.environment(key).env}
 
 

@@ -148,7 +148,7 @@ _MISTAKEN_OPERATORS = {"=!": "!=", "=<": "<=", "=>": ">=", "&&": "and", "||": "o
 
 
 def _syntax_problem(text: str, error: SyntaxError) -> tuple[str, str | None]:
-    """What is wrong with ``text`` and where, and the operator that was probably meant."""
+    """Return the problem of ``text`` with its position, and the operator that was probably meant."""
     position = min(max(error.offset or 1, 1), len(text) + 1)
     rest = text[position - 1 :]
     at = f"at character {position}, {rest!r:.20}" if rest else "at its end"

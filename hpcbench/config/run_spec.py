@@ -144,7 +144,7 @@ def run_id(spec: RunSpec) -> str:
 
 
 def config_id(spec: RunSpec) -> str:
-    """As ``run_id`` without repeat, seed and verify: launches with the same one are measurements of the same thing."""
+    """Return the hash of ``run_id`` without repeat, seed and verify: equal for launches of one configuration."""
     return _hash_values(spec_document(spec), LAUNCH_PARAMETERS)
 
 
@@ -158,7 +158,7 @@ def _hash_values(values: dict[str, Any], without: frozenset[str]) -> str:
 
 
 class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What all runs of one task file share."""
+    """The values that all runs of one task file share."""
 
     task_version: int = 1
     cluster: str

@@ -269,7 +269,7 @@ def expand_sweep(sweep: Sweep) -> Iterator[SweepPoint | ExcludedPoint]:
 
 
 def count_points(sweep: Sweep) -> int:
-    """How many points ``expand`` gives, those that are excluded among them."""
+    """Return the number of points that ``expand`` yields, excluded ones included."""
     product = int(sweep.has_product)
     for axis in sweep.axes:
         product *= len(axis.steps)
@@ -283,9 +283,9 @@ def _set_parameters(point: SweepPoint, settings: ParameterSettings) -> None:
 
 
 def _apply_derived(sweep: Sweep, point: SweepPoint) -> None:
-    """In the order of the file, so that one may use another that stands above it. An include's own value wins.
+    """Apply derived parameters in the order of the file: one may use those above it. An include's own value wins.
 
-    What is ``None`` is left open: an option that only some strategies have, a degree that follows from the others.
+    A parameter derived as ``None`` stays unset: an option of some strategies, a degree that follows from the others.
     """
     for parameter, expression in sweep.derived.items():
         if parameter[-1] not in (point if len(parameter) == 1 else point.get(parameter[0], ())):
@@ -323,7 +323,7 @@ def find_exclusion(sweep: Sweep, point: Mapping[str, Any]) -> str | None:
 
 
 def expression_values(point: Mapping[str, Any]) -> dict[str, Any]:
-    """What an expression sees of a point: defaults filled in, and what follows from them. Open degrees are ``None``."""
+    """Return the values of a point for expressions: with defaults and derived values. Unset degrees are ``None``."""
     seen = {**_UNSET_VALUES, **point}
     seen["ranks"] = seen["nodes"] * seen["tasks_per_node"]
     seen["devices"] = seen["ranks"] * seen["devices_per_task"]

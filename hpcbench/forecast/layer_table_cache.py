@@ -48,7 +48,7 @@ def load_layer_table(
 
 
 def _request_digest(request: layer_table.LayerTableRequest) -> str:
-    """What the table depends on; for a user's own model the text of its file too."""
+    """Return the digest of a table's request; for a custom model with the text of its file."""
     known = {
         "request": request,
         "version": (hpcbench.__version__, layer_table.LAYER_TABLE_VERSION),

@@ -29,7 +29,7 @@ from hpcbench.submit.plan import SweepPlan, available_cores, make_plan, partitio
 
 
 class RecommendRequest(NamedTuple):
-    """As ``recommend`` is told. One of the batch sizes is given."""
+    """The arguments of ``recommend``; one of the batch sizes is set."""
 
     model: str
     dataset: str
@@ -102,9 +102,9 @@ def _request_problems(wish: RecommendRequest, profile: ClusterProfile, model_fol
 
 
 def count_calibrations(tree: ClusterTree, profile: ClusterProfile, partition: str | None) -> int:
-    """How many calibrations of the partition are finished: the next one has runs of its own.
+    """Return the number of finished calibrations of the partition: the next one has runs of its own.
 
-    Until it is finished it stays the next one, so that what was interrupted goes on.
+    An interrupted calibration is not counted, so that it is continued.
     """
     wanted = partition or profile.default_partition
     found, _ = read_calibrations(tree, profile.name)
@@ -133,7 +133,7 @@ def make_calibration_plan(
 
 
 def collect_evidence(trees: Iterable[tuple[ClusterTree, Iterable[str]]]) -> tuple[list[CalibrationRun], list[str]]:
-    """What the runs of each tree left, and what is wrong with those that cannot be used, in words."""
+    """Return the usable runs of each tree, and for the others the reason as text."""
     found: list[CalibrationRun] = []
     problems: list[str] = []
     tables: dict[bytes, LayerTable] = {}

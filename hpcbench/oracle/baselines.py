@@ -50,7 +50,7 @@ class MeasuredRun(NamedTuple):
 
 
 class BaselineEstimate(NamedTuple):
-    """Of one step, in seconds, and of the rank that holds most; ``None`` where a baseline says nothing of it."""
+    """The estimate of one step (seconds) and of the largest rank's memory; ``None`` where a baseline has no formula."""
 
     step_time_s: float | None = None
     compute_s: float | None = None
@@ -61,7 +61,7 @@ class BaselineEstimate(NamedTuple):
 
 
 class BaselineRequest(NamedTuple):
-    """What a baseline is asked about, and what it may look at."""
+    """A configuration, and the measurements that a baseline may use."""
 
     spec: RunSpec
     table: LayerTable
@@ -105,7 +105,7 @@ def _is_hybrid_pipeline(spec: RunSpec) -> bool:
 
 
 def halo_items(row: layer_table.LayerRow) -> float:
-    """Of the input and of the output's gradient, what one neighbour needs of a sample that is split along its last dim.
+    """Return the halo of one sample split along its last dim: values of the input and of the output's gradient.
 
     C floor((K - 1) / 2) times the extents of the other dims, of each.
     """

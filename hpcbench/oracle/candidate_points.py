@@ -40,7 +40,7 @@ class DeviceAllocation(NamedTuple):
         return {**self.batch, "nodes": self.nodes, "tasks_per_node": self.tasks_per_node}
 
     def samples(self, group: int) -> int:
-        """Of a replica that ``group`` devices share; 0 where they cannot be shared evenly."""
+        """Return the samples of a replica of ``group`` devices; 0 if they cannot be divided evenly."""
         if "batch_size" in self.batch:
             return int(self.batch["batch_size"])
         replicas = self.devices // group

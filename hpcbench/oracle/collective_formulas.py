@@ -21,12 +21,12 @@ class HockneyLink(NamedTuple):
         return self.latency_s + size_bytes * self.beta_s_per_byte
 
     def shared(self, flows: float) -> HockneyLink:
-        """As ``flows`` messages at a time see it (ParaDL's contention penalty phi)."""
+        """Return the links as seen by each of ``flows`` concurrent messages (ParaDL's contention penalty phi)."""
         return self._replace(beta_s_per_byte=self.beta_s_per_byte * flows)
 
 
 class GroupLinks(NamedTuple):
-    """How a group of ranks lies on nodes."""
+    """The placement of a group of ranks on nodes, with its links."""
 
     ranks: int
     nodes: int
@@ -40,12 +40,12 @@ class GroupLinks(NamedTuple):
 
     @property
     def slowest(self) -> HockneyLink:
-        """What a ring over the group waits for."""
+        """Return the slowest link of a ring over the group."""
         return self.intra_node if self.nodes == 1 else self.inter_node
 
     @property
     def ranks_per_node(self) -> int:
-        """On the fullest node."""
+        """Return the ranks on the node with most of them."""
         return ceil(self.ranks / self.nodes)
 
     def ring_step_s(self, size_bytes: float) -> float:

@@ -32,7 +32,7 @@ class CollectiveSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CommParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """How ranks reach each other."""
+    """The links between ranks, and the slowdown of overlapped computation and communication."""
 
     intra_node: HockneyLink
     inter_node: HockneyLink
@@ -58,7 +58,7 @@ class CommParameters(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StrategyOverhead(msgspec.Struct, frozen=True, kw_only=True):
-    """What a strategy's library adds on this machine, found in runs of the calibration."""
+    """The overhead of a strategy's library on this machine, fitted to calibration runs."""
 
     compute_factor: float = 1.0
     step_s: float = 0.0
@@ -94,7 +94,7 @@ class RunResidual(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Posterior(msgspec.Struct, frozen=True, kw_only=True):
-    """How sure the fitted numbers are: logarithms, normally distributed around those that the machine holds."""
+    """The uncertainty of the fitted figures: their logarithms are normally distributed around the machine's."""
 
     parameters: list[FittedParameter]
     roots: list[list[float]]

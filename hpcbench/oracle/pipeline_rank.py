@@ -271,7 +271,7 @@ class PipelineRank:
 
     @cached_property
     def _chunk_activations(self) -> list[tuple[int, int]]:
-        """By chunk the saved bytes per sample, and for the batch. Ranks that share blocks keep their part of a row."""
+        """Return by chunk the saved bytes per sample and per batch. Ranks that share blocks keep a part."""
         sums = []
         for numbers in self.rows:
             layers = [self.table.layers[number] for number in numbers]

@@ -105,7 +105,7 @@ class HaloPlacement(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def halo_placement(grid: tuple[int, ...], group: GroupPlacement) -> HaloPlacement:
-    """Of the places of two nodes away from the edge that with most neighbours, and most of them on other nodes.
+    """Return the inner rank with most neighbours, and among those with most on other nodes.
 
     The others of its node send at the same time: ``across`` shares the way out with as many as do so on average for
     each of its own messages.

@@ -22,7 +22,7 @@ _NORMAL_90 = 1.645
 
 
 class PredictionInterval(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the step time lies with a probability of 90 %, if the machine's numbers are as uncertain as they say."""
+    """The interval that contains the step time with a probability of 90 %, given the machine's uncertainties."""
 
     low: float
     high: float

@@ -65,7 +65,7 @@ class ParadlLayer(NamedTuple):
 
 
 class ParadlJob(NamedTuple):
-    """What is trained: ``D`` samples an epoch in global batches of ``B``, ``delta`` bytes an item."""
+    """A training job: ``D`` samples an epoch in global batches of ``B``, ``delta`` bytes an item."""
 
     samples: float
     batch: float
@@ -86,7 +86,7 @@ class ParadlJob(NamedTuple):
         return sum(layer.update_s / (p if layer.is_split else 1) for layer in self.layers)
 
     def weight_bytes(self, p: int = 1) -> float:
-        """That one device holds, where weights are split over ``p``."""
+        """Return the bytes of weights on one device, split over ``p``."""
         return self.item_bytes * sum(layer.weight_items / (p if layer.is_split else 1) for layer in self.layers)
 
     def memory_bytes(self, activations: float = 1.0, weights_over: int = 1) -> float:
@@ -109,12 +109,12 @@ class ParadlEstimate(NamedTuple):
 
 
 def paradl_all_reduce_s(p: int, message_bytes: float, link: HockneyLink) -> float:
-    """Of a buffer of ``message_bytes`` on every device."""
+    """Return the time of an all_reduce of ``message_bytes`` on every device."""
     return 2 * (p - 1) * link.message_s(message_bytes / p)
 
 
 def paradl_all_gather_s(p: int, part_bytes: float, link: HockneyLink) -> float:
-    """Of ``part_bytes`` from every device."""
+    """Return the time of an all_gather of ``part_bytes`` from every device."""
     return (p - 1) * link.message_s(part_bytes)
 
 

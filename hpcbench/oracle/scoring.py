@@ -65,7 +65,7 @@ def launch_noise(values: Sequence[float]) -> float | None:
 
 
 class PredictorResult(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What one predictor said of a configuration."""
+    """The prediction of one predictor for a configuration."""
 
     step_time_s: float | None = None
     figures: dict[str, float] = {}
@@ -95,7 +95,7 @@ def bootstrap_interval(
 
 
 class RankingScore(msgspec.Struct, kw_only=True):
-    """How well configurations of the same model on as many devices are put in order, by time per sample."""
+    """The quality of a ranking of configurations of one model and number of devices, by time per sample."""
 
     groups: int
     tau: float | None
@@ -108,7 +108,7 @@ class RankingScore(msgspec.Struct, kw_only=True):
 
 
 class PredictedBest(NamedTuple):
-    """Of one group of configurations, the one that a predictor would have had run, and the one that was best."""
+    """The configuration that a predictor chose in a group, and the best one."""
 
     best: ValidationCase
     chosen: ValidationCase | None

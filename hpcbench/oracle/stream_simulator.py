@@ -47,7 +47,7 @@ StreamEvent = ComputeEvent | CommCall | WaitEvent | RepeatEvent
 
 
 class StreamTimes(NamedTuple):
-    """What became of a step, in seconds."""
+    """The times of a simulated step, in seconds."""
 
     end_s: float
     compute_s: float
@@ -103,7 +103,7 @@ def simulate_streams(events: Iterable[StreamEvent], slowdown: float = 1.0, comm_
 
 
 class _CommStreams:
-    """What is under way until when."""
+    """The calls in flight with their ends."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[str, str], float] = {}
@@ -132,7 +132,7 @@ class _CommStreams:
         return end
 
     def hold_up(self, now: float, seconds: float, slowdown: float) -> None:
-        """For so long from ``now`` on all that is under way goes ``slowdown`` times slower."""
+        """Slow all calls in flight down by ``slowdown`` for this long from ``now`` on."""
 
         def later(until: float) -> float:
             left = until - now
@@ -149,7 +149,7 @@ class _CommStreams:
 
 
 def _slowed_compute_s(seconds: float, under_comm_s: float, slowdown: float) -> float:
-    """How long ``seconds`` of computation take when communication is under way for ``under_comm_s`` more."""
+    """Return the duration of ``seconds`` of computation while communication runs for ``under_comm_s`` more."""
     if under_comm_s <= 0.0 or slowdown <= 1.0:
         return seconds
     if seconds * slowdown <= under_comm_s:

@@ -194,7 +194,7 @@ class TensorParallelRank:
 
     @cached_property
     def _cast_weight_bytes(self) -> dict[str, int]:
-        """By row the bytes of autocast's copy of a weight, which lives as long as the row's activations."""
+        """Return by row the bytes of autocast's copy of a weight, which lives as long as the row's activations."""
         if self.spec.precision != "bf16":
             return {}
         names = [(tensor.name.rpartition("."), tensor) for tensor in self.table.parameter_tensors]

@@ -118,7 +118,7 @@ CostModelFactory = Callable[[Machine, RunSpec], CostModel]
 def predicted_step_s(
     machine: Machine, spec: RunSpec, table: LayerTable, clock_of: CostModelFactory = CostModel
 ) -> float:
-    """What the oracle says of a run on ``machine``."""
+    """Return the predicted step time of a run on ``machine``."""
     return resolve_cost(spec.strategy).step(spec, table, clock_of(machine, spec)).step_time_s
 
 

@@ -73,7 +73,7 @@ class DeviceCompute(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker that computes nothing has to know of the cluster that it rehearses."""
+    """The figures of a cluster that a worker needs to emulate it without computing."""
 
     cluster: str
     source: str

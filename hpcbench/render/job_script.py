@@ -74,7 +74,7 @@ class TemplateEngine:
 
 
 def _quote_shell_word(value: Any) -> Any:
-    """What ``{{ value }}`` becomes: one shell word, unless a filter or a block has made it text of a script."""
+    """Return the text of ``{{ value }}``: one shell word, unless a filter or a block has made it text of a script."""
     if isinstance(value, (Markup, jinja2.Undefined)):
         return value
     text = str(value)

@@ -14,7 +14,7 @@ LAUNCH_OVERHEAD_S = 30.0
 
 @dataclass(frozen=True)
 class JobShape:
-    """What the text of a job script depends on. Runs of one shape share one script."""
+    """The values that determine the text of a job script. Runs of one shape share one script."""
 
     partition: str | None
     environment: str | None
@@ -84,7 +84,7 @@ def container_command(container: ContainerConfig | None) -> list[str]:
 
 
 def container_step_options(container: ContainerConfig | None, variables: list[str]) -> list[str]:
-    """What srun is told. ``variables`` are those that the container must not replace by its image's own."""
+    """Return srun's options for a container; ``variables`` are not replaced by those of the image."""
     if container is None:
         return []
     if container.kind == "pyxis":
@@ -151,7 +151,7 @@ def srun_container_options(shape: JobShape, profile: ClusterProfile) -> list[str
 
 
 def job_variables(shape: JobShape, profile: ClusterProfile) -> dict[str, str]:
-    """What the script exports: the profile's variables, and the order of the devices where the job has all of them."""
+    """Return the exported variables: the profile's, and the device order if the job has all devices of a node."""
     binding = profile.binding
     variables = profile.variables(shape.environment)
     if _uses_all_devices(shape, profile) and binding.device_order and not _sees_one_device(shape, profile):

@@ -149,7 +149,7 @@ def pair_configurations(
 
 
 def _group_launches(launches: pl.DataFrame, keys: list[str], column: str) -> dict[tuple[str, ...], dict[str, Any]]:
-    """By ``keys`` the specification, positive figures in ``column``, and statuses of launches that are not ok."""
+    """Return by ``keys`` the specification, positive figures in ``column``, and statuses other than ok."""
     is_ok = pl.col("status") == STATUS_OK
     groups = launches.group_by(keys, maintain_order=True).agg(
         pl.col("^spec\\..*$").first(), pl.col("cluster").first().alias("_cluster"),

@@ -36,7 +36,7 @@ class _StatusRow(NamedTuple):
 
 
 class RunDetails(NamedTuple):
-    """What is known of a run beside its state."""
+    """The details of a run beside its state."""
 
     spec: RunSpec | None = None
     elapsed_s: float | None = None

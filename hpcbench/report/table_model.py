@@ -176,7 +176,7 @@ class WarningFootnotes:
         return "*" + ",".join([*shown, "+"] if len(shown) < len(letters) else shown) if letters else ""
 
     def kinds(self) -> list[tuple[str, list[str]]]:
-        """For every kind its letter (``+`` after 26 kinds) and the first text of each row that has it."""
+        """Return for every kind its letter (``+`` after 26 kinds) and the first text of each row that has it."""
         return [(self._letters.get(pattern, "+"), texts) for pattern, texts in self._texts.items()]
 
     def footnotes(self) -> list[str]:

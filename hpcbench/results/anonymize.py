@@ -94,7 +94,7 @@ class Anonymizer:
                 self._register(self._words, full_name, pseudonym)
 
     def learn_account(self, name: str) -> None:
-        """What a scheduler charges."""
+        """Replace the name of an account from now on."""
         self._register(self._words, name, self._pseudonym("account", name))
 
     def learn_folder(self, kind: str, path: str) -> None:
@@ -244,7 +244,7 @@ class Anonymizer:
 
 
 def _host_family(name: str) -> tuple[str, int] | None:
-    """What the hosts of a cluster have in common: letters, and a number of so many digits."""
+    """Return the common form of a cluster's host names: letters, and the number of digits."""
     match = _NUMBERED_HOST.fullmatch(name)
     return (match[1], len(match[2])) if match else None
 

@@ -49,11 +49,11 @@ class Attempt:
 
     @property
     def rendezvous_path(self) -> Path:
-        """Where rank 0 tells the others how to reach it."""
+        """Return the path of the file with rank 0's address."""
         return self.folder / "rendezvous.json"
 
     def read_start(self) -> AttemptStart | None:
-        """Who began this attempt; ``None`` where the marker is absent or broken."""
+        """Return the start marker of this attempt; ``None`` if it is absent or broken."""
         try:
             return decode_record(read_regular(self.folder / "attempt.json"), AttemptStart)
         except (OSError, msgspec.MsgspecError):
@@ -64,7 +64,7 @@ class Attempt:
         write_atomic(self.folder / f"rank-{result.rank}.json", msgspec.json.encode(result) + b"\n")
 
     def read_ranks(self) -> dict[int, RankResult]:
-        """What the ranks have left so far, by rank; broken files are passed over."""
+        """Return the rank files written so far, by rank, without broken ones."""
         found: dict[int, RankResult] = {}
         with contextlib.suppress(OSError):
             for entry in os.scandir(self.folder):

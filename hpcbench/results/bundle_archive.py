@@ -57,7 +57,7 @@ class BundleHeader(msgspec.Struct, kw_only=True):
 
 
 class BundleFileEntry(msgspec.Struct):
-    """What the manifest says of a file."""
+    """The manifest's entry of a file."""
 
     sha256: str
     size_bytes: int

@@ -91,14 +91,14 @@ def read_sample_manifest(made: Path) -> SampleManifest | None:
 
 
 def read_sample_part(folder: Path) -> SamplePart | None:
-    """What ``done.json`` of a folder of samples says; ``None`` where it is not complete."""
+    """Return the contents of a sample folder's ``done.json``; ``None`` if the folder is incomplete."""
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(read_regular(folder / PART_RECORD_NAME), type=SamplePart)
     return None
 
 
 def data_make_command(dataset: str, size: int, folder: str | Path) -> str:
-    """What a person types to have the samples made."""
+    """Return the command that makes the samples."""
     own = DATASETS[dataset].shape[-1]
     sized = "" if size == own else f" --size {size}"
     return f"hpcbench data make {dataset}{sized} --folder {shlex.quote(str(folder))}"

@@ -58,7 +58,7 @@ def decode_result(data: bytes, run_id: str) -> RunResult:
 
 
 def decode_result_unbounded(data: bytes, run_id: str) -> RunResult:
-    """As ``decode_result``, for a reader who meets integers beyond 64 bits by other means."""
+    """Decode a result like ``decode_result``, with integers beyond 64 bits."""
     try:
         result = _decode_guarded(_RESULT_DECODER, data)
     except msgspec.ValidationError:

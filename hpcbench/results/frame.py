@@ -170,7 +170,7 @@ def broken_results_frame(
 
 
 def collected_frame(entries: Iterable[CollectedResult]) -> polars.DataFrame:
-    """What was collected, in its order: results and broken files."""
+    """Return collected results and broken files as a frame, in their order."""
     import polars
 
     collected = list(entries)
@@ -191,7 +191,7 @@ NO_FILE_STATE = (0, 0)
 
 
 class FileState(NamedTuple):
-    """What tells a file from the one that was there before."""
+    """The state by which a changed file is recognised."""
 
     mtime_ns: int
     size_bytes: int
@@ -208,7 +208,7 @@ def file_state(path: Path | str) -> FileState | None:
 
 @dataclass
 class FolderScan:
-    """What a reading of some folders found: results that are new or changed, and what else is there."""
+    """The result of scanning folders: new or changed results, and other entries."""
 
     frames: list[polars.DataFrame] = field(default_factory=list)
     unchanged: set[str] = field(default_factory=set)
@@ -248,7 +248,7 @@ class FolderScanner:
         return self._scan
 
     def _changed_runs(self, folder: str, known: Mapping[str, tuple[int, int]]) -> list[tuple[str, bool]]:
-        """What lies in ``folder`` and is not in the state ``known``, in order: its name, and whether it is a link."""
+        """Return the entries of ``folder`` not in the state ``known``, in order: name, and whether a link."""
         changed = []
         try:
             with os.scandir(folder) as entries:

@@ -172,7 +172,7 @@ def _hash_column_types() -> str:
 
 
 def index_paths(tree: ClusterTree) -> list[Path]:
-    """Where the index may lie: beside the results, or in the user's cache where that cannot be written."""
+    """Return the possible paths of the index: beside the results, or in the user's cache if that is not writable."""
     own = hashlib.sha256(os.fsencode(tree.root.resolve())).hexdigest()[:16]
     return [tree.root / INDEX_FILE_NAME, cache_folder() / "index" / f"{own}.parquet"]
 

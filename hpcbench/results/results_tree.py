@@ -81,7 +81,7 @@ class ClusterTree:
         return decode_result(data, run_id)
 
     def _folder_to_read(self, run_id: str) -> str:
-        """As ``run_folder``, with one look a run: a tree is read by the hundred thousand."""
+        """Return ``run_folder`` with one system call per run: trees hold hundreds of thousands."""
         prefix = run_id[:2]
         folder = f"{self.root}/runs/{prefix}/{run_id}"
         try:
@@ -113,7 +113,7 @@ class ClusterTree:
         return ResultSummary(result.status, result.attempt, message, environment_key(result))
 
     def existing_runs(self) -> set[str]:
-        """As ``run_ids``, in no order and from names alone: one listing for every 256th of the runs."""
+        """Return the ids of ``run_ids`` without order, from one listing for every 256th of the runs."""
         run_ids: set[str] = set()
         runs = self.root / "runs"
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -123,7 +123,7 @@ class ClusterTree:
         return run_ids
 
     def archive_path(self, run_id: str, key: str) -> Path:
-        """Where the result that was measured in the environment ``key`` lies once a newer one stands in its place."""
+        """Return the path of a replaced result that was measured in the environment ``key``."""
         if not key or key in (".", "..") or "/" in key or "\0" in key:
             raise StorageError(f"{key!r} is no key of an environment: it cannot name a folder")
         return self.path("archive", key, run_id[:2], f"{self.run_folder(run_id).name}.json")
@@ -201,7 +201,7 @@ def _sorted_entries(folder: Path | str) -> list[os.DirEntry[str]]:
 
 
 def environment_key(result: RunResult) -> str | None:
-    """What the submitter knew of the software that ``result`` was measured with."""
+    """Return the environment key that the submitter recorded for ``result``."""
     key = result.provenance.get("environment_key")
     return key if isinstance(key, str) else None
 

@@ -55,7 +55,7 @@ def find_stop_reason(group: StopGroup, run_id: str, status_of: Callable[[str], s
 def _distance_below(
     own: list[float], smaller: list[tuple[str, list[float]]]
 ) -> Callable[[tuple[str, list[float]]], tuple[int, list[float]]]:
-    """How many values lie between a run and ``own``, over all parameters; at equal distance a fixed order."""
+    """Return the number of values between a run and ``own`` over all parameters; ties have a fixed order."""
     columns = zip(own, *(values for _, values in smaller), strict=True)
     places = [{value: place for place, value in enumerate(sorted(set(column), reverse=True))} for column in columns]
 
@@ -71,7 +71,7 @@ def is_smaller_run(values: list[float], others: list[float]) -> bool:
 
 
 def format_stop_reason(group: StopGroup, run_id: str, values: list[float], status: str | None) -> str:
-    """What a person reads of a run that was stopped."""
+    """Return the text of a stopped run's reason."""
     named = ", ".join(
         f"{name} {int(value) if value == int(value) else value}"
         for name, value in zip(group.along, values, strict=True)

@@ -203,7 +203,7 @@ def block_medians(values: Sequence[float], points: int) -> list[float]:
 
 
 def make_steadiness_warnings(times_s: Sequence[float], spread: StepTimeStatistics | None) -> list[str]:
-    """What a reader of the median must know. The texts hold no figures, so that equal ones of many runs are one."""
+    """Return the warnings about the median. The texts hold no figures, so that equal ones of many runs are merged."""
     change, count = relative_drift(times_s), count_outliers(times_s)
     if count is None or spread is None:
         return []
@@ -222,7 +222,7 @@ def make_steadiness_warnings(times_s: Sequence[float], spread: StepTimeStatistic
 
 
 def make_warmup_warning(found: int, timed: int, warmup_steps: int) -> str:
-    """What to set so that the next run's timed steps are all steady."""
+    """Return the warning with the warm-up that makes all timed steps of the next run steady."""
     return (
         f"the first {found} of {timed} timed steps were still slower than the later ones and are in no figure: "
         f"set warmup_steps = {warmup_steps + found} or more"

@@ -296,7 +296,7 @@ class SweepPlan:
 
     @property
     def profile_name(self) -> str:
-        """What ``--cluster`` takes for the profile: its name, or its path if it is not found by its name."""
+        """Return the value of ``--cluster`` for the profile: its name, or its path if the name does not lead to it."""
         return str(self.profile_file or self.profile.name)
 
     def environment_key(self, environment: str | None) -> str:

@@ -101,7 +101,7 @@ def send_submission(
 
 
 def unsent_jobs(record: Submission, journal: Journal) -> dict[int, JobRanges]:
-    """By array the jobs that are in no batch, without those all of whose runs were removed."""
+    """Return by array the jobs that are in no batch, without those all of whose runs were removed."""
     return {
         array.number: _without_dropped(array, set(journal.dropped), journal.unsent(array.number, array.jobs))
         for array in record.arrays

@@ -60,7 +60,7 @@ class IncrementalClusterTree(ClusterTree):
         """Of runs that were read when their folder had had its modification time (ns) for a while: that time."""
 
     def summaries(self, run_ids: Collection[str]) -> dict[str, ResultSummary]:
-        """As ``ClusterTree.heads``. Runs that were not asked for before are looked up, too."""
+        """Return the summaries of ``ClusterTree.summaries``; runs that are new to the watcher are looked up."""
         wanted = [run_id for run_id in run_ids if not self._is_ok(run_id)]
         if len(wanted) <= _MAX_SINGLE_LOOKUPS:
             for run_id in wanted:

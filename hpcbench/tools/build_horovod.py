@@ -220,7 +220,7 @@ def _require_compiler(include: str, standard: int) -> None:
 
 
 def compile_error(command: Sequence[str], source: str) -> str:
-    """What ``command`` says when it fails to compile and link ``source``; empty where it can."""
+    """Return the error of ``command`` for ``source``; empty if it compiles and links."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "try.cc"
         file.write_text(source, encoding="utf-8")
@@ -318,7 +318,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def wheel_cache_folder() -> Path:
-    """Where wheels are kept: outside of any checkout or environment."""
+    """Return the folder of the wheels, outside of any checkout or environment."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "hpcbench" / "wheels"
 
@@ -331,7 +331,7 @@ def wheel_cache_key(target: BuildTarget, parts: BuildFeatures) -> str:
 
 
 def wheel_local_version(target: BuildTarget, parts: BuildFeatures) -> str:
-    """What stands behind the ``+`` of the wheel's version, so that pip, too, tells one build from the next."""
+    """Return the part of the wheel's version behind ``+``, by which pip distinguishes builds."""
     torch = target.torch.replace("+", ".").replace("-", ".").replace("_", ".")
     return f"patch{PATCH_REVISION}.torch{torch}.{parts.listed.replace(', ', '.')}"
 

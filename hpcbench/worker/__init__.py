@@ -1,1 +1,1 @@
-"""What runs inside a job. The only package that imports torch."""
+"""The program inside a job. The only package that imports torch."""

@@ -35,7 +35,7 @@ def slurm_job_id(env: Mapping[str, str]) -> str | None:
 
 
 def slurm_restart_count(env: Mapping[str, str]) -> int:
-    """How often the scheduler has started this job anew."""
+    """Return the number of restarts of this job by the scheduler."""
     text = env.get("SLURM_RESTART_COUNT", "")
     return int(text) if text.isdecimal() else 0
 
@@ -134,7 +134,7 @@ def _cancelled_reason(tasks: Path, run_id: str) -> str | None:
 def _ended_in_submission_reason(
     tree: ClusterTree, tasks: Path, index: int, header: TaskFileHeader, task: RunTask
 ) -> str | None:
-    """That this very submission has run it to its end.
+    """Return the reason not to run it if this submission has already run it to its end.
 
     A scheduler starts a job anew only when it was interrupted from outside. The run that was under way then is run
     again; those of the pack that had ended before keep their results.

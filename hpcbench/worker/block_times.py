@@ -75,7 +75,7 @@ def profile_blocks(
 def block_profile_request(
     spec: RunSpec, device: torch.device, model_folder: str | None = None
 ) -> block_profile.BlockProfileRequest:
-    """What a run's pipeline asks for: its largest micro-batch, in its arithmetic."""
+    """Return the request of a run's pipeline: its largest micro-batch, in its precision."""
     names = ("model", "dataset", "input_size", "model_options", "precision", "channels_last")
     shared = {name: getattr(spec, name) for name in names}
     size = -(-spec.batch_size // spec.micro_batches)
@@ -162,7 +162,7 @@ class _BlockTimer:
         return row, following, keeps_output
 
     def _forward(self, block: nn.Module, x: Tensor, is_last: bool) -> tuple[Tensor, Tensor]:
-        """What the block hands on, and what the backward pass begins with."""
+        """Return the output of the block, and the tensor at which its backward pass begins."""
         with self._arithmetic.autocast():
             y: Tensor = block(x)
         return y, (summed_loss(y, self._targets) / len(self._targets) if is_last else y)
@@ -200,7 +200,7 @@ def _iqr(values: list[float]) -> float:
 
 
 def answer_request(data: bytes, refresh: bool = False) -> block_profile.BlockProfileResponse:
-    """What is printed for a request."""
+    """Return the output for a request."""
     try:
         return block_profile.BlockProfileResponse(
             chain=profile_blocks(msgspec.json.decode(data, type=block_profile.BlockProfileRequest), refresh)

@@ -204,7 +204,7 @@ class EmulationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _sleep(self, at_least_s: float) -> None:
-        """What is owed, if that is more than ``at_least_s``."""
+        """Sleep for the accumulated time if it exceeds ``at_least_s``."""
         if self._sleep_debt_s > at_least_s:
             began = time.perf_counter()
             time.sleep(self._sleep_debt_s)

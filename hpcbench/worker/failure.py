@@ -103,7 +103,7 @@ def is_peer_lost(error: BaseException) -> bool:
 
 
 def is_peer_lost_message(kind: str, message: str) -> bool:
-    """As ``is_peer_lost``, from what a record holds of the exception."""
+    """Return ``is_peer_lost`` for the recorded type and message of an exception."""
     return kind in _PEER_LOST_TYPES or (kind in _POSSIBLY_PEER_LOST_TYPES and bool(_PEER_LOST_MESSAGE.search(message)))
 
 

@@ -91,7 +91,7 @@ def _fake_tensors(spec: RunSpec) -> Iterator[None]:
 
 
 def allocate_fake_storage(model: nn.Module, device: torch.device = HOST_DEVICE) -> None:
-    """From the meta device to fake tensors of a real one: attention and others choose what they do by the device."""
+    """Move a model from the meta device to fake tensors of a real one: attention chooses its kernel by the device."""
     replaced: dict[int, Tensor] = {}
 
     def on_host(tensor: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def _module_attributes(module: nn.Module | None) -> dict[str, Any]:
 
 
 def answer_request(data: bytes) -> layer_table.LayerTableResponse:
-    """What is printed for a request."""
+    """Return the output for a request."""
     try:
         return layer_table.LayerTableResponse(
             table=make_layer_table(msgspec.json.decode(data, type=layer_table.LayerTableRequest))

@@ -108,7 +108,7 @@ def compile_in_place(module: nn.Module, backend: Any = "inductor") -> None:
 
 
 def count_compiled_graphs() -> int:
-    """How many graphs this process has compiled so far; 0 where this torch does not count them."""
+    """Return the number of graphs compiled by this process; 0 if this torch does not count them."""
     try:
         from torch._dynamo.utils import counters
 
@@ -118,7 +118,7 @@ def count_compiled_graphs() -> int:
 
 
 def recompilation_warning(count: int) -> str | None:
-    """What to do about graphs that were compiled within the timed steps."""
+    """Return the warning about graphs compiled within the timed steps."""
     if count == 0:
         return None
     return (
@@ -134,7 +134,7 @@ def force_eager() -> AbstractContextManager[Any]:
 
 
 class SequentialBlocks(nn.Sequential):
-    """As ``nn.Sequential``, whose own ``forward`` the compiler skips: it would compile every block by itself."""
+    """A sequence of blocks that is compiled as one; the compiler skips the ``forward`` of ``nn.Sequential``."""
 
     def forward(self, x: Tensor) -> Tensor:
         """One block after another."""

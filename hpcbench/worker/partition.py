@@ -93,7 +93,7 @@ def _stage_row(profile: BlockProfile, stage: PartitionStage) -> dict[str, float]
 
 
 def render_plans(profile: BlockProfile, plans: Sequence[PartitionPlan]) -> list[str]:
-    """What a person reads."""
+    """Return the plans as text."""
     request = profile.request
     alone = sum(block.forward_s + block.backward_s for block in profile.blocks)
     lines = [
@@ -119,7 +119,7 @@ def render_plans(profile: BlockProfile, plans: Sequence[PartitionPlan]) -> list[
 
 
 def _sweep_options(plan: PartitionPlan) -> str:
-    """As a sweep has it."""
+    """Return the options of a sweep."""
     widths = {stage["replicas"] for stage in plan.stages}
     if len(plan.stages) == 1:
         return f'strategy = "ddp", dp_degree = {plan.stages[0]["replicas"]:.0f}'

@@ -29,17 +29,17 @@ class PeerEnded(Exception):
 
 
 def stop_margin_s(limit_s: float) -> float:
-    """How long before its deadline a run of ``limit_s`` ends by itself, so that its result is written in time."""
+    """Return the seconds before its deadline at which a run of ``limit_s`` ends itself to write its result in time."""
     return min(5.0, 0.05 * limit_s)
 
 
 def deadline_window_s(limit_s: float) -> float:
-    """How long before the deadline a TERM already means the time limit: the scheduler's clock began before ours."""
+    """Return the seconds before the deadline from which a TERM means the time limit: SLURM's clock began earlier."""
     return min(30.0, 0.1 * limit_s)
 
 
 def stop_for_signal(number: int, now: float, deadline: float | None) -> Stopped:
-    """What a signal means. ``SIGUSR2`` is the scheduler's early warning of the time limit.
+    """Return the meaning of a signal. ``SIGUSR2`` is the scheduler's early warning of the time limit.
 
     ``now`` and ``deadline`` are unix seconds.
     """

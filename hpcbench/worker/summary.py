@@ -213,7 +213,7 @@ def summarize_run(
 
 
 def slowest_rank_times_s(ranks: Mapping[int, schema.RankResult]) -> list[float]:
-    """Of every timed step that all ranks have ended, the longest time that any of them took."""
+    """Return the longest time over the ranks for every timed step that all ranks have finished."""
     return [max(times) for times in zip(*(result.step_times_s for result in ranks.values()), strict=False)]
 
 
@@ -241,7 +241,7 @@ def _rank_warnings(ranks: Mapping[int, schema.RankResult]) -> list[str]:
 
 
 def _run_provenance(ranks: Mapping[int, schema.RankResult]) -> dict[str, Any]:
-    """Of the first rank that spoke for its host, or that left any, with every host of the run."""
+    """Return the provenance of the first rank that reports its host, or has any, with every host of the run."""
     present = [ranks[rank].provenance for rank in sorted(ranks) if ranks[rank].provenance]
     fullest = next((facts for facts in present if "environment_digest" in facts), present[0] if present else {})
     hosts = list(dict.fromkeys(ranks[rank].host for rank in sorted(ranks)))
@@ -249,7 +249,7 @@ def _run_provenance(ranks: Mapping[int, schema.RankResult]) -> dict[str, Any]:
 
 
 def _max_rank_traffic(ranks: Mapping[int, schema.RankResult]) -> schema.RankTraffic | None:
-    """That of the rank that passes most bytes, the first of equal ones."""
+    """Return the traffic of the rank that passes most bytes, the first of equal ones."""
     recorded = [rank for rank in sorted(ranks) if ranks[rank].traffic]
     if not recorded:
         return None

@@ -19,7 +19,7 @@ from hpcbench.worker.strategies.base import Strategy
 
 
 class LoopProgress:
-    """What a rank has measured so far. Read by the stop thread too, while the loop may be stuck."""
+    """The measurements of a rank so far. The stop thread reads them too, while the loop may be stuck."""
 
     def __init__(self, spec: RunSpec, device: torch.device) -> None:
         self.warmup_steps = spec.warmup_steps
@@ -171,9 +171,9 @@ def make_evaluate_hook(
     strategy: Strategy, feed: DataFeed, spec: RunSpec, progress: LoopProgress, rank: int,
     any_rank: Callable[[bool], bool],
 ) -> EvaluateHook | None:  # fmt: skip
-    """What the loop calls between timed steps; ``None`` where there is nothing to evaluate on.
+    """Return the evaluation between timed steps; ``None`` if there is nothing to evaluate on.
 
-    Rank 0 evaluates and the others wait for what it says, or compute along where the shards of all are needed.
+    Rank 0 evaluates and the others wait for its answer, or compute along if the shards of all are needed.
     """
     if feed.held_out() is None:
         return None

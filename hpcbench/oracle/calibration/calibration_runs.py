@@ -28,7 +28,7 @@ class CalibrationRun(NamedTuple):
 
     @property
     def spec(self) -> RunSpec:
-        """What was run."""
+        """The specification of the run."""
         return self.result.spec
 
     @property
@@ -82,7 +82,7 @@ _PACK = 8
 
 
 class CalibrationWorkload(NamedTuple):
-    """What is trained."""
+    """A model with its data set and batch size."""
 
     model: str
     dataset: str
@@ -91,7 +91,7 @@ class CalibrationWorkload(NamedTuple):
     input_size: int | None = None
 
     def keys(self, times: int = 1) -> dict[str, Any]:
-        """As parameters, with ``times`` the batch."""
+        """Return the parameters, with ``times`` the batch size."""
         found: dict[str, Any] = {"model": self.model, "dataset": self.dataset, "batch_size": times * self.batch_size}
         if self.input_size is not None:
             found["input_size"] = self.input_size
@@ -99,7 +99,7 @@ class CalibrationWorkload(NamedTuple):
 
 
 class DeviceWorkloads(NamedTuple):
-    """What suits a device: each step long enough to be timed, and short enough to be repeated."""
+    """The workloads for a kind of device: a step is long enough to be timed and short enough to be repeated."""
 
     layers: tuple[CalibrationWorkload, ...]
     """Between them every kind of layer that a shipped model has, in two and in three dimensions."""
@@ -133,7 +133,7 @@ class CalibrationScale(NamedTuple):
         return self.nodes * self.tasks_per_node
 
     def keys(self) -> dict[str, int]:
-        """As parameters."""
+        """Return the parameters."""
         return {name: value for name, value in self._asdict().items() if value > 1}
 
 

@@ -25,7 +25,7 @@ _FILE_NAME = re.compile(r"\d{4}-\d\d-\d\d-([0-9a-f]{12})\.json")
 
 
 class FitResidual(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How well one part of the fit meets what was measured."""
+    """The error of one part of the fit."""
 
     part: str
     """``kernels``, ``collectives``, ``contention``, ``overlap``, ``strategies``, ..."""
@@ -38,7 +38,7 @@ class FitResidual(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Calibration(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What was found on a cluster, when and from what."""
+    """The fitted machine of a cluster, with date and runs."""
 
     calibration_version: int = CALIBRATION_VERSION
     cluster: str
@@ -87,7 +87,7 @@ def _write_into(folder: Path, name: str, data: bytes) -> Path:
 
 
 def user_calibration_folder(cluster: str) -> Path:
-    """Where calibrations of ``cluster`` lie whose tree may not be written."""
+    """Return the user's folder for calibrations of a cluster whose tree is not writable."""
     return user_data_folder() / "calibrations" / cluster
 
 

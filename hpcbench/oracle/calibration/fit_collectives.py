@@ -46,7 +46,7 @@ class CollectivePoint(NamedTuple):
 
 
 class SizeBandFit(NamedTuple):
-    """Of the sizes from ``from_bytes`` on."""
+    """The fitted link for payloads from ``from_bytes`` on."""
 
     wire: HockneyLink
     from_bytes: float
@@ -107,7 +107,7 @@ def collective_points(found: Sequence[CollectiveProbe], call_s: float) -> list[C
 def fit_bands(
     operation: str, span: GroupLinks, points: Sequence[CollectivePoint], nominal: HockneyLink
 ) -> list[SizeBandFit]:
-    """As few bands as it takes, at most ``MAX_BANDS``, cut where the error is least."""
+    """Return the fewest bands of sizes that fit, at most ``MAX_BANDS``, with the cuts of the smallest error."""
 
     def fit(bands: Sequence[list[CollectivePoint]]) -> list[SizeBandFit]:
         starts = [points[0].payload_bytes if number else 0.0 for number, points in enumerate(bands)]
@@ -160,7 +160,7 @@ def fit_link(operation: str, span: GroupLinks, points: Sequence[CollectivePoint]
 
 
 def link_coefficients(operation: str, span: GroupLinks, payload_bytes: float, wire: HockneyLink) -> tuple[float, float]:
-    """How often the latency counts in one call, and how many bytes, on links like ``wire``."""
+    """Return the factors of latency and of bytes in the time of one call on links like ``wire``."""
 
     def at(given: HockneyLink) -> GroupLinks:
         return span._replace(intra_node=given, inter_node=given)

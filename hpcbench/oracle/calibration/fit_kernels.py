@@ -42,7 +42,7 @@ def _seconds_by_kind(compute: DeviceCompute, run: CalibrationRun) -> dict[str, f
 
 
 def fit_kind_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    """By kind a factor that makes the kernels of every step as far too short as those of the others.
+    """Return a factor for each kind of layer, after which the kernels of all steps are too short by the same ratio.
 
     ``steps``: seconds by kind, and what the whole step takes. Robust ridge regression of the logarithms; kinds that no
     two models tell apart are drawn to 1, as all are where one model alone was measured.
@@ -78,7 +78,7 @@ def probed_share(probe: KernelProbe) -> RowShare:
 
 
 def kernel_samples(spec: RunSpec, table: LayerTable, probe: ProbeResults) -> list[KernelSample]:
-    """What was measured, in the words in which predictions ask. Rows that the table does not have do nothing."""
+    """Return the measured kernels as predictions request them. Rows that the table lacks are ignored."""
     rows = {(layer.name, layer.kind): layer for layer in reversed(table.layers)}
     found = []
     for one in probe.kernels:

@@ -22,7 +22,7 @@ from hpcbench.oracle.machine import CommParameters, Machine, nominal_machine
 def fit_calibration(
     profile: ClusterProfile, partition: str | None, runs: Sequence[CalibrationRun], made_at: datetime | None = None
 ) -> Calibration:
-    """What ``runs`` say of the cluster; whatever they do not say stays as the profile has it, and is noted."""
+    """Fit the machine to ``runs``. Figures without evidence stay those of the profile, with a note."""
     good = usable_runs(runs)
     nominal = nominal_machine(profile, partition)
     alone = fit_overheads.fit_lone_ranks(good)

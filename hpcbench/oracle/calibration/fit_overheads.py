@@ -76,14 +76,14 @@ def fit_contention(probes: Iterable[CollectiveProbe]) -> dict[int, float]:
 
 
 class LoneRankTimes(NamedTuple):
-    """How long a rank's step takes when nobody is in its way, by workload, and how far ranks scatter."""
+    """The step times of a rank without contention, by workload, and the scatter between ranks."""
 
     steps_s: dict[WorkloadKey, float]
     straggling: float
 
 
 def fit_lone_ranks(runs: Sequence[CalibrationRun]) -> LoneRankTimes:
-    """From ranks on nodes of their own: of p that train side by side without a word, the slowest takes
+    """Fit ranks on nodes of their own: of p that train side by side without communication, the slowest takes
     (1 + straggling z(p)) as long as one, z(p) being the expected largest of p normal draws.
 
     All launches of a workload count alike, those of one rank as those of several; one that was held up moves neither.
@@ -120,7 +120,7 @@ def _least_absolute_deviations_line(points: Sequence[tuple[float, float]]) -> tu
 
 
 def fit_crowding(runs: Sequence[CalibrationRun], alone: LoneRankTimes) -> dict[int, float]:
-    """By ranks on a node: how much longer each takes than one alone, beyond what the slowest always takes."""
+    """Return by ranks per node the slowdown of each over one alone, beyond the usual scatter."""
     crowded: dict[int, list[float]] = defaultdict(list)
     for one in runs_of_strategy(runs, PROBE_COLLECTIVES):
         if one.spec.tasks_per_node > 1 and workload_key(one) in alone.steps_s:
@@ -130,7 +130,7 @@ def fit_crowding(runs: Sequence[CalibrationRun], alone: LoneRankTimes) -> dict[i
 
 
 def workload_key(run: CalibrationRun) -> WorkloadKey:
-    """What a lone rank does in a step of ``run``."""
+    """Return the key of the computation of one rank in a step of ``run``."""
     return run.spec.model, run.spec.dataset, run.spec.batch_size, run.spec.precision
 
 

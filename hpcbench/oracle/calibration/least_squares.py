@@ -22,7 +22,7 @@ _MAX_DAMPING = 1e8
 
 
 class PosteriorMode(NamedTuple):
-    """Where the posterior is highest, and how wide it is there."""
+    """The mode of the posterior and its width."""
 
     at: Vector
     covariance: Matrix
@@ -56,7 +56,7 @@ def find_mode(
 
 
 def student_t_weight(residual: float) -> float:
-    """What a residual counts, in units of its scale: 1 where it is 0."""
+    """Return the weight of a residual in units of its scale: 1 for a residual of 0."""
     return DEGREES_OF_FREEDOM / (DEGREES_OF_FREEDOM + residual * residual)
 
 

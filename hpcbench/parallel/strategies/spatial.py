@@ -177,9 +177,9 @@ def _uncuttable_reason(row: Row, grid: tuple[int, ...], known: set[tuple[int, ..
 
 
 def _composite_block_start(rows: Sequence[Row], number: int, known: set[tuple[int, ...]]) -> int:
-    """From a layer within a module that computes something itself back to the first one of its block.
+    """Return the first layer of the block of a layer in a module that computes something itself.
 
-    What such a module does between its layers (shortcuts, reshaping) has to be cut or whole as one.
+    Operations between the layers of such a module (shortcuts, reshaping) are cut or whole together.
     """
     row = rows[number]
     composites = [other.name for other in rows if other.kind.endswith(COMPOSITE_SUFFIX)]

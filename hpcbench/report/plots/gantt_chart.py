@@ -23,7 +23,7 @@ SPAN_COLUMNS = ("panel", "source", "rank", "kind", "name", "chunk", "micro_batch
 
 
 class ActionStyle(NamedTuple):
-    """How an action is called and drawn."""
+    """The label and colours of an action."""
 
     title: str
     colour: str

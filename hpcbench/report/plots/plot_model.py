@@ -20,7 +20,7 @@ ReadFullResults = Callable[[Sequence[tuple[str, str]]], Iterable[RunResult]]
 
 @dataclass(frozen=True)
 class PlotRequest:
-    """What a picture may be request for beside its results."""
+    """The options of a plot beside its results."""
 
     by: tuple[str, ...] = ()
     """Columns that tell the lines from each other; without any it is the strategy."""
@@ -82,12 +82,12 @@ _MAX_LISTED = 12
 
 
 def legend_title(by: Sequence[str]) -> str:
-    """What the lines are."""
+    """Return the title of the legend."""
     return ", ".join(short_name(name) for name in by) or "strategy"
 
 
 def whisker_notes(rows: pl.DataFrame, more: str = "") -> list[str]:
-    """What the whiskers of ``rows`` (columns ``low``, ``launches``) are; nothing where there are none."""
+    """Return the notes that define the whiskers of ``rows`` (columns ``low``, ``launches``)."""
     given = rows.filter(rows["low"].is_not_null())
     counts = sorted({int(count) for count in given["launches"].to_list()})
     kinds = ["95 % of the median within one launch"] if counts[:1] == [1] else []

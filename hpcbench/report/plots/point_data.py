@@ -162,7 +162,7 @@ def _with_key_columns(frame: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
 
 
 def _with_rate_bounds(rows: pl.DataFrame) -> pl.DataFrame:
-    """Of a single launch the rates that the 95 % interval of its median step time allows."""
+    """Add the bounds of the rate of single launches: those of the 95 % interval of the median step time."""
     single = pl.col("launches") < 2
     bounds = [
         pl.when(single & (pl.col(f"{STEP_TIME}:{other}") > 0))

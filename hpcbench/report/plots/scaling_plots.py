@@ -35,7 +35,7 @@ LinePoints = Sequence[tuple[float, float]]
 
 
 def find_crossovers(lines: Mapping[str, LinePoints]) -> list[Crossover]:
-    """Where the lines of each two series cross, in the order of ``x``; straight between points in log-log scales.
+    """Return the crossings of each two series in the order of ``x``; lines are straight in log-log scales.
 
     Points are positive; a line that only touches another does not cross it.
     """
@@ -85,7 +85,7 @@ def _plot_over_devices(
 
 
 def _ideal_throughput(rows: pl.DataFrame) -> pl.DataFrame:
-    """In each panel where there is a baseline, its rate per device times the fewest and the most devices."""
+    """Return by panel the baseline's rate per device times the fewest and the most devices."""
     known = rows.filter(pl.col("efficiency") > 0).with_columns(
         (pl.col(THROUGHPUT) / pl.col("efficiency") / pl.col("devices")).alias("_each"), x="devices"
     )

@@ -41,7 +41,7 @@ _DASHES: dict[str, list[float]] = {
 
 
 class SeriesStyle(NamedTuple):
-    """How a series is drawn, wherever it is."""
+    """The colour, shape and dash of a series, equal in all plots."""
 
     colour: str
     shape: str

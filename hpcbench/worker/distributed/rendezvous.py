@@ -259,7 +259,7 @@ class ControlChannel:
         self.world_size = world_size
 
     def watch_peers(self, on_abort: Callable[[], None], on_lost: Callable[[], None]) -> None:
-        """From a thread, call ``on_abort`` when a rank announces its end, ``on_lost`` when rank 0's process is gone.
+        """Start a thread: ``on_abort`` when a rank announces its end, ``on_lost`` when rank 0 is gone.
 
         The thread sleeps in the store until then: it costs the measured steps nothing.
         """

@@ -120,7 +120,7 @@ def open_nvml_device(uuid: str) -> NvmlDevice | None:
 
 
 def query_or_none(question: Callable[[], Any]) -> Any:
-    """What ``question`` returns; ``None`` where it raises, whatever that is: a broken driver raises anything."""
+    """Return the answer of ``question``, or ``None`` if it raises: a broken driver may raise any exception."""
     try:
         return question()
     except Exception:  # noqa: BLE001

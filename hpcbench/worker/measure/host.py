@@ -164,7 +164,7 @@ def cpu_facts(mask: Sequence[int], root: Path = ROOT) -> dict[str, Any]:
 
 
 def cores_per_numa_node(mask: Sequence[int], root: Path = ROOT) -> dict[str, int]:
-    """How many of the cores in ``mask`` each NUMA node has."""
+    """Return the number of cores in ``mask`` of each NUMA node."""
     nodes = sorted((root / _NUMA_FOLDER).glob("node[0-9]*"), key=lambda path: int(path.name[4:]))
     counts = {node.name[4:]: len(set(mask) & parse_core_list(read_text(node / "cpulist") or "")) for node in nodes}
     return {number: count for number, count in counts.items() if count}

@@ -230,7 +230,7 @@ def storage_id(tensor: Tensor) -> int:
 
 
 def _moved_bytes(func: Any, given: Any, out: Any) -> int:
-    """What goes in and comes out; nothing for a view, for memory that is only taken, or for a question."""
+    """Return the bytes of inputs and outputs; none for views, allocations and queries."""
     if func.namespace == "prim" or "empty" in func._schema.name:
         return 0
     sources, results = tensor_leaves(given), tensor_leaves(out)

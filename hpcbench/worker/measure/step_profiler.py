@@ -39,7 +39,7 @@ _DEVICE_COPIES = ("Memcpy DtoD", "Memset")
 
 
 class ProfilerEvent(NamedTuple):
-    """What the profiler saw. Times are nanoseconds of one clock for host and device."""
+    """One event of the profiler. Times are nanoseconds of one clock for host and device."""
 
     name: str
     begin: int
@@ -52,7 +52,7 @@ class ProfilerEvent(NamedTuple):
 
     @property
     def interval(self) -> TimeInterval:
-        """From its begin to its end."""
+        """Return begin and end."""
         return self.begin, self.end
 
 

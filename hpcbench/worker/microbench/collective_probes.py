@@ -124,7 +124,7 @@ def measure_overlap(group: ProbeGroup, spec: RunSpec, payload_bytes: int, budget
 def measure_collectives(
     spec: RunSpec, context: RankContext, largest_bytes: int, budget_s: float, check: Callable[[], None]
 ) -> tuple[list[CollectiveProbe], list[OverlapProbe]]:
-    """What the run's placement can tell: all operations where ranks lie alike, contention where nodes hold several.
+    """Measure what the placement allows: all operations if ranks are placed evenly, contention if nodes hold several.
 
     ``check`` raises on all ranks where one was told to stop.
     """

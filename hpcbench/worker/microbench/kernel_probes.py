@@ -92,7 +92,7 @@ class LayerCall:
         torch.autograd.backward(self.output, self.gradient)
 
     def clear(self) -> None:
-        """As the loop does before each step."""
+        """Clear gradients as the training loop does before each step."""
         self.output = None
         for parameter in self.parameters:
             parameter.grad = None

@@ -45,7 +45,7 @@ _DONE_KEY = "verify/done"
 
 
 class VerificationInputs(NamedTuple):
-    """Where the run's samples and a model of the user's own come from."""
+    """The folders of the run's samples and of a custom model."""
 
     source: DataSource
     model_folder: str | None
@@ -85,7 +85,7 @@ def train_strategy(
     strategy: Strategy, feed: DataFeed, steps: tuple[int, ...], context: RankContext,
     check: Callable[[], None] = lambda: None,
 ) -> TrainingRecord:  # fmt: skip
-    """What ``strategy``, which is set up, makes of ``steps``; tensors on rank 0 alone. Called on every rank."""
+    """Train ``steps`` with a strategy that is set up; return tensors on rank 0 alone. Called on every rank."""
     trained, parts = TrainingRecord(), []
 
     def kept(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -244,7 +244,7 @@ def perturb_last_bit(model: nn.Module) -> None:
 def compare_with_notes(
     ours: TrainingRecord, reference: TrainingRecord, check: VerificationCheck, notes: list[str]
 ) -> ReferenceComparison:
-    """As ``compare``, without what the arithmetic makes meaningless; ``notes`` gets what was left out, and why."""
+    """Compare without the tensors that the arithmetic makes meaningless; ``notes`` gets these with the reason."""
     if check.precision == "fp16" and not (all_finite(ours.gradients) and all_finite(reference.gradients)):
         cause = "the first step overflowed, as it may until the loss scale has settled"
         notes.append(f"fp16: {cause}; only losses compared")
