@@ -1,1 +1,1 @@
-"""What measures us against floors and peers. Ratios from alternating runs; nothing here is a test."""
+"""Measurements against floors and peers. Ratios from alternating runs; nothing here is a test."""

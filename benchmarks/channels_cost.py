@@ -1,4 +1,4 @@
-"""What ``filter`` and ``channel`` gain and lose: steps of two ranks that share layers, and of two that share nothing.
+"""The gain and loss of ``filter`` and ``channel``: steps of two ranks that share layers, and of two that share none.
 
 Both train the same model on the same samples; unsplit, each rank runs the whole step by itself at the same time as the
 other, so that both have the same processor to themselves. Half is the ideal. Beside the ratio stands the share of
@@ -63,7 +63,7 @@ def block_of(spec: RunSpec, place: RankContext) -> Block:
 
 
 def share_sent(block: Block) -> float:
-    """Of a block's seconds on this rank, those inside collectives."""
+    """Return the seconds of a block on this rank inside collectives."""
     clock = Clock()
     with (
         mock.patch.object(model_parallel, "all_gather_single", clock.around(model_parallel.all_gather_single)),

@@ -39,7 +39,7 @@ GOAL_WIDTH = 0.04
 
 
 class HandWritten:
-    """What a person would write, with nothing around it."""
+    """A hand-written training loop."""
 
     def __init__(self, spec: RunSpec, feed: DataFeed, rank: int) -> None:
         self.model = DistributedDataParallel(build_model(spec))
@@ -78,7 +78,7 @@ class Block(NamedTuple):
 
 
 def loop_overhead_s(device: torch.device, repeats: int = 10_000) -> float:
-    """What the loop's own bookkeeping adds to one timed step, in seconds, measured now."""
+    """Measure the seconds that the loop's bookkeeping adds to one timed step."""
     stop, clock, loss = StopController(), make_step_clock(device), torch.zeros(())
     losses: list[Tensor] = []
     append, mark = losses.append, clock.mark

@@ -1,4 +1,4 @@
-"""What an asynchronous pipeline saves: blocks of steps of pipedream and of gpipe in turn, in the same processes.
+"""The gain of an asynchronous pipeline: blocks of steps of pipedream and of gpipe in turn, in the same processes.
 
 Both take the same micro-batches through the same stages; a pair is one block of each, and the order within a pair
 changes from pair to pair. gpipe waits p - 1 of m + p - 1 units, pipedream none, so the ratio of their times should be

@@ -24,7 +24,7 @@ def median_interval(values: list[float], resamples: int = 2000) -> tuple[float, 
 
 
 class Ratios(NamedTuple):
-    """Of one block over another, pair by pair: by the clock, and in processor time, which others hardly touch."""
+    """Ratios of one block over another, pair by pair: in elapsed time, and in processor time."""
 
     wall: list[float]
     cpu: list[float]

@@ -1,4 +1,4 @@
-"""What reading a tree costs at least: a bare walk, and msgspec's decoding of every result as our record."""
+"""The floor of reading a tree: a bare walk, and msgspec's decoding of every result as our record."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Spent(NamedTuple):
 
     @property
     def computing(self) -> float:
-        """What is neither."""
+        """Return the remaining time."""
         return self.step - self.halo - self.collectives
 
 
@@ -85,7 +85,7 @@ def strategy_of(spec: RunSpec, place: RankContext) -> Strategy:
 
 @contextmanager
 def clocks() -> Iterator[tuple[Clock, Clock]]:
-    """Of halos, and of all other communication that a rank waits for."""
+    """Clocks of halos, and of all other communication that a rank waits for."""
     halo, others = Clock(), Clock()
     with ExitStack() as stack:
         for owner, name, clock in (

@@ -45,7 +45,7 @@ Block = Callable[[], Tensor]
 def by_hand(
     model: nn.Module, optimizer: Any, feed: DataFeed, rank: int, clear: Callable[[], object] | None = None
 ) -> Block:
-    """What a person would write, with nothing around it."""
+    """Train by a hand-written loop."""
     batches = [feed.batch(step, rank) for step in range(STEPS)]
     clear = clear or optimizer.zero_grad
 
@@ -109,7 +109,7 @@ def fairscale_sddp_by_hand(spec: RunSpec, feed: DataFeed, rank: int) -> Block:
 
 
 def fairscale_fsdp_by_hand(spec: RunSpec, feed: DataFeed, rank: int) -> Block:
-    """On a cpu with the replaced streams that our run has left in place: the library does not start without."""
+    """Train on a cpu with the replaced streams of our run: the library does not start without them."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel
 
     given: dict[str, Any] = {

@@ -46,7 +46,7 @@ seed = {last}
 
 
 class Look(NamedTuple):
-    """What was measured while the jobs of one submit were pending."""
+    """Times measured while the jobs of one submit were pending."""
 
     submit_s: float
     status_s: float
@@ -63,7 +63,7 @@ class Bare(NamedTuple):
     calls: list[tuple[int, int, int]]
 
     def seconds(self) -> float:
-        """How long it takes to write the files plainly and to make the calls, one after another."""
+        """Return the seconds to write the files and to make the calls, one after another."""
         with cancelled() as folder:
             return timed(lambda: self._submit(folder))
 
@@ -117,7 +117,7 @@ def on(results: Path) -> tuple[str | Path, ...]:
 
 
 def bare_of(sweep: Path) -> Bare:
-    """What a submit of ``sweep`` wrote and called, to be done again without it."""
+    """Return the files and calls of a submit of ``sweep``, to repeat them without hpcbench."""
     with cancelled() as results:
         hpcbench("submit", sweep, *on(results))
         (folder,) = (results / "slurmbox" / "submissions").iterdir()
@@ -217,7 +217,7 @@ def ratio_rows(pairs: list[tuple[Look, float, float]]) -> list[dict[str, object]
 
 
 def growth_rows(rounds: list[dict[int, Look]]) -> list[dict[str, object]]:
-    """What is alike in all sizes, as the start of a process, is in no difference of two."""
+    """Differences of two sizes leave out constant costs, such as the start of a process."""
     sizes = ", ".join(f"{size:,}" for size in SIZES)
     _, few, more, most = SIZES
     rows = []

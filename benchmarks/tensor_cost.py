@@ -55,7 +55,7 @@ def ours(spec: RunSpec, feed: DataFeed, place: RankContext) -> Block:
 
 
 def torchs(spec: RunSpec, feed: DataFeed, place: RankContext) -> Block:
-    """As a person would write it after torch's tutorial."""
+    """Split the model as torch's tutorial does."""
     model = parallelized(spec)
     # DTensors and plain tensors cannot be updated together tensor by tensor in one call.
     optimizer = torch.optim.SGD(model.parameters(), spec.learning_rate, spec.momentum, foreach=False)

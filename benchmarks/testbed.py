@@ -65,7 +65,7 @@ class Testbed:
         return self.start(*arguments).wait()
 
     def output(self, *arguments: str) -> bytes:
-        """What it writes to standard output. Raises ``SystemExit`` where it fails."""
+        """Return its standard output. Raises ``SystemExit`` if it fails."""
         command = self.start(*arguments, stdout=subprocess.PIPE)
         text, _ = command.communicate()
         if command.returncode:

@@ -76,7 +76,7 @@ def plots() -> None:
 
 
 def write_terminal(console: Console, name: str, title: str) -> None:
-    """What ``console`` recorded as a picture, without the fonts that it would fetch."""
+    """Write the recording of ``console`` as a picture, without the fonts that it would fetch."""
     drawn = console.export_svg(title=title, unique_id=name)
     (PICTURES / f"{name}.svg").write_text(
         re.sub(r"@font-face \{.*?\}\s*", "", drawn, flags=re.DOTALL), encoding="utf-8"

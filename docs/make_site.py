@@ -201,7 +201,7 @@ def build(folder: Path) -> Path:
 
 
 def loaded_from_elsewhere(site: Path) -> Iterator[str]:
-    """What pages of the site would load over the network when they are opened."""
+    """Yield the addresses that pages of the site would load over the network."""
     for page in sorted(site.rglob("*.html")):
         text = page.read_text(encoding="utf-8")
         for address in re.findall(

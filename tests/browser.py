@@ -34,7 +34,7 @@ _SWITCHES = (
 
 
 class Browser:
-    """What a page does in a browser: what it says in the console, what it asks the network for."""
+    """A page in a browser, with its console messages and network requests."""
 
     def __init__(self, profile: Path) -> None:
         options = webdriver.ChromeOptions()
@@ -59,7 +59,7 @@ class Browser:
         return self.driver.execute_cdp_cmd(command, given)
 
     def log(self, kind: str) -> list[dict[str, Any]]:
-        """What was logged since it was last asked."""
+        """Return the entries logged since the last call."""
         found: list[dict[str, Any]] = self.driver.get_log(kind)  # type: ignore[no-untyped-call]
         return found
 

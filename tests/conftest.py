@@ -54,7 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--strategy`` leave out what has nothing to do with that strategy."""
+    """Deselect tests of other strategies if ``--strategy`` is given."""
     key = config.getoption("--strategy")
     if key is None:
         return

@@ -1,4 +1,4 @@
-"""What every test costs: a plugin that measures it, and the script that writes tests/durations.tsv of that.
+"""The cost of every test: a plugin that measures it, and the script that writes tests/durations.tsv.
 
 ``make durations`` runs all tests with the plugin; the script also reads logs of pytest. Processor seconds, of the test's process and of all that it started,
 are the measure by which tests are marked ``slow``: other programs on the machine make a test last longer, but hardly
@@ -28,7 +28,7 @@ HEAD = "cpu_s\twall_s\tcases\ttest"
 
 
 class Cost(NamedTuple):
-    """Of all cases of one test function, with the fixtures that were made and unmade around them."""
+    """The cost of all cases of one test function, with their fixtures."""
 
     cpu_s: float
     wall_s: float
@@ -50,7 +50,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 def _cpu_s() -> float:
-    """Of this process and its descendants, of those that have ended too."""
+    """Return the processor seconds of this process and its descendants, ended ones included."""
     total = 0.0
     own = psutil.Process()
     for process in [own, *own.children(recursive=True)]:
@@ -62,7 +62,7 @@ def _cpu_s() -> float:
 
 
 def read_costs(paths: Iterable[Path]) -> dict[str, Cost]:
-    """By test function; of a case that was measured several times, the last measurement counts.
+    """Return the costs by test function; the last measurement of a case counts.
 
     ``paths`` are files of the plugin, and logs of ``pytest --durations 0`` (with ``-vv``, or quick tests are missing).
     """
@@ -95,7 +95,7 @@ def _written(path: Path) -> float:
 
 
 def _weight(cost: Cost) -> float:
-    """By what tests are ordered."""
+    """Return the sort key of a test."""
     return cost.wall_s if math.isnan(cost.cpu_s) else cost.cpu_s
 
 

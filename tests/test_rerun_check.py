@@ -1,4 +1,4 @@
-"""What `make rerun-...` calls a rerun: shares, losses, the models that DDLBench could not run."""
+"""Conditions of `make rerun-...`: shares, losses, the models that DDLBench could not run."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Phrase(NamedTuple):
 
 
 class Occurrence(NamedTuple):
-    """Where a phrase stands."""
+    """The place of a phrase."""
 
     place: str
     text: str

@@ -1,1 +1,1 @@
-"""What the oracle is scored on: runs of others, and our own, predicted before anybody compared them."""
+"""Scores of the oracle: published runs and our own, predicted before the comparison."""

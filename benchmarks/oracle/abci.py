@@ -241,7 +241,7 @@ def _found(machine: Machine) -> list[str]:
 
 
 def _table(text: str) -> list[str]:
-    """Of the predictions."""
+    """Return the table of the predictions."""
     rows = list(csv.reader(io.StringIO(text)))
     return [f"| {' | '.join(row)} |" for row in (rows[0], ["---"] * len(COLUMNS), *rows[1:])]
 

@@ -50,13 +50,13 @@ _BUSY = 0.3
 
 
 def calibrate(bed: Testbed) -> int:
-    """With links of another rate than those of the score."""
+    """Calibrate with links of another rate than those of the score."""
     bed.at(CALIBRATED_MBIT, _CALIBRATING_JOBS)
     return bed.hpcbench("cluster", "calibrate", CLUSTER)
 
 
 def predict(bed: Testbed, path: Path) -> int:
-    """Of every configuration of the sweep, by every predictor that needs no measured runs of it."""
+    """Predict every configuration of the sweep by every predictor that needs no measured runs of it."""
     bed.describe(SCORED_MBIT, _SCORED_JOBS)
     os.chdir(bed.work)
     tree = ResultsTree(bed.results)
@@ -75,7 +75,7 @@ def predict(bed: Testbed, path: Path) -> int:
 
 
 def measure(bed: Testbed) -> int:
-    """What is done stays. One launch of the whole grid after another, so that noise has the machine's moods, too."""
+    """Measure one launch of the whole grid after another, so that noise contains the machine's drift. Results stay."""
     bed.at(SCORED_MBIT, _SCORED_JOBS)
     launches = load_sweep(SWEEP).repeats
     rounds = (_first_launches(bed, number, launches) for number in range(1, launches + 1))
@@ -113,7 +113,7 @@ def table(bed: Testbed, path: Path) -> int:
 
 
 def _all(bed: Testbed) -> int:
-    """From nothing, or from where it was interrupted. These predictions are in no commit, and the table says so."""
+    """Run all parts, or continue an interrupted score. These predictions are in no commit, and the table states so."""
     path = bed.work / registered.PREDICTIONS.name
     stored, _ = read_calibrations(ResultsTree(bed.results).cluster(CLUSTER), CLUSTER)
     if not stored and (code := calibrate(bed)):

@@ -86,7 +86,7 @@ def amounts() -> Iterator[Amount]:
 
 
 def left(gpt: Gpt, ranks: int, what: str) -> float:
-    """Of a block's activations, the share that ``what`` leaves (Korthikanti et al. 2022, table 2)."""
+    """Return the share of a block's activations that ``what`` leaves (Korthikanti et al. 2022, table 2)."""
     whole = _kept_bytes(gpt, ranks, by_tokens=False)
     if what == "full":
         return 2 * gpt.numbers / whole

@@ -1,4 +1,4 @@
-"""Where Megatron-LM's pipelines differ from ours: variations of the oracle's formulas, each with its reason.
+"""Differences of Megatron-LM's pipelines from ours: variations of the oracle's formulas, each with its reason.
 
 Messages between stages are fp16, cut among the ranks that share a stage (Narayanan et al. 2021, section 4.1);
 recomputation leaves out embedding and head; gradients are summed over replicas in fp16, at the end in one call unless

@@ -50,15 +50,15 @@ class Published(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def devices(self) -> int:
-        """Of the whole run."""
+        """Return the devices of the whole run."""
         return self.tp * self.pp * self.dp
 
     def model_flops(self) -> float:
-        """Of an iteration without recomputation (Korthikanti et al. 2022, equation 7)."""
+        """Return the FLOPs of an iteration without recomputation (Korthikanti et al. 2022, equation 7)."""
         return self._flops(passes=3)
 
     def hardware_flops(self) -> float:
-        """With the blocks computed again (Narayanan et al. 2021, equation 3)."""
+        """Return the FLOPs with recomputed blocks (Narayanan et al. 2021, equation 3)."""
         return self._flops(passes=4)
 
     def _flops(self, passes: int) -> float:
@@ -77,7 +77,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was published of a run's memory."""
+    """The published memory of a run."""
 
     states_gib: float
     activations_gib: dict[Recompute, float]
@@ -90,7 +90,7 @@ def published() -> list[Published]:
 
 
 def held() -> dict[str, Held]:
-    """By run of Korthikanti's table 5."""
+    """Return the published memory by run of Korthikanti's table 5."""
     return msgspec.convert(_data()["memory"], dict[str, Held])
 
 
@@ -120,7 +120,7 @@ def measured_all_reduces() -> list[tuple[float, float]]:
 
 
 def product_efficiency(peak_flops_per_s: float, processors: int) -> float:
-    """Of the peak, what measured matrix products reach beside what their last waves of tiles lose: the median."""
+    """Return the median share of the peak that measured matrix products reach, without the loss of their last waves."""
     found: list[float] = []
     for rows, columns, inner, milliseconds in _data()["products"]["measured"]:
         kernel = Kernel(

@@ -36,17 +36,17 @@ class Gpt(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """Of what passes between two blocks, per sample."""
+        """Return the elements between two blocks, per sample."""
         return self.tokens * self.width
 
     @property
     def scores(self) -> int:
-        """Of attention, per sample."""
+        """Return the attention scores, per sample."""
         return self.heads * self.tokens * self.tokens
 
 
 class Kept(NamedTuple):
-    """What autograd keeps of a row for the backward pass, in bytes per sample."""
+    """The bytes per sample that autograd saves of a row for the backward pass."""
 
     split: int = 0
     """On ranks that share the block: this divided by their number."""
@@ -72,7 +72,7 @@ def table_of(gpt: Gpt) -> LayerTable:
 
 
 def kept_in_block(gpt: Gpt) -> dict[str, Kept]:
-    """By row of a block; the sum is Korthikanti et al. 2022's equation 1, s b h (34 + 5 a s / h), per sample."""
+    """Return saved bytes by row of a block; the sum is Korthikanti et al. 2022's equation 1, s b h (34 + 5 a s / h)."""
     numbers, scores = gpt.numbers, 0 if gpt.selective else gpt.scores
     return {
         "norm1": Kept(whole=2 * numbers),

@@ -1,4 +1,4 @@
-"""What the score prints: the oracle against measurements, against its goals and against simpler predictors."""
+"""Tables of the score: the oracle against measurements, its goals and simpler predictors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def show(cases: Sequence[ValidationCase], register: Register, commit: Commit | N
 
 
 def cases_of(frame: polars.DataFrame, results: ResultsTree, register: Register) -> list[ValidationCase]:
-    """What was measured with what the register says of it; a configuration that was not foretold is not scored."""
+    """Return measurements with their registered predictions; a configuration without one is not scored."""
     foretold = {one.config_id: one for one in register.configurations}
     measured = [one for one in measured_configurations(frame) if one.config_id in foretold]
     forecasts = ClusterForecasts(results, SWEEP.parent)

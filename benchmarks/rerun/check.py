@@ -59,7 +59,7 @@ def cells(bed: Testbed, sweep: str) -> list[Cell]:
 
 
 def faults(found: Iterable[Cell]) -> Iterator[str]:
-    """What keeps the matrix from being a rerun of its paper."""
+    """Return the differences of the matrix from its paper's."""
     every = list(found)
     if not every:
         yield "no run is planned"

@@ -55,7 +55,7 @@ def _devices(row: Row) -> int:
 
 
 def best_of_families(found: Mapping[tuple[Cell, str], float], best: Any) -> dict[tuple[Cell, str], float]:
-    """Of each family its best system, ``best`` being ``max`` or ``min``."""
+    """Return the best system of each family, ``best`` being ``max`` or ``min``."""
     own: dict[tuple[Cell, str], list[float]] = {}
     for (cell, strategy), value in found.items():
         for family, members in FAMILIES.items():
@@ -65,7 +65,7 @@ def best_of_families(found: Mapping[tuple[Cell, str], float], best: Any) -> dict
 
 
 def families_on_two(rows: Sequence[Row], figure: str) -> str:
-    """Of each model and family the median over the data sets, on two devices; of times also the least and the most."""
+    """Return by model and family the median over the data sets, on two devices; for times also minimum and maximum."""
     found = best_of_families(ratios(rows, figure), max if figure == TIME else min)
     body = []
     for model in _models(rows):
@@ -94,7 +94,7 @@ def families_at_scale(rows: Sequence[Row]) -> str:
 
 
 def strategies_by_model(rows: Sequence[Row], figure: str) -> str:
-    """Of every strategy and model: over one device, on as many devices as there are, ascending."""
+    """Return every strategy and model relative to one device, by ascending number of devices."""
     found = ratios(rows, figure)
     models, strategies = _models(rows), sorted({strategy for _, strategy in found})
     data = {model: next(data for (its, data, _), _ in found if its == model) for model in models}
@@ -112,7 +112,7 @@ def _along(found: Mapping[tuple[Cell, str], float], model: str, data: str, name:
 
 
 def fastest(rows: Sequence[Row]) -> str:
-    """In how many cells each strategy is the fastest."""
+    """Return the number of cells in which each strategy is the fastest."""
     found = ratios(rows, TIME)
     wins: dict[tuple[str, int], int] = {}
     for cell in {cell for cell, _ in found}:
@@ -159,7 +159,7 @@ def _scored(summary: Any) -> str:
 
 
 def choices(documents: Mapping[str, Any]) -> str:
-    """How often each recommender chose the fastest, and how much slower its choices were, a column a document."""
+    """Return how often each recommender chose the fastest, and its regret, a column a document."""
     body = []
     for name, words in {
         "hpcbench": "hpcbench",
@@ -184,5 +184,5 @@ def _models(rows: Iterable[Row]) -> list[str]:
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
+    """Return a table in Markdown."""
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *body])

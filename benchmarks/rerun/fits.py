@@ -23,7 +23,7 @@ CALIBRATIONS = Path(__file__).resolve().parents[1] / "oracle" / "calibrations"
 
 
 class Validated(NamedTuple):
-    """What ``validate`` says, as a text and as data."""
+    """The output of ``validate``, as text and as data."""
 
     text: bytes
     document: Any
@@ -45,7 +45,7 @@ def move(bed: Testbed, sweep: str, where: str) -> None:
 
 
 def elsewhere(bed: Testbed, sweep: str, where: str | None) -> Validated:
-    """What ``validate`` says of ``sweep`` by the measured calibration, or as runs with ``where`` move it.
+    """Validate ``sweep`` by the measured calibration, or as runs with ``where`` move it.
 
     In a tree of its own, so that predictions of other commands stay as they are.
     """

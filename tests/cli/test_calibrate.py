@@ -110,7 +110,7 @@ def test_fitted_values_are_printed_as_a_table(calibrate: Callable[..., Result], 
 
 
 def whole_runs(tmp_path: Path) -> tuple[ClusterProfile, Machine, ClusterTree]:
-    """On 1, 2 and 4 nodes, whose computation takes half as long again as by the profile's numbers."""
+    """Runs on 1, 2 and 4 nodes whose computation takes 1.5 times as long as by the profile's figures."""
     profile, _ = load_cluster("slurmbox")
     nominal = nominal_machine(profile)
     tree = ClusterTree(tmp_path / "results" / "slurmbox")

@@ -198,7 +198,7 @@ def test_run_to_table_and_again(sweep: Path, tmp_path: Path) -> None:
 
 
 def test_a_configuration_folder_that_may_not_be_entered_is_passed_over(tmp_path: Path) -> None:
-    """As somebody without root's rights, which no mode stops."""
+    """A user without root's rights reads the folder: no mode stops root."""
     closed = tmp_path / "closed"
     (closed / "hpcbench" / "clusters").mkdir(parents=True)
     closed.chmod(0)

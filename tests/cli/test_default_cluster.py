@@ -92,7 +92,7 @@ def test_the_default_is_printed_and_filters_nothing(project: Path) -> None:
 
 
 def test_a_profile_may_be_a_path(project: Path) -> None:
-    """Also for ``status`` and ``cancel`` after it, which know the cluster by its name alone."""
+    """``status`` and ``cancel`` accept the path afterwards, too."""
     (project / "far").mkdir()
     (project / "far" / "mine.toml").write_text('name = "mine"\n[scheduler]\nkind = "local"\n')
     (project / "tiny.toml").write_text(GOOD.replace("4", "5").replace('"single", "ddp"', '"single"'))

@@ -197,7 +197,7 @@ def test_logs_of_a_run_that_others_wrote_to(tree: ClusterTree, attempt: bytes, t
 
 
 def on_a_terminal(*arguments: str, cwd: Path) -> str:
-    """What a command writes when its output is a terminal."""
+    """Return the output of a command on a terminal."""
     ours, theirs = pty.openpty()
     with subprocess.Popen(
         [sys.executable, "-m", "hpcbench", *arguments], cwd=cwd, stdout=theirs, stderr=theirs

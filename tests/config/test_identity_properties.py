@@ -1,4 +1,4 @@
-"""What names a run, over generated specifications."""
+"""Run and configuration ids of generated specifications."""
 
 from __future__ import annotations
 

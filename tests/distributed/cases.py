@@ -1,4 +1,4 @@
-"""What the parity tests compare: a run as a strategy does it on real ranks, and as one process must."""
+"""Cases of the parity tests: a run by a strategy on real ranks, and its reference by one process."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Case:
 
 @dataclass
 class OfRank:
-    """What one rank of the pool sends back; tensors from rank 0 alone."""
+    """The result of one rank of the pool; tensors from rank 0 alone."""
 
     trained: TrainingRecord
     counts: list[int]
@@ -196,7 +196,7 @@ def run_parallel(case: Case, group: dist.ProcessGroup | None) -> OfRank:
 
 
 def _distance(strategy: Strategy, group: dist.ProcessGroup) -> float:
-    """How far a rank's parameters are from rank 0's. Running statistics are its own until the next forward pass."""
+    """Return the distance of a rank's parameters from rank 0's. Running statistics are its own until the next forward pass."""
     worst = 0.0
     for parameter in strategy.module.parameters():
         of_rank_0 = parameter.detach().clone()
@@ -330,7 +330,7 @@ def _train(one: OneDevice, order: str = AS_IT_IS, precision: str | None = None) 
 
 @lru_cache(maxsize=64)
 def _bounds(one: OneDevice, orders: tuple[str, ...]) -> Distances:
-    """What one device's rounding allows, see ``rounding``."""
+    """Return the bounds from one device's rounding, see ``rounding``."""
     again = [one] if one.train is not train_reference else [one, one._replace(train=_backwards)]
     trainings = [_train(each, order) for order in orders for each in again]
     return bounds(trainings, _train(one, precision="fp64"), UNIT[one.run.precision])

@@ -11,7 +11,7 @@ from tests.distributed.pool import Pool, return_freed_memory
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """As the ranks have: threads of one process that wait for each other take the cores from all others."""
+    """Use one thread, as the ranks do: threads that wait for each other keep cores from other processes."""
     torch.set_num_threads(1)
 
 

@@ -37,7 +37,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[RankContext]:
 
 
 def fake_traffic(spec: RunSpec, rank: int, warmup_steps: int = 1) -> list[Traffic]:
-    """What ``rank`` of the run passes to collectives in the step after ``warmup_steps``."""
+    """Return the calls of collectives by ``rank`` in the step after ``warmup_steps``."""
     recorder = fake_calls(spec, rank, warmup_steps)
     return recorder.merged()
 

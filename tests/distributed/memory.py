@@ -1,4 +1,4 @@
-"""What a rank of a data-parallel run holds of weights, gradients and optimizer state, as one table.
+"""Weights, gradients and optimizer state on a rank of a data-parallel run, as one table.
 
 ``python -m tests.distributed.memory`` prints it, for docs/strategies.md.
 """
@@ -141,7 +141,7 @@ HEAD = [
 
 
 def row(key: str, ranks: int, one: Held) -> str:
-    """In MiB, of one rank."""
+    """Return the table row of one rank, in MiB."""
     held = one.parameters + one.gradients + one.optimizer
     numbers = [promised(STRATEGIES[key], ranks), held, *one[:4], one.all_before, one.resident_peak]
     return f"| `{key}` | {ranks} | " + " | ".join(f"{number / 2**20:.2f}" for number in numbers) + " |"

@@ -48,7 +48,7 @@ class Pool:
         return self.call(case.spec.ranks, run_parallel, case)
 
     def call(self, ranks: int, function: Callable[..., T], *arguments: Any) -> list[T]:
-        """What ``function(*arguments, group)`` returns on each of the first ``ranks``.
+        """Return the results of ``function(*arguments, group)`` on each of the first ``ranks``.
 
         A rank that raises fails the test with its traceback.
         """
@@ -66,7 +66,7 @@ class Pool:
         return found
 
     def _answer(self, pipe: Connection) -> tuple[bool, Any, int]:
-        """What a rank says to this call, and how many groups it is in; late answers to one that has been given up are dropped."""
+        """Return a rank's answer to this call and its number of groups; late answers to abandoned calls are dropped."""
         deadline = time.monotonic() + _WAIT_S
         while pipe.poll(max(deadline - time.monotonic(), 0.0)):
             try:
@@ -97,7 +97,7 @@ class Pool:
 
 
 def return_freed_memory() -> None:
-    """To the system: glibc keeps what lies between blocks in use, after large models a gigabyte and more."""
+    """Return freed memory to the system: after large models glibc keeps a gigabyte and more between used blocks."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
 

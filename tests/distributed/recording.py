@@ -9,7 +9,7 @@ from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
 
 
 def record_traffic(call: Callable[[], object]) -> list[Traffic]:
-    """What this rank passes to collectives in ``call``."""
+    """Return the calls of collectives by this rank in ``call``."""
     recorder = TrafficRecorder()
     with recorder:
         call()

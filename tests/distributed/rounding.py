@@ -1,4 +1,4 @@
-"""How far rounding alone takes one device: the bound of every comparison in a run's own low precision.
+"""The rounding of one device: the bound of every comparison in a run's own low precision.
 
 The value of a sum of floating-point numbers depends on its order, and strategies add in other orders than one device.
 How much that changes is no constant: it depends on the network, on the steps and on the processor's vector width. So
@@ -39,7 +39,7 @@ relative to its own largest number."""
 
 
 def distances(ours: TrainingRecord, reference: TrainingRecord) -> Distances:
-    """Of every loss, of the gradients of the first and the last step, and of the weights and statistics after it."""
+    """Return the distances of losses, of gradients of the first and last step, and of weights and statistics after it."""
     losses = {f"step {step}": (a, b) for step, (a, b) in enumerate(zip(ours.losses, reference.losses, strict=True), 1)}
     found = {("loss", name): abs(a - b) / abs(b) for name, (a, b) in losses.items()}
     found |= _distances("first gradient", ours.first_gradients, reference.first_gradients)

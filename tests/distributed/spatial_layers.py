@@ -69,7 +69,7 @@ def image(extents: tuple[int, ...]) -> Box:
 
 
 def difference(ours: Tensor, whole: Tensor) -> float:
-    """Of the largest number, not of 1 where all are small."""
+    """Return the largest difference relative to the largest number, also where all are small."""
     assert ours.shape == whole.shape, f"{ours.shape} is not {whole.shape}"
     return ((ours - whole).abs().max() / whole.abs().max().clamp(min=1e-3)).item()
 
@@ -101,7 +101,7 @@ def run_whole(case: LayerCase) -> Whole:
 def differences(
     case: LayerCase, whole: Whole, cut: SpatialGrid, add_up: Callable[[Tensor], object]
 ) -> dict[str, float]:
-    """Of the output, the gradient of the input and those of the parameters, and buffers after the step.
+    """Return the differences of outputs, of gradients of inputs and parameters, and of buffers after the step.
 
     ``add_up`` makes of a tensor the sum of all ranks'.
     """

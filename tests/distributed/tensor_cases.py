@@ -1,4 +1,4 @@
-"""What the tests of tensor parallelism ask of ranks: whole runs on a small vocabulary, and single layers."""
+"""Cases of the tests of tensor parallelism: whole runs on a small vocabulary, and single layers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def small_vocabulary(words: int = VOCABULARY) -> Iterator[None]:
 
 
 def tensor_case(ranks: int, model: str = "gpt", **more: Any) -> Case:
-    """Of ``ranks``, dp_degree share the batch."""
+    """Return a case on ``ranks``, of which dp_degree are replicas."""
     replicas = more.get("dp_degree", 1)
     given: dict[str, Any] = {"strategy": "tensor", "tp_degree": ranks // replicas, "dp_degree": replicas}
     if model == "gpt":
@@ -71,7 +71,7 @@ def _run(case: Case, group: dist.ProcessGroup) -> OfRank:
 
 
 def both(pool: Pool, case: Case) -> tuple[list[OfRank], TrainingRecord]:
-    """What the ranks have trained, and what one process must."""
+    """Return the training by the ranks, and its reference by one process."""
     with small_vocabulary():
         return pool.call(case.spec.ranks, _run, case), run_reference(case)
 
@@ -96,7 +96,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _note(self, values: Any, is_new: bool) -> None:
-        """What first appears as an argument was there before."""
+        """Note tensors that first appear as arguments as older than the call."""
         for tensor in tree_leaves(values):
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self._sizes:
                 self._sizes[storage._cdata] = storage.nbytes() if is_new else 0
@@ -159,7 +159,7 @@ class LayerCase:
 
 
 def build_layer(case: LayerCase) -> nn.Module:
-    """In fp64, with weights of the size of one over the root of the width, so that every digit counts."""
+    """Build it in fp64, with weights of about 1 / sqrt(width), so that every digit counts."""
     torch.manual_seed(1)
     width = case.heads * 4
     built: nn.Module
@@ -204,7 +204,7 @@ def layer_gradients(
 
 
 def split_layer(case: LayerCase, pool_group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """As ``layer_gradients``, of the shared layer, with its parts put together."""
+    """Return ``layer_gradients`` of the split layer, with its shards joined."""
     ranks, place = dist.get_world_size(pool_group), dist.get_rank(pool_group)
     group = RankGroup(tuple(range(ranks)), place, pool_group)
     sharing, whole, own = TensorParallelComm(group, case.by_tokens), build_layer(case), None

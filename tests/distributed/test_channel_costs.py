@@ -1,4 +1,4 @@
-"""What the formulas say ranks send and hold is what real ranks send and hold, and what 64 and 1,024 would send."""
+"""Predicted traffic and memory equal those of real ranks, and of 64 and 1,024 fake ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def table_of(spec: RunSpec) -> LayerTable:
 
 
 def sent(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
-    """In the second step, as a strategy is used."""
+    """Return the calls of the second step."""
     strategy = resolve_runtime(spec.strategy)()
     strategy.setup(
         wrap_blocks(build_model(spec), spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group)

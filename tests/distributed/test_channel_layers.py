@@ -91,7 +91,7 @@ def largest(ours: Tensor | None, theirs: Tensor | None) -> float:
 def differences(
     shape: Shape, scheme: ChannelScheme, place: dict[str, bool], group: dist.ProcessGroup
 ) -> dict[str, float]:
-    """Of one layer with the split that it gets at that place."""
+    """Return the differences of one layer with the split of its position."""
     torch.manual_seed(1)
     size, whole = dist.get_world_size(group), shape.make()
     ours = RankGroup(tuple(range(size)), dist.get_rank(group), group)

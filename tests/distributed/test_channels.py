@@ -178,7 +178,7 @@ def test_bf16(pool: Pool, strategy: str, form: str) -> None:
 
 
 def train_and_evaluate(case: Case, group: dist.ProcessGroup) -> tuple[float | None, dict[str, Tensor]]:
-    """What a rank finds on the held-out samples after a step, and the weights that it would save."""
+    """Return a rank's evaluation after a step, and the weights that it would save."""
     place = RankContext(dist.get_rank(group), case.spec.ranks, CPU, group)
     strategy, feed = resolve_runtime(case.spec.strategy)(), make_feed(case.spec, CPU)
     strategy.setup(wrap_blocks(build_model(case.spec), case.spec), case.spec, place)

@@ -1,4 +1,4 @@
-"""Where fairscale is not there, or does not work, runs and ``doctor`` say so with the command that installs it."""
+"""Without a working fairscale, runs and ``doctor`` name the command that installs it."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def resident(name: str) -> int:
 
 
 def peak_bytes(spec: RunSpec) -> int:
-    """What three steps take beside the process as it was when the model had been built, and the model."""
+    """Return the peak of three steps above the process after setup, plus the weights."""
     torch.set_num_threads(1)
     feed, strategy = make_feed(spec, CPU), resolve_runtime(spec.strategy)()
     strategy.setup(build_model(spec, ROOT), spec, RankContext(0, 1, CPU))

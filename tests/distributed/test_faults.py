@@ -1,4 +1,4 @@
-"""What goes wrong around a run that ends well, done to real ones: the result must say so."""
+"""Disturbances of real runs that end well: the result reports them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 @contextlib.contextmanager
 def on_core(core: int) -> Iterator[None]:
-    """What is started within may use this core alone."""
+    """Restrict processes that start within to this core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:

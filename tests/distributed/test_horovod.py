@@ -61,7 +61,7 @@ def run(pools: dict[int, Pool], case: Case) -> list[OfRank]:
 
 
 def run_fresh(case: Case) -> list[OfRank]:
-    """On new processes, where Horovod reads its variables anew."""
+    """Run on new processes, in which Horovod reads its variables."""
     pool = Pool(case.spec.ranks)
     try:
         return pool.run(case)
@@ -109,7 +109,7 @@ def test_transformers_equal_the_reference(
 
 
 def test_four_ranks_equal_the_reference_in_fp64(pools: dict[int, Pool]) -> None:
-    """Of four gradients the order of the sum shows in fp32: see decision 7."""
+    """The order of a sum of four gradients shows in fp32: see decision 7."""
     case = horovod_case(4, "resnet18", "digits", precision="fp64")
     found = run(pools, case)
     assert [one.counts[2] for one in found] == [8, 8, 8, 7]
@@ -142,7 +142,7 @@ def test_an_optimizer_with_a_state_starts_without_one(pools: dict[int, Pool]) ->
 
 
 def test_fusion_and_cycle_time_change_no_number(pools: dict[int, Pool]) -> None:
-    """Of two gradients the sum is the same in any order, so not even the last bit may differ."""
+    """The sum of two gradients is the same in any order, so not even the last bit may differ."""
     plain = run(pools, horovod_case(2, "resnet18", "digits"))
     options = {"fusion_threshold_mb": 0.25, "cycle_time_ms": 1.0}
     found = run_fresh(horovod_case(2, "resnet18", "digits", options=options))

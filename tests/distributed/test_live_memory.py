@@ -1,6 +1,6 @@
-"""What a rank holds at its peak is what the formulas say, within a tenth: every byte that torch's allocator gave out.
+"""Predicted peaks are within a tenth of the bytes that torch's allocator gave out.
 
-In a world that is not there, where all that a rank takes and gives back happens in one thread, so that nothing is missed.
+In a fake world all allocations of a rank happen in one thread, so that none is missed.
 Without AVX-512 oneDNN may take several more weights for convolutions of small images, which the formulas do not count
 (docs/formulas.md): there, and only there, of what a convolution takes for itself as much counts as they say.
 """

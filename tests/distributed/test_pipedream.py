@@ -69,13 +69,13 @@ def pipedream_case(stages: int, model: str = "vit", dataset: str = "digits", rep
 
 
 def stack_case(stages: int, options: dict[str, Any] | None = None, **more: Any) -> Case:
-    """Of ``small_stack`` in fp64, with momentum."""
+    """Return a case of ``small_stack`` in fp64, with momentum."""
     cuts = {"cuts": STACK_CUTS[stages]}
     return pipedream_case(stages, "vgg11", options={**cuts, **(options or {})}, precision="fp64", **more)
 
 
 def run_stack(case: Case, group: dist.ProcessGroup) -> OfRank:
-    """As ``run_parallel``, with ``small_stack``."""
+    """Run ``run_parallel`` with ``small_stack``."""
     with mock.patch("tests.distributed.cases.build_model", small_stack):
         return run_parallel(case, group)
 
@@ -110,7 +110,7 @@ def test_a_whole_model_in_fp32(pool: Pool) -> None:
 @pytest.mark.parametrize("micro_batches", [1, 4])
 @pytest.mark.parametrize("options", VERSIONS)
 def test_any_number_of_minibatches_in_a_step(pool: Pool, micro_batches: int, options: dict[str, Any]) -> None:
-    """With one in a step, stages are up to three steps ahead."""
+    """Stages are up to three steps ahead if a step is one minibatch."""
     check_stack(pool, stack_case(4, options, micro_batches=micro_batches))
 
 
@@ -154,7 +154,7 @@ def test_a_wrong_version_is_seen(pool: Pool) -> None:
 
 
 def test_steps_that_do_not_follow_one_another(pool: Pool) -> None:
-    """As ``verify`` takes the partial batch last: what is forwarded ahead must be of the step that really comes."""
+    """``verify`` takes the partial batch last: forward passes ahead belong to the next real step."""
     case = pipedream_case(4, precision="fp64")
     spec = msgspec.structs.replace(case.spec, micro_batches=1)
     found = pool.call(4, train_steps, spec, (0, 1, 4))

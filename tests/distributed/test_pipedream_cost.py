@@ -1,4 +1,4 @@
-"""What a stage of PipeDream sends, and the versions and activations that it holds, are what the oracle says."""
+"""Messages, weight versions and activations of a PipeDream stage equal the oracle's."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_ranks_of_large_worlds(replicas: int, rank: int) -> None:
 
 
 def held(spec: RunSpec, group: dist.ProcessGroup) -> tuple[int, int, int, list[float]]:
-    """At most, over 5 steps: versions of the weights, bytes of the older ones, bytes of activations; the losses."""
+    """Return the maxima over 5 steps: weight versions, bytes of older ones, bytes of activations; and the losses."""
     strategy, feed = started(spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group)), make_feed(spec, CPU)
     kept = _Kept([*strategy.module.parameters(), *strategy.module.buffers()])
     buffers = {one.untyped_storage().data_ptr() for one in strategy.module.buffers()}

@@ -30,7 +30,7 @@ def pipeline_case(
 @pytest.mark.parametrize(("batch_size", "steps"), [(8, 2), (16, 3)])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_stages_with_batch_norm(pool: Pool, schedule: str, batch_size: int, steps: int) -> None:
-    """Of two samples a micro-batch BatchNorm makes chaos within three steps, see below."""
+    """BatchNorm over two samples per micro-batch becomes chaotic within three steps, see below."""
     case = pipeline_case(schedule, 2, precision="fp64", batch_size=batch_size, steps=steps)
     check(pool.run(case), run_reference(case), EXACT)
 
@@ -156,7 +156,7 @@ def test_running_statistics_of_whole_mini_batches(pool: Pool, replicas: int, rec
 
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=SOAK), "zero_bubble"])
 def test_bf16(pool: Pool, schedule: str) -> None:
-    """What stages pass on is bf16 too, as autocast would hand it on within one process."""
+    """Messages between stages are bf16 too, as autocast's outputs within one process."""
     case = pipeline_case(schedule, 2, "vgg11", precision="bf16", steps=1, model_options={"batch_norm": False})
     check_rounding(pool.run, case)
 

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline compute is what the oracle says: real ranks on which every operator has its price and
+"""The computation of pipeline stages equals the oracle's: real ranks on which every operator has its price and
 none computes."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAST = DeviceCompute(peak_flops_per_s={"fp32": 2e12}, memory_bandwidth_bytes_per
 
 
 def computed_s(spec: RunSpec, group: dist.ProcessGroup) -> float:
-    """In the second step: the first one of pipedream fills the pipeline."""
+    """Return the seconds of the second step: pipedream's first one fills the pipeline."""
     strategy, feed = resolve_runtime(spec.strategy)(), make_feed(spec, CPU)
     strategy.setup(build_model(spec), spec, RankContext(dist.get_rank(group), spec.ranks, CPU, group))
     strategy.announce(range(3))

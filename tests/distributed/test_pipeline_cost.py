@@ -1,4 +1,4 @@
-"""What a stage sends is what the oracle says, call by call; what it keeps is what the schedule says."""
+"""Messages of a stage equal the oracle's, call by call; kept activations equal the schedule's."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def loss_of(count: int, output: Tensor, target: Tensor) -> Tensor:
 
 
 def differences(spec: RunSpec, group: dist.ProcessGroup) -> dict[str, float]:
-    """Of every gradient of this rank: ours less torch's."""
+    """Return for every gradient of this rank our value minus torch's."""
     ours, theirs = set_up(spec, group), set_up(spec, group)
     feed = make_feed(spec, CPU)
     ours.step(feed, 0)

@@ -19,7 +19,7 @@ def die(rank: int, group: dist.ProcessGroup) -> int:
 
 @pytest.mark.slow
 def test_a_rank_that_ends_is_named() -> None:
-    """By the call in which it does, by the next one and at the end: the kernel kills whom it likes, when it likes."""
+    """The call in which it ends names it, so does the next one, and the end: the kernel may kill any rank at any time."""
     pool = Pool(2)
     assert pool.call(2, die, 2) == [2, 2]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What runs of a calibration measure: every row of the table, with its own operations, and every collective."""
+"""Calibration runs measure every row of the table with its own operations, and every collective."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_every_operation_of_its_own_and_its_group(pool: Pool) -> None:
 
 
 def talk_functionally(group: dist.ProcessGroup) -> list[Traffic]:
-    """As DTensor and autograd do; the backward pass communicates too."""
+    """Communicate as DTensor and autograd do; the backward pass communicates too."""
     recorder, leaf = TrafficRecorder(), torch.ones(3, requires_grad=True)
     with recorder:
         functional.all_reduce(torch.zeros(2), "sum", group).sum()

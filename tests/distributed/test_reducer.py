@@ -45,7 +45,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def alone(ranks: range, parts: range) -> list[Tensor]:
-    """What one process makes of the samples of all ``ranks``."""
+    """Return the gradients of one process on the samples of all ``ranks``."""
     model = layers()
     for rank in ranks:
         for part in parts:

@@ -42,7 +42,7 @@ NARROW: dict[str, Any] = {"narrow": True, "precision": "fp32", "steps": 3}
     ],
 )
 def test_another_order_changes_rounding_alone(model: str, dataset: str, more: dict[str, Any], order: str) -> None:
-    """In fp64 next to nothing, in fp32 a little: in each of them the order is heeded."""
+    """The change is tiny in fp64 and small in fp32, and above 0: the order has an effect."""
     given = {"strategy": "single", "batch_size": 3, "narrow": model == "resnet18", **more}
     case = make_case(1, model, dataset, steps=1, **given)
     assert 0 < apart(case, "fp32", order) < 1e-2
@@ -135,7 +135,7 @@ PLANTED: dict[str, Callable[[], Case]] = {
 
 @pytest.mark.parametrize("key", PLANTED)
 def test_a_gradient_error_of_1_percent_on_one_rank_is_detected(pool: Pool, key: str) -> None:
-    """In the first step, with every seed; of weights that all ranks hold, by their difference."""
+    """The first step shows it with every seed; replicated weights show it by their difference."""
     case = PLANTED[key]()
     with small_vocabulary(), pytest.raises(AssertionError, match="kind='first gradient'|ranks hold different weights"):
         check_rounding(lambda one: pool.call(one.spec.ranks, run_enlarged, one), case)

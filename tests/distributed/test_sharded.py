@@ -118,7 +118,7 @@ def test_tied_weights(pool: Pool, key: str) -> None:
 
 @pytest.mark.parametrize(("key", "batch_size"), [*((key, 8) for key in ALL), *((key, 4) for key in SHARDED)])
 def test_gradient_accumulation(pool: Pool, key: str, batch_size: int) -> None:
-    """Of 4 and 3 samples neither rank makes two micro-batches, of 8 and 7 both make three."""
+    """Four and three samples give one micro-batch on each rank, eight and seven give three."""
     case = sharded_case(key, 2, micro_batches=4, batch_size=batch_size)
     check_rounding(pool.run, case)
 
@@ -198,7 +198,7 @@ def test_powersgd_is_exact_before_it_begins_and_trains_after(pool: Pool) -> None
 
 @pytest.mark.parametrize("key", ALL)
 def test_bf16(pool: Pool, key: str) -> None:
-    """In one step on two ranks both round alike."""
+    """Both round equally in one step on two ranks."""
     case = sharded_case(key, 2, precision="bf16", steps=1)
     check_rounding(pool.run, case)
 
@@ -225,7 +225,7 @@ def test_compiled_models(pool: Pool, key: str) -> None:
 def train_and_evaluate(
     case: Case, evaluates: bool, group: dist.ProcessGroup
 ) -> tuple[list[float | None], dict[str, Tensor]]:
-    """What every rank finds on the held-out samples between two steps, and the weights after the second one."""
+    """Return every rank's evaluation between two steps, and the weights after the second one."""
     place = RankContext(dist.get_rank(group), case.spec.ranks, CPU, group)
     strategy, feed, found = resolve_runtime(case.spec.strategy)(), make_feed(case.spec, CPU), list[float | None]()
     strategy.setup(wrap_blocks(build(case), case.spec), case.spec, place)

@@ -1,4 +1,4 @@
-"""What a rank holds falls with the world size as the stages of ZeRO promise."""
+"""The memory of a rank falls with the world size as the stages of ZeRO state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = P // BLOCKS
 
 
 def blocks_table() -> LayerTable:
-    """Of ``memory.build_blocks``, as far as the formulas read it."""
+    """Return the layer table of ``memory.build_blocks``, as far as the formulas read it."""
     rows = [
         LayerRow(
             name=f"{number + 2}", block=number + 2, kind="Linear", input_shape=[WIDTH], output_shape=[WIDTH],
@@ -66,7 +66,7 @@ def test_state_is_as_small_as_promised(pool: Pool, key: str, ranks: int) -> None
 
 
 def test_fairscales_buckets_keep_all_gradients(pool: Pool) -> None:
-    """With them, ShardedDataParallel's gradients are not sharded: they are views of buckets that stay."""
+    """ShardedDataParallel's buckets keep all gradients: these are views of the buckets."""
     options: dict[str, Any] = {"reduce_buffer_mb": 32.0}
     for one in pool.call(4, measure, msgspec.structs.replace(spec_of("fairscale_sddp", 4), options=options)):
         assert one.gradients == pytest.approx(P, rel=0.1)

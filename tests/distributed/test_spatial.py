@@ -131,6 +131,6 @@ def test_channels_last(pool: Pool) -> None:
 
 
 def test_dropout_after_the_gather_point_is_equal_on_all_ranks(pool: Pool) -> None:
-    """Else replicated weights would drift apart."""
+    """Replicated weights would drift apart otherwise."""
     case = spatial_case(2, dp=1, **SMALL_VOLUME, steps=3)
     assert all(one.differs_from_rank_0 == 0 for one in pool.run(case))

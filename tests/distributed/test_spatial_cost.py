@@ -1,4 +1,4 @@
-"""What a rank passes to collectives and keeps under spatial parallelism is what the oracle says."""
+"""Traffic and saved activations of spatial ranks equal the oracle's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def set_up(spec: RunSpec, group: dist.ProcessGroup) -> Runtime:
 
 
 def second_step(spec: RunSpec, group: dist.ProcessGroup) -> list[Traffic]:
-    """What a rank of the pool passes to collectives."""
+    """Return the calls of collectives by a rank of the pool."""
     strategy, feed = set_up(spec, group), make_feed(spec, CPU)
     strategy.step(feed, 0)
     return record_traffic(lambda: strategy.step(feed, 1))

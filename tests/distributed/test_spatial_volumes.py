@@ -28,7 +28,7 @@ Mail = defaultdict[tuple[int, int], "SimpleQueue[Tensor]"]
 
 
 class ByQueues:
-    """As ``HaloExchange``; what is sent to a rank that waits for nothing stays in the mail."""
+    """A ``HaloExchange`` through queues; messages to a rank that does not receive stay queued."""
 
     mail: Mail
 

@@ -49,7 +49,7 @@ class Distance(NamedTuple):
 
 
 def distances(found: TrainingRecord, exact: TrainingRecord) -> Distance:
-    """Of the losses and of the weights and statistics after three steps, the largest by each tensor's own size."""
+    """Return the largest relative distances of losses, weights and statistics after three steps."""
 
     def of(a: torch.Tensor, b: torch.Tensor) -> float:
         return ((a.double() - b).abs().max() / b.abs().max().clamp_min(1e-3)).item()

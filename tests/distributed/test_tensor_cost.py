@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks pass to collectives and hold is what the formulas say."""
+"""Traffic and memory of tensor-parallel ranks equal the formulas'."""
 
 from __future__ import annotations
 

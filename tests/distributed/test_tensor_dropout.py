@@ -27,7 +27,7 @@ SEQUENCE = {"sequence_parallel": True}
 
 
 def train(spec: RunSpec, group: dist.ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What is replicated after two steps, and where the last step dropped (zero after dropout, in the last block)."""
+    """Return replicated tensors after two steps, and the dropped positions of the last block."""
     with small_vocabulary():
         strategy = TensorParallelStrategy()
         strategy.setup(

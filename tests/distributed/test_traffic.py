@@ -1,4 +1,4 @@
-"""What the data-parallel strategies pass to collectives is what their formulas say, call by call."""
+"""Traffic of the data-parallel strategies equals their formulas, call by call."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_every_call_of_a_steady_step(pool: Pool, key: str, ranks: int, model: st
 
 
 def at_once(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
-    """What DDP does by itself, in words that the world that is not there understands."""
+    """Reduce a bucket as DDP does, by a call that the fake world supports."""
     dist.all_reduce(bucket.buffer(), group=state)
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
@@ -191,7 +191,7 @@ def handed_over(spec: RunSpec, group: dist.ProcessGroup) -> int:
 
 
 def test_horovods_bytes_in_all() -> None:
-    """What is sent together is a matter of timing."""
+    """Timing decides about the grouping of messages."""
     require_horovod()
     pool = Pool(2)
     try:

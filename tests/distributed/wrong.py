@@ -121,7 +121,7 @@ def changed(wrong: str | None, slow_s: float, small: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Told:
-    """How a run is verified on the pool."""
+    """The verification of a run on the pool."""
 
     spec: RunSpec
     port: int

@@ -85,6 +85,6 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def make_targets() -> set[str]:
-    """What ``make`` can be asked for."""
+    """Return the targets of ``make``."""
     rules = re.findall(r"^([a-z -]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     return {name for names in rules for name in names.split()}

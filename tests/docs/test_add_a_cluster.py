@@ -1,4 +1,4 @@
-"""What the page "add a cluster" asks of somebody who has no scheduler at hand; tests/slurm follows all of it."""
+"""The steps of the page "add a cluster" without a scheduler; tests/slurm follows all of it."""
 
 from __future__ import annotations
 

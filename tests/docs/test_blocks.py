@@ -155,7 +155,7 @@ def plant(folder: Path, sweep: str, cluster: str) -> None:
 
 @pytest.fixture
 def call(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """What a command on a page prints, called as it stands where the last ``cd`` led to."""
+    """Return the output of a command on a page, called in the folder of the last ``cd``."""
     project = tmp_path / "project"
     shutil.copytree(template, project)
     (tmp_path / "fake").mkdir()

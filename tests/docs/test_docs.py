@@ -1,4 +1,4 @@
-"""What the documentation shows exists: links, shipped files, names of commands; its blocks are run by test_blocks."""
+"""Links, shipped files and commands of the documentation exist; test_blocks runs its blocks."""
 
 from __future__ import annotations
 

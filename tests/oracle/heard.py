@@ -23,14 +23,14 @@ class Listener(CostModel):
         self.heard: list[Traffic] = []
 
     def run(self, events: Iterable[StreamEvent]) -> StreamTimes:
-        """As every clock, but it looks at each call."""
+        """Run the simulator and record each call."""
         kept = list(events)
         self.heard += _calls(kept)
         return super().run(kept)
 
 
 def heard(spec: RunSpec, table: LayerTable, machine: Machine) -> list[Traffic]:
-    """What a step's price is made of, as ``Cost.traffic`` writes it."""
+    """Return the calls priced in a step, in the form of ``Cost.traffic``."""
     clock = Listener(machine, spec)
     resolve_cost(spec.strategy).step(spec, table, clock)
     return merge_calls(clock.heard)

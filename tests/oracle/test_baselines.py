@@ -174,7 +174,7 @@ def test_from_smaller_runs() -> None:
 
 
 def test_perfect_scaling_of_one_batch() -> None:
-    """What two ranks of filter take for a batch, eight take a quarter of."""
+    """Eight ranks of filter take a quarter of the time of two."""
     assert said("perfect", spec_of("filter", 8), [MeasuredRun(spec_of("filter", 2), 0.4)]).step_time_s == pytest.approx(
         0.1
     )

@@ -81,7 +81,7 @@ def true_s(kernel: Any) -> float:
 
 
 def layers_probe(model: str, noise: random.Random, relative: float = 0.03) -> tuple[ProbeResults, float]:
-    """What a probe would find, and the sum of all kernels of a step."""
+    """Return the result of a probe, and the sum of all kernels of a step."""
     spec, table = RunSpec(model=model, dataset="cifar10", strategy="single", batch_size=8), table_of(model)
 
     def about(seconds: float) -> float:
@@ -198,7 +198,7 @@ def test_factors_and_other_models(calibrated: Any) -> None:
 
 
 def test_factors_of_layer_kinds_are_recovered() -> None:
-    """Also for a model of other shares: what it takes is neither model's own factor."""
+    """A model with other shares of the kinds takes the time of the kinds' factors."""
     true = {"Conv2d": 4.0, "Linear": 5.5, "BatchNorm2d": 4.5}
     shares = (
         {"Conv2d": 0.9, "BatchNorm2d": 0.1},

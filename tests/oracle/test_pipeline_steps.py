@@ -84,7 +84,7 @@ def test_one_stage_of_pipedream_updates_after_every_minibatch() -> None:
 @pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 8), (4, 128)])
 @pytest.mark.parametrize("strategy", ["gpipe", "1f1b", "interleaved_1f1b", "pipedream"])
 def test_equal_stages_and_free_messages(strategy: str, stages: int, count: int) -> None:
-    """Of the time of one device, which goes through the same micro-batches: (m + p - 1) / (m p), interleaved
+    """The share of one device's time with the same micro-batches: (m + p - 1) / (m p), interleaved
     (v m + p - 1) / (v m p), and without a bubble 1 / p."""
     table = equal_blocks(8)
     spec = spec_of(strategy, stages, count, batch_size=count * 4)
@@ -234,7 +234,7 @@ def test_more_micro_batches_of_a_size_have_a_smaller_bubble(strategy: str) -> No
 
 @pytest.mark.parametrize("strategy", EVERY)
 def test_messages_slow_what_is_computed_beside_them(strategy: str) -> None:
-    """By no more than if all of it were computed beside them."""
+    """The slowdown is at most that of computing all of it beside them."""
     comm = msgspec.structs.replace(NOMINAL.comm, overlap_slowdown=1.2)
     slowed = step(spec_of(strategy, 4), machine=msgspec.structs.replace(NOMINAL, comm=comm))
     plain = step(spec_of(strategy, 4))
@@ -281,7 +281,7 @@ def test_halves_of_a_backward_pass_by_what_they_compute() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_one_process_of_several_devices(device: str) -> None:
-    """On GPUs as gpipe on a node; a cpu has nothing to share work or memory with."""
+    """GPUs act as gpipe on a node; a cpu shares work and memory with none."""
     spec = RunSpec(
         model="resnet18", dataset="cifar10", strategy="fairscale_pipe", pp_degree=4, devices_per_task=4, batch_size=64,
         micro_batches=8,

@@ -1,4 +1,4 @@
-"""Where groups lie, as literal tables."""
+"""The placement of groups, as literal tables."""
 
 from __future__ import annotations
 

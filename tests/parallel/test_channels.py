@@ -1,4 +1,4 @@
-"""How layers are split, as literal tables; limits of every shipped model; what excludes a run."""
+"""The split of layers, as literal tables; limits of every shipped model; reasons of infeasible runs."""
 
 from __future__ import annotations
 

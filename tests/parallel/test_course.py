@@ -26,7 +26,7 @@ def prices(chunk_times: tuple[float, ...], sent: float) -> ActionCosts:
 def ends(
     schedule: str, layout: PipelineLayout, count: int, chunk_times: tuple[float, ...], sent: float
 ) -> tuple[list[float], list[float]]:
-    """By the course, and by the whole walk."""
+    """Return the ends by extrapolation and by the whole simulation."""
     found = rank_times(schedule, layout, count, lambda _: prices(chunk_times, sent))
     walked = simulate_schedule(schedule_actions(schedule, layout, count), layout, *prices(chunk_times, sent))
     return [one.end for one in found], [spans[-1].end for spans in walked.ranks]

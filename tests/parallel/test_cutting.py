@@ -61,7 +61,7 @@ def test_no_other_cuts_hold_less(strategy: str, stages: int) -> None:
 @pytest.mark.parametrize("strategy", ["gpipe", "1f1b", "zero_bubble", "pipedream"])
 @pytest.mark.parametrize("model", ["resnet50", "vgg16"])
 def test_the_largest_rank_holds_less_than_with_other_balances(strategy: str, model: str) -> None:
-    """By the formulas of a rank's memory, which know more than the balance does."""
+    """The formulas of a rank's memory contain more than the balance."""
 
     def largest(balance: str) -> int:
         spec = spec_of(strategy, 4, options={"balance": balance}, model=model)

@@ -1,4 +1,4 @@
-"""What is asked once and what is asked again."""
+"""Caches by identity and by the fields of a run."""
 
 from __future__ import annotations
 

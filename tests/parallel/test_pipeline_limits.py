@@ -1,4 +1,4 @@
-"""What excludes a pipeline, in words that name both numbers."""
+"""Infeasible pipelines have a reason with both numbers."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_bubbles(schedule: str, stages: int, virtual: int, micro_batches: int, b
     ],
 )
 def test_live_activations(schedule: str, virtual: int, peaks: list[int]) -> None:
-    """Of eight micro-batches on four stages; an interleaved chunk is half as large."""
+    """Eight micro-batches on four stages; an interleaved chunk is half as large."""
     layout = PipelineLayout(4, virtual)
     assert [max(map(len, live_activations(own))) for own in schedule_actions(schedule, layout, 8)] == peaks
 

@@ -1,4 +1,4 @@
-"""Where the cut part of a model ends, and what spatial parallelism refuses before anything is submitted."""
+"""The end of the cut part of a model, and points that spatial parallelism refuses before submission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who takes which heads, and which tensor-parallel runs are dropped, with the largest degree that works."""
+"""The heads of each rank, and infeasible tensor-parallel runs with the largest degree that works."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ LENGTHS = {"F": 1.0, "B": 2.0}
 
 
 def late(spans: list[ActionSpan], begin: float, delay: float) -> list[ActionSpan]:
-    """From ``begin`` on everything a while later."""
+    """Shift every action from ``begin`` on."""
     return [span if span.begin < begin else ActionSpan(span[0], span.begin + delay, span.end + delay) for span in spans]
 
 

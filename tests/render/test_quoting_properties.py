@@ -52,7 +52,7 @@ def checked(script: str) -> str:
 
 
 def run(script: str, folder: Path) -> tuple[list[bytes], dict[bytes, bytes]]:
-    """What the interpreter was given: its arguments, its environment."""
+    """Return the arguments and the environment of the interpreter."""
     (folder / "job.sh").write_bytes(script.encode())
     env = {"PATH": "/usr/bin:/bin", "DUMP": str(folder / "dump")}
     done = subprocess.run(["bash", str(folder / "job.sh")], cwd=folder, env=env, capture_output=True, check=False)

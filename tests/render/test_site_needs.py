@@ -1,4 +1,4 @@
-"""What sites want said in their own way: devices on the step, binding, containers, limits, PBS."""
+"""Needs of sites in job scripts: devices on the step, binding, containers, limits, PBS."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def crossover() -> list[RunResult]:
 
 
 def failure() -> list[RunResult]:
-    """On 4 nodes ``ddp`` runs out of memory where ``fsdp`` fits, ``gpipe`` waits for ever, ``zero1`` was killed."""
+    """Results on 4 nodes: ``ddp`` runs out of memory, ``fsdp`` fits, ``gpipe`` hangs, ``zero1`` was killed."""
     lost = FailureRecord(type="PeerEnded", message="rank 3 ended without a word\nmore of it", hint="see its node's log")
     found = [*launches(0.1, strategy="single", memory_bytes=2**30)]
     found += [launch(None, status="oom", nodes=4, repeat=number) for number in range(2)]
@@ -92,7 +92,7 @@ def alike(source: random.Random, count: int, strategies: int, scales: int, slowe
 
 
 def frame_of(results: Iterable[RunResult]) -> polars.DataFrame:
-    """As ``gather`` gives them."""
+    """Return the results as a frame."""
     return collected_frame(CollectedResult(one.cluster, one.run_id, one) for one in results)
 
 

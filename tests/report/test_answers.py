@@ -192,7 +192,7 @@ def test_clusters_and_workloads_have_findings_of_their_own() -> None:
 
 @pytest.mark.parametrize(("count", "strategies"), [(3, 2), (5, 2), (5, 4)])
 def test_equal_strategies_are_seldom_reported_as_different(count: int, strategies: int) -> None:
-    """At most 5 % of 120 trees with three scales each, of which none has a fastest strategy."""
+    """At most 5 % of 120 trees with three scales each have a finding, although no strategy is the fastest."""
     source = random.Random(count * 10 + strategies)
     false = 0
     for _ in range(120):
@@ -244,7 +244,7 @@ def test_a_planted_difference_of_5_percent_is_significant() -> None:
 
 
 def test_launches_needed() -> None:
-    """As the usual tables of power have it: 17 a side for a difference of one standard deviation, 64 for a half."""
+    """Tables of power state 17 a side for a difference of one standard deviation, 64 for a half."""
     wide = [1.0, 1.01, 0.99, 1.02, 0.98]
     sd = 0.0158
     assert launches_needed(wide, [value * (1 + sd) for value in wide]) in (16, 17, 18)

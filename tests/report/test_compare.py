@@ -36,7 +36,7 @@ SPEC = RunSpec(model="resnet18", dataset="digits", strategy="ddp", batch_size=8)
 
 
 def launches(source: random.Random, count: int, step_s: float, disturbed: float) -> list[float]:
-    """As launches are: 1 % of noise, and a share that met a neighbour, by up to 10 %."""
+    """Return launches with 1 % of noise, of which a share is disturbed by up to 10 %."""
     neighbours = (1 + 0.1 * source.random() * (source.random() < disturbed) for _ in range(count))
     return [step_s * source.lognormvariate(0, 0.01) * more for more in neighbours]
 

@@ -1,4 +1,4 @@
-"""Where lines cross: literal lines, straight in log-log scales."""
+"""Crossings of literal lines, straight in log-log scales."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_the_page_opens_without_errors_and_without_a_network(browser: Browser, f
 
 
 def test_its_policy_holds(browser: Browser, folder: Path, tmp_path: Path) -> None:
-    """What gets into the page after all neither runs nor calls: and the tests above would see it call."""
+    """Injected code neither runs nor calls out, and the tests above would see a call."""
     open_page = tmp_path / "open.html"
     open_page.write_text('<!DOCTYPE html><title>open</title><img src="http://away.invalid/open.png" alt="">')
     browser.open(open_page)

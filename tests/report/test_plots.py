@@ -35,7 +35,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> ResultsTree:
 
 
 def picture(tree: ResultsTree, name: str, where: str = "", by: Sequence[str] = (), **asked: Any) -> Plot:
-    """As the command draws it, from no more than the columns that the kind names."""
+    """Draw it as the command does, from the columns that the kind names alone."""
     condition = Condition(where, "--where") if where else None
     columns = [*plot_columns(name), *by, *(condition.columns if condition else [])]
 

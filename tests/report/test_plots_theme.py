@@ -67,7 +67,7 @@ def test_neighbours_in_a_bar_differ_in_lightness(colours: list[str]) -> None:
 
 
 def contrast(one: str, other: str) -> float:
-    """As WCAG 2.1 defines it."""
+    """Return the contrast of two colours by WCAG 2.1."""
     light, dark = sorted((0.2126 * r + 0.7152 * g + 0.0722 * b for r, g, b in map(linear, (one, other))), reverse=True)
     return (light + 0.05) / (dark + 0.05)
 

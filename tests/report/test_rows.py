@@ -102,7 +102,7 @@ def shown(rows: list[CollectedResult], width: int = 80) -> str:
 
 
 def test_a_table_wider_than_the_terminal_goes_on_below() -> None:
-    """What tells rows from each other is in every block, and nothing is cut."""
+    """Every block has the columns that distinguish rows, and nothing is cut."""
     wide = [
         collected(model=model, options={"bucket_cap_mb": cap}, optimizer="adamw", dataset=dataset, micro_batches=2)
         for model, cap, dataset in (("resnet18", 1.0, "cifar10"), ("mobilenetv2", 25.0, "imagenet"))

@@ -91,7 +91,7 @@ def member(name: str, kind: bytes, **values: Any) -> tuple[tarfile.TarInfo, byte
 
 
 def only_problem(path: Path) -> CollectedResult:
-    """That the good run was read, that nothing appeared on disk, and what was said of the rest."""
+    """Check that the good run was read and nothing was written; return the one problem."""
     before = sorted(path.parent.rglob("*"))
     good, bad = collect_bundle_results(path)
     assert good.result == result(0)

@@ -33,7 +33,7 @@ def tree(tmp_path: Path) -> ClusterTree:
 
 
 def age(tree: ClusterTree) -> None:
-    """As if the folders had not been touched for a while, each at its own time."""
+    """Set older modification times, one for each folder."""
     for number, folder in enumerate(sorted((tree.root / "runs").iterdir())):
         os.utime(folder, ns=(OLD_NS, OLD_NS + number))
 
@@ -50,7 +50,7 @@ def check(tree: ClusterTree) -> polars.DataFrame:
 
 
 def files_read(tree: ClusterTree, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many result files a look at the index opens."""
+    """Return the number of result files that reading the index opens."""
     opened: list[str] = []
     original = fileio.read_regular_with_stat
 

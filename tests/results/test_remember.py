@@ -31,7 +31,7 @@ class Counting(IncrementalClusterTree):
         return super().read_result(run_id)
 
     def look(self, run_ids: list[str], after_s: float = 10.0) -> list[str]:
-        """What a look at ``run_ids`` reads; it finds what a fresh reader finds."""
+        """Return the files read for ``run_ids``, after a comparison with a fresh reader."""
         self.now_s += after_s
         self.reads.clear()
         found = self.summaries(run_ids)

@@ -38,7 +38,7 @@ INTERFACE = '["--allow-run-as-root", "--mca", "btl_tcp_if_include", "eth0", "--m
 
 
 class Launch(NamedTuple):
-    """How a run is started, and what it trains with."""
+    """The launcher and the strategy of a run."""
 
     launcher: str
     arguments: str

@@ -95,7 +95,7 @@ def test_every_strategy_over_nodes(
 
 
 def rate_of(node: str) -> str:
-    """What the kernel says of the queue in front of a node's link."""
+    """Return the rate of the queue in front of a node's link, as the kernel reports it."""
     command = ["tc", "-n", netns(node), "qdisc", "show", "dev", "eth0", "root"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

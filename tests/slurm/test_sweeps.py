@@ -127,7 +127,7 @@ def test_two_array_tasks_on_the_same_nodes_twenty_times(
 def test_a_submitit_job_reports_its_state_and_cancels(
     hpcbench: Command, results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was measured until then is kept, and submit would run it again."""
+    """The measurements until then are kept, and submit would run it again."""
     path = sweep(tmp_path, "long", "steps = 100000\nnodes = 2\n")
     assert hpcbench("submit", path, "--cluster", "slurmbox").returncode == 0
     environment = command_environment(load_cluster("slurmbox")[0])
@@ -194,7 +194,7 @@ def rank_process(tasks: Path, rank: int) -> int:
 
 
 def cpu_time_s(process: int) -> float:
-    """What the process has computed so far: other than the time that passed, it does not depend on who else computes."""
+    """Return the processor time of the process so far: other processes do not change it."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,4 +1,4 @@
-"""Where a table of layers comes from: the package, the user's cache, or a worker's interpreter."""
+"""Sources of a layer table: the package, the user's cache, or a worker's interpreter."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_cores_are_free_again_when_their_holder_dies(tmp_path: Path) -> None:
 
 
 def test_a_submitit_job_reports_its_state_and_cancels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the process that started it, and from any other."""
+    """The process that started it and any other can do so."""
     script = tmp_path / "0.sh"
     script.write_text('trap \'echo told > told; kill "$child"\' TERM\nsleep 60 & child=$!\nwait "$child"\n')
     monkeypatch.chdir(tmp_path)

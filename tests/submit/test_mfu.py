@@ -1,4 +1,4 @@
-"""From the peak that a profile names to MFU in the result and the table, with a real run between them."""
+"""A profile's peak leads to MFU in the result and the table, through a real run."""
 
 from __future__ import annotations
 

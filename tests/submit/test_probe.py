@@ -1,4 +1,4 @@
-"""What a job saw of its node, and what becomes of it; how a machine is known as a cluster's."""
+"""The report of a probe job about its node, and the recognition of a cluster's machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the scheduler knows becomes a result, and never one that is there already."""
+"""Failures that only the scheduler reports become results, without replacing one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler says, read; a profile written from it; a profile compared with it."""
+"""Facts of the scheduler: parsing, writing a profile, comparing a profile."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_a_result_may_show_late(plan: SweepPlan, cluster_tree: ClusterTree, fake
 def test_unstarted_runs_of_a_finished_pack_are_not_waiting(
     plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
-    """Also where the scheduler has forgotten the job: it has begun one of its runs, so it is not waiting."""
+    """The scheduler may have forgotten the job: it has begun one of its runs, so it is not waiting."""
     packed = make_plan(plan.sweep, plan.profile, cluster_tree)
     packed.sweep = dataclasses.replace(plan.sweep, submit=SubmitTable(pack=2))
     submitted = submit(packed, cluster_tree)

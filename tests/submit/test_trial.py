@@ -1,4 +1,4 @@
-"""What sbatch says of a profile's jobs when it is asked and not told: only refusals are a profile's fault."""
+"""Answers of `sbatch --test-only` to a profile's jobs: only refusals are problems of the profile."""
 
 from __future__ import annotations
 

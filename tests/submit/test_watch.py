@@ -79,7 +79,7 @@ def test_the_polling_pause_grows_with_the_answer_time(every_s: float, took_s: fl
 
 
 def test_a_watcher_knows_arrays_times_and_failures(project: Path, plan: SweepPlan, fake_slurm: Path) -> None:
-    """Of two arrays with two runs each, one has a run that is ok and one that failed."""
+    """One of two arrays with two runs each has a run that is ok and one that failed."""
     tree = ClusterTree(project / "results" / "test")
     watcher = SweepWatcher(tree.root, plan.profile, {"small": list(plan.runs)})
     answer(fake_slurm, "RUNNING|None")

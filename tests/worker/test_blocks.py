@@ -89,7 +89,7 @@ def test_a_model_with_a_forward_of_its_own_is_refused() -> None:
 
 
 def test_a_block_that_would_overwrite_its_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torchvision's VGG has them: the block is computed again from what it was given."""
+    """Blocks as in torchvision's VGG: the block is recomputed from its input."""
 
     def overwriting() -> nn.Sequential:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""What the build of Horovod decides and says, without building."""
+"""Decisions and messages of Horovod's build, without building."""
 
 from __future__ import annotations
 

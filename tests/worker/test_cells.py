@@ -27,7 +27,7 @@ TRAINED = [cell for cell in CELLS if cell[-1] is None and cell[0] not in COUNTED
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """As a rank of a test has: more are slower on a busy machine."""
+    """Use one thread, as a rank of a test does: more are slower on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""What a model does with channels is followed, and what would mix split ones is refused, without any rank."""
+"""Channels are traced through a model, and operations that mix split ones are refused, without any rank."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_layer_that_is_called_twice_stays_one() -> None:
     ],
 )
 def test_the_table_knows_the_same_layers(model: str, dataset: str, size: int | None) -> None:
-    """What the oracle reads and what the worker sees: the same channels in the same order."""
+    """The oracle's table and the worker's trace have the same channels in the same order."""
     spec = make_spec(model=model, dataset=dataset, input_size=size)
     found = trace_channels(
         build_meta_model(spec), {"imagenet": (3, 64, 64), "digits": (1, 8, 8), "cosmoflow": (4, 16, 16, 16)}[dataset]

@@ -71,7 +71,7 @@ def test_an_error_of_the_compiler_becomes_one_line() -> None:
 
 
 class NoCompiler(RuntimeError):
-    """As the compiler's own errors are told from others: by where they are defined."""
+    """An error of the compiler, recognised by the module that defines it."""
 
     __module__ = "torch._inductor.exc"
 

@@ -1,4 +1,4 @@
-"""How Horovod numbers ranks, and its learning rates: pure functions, no Horovod needed."""
+"""Horovod's rank numbers and learning rates: pure functions, no Horovod needed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_options_become_variables() -> None:
 
 
 class HorovodInternalError(RuntimeError):
-    """As Horovod calls what its operations raise."""
+    """The error of Horovod's operations, under its name."""
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def saved_storages(loss: Tensor) -> dict[int, int]:
 
 
 def test_flops_are_those_of_torchs_counter() -> None:
-    """Where that one is right: no groups, no fused attention."""
+    """Models without groups and fused attention, for which that counter is right."""
     for model, dataset in (("resnet18", "cifar10"), ("vgg11", "mnist")):
         spec = make_spec(model=model, dataset=dataset)
         inputs, targets = zero_batch(spec, 2)
@@ -225,7 +225,7 @@ def test_attention_names_its_heads() -> None:
 
 @pytest.mark.slow
 def test_a_table_takes_no_memory() -> None:
-    """As much as a process that has only imported torch, but for 300 MB, where real activations would take GiB."""
+    """The peak is at most 300 MB above a process that has only imported torch; real activations would take GiB."""
     code = (
         "import sys; from hpcbench.worker.layers import answer_request\n"
         "def peak(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'VmHWM' in line)\n"

@@ -242,7 +242,7 @@ def test_dropout_acts_in_training_alone() -> None:
 
 @pytest.mark.parametrize("model", ["gpt", "vit"])
 def test_half_of_the_heads_is_half_of_the_features(model: str) -> None:
-    """What tensor parallelism does from outside: attention split by whole heads adds up to the whole."""
+    """Attention split by whole heads, as tensor parallelism does, adds up to the whole."""
     built: Any = build_model(spec_of(model))
     attention = built[1].attention
     x = torch.randn(2, 5, 128)

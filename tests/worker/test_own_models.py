@@ -115,7 +115,7 @@ def test_without_a_folder(folder: Path) -> None:
 
 
 def test_a_sweep_of_a_custom_model_runs_on_this_machine(folder: Path) -> None:
-    """From the command line to the results: found beside the sweep, on two ranks as well, its file's hash recorded."""
+    """The model beside the sweep is found by every rank, and its file's hash is recorded."""
     (folder / "sub").mkdir()
     (folder / "sub" / "own.toml").write_text(
         'name = "own"\nmodel_folder = ".."\n[fixed]\ndataset = "digits"\nbatch_size = 4\nwarmup_steps = 1\nsteps = 2\n'

@@ -1,4 +1,4 @@
-"""What `end` makes of a run whose job the scheduler took away."""
+"""`end` for a run whose job was preempted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In what an environment a worker starts, and what it says about it."""
+"""The environment in which a worker starts, and its report about it."""
 
 from __future__ import annotations
 

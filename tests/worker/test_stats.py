@@ -37,7 +37,7 @@ def test_the_same_steps_give_the_same_interval() -> None:
 
 
 def covered(make: random.Random, correlation: float, resamples: int) -> float:
-    """How often the interval holds the true median 0 of an autoregressive sample of 60."""
+    """Return the share of intervals that contain the true median 0 of an autoregressive sample of 60."""
     hits = 0
     trials = 150
     for _ in range(trials):

@@ -1,4 +1,4 @@
-"""What is compared, how far it may be, and how ranks wait meanwhile; on real ranks in tests/distributed."""
+"""Checks, tolerances and waiting of verification; real ranks are in tests/distributed."""
 
 from __future__ import annotations
 

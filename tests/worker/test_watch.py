@@ -1,4 +1,4 @@
-"""What is read at the edges of the timed steps, from trees of files that a kernel could have written."""
+"""Counters read around the timed steps, from files that a kernel could have written."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ PATIENCE_S = 0.2
 
 
 def watch(answers: Iterable[int | None], last: int | None) -> tuple[list[WorkerError], bool]:
-    """What is said while ``progress`` gives ``answers`` and then ``last`` for ever, and whether it was seen so far."""
+    """Return the reports while ``progress`` gives ``answers`` and then ``last``, and whether it was seen."""
     told: list[WorkerError] = []
     ended = threading.Event()
     given = iter([*answers, *[last] * 60])

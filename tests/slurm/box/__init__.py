@@ -39,7 +39,7 @@ class Box:
         return status.is_healthy(status.report())
 
     def kill_node(self, name: str) -> None:
-        """What a power cut does: every process of the node ends at once."""
+        """End every process of the node at once, as a power cut does."""
         lifecycle.kill_node(name)
 
     def restart_node(self, name: str) -> None:

@@ -123,7 +123,7 @@ def start_slurmd(node: str) -> None:
 
 
 def stepd_script(node: str) -> str:
-    """What slurmd of a node starts for each job step in place of slurmstepd."""
+    """Return the script that a node's slurmd starts for each job step in place of slurmstepd."""
     joins = "".join(f"echo $$ > {file} || exit 1\n" for file in cgroups.join_files(node))
     return f'#!/bin/sh\n{joins}exec {paths.BIN}/slurmstepd "$@"\n'
 

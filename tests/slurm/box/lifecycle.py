@@ -189,7 +189,7 @@ def node_of(name: str) -> str:
 
 
 def kill_node(name: str) -> None:
-    """What a power cut does: every process of the node ends at once. SLURM notices after SlurmdTimeout."""
+    """End every process of the node at once, as a power cut does. SLURM notices after SlurmdTimeout."""
     machine.check_system()
     # slurmd first: it could start another job step.
     for group in (paths.slurmd_group(node_of(name)), name):

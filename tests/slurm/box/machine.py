@@ -64,7 +64,7 @@ def memory() -> int:
 
 
 def find(program: str) -> str | None:
-    """Where a program is; daemons live in sbin, which the caller's PATH may lack."""
+    """Return the path of a program; daemons are in sbin, which the caller's PATH may lack."""
     return shutil.which(program, path=PATH)
 
 

@@ -1,4 +1,4 @@
-"""What the user may choose, and how the texts `3g` and `1gbit` become numbers."""
+"""The options of the box, and the numbers of texts such as `3g` and `1gbit`."""
 
 from __future__ import annotations
 

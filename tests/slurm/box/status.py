@@ -1,4 +1,4 @@
-"""What state the box is in."""
+"""The state of the box."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def is_healthy(lines: list[Line]) -> bool:
 
 
 def traces() -> list[str]:
-    """What of a box exists on this machine, in words; empty after `down`."""
+    """Return the traces of a box on this machine as text; empty after `down`."""
     found = [str(path) for path in (paths.STATE, paths.DATA) if path.exists()]
     found += [f"cgroup {paths.CGROUP}"] if any(folder.exists() for folder in cgroups.folders("")) else []
     found += [f"network namespace {name}" for name in network.namespaces()]

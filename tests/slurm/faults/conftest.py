@@ -31,7 +31,7 @@ def project(box: Box, tmp_path: Path) -> Project:
 def started(
     request: pytest.FixtureRequest, box: Box, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[Scenario, Future[Any]]]:
-    """What the selected tests ask of ``scenario``, all of it at once: most of the time each waits for the scheduler.
+    """Start the scenarios of all selected tests at once: each waits for the scheduler most of the time.
 
     Only what breaks nothing but its own runs may be among them.
     """
@@ -43,13 +43,13 @@ def started(
 
 @pytest.fixture
 def scenario(request: pytest.FixtureRequest, started: dict[Scenario, Future[Any]]) -> Any:
-    """What the function that is the test's parameter has returned."""
+    """Return the result of the function that is the test's parameter."""
     return started[request.param].result()
 
 
 @pytest.fixture
 def alone(started: dict[Scenario, Future[Any]]) -> None:
-    """For tests that take from others what they need: all scenarios have ended."""
+    """Wait until all scenarios have ended, for tests that disturb others."""
     wait(started.values())
 
 

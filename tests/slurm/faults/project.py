@@ -144,7 +144,7 @@ class Project:
         return [job for job, state, name in found if any(t in name for t in tokens) and (not states or state in states)]
 
     def begun(self) -> int:
-        """How many attempts have a start marker."""
+        """Return the number of attempts with a start marker."""
         return sum(attempt.read_start() is not None for _, attempt in self.attempts())
 
 

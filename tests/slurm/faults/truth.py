@@ -1,4 +1,4 @@
-"""What must hold after any fault: one truthful result a run, none lost, nothing run twice."""
+"""Conditions after any fault: one truthful result a run, none lost, none run twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHUNK = re.compile(r"hpcbench-(?P<submission>.+)-(?P<token>[0-9a-f]{8})-(?P<arr
 
 
 class Truth(NamedTuple):
-    """What was found; ``lost`` and ``doubled`` say of which runs and why."""
+    """The outcome; ``lost`` and ``doubled`` name runs with the reason."""
 
     runs: int
     ok: int
@@ -64,7 +64,7 @@ def _read(data: bytes) -> dict[str, Any] | None:
 
 
 def _untrue(project: Project, run_id: str, result: dict[str, Any]) -> list[str]:
-    """What in a result contradicts itself or what the ranks left."""
+    """Return the contradictions within a result, or to the rank files."""
     status, spec = result["status"], msgspec.convert(result["spec"], RunSpec)
     if result["run_id"] != run_id or status not in STATUSES:
         return [f"a result of {result['run_id']} with status {status}"]
