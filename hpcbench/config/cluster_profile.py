@@ -35,7 +35,7 @@ _T = TypeVar("_T", bound=TomlTable)
 
 
 class LoginNodeMatch(TomlTable):
-    """How this machine is known to be a login node of the cluster: any of these is enough."""
+    """Signs that this machine is a login node of the cluster; one match is enough."""
 
     hosts: list[str] = []
     """Regular expressions for the whole host name, with or without its domain."""
@@ -60,7 +60,7 @@ _EMPTY_ENVIRONMENT = tables.EnvironmentConfig()
 
 
 class ClusterProfile(TomlTable):
-    """What hpcbench must know to run on a cluster, and the oracle to predict it."""
+    """The description of a cluster: how jobs run on it, and the figures for predictions."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     extends: Annotated[str, Field(pattern=NAME_PATTERN)] | None = None

@@ -74,7 +74,7 @@ class DeviceConfig(TomlTable):
 
 
 class LinkConfig(TomlTable):
-    """What one rank sends over, one direction."""
+    """A link as one rank uses it, in one direction."""
 
     latency_s: Seconds
     bandwidth_bytes_per_s: BytesPerSecond
@@ -92,7 +92,7 @@ class LinksConfig(TomlTable):
 
 
 class NetworkConfig(TomlTable):
-    """How ranks find each other."""
+    """Addresses and interfaces by which ranks find each other."""
 
     interface: SingleLineText | None = None
     """Name or prefix of the interface that ranks meet on, and that gloo and NCCL's sockets use; the first one that is
@@ -112,7 +112,7 @@ class NetworkConfig(TomlTable):
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the libraries of the ranks read."""
+        """Return the variables that the ranks' libraries read."""
         named = {
             "NCCL_SOCKET_IFNAME": ",".join(self.nccl_interfaces),
             "NCCL_IB_HCA": ",".join(self.nccl_hcas),
@@ -126,7 +126,7 @@ ContainerRuntime = Literal["apptainer", "singularity", "shifter", "podman-hpc", 
 
 
 class SchedulerConfig(TomlTable):
-    """Who starts the jobs."""
+    """The scheduler that starts the jobs."""
 
     kind: Literal["slurm", "local", "pbs", "none"] = "slurm"
     """`local` runs the job scripts on this machine; scripts for `pbs` are rendered, not submitted; `none` is a machine
@@ -148,7 +148,7 @@ class SchedulerConfig(TomlTable):
 
 
 class ResourceRequest(TomlTable):
-    """How a job asks for what it needs."""
+    """The resources in a job's request, and their directives."""
 
     gpus: GpuRequestStyle = "none"
     """How accelerators are asked for; `none` where they come with the partition."""

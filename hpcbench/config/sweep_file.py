@@ -110,7 +110,7 @@ class StopTable(TomlTable):
 
 
 class SubmitTable(TomlTable):
-    """How the runs become jobs; it changes no run's identity."""
+    """The division of the runs into jobs; no part of a run's identity."""
 
     pack: Annotated[int, Field(ge=1)] | None = None
     """Runs of equal shape that one job carries, one after another."""

@@ -97,7 +97,7 @@ class FailureRecord(_ResultRecord, kw_only=True):
 
 
 class StepPhases(_ResultRecord, kw_only=True):
-    """Where a step's time went on one rank, in seconds."""
+    """The parts of a step's time on one rank, in seconds."""
 
     step_s: float
     data_s: float | None = None
@@ -162,7 +162,7 @@ class PipelinePrediction(_ResultRecord, kw_only=True):
 
 
 class HostActivity(_ResultRecord, kw_only=True):
-    """What happened around a rank between the edges of its timed steps; what could not be read is absent."""
+    """The activity of a rank's host during its timed steps; counters that could not be read are absent."""
 
     wall_s: float
     busy_s: list[float] = []
@@ -254,7 +254,7 @@ class OverlapProbe(_ResultRecord, kw_only=True):
 
 
 class ProbeResults(_ResultRecord, kw_only=True):
-    """What a run of a calibration measured."""
+    """The measurements of a calibration run."""
 
     base_memory_bytes: int | None = None
     """Peak of the process before it had any tensor of the run, counted as ``peak_memory_bytes``."""
@@ -275,7 +275,7 @@ class TimelineSpan(NamedTuple):
 
 
 class RankTimeline(_ResultRecord, kw_only=True):
-    """What one rank of a pipeline did in an untimed step."""
+    """The actions of one rank of a pipeline in an untimed step."""
 
     rank: int
     planned: list[TimelineSpan] = []
@@ -294,14 +294,14 @@ class PipelineTimeline(_ResultRecord, kw_only=True):
 
 
 class RankTraffic(_ResultRecord, kw_only=True):
-    """What one rank passed to collectives and to single others in one step."""
+    """The collectives and messages of one rank in one step."""
 
     rank: int
     calls: list[Traffic]
 
 
 class RankResult(_ResultRecord, kw_only=True):
-    """What one rank measured; written by that rank alone."""
+    """The measurements of one rank; written by that rank alone."""
 
     rank: int
     local_rank: int
@@ -380,7 +380,7 @@ STATUS_BROKEN = "broken"
 
 
 class ResultSummary(NamedTuple):
-    """What is needed of a result to know whether its run is done."""
+    """The fields of a result that decide whether its run is done."""
 
     status: str
     """One of ``STATUSES``, or ``broken``."""

@@ -35,7 +35,7 @@ LinePoints = Sequence[tuple[float, float]]
 
 
 def find_crossovers(lines: Mapping[str, LinePoints]) -> list[Crossover]:
-    """Return the crossings of each two series in the order of ``x``; lines are straight in log-log scales.
+    """Return the crossovers of each two series in the order of ``x``; lines are straight in log-log scales.
 
     Points are positive; a line that only touches another does not cross it.
     """
