@@ -40,7 +40,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_commands_on_pages_exist(page: Path) -> None:
-    lines = re.findall(r"^(?:    |`)hpcbench ([a-z]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    lines = re.findall(r"^(?:    |`)hpcbench ([a-z-]+)", page.read_text(encoding="utf-8"), re.MULTILINE)
     assert [name for name in lines if name not in COMMANDS] == []
     targets = make_targets()
     made = re.findall(r"`?\bmake ([a-z-]+)\b(?=`|\s*(?:#|$|\())", page.read_text(encoding="utf-8"), re.MULTILINE)
