@@ -48,8 +48,9 @@ SMALLER = {
     "run --model": ["--dataset", "digits", "--batch-size", "2", "--set", "steps=1", "--set", "warmup_steps=0"],
     "data make": ["--samples", "2", "--workers", "1"],
     "doctor": ["--no-job"],
+    "compare": ["--allow-empty"],
 }
-"""What is added to commands that would write gigabytes, or wait for a node."""
+"""Options added to commands that would write gigabytes, wait for a node, or compare results of today with older ones."""
 DONE = (("quickstart", "local"), ("quickstart", "my-cluster"), ("spread", "local"))
 """Sweeps and clusters whose runs have all ended."""
 ALSO_CALLED = ("scaling", "pipelines")
