@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 _FUNCTIONS = {
     "load": "hpcbench.report.load_results",
     "plot": "hpcbench.report.plots.plotting",
-    "table": "hpcbench.report.results_export",
+    "table": "hpcbench.report.pivot_table",
 }
 
 

@@ -26,8 +26,7 @@ from hpcbench.cli.common import (
 from hpcbench.cli.completion import complete_columns
 from hpcbench.report.configurations import ROW_ORDER, filter_launches, rows_from_frame, sort_rows
 from hpcbench.report.load_results import load_frame
-from hpcbench.report.pivot_table import TableRequest, parse_table_request
-from hpcbench.report.results_export import grouped_view
+from hpcbench.report.pivot_table import TableRequest, grouped_view, parse_table_request
 from hpcbench.report.results_table import results_data_view, results_text_view, table_json
 from hpcbench.report.table_model import View
 from hpcbench.report.table_output import render_view, view_json, write_view

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import polars as pl
@@ -11,10 +13,15 @@ import polars as pl
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import printable_text
+from hpcbench.paths import results_folder
 from hpcbench.report import column_names, configurations
+from hpcbench.report.load_results import load_frame
 from hpcbench.report.phrases import pluralize
+from hpcbench.report.results_table import results_data_view
 from hpcbench.report.table_model import Column, View, WarningFootnotes, column_heading, format_spread, format_value
+from hpcbench.report.table_output import unique_column_names
 from hpcbench.results.frame import column_types
+from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 
 
@@ -346,3 +353,50 @@ def _sorted_view(view: View, by: str | None) -> View:
     present += [line for line in lines if line[0][number] is None]
     view.raw, view.cells = [raw for raw, _ in present], [cells for _, cells in present]
     return view
+
+
+def grouped_view(
+    tree: ResultsTree, sources: Sequence[str], clusters: Sequence[str] | None, request: TableRequest, title: str
+) -> tuple[View, int]:
+    """A table with the keys of ``request``, and the number of runs before its filter."""
+    frame = load_frame(tree, sources, clusters, request.columns())
+    add_predictions: AddPredictions | None = None
+    if request.predictions:
+        # Imported here: other tables need no oracle.
+        from hpcbench.report.oracle_validation import ClusterForecasts
+        from hpcbench.report.prediction_frames import with_predictions
+
+        add_predictions = functools.partial(with_predictions, forecasts=ClusterForecasts(tree))
+    return pivot_view(frame, request, title, add_predictions), len(frame)
+
+
+def table(
+    *sources: str | Path, results: str | Path | None = None, clusters: Sequence[str] | None = None, **options: Any
+) -> pl.DataFrame:
+    """Return the rows of ``hpcbench table`` as a frame with short column names, in SI units.
+
+        frame = hpcbench.table("scaling", by="strategy,nodes", metrics="samples_per_s")
+
+    Args:
+        sources: as in ``load``.
+        results: the tree of the sweeps; else ``$HPCBENCH_RESULTS``, else ``results``.
+        clusters: only these.
+        options: those of the command as text: ``by``, ``pivot``, ``metrics``, ``where``, ``baseline``, ``scaling``,
+            ``best``, ``sort``, ``layout``.
+
+    Raises:
+        HpcbenchError: there is no such source, column or option.
+    """
+    known = ("by", "pivot", "metrics", "where", "baseline", "scaling", "best", "sort", "layout")
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"table() has no option {name!r}", hint=did_you_mean(name, known))
+    request = parse_table_request(**options)
+    tree, names = ResultsTree(results_folder(str(results) if results is not None else None)), [*map(str, sources)]
+    if request.is_grouped:
+        view, _ = grouped_view(tree, names, clusters, request, "table")
+    else:
+        launches = configurations.filter_launches(load_frame(tree, names, clusters), request.where)
+        rows = configurations.rows_from_frame(launches, request.baseline)
+        view = results_data_view(configurations.sort_rows(rows, request.sort) if request.sort else rows, "table")
+    return pl.DataFrame(view.raw, unique_column_names(view), orient="row", infer_schema_length=None, strict=False)

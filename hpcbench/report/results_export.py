@@ -1,27 +1,19 @@
-"""Tables of results as views, frames and files: what `hpcbench table` and `hpcbench collect` show."""
+"""Results as files: one row per run, or whole results as JSON."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import polars as pl
 
-from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import open_atomic, write_atomic
-from hpcbench.paths import results_folder
-from hpcbench.report.configurations import filter_launches, rows_from_frame, sort_rows
-from hpcbench.report.load_results import load_frame, with_all_option_columns
+from hpcbench.report.load_results import with_all_option_columns
 from hpcbench.report.phrases import or_empty
-from hpcbench.report.pivot_table import AddPredictions, TableRequest, parse_table_request, pivot_view
-from hpcbench.report.results_table import results_data_view
 from hpcbench.report.table_model import Column, View
-from hpcbench.report.table_output import csv_cell, excel_bytes, parquet_bytes, unique_column_names, view_encoder
+from hpcbench.report.table_output import csv_cell, excel_bytes, parquet_bytes, view_encoder
 from hpcbench.results.frame import FILE_COLUMNS
-from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult, result_document
 
 _MAX_KEY_WIDTH = 24
@@ -30,56 +22,14 @@ _MIN_FOLDED_WIDTH = 12
 """A column whose cells may be folded keeps so many characters."""
 
 
-def grouped_view(
-    tree: ResultsTree, sources: Sequence[str], clusters: Sequence[str] | None, request: TableRequest, title: str
-) -> tuple[View, int]:
-    """A table with the keys of ``request``, and the number of runs before its filter."""
-    frame = load_frame(tree, sources, clusters, request.columns())
-    add_predictions: AddPredictions | None = None
-    if request.predictions:
-        # Imported here: other tables need no oracle.
-        from hpcbench.report.oracle_validation import ClusterForecasts
-        from hpcbench.report.prediction_frames import with_predictions
-
-        add_predictions = functools.partial(with_predictions, forecasts=ClusterForecasts(tree))
-    return pivot_view(frame, request, title, add_predictions), len(frame)
-
-
-def table(
-    *sources: str | Path, results: str | Path | None = None, clusters: Sequence[str] | None = None, **options: Any
-) -> pl.DataFrame:
-    """Return the rows of ``hpcbench table`` as a frame with short column names, in SI units.
-
-        frame = hpcbench.table("scaling", by="strategy,nodes", metrics="samples_per_s")
-
-    Args:
-        sources: as in ``load``.
-        results: the tree of the sweeps; else ``$HPCBENCH_RESULTS``, else ``results``.
-        clusters: only these.
-        options: those of the command as text: ``by``, ``pivot``, ``metrics``, ``where``, ``baseline``, ``scaling``,
-            ``best``, ``sort``, ``layout``.
-
-    Raises:
-        HpcbenchError: there is no such source, column or option.
-    """
-    known = ("by", "pivot", "metrics", "where", "baseline", "scaling", "best", "sort", "layout")
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"table() has no option {name!r}", hint=did_you_mean(name, known))
-    request = parse_table_request(**options)
-    tree, names = ResultsTree(results_folder(str(results) if results is not None else None)), [*map(str, sources)]
-    if request.is_grouped:
-        view, _ = grouped_view(tree, names, clusters, request, "table")
-    else:
-        rows = rows_from_frame(filter_launches(load_frame(tree, names, clusters), request.where), request.baseline)
-        view = results_data_view(sort_rows(rows, request.sort) if request.sort else rows, "table")
-    return pl.DataFrame(view.raw, unique_column_names(view), orient="row", infer_schema_length=None, strict=False)
-
-
 def _frame_csv(frame: pl.DataFrame) -> bytes:
-    texts = [name for name, dtype in frame.schema.items() if dtype == pl.String]
-    cells = [pl.Series(name, [csv_cell(value) for value in frame[name].to_list()], dtype=pl.String) for name in texts]
-    return frame.with_columns(cells).write_csv().encode()
+    changed = {}
+    for name in (name for name, dtype in frame.schema.items() if dtype == pl.String):
+        # Most columns hold few different texts, and hardly any of them changes.
+        cells = {text: csv_cell(text) for text in frame[name].unique().drop_nulls()}
+        if escaped := {text: cell for text, cell in cells.items() if cell != text}:
+            changed[name] = pl.col(name).replace(escaped)
+    return frame.with_columns(**changed).write_csv().encode()
 
 
 _FRAME_ENCODERS: dict[str, Callable[[pl.DataFrame], bytes]] = {
