@@ -17,8 +17,8 @@ from hpcbench.parallel.workloads import is_custom_model
 
 REFERENCE_TRAINERS = {
     "data_parallel": "hpcbench.worker.verification.reference:train_reference",
-    "pipeline": "hpcbench.worker.strategies.pipeline.pipeline_reference:train_pipeline_reference",
-    "pipedream": "hpcbench.worker.verification.reference_pipedream:train_pipedream_reference",
+    "pipeline": "hpcbench.worker.verification.reference_pipelines:train_pipeline_reference",
+    "pipedream": "hpcbench.worker.verification.reference_pipelines:train_pipedream_reference",
 }
 """Trainings in one process that strategies are compared with, by name."""
 

@@ -20,7 +20,7 @@ from hpcbench.worker.models.build import build_model
 from hpcbench.worker.strategies.base import resolve_runtime
 from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
 from hpcbench.worker.verification.reference import TrainingRecord, VerificationCheck, compare_training
-from hpcbench.worker.verification.reference_pipedream import train_pipedream_reference
+from hpcbench.worker.verification.reference_pipelines import train_pipedream_reference
 from hpcbench.worker.verification.verify import train_strategy
 from tests.distributed.cases import (
     CPU,

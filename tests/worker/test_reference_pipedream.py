@@ -13,7 +13,7 @@ from hpcbench.parallel.pipeline.weight_versions import Staleness
 from hpcbench.worker.data.feed import DataFeed, MinibatchSequence
 from hpcbench.worker.data.open_feed import make_feed
 from hpcbench.worker.verification.reference import TrainingRecord, VerificationCheck, compare_training, train_reference
-from hpcbench.worker.verification.reference_pipedream import train_delayed
+from hpcbench.worker.verification.reference_pipelines import train_delayed
 from tests.distributed.cases import short_epoch
 from tests.worker.helpers import make_spec
 
