@@ -129,7 +129,15 @@ class ReferenceComparison(_ResultRecord, kw_only=True):
     precision: str
     """The arithmetic of both."""
     tolerance: float
-    """Of losses and weights; the first step may be asked for less, the last gradients for less by the learning rate."""
+    """Of losses and weights; the first step may be asked for less, the last gradients for less by the learning rate.
+    The largest of any tensor where ``orders`` give each its own.
+    """
+    gradient_tolerance: float | None = None
+    """The largest of any gradient, where ``orders`` give each its own."""
+    orders: list[str] = []
+    """Orders of summation in which one device was trained: its own distance from fp64 bounds every tensor.
+    None where the bound is a constant.
+    """
     steps: int
     loss_max_rel: float | None = None
     gradient_max_rel: float | None = None

@@ -32,23 +32,13 @@ from hpcbench.worker.verification.reference import (
     resolve_reference_trainer,
     train_reference,
 )
-from hpcbench.worker.verification.verify import train_strategy
+from hpcbench.worker.verification.rounding import AS_IT_IS, ORDERS, UNIT, Distances, bounds, distances
+from hpcbench.worker.verification.verify import MAX_SEEDS, train_strategy
 from tests.distributed.narrow import build_narrow
-from tests.distributed.rounding import (
-    AS_IT_IS,
-    ORDERS,
-    UNIT,
-    Distances,
-    Excess,
-    bounds,
-    distances,
-    excesses,
-)
+from tests.distributed.rounding import Excess, excesses
 
 CPU = torch.device("cpu")
 
-SEEDS = 3
-"""With how many seeds a training in fp32 may be tried, see ``check_rounding``."""
 EXACT = 1e-9
 """In fp64. Adam divides by the root of a squared gradient: where that is tiny, rounding shows at once."""
 
@@ -118,7 +108,7 @@ def check(ranks: list[OfRank], expected: TrainingRecord, tolerance: float) -> Re
 def check_rounding(
     run: Callable[[Case], list[OfRank]], case: Case, *references: Callable[[Case], OneDevice]
 ) -> list[OfRank]:
-    """Whether ranks train ``case`` as one device does, as far as one device's own rounding allows; see ``rounding``.
+    """Whether ranks train ``case`` as one device does, as far as one device's own rounding allows.
 
     Returns what they have trained. ``references`` are what one device trains, ``one_device`` where none is given.
 
@@ -126,7 +116,7 @@ def check_rounding(
     and no bound foresees which run has one. So another seed may decide. A mistake shows with every seed, and the first
     loss, on which such a decision has no influence, must be right with each.
     """
-    for seed in range(case.spec.seed, case.spec.seed + SEEDS):
+    for seed in range(case.spec.seed, case.spec.seed + MAX_SEEDS):
         one = replace(case, spec=msgspec.structs.replace(case.spec, seed=seed))
         found = run(one)
         assert all(rank.differs_from_rank_0 == 0 for rank in found), "ranks hold different weights"
@@ -134,7 +124,7 @@ def check_rounding(
         assert ("loss", "step 1") not in [(each.kind, each.name) for each in excess], excess[:5]
         if not excess:
             return found
-    raise AssertionError(f"with {SEEDS} seeds, of the last one: {excess[:5]}")
+    raise AssertionError(f"with {MAX_SEEDS} seeds, of the last one: {excess[:5]}")
 
 
 def _excess(case: Case, ours: TrainingRecord, reference: Callable[[Case], OneDevice]) -> list[Excess]:
@@ -332,8 +322,9 @@ def _train(one: OneDevice, order: str = AS_IT_IS, precision: str | None = None) 
 def _bounds(one: OneDevice, orders: tuple[str, ...]) -> Distances:
     """Return the bounds from one device's rounding, see ``rounding``."""
     again = [one] if one.train is not train_reference else [one, one._replace(train=_backwards)]
-    trainings = [_train(each, order) for order in orders for each in again]
-    return bounds(trainings, _train(one, precision="fp64"), UNIT[one.run.precision])
+    exact = _train(one, precision="fp64")
+    samples = [distances(_train(each, order), exact) for order in orders for each in again]
+    return bounds(samples, UNIT[one.run.precision])
 
 
 def forget() -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from hpcbench.results.schema import VerificationResult
 from hpcbench.worker.distributed.process_groups import TCPStore, to_timedelta
+from hpcbench.worker.verification.rounding import AS_IT_IS, ORDERS
+from hpcbench.worker.verification.verify import MAX_SEEDS, REPLICAS_BACKWARDS
 from tests.distributed.launching import ROOT, Launch, wait_until
 from tests.distributed.pool import Pool
 from tests.distributed.test_launches import message_of, result_of
@@ -86,7 +88,13 @@ def test_ddp_passes(pool: Pool, spec: dict[str, Any]) -> None:
         assert found.own_precision is None
     else:
         assert found.own_precision is not None
-        assert (found.own_precision.precision, found.own_precision.steps) == (spec.get("precision", "fp32"), 1)
+        own = found.own_precision
+        assert (own.precision, own.steps, own.orders[0]) == (spec.get("precision", "fp32"), 1, AS_IT_IS)
+        assert own.tolerance > 0
+        assert own.gradient_tolerance is not None
+        assert f"{own.precision}, seed 0: allowed is 8 times the distance of one device from fp64" in " ".join(
+            found.notes
+        )
 
 
 def found_samples(spec: dict[str, Any]) -> int:
@@ -112,13 +120,33 @@ def test_a_wrong_strategy_fails(pool: Pool, wrong: str, worst: str) -> None:
     assert found.worst_rel > 10 * found.worst_tolerance
 
 
-def test_an_error_in_the_runs_own_precision_alone_fails(pool: Pool) -> None:
-    found = run(pool, "Halved", model_options=PLAIN)
+@pytest.mark.parametrize("wrong", ["Halved", "ScaledInLowPrecision"])
+def test_an_error_in_the_runs_own_precision_alone_fails(pool: Pool, wrong: str) -> None:
+    """All orders of summation and three seeds do not excuse it, a gradient that is 1 % too large included."""
+    found = run(pool, wrong, model_options=PLAIN)
     assert not found.passed
+    assert (
+        len(re.findall(r"fp32, seed \d: the gradient of \S+ in step 1 differs by", " ".join(found.notes))) == MAX_SEEDS
+    )
     assert found.worst_rel is not None
     assert found.worst_rel <= 1e-7
     assert found.own_precision is not None
     assert not found.own_precision.passed
+    assert found.own_precision.orders == [*ORDERS, REPLICAS_BACKWARDS]
+
+
+def test_a_volume_of_many_positions_passes(pool: Pool) -> None:
+    """Gradients that sum over 48 x 48 x 48 positions differ by more than 1e-5 for rounding alone."""
+    found = run(
+        pool, small=False, strategy="spatial", sp_degree=2, dp_degree=1, model="cosmoflow", dataset="cosmoflow",
+        input_size=48, batch_size=1,
+    )  # fmt: skip
+    assert found.passed, found
+    assert found.gradient_max_rel is not None
+    assert found.gradient_max_rel <= 1e-12
+    assert found.own_precision is not None
+    assert found.own_precision.gradient_max_rel is not None
+    assert found.own_precision.gradient_max_rel > 1e-5
 
 
 def test_an_unstable_network_passes_with_a_note(pool: Pool) -> None:

@@ -63,6 +63,17 @@ class Scaled(DdpStrategy):
         return super().wrap(module, spec, place)
 
 
+class ScaledInLowPrecision(Scaled):
+    """As ``Scaled``, but right in fp64."""
+
+    def wrap(self, module: nn.Module, spec: RunSpec, place: RankContext) -> nn.Module:
+        return (
+            super().wrap(module, spec, place)
+            if spec.precision != "fp64"
+            else DdpStrategy.wrap(self, module, spec, place)
+        )
+
+
 class Unreduced(DdpStrategy):
     """One tensor's gradient is never all_reduced."""
 

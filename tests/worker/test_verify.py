@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from typing import Any
 
@@ -28,13 +29,16 @@ from hpcbench.worker.verification.reference import (
     max_relative_difference,
     verification_checks,
 )
+from hpcbench.worker.verification.rounding import AS_IT_IS, ORDERS, distances, result_tolerances
 from hpcbench.worker.verification.verify import (
+    ReferenceComparer,
     compare_with_notes,
     compared_steps,
     comparison_spec,
     disable_dropout,
     perturb_last_bit,
 )
+from tests.distributed.wrong import build_small
 from tests.worker.helpers import make_rank, make_spec
 
 CPU = torch.device("cpu")
@@ -93,23 +97,91 @@ def test_figures_that_are_not_finite_are_absent() -> None:
     assert (found.weight_max_rel, found.worst_rel, found.loss_max_rel) == (None, None, 0.0)
 
 
+OWN = VerificationCheck("fp32", 1, 0.0, by_rounding=True)
+
+
+def test_a_tensor_may_differ_by_what_rounding_makes_of_it() -> None:
+    rounding = {
+        ("loss", "step 1"): 1e-3,
+        ("loss", "step 2"): 1e-6,
+        ("first gradient", "w"): 1e-4,
+        ("weight", "w"): 1e-2,
+    }
+    ours = trained(loss=2.001, first=0.50005, weight=1.005)
+    found = compare_training(ours, trained(), OWN, rounding)
+    assert (found.passed, found.tolerance, found.gradient_tolerance) == (True, 1e-2, 1e-4)
+    wrong = compare_training(trained(first=0.5002), trained(), OWN, rounding)
+    assert (wrong.passed, wrong.worst, wrong.worst_tolerance) == (False, "gradient of w in step 1", 1e-4)
+    # No bound of rounding stands for a tensor that the reference lacks, or for a number that is not finite.
+    assert compare_training(trained(extra=1.0), trained(), OWN, rounding).worst_rel is None
+    boundless = dict.fromkeys(rounding, float("inf"))
+    assert not compare_training(trained(first=float("nan")), trained(), OWN, boundless).passed
+
+
+def test_a_bound_is_the_same_in_both_measures() -> None:
+    """Of a small tensor the measure of results is absolute, of a large one relative."""
+    reference = trained(loss=2.0, first=0.01, last=0.5, weight=4.0)
+    allowed = dict.fromkeys(distances(reference, reference), 1e-3)
+    found = result_tolerances(allowed, reference)
+    assert found["first gradient", "w"] == pytest.approx(1e-5)
+    assert found["weight", "w"] == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["single", "fairscale_fsdp"])
+def test_orders_are_trained_until_the_run_is_within_the_bound(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fairscale_fsdp is decided by its five steps in fp32."""
+    monkeypatch.setattr(verifying, "build_model", build_small)
+    spec = make_spec(strategy=strategy, batch_size=4)
+    comparer = ReferenceComparer(spec, CPU, verifying.VerificationInputs(NO_FILES, None), lambda: None)
+    check = next(check for check in verification_checks(spec) if check.by_rounding)
+    right = comparer._train(check)
+    assert comparer.compare(right, check).orders == [AS_IT_IS]
+    scaled = {name: 1.01 * tensor for name, tensor in right.first_gradients.items()}
+    wrong = comparer.compare(dataclasses.replace(right, first_gradients=scaled, gradients=scaled), check)
+    assert (wrong.passed, wrong.orders) == (False, list(ORDERS))
+    assert wrong.worst is not None
+    assert re.match("gradient of .* in step 1", wrong.worst)
+
+
+def test_another_seed_may_pass_where_the_first_loss_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "build_model", build_small)
+    spec = make_spec(batch_size=4)
+    checks = verification_checks(spec)
+
+    def tried(**changes: Any) -> tuple[bool, bool]:
+        comparer = ReferenceComparer(spec, CPU, verifying.VerificationInputs(NO_FILES, None), lambda: None)
+        wide, own = (comparer._train(check) for check in checks)
+        records = {"wide": wide, "own": own}
+        for of, change in changes.items():
+            records[of] = dataclasses.replace(records[of], **change(records[of]))
+        return comparer.compare_all(spec, checks, list(records.values())), comparer.result().passed
+
+    def gradients(record: TrainingRecord) -> dict[str, Any]:
+        return {"first_gradients": {name: 1.1 * one for name, one in record.first_gradients.items()}}
+
+    assert tried() == (False, True)
+    assert tried(own=gradients) == (True, False)
+    assert tried(wide=gradients) == (False, False)
+    assert tried(own=lambda record: {**gradients(record), "losses": [1.01 * record.losses[0]]}) == (False, False)
+
+
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ({}, [VerificationCheck("fp64", 5, 1e-7, 1e-9), VerificationCheck("fp32", 1, 1e-5)]),
+        ({}, [VerificationCheck("fp64", 5, 1e-7, 1e-9), OWN]),
         ({"precision": "fp64"}, [VerificationCheck("fp64", 5, 1e-7, 1e-9)]),
-        ({"precision": "bf16"}, [VerificationCheck("fp64", 5, 1e-7, 1e-9), VerificationCheck("bf16", 1, 0.0625)]),
+        ({"precision": "bf16"}, [VerificationCheck("fp64", 5, 1e-7, 1e-9), OWN._replace(precision="bf16")]),
         (
             {"optimizer": "adam"},
-            [VerificationCheck("fp64", 5, 1e-7, 1e-9), VerificationCheck("fp32", 1, 1e-5, weights=False)],
+            [VerificationCheck("fp64", 5, 1e-7, 1e-9), OWN._replace(weights=False)],
         ),
         (
             {"options": {"compression": "fp16"}},
-            [VerificationCheck("fp64", 1, 1e-3), VerificationCheck("fp32", 1, 1e-3)],
+            [VerificationCheck("fp64", 1, 1e-3), OWN._replace(tolerance=1e-3)],
         ),
         (
             {"options": {"compression": "none"}},
-            [VerificationCheck("fp64", 5, 1e-7, 1e-9), VerificationCheck("fp32", 1, 1e-5)],
+            [VerificationCheck("fp64", 5, 1e-7, 1e-9), OWN],
         ),
     ],
 )

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import torch
@@ -34,9 +35,8 @@ of it.
 PERTURBATION_MARGIN = 16.0
 """How many times farther than the reference from itself, when its weights are changed in the last bit, a run may be."""
 
-ONE_STEP_TOLERANCES = {"fp32": 1e-5, "tf32": 2.0**-7, "fp16": 2.0**-7, "bf16": 2.0**-4}
-"""In the run's own arithmetic, over one step. Of the lower ones 16 unit roundoffs: what a random walk of 256 roundings,
-one per layer and direction in a network of 128 layers, comes to."""
+TensorKey = tuple[str, str]
+"""Kind (``loss``, ``first gradient``, ``last gradient``, ``weight``) and name; of a loss ``step 1``."""
 
 
 class VerificationCheck(NamedTuple):
@@ -49,6 +49,8 @@ class VerificationCheck(NamedTuple):
     """Of the first step's loss and gradients; as ``tolerance`` where absent."""
     weights: bool = True
     """Whether weights are compared, too."""
+    by_rounding: bool = False
+    """Whether a tensor may differ by what one device's own rounding makes of it, where that is above ``tolerance``."""
 
     @property
     def gradient_tolerance(self) -> float:
@@ -66,14 +68,11 @@ def verification_checks(spec: RunSpec) -> list[VerificationCheck]:
     elif widest == "fp64":
         decisive = VerificationCheck("fp64", VERIFIED_STEPS, MULTI_STEP_TOLERANCE, EXACT_TOLERANCE)
     else:
-        decisive = VerificationCheck(widest, VERIFIED_STEPS, ONE_STEP_TOLERANCES[widest])
+        decisive = VerificationCheck(widest, VERIFIED_STEPS, 0.0, by_rounding=True)
     if spec.precision == widest:
         return [decisive]
     # Adam divides a gradient by its own size: of one that is nothing but rounding it makes a whole step.
-    own = VerificationCheck(
-        spec.precision, 1, max(ONE_STEP_TOLERANCES[spec.precision], lossy), weights=spec.optimizer == "sgd"
-    )
-    return [decisive, own]
+    return [decisive, VerificationCheck(spec.precision, 1, lossy, weights=spec.optimizer == "sgd", by_rounding=True)]
 
 
 def lossy_tolerance(spec: RunSpec) -> float:
@@ -115,30 +114,50 @@ def _host_gradients(model: nn.Module) -> dict[str, Tensor]:
     return copy_to_host({name: parameter.grad for name, parameter in named if parameter.grad is not None})
 
 
-def compare_training(ours: TrainingRecord, reference: TrainingRecord, check: VerificationCheck) -> ReferenceComparison:
-    """Whether ``ours`` is what ``reference`` is, within the check's tolerances."""
+def compare_training(
+    ours: TrainingRecord, reference: TrainingRecord, check: VerificationCheck,
+    rounding: Mapping[TensorKey, float] = MappingProxyType({}),
+) -> ReferenceComparison:  # fmt: skip
+    """Whether ``ours`` is what ``reference`` is.
+
+    A tensor may differ by the check's tolerance, or by that of ``rounding`` where it is larger; both in the measure of
+    ``max_relative_difference``.
+    """
+
+    def limit(kind: str, constant: float) -> Callable[[str], float]:
+        return lambda name: max(constant, rounding.get((kind, name), 0.0))
+
     early = check.tolerance if check.first_tolerance is None else check.first_tolerance
+    pairs = zip(_wide(ours.losses), _wide(reference.losses), strict=True)
     losses = [
-        _Difference(f"loss of step {step}", max_relative_difference(a, b), early if step == 1 else check.tolerance)
-        for step, (a, b) in enumerate(zip(_wide(ours.losses), _wide(reference.losses), strict=True), start=1)
-    ]
+        _Difference(
+            f"loss of step {step}", max_relative_difference(a, b),
+            limit("loss", early if step == 1 else check.tolerance)(f"step {step}"),
+        )
+        for step, (a, b) in enumerate(pairs, start=1)
+    ]  # fmt: skip
     assert losses, "trained for no step"
-    first = _tensor_differences("gradient", "in step 1", ours.first_gradients, reference.first_gradients, early)
-    last = _tensor_differences(
-        "gradient", f"in step {check.steps}", ours.gradients, reference.gradients, check.gradient_tolerance
+    first = _tensor_differences(
+        "gradient of {} in step 1", ours.first_gradients, reference.first_gradients, limit("first gradient", early)
     )
-    after = f"after {check.steps} step{'s' * (check.steps > 1)}"
-    weights = _tensor_differences("weight", after, ours.state, reference.state, check.tolerance)
+    last = _tensor_differences(
+        f"gradient of {{}} in step {check.steps}", ours.gradients, reference.gradients,
+        limit("last gradient", check.gradient_tolerance),
+    )  # fmt: skip
+    after = f"weight of {{}} after {check.steps} step{'s' * (check.steps > 1)}"
+    weights = _tensor_differences(after, ours.state, reference.state, limit("weight", check.tolerance))
     weights = weights if check.weights else []
     gradients = first + last if check.steps > 1 else first
     everything = [*losses, *gradients, *weights]
     # What is wrong spreads to all tensors with the first update: before it, it can still be told where it began.
     suspects = first if any(difference.too_far for difference in first) else everything
-    worst = max(suspects, key=lambda difference: difference.value / difference.tolerance)
+    worst = max(suspects, key=lambda difference: difference.part_of_tolerance)
+    by_tensor = check.by_rounding and rounding
     return ReferenceComparison(
         passed=not any(difference.too_far for difference in everything),
         precision=check.precision,
-        tolerance=check.tolerance,
+        tolerance=_max_tolerance([*losses, *weights]) if by_tensor else check.tolerance,
+        gradient_tolerance=_max_tolerance(gradients) if by_tensor else None,
         steps=check.steps,
         loss_max_rel=_max_finite(losses),
         gradient_max_rel=_max_finite(gradients),
@@ -180,19 +199,32 @@ class _Difference(NamedTuple):
 
     @property
     def too_far(self) -> bool:
-        return not self.value <= self.tolerance
+        return not (self.value <= self.tolerance and math.isfinite(self.value))
+
+    @property
+    def part_of_tolerance(self) -> float:
+        if self.tolerance > 0 or self.value == 0:
+            return self.value / (self.tolerance or 1.0)
+        return math.inf
 
 
 def _tensor_differences(
-    kind: str, when: str, ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: float
+    text: str, ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: Callable[[str], float]
 ) -> list[_Difference]:
-    """Compare every tensor of either side; the difference is infinite where the other side lacks it."""
+    """Compare every tensor of either side; the difference is infinite where the other side lacks it.
+
+    ``text`` names a tensor in messages, ``tolerance`` gives the largest difference of the tensor of a name.
+    """
     differences = []
     for name in dict.fromkeys([*reference, *ours]):
         is_common = name in ours and name in reference
         value = max_relative_difference(ours[name], reference[name]) if is_common else math.inf
-        differences.append(_Difference(f"{kind} of {name} {when}", value, tolerance))
+        differences.append(_Difference(text.format(name), value, tolerance(name)))
     return differences
+
+
+def _max_tolerance(differences: list[_Difference]) -> float:
+    return max((difference.tolerance for difference in differences), default=0.0)
 
 
 def _max_finite(differences: list[_Difference]) -> float | None:
