@@ -146,6 +146,7 @@ def _plan_json(plan: SweepPlan, forecast: PlanForecast) -> dict[str, Any]:
             for group in plan.jobs(missing)
         ],
         "node_hours": plan.node_hours(missing),
+        "warnings": plan.node_warnings(),
         "predicted": {
             "node_hours": forecast.node_hours(missing),
             "does_not_fit": forecast.not_fitting(missing),

@@ -204,8 +204,11 @@ class PartitionConfig(TomlTable):
     name: SingleLineText | None = None
     qos: SingleLineText | None = None
     constraint: SingleLineText | None = None
+    nodes: PositiveInt | None = None
+    """Nodes that it has; `plan` warns of runs on more, which the scheduler refuses or keeps pending."""
     min_nodes: PositiveInt | None = None
     max_nodes: PositiveInt | None = None
+    """The most that one job may have; runs on more are infeasible."""
     max_time_min: Minutes | None = None
     max_time_by_nodes: list[TimeLimitStep] = []
     """Where small jobs may take less time than large ones; above the last step `max_time_min` alone counts."""

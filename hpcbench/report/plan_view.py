@@ -108,6 +108,7 @@ def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None)
         Text(printable_text(headline), style="bold"),
         Text(printable_text(f"all runs: {shared}"), style="dim"),
         *(Text(printable_text(note)) for note in _plan_notes(plan, groups)),
+        *(Text(printable_text(warning), style="yellow") for warning in plan.node_warnings()),
     ]
     if plan_forecast is not None and missing:
         parts += [Text(printable_text(line), style="yellow") for line in plan_forecast.warnings(missing)]

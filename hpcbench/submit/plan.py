@@ -11,6 +11,7 @@ import operator
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -330,6 +331,20 @@ class SweepPlan:
     def jobs(self, runs: dict[str, RunSpec]) -> list[JobGroup]:
         """``runs`` as submit would send them: one array for each group, packed as the sweep asks."""
         return group_jobs(self.groups(runs), self.sweep.submit, self.profile)
+
+    def node_warnings(self) -> list[str]:
+        """The missing runs on more nodes than their partition has, by partition and number of nodes."""
+        counts: Counter[tuple[str, int, int]] = Counter()
+        for shape, keys in self.groups(self.missing).items():
+            available = self.profile.partition(shape.partition).nodes
+            if available is not None and shape.nodes > available:
+                name = shape.partition or self.profile.default_partition or self.profile.name
+                counts[name, shape.nodes, available] += len(keys)
+        return [
+            f"{count} run{'s' if count > 1 else ''} on {nodes} nodes, but {name} has {available}: the scheduler "
+            "refuses such jobs, or keeps them pending"
+            for (name, nodes, available), count in sorted(counts.items())
+        ]
 
     @property
     def budget(self) -> tuple[float, str] | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.profile_tables import PartitionConfig
 from hpcbench.config.run_spec import config_id
 from hpcbench.config.sweep_loader import Sweep
 from hpcbench.results.results_tree import ClusterTree
@@ -69,3 +70,18 @@ def test_stopped_runs_are_not_missing(
     again = make_plan(sweep, slurm_profile, cluster_tree)
     assert again.stopped == {keys[4]: f"run {keys[2]} with batch_size 16 ended as oom"}
     assert list(again.missing) == [keys[0], keys[1], keys[3], keys[5]]
+
+
+def test_runs_on_more_nodes_than_their_partition_has_are_named(
+    write_sweep: Write, slurm_profile: ClusterProfile, cluster_tree: ClusterTree
+) -> None:
+    """A warning, not an infeasible point: a partition grows, and what the profile states may be old."""
+    partitions = {"small": PartitionConfig(nodes=2), "large": PartitionConfig(nodes=8), "any": PartitionConfig()}
+    profile = slurm_profile.model_copy(update={"partitions": partitions, "default_partition": "small"})
+    sweep = write_sweep(
+        f"{BASE}batch_size = 8\n[grid]\nseed = [0, 1]\nnodes = [2, 4]\npartition = ['small', 'large', 'any']\n"
+    )
+    plan = make_plan(sweep, profile, cluster_tree)
+    assert len(plan.runs) == 12
+    (warning,) = plan.node_warnings()
+    assert warning.startswith("2 runs on 4 nodes, but small has 2: ")
