@@ -56,6 +56,12 @@ CASES = [
     Case("perlmutter", ("#SBATCH --qos=debug",), ("--partition",), {"partition": "debug"}),
     Case(
         "perlmutter",
+        ("#SBATCH --qos=shared", "#SBATCH --gpus-per-node=1", "#SBATCH --cpus-per-task=32"),
+        ("CUDA_VISIBLE_DEVICES",),
+        {"partition": "shared", "tasks_per_node": 1, "nodes": 1},
+    ),
+    Case(
+        "perlmutter",
         ("#SBATCH --image=nersc/pytorch:25.02.01", "#SBATCH --module=gpu,nccl-plugin", "python=(shifter python3)"),
         spec={"environment": "shifter"},
     ),
@@ -64,11 +70,11 @@ CASES = [
         "juwels-booster",
         (
             "#SBATCH --partition=booster", "#SBATCH --gres=gpu:4", "#SBATCH --hint=nomultithread", "#SBATCH --cpus-per-task=12",
-            "#SBATCH --account=project", "--cpu-bind=sockets", "--cpus-per-task=12", "export CUDA_VISIBLE_DEVICES=0,1,2,3",
+            "#SBATCH --account=project", "--cpus-per-task=12", "export CUDA_VISIBLE_DEVICES=0,1,2,3",
             "export NCCL_SOCKET_IFNAME=ib0", "export GLOO_SOCKET_IFNAME=ib0", "export NCCL_IB_TIMEOUT=50",
             "export NCCL_IB_RETRY_CNT=10", "export UCX_RC_TIMEOUT=4s",
         ),
-        ("--gpus-per-node", "torch.distributed.run"),
+        ("--gpus-per-node", "torch.distributed.run", "--cpu-bind"),
     ),
     Case(
         "jupiter",
@@ -80,7 +86,7 @@ CASES = [
         (
             "#SBATCH --partition=standard-g", "#SBATCH --gpus-per-node=8", "#SBATCH --ntasks-per-node=8",
             "#SBATCH --cpus-per-task=7", "#SBATCH --account=project",
-            "--cpu-bind=mask_cpu:7e000000000000,7e00000000000000,7e0000,7e000000,7e,7e00,7e00000000,7e0000000000",
+            "--cpu-bind=mask_cpu:fe000000000000,fe00000000000000,fe0000,fe000000,fe,fe00,fe00000000,fe0000000000",
             "export ROCR_VISIBLE_DEVICES=$SLURM_LOCALID", "export NCCL_SOCKET_IFNAME=hsn", "export NCCL_NET_GDR_LEVEL=3",
             "export CXI_FORK_SAFE=1", "export CXI_FORK_SAFE_HP=1", "export FI_CXI_DISABLE_CQ_HUGETLB=1",
         ),
@@ -128,7 +134,8 @@ CASES = [
         (
             "#SBATCH --partition=batch", "#SBATCH --account=project", "--gpus-per-task=1", "--gpu-bind=closest",
             "--cpus-per-task=7", "export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3", "export NCCL_CROSS_NIC=1",
-            "export FI_MR_CACHE_MONITOR=kdreg2",
+            "export FI_MR_CACHE_MONITOR=kdreg2", "#SBATCH --network=disable_rdzv_get", "export FI_CXI_RDZV_PROTO=alt_read",
+            "else export NCCL_NET=OFI", "rccl-net-plugin", "cpe/26.03",
         ),
         ("#SBATCH --gpus", "#SBATCH --gres", "torch.distributed.run"),
     ),
@@ -217,7 +224,7 @@ def test_rendezvous_names_follow_the_site() -> None:
     ("cluster", "nodes", "minutes"),
     [("frontier", 91, 120.0), ("frontier", 92, 360.0), ("frontier", 183, 360.0), ("frontier", 184, 720.0),
      ("lumi-g", 1, 2880.0), ("alps-clariden", 1, 720.0), ("alps-daint", 1, 1440.0), ("abci-3", 128, 10080.0),
-     ("marenostrum5", 1, 4320.0), ("vista", 1, 2880.0), ("snellius", 1, 7200.0)],
+     ("perlmutter", 1, 2880.0), ("juwels-booster", 1, 1440.0), ("marenostrum5", 1, 4320.0), ("vista", 1, 2880.0), ("snellius", 1, 7200.0)],
 )  # fmt: skip
 def test_how_long_jobs_may_take(cluster: str, nodes: int, minutes: float) -> None:
     assert load_cluster_file(FILES[cluster])[0].partition(None).longest_min(nodes) == minutes
@@ -248,3 +255,12 @@ def test_snellius_refuses_part_of_a_node_on_several() -> None:
     dropped = resolve_point(point, partition_limits(profile, "gpu_a100"))
     assert isinstance(dropped, InfeasiblePoint)
     assert dropped.reason == "1 of 4 devices on each of 2 nodes, but gpu_a100 wants all of them"
+
+
+def test_a_mask_of_cores_has_those_that_a_rank_asks_for() -> None:
+    profile, _ = load_cluster_file(FILES["lumi-g"])
+    bind = profile.binding.whole_node_cpu_bind
+    assert bind is not None
+    masks = [int(mask, 16) for mask in bind.removeprefix("mask_cpu:").split(",")]
+    assert [mask.bit_count() for mask in masks] == [profile.request.cpus_per_device] * 8
+    assert sum(masks).bit_count() == profile.node.cores
