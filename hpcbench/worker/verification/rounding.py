@@ -96,12 +96,12 @@ def _difference(a: Tensor, b: Tensor) -> float:
     assert a.shape == b.shape
     if not a.numel():
         return 0.0
-    found = (a.double() - b.double()).abs().max().item()
-    return math.inf if math.isnan(found) else found
+    largest = (a.double() - b.double()).abs().max().item()
+    return math.inf if math.isnan(largest) else largest
 
 
 class _Reordered(TorchFunctionMode):
-    """Computes linear layers, convolutions and BatchNorm as a subclass says: mathematically the same."""
+    """Computes linear layers, convolutions and BatchNorm in the order of a subclass: mathematically the same."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         more = kwargs or {}
