@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def test_every_strategy_is_stepped_or_refused_with_its_own_message(key: str, ran
     assert (answer.outcome, answer.reason) == ("ok", None)
     assert answer.figures is not None
     assert answer.figures.modelled == MODELLED.get(key, [])
+    assert (answer.figures.host_syncs, answer.figures.host_sync_sites) == (0, [])
     assert answer.figures.operators > 50
     assert (answer.figures.collectives > 0) == (ranks > 1)
     assert answer.figures.peak_memory_bytes > 0
@@ -119,6 +121,20 @@ def test_the_peak_is_that_of_real_tensors(spec: RunSpec) -> None:
     predicted = resolve_cost(spec.strategy).memory(spec, table_of(spec), rank).total_bytes
     print(f"{spec.strategy} {spec.model} {fake.peak_bytes} {measured} {predicted} {fake.peak_bytes / measured:.3f}")
     assert fake.peak_bytes == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("key", ["fsdp", "fairscale_fsdp"])
+@pytest.mark.parametrize("model", ["vgg11", "gpt"])
+def test_the_setup_of_shards_holds_no_more_than_a_step(key: str, model: str) -> None:
+    dataset = "tokens" if model == "gpt" else "cifar10"
+    spec = RunSpec(
+        model=model, dataset=dataset, strategy=key, batch_size=8, optimizer="adam", tasks_per_node=8, nodes=4,
+        dp_degree=32,
+    )  # fmt: skip
+    recorder = record_step(DryRunTask(index=0, spec=spec, device="cuda"), 0)
+    whole = sum(prod(tensor.shape) * tensor.bytes_per_element for tensor in table_of(spec).parameter_tensors)
+    assert recorder.setup_peak_bytes <= 1.1 * recorder.peak_bytes
+    assert recorder.setup_peak_bytes < whole
 
 
 def test_powersgd_is_stepped_with_its_own_hook() -> None:

@@ -49,6 +49,8 @@ def answer_task(task: DryRunTask) -> DryRunAnswer:
         figures = largest_figures([dry_run_rank(task, rank) for rank in ranks])
     except Exception as error:  # noqa: BLE001 - whatever it is, a run would leave it as its result
         outcome, reason = describe_outcome(error)
+        if task.device == "cuda":
+            reason = reason.replace("cpu:0", "cuda:0").replace("FakeTensorDeviceMismatchError", "RuntimeError")
     gc.collect()
     seconds = time.perf_counter() - began
     return DryRunAnswer(index=task.index, outcome=outcome, reason=reason, figures=figures, seconds=seconds)

@@ -4,8 +4,9 @@ The strategy's ``setup`` begins on the meta device. When it moves its part of th
 become fake ones and the recorder starts: tensors of the host before that point are not counted. torch's process group
 "fake" answers every call at once.
 
-The fake tensors are on the cpu: torch's build without CUDA cannot run a backward pass on others. Bytes, operators and
-collectives do not depend on that; what a strategy decides by the type of its device is replaced here.
+The fake tensors are on the cpu: torch's build without CUDA cannot run a backward pass on others. A device is told from
+the host by its index: ``cpu:0`` is the GPU of a cluster with GPUs, ``cpu`` its host. Bytes, operators and collectives
+do not depend on that; what a strategy decides by the type of its device is replaced here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -23,7 +25,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -48,7 +50,8 @@ from hpcbench.worker.strategies.base import Strategy, resolve_runtime
 from hpcbench.worker.strategies.data import DdpStrategy
 from hpcbench.worker.strategies.pipeline import stage_assignment
 
-FAKE_DEVICE = torch.device("cpu")
+_FAKE_DEVICES = {"cpu": torch.device("cpu"), "cuda": torch.device("cpu", 0)}
+"""By the kind of the run's device. Real tensors lose the index, fake ones keep it."""
 _STEPS = 2
 """The first one creates the optimizer's state and learns the order of gradients."""
 _POWERSGD_STEPS = 3
@@ -80,7 +83,7 @@ def record_step(task: DryRunTask, rank: int) -> StepRecorder:
     Raises:
         Exception: Whatever the run would raise, and torch's errors about values that fake tensors do not have.
     """
-    spec, recorder = task.spec, StepRecorder()
+    spec, recorder = task.spec, StepRecorder(_FAKE_DEVICES[task.device])
     options = options_with_defaults(spec)
     if options.get("balance") == "measured" and not options.get("cuts"):
         raise NotFakeableError('options.balance = "measured" measures the blocks on a device')
@@ -88,17 +91,17 @@ def record_step(task: DryRunTask, rank: int) -> StepRecorder:
     model = wrap_blocks(build_meta_model(spec, task.model_folder), spec)
     recorder.layers.name_modules(model)
     with (
-        _fake_world(spec, rank) as context,
+        _fake_world(spec, rank, recorder.device) as context,
         _stand_ins(task, recorder),
         ExitStack() as fakes,
-        patch.object(nn.Module, "to", _become_fake(strategy, recorder, fakes)),
+        patch.object(nn.Module, "to", _become_fake(model, strategy, recorder, fakes)),
     ):
         strategy.setup(model, spec, context)
         del model
         recorder.layers.name_modules(strategy.module)
         _use_foreach_updates(strategy, task.device)
         strategy.phases = recorder.layers.in_phase
-        feed = FakeFeed(spec)
+        feed = FakeFeed(spec, recorder.device)
         steps = range(_POWERSGD_STEPS if spec.options.get("compression") == "powersgd" else _STEPS)
         strategy.announce(steps)
         for step in steps:
@@ -110,8 +113,8 @@ def record_step(task: DryRunTask, rank: int) -> StepRecorder:
 class FakeFeed(DataFeed):
     """Full batches of the run's shapes, held where the run's own feed holds them."""
 
-    def __init__(self, spec: RunSpec) -> None:
-        super().__init__(spec, FAKE_DEVICE)
+    def __init__(self, spec: RunSpec, device: torch.device) -> None:
+        super().__init__(spec, device)
         self._spec = spec
         # Every step has a full batch.
         self.samples, self.steps_per_epoch = self.global_batch_size * 2**20, 2**20
@@ -123,7 +126,7 @@ class FakeFeed(DataFeed):
         if self._is_resident:
             count = DATASETS[spec.dataset].samples + _HELD_OUT_SAMPLES.get(spec.dataset, 0)
             self._held = [self._make(count)]
-            self._indices = torch.zeros(spec.batch_size, dtype=torch.int64)
+            self._indices = torch.zeros(spec.batch_size, dtype=torch.int64, device=device)
         elif not self._copies:
             self._held = [self._make(spec.batch_size) for _ in range(slots)]
 
@@ -139,7 +142,7 @@ class FakeFeed(DataFeed):
 
     def _make(self, count: int) -> Batch:
         inputs, targets = zero_batch(self._spec, count)
-        return self.to_device(inputs), targets
+        return self.to_device(inputs), targets.to(self.device, non_blocking=True)
 
 
 class CudaArithmetic(MixedPrecision):
@@ -160,8 +163,8 @@ class CudaArithmetic(MixedPrecision):
 
 
 @contextmanager
-def _fake_world(spec: RunSpec, rank: int) -> Iterator[RankContext]:
-    context = RankContext(rank, spec.ranks, FAKE_DEVICE)
+def _fake_world(spec: RunSpec, rank: int, device: torch.device) -> Iterator[RankContext]:
+    context = RankContext(rank, spec.ranks, device)
     if spec.ranks == 1 and get_strategy(spec.strategy).own_degree is None:
         yield context
         return
@@ -173,45 +176,68 @@ def _fake_world(spec: RunSpec, rank: int) -> Iterator[RankContext]:
         dist.destroy_process_group()
 
 
-def _become_fake(strategy: Strategy, recorder: StepRecorder, fakes: ExitStack) -> Callable[..., nn.Module]:
-    """Return a ``Module.to``: the first call makes the tensors of the module fake, for all that follows."""
-    is_fake = False
+def _become_fake(
+    model: nn.Module, strategy: Strategy, recorder: StepRecorder, fakes: ExitStack
+) -> Callable[..., nn.Module]:
+    """Return a ``Module.to``: each part of ``model`` becomes fake when it is moved, all that follows with the first."""
+    replacer = _TensorReplacer(strategy, recorder.device)
+    parts = set(model.modules())
 
     def to(module: nn.Module, *_device: Any, **_options: Any) -> nn.Module:
-        nonlocal is_fake
-        if not is_fake:
-            is_fake = True
+        if not replacer.is_used:
             fakes.enter_context(FakeTensorMode())
             fakes.enter_context(recorder)
+            fakes.enter_context(recorder.host_copies)
             recorder.layers.name_modules(module)
-            _replace_tensors(module, strategy)
+            replacer.replace(module)
+            # Strategies that move the model block by block leave its own parameters to a library.
+            replacer.replace_own_tensors(model)
+        elif module in parts:
+            replacer.replace(module)
         return module
 
     return to
 
 
-def _replace_tensors(module: nn.Module, strategy: Strategy) -> None:
-    """Replace the tensors of ``module``, and those that ``strategy`` refers to, by fake ones of the same form."""
-    replaced: dict[int, tuple[Tensor, Tensor]] = {}
+class _TensorReplacer:
+    """Replaces the tensors of modules, and those that ``strategy`` refers to, by fake ones of the same form."""
 
-    def fake_of(tensor: Tensor) -> Tensor:
-        if id(tensor) not in replaced:
-            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=FAKE_DEVICE)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            replaced[id(tensor)] = (nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake, tensor)
-        return replaced[id(tensor)][0]
+    def __init__(self, strategy: Strategy, device: torch.device) -> None:
+        self.is_used = False
+        self._strategy, self._device = strategy, device
+        self._replaced: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+        """By the identity of a tensor its fake, which a strategy may free, and the tensor."""
 
-    for owner in module.modules():
+    def replace(self, module: nn.Module) -> None:
+        """Replace the tensors of ``module`` and of its parts."""
+        for owner in module.modules():
+            self.replace_own_tensors(owner)
+        for name, value in list(vars(self._strategy).items()):
+            if isinstance(value, list | tuple | dict) and any(
+                id(leaf) in self._replaced for leaf in tree_leaves(value)
+            ):
+                setattr(self._strategy, name, tree_map(self._fake_or_same, value))
+
+    def replace_own_tensors(self, owner: nn.Module) -> None:
+        """Replace the tensors of ``owner``, without its parts."""
+        self.is_used = True
         holders: tuple[dict[str, Any], ...] = (owner._parameters, owner._buffers, vars(owner))
         for held in holders:
             for name, value in list(held.items()):
-                if isinstance(value, Tensor):
-                    held[name] = fake_of(value)
-    for name, value in list(vars(strategy).items()):
-        if isinstance(value, list | tuple | dict) and any(id(leaf) in replaced for leaf in tree_leaves(value)):
-            setattr(
-                strategy, name, tree_map(lambda leaf: replaced[id(leaf)][0] if id(leaf) in replaced else leaf, value)
-            )
+                if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+                    held[name] = self._fake_of(value)
+
+    def _fake_or_same(self, leaf: Any) -> Any:
+        return self._fake_of(leaf) if id(leaf) in self._replaced else leaf
+
+    def _fake_of(self, tensor: Tensor) -> Tensor:
+        known = self._replaced[id(tensor)][0]() if id(tensor) in self._replaced else None
+        if known is not None:
+            return known
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+        fake = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        self._replaced[id(tensor)] = (weakref.ref(fake), tensor)
+        return fake
 
 
 def _use_foreach_updates(strategy: Strategy, device: str) -> None:
@@ -273,6 +299,7 @@ def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any
         f"{strategies}.data:DistributedDataParallel": noted("reducer", ModelledDdp),
         f"{strategies}.base:compile_in_place": noted("eager", lambda *_module: None),
         f"{strategies}.fsdp:make_shard_mesh": None,
+        "torch.distributed.fsdp._fully_shard._fully_shard:_get_device_from_mesh": lambda _mesh: recorder.device,
         "hpcbench.worker.distributed.process_groups:_new_process_group": None,
         f"{strategies}.pipeline.chunk:ActivationMetaCache._trace": None,
         f"{strategies}.pipeline.fairscale_pipe:assign_blocks": assign_blocks,

@@ -1,8 +1,9 @@
 """The recorder of a dry run: live bytes of tensors, operators, collectives, and waits of the host for the device.
 
-Bytes are counted by storage, from the operator that creates it until Python and autograd have released it. The layer
-of an operator is in the forward pass the innermost module that runs, in the backward pass the module that created the
-node of autograd's graph.
+On a GPU the host waits where it reads a value, and at each copy between device and host unless it is asynchronous.
+Bytes and operators are those of the device: tensors of the host are not counted. Bytes are counted by storage, from the
+operator that creates it until Python and autograd have released it. The layer of an operator is in the forward pass the
+innermost module that runs, in the backward pass the module that created the node of autograd's graph.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
 import hpcbench
@@ -41,12 +43,23 @@ class DataDependentBranch(RuntimeError):
     """The program branches on the value of a tensor, which a fake one does not have."""
 
 
-class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
-    """Records what this thread does with tensors, in its context. Counts are those since ``begin_step``."""
+_INDEXED = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
+_FROM_VALUES = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 
-    def __init__(self) -> None:
+
+class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
+    """Records what this thread does with tensors of ``device``, in its context. Counts are those since ``begin_step``.
+
+    ``host_copies`` is a context of its own, to be entered with this one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
+        self.device = device
+        self.host_copies = HostCopies(self)
         self.live_bytes = 0
+        self.setup_peak_bytes = 0
+        """Of the setup, which ends with the first ``begin_step``."""
         self.peak_bytes = 0
         self.peak_layer = ""
         self.operators = 0
@@ -63,8 +76,10 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         self.calls.clear()
         self.layers.begin_step()
         self.operators = self.host_syncs = 0
+        self.host_sync_sites.clear()
         if not self._is_in_step:
             self._is_in_step = True
+            self.setup_peak_bytes = self.peak_bytes
             self.peak_bytes, self.peak_layer = self.live_bytes, "setup"
 
     def __enter__(self) -> Any:
@@ -94,15 +109,39 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
             return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read_value(args[0])
+        self._note_copy(func, args, kwargs or {})
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if isinstance(out, Tensor):
             creates = self._follow(out)
         else:
             creates = max((self._follow(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)), default=False)
-        computes = func._schema.is_mutable or (creates and "empty" not in func.__name__)
+        computes = self._changes(args) if func._schema.is_mutable else creates and "empty" not in func.__name__
         if computes and func.namespace != "c10d":
             self.operators += 1
         return out
+
+    def _changes(self, args: Any) -> bool:
+        """Return whether the first tensor in ``args`` lies on the device."""
+        leaf = next((leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)), None)
+        return leaf is not None and device_of(leaf) == self.device
+
+    def _note_copy(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Count a copy between device and host that the host waits for."""
+        if func is torch.ops.aten._to_copy.default:
+            source, target = device_of(args[0]), kwargs.get("device") or device_of(args[0])
+            is_async = kwargs.get("non_blocking", False)
+        elif func is torch.ops.aten.copy_.default:
+            source, target = device_of(args[1]), device_of(args[0])
+            is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        elif func in _INDEXED:
+            on_host = any(isinstance(one, Tensor) and device_of(one) != device_of(args[0]) for one in args[1])
+            if on_host and device_of(args[0]) == self.device:
+                self.host_sync("indices are copied from the host")
+            return
+        else:
+            return
+        if source != target and self.device in (source, target) and not is_async:
+            self.host_sync(f"a tensor is copied {'to' if source == self.device else 'from'} the host")
 
     def host_sync(self, call: str) -> None:
         """Count a wait of the host within a step, with the line that asks for it."""
@@ -111,17 +150,19 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
             self.host_sync_sites[f"{calling_site()}: {call}"] = None
 
     def _read_value(self, tensor: Tensor) -> Any:
-        """Return 1 instead of the value that a fake tensor does not have."""
-        self.host_sync("the host reads a value of a tensor")
+        """Return the value of a constant of the host, and 1 instead of the one that a fake tensor does not have."""
+        if device_of(tensor) == self.device:
+            self.host_sync("the host reads a value of a tensor")
+        elif (constant := getattr(tensor, "constant", None)) is not None:
+            with _disable_current_modes():
+                return constant.item()
         if tensor.dtype == torch.bool:
             raise DataDependentBranch(f"{calling_site()} branches on the value of a tensor, which a dry run has not")
         self.modelled.add("host_values")
         return 1.0 if tensor.is_floating_point() else 1
 
     def _follow(self, tensor: Tensor) -> bool:
-        # Asking a fake tensor for its device would be another operator.
-        device = getattr(tensor, "fake_device", None) or tensor.device
-        return device.type != "meta" and self._follow_storage(tensor.untyped_storage())
+        return device_of(tensor) == self.device and self._follow_storage(tensor.untyped_storage())
 
     def _follow_storage(self, storage: Any) -> bool:
         """Count the bytes of ``storage``; return whether it is new."""
@@ -138,6 +179,36 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
 
     def _release(self, key: int, _reference: Any) -> None:
         self.live_bytes -= self._storages.pop(key)[1]
+
+
+class HostCopies(TorchFunctionMode):
+    """Moves what torch makes of Python's values to the device, and counts the copy.
+
+    torch makes such tensors on the host and copies them without an operator; fake ones stay on the host.
+    """
+
+    def __init__(self, recorder: StepRecorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        device = self._recorder.device
+        if func not in _FROM_VALUES or device_of(out) == device:
+            return out
+        target = (kwargs or {}).get("device")
+        if target is None and func is Tensor.new_tensor:
+            target = device_of(args[0])
+        if target is None or torch.device(target) != device:
+            return out
+        self._recorder.host_sync(f"{func.__name__} copies values from the host")
+        return torch.empty_like(out, device=device).requires_grad_(out.requires_grad)
+
+
+def device_of(tensor: Tensor) -> torch.device:
+    """Return the device of ``tensor``; asking a fake one itself would be another operator."""
+    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
+    return device
 
 
 class LayerMarks:

@@ -268,9 +268,10 @@ def update_running_statistics(norm: nn.modules.batchnorm._BatchNorm, mean: Tenso
     assert norm.running_var is not None, "running statistics that are not tracked"
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
-    momentum = norm.momentum
+    momentum: Any = norm.momentum
     if momentum is None:
         assert norm.num_batches_tracked is not None, "a cumulative average without a count"
-        momentum = 1.0 / float(norm.num_batches_tracked)
+        # A tensor: reading the count would wait for the device.
+        momentum = norm.num_batches_tracked.double().reciprocal().to(norm.running_mean.dtype)
     norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), momentum)
     norm.running_var.lerp_(variance.to(norm.running_var.dtype), momentum)

@@ -266,14 +266,15 @@ def _window_sizes(layer: HaloLayer, outputs: Box, with_padding: bool) -> Tensor:
     return counts
 
 
-def group_statistics(x: Tensor, positions: tuple[int, ...], group: RankGroup) -> tuple[Tensor, Tensor]:
+def group_statistics(x: Tensor, positions: Tensor, count: int, group: RankGroup) -> tuple[Tensor, Tensor]:
     """Return mean and biased variance [channels] over all ranks' parts. Collective.
 
     Means and variances are combined, not sums of squares, which lose precision if the mean is large.
 
     Args:
         x: This rank's part [n, channels, *own extents].
-        positions: Number of positions of every rank's part.
+        positions: Number of positions of every rank's part [ranks], on the device of ``x``.
+        count: Their sum, which the host need not read from the device.
         group: The ranks that hold the parts.
     """
     wide = x if x.dtype == torch.float64 else x.float()
@@ -283,7 +284,7 @@ def group_statistics(x: Tensor, positions: tuple[int, ...], group: RankGroup) ->
     variance = variances.mean(0) + (means - mean).square().mean(0)
     own = torch.stack([mean, variance])
     parts = all_gather_equal_parts(own, group)
-    weights = own.new_tensor(positions)[:, None] / sum(positions)
+    weights = positions.to(own.dtype)[:, None] / count
     mean = (weights * parts[:, 0]).sum(0)
     return mean, (weights * (parts[:, 1] + (parts[:, 0] - mean).square())).sum(0)
 
@@ -293,13 +294,13 @@ class _SpatialBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, positions: Any, group: RankGroup
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: SpatialBatchNorm
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mean, variance = group_statistics(x, positions, group)
-        ctx.eps, ctx.count, ctx.group = eps, x.shape[0] * sum(positions), group
+        mean, variance = group_statistics(x, norm.get_buffer("_positions"), norm.count, norm.group)
+        ctx.eps, ctx.count, ctx.group = norm.eps, x.shape[0] * norm.count, norm.group
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.mark_non_differentiable(mean, variance)
-        return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=eps), mean, variance
+        return F.batch_norm(x, mean, variance, weight, bias, training=False, eps=norm.eps), mean, variance
 
     @staticmethod
     @once_differentiable
@@ -323,7 +324,7 @@ class _SpatialBatchNormFunction(torch.autograd.Function):
             per_channel = (1, -1, *[1] * (x.dim() - 2))
             grad_x = (x * x_factor.view(per_channel)).add_(constant.view(per_channel))
             grad_x = grad_x.addcmul_(gradient.to(inverse.dtype), factor.view(per_channel)).to(x.dtype)
-        return grad_x, None if weight is None else grad_weight, None if weight is None else grad_bias, None, None, None
+        return grad_x, None if weight is None else grad_weight, None if weight is None else grad_bias, None
 
 
 class SpatialBatchNorm(nn.modules.batchnorm._BatchNorm):
@@ -336,7 +337,9 @@ class SpatialBatchNorm(nn.modules.batchnorm._BatchNorm):
         super().__init__(norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
         self._parameters.update(norm._parameters)
         self._buffers.update(norm._buffers)
-        self._positions, self._group = positions, group
+        # A copy from the host in every forward pass would wait for the device.
+        self.register_buffer("_positions", torch.tensor(positions, dtype=torch.float64), persistent=False)
+        self.count, self.group = sum(positions), group
         self.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -344,10 +347,10 @@ class SpatialBatchNorm(nn.modules.batchnorm._BatchNorm):
         if not self.training and self.track_running_stats:
             return super().forward(x)
         out, mean, variance = _SpatialBatchNormFunction.apply(  # type: ignore[no-untyped-call]
-            x, self.weight, self.bias, self.eps, self._positions, self._group
+            x, self.weight, self.bias, self
         )
         if self.training and self.track_running_stats:
-            count = x.shape[0] * sum(self._positions)
+            count = x.shape[0] * self.count
             update_running_statistics(self, mean, variance * (count / (count - 1)))
         normalised: Tensor = out
         return normalised

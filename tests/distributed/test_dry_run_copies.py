@@ -1,0 +1,138 @@
+"""Copies between device and host within a step, found on fake tensors; shipped strategies have none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.results.dry_run_record import DryRunAnswer, DryRunTask
+from hpcbench.worker.dry_run.__main__ import answer_task
+
+pytestmark = pytest.mark.slow
+
+MODEL = """
+import torch
+from torch import nn
+
+def to_host(x):
+    return x * x.detach().cpu().mean()
+
+def new_values(x):
+    return x * x.new_tensor([2.0])
+
+def values(x):
+    return x * torch.tensor([2.0], device=x.device)
+
+def from_host(x):
+    return x * torch.ones(1).to(x.device)
+
+def written(x):
+    return x * torch.empty_like(x).copy_(torch.ones(x.shape))
+
+def indexed(x):
+    return x + x[torch.tensor([0])]
+
+def asynchronous(x):
+    return x * torch.ones(1).to(x.device, non_blocking=True)
+
+def scalar(x):
+    return x * torch.tensor(2.0)
+
+def on_device(x):
+    return x * torch.ones(1, device=x.device)
+
+def mixed(x):
+    return x * torch.ones(1)
+
+class Block(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        return globals()[self.name](x)
+
+def model(in_shape, outputs, function=""):
+    first = nn.Sequential(nn.Flatten(), nn.Linear(64, 64))
+    return nn.Sequential(first, Block(function), nn.Linear(64, outputs))
+"""
+COPIES = {
+    "to_host": "a tensor is copied to the host",
+    "new_values": "new_tensor copies values from the host",
+    "values": "tensor copies values from the host",
+    "from_host": "a tensor is copied from the host",
+    "written": "a tensor is copied from the host",
+    "indexed": "indices are copied from the host",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("copies")
+    (path / "copying_model.py").write_text(MODEL)
+    return path
+
+
+def answer(folder: Path, function: str, device: str) -> DryRunAnswer:
+    spec = RunSpec(
+        model="copying_model:model", dataset="digits", strategy="single", batch_size=8,
+        model_options={"function": function},
+    )  # fmt: skip
+    return answer_task(DryRunTask(index=0, spec=spec, device=device, model_folder=str(folder)))
+
+
+def line_of(function: str) -> int:
+    return MODEL.splitlines().index(f"def {function}(x):") + 2
+
+
+@pytest.mark.parametrize("function", COPIES)
+def test_a_copy_is_a_wait_of_the_host_with_its_line(folder: Path, function: str) -> None:
+    found = answer(folder, function, "cuda")
+    assert (found.outcome, found.reason) == ("ok", None)
+    assert found.figures is not None
+    assert found.figures.host_syncs == 1
+    assert found.figures.host_sync_sites == [f"{folder / 'copying_model.py'}:{line_of(function)}: {COPIES[function]}"]
+
+
+@pytest.mark.parametrize("function", ["asynchronous", "scalar", "on_device"])
+def test_what_the_host_does_not_wait_for_is_no_wait(folder: Path, function: str) -> None:
+    found = answer(folder, function, "cuda")
+    assert (found.outcome, found.reason) == ("ok", None)
+    assert found.figures is not None
+    assert (found.figures.host_syncs, found.figures.host_sync_sites) == (0, [])
+
+
+def test_tensors_of_two_devices_end_the_run(folder: Path) -> None:
+    found = answer(folder, "mixed", "cuda")
+    assert found.outcome == "unsupported"
+    assert "cuda:0 and cpu" in str(found.reason)
+    assert "RuntimeError" in str(found.reason)
+
+
+@pytest.mark.parametrize("function", [*COPIES, "mixed"])
+def test_a_run_on_cpus_has_one_device(folder: Path, function: str) -> None:
+    found = answer(folder, function, "cpu")
+    assert (found.outcome, found.reason) == ("ok", None)
+    assert found.figures is not None
+    assert found.figures.host_syncs == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("spatial", {"sp_degree": 2}),
+        ("gpipe", {"pp_degree": 2, "micro_batches": 2, "options": {"batch_norm": "deferred"}}),
+        ("ddp", {"dp_degree": 2, "data": "host"}),
+    ],
+)
+def test_batch_norm_and_the_feed_copy_nothing_that_the_host_waits_for(strategy: str, more: dict[str, Any]) -> None:
+    spec = RunSpec(
+        model="resnet18", dataset="cifar10", strategy=strategy, batch_size=8, tasks_per_node=2, optimizer="adam", **more
+    )
+    found = answer_task(DryRunTask(index=0, spec=spec, device="cuda"))
+    assert (found.outcome, found.reason) == ("ok", None)
+    assert found.figures is not None
+    assert (found.figures.host_syncs, found.figures.host_sync_sites) == (0, [])
