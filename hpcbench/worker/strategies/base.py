@@ -152,7 +152,7 @@ class DataParallelStrategy(Strategy):
         self.options = catalog.options_with_defaults(spec)
         self.replica = context.rank if spec.dp_degree > 1 else 0
         self.arithmetic = MixedPrecision(spec.precision, context.device)
-        self.module = self.split_model(model, spec).to(context.device).train()
+        self.module = self.move_to_device(self.split_model(model, spec), context.device).train()
         if spec.compile:
             compile_in_place(self.module)
         self.runner = self.wrap(self.module, spec, context)
@@ -161,6 +161,10 @@ class DataParallelStrategy(Strategy):
     def split_model(self, model: nn.Sequential, spec: RunSpec) -> nn.Module:
         """Return this rank's part of ``model``, still on the host."""
         return model
+
+    def move_to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
+        """Return ``module`` on ``device``. Strategies that shard it leave it on the host: ``wrap`` moves its units."""
+        return module.to(device)
 
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
         """Return the module that a step calls instead of ``module``."""

@@ -204,6 +204,9 @@ class FairscaleFsdpStrategy(WrapperStrategy):
 
     forward_is_collective = True
 
+    def move_to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
+        return module
+
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> Any:
         refuse_fp16(spec)
         self._wrapper = import_fairscale("nn.data_parallel").FullyShardedDataParallel
@@ -226,8 +229,12 @@ class FairscaleFsdpStrategy(WrapperStrategy):
         assert isinstance(module, nn.Sequential)
         untied = {id(block) for block in untied_blocks(module)}
         for name, block in list(module.named_children()):
+            # One after the other: the device holds the shards and one whole block.
+            block.to(context.device)
             if id(block) in untied:
                 module[int(name)] = self._wrapper(block, **arguments)
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(context.device)
         # The wrapper takes the parameters out of ``module``, which can no longer be called itself.
         self.module = self._wrapper(module, **arguments)
         return self.module

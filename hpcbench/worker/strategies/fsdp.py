@@ -30,6 +30,9 @@ class FsdpStrategy(DataParallelStrategy):
 
     runner: Any
 
+    def move_to_device(self, module: nn.Module, device: torch.device) -> nn.Module:
+        return module
+
     def wrap(self, module: nn.Module, spec: RunSpec, context: RankContext) -> nn.Module:
         refuse_fp16(spec)
         self.loss_factor = float(spec.dp_degree)
@@ -40,8 +43,12 @@ class FsdpStrategy(DataParallelStrategy):
         if self.options["mixed_precision"]:
             refuse_batch_norm(module)
             arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in untied_blocks(module):
-            fully_shard(block, **arguments)
+        untied = {id(block) for block in untied_blocks(module)}
+        for block in list(module.children()):
+            # One after the other: the device holds the shards and one whole block.
+            block.to(context.device)
+            if id(block) in untied:
+                fully_shard(block, **arguments)
         fully_shard(module, **arguments)
         return module
 
