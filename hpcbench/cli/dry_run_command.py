@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
@@ -48,22 +48,24 @@ def dry_run(
     exit code is 1 unless every configuration is ok.
     """
     plan = load_plan(sweep, cluster_name, results, overrides)
-    dry_runs = dry_run_plan(plan, where)
-    if as_json:
-        print_json({"dry_runs": [_dry_run_json(entry) for entry in dry_runs]})
-    else:
-        show_dry_runs(dry_runs)
+    dry_runs = dry_run_plan(plan, plan.runs.values(), where)
+    show_dry_runs(dry_runs, as_json=as_json)
     sys.exit(dry_runs_exit_code(dry_runs))
 
 
-def dry_run_plan(plan: SweepPlan, where: str | None = None) -> list[DryRun]:
-    """Step the configurations of ``plan`` that satisfy ``where``, with a progress bar on standard error.
+def dry_run_plan(plan: SweepPlan, runs: Iterable[RunSpec], where: str | None = None) -> list[DryRun]:
+    """Step the configurations of ``runs`` that satisfy ``where``, with a progress bar on standard error.
+
+    Args:
+        plan: Its profile describes the devices.
+        runs: Some of its runs.
+        where: An expression over the parameters of a run.
 
     Raises:
         ConfigError: ``where`` is not an expression, or no configuration satisfies it.
         WorkerError: torch is not installed here.
     """
-    configurations = distinct_configurations(plan.runs.values())
+    configurations = distinct_configurations(runs)
     if where is not None:
         condition = Expression(where, [*RunSpec.__struct_fields__, *COMPUTED_NAMES], "--where")
         configurations = {
@@ -85,8 +87,11 @@ def dry_runs_exit_code(dry_runs: Sequence[DryRun]) -> int:
     return EXIT_OK if all(entry.outcome == "ok" for entry in dry_runs) else EXIT_RUNS_FAILED
 
 
-def show_dry_runs(dry_runs: Sequence[DryRun]) -> None:
-    """Print a table of ``dry_runs``, the reasons of those that are not ok, and the sites of waits."""
+def show_dry_runs(dry_runs: Sequence[DryRun], *, as_json: bool) -> None:
+    """Print ``dry_runs`` as JSON, or as a table with the reasons of those that are not ok and the sites of waits."""
+    if as_json:
+        print_json({"dry_runs": [_dry_run_json(entry) for entry in dry_runs]})
+        return
     headings = ("configuration", "outcome", "peak memory", "in layer", "operators", "collectives", "waits")
     rows = [
         (

@@ -25,7 +25,7 @@ from hpcbench.cli.completion import complete_runs, complete_sweeps
 from hpcbench.cli.plan_options import cluster_option, keep_one_off, load_plan, one_off_sweep, overrides_option
 from hpcbench.cli.status_commands import LiveScreen, RunCatalog
 from hpcbench.config.cluster_profile import load_cluster
-from hpcbench.errors import ConfigError, SubmitError
+from hpcbench.errors import EXIT_OK, ConfigError, SubmitError
 from hpcbench.report.phrases import pluralize
 from hpcbench.report.status_text import EndedRunLog
 from hpcbench.report.sweep_selection import select_sweeps
@@ -57,32 +57,50 @@ remeasure_option = click.option(
 @cluster_option()
 @overrides_option
 @click.option("--wait", "waits", is_flag=True, help="Stay until all runs have ended; send the jobs that had to wait.")
+@click.option("--dry-run", "only_tries", is_flag=True, help="Send nothing: step the runs as `dry-run` does.")
+@click.option("--dry-run-first", "tries_first", is_flag=True, help="Do so first, and submit if every one would run.")
 @over_budget_option
 @remeasure_option
 @results_option
 @json_option
 def submit(
-    sweep: str,
-    cluster_name: str,
-    overrides: tuple[str, ...],
-    waits: bool,
-    over_budget: bool,
-    remeasure: bool,
-    results: str | None,
-    as_json: bool,
-) -> None:
+    *, sweep: str, cluster_name: str, overrides: tuple[str, ...], waits: bool, only_tries: bool, tries_first: bool,
+    over_budget: bool, remeasure: bool, results: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Submit the runs of SWEEP that have no result yet and return at once.
 
     Submitting again is harmless: finished, queued and running runs are left alone, and jobs that could not be sent
     before are sent.
     """
     plan = load_plan(sweep, cluster_name, results, overrides)
+    if only_tries or tries_first:
+        _try_runs(plan, remeasure=remeasure, submits=not only_tries, as_json=as_json)
     outcome = _submit_and_print(plan, results, over_budget=over_budget, remeasure=remeasure)
     if as_json:
         print_json(_submit_outcome_json(plan, outcome))
     check_send_outcome(outcome.sent, waits=waits)
     if waits:
         sys.exit(runs_exit_code(watch_runs(plan, results, plan.elsewhere if remeasure else {})))
+
+
+def _try_runs(plan: SweepPlan, *, remeasure: bool, submits: bool, as_json: bool) -> None:
+    """Step the runs that ``submit`` would send on fake tensors, print the result and end the command.
+
+    With ``submits`` it returns if every run would be ok, so that the command goes on; it then prints no JSON.
+    """
+    # Imported here: without --dry-run, `submit` predicts nothing.
+    from hpcbench.cli.dry_run_command import dry_run_plan, dry_runs_exit_code, show_dry_runs
+
+    keys = plan.missing.keys() | (plan.elsewhere.keys() if remeasure else ())
+    dry_runs = dry_run_plan(plan, [spec for key, spec in plan.runs.items() if key in keys])
+    exit_code = dry_runs_exit_code(dry_runs)
+    goes_on = submits and exit_code == EXIT_OK
+    if not (goes_on and as_json):
+        show_dry_runs(dry_runs, as_json=as_json)
+    if goes_on:
+        return
+    print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: nothing was submitted")
+    sys.exit(exit_code)
 
 
 def _submit_outcome_json(plan: SweepPlan, outcome: SubmitOutcome) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from hpcbench.cli import run_commands
 from hpcbench.cli.dry_run_command import dry_run
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import ConfigError, WorkerError
@@ -149,3 +150,39 @@ def test_the_steps_of_replicas_that_share_nothing_are_equal() -> None:
     assert step_key(ddp) != step_key(msgspec.structs.replace(ddp, batch_size=16))
     sharded = msgspec.structs.replace(ddp, strategy="fsdp")
     assert step_key(sharded) != step_key(msgspec.structs.replace(larger, strategy="fsdp"))
+
+
+class Submitted(Exception):
+    """Raised in place of sending jobs."""
+
+
+def submit(folder: Path, monkeypatch: pytest.MonkeyPatch, block: str, *options: str) -> tuple[int, str]:
+    def send(*_arguments: Any) -> None:
+        raise Submitted
+
+    monkeypatch.setattr(run_commands, "submit_plan", send)
+    grid = f'model = ["mine:model"]\nstrategy = ["single"]\nmodel_options = {{block = "{block}"}}'
+    arguments = [write_sweep(folder, grid), "--cluster", "local", "--results", str(folder / "results"), *options]
+    done = CliRunner().invoke(run_commands.submit, arguments, catch_exceptions=False)
+    assert not (folder / "results").exists()
+    return done.exit_code, done.stdout
+
+
+@pytest.mark.parametrize(("block", "code"), [("Keeper", 0), ("Wrong", 1)])
+def test_submit_dry_run_sends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: str, code: int) -> None:
+    found, output = submit(tmp_path, monkeypatch, block, "--dry-run", "--json")
+    assert found == code
+    assert [set(one) for one in json.loads(output)["dry_runs"]] == [FIELDS]
+
+
+def test_submit_dry_run_first_submits_what_would_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Submitted):
+        submit(tmp_path, monkeypatch, "Keeper", "--dry-run-first")
+
+
+def test_submit_dry_run_first_sends_nothing_if_one_would_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, output = submit(tmp_path, monkeypatch, "Wrong", "--dry-run-first")
+    assert code == 1
+    assert "unsupported" in output
