@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.profile_tables import ContainerConfig, ResourceRequest
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import get_strategy
 
 LAUNCH_OVERHEAD_S = 30.0
 """What starting and ending one launch of a pack may take beside the run's own limit."""
@@ -22,11 +23,24 @@ class JobShape:
     tasks_per_node: int
     devices_per_task: int
     time_limit_s: float
+    has_nccl_pipeline: bool = False
+    """Whether ranks send each other messages of a pipeline over NCCL, which needs variables of its own."""
 
     @property
     def ranks(self) -> int:
         """Processes of one launch."""
         return self.nodes * self.tasks_per_node
+
+
+PIPELINE_VARIABLES = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
+"""A pipeline's receives wait on the device. Streams that share one of CUDA's 8 hardware queues would wait with them; so
+would the loading of a kernel at its first use, which synchronises the context (CUDA guide, Lazy Loading)."""
+
+
+def has_nccl_pipeline(spec: RunSpec, profile: ClusterProfile) -> bool:
+    """Return whether the run's ranks form a pipeline over NCCL."""
+    entry = get_strategy(spec.strategy)
+    return profile.device == "cuda" and entry.schedule is not None and not entry.drives_several_devices
 
 
 def make_job_shape(spec: RunSpec, profile: ClusterProfile) -> JobShape:
@@ -47,6 +61,7 @@ def make_job_shape(spec: RunSpec, profile: ClusterProfile) -> JobShape:
         tasks_per_node=spec.tasks_per_node,
         devices_per_task=spec.devices_per_task,
         time_limit_s=limit_min * 60,
+        has_nccl_pipeline=has_nccl_pipeline(spec, profile),
     )
 
 
@@ -151,9 +166,11 @@ def srun_container_options(shape: JobShape, profile: ClusterProfile) -> list[str
 
 
 def job_variables(shape: JobShape, profile: ClusterProfile) -> dict[str, str]:
-    """Return the exported variables: the profile's, and the device order if the job has all devices of a node."""
+    """Return the exported variables: the profile's, before them a pipeline's, and the device order of whole nodes."""
     binding = profile.binding
     variables = profile.variables(shape.environment)
+    if shape.has_nccl_pipeline:
+        variables = {**PIPELINE_VARIABLES, **variables}
     if _uses_all_devices(shape, profile) and binding.device_order and not _sees_one_device(shape, profile):
         order = ",".join(map(str, binding.device_order))
         variables = {binding.device_variable: order, **variables}

@@ -32,7 +32,7 @@ from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_
 from hpcbench.parallel.workloads import sample_shape
 from hpcbench.paths import data_folder
 from hpcbench.render.job_script import rank_python
-from hpcbench.render.launch_step import LAUNCH_OVERHEAD_S, JobShape, job_time_limit_s, make_job_shape
+from hpcbench.render.launch_step import LAUNCH_OVERHEAD_S, JobShape, has_nccl_pipeline, job_time_limit_s, make_job_shape
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, ResultSummary
 from hpcbench.results.stop_rules import StopGroup, format_stop_reason, is_smaller_run
@@ -315,7 +315,7 @@ class SweepPlan:
         """The resources that the job script of a run depends on; runs of one shape share the object."""
         resources = (
             spec.nodes, spec.tasks_per_node, spec.devices_per_task, spec.partition, spec.environment,
-            spec.time_limit_min,
+            spec.time_limit_min, has_nccl_pipeline(spec, self.profile),
         )  # fmt: skip
         if resources not in self._shapes:
             self._shapes[resources] = make_job_shape(spec, self.profile)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
+from hpcbench.config.run_spec import RunSpec
 from hpcbench.paths import shared_folder
 from hpcbench.render.job_script import TemplateEngine, render_script, sbatch_directives, template_context
-from hpcbench.render.launch_step import JobShape, job_time_limit_s
+from hpcbench.render.launch_step import PIPELINE_VARIABLES, JobShape, job_time_limit_s, job_variables, make_job_shape
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 FOLDER = Path("/shared/results/cluster/submissions/sweep-0001")
@@ -47,6 +48,7 @@ CASES: dict[str, tuple[Callable[[], ClusterProfile], JobShape]] = {
     "generic-slurm": (lambda: load_cluster("generic-slurm")[0], SHAPE),
     "rich-srun": (profile_of, JobShape("gpu", "mod", 2, 4, 1, 5400.0)),
     "rich-torchrun": (lambda: profile_of(launcher="torchrun"), JobShape("gpu", "mod", 2, 4, 1, 5400.0)),
+    "rich-pipeline": (profile_of, JobShape("gpu", "mod", 2, 4, 1, 5400.0, has_nccl_pipeline=True)),
     "rich-mpirun": (lambda: profile_of(launcher="mpirun"), JobShape("gpu", "mod", 2, 4, 1, 5400.0)),
 }
 
@@ -114,6 +116,29 @@ def test_the_limit_of_a_job_is_that_of_its_runs_and_their_launches(
     assert job_time_limit_s(shape, pack) == job_s
     lines = dict(sbatch_directives(shape, profile_of(), "job", "/f", 0, pack))
     assert (lines["time"], lines["signal"]) == (time, warning)
+
+
+@pytest.mark.parametrize(
+    ("device", "strategy", "needs"),
+    [
+        ("cuda", "gpipe", True),
+        ("cuda", "pipedream", True),
+        ("cuda", "fairscale_pipe", False),
+        ("cuda", "ddp", False),
+        ("cpu", "gpipe", False),
+    ],
+)
+def test_only_pipelines_over_nccl_get_their_variables(device: str, strategy: str, needs: bool) -> None:
+    profile = profile_of(device=device)
+    spec = RunSpec(model="vgg11", dataset="digits", strategy=strategy, batch_size=8, pp_degree=2, tasks_per_node=2)
+    variables = job_variables(make_job_shape(spec, profile), profile)
+    assert (variables.keys() >= PIPELINE_VARIABLES.keys()) is needs
+
+
+def test_the_profile_decides_about_the_variables_of_pipelines() -> None:
+    profile = profile_of(env={"CUDA_DEVICE_MAX_CONNECTIONS": "8"})
+    shape = JobShape("gpu", "mod", 2, 4, 1, 5400.0, has_nccl_pipeline=True)
+    assert job_variables(shape, profile)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
 
 
 def test_a_bare_request_names_neither_devices_nor_memory() -> None:
