@@ -53,6 +53,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     compile: Annotated[bool, Meta(description="torch.compile the model")] = False
     activation_checkpointing: Annotated[bool, Meta(description="recompute activations in the backward pass")] = False
     channels_last: Annotated[bool, Meta(description="memory format of images and convolutions")] = False
+    cudnn_benchmark: Annotated[
+        bool, Meta(description="cuDNN tries its algorithms and keeps the fastest; cuda only")
+    ] = True
     optimizer: Annotated[Literal["sgd", "adam", "adamw"], Meta(description="who updates the weights")] = "sgd"
     learning_rate: Annotated[float, Meta(ge=0, description="constant over the run")] = 0.01
     momentum: Annotated[float, Meta(ge=0, lt=1, description="of sgd")] = 0.9

@@ -31,7 +31,7 @@ from hpcbench.worker.measure.environment_record import collect_provenance, envir
 from hpcbench.worker.measure.host import keep_freed_memory, read_peak_memory, reset_peak_memory
 from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.measure.traffic_recorder import run_recorded_step
-from hpcbench.worker.model_execution import wrap_blocks
+from hpcbench.worker.model_execution import choose_convolution_algorithms, wrap_blocks
 from hpcbench.worker.models.build import build_model
 from hpcbench.worker.shutdown import PeerEnded, StopController
 from hpcbench.worker.strategies.base import Strategy, resolve_runtime
@@ -54,6 +54,7 @@ def measure_run(finalizer: RunFinalizer) -> None:
     env = context.user_env | spec.env
     result.warnings += set_torch_threads(env, header, info)
     device = measurements.device = choose_device(header.device, info)
+    choose_convolution_algorithms(spec.cudnn_benchmark, device)
     if device.type == "cpu":
         keep_freed_memory(env)
 

@@ -100,6 +100,15 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
+def choose_convolution_algorithms(by_trial: bool, device: torch.device) -> None:
+    """Let cuDNN try its algorithms at the first convolution of each shape, as the reference scripts of CNNs do.
+
+    Elsewhere the switch has no effect and stays as it is.
+    """
+    if device.type == "cuda":
+        torch.backends.cudnn.benchmark = by_trial
+
+
 def compile_in_place(module: nn.Module, backend: Any = "inductor") -> None:
     """Compile ``module`` so that its names stay. Before DDP wraps it: torch advises so, and still cuts the backward
     graph at DDP's buckets. Compilation itself happens in the first step of each shape.
