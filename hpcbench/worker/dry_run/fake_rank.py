@@ -241,11 +241,11 @@ class _TensorReplacer:
 
 
 def _use_foreach_updates(strategy: Strategy, device: str) -> None:
-    """Let torch's optimizers update all tensors together if the run does: their default on cuda, not on a cpu."""
+    """Let torch's optimizers that are not fused update all tensors together if the run does: their default on cuda."""
     optimizer = getattr(strategy, "optimizer", None)
     if device == "cuda" and isinstance(optimizer, torch.optim.SGD | torch.optim.Adam):
         for group in optimizer.param_groups:
-            group["foreach"] = True
+            group["foreach"] = not group["fused"]
 
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,6 +308,7 @@ def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any
         arithmetic = partial(CudaArithmetic, recorder=recorder)
         replacements[f"{strategies}.base:MixedPrecision"] = arithmetic
         replacements[f"{strategies}.pipeline.chunk:MixedPrecision"] = arithmetic
+        replacements[f"{strategies}.base:prefers_fused_updates"] = lambda _device: True
         # DDP's bf16 compression is offered on cuda only.
         replacements[f"{strategies}.data:DdpStrategy._register_compression_hook"] = _register_hook_of_cuda
     if f"{strategies}.horovod" in sys.modules:

@@ -124,7 +124,7 @@ def measure_kernels(
 
 
 def _optimizer(spec: RunSpec, parameters: list[nn.Parameter], **changes: float) -> torch.optim.Optimizer:
-    kind, arguments = optimizer_class_and_arguments(spec)
+    kind, arguments = optimizer_class_and_arguments(spec, parameters[0].device)
     make: Callable[..., torch.optim.Optimizer] = kind
     return make(parameters, **(arguments | changes))
 

@@ -97,14 +97,14 @@ class Zero1Strategy(DdpStrategy):
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         make: Any = ZeroRedundancyOptimizer
-        optimizer_class, arguments = optimizer_class_and_arguments(spec)
+        optimizer_class, arguments = optimizer_class_and_arguments(spec, context.device)
         arguments |= {"parameters_as_bucket_view": self.options["parameters_as_bucket_view"]}
         return make(list(self.module.parameters()), optimizer_class, process_group=context.group, **arguments)
 
 
 def make_oss_optimizer(module: nn.Module, spec: RunSpec, context: RankContext, **options: Any) -> Any:
     """Create fairscale's sharded optimizer (OSS) over the parameters of ``module``."""
-    optimizer_class, arguments = optimizer_class_and_arguments(spec)
+    optimizer_class, arguments = optimizer_class_and_arguments(spec, context.device)
     return import_fairscale("optim.oss").OSS(
         list(module.parameters()), optim=optimizer_class, group=context.group, **arguments, **options
     )

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
 from hpcbench.worker.distributed.process_groups import RankContext
-from hpcbench.worker.strategies.base import DataParallelStrategy, refuse_fp16, untied_blocks
+from hpcbench.worker.strategies.base import DataParallelStrategy, make_optimizer, refuse_fp16, untied_blocks
 
 
 class FsdpStrategy(DataParallelStrategy):
@@ -51,6 +51,10 @@ class FsdpStrategy(DataParallelStrategy):
                 fully_shard(block, **arguments)
         fully_shard(module, **arguments)
         return module
+
+    def make_optimizer(self, spec: RunSpec, context: RankContext) -> torch.optim.Optimizer:
+        # torch has no fused SGD of sharded tensors.
+        return make_optimizer(spec, self.module, without=("fused",) if spec.optimizer == "sgd" else ())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
