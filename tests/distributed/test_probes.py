@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import exclusion_reason
+from hpcbench.parallel.gradient_buckets import MIB
 from hpcbench.parallel.layer_table import read_shipped_table
 from hpcbench.parallel.traffic import COMM_OPERATIONS
 from hpcbench.results.schema import CollectiveProbe, OverlapProbe, ProbeResults
@@ -21,7 +22,7 @@ from hpcbench.worker.measure.clocks import relative_spread
 from hpcbench.worker.microbench.collective_probes import EXCHANGE, measure_collectives, message_sizes
 from hpcbench.worker.microbench.module_capture import capture_modules, isolate_module
 from hpcbench.worker.models.build import build_model
-from hpcbench.worker.strategies.probes import ProbeLayersStrategy
+from hpcbench.worker.strategies.probes import ProbeLayersStrategy, largest_message_bytes
 from tests.distributed.pool import Pool
 
 CPU = torch.device("cpu")
@@ -166,3 +167,19 @@ def test_quantiles() -> None:
 def test_probes_refuse_parameters_that_they_ignore(spec: RunSpec, said: str | None) -> None:
     reason = exclusion_reason(spec)
     assert reason is None if said is None else said in (reason or "")
+
+
+@pytest.mark.parametrize(
+    ("options", "memory_bytes", "expected"),
+    [
+        ({}, None, 16 * MIB),
+        ({}, 80 * 2**30, 512 * MIB),
+        ({}, 8 * 2**30, 256 * MIB),
+        ({"largest_mb": 4}, 80 * 2**30, 4 * MIB),
+    ],
+)
+def test_the_largest_message_follows_the_device(
+    options: dict[str, Any], memory_bytes: int | None, expected: int
+) -> None:
+    spec = spec_of("probe_collectives", tasks_per_node=8, dp_degree=8, options=options)
+    assert largest_message_bytes(spec, memory_bytes) == expected

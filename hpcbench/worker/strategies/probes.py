@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import options_with_defaults
+from hpcbench.parallel.gradient_buckets import MIB
 from hpcbench.results.schema import ProbeResults
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.distributed.process_groups import RankContext
@@ -14,6 +17,28 @@ from hpcbench.worker.measure.host import peak_resident_bytes
 from hpcbench.worker.microbench.collective_probes import measure_collectives
 from hpcbench.worker.microbench.kernel_probes import measure_kernels, measure_optimizer_updates
 from hpcbench.worker.strategies.base import DataParallelStrategy
+
+_LARGEST_CUDA_MESSAGE_BYTES = 512 * MIB
+"""Links of GPUs are not saturated below some 128 MiB, and sharded models send units of a GiB."""
+
+
+def largest_message_bytes(spec: RunSpec, device_memory_bytes: int | None) -> int:
+    """Return the largest message to time: the option's if the run sets it, on cuda else as large as memory allows.
+
+    An all_gather holds a message of every rank; all of them take a quarter of the memory at most.
+
+    Args:
+        spec: The run.
+        device_memory_bytes: Of a cuda device; ``None`` on a cpu.
+    """
+    if device_memory_bytes is None or "largest_mb" in spec.options:
+        return int(float(options_with_defaults(spec)["largest_mb"]) * MIB)
+    return min(_LARGEST_CUDA_MESSAGE_BYTES, device_memory_bytes // (4 * spec.ranks))
+
+
+def cuda_memory_bytes(device: torch.device) -> int | None:
+    """Return the memory of a cuda device; ``None`` for others."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 class _IndependentReplicasStrategy(DataParallelStrategy):
@@ -46,7 +71,7 @@ class ProbeCollectivesStrategy(_IndependentReplicasStrategy):
     """Ranks that train side by side without communication; then collectives, contention and overlap are timed."""
 
     def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
-        largest_bytes = int(float(self.options["largest_mb"]) * 2**20)
+        largest_bytes = largest_message_bytes(self.spec, cuda_memory_bytes(self.context.device))
         collectives, overlaps = measure_collectives(
             self.spec, self.context, largest_bytes, float(self.options["budget_s"]), check
         )
