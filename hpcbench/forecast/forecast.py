@@ -32,18 +32,23 @@ from hpcbench.oracle.prediction import (
 )
 from hpcbench.parallel.catalog import STRATEGIES, shipped_model_entries
 from hpcbench.parallel.check_names import custom_model_folder
-from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest
+from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, cached_by_identity
 from hpcbench.parallel.resolve import InfeasiblePoint, PartitionLimits, resolve_point, table_exclusion_reason
 from hpcbench.parallel.workloads import DATASETS, is_custom_model
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.submit.plan import SweepPlan, available_cores
 from hpcbench.submit.submit import emulated_machine
+from hpcbench.units import format_seconds
 
 _PredictionT = TypeVar("_PredictionT", Prediction, MemoryBreakdown)
 
 STARTUP_S = {"cpu": 15.0, "cuda": 45.0}
 """By device, the seconds of a launch outside its steps: interpreters, libraries, the model, the first call of every
 kernel. A typical time, not a measured one."""
+
+LAUNCH_S = 5e-6
+"""Host time that an operator takes until its kernel is enqueued on cuda. A typical time of eager torch, not a measured
+one."""
 
 MAX_DEVICES, MAX_MICRO_BATCHES = 10_000_000, 20_000
 """Largest run that is predicted: results from other people may hold any number."""
@@ -260,6 +265,8 @@ class PlanForecast:
     """Seconds of one launch, limited by its time limit."""
     unpriced: Counter[str] = field(default_factory=Counter)
     """Number of runs without a prediction, by the reason."""
+    operators: dict[str, int] = field(default_factory=dict)
+    """Of the predicted runs on cuda that are not compiled, as ``count_operators``."""
 
     def node_hours(self, runs: dict[str, RunSpec]) -> float | None:
         """Node-hours of those of ``runs`` that are predicted; ``None`` if none is."""
@@ -277,8 +284,16 @@ class PlanForecast:
         """Those of ``runs`` that will probably not fit into memory."""
         return [key for key in runs if key in self.predictions and self.predictions[key].fits is False]
 
+    def launch_bound(self, runs: dict[str, RunSpec]) -> list[str]:
+        """Those of ``runs`` whose operators take the host longer to launch than the step is predicted to take."""
+        return [
+            key
+            for key in runs
+            if key in self.operators and self.operators[key] * LAUNCH_S > self.predictions[key].step_time_s
+        ]
+
     def warnings(self, runs: dict[str, RunSpec]) -> list[str]:
-        """Lines for a person: runs that will not fit, with need and capacity, and runs without a prediction."""
+        """Lines for a person: runs that will not fit, that wait for the host, and that have no prediction."""
         lines = []
         large = self.not_fitting(runs)
         if large:
@@ -289,6 +304,15 @@ class PlanForecast:
                 f"{len(large)} of {len(runs)} will probably not fit into memory, by the oracle: {run_label(runs[key])} "
                 f"needs {need} a rank, there is {limit} (predict shows each)"
             )
+        slow = self.launch_bound(runs)
+        if slow:
+            key = max(slow, key=lambda run_id: self.operators[run_id] / self.predictions[run_id].step_time_s)
+            count, step_s = self.operators[key], self.predictions[key].step_time_s
+            lines.append(
+                f"{len(slow)} of {len(runs)} will probably wait for the host: {run_label(runs[key])} "
+                f"launches about {count:,} operators in {format_seconds(count * LAUNCH_S)}, its step is predicted to "
+                f"take {format_seconds(step_s)} (a larger batch_size, or compile)"
+            )
         # Counted over all runs of the sweep, those with a result among them.
         total = sum(self.unpriced.values())
         if total:
@@ -296,6 +320,25 @@ class PlanForecast:
             more = f", {count} of them: " if count < total else ": "
             lines.append(f"nothing is predicted for {total} runs{more}{reason}")
         return lines
+
+
+@cached_by_identity(64)
+def _operators_of_table(table: LayerTable) -> tuple[int, int]:
+    """Return the operators of a forward and of a backward pass."""
+    rows = [row for row in table.layers if row.forward_flops or row.forward_moved_bytes]
+    return len(rows), sum(2 if row.parameters else 1 for row in rows)
+
+
+def count_operators(spec: RunSpec, table: LayerTable) -> int:
+    """Estimate the operators that the host of a rank launches in one step, from below.
+
+    Each row of the table is one operator forward and, with weights, two backward. Communication, sums of gradients,
+    casts and the update are left out.
+    """
+    forward, backward = _operators_of_table(table)
+    operators = forward * (2 if spec.activation_checkpointing else 1) + backward
+    stages = 1 if STRATEGIES[spec.strategy].drives_several_devices else spec.pp_degree
+    return spec.micro_batches * operators // stages
 
 
 def forecast_plan(plan: SweepPlan, tree: ClusterTree) -> PlanForecast:
@@ -308,5 +351,8 @@ def forecast_plan(plan: SweepPlan, tree: ClusterTree) -> PlanForecast:
             plan_forecast.unpriced[prediction.reason] += 1
             continue
         plan_forecast.predictions[key] = prediction
+        table = forecast.table(spec)
+        if plan.profile.device == "cuda" and not spec.compile and not isinstance(table, NotPredicted):
+            plan_forecast.operators[key] = count_operators(spec, table)
         plan_forecast.run_time_s[key] = min(forecast.launch_s(spec, prediction), plan.shape(spec).time_limit_s)
     return plan_forecast

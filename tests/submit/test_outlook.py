@@ -6,13 +6,15 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_loader import load_sweep
 from hpcbench.forecast import forecast as module
-from hpcbench.forecast.forecast import STARTUP_S, Forecast, PlanForecast, forecast_plan
+from hpcbench.forecast.forecast import STARTUP_S, Forecast, PlanForecast, count_operators, forecast_plan
+from hpcbench.parallel.layer_table import LayerTable
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.submit.plan import make_plan
 
@@ -85,3 +87,55 @@ def test_a_plan_of_very_many_runs_is_predicted_in_part(tmp_path: Path, monkeypat
     monkeypatch.setattr(module, "MAX_PRICED_CONFIGURATIONS", 1)
     forecast = forecast_sweep(tmp_path)
     assert (len(forecast.predictions), forecast.unpriced) == (2, Counter({"more than 1 different ones": 2}))
+
+
+GPUS, _ = load_cluster("snellius")
+SMALL = """name = "small"
+[fixed]
+model = "resnet50"
+dataset = "cifar10"
+strategy = "ddp"
+tasks_per_node = 4
+[grid]
+batch_size = [1, 4096]
+precision = ["bf16"]
+compile = [false, true]
+"""
+
+
+def test_a_plan_on_gpus_names_steps_that_wait_for_the_host(tmp_path: Path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    tree = ResultsTree(tmp_path / "results").cluster("snellius")
+    plan = make_plan(load_sweep(path), GPUS, tree)
+    plan_forecast = forecast_plan(plan, tree)
+    bound = [plan.runs[key] for key in plan_forecast.launch_bound(plan.runs)]
+    assert [(run.batch_size, run.compile) for run in bound] == [(1, False)]
+    (warning,) = [line for line in plan_forecast.warnings(plan.runs) if "wait for the host" in line]
+    assert warning.startswith(
+        "1 of 4 will probably wait for the host: ddp on 4 ranks, resnet50, batch 1 launches about"
+    )
+
+
+def test_operators_are_those_of_the_micro_batches_of_a_stage() -> None:
+    alone = RunSpec(model="resnet50", dataset="cifar10", strategy="ddp", batch_size=8)
+    table = Forecast(GPUS).table(alone)
+    assert isinstance(table, LayerTable)
+    one = count_operators(alone, table)
+    # 53 convolutions and as many BatchNorms, a linear layer: each with three operators.
+    assert one >= 3 * (53 + 53 + 1)
+    staged = RunSpec(
+        model="resnet50",
+        dataset="cifar10",
+        strategy="gpipe",
+        batch_size=8,
+        micro_batches=8,
+        pp_degree=4,
+        tasks_per_node=4,
+    )
+    assert count_operators(staged, table) == 8 * one // 4
+    assert count_operators(msgspec.structs.replace(alone, activation_checkpointing=True), table) > one
+
+
+def test_a_plan_on_cpus_counts_no_operators(tmp_path: Path) -> None:
+    assert forecast_sweep(tmp_path).operators == {}
