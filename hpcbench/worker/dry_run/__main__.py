@@ -113,6 +113,8 @@ def main() -> int:
     answers, sys.stdout = sys.stdout, sys.stderr
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    # Modules and their functions live as long as the process: looking for garbage among them takes longer than a step.
+    gc.freeze()
     tasks = msgspec.json.decode(sys.stdin.buffer.read(), type=list[DryRunTask])
     for task in tasks:
         answers.write(msgspec.json.encode(answer_task(task)).decode() + "\n")

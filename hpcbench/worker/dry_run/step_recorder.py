@@ -68,7 +68,8 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         self.modelled: set[str] = set()
         """Stand-ins that were used: see ``StepFigures``."""
         self.layers = LayerMarks()
-        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        """Those that are alive, by address: a reference and the bytes."""
         self._is_in_step = False
 
     def begin_step(self) -> None:
@@ -167,18 +168,18 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
     def _follow_storage(self, storage: Any) -> bool:
         """Count the bytes of ``storage``; return whether it is new."""
         key, size = storage._cdata, storage.nbytes()
-        known = self._storages.get(key)
+        known = self.storages.get(key)
         if known is not None and known[1] == size:
             return False
         reference = known[0] if known else weakref.ref(storage, partial(self._release, key))
-        self._storages[key] = (reference, size)
+        self.storages[key] = (reference, size)
         self.live_bytes += size - (known[1] if known else 0)
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes, self.peak_layer = self.live_bytes, self.layers.current()
         return known is None
 
     def _release(self, key: int, _reference: Any) -> None:
-        self.live_bytes -= self._storages.pop(key)[1]
+        self.live_bytes -= self.storages.pop(key)[1]
 
 
 class HostCopies(TorchFunctionMode):

@@ -1,0 +1,244 @@
+"""Passes of a pipeline's micro-batches that are not stepped again: what the first one of a kind did is repeated.
+
+A chunk's forward passes are alike if they take as many samples and treat activations alike; its backward passes if,
+besides, both or neither are the first ones of a step, which create the gradients. The first pass of each kind is
+stepped, and its effect is kept: bytes at its peak and at its end, operators, collectives, waits of the host. For the
+others the tensors between chunks are made, and the rest of the effect is added to the record. Schedule, messages,
+updates and the backward passes that send gradients are always those of the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from hpcbench.parallel.pipeline.schedules import FORWARD, UPDATE
+from hpcbench.parallel.traffic import Traffic
+from hpcbench.worker.dry_run.step_recorder import StepRecorder
+from hpcbench.worker.strategies.pipeline.chunk import ModelChunk, _MicroBatchState
+from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineRuntime
+
+ResultT = TypeVar("ResultT")
+
+
+class PassEffect(NamedTuple):
+    """What a pass added to the record."""
+
+    live_bytes: int
+    """From its beginning to its end; negative if it freed more than it kept."""
+    peak_bytes: int
+    """Above the bytes at its beginning."""
+    peak_layer: str
+    operators: int
+    calls: tuple[Traffic, ...]
+    host_syncs: int
+    host_sync_sites: dict[str, None]
+
+
+class TensorForm(NamedTuple):
+    """Enough of a tensor to make another one of as many bytes."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorForm:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype)
+
+    def empty(self, device: torch.device) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+class ForwardRecord(NamedTuple):
+    """A forward pass: its effect and the tensors of its output, or its loss."""
+
+    effect: PassEffect
+    outputs: tuple[TensorForm, ...]
+
+
+class BackwardRecord(NamedTuple):
+    """A backward pass: its effect, the gradients that it sends, and the parameters that got their first gradient."""
+
+    effect: PassEffect
+    gradients: tuple[TensorForm, ...]
+    parameters: tuple[int, ...]
+    remaining_bytes: int
+    """What it left alive beside gradients: 0 for a module that keeps nothing."""
+
+
+ForwardKind = tuple[int, int, bool]
+"""Chunk, samples, and whether activations are recomputed."""
+BackwardKind = tuple[ForwardKind, bool]
+"""The forward pass, and whether gradients are created."""
+
+
+class _InFlight(NamedTuple):
+    """A micro-batch between its passes."""
+
+    kind: BackwardKind
+    is_stepped: bool
+    hidden_bytes: int
+    """Activations that the forward pass kept, beside its output; of a repeated one they exist in the record only."""
+
+
+class RepeatedPasses:
+    """Replaces the passes of a pipeline's chunks; chunks that defer the gradients of weights are left as they are."""
+
+    def __init__(self, runtime: PipelineRuntime, recorder: StepRecorder) -> None:
+        self._runtime, self._recorder = runtime, recorder
+        self._forwards: dict[ForwardKind, ForwardRecord] = {}
+        self._backwards: dict[BackwardKind, BackwardRecord] = {}
+        self._in_flight: dict[tuple[int, int], _InFlight] = {}
+        for number, chunk in runtime.chunks.items():
+            if chunk._queue is None:
+                chunk.forward = partial(self._forward, number)  # type: ignore[method-assign]
+                chunk.backward = partial(self._backward, number)  # type: ignore[method-assign]
+
+    def _forward(
+        self, number: int, micro_batch: int, inputs: tuple[Tensor, ...], input_meta: Any, recompute: bool, context: Any,
+        loss: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        chunk = self._runtime.chunks[number]
+        kind: ForwardKind = (number, len(inputs[0]), recompute)
+        creates, sends = self._backward_role(number, micro_batch)
+        backward_kind: BackwardKind = (kind, creates)
+        known = self._forwards.get(kind)
+        is_stepped = known is None or sends or backward_kind not in self._backwards
+        if is_stepped:
+            before = dict(self._recorder.storages)
+            outputs, effect = self._measure(
+                lambda: ModelChunk.forward(chunk, micro_batch, inputs, input_meta, recompute, context, loss)
+            )
+            self._forwards[kind] = ForwardRecord(effect, tuple(map(TensorForm.of, outputs)))
+            hidden = effect.live_bytes - self._new_bytes(outputs, before)
+        else:
+            assert known is not None, "a forward pass that is repeated before it was stepped"
+            with self._repeated(known.effect):
+                outputs = tuple(form.empty(self._recorder.device) for form in known.outputs)
+                chunk._in_flight[micro_batch] = _MicroBatchState(inputs, outputs)
+                hidden = known.effect.live_bytes - self._added_bytes
+                self._recorder.live_bytes += hidden
+        self._in_flight[number, micro_batch] = _InFlight(backward_kind, is_stepped, hidden)
+        return outputs
+
+    def _backward(self, number: int, micro_batch: int, run: Callable[[tuple[Tensor, ...]], None]) -> tuple[Tensor, ...]:
+        chunk = self._runtime.chunks[number]
+        kind, is_stepped, hidden = self._in_flight.pop((number, micro_batch))
+        parameters = list(chunk.module.parameters())
+        if not is_stepped:
+            known = self._backwards[kind]
+            with self._repeated(known.effect):
+                del chunk._in_flight[micro_batch]
+                for index in known.parameters:
+                    if parameters[index].grad is None:
+                        parameters[index].grad = torch.empty_like(parameters[index])
+                gradients = tuple(form.empty(self._recorder.device) for form in known.gradients)
+                self._recorder.live_bytes += known.remaining_bytes - hidden
+            return gradients
+        without = [index for index, parameter in enumerate(parameters) if parameter.grad is None]
+        state, before = chunk._in_flight[micro_batch], dict(self._recorder.storages)
+        held = self._entries((*state.inputs, *state.outputs))
+        del state
+        gradients, effect = self._measure(lambda: ModelChunk.backward(chunk, micro_batch, run))
+        created = tuple(index for index in without if parameters[index].grad is not None)
+        owned = [grad for index in created if (grad := parameters[index].grad) is not None]
+        freed = sum(
+            entry[1] for key, entry in held.items() if self._recorder.storages.get(key, (None,))[0] is not entry[0]
+        )
+        visible = self._new_bytes((*gradients, *owned), before) - freed
+        self._backwards[kind] = BackwardRecord(
+            effect, tuple(map(TensorForm.of, gradients)), created, effect.live_bytes - visible + hidden
+        )
+        return gradients
+
+    def _backward_role(self, number: int, micro_batch: int) -> tuple[bool, bool]:
+        """Return whether the backward pass of ``micro_batch`` creates gradients, and whether it sends them."""
+        runtime = self._runtime
+        own = [action for action in runtime._actions if action.kind not in (FORWARD, UPDATE) and action.chunk == number]
+        # With an update per minibatch each one has leaves, and gradients, of its own.
+        creates = any(action.kind == UPDATE for action in runtime._actions) or own[0].micro_batch == micro_batch
+        return creates, number in runtime.reducers and own[-1].micro_batch == micro_batch
+
+    def _measure(self, call: Callable[[], ResultT]) -> tuple[ResultT, PassEffect]:
+        recorder = self._recorder
+        live, operators, calls, syncs = (
+            recorder.live_bytes,
+            recorder.operators,
+            len(recorder.calls),
+            recorder.host_syncs,
+        )
+        outer, sites = (recorder.peak_bytes, recorder.peak_layer), recorder.host_sync_sites
+        recorder.peak_bytes, recorder.host_sync_sites = live, {}
+        result = call()
+        effect = PassEffect(
+            live_bytes=recorder.live_bytes - live,
+            peak_bytes=recorder.peak_bytes - live,
+            peak_layer=recorder.peak_layer,
+            operators=recorder.operators - operators,
+            calls=tuple(recorder.calls[calls:]),
+            host_syncs=recorder.host_syncs - syncs,
+            host_sync_sites=recorder.host_sync_sites,
+        )
+        recorder.host_sync_sites = sites | effect.host_sync_sites
+        if outer[0] >= recorder.peak_bytes:
+            recorder.peak_bytes, recorder.peak_layer = outer
+        return result, effect
+
+    @contextmanager
+    def _repeated(self, effect: PassEffect) -> Iterator[None]:
+        """Add ``effect`` to the record, except for the live bytes, which the body changes."""
+        recorder = self._recorder
+        self._live_before = live = recorder.live_bytes
+        outer = recorder.peak_bytes, recorder.peak_layer
+        yield
+        recorder.peak_bytes, recorder.peak_layer = outer
+        if live + effect.peak_bytes > outer[0]:
+            recorder.peak_bytes, recorder.peak_layer = live + effect.peak_bytes, effect.peak_layer
+        recorder.operators += effect.operators
+        recorder.calls += effect.calls
+        recorder.host_syncs += effect.host_syncs
+        recorder.host_sync_sites |= effect.host_sync_sites
+
+    @property
+    def _added_bytes(self) -> int:
+        return self._recorder.live_bytes - self._live_before
+
+    def _entries(self, tensors: Iterable[Tensor]) -> dict[int, Any]:
+        """Return the recorder's entries of the tensors' storages."""
+        keys = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return {key: self._recorder.storages[key] for key in keys if key in self._recorder.storages}
+
+    def _new_bytes(self, tensors: Iterable[Tensor], before: dict[int, Any]) -> int:
+        """Return the bytes of the tensors' storages that are not among those of ``before``."""
+        return sum(
+            entry[1] for key, entry in self._entries(tensors).items() if before.get(key, (None,))[0] is not entry[0]
+        )
+
+
+class SteadyWindow:
+    """Steps of one and of two micro-batches, from which one of ``micro_batches`` follows.
+
+    Each further one adds as much as the second one; their peaks are equal.
+    """
+
+    def __init__(self, micro_batches: int) -> None:
+        self._further = micro_batches - 2
+        self._steps: list[tuple[int, int, Counter[Traffic]]] = []
+
+    def add_step(self, recorder: StepRecorder) -> None:
+        """Keep the counts of a step."""
+        self._steps.append((recorder.operators, recorder.host_syncs, Counter(recorder.calls)))
+
+    def extrapolate(self, recorder: StepRecorder) -> None:
+        """Let the counts of ``recorder``, those of the step of two micro-batches, be those of the whole step."""
+        one, two = self._steps[-2:]
+        recorder.operators += self._further * (two[0] - one[0])
+        recorder.host_syncs += self._further * (two[1] - one[1])
+        recorder.calls += self._further * list((two[2] - one[2]).elements())

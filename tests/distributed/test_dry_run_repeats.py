@@ -1,0 +1,77 @@
+"""Dry runs of pipelines: passes that are repeated in the record add what they would add if they were stepped."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.results.dry_run_record import DryRunTask
+from hpcbench.worker.dry_run.fake_rank import record_step
+from hpcbench.worker.strategies.pipeline.chunk import ModelChunk
+
+pytestmark = pytest.mark.slow
+
+PLAIN = {"model": "vgg11", "dataset": "digits", "model_options": {"batch_norm": False}}
+TRANSFORMER = {"model": "vit", "dataset": "digits"}
+CASES: list[tuple[str, int, int, dict[str, Any]]] = [
+    # Schedule, stages, micro-batches of which most are repeated.
+    ("model", 2, 6, PLAIN),
+    ("gpipe", 2, 8, PLAIN),
+    ("gpipe", 2, 6, {**PLAIN, "options": {"recompute": "except_last"}}),
+    ("gpipe", 3, 7, {**PLAIN, "batch_size": 17, "optimizer": "adam"}),
+    ("gpipe", 2, 6, {"model": "resnet18", "dataset": "digits", "batch_size": 24}),
+    ("1f1b", 2, 8, {**PLAIN, "options": {"recompute": "always"}, "precision": "bf16"}),
+    ("1f1b", 4, 8, PLAIN),
+    ("1f1b", 3, 4, {**PLAIN, "data": "host"}),
+    ("1f1b", 2, 6, {**TRANSFORMER, "tp_degree": 2, "tasks_per_node": 4}),
+    ("1f1b", 2, 6, {**PLAIN, "dp_degree": 2, "tasks_per_node": 4, "optimizer": "adam"}),
+    ("1f1b", 4, 8, {**PLAIN, "options": {"stage_replicas": "2-1-1"}}),
+    ("interleaved_1f1b", 2, 6, {**PLAIN, "optimizer": "adam"}),
+    ("zero_bubble", 2, 6, PLAIN),
+    ("pipedream", 2, 6, PLAIN),
+    ("pipedream", 4, 9, {**PLAIN, "batch_size": 18}),
+    ("pipedream", 3, 6, {**PLAIN, "options": {"vertical_sync": True}, "optimizer": "adam"}),
+    ("pipedream", 3, 6, {**PLAIN, "options": {"weight_versions": "2bw"}}),
+    ("pipedream", 3, 6, {**PLAIN, "data": "host"}),
+    ("pipedream", 2, 6, {**PLAIN, "dp_degree": 2, "tasks_per_node": 4}),
+]
+
+
+def figures(spec: RunSpec, rank: int, *, repeats: bool) -> Any:
+    recorder = record_step(DryRunTask(index=0, spec=spec, device="cuda"), rank, repeats=repeats)
+    counts = recorder.operators, recorder.host_syncs, sorted(recorder.host_sync_sites)
+    return recorder.peak_bytes, recorder.peak_layer, counts, Counter(recorder.calls)
+
+
+@pytest.mark.parametrize(("strategy", "stages", "micro_batches", "more"), CASES)
+def test_repeated_passes_are_exact(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, stages: int, micro_batches: int, more: dict[str, Any]
+) -> None:
+    values = {"batch_size": 2 * micro_batches, "tasks_per_node": stages, **more}
+    spec = RunSpec(strategy=strategy, pp_degree=stages, micro_batches=micro_batches, **values)
+    stepped: list[int] = []
+    forward = ModelChunk.forward
+
+    def counted(chunk: ModelChunk, *arguments: Any) -> Any:
+        stepped.append(1)
+        return forward(chunk, *arguments)
+
+    monkeypatch.setattr(ModelChunk, "forward", counted)
+    for rank in range(spec.ranks):
+        stepped.clear()
+        repeated = figures(spec, rank, repeats=True)
+        few = len(stepped)
+        stepped.clear()
+        assert repeated == figures(spec, rank, repeats=False)
+        assert strategy == "zero_bubble" or few < len(stepped)
+
+
+def test_statistics_of_the_whole_batch_are_stepped() -> None:
+    spec = RunSpec(
+        model="resnet18", dataset="digits", strategy="gpipe", batch_size=16, tasks_per_node=2, pp_degree=2,
+        micro_batches=4, options={"batch_norm": "deferred"},
+    )  # fmt: skip
+    assert figures(spec, 1, repeats=True) == figures(spec, 1, repeats=False)
