@@ -31,12 +31,12 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("1f1b", 4, 8, {**PLAIN, "options": {"stage_replicas": "2-1-1"}}),
     ("interleaved_1f1b", 2, 6, {**PLAIN, "optimizer": "adam"}),
     ("zero_bubble", 2, 6, PLAIN),
-    ("pipedream", 2, 6, PLAIN),
-    ("pipedream", 4, 9, {**PLAIN, "batch_size": 18}),
-    ("pipedream", 3, 6, {**PLAIN, "options": {"vertical_sync": True}, "optimizer": "adam"}),
-    ("pipedream", 3, 6, {**PLAIN, "options": {"weight_versions": "2bw"}}),
-    ("pipedream", 3, 6, {**PLAIN, "data": "host"}),
-    ("pipedream", 2, 6, {**PLAIN, "dp_degree": 2, "tasks_per_node": 4}),
+    ("pipedream", 2, 6, {**PLAIN, "dataset": "cifar10"}),
+    ("pipedream", 4, 9, {**PLAIN, "dataset": "cifar10", "batch_size": 18}),
+    ("pipedream", 3, 6, {**PLAIN, "dataset": "cifar10", "options": {"vertical_sync": True}, "optimizer": "adam"}),
+    ("pipedream", 3, 6, {**PLAIN, "dataset": "cifar10", "options": {"weight_versions": "2bw"}}),
+    ("pipedream", 3, 6, {**PLAIN, "dataset": "cifar10", "data": "host"}),
+    ("pipedream", 2, 6, {**PLAIN, "dataset": "cifar10", "dp_degree": 2, "tasks_per_node": 4}),
 ]
 
 

@@ -11,19 +11,17 @@ do not depend on that; what a strategy decides by the type of its device is repl
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import lru_cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -33,28 +31,23 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.parallel.catalog import get_model, get_strategy, options_with_defaults
+from hpcbench.parallel.catalog import get_strategy, options_with_defaults
 from hpcbench.parallel.gradient_buckets import MIB
-from hpcbench.parallel.strategies.pipeline import pipedream_staleness
-from hpcbench.parallel.workloads import DATASETS
 from hpcbench.results.dry_run_record import DryRunTask, StepFigures
-from hpcbench.worker.data.feed import Batch, DataFeed
-from hpcbench.worker.data.resident_feed import RESIDENT_DATASETS
-from hpcbench.worker.data.synthetic_feed import BATCH_SLOTS, LARGE_SAMPLE_NUMBERS
 from hpcbench.worker.distributed import process_groups
 from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.dry_run.fake_feed import FakeFeed, shorten_steps
 from hpcbench.worker.dry_run.modelled_ddp import ModelledDdp
 from hpcbench.worker.dry_run.modelled_libraries import ModelledHorovod, create_inline_workers, make_flat_parameter
-from hpcbench.worker.dry_run.repeated_passes import RepeatedPasses, SteadyWindow
+from hpcbench.worker.dry_run.repeated_passes import RepeatedPasses
+from hpcbench.worker.dry_run.shared_models import shared_meta_model, trace_once
 from hpcbench.worker.dry_run.step_recorder import StepRecorder
-from hpcbench.worker.layers import zero_batch
 from hpcbench.worker.model_execution import MixedPrecision, wrap_blocks
-from hpcbench.worker.models.build import build_meta_model
 from hpcbench.worker.strategies.base import Strategy, resolve_runtime
 from hpcbench.worker.strategies.data import DdpStrategy
 from hpcbench.worker.strategies.pipeline import stage_assignment
-from hpcbench.worker.strategies.pipeline.chunk import ActivationMeta, ActivationMetaCache
-from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
+from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
+from hpcbench.worker.strategies.pipeline.p2p import P2PTransport
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineRuntime
 
 _FAKE_DEVICES = {"cpu": torch.device("cpu"), "cuda": torch.device("cpu", 0)}
@@ -63,10 +56,6 @@ _STEPS = 2
 """The first one creates the optimizer's state and learns the order of gradients."""
 _POWERSGD_STEPS = 3
 """PowerSGD compresses from the third one on."""
-_WINDOWS = (1, 2)
-"""Micro-batches of the last two steps of an asynchronous pipeline."""
-_MODEL_PARAMETERS = ("model", "dataset", "input_size", "model_options", "precision", "channels_last")
-_HELD_OUT_SAMPLES = {"mnist": 10_000, "cifar10": 10_000, "digits": 297}
 
 
 class NotFakeableError(Exception):
@@ -103,7 +92,7 @@ def record_step(task: DryRunTask, rank: int, *, repeats: bool = True) -> StepRec
     if options.get("balance") == "measured" and not options.get("cuts"):
         raise NotFakeableError('options.balance = "measured" measures the blocks on a device')
     strategy = resolve_runtime(spec.strategy)()
-    model = wrap_blocks(_meta_model(spec, task.model_folder), spec)
+    model = wrap_blocks(shared_meta_model(spec, task.model_folder), spec)
     recorder.layers.name_modules(model)
     with (
         _fake_world(spec, rank, recorder.device) as context,
@@ -122,8 +111,10 @@ def record_step(task: DryRunTask, rank: int, *, repeats: bool = True) -> StepRec
         window = None
         if repeats and isinstance(runtime, PipelineRuntime) and spec.options.get("batch_norm") != "deferred":
             RepeatedPasses(runtime, recorder)
-            window = _shorten_steps(feed, strategy, runtime)
+            window = shorten_steps(feed, strategy, runtime)
             steps = len(feed.step_lengths) + (window is None)
+        elif repeats and isinstance(strategy, FairscalePipeStrategy):
+            feed.step_lengths = {0: 1}
         strategy.announce(range(steps))
         for step in range(steps):
             recorder.begin_step()
@@ -133,82 +124,6 @@ def record_step(task: DryRunTask, rank: int, *, repeats: bool = True) -> StepRec
         if window is not None:
             window.extrapolate(recorder)
         return recorder
-
-
-def _shorten_steps(feed: FakeFeed, strategy: Strategy, runtime: PipelineRuntime) -> SteadyWindow | None:
-    """Give the steps before the last one, which only make state and records, few micro-batches.
-
-    The windows of an asynchronous pipeline are alike from the second one on, when all weight versions exist: of those
-    two short ones are enough, and what a longer one adds to them is the result.
-    """
-    is_asynchronous = isinstance(strategy, PipedreamStrategy)
-    double_buffered = is_asynchronous and pipedream_staleness(strategy.spec).double_buffered
-    if is_asynchronous and (double_buffered or not feed.is_held or feed.micro_batches <= _WINDOWS[-1]):
-        feed.step_lengths = dict.fromkeys(range(_STEPS - 1), feed.micro_batches)
-        return None
-    if is_asynchronous:
-        fill = min(feed.micro_batches, runtime.layout.stages)
-        feed.step_lengths = dict(enumerate((fill, *_WINDOWS)))
-        return SteadyWindow(feed.micro_batches)
-    feed.step_lengths = {0: 2 * max(runtime.layout.stage_sizes)}
-    return None
-
-
-@lru_cache(maxsize=8)
-def _built_model(spec_bytes: bytes, model_folder: str | None) -> nn.Sequential:
-    return build_meta_model(msgspec.json.decode(spec_bytes, type=RunSpec), model_folder)
-
-
-def _meta_model(spec: RunSpec, model_folder: str | None) -> nn.Sequential:
-    """Return the run's model on the meta device; a shipped one is built once and copied, which is faster."""
-    if get_model(spec.model).own:
-        return build_meta_model(spec, model_folder)
-    values = {name: getattr(spec, name) for name in _MODEL_PARAMETERS}
-    plain = RunSpec(strategy="single", batch_size=1, **values)
-    return copy.deepcopy(_built_model(msgspec.json.encode(plain, order="deterministic"), None))
-
-
-class FakeFeed(DataFeed):
-    """Full batches of the run's shapes, held where the run's own feed holds them."""
-
-    def __init__(self, spec: RunSpec, device: torch.device) -> None:
-        super().__init__(spec, device)
-        self._spec = spec
-        # Every step has a full batch.
-        self.samples, self.steps_per_epoch = self.global_batch_size * 2**20, 2**20
-        self._is_resident = spec.dataset == "digits" or (spec.data == "real" and spec.dataset in RESIDENT_DATASETS)
-        self._copies = spec.data != "device" and not self._is_resident
-        sample_numbers = torch.Size(self.shape).numel()
-        slots = 1 if sample_numbers >= LARGE_SAMPLE_NUMBERS else BATCH_SLOTS
-        self.is_held = not self._is_resident and not self._copies
-        """Whether batches are made once."""
-        self.step_lengths: dict[int, int] = {}
-        """Micro-batches of a step, where they are fewer than the run's."""
-        self._held: list[Batch] = []
-        if self._is_resident:
-            count = DATASETS[spec.dataset].samples + _HELD_OUT_SAMPLES.get(spec.dataset, 0)
-            self._held = [self._make(count)]
-            self._indices = torch.zeros(spec.batch_size, dtype=torch.int64, device=device)
-        elif not self._copies:
-            self._held = [self._make(spec.batch_size) for _ in range(slots)]
-
-    def prepare(self, replica: int) -> None:
-        """All batches exist."""
-
-    def micro_batch_ranges(self, step: int, replica: int) -> list[range]:
-        ranges = super().micro_batch_ranges(step, replica)
-        return ranges[: self.step_lengths.get(step, len(ranges))]
-
-    def batch(self, step: int, replica: int) -> Batch:
-        del replica
-        if self._copies:
-            return self._make(self.batch_size)
-        inputs, targets = self._held[step % len(self._held)]
-        return (inputs[self._indices], targets[self._indices]) if self._is_resident else (inputs, targets)
-
-    def _make(self, count: int) -> Batch:
-        inputs, targets = zero_batch(self._spec, count)
-        return self.to_device(inputs), targets.to(self.device, non_blocking=True)
 
 
 class CudaArithmetic(MixedPrecision):
@@ -336,13 +251,17 @@ def _stand_ins(task: DryRunTask, recorder: StepRecorder) -> Iterator[None]:
             replacements[f"{wrapper.__name__}:FlatParameter"] = make_flat_parameter(wrapper.FlatParameter)
             replacements["fairscale.nn.pipe.pipeline:create_workers"] = create_inline_workers
             replacements["fairscale.nn.pipe.pipeline:join_workers"] = lambda *_queues: None
+            # Tensors that it keeps for the process would be those of an earlier dry run.
+            replacements["fairscale.nn.pipe.phony:_phonies"] = dict[Any, Any]()
+            replacements["fairscale.nn.pipe.copy:get_device"] = lambda _stream: recorder.device
     with ExitStack() as stack:
         for target, replacement in replacements.items():
             module, _, path = target.partition(":")
             if module in sys.modules:
                 owner, _, name = path.rpartition(".")
                 holder = attrgetter(owner)(sys.modules[module]) if owner else sys.modules[module]
-                stack.enter_context(patch.object(holder, name, replacement or _without_modes(getattr(holder, name))))
+                stand_in = _without_modes(getattr(holder, name)) if replacement is None else replacement
+                stack.enter_context(patch.object(holder, name, stand_in))
         yield
 
 
@@ -359,7 +278,7 @@ def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any
 
     def assign_blocks(_model: nn.Module, *arguments: Any) -> Any:
         with _disable_current_modes():
-            return stage_assignment.assign_blocks(build_meta_model(spec, task.model_folder), *arguments)
+            return stage_assignment.assign_blocks(shared_meta_model(spec, task.model_folder), *arguments)
 
     replacements: dict[str, Any] = {
         f"{strategies}.data:DistributedDataParallel": noted("reducer", ModelledDdp),
@@ -367,8 +286,9 @@ def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any
         f"{strategies}.fsdp:make_shard_mesh": None,
         "torch.distributed.fsdp._fully_shard._fully_shard:_get_device_from_mesh": lambda _mesh: recorder.device,
         "hpcbench.worker.distributed.process_groups:_new_process_group": None,
-        f"{strategies}.pipeline.chunk:ActivationMetaCache._trace": _trace_once,
+        f"{strategies}.pipeline.chunk:ActivationMetaCache._trace": trace_once,
         f"{strategies}.pipeline.fairscale_pipe:assign_blocks": assign_blocks,
+        f"{strategies}.pipeline.p2p:P2PTransport.send": _send_and_complete,
     }
     if task.device == "cuda":
         arithmetic = partial(CudaArithmetic, recorder=recorder)
@@ -384,23 +304,13 @@ def _own_replacements(task: DryRunTask, recorder: StepRecorder) -> dict[str, Any
     return replacements
 
 
-_TRACE = ActivationMetaCache._trace
-_traced_blocks: dict[Any, list[ActivationMeta]] = {}
-"""The form of every block's output, by the model, its samples and their number: of all pipelines of this process."""
+_SEND = P2PTransport.send
 
 
-def _trace_once(cache: ActivationMetaCache, samples: int) -> list[ActivationMeta]:
-    """Return the forms of the chunks' outputs; the stages of shipped models are slices of one trace."""
-    with _disable_current_modes():
-        spec = cache._spec
-        if get_model(spec.model).own:
-            return _TRACE(cache, samples)
-        key = samples, str(cache.device), *(str(getattr(spec, name)) for name in _MODEL_PARAMETERS)
-        if key not in _traced_blocks:
-            by_block = copy.copy(cache)
-            by_block._blocks = [range(number, number + 1) for number in range(len(cache._model))]
-            _traced_blocks[key] = _TRACE(by_block, samples)
-        return [_traced_blocks[key][blocks.stop - 1] for blocks in cache._blocks]
+def _send_and_complete(transport: P2PTransport, *message: Any) -> None:
+    """Send a message when those before it have arrived: works of torch's fake process group are never complete."""
+    transport._sent.clear()
+    _SEND(transport, *message)
 
 
 def _register_hook_of_cuda(strategy: Any, runner: Any, context: RankContext) -> None:

@@ -131,6 +131,9 @@ class RepeatedPasses:
     def _backward(self, number: int, micro_batch: int, run: Callable[[tuple[Tensor, ...]], None]) -> tuple[Tensor, ...]:
         chunk = self._runtime.chunks[number]
         kind, is_stepped, hidden = self._in_flight.pop((number, micro_batch))
+        if is_stepped and self._backward_role(number, micro_batch)[1]:
+            # What it sends is no other pass's.
+            return ModelChunk.backward(chunk, micro_batch, run)
         parameters = list(chunk.module.parameters())
         if not is_stepped:
             known = self._backwards[kind]
@@ -223,13 +226,13 @@ class RepeatedPasses:
 
 
 class SteadyWindow:
-    """Steps of one and of two micro-batches, from which one of ``micro_batches`` follows.
+    """Two steps, one of a micro-batch more than the other, from which a step with ``further`` ones more follows.
 
-    Each further one adds as much as the second one; their peaks are equal.
+    Each further one adds as much as the last one; their peaks are equal.
     """
 
-    def __init__(self, micro_batches: int) -> None:
-        self._further = micro_batches - 2
+    def __init__(self, further: int) -> None:
+        self._further = further
         self._steps: list[tuple[int, int, Counter[Traffic]]] = []
 
     def add_step(self, recorder: StepRecorder) -> None:
@@ -237,7 +240,7 @@ class SteadyWindow:
         self._steps.append((recorder.operators, recorder.host_syncs, Counter(recorder.calls)))
 
     def extrapolate(self, recorder: StepRecorder) -> None:
-        """Let the counts of ``recorder``, those of the step of two micro-batches, be those of the whole step."""
+        """Let the counts of ``recorder``, those of the longer step, be those of the whole step."""
         one, two = self._steps[-2:]
         recorder.operators += self._further * (two[0] - one[0])
         recorder.host_syncs += self._further * (two[1] - one[1])
