@@ -81,10 +81,13 @@ class ModelledBucket:
         )
         self.result: Any = None
         self.missing = len(parameters)
+        self._views: list[Tensor] | None = None
 
     def views(self) -> list[Tensor]:
-        parts = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
-        return [part.view(one.shape) for part, one in zip(parts, self._parameters, strict=True)]
+        if self._views is None:
+            parts = torch.split(self._buffer, [parameter.numel() for parameter in self._parameters])
+            self._views = [part.view(one.shape) for part, one in zip(parts, self._parameters, strict=True)]
+        return self._views
 
     def index(self) -> int:
         return self._index
@@ -96,7 +99,7 @@ class ModelledBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        self._buffer = buffer
+        self._buffer, self._views = buffer, None
 
     def gradients(self) -> list[Tensor]:
         return self.views()
