@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import (
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import WorkerError
+from hpcbench.parallel.catalog import get_strategy
 from hpcbench.parallel.mesh import RankMesh
 from hpcbench.results.dry_run_record import DryRunAnswer, DryRunTask, StepFigures
 from hpcbench.worker.dry_run.fake_rank import NotFakeableError, dry_run_rank
@@ -59,13 +60,15 @@ def answer_task(task: DryRunTask) -> DryRunAnswer:
 def ranks_of_every_kind(spec: RunSpec) -> list[int]:
     """Return the first and the last rank, and one rank of each kind that lies between them.
 
-    Ranks differ by their place along the axes that split the model: the first, the second and the last stage of a
-    pipeline, and the first, an inner and the last part of split feature maps.
+    Replicas that share nothing are of one kind. Other ranks differ by their place along the axes that split the model:
+    the first, the second and the last stage of a pipeline, and the first, an inner and the last part of split maps.
     """
     mesh = RankMesh.of(spec)
     if mesh.size != spec.ranks:
         # One process drives several devices.
         return list(range(spec.ranks))
+    if get_strategy(spec.strategy).alike_replicas and spec.dp_degree == spec.ranks:
+        return [0]
     ranks = {0, spec.ranks - 1}
     for axis in ("pp", "sp"):
         degree = getattr(mesh, axis)

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 import hpcbench
 from hpcbench.worker.measure import traffic_recorder
+from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES
 from hpcbench.worker.measure.traffic_recorder import TrafficRecorder
 
 _PACKAGE = Path(hpcbench.__file__).resolve().parent
@@ -101,17 +102,25 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._original_resize  # type: ignore[method-assign]
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return ``False``: nothing is compiled here, and torch's guard around every operator would take time."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "prim":
-            # A question after the device.
-            return func(*args, **(kwargs or {}))
+            # A question after the device, as many as all operators together: answered here, without the fake mode.
+            device = getattr(args[0], "fake_device", None) if func is torch.ops.prim.device.default else None
+            return device or func(*args, **(kwargs or {}))
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             # A sharded tensor: its own operators come here one by one.
             return NotImplemented
         if func is torch.ops.aten._local_scalar_dense.default:
             return self._read_value(args[0])
         self._note_copy(func, args, kwargs or {})
-        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace in COMM_NAMESPACES:
+            self._note(func.__name__.partition(".")[0], args)
+        out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor):
             creates = self._follow(out)
         else:
