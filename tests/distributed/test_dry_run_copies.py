@@ -33,7 +33,7 @@ def written(x):
     return x * torch.empty_like(x).copy_(torch.ones(x.shape))
 
 def indexed(x):
-    return x + x[torch.tensor([0])]
+    return x + x.detach()[torch.tensor([0])]
 
 def asynchronous(x):
     return x * torch.ones(1).to(x.device, non_blocking=True)
@@ -43,6 +43,9 @@ def scalar(x):
 
 def on_device(x):
     return x * torch.ones(1, device=x.device)
+
+def like_host(x):
+    return x * torch.ones_like(torch.ones(1), device=x.device)
 
 def mixed(x):
     return x * torch.ones(1)
@@ -97,7 +100,7 @@ def test_a_copy_is_a_wait_of_the_host_with_its_line(folder: Path, function: str)
     assert found.figures.host_sync_sites == [f"{folder / 'copying_model.py'}:{line_of(function)}: {COPIES[function]}"]
 
 
-@pytest.mark.parametrize("function", ["asynchronous", "scalar", "on_device"])
+@pytest.mark.parametrize("function", ["asynchronous", "scalar", "on_device", "like_host"])
 def test_what_the_host_does_not_wait_for_is_no_wait(folder: Path, function: str) -> None:
     found = answer(folder, function, "cuda")
     assert (found.outcome, found.reason) == ("ok", None)

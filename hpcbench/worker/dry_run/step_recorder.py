@@ -203,16 +203,18 @@ class HostCopies(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        device = self._recorder.device
-        if func not in _FROM_VALUES or device_of(out) == device:
-            return out
         target = (kwargs or {}).get("device")
         if target is None and func is Tensor.new_tensor:
             target = device_of(args[0])
-        if target is None or torch.device(target) != device:
+        device = self._recorder.device
+        if target is None or not isinstance(out, Tensor) or torch.device(target) != device or device_of(out) == device:
             return out
-        self._recorder.host_sync(f"{func.__name__} copies values from the host")
-        return torch.empty_like(out, device=device).requires_grad_(out.requires_grad)
+        if func in _FROM_VALUES:
+            self._recorder.host_sync(f"{func.__name__} copies values from the host")
+        # What zeros_like and others make like a tensor of the host stays there, too.
+        return torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=device).requires_grad_(
+            out.requires_grad
+        )
 
 
 def device_of(tensor: Tensor) -> torch.device:
