@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import psutil
@@ -322,23 +322,38 @@ class PlanForecast:
         return lines
 
 
+class _PassOperators(NamedTuple):
+    """Operators of the passes of one micro-batch through the whole model."""
+
+    forward: int
+    backward: int
+    casts: int
+    """Of weights and their gradients, with autocast."""
+
+
 @cached_by_identity(64)
-def _operators_of_table(table: LayerTable) -> tuple[int, int]:
-    """Return the operators of a forward and of a backward pass."""
+def _operators_of_table(table: LayerTable) -> _PassOperators:
     rows = [row for row in table.layers if row.forward_flops or row.forward_moved_bytes]
-    return len(rows), sum(2 if row.parameters else 1 for row in rows)
+    # BatchNorm counts its batches.
+    return _PassOperators(
+        forward=sum(2 if row.kind.startswith("BatchNorm") else 1 for row in rows),
+        backward=sum(2 if row.parameters else 1 for row in rows),
+        casts=sum(2 for row in rows if row.parameters and row.forward_flops),
+    )
 
 
 def count_operators(spec: RunSpec, table: LayerTable) -> int:
     """Estimate the operators that the host of a rank launches in one step, from below.
 
-    Each row of the table is one operator forward and, with weights, two backward. Communication, sums of gradients,
-    casts and the update are left out.
+    Each row of the table is one operator forward and, with weights, two backward; replicas copy each gradient into a
+    bucket and back. Further communication, sums of gradients and the update are left out.
     """
-    forward, backward = _operators_of_table(table)
+    forward, backward, casts = _operators_of_table(table)
     operators = forward * (2 if spec.activation_checkpointing else 1) + backward
+    operators += casts if spec.precision in ("bf16", "fp16") else 0
     stages = 1 if STRATEGIES[spec.strategy].drives_several_devices else spec.pp_degree
-    return spec.micro_batches * operators // stages
+    copies = 2 * len(table.parameter_tensors) if spec.dp_degree > 1 else 0
+    return (spec.micro_batches * operators + copies) // stages
 
 
 def forecast_plan(plan: SweepPlan, tree: ClusterTree) -> PlanForecast:

@@ -109,6 +109,11 @@ def test_a_plan_on_gpus_names_steps_that_wait_for_the_host(tmp_path: Path) -> No
     tree = ResultsTree(tmp_path / "results").cluster("snellius")
     plan = make_plan(load_sweep(path), GPUS, tree)
     plan_forecast = forecast_plan(plan, tree)
+    # A device on which only the large batch takes longer than the host.
+    plan_forecast.predictions = {
+        key: msgspec.structs.replace(one, step_time_s=1e-5 * plan.runs[key].batch_size)
+        for key, one in plan_forecast.predictions.items()
+    }
     bound = [plan.runs[key] for key in plan_forecast.launch_bound(plan.runs)]
     assert [(run.batch_size, run.compile) for run in bound] == [(1, False)]
     (warning,) = [line for line in plan_forecast.warnings(plan.runs) if "wait for the host" in line]
@@ -134,6 +139,9 @@ def test_operators_are_those_of_the_micro_batches_of_a_stage() -> None:
         tasks_per_node=4,
     )
     assert count_operators(staged, table) == 8 * one // 4
+    replicas = msgspec.structs.replace(alone, dp_degree=2)
+    assert count_operators(replicas, table) == one + 2 * len(table.parameter_tensors)
+    assert count_operators(msgspec.structs.replace(alone, precision="bf16"), table) > one
     assert count_operators(msgspec.structs.replace(alone, activation_checkpointing=True), table) > one
 
 
