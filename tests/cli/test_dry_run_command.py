@@ -161,7 +161,7 @@ def submit(folder: Path, monkeypatch: pytest.MonkeyPatch, block: str, *options: 
         raise Submitted
 
     monkeypatch.setattr(run_commands, "submit_plan", send)
-    grid = f'model = ["mine:model"]\nstrategy = ["single"]\nmodel_options = {{block = "{block}"}}'
+    grid = f'model = ["mine:model"]\nstrategy = ["single"]\nmodel_options = {{block = ["{block}"]}}'
     arguments = [write_sweep(folder, grid), "--cluster", "local", "--results", str(folder / "results"), *options]
     done = CliRunner().invoke(run_commands.submit, arguments, catch_exceptions=False)
     assert not (folder / "results").exists()
