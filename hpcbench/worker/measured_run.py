@@ -28,7 +28,7 @@ from hpcbench.worker.emulation_mode import apply_emulation
 from hpcbench.worker.finalize import RankMeasurements, RunFinalizer
 from hpcbench.worker.measure.counters import RegionCounters
 from hpcbench.worker.measure.environment_record import collect_provenance, environment_digest
-from hpcbench.worker.measure.host import keep_freed_memory, read_peak_memory, reset_peak_memory
+from hpcbench.worker.measure.host import keep_freed_memory, read_peak_memory
 from hpcbench.worker.measure.step_profiler import run_profiled_steps
 from hpcbench.worker.measure.traffic_recorder import run_recorded_step
 from hpcbench.worker.model_execution import choose_convolution_algorithms, wrap_blocks
@@ -81,7 +81,8 @@ def measure_run(finalizer: RunFinalizer) -> None:
         provenance["data"] = feed.description()
         strategy.setup(wrap_blocks(build_model(spec, header.model_folder), spec), spec, rank_context)
         # Copies that only the setup needed are no part of the steps' peak.
-        reset_peak_memory(device)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         emulated = apply_emulation(spec, header, strategy, device)
         if emulated is not None:
             provenance["rehearsed"] = {"cluster": emulated.cluster, "source": emulated.source}

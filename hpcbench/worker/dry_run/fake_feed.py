@@ -73,7 +73,7 @@ class FakeFeed(DataFeed):
 def shorten_steps(feed: FakeFeed, strategy: Strategy, runtime: PipelineRuntime) -> SteadyWindow | None:
     """Give the steps before the last one, which only make state and records, few micro-batches.
 
-    The windows of an asynchronous pipeline are alike from the second one on, when all weight versions exist: of those
+    The windows of an asynchronous pipeline are equal from the second one on, when all weight versions exist: of those
     two short ones are enough, and what a longer one adds to them is the result.
     """
     is_asynchronous = isinstance(strategy, PipedreamStrategy)

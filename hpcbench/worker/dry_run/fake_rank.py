@@ -82,7 +82,7 @@ def record_step(task: DryRunTask, rank: int, *, repeats: bool = True) -> StepRec
     Args:
         task: The run.
         rank: One of its ranks.
-        repeats: Whether passes of a pipeline's micro-batches that are alike are stepped once.
+        repeats: Whether passes of a pipeline's micro-batches that do the same are stepped once.
 
     Raises:
         Exception: Whatever the run would raise, and torch's errors about values that fake tensors do not have.

@@ -1,10 +1,10 @@
 """Passes of a pipeline's micro-batches that are not stepped again: what the first one of a kind did is repeated.
 
-A chunk's forward passes are alike if they take as many samples and treat activations alike; its backward passes if,
-besides, both or neither are the first ones of a step, which create the gradients. The first pass of each kind is
-stepped, and its effect is kept: bytes at its peak and at its end, operators, collectives, waits of the host. For the
-others the tensors between chunks are made, and the rest of the effect is added to the record. Schedule, messages,
-updates and the backward passes that send gradients are always those of the run.
+A chunk's forward passes are equal if they take as many samples and keep, or recompute, their activations; its backward
+passes if, besides, both or neither are the first ones of a step, which create the gradients. The first pass of each
+kind is stepped, and its effect is kept: bytes at its peak and at its end, operators, collectives, waits of the host.
+For the others the tensors between chunks are made, and the rest of the effect is added to the record. Schedule,
+messages, updates and the backward passes that send gradients are always those of the run.
 """
 
 from __future__ import annotations

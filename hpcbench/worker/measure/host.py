@@ -220,16 +220,8 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value not in (None, {})}
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Let the peak of ``read_peak_memory`` begin now, on cuda; a cpu's begins with the process."""
-    if device.type == "cuda":
-        import torch
-
-        torch.cuda.reset_peak_memory_stats(device)
-
-
 def read_peak_memory(device: torch.device | None) -> tuple[int, int | None]:
-    """Return the peak bytes since ``reset_peak_memory``, and on cuda the bytes that the allocator reserved.
+    """Return the peak bytes, on cuda since its peak was reset, and there the bytes that the allocator reserved.
 
     On a cpu it is the resident set of the process, interpreter and libraries included; on cuda the allocator's peak.
     """
