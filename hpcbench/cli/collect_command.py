@@ -1,8 +1,9 @@
-"""The command ``collect``."""
+"""The commands ``collect`` and ``results``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -21,7 +22,9 @@ from hpcbench.cli.common import (
 from hpcbench.report.load_results import iter_collected, load_frame
 from hpcbench.report.results_export import export_json, export_table
 from hpcbench.report.table_output import view_encoder
-from hpcbench.results.results_tree import CollectedResult, ResultsTree
+from hpcbench.results.attempts import Attempt
+from hpcbench.results.decode import has_old_rate, upgrade_rates
+from hpcbench.results.results_tree import CollectedResult, ResultsTree, collect_results
 from hpcbench.results.schema import STATUS_BROKEN, RunResult, result_document
 
 
@@ -69,3 +72,37 @@ def _readable_results(entries: Iterable[CollectedResult], *, quiet: bool = False
             yield entry.result
         elif not quiet:
             print_message(f"{entry.cluster}/{entry.run_id}: {entry.problem}")
+
+
+@click.group("results")
+def results_group() -> None:
+    """Maintain the results tree."""
+
+
+@results_group.command("upgrade")
+@cluster_filter_option
+@results_option
+@json_option
+def upgrade_results(cluster_name: str | None, results: str | None, as_json: bool) -> None:
+    """Recompute figures of an earlier definition from the files of the ranks.
+
+    Rates of runs with several ranks become samples over the longest rank's timed interval. A result whose ranks' files
+    are gone stays as it is, and tables mark it.
+    """
+    tree = results_tree(results)
+    counts = {"upgraded": 0, "current": 0, "left": 0}
+    for name in [cluster_name] if cluster_name else tree.clusters():
+        cluster = tree.cluster(name)
+        for entry in collect_results(cluster):
+            if entry.result is None or not has_old_rate(entry.result):
+                counts["current"] += entry.result is not None
+                continue
+            ranks = Attempt(cluster.run_folder(entry.run_id), entry.result.attempt).read_ranks()
+            is_done = cluster.update_result(entry.run_id, partial(upgrade_rates, ranks=ranks))
+            counts["upgraded" if is_done else "left"] += 1
+            if not is_done:
+                print_message(f"{name}/{entry.run_id}: the files of its ranks are not all there: left as it is")
+    if as_json:
+        print_json(counts)
+    else:
+        click.echo(f"{counts['upgraded']} results recomputed, {counts['current']} current, {counts['left']} left")

@@ -27,6 +27,7 @@ COMMANDS = {
     "cancel": ("hpcbench.cli.run_commands:cancel", "Stop the runs of a sweep."),
     "retry": ("hpcbench.cli.run_commands:retry", "Submit again what failed, timed out or was lost."),
     "collect": ("hpcbench.cli.collect_command:collect", "Gather results into one file."),
+    "results": ("hpcbench.cli.collect_command:results_group", "Maintain the results tree."),
     "table": ("hpcbench.cli.table_command:table", "Print results as a table."),
     "plot": ("hpcbench.cli.report_commands:plot", "Draw results in the terminal or into a file."),
     "compare": ("hpcbench.cli.compare_command:compare", "Compare two sets of results; exit code 1 for a regression."),

@@ -1,16 +1,20 @@
 """Decoding of result files that others may have written.
 
-Earlier schema versions are migrated, later ones are refused, and every defect is one kind of error.
+Earlier schema versions are migrated, later ones are refused, and every defect is one kind of error. Figures of an
+earlier definition are recognised, and recomputed from the files of the ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
 
-from hpcbench.results.schema import SCHEMA_VERSION, STATUSES, RunResult
+from hpcbench.config.run_spec import run_id
+from hpcbench.results.schema import SCHEMA_VERSION, STATUSES, RankResult, RunResult
+from hpcbench.results.timing_statistics import slowest_rank_times_s, timed_intervals_s
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """From version n to n + 1, on the decoded document. Raising ``SCHEMA_VERSION`` adds one here."""
@@ -91,3 +95,64 @@ def _decode_guarded(decoder: msgspec.json.Decoder[_T], data: bytes) -> _T:
         raise BrokenFileError("it is nested too deeply") from None
     except UnicodeDecodeError as error:
         raise BrokenFileError(f"it is no UTF-8: {error.reason} at byte {error.start}") from None
+
+
+OLD_RATE_WARNING = (
+    "samples/s by the earlier definition, over the sum of the slowest ranks' steps, which is too low: "
+    "run `hpcbench results upgrade`"
+)
+
+
+def has_old_rate(result: RunResult) -> bool:
+    """Whether the rates of a run with several ranks are over the sum of the slowest ranks' steps."""
+    metrics = result.metrics
+    # Of a single rank both definitions are one; without step times the figures are not a worker's.
+    is_measured = metrics.samples_per_s is not None and len(result.ranks) > 1 and bool(result.step_times_s)
+    return is_measured and metrics.timed_s is None
+
+
+def upgrade_rates(result: RunResult, ranks: Mapping[int, RankResult]) -> bool:
+    """Set the rates of ``result`` over the longest rank's timed interval, in place; whether that was possible.
+
+    ``ranks`` are the files of the attempt that counts. They must be those that the result was computed from: one for
+    each rank, with the result's own ``step_times_s``.
+    """
+    metrics, skipped = result.metrics, result.metrics.warmup_found_steps or 0
+    if len(ranks) != len(result.ranks) or slowest_rank_times_s(ranks) != result.step_times_s:
+        return False
+    intervals_s = timed_intervals_s(ranks, skipped)
+    timed_s = max(intervals_s.values(), default=0.0)
+    if timed_s <= 0 or not metrics.samples_per_s:
+        return False
+    factor = math.fsum(result.step_times_s[skipped:]) / timed_s
+    metrics.timed_s = timed_s
+    for name in ("samples_per_s", "flops_per_s", "mfu"):
+        value = getattr(metrics, name)
+        setattr(metrics, name, None if value is None else value * factor)
+    if metrics.epoch_time_s is not None:
+        metrics.epoch_time_s /= factor
+    for entry in result.ranks:
+        if entry.get("rank") in intervals_s:
+            entry["timed_s"] = intervals_s[entry["rank"]]
+    return True
+
+
+_NEVER_NEGATIVE = (
+    "samples_per_s", "timed_s", "epoch_time_s", "compute_s", "comm_s", "exposed_comm_s", "data_s", "flops_per_s", "mfu",
+    "peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s", "time_to_accuracy_s", "energy_j",
+)  # fmt: skip
+
+
+def doubts_of(result: RunResult) -> list[str]:
+    """Reasons to doubt the figures of a result that a reader finds, as warnings: its writer did not see them."""
+    doubts = [OLD_RATE_WARNING] if has_old_rate(result) else []
+    metrics = result.metrics
+    values = {name: getattr(metrics, name) for name in _NEVER_NEGATIVE}
+    if metrics.step_time_s is not None:
+        values |= {"step_time_s": min(msgspec.structs.astuple(metrics.step_time_s))}
+    negative = [name for name, value in values.items() if value is not None and value < 0]
+    if negative:
+        doubts.append(f"an impossible result: negative {', '.join(negative)}")
+    if (named := run_id(result.spec)) != result.run_id:
+        doubts.append(f"an impossible result: its spec is that of run {named}, not its own")
+    return doubts

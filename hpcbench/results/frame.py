@@ -18,7 +18,7 @@ import msgspec
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.fileio import UnsafeFileError, read_error, read_regular_with_stat
-from hpcbench.results.decode import decode_result, decode_result_unbounded
+from hpcbench.results.decode import decode_result, decode_result_unbounded, doubts_of
 from hpcbench.results.results_tree import RUN_ID_PATTERN, ClusterTree, CollectedResult
 from hpcbench.results.schema import STATUS_BROKEN, FailureRecord, RunMetrics, RunResult, VerificationResult
 
@@ -93,7 +93,8 @@ def results_frame(results: Sequence[RunResult], files: Sequence[tuple[int, int]]
     Raises ``TypeError`` or ``OverflowError`` where a number is beyond 64 bits.
     """
     columns: dict[str, Sequence[Any]] = {name: list(map(attrgetter(name), results)) for name in RESULT_COLUMNS}
-    columns["warnings"] = [encode_sorted_json(result.warnings) if result.warnings else None for result in results]
+    texts = [[*result.warnings, *doubts_of(result)] for result in results]
+    columns["warnings"] = [encode_sorted_json(warnings) if warnings else None for warnings in texts]
     for name, record in _NESTED_RECORDS.items():
         _add_record_columns(columns, name, record, list(map(attrgetter(name), results)))
     for name in PROVENANCE_KEYS:

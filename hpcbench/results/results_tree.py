@@ -7,7 +7,7 @@ import contextlib
 import os
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,10 +147,29 @@ class ClusterTree:
                 self._archive(present, supersedes)
             elif present is not None and present.attempt > result.attempt:
                 return False
-            write_atomic(path, msgspec.json.format(msgspec.json.encode(result_document(result)), indent=1) + b"\n")
+            self._put_in_place(result, path)
+        return True
+
+    def update_result(self, run_id: str, change: Callable[[RunResult], bool]) -> bool:
+        """Have ``change`` alter the result of ``run_id`` and write it; ``False`` where ``change`` returns that.
+
+        Other writers wait meanwhile. A run without a result that can be read is left alone.
+        """
+        path = self.result_path(run_id)
+        with _write_lock(path):
+            try:
+                result = self.read_result(run_id)
+            except msgspec.MsgspecError:
+                result = None
+            if result is None or not change(result):
+                return False
+            self._put_in_place(result, path)
+        return True
+
+    def _put_in_place(self, result: RunResult, path: Path) -> None:
+        write_atomic(path, msgspec.json.format(msgspec.json.encode(result_document(result)), indent=1) + b"\n")
         with contextlib.suppress(OSError):
             os.utime(path.parent.parent)
-        return True
 
     def _archive(self, present: RunResult, key: str) -> None:
         path = self.archive_path(present.run_id, key)

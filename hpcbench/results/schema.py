@@ -50,10 +50,14 @@ class LossSummary(_ResultRecord, kw_only=True):
 
 
 class RunMetrics(_ResultRecord, kw_only=True):
-    """Rates are global (all ranks); of every step the slowest rank's time counts."""
+    """Rates are global (all ranks), over ``timed_s``; ``step_time_s`` takes every step's time on its slowest rank."""
 
     step_time_s: StepTimeStatistics | None = None
     samples_per_s: float | None = None
+    """Samples of the steps that count over ``timed_s``. A result without ``timed_s`` divides by the sum of
+    ``step_times_s`` instead, which is longer with several ranks: ``hpcbench results upgrade`` recomputes it."""
+    timed_s: float | None = None
+    """The interval of the steps that count, on the rank on which it is longest; evaluations are left out."""
     epoch_time_s: float | None = None
     compute_s: float | None = None
     """Of a profiled step, as the parts below: those of the rank that computes longest."""
@@ -65,7 +69,7 @@ class RunMetrics(_ResultRecord, kw_only=True):
     data_s: float | None = None
     bubble_fraction: float | None = None
     flops_per_s: float | None = None
-    """Of all devices: the model's own operations (forward and backward, no recomputation) over the step time."""
+    """Of all devices: the model's own operations (forward and backward, no recomputation) over ``timed_s``."""
     mfu: float | None = None
     """``flops_per_s`` over the devices' peak in the run's precision."""
     peak_memory_bytes: int | None = None

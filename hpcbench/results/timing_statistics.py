@@ -1,4 +1,5 @@
-"""Statistics of step times (quantiles, bootstrap intervals, warm-up, drift, outliers) and arithmetic of time intervals.
+"""Statistics of step times (quantiles, bootstrap intervals, warm-up, drift, outliers), the timed intervals of ranks,
+and arithmetic of time intervals.
 Pure Python with a fixed seed: equal samples give equal results on every machine."""
 
 from __future__ import annotations
@@ -7,9 +8,9 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from hpcbench.results.schema import StepTimeStatistics
+from hpcbench.results.schema import RankResult, StepTimeStatistics
 
 TimeInterval = tuple[int, int]
 """(begin, end)."""
@@ -65,6 +66,22 @@ def clip_intervals(intervals: Iterable[TimeInterval], window: TimeInterval) -> l
 def covered_seconds(intervals: Iterable[TimeInterval]) -> float:
     """Seconds that ``intervals`` cover, each point once."""
     return sum(end - begin for begin, end in union_intervals(intervals)) / 1e9
+
+
+def slowest_rank_times_s(ranks: Mapping[int, RankResult]) -> list[float]:
+    """The longest time of any rank (s), for every timed step that all ranks have ended."""
+    return [max(times) for times in zip(*(result.step_times_s for result in ranks.values()), strict=False)]
+
+
+def timed_intervals_s(ranks: Mapping[int, RankResult], skipped: int) -> dict[int, float]:
+    """The timed interval of each rank (s), over the steps that all ranks have ended, without the first ``skipped``.
+
+    A rank's steps follow each other without a gap between evaluations, so the sum of their times is the interval. The
+    longest of these intervals is at most the sum of ``slowest_rank_times_s``: ranks do not begin a step together, and
+    a rank that is late in one step is short in the next.
+    """
+    ended = min((len(result.step_times_s) for result in ranks.values()), default=0)
+    return {rank: math.fsum(result.step_times_s[skipped:ended]) for rank, result in ranks.items() if ended > skipped}
 
 
 BOOTSTRAP_RESAMPLES = 400

@@ -42,8 +42,10 @@ def compute_metrics(
     times = timing_statistics.step_time_statistics(steady)
     warnings += timing_statistics.make_steadiness_warnings(steady, times)
     rate = flops_per_s = None
-    if is_whole and sum(steady) > 0:
-        rate = sum(global_step_samples(ranks)[skipped : len(slowest)]) / sum(steady)
+    intervals_s = timing_statistics.timed_intervals_s(ranks, skipped)
+    timed_s = max(intervals_s.values(), default=0.0) if is_whole else 0.0
+    if timed_s > 0:
+        rate = sum(global_step_samples(ranks)[skipped : len(slowest)]) / timed_s
     flops_per_sample, peak = _first_known(ranks, "flops_per_sample"), header.peak_flops_per_s.get(spec.precision)
     if rate is not None and flops_per_sample is not None:
         flops_per_s = flops_per_sample * rate
@@ -53,6 +55,7 @@ def compute_metrics(
     metrics = schema.RunMetrics(
         step_time_s=times,
         samples_per_s=rate,
+        timed_s=timed_s or None,
         epoch_time_s=samples_per_epoch(spec, samples) / rate if rate else None,
         flops_per_s=flops_per_s,
         mfu=flops_per_s / (spec.devices * peak) if flops_per_s is not None and peak else None,
@@ -164,7 +167,7 @@ def summarize_run(
 ) -> schema.RunResult:  # fmt: skip
     """The result of a run from its ranks' files; ranks that left none are named in ``ranks``."""
     spec = task.spec
-    slowest = slowest_rank_times_s(ranks)
+    slowest = timing_statistics.slowest_rank_times_s(ranks)
     provenance = _run_provenance(ranks)
     if header.environment_key is not None:
         provenance["environment_key"] = header.environment_key
@@ -177,6 +180,7 @@ def summarize_run(
         compute_metrics(spec, header, ranks, slowest, skipped, samples, warnings) if ranks else schema.RunMetrics()
     )
     metrics.warmup_found_steps = warmup_steps
+    intervals_s = timing_statistics.timed_intervals_s(ranks, skipped)
     timeline = pipeline_timeline(spec, ranks)
     metrics.bubble_fraction = timeline.bubble_fraction if timeline is not None else None
     if warmup_steps:
@@ -194,7 +198,7 @@ def summarize_run(
         spec=spec,
         metrics=metrics,
         predicted=_first_known(ranks, "predicted"),
-        ranks=[_rank_entry(rank, ranks.get(rank), skipped) for rank in range(spec.ranks)],
+        ranks=[_rank_entry(rank, ranks.get(rank), skipped, intervals_s.get(rank)) for rank in range(spec.ranks)],
         step_times_s=slowest,
         traffic=_max_rank_traffic(ranks),
         warnings=[
@@ -210,11 +214,6 @@ def summarize_run(
         environment_digest=provenance.pop("environment_digest", None),
         error=None if status == schema.STATUS_OK else error,
     )
-
-
-def slowest_rank_times_s(ranks: Mapping[int, schema.RankResult]) -> list[float]:
-    """Return the longest time over the ranks for every timed step that all ranks have finished."""
-    return [max(times) for times in zip(*(result.step_times_s for result in ranks.values()), strict=False)]
 
 
 def _batch_warnings(spec: RunSpec, timed: int, samples: int) -> list[str]:
@@ -257,13 +256,14 @@ def _max_rank_traffic(ranks: Mapping[int, schema.RankResult]) -> schema.RankTraf
     return schema.RankTraffic(rank=rank, calls=ranks[rank].traffic)
 
 
-def _rank_entry(rank: int, result: schema.RankResult | None, skipped: int) -> dict[str, Any]:
+def _rank_entry(rank: int, result: schema.RankResult | None, skipped: int, timed_s: float | None) -> dict[str, Any]:
     if result is None:
         return {"rank": rank, "left_file": False}
     times = result.step_times_s[skipped:]
     entry = {
         **{name: msgspec.to_builtins(getattr(result, name)) for name in _RANK_FIELDS},
         "step_time_median_s": statistics.median(times) if times else None,
+        "timed_s": timed_s,
         "error": result.error.message if result.error else None,
         **{key: result.provenance.get(key) for key in _RANK_PROVENANCE_KEYS},
     }

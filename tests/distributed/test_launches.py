@@ -90,7 +90,9 @@ def test_begin_ranks_end_as_a_job_script_does_it(tmp_path: Path, launch: Launch)
     files = attempt_of(tmp_path, PROFILED).read_ranks()
     assert sorted(files) == [0, 1]
     assert result.step_times_s == [max(pair) for pair in zip(*(files[r].step_times_s for r in (0, 1)), strict=True)]
-    assert result.metrics.samples_per_s == pytest.approx(PROFILED.steps * 16 / math.fsum(result.step_times_s))
+    interval_s = max(math.fsum(one.step_times_s) for one in files.values())
+    assert result.metrics.timed_s == pytest.approx(interval_s)
+    assert result.metrics.samples_per_s == pytest.approx(PROFILED.steps * 16 / interval_s)
     assert result.metrics.loss is not None
     assert result.metrics.loss.last == pytest.approx(sum(one.losses[-1] or 0.0 for one in files.values()))
     assert result.metrics.peak_memory_bytes == max(one.peak_memory_bytes or 0 for one in files.values())

@@ -9,7 +9,8 @@ import pytest
 
 from hpcbench.parallel.traffic import Traffic
 from hpcbench.results.schema import EvaluationPoint, PipelinePrediction, RankResult, RankTraffic, RunResult, StepPhases
-from hpcbench.worker.summary import global_step_samples, samples_per_epoch, slowest_rank_times_s, summarize_run
+from hpcbench.results.timing_statistics import slowest_rank_times_s
+from hpcbench.worker.summary import global_step_samples, samples_per_epoch, summarize_run
 from tests.worker.helpers import failure, make_header, make_rank, make_spec, make_task
 
 PAIR = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, steps=3)
@@ -34,8 +35,10 @@ def test_each_step_takes_the_time_of_its_slowest_rank_and_rates_are_global() -> 
     result = summary(two_ranks())
     assert result.step_times_s == [0.2, 0.5, 0.2]
     metrics = result.metrics
-    assert metrics.samples_per_s == pytest.approx(48 / 0.9)
-    assert metrics.epoch_time_s == pytest.approx(1500 / (48 / 0.9))
+    assert metrics.timed_s == pytest.approx(0.8), "rank 0's whole interval; the sum of the slowest steps is 0.9"
+    assert [entry["timed_s"] for entry in result.ranks] == pytest.approx([0.8, 0.7])
+    assert metrics.samples_per_s == pytest.approx(48 / 0.8)
+    assert metrics.epoch_time_s == pytest.approx(1500 / (48 / 0.8))
     assert metrics.step_time_s is not None
     assert (metrics.step_time_s.median, metrics.step_time_s.max) == (0.2, 0.5)
     assert metrics.loss is not None
@@ -51,9 +54,9 @@ def test_each_step_takes_the_time_of_its_slowest_rank_and_rates_are_global() -> 
 @pytest.mark.parametrize(
     ("peak", "precision", "mfu"),
     [
-        ({"fp32": 1e4}, "fp32", 48 / 0.9 * 60 / 2e4),
+        ({"fp32": 1e4}, "fp32", 48 / 0.8 * 60 / 2e4),
         ({"fp32": 1e4}, "bf16", None),
-        ({"fp32": 1e4, "bf16": 1e5}, "bf16", 48 / 0.9 * 60 / 2e5),
+        ({"fp32": 1e4, "bf16": 1e5}, "bf16", 48 / 0.8 * 60 / 2e5),
         ({}, "fp32", None),
     ],
 )
@@ -64,7 +67,7 @@ def test_mfu_is_of_all_devices_at_the_peak_of_the_precision(
     ranks = two_ranks()
     ranks[0].flops_per_sample = 60.0
     result = summarize_run(make_header(Path("/tree"), peak_flops_per_s=peak), make_task(spec), 1, ranks, "ok")
-    assert result.metrics.flops_per_s == pytest.approx(48 / 0.9 * 60)
+    assert result.metrics.flops_per_s == pytest.approx(48 / 0.8 * 60)
     assert result.metrics.mfu == (None if mfu is None else pytest.approx(mfu))
 
 
@@ -99,7 +102,7 @@ def test_the_provenance_is_of_a_rank_that_spoke_for_its_host() -> None:
 
 def test_partial_steps_count_as_what_they_hold() -> None:
     result = summary(two_ranks(step_samples=[8, 8, 5]))
-    assert result.metrics.samples_per_s == pytest.approx((16 + 16 + 13) / 0.9)
+    assert result.metrics.samples_per_s == pytest.approx((16 + 16 + 13) / 0.8)
 
 
 def test_ranks_that_share_a_replica_count_once() -> None:
@@ -174,6 +177,7 @@ def test_the_loss_of_a_part_of_the_ranks_is_no_loss() -> None:
     result = summary(ranks, status="failed")
     assert result.metrics.loss is None
     assert result.step_times_s == [0.2, 0.4, 0.1]
+    assert (result.metrics.timed_s, result.ranks[1]["timed_s"]) == (None, pytest.approx(0.7))
     assert math.isclose(result.metrics.peak_memory_bytes or 0, 30)
 
 
@@ -188,7 +192,7 @@ def test_timed_steps_that_were_still_slower_are_in_no_figure() -> None:
     assert metrics.warmup_found_steps == 2
     assert metrics.step_time_s is not None
     assert metrics.step_time_s.max == 0.1
-    assert metrics.samples_per_s == pytest.approx(500)
+    assert (metrics.samples_per_s, metrics.timed_s) == (pytest.approx(500), pytest.approx(1.0))
     assert result.step_times_s == [1.0, 0.5, *[0.1] * 10], "what was measured is kept whole"
     assert result.ranks[0]["step_time_median_s"] == 0.1
     assert [warning for warning in result.warnings if "set warmup_steps = 4" in warning]
