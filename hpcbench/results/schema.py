@@ -100,6 +100,16 @@ class FailureRecord(_ResultRecord, kw_only=True):
     traceback_tail: str | None = None
 
 
+MISSING_MODULE = "MissingModule"
+"""Type of the failure of a run whose job script could not load a module."""
+
+
+def missing_module_failure(message: str) -> FailureRecord:
+    """The failure of a run that did not start because of a module; ``message`` names it and its host."""
+    hint = "see `module avail`; the modules are those of the environment in the cluster's profile"
+    return FailureRecord(type=MISSING_MODULE, message=message, hint=hint)
+
+
 class StepPhases(_ResultRecord, kw_only=True):
     """The parts of a step's time on one rank, in seconds."""
 

@@ -87,7 +87,12 @@ def _check_data_folder(profile: ClusterProfile) -> DoctorCheck:
 
 
 def _check_slurm(profile: ClusterProfile) -> list[DoctorCheck]:
-    checks = []
+    named = {"bin_folder": profile.scheduler.bin_folder, "config_file": profile.scheduler.config_file}
+    checks = [
+        _check(key, False, f"{path} does not exist", f"correct scheduler.{key}; without it the site's own is used")
+        for key, path in named.items()
+        if path and not Path(path).exists()
+    ]
     for command, needed in (("sbatch", True), ("squeue", True), ("scancel", True), ("sacct", False)):
         path = find_command(command, profile)
         mend = "run on a login node, or set scheduler.bin_folder in the profile"
@@ -154,9 +159,14 @@ def compare_probe(profile: ClusterProfile, probe: NodeProbe) -> list[DoctorCheck
         detail = f"the folder /tmp is {'memory' if probe.tmp_in_memory else 'a disk'}, the profile says otherwise"
         mend = f"node.tmp_in_memory = {str(probe.tmp_in_memory).lower()}"
         checks.append(_check("tmp", False, detail, mend, needed=False))
+    if modules := probe.sections.get("modules"):
+        text = printable_text(" ".join(modules))
+        mend = "see `module avail`; correct `modules` of the profile's environment"
+        checks.append(_check("modules", text.startswith("loaded: "), text, mend))
     for folder in filter(None, (node.scratch_folder, node.local_folder)):
         output = " ".join(probe.sections.get(f"folder {folder}", []))
-        checks.append(_check("folder", output == "writable", f"{folder}: {output}", needed=False))
+        mend = "make it, or correct node.scratch_folder and node.local_folder"
+        checks.append(_check("folder", output == "writable", f"{folder}: {output}", mend))
     return checks
 
 

@@ -21,10 +21,18 @@ import msgspec
 
 from hpcbench.config.run_spec import read_task
 from hpcbench.errors import HpcbenchError
-from hpcbench.fileio import read_tail
+from hpcbench.fileio import printable_text, read_tail
 from hpcbench.results.attempts import latest_attempt
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, STATUSES, FailureRecord, ResultSummary, RunResult
+from hpcbench.results.schema import (
+    STATUS_BROKEN,
+    STATUS_OK,
+    STATUSES,
+    FailureRecord,
+    ResultSummary,
+    RunResult,
+    missing_module_failure,
+)
 from hpcbench.submit.journal import drop_runs
 from hpcbench.submit.scheduler import JobStatus, StateQuery, scheduler_class
 from hpcbench.submit.scheduler_settings import HasSchedulerSettings
@@ -100,6 +108,8 @@ def run_states(
             # It may have left its result since the tree was read.
             head = tree.summary(key)
         is_active = state.state in ACTIVE_STATES
+        if head is None and run is not None and not is_active:
+            state = _read_refusal(run) or state
         if head is None:
             # The old job of a stale run ended long ago: only an active job measures it again.
             states[key] = _PLANNED_STATE if key in stale and not is_active else state
@@ -211,6 +221,16 @@ def _make_state(run: SubmittedRun, state: str, reason: str, ended_unix_s: float 
     return RunState(state, reason, run.record.submission, run.job_id, ended_unix_s, run)
 
 
+def _read_refusal(run: SubmittedRun) -> RunState | None:
+    """The state of a run that its job script did not start, by the record that the script left; else ``None``."""
+    path = run.folder / f"{run.array.number}.{run.index}.unsupported"
+    try:
+        reason, ended_unix_s = printable_text(read_tail(path).strip()), path.lstat().st_mtime
+    except OSError:
+        return None
+    return _make_state(run, "unsupported", reason, ended_unix_s) if reason else None
+
+
 def _last_log_line(run: SubmittedRun) -> str:
     """The last line of the job's log, or of the queue process before it; to be put behind a reason."""
     scheduler = scheduler_class(run.record.scheduler, run.record.cluster)
@@ -240,6 +260,10 @@ def record_scheduler_failures(tree: ClusterTree, states: Mapping[str, RunState])
 def _scheduler_failure_result(tree: ClusterTree, run_id: str, state: RunState, run: SubmittedRun) -> RunResult:
     header, task = read_task(run.folder / f"{run.array.number}.jsonl", run.index)
     attempt = latest_attempt(tree.run_folder(run_id))
+    if state.state == "unsupported":
+        error = missing_module_failure(state.reason)
+    else:
+        error = FailureRecord(type="SchedulerEnded", message=f"job {state.job_id}: {state.reason}")
     return RunResult(
         run_id=run_id,
         config_id=task.config_id,
@@ -248,7 +272,7 @@ def _scheduler_failure_result(tree: ClusterTree, run_id: str, state: RunState, r
         cluster=header.cluster,
         status=state.state,
         spec=task.spec,
-        error=FailureRecord(type="SchedulerEnded", message=f"job {state.job_id}: {state.reason}"),
+        error=error,
     )
 
 

@@ -33,6 +33,10 @@ class SlurmScheduler(Scheduler):
         if config and not Path(config).exists():
             hint = "is the cluster up? the profile's scheduler.config_file names it"
             raise SubmitError(f"cluster {profile.name}: no file {config}", hint=hint)
+        folder = profile.scheduler.bin_folder
+        if folder and not Path(folder).is_dir():
+            hint = "correct scheduler.bin_folder: without that folder another scheduler's commands on PATH would answer"
+            raise SubmitError(f"cluster {profile.name}: no folder {folder}", hint=hint)
         if find_command("sbatch", profile) is None:
             hint = "run this on a login node of the cluster, or set scheduler.bin_folder in its profile"
             raise SubmitError(f"cluster {profile.name}: sbatch is not on PATH", hint=hint)

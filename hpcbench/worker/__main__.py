@@ -47,7 +47,7 @@ def _run_verb(words: list[str]) -> int:
     if verb == "begin":
         from hpcbench.worker.begin import begin
 
-        return begin(args.tasks, args.index, args.time_limit_s)
+        return begin(args.tasks, args.index, args.time_limit_s, args.missing_module)
     if verb == "end":
         from hpcbench.worker.end import end
 
@@ -89,6 +89,8 @@ def _argument_parser(verb: str) -> argparse.ArgumentParser:
     parser.add_argument("--index", type=int, required=True, metavar="N", help="which run of it, from 0")
     if verb == "begin":
         parser.add_argument("--time-limit-s", type=float, metavar="S", help="instead of the task's")
+        text = "the module that the job script could not load, with the reason: the run ends as unsupported"
+        parser.add_argument("--missing-module", default="", metavar="TEXT", help=text)
     else:
         parser.add_argument("--attempt", type=int, required=verb == "end", metavar="K", help="the attempt's number")
     if verb == "end":

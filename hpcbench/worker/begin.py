@@ -20,7 +20,7 @@ from hpcbench.fileio import read_regular
 from hpcbench.results.attempts import Attempt, attempt_numbers, begin_attempt
 from hpcbench.results.decode import decode_record
 from hpcbench.results.results_tree import ClusterTree, environment_key
-from hpcbench.results.schema import STATUS_OK, FailureRecord, RunResult
+from hpcbench.results.schema import STATUS_OK, FailureRecord, RunResult, missing_module_failure
 from hpcbench.results.stop_rules import find_stop_reason, read_stop_group
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.measure.host import oom_kills
@@ -89,12 +89,12 @@ INTERRUPTIBLE_STATUSES = frozenset({"failed", "cancelled", "preempted"})
 """How a run can have ended because its job was taken away."""
 
 
-def begin(tasks: Path, index: int, time_limit_s: float | None = None) -> int:
+def begin(tasks: Path, index: int, time_limit_s: float | None = None, missing_module: str = "") -> int:
     """Print the absolute folder of a new attempt and return 0.
 
     Returns ``EXIT_NOTHING_TO_DO`` and prints nothing on stdout where the run was cancelled before it began, is done,
-    has
-    ended in this submission already, or is not worth starting. Of the last a result says so.
+    has ended in this submission already, or is not worth starting, which a result then states. ``missing_module`` is
+    the job script's sentence about a module that it could not load: the new attempt ends as ``unsupported``.
     """
     header, task = read_task(tasks, index)
     tree = ClusterTree(Path(header.tree))
@@ -104,11 +104,18 @@ def begin(tasks: Path, index: int, time_limit_s: float | None = None) -> int:
         or _ended_in_submission_reason(tree, tasks, index, header, task)
     )
     if why is None and (why := _stop_rule_reason(tree, tasks, task)):
-        _write_skipped(tree, header, task, why)
+        # Nothing started, so there is no start marker, and the result counts for the latest attempt that there is.
+        number = max(attempt_numbers(tree.run_folder(task.run_id)), default=0)
+        _write_unstarted(tree, header, task, number, "skipped", FailureRecord(type="Stopped", message=why))
     if why is not None:
         print(f"hpcbench: {task.run_id}: {why}: nothing to do", file=sys.stderr)  # noqa: T201
         return EXIT_NOTHING_TO_DO
     attempt = claim_attempt(tasks, index, header, task, secrets.token_hex(8), time_limit_s)
+    if missing_module:
+        failure = missing_module_failure(missing_module)
+        _write_unstarted(tree, header, task, attempt.number, "unsupported", failure)
+        print(f"hpcbench: {task.run_id}: {missing_module}", file=sys.stderr)  # noqa: T201
+        return EXIT_NOTHING_TO_DO
     print(attempt.folder.absolute())  # noqa: T201 - the batch script reads this line
     return 0
 
@@ -179,12 +186,13 @@ def _stop_rule_reason(tree: ClusterTree, tasks: Path, task: RunTask) -> str | No
     return None
 
 
-def _write_skipped(tree: ClusterTree, header: TaskFileHeader, task: RunTask, why: str) -> None:
-    """Nothing started, so there is no start marker, and the result counts for the latest attempt that there is."""
+def _write_unstarted(
+    tree: ClusterTree, header: TaskFileHeader, task: RunTask, attempt: int, status: str, failure: FailureRecord
+) -> None:
+    """Write the result of a run whose ranks are not started."""
     from hpcbench.worker.summary import summarize_run
 
-    attempt = max(attempt_numbers(tree.run_folder(task.run_id)), default=0)
-    result = summarize_run(header, task, attempt, {}, "skipped", FailureRecord(type="Stopped", message=why))
+    result = summarize_run(header, task, attempt, {}, status, failure)
     result.ranks, result.warnings = [], []
     tree.write_result(result)
 

@@ -35,8 +35,23 @@ job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
 job_id=${job_id:-${SLURM_JOB_ID:-}}
 
 module purge
-module load 2025
-module load PyTorch/2.6
+# A module that is absent must not leave the runs with this shell's own software. Old Tcl modules return 0 even then:
+# LOADEDMODULES decides.
+missing_module='' modules_before=${LOADEDMODULES-}
+check_module() {
+  local why=''
+  if ! command -v module > /dev/null 2>&1; then
+    why='this shell has no command "module"'
+  elif [ "$2" -ne 0 ]; then
+    why="module load ended with exit code $2"
+  elif [ "${LOADEDMODULES-}" = "$modules_before" ]; then
+    case ":$modules_before:" in *":$1:"* | *":$1/"*) ;; *) why='module load returned 0 and loaded nothing' ;; esac
+  fi
+  modules_before=${LOADEDMODULES-}
+  [ -z "$why" ] || [ -n "$missing_module" ] || missing_module="module $1 cannot be loaded on $(uname -n): $why"
+}
+module load 2025; check_module 2025 "$?"
+module load PyTorch/2.6; check_module PyTorch/2.6 "$?"
 ulimit -c 0
 export A='it'"'"'s $HOME'
 # Nothing that happens to lie in the working folder may stand in for a module of the worker.
@@ -55,9 +70,15 @@ preempted=''
 # One run: its attempt is begun, its ranks are launched, its end is recorded.
 one_run() {
   # A scheduler tells every process of a job to end: not the short steps before and after the ranks.
-  attempt_folder=$(trap '' TERM INT HUP USR2; "${worker[@]}" begin --tasks "$task_file" --index "$index")
+  attempt_folder=$(trap '' TERM INT HUP USR2; "${worker[@]}" begin --tasks "$task_file" --index "$index" \
+    --missing-module "${missing_module-}")
   begin_code=$?
   if [ "$begin_code" -eq 10 ]; then
+    return 0
+  elif [ -n "${missing_module-}" ]; then
+    # The interpreter may be that module's: this shell leaves the record, and the next status or submit reads it.
+    echo "hpcbench: run $index of $task_file: $missing_module" >&2
+    (set -C; echo "$missing_module" > "${task_file%.jsonl}.$index.unsupported") 2> /dev/null
     return 0
   elif [ "$begin_code" -ne 0 ]; then
     echo "hpcbench: the worker could not begin run $index of $task_file (exit code $begin_code)" >&2

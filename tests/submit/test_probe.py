@@ -11,9 +11,10 @@ from click.testing import CliRunner
 from hpcbench.cli.cluster_commands import cluster
 from hpcbench.config.cluster_profile import ClusterProfile, LoginNodeMatch, is_login_node, load_cluster_file
 from hpcbench.errors import SubmitError
-from hpcbench.site.cluster_doctor import compare_probe
+from hpcbench.site.cluster_doctor import check_cluster, compare_probe
 from hpcbench.site.node_probe import parse_probe, parse_topology, render_probe, run_probe
 from hpcbench.site.profile_writer import profile_toml
+from hpcbench.submit.slurm_scheduler import SlurmScheduler
 from tests.submit.test_site import box, recorded
 
 PROBED = """=== hpcbench interfaces
@@ -92,6 +93,23 @@ def test_a_profile_against_what_a_probe_saw() -> None:
     })  # fmt: skip
     found = {finding.what: finding.works for finding in compare_probe(made, parse_probe(PROBED))}
     assert found == {"interface": False, "devices": False, "tmp": False, "folder": True}
+    refused = PROBED.replace(
+        "\nwritable\n", "\ndoes not exist: /scrach\n=== hpcbench modules\nmodule M/1 cannot be loaded\n"
+    )
+    checks = {check.what: check for check in compare_probe(made, parse_probe(refused))}
+    assert (checks["folder"].works, checks["folder"].needed) == (False, True)
+    assert (checks["modules"].works, checks["modules"].detail) == (False, "module M/1 cannot be loaded")
+
+
+def test_folders_of_a_profile_that_do_not_exist_are_named(tmp_path: Path, fake_slurm: Path) -> None:
+    scheduler = {"kind": "slurm", "bin_folder": str(tmp_path / "bin"), "config_file": str(tmp_path / "slurm.conf")}
+    made = ClusterProfile.model_validate({"name": "c", "scheduler": scheduler})
+    checks = {check.what: check for check in check_cluster(made, tmp_path) if not check.works}
+    assert checks["bin_folder"].detail == f"{tmp_path}/bin does not exist"
+    assert checks["config_file"].needed
+    (tmp_path / "slurm.conf").touch()
+    with pytest.raises(SubmitError, match=f"no folder {tmp_path}/bin"):
+        SlurmScheduler(made).check(made)
 
 
 def test_the_probe_runs_in_the_jobs_own_environment(tmp_path: Path) -> None:
@@ -102,7 +120,7 @@ def test_the_probe_runs_in_the_jobs_own_environment(tmp_path: Path) -> None:
     text = render_probe(made, tmp_path)
     for line in (
         "#SBATCH --gres=gpu:4",
-        "module load m",
+        'module load m; check_module m "$?"',
         f"#SBATCH --output={tmp_path}/log",
         "#SBATCH --time=0-00:05:00",
     ):

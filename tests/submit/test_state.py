@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
 from hpcbench.submit.plan import SweepPlan, make_plan
-from hpcbench.submit.run_state import run_states
+from hpcbench.submit.run_state import record_scheduler_failures, run_states
 from hpcbench.submit.slurm_queue import parse_job_states
 from hpcbench.submit.submit import submit
 
@@ -149,3 +150,26 @@ def test_unstarted_runs_of_a_finished_pack_are_not_waiting(
     )  # fmt: skip
     found = run_states(cluster_tree, plan.runs, plan.profile, time.time() + 3600)
     assert (found[first].state, found[second].state) == ("lost", "planned")
+
+
+def test_a_run_that_its_script_refused_is_unsupported_with_the_scripts_reason(
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    """No interpreter without the module: the shell has left a line, and the scheduler a job that ended well."""
+    submitted = submit(plan, cluster_tree)
+    assert submitted.folder is not None
+    first = next(iter(plan.runs))
+    record = submitted.folder / "0.0.unsupported"
+    record.write_text("module M/1 cannot be loaded on n1: module load ended with exit code 1\n")
+    os.utime(record, (time.time() - 600, time.time() - 600))
+    (fake_slurm / "squeue").write_text("4711_0|COMPLETED|None\n4711_1|PENDING|None\n")
+    found = run_states(cluster_tree, plan.runs, plan.profile, time.time())
+    assert (found[first].state, found[first].reason[:11]) == ("unsupported", "module M/1 ")
+    record_scheduler_failures(cluster_tree, found)
+    result = cluster_tree.read_result(first)
+    assert result is not None
+    assert result.error is not None
+    assert (result.status, result.error.type) == ("unsupported", "MissingModule")
+    (fake_slurm / "squeue").write_text("4711_0|RUNNING|None\n")
+    cluster_tree.result_path(first).unlink()
+    assert states(plan, cluster_tree)[0] == "running", "the job was started again"

@@ -164,3 +164,19 @@ def test_results_name_the_environment_that_the_submitter_knew(tmp_path: Path) ->
     result = tree_of(tmp_path).read_result(run_id(RUNS[0]))
     assert result is not None
     assert result.provenance["environment_key"] == "abc"
+
+
+def test_a_module_that_is_absent_ends_the_run_as_unsupported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = write_tasks(tmp_path, RUNS[0])
+    reason = "module PyTorch/2.6 cannot be loaded on n7: module load ended with exit code 1"
+    assert begin(tasks, 0, missing_module=reason) == EXIT_NOTHING_TO_DO
+    captured = capsys.readouterr()
+    assert (captured.out, reason in captured.err) == ("", True)
+    result = tree_of(tmp_path).read_result(run_id(RUNS[0]))
+    assert result is not None
+    assert result.error is not None
+    assert (result.status, result.attempt, result.error.message) == ("unsupported", 1, reason)
+    assert result.error.type == "MissingModule"
+    assert begin(tasks, 0) == EXIT_NOTHING_TO_DO, "it ended in this submission"

@@ -43,6 +43,7 @@ def test_an_interface_that_is_absent_is_named_with_those_that_are_there() -> Non
     with pytest.raises(WorkerError, match=r"'hsn0'.* has: lo 127\.0\.0\.1, eth0 10\.0\.0\.5") as caught:
         choose_interface([LO, ETH], "hsn0")
     assert "interface" in (caught.value.hint or "")
+    assert caught.value.status == "unsupported"
 
 
 def test_one_node_communicates_over_loopback() -> None:

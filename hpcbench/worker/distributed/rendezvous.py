@@ -18,7 +18,7 @@ import msgspec
 import psutil
 
 from hpcbench.config.run_spec import TaskFileHeader
-from hpcbench.errors import WorkerError
+from hpcbench.errors import WorkerError, unsupported
 from hpcbench.fileio import read_regular, write_atomic
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.decode import decode_record
@@ -65,10 +65,8 @@ def choose_interface(
         matching.sort(key=lambda interface: interface.name != wanted)
         if not matching:
             listed = ", ".join(f"{interface.name} {interface.addresses[0]}" for interface in present) or "none"
-            raise WorkerError(
-                f"the profile names the network interface {wanted!r}, but {socket.gethostname()} has: {listed}",
-                hint="set `interface` in the cluster's profile to one of them, or leave it out",
-            )
+            message = f"the profile names the network interface {wanted!r}, but {socket.gethostname()} has: {listed}"
+            raise unsupported(message, "set `interface` in the cluster's profile to one of them, or leave it out")
         return matching[0].name, matching[0].addresses[0]
     outward = [
         interface

@@ -146,6 +146,7 @@ def _host_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, devi
         "launcher": info.launcher,
         "seed": spec.seed + spec.repeat,
         "submission": header.submission,
+        "modules": [name for name in os.environ.get("LOADEDMODULES", "").split(":") if name],
         "limits": resource_limits(),
         "scrubbed": header.scrubbed,
         "job": {key: os.environ[name] for key, name in _JOB_VARIABLES.items() if name in os.environ},
