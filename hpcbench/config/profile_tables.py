@@ -140,7 +140,7 @@ class SchedulerConfig(TomlTable):
     max_submitted_jobs: PositiveInt | None = None
     """Jobs that one person may have queued or running; the rest is sent later. Found by trying when absent."""
     max_running_jobs: PositiveInt | None = None
-    """Jobs of one submission that may run at the same time."""
+    """Jobs of one submission that may run at the same time; for `local` 1 when absent."""
     retry_s: Seconds = 60.0
     """How long a scheduler that cannot answer just now is asked again."""
     warning_s: Seconds = 60.0

@@ -117,7 +117,7 @@ class SubmitTable(TomlTable):
     pack_minutes: Minutes | None = None
     """As many runs in one job as their time limits fit into this."""
     max_running_jobs: Annotated[int, Field(ge=1)] | None = None
-    """Jobs of one submission that may run at the same time."""
+    """Jobs of one submission that may run at the same time; on a machine without a scheduler 1 when absent."""
     budget_node_hours: Annotated[float, Field(gt=0)] | None = None
     """Maximum cost of one submit at the runs' time limits; `--yes` overrides it."""
 

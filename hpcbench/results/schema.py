@@ -99,15 +99,11 @@ class FailureRecord(_ResultRecord, kw_only=True):
     hint: str | None = None
     traceback_tail: str | None = None
 
-
-MISSING_MODULE = "MissingModule"
-"""Type of the failure of a run whose job script could not load a module."""
-
-
-def missing_module_failure(message: str) -> FailureRecord:
-    """The failure of a run that did not start because of a module; ``message`` names it and its host."""
-    hint = "see `module avail`; the modules are those of the environment in the cluster's profile"
-    return FailureRecord(type=MISSING_MODULE, message=message, hint=hint)
+    @classmethod
+    def of_module(cls, message: str) -> FailureRecord:
+        """The failure of a run whose job script could not load a module; ``message`` names it and its host."""
+        hint = "see `module avail`; the modules are those of the environment in the cluster's profile"
+        return cls(type="MissingModule", message=message, hint=hint)
 
 
 class StepPhases(_ResultRecord, kw_only=True):
@@ -193,6 +189,8 @@ class HostActivity(_ResultRecord, kw_only=True):
     """As ``busy_s``: the time that a hypervisor gave to others."""
     own_s: float | None = None
     """Processor time of this rank's process and of what it started."""
+    siblings_s: float | None = None
+    """Processor time of the ranks of other runs that may use the mask's cores, on a host's first rank."""
     throttled_s: float | None = None
     """How long a CPU quota held threads of this rank's control groups back."""
     cpu_quota_cores: float | None = None

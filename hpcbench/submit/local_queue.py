@@ -1,9 +1,9 @@
 """The job queue of a machine without a scheduler: ``python -m hpcbench.submit.local_queue SUBMISSION_FOLDER
 WARNING_S``.
 
-Runs start in order, as many at once as there are cores. Cores are file locks in the temporary folder, so that two
-submissions of one user share the machine and a dead queue releases its cores. A run with more ranks than cores locks
-all of them and runs alone, oversubscribed."""
+Runs start in order, one at a time. A submission with ``max_running_jobs`` above 1 starts as many at once, as far as
+there are cores. Cores are file locks in the temporary folder, so that two submissions of one user share the machine and
+a dead queue releases its cores. A run alone locks all of them, oversubscribed where it has more ranks."""
 
 from __future__ import annotations
 
@@ -146,9 +146,11 @@ class LocalQueue:
         self._finish()
 
     def _wait_for_cores(self, array: JobArray) -> list[IO[bytes]] | None:
+        limit = self.record.max_running_jobs
         while not self.stopping:
             self._reap()
-            cores = self.cores.take(array.cores_per_run)
+            is_full = limit is not None and len(self.running) >= limit
+            cores = None if is_full else self.cores.take(array.cores_per_run)
             if cores is not None:
                 return cores
             time.sleep(_POLL_S)

@@ -24,15 +24,7 @@ from hpcbench.errors import HpcbenchError
 from hpcbench.fileio import printable_text, read_tail
 from hpcbench.results.attempts import latest_attempt
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.results.schema import (
-    STATUS_BROKEN,
-    STATUS_OK,
-    STATUSES,
-    FailureRecord,
-    ResultSummary,
-    RunResult,
-    missing_module_failure,
-)
+from hpcbench.results.schema import STATUS_BROKEN, STATUS_OK, STATUSES, FailureRecord, ResultSummary, RunResult
 from hpcbench.submit.journal import drop_runs
 from hpcbench.submit.scheduler import JobStatus, StateQuery, scheduler_class
 from hpcbench.submit.scheduler_settings import HasSchedulerSettings
@@ -261,7 +253,7 @@ def _scheduler_failure_result(tree: ClusterTree, run_id: str, state: RunState, r
     header, task = read_task(run.folder / f"{run.array.number}.jsonl", run.index)
     attempt = latest_attempt(tree.run_folder(run_id))
     if state.state == "unsupported":
-        error = missing_module_failure(state.reason)
+        error = FailureRecord.of_module(state.reason)
     else:
         error = FailureRecord(type="SchedulerEnded", message=f"job {state.job_id}: {state.reason}")
     return RunResult(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
+from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import make_folder, write_atomic, write_error
@@ -119,16 +119,20 @@ def render_submission(
                 ranks=shape.ranks,
                 nodes=shape.nodes,
                 partition=shape.partition,
-                cores_per_run=_cores_per_run(shape, plan.profile),
+                cores_per_run=_cores_per_run(shape, plan),
                 job_limit_s=group.limit_s,
             )
         )
     return RenderedSubmission(_submission_record(plan, folder, arrays), files)
 
 
+def _max_running_jobs(plan: SweepPlan, partitions: Iterable[str | None]) -> int | None:
+    of_partitions = (plan.profile.partition(name).max_running_jobs for name in partitions)
+    limits = (plan.sweep.submit.max_running_jobs, plan.profile.scheduler.max_running_jobs, *of_partitions)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def _submission_record(plan: SweepPlan, folder: Path, arrays: list[JobArray]) -> Submission:
-    partitions = [plan.profile.partition(array.partition).max_running_jobs for array in arrays]
-    limits = (plan.sweep.submit.max_running_jobs, plan.profile.scheduler.max_running_jobs, *partitions)
     return Submission(
         submission=folder.name,
         token=secrets.token_hex(4),
@@ -136,7 +140,7 @@ def _submission_record(plan: SweepPlan, folder: Path, arrays: list[JobArray]) ->
         cluster=plan.profile.name,
         scheduler=plan.profile.scheduler.kind,
         created_unix_s=time.time(),
-        max_running_jobs=min((limit for limit in limits if limit is not None), default=None),
+        max_running_jobs=_max_running_jobs(plan, [array.partition for array in arrays]),
         arrays=arrays,
     )
 
@@ -145,9 +149,14 @@ ALL_CORES = 2**20
 """More cores than any machine has: such a run waits until it is alone."""
 
 
-def _cores_per_run(shape: JobShape, profile: ClusterProfile) -> int:
-    """The cores that the local queue reserves for a run. Runs on an accelerator are alone on the machine."""
-    if profile.request_of(shape.partition).exclusive or profile.device != "cpu":
+def _cores_per_run(shape: JobShape, plan: SweepPlan) -> int:
+    """The cores that the local queue reserves for a run: all, unless several may run at once.
+
+    Runs side by side disturb each other. Runs on an accelerator are alone on the machine in any case.
+    """
+    profile = plan.profile
+    is_alone = profile.request_of(shape.partition).exclusive or profile.device != "cpu"
+    if is_alone or (_max_running_jobs(plan, [shape.partition]) or 1) == 1:
         return ALL_CORES
     return shape.tasks_per_node * cpus_per_task(shape, profile)
 

@@ -20,7 +20,7 @@ from hpcbench.fileio import read_regular
 from hpcbench.results.attempts import Attempt, attempt_numbers, begin_attempt
 from hpcbench.results.decode import decode_record
 from hpcbench.results.results_tree import ClusterTree, environment_key
-from hpcbench.results.schema import STATUS_OK, FailureRecord, RunResult, missing_module_failure
+from hpcbench.results.schema import STATUS_OK, FailureRecord, RunResult
 from hpcbench.results.stop_rules import find_stop_reason, read_stop_group
 from hpcbench.worker.distributed.rank_environment import RankInfo
 from hpcbench.worker.measure.host import oom_kills
@@ -112,7 +112,7 @@ def begin(tasks: Path, index: int, time_limit_s: float | None = None, missing_mo
         return EXIT_NOTHING_TO_DO
     attempt = claim_attempt(tasks, index, header, task, secrets.token_hex(8), time_limit_s)
     if missing_module:
-        failure = missing_module_failure(missing_module)
+        failure = FailureRecord.of_module(missing_module)
         _write_unstarted(tree, header, task, attempt.number, "unsupported", failure)
         print(f"hpcbench: {task.run_id}: {missing_module}", file=sys.stderr)  # noqa: T201
         return EXIT_NOTHING_TO_DO

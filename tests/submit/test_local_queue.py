@@ -44,7 +44,9 @@ def wait_for(what: str, found: Callable[[], Any], limit_s: float = 60.0) -> Any:
     raise AssertionError(f"waited {limit_s:g} s for {what}")
 
 
-def submission(folder: Path, runs: int, cores: int, seconds: float, time_limit_s: float = 60.0) -> Path:
+def submission(
+    folder: Path, runs: int, cores: int, seconds: float, time_limit_s: float = 60.0, at_once: int | None = None
+) -> Path:
     array = JobArray(
         number=0,
         run_ids=[f"{index:016x}" for index in range(runs)],
@@ -62,6 +64,7 @@ def submission(folder: Path, runs: int, cores: int, seconds: float, time_limit_s
             cluster="local",
             scheduler="local",
             created_unix_s=time.time(),
+            max_running_jobs=at_once,
             arrays=[array],
         ),
         {"0.sh": script},
@@ -115,6 +118,14 @@ def test_never_more_runs_at_once_than_the_cores_carry(tmp_path: Path) -> None:
     assert sorted(index for word, index, _ in notes(folder) if word == "begin") == list(range(5))
     assert 1 <= most_at_once(notes(folder)) <= len(os.sched_getaffinity(0))
     assert len(set(read_journal(folder).job_ids())) == 5
+
+
+@pytest.mark.usefixtures("cores_folder")
+def test_never_more_runs_at_once_than_are_allowed(tmp_path: Path) -> None:
+    folder = submission(tmp_path / "s-0001", runs=4, cores=1, seconds=0.2, at_once=1)
+    start(folder)
+    wait_for("all runs to end", lambda: sum(word == "end" for word, _, _ in notes(folder)) == 4)
+    assert most_at_once(notes(folder)) == 1
 
 
 @pytest.mark.usefixtures("cores_folder")
@@ -216,9 +227,15 @@ def test_a_run_sees_the_devices_that_its_submitter_saw(
 
 
 @pytest.mark.parametrize(
-    ("changes", "cores"), [({}, 2), ({"device": "cuda"}, ALL_CORES), ({"request": {"exclusive": True}}, ALL_CORES)]
+    ("changes", "cores"),
+    [
+        ({}, ALL_CORES),
+        ({"scheduler": {"kind": "local", "max_running_jobs": 1}}, ALL_CORES),
+        ({"scheduler": {"kind": "local", "max_running_jobs": 3}}, 2),
+        ({"scheduler": {"kind": "local", "max_running_jobs": 3}, "device": "cuda"}, ALL_CORES),
+    ],
 )
-def test_a_run_larger_than_the_machine_runs_alone(
+def test_a_run_is_alone_unless_several_may_run_at_once(
     write_sweep: Callable[[str], Sweep], tmp_path: Path, changes: dict[str, Any], cores: int
 ) -> None:
     profile = ClusterProfile.model_validate(

@@ -54,6 +54,16 @@ def test_ranks_that_share_cores_are_no_strangers_to_each_other() -> None:
     assert of({"cpu_mask": [0, 1], "watched": watched(busy_s=[9.9, 10.0], own_s=16.0)}, chained) == []
 
 
+def test_other_runs_of_hpcbench_are_told_from_strangers() -> None:
+    both = {"cpu_mask": [0, 1], "watched": watched(busy_s=[10.0, 10.0], own_s=8.0, siblings_s=9.0)}
+    assert of(both) == [
+        "other runs of hpcbench used the cores during the timed steps: 45% of the 2 cores of rank 0 on n1",
+        "other processes used the cores during the timed steps: 15% of the 2 cores of rank 0 on n1",
+    ]
+    siblings = {"cpu_mask": [0, 1], "watched": watched(busy_s=[10.0, 10.0], own_s=10.0, siblings_s=50.0)}
+    assert [text.partition(" used")[0] for text in of(siblings)] == ["other runs of hpcbench"]
+
+
 def test_a_region_of_a_few_ticks_is_not_judged() -> None:
     assert of({"watched": watched(wall_s=0.2, busy_s=[0.09], own_s=0.0)}) == []
     assert of({"watched": watched(wall_s=0.2, busy_s=[0.11], own_s=0.0)}) != []
