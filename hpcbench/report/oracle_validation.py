@@ -26,9 +26,11 @@ from hpcbench.results.schema import STATUS_OK
 
 ORACLE_NAME = "hpcbench"
 """The oracle's name among the predictors."""
+_WIRE = "wire_s"
+"""What the oracle's communication is compared with: it predicts no wait for late ranks."""
 VALIDATION_COLUMNS = (
     "cluster", "run_id", "config_id", "environment_digest", "status", STEP_TIME,
-    *(f"metrics.{part}" for part in scoring.SCORED_PARTS),
+    *(f"metrics.{part}" for part in (*scoring.SCORED_PARTS, _WIRE)),
     *(f"spec.{name}" for name in RunSpec.__struct_fields__),
 )  # fmt: skip
 _IMPLAUSIBLE = 1e18
@@ -86,7 +88,8 @@ def measured_configurations(frame: pl.DataFrame) -> list[scoring.MeasuredConfigu
     ``frame`` has ``VALIDATION_COLUMNS``. A configuration with any launch that is ok is ``ok``.
     """
     by_key: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for row in frame.select(VALIDATION_COLUMNS).iter_rows(named=True):
+    # Exported frames of earlier versions lack some columns.
+    for row in frame.select(*({*VALIDATION_COLUMNS} & {*frame.columns})).iter_rows(named=True):
         if row["config_id"] is not None:
             key = (row["cluster"], row["config_id"], row["environment_digest"] if row["status"] == STATUS_OK else None)
             by_key.setdefault(key, []).append(row)
@@ -99,12 +102,21 @@ def measured_configurations(frame: pl.DataFrame) -> list[scoring.MeasuredConfigu
     ]
 
 
+def _measured_part(row: dict[str, Any], part: str) -> float | None:
+    wire_s: float | None = row.get(f"metrics.{_WIRE}") if part == "comm_s" else None
+    return row[f"metrics.{part}"] if wire_s is None else wire_s
+
+
 def _measured_configuration(rows: Sequence[dict[str, Any]]) -> scoring.MeasuredConfiguration:
     first = rows[0]
     figures: dict[str, float] = {}
     noise: dict[str, float] = {}
     for part in scoring.SCORED_PARTS:
-        values = [value for row in rows if (value := row[f"metrics.{part}"]) is not None and 0 <= value < _IMPLAUSIBLE]
+        if part == "comm_s" and (first["spec.pp_degree"] or 1) > 1:
+            # A stage's communication is mostly the wait for its neighbour.
+            continue
+        seen = (_measured_part(row, part) for row in rows)
+        values = [value for value in seen if value is not None and 0 <= value < _IMPLAUSIBLE]
         if values:
             figures[part] = max(values) if part == _PEAK_MEMORY else median(values)
         if (spread := scoring.launch_noise(values)) is not None:

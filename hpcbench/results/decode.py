@@ -14,7 +14,7 @@ import msgspec
 
 from hpcbench.config.run_spec import run_id
 from hpcbench.results.schema import SCHEMA_VERSION, STATUSES, RankResult, RunResult
-from hpcbench.results.timing_statistics import slowest_rank_times_s, timed_intervals_s
+from hpcbench.results.timing_statistics import slowest_rank_times_s, straggler_statistics, timed_intervals_s
 
 MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 """From version n to n + 1, on the decoded document. Raising ``SCHEMA_VERSION`` adds one here."""
@@ -125,7 +125,8 @@ def upgrade_rates(result: RunResult, ranks: Mapping[int, RankResult]) -> bool:
     if timed_s <= 0 or not metrics.samples_per_s:
         return False
     factor = math.fsum(result.step_times_s[skipped:]) / timed_s
-    metrics.timed_s = timed_s
+    for name, figure in {"timed_s": timed_s, **straggler_statistics(ranks, skipped)}.items():
+        setattr(metrics, name, figure)
     for name in ("samples_per_s", "flops_per_s", "mfu"):
         value = getattr(metrics, name)
         setattr(metrics, name, None if value is None else value * factor)

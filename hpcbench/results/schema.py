@@ -59,13 +59,25 @@ class RunMetrics(_ResultRecord, kw_only=True):
     timed_s: float | None = None
     """The interval of the steps that count, on the rank on which it is longest; evaluations are left out."""
     epoch_time_s: float | None = None
+    slowest_rank: int | None = None
+    """The rank that was the slowest in most of the steps that count; absent of a single rank."""
+    slowest_rank_share: float | None = None
+    """Share of the steps that count in which it was."""
+    rank_max_over_median: float | None = None
+    """A step's time on its slowest rank over the median of all ranks; the median over the steps that count."""
+    phases_rank: int | None = None
+    """The rank that computes longest: all parts of a profiled step below are those of this rank."""
     compute_s: float | None = None
-    """Of a profiled step, as the parts below: those of the rank that computes longest."""
     forward_s: float | None = None
     backward_s: float | None = None
     optimizer_s: float | None = None
     comm_s: float | None = None
     exposed_comm_s: float | None = None
+    wire_s: float | None = None
+    """The shortest ``comm_s`` of all ranks: the last rank to join a collective waits for none. Absent for pipelines,
+    whose stages have different messages."""
+    wait_s: float | None = None
+    """Mean over ranks of ``comm_s`` beyond ``wire_s``: the time that a rank waits for others while it communicates."""
     data_s: float | None = None
     bubble_fraction: float | None = None
     flops_per_s: float | None = None
@@ -73,16 +85,24 @@ class RunMetrics(_ResultRecord, kw_only=True):
     mfu: float | None = None
     """``flops_per_s`` over the devices' peak in the run's precision."""
     peak_memory_bytes: int | None = None
+    """Since the process began: set-up and warm-up included."""
+    steady_peak_memory_bytes: int | None = None
+    """Since the first timed step."""
     peak_reserved_bytes: int | None = None
     time_to_first_step_s: float | None = None
     loss: LossSummary | None = None
     accuracy: float | None = None
     time_to_accuracy_s: float | None = None
     """Training time, warm-up included and evaluation excluded, until ``target_accuracy`` was reached."""
+    time_to_accuracy_with_evaluation_s: float | None = None
+    """As ``time_to_accuracy_s``, evaluations included, that of the target too: the clock does not rest."""
     steps_to_accuracy: int | None = None
     energy_j: float | None = None
     """Of the devices over the timed steps."""
+    energy_per_sample_j: float | None = None
     energy_source: str | None = None
+    energy_includes: str | None = None
+    """The parts of the machine whose energy is counted: figures of different parts are not comparable."""
     warmup_found_steps: int | None = None
     """Timed steps at the beginning that were still slower; every figure excludes them."""
     outlier_steps: int | None = None
@@ -126,6 +146,8 @@ class EvaluationPoint(_ResultRecord, kw_only=True):
 
     step: int
     train_time_s: float
+    wall_s: float | None = None
+    """Since the first step began, evaluations included."""
     accuracy: float
 
 
@@ -342,6 +364,7 @@ class RankResult(_ResultRecord, kw_only=True):
     losses: list[float | None] = []
     """Of every step, warm-up included: the sum over this rank's samples over the step's global sample count."""
     peak_memory_bytes: int | None = None
+    steady_peak_memory_bytes: int | None = None
     peak_reserved_bytes: int | None = None
     time_to_first_step_s: float | None = None
     accuracy: float | None = None

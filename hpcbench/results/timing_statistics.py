@@ -8,7 +8,9 @@ import itertools
 import math
 import random
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from hpcbench.results.schema import RankResult, StepTimeStatistics
 
@@ -82,6 +84,18 @@ def timed_intervals_s(ranks: Mapping[int, RankResult], skipped: int) -> dict[int
     """
     ended = min((len(result.step_times_s) for result in ranks.values()), default=0)
     return {rank: math.fsum(result.step_times_s[skipped:ended]) for rank, result in ranks.items() if ended > skipped}
+
+
+def straggler_statistics(ranks: Mapping[int, RankResult], skipped: int) -> dict[str, Any]:
+    """``slowest_rank``, ``slowest_rank_share`` and ``rank_max_over_median`` of a run's metrics; empty for one rank."""
+    numbers = sorted(ranks)
+    steps = list(zip(*(ranks[rank].step_times_s for rank in numbers), strict=False))[skipped:]
+    if len(numbers) < 2 or not steps:
+        return {}
+    ((slowest, count),) = Counter(numbers[times.index(max(times))] for times in steps).most_common(1)
+    ratios = [max(times) / middle for times in steps if (middle := statistics.median(times)) > 0]
+    most = statistics.median(ratios) if ratios else None
+    return {"slowest_rank": slowest, "slowest_rank_share": count / len(steps), "rank_max_over_median": most}
 
 
 BOOTSTRAP_RESAMPLES = 400

@@ -70,6 +70,8 @@ class RankMeasurements:
     progress: LoopProgress | None = None
     counters: RegionCounters | None = None
     peak: tuple[int, int | None] | None = None
+    setup_peak: tuple[int, int | None] | None = None
+    """Before the first timed step, where the peaks could be begun anew there."""
     pipeline_state: Callable[[], str | None] | None = None
     """Description of what a pipeline's rank is doing."""
 
@@ -84,7 +86,12 @@ class RankMeasurements:
         result = self.result
         result.status, result.error = status, failure
         result.cpu_mask = cpu_mask()
-        result.peak_memory_bytes, result.peak_reserved_bytes = self.peak or read_peak_memory(self.device)
+        peak, reserved = self.peak or read_peak_memory(self.device)
+        if self.setup_peak is not None:
+            result.steady_peak_memory_bytes = peak
+            peak = max(peak, self.setup_peak[0])
+            reserved = None if reserved is None else max(reserved, self.setup_peak[1] or 0)
+        result.peak_memory_bytes, result.peak_reserved_bytes = peak, reserved
         if self.device is not None:
             result.device = str(self.device)
         if self.progress is not None:

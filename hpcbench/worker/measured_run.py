@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 
 import torch
@@ -123,6 +123,9 @@ def _time_steps(
         # All ranks read their counters while none has begun, so that reading delays no rank's first step.
         barrier(context)
         counters.begin()
+        if not progress.losses[spec.warmup_steps :]:
+            with suppress(OSError):
+                measurements.setup_peak = read_peak_memory(context.device, restarts=True)
         barrier(context)
 
     evaluate = None

@@ -22,7 +22,8 @@ from hpcbench.worker.failure import join_numbers
 from hpcbench.worker.measure.interference import interference_warnings
 
 _ABSENT_WHEN_EMULATED = (
-    "loss", "accuracy", "flops_per_s", "mfu", "peak_memory_bytes", "peak_reserved_bytes", "energy_j", "energy_source",
+    "loss", "accuracy", "flops_per_s", "mfu", "peak_memory_bytes", "steady_peak_memory_bytes", "peak_reserved_bytes",
+    "energy_j", "energy_per_sample_j", "energy_source", "energy_includes",
 )  # fmt: skip
 """What a run that computed nothing has not measured."""
 _PHASE_FIELDS = tuple(name for name in schema.StepPhases.__struct_fields__ if name != "step_s")
@@ -62,20 +63,33 @@ def compute_metrics(
         loss=_global_loss(ranks, warnings) if is_whole else None,
         accuracy=_first_known(ranks, "accuracy"),
         time_to_accuracy_s=reached.train_time_s if reached else None,
+        time_to_accuracy_with_evaluation_s=reached.wall_s if reached else None,
         steps_to_accuracy=reached.step if reached else None,
         outlier_steps=timing_statistics.count_outliers(steady),
         drift=timing_statistics.relative_drift(steady),
+        **timing_statistics.straggler_statistics(ranks if is_whole else {}, skipped),
+        **_step_phases(spec, ranks),
         **_total_energy(spec, ranks),
     )
-    for name in ("peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s"):
+    for name in ("peak_memory_bytes", "steady_peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s"):
         setattr(metrics, name, max(_known(ranks, name), default=None))
     for name in _ABSENT_WHEN_EMULATED if spec.rehearse is not None else ():
         setattr(metrics, name, None)
-    # The phases of the slowest rank: of those that were profiled the one that computes longest.
-    phases = max(_known(ranks, "phases"), key=lambda part: (part.compute_s or 0.0, part.step_s), default=None)
-    for name in _PHASE_FIELDS if phases else ():
-        setattr(metrics, name, getattr(phases, name))
     return metrics
+
+
+def _step_phases(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> dict[str, Any]:
+    """Parts of a profiled step on the rank that computes longest, and what all ranks' communication consists of."""
+    profiled = {rank: ranks[rank].phases for rank in sorted(ranks)}
+    known = {rank: phases for rank, phases in profiled.items() if phases is not None}
+    if not known:
+        return {}
+    longest = max(known, key=lambda rank: (known[rank].compute_s or 0.0, known[rank].step_s))
+    values = {"phases_rank": longest, **{name: getattr(known[longest], name) for name in _PHASE_FIELDS}}
+    comm_s = [phases.comm_s for phases in known.values() if phases.comm_s is not None]
+    if spec.pp_degree == 1 and len(comm_s) == spec.ranks:
+        values |= {"wire_s": min(comm_s), "wait_s": statistics.fmean(comm_s) - min(comm_s)}
+    return values
 
 
 def _known(ranks: Mapping[int, schema.RankResult], field: str) -> list[Any]:
@@ -87,6 +101,15 @@ def _first_known(ranks: Mapping[int, schema.RankResult], field: str) -> Any:
     return next(iter(_known(ranks, field)), None)
 
 
+_ENERGY_INCLUDES = {
+    "nvml": "the run's GPUs, without processors, memory and network",
+    "rapl package": "the processors of whole nodes, with all that runs there",
+    "rapl package + dram": "the processors and the memory of whole nodes, with all that runs there",
+    "pm_counters cpu": "the processors of whole nodes, with all that runs there",
+    "pm_counters node": "whole nodes, with all that runs there",
+}
+
+
 def _total_energy(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> dict[str, Any]:
     """Sum the energy over all devices: of every rank, or of every node where a counter is the node's."""
     counted = {rank: result.energy_j for rank, result in ranks.items() if result.energy_j is not None}
@@ -94,7 +117,15 @@ def _total_energy(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> dict
     if len(ranks) < spec.ranks or not counted or counted.keys() not in (ranks.keys(), first_of_nodes):
         return {}
     sources = dict.fromkeys(source for rank in counted if (source := ranks[rank].energy_source))
-    return {"energy_j": math.fsum(counted.values()), "energy_source": "; ".join(sources)}
+    energy_j, source = math.fsum(counted.values()), "; ".join(sources)
+    # The counters run from the first timed step, those that still warmed up included.
+    samples = sum(global_step_samples(ranks))
+    return {
+        "energy_j": energy_j,
+        "energy_per_sample_j": energy_j / samples if samples else None,
+        "energy_source": source,
+        "energy_includes": _ENERGY_INCLUDES.get(source.partition(",")[0]),
+    }
 
 
 def global_step_samples(ranks: Mapping[int, schema.RankResult]) -> list[int]:
@@ -156,7 +187,7 @@ def pipeline_timeline(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> 
 
 _RANK_FIELDS = (
     "rank", "local_rank", "node_rank", "replica", "host", "pid", "device", "cpu_mask", "status", "steps_done",
-    "peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s", "phases", "state",
+    "peak_memory_bytes", "steady_peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s", "phases", "state",
 )  # fmt: skip
 _RANK_PROVENANCE_KEYS = ("threads", "gpu_model", "gpu_uuid")
 

@@ -28,6 +28,7 @@ class LoopProgress:
         self.losses: list[Tensor] = []
         self.time_to_first_step_s: float | None = None
         self.warmup_time_s = 0.0
+        self.began_s = time.perf_counter()
         self.samples: list[int] = []
         self.evaluations: list[EvaluationPoint] = []
         self.recompiled = 0
@@ -91,7 +92,7 @@ def run_training_loop(
     total = spec.warmup_steps + spec.steps
     progress.samples = [feed.replica_count(step, strategy.replica) for step in range(spec.warmup_steps, total)]
     feed.prepare(strategy.replica)
-    began = time.perf_counter()
+    began = progress.began_s = time.perf_counter()
     for step in range(spec.warmup_steps):
         stop.raise_if_stopped()
         progress.losses.append(strategy.step(feed, step))
@@ -184,7 +185,9 @@ def make_evaluate_hook(
             train_time_s = progress.train_time_s()
             found = held_out_accuracy(strategy.module, feed)
             if found is not None and rank == 0:
-                progress.evaluations.append(EvaluationPoint(step=step, train_time_s=train_time_s, accuracy=found))
+                wall_s = time.perf_counter() - progress.began_s
+                point = EvaluationPoint(step=step, train_time_s=train_time_s, wall_s=wall_s, accuracy=found)
+                progress.evaluations.append(point)
                 reached = spec.target_accuracy is not None and found >= spec.target_accuracy
         return any_rank(reached)
 

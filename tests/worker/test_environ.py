@@ -92,6 +92,17 @@ def test_peak_memory_is_this_processes_and_not_its_parents() -> None:
     assert maxrss >= peak
 
 
+def test_the_peak_of_memory_begins_anew() -> None:
+    code = (
+        "from hpcbench.worker.measure.host import read_peak_memory as peak\n"
+        "ballast = b'x' * 200_000_000; del ballast\n"
+        "before, _ = peak(None, restarts=True); print(before, peak(None)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = map(int, done.stdout.split())
+    assert before - after > 150_000_000
+
+
 def test_peak_memory_without_the_kernels_file(tmp_path: Path) -> None:
     assert peak_resident_bytes(tmp_path / "absent") == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     status = tmp_path / "proc/self/status"

@@ -172,6 +172,9 @@ def test_training_ends_at_its_target() -> None:
     assert [one.step for one in progress.evaluations] == [2, 4, 6][: first + 1]
     assert len(progress.step_times_s()) == progress.evaluations[-1].step - 1
     assert progress.complete
+    for point in progress.evaluations:
+        assert point.wall_s is not None
+        assert point.wall_s > point.train_time_s, "evaluations are in the one and not in the other"
 
 
 def feed_labels(feed: DataFeed) -> torch.Tensor:

@@ -84,6 +84,28 @@ def test_energy_is_that_of_all_devices_or_none() -> None:
     assert (summary(ranks).metrics.energy_j, summary(ranks).metrics.energy_source) == (4.0, "nvml")
 
 
+def test_energy_per_sample_is_over_all_timed_samples_and_states_what_it_includes() -> None:
+    counter: dict[str, Any] = {"energy_j": 96.0, "energy_source": "rapl package, whole node"}
+    ranks = two_ranks()
+    ranks[0].energy_j, ranks[0].energy_source = counter.values()
+    metrics = summary(ranks).metrics
+    assert metrics.energy_per_sample_j == pytest.approx(96 / 48)
+    assert metrics.energy_includes == "the processors of whole nodes, with all that runs there"
+
+
+def test_the_slowest_rank_and_how_often() -> None:
+    metrics = summary(two_ranks()).metrics
+    # Rank 0 is the slowest in the second and the third step; the median of two ranks is their mean.
+    assert (metrics.slowest_rank, metrics.slowest_rank_share) == (0, pytest.approx(2 / 3))
+    assert metrics.rank_max_over_median == pytest.approx(0.2 / 0.15)
+    assert lone([0.1] * 3).metrics.slowest_rank is None
+
+
+def test_the_steady_peak_stands_beside_the_process_peak() -> None:
+    metrics = summary(two_ranks(steady_peak_memory_bytes=20)).metrics
+    assert (metrics.peak_memory_bytes, metrics.steady_peak_memory_bytes) == (30, 20)
+
+
 def test_one_rank_per_node_reports_its_energy() -> None:
     counter = {"energy_j": 100.0, "energy_source": "rapl package, whole node"}
     spec = make_spec(strategy="ddp", nodes=2, tasks_per_node=2, dp_degree=4)
@@ -163,6 +185,14 @@ def test_a_warning_of_some_ranks_names_them_and_of_all_stands_once() -> None:
     assert summary(ranks).warnings == ["hot"]
 
 
+def test_a_pipelines_communication_is_mostly_waiting_and_has_no_wire_time() -> None:
+    spec = make_spec(strategy="1f1b", tasks_per_node=2, pp_degree=2, micro_batches=4, steps=3)
+    ranks = two_ranks(phases=StepPhases(step_s=0.3, compute_s=0.2, comm_s=0.1, exposed_comm_s=0.05))
+    ranks[0].phases = StepPhases(step_s=0.4, compute_s=0.1, comm_s=0.3, exposed_comm_s=0.25)
+    metrics = summary(ranks, spec).metrics
+    assert (metrics.comm_s, metrics.wire_s, metrics.wait_s) == (0.1, None, None)
+
+
 def test_without_ranks_there_are_no_metrics() -> None:
     result = summary({}, status="failed")
     assert result.metrics.step_time_s is None
@@ -211,6 +241,8 @@ def test_the_split_is_that_of_the_rank_that_computes_longest() -> None:
     ranks[0].phases = StepPhases(step_s=0.4, compute_s=0.1, comm_s=0.3, exposed_comm_s=0.25, forward_s=0.1)
     metrics = summary(ranks).metrics
     assert (metrics.compute_s, metrics.comm_s, metrics.exposed_comm_s, metrics.forward_s) == (0.2, 0.1, 0.05, None)
+    assert metrics.phases_rank == 1
+    assert (metrics.wire_s, metrics.wait_s) == (0.1, pytest.approx(0.1)), "rank 0 waits for 0.2 s, rank 1 not at all"
     assert summary(ranks).ranks[0]["phases"]["comm_s"] == 0.3
     assert summary(two_ranks()).metrics.compute_s is None
 
@@ -223,11 +255,13 @@ def test_the_time_to_an_accuracy_is_that_of_the_first_evaluation_at_it(
 ) -> None:
     ranks = two_ranks()
     ranks[0].evaluations = [
-        EvaluationPoint(step=4 * number, train_time_s=2.0 * number, accuracy=0.25 * number) for number in (1, 2, 3)
+        EvaluationPoint(step=4 * number, train_time_s=2.0 * number, wall_s=5.0 * number, accuracy=0.25 * number)
+        for number in (1, 2, 3)
     ]
     spec = make_spec(strategy="ddp", tasks_per_node=2, dp_degree=2, steps=3, target_accuracy=target)
     metrics = summary(ranks, spec).metrics
     assert (metrics.time_to_accuracy_s, metrics.steps_to_accuracy) == (time_s, steps)
+    assert metrics.time_to_accuracy_with_evaluation_s == (None if time_s is None else 2.5 * time_s)
 
 
 def test_the_prediction_is_part_of_the_result() -> None:

@@ -220,16 +220,23 @@ def _without_none(values: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value not in (None, {})}
 
 
-def read_peak_memory(device: torch.device | None) -> tuple[int, int | None]:
+def read_peak_memory(device: torch.device | None, *, restarts: bool = False) -> tuple[int, int | None]:
     """Return the peak bytes, on cuda since its peak was reset, and there the bytes that the allocator reserved.
 
     On a cpu it is the resident set of the process, interpreter and libraries included; on cuda the allocator's peak.
+    With ``restarts`` the peaks begin anew; raises ``OSError`` where the system does not allow that.
     """
     if device is not None and device.type == "cuda":
         import torch
 
-        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-    return peak_resident_bytes(), None
+        peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        if restarts:
+            torch.cuda.reset_peak_memory_stats(device)
+        return peaks
+    peak = peak_resident_bytes()
+    if restarts:
+        (ROOT / "proc/self/clear_refs").write_text("5")  # of proc(5): the peak becomes the present resident set
+    return peak, None
 
 
 def peak_resident_bytes(root: Path = ROOT) -> int:
