@@ -155,5 +155,6 @@ def doubts_of(result: RunResult) -> list[str]:
     if negative:
         doubts.append(f"an impossible result: negative {', '.join(negative)}")
     if (named := run_id(result.spec)) != result.run_id:
-        doubts.append(f"an impossible result: its spec is that of run {named}, not its own")
+        # An anonymous bundle replaces names within parameters, too.
+        doubts.append(f"the spec is not the one of the run_id: it is that of run {named}, changed after the run")
     return doubts

@@ -90,4 +90,4 @@ def test_impossible_results_are_marked() -> None:
     other = measured()
     other.spec = msgspec.structs.replace(PAIR, batch_size=9)
     (doubt,) = doubts_of(other)
-    assert doubt.startswith("an impossible result: its spec is that of run ")
+    assert doubt.startswith("the spec is not the one of the run_id: it is that of run ")
