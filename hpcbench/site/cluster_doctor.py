@@ -12,10 +12,10 @@ import msgspec
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import INSTALL_WORKER, HpcbenchError
 from hpcbench.fileio import printable_text
-from hpcbench.paths import data_folder, expand_path
+from hpcbench.paths import cache_folder, data_folder, expand_path
 from hpcbench.render.job_script import rank_python
 from hpcbench.results.data_folder import list_datasets
-from hpcbench.site.node_probe import NodeProbe, run_probe
+from hpcbench.site.node_probe import NodeProbe, parse_probe, render_probe, run_probe
 from hpcbench.site.profile_check import scheduler_partitions
 from hpcbench.submit.scheduler import Notify, account_error
 from hpcbench.submit.scheduler_settings import RunningCommand, find_command, scrubbed_environment, scrubbed_names
@@ -107,6 +107,11 @@ def _check_slurm(profile: ClusterProfile) -> list[DoctorCheck]:
 def _check_worker(profile: ClusterProfile) -> list[DoctorCheck]:
     """Check the jobs' default interpreter. An environment that only exists on the nodes cannot be seen from here."""
     environment = profile.environment(None)
+    if environment.modules and profile.scheduler.kind == "local":
+        # Without a scheduler this machine is the node.
+        script = render_probe(profile, cache_folder())
+        result = RunningCommand(["bash", "-c", script], scrubbed_environment()).result(timeout_s=300)
+        return _check_probe(profile, parse_probe(result.output))
     if environment.modules or environment.container or environment.setup:
         detail = "made by modules, setup lines or a container: it can only be examined in a job"
         return [_check("job environment", True, detail, needed=False)]
@@ -131,9 +136,13 @@ def _check_from_node(profile: ClusterProfile, notify: Notify) -> list[DoctorChec
         probe = run_probe(profile, notify)
     except HpcbenchError as error:
         return [_check("job", False, printable_text(error.message), error.hint or "")]
-    report = probe.worker
-    host = str((report or {}).get("host", "a node"))
-    checks = [_check("job", True, f"ran on {host}"), *compare_probe(profile, probe)]
+    host = str((probe.worker or {}).get("host", "a node"))
+    return [_check("job", True, f"ran on {host}"), *_check_probe(profile, probe)]
+
+
+def _check_probe(profile: ClusterProfile, probe: NodeProbe) -> list[DoctorCheck]:
+    """Check the node against the profile, and the packages of the jobs' interpreter."""
+    report, checks = probe.worker, compare_probe(profile, probe)
     if report is None:
         output = printable_text(" ".join(probe.sections.get("worker", []))[-300:]) or "it said nothing"
         return [*checks, _check("python", False, output, INSTALL_WORKER)]

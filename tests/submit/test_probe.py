@@ -101,6 +101,17 @@ def test_a_profile_against_what_a_probe_saw() -> None:
     assert (checks["modules"].works, checks["modules"].detail) == (False, "module M/1 cannot be loaded")
 
 
+def test_on_a_machine_without_a_scheduler_a_missing_module_is_found(tmp_path: Path) -> None:
+    made = ClusterProfile.model_validate({
+        "name": "c", "launcher": "torchrun", "scheduler": {"kind": "local"}, "default_environment": "v",
+        "environments": {"v": {"modules": ["absent/1.0"], "python": "/nonexistent"}},
+    })  # fmt: skip
+    checks = {check.what: check for check in check_cluster(made, tmp_path)}
+    assert (checks["modules"].works, checks["modules"].needed) == (False, True)
+    assert checks["modules"].detail.startswith("module absent/1.0 cannot be loaded on ")
+    assert not checks["python"].works
+
+
 def test_folders_of_a_profile_that_do_not_exist_are_named(tmp_path: Path, fake_slurm: Path) -> None:
     scheduler = {"kind": "slurm", "bin_folder": str(tmp_path / "bin"), "config_file": str(tmp_path / "slurm.conf")}
     made = ClusterProfile.model_validate({"name": "c", "scheduler": scheduler})
