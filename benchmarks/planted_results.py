@@ -95,7 +95,7 @@ def _ended(spec: RunSpec, source: random.Random) -> RunResult:
                 median=step, mean=step, std=step * 0.015, p10=step * 0.98, p90=step * 1.02, min=step * 0.96,
                 max=step * 1.05, ci95_low=step * 0.995, ci95_high=step * 1.005,
             ),
-            samples_per_s=32 * spec.devices / step, compute_s=compute * (1.1 if piped else 1),
+            samples_per_s=32 * spec.devices / step, timed_s=step * STEPS, compute_s=compute * (1.1 if piped else 1),
             exposed_comm_s=exposed or None,
             comm_s=exposed + 0.01 if exposed else None, bubble_fraction=walked.bubble_fraction if walked else None,
             peak_memory_bytes=max(memory), loss=LossSummary(first=6.9, last=6.1),

@@ -100,8 +100,11 @@ def run_states(
             # It may have left its result since the tree was read.
             head = tree.summary(key)
         is_active = state.state in ACTIVE_STATES
-        if head is None and run is not None and not is_active:
-            state = _read_refusal(run) or state
+        is_refusable = head is None or head.status not in (STATUS_OK, "unsupported")
+        if run is not None and not is_active and is_refusable and not run.started_attempt(tree):
+            refusal = _read_refusal(run)
+            # A result that is there is of an earlier submission.
+            head, state = (None, refusal) if refusal else (head, state)
         if head is None:
             # The old job of a stale run ended long ago: only an active job measures it again.
             states[key] = _PLANNED_STATE if key in stale and not is_active else state

@@ -173,3 +173,27 @@ def test_a_run_that_its_script_refused_is_unsupported_with_the_scripts_reason(
     (fake_slurm / "squeue").write_text("4711_0|RUNNING|None\n")
     cluster_tree.result_path(first).unlink()
     assert states(plan, cluster_tree)[0] == "running", "the job was started again"
+
+
+def test_a_refused_run_replaces_the_failed_result_of_an_earlier_submission(
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    first, spec = next(iter(plan.runs.items()))
+    error = FailureRecord(type="T", message="earlier")
+    cluster_tree.write_result(
+        RunResult(
+            run_id=first,
+            config_id="c",
+            attempt=1,
+            sweep="small",
+            cluster="test",
+            status="failed",
+            spec=spec,
+            error=error,
+        )
+    )
+    submitted = submit(plan, cluster_tree)
+    assert submitted.folder is not None
+    (submitted.folder / "0.0.unsupported").write_text("module M/1 cannot be loaded on n1: no reason\n")
+    (fake_slurm / "squeue").write_text("4711_0|COMPLETED|None\n4711_1|PENDING|None\n")
+    assert states(plan, cluster_tree)[0] == "unsupported"
