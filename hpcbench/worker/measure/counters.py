@@ -71,7 +71,7 @@ def sibling_cpu_s(mask: Sequence[int], arguments: Sequence[str]) -> dict[tuple[i
             if is_rank and words[-len(arguments) :] != list(arguments) and {*process.cpu_affinity()} & {*mask}:
                 spent = process.cpu_times()
                 times[process.pid, process.create_time()] = spent.user + spent.system
-        except psutil.Error:
+        except (psutil.Error, AttributeError):  # macOS has no affinity
             continue
     return times
 
