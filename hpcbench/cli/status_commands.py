@@ -6,7 +6,6 @@ import contextlib
 import functools
 import io
 import os
-import pwd
 import re
 import shutil
 import sys
@@ -43,7 +42,13 @@ from hpcbench.results.schema import FAILED_STATUSES, STATUSES
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, count_states, run_states
 from hpcbench.submit.scheduler import job_log, scheduler_class
 from hpcbench.submit.scheduler_settings import read_scheduler_settings
-from hpcbench.submit.submission_record import SweepRecord, find_submitted_runs, list_submissions, read_run_specs
+from hpcbench.submit.submission_record import (
+    SweepRecord,
+    find_submitted_runs,
+    folder_owner,
+    list_submissions,
+    read_run_specs,
+)
 from hpcbench.submit.watcher import SweepSnapshot, SweepWatcher, poll_pause_s
 
 if TYPE_CHECKING:
@@ -168,8 +173,7 @@ class RunCatalog:
                 ended_unix_s = 0.0
             elapsed_s = (ended_unix_s if ended_unix_s >= start.started_unix_s else time.time()) - start.started_unix_s
         if folder is not None:
-            with contextlib.suppress(OSError, KeyError):
-                owner = pwd.getpwuid(folder.stat().st_uid).pw_name
+            owner = folder_owner(folder)
         return RunDetails(spec, elapsed_s, owner)
 
     def satisfying(self, states: Mapping[str, RunState], where: str) -> dict[str, RunState]:

@@ -19,6 +19,7 @@ from hpcbench.site.node_probe import NodeProbe, parse_probe, render_probe, run_p
 from hpcbench.site.profile_check import scheduler_partitions
 from hpcbench.submit.scheduler import Notify, account_error
 from hpcbench.submit.scheduler_settings import RunningCommand, find_command, scrubbed_environment, scrubbed_names
+from hpcbench.submit.slurm_queue import hides_jobs, private_data
 
 
 class DoctorCheck(msgspec.Struct):
@@ -97,6 +98,10 @@ def _check_slurm(profile: ClusterProfile) -> list[DoctorCheck]:
         path = find_command(command, profile)
         mend = "run on a login node, or set scheduler.bin_folder in the profile"
         checks.append(_check(command, path is not None, str(path or "not on PATH"), mend, needed=needed))
+    private = private_data(profile)
+    if private is not None and hides_jobs(private):
+        detail = f"{private}: jobs that other users of a results tree submitted count as queued or running"
+        checks.append(_check("PrivateData", True, detail, needed=False))
     partitions = scheduler_partitions(profile)
     if partitions is None:
         mend = "make slurm-up" if profile.name == "slurmbox" else "is the controller up? try: scontrol ping"

@@ -6,6 +6,7 @@ that may be queued without a record; the unique job names identify them."""
 from __future__ import annotations
 
 import contextlib
+import getpass
 import os
 import time
 from collections.abc import Collection, Iterable
@@ -29,6 +30,8 @@ class JobBatch(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     lane: int = 0
     is_array: bool = False
     tried_unix_s: float = 0.0
+    user: str = ""
+    """The account that called sbatch; empty in journals of earlier versions."""
     job_id: Annotated[str, msgspec.Meta(pattern=r"^[0-9]+$")] | None = None
     refused: bool = False
     """The scheduler refused it: its runs belong to no submission."""
@@ -148,9 +151,17 @@ class JournalWriter:
             raise write_error(error, path) from error
 
 
+def account_name() -> str:
+    """The account of this process; its number if it has no name."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
 def mark_attempted(batch: JobBatch) -> JobBatch:
     """``batch`` as it is recorded before sbatch is called."""
-    return msgspec.structs.replace(batch, tried_unix_s=time.time())
+    return msgspec.structs.replace(batch, tried_unix_s=time.time(), user=account_name())
 
 
 def read_dropped_runs(folder: Path) -> set[str]:

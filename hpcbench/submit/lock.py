@@ -5,7 +5,6 @@ The lock is a file created with O_EXCL (or a hard link), because ``flock`` does 
 from __future__ import annotations
 
 import contextlib
-import getpass
 import os
 import secrets
 import socket
@@ -18,6 +17,7 @@ import msgspec
 from hpcbench.errors import StorageError
 from hpcbench.fileio import join_without_links, make_folder, read_regular, write_atomic, write_exclusive
 from hpcbench.results.decode import decode_record
+from hpcbench.submit.journal import account_name
 
 
 class LockHeldError(StorageError):
@@ -43,7 +43,7 @@ class LeaseLock:
 
     def _encode_holder(self) -> bytes:
         return msgspec.json.encode(
-            LockHolder(_user_name(), socket.gethostname(), os.getpid(), time.time(), self._lease_s)
+            LockHolder(account_name(), socket.gethostname(), os.getpid(), time.time(), self._lease_s)
         )
 
     def renew(self) -> None:
@@ -133,10 +133,3 @@ def _describe_holder(path: Path) -> str:
     except OSError:
         holder = None
     return f"{holder.owner} (process {holder.pid} on {holder.host}) to finish" if holder else "another submit"
-
-
-def _user_name() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())

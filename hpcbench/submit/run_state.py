@@ -5,6 +5,7 @@
     in no submission, or removed before it began -------> planned
     in a submission, job not submitted yet -------------> waiting
     job known to the scheduler -------------------------> pending, running, or how the job ended
+    job of another account that may not be seen --------> pending or running; lost past its time limit
     job unknown to the scheduler, no result ------------> lost, and planned again once its lease has passed
 
 Failures that only the scheduler reports are recorded as results. Cancelled runs keep their measurements; ``submit``
@@ -45,6 +46,8 @@ RESULT_DELAY_S = 60.0
 """A slow file system may show a result this long after its job has ended."""
 RUN_LEASE_S = 7 * 86400.0
 """After this long a run of which nothing is known may be submitted again."""
+_HIDDEN_JOB_MARGIN_S = 86400.0
+"""A hidden job that started this much longer ago than its time limit has ended; it may have been suspended."""
 _INTERRUPTED_STATUSES = frozenset({"preempted", "cancelled", "failed"})
 """Results that a run may have left before its job was put back into the queue."""
 _ENDED_BEFORE_RUN = frozenset({"timeout", "preempted", "lost"})
@@ -162,8 +165,8 @@ class _StateResolver:
         if status is None and run.job_id is None:
             reason = run.waiting or ("its sbatch was not heard to answer" if run.batch else "not sent yet")
             return _make_state(run, "waiting", f"{reason}; the next submit sends it")
-        if status is None:
-            return self._unknown(run)
+        if status is None or status.state == "hidden":
+            return self._unknown(run) if status is None else self._hidden(run, status.reason)
         if status.state == "running" and is_packed and not run.started_attempt(self._tree):
             return _make_state(run, "pending", f"its job {run.job_id} comes to it later")
         if status.state in ACTIVE_STATES:
@@ -194,6 +197,16 @@ class _StateResolver:
         if self._now_unix_s - since_unix_s > RUN_LEASE_S + run.array.job_limit_s:
             return _make_state(run, "planned", f"{reason}; its lease has passed")
         return _make_state(run, "lost", reason)
+
+    def _hidden(self, run: SubmittedRun, reason: str) -> RunState:
+        """The state of a run whose job this account may not see: only its files can show that it has ended."""
+        attempt = run.started_attempt(self._tree)
+        if attempt is None:
+            return _make_state(run, "pending", reason)
+        age_s = self._now_unix_s - attempt[1].started_unix_s
+        if age_s > run.array.job_limit_s + _HIDDEN_JOB_MARGIN_S:
+            return _make_state(run, "lost", f"job {run.job_id} is past its time limit and left no result; {reason}")
+        return _make_state(run, "running", reason)
 
     def replaces_result(self, run_id: str, run: SubmittedRun, state: RunState, head: ResultSummary) -> bool:
         """Whether an active submission will replace the result that is there.

@@ -39,8 +39,9 @@ class JobStatus(NamedTuple):
     """The state of the job of a run at its scheduler."""
 
     state: str
-    """``waiting`` (not submitted yet), ``pending``, ``running``, ``planned`` (will not run), ``lost`` (ended without an
-    error), or the status of a result: ``timeout``, ``cancelled``, ``preempted``, ``oom``, ``failed``."""
+    """``waiting`` (not submitted yet), ``pending``, ``running``, ``planned`` (will not run), ``hidden`` (this account
+    may not see the job), ``lost`` (ended without an error), or the status of a result: ``timeout``, ``cancelled``,
+    ``preempted``, ``oom``, ``failed``."""
     reason: str
     """The scheduler's own words, empty if it has none."""
     name: str = ""

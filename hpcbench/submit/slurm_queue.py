@@ -204,6 +204,20 @@ def count_queued_jobs(profile: HasSchedulerSettings) -> int | None:
     return None if result.error is not None else len(result.output.splitlines())
 
 
+def private_data(profile: HasSchedulerSettings) -> str | None:
+    """The value of PrivateData in slurm.conf, such as ``jobs,usage``; ``None`` if scontrol does not answer."""
+    result = run_command(["scontrol", "show", "config"], profile)
+    if result.error is not None:
+        return None
+    match = re.search(r"^PrivateData\s*=\s*(\S+)", result.output, re.MULTILINE)
+    return match[1] if match else "none"
+
+
+def hides_jobs(private: str | None) -> bool:
+    """Whether an account sees its own jobs alone, by ``private_data``; without an answer it must be assumed."""
+    return private is None or "jobs" in private.lower().split(",")
+
+
 def max_array_size(profile: ClusterProfile) -> int:
     """The largest array that may be submitted: by the profile, else by the scheduler, else SLURM's default.
 

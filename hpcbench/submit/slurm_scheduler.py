@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, ClassVar
 
 from hpcbench.errors import SubmitError
 from hpcbench.fileio import printable_text
-from hpcbench.submit.journal import read_journal
+from hpcbench.submit.journal import account_name, read_journal
 from hpcbench.submit.scheduler import JobStatus, Notify, Scheduler, SchedulerLimits, SendOutcome
 from hpcbench.submit.scheduler_settings import find_command, run_command
-from hpcbench.submit.slurm_queue import QueueQuery, count_queued_jobs, max_array_size
+from hpcbench.submit.slurm_queue import QueueQuery, count_queued_jobs, hides_jobs, max_array_size, private_data
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile
     from hpcbench.results.results_tree import ClusterTree
+    from hpcbench.submit.scheduler_settings import HasSchedulerSettings
 
 _SCANCEL_IDS_PER_CALL = 500
 
@@ -63,7 +64,8 @@ class SlurmScheduler(Scheduler):
 
     def state(self, submissions: Sequence[NewestSubmission]) -> _SlurmQuery:
         batches = [batch for submission in submissions for batch in submission.journal.batches]
-        return _SlurmQuery(QueueQuery({batch.job_id for batch in batches if batch.job_id is not None}, self.settings))
+        job_ids = {batch.job_id for batch in batches if batch.job_id is not None}
+        return _SlurmQuery(QueueQuery(job_ids, self.settings), self.settings)
 
     def cancel(self, whole: Sequence[SubmittedRun], parts: Sequence[SubmittedRun]) -> None:
         self._scancel([], whole)
@@ -88,8 +90,8 @@ SCHEDULER: type[Scheduler] = SlurmScheduler
 class _SlurmQuery:
     """A ``QueueQuery`` answered by run instead of by job."""
 
-    def __init__(self, query: QueueQuery) -> None:
-        self._query = query
+    def __init__(self, query: QueueQuery, settings: HasSchedulerSettings) -> None:
+        self._query, self._settings = query, settings
 
     def result(self, runs: Mapping[str, SubmittedRun]) -> Mapping[str, JobStatus]:
         job_ids = {key: job_id for key, run in runs.items() if (job_id := run.job_id)}
@@ -101,4 +103,16 @@ class _SlurmQuery:
             # SLURM uses numbers again: a job with another name of hpcbench is not this run's.
             if status and batch and (status.name == batch.name or not status.name.startswith("hpcbench-")):
                 statuses[key] = status
-        return statuses
+        return statuses | self._hidden_statuses({key: runs[key] for key in job_ids.keys() - statuses.keys()})
+
+    def _hidden_statuses(self, unknown: Mapping[str, SubmittedRun]) -> dict[str, JobStatus]:
+        """``hidden`` for jobs that other accounts submitted, if SLURM shows an account its own jobs alone."""
+        me = account_name()
+        owners = {key: run.submitted_by for key, run in unknown.items()}
+        foreign = {key: owner for key, owner in owners.items() if owner not in (None, me)}
+        if not foreign or not hides_jobs(private_data(self._settings)):
+            return {}
+        return {
+            key: JobStatus("hidden", f"submitted by {owner}, whose jobs SLURM hides from {me} (PrivateData)")
+            for key, owner in foreign.items()
+        }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import pwd
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -189,9 +190,24 @@ class SubmittedRun(msgspec.Struct, frozen=True, gc=False):
         """The scheduler's, once it has accepted the job."""
         return self.batch.job_of(self.number) if self.batch is not None and self.batch.is_sent else None
 
+    @property
+    def submitted_by(self) -> str | None:
+        """The account that sent its job; where the journal lacks it, the owner of the submission's folder."""
+        if self.batch is not None and self.batch.user:
+            return self.batch.user
+        return folder_owner(self.folder)
+
     def started_attempt(self, tree: ClusterTree) -> tuple[Attempt, AttemptStart] | None:
         """The newest attempt of the run, if a job of this submission started it."""
         return started_attempt(tree, self.array.run_ids[self.index], self.record.submission)
+
+
+def folder_owner(folder: Path) -> str | None:
+    """The name of the account that owns ``folder``; ``None`` if it has none here."""
+    try:
+        return pwd.getpwuid(folder.stat().st_uid).pw_name
+    except (OSError, KeyError):
+        return None
 
 
 def started_attempt(tree: ClusterTree, run_id: str, submission: str) -> tuple[Attempt, AttemptStart] | None:
