@@ -2,8 +2,8 @@
 
 Stock submitit writes the script itself, pickles a function, and builds a plain ``SlurmExecutor`` for arrays, which
 loses the overrides of a subclass. Here the script exists already, for one run and for an array alike; submitit checks
-the parameters and parses the job id. Each call is recorded in the journal before and after, and a call without an
-answer is resolved by the name of its job:
+the parameters. Each call is recorded in the journal before and after, and a call without an answer is resolved by the
+name of its job:
 
     journal: tried  -->  sbatch  --->  accepted  -->  journal: job id
                            |-------->  refused   -->  journal: withdrawn
@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -27,7 +28,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import submitit
-from submitit.core.utils import FailedSubmissionError
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.errors import SubmitError
@@ -61,18 +61,17 @@ class SbatchExecutor(submitit.SlurmExecutor):
         return 2
 
     def submit_script(self, script: Path, options: list[str], argument: int) -> str:
-        """Call ``sbatch OPTIONS SCRIPT ARGUMENT`` and return the number of the job.
+        """Call ``sbatch --parsable OPTIONS SCRIPT ARGUMENT`` and return the number of the job.
 
         Raises ``SbatchError`` if sbatch is absent, refuses, or its answer holds no job's number.
         """
-        output = self._call(["sbatch", *options, str(script), str(argument)])
-        try:
-            return str(self._get_job_id_from_submission_command(output))
-        except FailedSubmissionError:
+        output = self._call(["sbatch", "--parsable", *options, str(script), str(argument)])
+        job_id = parse_job_number(output)
+        if job_id is None:
             message = f"sbatch accepted {script} but its answer names no job: {printable_text(output.strip())!r}"
-            raise SbatchError(
-                message, SbatchOutcome.UNCLEAR, hint="it is looked for by its name at the next submit"
-            ) from None
+            hint = "it is looked for by its name at the next submit"
+            raise SbatchError(message, SbatchOutcome.UNCLEAR, hint=hint)
+        return job_id
 
     def _call(self, command: list[str]) -> str:
         if shutil.which(command[0], path=self._environment.get("PATH")) is None:
@@ -92,13 +91,25 @@ class SbatchExecutor(submitit.SlurmExecutor):
             )
         except subprocess.TimeoutExpired as error:
             raise SbatchError(f"sbatch did not answer within {_SBATCH_TIMEOUT_S:g} s", SbatchOutcome.UNCLEAR) from error
-        if done.returncode != 0:
+        # A site's wrapper may fail after sbatch has queued the job.
+        if done.returncode != 0 and parse_job_number(done.stdout) is None:
             message = printable_text((done.stderr or done.stdout).strip())
             outcome = classify_sbatch_error(message)
             verb = "could not send" if outcome in (SbatchOutcome.AWAY, SbatchOutcome.UNCLEAR) else "refused"
             hint = f"command: {shlex.join(command)}"
             raise SbatchError(f"sbatch {verb} {command[-2]}: {message}", outcome, hint=hint)
         return done.stdout
+
+
+_JOB_NUMBER_LINE = re.compile(r"(?:Submitted batch job )?(\d+)(?:;\S+| on cluster \S+)?")
+
+
+def parse_job_number(output: str) -> str | None:
+    """The number in the last line of sbatch's output that is an answer of sbatch: ``4711``, ``4711;cluster`` or
+    ``Submitted batch job 4711``. Other lines, such as a site's banner, do not count.
+    """
+    matches = (_JOB_NUMBER_LINE.fullmatch(line.strip()) for line in reversed(output.splitlines()))
+    return next((match[1] for match in matches if match), None)
 
 
 class SbatchError(SubmitError):
@@ -169,6 +180,9 @@ class JobSubmitter:
             try:
                 job_id: str | None = self._executor.submit_script(script, options, batch.first)
             except SbatchError as error:
+                if job_id := self._find_refused_job(batch, error):
+                    self.writer.record(msgspec.structs.replace(batch, job_id=job_id))
+                    return job_id
                 if error.outcome is not SbatchOutcome.UNCLEAR:
                     self.writer.withdraw(batch)
                 if error.outcome not in (SbatchOutcome.AWAY, SbatchOutcome.UNCLEAR):
@@ -179,6 +193,13 @@ class JobSubmitter:
             if job_id is not None:
                 self.writer.record(msgspec.structs.replace(batch, job_id=job_id))
                 return job_id
+
+    def _find_refused_job(self, batch: JobBatch, error: SbatchError) -> str | None:
+        """The job that a refusal is wrong about: a site's wrapper of sbatch may fail after the job was queued."""
+        if error.outcome is SbatchOutcome.REFUSED:
+            with contextlib.suppress(SubmitError):
+                return find_job_by_name(batch.name, self._profile)
+        return None
 
     def query(self, question: Callable[[], _T], notify: Notify) -> _T:
         """The answer to ``question``, which is asked again while the scheduler is away, for as long as an sbatch is."""

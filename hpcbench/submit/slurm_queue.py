@@ -96,7 +96,7 @@ class QueueQuery:
         A job that neither command knows is left out: unknown is never taken for failed. Other tasks of the arrays may
         be in it. Raises ``SubmitError`` if neither squeue nor sacct answers.
         """
-        queued, queue_error = _collect_job_states(self._calls)
+        queued, queue_error = _collect_job_states(self._calls, are_queued=True)
         missing = [job_id for job_id in job_ids if job_id not in queued]
         if not missing:
             return queued
@@ -124,28 +124,33 @@ def _id_lists(arrays: Collection[str]) -> list[str]:
     ]
 
 
-def _collect_job_states(calls: Iterable[RunningCommand]) -> tuple[dict[str, JobStatus], str | None]:
+def _collect_job_states(
+    calls: Iterable[RunningCommand], *, are_queued: bool = False
+) -> tuple[dict[str, JobStatus], str | None]:
     """Statuses by job id, and the last error. For squeue an id that it has forgotten is an error; here it is not."""
     statuses: dict[str, JobStatus] = {}
     error = None
     for call in calls:
         result = call.result()
         if result.error is None or "Invalid job id" in result.error:
-            statuses |= parse_job_states(result.output)
+            statuses |= parse_job_states(result.output, are_queued=are_queued)
         else:
             error = result.error
     return statuses, error
 
 
-def parse_job_states(text: str) -> dict[str, JobStatus]:
-    """The jobs in lines ``id|STATE by 0|reason|end|name``; other lines are skipped."""
+def parse_job_states(text: str, *, are_queued: bool = False) -> dict[str, JobStatus]:
+    """The jobs in lines ``id|STATE by 0|reason|end|name``; other lines are skipped.
+
+    Jobs that squeue lists (``are_queued``) in a state that is unknown here are pending; otherwise they are skipped.
+    """
     statuses: dict[str, JobStatus] = {}
     parsed: dict[str, JobStatus | None] = {}
     for line in text.splitlines():
         job_id, _, fields = line.partition("|")
         # The lines of the tasks of an array differ in their ids alone.
         if fields not in parsed:
-            parsed[fields] = _parse_job_state(fields)
+            parsed[fields] = _parse_job_state(fields, "pending" if are_queued else None)
         status, job = parsed[fields], _JOB_ID_PATTERN.fullmatch(job_id)
         if status is None or job is None:
             continue
@@ -165,10 +170,11 @@ def _expand_task_ranges(text: str) -> Iterator[int]:
         yield from range(int(first), int(last or first) + 1, int(step or 1))
 
 
-def _parse_job_state(fields: str) -> JobStatus | None:
+def _parse_job_state(fields: str, other_state: str | None) -> JobStatus | None:
+    """``other_state``: the state of a job whose word is in no table."""
     state, reason, end, name, *_ = [*fields.split("|", maxsplit=3), "", "", ""]
     word = state.split(" ")[0].rstrip("+")
-    our_state = _ACTIVE_JOB_STATES.get(word) or _ENDED_JOB_STATES.get(word)
+    our_state = _ACTIVE_JOB_STATES.get(word) or _ENDED_JOB_STATES.get(word) or (other_state if word else None)
     if our_state is None:
         return None
     ended_unix_s = None

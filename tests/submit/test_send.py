@@ -195,6 +195,37 @@ def test_a_job_that_was_taken_without_a_word_is_found_by_its_name(
     assert read_journal(folder).job_ids() == [f"4999_{number}" for number in range(10)]
 
 
+@pytest.mark.parametrize(
+    ("behaviour", "job_id"), [("banner-before", "4711"), ("wrapper", "4711"), ("silent-wrapper", "4999")]
+)
+def test_a_job_is_known_by_the_answer_of_sbatch_alone(
+    behaviour: str, job_id: str, ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A site's banner holds other numbers, and its wrapper may fail once the job is queued."""
+    monkeypatch.setenv("FAKE_SBATCH", behaviour)
+    outcome = submit(ten(), cluster_tree)
+    assert (outcome.sent.jobs, outcome.sent.refused) == (10, [])
+    assert outcome.folder is not None
+    assert [batch.job_id for batch in read_journal(outcome.folder).batches] == [job_id]
+
+
+@pytest.mark.parametrize(
+    ("output", "number"),
+    [
+        ("4711\n", "4711"),
+        ("4711;cluster\n", "4711"),
+        ("Submitted batch job 4711\n", "4711"),
+        ("Submitted batch job 4711 on cluster two\n", "4711"),
+        ("see job 2024 policy\nSubmitted batch job 167\n", "167"),
+        ("12 jobs of 2024\n", None),
+        ("", None),
+    ],
+)
+def test_the_number_of_a_job_is_read_from_an_answer_of_sbatch(output: str, number: str | None) -> None:
+    assert sbatch.parse_job_number(output) == number
+
+
 def test_an_unclear_sbatch_call_is_not_repeated_while_squeue_fails(
     ten: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

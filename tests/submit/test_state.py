@@ -38,6 +38,12 @@ def test_parse_states(line: str, expected: dict[str, tuple[str, str]]) -> None:
     assert {job_id: answer[:2] for job_id, answer in parse_job_states(line).items()} == expected
 
 
+def test_a_queued_job_in_an_unknown_state_is_pending() -> None:
+    line = "5|EXPEDITING|None|N/A|hpcbench-a"
+    assert parse_job_states(line, are_queued=True)["5"][:2] == ("pending", "EXPEDITING")
+    assert parse_job_states(line) == {}
+
+
 def states(plan: SweepPlan, tree: ClusterTree, after_s: float = 0.0) -> list[str]:
     return [state.state for state in run_states(tree, plan.runs, plan.profile, time.time() + after_s).values()]
 
