@@ -40,7 +40,7 @@ from hpcbench.results.attempts import Attempt, attempt_numbers, latest_attempt
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import FAILED_STATUSES, STATUSES
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, count_states, run_states
-from hpcbench.submit.scheduler import job_log, scheduler_class
+from hpcbench.submit.scheduler import job_log
 from hpcbench.submit.scheduler_settings import read_scheduler_settings
 from hpcbench.submit.submission_record import (
     SweepRecord,
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 _LOG_PART_CHARACTERS = 2**20
 _FOLLOW_PAUSE_S = 0.5
+_RESULT_POLL_S = 2.0
 
 
 class LiveScreen:
@@ -244,12 +245,20 @@ def _watch_states(sweeps: tuple[str, ...], cluster_name: str | None, results: st
                 last_mtimes_ns = mtimes_ns
             watched = [(watcher, watcher.query()) for watcher in watchers]
             show(watched)
-            active = [state for _, states in watched for state in states.values() if state.state in ACTIVE_STATES]
-            if not active:
+            if not _any_active(watched):
                 return _states_by_sweep(watched)
-            records = [state.submitted_run.record for state in active if state.submitted_run]
-            every_s = max(scheduler_class(record.scheduler, record.cluster).poll_s for record in records)
-            time.sleep(poll_pause_s(every_s, time.monotonic() - began_s))
+            every_s = max(watcher.poll_period_s(states) for watcher, states in watched)
+            next_query_s = time.monotonic() + poll_pause_s(every_s, time.monotonic() - began_s)
+            while _any_active(watched) and (pause_s := next_query_s - time.monotonic()) > 0:
+                began_s = time.monotonic()
+                # Results are read more often than the scheduler is queried.
+                watched = [(watcher, watcher.refresh_results(states)) for watcher, states in watched]
+                show(watched)
+                time.sleep(min(pause_s, poll_pause_s(_RESULT_POLL_S, time.monotonic() - began_s)))
+
+
+def _any_active(watched: WatchedStates) -> bool:
+    return any(state.state in ACTIVE_STATES for _, states in watched for state in states.values())
 
 
 def _sweeps_mtimes_ns(results: str | None) -> list[tuple[str, int]]:

@@ -143,6 +143,8 @@ class SchedulerConfig(TomlTable):
     """Jobs of one submission that may run at the same time; for `local` 1 when absent."""
     retry_s: Seconds = 60.0
     """How long a scheduler that cannot answer just now is asked again."""
+    poll_s: Seconds | None = None
+    """Pause between two queries of `run`, `submit --wait` and `status --watch`; 30 s on SLURM, 1 s locally."""
     warning_s: Seconds = 60.0
     """Time before the time limit at which the ranks receive a signal (--signal) and write their measurements."""
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 from hpcbench.errors import ConfigError, SubmitError
 from hpcbench.paths import user_folder
 from hpcbench.submit.submission_record import NewestSubmission, Submission, SubmittedRun, list_submissions
+from hpcbench.units import parse_quantity
 
 if TYPE_CHECKING:
     from hpcbench.config.cluster_profile import ClusterProfile
@@ -109,7 +110,7 @@ class Scheduler(abc.ABC):
     """
 
     poll_s: ClassVar[float] = 10.0
-    """Pause (s) between two queries of ``status --watch`` and ``submit --wait``."""
+    """Pause (s) between two queries of ``status --watch`` and ``submit --wait``, if the profile sets none."""
     requeues: ClassVar[bool] = False
     """Whether an interrupted job may be put back into the queue and run a second time."""
     has_arrays: ClassVar[bool] = False
@@ -221,6 +222,14 @@ def scheduler_class(kind: str, cluster: str) -> type[Scheduler]:
         reason, hint = _RENDERED_ONLY.get(kind, (f"has a scheduler of the unknown kind {kind!r}", None))
         raise ConfigError(f"cluster {cluster} {reason}", hint=hint) from None
     return implementation
+
+
+def poll_period_s(kind: str, cluster: str, settings: HasSchedulerSettings) -> float:
+    """Pause (s) between two queries of a scheduler: ``scheduler.poll_s`` of the profile, else that of the kind."""
+    period = settings.scheduler.poll_s
+    if isinstance(period, str):
+        return parse_quantity(period, "time")
+    return scheduler_class(kind, cluster).poll_s if period is None else period
 
 
 def check_scheduler(profile: ClusterProfile) -> None:

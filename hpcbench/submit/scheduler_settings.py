@@ -104,6 +104,7 @@ def run_command(command: list[str], profile: HasSchedulerSettings, timeout_s: fl
 class _SchedulerTable(msgspec.Struct, frozen=True):
     config_file: str | None = None
     bin_folder: str | None = None
+    poll_s: float | str | None = None
 
 
 class _ProfileHead(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -19,12 +20,15 @@ if TYPE_CHECKING:
     from hpcbench.results.results_tree import ClusterTree
     from hpcbench.submit.scheduler_settings import HasSchedulerSettings
 
-_SCANCEL_IDS_PER_CALL = 500
+_SCANCEL_IDS_PER_CALL = 50
+"""An id may list the tasks of an array, and a command line has an end."""
+_ENDED_JOB_PATTERN = re.compile(r"already completing or completed|Invalid job id")
 
 
 class SlurmScheduler(Scheduler):
     """Runs of one shape are a job array; a job id is ``4711_3`` for task 3 of array 4711, or ``4711``."""
 
+    poll_s: ClassVar[float] = 30.0
     requeues: ClassVar[bool] = True
     has_arrays: ClassVar[bool] = True
 
@@ -73,15 +77,46 @@ class SlurmScheduler(Scheduler):
         self._scancel(["--signal=TERM"], parts)
 
     def _scancel(self, options: list[str], runs: Iterable[SubmittedRun]) -> None:
-        job_ids = list(dict.fromkeys(run.job_id for run in runs if run.job_id))
+        job_ids = job_expressions(runs)
         for first in range(0, len(job_ids), _SCANCEL_IDS_PER_CALL):
             command = ["scancel", *options, *job_ids[first : first + _SCANCEL_IDS_PER_CALL]]
             result = run_command(command, self.settings, timeout_s=120)
             if result.exit_code is None:
                 raise SubmitError(f"scancel: {result.complaint}")
             # A job that has ended meanwhile need not be cancelled.
-            if result.exit_code != 0 and "already completing or completed" not in result.complaint:
+            if result.exit_code != 0 and not _ENDED_JOB_PATTERN.search(result.complaint):
                 raise SubmitError(f"scancel refused: {printable_text(result.complaint.strip())}")
+
+
+def job_expressions(runs: Iterable[SubmittedRun]) -> list[str]:
+    """The jobs of ``runs`` as scancel takes them, one for each array: scancel sends one request for each.
+
+    ``4711`` is a whole array or a job that is no array, ``4711_3`` one task, ``4711_[0-9,12]`` several.
+    """
+    tasks: dict[str, set[int]] = {}
+    sizes: dict[str, int] = {}
+    for run in runs:
+        if run.job_id is not None and run.batch is not None:
+            array, _, task = run.job_id.partition("_")
+            sizes[array] = run.batch.count
+            tasks.setdefault(array, set()).update([int(task)] if task else range(run.batch.count))
+    return [
+        array if len(numbers) == sizes[array] else f"{array}_{_format_tasks(sorted(numbers))}"
+        for array, numbers in tasks.items()
+    ]
+
+
+def _format_tasks(numbers: Sequence[int]) -> str:
+    """``3``, or ``[0-9,12]``."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return f"[{','.join(str(first) if first == last else f'{first}-{last}' for first, last in ranges)}]"
 
 
 SCHEDULER: type[Scheduler] = SlurmScheduler

@@ -23,7 +23,7 @@ from hpcbench.results.attempts import Attempt, latest_start
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, ResultSummary
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, record_scheduler_failures, run_states
-from hpcbench.submit.scheduler import scheduler_class, send_unsent
+from hpcbench.submit.scheduler import poll_period_s, scheduler_class, send_unsent
 from hpcbench.submit.scheduler_settings import HasSchedulerSettings
 from hpcbench.submit.submission_record import JobArray, list_submissions
 
@@ -242,6 +242,12 @@ class SweepWatcher:
         done = {key for key, head in heads.items() if head.status == STATUS_OK} - self._stale()
         return {key: RunState(STATUS_OK) if key in done else state for key, state in states.items()}
 
+    def poll_period_s(self, states: Mapping[str, RunState]) -> float:
+        """Pause (s) until the next query, by the schedulers of the runs that are queued or running."""
+        runs = (state.submitted_run for state in states.values() if state.state in ACTIVE_STATES)
+        kinds = {(run.record.scheduler, run.record.cluster) for run in runs if run is not None}
+        return max((poll_period_s(*kind, self._profile) for kind in kinds), default=0.0)
+
     def _stale(self) -> set[str]:
         """Runs whose result is still the one that is being replaced."""
         heads = self.tree.summaries(self._superseded)
@@ -375,7 +381,7 @@ def wait_for_runs(
     Results are read often, because that costs little; the scheduler is queried rarely. Jobs that could not be submitted
     are submitted again whenever the scheduler is queried. Raises ``SubmitError`` if the scheduler refuses them.
     """
-    every_s = scheduler_class(profile.scheduler.kind, profile.name).poll_s
+    every_s = poll_period_s(profile.scheduler.kind, profile.name, profile)
     began_s = time.monotonic()
     states = watcher.query()
     queried_s, read_took_s = time.monotonic(), 0.0

@@ -67,7 +67,7 @@ def test_cancel_a_sweep(project: Path, fake_slurm: Path) -> None:
     running(fake_slurm)
     done = hpcbench("cancel", "small")
     assert "4 runs asked to stop" in done.stderr
-    assert cancelled(fake_slurm) == ["4711_0 4711_1"]
+    assert cancelled(fake_slurm) == ["4711"]
 
 
 def test_cancel_by_expression_and_by_run(project: Path, fake_slurm: Path) -> None:
