@@ -92,11 +92,29 @@ def _link_exclusive(temporary: Path, path: Path, data: bytes) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Create ``path`` and its parents; ``StorageError`` names the folder that cannot be made."""
+    """Create ``path`` and its parents; ``StorageError`` names the folder that cannot be made.
+
+    Below a folder that a group shares, each is writable for the group.
+    """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+        for folder in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                share_with_group(folder)
+        path.mkdir(exist_ok=True)
     except OSError as error:
         raise write_error(error, path) from error
+
+
+def share_with_group(folder: Path) -> None:
+    """Give a new folder the group's rights of its parent if that is shared: setgid and writable for the group.
+
+    The umask takes these rights away, and another user could not go on there.
+    """
+    mode = folder.parent.stat().st_mode
+    if mode & stat.S_ISGID and mode & stat.S_IWGRP:
+        folder.chmod(stat.S_IMODE(folder.stat().st_mode) | (mode & (stat.S_ISGID | stat.S_IRWXG)))
 
 
 def write_error(error: OSError, path: Path) -> StorageError:
@@ -116,7 +134,10 @@ def _owner_hint(path: Path) -> str | None:
             state = folder.stat()
         except OSError:
             continue
-        return f"{folder} belongs to uid {state.st_uid}, gid {state.st_gid}, mode {state.st_mode & 0o7777:04o}"
+        owner = f"{folder} belongs to uid {state.st_uid}, gid {state.st_gid}, mode {state.st_mode & 0o7777:04o}"
+        if folder.is_dir() and not state.st_mode & stat.S_IWGRP and state.st_gid in os.getgroups():
+            return f"{owner}; its owner shares it with the group by: find {folder} -type d -exec chmod g+rwxs {{}} +"
+        return owner
     return None
 
 

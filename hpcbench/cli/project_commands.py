@@ -31,7 +31,13 @@ from hpcbench.report.models_view import (
     sort_layer_tables,
 )
 from hpcbench.results.data_folder import list_datasets
-from hpcbench.site.project_setup import SampleRequest, make_json_schema, make_samples, write_project
+from hpcbench.site.project_setup import (
+    SampleRequest,
+    make_json_schema,
+    make_samples,
+    share_results,
+    write_project,
+)
 from hpcbench.units import format_bytes
 
 _SORT_KEYS = ("order", "parameters", "forward_flops", "backward_flops", "activation_bytes")
@@ -73,12 +79,15 @@ def doctor(cluster_name: str, no_job: bool, results: str | None, as_json: bool) 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
-def init(folder: Path) -> None:
+@click.option("--shared", "group", metavar="GROUP", help="Make the results folder writable for this group.")
+def init(folder: Path, group: str | None) -> None:
     """Write a project folder to start from: a sweep, a profile to copy, schemas for the editor.
 
     Files that exist are left unchanged.
     """
     written = write_project(folder)
+    if group is not None:
+        print_message(f"{share_results(folder, group)} is shared by the group {group}")
     for path in written:
         print_message(f"wrote {path}")
     if written:

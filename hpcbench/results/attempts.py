@@ -11,7 +11,15 @@ from typing import Any
 
 import msgspec
 
-from hpcbench.fileio import join_without_links, make_folder, read_regular, write_atomic, write_error, write_exclusive
+from hpcbench.fileio import (
+    join_without_links,
+    make_folder,
+    read_regular,
+    share_with_group,
+    write_atomic,
+    write_error,
+    write_exclusive,
+)
 from hpcbench.results.decode import decode_record
 from hpcbench.results.schema import RankResult
 
@@ -112,6 +120,7 @@ def begin_attempt(run_folder: Path, **start: Any) -> Attempt:
         make_folder(attempt.folder.parent)
         try:
             attempt.folder.mkdir()
+            share_with_group(attempt.folder)
         except FileExistsError:
             continue
         except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import shlex
 import signal
@@ -14,8 +15,8 @@ import msgspec
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.sweep_file import SweepFile
-from hpcbench.errors import SubmitError
-from hpcbench.fileio import make_folder, write_atomic
+from hpcbench.errors import ConfigError, SubmitError, did_you_mean
+from hpcbench.fileio import make_folder, write_atomic, write_error
 from hpcbench.parallel.catalog import selectable_strategies, shipped_model_entries
 from hpcbench.parallel.workloads import CUSTOM_MODEL_PATTERN, DATASETS
 from hpcbench.paths import shared_folder
@@ -53,6 +54,26 @@ def write_project(folder: Path) -> list[Path]:
             write_atomic(path, data)
             written.append(path)
     return written
+
+
+def share_results(folder: Path, group: str) -> Path:
+    """Make the results folder of a project, whose new folders belong to ``group`` and are writable for it.
+
+    Raises ``ConfigError`` if there is no such group, ``StorageError`` if this user may not give the folder to it.
+    """
+    results = folder / "results"
+    try:
+        gid = grp.getgrnam(group).gr_gid
+    except KeyError:
+        groups = {entry.gr_name for entry in grp.getgrall() if entry.gr_gid in os.getgroups()}
+        raise ConfigError(f"--shared {group}: no such group", hint=did_you_mean(group, groups)) from None
+    make_folder(results)
+    try:
+        os.chown(results, -1, gid)
+        results.chmod(0o2775)
+    except OSError as error:
+        raise write_error(error, results) from error
+    return results
 
 
 def _shipped_file(kind: str, name: str) -> bytes:

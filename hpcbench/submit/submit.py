@@ -24,7 +24,7 @@ import msgspec
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader, config_id, encode_task_file
 from hpcbench.errors import ConfigError
-from hpcbench.fileio import make_folder, write_atomic, write_error
+from hpcbench.fileio import make_folder, share_with_group, write_atomic, write_error
 from hpcbench.render.job_script import TemplateEngine, render_script
 from hpcbench.render.launch_step import JobShape, cpus_per_task
 from hpcbench.results.results_tree import ClusterTree
@@ -192,6 +192,7 @@ def write_submission(rendered: RenderedSubmission, folder: Path) -> None:
     make_folder(folder.parent)
     try:
         folder.mkdir()
+        share_with_group(folder)
         for name, data in rendered.files.items():
             with open(folder / name, "xb") as file:
                 file.write(data)

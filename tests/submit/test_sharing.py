@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
 import shutil
@@ -59,6 +60,32 @@ def test_files_of_submit_and_worker_follow_the_umask(
     found = modes(root)
     assert len(found) >= 16
     assert found == expected(root, umask, setgid)
+
+
+@pytest.mark.parametrize("umask", [0o022], indirect=True)
+def test_folders_below_a_shared_one_are_writable_for_the_group(
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, umask: int
+) -> None:
+    root = cluster_tree.root.parent
+    root.mkdir()
+    root.chmod(0o2775)
+    submit(plan, cluster_tree)
+    run_id = next(iter(plan.runs))
+    begin_attempt(cluster_tree.run_folder(run_id), launch="l", host="h", started_unix_s=1.0)
+    finish(cluster_tree, plan, run_id)
+    folders = {str(path.relative_to(root)): path.stat().st_mode for path in root.rglob("*") if path.is_dir()}
+    assert len(folders) >= 8
+    assert {name: f"{stat.S_IMODE(mode):04o}" for name, mode in folders.items()} == dict.fromkeys(folders, "2775")
+
+
+def test_init_shares_the_results_folder(tmp_path: Path) -> None:
+    group = grp.getgrgid(os.getgid()).gr_name
+    command = [sys.executable, "-m", "hpcbench", "init", str(tmp_path / "project"), "--shared"]
+    done = subprocess.run([*command, group], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"{stat.S_IMODE((tmp_path / 'project' / 'results').stat().st_mode):04o}" == "2775"
+    wrong = subprocess.run([*command, "no-such-group"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, "no such group" in wrong.stderr) == (2, True)
 
 
 @pytest.mark.slow
