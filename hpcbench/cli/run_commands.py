@@ -184,6 +184,9 @@ def _submit_and_print(plan: SweepPlan, results: str | None, *, over_budget: bool
             f"hpcbench table without a sweep shows every result, "
             f"another name keeps both apart"
         )
+    if plan.may_be_supported:
+        count = pluralize(len(plan.may_be_supported), "run")
+        print_message(f"{count} lacked a package or module in another environment: submitted again")
     outcome = submit_plan(plan, tree, RunSelection(remeasure=remeasure, over_budget=over_budget), print_message)
     print_submit_outcome(plan, outcome)
     if plan.elsewhere and not remeasure:

@@ -109,8 +109,11 @@ class ClusterTree:
             return ResultSummary(STATUS_BROKEN, message=str(error).replace("\n ", ";"))
         if result is None:
             return None
-        message = result.error.message if result.error else ""
-        return ResultSummary(result.status, result.attempt, message, environment_key(result))
+        key, error = environment_key(result), result.error
+        if error is None:
+            return ResultSummary(result.status, result.attempt, "", key)
+        lacks_software = result.status == "unsupported" and error.lacks_software
+        return ResultSummary(result.status, result.attempt, error.message, key, lacks_software, error.nodes)
 
     def existing_runs(self) -> set[str]:
         """Return the ids of ``run_ids`` without order, from one listing for every 256th of the runs."""

@@ -5,6 +5,7 @@ JSON holds SI base units and bytes only; values that were not measured are absen
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import msgspec
@@ -118,6 +119,14 @@ class FailureRecord(_ResultRecord, kw_only=True):
     message: str
     hint: str | None = None
     traceback_tail: str | None = None
+    nodes: str | None = None
+    """The nodes of the job, in the scheduler's notation, if its ranks left no reason."""
+
+    @property
+    def lacks_software(self) -> bool:
+        """Whether a package or module was missing: another environment may have it."""
+        is_missing = self.type in ("MissingModule", "ModuleNotFoundError", "ImportError")
+        return is_missing or re.search("pip install|build_horovod", self.hint or "") is not None
 
     @classmethod
     def of_module(cls, message: str) -> FailureRecord:
@@ -432,6 +441,10 @@ class ResultSummary(NamedTuple):
     """Why it did not end well."""
     environment_key: str | None = None
     """What the submitter knew of the software that it was measured with."""
+    lacks_software: bool = False
+    """It is ``unsupported`` because a package or a module was missing."""
+    failed_on: str | None = None
+    """The nodes of the job that failed and left no reason."""
 
 
 def result_document(result: RunResult) -> dict[str, Any]:

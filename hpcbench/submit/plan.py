@@ -277,7 +277,22 @@ class SweepPlan:
 
     @cached_property
     def _statuses(self) -> dict[str, str]:
-        return {key: head.status for key, head in self.heads.items() if head.status != STATUS_BROKEN}
+        return {
+            key: head.status
+            for key, head in self.heads.items()
+            if head.status != STATUS_BROKEN and key not in self.may_be_supported
+        }
+
+    @cached_property
+    def may_be_supported(self) -> set[str]:
+        """The ``unsupported`` runs that lacked a package or module in another environment than the current one."""
+        return {
+            key
+            for key, head in self.heads.items()
+            if head.lacks_software
+            and head.environment_key is not None
+            and head.environment_key != self.environment_key(self.runs[key].environment)
+        }
 
     @cached_property
     def finished(self) -> dict[str, str]:

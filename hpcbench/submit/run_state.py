@@ -14,6 +14,7 @@ runs them again."""
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -64,6 +65,8 @@ class RunState(msgspec.Struct, frozen=True, gc=False):
     ended_unix_s: float | None = None
     """The end of its job, if the run left no result itself."""
     submitted_run: SubmittedRun | None = None
+    nodes: str | None = None
+    """The nodes of its job, in the scheduler's notation, if the run failed and left no reason itself."""
 
 
 _PLANNED_STATE = RunState("planned")
@@ -116,7 +119,7 @@ def run_states(
         elif head.status == STATUS_BROKEN:
             states[key] = RunState("lost", f"result.json is broken: {head.message}")
         else:
-            states[key] = RunState(head.status, head.message)
+            states[key] = RunState(head.status, head.message, nodes=head.failed_on)
     return states
 
 
@@ -178,8 +181,9 @@ class _StateResolver:
             return _make_state(run, "running", "its job has ended, its result is not to be seen yet")
         if is_packed and status.state in _ENDED_BEFORE_RUN and not run.started_attempt(self._tree):
             return _make_state(run, "planned", f"its job ended ({status.reason}) before it began")
-        reason = f"{status.reason}, no result was left{_last_log_line(run)}"
-        return _make_state(run, status.state, reason, status.ended_unix_s)
+        nodes = f" on {status.nodes}" if status.nodes else ""
+        reason = f"{status.reason}{nodes}, no result was left{_last_log_line(run)}"
+        return _make_state(run, status.state, reason, status.ended_unix_s, status.nodes)
 
     def _unknown(self, run: SubmittedRun) -> RunState:
         """The state of a run whose job the scheduler does not know, or no longer."""
@@ -225,8 +229,10 @@ class _StateResolver:
         return scheduler_class(run.record.scheduler, run.record.cluster).requeues
 
 
-def _make_state(run: SubmittedRun, state: str, reason: str, ended_unix_s: float | None = None) -> RunState:
-    return RunState(state, reason, run.record.submission, run.job_id, ended_unix_s, run)
+def _make_state(
+    run: SubmittedRun, state: str, reason: str, ended_unix_s: float | None = None, nodes: str = ""
+) -> RunState:
+    return RunState(state, reason, run.record.submission, run.job_id, ended_unix_s, run, nodes or None)
 
 
 def _read_refusal(run: SubmittedRun) -> RunState | None:
@@ -240,11 +246,27 @@ def _read_refusal(run: SubmittedRun) -> RunState | None:
 
 
 def _last_log_line(run: SubmittedRun) -> str:
-    """The last line of the job's log, or of the queue process before it; to be put behind a reason."""
+    """The last error in the job's log, or of the queue process before it; to be put behind a reason."""
     scheduler = scheduler_class(run.record.scheduler, run.record.cluster)
     log = scheduler.job_log(run) or (run.folder / scheduler.queue_log if scheduler.queue_log else None)
-    lines = read_tail(log).strip().splitlines() if log else []
-    return f": {lines[-1].strip()}" if lines else ""
+    text = closing_lines(read_tail(log)) if log else ""
+    return f": {text}" if text else ""
+
+
+_CONSEQUENCE_PATTERN = re.compile(
+    r"hpcbench: the worker could not begin|srun: error: .*(?:Exited with|Terminated|Killed)"
+)
+
+
+def closing_lines(log: str) -> str:
+    """The last line of a log; with the line before it if the last one only follows from that.
+
+    Indented lines are hints of the line before them.
+    """
+    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith((" ", "\t"))] or [line.strip() for line in lines]
+    is_consequence = bool(lines) and _CONSEQUENCE_PATTERN.match(lines[-1]) is not None
+    return "; ".join(lines[-2:] if is_consequence else lines[-1:])
 
 
 def count_states(states: Mapping[str, RunState]) -> dict[str, int]:
@@ -271,7 +293,8 @@ def _scheduler_failure_result(tree: ClusterTree, run_id: str, state: RunState, r
     if state.state == "unsupported":
         error = FailureRecord.of_module(state.reason)
     else:
-        error = FailureRecord(type="SchedulerEnded", message=f"job {state.job_id}: {state.reason}")
+        message = f"job {state.job_id}: {state.reason}"
+        error = FailureRecord(type="SchedulerEnded", message=message, nodes=state.nodes)
     return RunResult(
         run_id=run_id,
         config_id=task.config_id,

@@ -48,6 +48,8 @@ class JobStatus(NamedTuple):
     name: str = ""
     """The job's name, where the scheduler uses job ids again."""
     ended_unix_s: float | None = None
+    nodes: str = ""
+    """The nodes of the job, in the scheduler's notation."""
 
 
 class SchedulerLimits(NamedTuple):

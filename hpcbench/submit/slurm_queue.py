@@ -87,7 +87,7 @@ class QueueQuery:
         self._environment = command_environment(profile)
         # Without -r the tasks of an array that wait are one line, which squeue would cut short.
         self._environment["SLURM_BITSTR_LEN"] = "0"
-        command = ["squeue", "-h", "-t", "all", "-o", "%i|%T|%r|%e|%j"]
+        command = ["squeue", "-h", "-t", "all", "-o", "%i|%T|%r|%e|%j|%N"]
         self._calls = [RunningCommand([*command, "-j", part], self._environment) for part in _id_lists(arrays)]
 
     def job_states(self, job_ids: Collection[str], since_unix_s: float) -> dict[str, JobStatus]:
@@ -101,7 +101,7 @@ class QueueQuery:
         if not missing:
             return queued
         start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_unix_s - 86400))
-        account = ["sacct", "-n", "-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName"]
+        account = ["sacct", "-n", "-X", "-P", "-S", start, "-o", "JobID,State,Reason,End,JobName,NodeList"]
         arrays = {job_id.partition("_")[0] for job_id in missing}
         ended, account_error = _collect_job_states(
             [RunningCommand([*account, "-j", part], self._environment) for part in _id_lists(arrays)]
@@ -140,7 +140,7 @@ def _collect_job_states(
 
 
 def parse_job_states(text: str, *, are_queued: bool = False) -> dict[str, JobStatus]:
-    """The jobs in lines ``id|STATE by 0|reason|end|name``; other lines are skipped.
+    """The jobs in lines ``id|STATE by 0|reason|end|name|nodes``; other lines are skipped.
 
     Jobs that squeue lists (``are_queued``) in a state that is unknown here are pending; otherwise they are skipped.
     """
@@ -172,7 +172,7 @@ def _expand_task_ranges(text: str) -> Iterator[int]:
 
 def _parse_job_state(fields: str, other_state: str | None) -> JobStatus | None:
     """``other_state``: the state of a job whose word is in no table."""
-    state, reason, end, name, *_ = [*fields.split("|", maxsplit=3), "", "", ""]
+    state, reason, end, name, nodes, *_ = [*fields.split("|", maxsplit=4), "", "", "", ""]
     word = state.split(" ")[0].rstrip("+")
     our_state = _ACTIVE_JOB_STATES.get(word) or _ENDED_JOB_STATES.get(word) or (other_state if word else None)
     if our_state is None:
@@ -181,7 +181,8 @@ def _parse_job_state(fields: str, other_state: str | None) -> JobStatus | None:
     if word in _ENDED_JOB_STATES:
         with contextlib.suppress(ValueError):
             ended_unix_s = datetime.datetime.fromisoformat(end).timestamp()
-    return JobStatus(our_state, word if reason in ("", "None") else f"{word}: {reason}", name, ended_unix_s)
+    reason = word if reason in ("", "None") else f"{word}: {reason}"
+    return JobStatus(our_state, reason, name, ended_unix_s, "" if nodes.startswith("None") else nodes)
 
 
 def find_job_by_name(name: str, profile: HasSchedulerSettings) -> str | None:

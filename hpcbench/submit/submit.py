@@ -29,6 +29,7 @@ from hpcbench.render.job_script import TemplateEngine, render_script
 from hpcbench.render.launch_step import JobShape, cpus_per_task
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
+from hpcbench.submit.job_packages import check_job_packages
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.lock import exclusive_lock
 from hpcbench.submit.plan import RERUN_ON_SUBMIT, JobGroup, StopGroups, SweepPlan
@@ -252,10 +253,12 @@ def submit(
 
     Raises:
         ConfigError: the cost exceeds the budget, or the profile lacks an account.
-        SubmitError: there is no scheduler here. Its refusal of single jobs is not raised but in ``sent``.
+        SubmitError: there is no scheduler here, or the jobs' interpreter lacks torch. The scheduler's refusal of single
+            jobs is not raised but in ``sent``.
         LockHeldError: another submit holds the lock of the tree.
     """
     check_scheduler(plan.profile)
+    check_job_packages(plan.profile, {spec.environment for spec in plan.missing.values()})
     make_folder(tree.submissions)
     outcome = SubmitOutcome()
     with exclusive_lock(tree.submissions / ".lock"):
@@ -301,7 +304,12 @@ def _select_runs(
     record_scheduler_failures(tree, states)
     wanted = choice.again if choice.only_again else {"planned", *RERUN_ON_SUBMIT, *choice.again}
     stopped = () if "skipped" in choice.again else plan.stopped
-    selected = {key: spec for key, spec in missing.items() if states[key].state in wanted and key not in stopped}
+    again = set() if choice.only_again else {key for key in plan.may_be_supported if key in states}
+    selected = {
+        key: spec
+        for key, spec in missing.items()
+        if key not in stopped and (states[key].state in wanted or (key in again and states[key].state == "unsupported"))
+    }
     return selected, {key: state.state for key, state in states.items()}
 
 

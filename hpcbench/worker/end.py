@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -20,8 +21,10 @@ from hpcbench.worker.begin import read_result, slurm_restart_count
 from hpcbench.worker.failure import (
     STOPPED_STATUSES,
     is_peer_lost_message,
+    job_nodes,
     located_failure,
     lost_ranks_failure,
+    missing_torch_failure,
     was_oom_killed,
 )
 from hpcbench.worker.measure.host import describe_own_job_memory
@@ -62,7 +65,8 @@ def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: 
         if displaced and was_ended_externally(present):
             return _write_preempted(tree, present, exit_code)
         silent = missing_ranks(ranks, task.spec.ranks)
-        if present.status == "cancelled" and _correct_cancelled(present, received, exit_code, status, silent, how):
+        log = read_tail(attempt.folder / "err.log")
+        if present.status == "cancelled" and _correct_cancelled(present, received, exit_code, status, silent, how, log):
             return _write_result(tree, present, exit_code)
         return 0
     log = read_tail(attempt.folder / "err.log")
@@ -105,7 +109,7 @@ def _write_preempted(tree: ClusterTree, result: RunResult, exit_code: int) -> in
 
 
 def _correct_cancelled(
-    result: RunResult, received: str, exit_code: int, status: str, silent: list[int], how: str
+    result: RunResult, received: str, exit_code: int, status: str, silent: list[int], how: str, log: str
 ) -> bool:
     """Mend what rank 0 could not know when it was told TERM and took that for a cancellation."""
     if received == "USR2":
@@ -115,7 +119,7 @@ def _correct_cancelled(
     if silent and exit_code and not received:
         # Nobody stopped the job: the launcher ended the other ranks because it lost these.
         result.status = status
-        result.error = lost_ranks_failure(silent, {}, how)
+        result.error = lost_ranks_failure(silent, {}, how, log, job_nodes())
         return True
     return False
 
@@ -179,5 +183,7 @@ def _failure_record(
         failure.traceback_tail = failure.traceback_tail or log
         return result.status, failure
     if silent:
-        return status, lost_ranks_failure(silent, ranks, how, log)
+        if status == "failed" and not ranks and (failure := missing_torch_failure(log, socket.gethostname())):
+            return "unsupported", failure
+        return status, lost_ranks_failure(silent, ranks, how, log, job_nodes())
     return status, FailureRecord(type="NoResult", message=f"{how}; every rank left a file, but rank 0 no result")

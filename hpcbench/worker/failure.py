@@ -4,6 +4,7 @@ This module does not import torch: exceptions are recognised by type name and me
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
@@ -129,9 +130,9 @@ class FailureCause(msgspec.Struct):
 
 def decide_outcome(
     world_size: int, ranks: Mapping[int, RankResult], *, cause: FailureCause | None, only_follows: bool, launcher: str,
-    oom_kills_before: int | None,
+    oom_kills_before: int | None, log: str = "",
 ) -> RunOutcome:  # fmt: skip
-    """Decide from the ranks' files, rank 0's among them.
+    """Decide from the ranks' files, rank 0's among them; ``log`` is the end of the launch's err.log.
 
     ``only_follows``: rank 0's own error merely says that another rank is gone. A launcher that lost a rank ends the
     others with a TERM, so under torchrun a TERM together with a rank that left nothing is that rank's failure, not a
@@ -144,9 +145,10 @@ def decide_outcome(
         return RunOutcome(cause.status, cause.failure)
     if vanished and was_oom_killed(oom_kills_before):
         why = f"the kernel killed a process of this job for its memory: {describe_own_job_memory()}"
-        return RunOutcome("oom", lost_ranks_failure(vanished, ranks, why))
+        return RunOutcome("oom", lost_ranks_failure(vanished, ranks, why, log, job_nodes()))
     if vanished:
-        return RunOutcome("failed", lost_ranks_failure(vanished, ranks, "killed, or ended by something outside python"))
+        why = "killed, or ended by something outside python"
+        return RunOutcome("failed", lost_ranks_failure(vanished, ranks, why, log, job_nodes()))
     if all(one.status == STATUS_OK for one in ranks.values()):
         return _verification_outcome(ranks)
     # No rank announced a cause: prefer the lowest rank that failed by itself to those that only followed.
@@ -189,8 +191,52 @@ def located_failure(failure: FailureRecord, rank: int, host: str) -> FailureReco
     return msgspec.structs.replace(failure, message=f"rank {rank} on {host}: {failure.message}")
 
 
-def lost_ranks_failure(vanished: list[int], ranks: Mapping[int, RankResult], why: str, log: str = "") -> FailureRecord:
-    """The record of ranks that ended without a word; ``log`` stands in where no other rank saw anything."""
+_LAUNCHER_NOISE = re.compile(
+    r"^(srun: |slurmstepd|=+$|-+$|\*+$|Root Cause|Failures:|<NO_OTHER_FAILURES>|.*torch[./]distributed[./]elastic|"
+    r"(traceback|exitcode|time|host|rank|error_file) *:)"
+)
+_ERROR_WORDS = re.compile(r"Error\b|Exception\b|error:|Killed|cannot |No such|not found|denied|fault")
+_MISSING_MODULE = re.compile(r"No module named '?([\w.]+)'?")
+
+
+def last_error_line(log: str) -> str:
+    """The last line of a log that states an error and is not the launcher's own; else the last line; empty if none."""
+    # srun --label puts the rank before each line.
+    lines = [re.sub(r"^\d+: ", "", line.strip()) for line in log.splitlines()]
+    lines = [line for line in lines if line]
+    own = [line for line in lines if not _LAUNCHER_NOISE.search(line)]
+    errors = [line for line in own if _ERROR_WORDS.search(line)]
+    return (errors or own or lines or [""])[-1]
+
+
+def job_nodes() -> str | None:
+    """The nodes of this job in the scheduler's notation; ``None`` without a scheduler."""
+    return os.environ.get("SLURM_JOB_NODELIST")
+
+
+def missing_torch_failure(log: str, host: str) -> FailureRecord | None:
+    """The failure of ranks that a launcher could not start because the interpreter has no torch.
+
+    It is the one that a rank without a launcher leaves.
+    """
+    match = _MISSING_MODULE.search(last_error_line(log))
+    if match is None or match[1].partition(".")[0] != "torch":
+        return None
+    return FailureRecord(
+        type="WorkerError",
+        message=f"{sys.executable} on {host} cannot import torch: {match[0]}",
+        hint=f"install it into the profile's environment: {install_hint('torch')}",
+        traceback_tail=log,
+    )
+
+
+def lost_ranks_failure(
+    vanished: list[int], ranks: Mapping[int, RankResult], why: str, log: str = "", nodes: str | None = None
+) -> FailureRecord:
+    """The record of ranks that ended without a word; ``log`` stands in where no other rank saw anything.
+
+    ``nodes``: of the job, in the scheduler's notation.
+    """
     seen = next((rank for rank in sorted(ranks) if ranks[rank].error is not None), None)
     error = ranks[seen].error if seen is not None else None
     message = f"rank{'s' * (len(vanished) > 1)} {join_numbers(vanished)} ended without leaving a file ({why})"
@@ -198,11 +244,19 @@ def lost_ranks_failure(vanished: list[int], ranks: Mapping[int, RankResult], why
         message += f"; rank {seen} saw: {error.message}"
     elif ranks:
         message += f"; ranks that left one: {join_numbers(sorted(ranks))}"
+    hint = OOM_HINT if "memory" in why else "the attempt's err.log may hold more"
+    if "SIGKILL" in why and "memory" not in why:
+        hint = f"killed from outside, perhaps for its memory; {hint}"
+    if line := last_error_line(log):
+        message += f"; err.log: {line}"
+    if nodes:
+        message += f"; on {nodes}"
     return FailureRecord(
         type="RankLost",
         message=message,
-        hint=OOM_HINT if "memory" in why else "the attempt's err.log may hold more",
+        hint=hint,
         traceback_tail=log or (error.traceback_tail if error else None),
+        nodes=nodes,
     )
 
 

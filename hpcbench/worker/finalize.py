@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader
 from hpcbench.errors import HpcbenchError
+from hpcbench.fileio import read_tail
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import STATUS_OK, FailureRecord, RankResult
@@ -197,6 +198,7 @@ def write_run_result(
         only_follows=error is not None and is_peer_lost(error),
         launcher=context.info.launcher,
         oom_kills_before=marker.oom_kills if marker else None,
+        log=read_tail(attempt.folder / "err.log"),
     )
     result = summarize_run(context.header, context.task, attempt.number, ranks, outcome.status, outcome.error)
     ClusterTree(Path(context.header.tree)).write_result(result, context.task.supersedes)

@@ -8,8 +8,9 @@ import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.config.run_spec import config_id, read_task
+from hpcbench.errors import SubmitError
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.results.schema import RunResult
+from hpcbench.results.schema import FailureRecord, RunResult
 from hpcbench.submit.plan import SweepPlan, environment_key, installed_versions, make_plan
 from hpcbench.submit.run_state import run_states
 from hpcbench.submit.submit import RunSelection, submit
@@ -97,3 +98,48 @@ def test_results_of_this_or_an_unknown_environment_are_kept(
 ) -> None:
     measured(plan, cluster_tree, plan.environment_key(None) if key else None)
     assert make_plan(plan.sweep, plan.profile, cluster_tree).elsewhere == {}
+
+
+def lacking(plan: SweepPlan, tree: ClusterTree, key: str, hint: str | None) -> None:
+    """Every run is ``unsupported`` in the environment ``key``."""
+    for run_id, spec in plan.runs.items():
+        error = FailureRecord(type="WorkerError", message="cannot import torch", hint=hint)
+        result = RunResult(
+            run_id=run_id, config_id=config_id(spec), attempt=1, sweep="small", cluster="test", status="unsupported",
+            spec=spec, provenance={"environment_key": key}, error=error,
+        )  # fmt: skip
+        assert tree.write_result(result)
+
+
+@pytest.mark.parametrize(
+    ("hint", "is_same", "submitted"),
+    [
+        ("python -m pip install torch", False, 4),
+        ("python -m pip install torch", True, 0),
+        ("fp64, fp32 and bf16 run on a cpu", False, 0),
+        (None, False, 0),
+    ],
+)
+def test_runs_that_lacked_a_package_run_again_in_another_environment(
+    hint: str | None, is_same: bool, submitted: int, plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    lacking(plan, cluster_tree, plan.environment_key(None) if is_same else "before", hint)
+    again = make_plan(plan.sweep, plan.profile, cluster_tree)
+    assert len(again.missing) == submitted
+    assert len(submit(again, cluster_tree).run_ids) == submitted
+
+
+def test_submit_refuses_before_it_writes_anything_where_the_jobs_lack_torch(
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path, tmp_path: Path
+) -> None:
+    python = tmp_path / "bare" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\nexit 3\n")
+    python.chmod(0o755)
+    bare = make_plan(plan.sweep, profile(venv=str(python.parents[1])), cluster_tree)
+    with pytest.raises(SubmitError, match="has no torch") as caught:
+        submit(bare, cluster_tree)
+    assert str(caught.value.hint).startswith(f"{python} -m pip install torch")
+    assert not cluster_tree.root.exists()
+    modules = make_plan(plan.sweep, profile(venv=str(python.parents[1]), modules=["torch"]), cluster_tree)
+    assert len(submit(modules, cluster_tree).run_ids) == 4

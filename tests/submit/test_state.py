@@ -12,7 +12,7 @@ from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
 from hpcbench.submit.plan import SweepPlan, make_plan
-from hpcbench.submit.run_state import record_scheduler_failures, run_states
+from hpcbench.submit.run_state import closing_lines, record_scheduler_failures, run_states
 from hpcbench.submit.slurm_queue import parse_job_states
 from hpcbench.submit.submit import submit
 
@@ -36,6 +36,24 @@ from hpcbench.submit.submit import submit
 )
 def test_parse_states(line: str, expected: dict[str, tuple[str, str]]) -> None:
     assert {job_id: answer[:2] for job_id, answer in parse_job_states(line).items()} == expected
+
+
+def test_the_reason_of_a_failed_job_has_its_node_and_the_error_before_its_consequence(
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    folder = submit(plan, cluster_tree).folder
+    assert folder is not None
+    (fake_slurm / "squeue").write_text("4711_0|FAILED|NonZeroExitCode|2020-01-01T00:00:00||n2\n")
+    log = "python: error while loading shared libraries: libpython3.11.so.1.0\n"
+    (folder / "0.4711.0.log").write_text(f"{log}hpcbench: the worker could not begin run 0 of t (exit code 127)\n")
+    state = next(iter(run_states(cluster_tree, plan.runs, plan.profile, time.time()).values()))
+    assert state.reason.startswith("FAILED: NonZeroExitCode on n2, no result was left: python: error while loading")
+    assert state.nodes == "n2"
+
+
+def test_the_hint_below_the_last_error_of_a_log_is_no_reason() -> None:
+    log = "hpcbench: cannot write x: Read-only file system\n  x belongs to uid 0, gid 0, mode 0755\n"
+    assert closing_lines(log) == "hpcbench: cannot write x: Read-only file system"
 
 
 def test_a_queued_job_in_an_unknown_state_is_pending() -> None:

@@ -204,6 +204,42 @@ def test_end_keeps_what_the_ranks_left_and_names_who_left_nothing(tmp_path: Path
     assert result.error.traceback_tail == "the last words\n"
 
 
+def test_end_without_torch_has_the_status_of_a_rank_without_torch(tmp_path: Path) -> None:
+    """torchrun is a part of torch: no rank starts, and none can leave a file."""
+    tasks = write_tasks(tmp_path, PAIR)
+    attempt = start_attempt(tmp_path, PAIR)
+    words = "Error while finding module specification for 'torch.distributed.run'"
+    (attempt.folder / "err.log").write_text(f"/v/python: {words} (ModuleNotFoundError: No module named 'torch')\n")
+    assert end(tasks, 0, 1, 1, "") == 0
+    result = result_of(tmp_path, PAIR)
+    assert result.error is not None
+    assert (result.status, result.error.lacks_software) == ("unsupported", True)
+    assert result.error.message.endswith("cannot import torch: No module named 'torch'")
+
+
+@pytest.mark.parametrize(
+    ("log", "line"),
+    [
+        ("warning: slow\nValueError: a wrong shape\n", "ValueError: a wrong shape"),
+        ("0: OSError: No space left\nsrun: error: n2: task 0: Exited with exit code 1\n", "OSError: No space left"),
+        ("ValueError: x\n    raise y\ntorch.distributed.elastic.errors.ChildFailedError:\n=====\n", "ValueError: x"),
+        ("the last words\n", "the last words"),
+    ],
+)
+def test_end_quotes_the_last_error_of_the_ranks_and_names_the_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str, line: str
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n2")
+    tasks = write_tasks(tmp_path, PAIR)
+    attempt = start_attempt(tmp_path, PAIR)
+    (attempt.folder / "err.log").write_text(log)
+    end(tasks, 0, 1, 1, "")
+    error = result_of(tmp_path, PAIR).error
+    assert error is not None
+    assert error.message.endswith(f"; err.log: {line}; on n2")
+    assert error.nodes == "n2"
+
+
 def test_end_keeps_the_status_that_a_rank_recorded(tmp_path: Path) -> None:
     tasks = write_tasks(tmp_path, PAIR)
     attempt = start_attempt(tmp_path, PAIR)
