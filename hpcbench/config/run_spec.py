@@ -178,6 +178,8 @@ class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     """The others reach rank 0 by what its host name stands for, not by ``interface``."""
     wait_s: float = 300.0
     """How long a rank waits for the others before it gives up."""
+    warning_s: float | None = None
+    """Time before the limit of the job at which the scheduler sends SIGUSR2."""
     data_folder: str | None = None
     """Where samples lie in files; ``~`` and variables are the job's."""
     rehearsed: dict[str, Any] = {}

@@ -174,6 +174,7 @@ def _task_header(plan: SweepPlan, tree: ClusterTree, folder: Path, group: JobGro
         host_suffix=profile.network.host_suffix,
         meet_by_host_name=profile.network.meet_by == "host-name",
         wait_s=profile.network.wait_s,
+        warning_s=profile.scheduler.warning_s,
         data_folder=plan.data_folder,
         rehearsed=emulated_clusters((plan.runs[key] for key in group.run_ids if key in plan.runs), tree),
         peak_flops_per_s={str(key): value for key, value in device.peak_flops_per_s.items()} if device else {},

@@ -28,7 +28,7 @@ from hpcbench.worker.failure import (
     was_oom_killed,
 )
 from hpcbench.worker.measure.host import describe_own_job_memory
-from hpcbench.worker.shutdown import deadline_window_s
+from hpcbench.worker.shutdown import deadline_window_s, is_limit_warning
 from hpcbench.worker.summary import summarize_run
 
 EXIT_NOT_RECORDED = 3
@@ -55,7 +55,12 @@ def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: 
     attempt = Attempt(tree.run_folder(task.run_id), attempt_number)
     received = received.upper().removeprefix("SIG")
     ranks = attempt.read_ranks()
-    status, how = _status_from_exit(attempt.read_start(), task.time_limit_s, exit_code, received)
+    start = attempt.read_start()
+    if received == "USR2" and not is_limit_warning(
+        time.time(), start.deadline_unix_s if start else None, header.warning_s
+    ):
+        received = "USR2 long before its time limit"
+    status, how = _status_from_exit(start, task.time_limit_s, exit_code, received)
     displaced = exit_code != 0 and is_preempted(job_state_line, slurm_restart_count(os.environ))
     present = read_result(tree, task.run_id)
     if present is not None and (present.status == STATUS_OK or present.attempt >= attempt_number):
@@ -97,7 +102,8 @@ def was_ended_externally(result: RunResult) -> bool:
         return False
     kind, message = result.error.type, result.error.message
     lost_or_killed = kind in ("RankLost", "NoResult") or is_peer_lost_message(kind, message)
-    return "SIGTERM" in message or (result.status == "failed" and lost_or_killed)
+    was_signalled = "SIGTERM" in message or "SIGUSR2" in message
+    return was_signalled or (result.status == "failed" and lost_or_killed)
 
 
 def _write_preempted(tree: ClusterTree, result: RunResult, exit_code: int) -> int:

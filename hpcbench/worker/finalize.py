@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpcbench.config.run_spec import RunSpec, RunTask, TaskFileHeader
-from hpcbench.errors import HpcbenchError
+from hpcbench.errors import HpcbenchError, StorageError
 from hpcbench.fileio import read_tail
 from hpcbench.results.attempts import Attempt
 from hpcbench.results.results_tree import ClusterTree
@@ -182,6 +182,12 @@ def write_run_result(
         wait_s: time limit for the results of the other ranks.
     """
     attempt, spec = context.attempt, context.spec
+    if not attempt.folder.is_dir():
+        # Making the tree anew would hide the results where nobody looks for them.
+        raise StorageError(
+            f"the results tree {context.header.tree} is gone: its folder {attempt.folder} was there at the start",
+            hint="was it moved or removed while jobs ran? submit runs this again",
+        )
     if channel is not None:
         ranks = channel.collect(attempt, wait_s)
     else:

@@ -13,7 +13,9 @@ from collections.abc import Callable
 STEP_GRACE_S = 2.0
 """How long a rank may take to reach the next step's boundary before it is ended where it stands."""
 
-_SIGNALS = ("SIGTERM", "SIGUSR2", "SIGINT", "SIGHUP")
+_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP")
+_WARNING_LEAD_S = 120.0
+"""A scheduler may send its warning a minute early, and its clock began before ours."""
 
 
 class Stopped(Exception):
@@ -38,12 +40,23 @@ def deadline_window_s(limit_s: float) -> float:
     return min(30.0, 0.1 * limit_s)
 
 
-def stop_for_signal(number: int, now: float, deadline: float | None) -> Stopped:
-    """Return the meaning of a signal. ``SIGUSR2`` is the scheduler's early warning of the time limit.
+def is_limit_warning(now: float, deadline: float | None, warning_s: float | None) -> bool:
+    """Whether a ``SIGUSR2`` at ``now`` is the scheduler's warning of the time limit.
+
+    Long before the deadline (both unix seconds) it is not: some sites preempt by the same signal. ``warning_s``: how
+    long before the limit the scheduler warns; ``None`` if it is unknown.
+    """
+    return deadline is None or warning_s is None or now >= deadline - warning_s - _WARNING_LEAD_S
+
+
+def stop_for_signal(number: int, now: float, deadline: float | None, *, warns_of_limit: bool = True) -> Stopped:
+    """Return the meaning of a signal. ``SIGUSR2`` is the scheduler's early warning of the time limit if it ``warns_of_limit``.
 
     ``now`` and ``deadline`` are unix seconds.
     """
     name = signal.Signals(number).name
+    if name == "SIGUSR2" and not warns_of_limit:
+        return Stopped("cancelled", "stopped by SIGUSR2 long before the time limit")
     if name == "SIGUSR2":
         return Stopped("timeout", "stopped by SIGUSR2, the scheduler's warning of the time limit")
     if deadline is not None and now >= deadline:
@@ -64,6 +77,7 @@ class StopController:
         self.deadline: float | None = None
         self._deadline_step = float("inf")
         self._near = 0.0
+        self._warning_s: float | None = None
         self._abort: Callable[[BaseException], None] | None = None
         self._lock = threading.Lock()
         self._reader: socket.socket | None = None
@@ -81,13 +95,14 @@ class StopController:
                 signal.signal(number, lambda *_: None)
         threading.Thread(target=self._read, args=(self._reader,), name="stop", daemon=True).start()
 
-    def set_deadline(self, deadline: float | None, limit_s: float) -> None:
+    def set_deadline(self, deadline: float | None, limit_s: float, warning_s: float | None = None) -> None:
         """``deadline`` in unix seconds; the loop ends ``stop_margin_s`` before it, and a rank that is stuck a little
         later.
 
-        In a pack no scheduler warns the ranks of their own run's limit.
+        In a pack no scheduler warns the ranks of their own run's limit. ``warning_s``: see ``is_limit_warning``.
         """
         self.deadline = deadline
+        self._warning_s = warning_s
         self._near = deadline_window_s(limit_s)
         self._deadline_step = float("inf") if deadline is None else deadline - stop_margin_s(limit_s)
         if deadline is not None:
@@ -132,7 +147,8 @@ class StopController:
                 if signal.Signals(number).name not in _SIGNALS:
                     continue
                 deadline = None if self.deadline is None else self.deadline - self._near
-                cause = stop_for_signal(number, time.time(), deadline)
+                warns_of_limit = is_limit_warning(time.time(), self.deadline, self._warning_s)
+                cause = stop_for_signal(number, time.time(), deadline, warns_of_limit=warns_of_limit)
                 self._set(cause)
                 # Every signal gets its own patience, so that a second one is not read only after the first's.
                 threading.Thread(target=self.stop_after_grace, args=(cause,), daemon=True).start()

@@ -240,6 +240,14 @@ def test_end_quotes_the_last_error_of_the_ranks_and_names_the_node(
     assert error.nodes == "n2"
 
 
+@pytest.mark.parametrize(("left_s", "status"), [(600.0, "cancelled"), (100.0, "timeout")])
+def test_a_user_signal_means_the_time_limit_only_near_it(tmp_path: Path, left_s: float, status: str) -> None:
+    tasks = write_tasks(tmp_path, SPEC, warning_s=60.0)
+    start_attempt(tmp_path, SPEC, deadline_unix_s=time.time() + left_s)
+    end(tasks, 0, 1, 1, "USR2")
+    assert result_of(tmp_path).status == status
+
+
 def test_end_keeps_the_status_that_a_rank_recorded(tmp_path: Path) -> None:
     tasks = write_tasks(tmp_path, PAIR)
     attempt = start_attempt(tmp_path, PAIR)

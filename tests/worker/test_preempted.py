@@ -68,6 +68,7 @@ def status_of(folder: Path) -> str:
         ("failed", "RankLost", "rank 1 ended without leaving a file", PREEMPTED, "", ("preempted", 11)),
         ("failed", "RuntimeError", "Connection reset by peer", REQUEUED, "TERM", ("preempted", 11)),
         ("timeout", "Stopped", "reached the time limit", PREEMPTED, "", ("timeout", 0)),
+        ("cancelled", "Stopped", "stopped by SIGUSR2 long before the time limit", PREEMPTED, "USR2", ("preempted", 11)),
         ("failed", "ValueError", "no such thing", PREEMPTED, "", ("failed", 0)),
         ("oom", "OutOfMemoryError", "too much", PREEMPTED, "", ("oom", 0)),
         ("ok", "", "", PREEMPTED, "", ("ok", 0)),

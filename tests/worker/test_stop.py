@@ -12,6 +12,7 @@ from hpcbench.worker.shutdown import (
     StopController,
     Stopped,
     deadline_window_s,
+    is_limit_warning,
     stop_for_signal,
     stop_margin_s,
 )
@@ -27,12 +28,33 @@ from hpcbench.worker.shutdown import (
         (signal.SIGTERM, 100.0, 100.0, "timeout"),
         (signal.SIGINT, 0.0, 100.0, "cancelled"),
         (signal.SIGHUP, 0.0, 100.0, "cancelled"),
+        (signal.SIGUSR1, 0.0, 100.0, "cancelled"),
     ],
 )
 def test_a_signal_gives_its_status(number: int, now: float, deadline: float | None, status: str) -> None:
     reason = stop_for_signal(number, now, deadline)
     assert reason.status == status
     assert signal.Signals(number).name in str(reason)
+
+
+@pytest.mark.parametrize(
+    ("now", "deadline", "warning_s", "expected"),
+    [
+        (0.0, None, 60.0, True),
+        (0.0, 1000.0, None, True),
+        (0.0, 1000.0, 60.0, False),
+        (819.0, 1000.0, 60.0, False),
+        (820.0, 1000.0, 60.0, True),
+    ],
+)
+def test_a_user_signal_long_before_the_limit_is_no_warning_of_it(
+    now: float, deadline: float | None, warning_s: float | None, expected: bool
+) -> None:
+    """Some sites preempt by the signal that the job asked for as a warning (send_user_signal)."""
+    assert is_limit_warning(now, deadline, warning_s) is expected
+    assert stop_for_signal(signal.SIGUSR2, 0.0, deadline, warns_of_limit=expected).status == (
+        "timeout" if expected else "cancelled"
+    )
 
 
 def test_margins_are_small_parts_of_a_limit() -> None:
