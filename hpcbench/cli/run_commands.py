@@ -16,6 +16,7 @@ from hpcbench.cli.common import (
     json_option,
     print_json,
     print_message,
+    print_suspect_nodes,
     results_option,
     results_tree,
     runs_exit_code,
@@ -166,6 +167,7 @@ def run(
     outcome = _submit_and_print(plan, results, over_budget=over_budget, remeasure=remeasure)
     check_send_outcome(outcome.sent, waits=True)
     states = watch_runs(plan, results, plan.elsewhere if remeasure else {})
+    print_suspect_nodes((state.nodes for state in states.values()), plan.profile_name)
     show_table(results_tree(results), [plan.sweep.name], [plan.profile.name], as_json=as_json)
     sys.exit(runs_exit_code(states))
 
@@ -184,6 +186,7 @@ def _submit_and_print(plan: SweepPlan, results: str | None, *, over_budget: bool
             f"hpcbench table without a sweep shows every result, "
             f"another name keeps both apart"
         )
+    print_suspect_nodes((head.failed_on for head in plan.heads.values()), plan.profile_name)
     if plan.may_be_supported:
         count = pluralize(len(plan.may_be_supported), "run")
         print_message(f"{count} lacked a package or module in another environment: submitted again")

@@ -24,6 +24,7 @@ from hpcbench.cli.common import (
     make_console,
     print_json,
     print_message,
+    print_suspect_nodes,
     results_option,
     results_tree,
     runs_exit_code,
@@ -143,6 +144,8 @@ def status(
         width = _text_width(sys.stdout)
         texts = [status_text(*entry, width, catalogs[entry[1]].details, lists_all=lists_all) for entry in states]
         _print_states("\n\n".join(texts), sys.stdout)
+    for _, cluster, runs in states:
+        print_suspect_nodes((state.nodes for state in runs.values()), cluster)
     sys.exit(max((runs_exit_code(states_of_runs) for _, _, states_of_runs in states), default=0))
 
 

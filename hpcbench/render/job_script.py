@@ -253,6 +253,7 @@ def template_context(
         "pack": pack,
         "runs": runs,
         "job_limit_s": math.ceil(launch_step.job_time_limit_s(shape, pack)),
+        "begin_pause_s": launch_step.BEGIN_PAUSE_S,
         "modules": environment.modules,
         "modules_start": environment.modules_start,
         "cluster_setup": profile.setup,

@@ -12,6 +12,9 @@ from hpcbench.parallel.catalog import get_strategy
 LAUNCH_OVERHEAD_S = 30.0
 """What starting and ending one launch of a pack may take beside the run's own limit."""
 
+BEGIN_PAUSE_S = 30
+"""A job that cannot begin holds its node this long: a broken node that is free again at once gets the whole queue."""
+
 
 @dataclass(frozen=True)
 class JobShape:

@@ -12,7 +12,7 @@ import click
 
 from hpcbench.config.run_spec import RunSpec, run_label, strategy_label
 from hpcbench.fileio import printable_excerpt, printable_text
-from hpcbench.submit.run_state import ACTIVE_STATES, RunState, count_states
+from hpcbench.submit.run_state import ACTIVE_STATES, RunState, count_states, suspect_nodes
 from hpcbench.units import format_seconds
 
 STATUS_STYLE = {
@@ -49,6 +49,15 @@ _HEADINGS = _StatusRow("run", "state", "job", "reason", "configuration", "elapse
 _DETAIL_ORDER = ("run", "configuration", "state", "elapsed", "job")
 RunGroup = list[tuple[str, RunState]]
 """Runs that share a row."""
+
+
+def suspect_nodes_text(failed_on: Iterable[str | None], profile: str) -> str:
+    """A line for each node on which runs fail again and again, with the line of the profile that excludes it."""
+    return "\n".join(
+        f"{count} runs failed on node {printable_text(node)} and left no reason; this keeps jobs from it, in the table "
+        f'[request] of the profile {profile}: exclude_nodes = ["{printable_text(node)}"]'
+        for node, count in suspect_nodes(failed_on).items()
+    )
 
 
 def status_text(

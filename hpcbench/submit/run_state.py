@@ -17,7 +17,7 @@ import contextlib
 import re
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -267,6 +267,23 @@ def closing_lines(log: str) -> str:
     lines = [line for line in lines if not line.startswith((" ", "\t"))] or [line.strip() for line in lines]
     is_consequence = bool(lines) and _CONSEQUENCE_PATTERN.match(lines[-1]) is not None
     return "; ".join(lines[-2:] if is_consequence else lines[-1:])
+
+
+_MIN_NODE_FAILURES = 3
+
+
+def suspect_nodes(failed_on: Iterable[str | None]) -> dict[str, int]:
+    """Nodes that seem broken, with the number of runs that failed there.
+
+    A node is one if three or more runs failed on it, and more than twice as many as on any other: a cause that all
+    nodes share fails on each of them.
+
+    Args:
+        failed_on: the nodes of each failed run's job, in the scheduler's notation; jobs of several nodes do not count.
+    """
+    counts = Counter(nodes for nodes in failed_on if nodes and "," not in nodes and "[" not in nodes)
+    (node, count), (_, next_count), *_ = [*counts.most_common(2), ("", 0), ("", 0)]
+    return {node: count} if count >= _MIN_NODE_FAILURES and count > 2 * next_count else {}
 
 
 def count_states(states: Mapping[str, RunState]) -> dict[str, int]:

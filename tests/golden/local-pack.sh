@@ -26,7 +26,7 @@ preempted=''
 # One run: its attempt is begun, its ranks are launched, its end is recorded.
 one_run() {
   # A scheduler tells every process of a job to end: not the short steps before and after the ranks.
-  attempt_folder=$(trap '' TERM INT HUP USR2; "${worker[@]}" begin --tasks "$task_file" --index "$index")
+  attempt_folder=$(trap '' TERM INT HUP USR1 USR2; "${worker[@]}" begin --tasks "$task_file" --index "$index")
   begin_code=$?
   if [ "$begin_code" -eq 10 ]; then
     return 0
@@ -64,7 +64,7 @@ one_run() {
 
   # Where the ranks died without a word, this writes down how: exit code, signal, time, out of memory.
   (
-    trap '' TERM INT HUP USR2
+    trap '' TERM INT HUP USR1 USR2
     job_says=''
     "${worker[@]}" end --tasks "$task_file" --index "$index" --attempt "$attempt" \
       --exit-code "$exit_code" --received "$received" --job-says "$job_says"

@@ -63,14 +63,16 @@ worker=("${python[@]}" -m hpcbench.worker)
 # What this shell is told is noted, and passed on where no scheduler tells the ranks itself.
 received='' told='' ranks=''
 trap 'received=TERM; told=1' TERM INT HUP
+trap 'received=USR1; told=1' USR1
 trap 'received=USR2; told=1' USR2
 trap 'told=1' CONT
 preempted=''
+begin_failed=''
 
 # One run: its attempt is begun, its ranks are launched, its end is recorded.
 one_run() {
   # A scheduler tells every process of a job to end: not the short steps before and after the ranks.
-  attempt_folder=$(trap '' TERM INT HUP USR2; "${worker[@]}" begin --tasks "$task_file" --index "$index" \
+  attempt_folder=$(trap '' TERM INT HUP USR1 USR2; "${worker[@]}" begin --tasks "$task_file" --index "$index" \
     --missing-module "${missing_module-}")
   begin_code=$?
   if [ "$begin_code" -eq 10 ]; then
@@ -82,6 +84,7 @@ one_run() {
     return 0
   elif [ "$begin_code" -ne 0 ]; then
     echo "hpcbench: the worker could not begin run $index of $task_file (exit code $begin_code)" >&2
+    begin_failed=1
     return "$begin_code"
   fi
   attempt=${attempt_folder##*/}
@@ -113,7 +116,7 @@ one_run() {
 
   # Where the ranks died without a word, this writes down how: exit code, signal, time, out of memory.
   (
-    trap '' TERM INT HUP USR2
+    trap '' TERM INT HUP USR1 USR2
     job_says=''
     [ "$exit_code" -eq 0 ] || job_says=$(timeout 20 scontrol show job --oneliner "$job_id" 2> /dev/null)
     "${worker[@]}" end --tasks "$task_file" --index "$index" --attempt "$attempt" \
@@ -144,4 +147,9 @@ for (( index = first; index < last; index++ )); do
   fi
   one_run || code=$?
 done
+if [ -n "$begin_failed" ] && [ -n "$job_id" ] && [ -z "$received" ]; then
+  # A node that can start nothing would be free again at once, and get job after job of the queue.
+  sleep 30 &
+  wait "$!"
+fi
 exit "$code"

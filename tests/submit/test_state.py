@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from hpcbench.config.sweep_file import SubmitTable
+from hpcbench.report.status_text import suspect_nodes_text
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
 from hpcbench.submit.plan import SweepPlan, make_plan
-from hpcbench.submit.run_state import closing_lines, record_scheduler_failures, run_states
+from hpcbench.submit.run_state import closing_lines, record_scheduler_failures, run_states, suspect_nodes
 from hpcbench.submit.slurm_queue import parse_job_states
 from hpcbench.submit.submit import submit
 
@@ -54,6 +55,35 @@ def test_the_reason_of_a_failed_job_has_its_node_and_the_error_before_its_conseq
 def test_the_hint_below_the_last_error_of_a_log_is_no_reason() -> None:
     log = "hpcbench: cannot write x: Read-only file system\n  x belongs to uid 0, gid 0, mode 0755\n"
     assert closing_lines(log) == "hpcbench: cannot write x: Read-only file system"
+
+
+@pytest.mark.parametrize(
+    ("failed_on", "suspects"),
+    [
+        (["n2", "n2", "n2", None, "n1"], {"n2": 3}),
+        (["n2", "n2"], {}),
+        (["n1", "n1", "n2", "n2", "n2"], {}),
+        (["n[1-2]"] * 5, {}),
+        ([], {}),
+    ],
+)
+def test_a_node_on_which_runs_fail_again_and_again_is_named(
+    failed_on: list[str | None], suspects: dict[str, int]
+) -> None:
+    assert suspect_nodes(failed_on) == suspects
+    assert ('exclude_nodes = ["n2"]' in suspect_nodes_text(failed_on, "c")) is bool(suspects)
+
+
+def test_failures_stay_counted_for_their_node_once_they_are_results(
+    plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    submit(plan, cluster_tree)
+    lines = [f"4711_{task}|FAILED|NonZeroExitCode|2020-01-01T00:00:00||n2\n" for task in (0, 1)]
+    (fake_slurm / "squeue").write_text("".join(lines))
+    found = run_states(cluster_tree, plan.runs, plan.profile, time.time())
+    record_scheduler_failures(cluster_tree, found)
+    again = make_plan(plan.sweep, plan.profile, cluster_tree)
+    assert suspect_nodes(head.failed_on for head in again.heads.values()) == {"n2": 4}
 
 
 def test_a_queued_job_in_an_unknown_state_is_pending() -> None:
