@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from hpcbench.cli.common import (
+    announce_silence,
     cluster_filter_option,
     json_option,
     print_json,
@@ -277,7 +278,8 @@ def cancel(
     for cluster, record in select_sweeps(results_tree(results), (sweep,), cluster_name):
         profile, _ = load_cluster(record.profile)
         tree = results_tree(results).cluster(cluster)
-        states = run_states(tree, record.run_ids, profile, time.time())
+        with announce_silence("cancel"):
+            states = run_states(tree, record.run_ids, profile, time.time())
         states = {run_id: state for run_id, state in states.items() if run_id.startswith(prefix or "")}
         if where is not None:
             states = RunCatalog(tree).satisfying(states, where)

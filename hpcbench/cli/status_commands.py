@@ -19,6 +19,7 @@ import click
 import msgspec
 
 from hpcbench.cli.common import (
+    announce_silence,
     cluster_filter_option,
     json_option,
     make_console,
@@ -127,7 +128,8 @@ def status(
         states = _watch_states(sweeps, cluster_name, results, as_json)
     else:
         watchers = _make_watchers(select_sweeps(results_tree(results), sweeps, cluster_name), results)
-        states = _states_by_sweep([(watcher, watcher.query()) for watcher in watchers])
+        with announce_silence("status"):
+            states = _states_by_sweep([(watcher, watcher.query()) for watcher in watchers])
     catalogs = {cluster: RunCatalog(results_tree(results).cluster(cluster)) for _, cluster, _ in states}
     if where is not None:
         states = [(sweep, cluster, catalogs[cluster].satisfying(runs, where)) for sweep, cluster, runs in states]

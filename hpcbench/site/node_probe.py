@@ -4,13 +4,17 @@ packages.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import secrets
 import shutil
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -75,6 +79,9 @@ def parse_infiniband_ports(lines: Sequence[str]) -> dict[str, float]:
 _SECTION_PREFIX = "=== hpcbench "
 _PROBE_LIMIT_S = 300.0
 _POLL_S = 1.0
+_QUEUE_POLL_S = 10.0
+"""The job's output is read often, because that costs little; the scheduler is queried rarely."""
+_MAX_PROBE_AGE_S = 86400.0
 _FABRIC_PREFIXES = ("hsn", "ib")
 
 
@@ -184,38 +191,70 @@ def render_probe(profile: ClusterProfile, folder: Path) -> str:
 def run_probe(profile: ClusterProfile, notify: Notify, wait_s: float = 900.0) -> NodeProbe:
     """Submit the job, wait for its end, parse its output.
 
-    Raises ``SubmitError`` if it is refused, dies, or does not end within ``wait_s``; then it is cancelled.
+    Raises ``SubmitError`` if it is refused, dies, or does not end within ``wait_s``. No job and no folder is left,
+    also where this process is interrupted or told to end.
     """
-    folder = cache_folder() / "probes" / f"{profile.name}-{secrets.token_hex(4)}"
+    probes = cache_folder() / "probes"
+    _remove_old_folders(probes)
+    folder = probes / f"{profile.name}-{secrets.token_hex(4)}"
     make_folder(folder)
-    (folder / "probe.sh").write_text(render_probe(profile, folder), encoding="utf-8")
-    job_id = SbatchExecutor(folder, command_environment(profile)).submit_script(folder / "probe.sh", [], 0)
-    notify(f"job {job_id} looks at a node; waiting for it ...")
     try:
-        text = _wait_for_output(profile, job_id, folder / "log", wait_s)
-    except KeyboardInterrupt:
-        run_command(["scancel", job_id], profile)
-        raise
-    shutil.rmtree(folder, ignore_errors=True)
-    return parse_probe(text)
+        (folder / "probe.sh").write_text(render_probe(profile, folder), encoding="utf-8")
+        job_id = SbatchExecutor(folder, command_environment(profile)).submit_script(folder / "probe.sh", [], 0)
+        notify(f"job {job_id} looks at a node; waiting for it ...")
+        try:
+            with _exit_on_sigterm():
+                return parse_probe(_wait_for_output(profile, job_id, folder / "log", wait_s))
+        except BaseException:
+            run_command(["scancel", job_id], profile)
+            raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_old_folders(probes: Path) -> None:
+    """Remove the folders of probes that were killed: no probe takes a day."""
+    for folder in probes.glob("*/"):
+        with contextlib.suppress(OSError):
+            if time.time() - folder.stat().st_mtime > _MAX_PROBE_AGE_S:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Raise ``SystemExit`` where SIGTERM would end this process without further ado."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _wait_for_output(profile: ClusterProfile, job_id: str, log: Path, wait_s: float) -> str:
     give_up = time.monotonic() + wait_s
     since = time.time()
-    absent = 0
+    absent, next_query_s = 0, 0.0
     reason = "it did not begin"
     while time.monotonic() < give_up:
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         if f"{_SECTION_PREFIX}end" in text:
             return text
-        state = QueueQuery([job_id], profile).job_states([job_id], since).get(job_id)
-        reason = state.reason if state else "the scheduler knows nothing of it"
-        # A network file system shows the job's last lines late.
-        absent = absent + 1 if state is None or state.state not in ("pending", "running") else 0
-        if absent > 10:
-            last = printable_text(" ".join(text.splitlines()[-3:]))
-            raise SubmitError(f"the probe, job {job_id}, ended early ({reason}): {last}", hint=f"see {log.parent}")
+        if time.monotonic() >= next_query_s:
+            next_query_s = time.monotonic() + _QUEUE_POLL_S
+            state = QueueQuery([job_id], profile).job_states([job_id], since).get(job_id)
+            reason = state.reason if state else "the scheduler knows nothing of it"
+            # A network file system shows the job's last lines late.
+            absent = absent + 1 if state is None or state.state not in ("pending", "running") else 0
+            if absent > 1:
+                last = printable_text(" ".join(text.splitlines()[-3:]))
+                hint = "the last lines of its log:\n  " + printable_text("\n  ".join(text.splitlines()[-10:]))
+                raise SubmitError(f"the probe, job {job_id}, ended early ({reason}): {last}", hint=hint)
         time.sleep(_POLL_S)
-    run_command(["scancel", job_id], profile)
     raise SubmitError(f"the probe, job {job_id}, has not ended after {wait_s:g} s ({reason}): it is cancelled")

@@ -112,6 +112,14 @@ class QueueQuery:
         if queue_error:
             # Accounting lags behind the queue: a job that it lacks may well be queued or running.
             assumed = dict.fromkeys(missing, JobStatus("pending", f"the scheduler does not answer: {queue_error}"))
+            ended = {
+                job_id: status._replace(
+                    reason=f"{status.reason} in accounting; the scheduler does not answer: {queue_error}"
+                )
+                if status.state in ("pending", "running")
+                else status
+                for job_id, status in ended.items()
+            }
         return {**assumed, **ended, **queued}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from pathlib import Path
 
@@ -162,6 +164,40 @@ def test_interrupting_a_probe_cancels_its_job(fake_slurm: Path, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt):
         run_probe(ClusterProfile.model_validate({"name": "c"}), lambda text: None)
     assert "scancel 4711" in (fake_slurm / "queries").read_text().splitlines()
+
+
+@pytest.mark.parametrize("behaviour", ["ok", "refuse"])
+def test_a_probe_leaves_no_folder_and_asks_the_scheduler_rarely(
+    fake_slurm: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str
+) -> None:
+    monkeypatch.setenv("FAKE_SBATCH", behaviour)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fake_slurm / "cache"))
+    monkeypatch.setattr("hpcbench.site.node_probe._POLL_S", 0.01)
+    (fake_slurm / "squeue").write_text("4711|PENDING|Resources\n")
+    with pytest.raises(SubmitError):
+        run_probe(ClusterProfile.model_validate({"name": "c"}), lambda text: None, wait_s=0.3)
+    assert list((fake_slurm / "cache").rglob("probes/*")) == []
+    queries = (fake_slurm / "queries").read_text().splitlines() if (fake_slurm / "queries").exists() else []
+    assert len([line for line in queries if line.startswith("squeue")]) == (behaviour == "ok")
+    assert ("scancel 4711" in queries) is (behaviour == "ok")
+
+
+def test_a_probe_that_is_told_to_end_cancels_its_job(fake_slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(fake_slurm / "cache"))
+    monkeypatch.setattr("hpcbench.site.node_probe._wait_for_output", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        run_probe(ClusterProfile.model_validate({"name": "c"}), lambda text: None)
+    assert "scancel 4711" in (fake_slurm / "queries").read_text().splitlines()
+
+
+def test_a_probe_makes_no_folder_of_the_profile(tmp_path: Path) -> None:
+    absent = tmp_path / "nvme"
+    profile = ClusterProfile.model_validate({"name": "c", "node": {"scratch_folder": str(absent)}})
+    lines = render_probe(profile, tmp_path).splitlines()
+    first = lines.index(f"folder={absent}")
+    script = "\n".join(lines[first : first + 3])
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert (done.stdout, absent.exists()) == (f"does not exist: {absent}\n", False)
 
 
 def test_the_probe_takes_as_many_nodes_as_it_must(tmp_path: Path) -> None:

@@ -127,6 +127,8 @@ def test_a_job_missing_in_sacct_may_be_queued(plan: SweepPlan, cluster_tree: Clu
     (fake_slurm / "sacct").write_text("4711_0|TIMEOUT|None\n4711_1|RUNNING|None\n")
     for since_s in (0, 3600):
         assert states(plan, cluster_tree, since_s) == ["timeout", "timeout", "running", "running"]
+    reasons = {state.reason for state in run_states(cluster_tree, plan.runs, plan.profile, time.time()).values()}
+    assert any("RUNNING in accounting; the scheduler does not answer" in reason for reason in reasons)
     (fake_slurm / "sacct").write_text("")
     assert states(plan, cluster_tree, 3600) == ["pending"] * 4
 
