@@ -120,11 +120,22 @@ class SubmitTable(TomlTable):
     """Jobs of one submission that may run at the same time; on a machine without a scheduler 1 when absent."""
     budget_node_hours: Annotated[float, Field(gt=0)] | None = None
     """Maximum cost of one submit at the runs' time limits; `--yes` overrides it."""
+    order: Literal["shuffled", "grid"] | None = None
+    """`grid` runs the points as they are written, `shuffled` so that a slow hour is in no configuration alone; the
+    latter is the default where `repeats` is above 1."""
+    seed: Annotated[int, Field(ge=0)] | None = None
+    """Of the order; a hash of the sorted run ids when absent."""
+    reference: FixedTable | None = None
+    """A configuration that is run again and again, as these parameters over the fixed ones: it shows drift."""
+    every: Annotated[int, Field(ge=1)] | None = None
+    """Runs of the sweep between two of the reference."""
 
     @model_validator(mode="after")
     def _one_kind_of_pack(self) -> SubmitTable:
         if self.pack is not None and self.pack_minutes is not None:
             raise ValueError("pack and pack_minutes exclude each other: keep one")
+        if (self.reference is None) != (self.every is None):
+            raise ValueError("reference and every belong together: reference = { strategy = 'ddp' }, every = 20")
         return self
 
 

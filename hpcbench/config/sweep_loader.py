@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_me
 from hpcbench.paths import resolve_beside
 
 ParameterSettings = dict[ParameterPath, Any]
+
+REFERENCE_REPEAT = 100_000
+"""The reference of a sweep has launches from this number on: its launches are not those of a point."""
 
 COMPUTED_NAMES = ("ranks", "devices")
 """Names that expressions may use beside the parameters."""
@@ -71,6 +74,19 @@ class Sweep:
     submit: SubmitTable = field(default_factory=SubmitTable)
     model_folder: Path | None = None
     """Absolute."""
+
+    @property
+    def order(self) -> str:
+        """The order of the runs: ``shuffled`` or ``grid``."""
+        return self.submit.order or ("shuffled" if self.repeats > 1 else "grid")
+
+    @property
+    def reference(self) -> Sweep | None:
+        """The configuration that is run again and again, as a sweep of one point; ``None`` if there is none."""
+        if self.submit.reference is None:
+            return None
+        settings = _flatten_tables(self.submit.reference.model_dump(exclude_none=True))
+        return replace(self, repeats=1, axes=[], includes=[settings], excludes=[], stops=[], submit=SubmitTable())
 
     @property
     def has_product(self) -> bool:

@@ -103,6 +103,8 @@ class Submission(msgspec.Struct, kw_only=True):
     scheduler: str
     created_unix_s: float
     max_running_jobs: int | None = None
+    order_seed: int | None = None
+    """The seed of the order of its runs; ``None`` if they are in the order of the sweep."""
     arrays: list[JobArray]
 
     def batch_name(self, array: int, first: int, count: int) -> str:

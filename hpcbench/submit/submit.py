@@ -93,7 +93,7 @@ def render_submission(
     stops = plan.stops if obeys_stops else StopGroups([], {})
     if stops.groups:
         files["stop.jsonl"] = stops.lines()
-    for number, group in enumerate(plan.jobs(runs)):
+    for number, group in enumerate(plan.arrays(runs)):
         shape, keys = group.shape, group.run_ids
         script = render_script(
             engine, plan.profile, shape, plan.sweep.name, folder, number, pack=group.pack, runs=len(keys)
@@ -142,6 +142,7 @@ def _submission_record(plan: SweepPlan, folder: Path, arrays: list[JobArray]) ->
         scheduler=plan.profile.scheduler.kind,
         created_unix_s=time.time(),
         max_running_jobs=_max_running_jobs(plan, [array.partition for array in arrays]),
+        order_seed=plan.order_seed,
         arrays=arrays,
     )
 

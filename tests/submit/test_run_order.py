@@ -1,0 +1,166 @@
+"""The order in which runs are sent: no configuration has an hour of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcbench.config.cluster_profile import ClusterProfile
+from hpcbench.config.run_spec import config_id
+from hpcbench.config.sweep_loader import REFERENCE_REPEAT, Sweep
+from hpcbench.errors import ConfigErrors, HpcbenchError
+from hpcbench.report.plan_view import _plan_notes
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.submit.plan import SweepPlan, make_plan
+from hpcbench.submit.run_order import MAX_SLICES, order_seed
+from hpcbench.submit.submission_record import next_submission_folder
+from hpcbench.submit.submit import render_submission, submit
+
+HEAD = """name = "order"
+repeats = {repeats}
+[fixed]
+model = "resnet18"
+dataset = "digits"
+strategy = "ddp"
+[grid]
+{grid}
+"""
+ONE_SHAPE = "batch_size = [4, 8, 16, 32]"
+TWO_SHAPES = f"nodes = [1, 2]\n{ONE_SHAPE}"
+
+
+@pytest.fixture
+def planned(write_sweep: Callable[[str], Sweep], slurm_profile: ClusterProfile, cluster_tree: ClusterTree) -> Any:
+    def make(grid: str, more: str = "", repeats: int = 5) -> SweepPlan:
+        sweep = write_sweep(HEAD.format(grid=grid, repeats=repeats) + more)
+        return make_plan(sweep, slurm_profile, cluster_tree)
+
+    return make
+
+
+def sent(plan: SweepPlan) -> list[str]:
+    return [key for array in plan.arrays(plan.missing) for key in array.run_ids]
+
+
+def test_without_repeats_runs_are_in_the_order_of_the_sweep(planned: Callable[..., SweepPlan]) -> None:
+    plan = planned(ONE_SHAPE, repeats=1)
+    assert sent(plan) == list(plan.runs)
+    assert plan.order_seed is None
+
+
+def test_with_repeats_runs_are_shuffled_and_each_is_sent_once(planned: Callable[..., SweepPlan]) -> None:
+    plan = planned(ONE_SHAPE)
+    order = sent(plan)
+    assert order != list(plan.runs)
+    assert Counter(order) == Counter(plan.runs)
+    assert plan.order_seed == order_seed(plan.runs)
+    assert sent(planned(ONE_SHAPE)) == order
+
+
+def test_launches_of_a_configuration_are_spread(planned: Callable[..., SweepPlan]) -> None:
+    plan = planned(ONE_SHAPE)
+    order = [config_id(plan.runs[key]) for key in sent(plan)]
+    assert [len(set(order[first : first + 4])) for first in range(0, 20, 4)] == [4] * 5
+
+
+def test_the_seed_is_a_key_of_the_sweep(planned: Callable[..., SweepPlan]) -> None:
+    orders = {tuple(sent(planned(ONE_SHAPE, f"[submit]\nseed = {seed}\n"))) for seed in range(6)}
+    assert len(orders) > 1
+    assert planned(ONE_SHAPE, "[submit]\nseed = 3\n").order_seed == 3
+    grid = planned(ONE_SHAPE, '[submit]\norder = "grid"\n')
+    assert sent(grid) == list(grid.runs)
+    assert sent(planned(ONE_SHAPE, '[submit]\norder = "shuffled"\nseed = 1\n', repeats=1)) != list(grid.runs)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_that_a_stop_rule_compares_ascend_in_each_part(planned: Callable[..., SweepPlan], seed: int) -> None:
+    grid = f"{ONE_SHAPE}\nlearning_rate = [0.1, 0.2, 0.3]"
+    plan = planned(grid, f'[stop]\noom = "batch_size"\n[submit]\nseed = {seed}\n')
+    order = [plan.runs[key] for key in sent(plan)]
+    for first in range(0, len(order), 12):
+        for rate in (0.1, 0.2, 0.3):
+            sizes = [spec.batch_size for spec in order[first : first + 12] if spec.learning_rate == rate]
+            assert sizes == [4, 8, 16, 32]
+
+
+def test_arrays_of_two_shapes_alternate_in_few_slices(planned: Callable[..., SweepPlan]) -> None:
+    plan = planned(TWO_SHAPES)
+    nodes = [array.shape.nodes for array in plan.arrays(plan.missing)]
+    assert nodes == [1, 2] * MAX_SLICES
+    assert Counter(sent(plan)) == Counter(plan.runs)
+    assert len(plan.jobs(plan.missing)) == 2
+
+
+def test_packs_stay_whole_in_slices(planned: Callable[..., SweepPlan]) -> None:
+    plan = planned(TWO_SHAPES, "[submit]\npack = 3\n")
+    arrays = plan.arrays(plan.missing)
+    assert sum(array.jobs for array in arrays) == sum(group.jobs for group in plan.jobs(plan.missing)) == 14
+
+
+def test_render_shows_the_order_that_submit_sends(
+    planned: Callable[..., SweepPlan], cluster_tree: ClusterTree, fake_slurm: Path
+) -> None:
+    plan = planned(TWO_SHAPES)
+    folder = next_submission_folder(cluster_tree, plan.sweep.name)
+    rendered = render_submission(plan, plan.missing, cluster_tree, folder)
+    outcome = submit(plan, cluster_tree)
+    assert outcome.folder == folder
+    assert outcome.record is not None
+    assert outcome.record.order_seed == plan.order_seed
+    for name, data in rendered.files.items():
+        assert (folder / name).read_bytes() == data
+
+
+REFERENCE = "[submit]\nreference = {{ batch_size = {batch}, nodes = {nodes} }}\nevery = 5\n"
+
+
+@pytest.mark.parametrize(("batch", "nodes"), [(8, 1), (64, 1), (8, 4)])
+@pytest.mark.parametrize("order", ["shuffled", "grid"])
+def test_the_reference_runs_at_equal_distances_under_numbers_of_its_own(
+    planned: Callable[..., SweepPlan], batch: int, nodes: int, order: str
+) -> None:
+    plan = planned(ONE_SHAPE, REFERENCE.format(batch=batch, nodes=nodes) + f'order = "{order}"\n')
+    assert len(plan.reference_ids) == 5
+    assert len(plan.runs) == 25
+    references = [plan.runs[key] for key in plan.reference_ids]
+    assert [spec.repeat for spec in references] == [REFERENCE_REPEAT + number for number in range(5)]
+    assert {(spec.batch_size, spec.nodes) for spec in references} == {(batch, nodes)}
+    run_ids = sent(plan)
+    assert Counter(run_ids) == Counter(plan.runs)
+    assert [run_ids.index(key) for key in plan.reference_ids] == [0, 6, 12, 18, 24]
+
+
+def test_the_reference_lies_between_arrays_of_other_shapes(planned: Callable[..., SweepPlan]) -> None:
+    plan = planned(TWO_SHAPES, REFERENCE.format(batch=8, nodes=2))
+    places = [sent(plan).index(key) for key in plan.reference_ids]
+    assert len(places) == 9
+    assert places == sorted(places)
+    assert max(second - first for first, second in itertools.pairwise(places)) <= 10
+
+
+def test_plan_states_order_and_reference(planned: Callable[..., SweepPlan]) -> None:
+    plan = planned(ONE_SHAPE, REFERENCE.format(batch=8, nodes=1))
+    notes = "\n".join(_plan_notes(plan, plan.jobs(plan.missing)))
+    assert f"order: shuffled (seed {plan.order_seed})" in notes
+    assert "reference: 5 runs of ddp on resnet18, one every 5 runs and one at the end" in notes
+
+
+@pytest.mark.parametrize(
+    ("submit_table", "words"),
+    [
+        ("every = 5", "belong together"),
+        ('order = "random"', "shuffled"),
+        ('reference = { strategy = "dpp" }\nevery = 5', "did you mean 'ddp'"),
+        ("reference = { batch_size = 7, micro_batches = 2 }\nevery = 5", "reference is infeasible"),
+    ],
+)
+def test_wrong_order_keys_are_refused(planned: Callable[..., SweepPlan], submit_table: str, words: str) -> None:
+    with pytest.raises(HpcbenchError) as caught:
+        planned(ONE_SHAPE, f"[submit]\n{submit_table}\n")
+    problems = caught.value.problems if isinstance(caught.value, ConfigErrors) else [caught.value]
+    assert words in "\n".join(map(str, problems))
