@@ -27,6 +27,7 @@ from hpcbench.cli.completion import complete_columns
 from hpcbench.report.configurations import ROW_ORDER, filter_launches, rows_from_frame, sort_rows
 from hpcbench.report.load_results import load_frame
 from hpcbench.report.pivot_table import TableRequest, grouped_view, parse_table_request
+from hpcbench.report.reference_drift import drift_notes, reference_drifts, remove_drift
 from hpcbench.report.results_table import results_data_view, results_text_view, table_json
 from hpcbench.report.table_model import View
 from hpcbench.report.table_output import render_view, view_json, write_view
@@ -65,6 +66,10 @@ from hpcbench.results.results_tree import ResultsTree
     shell_complete=complete_columns,
     help="Order of the rows; -COLUMN has the largest first.",
 )
+@click.option(
+    "--remove-drift", is_flag=True,
+    help="Remove the drift of the machine that the launches of the sweep's reference show.",
+)  # fmt: skip
 @click.option("--layout", metavar="NAME", help="Layout of a paper's table: ddlbench, paradl.")
 @out_option(".csv .json .md .tex .xlsx or .parquet")
 @results_option
@@ -123,6 +128,9 @@ def show_table(
     if not sources:
         # Runs of a sweep are in its order; the names of folders have none.
         frame = frame.sort(["cluster", *ROW_ORDER], nulls_last=True)
+    drifts, removed = list(reference_drifts(frame)), bool(request and request.remove_drift)
+    if removed:
+        frame = remove_drift(frame)
     kept = filter_launches(frame, request.where if request else None)
     rows = rows_from_frame(kept, request.baseline if request else None)
     if request and request.sort:
@@ -141,6 +149,8 @@ def show_table(
         return
     names = ", ".join(sorted({row.cluster for row in rows}))
     print_view(results_text_view(rows, f"{title} on {names}"))
+    for note in drift_notes(drifts, removed=removed):
+        print_message(note)
 
 
 def _table_title(results: ResultsTree, sources: Sequence[str]) -> str:

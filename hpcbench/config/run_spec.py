@@ -15,6 +15,9 @@ from hpcbench.errors import WorkerError
 SPEC_VERSION = 1
 """Raised whenever a default below changes: the same words must never come to mean another run."""
 
+REFERENCE_REPEAT = 100_000
+"""The launches of a sweep's reference have ``repeat`` numbers from here on, which no point has."""
+
 DEGREE_NAMES = ("dp_degree", "tp_degree", "sp_degree", "pp_degree")
 
 OptionValue = bool | int | float | str

@@ -30,9 +30,6 @@ from hpcbench.paths import resolve_beside
 
 ParameterSettings = dict[ParameterPath, Any]
 
-REFERENCE_REPEAT = 100_000
-"""The reference of a sweep has launches from this number on: its launches are not those of a point."""
-
 COMPUTED_NAMES = ("ranks", "devices")
 """Names that expressions may use beside the parameters."""
 

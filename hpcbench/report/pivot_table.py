@@ -17,6 +17,7 @@ from hpcbench.paths import results_folder
 from hpcbench.report import column_names, configurations
 from hpcbench.report.load_results import load_frame
 from hpcbench.report.phrases import pluralize
+from hpcbench.report.reference_drift import DRIFT_COLUMNS, remove_drift
 from hpcbench.report.results_table import results_data_view
 from hpcbench.report.table_model import Column, View, WarningFootnotes, column_heading, format_spread, format_value
 from hpcbench.report.table_output import unique_column_names
@@ -38,6 +39,8 @@ class TableRequest:
     best: bool = False
     sort: str | None = None
     """A key or metric; with ``-`` the largest first."""
+    remove_drift: bool = False
+    """Whether the drift that a sweep's reference shows is removed from the figures."""
 
     @property
     def is_grouped(self) -> bool:
@@ -63,6 +66,7 @@ class TableRequest:
         columns = column_names.source_columns([*self.keys, *self.metrics])
         columns += [column for condition in (self.where, self.baseline) if condition for column in condition.columns]
         columns += [configurations.THROUGHPUT] if self.best else []
+        columns += DRIFT_COLUMNS if self.remove_drift else []
         if self.predictions:
             columns += [configurations.STEP_TIME, *(f"spec.{name}" for name in RunSpec.__struct_fields__)]
         return configurations.required_columns([*columns, "warnings"], speedups=self.speedups)
@@ -100,7 +104,7 @@ def parse_table_request(**options: Any) -> TableRequest:
 
     Args:
         options: ``by``, ``metrics`` (comma-separated), ``pivot``, ``where``, ``baseline``, ``scaling``, ``best``,
-            ``sort``, and ``layout``, which sets those that are absent.
+            ``sort``, ``remove_drift``, and ``layout``, which sets those that are absent.
 
     Raises:
         ConfigError: a name is no column, a metric no figure, or the layout unknown.
@@ -360,6 +364,8 @@ def grouped_view(
 ) -> tuple[View, int]:
     """A table with the keys of ``request``, and the number of runs before its filter."""
     frame = load_frame(tree, sources, clusters, request.columns())
+    if request.remove_drift:
+        frame = remove_drift(frame)
     add_predictions: AddPredictions | None = None
     if request.predictions:
         # Imported here: other tables need no oracle.
@@ -382,12 +388,12 @@ def table(
         results: the tree of the sweeps; else ``$HPCBENCH_RESULTS``, else ``results``.
         clusters: only these.
         options: those of the command as text: ``by``, ``pivot``, ``metrics``, ``where``, ``baseline``, ``scaling``,
-            ``best``, ``sort``, ``layout``.
+            ``best``, ``sort``, ``layout``; ``remove_drift=True``.
 
     Raises:
         HpcbenchError: there is no such source, column or option.
     """
-    known = ("by", "pivot", "metrics", "where", "baseline", "scaling", "best", "sort", "layout")
+    known = ("by", "pivot", "metrics", "where", "baseline", "scaling", "best", "sort", "layout", "remove_drift")
     for name in options:
         if name not in known:
             raise ConfigError(f"table() has no option {name!r}", hint=did_you_mean(name, known))
@@ -396,7 +402,9 @@ def table(
     if request.is_grouped:
         view, _ = grouped_view(tree, names, clusters, request, "table")
     else:
-        launches = configurations.filter_launches(load_frame(tree, names, clusters), request.where)
-        rows = configurations.rows_from_frame(launches, request.baseline)
+        frame = load_frame(tree, names, clusters)
+        if request.remove_drift:
+            frame = remove_drift(frame)
+        rows = configurations.rows_from_frame(configurations.filter_launches(frame, request.where), request.baseline)
         view = results_data_view(configurations.sort_rows(rows, request.sort) if request.sort else rows, "table")
     return pl.DataFrame(view.raw, unique_column_names(view), orient="row", infer_schema_length=None, strict=False)

@@ -22,9 +22,9 @@ import msgspec
 
 import hpcbench
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec, run_id
+from hpcbench.config.run_spec import DEGREE_NAMES, REFERENCE_REPEAT, RunSpec, run_id
 from hpcbench.config.sweep_file import TABLE_PARAMETERS, ParameterPath, StopRule, SubmitTable
-from hpcbench.config.sweep_loader import REFERENCE_REPEAT, ExcludedPoint, Sweep, expand_sweep, find_exclusion
+from hpcbench.config.sweep_loader import ExcludedPoint, Sweep, expand_sweep, find_exclusion
 from hpcbench.errors import ConfigError
 from hpcbench.parallel.catalog import get_model, get_strategy
 from hpcbench.parallel.check_names import check_names, custom_model_folder

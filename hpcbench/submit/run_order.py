@@ -159,7 +159,7 @@ def insert_references(
 def _insert_arrays(
     arrays: Sequence[tuple[_Shape, list[str]]], shape: _Shape, references: Sequence[str]
 ) -> list[tuple[_Shape, list[str]]]:
-    """``arrays`` cut at equal distances, with an array of reference runs at each cut, ``MAX_SLICES`` of them at most."""
+    """``arrays`` cut at equal distances, with an array of reference runs at each cut; at most ``MAX_SLICES`` cuts."""
     total, count = sum(len(run_ids) for _, run_ids in arrays), min(MAX_SLICES, len(references))
     cuts = [round(index * total / max(1, count - 1)) for index in range(count)]
     bounds = [len(references) * index // count for index in range(count + 1)]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.run_spec import config_id
-from hpcbench.config.sweep_loader import REFERENCE_REPEAT, Sweep
+from hpcbench.config.run_spec import REFERENCE_REPEAT, config_id
+from hpcbench.config.sweep_loader import Sweep
 from hpcbench.errors import ConfigErrors, HpcbenchError
 from hpcbench.report.plan_view import _plan_notes
 from hpcbench.results.results_tree import ClusterTree
