@@ -125,8 +125,8 @@ def drift_notes(drifts: Sequence[ReferenceDrift], *, removed: bool) -> list[str]
         low, high = min(drift.slowness) - 1, max(drift.slowness) - 1
         launches = pluralize(len(drift.slowness), "launch", "launches")
         notes.append(
-            f"reference of {drift.sweep} on {drift.cluster}: {launches}, step time {drift.change:+.1%} from the first to "
-            f"the last, {low:+.1%} to {high:+.1%} of its median; "
+            f"reference of {drift.sweep} on {drift.cluster}: {launches}, step time {drift.change:+.1%} from the first "
+            f"to the last, {low:+.1%} to {high:+.1%} of its median; "
             + ("this drift is removed from the figures" if removed else "--remove-drift removes it")
         )
     return notes
