@@ -143,6 +143,9 @@ class Project:
         found = [line.split("|") for line in lines]
         return [job for job, state, name in found if any(t in name for t in tokens) and (not states or state in states)]
 
+    def age_of_newest_submission_s(self) -> float:
+        return time.time() - max(record.created_unix_s for _, record in self.submissions())
+
     def begun(self) -> int:
         """Return the number of attempts with a start marker."""
         return sum(attempt.read_start() is not None for _, attempt in self.attempts())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import os
 import pwd
 import shutil
@@ -46,8 +47,13 @@ def shared(box: Box) -> Iterator[Project]:
         shutil.rmtree(folder)
 
 
-def start_as(user: str, project: Project, *arguments: str) -> subprocess.Popen[str]:
-    """The command as another user of the machine, whose files the others may change."""
+def start_as(
+    user: str, project: Project, *arguments: str, umask: int = 0, group: str | None = None
+) -> subprocess.Popen[str]:
+    """The command as another user of the machine, whose files the others may change with the default ``umask``.
+
+    ``group``: a further group of the user.
+    """
     account = pwd.getpwnam(user)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = os.pathsep.join((str(ROOT), sysconfig.get_paths()["purelib"]))
@@ -55,7 +61,7 @@ def start_as(user: str, project: Project, *arguments: str) -> subprocess.Popen[s
     env.pop("XDG_CONFIG_HOME", None)
     command = [str(project.folder.parent / "python" / "bin" / version), "-m", "hpcbench", *arguments]
     return subprocess.Popen(
-        command, cwd=project.folder, env=env, user=account.pw_uid, group=account.pw_gid, extra_groups=[], umask=0,
+        command, cwd=project.folder, env=env, user=account.pw_uid, group=account.pw_gid, extra_groups=[] if group is None else [grp.getgrnam(group).gr_gid], umask=umask,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
