@@ -8,7 +8,9 @@ import polars as pl
 import pytest
 
 from hpcbench.config.run_spec import REFERENCE_REPEAT
+from hpcbench.report.findings.findings_report import derive_findings
 from hpcbench.report.reference_drift import drift_notes, reference_drifts, remove_drift
+from tests.report import planted
 
 _MINUTE_NS = 60_000_000_000
 STEP, RATE = "metrics.step_time_s.median", "metrics.samples_per_s"
@@ -66,3 +68,24 @@ def test_sweeps_without_a_reference_stay_as_they_are(frame: pl.DataFrame) -> Non
 def test_runs_of_an_unknown_time_stay_as_they_are(frame: pl.DataFrame) -> None:
     unknown = pl.DataFrame([row(0, 0.2, **{"file.mtime_ns": None})], schema=frame.schema)
     assert remove_drift(pl.concat([frame, unknown]))[STEP].to_list()[-1] == 0.2
+
+
+def test_a_report_states_that_an_answer_depends_on_the_order() -> None:
+    """``ddp`` ran in the first half, ``fsdp`` in the second, which was 40 % slower; both take as long."""
+    results, minutes = [], []
+    for minute in range(20):
+        slowness = 1.0 if minute < 10 else 1.4
+        strategy = "ddp" if minute < 10 else "fsdp"
+        results.append(
+            planted.launch(0.1 * slowness * (1 + planted.NOISE[minute % 5]), strategy=strategy, repeat=minute % 10)
+        )
+        results.append(planted.launch(0.3 * slowness, strategy="single", repeat=REFERENCE_REPEAT + minute))
+        minutes += [minute, minute]
+    frame = planted.frame_of(results).with_columns(
+        pl.Series("file.mtime_ns", [minute * _MINUTE_NS + 1 for minute in minutes], dtype=pl.Int64)
+    )
+    doubts = [finding.text for finding in derive_findings(frame).of_kind("doubt")]
+    assert any(text.startswith("step times of the reference changed by") for text in doubts)
+    assert any(text.startswith("the answer depends on the order of the runs") for text in doubts)
+    steady = derive_findings(frame.with_columns(pl.lit(1, dtype=pl.Int64).alias("file.mtime_ns")))
+    assert not [finding for finding in steady.of_kind("doubt") if "order of the runs" in finding.text]
