@@ -51,18 +51,16 @@ from hpcbench.submit.submission_record import (
     list_submissions,
     read_run_specs,
 )
-from hpcbench.submit.watcher import SweepSnapshot, SweepWatcher, poll_pause_s
+from hpcbench.submit.watcher import SweepSnapshot, SweepWatcher, Watched, has_active_runs, refresh_until_query
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     States = list[tuple[str, str, dict[str, RunState]]]
     """Sweep, cluster and the state of each run."""
-    WatchedStates = list[tuple[SweepWatcher, dict[str, RunState]]]
 
 _LOG_PART_CHARACTERS = 2**20
 _FOLLOW_PAUSE_S = 0.5
-_RESULT_POLL_S = 2.0
 
 
 class LiveScreen:
@@ -229,7 +227,7 @@ def _make_watchers(
     return [watchers[cluster] for cluster in sweeps_by_cluster]
 
 
-def _states_by_sweep(watched: WatchedStates) -> States:
+def _states_by_sweep(watched: Watched) -> States:
     return [
         (sweep, watcher.tree.root.name, {run_id: states[run_id] for run_id in run_ids})
         for watcher, states in watched
@@ -250,20 +248,9 @@ def _watch_states(sweeps: tuple[str, ...], cluster_name: str | None, results: st
                 last_mtimes_ns = mtimes_ns
             watched = [(watcher, watcher.query()) for watcher in watchers]
             show(watched)
-            if not _any_active(watched):
+            watched = refresh_until_query(watched, time.monotonic() - began_s, show)
+            if not has_active_runs(watched):
                 return _states_by_sweep(watched)
-            every_s = max(watcher.poll_period_s(states) for watcher, states in watched)
-            next_query_s = time.monotonic() + poll_pause_s(every_s, time.monotonic() - began_s)
-            while _any_active(watched) and (pause_s := next_query_s - time.monotonic()) > 0:
-                began_s = time.monotonic()
-                # Results are read more often than the scheduler is queried.
-                watched = [(watcher, watcher.refresh_results(states)) for watcher, states in watched]
-                show(watched)
-                time.sleep(min(pause_s, poll_pause_s(_RESULT_POLL_S, time.monotonic() - began_s)))
-
-
-def _any_active(watched: WatchedStates) -> bool:
-    return any(state.state in ACTIVE_STATES for _, states in watched for state in states.values())
 
 
 def _sweeps_mtimes_ns(results: str | None) -> list[tuple[str, int]]:
@@ -274,7 +261,7 @@ def _sweeps_mtimes_ns(results: str | None) -> list[tuple[str, int]]:
 
 
 @contextlib.contextmanager
-def _watch_display(stream: TextIO) -> Iterator[Callable[[WatchedStates], None]]:
+def _watch_display(stream: TextIO) -> Iterator[Callable[[Watched], None]]:
     """Yield a function that draws the states on a terminal; elsewhere it prints them whenever something has changed."""
     if stream.isatty():
         with LiveScreen(stream) as screen:
@@ -284,7 +271,7 @@ def _watch_display(stream: TextIO) -> Iterator[Callable[[WatchedStates], None]]:
         return
     last_text = None
 
-    def print_changes(watched: WatchedStates) -> None:
+    def print_changes(watched: Watched) -> None:
         nonlocal last_text
         if (text := _states_text(_states_by_sweep(watched), stream)) != last_text:
             _print_states(f"{text}\n", stream)

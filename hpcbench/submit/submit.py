@@ -29,7 +29,7 @@ from hpcbench.render.job_script import TemplateEngine, render_script
 from hpcbench.render.launch_step import JobShape, cpus_per_task
 from hpcbench.results.results_tree import ClusterTree
 from hpcbench.results.schema import FailureRecord, RunResult
-from hpcbench.submit.job_packages import check_job_packages
+from hpcbench.submit.job_environment import check_job_packages
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.lock import exclusive_lock
 from hpcbench.submit.plan import RERUN_ON_SUBMIT, JobGroup, StopGroups, SweepPlan

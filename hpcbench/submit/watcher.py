@@ -371,6 +371,32 @@ def poll_pause_s(every_s: float, took_s: float) -> float:
 
 
 _RESULT_POLL_S = 0.5
+_WATCH_POLL_S = 2.0
+Watched = list[tuple[SweepWatcher, dict[str, RunState]]]
+"""Watchers, each with the states of its runs."""
+
+
+def has_active_runs(watched: Watched) -> bool:
+    return any(state.state in ACTIVE_STATES for _, states in watched for state in states.values())
+
+
+def refresh_until_query(watched: Watched, took_s: float, show: Callable[[Watched], None]) -> Watched:
+    """Read new results until the scheduler is to be queried again, or no run is active; return the newest states.
+
+    Results are read often, because that costs little.
+
+    Args:
+        watched: the watchers of several clusters, each with the states of its last query.
+        took_s: duration of these queries.
+        show: called with the states after every reading.
+    """
+    every_s = max((watcher.poll_period_s(states) for watcher, states in watched), default=0.0)
+    next_query_s = time.monotonic() + poll_pause_s(every_s, took_s)
+    while has_active_runs(watched) and (pause_s := next_query_s - time.monotonic()) > 0:
+        time.sleep(min(pause_s, _WATCH_POLL_S))
+        watched = [(watcher, watcher.refresh_results(states)) for watcher, states in watched]
+        show(watched)
+    return watched
 
 
 def wait_for_runs(
