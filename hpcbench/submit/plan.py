@@ -386,12 +386,11 @@ def make_plan(sweep: Sweep, profile: ClusterProfile, tree: ClusterTree) -> Sweep
 def _reference_runs(sweep: Sweep, profile: ClusterProfile, runs: int) -> dict[str, RunSpec]:
     """The runs of the sweep's reference: one before every ``every`` of its ``runs``, and one at the end.
 
-    Raises ``ConfigErrors`` for unknown names and ``ConfigError`` if the reference is infeasible.
+    Raises ``ConfigError`` if the reference is infeasible.
     """
     reference, every = sweep.reference, sweep.submit.every
     if reference is None or every is None:
         return {}
-    check_names(reference, profile)
     (point,) = expand_sweep(reference)
     assert not isinstance(point, ExcludedPoint), "a reference has no exclusions"
     limits = partition_limits(profile, point.get("partition") or profile.default_partition)
