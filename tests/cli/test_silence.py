@@ -13,7 +13,12 @@ def test_a_silent_scheduler_is_announced(monkeypatch: pytest.MonkeyPatch) -> Non
     announced = threading.Event()
     messages: list[str] = []
     monkeypatch.setattr(common, "_SILENCE_S", 0.0)
-    monkeypatch.setattr(common, "print_message", lambda text: (messages.append(text), announced.set()))
+
+    def keep(text: str) -> None:
+        messages.append(text)
+        announced.set()
+
+    monkeypatch.setattr(common, "print_message", keep)
     with common.announce_silence("status"):
         assert announced.wait(30)
     assert messages == ["the scheduler has not answered for 0 s: status waits up to a minute for it"]
