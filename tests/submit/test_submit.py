@@ -200,7 +200,10 @@ def test_single_jobs_and_arrays_send_the_same_script(tmp_path: Path, fake_slurm:
     executor = SbatchExecutor(tmp_path, os.environ)
     assert executor.submit_script(script, [], 0) == "4711"
     assert executor.submit_script(script, ["--array=0-1"], 0) == "4711"
-    assert (fake_slurm / "calls").read_text().splitlines() == [f"{script} 0", f"--array=0-1 {script} 0"]
+    assert (fake_slurm / "calls").read_text().splitlines() == [
+        f"--parsable {script} 0",
+        f"--parsable --array=0-1 {script} 0",
+    ]
     assert script.read_text() == "#!/bin/bash\n"
 
 
