@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import sys
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -124,29 +122,6 @@ def plain_table(
 def print_message(text: str) -> None:
     """Print a message for the person on standard error."""
     click.echo(printable_text(text), err=True)
-
-
-_SILENCE_S = 3.0
-
-
-@contextlib.contextmanager
-def announce_silence(action: str) -> Iterator[None]:
-    """Print after three seconds that the scheduler has not answered yet, for a body that queries it.
-
-    Args:
-        action: What waits for it.
-    """
-
-    def announce() -> None:
-        print_message(f"the scheduler has not answered for {_SILENCE_S:g} s: {action} waits up to a minute for it")
-
-    timer = threading.Timer(_SILENCE_S, announce)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def print_suspect_nodes(failed_on: Iterable[str | None], profile: str) -> None:

@@ -12,7 +12,6 @@ import click
 import msgspec
 
 from hpcbench.cli.common import (
-    announce_silence,
     cluster_filter_option,
     json_option,
     print_json,
@@ -35,6 +34,7 @@ from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, available_cores
 from hpcbench.submit.run_state import RunState, cancel_runs, run_states
 from hpcbench.submit.scheduler import SendOutcome
+from hpcbench.submit.scheduler_settings import announce_silence
 from hpcbench.submit.submission_record import read_sweep_record
 from hpcbench.submit.submit import RunSelection, SubmitOutcome, accepted_runs
 from hpcbench.submit.submit import submit as submit_plan
@@ -191,7 +191,9 @@ def _submit_and_print(plan: SweepPlan, results: str | None, *, over_budget: bool
     if plan.may_be_supported:
         count = pluralize(len(plan.may_be_supported), "run")
         print_message(f"{count} lacked a package or module in another environment: submitted again")
-    outcome = submit_plan(plan, tree, RunSelection(remeasure=remeasure, over_budget=over_budget), print_message)
+    selection = RunSelection(remeasure=remeasure, over_budget=over_budget)
+    with announce_silence(print_message):
+        outcome = submit_plan(plan, tree, selection, print_message)
     print_submit_outcome(plan, outcome)
     if plan.elsewhere and not remeasure:
         print_message(f"  {len(plan.elsewhere)} were measured in another environment: --remeasure runs them again")
@@ -278,7 +280,7 @@ def cancel(
     for cluster, record in select_sweeps(results_tree(results), (sweep,), cluster_name):
         profile, _ = load_cluster(record.profile)
         tree = results_tree(results).cluster(cluster)
-        with announce_silence("cancel"):
+        with announce_silence(print_message):
             states = run_states(tree, record.run_ids, profile, time.time())
         states = {run_id: state for run_id, state in states.items() if run_id.startswith(prefix or "")}
         if where is not None:
@@ -322,7 +324,8 @@ def retry(
         }
     again = frozenset(statuses or DEFAULT_RETRY_STATES)
     selection = RunSelection(again, only_again=True, over_budget=over_budget)
-    outcome = submit_plan(plan, results_tree(results).cluster(plan.profile.name), selection, print_message)
+    with announce_silence(print_message):
+        outcome = submit_plan(plan, results_tree(results).cluster(plan.profile.name), selection, print_message)
     if as_json:
         print_json(_submit_outcome_json(plan, outcome))
     print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {len(outcome.run_ids)} runs submitted again")

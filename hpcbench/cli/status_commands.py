@@ -19,7 +19,6 @@ import click
 import msgspec
 
 from hpcbench.cli.common import (
-    announce_silence,
     cluster_filter_option,
     json_option,
     make_console,
@@ -43,7 +42,7 @@ from hpcbench.results.results_tree import ClusterTree, ResultsTree
 from hpcbench.results.schema import FAILED_STATUSES, STATUSES
 from hpcbench.submit.run_state import ACTIVE_STATES, RunState, count_states, run_states
 from hpcbench.submit.scheduler import job_log
-from hpcbench.submit.scheduler_settings import read_scheduler_settings
+from hpcbench.submit.scheduler_settings import announce_silence, read_scheduler_settings
 from hpcbench.submit.submission_record import (
     SweepRecord,
     find_submitted_runs,
@@ -126,7 +125,7 @@ def status(
         states = _watch_states(sweeps, cluster_name, results, as_json)
     else:
         watchers = _make_watchers(select_sweeps(results_tree(results), sweeps, cluster_name), results)
-        with announce_silence("status"):
+        with announce_silence(print_message):
             states = _states_by_sweep([(watcher, watcher.query()) for watcher in watchers])
     catalogs = {cluster: RunCatalog(results_tree(results).cluster(cluster)) for _, cluster, _ in states}
     if where is not None:

@@ -8,7 +8,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -56,6 +56,21 @@ def find_command(command: str, profile: HasSchedulerSettings) -> Path | None:
     return Path(path) if path else None
 
 
+SILENCE_S = 3.0
+"""After this long without an answer of the scheduler the user is told."""
+_listeners: list[Callable[[str], None]] = []
+
+
+@contextlib.contextmanager
+def announce_silence(notify: Callable[[str], None]) -> Iterator[None]:
+    """Call ``notify`` with a message whenever a command of the scheduler in the body does not answer for a while."""
+    _listeners.append(notify)
+    try:
+        yield
+    finally:
+        _listeners.remove(notify)
+
+
 class CommandResult(NamedTuple):
     """The end of a command. ``exit_code`` is ``None`` if it could not be started or did not end in time."""
 
@@ -89,11 +104,21 @@ class RunningCommand:
         if isinstance(self._process, OSError):
             return CommandResult(self._name, "", str(self._process), None)
         try:
-            output, complaint = self._process.communicate(timeout=timeout_s)
+            output, complaint = self._communicate(timeout_s)
         except subprocess.TimeoutExpired as error:
             self._process.kill()
             return CommandResult(self._name, "", str(error), None)
         return CommandResult(self._name, output, complaint, self._process.returncode)
+
+    def _communicate(self, timeout_s: float) -> tuple[str, str]:
+        assert not isinstance(self._process, OSError)
+        if timeout_s > SILENCE_S and _listeners:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.communicate(timeout=SILENCE_S)
+            for notify in _listeners:
+                notify(f"{self._name} has not answered for {SILENCE_S:g} s; waiting {timeout_s - SILENCE_S:g} s longer")
+            timeout_s -= SILENCE_S
+        return self._process.communicate(timeout=timeout_s)
 
 
 def run_command(command: list[str], profile: HasSchedulerSettings, timeout_s: float = 60.0) -> CommandResult:
