@@ -16,9 +16,14 @@ _MINUTE_NS = 60_000_000_000
 STEP, RATE = "metrics.step_time_s.median", "metrics.samples_per_s"
 
 
+def at(minute: float) -> int:
+    """Unix time (ns) so many minutes after the first run."""
+    return 10**18 + int(minute * _MINUTE_NS)
+
+
 def row(minute: float, step_s: float, repeat: int = 0, **columns: Any) -> dict[str, Any]:
     return {
-        "cluster": "c", "sweep": "s", "status": "ok", "spec.repeat": repeat, "file.mtime_ns": int(minute * _MINUTE_NS),
+        "cluster": "c", "sweep": "s", "status": "ok", "spec.repeat": repeat, "file.mtime_ns": at(minute),
         STEP: step_s, RATE: 8 / step_s, **columns,
     }  # fmt: skip
 
@@ -37,7 +42,7 @@ def frame() -> pl.DataFrame:
 def test_drift_is_the_change_of_the_reference(frame: pl.DataFrame) -> None:
     (drift,) = reference_drifts(frame)
     assert drift.change == pytest.approx(0.4 / 1.2)
-    assert drift.slowness_at(15 * _MINUTE_NS) == pytest.approx(1.15 / 1.2)
+    assert drift.slowness_at(at(15)) == pytest.approx(1.15 / 1.2)
     (note,) = drift_notes([drift], removed=False)
     assert "reference of s on c: 5 launches, step time +33.3% from the first to the last" in note
     assert "--remove-drift" in note
@@ -54,13 +59,13 @@ def test_one_outlier_of_the_reference_is_no_drift() -> None:
     frame = pl.DataFrame([row(10 * n, step, REFERENCE_REPEAT + n) for n, step in enumerate(steps)])
     (drift,) = reference_drifts(frame)
     assert drift.change == 0
-    assert drift.slowness_at(20 * _MINUTE_NS) == 1
+    assert drift.slowness_at(at(20)) == 1
 
 
 def test_sweeps_without_a_reference_stay_as_they_are(frame: pl.DataFrame) -> None:
     other = pl.DataFrame([row(5, 0.2, sweep="t"), row(20, 0.3, sweep="t")])
     assert remove_drift(pl.concat([frame, other])).tail(2).equals(other)
-    few = frame.filter(pl.col("file.mtime_ns") <= 15 * _MINUTE_NS)
+    few = frame.filter(pl.col("file.mtime_ns") <= at(15))
     assert list(reference_drifts(few)) == []
     assert remove_drift(few).equals(few)
 
@@ -81,9 +86,7 @@ def test_a_report_states_that_an_answer_depends_on_the_order() -> None:
         )
         results.append(planted.launch(0.3 * slowness, strategy="single", repeat=REFERENCE_REPEAT + minute))
         minutes += [minute, minute]
-    frame = planted.frame_of(results).with_columns(
-        pl.Series("file.mtime_ns", [minute * _MINUTE_NS + 1 for minute in minutes], dtype=pl.Int64)
-    )
+    frame = planted.frame_of(results).with_columns(pl.Series("file.mtime_ns", list(map(at, minutes)), dtype=pl.Int64))
     doubts = [finding.text for finding in derive_findings(frame).of_kind("doubt")]
     assert any(text.startswith("step times of the reference changed by") for text in doubts)
     assert any(text.startswith("the answer depends on the order of the runs") for text in doubts)

@@ -59,7 +59,7 @@ def test_each_shape_has_one_script_task_file_and_sbatch_call(
     assert submitted.record is not None
     names = [submitted.record.batch_name(number, 0, 2) for number in (0, 1)]
     assert sbatch_calls(fake_slurm) == [
-        f"--job-name={name} --comment={name} --array=0-1 {submitted.folder}/{number}.sh 0"
+        f"--parsable --job-name={name} --comment={name} --array=0-1 {submitted.folder}/{number}.sh 0"
         for number, name in enumerate(names)
     ]
     assert len(set(names)) == 2
