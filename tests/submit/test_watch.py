@@ -30,7 +30,7 @@ from hpcbench.submit.watcher import ArrayShape, SweepWatcher, poll_pause_s
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plan: SweepPlan, fake_slurm: Path) -> Path:
     """Four runs that were submitted and are pending."""
     (tmp_path / "clusters").mkdir()
-    (tmp_path / "clusters" / "test.toml").write_text('name = "test"\n')
+    (tmp_path / "clusters" / "test.toml").write_text('name = "test"\n[scheduler]\npoll_s = 2\n')
     submit(plan, ClusterTree(tmp_path / "results" / "test"))
     answer(fake_slurm, "PENDING|Priority")
     monkeypatch.chdir(tmp_path)
@@ -50,8 +50,15 @@ def test_watching_prints_one_block_per_change_until_all_runs_end(
         lambda: None,
         lambda: answer(fake_slurm, "TIMEOUT|None"),
     ]
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: looks.pop(0)())
-    monkeypatch.setattr("hpcbench.cli.status_commands.time", clock)
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+        looks.pop(0)()
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep, time=time.time)
+    for module in ("hpcbench.cli.status_commands", "hpcbench.submit.watcher"):
+        monkeypatch.setattr(f"{module}.time", clock)
     done = CliRunner().invoke(status_commands.status, ["small", "--watch"])
     blocks = [line for line in done.output.splitlines() if line.startswith("small on test")]
     assert [line.partition("4 runs: ")[2] for line in blocks] == ["4 pending", "4 running", "4 timeout"]
