@@ -124,15 +124,6 @@ def print_message(text: str) -> None:
     click.echo(printable_text(text), err=True)
 
 
-def print_suspect_nodes(failed_on: Iterable[str | None], profile: str) -> None:
-    """Print which node seems broken, if one does. ``failed_on``: the nodes of each failed run's job."""
-    # Imported here: commands that only print start without the states of runs.
-    from hpcbench.report.status_text import suspect_nodes_text
-
-    if text := suspect_nodes_text(failed_on, profile):
-        print_message(text)
-
-
 def print_text(text: str) -> None:
     """Print ``text`` on standard output: unchanged into a file or a pipe, without control characters on a terminal."""
     click.echo(printable_text(text) if sys.stdout.isatty() else text, nl=False)

@@ -16,7 +16,6 @@ from hpcbench.cli.common import (
     json_option,
     print_json,
     print_message,
-    print_suspect_nodes,
     results_option,
     results_tree,
     runs_exit_code,
@@ -28,7 +27,7 @@ from hpcbench.cli.status_commands import LiveScreen, RunCatalog
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import EXIT_OK, ConfigError, SubmitError
 from hpcbench.report.phrases import pluralize
-from hpcbench.report.status_text import EndedRunLog
+from hpcbench.report.status_text import EndedRunLog, suspect_nodes_text
 from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.submit.journal import read_journal
 from hpcbench.submit.plan import SweepPlan, available_cores
@@ -168,7 +167,8 @@ def run(
     outcome = _submit_and_print(plan, results, over_budget=over_budget, remeasure=remeasure)
     check_send_outcome(outcome.sent, waits=True)
     states = watch_runs(plan, results, plan.elsewhere if remeasure else {})
-    print_suspect_nodes((state.nodes for state in states.values()), plan.profile_name)
+    if text := suspect_nodes_text((state.nodes for state in states.values()), plan.profile_name):
+        print_message(text)
     show_table(results_tree(results), [plan.sweep.name], [plan.profile.name], as_json=as_json)
     sys.exit(runs_exit_code(states))
 
@@ -187,7 +187,8 @@ def _submit_and_print(plan: SweepPlan, results: str | None, *, over_budget: bool
             f"hpcbench table without a sweep shows every result, "
             f"another name keeps both apart"
         )
-    print_suspect_nodes((head.failed_on for head in plan.heads.values()), plan.profile_name)
+    if text := suspect_nodes_text((head.failed_on for head in plan.heads.values()), plan.profile_name):
+        print_message(text)
     if plan.may_be_supported:
         count = pluralize(len(plan.may_be_supported), "run")
         print_message(f"{count} lacked a package or module in another environment: submitted again")

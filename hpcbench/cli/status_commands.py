@@ -24,7 +24,6 @@ from hpcbench.cli.common import (
     make_console,
     print_json,
     print_message,
-    print_suspect_nodes,
     results_option,
     results_tree,
     runs_exit_code,
@@ -35,7 +34,7 @@ from hpcbench.cli.completion import complete_runs, complete_sweeps
 from hpcbench.config.run_spec import RunSpec, spec_document
 from hpcbench.errors import ConfigError, StorageError, did_you_mean
 from hpcbench.fileio import UnsafeFileError, open_regular, printable_text
-from hpcbench.report.status_text import RunDetails, status_text
+from hpcbench.report.status_text import RunDetails, status_text, suspect_nodes_text
 from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.results.attempts import Attempt, attempt_numbers, latest_attempt
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
@@ -144,7 +143,8 @@ def status(
         texts = [status_text(*entry, width, catalogs[entry[1]].details, lists_all=lists_all) for entry in states]
         _print_states("\n\n".join(texts), sys.stdout)
     for _, cluster, runs in states:
-        print_suspect_nodes((state.nodes for state in runs.values()), cluster)
+        if text := suspect_nodes_text((state.nodes for state in runs.values()), cluster):
+            print_message(text)
     sys.exit(max((runs_exit_code(states_of_runs) for _, _, states_of_runs in states), default=0))
 
 
