@@ -10,7 +10,7 @@ import pytest
 from hpcbench.config.cluster_profile import ClusterProfile
 from hpcbench.results.attempts import begin_attempt
 from hpcbench.results.results_tree import ClusterTree
-from hpcbench.site.cluster_doctor import check_cluster
+from hpcbench.site.cluster_doctor import _check_slurm
 from hpcbench.submit.journal import account_name, journal_paths, read_journal
 from hpcbench.submit.plan import SweepPlan
 from hpcbench.submit.run_state import RUN_LEASE_S, RunState, run_states
@@ -56,10 +56,9 @@ def test_hidden_jobs_are_neither_submitted_nor_retried(
     foreign_submission: Path, plan: SweepPlan, cluster_tree: ClusterTree, fake_slurm: Path
 ) -> None:
     (fake_slurm / "scontrol").write_text("PrivateData             = jobs\n")
-    for folder in (foreign_submission,):
-        record = folder / "submission.json"
-        created = record.read_text().split('"created_unix_s":')[1].split(",")[0]
-        record.write_text(record.read_text().replace(created, "1.0"))
+    record = foreign_submission / "submission.json"
+    created = record.read_text().split('"created_unix_s":')[1].split(",")[0]
+    record.write_text(record.read_text().replace(created, "1.0"))
     assert submit(plan, cluster_tree).run_ids == []
     assert submit(plan, cluster_tree, RunSelection(frozenset({"lost"}), only_again=True)).run_ids == []
 
@@ -92,8 +91,8 @@ def test_a_hidden_job_that_began_is_lost_only_past_its_time_limit(
 
 
 @pytest.mark.parametrize(("config", "named"), [("PrivateData = jobs,usage\n", True), ("PrivateData = none\n", False)])
-def test_doctor_reads_private_data(config: str, named: bool, fake_slurm: Path, tmp_path: Path) -> None:
+def test_doctor_reads_private_data(config: str, named: bool, fake_slurm: Path) -> None:
     (fake_slurm / "scontrol").write_text(config)
     profile = ClusterProfile.model_validate({"name": "test", "scheduler": {"kind": "slurm"}})
-    rows = [check for check in check_cluster(profile, tmp_path) if check.what == "PrivateData"]
+    rows = [check for check in _check_slurm(profile) if check.what == "PrivateData"]
     assert [row.works for row in rows] == [True] * named
