@@ -10,7 +10,7 @@ from pathlib import Path
 from hpcbench.errors import HpcbenchError
 from hpcbench.oracle.transformer.devices import CollectiveRates
 from hpcbench.oracle.transformer.layout import Layout, Recompute, Software
-from hpcbench.oracle.transformer.shapes import DecoderShape, named_shape
+from hpcbench.parallel.decoder_shapes import DecoderShape, named_shape
 
 DATA = Path(__file__).parent / "data"
 FIT = DATA / "gpu_published_fit.csv"

@@ -10,7 +10,7 @@ from hpcbench.errors import ConfigError
 from hpcbench.oracle.transformer.layout import Layout, stage_layers
 from hpcbench.oracle.transformer.machines import fitted_machine, fitted_machines, predict_step
 from hpcbench.oracle.transformer.memory import stage_memory_terms
-from hpcbench.oracle.transformer.shapes import DecoderShape, named_shape
+from hpcbench.parallel.decoder_shapes import DecoderShape, named_shape
 
 LAYOUT = Layout(gpus=64, sequence=4096, micro_batch=1, global_batch=256, replicas=8, zero=1, tensor=4, pipeline=2)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpcbench.errors import ConfigError
-from hpcbench.oracle.transformer.shapes import DecoderShape
+from hpcbench.parallel.decoder_shapes import DecoderShape
 
 Recompute = Literal["none", "selective", "full"]
 Software = Literal["nanotron", "megatron", "fsdp", "torchtitan"]

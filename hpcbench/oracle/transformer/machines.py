@@ -15,8 +15,8 @@ from hpcbench.oracle.transformer.devices import CollectiveRates, GpuNode, nomina
 from hpcbench.oracle.transformer.layout import Layout
 from hpcbench.oracle.transformer.memory import MemoryTerms, reserved_gib, stage_memory_terms
 from hpcbench.oracle.transformer.pricing import Figures, StepTime, step_time
-from hpcbench.oracle.transformer.shapes import DecoderShape
 from hpcbench.oracle.transformer.work import step_work
+from hpcbench.parallel.decoder_shapes import DecoderShape
 
 FOLDER = "machines"
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from hpcbench.oracle.transformer.layout import Layout, check_layout, stage_layers
-from hpcbench.oracle.transformer.shapes import DecoderShape
+from hpcbench.parallel.decoder_shapes import DecoderShape
 
 GIB = 2.0**30
 KEPT_BY_RECOMPUTATION = 0.05

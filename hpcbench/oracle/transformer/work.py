@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from hpcbench.oracle.transformer.devices import CollectiveRates, GpuNode
 from hpcbench.oracle.transformer.layout import Layout, check_layout, stage_layers
-from hpcbench.oracle.transformer.shapes import DecoderShape
+from hpcbench.parallel.decoder_shapes import DecoderShape
 
 TILE_ROWS, TILE_COLUMNS = 128, 256
 TILE_DEPTH = 64

@@ -102,8 +102,8 @@ class DecoderShape:
 
 @cache
 def named_shapes() -> dict[str, DecoderShape]:
-    """Return the published shapes by key, from ``models.json``."""
-    text = resources.files(__package__).joinpath("models.json").read_bytes()
+    """Return the published shapes by key, from ``decoder_shapes.json``."""
+    text = resources.files(__package__).joinpath("decoder_shapes.json").read_bytes()
     rows: dict[str, dict[str, Any]] = msgspec.json.decode(text)
     return {key: DecoderShape(name=key, **row) for key, row in rows.items()}
 
