@@ -5,8 +5,9 @@ keyed by a table's identity.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache, wraps
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -17,8 +18,8 @@ from hpcbench.errors import ConfigError
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.paths import layer_tables_folder
 
-LAYER_TABLE_VERSION = 1
-"""Raised when a column's meaning changes: an older table in a cache is then made anew."""
+LAYER_TABLE_VERSION = 2
+"""Raised when a column's meaning or the file changes: an older table in a cache is then made anew."""
 
 LOSS_ROW_NAME = "loss"
 """Name of the last row."""
@@ -118,6 +119,13 @@ class LayerTable(msgspec.Struct, frozen=True, kw_only=True):
         return sum(layer.forward_flops + layer.backward_flops for layer in self.layers)
 
 
+class StoredLayerTable(LayerTable, frozen=True, kw_only=True):
+    """A table as its file has it: of equal blocks in succession the first alone."""
+
+    repeated_blocks: dict[int, int] = {}
+    """By the number of a block how many times it stands there: ``{1: 80}`` means blocks 1 to 80."""
+
+
 class LayerTableRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Which table is asked for; ``input_size`` is the data set's own where absent."""
 
@@ -172,17 +180,18 @@ def read_shipped_table(
 ) -> LayerTable | None:
     """The shipped table; ``None`` where the package has none.
 
-    ``options`` are those that differ from the model's defaults.
+    ``input_size`` is the model's or the data set's own where it is absent; ``options`` are those that differ from the
+    model's defaults.
     """
-    # The package holds the models' defaults at the data sets' own sizes.
-    if ":" in model or options or input_size not in (None, default_input_size(dataset)):
+    if ":" in model or options:
         return None
     path = shipped_table_path(model, dataset)
     try:
         state = path.stat()
     except FileNotFoundError:
         return None
-    return _read_shipped_file(path, (state.st_mtime_ns, state.st_size))
+    table = _read_shipped_file(path, (state.st_mtime_ns, state.st_size))
+    return table if input_size in (None, table.input_size) else None
 
 
 @lru_cache(maxsize=16)
@@ -194,28 +203,83 @@ def _read_shipped_file(path: Path, _: tuple[int, int]) -> LayerTable:
 def decode_layer_table(data: bytes, where: str) -> LayerTable:
     """``data`` as a table; ``ConfigError`` where it is none of this version."""
     try:
-        table = msgspec.json.decode(data, type=LayerTable)
+        table = msgspec.json.decode(data, type=StoredLayerTable)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise ConfigError(f"not a table of layers: {error}", where=where) from error
     if table.version != LAYER_TABLE_VERSION or table.columns != LayerRow.__struct_fields__:
         raise ConfigError(
             f"a table of layers of another version ({table.version}, not {LAYER_TABLE_VERSION})", where=where
         )
-    return table
+    return _unfolded(table)
 
 
 def encode_layer_table(table: LayerTable) -> bytes:
     """``table`` as JSON with one line a layer, so that a change shows as the layers that it changed."""
     encode = msgspec.json.encode
     lines: list[bytes] = []
-    for name in LayerTable.__struct_fields__:
-        value = getattr(table, name)
+    stored = _folded(table)
+    for name in StoredLayerTable.__struct_fields__:
+        value = getattr(stored, name)
         if isinstance(value, list):
             inner = b",\n".join(encode(entry) for entry in value)
             lines.append(encode(name) + (b":[\n" + inner + b"\n]" if inner else b":[]"))
         else:
             lines.append(encode(name) + b":" + encode(value))
     return b"{\n" + b",\n".join(lines) + b"\n}\n"
+
+
+_LISTS_BY_BLOCK = ("parameter_tensors", "buffers", "layers")
+
+
+def _block_of(entry: LayerRow | TensorShape) -> int:
+    """Return the number of an entry's block; -1 for a name that does not begin with one."""
+    first = entry.name.partition(".")[0]
+    return int(first) if first.isdecimal() else -1
+
+
+def _folded(table: LayerTable) -> StoredLayerTable:
+    """Return ``table`` without the entries of blocks that equal the block before them but for their number."""
+    fields = msgspec.structs.asdict(table)
+    contents: list[list[tuple[str, bytes]]] = [[] for _ in range(table.blocks)]
+    for name in _LISTS_BY_BLOCK:
+        entries = [entry for entry in fields[name] if entry.name != LOSS_ROW_NAME]
+        numbers = [_block_of(entry) for entry in entries]
+        if numbers != sorted(numbers) or not set(numbers) <= set(range(table.blocks)):
+            return StoredLayerTable(**fields)
+        for number, entry in zip(numbers, entries, strict=True):
+            contents[number].append((name, msgspec.json.encode(_renumbered(entry, 0))))
+    runs: dict[int, int] = {}
+    for _, same in groupby(range(table.blocks), key=contents.__getitem__):
+        first, *others = same
+        if others:
+            runs[first] = 1 + len(others)
+    dropped = {first + number for first, count in runs.items() for number in range(1, count)}
+    kept = {name: [entry for entry in fields[name] if _block_of(entry) not in dropped] for name in _LISTS_BY_BLOCK}
+    return StoredLayerTable(**(fields | kept), repeated_blocks=runs)
+
+
+def _unfolded(stored: StoredLayerTable) -> LayerTable:
+    fields = {name: getattr(stored, name) for name in LayerTable.__struct_fields__}
+    if stored.repeated_blocks:
+        fields |= {name: list(_with_repeats(fields[name], stored.repeated_blocks)) for name in _LISTS_BY_BLOCK}
+    return LayerTable(**fields)
+
+
+def _with_repeats(entries: Iterable[Any], runs: Mapping[int, int]) -> Iterable[Any]:
+    for block, group in groupby(entries, key=_block_of):
+        first = list(group)
+        yield from first
+        for number in range(block + 1, block + runs.get(block, 1)):
+            yield from (_renumbered(entry, number) for entry in first)
+
+
+def _renumbered(entry: Any, block: int) -> Any:
+    """Return ``entry`` as one of ``block``."""
+    _, dot, inner = entry.name.partition(".")
+    name = f"{block}{dot}{inner}"
+    if isinstance(entry, TensorShape):
+        return entry._replace(name=name)
+    return msgspec.structs.replace(entry, name=name, block=block)
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
