@@ -31,8 +31,9 @@ from hpcbench.parallel.layer_table import LOSS_ROW_NAME, LayerRow, LayerTable
 from hpcbench.parallel.mesh import RankMesh, even_ranges
 from hpcbench.parallel.strategies.tensor import TRANSFORMER_BLOCK_KIND, head_feature_ranges
 
-COLUMN_PARALLEL = ("attention.query", "attention.key", "attention.value", "mlp.up")
+COLUMN_PARALLEL = ("attention.query", "attention.key", "attention.value", "mlp.up", "mlp.gate")
 ROW_PARALLEL = ("attention.output", "mlp.down")
+_KEYS_AND_VALUES = ("attention.key", "attention.value")
 _FIRST_COLUMN_LAYERS = ("attention.query", "mlp.up")
 """The first layers that use what has entered."""
 _TOKEN_EMBEDDING = "0.tokens"  # noqa: S105
@@ -121,8 +122,9 @@ class TensorParallelRank:
             backward = [*entering, *backward]
             # A block computed again ends with the last layer that keeps something: what comes after is not repeated.
             is_repeated = self.rows[f"{block}.dropout2"].attributes["p"] > 0 or inner != ROW_PARALLEL[-1]
-            # The bias is added to what has been summed over the ranks.
-            after_forward.append(copy_op(self.spec, kernels.forward.output_bytes * self._token_fraction.value))
+            if f"{layer.name}.bias" in self._parameter_names:
+                # It is added to what has been summed over the ranks.
+                after_forward.append(copy_op(self.spec, kernels.forward.output_bytes * self._token_fraction.value))
         elif self.head is None:
             # The activations are parted before the first block and joined after the last.
             if self.sequence_parallel and (block, inner) == (self.first, _NORMS[0]):
@@ -272,16 +274,21 @@ class TensorParallelRank:
         return int(self.rows[f"{block}.attention"].attributes["head_width"])
 
     def _feature_fraction(self, layer: str) -> Fraction:
-        """Return the rank's features of a split layer: whole heads of an attention."""
+        """Return the rank's features of a split layer: whole heads of an attention, with their keys and values."""
         block, _, inner = layer.partition(".")
         split_row = "mlp.up" if inner.startswith("mlp") else "attention.query"
+        split_row = inner if inner in _KEYS_AND_VALUES else split_row
         features = int(self.rows[f"{block}.{split_row}"].attributes["out_features"])
         if inner.startswith("mlp"):
             ranges = _even_ranges(features, self.degree)
         else:
-            head_width = self._head_width(block)
-            ranges = _head_ranges(features // head_width, head_width, self.degree)
+            heads = int(self.rows[f"{block}.attention.key"].attributes["out_features"]) // self._head_width(block)
+            ranges = _head_ranges(heads, features // heads, self.degree)
         return Fraction(len(ranges[self.index]), features)
+
+    @cached_property
+    def _parameter_names(self) -> set[str]:
+        return {tensor.name for tensor in self.table.parameter_tensors}
 
     @cached_property
     def _word_fraction(self) -> Fraction:
@@ -302,8 +309,8 @@ _head_ranges = lru_cache(maxsize=1024)(head_feature_ranges)
 
 def _language_head(table: LayerTable) -> str | None:
     """Return the name of the block of a language model that ends with the vocabulary's scores."""
-    kinds = {layer.kind for layer in table.layers if layer.block == 0}
+    first = {layer.name for layer in table.layers if layer.block == 0}
     last = str(table.blocks - 1)
     names = [layer.name for layer in table.layers if layer.block == table.blocks - 1]
-    is_language = {"Embedding", "Embedding.other"} <= kinds and names == [f"{last}.norm", f"{last}.output"]
+    is_language = {_TOKEN_EMBEDDING, "0.dropout"} <= first and names == [f"{last}.norm", f"{last}.output"]
     return last if is_language else None

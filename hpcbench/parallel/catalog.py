@@ -53,6 +53,8 @@ class ModelEntry(NamedTuple):
     options: dict[str, Option]
     own: bool = False
     """A user's own, which alone knows its options."""
+    input_size: int | None = None
+    """What a run that names none takes, tokens or edge length; ``None``: the data set's own."""
 
 
 def get_strategy(key: str) -> StrategyEntry:
@@ -97,7 +99,10 @@ def shipped_model_entries() -> dict[str, ModelEntry]:
         for name, entry in _read_models_table(path).items():
             options = {key: Option(*declaration) for key, declaration in entry["options"].items()}
             builder = f"hpcbench.worker.models.{path.stem}:{entry['builder']}"
-            found[name] = ModelEntry(builder, entry["kind"], entry["min_size"], entry["description"], options)
+            found[name] = ModelEntry(
+                builder, entry["kind"], entry["min_size"], entry["description"], options,
+                input_size=entry.get("input_size"),
+            )  # fmt: skip
     return found
 
 

@@ -1,4 +1,4 @@
-"""Shapes of decoder transformers: parameter counts, and FLOPs per token by two conventions."""
+"""Shapes of published decoder transformers: parameter counts and FLOPs per token."""
 
 from __future__ import annotations
 

@@ -64,6 +64,8 @@ def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | I
             if total % replicas:
                 raise _InfeasibleError(f"global_batch_size {total} cannot be shared evenly by {replicas} replicas")
             values["batch_size"] = total // replicas
+        if values.get("input_size") is None and (own_size := get_model(values["model"]).input_size) is not None:
+            values["input_size"] = own_size
         if values["dataset"] == "digits" and values.get("data") == "real":
             # The one name for what it always is: real, and resident on the device.
             del values["data"]

@@ -21,9 +21,9 @@ from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES, tensor_bytes, t
 from hpcbench.worker.strategies.base import Strategy
 
 _LAYER_KINDS = {
-    "batch_norm": "BatchNorm2d", "layer_norm": "LayerNorm", "threshold": "ReLU", "relu": "ReLU", "gelu": "GELU",
-    "silu": "SiLU", "max_pool2d": "MaxPool2d", "max_pool3d": "MaxPool3d", "adaptive_avg_pool": "AdaptiveAvgPool2d",
-    "avg_pool": "AvgPool2d", "embedding": "Embedding", "dropout": "Dropout",
+    "batch_norm": "BatchNorm2d", "layer_norm": "LayerNorm", "rms_norm": "RMSNorm", "threshold": "ReLU",
+    "relu": "ReLU", "gelu": "GELU", "silu": "SiLU", "max_pool2d": "MaxPool2d", "max_pool3d": "MaxPool3d",
+    "adaptive_avg_pool": "AdaptiveAvgPool2d", "avg_pool": "AvgPool2d", "embedding": "Embedding", "dropout": "Dropout",
 }  # fmt: skip
 """Parts of operators' names and the layer whose computation they are."""
 

@@ -34,7 +34,7 @@ _TRACED_BATCH_SIZES = (2, 4)
 _MODULE_ATTRIBUTES = (
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "transposed",
     "in_features", "out_features", "num_features", "normalized_shape", "num_embeddings", "embedding_dim",
-    "embed_dim", "num_heads", "head_dim", "head_width", "causal", "output_size", "ceil_mode", "p",
+    "embed_dim", "num_heads", "head_dim", "head_width", "kv_heads", "causal", "output_size", "ceil_mode", "p",
 )  # fmt: skip
 """Names under which torch's modules, and ours, hold what a split of the layer has to know."""
 

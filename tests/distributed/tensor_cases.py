@@ -59,8 +59,10 @@ def tensor_case(ranks: int, model: str = "gpt", **more: Any) -> Case:
     given: dict[str, Any] = {"strategy": "tensor", "tp_degree": ranks // replicas, "dp_degree": replicas}
     if model == "gpt":
         given |= {"input_size": 7, "model_options": {"context": 9}}
+    elif model == "llama":
+        given |= {"input_size": 7, "model_options": {"vocabulary": VOCABULARY}}
     return make_case(
-        ranks, model, "tokens" if model == "gpt" else "digits",
+        ranks, model, "tokens" if model in ("gpt", "llama") else "digits",
         **{**given, "replicated": False, "batch_size": 4, "steps": 3, **more},
     )  # fmt: skip
 

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-COUNTED_ONLY = {"gpt_350m", "gpt_760m", "gpt_1_3b", "gpt_2_7b", "gpt_6_7b", "gpt_13b", "gpt_17b"}
-"""Too large to be trained in a test: planned and counted."""
+from hpcbench.parallel.decoder_shapes import named_shapes
+from hpcbench.parallel.workloads import DATASETS
 
 Cell = tuple[str, str, int | None, int, str | None]
+
+DECODERS = [name for name in named_shapes() if not name.startswith("llama2_")]
+"""Llama 2 has fewer words than the data set: its shapes are priced alone."""
+
+COUNTED_ONLY = {
+    "gpt_350m", "gpt_760m", "gpt_1_3b", "gpt_2_7b", "gpt_6_7b", "gpt_13b", "gpt_17b", *DECODERS[1:],
+}  # fmt: skip
+"""Too large to be trained in a test: planned and counted."""
+
+
+def decoder_cells(model: str, input_size: int | None) -> list[Cell]:
+    """A model of sequences on every data set."""
+    return [
+        (model, name, input_size, 2, None)
+        if dataset.kind == "tokens"
+        else (model, name, None, 2, f"{model} takes tokens; {name} holds {dataset.kind}")
+        for name, dataset in DATASETS.items()
+    ]
+
 
 # model, dataset, input_size (None: the data set's own), batch_size, why it cannot be
 CELLS: list[Cell] = [
@@ -18,6 +37,7 @@ CELLS: list[Cell] = [
     ("cosmoflow", "cosmoflow_256", 16, 2, None),
     ("cosmoflow", "cosmoflow_512", 16, 2, None),
     ("cosmoflow", "tokens", None, 2, "cosmoflow takes volumes; tokens holds tokens"),
+    *(cell for model in DECODERS for cell in decoder_cells(model, 16 if model == "llama" else None)),
     ("gpt", "digits", None, 2, "gpt takes tokens; digits holds images"),
     ("gpt", "mnist", None, 2, "gpt takes tokens; mnist holds images"),
     ("gpt", "cifar10", None, 2, "gpt takes tokens; cifar10 holds images"),

@@ -75,6 +75,7 @@ FAMILIES = [
     ("vit", "digits", {}, "adam", 0.001, 30, 0.5),
     ("cosmoflow", "cosmoflow", {"dropout": 0.0}, "adam", 0.0003, 40, 0.5),
     ("gpt", "tokens", {}, "adam", 0.003, 15, 0.7),
+    ("llama", "tokens", {}, "adam", 0.003, 15, 0.7),
 ]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpcbench.errors import WorkerError
+from hpcbench.parallel.decoder_shapes import named_shape
 from hpcbench.parallel.layer_table import (
     LayerTable,
     LayerTableRequest,
@@ -27,12 +28,15 @@ from hpcbench.worker.measure.layer_trace import trace_layers
 from hpcbench.worker.measured_run import model_flops_per_sample
 from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.build import build_model
+from tests.worker.cells import DECODERS
 from tests.worker.helpers import make_spec
 
 # One small pair of every family of models, measured anew in every run of the tests; `make check-layers` takes all.
 SAMPLE = [
     ("cosmoflow", "cosmoflow_512"),
     ("gpt", "tokens"),
+    ("llama", "tokens"),
+    ("llama_70b", "tokens"),
     ("mobilenetv2", "digits"),
     ("resnet18", "imagenet"),
     ("vgg11", "digits"),
@@ -78,6 +82,7 @@ REAL = [
     ("mobilenetv2", "digits", {}),
     ("cosmoflow", "cosmoflow", {"input_size": 16}),
     ("gpt", "tokens", {"input_size": 8, "model_options": {"dropout": 0.1, "tied": True}}),
+    ("llama", "tokens", {"input_size": 8, "model_options": {"dropout": 0.1, "tied": True}}),
     ("vit", "digits", {}),
 ]
 
@@ -218,7 +223,25 @@ def test_a_gpt_takes_two_flops_a_weight_and_attention(model: str, layers: int, w
     assert totals.parameters == weights + width * vocabulary + positions * width + biases_and_norms
 
 
+@pytest.mark.parametrize("model", DECODERS)
+def test_a_decoder_takes_the_flops_of_the_convention(model: str) -> None:
+    """PaLM's and torchtitan's: but for the vectors of norms and biases, which multiply no matrix."""
+    table, shape = shipped(model, "tokens"), named_shape(model)
+    length = table.input_size
+    vectors = shape.layers * (shape.layer_parameters - shape.layer_matmul_parameters)
+    vectors += shape.norm_vectors * shape.hidden
+    assert table.totals().parameters == shape.parameters
+    assert table.flops_per_sample() == length * (shape.flops_per_token(length) - 6 * vectors)
+
+
+def test_a_decoder_has_its_own_length() -> None:
+    assert shipped("llama_70b", "tokens").input_size == 8192
+    assert read_shipped_table("llama_70b", "tokens", 128) is None
+
+
 def test_attention_names_its_heads() -> None:
+    shared = [layer for layer in shipped("llama_8b", "tokens").layers if layer.kind == "Attention.other"]
+    assert {(row.attributes["heads"], row.attributes["kv_heads"]) for row in shared} == {(32, 8)}
     rows = [layer for layer in shipped("gpt_125m", "tokens").layers if layer.kind == "Attention.other"]
     assert [row.attributes["heads"] for row in rows] == [12] * 12
 

@@ -10,7 +10,10 @@ import torch
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import shipped_model_entries
+from hpcbench.parallel.decoder_shapes import named_shape
 from hpcbench.worker.models.build import build_meta_model, build_model, count_parameters
+from hpcbench.worker.models.transformer import Attention, BlockStyle, RotaryEmbedding
+from tests.worker.cells import DECODERS
 from tests.worker.helpers import make_spec
 
 IMAGES = [name for name, entry in shipped_model_entries().items() if entry.kind == "images"]
@@ -41,6 +44,11 @@ COUNTS = [
     ("vit_l16", "imagenet", {}, 304_326_632),
     ("gpt_125m", "tokens", {"tied": True, "context": 1024}, 124_439_808),
     ("gpt_350m", "tokens", {"tied": True, "context": 1024}, 354_823_168),
+    ("llama_8b", "tokens", {}, 8_030_261_248),
+    ("llama_70b", "tokens", {}, 70_553_706_496),
+    ("llama_405b", "tokens", {}, 405_853_388_800),
+    ("llama_1b", "tokens", {}, 1_235_814_400),
+    ("llama_1b", "tokens", {"tied": False}, 1_235_814_400 + 128_256 * 2048),
 ]
 
 
@@ -136,7 +144,13 @@ def spec_of(model: str, **values: Any) -> RunSpec:
     return make_spec(**{"model": model, "dataset": DATASET[kind], "input_size": SIZES[kind], **values})
 
 
-@pytest.mark.parametrize("model", ["resnet18", "vgg16", "mobilenetv2", "cosmoflow", "gpt", "vit"])
+@pytest.mark.parametrize("model", DECODERS)
+def test_a_decoder_has_the_parameters_of_its_shape(model: str) -> None:
+    built = build_meta_model(make_spec(model=model, dataset="tokens", input_size=16))
+    assert count_parameters(built) == named_shape(model).parameters
+
+
+@pytest.mark.parametrize("model", ["resnet18", "vgg16", "mobilenetv2", "cosmoflow", "gpt", "llama", "vit"])
 def test_the_seed_alone_decides_the_weights(model: str) -> None:
     def weights(**values: int) -> list[torch.Tensor]:
         torch.rand(3)
@@ -150,7 +164,7 @@ def test_the_seed_alone_decides_the_weights(model: str) -> None:
     assert not all(torch.equal(a, b) for a, b in another)
 
 
-@pytest.mark.parametrize("model", ["resnet18", "resnet50", "vgg11", "mobilenetv2", "cosmoflow", "gpt", "vit"])
+@pytest.mark.parametrize("model", ["resnet18", "resnet50", "vgg11", "mobilenetv2", "cosmoflow", "gpt", "llama", "vit"])
 @pytest.mark.parametrize("values", [{}, {"input_size": 64, "channels_last": True, "precision": "fp64"}])
 def test_shapes_are_the_models_without_its_numbers(model: str, values: dict[str, Any]) -> None:
     if values and model in ("cosmoflow", "vgg11"):  # a large one is slow to build
@@ -179,9 +193,10 @@ def test_every_model_is_a_chain_of_blocks_that_can_be_copied(model: str) -> None
     copied = pickle.loads(pickle.dumps(copy.deepcopy(built)))
     copied.load_state_dict(built.state_dict())
     assert [name for name, _ in copied.named_parameters()] == list(dict(built.named_parameters()))
-    assert len({id(parameter) for parameter in built.state_dict(keep_vars=True).values()}) == len(built.state_dict()), (
-        "no block shares a weight with another"
-    )
+    tied = "tied" in shipped_model_entries()[model].options and shipped_model_entries()[model].options["tied"].default
+    assert len({id(parameter) for parameter in built.state_dict(keep_vars=True).values()}) == (
+        len(built.state_dict()) - bool(tied)
+    ), "no block shares a weight with another, unless the published model does"
     x = sample(model, "meta")
     chained = x
     for block in built:
@@ -193,8 +208,12 @@ def test_every_model_is_a_chain_of_blocks_that_can_be_copied(model: str) -> None
 @pytest.mark.parametrize(
     ("model", "values"),
     [
-        *((model, {}) for model in ("resnet18", "resnet50", "vgg11", "mobilenetv2", "cosmoflow", "gpt", "vit")),
+        *(
+            (model, {})
+            for model in ("resnet18", "resnet50", "vgg11", "mobilenetv2", "cosmoflow", "gpt", "llama", "vit")
+        ),
         ("gpt", {"model_options": {"tied": True}}),
+        ("llama", {"model_options": {"tied": True}}),
         *((model, {"input_size": 64}) for model in ("resnet50", "mobilenetv2")),
     ],
 )
@@ -216,9 +235,10 @@ def test_tied_weights_are_one_tensor_also_in_a_copy() -> None:
     assert built[0].tokens.weight is built[-1].output.weight
 
 
-def test_no_position_of_gpt_sees_a_later_one() -> None:
-    built = build_model(spec_of("gpt")).eval()
-    x = sample("gpt", count=1)
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+def test_no_position_sees_a_later_one(model: str) -> None:
+    built = build_model(spec_of(model)).eval()
+    x = sample(model, count=1)
     changed = x.clone()
     changed[0, 10:] = 7
     before, after = built(x), built(changed)
@@ -232,7 +252,7 @@ def test_gpt_takes_an_input_longer_than_its_context() -> None:
 
 
 def test_dropout_acts_in_training_alone() -> None:
-    for model in ("gpt", "vit"):
+    for model in ("gpt", "llama", "vit"):
         built = build_model(spec_of(model, model_options={"dropout": 0.3}))
         x = sample(model)
         assert not torch.equal(built(x), built(x)), model
@@ -255,6 +275,36 @@ def test_half_of_the_heads_is_half_of_the_features(model: str) -> None:
         half.output.weight, half.output.bias = torch.nn.Parameter(half.output.weight[:, part]), None
         summed = summed + half(x)
     torch.testing.assert_close(summed, attention(x))
+
+
+def test_rotary_positions_are_relative() -> None:
+    """Scores of turned queries and keys depend on the distance of their positions alone, and lengths are kept."""
+    torch.manual_seed(1)
+    query, key = torch.randn(2, 16, dtype=torch.float64)
+    rows = torch.stack([query, key]).view(1, 2, 1, 16).expand(1, 2, 9, 16)
+    turned = RotaryEmbedding.apply(rows, 10_000.0)
+    scores = turned[0, 0] @ turned[0, 1].T
+    for distance in (-3, 0, 5):
+        diagonal = scores.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal))
+    torch.testing.assert_close(turned.norm(dim=-1), rows.norm(dim=-1))
+    assert not torch.allclose(scores.diagonal(3)[0], scores.diagonal(0)[0])
+
+
+def test_the_gradient_of_rotary_positions() -> None:
+    x = torch.randn(1, 2, 3, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: RotaryEmbedding.apply(x, 100.0), (x,))
+
+
+def test_heads_that_share_keys_attend_as_with_copies_of_them() -> None:
+    shared: Any = build_model(spec_of("llama"))[1].attention
+    copied = Attention(128, 4, causal=True, dropout=0.0, style=BlockStyle(rotary_base=10_000.0, biases=False))
+    copied.query, copied.output = shared.query, shared.output
+    for name in ("key", "value"):
+        weight = getattr(shared, name).weight.view(2, 1, 32, 128).expand(2, 2, 32, 128).reshape(128, 128)
+        getattr(copied, name).weight = torch.nn.Parameter(weight)
+    x = torch.randn(2, 5, 128)
+    torch.testing.assert_close(shared(x), copied(x))
 
 
 def test_precision_and_memory_format() -> None:

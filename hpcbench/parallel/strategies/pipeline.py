@@ -96,11 +96,19 @@ def _stage_replicas_exclusion(spec: RunSpec) -> str | None:
         return f"{named} with dp_degree {spec.dp_degree}: stages have their own replicas, dp_degree 1 is right"
     if spec.micro_batches < max(replicas):
         return f"{named} with micro_batches {spec.micro_batches}: {max(replicas)} replicas need one each"
-    if spec.model_options.get("tied") and max(replicas) > 1:
+    if max(replicas) > 1 and shares_output_weights(spec):
         return f"{named}: stages with replicas cannot share tied weights"
     if spec.options.get("batch_norm") == "deferred":
         return f"{named} with batch_norm deferred: a replica sees a part of the mini-batch alone, use micro_batch"
     return None
+
+
+def shares_output_weights(spec: RunSpec) -> bool:
+    """Return whether the output layer of a shipped model uses the embedding's weights, by option or by default."""
+    if (explicit := spec.model_options.get("tied")) is not None:
+        return bool(explicit)
+    table = read_shipped_table(spec.model, spec.dataset)
+    return table is not None and any(row.kind == "Linear" and not row.parameters for row in table.layers[-2:])
 
 
 def pipeline_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:
@@ -120,7 +128,7 @@ def pipedream_exclusion(spec: RunSpec) -> str | None:
     """Check the limits of all pipelines, shared or compiled weights, and contradictory versions."""
     if spec.compile:
         return "pipedream exchanges the weights of its stages, which a compiled graph has taken in: compile = false"
-    if spec.model_options.get("tied") and spec.pp_degree > 1:
+    if spec.pp_degree > 1 and shares_output_weights(spec):
         return "pipedream with tied weights: two stages would have versions of their own of them; use 1f1b"
     if spec.options.get("vertical_sync") and spec.options.get("weight_versions") == "2bw":
         return "pipedream with weight_versions 2bw has the same version on all stages: vertical_sync adds nothing"
@@ -138,7 +146,7 @@ def fairscale_pipe_exclusion(spec: RunSpec) -> str | None:
         return f"fairscale_pipe computes in threads that autocast does not reach: {spec.precision}, use gpipe"
     if spec.compile or spec.activation_checkpointing:
         return "fairscale_pipe runs its stages in threads: no compile, and options.recompute for recomputation"
-    if spec.model_options.get("tied") and spec.pp_degree > 1:
+    if spec.pp_degree > 1 and shares_output_weights(spec):
         return "fairscale_pipe cannot share tied weights between its stages: use gpipe"
     return pipeline_exclusion(spec)
 

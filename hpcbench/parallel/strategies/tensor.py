@@ -32,11 +32,11 @@ def tensor_exclusion(spec: RunSpec) -> str | None:
         return f"{spec.strategy} cannot be compiled: its collectives are not traced"
     if is_custom_model(spec.model):
         return None
-    heads, strides = _transformer_dims(spec.model, spec.dataset)
+    heads, kind, strides = _transformer_dims(spec.model, spec.dataset)
     if not heads:
         return f"{spec.strategy} splits transformer blocks, and {spec.model} has none: use filter, channel or spatial"
     if spec.tp_degree > heads:
-        wrong = f"{spec.strategy} splits {spec.model} by its {heads} heads: tp_degree {spec.tp_degree}"
+        wrong = f"{spec.strategy} splits {spec.model} by its {heads} {kind}: tp_degree {spec.tp_degree}"
         return f"{wrong}, at most {heads} is right"
     if spec.options.get("sequence_parallel"):
         *_, tokens = shape = sample_shape(spec.dataset, spec.input_size)
@@ -52,16 +52,19 @@ def tensor_exclusion(spec: RunSpec) -> str | None:
 
 
 @cache
-def _transformer_dims(model: str, dataset: str) -> tuple[int, list[int]]:
-    """Return the heads of a shipped model (0 without a table), and the strides of its patches if it has any.
+def _transformer_dims(model: str, dataset: str) -> tuple[int, str, list[int]]:
+    """Return the heads that can be divided (0 without a table), what they are, and the strides of patches if any.
 
-    Neither options nor the input's size change them.
+    Where groups of heads share keys and values the groups are divided. Neither options nor the input's size change
+    them.
     """
     table = read_shipped_table(model, dataset)
     rows = [] if table is None else table.layers
-    heads = min((row.attributes["heads"] for row in rows if "heads" in row.attributes), default=0)
+    attributes = [row.attributes for row in rows if "heads" in row.attributes]
+    heads = min((found.get("kv_heads", found["heads"]) for found in attributes), default=0)
+    kind = "key-value heads" if any("kv_heads" in found for found in attributes) else "heads"
     strides = [row.attributes["stride"] for row in rows if row.kind == "Conv2d"]
-    return heads, strides[-1] if strides else []
+    return heads, kind, strides[-1] if strides else []
 
 
 def transformer_table_exclusion(spec: RunSpec, table: LayerTable) -> str | None:

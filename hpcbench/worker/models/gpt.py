@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hpcbench.worker.models.transformer import TransformerBlock
+from hpcbench.worker.models.transformer import GPT_STYLE, BlockStyle, TransformerBlock, make_norm
 
 DEFAULTS = {
     "kind": "tokens",
@@ -63,26 +63,30 @@ _INITIAL_STD = 0.02
 
 
 class Embedding(nn.Module):
-    """Tokens as vectors, learned positions added."""
+    """Tokens as vectors, learned positions added unless ``context`` is 0."""
+
+    positions: nn.Embedding | None
 
     def __init__(self, vocabulary: int, context: int, width: int, dropout: float) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
-        self.positions = nn.Embedding(context, width)
+        self.positions = nn.Embedding(context, width) if context else None
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, length] -> [n, length, width]."""
-        vectors = self.tokens(x) + self.positions.weight[: x.shape[1]]
+        vectors = self.tokens(x)
+        if self.positions is not None:
+            vectors = vectors + self.positions.weight[: x.shape[1]]
         return self.dropout(vectors)  # type: ignore[no-any-return]
 
 
 class TokenHead(nn.Module):
     """The scores of every token of the vocabulary at every position."""
 
-    def __init__(self, width: int, vocabulary: int) -> None:
+    def __init__(self, width: int, vocabulary: int, style: BlockStyle = GPT_STYLE) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width)
+        self.norm = make_norm(style, width)
         self.output = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,7 +102,11 @@ def build(name: str, in_shape: tuple[int, ...], vocabulary: int, options: dict[s
     head = TokenHead(width, vocabulary)
     if options["tied"]:
         head.output.weight = embedding.tokens.weight
-    model = nn.Sequential(embedding, *blocks, head)
+    return initialised(nn.Sequential(embedding, *blocks, head), layers)
+
+
+def initialised(model: nn.Sequential, layers: int) -> nn.Sequential:
+    """Draw the weights of a model of ``layers`` blocks as GPT-2 does, and return it."""
     for module_name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             # GPT-2's initialisation: layers that add to the residual stream start smaller, by the number of blocks.

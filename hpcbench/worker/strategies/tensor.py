@@ -71,15 +71,18 @@ class VocabularyParallelEmbedding(Embedding):
         self.positions = embedding.positions
         self.dropout = embedding.dropout
         if comm.by_tokens:
-            mark_partial_gradients(self.positions, "weight")
+            if self.positions is not None:
+                mark_partial_gradients(self.positions, "weight")
             self.dropout = RankLocalDropout(embedding.dropout, comm.group.place)
 
     def forward(self, x: Tensor) -> Tensor:
         """One collective after the words."""
         self.comm.tokens = x.shape[1]
-        positions = self.comm.own_tokens if self.comm.by_tokens else range(x.shape[1])
         vectors = self.comm.leave(self.tokens(x))
-        return self.dropout(vectors + self.positions.weight[positions.start : positions.stop])  # type: ignore[no-any-return]
+        if self.positions is not None:
+            positions = self.comm.own_tokens if self.comm.by_tokens else range(x.shape[1])
+            vectors = vectors + self.positions.weight[positions.start : positions.stop]
+        return self.dropout(vectors)  # type: ignore[no-any-return]
 
 
 class VocabularyParallelHead(TokenHead):

@@ -121,8 +121,11 @@ class RankLocalDropout(nn.Dropout):
 
 
 def mark_partial_gradients(module: nn.Module, *names: str) -> None:
-    """Record that the gradients of these parameters are from the rank's own tokens only: ranks must add them up."""
-    vars(module)["partial_gradients"] = names
+    """Record that the gradients of these parameters are from the rank's own tokens only: ranks must add them up.
+
+    Names that the module has no parameter of are left out: a normalisation may have no bias.
+    """
+    vars(module)["partial_gradients"] = tuple(name for name in names if getattr(module, name, None) is not None)
 
 
 def partial_gradient_ids(model: nn.Module) -> set[int]:
@@ -174,11 +177,14 @@ class TensorParallelAttention(Attention):
         nn.Module.__init__(self)
         self.comm = comm
         self.head_width, self.causal, self.dropout = attention.head_width, attention.causal, attention.dropout
-        heads = attention.query.out_features // attention.head_width
-        ranges = head_feature_ranges(heads, attention.head_width, comm.group.size)
+        self.rotary_base, self.kv_heads = attention.rotary_base, attention.kv_heads
+        kv_heads = attention.key.out_features // attention.head_width
+        kv_ranges = head_feature_ranges(kv_heads, attention.head_width, comm.group.size)
+        # A rank has the keys and values of its queries: heads that share them stay together.
+        ranges = head_feature_ranges(kv_heads, attention.query.out_features // kv_heads, comm.group.size)
         self.query = ColumnLinear(attention.query, ranges, comm.group.place)
-        self.key = ColumnLinear(attention.key, ranges, comm.group.place)
-        self.value = ColumnLinear(attention.value, ranges, comm.group.place)
+        self.key = ColumnLinear(attention.key, kv_ranges, comm.group.place)
+        self.value = ColumnLinear(attention.value, kv_ranges, comm.group.place)
         self.output = RowLinear(attention.output, ranges, comm)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -194,8 +200,11 @@ class TensorParallelMlp(Mlp):
     def __init__(self, mlp: Mlp, comm: TensorParallelComm) -> None:
         nn.Module.__init__(self)
         self.comm = comm
+        self.activation = mlp.activation
         ranges = even_ranges(mlp.up.out_features, comm.group.size)
         self.up = ColumnLinear(mlp.up, ranges, comm.group.place)
+        if mlp.activation == "swiglu":
+            self.gate = ColumnLinear(mlp.gate, ranges, comm.group.place)
         self.down = RowLinear(mlp.down, ranges, comm)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -216,10 +225,11 @@ def split_transformer_blocks(
     """
     blocks = [block for model in models for block in model if isinstance(block, TransformerBlock)]
     for block in blocks:
-        heads = block.attention.query.out_features // block.attention.head_width
+        heads = block.attention.key.out_features // block.attention.head_width
         if heads < comm.group.size:
+            kind = "heads" if block.attention.kv_heads is None else "key-value heads"
             raise unsupported(
-                f"a transformer block of {spec.model} has {heads} heads, tp_degree is {spec.tp_degree}",
+                f"a transformer block of {spec.model} has {heads} {kind}, tp_degree is {spec.tp_degree}",
                 f"set tp_degree to at most {heads}",
             )
         block.attention = TensorParallelAttention(block.attention, comm)
