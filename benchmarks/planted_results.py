@@ -98,6 +98,7 @@ def _ended(spec: RunSpec, source: random.Random) -> RunResult:
             samples_per_s=32 * spec.devices / step, timed_s=step * STEPS, compute_s=compute * (1.1 if piped else 1),
             exposed_comm_s=exposed or None,
             comm_s=exposed + 0.01 if exposed else None, bubble_fraction=walked.bubble_fraction if walked else None,
+            mfu=0.45 * base / step, hfu=0.45 * base / step * (4 / 3 if spec.strategy == "fsdp" else 1),
             peak_memory_bytes=max(memory), loss=LossSummary(first=6.9, last=6.1),
             energy_j=(250 + 5 * spec.devices) * spec.devices * step * STEPS, energy_source="nobody",
         ),

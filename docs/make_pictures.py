@@ -31,7 +31,8 @@ PLOTTED = {
     "scaling": "strategy in ['ddp', 'fsdp', '1f1b']", "parts": "tasks_per_node == 4 and nodes < 4",
     "memory": "strategy in ['fsdp', 'gpipe', '1f1b', 'filter'] and tasks_per_node * nodes in [2, 4, 8]",
     "distribution": "strategy in ['ddp', 'fsdp'] and nodes > 1", "timeline": "strategy == '1f1b' and pp_degree == 4",
-    "predicted": "pp_degree > 1", "energy": "strategy in ['ddp', 'fsdp', '1f1b']",
+    "predicted": "pp_degree > 1", "mfu": "strategy in ['ddp', 'fsdp', '1f1b']",
+    "energy": "strategy in ['ddp', 'fsdp', '1f1b']",
 }  # fmt: skip
 """What of the planted results each kind of plot shows."""
 MOST_BYTES = 60_000

@@ -80,7 +80,9 @@ WORSE, BETTER, FAILS = "worse", "better", "fails"
 COMPARISON_VERDICTS = (FAILS, WORSE, BETTER, hypothesis_tests.INCONCLUSIVE, hypothesis_tests.EQUIVALENT)
 """In the order of the table."""
 REGRESSIONS = frozenset({WORSE, FAILS})
-LARGER_IS_BETTER = frozenset({"samples_per_s", "flops_per_s", "mfu", "accuracy"})
+LARGER_IS_BETTER = frozenset(
+    {"samples_per_s", "tokens_per_s", "tokens_per_s_per_device", "flops_per_s", "mfu", "hfu", "accuracy"}
+)
 _FAILED_STATUSES = frozenset({"oom", "unsupported", "failed", "timeout"})
 """Statuses whose reason is the run itself, not the scheduler or a user."""
 

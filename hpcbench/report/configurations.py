@@ -199,7 +199,8 @@ def _row_from_values(values: dict[str, Any]) -> ResultRow:
         values["cluster"], values["config_id"] or "", None if is_broken else run_spec_of(values), values["status"],
         values["error.message"] or "", 0 if is_broken else launches, values[STEP_TIME], values[f"{STEP_TIME}:low"],
         values[f"{STEP_TIME}:high"], "" if values[STEP_TIME] is None else spread, values[THROUGHPUT],
-        values["speedup"], values["efficiency"], values["metrics.mfu"], values["metrics.peak_memory_bytes"],
+        values["metrics.tokens_per_s"], values["metrics.tokens_per_s_per_device"], values["speedup"],
+        values["efficiency"], values["metrics.mfu"], values["metrics.hfu"], values["metrics.peak_memory_bytes"],
         values["metrics.loss.first"], values["metrics.loss.last"], values["metrics.accuracy"], values["verified"],
         decode_warnings(values["warnings"]), values["run_ids"],
     )  # fmt: skip

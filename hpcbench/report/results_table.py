@@ -32,9 +32,12 @@ class ResultRow:
     spread: str = ""
     """The kind of ``low_s`` and ``high_s``: within one launch, or between several."""
     samples_per_s: float | None = None
+    tokens_per_s: float | None = None
+    tokens_per_s_per_device: float | None = None
     speedup: float | None = None
     efficiency: float | None = None
     mfu: float | None = None
+    hfu: float | None = None
     peak_memory_bytes: int | None = None
     loss_first: float | None = None
     loss_last: float | None = None
@@ -169,12 +172,22 @@ def _metric_columns(rows: list[ResultRow]) -> list[Column]:
         text_column("samples/s", lambda row: format_rate(row.samples_per_s) if row.samples_per_s else "",
                     compact_heading="samples\n/s"),
     ]  # fmt: skip
+    if any(row.tokens_per_s for row in rows):
+        columns += [
+            text_column("tokens/s", lambda row: format_rate(row.tokens_per_s) if row.tokens_per_s else "",
+                        compact_heading="tokens\n/s"),
+            text_column(
+                "/device", lambda row: format_rate(row.tokens_per_s_per_device) if row.tokens_per_s_per_device else ""
+            ),
+        ]  # fmt: skip
     if any(row.speedup for row in rows):
         columns.append(text_column("speed-up", lambda row: f"{row.speedup:.2f}" if row.speedup else "",
                                    compact_heading="speed\n-up"))  # fmt: skip
         columns.append(text_column("eff.", lambda row: f"{row.efficiency:.0%}" if row.efficiency else ""))
     if any(row.mfu is not None for row in rows):
         columns.append(text_column("MFU", lambda row: f"{row.mfu:.1%}" if row.mfu is not None else ""))
+    if _has_recomputation(rows):
+        columns.append(text_column("HFU", lambda row: f"{row.hfu:.1%}" if row.hfu is not None else ""))
     columns += [
         text_column("memory", lambda row: format_bytes(row.peak_memory_bytes) if row.peak_memory_bytes else ""),
         text_column("loss", _loss_cell),
@@ -184,6 +197,11 @@ def _metric_columns(rows: list[ResultRow]) -> list[Column]:
         verified = {None: "", True: "yes", False: "no"}
         columns.append(text_column("verified", lambda row: verified[row.verified], compact_heading="veri-\nfied"))
     return columns
+
+
+def _has_recomputation(rows: list[ResultRow]) -> bool:
+    """Return whether any row's HFU differs from its MFU."""
+    return any(row.hfu is not None and row.mfu is not None and row.hfu > row.mfu for row in rows)
 
 
 def _step_time_cell(row: ResultRow) -> str:
@@ -217,6 +235,10 @@ def _table_notes(rows: list[ResultRow]) -> list[str]:
         notes.append("speed-up: samples/s over one rank's with the same batch per replica; eff.: speed-up per device")
     if any(row.mfu is not None for row in rows):
         notes.append("MFU: the model's own FLOPs (no recomputation) over the devices' peak in the run's precision")
+    if _has_recomputation(rows):
+        notes.append("HFU: as MFU, with the forward passes that activation checkpointing repeats")
+    if any(row.tokens_per_s for row in rows):
+        notes.append("/device: tokens/s of one device")
     if any(row.verified is not None for row in rows):
         notes.append("verified: a launch of this row with verify = true trained as one process does")
     return notes

@@ -85,11 +85,17 @@ class View:
 
 COLUMN_HEADINGS = {
     "metrics.samples_per_s": "samples/s",
+    "metrics.tokens_per_s": "tokens/s",
+    "metrics.tokens_per_s_per_device": "tokens/s/device",
+    "metrics.mfu": "MFU",
+    "metrics.hfu": "HFU",
     "speedup": "speed-up",
     "efficiency": "eff.",
     "prediction_error": "error",
 }
-_PERCENT_COLUMNS = ("efficiency", "metrics.mfu", "metrics.bubble_fraction", "metrics.accuracy", "metrics.drift")
+_PERCENT_COLUMNS = (
+    "efficiency", "metrics.mfu", "metrics.hfu", "metrics.bubble_fraction", "metrics.accuracy", "metrics.drift",
+)  # fmt: skip
 
 
 def column_heading(column: str) -> str:
@@ -111,7 +117,7 @@ def format_value(column: str, value: Any) -> str:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or column.startswith("spec."):
         return str(value)
     if column in _PERCENT_COLUMNS:
-        return f"{value:.1%}" if column == "metrics.mfu" else f"{value:.0%}"
+        return f"{value:.1%}" if column in ("metrics.mfu", "metrics.hfu") else f"{value:.0%}"
     if column == "prediction_error":
         return f"{value:+.1%}"
     if column == "speedup":
@@ -124,7 +130,7 @@ def _format_with_unit(column: str, value: float) -> str:
     name = column.rpartition(".")[2] if ".step_time_s." not in column else "step_time_s"
     if name == "flops_per_s":
         return f"{format_count(value)}FLOP/s"
-    if name.endswith("_per_s"):
+    if name.endswith(("_per_s", "_per_s_per_device")):
         return format_rate(value)
     if name.endswith("_s"):
         return format_seconds(value)

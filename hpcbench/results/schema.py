@@ -59,6 +59,9 @@ class RunMetrics(_ResultRecord, kw_only=True):
     ``step_times_s`` instead, which is longer with several ranks: ``hpcbench results upgrade`` recomputes it."""
     timed_s: float | None = None
     """The interval of the steps that count, on the rank on which it is longest; evaluations are left out."""
+    tokens_per_s: float | None = None
+    """``samples_per_s`` times the length of a sample, of data sets of tokens."""
+    tokens_per_s_per_device: float | None = None
     epoch_time_s: float | None = None
     slowest_rank: int | None = None
     """The rank that was the slowest in most of the steps that count; absent of a single rank."""
@@ -85,6 +88,8 @@ class RunMetrics(_ResultRecord, kw_only=True):
     """Of all devices: the model's own operations (forward and backward, no recomputation) over ``timed_s``."""
     mfu: float | None = None
     """``flops_per_s`` over the devices' peak in the run's precision."""
+    hfu: float | None = None
+    """As ``mfu``, with the forward passes that recomputation repeats."""
     peak_memory_bytes: int | None = None
     """Since the process began: set-up and warm-up included."""
     steady_peak_memory_bytes: int | None = None
@@ -390,6 +395,8 @@ class RankResult(_ResultRecord, kw_only=True):
     energy_source: str | None = None
     flops_per_sample: float | None = None
     """Forward and backward, of the whole model."""
+    recomputed_flops_per_sample: float | None = None
+    """Of the forward passes that activation checkpointing repeats, 0 without any."""
     predicted: PipelinePrediction | None = None
     probe: ProbeResults | None = None
     verification: VerificationResult | None = None

@@ -17,7 +17,7 @@ import torch
 
 from hpcbench.config.run_spec import RunSpec, TaskFileHeader
 from hpcbench.parallel.catalog import get_strategy
-from hpcbench.parallel.layer_table import LayerTableRequest, read_shipped_table
+from hpcbench.parallel.layer_table import LayerTable, LayerTableRequest, read_shipped_table
 from hpcbench.paths import expand_path
 from hpcbench.worker.data.feed import DataFeed, DataSource
 from hpcbench.worker.data.open_feed import make_feed
@@ -94,8 +94,10 @@ def measure_run(finalizer: RunFinalizer) -> None:
             _time_steps(measurements, strategy, feed, spec, info, rank_context, stop)
             _measure_after_timing(measurements, strategy, feed, spec, rank_context, stop)
     if info.rank == 0:
-        result.flops_per_sample = model_flops_per_sample(spec, header.model_folder, result.warnings)
-
+        table = model_table(spec, header.model_folder, result.warnings)
+        if table is not None:
+            result.flops_per_sample = float(table.flops_per_sample())
+            result.recomputed_flops_per_sample = recomputed_share(spec) * table.totals().forward_flops
     if spec.verify:
         # The measured model must be freed before verification builds two others.
         measurements.pipeline_state = None
@@ -176,8 +178,18 @@ def loader_thread_count(header: TaskFileHeader, info: rank_environment.RankInfo)
     return max(1, min(MAX_LOADER_THREADS, share - 1))
 
 
-def model_flops_per_sample(spec: RunSpec, model_folder: str | None, warnings: list[str]) -> float | None:
-    """Return forward and backward FLOPs of one sample, from the shipped layer table or from one made now.
+def recomputed_share(spec: RunSpec) -> float:
+    """Return the share of the forward pass that is computed again in the backward pass."""
+    if spec.activation_checkpointing:
+        return 1.0
+    recompute = spec.options.get("recompute", "never")
+    if recompute == "except_last":
+        return (spec.micro_batches - 1) / spec.micro_batches
+    return float(recompute == "always")
+
+
+def model_table(spec: RunSpec, model_folder: str | None, warnings: list[str]) -> LayerTable | None:
+    """Return the layer table that FLOPs are counted from: the shipped one, or one made now.
 
     If both fail, return ``None`` and append the reason to ``warnings``.
     """
@@ -193,4 +205,4 @@ def model_flops_per_sample(spec: RunSpec, model_folder: str | None, warnings: li
     except Exception as error:  # noqa: BLE001 - the measurements count, whatever is wrong with the table
         warnings.append(f"no FLOP/s: {getattr(error, 'message', None) or f'{type(error).__name__}: {error}'}")
         return None
-    return float(table.flops_per_sample())
+    return table

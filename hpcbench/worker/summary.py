@@ -16,14 +16,14 @@ from hpcbench.parallel.pipeline.schedule_simulator import ActionSpan, measured_b
 from hpcbench.parallel.pipeline.schedules import Action
 from hpcbench.parallel.strategies.pipeline import pipeline_layout
 from hpcbench.parallel.traffic import total_payload_bytes
-from hpcbench.parallel.workloads import DATASETS
+from hpcbench.parallel.workloads import DATASETS, sample_shape
 from hpcbench.results import schema, timing_statistics
 from hpcbench.worker.failure import join_numbers
 from hpcbench.worker.measure.interference import interference_warnings
 
 _ABSENT_WHEN_EMULATED = (
-    "loss", "accuracy", "flops_per_s", "mfu", "peak_memory_bytes", "steady_peak_memory_bytes", "peak_reserved_bytes",
-    "energy_j", "energy_per_sample_j", "energy_source", "energy_includes",
+    "loss", "accuracy", "flops_per_s", "mfu", "hfu", "peak_memory_bytes", "steady_peak_memory_bytes",
+    "peak_reserved_bytes", "energy_j", "energy_per_sample_j", "energy_source", "energy_includes",
 )  # fmt: skip
 """What a run that computed nothing has not measured."""
 _PHASE_FIELDS = tuple(name for name in schema.StepPhases.__struct_fields__ if name != "step_s")
@@ -48,8 +48,11 @@ def compute_metrics(
     if timed_s > 0:
         rate = sum(global_step_samples(ranks)[skipped : len(slowest)]) / timed_s
     flops_per_sample, peak = _first_known(ranks, "flops_per_sample"), header.peak_flops_per_s.get(spec.precision)
+    recomputed = _first_known(ranks, "recomputed_flops_per_sample")
     if rate is not None and flops_per_sample is not None:
         flops_per_s = flops_per_sample * rate
+    mfu = flops_per_s / (spec.devices * peak) if flops_per_s is not None and peak else None
+    is_recomputation_known = mfu is not None and flops_per_sample and recomputed is not None
     evaluations = [evaluation for rank in sorted(ranks) for evaluation in ranks[rank].evaluations]
     target = spec.target_accuracy
     reached = next((point for point in evaluations if target is not None and point.accuracy >= target), None)
@@ -57,9 +60,11 @@ def compute_metrics(
         step_time_s=times,
         samples_per_s=rate,
         timed_s=timed_s or None,
+        **_token_rates(spec, rate),
         epoch_time_s=samples_per_epoch(spec, samples) / rate if rate else None,
         flops_per_s=flops_per_s,
-        mfu=flops_per_s / (spec.devices * peak) if flops_per_s is not None and peak else None,
+        mfu=mfu,
+        hfu=mfu * (1 + recomputed / flops_per_sample) if is_recomputation_known else None,
         loss=_global_loss(ranks, warnings) if is_whole else None,
         accuracy=_first_known(ranks, "accuracy"),
         time_to_accuracy_s=reached.train_time_s if reached else None,
@@ -90,6 +95,14 @@ def _step_phases(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> dict[
     if spec.pp_degree == 1 and len(comm_s) == spec.ranks:
         values |= {"wire_s": min(comm_s), "wait_s": statistics.fmean(comm_s) - min(comm_s)}
     return values
+
+
+def _token_rates(spec: RunSpec, samples_per_s: float | None) -> dict[str, float]:
+    """Return the tokens per second of all devices and of one, where samples are sequences."""
+    if samples_per_s is None or DATASETS[spec.dataset].kind != "tokens":
+        return {}
+    tokens_per_s = samples_per_s * sample_shape(spec.dataset, spec.input_size)[-1]
+    return {"tokens_per_s": tokens_per_s, "tokens_per_s_per_device": tokens_per_s / spec.devices}
 
 
 def _known(ranks: Mapping[int, schema.RankResult], field: str) -> list[Any]:

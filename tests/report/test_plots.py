@@ -257,6 +257,7 @@ NEEDED = {
     "distribution": "no result holds its single steps",
     "timeline": "bubble_fraction: 1 configuration ended well, but none is a pipeline whose step was noted",
     "predicted": "no run has a prediction: a pipeline with balance = measured makes one of its own",
+    "mfu": "mfu: 1 configuration ended well, but none has it measured",
     "energy": "energy: 1 configuration ended well, but none has it measured",
 }  # fmt: skip
 
@@ -267,6 +268,30 @@ def test_a_single_run_is_drawn_or_the_missing_data_is_named(name: str) -> None:
     assert found.nothing == NEEDED[name]
     if not found.nothing:
         assert plot_specification(found)
+
+
+def test_throughput_counts_tokens_where_all_samples_are_sequences() -> None:
+    given = {"model": "gpt", "dataset": "tokens", "input_size": 64}
+    entries = [entry(100 / nodes, nodes=nodes, **given) for nodes in (1, 2)]
+    for one in entries:
+        assert one.result is not None
+        one.result.metrics.tokens_per_s = 64 * one.result.metrics.samples_per_s
+    found = draw_plot("throughput", collected_frame(entries))
+    rates = [one.result.metrics.samples_per_s for one in entries]
+    assert [row["y"] for row in found.rows if row["role"] == "measured"] == pytest.approx([64 * rate for rate in rates])
+    assert "tokens/s" in found.alt
+    assert "samples/s" in draw_plot("throughput", collected_frame([*entries, entry(100, nodes=4)])).alt
+
+
+def test_recomputation_is_a_line_above_mfu(tree: ResultsTree) -> None:
+    found = picture(tree, "mfu")
+    lines = {row["series"] for row in found.rows}
+    assert {"fsdp", "fsdp HFU", "ddp"} <= lines
+    assert "ddp HFU" not in lines
+    own, repeated = (
+        {row["x"]: row["y"] for row in found.rows if row["series"] == name} for name in ("fsdp", "fsdp HFU")
+    )
+    assert repeated == pytest.approx({x: y * 4 / 3 for x, y in own.items()})
 
 
 def test_workloads_are_panels_and_notes_define_the_intervals() -> None:

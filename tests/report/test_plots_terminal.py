@@ -28,7 +28,8 @@ SHOWN = {
     "throughput": "strategy in ['ddp', 'fsdp', 'single']", "efficiency": "strategy in ['ddp', 'fsdp', 'single']",
     "scaling": "strategy in ['ddp', 'fsdp']", "parts": "nodes == 1 and strategy != 'gpipe'",
     "memory": "strategy in ['1f1b', 'filter']", "distribution": "strategy == 'ddp'",
-    "timeline": "strategy == '1f1b' and pp_degree == 4", "predicted": "pp_degree > 1", "energy": "strategy == 'ddp'",
+    "timeline": "strategy == '1f1b' and pp_degree == 4", "predicted": "pp_degree > 1", "mfu": "strategy in ['ddp', 'fsdp']",
+    "energy": "strategy == 'ddp'",
 }  # fmt: skip
 
 

@@ -196,6 +196,23 @@ def test_mfu_is_a_column_where_any_run_has_it() -> None:
     assert "MFU: the model's own FLOPs" in shown(0.412)
 
 
+def test_tokens_and_hfu_are_columns_where_any_run_has_them() -> None:
+    entries = [collected(), collected(batch_size=16)]
+    figures = {"tokens_per_s": 12_800.0, "tokens_per_s_per_device": 6400.0, "mfu": 0.3, "hfu": 0.4}
+    assert entries[1].result is not None
+    for name, value in figures.items():
+        setattr(entries[1].result.metrics, name, value)
+    stream = io.StringIO()
+    Console(file=stream, width=160).print(PrintedView(results_text_view(rows_from_collected(entries), "title")))
+    shown = stream.getvalue()
+    for part in ("tokens/s", "/device", "12.8 k", "30.0%", "HFU", "40.0%"):
+        assert part in shown, part
+    plain = io.StringIO()
+    Console(file=plain, width=160).print(PrintedView(results_text_view(rows_from_collected(entries[:1]), "title")))
+    assert "tokens" not in plain.getvalue()
+    assert "HFU" not in plain.getvalue()
+
+
 def test_a_verified_launch_is_a_launch_of_the_same_row() -> None:
     plain, verified = collected(), collected(verify=True)
     assert verified.result is not None

@@ -25,7 +25,7 @@ from hpcbench.parallel.layer_table import (
 from hpcbench.parallel.resolve import shipped_model_dataset_pairs
 from hpcbench.worker.layers import answer_request, make_layer_table, write_shipped_tables, zero_batch
 from hpcbench.worker.measure.layer_trace import trace_layers
-from hpcbench.worker.measured_run import model_flops_per_sample
+from hpcbench.worker.measured_run import model_table, recomputed_share
 from hpcbench.worker.model_execution import summed_loss
 from hpcbench.worker.models.build import build_model
 from tests.worker.cells import DECODERS
@@ -274,10 +274,10 @@ def test_options_of_the_model_count() -> None:
 
 def test_a_run_whose_model_cannot_be_measured_has_a_warning(tmp_path: Path) -> None:
     warnings: list[str] = []
-    assert model_flops_per_sample(make_spec(), None, warnings) == shipped("resnet18", "digits").flops_per_sample()
+    assert model_table(make_spec(), None, warnings) == shipped("resnet18", "digits")
     assert warnings == []
     spec = make_spec(model="not_there:build")
-    assert model_flops_per_sample(spec, str(tmp_path), warnings) is None
+    assert model_table(spec, str(tmp_path), warnings) is None
     assert warnings == [f"no FLOP/s: model not_there:build: there is no module not_there in {tmp_path}"]
 
 
@@ -287,3 +287,16 @@ def test_an_impossible_layer_table_names_the_reason() -> None:
     unknown = answer_request(msgspec.json.encode(LayerTableRequest(model="resnet19", dataset="digits")))
     assert (unknown.table, unknown.is_input) == (None, True)
     assert "unknown model 'resnet19'" in unknown.error
+
+
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        ({}, 0.0),
+        ({"activation_checkpointing": True}, 1.0),
+        ({"strategy": "1f1b", "pp_degree": 2, "micro_batches": 4, "options": {"recompute": "except_last"}}, 0.75),
+        ({"strategy": "1f1b", "pp_degree": 2, "micro_batches": 4, "options": {"recompute": "always"}}, 1.0),
+    ],
+)
+def test_the_share_of_the_forward_pass_that_is_repeated(changes: dict[str, Any], share: float) -> None:
+    assert recomputed_share(make_spec(**changes)) == share

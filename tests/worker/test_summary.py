@@ -71,6 +71,25 @@ def test_mfu_is_of_all_devices_at_the_peak_of_the_precision(
     assert result.metrics.mfu == (None if mfu is None else pytest.approx(mfu))
 
 
+@pytest.mark.parametrize(("recomputed", "hfu"), [(0.0, 1.0), (20.0, 4 / 3), (None, None)])
+def test_hfu_counts_what_is_computed_again(recomputed: float | None, hfu: float | None) -> None:
+    ranks = two_ranks()
+    ranks[0].flops_per_sample, ranks[0].recomputed_flops_per_sample = 60.0, recomputed
+    header = make_header(Path("/tree"), peak_flops_per_s={"fp32": 1e4})
+    metrics = summarize_run(header, make_task(PAIR), 1, ranks, "ok").metrics
+    assert metrics.mfu is not None
+    assert metrics.hfu == (None if hfu is None else pytest.approx(hfu * metrics.mfu))
+
+
+def test_tokens_are_counted_where_samples_are_sequences() -> None:
+    assert summary(two_ranks()).metrics.tokens_per_s is None
+    spec = msgspec.structs.replace(PAIR, model="gpt", dataset="tokens", input_size=32)
+    metrics = summary(two_ranks(), spec).metrics
+    assert metrics.samples_per_s is not None
+    assert metrics.tokens_per_s == pytest.approx(32 * metrics.samples_per_s)
+    assert metrics.tokens_per_s_per_device == pytest.approx(16 * metrics.samples_per_s)
+
+
 def test_without_the_models_flops_there_is_no_rate_of_them() -> None:
     header = make_header(Path("/tree"), peak_flops_per_s={"fp32": 1e4})
     metrics = summarize_run(header, make_task(PAIR), 1, two_ranks(), "ok").metrics

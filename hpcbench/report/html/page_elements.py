@@ -162,7 +162,9 @@ def _attribute_columns(*entries: tuple[str, str, str]) -> list[Column]:
 _RESULT_FIGURES = _attribute_columns(
     ("metrics.step_time_s.median", "step_time_s", ""), ("metrics.step_time_s.low", "low_s", "from"),
     ("metrics.step_time_s.high", "high_s", "to"), ("metrics.samples_per_s", "samples_per_s", ""),
-    ("speedup", "speedup", ""), ("efficiency", "efficiency", ""), ("metrics.mfu", "mfu", "MFU"),
+    ("metrics.tokens_per_s", "tokens_per_s", ""), ("metrics.tokens_per_s_per_device", "tokens_per_s_per_device", ""),
+    ("speedup", "speedup", ""), ("efficiency", "efficiency", ""), ("metrics.mfu", "mfu", ""),
+    ("metrics.hfu", "hfu", ""),
     ("metrics.peak_memory_bytes", "peak_memory_bytes", "peak memory"), ("metrics.loss.last", "loss_last", "last loss"),
     ("metrics.accuracy", "accuracy", ""),
 )  # fmt: skip

@@ -31,6 +31,7 @@ from hpcbench.report.plots.scaling_plots import (
     measured_over_predicted_plot,
     scaling_plot,
     throughput_plot,
+    utilisation_plot,
 )
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunResult
@@ -50,7 +51,8 @@ class PlotKind(NamedTuple):
 _PHASE_COLUMNS = ("metrics.compute_s", "metrics.comm_s", "metrics.exposed_comm_s", "metrics.bubble_fraction")
 _ENERGY_COLUMNS = ("metrics.energy_j", "metrics.energy_source", "metrics.step_time_s.mean", "spec.steps")
 PLOTS: dict[str, PlotKind] = {
-    "throughput": PlotKind("Throughput over devices", "samples per second over devices", throughput_plot),
+    "throughput": PlotKind("Throughput over devices", "samples or tokens per second over devices", throughput_plot,
+                           ("metrics.tokens_per_s",)),
     "efficiency": PlotKind("Efficiency over devices", "speed-up per device over devices", efficiency_plot),
     "scaling": PlotKind("Step time over devices", "step time over devices, and where lines cross", scaling_plot),
     "parts": PlotKind("Where a step's time goes", "computation, communication and bubble of a step", step_parts_plot,
@@ -63,6 +65,8 @@ PLOTS: dict[str, PlotKind] = {
                          ("metrics.bubble_fraction",), whole=True),
     "predicted": PlotKind("Measured over predicted step time", "measured over predicted step time",
                           measured_over_predicted_plot, ("spec.options",), whole=True),
+    "mfu": PlotKind("Utilisation over devices", "MFU and HFU over devices", utilisation_plot,
+                    ("metrics.mfu", "metrics.hfu")),
     "energy": PlotKind("Energy per sample over devices", "energy per sample over devices", energy_plot,
                        _ENERGY_COLUMNS),
 }  # fmt: skip

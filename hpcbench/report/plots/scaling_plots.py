@@ -21,6 +21,8 @@ from hpcbench.report.plots.point_data import PlotPoints, plot_points, printable_
 from hpcbench.report.plots.theme import PlotAxis, count_axis, make_axis
 from hpcbench.units import format_seconds
 
+TOKEN_RATE, MFU, HFU = "metrics.tokens_per_s", "metrics.mfu", "metrics.hfu"
+
 
 class Crossover(NamedTuple):
     """``below`` is lower than ``above`` from ``x`` on; ``y`` is what both have there."""
@@ -66,14 +68,41 @@ def _log_height(line: LinePoints, x: float) -> float:
 
 
 def throughput_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_model.Plot:
-    """Samples/s of all ranks, the median of launches; the ideal is a baseline's rate times its devices' number."""
+    """Samples/s of all ranks, or tokens/s where all are of tokens, the median of launches.
+
+    The ideal is a baseline's rate times its devices' number.
+    """
     points = plot_points(frame, request.by)
-    rows = _measured_rows(points.frame, THROUGHPUT)
-    ideal = _ideal_throughput(points.frame)
-    y = make_axis("{}samples/s", "/s", rows["y"], log=bool(count_axis("devices", rows["x"]).log))
-    alt = plot_model.lines_alt_text(rows, "throughput", lambda value: f"{value:.4g} samples/s", most=True)
+    unit, measured = "samples/s", points.frame
+    if measured[TOKEN_RATE].null_count() == 0:
+        unit, measured = "tokens/s", _as_tokens(measured)
+    rows = _measured_rows(measured, THROUGHPUT)
+    ideal = _ideal_throughput(measured)
+    y = make_axis(f"{{}}{unit}", "/s", rows["y"], log=bool(count_axis("devices", rows["x"]).log))
+    alt = plot_model.lines_alt_text(rows, "throughput", lambda value: f"{value:.4g} {unit}", most=True)
     notes = ["ideal: as many times one device's rate as there are devices"] if len(ideal) else []
     return _plot_over_devices(rows, ideal, y, alt, points, request, [*plot_model.whisker_notes(rows), *notes])
+
+
+def _as_tokens(rows: pl.DataFrame) -> pl.DataFrame:
+    """Return ``rows`` with tokens in the place of samples."""
+    tokens = pl.col(TOKEN_RATE) / pl.col(THROUGHPUT)
+    names = [name for name in rows.columns if name in (THROUGHPUT, f"{THROUGHPUT}:{LOW}", f"{THROUGHPUT}:{HIGH}")]
+    return rows.with_columns((pl.col(name) * tokens).alias(name) for name in names)
+
+
+def utilisation_plot(frame: pl.DataFrame, request: plot_model.PlotRequest) -> plot_model.Plot:
+    """MFU, and HFU as a line of its own where a forward pass is computed again."""
+    points = plot_points(frame, request.by, MFU)
+    is_repeated = pl.col(HFU) > pl.col(MFU)
+    bounds = {f"{MFU}:{side}": pl.lit(None, pl.Float64) for side in (LOW, HIGH)}
+    names = [(pl.col(name) + " HFU").alias(name) for name in ("series", "label")]
+    hardware = points.frame.filter(is_repeated).with_columns(pl.col(HFU).alias(MFU), *names, **bounds)
+    rows = pl.concat([_measured_rows(points.frame, MFU), _measured_rows(hardware, MFU)])
+    alt = plot_model.lines_alt_text(rows, "MFU", lambda value: f"{value:.1%}", most=True)
+    notes = [*plot_model.whisker_notes(rows), "MFU: the model's own FLOPs over the devices' peak"]
+    notes += ["HFU: with the forward passes that activation checkpointing repeats"] if len(hardware) else []
+    return _plot_over_devices(rows, rows.clear(), make_axis("MFU", "%", rows["y"]), alt, points, request, notes)
 
 
 def _plot_over_devices(
