@@ -119,6 +119,16 @@ NODES = {
         nvlink_bytes_s=450e9,
         nic_bytes_s=50e9,
     ),
+    "h200-141gb-sxm": GpuNode(
+        name="h200-141gb-sxm",
+        gpus=8,
+        peak_flops=989.4e12,
+        memory_bytes_s=4.8e12,
+        memory_gib=139.8,
+        multiprocessors=132,
+        nvlink_bytes_s=450e9,
+        nic_bytes_s=50e9,
+    ),
 }
 FITTED_MACHINES = (FIRST, "a100-80gb-sxm", "a100-40gb-sxm")
 

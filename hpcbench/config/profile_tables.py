@@ -69,6 +69,9 @@ class DeviceConfig(TomlTable):
     processors: PositiveInt | None = None
     """Multiprocessors that a matrix product's tiles are dealt out to: the oracle then counts what the last wave of
     tiles leaves idle."""
+    fitted: str | None = None
+    """Machine of the oracle's package data, learned from published training runs (`h100-80gb-sxm`): `recommend` prices
+    decoders by it."""
     mark: ValueSource = "nominal"
     """Where the numbers are from: the vendor's, or measured."""
 

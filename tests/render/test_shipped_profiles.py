@@ -11,6 +11,7 @@ import tomli
 
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster_file
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.transformer.machines import fitted_machine
 from hpcbench.paths import shared_folder
 from hpcbench.render.job_script import TemplateEngine, render_script
 from hpcbench.render.launch_step import make_job_shape
@@ -196,8 +197,26 @@ def test_a_shipped_profiles_script_follows_its_site(case: Case) -> None:
 def test_every_site_is_in_the_table() -> None:
     historic = {path.stem for path in (shared_folder("clusters") / "historic").glob("*.toml")}
     assert historic == {"lisa", "abci-v100", "selene"}
-    assert {load_cluster_file(FILES[name])[0].scheduler.kind for name in historic} == {"none"}
-    assert {case.cluster for case in CASES} == set(SITES) - historic
+    nodes = {path.stem for path in (shared_folder("clusters") / "nodes").glob("*.toml")}
+    assert {load_cluster_file(FILES[name])[0].scheduler.kind for name in historic | nodes} == {"none"}
+    assert {case.cluster for case in CASES} == set(SITES) - historic - nodes
+
+
+def test_nodes_agree_with_the_machines_that_they_name() -> None:
+    """A profile's figures are the vendor's; the fitted machine has them, too, but for the power limit of one."""
+    for path in (shared_folder("clusters") / "nodes").glob("*.toml"):
+        profile, _ = load_cluster_file(path)
+        assert profile.node.device_type is not None
+        device = profile.devices[profile.node.device_type]
+        assert device.fitted is not None
+        machine = fitted_machine(device.fitted).device
+        assert device.memory_bandwidth_bytes_per_s == pytest.approx(machine.memory_bytes_s), path.stem
+        assert device.processors == machine.multiprocessors
+        assert profile.node.devices == machine.gpus
+        slower = 0.8 if device.fitted == "h100-96gb-500w" else 1.0
+        assert machine.peak_flops == pytest.approx(slower * device.peak_flops_per_s["bf16"])
+        assert profile.links.intra_node is not None
+        assert profile.links.intra_node.bandwidth_bytes_per_s == pytest.approx(machine.nvlink_bytes_s)
 
 
 @pytest.mark.parametrize("name", SITES)
