@@ -33,6 +33,7 @@ from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
 from hpcbench.fileio import make_folder, printable_excerpt, write_atomic
 from hpcbench.forecast.forecast import Forecast
+from hpcbench.forecast.layout_requests import LayoutRecommendation, recommend_layouts
 from hpcbench.forecast.oracle_requests import (
     RecommendRequest,
     calibration_sweep_text,
@@ -47,6 +48,7 @@ from hpcbench.parallel.catalog import shipped_model_entries
 from hpcbench.parallel.check_names import custom_model_folder
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.report.column_names import Condition
+from hpcbench.report.layout_view import layouts_json, layouts_sweep_toml, layouts_view, refused_layouts_table
 from hpcbench.report.load_results import load_frame
 from hpcbench.report.prediction_view import (
     calibration_view,
@@ -128,6 +130,9 @@ def recommend(
 ) -> None:  # fmt: skip
     """Rank every strategy and degree for a model on a cluster by their predictions.
 
+    Decoders of published training runs on a device that was learned from such runs are ranked by their layouts: data,
+    sharded, tensor, pipeline and context parallelism, micro-batches and recomputation, also those that are priced only.
+
     Infeasible candidates are listed with the limit that excludes them. The output ends with a sweep that measures the
     best.
     """
@@ -137,6 +142,12 @@ def recommend(
         missing["--batch-size"] = ["a number", "--global-batch-size"]
     check_options(missing)
     request = RecommendRequest(nodes=nodes or (1,), objective=objective, **options)
+    found = recommend_layouts(request, cluster_name, model_folder)
+    if isinstance(found, LayoutRecommendation):
+        _show_layouts(found, request, cluster_name, top, out, as_json=as_json)
+        return
+    for note in found:
+        print_message(note)
     recommendations, forecast = recommend_for(request, cluster_name, results_tree(results), model_folder)
     module, _, model = request.model.rpartition(":")
     folder = str(model_folder.resolve()) if module else None
@@ -151,6 +162,33 @@ def recommend(
     _show_recommendations(recommendations, forecast, top)
     if text and out is None:
         print_text(f"\n# a sweep that measures the best (--out FILE writes it)\n{text}")
+
+
+def _show_layouts(
+    found: LayoutRecommendation,
+    request: RecommendRequest,
+    cluster_name: str,
+    top: int,
+    out: Path | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Print ranked layouts, or write them as JSON, with the sweep that measures those that can be run."""
+    text = layouts_sweep_toml(found, f"measure-{request.model}", request.dataset)
+    if out is not None and text:
+        write_atomic(out, text.encode())
+        print_message(f"written: {out}; next: hpcbench plan {out} --cluster {cluster_name}")
+    if as_json:
+        print_json(layouts_json(found, request.objective))
+        return
+    notes = found.notes
+    for nodes in found.rankings:
+        _show_view(layouts_view(found, nodes, top), notes)
+        notes = [""]
+    if any(ranking.refused for ranking in found.rankings.values()):
+        make_console().print("", refused_layouts_table(found), sep="\n")
+    if text and out is None:
+        print_text(f"\n# a sweep that measures the best that can be run (--out FILE writes it)\n{text}")
 
 
 def _show_recommendations(recommendations: list[Recommendation], forecast: Forecast, top: int) -> None:

@@ -29,7 +29,7 @@ from hpcbench.submit.plan import SweepPlan, available_cores, make_plan, partitio
 
 
 class RecommendRequest(NamedTuple):
-    """The arguments of ``recommend``; one of the batch sizes is set."""
+    """The arguments of ``recommend``. One of the batch sizes is set; layouts of decoders have a default."""
 
     model: str
     dataset: str
@@ -52,31 +52,41 @@ def recommend_for(
     Raises ``ConfigErrors`` with everything that is wrong with ``wish``.
     """
     profile, _ = load_cluster(cluster_name)
-    problems = [*_request_problems(wish, profile, model_folder)]
-    if problems:
-        raise ConfigErrors(problems)
-    one = single_device_run(wish.model, wish.dataset, wish.input_size)
-    if isinstance(one, InfeasiblePoint):
-        raise ConfigError(one.reason)
+    check_request(wish, profile, model_folder)
     base: dict[str, Any] = {"model": wish.model, "dataset": wish.dataset, "precision": wish.precision}
     base |= {"optimizer": wish.optimizer} if wish.optimizer != "sgd" else {}
     base |= {key: value for key in ("input_size", "partition") if (value := getattr(wish, key)) is not None}
     batch = {key: value for key in ("batch_size", "global_batch_size") if (value := getattr(wish, key)) is not None}
     forecast = Forecast(profile, results.cluster(profile.name), model_folder)
-    per_node = wish.tasks_per_node or _default_tasks_per_node(profile, wish.partition)
+    per_node = wish.tasks_per_node or default_tasks_per_node(profile, wish.partition)
     limits = partition_limits(profile, wish.partition or profile.default_partition)
     worlds = [DeviceAllocation(nodes, per_node, batch) for nodes in sorted(set(wish.nodes))]
     return [recommend(base, world, limits, forecast, wish.objective) for world in worlds], forecast
 
 
-def _default_tasks_per_node(profile: ClusterProfile, partition: str | None) -> int:
+def check_request(
+    wish: RecommendRequest, profile: ClusterProfile, model_folder: Path, *, needs_batch: bool = True
+) -> RunSpec:
+    """Return a run of one sample on one device; ``ConfigErrors`` with everything that is wrong with ``wish``."""
+    problems = [*_request_problems(wish, profile, model_folder, needs_batch)]
+    if problems:
+        raise ConfigErrors(problems)
+    one = single_device_run(wish.model, wish.dataset, wish.input_size)
+    if isinstance(one, InfeasiblePoint):
+        raise ConfigError(one.reason)
+    return one
+
+
+def default_tasks_per_node(profile: ClusterProfile, partition: str | None) -> int:
     """A task for each device; of machines without devices one a node, here one a core."""
     if profile.device == "cpu":
         return available_cores() if profile.scheduler.kind == "local" else 1
     return profile.node_of(partition).devices or 1
 
 
-def _request_problems(wish: RecommendRequest, profile: ClusterProfile, model_folder: Path) -> list[HpcbenchError]:
+def _request_problems(
+    wish: RecommendRequest, profile: ClusterProfile, model_folder: Path, needs_batch: bool
+) -> list[HpcbenchError]:
     found: list[HpcbenchError] = []
     if is_custom_model(wish.model):
         found += [problem] if (problem := check_custom_model(wish.model, model_folder.resolve(), "--model")) else []
@@ -94,7 +104,8 @@ def _request_problems(wish: RecommendRequest, profile: ClusterProfile, model_fol
         value = getattr(wish, name)
         if value is not None and value not in known:
             found.append(ConfigError(f"unknown {name} {value!r}", hint=did_you_mean(value, known)))
-    if (wish.batch_size is None) == (wish.global_batch_size is None):
+    is_without = wish.batch_size is None and wish.global_batch_size is None
+    if (wish.batch_size is None) == (wish.global_batch_size is None) and (needs_batch or not is_without):
         said = "both are given" if wish.batch_size else "neither is given"
         hint = "--batch-size is per replica, --global-batch-size of all replicas; the latter keeps the training equal"
         found.append(ConfigError(f"--batch-size or --global-batch-size: {said}", hint=hint))

@@ -22,6 +22,7 @@ from hpcbench.oracle.calibration.calibration_store import Calibration, write_cal
 from hpcbench.oracle.machine import nominal_machine
 from hpcbench.oracle.prediction import Prediction
 from hpcbench.parallel.check_names import check_names
+from hpcbench.parallel.resolve import PartitionLimits, resolve_point
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import RunMetrics, RunResult, StepTimeStatistics, result_document
 
@@ -167,6 +168,73 @@ def test_the_table_of_a_recommendation_and_its_sweep(tmp_path: Path) -> None:
     # The sweep makes the very runs that were ranked, in several launches.
     assert {config_id(msgspec.convert(one["spec"], RunSpec)) for one in planned} == best
     assert len(planned) == 3 * len(best)
+
+
+LAYOUTS = ("recommend", "--model", "llama_8b", "--dataset", "tokens", "--cluster", "h100-80gb-ib")
+
+
+def test_layouts_of_a_decoder_are_ranked_with_what_they_rest_on(tmp_path: Path) -> None:
+    document = said(tmp_path, *LAYOUTS, "--nodes", "8")
+    assert document["machine"] == "h100-80gb-sxm"
+    (entry,) = document["recommendations"]
+    assert (entry["nodes"], entry["tasks_per_node"], entry["candidates"]) == (8, 8, [])
+    best = entry["layouts"][0]
+    interval = best["predicted"]["interval"]
+    assert interval["low"] < best["predicted"]["step_time_s"] < interval["high"]
+    assert 0.2 < best["predicted"]["mfu"] < 0.8
+    assert best["layout"]["sequence"] == 8192
+    assert best["layout"]["global_batch"] == 2 * 64, "16,384 tokens a GPU where no batch is given"
+    for words in (
+        "Learned from",
+        "in bf16 with fused Adam",
+        "context parallelism are not priced",
+        "--global-batch-size",
+    ):
+        assert any(words in note for note in document["notes"]), words
+    split = [one for one in entry["layouts"] if one["layout"]["context"] > 1]
+    assert {one["priced_only"] for one in split} == {"context parallelism"}
+    assert all((one["run"] is None) == (one["priced_only"] is not None) for one in entry["layouts"])
+
+
+def test_layouts_that_can_be_run_resolve_to_runs_of_their_size(tmp_path: Path) -> None:
+    document = said(tmp_path, *LAYOUTS, "--nodes", "2", "--global-batch-size", "32")
+    runnable = [one for one in document["recommendations"][0]["layouts"] if one["run"] is not None]
+    assert {one["run"]["strategy"] for one in runnable} >= {"fsdp", "tensor", "1f1b"}
+    for one in runnable:
+        shared = {"model": "llama_8b", "dataset": "tokens", "precision": "bf16", "nodes": 2, "tasks_per_node": 8}
+        spec = resolve_point({**shared, **one["run"]}, PartitionLimits("any"))
+        assert isinstance(spec, RunSpec), spec
+        layout = one["layout"]
+        assert spec.global_batch_size == layout["global_batch"]
+        assert (spec.tp_degree, spec.pp_degree) == (layout["tensor"], layout["pipeline"])
+        assert spec.batch_size // spec.micro_batches == layout["micro_batch"]
+
+
+def test_the_table_of_layouts_and_its_sweep(tmp_path: Path) -> None:
+    out = tmp_path / "best.toml"
+    done = call(tmp_path, *LAYOUTS, "--nodes", "1", "--nodes", "2", "--top", "3", "--out", out)
+    for words in ("1 node x 8 = 8 GPUs:", "2 nodes x 8 = 16 GPUs:", "to best [90 %]", "layouts examined", "left out"):
+        assert words in done.stdout, words
+    assert f"written: {out}" in done.stderr
+    sweep = load_sweep(out)
+    check_names(sweep)
+    planned = said(tmp_path, "plan", out, "--cluster", "h100-80gb-ib")["runs"]
+    assert len(planned) == 3 * 2 * 3
+    assert {one["spec"]["precision"] for one in planned} == {"bf16"}
+
+
+def test_a_device_without_package_data_is_named(tmp_path: Path) -> None:
+    asked = ("recommend", "--model", "llama_8b", "--dataset", "tokens", "--cluster", "selene", "--nodes", "2")
+    done = call(tmp_path, *asked, "--batch-size", "1", "--precision", "bf16")
+    assert "no published run of a100_80gb was learned from" in " ".join(done.stderr.split())
+    assert "2 nodes x 8 = 16 devices" in done.stdout
+    (tmp_path / "clusters").mkdir()
+    text = 'name = "new"\nextends = "h100-80gb-ib"\n[devices.h100]\nfitted = "b300"\n'
+    (tmp_path / "clusters" / "new.toml").write_text(text)
+    with pytest.raises(HpcbenchError, match="no fitted figures of device 'b300'") as wrong:
+        call(tmp_path, *LAYOUTS[:-1], tmp_path / "clusters" / "new.toml")
+    assert "h100-80gb-sxm" in str(wrong.value.hint)
+    assert wrong.value.where == "new: devices.h100.fitted"
 
 
 def test_where_nothing_can_run_the_reasons_are_left(tmp_path: Path) -> None:

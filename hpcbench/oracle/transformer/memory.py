@@ -46,8 +46,8 @@ class MemoryTerms:
 TERM_NAMES = tuple(field.name for field in fields(MemoryTerms))
 
 
-def stage_memory_terms(shape: DecoderShape, layout: Layout) -> list[MemoryTerms]:
-    """Return the terms of every pipeline rank, first to last.
+def stage_memory_terms(shape: DecoderShape, layout: Layout, *, ends_only: bool = False) -> list[MemoryTerms]:
+    """Return the terms of every pipeline rank, first to last; of the first and the last alone with ``ends_only``.
 
     Stage ``s`` of ``p`` keeps the activations of ``p - s`` micro-batches (1F1B). Raises ConfigError where the shape
     cannot be divided so.
@@ -60,6 +60,8 @@ def stage_memory_terms(shape: DecoderShape, layout: Layout) -> list[MemoryTerms]
     embedding = shape.embedding_parameters / tensor
     terms = []
     for stage, layers in enumerate(stage_layers(shape, layout)):
+        if ends_only and 0 < stage < stages - 1:
+            continue
         is_last = stage == stages - 1
         heads = 1.0 if is_last and not (shape.tied and stages == 1) else 0.0
         parameters = layers * shape.layer_parameters / tensor + embedding * ((1.0 if stage == 0 else 0.0) + heads)
