@@ -36,7 +36,6 @@ SAMPLE = [
     ("cosmoflow", "cosmoflow_512"),
     ("gpt", "tokens"),
     ("llama", "tokens"),
-    ("llama_70b", "tokens"),
     ("mobilenetv2", "digits"),
     ("resnet18", "imagenet"),
     ("vgg11", "digits"),
