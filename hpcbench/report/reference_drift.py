@@ -32,10 +32,17 @@ _STEP_TIMES = tuple(
     for name in ("median", "mean", "std", "p10", "p90", "min", "max", "ci95_low", "ci95_high")
 )
 _PHASES = tuple(
-    f"metrics.{name}_s" for name in ("compute", "forward", "backward", "optimizer", "comm", "exposed_comm", "data")
+    f"metrics.{name}_s"
+    for name in ("compute", "forward", "backward", "optimizer", "comm", "exposed_comm", "wire", "wait", "data")
 )
-_DURATIONS = (*_STEP_TIMES, *_PHASES, "metrics.epoch_time_s", "metrics.time_to_accuracy_s")
-_RATES = ("metrics.samples_per_s", "metrics.flops_per_s", "metrics.mfu")
+_DURATIONS = (
+    *_STEP_TIMES, *_PHASES, "metrics.timed_s", "metrics.epoch_time_s", "metrics.time_to_accuracy_s",
+    "metrics.time_to_accuracy_with_evaluation_s",
+)  # fmt: skip
+_RATES = tuple(
+    f"metrics.{name}"
+    for name in ("samples_per_s", "tokens_per_s", "tokens_per_s_per_device", "flops_per_s", "mfu", "hfu")
+)
 
 
 class ReferenceDrift(NamedTuple):

@@ -50,9 +50,10 @@ def is_limit_warning(now: float, deadline: float | None, warning_s: float | None
 
 
 def stop_for_signal(number: int, now: float, deadline: float | None, *, warns_of_limit: bool = True) -> Stopped:
-    """Return the meaning of a signal. ``SIGUSR2`` is the scheduler's early warning of the time limit if it ``warns_of_limit``.
+    """Return the meaning of a signal.
 
-    ``now`` and ``deadline`` are unix seconds.
+    ``SIGUSR2`` is the scheduler's early warning of the time limit if it ``warns_of_limit``. ``now`` and ``deadline``
+    are unix seconds.
     """
     name = signal.Signals(number).name
     if name == "SIGUSR2" and not warns_of_limit:

@@ -35,8 +35,23 @@ job_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}}
 job_id=${job_id:-${SLURM_JOB_ID:-}}
 
 module purge
-module load 2025
-module load PyTorch/2.6
+# A module that is absent must not leave the runs with this shell's own software. Old Tcl modules return 0 even then:
+# LOADEDMODULES decides.
+missing_module='' modules_before=${LOADEDMODULES-}
+check_module() {
+  local why=''
+  if ! command -v module > /dev/null 2>&1; then
+    why='this shell has no command "module"'
+  elif [ "$2" -ne 0 ]; then
+    why="module load ended with exit code $2"
+  elif [ "${LOADEDMODULES-}" = "$modules_before" ]; then
+    case ":$modules_before:" in *":$1:"* | *":$1/"*) ;; *) why='module load returned 0 and loaded nothing' ;; esac
+  fi
+  modules_before=${LOADEDMODULES-}
+  [ -z "$why" ] || [ -n "$missing_module" ] || missing_module="module $1 cannot be loaded on $(uname -n): $why"
+}
+module load 2025; check_module 2025 "$?"
+module load PyTorch/2.6; check_module PyTorch/2.6 "$?"
 ulimit -c 0
 export CUDA_DEVICE_MAX_CONNECTIONS=32
 export CUDA_MODULE_LOADING=EAGER
@@ -50,19 +65,28 @@ worker=("${python[@]}" -m hpcbench.worker)
 # What this shell is told is noted, and passed on where no scheduler tells the ranks itself.
 received='' told='' ranks=''
 trap 'received=TERM; told=1' TERM INT HUP
+trap 'received=USR1; told=1' USR1
 trap 'received=USR2; told=1' USR2
 trap 'told=1' CONT
 preempted=''
+begin_failed=''
 
 # One run: its attempt is begun, its ranks are launched, its end is recorded.
 one_run() {
   # A scheduler tells every process of a job to end: not the short steps before and after the ranks.
-  attempt_folder=$(trap '' TERM INT HUP USR2; "${worker[@]}" begin --tasks "$task_file" --index "$index")
+  attempt_folder=$(trap '' TERM INT HUP USR1 USR2; "${worker[@]}" begin --tasks "$task_file" --index "$index" \
+    --missing-module "${missing_module-}")
   begin_code=$?
   if [ "$begin_code" -eq 10 ]; then
     return 0
+  elif [ -n "${missing_module-}" ]; then
+    # The interpreter may be that module's: this shell leaves the record, and the next status or submit reads it.
+    echo "hpcbench: run $index of $task_file: $missing_module" >&2
+    (set -C; echo "$missing_module" > "${task_file%.jsonl}.$index.unsupported") 2> /dev/null
+    return 0
   elif [ "$begin_code" -ne 0 ]; then
     echo "hpcbench: the worker could not begin run $index of $task_file (exit code $begin_code)" >&2
+    begin_failed=1
     return "$begin_code"
   fi
   attempt=${attempt_folder##*/}
@@ -92,7 +116,7 @@ one_run() {
 
   # Where the ranks died without a word, this writes down how: exit code, signal, time, out of memory.
   (
-    trap '' TERM INT HUP USR2
+    trap '' TERM INT HUP USR1 USR2
     job_says=''
     [ "$exit_code" -eq 0 ] || job_says=$(timeout 20 scontrol show job --oneliner "$job_id" 2> /dev/null)
     "${worker[@]}" end --tasks "$task_file" --index "$index" --attempt "$attempt" \
@@ -123,4 +147,9 @@ for (( index = first; index < last; index++ )); do
   fi
   one_run || code=$?
 done
+if [ -n "$begin_failed" ] && [ -n "$job_id" ] && [ -z "$received" ]; then
+  # A node that can start nothing would be free again at once, and get job after job of the queue.
+  sleep 30 &
+  wait "$!"
+fi
 exit "$code"
