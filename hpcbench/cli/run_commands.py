@@ -190,8 +190,8 @@ def _submit_and_print(plan: SweepPlan, results: str | None, *, over_budget: bool
     if text := suspect_nodes_text((head.failed_on for head in plan.heads.values()), plan.profile_name):
         print_message(text)
     if plan.may_be_supported:
-        count = pluralize(len(plan.may_be_supported), "run")
-        print_message(f"{count} lacked a package or module in another environment: submitted again")
+        healed = pluralize(len(plan.may_be_supported), "run")
+        print_message(f"{healed} lacked a package or module in another environment: submitted again")
     selection = RunSelection(remeasure=remeasure, over_budget=over_budget)
     with announce_silence(print_message):
         outcome = submit_plan(plan, tree, selection, print_message)

@@ -105,8 +105,8 @@ class ClusterTree:
         """The head of one run's result, or ``None`` where there is none."""
         try:
             result = self.read_result(run_id)
-        except (msgspec.MsgspecError, StorageError) as error:
-            return ResultSummary(STATUS_BROKEN, message=str(error).replace("\n ", ";"))
+        except (msgspec.MsgspecError, StorageError) as unreadable:
+            return ResultSummary(STATUS_BROKEN, message=str(unreadable).replace("\n ", ";"))
         if result is None:
             return None
         key, error = environment_key(result), result.error

@@ -189,7 +189,7 @@ def _failure_record(
         failure.traceback_tail = failure.traceback_tail or log
         return result.status, failure
     if silent:
-        if status == "failed" and not ranks and (failure := missing_torch_failure(log, socket.gethostname())):
-            return "unsupported", failure
+        if status == "failed" and not ranks and (without_torch := missing_torch_failure(log, socket.gethostname())):
+            return "unsupported", without_torch
         return status, lost_ranks_failure(silent, ranks, how, log, job_nodes())
     return status, FailureRecord(type="NoResult", message=f"{how}; every rank left a file, but rank 0 no result")

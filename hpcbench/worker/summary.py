@@ -97,7 +97,7 @@ def _step_phases(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> dict[
     return values
 
 
-def _token_rates(spec: RunSpec, samples_per_s: float | None) -> dict[str, float]:
+def _token_rates(spec: RunSpec, samples_per_s: float | None) -> dict[str, Any]:
     """Return the tokens per second of all devices and of one, where samples are sequences."""
     if samples_per_s is None or DATASETS[spec.dataset].kind != "tokens":
         return {}

@@ -14,7 +14,7 @@ H100 = fitted_machine("h100-80gb-sxm")
 
 
 def ranking(model: str = "llama_70b", gpus: int = 64, **more: int) -> LayoutRanking:
-    wish = LayoutWish(gpus=gpus, **({"sequence": 8192, "global_batch": 2 * gpus} | more))  # type: ignore[arg-type]
+    wish = LayoutWish(gpus=gpus, **({"sequence": 8192, "global_batch": 2 * gpus} | more))
     return rank_layouts(named_shape(model), H100, wish)
 
 
@@ -62,8 +62,8 @@ def test_an_exhaustive_search_finds_nothing_faster() -> None:
             for recompute in ("none", "selective", "full"):
                 layout = Layout(
                     gpus=8, sequence=8192, micro_batch=micro_batch, global_batch=16, recompute=recompute,
-                    software="torchtitan" if degrees["shards"] > 1 else "megatron", **degrees,
-                )  # type: ignore[arg-type]  # fmt: skip
+                    software="torchtitan" if degrees["shards"] > 1 else "megatron", **degrees,  # type: ignore[arg-type]
+                )  # fmt: skip
                 step = predict_step(shape, layout, H100)
                 priced += step.fits
                 assert not step.fits or step.step_time_s >= best * (1 - 1e-9), layout

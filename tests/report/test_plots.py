@@ -271,14 +271,14 @@ def test_a_single_run_is_drawn_or_the_missing_data_is_named(name: str) -> None:
 
 
 def test_throughput_counts_tokens_where_all_samples_are_sequences() -> None:
-    given = {"model": "gpt", "dataset": "tokens", "input_size": 64}
+    given: dict[str, Any] = {"model": "gpt", "dataset": "tokens", "input_size": 64}
     entries = [entry(100 / nodes, nodes=nodes, **given) for nodes in (1, 2)]
-    for one in entries:
-        assert one.result is not None
-        one.result.metrics.tokens_per_s = 64 * one.result.metrics.samples_per_s
+    metrics = [collected.result.metrics for collected in entries if collected.result is not None]
+    for figures in metrics:
+        figures.tokens_per_s = 64 * (figures.samples_per_s or 0.0)
     found = draw_plot("throughput", collected_frame(entries))
-    rates = [one.result.metrics.samples_per_s for one in entries]
-    assert [row["y"] for row in found.rows if row["role"] == "measured"] == pytest.approx([64 * rate for rate in rates])
+    measured = [row["y"] for row in found.rows if row["role"] == "measured"]
+    assert measured == pytest.approx([figures.tokens_per_s for figures in metrics])
     assert "tokens/s" in found.alt
     assert "samples/s" in draw_plot("throughput", collected_frame([*entries, entry(100, nodes=4)])).alt
 

@@ -71,7 +71,7 @@ def test_sweeps_without_a_reference_stay_as_they_are(frame: pl.DataFrame) -> Non
 
 
 def test_runs_of_an_unknown_time_stay_as_they_are(frame: pl.DataFrame) -> None:
-    unknown = pl.DataFrame([row(0, 0.2, **{"file.mtime_ns": None})], schema=frame.schema)
+    unknown = pl.DataFrame([row(0, 0.2) | {"file.mtime_ns": None}], schema=frame.schema)
     assert remove_drift(pl.concat([frame, unknown]))[STEP].to_list()[-1] == 0.2
 
 

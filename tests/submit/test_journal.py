@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from hpcbench.submit.journal import (
 )
 
 
-def chunk(first: int, count: int, job_id: str | None = "7", **more: bool) -> JobBatch:
+def chunk(first: int, count: int, job_id: str | None = "7", **more: Any) -> JobBatch:
     return JobBatch(array=0, first=first, count=count, name=f"j{first}", job_id=job_id, is_array=True, **more)
 
 

@@ -282,7 +282,7 @@ def test_rotary_positions_are_relative() -> None:
     torch.manual_seed(1)
     query, key = torch.randn(2, 16, dtype=torch.float64)
     rows = torch.stack([query, key]).view(1, 2, 1, 16).expand(1, 2, 9, 16)
-    turned = RotaryEmbedding.apply(rows, 10_000.0)
+    turned = RotaryEmbedding.apply(rows, 10_000.0)  # type: ignore[no-untyped-call]
     scores = turned[0, 0] @ turned[0, 1].T
     for distance in (-3, 0, 5):
         diagonal = scores.diagonal(distance)
@@ -293,7 +293,7 @@ def test_rotary_positions_are_relative() -> None:
 
 def test_the_gradient_of_rotary_positions() -> None:
     x = torch.randn(1, 2, 3, 6, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: RotaryEmbedding.apply(x, 100.0), (x,))
+    assert torch.autograd.gradcheck(lambda x: RotaryEmbedding.apply(x, 100.0), (x,))  # type: ignore[no-untyped-call]
 
 
 def test_heads_that_share_keys_attend_as_with_copies_of_them() -> None:

@@ -77,7 +77,7 @@ def shorten_steps(feed: FakeFeed, strategy: Strategy, runtime: PipelineRuntime) 
     two short ones are enough, and what a longer one adds to them is the result.
     """
     is_asynchronous = isinstance(strategy, PipedreamStrategy)
-    double_buffered = is_asynchronous and pipedream_staleness(strategy.spec).double_buffered
+    double_buffered = isinstance(strategy, PipedreamStrategy) and pipedream_staleness(strategy.spec).double_buffered
     if is_asynchronous and (double_buffered or not feed.is_held or feed.micro_batches <= _WINDOWS[-1]):
         feed.step_lengths = dict.fromkeys(range(1), feed.micro_batches)
         return None
