@@ -107,8 +107,8 @@ def _block(gpt: Gpt, block: int) -> Iterator[LayerRow]:
             (shape, 3 * numbers, 3 * (width * width + width), 3 * square, 8 * numbers, 22 * numbers),
             {"in_features": width, "out_features": width},
         ),
-        ("attention.key", "Linear", (shape, numbers, 0, 0, 0, 0), {}),
-        ("attention.value", "Linear", (shape, numbers, 0, 0, 0, 0), {}),
+        ("attention.key", "Linear", (shape, numbers, 0, 0, 0, 0), {"out_features": width}),
+        ("attention.value", "Linear", (shape, numbers, 0, 0, 0, 0), {"out_features": width}),
         (
             "attention.scores", "Product",
             ([gpt.tokens, 2 * width], scores, 0, product, 4 * numbers + 2 * scores, 8 * numbers + 4 * scores), {},

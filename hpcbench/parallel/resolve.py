@@ -64,8 +64,11 @@ def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | I
             if total % replicas:
                 raise _InfeasibleError(f"global_batch_size {total} cannot be shared evenly by {replicas} replicas")
             values["batch_size"] = total // replicas
-        if values.get("input_size") is None and (own_size := get_model(values["model"]).input_size) is not None:
-            values["input_size"] = own_size
+        model = get_model(values["model"])
+        # Data of another kind is refused below for its kind, not for this length.
+        takes_own_size = model.input_size is not None and model.kind == DATASETS[values["dataset"]].kind
+        if takes_own_size and values.get("input_size") is None:
+            values["input_size"] = model.input_size
         if values["dataset"] == "digits" and values.get("data") == "real":
             # The one name for what it always is: real, and resident on the device.
             del values["data"]
