@@ -39,8 +39,7 @@ REFUSALS = {
 MODELLED = {"ddp": ["reducer"], "zero1": ["reducer"], "fairscale_oss": ["reducer"], "horovod": ["horovod"]}
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize(("ranks", "device"), [(2, "cpu"), (8, "cuda")])
 @pytest.mark.parametrize("key", STRATEGIES)
 def test_every_strategy_is_stepped_or_refused_with_its_own_message(key: str, ranks: int, device: str) -> None:
     entry, case = STRATEGIES[key], parity_cases(key)[0]
