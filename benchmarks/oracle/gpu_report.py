@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from math import log
@@ -9,7 +10,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from benchmarks.oracle.gpu import error_bounds, fits_threshold, fullest_gib, held_out_seconds
+from benchmarks.oracle.gpu import STEP_PREDICTIONS, error_bounds, fits_threshold, fullest_gib, held_out_seconds
 from benchmarks.oracle.gpu_fit import (
     NODES,
     Array,
@@ -19,7 +20,8 @@ from benchmarks.oracle.gpu_fit import (
     predicted_seconds,
     prior_fit,
 )
-from benchmarks.oracle.gpu_tables import FIT, FITS_FIT, PublishedRow, read_outcomes, read_rows
+from benchmarks.oracle.gpu_tables import EXAM, FIT, FITS_FIT, PublishedRow, read_outcomes, read_rows
+from hpcbench.oracle.transformer.layout import Layout
 from hpcbench.oracle.transformer.machines import interval_class
 
 PLAYBOOK = "nanotron_playbook"
@@ -42,6 +44,7 @@ def print_tables() -> None:
     _print_coverage(rows, held)
     _print_ablation(playbook, held[is_playbook])
     _print_memory(playbook)
+    print_exam_choices()
 
 
 def _print_groups(
@@ -82,6 +85,38 @@ def _print_choices(rows: Sequence[PublishedRow], predicted: Array) -> None:
     for key, loss in sorted(losses.items()):
         print(f"| {key[0]}, {key[1]} | {loss:.1%} | {habits[key]:.1%} |")
     print(f"| mean | {np.mean(list(losses.values())):.1%} | {np.mean(list(habits.values())):.1%} |")
+
+
+def print_exam_choices() -> None:
+    """Print for each model and number of GPUs of the exam the layout chosen by the committed predictions.
+
+    Results of these configurations are not in the project. The last column is the predicted loss of the habit, the most
+    data parallelism.
+    """
+    with STEP_PREDICTIONS.open(newline="", encoding="utf-8") as file:
+        predictions = {entry["id"]: entry for entry in csv.DictReader(file)}
+    groups: dict[tuple[str, int, int, int], list[PublishedRow]] = defaultdict(list)
+    for row in read_rows(EXAM)[0]:
+        groups[row.shape.name, row.layout.gpus, row.layout.global_batch, row.layout.sequence].append(row)
+    print("\n| model, GPUs | layouts | chosen | predicted step (90 %) | predicted loss of most data parallelism |")
+    print("|---|---|---|---|---|")
+    for (model, gpus, _, _), rows in sorted(groups.items()):
+        if len(rows) == 1:
+            continue
+        seconds = {row.id: float(predictions[row.id]["step_time_s"]) for row in rows}
+        chosen = min(rows, key=lambda row: seconds[row.id])
+        habit = min(rows, key=lambda row: (-row.layout.replicas, -row.layout.micro_batch))
+        low, high = (float(predictions[chosen.id][f"step_time_{end}_s"]) for end in ("low", "high"))
+        print(
+            f"| {model}, {gpus} | {len(rows)} | {_layout_text(chosen.layout)} | {seconds[chosen.id]:.3g} s "
+            f"({low:.3g} to {high:.3g}) | {seconds[habit.id] / seconds[chosen.id] - 1:.0%} |"
+        )
+
+
+def _layout_text(layout: Layout) -> str:
+    degrees = {"dp": layout.replicas, "fsdp": layout.shards, "tp": layout.tensor, "pp": layout.pipeline}
+    text = " ".join(f"{name}={degree}" for name, degree in degrees.items() if degree > 1)
+    return f"{text or 'one GPU'}, micro-batch {layout.micro_batch}" + (f", ZeRO {layout.zero}" if layout.zero else "")
 
 
 def _print_coverage(rows: Sequence[PublishedRow], predicted: Array) -> None:
