@@ -190,7 +190,7 @@ class RepeatedPasses:
             host_sync_sites=recorder.host_sync_sites,
         )
         recorder.host_sync_sites = sites | effect.host_sync_sites
-        if outer[0] >= recorder.peak_bytes:
+        if outer[0] > recorder.peak_bytes:
             recorder.peak_bytes, recorder.peak_layer = outer
         return result, effect
 
@@ -202,7 +202,7 @@ class RepeatedPasses:
         outer = recorder.peak_bytes, recorder.peak_layer
         yield
         recorder.peak_bytes, recorder.peak_layer = outer
-        if live + effect.peak_bytes > outer[0]:
+        if live + effect.peak_bytes >= outer[0]:
             recorder.peak_bytes, recorder.peak_layer = live + effect.peak_bytes, effect.peak_layer
         recorder.operators += effect.operators
         recorder.calls += effect.calls

@@ -183,7 +183,8 @@ class StepRecorder(TrafficRecorder):  # type: ignore[no-untyped-call]
         reference = known[0] if known else weakref.ref(storage, partial(self._release, key))
         self.storages[key] = (reference, size)
         self.live_bytes += size - (known[1] if known else 0)
-        if self.live_bytes > self.peak_bytes:
+        # Of several moments with the same peak the last one: passes whose record is repeated come before it.
+        if self.live_bytes >= self.peak_bytes:
             self.peak_bytes, self.peak_layer = self.live_bytes, self.layers.current()
         return known is None
 
