@@ -93,7 +93,7 @@ def check_job_packages(profile: ClusterProfile, environments: Iterable[str | Non
 
 
 def _visible_python(profile: ClusterProfile, name: str | None) -> str | None:
-    """The interpreter of an environment; ``None`` where only a job can tell what it has."""
+    """The interpreter of an environment; ``None`` where a job makes its software itself."""
     environment = profile.environment(name)
     is_made_in_job = environment.modules or environment.container or environment.setup or profile.setup
     if is_made_in_job or "PYTHONPATH" in profile.variables(name):
