@@ -136,7 +136,7 @@ def test_an_error_in_the_runs_own_precision_alone_fails(pool: Pool, wrong: str) 
 
 
 def test_a_volume_of_many_positions_passes(pool: Pool) -> None:
-    """Gradients that sum over 48 x 48 x 48 positions differ by more than 1e-5 for rounding alone."""
+    """Every sum over 48 x 48 x 48 positions is cut into the ranks' parts; its bound in fp32 is the rounding of one device."""
     found = run(
         pool, small=False, strategy="spatial", sp_degree=2, dp_degree=1, model="cosmoflow", dataset="cosmoflow",
         input_size=48, batch_size=1,
@@ -145,8 +145,6 @@ def test_a_volume_of_many_positions_passes(pool: Pool) -> None:
     assert found.gradient_max_rel is not None
     assert found.gradient_max_rel <= 1e-12
     assert found.own_precision is not None
-    assert found.own_precision.gradient_max_rel is not None
-    assert found.own_precision.gradient_max_rel > 1e-5
 
 
 def test_an_unstable_network_passes_with_a_note(pool: Pool) -> None:
