@@ -26,6 +26,7 @@ COMMANDS = {
     "logs": ("hpcbench.cli.status_commands:logs", "Print the logs of a run."),
     "cancel": ("hpcbench.cli.run_commands:cancel", "Stop the runs of a sweep."),
     "retry": ("hpcbench.cli.run_commands:retry", "Submit again what failed, timed out or was lost."),
+    "clean": ("hpcbench.cli.clean_command:clean", "Show or remove what killed submits and old attempts left."),
     "collect": ("hpcbench.cli.collect_command:collect", "Gather results into one file."),
     "results": ("hpcbench.cli.collect_command:results_group", "Maintain the results tree."),
     "table": ("hpcbench.cli.table_command:table", "Print results as a table."),

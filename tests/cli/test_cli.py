@@ -45,6 +45,7 @@ def test_help_imports_nothing_heavy() -> None:
         "submit",
         "run",
         "status",
+        "clean",
         "collect",
         "table",
         "bundle",

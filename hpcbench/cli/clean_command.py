@@ -1,0 +1,154 @@
+"""The command ``clean``: shows, and with ``--yes`` removes, what nobody needs in a results tree."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+import click
+
+from hpcbench.cli.common import (
+    cluster_filter_option,
+    json_option,
+    make_console,
+    plain_table,
+    print_json,
+    print_message,
+    project_relative,
+    results_option,
+    results_tree,
+)
+from hpcbench.cli.completion import complete_sweeps
+from hpcbench.errors import EXIT_SYSTEM_REFUSED, ConfigError, did_you_mean
+from hpcbench.report.phrases import pluralize
+from hpcbench.report.sweep_selection import select_sweeps
+from hpcbench.results.results_tree import ClusterTree, ResultsTree
+from hpcbench.submit.leftovers import LeftoverSearch, find_leftovers, remove_leftovers
+from hpcbench.submit.scheduler_settings import read_scheduler_settings
+from hpcbench.submit.submission_record import read_sweep_record
+from hpcbench.units import format_bytes, parse_quantity
+
+_MAX_ROWS_OF_KIND = 20
+
+
+@click.command()
+@click.argument("sweep", required=False, shell_complete=complete_sweeps)
+@click.option("--all", "takes_all", is_flag=True, help="All sweeps of the tree, and runs that belong to none.")
+@cluster_filter_option
+@click.option(
+    "--older-than", metavar="TIME", default="1 day", show_default=True,
+    help="Only what has not changed for so long, for example '2 h'.",
+)  # fmt: skip
+@click.option("--yes", "removes", is_flag=True, help="Remove it. Without this option nothing is changed.")
+@results_option
+@json_option
+def clean(
+    *, sweep: str | None, takes_all: bool, cluster_name: str | None, older_than: str, removes: bool,
+    results: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Show what nobody needs of SWEEP, or of all sweeps, with its size; --yes removes it.
+
+    \b
+    unfinished submission   of a submit that was killed before it sent anything
+    old submission          all of its runs were submitted again, or are in no sweep
+    old attempt             neither the newest of its run nor the one whose result counts
+    orphan                  a run of no sweep without an ok or oom result
+    temporary file          of a process that died while it wrote
+
+    Measurements are kept, and so is everything of a run whose job may not have ended.
+    """
+    if (sweep is None) != takes_all:
+        raise ConfigError("clean takes one of SWEEP and --all", hint="hpcbench clean --all shows, --yes removes")
+    try:
+        min_age_s = parse_quantity(older_than, "time")
+    except ValueError as error:
+        raise ConfigError(str(error), where="--older-than") from None
+    searches = []
+    for tree, name in _selected_trees(results_tree(results), sweep, cluster_name):
+        search = (remove_leftovers if removes else find_leftovers)(
+            tree,
+            read_scheduler_settings(_profile_of(tree)),
+            sweep=name,
+            min_age_s=min_age_s,
+            now_unix_s=time.time(),
+        )
+        searches.append((tree.root.name, search))
+    if as_json:
+        print_json(_searches_json(searches, removes=removes))
+    else:
+        for cluster, search in searches:
+            _print_search(cluster, search)
+        print_message(_summary(searches, removes=removes))
+    for failure in (failure for _, search in searches for failure in search.failed):
+        print_message(f"error: {failure}")
+    sys.exit(EXIT_SYSTEM_REFUSED if any(search.failed for _, search in searches) else 0)
+
+
+def _selected_trees(tree: ResultsTree, sweep: str | None, cluster: str | None) -> list[tuple[ClusterTree, str | None]]:
+    if sweep is not None:
+        return [(tree.cluster(name), record.sweep) for name, record in select_sweeps(tree, (sweep,), cluster)]
+    clusters = tree.clusters()
+    if cluster is not None and cluster not in clusters:
+        raise ConfigError(f"no results of cluster {cluster!r} in {tree.root}", hint=did_you_mean(cluster, clusters))
+    return [(tree.cluster(name), None) for name in ([cluster] if cluster else clusters)]
+
+
+def _profile_of(tree: ClusterTree) -> str:
+    """Name or path of the cluster's profile, by the newest sweep's record."""
+    paths = sorted(tree.path("sweeps").glob("[!.]*.json"))
+    records = [record for path in paths if (record := read_sweep_record(tree, path.stem)) is not None]
+    newest = max(records, key=lambda record: record.written_unix_s, default=None)
+    return newest.profile if newest is not None else tree.root.name
+
+
+def _print_search(cluster: str, search: LeftoverSearch) -> None:
+    rows, counts = [], Counter(leftover.kind for leftover in search.items)
+    shown: Counter[str] = Counter()
+    for leftover in search.items:
+        shown[leftover.kind] += 1
+        if shown[leftover.kind] <= _MAX_ROWS_OF_KIND:
+            path = project_relative(leftover.path)
+            rows.append((leftover.kind, format_bytes(leftover.size_bytes), path, leftover.reason))
+    if rows:
+        console = make_console()
+        console.print(plain_table(["", "size", "path", "reason"], rows, right_aligned={"size"}), soft_wrap=True)
+    for kind, count in counts.items():
+        if count > _MAX_ROWS_OF_KIND:
+            click.echo(f"and {count - _MAX_ROWS_OF_KIND} more of kind {kind}: --json lists all")
+    for reason in search.kept:
+        print_message(f"{cluster}: kept {reason}")
+
+
+def _summary(searches: list[tuple[str, LeftoverSearch]], *, removes: bool) -> str:
+    items = [leftover for _, search in searches for leftover in search.items]
+    if not items:
+        return "nothing to remove"
+    size = format_bytes(sum(leftover.size_bytes for leftover in items))
+    text = f"{pluralize(len(items), 'leftover')}, {size}"
+    return f"{text} removed" if removes else f"{text}: nothing was changed, --yes removes them"
+
+
+def _searches_json(searches: list[tuple[str, LeftoverSearch]], *, removes: bool) -> dict[str, Any]:
+    return {
+        "removed": removes,
+        "size_bytes": sum(leftover.size_bytes for _, search in searches for leftover in search.items),
+        "clusters": [
+            {
+                "cluster": cluster,
+                "leftovers": [
+                    {
+                        "kind": leftover.kind,
+                        "path": str(leftover.path),
+                        "size_bytes": leftover.size_bytes,
+                        "reason": leftover.reason,
+                    }
+                    for leftover in search.items
+                ],
+                "kept": search.kept,
+                "failed": [str(failure) for failure in search.failed],
+            }
+            for cluster, search in searches
+        ],
+    }
