@@ -45,7 +45,8 @@ class SweepRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.profile_file if self.profile_file and Path(self.profile_file).is_file() else self.cluster
 
 
-def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> None:
+def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> tuple[bytes, bytes | None]:
+    """Write the record of a sweep; return its bytes and those of the record that was there."""
     record = SweepRecord(
         sweep=plan.sweep.name,
         cluster=plan.profile.name,
@@ -57,7 +58,31 @@ def write_sweep_record(plan: SweepPlan, tree: ClusterTree) -> None:
     )
     path = tree.sweep_path(plan.sweep.name)
     make_folder(path.parent)
-    write_atomic(path, msgspec.json.encode(record) + b"\n")
+    earlier, data = _read_if_present(path), msgspec.json.encode(record) + b"\n"
+    write_atomic(path, data)
+    return data, earlier
+
+
+def restore_sweep_record(plan: SweepPlan, tree: ClusterTree, written: bytes, earlier: bytes | None) -> None:
+    """Put the ``earlier`` record back after a submit of which the scheduler accepted nothing.
+
+    Without one, the sweep is forgotten if none of its runs has left anything. A record that another submit has
+    ``written`` meanwhile stays.
+    """
+    path = tree.sweep_path(plan.sweep.name)
+    if _read_if_present(path) != written:
+        return
+    if earlier is not None:
+        write_atomic(path, earlier)
+    elif tree.existing_runs().isdisjoint(plan.runs):
+        path.unlink(missing_ok=True)
+
+
+def _read_if_present(path: Path) -> bytes | None:
+    try:
+        return read_regular(path)
+    except OSError:
+        return None
 
 
 def read_sweep_record(tree: ClusterTree, name: str) -> SweepRecord | None:

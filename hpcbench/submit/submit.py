@@ -36,7 +36,13 @@ from hpcbench.submit.plan import RERUN_ON_SUBMIT, JobGroup, StopGroups, SweepPla
 from hpcbench.submit.run_state import ACTIVE_STATES, record_scheduler_failures, run_states
 from hpcbench.submit.scheduler import Notify, SendOutcome, check_scheduler, ignore_message, send_unsent
 from hpcbench.submit.scheduler_settings import scrubbed_names
-from hpcbench.submit.submission_record import JobArray, Submission, next_submission_folder, write_sweep_record
+from hpcbench.submit.submission_record import (
+    JobArray,
+    Submission,
+    next_submission_folder,
+    restore_sweep_record,
+    write_sweep_record,
+)
 
 if TYPE_CHECKING:
     from hpcbench.oracle.machine import Machine
@@ -269,7 +275,7 @@ def submit(
         outcome.active = [key for key, state in outcome.states.items() if state in ACTIVE_STATES]
         if not choice.over_budget:
             _check_budget(plan, runs)
-        write_sweep_record(plan, tree)
+        records = write_sweep_record(plan, tree)
         if not choice.only_again:
             _write_skipped_results(plan, tree, outcome.active)
         if runs:
@@ -283,6 +289,8 @@ def submit(
     if outcome.folder and outcome.sent.refused and all(batch.refused for batch in read_journal(outcome.folder).batches):
         # The scheduler accepted nothing of it, and nothing is sent again.
         shutil.rmtree(outcome.folder, ignore_errors=True)
+        with exclusive_lock(tree.submissions / ".lock"):
+            restore_sweep_record(plan, tree, *records)
     return outcome
 
 
