@@ -18,6 +18,7 @@ from hpcbench.cli.common import (
     print_text,
     project_relative,
 )
+from hpcbench.cli.completion import complete_clusters
 from hpcbench.cli.main import LazyGroup
 from hpcbench.config.cluster_profile import (
     ClusterProfile,
@@ -82,7 +83,7 @@ def _profile_entry(name: str, path: Path) -> dict[str, Any]:
 
 
 @click.command("show")
-@click.argument("name")
+@click.argument("name", shell_complete=complete_clusters)
 @json_option
 def show_cluster(name: str, as_json: bool) -> None:
     """Show a profile as it was written; --json includes defaults and the profiles that it extends."""

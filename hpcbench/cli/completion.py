@@ -1,4 +1,5 @@
-"""The command ``completion``, and what it completes: sweeps, clusters, ids of runs, columns and parameters.
+"""The command ``completion``, and what it completes: sweeps, clusters, ids of runs, columns, parameters, plots, states,
+models, strategies and data sets.
 
 A shell asks while the user types: nothing here imports more than its own answer needs."""
 
@@ -11,6 +12,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from hpcbench.paths import results_folder, search_folders
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
+from hpcbench.results.schema import STATUSES
 
 _VARIABLE = "_HPCBENCH_COMPLETE"
 _SHELLS = ("bash", "zsh", "fish")
@@ -26,6 +28,11 @@ def _matching(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
     return [CompletionItem(name) for name in sorted(set(names)) if name.startswith(incomplete)]
 
 
+def _matching_or_file(names: Iterable[str], incomplete: str) -> list[CompletionItem]:
+    """``names`` after paths of files: click's script for bash drops all names that come before them."""
+    return [CompletionItem(incomplete, type="file"), *_matching(names, incomplete)]
+
+
 def _names_in(kind: str, patterns: Iterable[str]) -> set[str]:
     return {
         path.stem for folder in search_folders(kind) for pattern in patterns for path in folder.glob(f"{pattern}.toml")
@@ -35,19 +42,25 @@ def _names_in(kind: str, patterns: Iterable[str]) -> set[str]:
 def complete_sweeps(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of sweep files and of sweeps in the results; paths of files."""
     recorded = {path.stem for tree in _trees(context) for path in (tree.root / "sweeps").glob("[!.]*.json")}
-    return [*_matching(_names_in("sweeps", ["*"]) | recorded, incomplete), CompletionItem(incomplete, type="file")]
+    return _matching_or_file(_names_in("sweeps", ["*"]) | recorded, incomplete)
 
 
 def complete_clusters(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of profiles; paths of files."""
     names = _names_in("clusters", ["*", "*/*"])
-    return [*_matching(names, incomplete), CompletionItem(incomplete, type="file")]
+    return _matching_or_file(names, incomplete)
+
+
+def complete_files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """What ``check`` takes: names of sweeps and profiles; paths of files."""
+    profiles = _matching(_names_in("clusters", ["*", "*/*"]), incomplete)
+    return [*complete_sweeps(context, parameter, incomplete), *profiles]
 
 
 def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Ids of runs, and for a command that takes both, names of sweeps."""
     run_ids = [run_id for tree in _trees(context) for run_id in tree.run_ids() if run_id.startswith(incomplete)]
-    sweeps = complete_sweeps(context, parameter, incomplete)[:-1] if parameter.name == "run_id" else []
+    sweeps = complete_sweeps(context, parameter, incomplete)[1:] if parameter.name == "run_id" else []
     return [*sweeps, *_matching(run_ids[:_MAX_RUNS], incomplete)]
 
 
@@ -67,6 +80,30 @@ def complete_overrides(_context: click.Context, _parameter: click.Parameter, inc
     return _matching((f"{prefix}{name}=" for name in parameter_types()), incomplete)
 
 
+def complete_plots(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The kinds of ``plot``, each with what it shows."""
+    from hpcbench.report.plots.plotting import PLOTS
+
+    return [CompletionItem(name, help=kind.summary) for name, kind in PLOTS.items() if name.startswith(incomplete)]
+
+
+def complete_states(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The states of a run."""
+    from hpcbench.submit.run_state import ACTIVE_STATES
+
+    return _matching({*STATUSES, *ACTIVE_STATES, "planned", "lost"}, incomplete)
+
+
+def complete_catalog(_context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Models, strategies or data sets, by the option's name."""
+    from hpcbench.parallel.catalog import ALIASES, STRATEGIES, shipped_model_entries
+    from hpcbench.parallel.workloads import DATASETS
+
+    option = parameter.opts[0].removeprefix("--").removesuffix("s")
+    choices = {"model": shipped_model_entries(), "strategy": {**STRATEGIES, **ALIASES}, "dataset": DATASETS}
+    return _matching(choices[option], incomplete)
+
+
 @click.command()
 @click.argument("shell", type=click.Choice(_SHELLS))
 def completion(shell: str) -> None:
@@ -74,11 +111,12 @@ def completion(shell: str) -> None:
 
     \b
     bash: eval "$(hpcbench completion bash)"      in ~/.bashrc
-    zsh:  eval "$(hpcbench completion zsh)"       in ~/.zshrc
+    zsh:  eval "$(hpcbench completion zsh)"       in ~/.zshrc, after compinit
     fish: hpcbench completion fish | source       in ~/.config/fish/config.fish
     """
     root = click.get_current_context().find_root().command
     kind = get_completion_class(shell)
     assert kind is not None, shell
     source = kind.source_template % kind(root, {}, "hpcbench", _VARIABLE).source_vars()
-    click.echo(source.strip())
+    # click's script for fish cuts a value at its first comma, as in `--by strategy,batch_size`.
+    click.echo(source.strip().replace('string split ","', 'string split -m 1 ","'))

@@ -18,6 +18,7 @@ from hpcbench.cli.common import (
     print_json,
     print_message,
     results_option,
+    sweep_argument,
     where_option,
 )
 from hpcbench.cli.plan_options import cluster_option, load_plan, overrides_option
@@ -32,7 +33,7 @@ from hpcbench.units import format_bytes
 
 
 @click.command("dry-run")
-@click.argument("sweep")
+@sweep_argument
 @cluster_option()
 @overrides_option
 @where_option

@@ -27,6 +27,7 @@ from hpcbench.cli.common import (
     sweep_argument,
     where_option,
 )
+from hpcbench.cli.completion import complete_catalog, complete_sweeps
 from hpcbench.cli.plan_options import check_options, cluster_argument, cluster_option, load_plan, overrides_option
 from hpcbench.cli.run_commands import check_send_outcome, print_submit_outcome, watch_runs
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
@@ -104,8 +105,13 @@ def predict(
 
 
 @click.command()
-@click.option("--model", metavar="M", help="A shipped model (hpcbench models) or module:function.")
-@click.option("--dataset", metavar="D", help="Data set to train on.")
+@click.option(
+    "--model",
+    metavar="M",
+    shell_complete=complete_catalog,
+    help="A shipped model (hpcbench models) or module:function.",
+)
+@click.option("--dataset", metavar="D", shell_complete=complete_catalog, help="Data set to train on.")
 @click.option("--input-size", metavar="N", type=click.IntRange(min=1), help="Edge length or tokens, not the dataset's.")
 @cluster_option()
 @click.option("--nodes", metavar="N", type=click.IntRange(min=1), multiple=True, help="May be repeated. (default: 1)")
@@ -285,7 +291,7 @@ def _print_dimmed(lines: list[str]) -> None:
 @cluster_argument
 @click.option("--partition", metavar="NAME", help="The partition to measure. (default: the profile's)")
 @click.option(
-    "--from", "sources", multiple=True, metavar="SWEEP|TREE",
+    "--from", "sources", multiple=True, metavar="SWEEP|TREE", shell_complete=complete_sweeps,
     help="Measure nothing: fit to the runs of these sweeps or results trees. May be repeated.",
 )  # fmt: skip
 @click.option("--where", metavar="EXPR", help="With --from: only runs that satisfy the expression: 'devices == 1'.")

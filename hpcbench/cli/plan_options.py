@@ -52,7 +52,9 @@ def cluster_option(default: str | None = None) -> Callable[[Function], Function]
             shell_complete=complete_clusters,
         )
     text = f"The cluster's profile. (default: {default})"
-    return click.option("--cluster", "cluster_name", metavar="NAME", default=default, help=text)
+    return click.option(
+        "--cluster", "cluster_name", metavar="NAME", default=default, help=text, shell_complete=complete_clusters
+    )
 
 
 cluster_argument = click.argument(

@@ -22,7 +22,7 @@ from hpcbench.cli.common import (
     where_option,
     why_nothing,
 )
-from hpcbench.cli.completion import complete_columns
+from hpcbench.cli.completion import complete_columns, complete_plots
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import write_atomic
 from hpcbench.report.column_names import Condition
@@ -143,7 +143,7 @@ def _unfinished_sweeps(
 
 
 @click.command()
-@click.argument("kind", required=False)
+@click.argument("kind", required=False, shell_complete=complete_plots)
 @sources_argument
 @cluster_filter_option
 @where_option
@@ -169,7 +169,10 @@ def plot(
     results: str | None,
     as_json: bool,
 ) -> None:
-    """Draw the results of sweeps, trees or bundles, or of the whole tree; without KIND the kinds are listed."""
+    """Draw the results of sweeps, trees or bundles, or of the whole tree.
+
+    Without KIND all kinds are listed with what each shows.
+    """
     if kind is None:
         if as_json:
             print_json({"kinds": [{"name": name, "summary": entry.summary} for name, entry in PLOTS.items()]})

@@ -30,7 +30,7 @@ from hpcbench.cli.common import (
     where_option,
     why_nothing,
 )
-from hpcbench.cli.completion import complete_runs, complete_sweeps
+from hpcbench.cli.completion import complete_runs, complete_states, complete_sweeps
 from hpcbench.config.run_spec import RunSpec, spec_document
 from hpcbench.errors import ConfigError, StorageError, did_you_mean
 from hpcbench.fileio import UnsafeFileError, open_regular, printable_text
@@ -104,7 +104,10 @@ class LiveScreen:
 @cluster_filter_option
 @click.option("--watch", is_flag=True, help="Stay and show every change until no run is queued or running.")
 @where_option
-@click.option("--state", "wanted", metavar="STATE", multiple=True, help="Only runs in this state; may be repeated.")
+@click.option(
+    "--state", "wanted", metavar="STATE", multiple=True, shell_complete=complete_states,
+    help="Only runs in this state; may be repeated.",
+)  # fmt: skip
 @click.option("--all", "lists_all", is_flag=True, help="Give every run a row.")
 @results_option
 @json_option

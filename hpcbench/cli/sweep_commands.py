@@ -19,6 +19,7 @@ from hpcbench.cli.common import (
     results_tree,
     sweep_argument,
 )
+from hpcbench.cli.completion import complete_files
 from hpcbench.cli.plan_options import cluster_option, find_sweep_file, load_plan, overrides_option
 from hpcbench.config.cluster_profile import find_cluster_profiles, load_cluster_file
 from hpcbench.config.run_spec import spec_document
@@ -39,7 +40,7 @@ _PREDICTED_FIGURES = ("step_time_s", "peak_memory_bytes", "fits", "bound_by")
 
 
 @click.command()
-@click.argument("files", nargs=-1, required=True)
+@click.argument("files", nargs=-1, required=True, shell_complete=complete_files)
 @overrides_option
 @json_option
 def check(files: tuple[str, ...], overrides: tuple[str, ...], as_json: bool) -> None:

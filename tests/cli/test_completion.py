@@ -6,11 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
-from tests.cli.test_cli import hpcbench
+from hpcbench.cli.main import cli
+from tests.cli.test_cli import ROOT, hpcbench
 
 
 def completed(words: str, cwd: Path, results: Path) -> list[str]:
@@ -53,10 +56,100 @@ def project(tmp_path: Path) -> Path:
         ("hpcbench run scaling --set batch", ["batch_size="]),
         ("hpcbench run scaling --set grid.batch", ["grid.batch_size="]),
         ("hpcbench completion f", ["fish"]),
+        ("hpcbench clean scal", ["scaled-before", "scaling"]),
+        ("hpcbench dry-run scal", ["scaled-before", "scaling"]),
+        ("hpcbench check mi", ["mine"]),
+        ("hpcbench cluster show mi", ["mine"]),
+        ("hpcbench plot throu", ["throughput"]),
+        ("hpcbench status --state pend", ["pending"]),
+        ("hpcbench run --model resnet15", ["resnet152"]),
+        ("hpcbench run --strategy zero1", ["zero1"]),
+        ("hpcbench data make cosmoflow_2", ["cosmoflow_256"]),
     ],
 )
 def test_what_a_shell_is_offered(project: Path, words: str, expected: list[str]) -> None:
     assert completed(words, project, project / "r") == expected
+
+
+def all_parameters() -> Iterator[tuple[str, click.Parameter]]:
+    context = click.Context(cli, info_name="hpcbench")
+    pending: list[tuple[str, click.Command]] = [("hpcbench", cli)]
+    for name, command in pending:
+        if isinstance(command, click.Group):
+            commands = [(name, command.get_command(context, child)) for child in command.list_commands(context)]
+            pending += [(f"{name} {entry.name}", entry) for _, entry in commands if entry is not None]
+        yield from ((name, parameter) for parameter in command.params)
+
+
+COMPLETED = {
+    "sweep", "sweeps", "sources", "files", "cluster_name", "run_id", "prefix", "by", "pivot", "metric", "metrics", "sort",
+    "kind", "model", "names", "strategy", "dataset", "datasets", "wanted", "statuses", "overrides", "shell",
+}  # fmt: skip
+"""Parameters that take a name which hpcbench has."""
+
+
+def test_no_command_leaves_a_name_to_be_typed() -> None:
+    named = [(command, parameter) for command, parameter in all_parameters() if parameter.name in COMPLETED]
+    missing = [
+        (command, parameter.name)
+        for command, parameter in named
+        if parameter._custom_shell_complete is None and not isinstance(parameter.type, click.Choice)
+    ]
+    assert {parameter.name for _, parameter in named} == COMPLETED
+    assert missing == []
+
+
+SCRIPTS = {
+    "bash": """
+compopt() {{ :; }}
+COMP_WORDS=({words}); COMP_CWORD={count}
+_hpcbench_completion hpcbench
+printf '%s\\n' "${{COMPREPLY[@]}}"
+""",
+    "zsh": """
+compadd() {{ print -l -- $completions; }}
+_describe() {{ print -l -- ${{(P)3}} | cut -d: -f1; }}
+_path_files() {{ :; }}
+words=({words}); CURRENT=$(( {count} + 1 ))
+_hpcbench_completion
+""",
+    "fish": "\ncomplete -C '{line}' | cut -f1\n",
+}
+"""What a shell does when the user presses the key: in bash and zsh with the shell's own functions replaced."""
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("hpcbench plan scal", {"scaled-before", "scaling"}),
+        ("hpcbench plan scaling --cluster min", {"mine"}),
+        ("hpcbench logs ab", {"ab00000000000000"}),
+        ("hpcbench table --by strategy,batch", {"strategy,batch_size"}),
+        ("hpcbench plot throu", {"throughput"}),
+        ("hpcbench clea", {"clean"}),
+    ],
+)
+def test_shells_offer_it(project: Path, shell: str, line: str, expected: set[str]) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    words = line.split(" ")
+    typed = SCRIPTS[shell].format(words=" ".join(words), count=len(words) - 1, line=line)
+    script = "compdef() { :; }\n" * (shell == "zsh") + hpcbench("completion", shell).stdout + typed
+    folder = project / "bin"
+    folder.mkdir()
+    command = folder / "hpcbench"
+    command.write_text(f"#!{sys.executable}\nfrom hpcbench.cli.main import entry_point\nentry_point()\n")
+    command.chmod(0o755)
+    environment = {
+        "HPCBENCH_RESULTS": str(project / "r"), "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT), "HOME": str(project),
+    }  # fmt: skip
+    done = subprocess.run(
+        [shell, *{"zsh": ["-f"], "fish": ["--no-config"]}.get(shell, []), "-c", script], cwd=project,
+        env={**os.environ, **environment}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert set(done.stdout.split()) == expected, done.stderr
 
 
 def test_names_of_commands_import_none(project: Path) -> None:

@@ -256,7 +256,7 @@ NEEDED = {
     "memory": "peak_memory_bytes: 1 configuration ended well, but none has it measured",
     "distribution": "no result holds its single steps",
     "timeline": "bubble_fraction: 1 configuration ended well, but none is a pipeline whose step was noted",
-    "predicted": "no run has a prediction: a pipeline with balance = measured makes one of its own",
+    "predicted": "no run has a prediction: --predict computes them, in Python predict=True",
     "mfu": "mfu: 1 configuration ended well, but none has it measured",
     "energy": "energy: 1 configuration ended well, but none has it measured",
 }  # fmt: skip

@@ -103,6 +103,11 @@ def test_an_impossible_plot_names_the_reason(tree: Path, tmp_path: Path, monkeyp
     with pytest.raises(ConfigError, match="no plot 'efficency'") as wrong:
         call(tree, "plot", "efficency")
     assert "did you mean 'efficiency'" in str(wrong.value)
+    # Every kind has a line with what it shows.
+    assert [line.split()[0] for line in str(wrong.value).splitlines()[2:]] == list(PLOTS)
+    assert "\n    memory        peak memory of every rank\n" in str(wrong.value)
+    with pytest.raises(ConfigError, match="no plot 'quickstart'\n  a kind comes before sweeps, trees and bundles"):
+        call(tree, "plot", "quickstart")
     with pytest.raises(ConfigError, match="unknown ending '.gif'"):
         call(tree, "plot", "energy", "--out", str(tmp_path / "x.gif"))
     with pytest.raises(ConfigError, match="energy: nothing to draw: there are no results"):

@@ -294,7 +294,7 @@ def _rows_from_results(frame: pl.DataFrame, request: PlotRequest) -> tuple[pl.Da
     """Rows from results that have predicted their own step; what they share; and notes."""
     own = frame.filter(pl.col("spec.options").str.contains(_MEASURED_BLOCKS, literal=True))
     if own.is_empty() or request.whole is None:
-        raise NothingToDraw("no run has a prediction: a pipeline with balance = measured makes one of its own")
+        raise NothingToDraw("no run has a prediction: --predict computes them, in Python predict=True")
     points = plot_points(own, request.by, STEP_TIME, every=True)
     rows, notes = points.frame.sort("series", "devices", "config_id"), points.notes
     if len(rows) > _MAX_READ:
