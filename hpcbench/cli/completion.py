@@ -5,6 +5,7 @@ A shell asks while the user types: nothing here imports more than its own answer
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 
 import click
@@ -12,7 +13,6 @@ from click.shell_completion import CompletionItem, get_completion_class
 
 from hpcbench.paths import results_folder, search_folders
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
-from hpcbench.results.schema import STATUSES
 
 _VARIABLE = "_HPCBENCH_COMPLETE"
 _SHELLS = ("bash", "zsh", "fish")
@@ -80,28 +80,22 @@ def complete_overrides(_context: click.Context, _parameter: click.Parameter, inc
     return _matching((f"{prefix}{name}=" for name in parameter_types()), incomplete)
 
 
-def complete_plots(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The kinds of ``plot``, each with what it shows."""
-    from hpcbench.report.plots.plotting import PLOTS
-
-    return [CompletionItem(name, help=kind.summary) for name, kind in PLOTS.items() if name.startswith(incomplete)]
-
-
-def complete_states(_context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The states of a run."""
-    from hpcbench.submit.run_state import ACTIVE_STATES
-
-    return _matching({*STATUSES, *ACTIVE_STATES, "planned", "lost"}, incomplete)
+_CHOICES = {
+    "kind": "hpcbench.report.plots.plotting:PLOTS",
+    "state": "hpcbench.cli.status_commands:RUN_STATES",
+    "model": "hpcbench.parallel.catalog:shipped_model_entries",
+    "strategy": "hpcbench.parallel.catalog:selectable_strategies",
+    "dataset": "hpcbench.parallel.workloads:DATASETS",
+}
+"""The names that an option or argument takes: a collection, or a function that returns one."""
 
 
-def complete_catalog(_context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Models, strategies or data sets, by the option's name."""
-    from hpcbench.parallel.catalog import ALIASES, STRATEGIES, shipped_model_entries
-    from hpcbench.parallel.workloads import DATASETS
-
-    option = parameter.opts[0].removeprefix("--").removesuffix("s")
-    choices = {"model": shipped_model_entries(), "strategy": {**STRATEGIES, **ALIASES}, "dataset": DATASETS}
-    return _matching(choices[option], incomplete)
+def complete_choices(_context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Kinds of plots, states, models, strategies or data sets, by the name of the option or argument."""
+    name = parameter.opts[0].removeprefix("--").removesuffix("s")
+    module, _, attribute = _CHOICES[name].partition(":")
+    choices = getattr(importlib.import_module(module), attribute)
+    return _matching(choices() if callable(choices) else choices, incomplete)
 
 
 @click.command()

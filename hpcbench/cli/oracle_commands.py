@@ -27,7 +27,7 @@ from hpcbench.cli.common import (
     sweep_argument,
     where_option,
 )
-from hpcbench.cli.completion import complete_catalog, complete_sweeps
+from hpcbench.cli.completion import complete_choices, complete_sweeps
 from hpcbench.cli.plan_options import check_options, cluster_argument, cluster_option, load_plan, overrides_option
 from hpcbench.cli.run_commands import check_send_outcome, print_submit_outcome, watch_runs
 from hpcbench.config.cluster_profile import ClusterProfile, load_cluster
@@ -108,10 +108,10 @@ def predict(
 @click.option(
     "--model",
     metavar="M",
-    shell_complete=complete_catalog,
+    shell_complete=complete_choices,
     help="A shipped model (hpcbench models) or module:function.",
 )
-@click.option("--dataset", metavar="D", shell_complete=complete_catalog, help="Data set to train on.")
+@click.option("--dataset", metavar="D", shell_complete=complete_choices, help="Data set to train on.")
 @click.option("--input-size", metavar="N", type=click.IntRange(min=1), help="Edge length or tokens, not the dataset's.")
 @cluster_option()
 @click.option("--nodes", metavar="N", type=click.IntRange(min=1), multiple=True, help="May be repeated. (default: 1)")

@@ -18,7 +18,7 @@ from hpcbench.cli.common import (
     print_message,
     results_option,
 )
-from hpcbench.cli.completion import complete_catalog
+from hpcbench.cli.completion import complete_choices
 from hpcbench.cli.plan_options import cluster_option
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
@@ -108,7 +108,7 @@ _data_folder_option = click.option(
 
 
 @data.command("make")
-@click.argument("datasets", nargs=-1, required=True, metavar="DATASET...", shell_complete=complete_catalog)
+@click.argument("datasets", nargs=-1, required=True, metavar="DATASET...", shell_complete=complete_choices)
 @click.option("--size", type=click.IntRange(min=1), metavar="N", help="Edge length or tokens (default: the set's own).")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N",
               help="Number of different samples (default: as many as take minutes to make).")  # fmt: skip
@@ -188,7 +188,7 @@ def list_data(folder: str | None, cluster_name: str, as_json: bool) -> None:
     "names",
     metavar="M",
     multiple=True,
-    shell_complete=complete_catalog,
+    shell_complete=complete_choices,
     help="Only this one; may be repeated.",
 )
 @click.option(
@@ -196,7 +196,7 @@ def list_data(folder: str | None, cluster_name: str, as_json: bool) -> None:
     "datasets",
     metavar="D",
     multiple=True,
-    shell_complete=complete_catalog,
+    shell_complete=complete_choices,
     help="Only with this one; may be repeated.",
 )
 @click.option("--input-size", metavar="N", type=click.IntRange(min=1), help="Edge length or tokens, not the dataset's.")

@@ -22,7 +22,7 @@ from hpcbench.cli.common import (
     where_option,
     why_nothing,
 )
-from hpcbench.cli.completion import complete_columns, complete_plots
+from hpcbench.cli.completion import complete_choices, complete_columns
 from hpcbench.errors import ConfigError
 from hpcbench.fileio import write_atomic
 from hpcbench.report.column_names import Condition
@@ -143,7 +143,7 @@ def _unfinished_sweeps(
 
 
 @click.command()
-@click.argument("kind", required=False, shell_complete=complete_plots)
+@click.argument("kind", required=False, shell_complete=complete_choices)
 @sources_argument
 @cluster_filter_option
 @where_option

@@ -21,7 +21,7 @@ from hpcbench.cli.common import (
     runs_exit_code,
     sweep_argument,
 )
-from hpcbench.cli.completion import complete_catalog, complete_runs, complete_sweeps
+from hpcbench.cli.completion import complete_choices, complete_runs, complete_sweeps
 from hpcbench.cli.plan_options import cluster_option, keep_one_off, load_plan, one_off_sweep, overrides_option
 from hpcbench.cli.status_commands import LiveScreen, RunCatalog
 from hpcbench.config.cluster_profile import load_cluster
@@ -134,11 +134,11 @@ def check_send_outcome(sent: SendOutcome, *, waits: bool) -> None:
 @cluster_option()
 @overrides_option
 @click.option(
-    "--model", metavar="M", shell_complete=complete_catalog, help="Without SWEEP: run this model once, with --strategy."
+    "--model", metavar="M", shell_complete=complete_choices, help="Without SWEEP: run this model once, with --strategy."
 )
-@click.option("--strategy", metavar="S", shell_complete=complete_catalog, help="The strategy of that run.")
+@click.option("--strategy", metavar="S", shell_complete=complete_choices, help="The strategy of that run.")
 @click.option(
-    "--dataset", metavar="D", shell_complete=complete_catalog, help="Its data set. (default: by the kind of the model)"
+    "--dataset", metavar="D", shell_complete=complete_choices, help="Its data set. (default: by the kind of the model)"
 )
 @click.option("--nodes", metavar="N", type=click.IntRange(min=1), help="Its nodes. (default: 1)")
 @click.option("--tasks-per-node", metavar="T", type=click.IntRange(min=1), help="Its ranks on each node. (default: 1)")

@@ -30,7 +30,7 @@ from hpcbench.cli.common import (
     where_option,
     why_nothing,
 )
-from hpcbench.cli.completion import complete_runs, complete_states, complete_sweeps
+from hpcbench.cli.completion import complete_choices, complete_runs, complete_sweeps
 from hpcbench.config.run_spec import RunSpec, spec_document
 from hpcbench.errors import ConfigError, StorageError, did_you_mean
 from hpcbench.fileio import UnsafeFileError, open_regular, printable_text
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     States = list[tuple[str, str, dict[str, RunState]]]
     """Sweep, cluster and the state of each run."""
 
+RUN_STATES = frozenset({*STATUSES, *ACTIVE_STATES, "planned", "lost"})
+"""The choices of ``--state``."""
 _LOG_PART_CHARACTERS = 2**20
 _FOLLOW_PAUSE_S = 0.5
 
@@ -105,7 +107,7 @@ class LiveScreen:
 @click.option("--watch", is_flag=True, help="Stay and show every change until no run is queued or running.")
 @where_option
 @click.option(
-    "--state", "wanted", metavar="STATE", multiple=True, shell_complete=complete_states,
+    "--state", "wanted", metavar="STATE", multiple=True, shell_complete=complete_choices,
     help="Only runs in this state; may be repeated.",
 )  # fmt: skip
 @click.option("--all", "lists_all", is_flag=True, help="Give every run a row.")
@@ -119,10 +121,9 @@ def status(
 
     Runs that are neither ok nor planned have a row each: model, strategy, nodes x ranks, batch size, elapsed time.
     """
-    known = {*STATUSES, *ACTIVE_STATES, "planned", "lost"}
     for name in wanted:
-        if name not in known:
-            raise ConfigError(f"--state {name}: no state", hint=did_you_mean(name, known))
+        if name not in RUN_STATES:
+            raise ConfigError(f"--state {name}: no state", hint=did_you_mean(name, RUN_STATES))
     if watch:
         states = _watch_states(sweeps, cluster_name, results, as_json)
     else:
