@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SECTIONS = {
     "Begin": ["index", "tour", "tutorial", "glossary"],
-    "Use": ["sweeps", "life", "data", "results", "plots", "report", "cli"],
+    "Use": ["sweeps", "life", "data", "results", "plots", "report", "ci", "cli"],
     "Choose": ["strategies", "pipelines", "pipedream", "partition", "horovod", "models", "layers", "catalog"],
     "Predict": ["oracle", "oracle-figures", "oracle-gpu", "calibration", "rehearsal", "dry-run", "formulas"],
     "Trust": [

@@ -38,6 +38,7 @@ FOLLOWED = {
     "docs/add-a-cluster.md": "tests/slurm/test_add_a_cluster.py",
     "docs/add-a-strategy.md": "tests/docs/test_add_a_strategy.py",
     "docs/calibration.md": "tests/cli/test_calibrate.py",
+    "docs/ci.md": "tests/docs/test_ci.py",
     "docs/oracle-figures.md": "tests/oracle/test_abci.py",
     "docs/oracle-gpu.md": "tests/oracle/test_gpu_predictions.py",
     "docs/tutorial.md": "tests/slurm/test_tutorial.py",
