@@ -12,8 +12,6 @@ import click
 from hpcbench.cli.common import (
     cluster_filter_option,
     json_option,
-    make_console,
-    plain_table,
     print_json,
     print_message,
     project_relative,
@@ -22,6 +20,7 @@ from hpcbench.cli.common import (
 )
 from hpcbench.cli.completion import complete_sweeps
 from hpcbench.errors import EXIT_SYSTEM_REFUSED, ConfigError, did_you_mean
+from hpcbench.fileio import printable_text
 from hpcbench.report.phrases import pluralize
 from hpcbench.report.sweep_selection import select_sweeps
 from hpcbench.results.results_tree import ClusterTree, ResultsTree
@@ -104,16 +103,13 @@ def _profile_of(tree: ClusterTree) -> str:
 
 
 def _print_search(cluster: str, search: LeftoverSearch) -> None:
-    rows, counts = [], Counter(leftover.kind for leftover in search.items)
+    counts = Counter(leftover.kind for leftover in search.items)
     shown: Counter[str] = Counter()
     for leftover in search.items:
         shown[leftover.kind] += 1
         if shown[leftover.kind] <= _MAX_ROWS_OF_KIND:
-            path = project_relative(leftover.path)
-            rows.append((leftover.kind, format_bytes(leftover.size_bytes), path, leftover.reason))
-    if rows:
-        console = make_console()
-        console.print(plain_table(["", "size", "path", "reason"], rows, right_aligned={"size"}), soft_wrap=True)
+            size, path = format_bytes(leftover.size_bytes), printable_text(project_relative(leftover.path))
+            click.echo(f"{leftover.kind:22} {size:>9}  {path}: {leftover.reason}")
     for kind, count in counts.items():
         if count > _MAX_ROWS_OF_KIND:
             click.echo(f"and {count - _MAX_ROWS_OF_KIND} more of kind {kind}: --json lists all")

@@ -113,7 +113,7 @@ def plain_table(
 
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=any(headings))
     for heading in headings:
-        table.add_column(heading, justify="right" if heading in right_aligned else "left")
+        table.add_column(heading, justify="right" if heading in right_aligned else "left", overflow="fold")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(printable_text(cell)) for cell in row))
     return table

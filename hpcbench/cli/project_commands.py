@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,6 +24,7 @@ from hpcbench.cli.completion import complete_choices
 from hpcbench.cli.plan_options import cluster_option
 from hpcbench.config.cluster_profile import load_cluster
 from hpcbench.errors import ConfigError, did_you_mean
+from hpcbench.fileio import printable_text
 from hpcbench.parallel.workloads import DATASETS
 from hpcbench.paths import data_folder, expand_path, results_folder
 from hpcbench.report.models_view import (
@@ -31,6 +34,7 @@ from hpcbench.report.models_view import (
     models_table,
     sort_layer_tables,
 )
+from hpcbench.report.phrases import pluralize
 from hpcbench.results.data_folder import list_datasets
 from hpcbench.site.project_setup import (
     SampleRequest,
@@ -40,6 +44,9 @@ from hpcbench.site.project_setup import (
     write_project,
 )
 from hpcbench.units import format_bytes
+
+if TYPE_CHECKING:
+    from hpcbench.site.cluster_doctor import DoctorCheck
 
 _SORT_KEYS = ("order", "parameters", "forward_flops", "backward_flops", "activation_bytes")
 
@@ -69,13 +76,32 @@ def doctor(cluster_name: str, no_job: bool, results: str | None, as_json: bool) 
     if as_json:
         print_json({"cluster": profile.name, "findings": findings})
     else:
-        ok, missing, absent = Text("ok", style="green"), Text("missing", style="red"), Text("missing", style="dim")
-        rows = [
-            (ok if check.works else missing if check.needed else absent, check.what, check.detail, check.mend)
-            for check in findings
-        ]
-        make_console().print(plain_table(("", "", "", ""), rows))
+        _print_checks(profile.name, findings)
     sys.exit(3 if any(finding.needed and not finding.works for finding in findings) else 0)
+
+
+def _print_checks(cluster: str, checks: Sequence[DoctorCheck]) -> None:
+    """Print the checks and a verdict. No line is cut: those with commands are there to be copied."""
+    console, width = make_console(), max((len(check.what) for check in checks), default=0) + 2
+    for title, needed, style in (("required", True, "red"), ("optional", False, "dim")):
+        group = [check for check in checks if check.needed is needed]
+        if group:
+            console.print(title)
+        for check in group:
+            state = Text("ok", style="green") if check.works else Text("missing", style=style)
+            state.pad_right(9 - len(state))
+            line = Text.assemble("  ", state, f"{check.what:{width}}", printable_text(check.detail))
+            line.rstrip()
+            console.print(line, soft_wrap=True)
+            if check.mend:
+                console.print(Text(f"{'':11}{printable_text(check.mend)}"), soft_wrap=True)
+    absent = {
+        needed: [check.what for check in checks if not check.works and check.needed is needed]
+        for needed in (True, False)
+    }
+    verdict = f"{cluster} is not ready, missing: {', '.join(absent[True])}" if absent[True] else f"{cluster} is ready"
+    rest = f"; {pluralize(len(absent[False]), 'optional part')} missing: {', '.join(absent[False])}"
+    console.print(Text(verdict + rest * bool(absent[False])), soft_wrap=True)
 
 
 @click.command()

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from click.testing import CliRunner
+
+from hpcbench.cli.main import cli
+from hpcbench.site.cluster_doctor import DoctorCheck
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -175,6 +179,35 @@ def test_doctor_names_what_is_missing(tmp_path: Path) -> None:
     done = hpcbench("doctor", "--cluster", "generic-slurm", env={"PATH": str(tmp_path)})
     assert done.returncode == 3
     assert "run on a login node" in done.stdout.replace("\n", " ").replace("  ", " ")
+
+
+def test_doctor_separates_what_is_required_and_cuts_no_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install = f"{tmp_path}/a-folder-with-a-long-name/bin/python -m pip install --no-deps fairscale==0.4.13"
+    checks = [
+        DoctorCheck("results", works=True, detail=f"{tmp_path}/{'x' * 100}"),
+        DoctorCheck("fairscale", works=False, needed=False, mend=install),
+    ]
+    monkeypatch.setattr("hpcbench.site.cluster_doctor.check_cluster", lambda *_: checks)
+    monkeypatch.setenv("COLUMNS", "80")
+    done = CliRunner().invoke(cli, ["doctor", "--cluster", "local"])
+    lines = done.stdout.splitlines()
+    assert (done.exit_code, lines[0], lines[2]) == (0, "required", "optional")
+    assert lines[1].split() == ["ok", "results", checks[0].detail]
+    assert lines[4].strip() == install
+    assert lines[-1] == "local is ready; 1 optional part missing: fairscale"
+    checks.append(DoctorCheck("torch", works=False, mend="pip install torch"))
+    done = CliRunner().invoke(cli, ["doctor", "--cluster", "local"])
+    verdict = "local is not ready, missing: torch; 1 optional part missing: fairscale"
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (3, verdict)
+
+
+def test_a_list_in_a_narrow_terminal_cuts_no_file(tmp_path: Path) -> None:
+    (tmp_path / "clusters").mkdir()
+    path = tmp_path / "clusters" / f"{'a-long-name-' * 5}.toml"
+    path.write_text(f'name = "{path.stem}"\n')
+    done = hpcbench("cluster", "list", cwd=tmp_path, env={"COLUMNS": "80"})
+    assert "…" not in done.stdout
+    assert done.returncode == 0
 
 
 def test_run_to_table_and_again(sweep: Path, tmp_path: Path) -> None:
