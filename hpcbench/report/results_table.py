@@ -220,7 +220,7 @@ def _loss_cell(row: ResultRow) -> str:
     if row.loss_first is None:
         return ""
     last = f"{row.loss_last:.2g}" if row.loss_last is not None else "?"
-    return f"{row.loss_first:.2g}>{last}"
+    return f"{row.loss_first:.2g}→{last}"
 
 
 def _table_notes(rows: list[ResultRow]) -> list[str]:

@@ -243,20 +243,24 @@ def _encode_markdown(view: View) -> bytes:
 _LATEX_ESCAPES = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "µ": r"\textmu{}",
+    "µ": r"\textmu{}", "→": r"$\to$",
 }  # fmt: skip
 
 
 def _latex_line(cells: Iterable[str]) -> str:
-    escaped = ("".join(_LATEX_ESCAPES.get(letter, letter) for letter in printable_excerpt(cell)) for cell in cells)
-    return " & ".join(escaped) + r" \\"
+    return " & ".join(map(_latex_text, cells)) + r" \\"
+
+
+def _latex_text(text: str) -> str:
+    return "".join(_LATEX_ESCAPES.get(letter, letter) for letter in printable_excerpt(text))
 
 
 def _encode_latex(view: View) -> bytes:
     alignment = "".join("r" if column.is_number else "l" for column in view.columns)
     lines = [r"% needs \usepackage{booktabs}", rf"\begin{{tabular}}{{{alignment}}}", r"\toprule"]
     lines += [_latex_line(column.heading for column in view.columns), r"\midrule", *map(_latex_line, view.cells)]
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]).encode() + b"\n"
+    notes = [rf"\par{{\footnotesize {_latex_text(text)}\par}}" for text in (*view.notes, *view.warnings)]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", *notes]).encode() + b"\n"
 
 
 VIEW_ENCODERS: dict[str, Callable[[View], bytes]] = {

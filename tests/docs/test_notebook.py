@@ -24,7 +24,9 @@ def code_cells() -> dict[str, str]:
 def execute(source: str, namespace: dict[str, Any]) -> Any:
     """Execute a cell; return the value of its last expression, which a notebook shows."""
     body = ast.parse(source).body
-    last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+    end = body[-1]
+    last = end if isinstance(end, ast.Expr) else None
+    body = body[:-1] if last else body
     exec(compile(ast.Module(body, []), str(NOTEBOOK), "exec"), namespace)
     if last is None:
         return None

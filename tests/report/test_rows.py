@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ from rich.console import Console
 from hpcbench.config.run_spec import RunSpec, config_id, run_id
 from hpcbench.report.configurations import rows_from_collected
 from hpcbench.report.results_table import results_data_view, results_text_view
-from hpcbench.report.table_output import PrintedView
+from hpcbench.report.table_output import PrintedView, write_view
 from hpcbench.results.frame import collected_frame
 from hpcbench.results.results_tree import CollectedResult
 from hpcbench.results.schema import (
@@ -127,7 +128,7 @@ def test_the_table_is_complete_within_80_columns() -> None:
         "1.80",
         "90%",
         "512 MiB",
-        "2.5>0.5",
+        "2.5→0.5",
         "oom",
         "ok*",
         "asked for 9 GiB, 3 GiB were there",
@@ -168,6 +169,16 @@ def test_more_kinds_of_warnings_than_letters_end_in_one_line() -> None:
         "ok*a,b,c,+",
         "ok*+",
     ]
+
+
+def test_a_table_in_latex_explains_its_letters(tmp_path: Path) -> None:
+    rows = rows_from_collected([warned(1, "57% of 2 cores_used"), warned(2)])
+    write_view(results_text_view(rows, "title"), tmp_path / "t.tex")
+    text = (tmp_path / "t.tex").read_text()
+    assert "ok*a" in text
+    assert r"$\to$" in text
+    after = text.partition(r"\end{tabular}")[2]
+    assert r"{\footnotesize *a: 57\% of 2 cores\_used\par}" in after
 
 
 @pytest.mark.parametrize("hostile", ["\x1b[2J", "[red]x[/red]", "\u202e"])
