@@ -23,7 +23,7 @@ from hpcbench.cli.common import (
     why_nothing,
 )
 from hpcbench.cli.completion import complete_choices, complete_columns
-from hpcbench.errors import ConfigError
+from hpcbench.errors import INSTALL_REPORT, ConfigError
 from hpcbench.fileio import write_atomic
 from hpcbench.report.column_names import Condition
 from hpcbench.report.configurations import filter_launches
@@ -34,6 +34,7 @@ from hpcbench.report.plots.plot_model import Plot
 from hpcbench.report.plots.plotting import (
     PLOTS,
     TerminalPlot,
+    can_draw_files,
     check_plot_suffix,
     plot_kind,
     plot_results,
@@ -100,6 +101,8 @@ def report(
         request = ReportRequest(title, sources, condition, bound, sweeps, load_full, **predictions)
         write_atomic(out, report_html(frame, request).encode())
         print_message(f"report on {len(frame)} runs written to {out}")
+        if not can_draw_files():
+            print_message(f"the page has no plots: {INSTALL_REPORT} makes them")
         if not as_json:
             return
     findings = derive_findings(frame, condition, bound, sweeps)

@@ -95,9 +95,9 @@ def test_the_page_has_its_sections(page: str) -> None:
     parts = Parts(page)
     headings = [text.strip() for text in parts.texts["h2"]]
     assert headings == [
-        "Findings",
-        "Scales and clusters",
+        "Summary",
         "Plots",
+        "Findings",
         "All results",
         "Runs, hardware and software",
         "How to reproduce it",
@@ -108,6 +108,24 @@ def test_the_page_has_its_sections(page: str) -> None:
     for caption in ("Every configuration", "Runs that did not end well", "Runs by cluster, sweep and environment"):
         assert caption in captions
     assert len(parts.named("figure")) >= 2
+
+
+def test_the_summary_has_the_three_commonest_warnings() -> None:
+    entries = [launch(0.1, batch_size=8 * 2**number) for number in range(4)]
+    for number, kind in enumerate(("rare", "odd", "common", "usual")):
+        for entry in entries[: number + 1]:
+            entry.warnings = [*entry.warnings, f"{kind} warning"]
+    parts = Parts(page_of(planted.frame_of(entries), ReportRequest("t", ["t"])))
+    shown = [text for text in parts.texts["p"] if "warning" in text]
+    assert [text.split()[1] for text in shown[:3]] == ["usual", "common", "odd"]
+    assert shown[3].startswith("1 further kind of warnings")
+
+
+def test_a_command_that_writes_a_page_without_plots_states_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vl_convert", None)
+    planted.write(planted.overlapping(), tmp_path / "tree")
+    done = CliRunner().invoke(cli, ["report", str(tmp_path / "tree"), "--out", str(tmp_path / "r.html")])
+    assert (done.exit_code, "the page has no plots: pip install altair vl-convert-python" in done.stderr) == (0, True)
 
 
 def test_equal_results_give_an_equal_page(page: str, tmp_path: Path) -> None:

@@ -111,6 +111,7 @@ def _script_text(text: str) -> Markup:
 
 
 _MAX_FINDINGS_OF_A_KIND = 60
+_MAX_SUMMARY_WARNINGS = 3
 _CERTAINTY_NOTES = [
     "significant: unlikely to be chance (family-wise error rate 5 % per kind of finding). "
     "equivalent: the whole 95 % interval of the ratio lies within 2 %. "
@@ -169,16 +170,28 @@ def report_html(frame: pl.DataFrame, request: ReportRequest) -> str:
         provenance.append(page_provenance.environments_html_table(sample, len(narrowed)))
     not_drawn = ["Not drawn: " + "; ".join(left_out)] if left_out else []
     sections = [
-        _findings_section(findings),
-        *_tables_section("scales", "Scales and clusters", [_scales_table(findings)]),
-        *_tables_section("predicted", "Predicted and measured", [_predicted_table(request.predicted)]),
+        *_summary_section(findings, marks),
         PageSection("plots", "Plots", figures=figures, notes=not_drawn),
+        _findings_section(findings),
+        *_tables_section("predicted", "Predicted and measured", [_predicted_table(request.predicted)]),
         *_tables_section("configurations", "All results", results),
         *_tables_section("warnings", "Warnings", [page_elements.warnings_html_table(rows, marks)]),
         *_tables_section("provenance", "Runs, hardware and software", provenance),
         _reproduce_section(findings, request),
     ]
     return render_page(request.title, findings_report.runs_overview(findings), request.condition, sections, library)
+
+
+def _summary_section(findings: Findings, marks: WarningFootnotes) -> list[PageSection]:
+    """The fastest strategy at each scale, and the warnings that most rows have; nothing without either."""
+    table = _scales_table(findings)
+    kinds = sorted((texts for _, texts in marks.kinds()), key=len, reverse=True)
+    warnings = [f"Warning: {texts[0]} ({pluralize(len(texts), 'row')})" for texts in kinds[:_MAX_SUMMARY_WARNINGS]]
+    if len(kinds) > len(warnings):
+        warnings.append(f"{pluralize(len(kinds) - len(warnings), 'further kind')} of warnings: see Warnings")
+    if table is None and not warnings:
+        return []
+    return [PageSection("summary", "Summary", warnings, grids=[table] if table else [])]
 
 
 def _tables_section(ident: str, heading: str, tables: Sequence[HtmlTable | None]) -> list[PageSection]:

@@ -228,6 +228,16 @@ def _build_specification(plot: Plot) -> dict[str, Any]:
     return specification
 
 
+def can_draw_files() -> bool:
+    """Whether the packages are there that plots as files, and in pages, need."""
+    try:
+        _import_package("altair", "altair")
+        _import_package("vl_convert", "vl-convert-python")
+    except ConfigError:
+        return False
+    return True
+
+
 def _import_package(module: str, name: str) -> ModuleType:
     try:
         return importlib.import_module(module)
