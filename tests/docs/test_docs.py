@@ -103,6 +103,11 @@ def test_the_wheel_carries_templates_clusters_and_sweeps(tmp_path: Path) -> None
     (wheel,) = tmp_path.glob("*.whl")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     subprocess.run([*install, "--target", str(tmp_path / "site"), str(wheel)], check=True)
+    (information,) = (tmp_path / "site").glob("hpcbench_dl-*.dist-info")
+    metadata = (information / "METADATA").read_text()
+    assert "\nLicense-Expression: Apache-2.0\n" in metadata
+    assert "\nProject-URL: " in metadata
+    assert (information / "licenses" / "LICENSE").is_file()
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     code = "import hpcbench.cli.main as m; print(m.__file__); m.entry_point()"
     done = subprocess.run(

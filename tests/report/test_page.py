@@ -278,6 +278,8 @@ def test_predictions_have_a_place() -> None:
     place = cells.index("90.0 ms")
     assert cells[place - 1 : place + 2] == ["ddp", "90.0 ms", "100 ms"]
     assert "plot-predicted" in [one["id"] for one in parts.named("figure")]
+    bounds = html_table("t", "c", plain_columns(["step_time_s.low", "step_time_s.high"]), [[0.08, 0.12]])
+    assert [cell.text for cell in bounds.rows[0]] == ["80.0 ms", "120 ms"]
     assert "plot-predicted" not in page_of(frame, ReportRequest("t", ["t"]))
 
 
