@@ -191,6 +191,20 @@ def test_the_page_fits_every_width(browser: Browser, folder: Path, width: int) -
         browser.tell("Emulation.clearDeviceMetricsOverride")
 
 
+def test_the_status_is_visible_without_scrolling(browser: Browser, folder: Path) -> None:
+    """Also in a table of many columns, in a window of 1,280 px."""
+    browser.tell("Emulation.setDeviceMetricsOverride", width=1280, height=900, deviceScaleFactor=1, mobile=False)
+    try:
+        for name in ("planted", "every", "hostile"):
+            browser.open(folder / f"{name}.html")
+            status = browser.run(
+                "return arguments[0].getBoundingClientRect().right", head(browser, "results", "status")
+            )
+            assert 0 < status <= 1280
+    finally:
+        browser.tell("Emulation.clearDeviceMetricsOverride")
+
+
 def test_the_page_prints_whole_tables_and_plots(browser: Browser, folder: Path) -> None:
     browser.open(folder / "planted.html")
     browser.driver.find_element(By.CSS_SELECTOR, ".explore").click()

@@ -136,11 +136,12 @@ def results_html_table(rows: Sequence[ResultRow], sweeps: Mapping[str, str], mar
     leading = [
         column for number, column in enumerate(leading) if number > 3 or len({column.raw_of(row) for row in known}) != 1
     ]
+    # Status and warnings stand where a wide table is not yet scrolled.
     columns = [
-        *leading, *others, *_RESULT_FIGURES,
-        Column("launches", "launches", lambda row: row.launches if row.status == STATUS_OK else None),
-        _LAST_COLUMNS[0],
+        *leading, _LAST_COLUMNS[0],
         Column("warnings", "warnings", lambda row: marks.marks(row).removeprefix("*")),
+        *others, *_RESULT_FIGURES,
+        Column("launches", "launches", lambda row: row.launches if row.status == STATUS_OK else None),
         _LAST_COLUMNS[1],
     ]  # fmt: skip
     notes = [f"all runs: {shared}"] if shared else []
