@@ -91,6 +91,19 @@ def test_a_failed_repeat_is_a_row_of_its_own() -> None:
     assert [(row.status, row.launches) for row in rows] == [("ok", 2), ("failed", 1)]
 
 
+def test_launches_that_failed_equally_are_one_printed_row() -> None:
+    """Their seeds, the only difference, are no column."""
+    entries = [collected("cancelled", seed=seed, repeat=seed) for seed in range(3)]
+    text = shown([*entries, collected("failed", repeat=3), collected(repeat=4)])
+    lines = [words for line in text.splitlines() if (words := " ".join(line.split())).startswith("single 1 ")]
+    assert len(lines) == 3, text
+    assert [line.rpartition("single 1 ")[2] for line in lines if not line.endswith(" ok")] == [
+        "cancelled (3)",
+        "failed",
+    ]
+    assert text.count("cancelled: ") == 3
+
+
 def test_a_broken_file_is_a_row_with_its_reason() -> None:
     (row,) = rows_from_collected([CollectedResult("c", "0" * 16, None, "result.json is broken: no")])
     assert (row.status, row.reason) == ("broken", "result.json is broken: no")
