@@ -12,6 +12,7 @@ from rich.console import Console
 from benchmarks.oracle.registered import SWEEP, Commit, Look, Register
 from hpcbench.config.run_spec import strategy_label
 from hpcbench.oracle.baselines import BASELINES
+from hpcbench.oracle.choice_baselines import choice_results
 from hpcbench.oracle.scoring import PredictorScore, ValidationCase, score_predictor
 from hpcbench.report.oracle_validation import ORACLE_NAME, ClusterForecasts, baseline_predictor, measured_configurations
 from hpcbench.report.table_model import Column, View
@@ -56,10 +57,12 @@ def cases_of(frame: polars.DataFrame, results: ResultsTree, register: Register) 
     measured = [one for one in measured_configurations(frame) if one.config_id in foretold]
     forecasts = ClusterForecasts(results, SWEEP.parent)
     later = {name: baseline_predictor(forecasts, BASELINES[name], measured) for name in _SMALLER}
-    return [
-        ValidationCase(one, {**foretold[one.config_id].said, **{name: say(one) for name, say in later.items()}})
-        for one in measured
-    ]
+    cases = []
+    for one in measured:
+        said = foretold[one.config_id].said
+        choices = choice_results(one.spec.strategy, said[ORACLE_NAME].fits)
+        cases.append(ValidationCase(one, {**said, **{name: say(one) for name, say in later.items()}, **choices}))
+    return cases
 
 
 def _head(

@@ -25,6 +25,8 @@ SCORED_PARTS = ("compute_s", "comm_s", "exposed_comm_s", "peak_memory_bytes")
 """What is scored beside the step time."""
 _BOOTSTRAP_RESAMPLES = 1000
 _BOOTSTRAP_SEED = 8
+_NORMAL_95 = 1.96
+"""Of the standard normal distribution: 95 % lie within."""
 
 
 class MeasuredConfiguration(msgspec.Struct, kw_only=True):
@@ -73,6 +75,8 @@ class PredictorResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     low_s: float | None = None
     high_s: float | None = None
     """90 % interval of the step time, where it has one."""
+    preference: int | None = None
+    """Of a baseline that chooses a strategy without predicting times: the least is chosen."""
     reason: str = ""
     """Why it said nothing."""
 
@@ -101,8 +105,11 @@ class RankingScore(msgspec.Struct, kw_only=True):
     tau: float | None
     """Mean of Kendall's tau-b over groups, ties counted as ties."""
     regret: float | None
-    """Mean over groups of how much slower the predicted best is than the measured best."""
+    """Mean over groups of how much slower the choice is than the measured best; 0 where the difference is not
+    significant."""
     worst_regret: float | None
+    median_regret: float | None = None
+    """As ``regret``, every difference between medians counted."""
     failed: int
     """Groups whose predicted best did not run."""
 
@@ -112,24 +119,67 @@ class PredictedBest(NamedTuple):
 
     best: ValidationCase
     chosen: ValidationCase | None
-    """``None`` where it says something of fewer than two."""
+    """``None`` where it says something of fewer than two, and for a baseline that chooses, of none."""
     regret: float | None
     """How much slower the chosen one is than the best; ``None`` where it did not run."""
+    is_tie: bool = False
+    """Whether the difference is not significant, given the spread of launches."""
 
 
 def predicted_bests(cases: Sequence[ValidationCase], predictor: str) -> list[PredictedBest]:
     """Return the best and the chosen case of each group of two configurations or more of which any ran."""
     bests = []
+    spreads = pooled_launch_noise(cases)
     for group in _comparable_groups(cases):
         ran = [(seconds, case) for case in group if (seconds := _measured_s_per_sample(case)) is not None]
         if len(group) < 2 or not ran:
             continue
         least_s, best = min(ran, key=lambda pair: pair[0])
-        feasible = _feasible_predictions(group, predictor)
-        chosen = min(feasible, key=lambda pair: pair[1])[0] if len(feasible) > 1 else None
+        chosen = _chosen_case(group, predictor)
         chosen_s = _measured_s_per_sample(chosen) if chosen is not None else None
-        bests.append(PredictedBest(best, chosen, None if chosen_s is None else chosen_s / least_s - 1))
+        if chosen is None or chosen_s is None:
+            bests.append(PredictedBest(best, chosen, None))
+            continue
+        regret = chosen_s / least_s - 1
+        spread = spreads.get(best.measured.cluster)
+        launches = [len(case.measured.launches_s) for case in (best, chosen)]
+        is_tie = regret <= 0 or (spread is not None and log(chosen_s / least_s) <= _tie_limit(spread, launches))
+        bests.append(PredictedBest(best, chosen, regret, is_tie))
     return bests
+
+
+def pooled_launch_noise(cases: Sequence[ValidationCase]) -> dict[str, float]:
+    """Return by cluster the standard deviation of a launch's logarithm, pooled over configurations with several.
+
+    Two or three launches of one configuration say next to nothing of its own spread.
+    """
+    squares: dict[str, float] = defaultdict(float)
+    freedom: Counter[str] = Counter()
+    for case in cases:
+        noise, launches = case.measured.noise, len(case.measured.launches_s)
+        if noise is not None:
+            squares[case.measured.cluster] += noise**2 * (launches - 1)
+            freedom[case.measured.cluster] += launches - 1
+    return {cluster: sqrt(total / freedom[cluster]) for cluster, total in squares.items()}
+
+
+def _tie_limit(spread: float, launches: Sequence[int]) -> float:
+    """Return the logarithm of the ratio of two times up to which they are equal, at 95 %, with so many launches."""
+    return _NORMAL_95 * spread * sqrt(sum(1 / count for count in launches))
+
+
+def _chosen_case(group: Sequence[ValidationCase], predictor: str) -> ValidationCase | None:
+    """Return what the predictor would choose: the least predicted time per sample, or what it prefers."""
+    results = [(case, case.said.get(predictor, PredictorResult())) for case in group]
+    preferred = [
+        ((result.preference, -case.measured.spec.global_batch_size, case.measured.config_id), case)
+        for case, result in results
+        if result.preference is not None
+    ]
+    if preferred:
+        return min(preferred, key=lambda pair: pair[0])[1]
+    feasible = _feasible_predictions(group, predictor)
+    return min(feasible, key=lambda pair: pair[1])[0] if len(feasible) > 1 else None
 
 
 def _feasible_predictions(group: Sequence[ValidationCase], predictor: str) -> list[tuple[ValidationCase, float]]:
@@ -151,12 +201,14 @@ def score_ranking(cases: Sequence[ValidationCase], predictor: str) -> RankingSco
         tau = kendall_tau([said for said, _ in pairs], [measured for _, measured in pairs])
         taus += [] if tau is None else [tau]
     chosen = [best for best in predicted_bests(cases, predictor) if best.chosen is not None]
-    regrets = [best.regret for best in chosen if best.regret is not None]
+    medians = [best.regret for best in chosen if best.regret is not None]
+    regrets = [0.0 if best.is_tie else best.regret for best in chosen if best.regret is not None]
     return RankingScore(
         groups=len(chosen),
         tau=_mean(taus),
         regret=_mean(regrets),
         worst_regret=max(regrets, default=None),
+        median_regret=_mean(medians),
         failed=len(chosen) - len(regrets),
     )
 
@@ -254,9 +306,15 @@ def accuracy(predicted: float, measured: float) -> float:
 def score_predictor(cases: Sequence[ValidationCase], predictor: str, beside: str | None = None) -> PredictorScore:
     """Score ``predictor`` over the cases that count.
 
-    ``beside`` another predictor: only over the cases that ``predictor`` has a step time of, for both.
+    ``beside`` another predictor: only over the cases that ``predictor`` has a step time of, for both. A baseline that
+    chooses without predicting times has the ranking's score alone.
     """
     counted = [case for case in cases if case.measured.status in {STATUS_OK, *COUNTED_FAILURES}]
+    if any(case.said.get(predictor, PredictorResult()).preference is not None for case in counted):
+        return PredictorScore(
+            predictor=predictor, total=None, strategies={}, parts={}, ranking=score_ranking(counted, predictor),
+            fits=score_memory_fits((), predictor),
+        )  # fmt: skip
     if beside is not None:
         counted = [case for case in counted if case.said.get(predictor, PredictorResult()).step_time_s is not None]
     by_strategy: dict[str, list[ValidationCase]] = defaultdict(list)

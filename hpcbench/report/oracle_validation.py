@@ -17,6 +17,7 @@ from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle import scoring
 from hpcbench.oracle.baselines import BASELINES, BaselineEstimate, BaselineRequest, MeasuredRun
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
+from hpcbench.oracle.choice_baselines import choice_results
 from hpcbench.oracle.machine import Machine
 from hpcbench.oracle.prediction import NotPredicted, Prediction
 from hpcbench.parallel.catalog import STRATEGIES
@@ -207,6 +208,8 @@ def validation_cases(
     cases = [
         scoring.ValidationCase(case, {name: predict(case) for name, predict in predictors.items()}) for case in scored
     ]
+    for case in cases:
+        case.said |= choice_results(case.measured.spec.strategy, case.said[ORACLE_NAME].fits)
     return cases, notes
 
 

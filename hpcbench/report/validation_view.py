@@ -11,6 +11,7 @@ import msgspec
 
 from hpcbench.config.run_spec import strategy_label
 from hpcbench.oracle import scoring
+from hpcbench.oracle.choice_baselines import CHOICE_BASELINES
 from hpcbench.report.oracle_validation import ORACLE_NAME, case_json
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import view_json
@@ -109,7 +110,8 @@ def predictor_comparison_view(scores: Sequence[scoring.PredictorScore]) -> View:
     notes = [
         f"n: configurations with a prediction; ours there: accuracy of {ORACLE_NAME} over the same ones",
         f"tau: Kendall's, of configurations ranked by time per sample, mean over {groups} groups of the same model and "
-        "devices; regret: excess time of the predicted best over the measured best, mean and worst",
+        "devices; regret: excess time of the predicted best over the measured best, mean and worst, 0 where the "
+        "difference is not significant",
     ]
     fits = scores[0].fits if scores else None
     if fits is not None and fits.count:
@@ -128,7 +130,8 @@ def _format_share(value: float | None) -> str:
 
 
 def chosen_strategies_view(
-    cases: Sequence[scoring.ValidationCase], predictors: Sequence[str] = (ORACLE_NAME, "paradl", "ddlbench")
+    cases: Sequence[scoring.ValidationCase],
+    predictors: Sequence[str] = (ORACLE_NAME, "paradl", "ddlbench", *CHOICE_BASELINES),
 ) -> View:
     """The choice of each predictor per model, data set and devices, beside the measured best."""
 
@@ -148,7 +151,7 @@ def chosen_strategies_view(
         *map(choice, range(len(predictors))),
     ]
     groups = zip(*(scoring.predicted_bests(cases, name) for name in predictors), strict=True)
-    notes = ["+: time per sample above that of the measured best; ?: did not run"]
+    notes = ["+: time per sample above that of the measured best; =: not significant; ?: did not run"]
     return View.from_rows("chosen strategies", columns, groups, notes)
 
 
@@ -157,6 +160,7 @@ def _choice_texts(group: scoring.PredictedBest) -> tuple[str, str]:
     if group.chosen is None:
         return "", ""
     excess = "?" if group.regret is None else f"+{group.regret:.0%}" if group.regret >= 0.005 else ""
+    excess += "=" if excess and group.is_tie else ""
     return strategy_label(group.chosen.measured.spec), excess
 
 
@@ -170,7 +174,8 @@ def configuration_cases_view(cases: Sequence[scoring.ValidationCase]) -> View:
         predicted, measured = predicted_s(ORACLE_NAME)(case), case.measured.step_time_s
         return scoring.accuracy(predicted, measured) if predicted and measured else None
 
-    names = [name for name in cases[0].said if name != ORACLE_NAME] if cases else []
+    others = {ORACLE_NAME, *CHOICE_BASELINES}
+    names = [name for name in cases[0].said if name not in others] if cases else []
     columns = [
         text_column("strategy", lambda case: strategy_label(case.measured.spec), is_key=True),
         text_column("model", attrgetter("measured.spec.model"), is_key=True),

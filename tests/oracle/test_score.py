@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.choice_baselines import choice_results
 from hpcbench.oracle.scoring import (
     MeasuredConfiguration,
     PredictorResult,
@@ -15,6 +16,7 @@ from hpcbench.oracle.scoring import (
     accuracy,
     bootstrap_interval,
     kendall_tau,
+    pooled_launch_noise,
     predicted_bests,
     score_predictor,
 )
@@ -164,6 +166,44 @@ def test_a_chosen_run_that_failed_is_no_small_regret() -> None:
     cases = [case("ddp", (), says(1.0, fits=False), status="oom"), case("fsdp", (2.0,), says(3.0)),
              case("zero1", (2.2,), says(3.1))]  # fmt: skip
     assert score_predictor(cases, NAME).ranking.regret == 0.0
+
+
+def chosen_case(
+    strategy: str, launches_s: tuple[float, ...], fits: bool | None = True, model: str = "resnet18"
+) -> ValidationCase:
+    measured = case(strategy, launches_s, model=model).measured
+    return ValidationCase(measured, {NAME: says(min(launches_s), fits), **choice_results(strategy, fits)})
+
+
+def test_a_constant_choice_is_scored_by_its_regret_alone() -> None:
+    cases = [
+        chosen_case("ddp", (1.5,)), chosen_case("fsdp", (1.0,)), chosen_case("zero1", (2.0,)),
+        chosen_case("ddp", (4.0,), fits=False, model="vgg11"), chosen_case("fsdp", (2.0,), model="vgg11"),
+        chosen_case("gpipe", (1.0,), model="resnet50"), chosen_case("filter", (1.5,), model="resnet50"),
+    ]  # fmt: skip
+    found = {name: score_predictor(cases, name, NAME) for name in ("always_ddp", "ddp_else_fsdp")}
+    assert [score.total for score in found.values()] == [None, None]
+    # Without a ddp there is nothing to choose: the third group does not count.
+    ranks = [(score.ranking.groups, score.ranking.regret, score.ranking.worst_regret) for score in found.values()]
+    assert ranks == [(2, 0.75, 1.0), (2, 0.25, 0.5)]
+    assert found["always_ddp"].ranking.tau is None
+
+
+def test_launches_that_overlap_are_equal() -> None:
+    # The pooled spread of a launch is 0.03: two medians of two launches are equal up to a ratio of 1.06.
+    noise, near, far = (1.0, 1.0433), 1.05, 1.2
+    cases = [
+        chosen_case("fsdp", noise), chosen_case("ddp", tuple(near * value for value in noise)),
+        chosen_case("fsdp", noise, model="vgg11"), chosen_case("ddp", tuple(far * value for value in noise), model="vgg11"),
+    ]  # fmt: skip
+    assert pooled_launch_noise(cases) == {"c": pytest.approx(0.03, abs=1e-4)}
+    ranking = score_predictor(cases, "always_ddp").ranking
+    assert (ranking.regret, ranking.worst_regret) == pytest.approx((0.1, 0.2))
+    assert ranking.median_regret == pytest.approx(0.125)
+    assert [row[-1] for row in chosen_strategies_view(cases, ("always_ddp",)).cells] == ["ddp +5%=", "ddp +20%"]
+    # With one launch each no spread is known: every difference counts.
+    alone = [chosen_case("fsdp", (1.0,)), chosen_case("ddp", (1.001,))]
+    assert score_predictor(alone, "always_ddp").ranking.regret == pytest.approx(0.001)
 
 
 def test_intervals_draw_whole_models() -> None:
