@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from hpcbench.cli.common import (
     json_option,
@@ -164,8 +165,10 @@ def _plan_json(plan: SweepPlan, forecast: PlanForecast) -> dict[str, Any]:
 def _prediction_json(run_id: str, forecast: PlanForecast) -> dict[str, Any]:
     if run_id not in forecast.predictions:
         return {}
-    figures = {name: getattr(forecast.predictions[run_id], name) for name in _PREDICTED_FIGURES}
-    return {"predicted": {**figures, "run_time_s": forecast.run_time_s[run_id]}}
+    prediction = forecast.predictions[run_id]
+    figures = {name: getattr(prediction, name) for name in _PREDICTED_FIGURES}
+    rests_on = msgspec.to_builtins(prediction.rests_on)
+    return {"predicted": {**figures, "run_time_s": forecast.run_time_s[run_id], "rests_on": rests_on}}
 
 
 @click.command()

@@ -16,16 +16,19 @@ import msgspec
 import psutil
 
 from hpcbench.config.cluster_profile import ClusterProfile
-from hpcbench.config.run_spec import RunSpec, run_label
+from hpcbench.config.run_spec import RunSpec, config_id, run_label
 from hpcbench.errors import HpcbenchError
 from hpcbench.forecast.layer_table_cache import load_layer_table
+from hpcbench.forecast.measured_neighbours import learn_factors
 from hpcbench.oracle.calibration.calibration_store import machine_for
 from hpcbench.oracle.machine import Machine, emulating_machine
+from hpcbench.oracle.measured_factors import MeasuredFactors
 from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.prediction import (
     MemoryFit,
     NotPredicted,
     Prediction,
+    correct_prediction,
     format_need_and_limit,
     peak_rank_memory,
     predict,
@@ -93,21 +96,50 @@ class Forecast:
         """
         self.profile, self._tree, self._python = _with_local_hardware(profile), tree, python
         self._untrusted = untrusted
+        self._model_path = model_folder
         self._model_folder = str(model_folder.resolve()) if model_folder else None
         self._tables: dict[Any, LayerTable | NotPredicted] = {}
         self._machines: dict[tuple[str | None, int, str | None], Machine] = {}
         self._without_posterior: dict[int, Machine] = {}
         self._memory: dict[Any, MemoryBreakdown | NotPredicted] = {}
         self._predictions: dict[Any, Prediction | NotPredicted] = {}
+        self._factors: dict[str | None, MeasuredFactors] = {}
 
-    def predict(self, spec: RunSpec, *, quick: bool = False, limit: int | None = None) -> Prediction | NotPredicted:
+    def predict(
+        self, spec: RunSpec, *, quick: bool = False, limit: int | None = None, held_out: bool = False
+    ) -> Prediction | NotPredicted:
         """Predict step time and memory of a run, or return the reason why that is not possible.
 
         Args:
             spec: The run.
             quick: Do not compute the prediction interval from the posterior of a fitted machine.
             limit: Predict at most so many different configurations.
+            held_out: Leave the results of the run's own configuration out, as every score must.
         """
+        prediction = self.predict_alone(spec, quick=quick, limit=limit)
+        if isinstance(prediction, NotPredicted) or self._tree is None or spec.rehearse is not None:
+            return prediction
+        learned = self._measured_factors(spec.partition).learned(spec, config_id(spec), held_out=held_out)
+        return prediction if learned is None else correct_prediction(prediction, learned)
+
+    def _measured_factors(self, partition: str | None) -> MeasuredFactors:
+        """What the tree's results say of the predictions for a partition."""
+        if partition not in self._factors:
+            # Other people's models are never imported, and nothing is measured for their tables.
+            alone = Forecast(
+                self.profile, self._tree, self._model_path, python=None, untrusted=True
+            )  # fmt: skip
+            tree = self._tree
+            assert tree is not None, "only a tree has results"
+            self._factors[partition] = learn_factors(
+                tree, self.profile.name, partition, lambda spec: alone.predict_alone(spec, quick=True)
+            )
+        return self._factors[partition]
+
+    def predict_alone(
+        self, spec: RunSpec, *, quick: bool = False, limit: int | None = None
+    ) -> Prediction | NotPredicted:
+        """Predict as ``predict``, from the machine's numbers alone."""
         try:
             machine = self.machine(spec)
         except HpcbenchError as error:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from math import exp
-from typing import NamedTuple, Protocol
+from math import exp, hypot, log
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.oracle.cost_model import CostModel, combined_relative_spread
 from hpcbench.oracle.machine import Machine
+from hpcbench.oracle.measured_factors import PRIOR_SPREAD, LearnedFactor, Neighbour
 from hpcbench.oracle.peak_memory import MemoryBreakdown
 from hpcbench.oracle.step_time import StepBreakdown
 from hpcbench.oracle.strategies.base import resolve_cost
@@ -26,6 +27,26 @@ class PredictionInterval(msgspec.Struct, frozen=True, kw_only=True):
 
     low: float
     high: float
+
+
+BasisKind = Literal["profile", "calibrated", "measured neighbours"]
+"""The profile's numbers alone; a calibration's; either, moved by measured configurations."""
+
+
+class PredictionBasis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a prediction rests on."""
+
+    kind: BasisKind
+    factor: float = 1.0
+    """What the machine's numbers alone predict is multiplied with."""
+    undetermined: float = 1.0
+    """Share of the factor's prior variance that the measurements leave."""
+    spread: float = 0.0
+    """Standard deviation of the logarithm of a launch, apart from the factor."""
+    counts: dict[str, int] = {}
+    """Number of measured configurations by what they share with the run, the nearest first."""
+    neighbours: list[Neighbour] = []
+    """The nearest of them."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -49,6 +70,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     depth: str
     """``nominal``, ``calibrated`` or ``fitted``."""
     source: str
+    rests_on: PredictionBasis
 
 
 def predict(
@@ -92,7 +114,41 @@ def predict(
         memory_limit_bytes=None if machine.memory_bytes is None else round(machine.memory_bytes),
         depth=machine.depth,
         source=machine.source,
+        rests_on=PredictionBasis(kind="profile" if machine.depth == "nominal" else "calibrated"),
     )
+
+
+def correct_prediction(prediction: Prediction, learned: LearnedFactor) -> Prediction:
+    """Return ``prediction`` moved by measured configurations: all times by one factor.
+
+    The interval is that of the factor's posterior and of the configurations' own scatter. It is not wider than before,
+    unless that scatter alone is.
+    """
+    factor, step_s, interval = learned.factor, prediction.step_time_s, prediction.interval
+    spread = hypot(learned.undetermined**0.5 * PRIOR_SPREAD, learned.spread)
+
+    def side(bound_s: float) -> float:
+        before = abs(log(bound_s / step_s)) / _NORMAL_90 if step_s and bound_s else 0.0
+        return min(spread, max(before, learned.spread))
+
+    times = {name: getattr(prediction, name) * factor for name in _TIMES}
+    return msgspec.structs.replace(
+        prediction,
+        **times,
+        samples_per_s=prediction.samples_per_s / factor,
+        interval=PredictionInterval(
+            low=step_s * factor * exp(-_NORMAL_90 * side(interval.low)),
+            high=step_s * factor * exp(_NORMAL_90 * side(interval.high)),
+        ),
+        rests_on=PredictionBasis(
+            kind="measured neighbours", factor=factor, undetermined=learned.undetermined, spread=learned.spread,
+            counts=learned.counts, neighbours=learned.neighbours,
+        ),
+    )  # fmt: skip
+
+
+_TIMES = ("step_time_s", "compute_s", "comm_s", "exposed_comm_s", "straggler_s")
+"""Fields of a prediction in seconds."""
 
 
 def peak_rank_memory(spec: RunSpec, table: LayerTable, device: str = "cuda") -> MemoryBreakdown:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from hpcbench.config.run_spec import RunSpec
+from hpcbench.oracle.prediction import PredictionBasis
 from hpcbench.results.schema import STATUS_OK
 from hpcbench.results.timing_statistics import quantile
 
@@ -77,6 +78,8 @@ class PredictorResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     """90 % interval of the step time, where it has one."""
     preference: int | None = None
     """Of a baseline that chooses a strategy without predicting times: the least is chosen."""
+    rests_on: PredictionBasis | None = None
+    """Of the oracle: what the prediction rests on, apart from the configuration itself."""
     reason: str = ""
     """Why it said nothing."""
 

@@ -25,8 +25,8 @@ from hpcbench.report.configurations import STEP_TIME, run_spec_of
 from hpcbench.results.results_tree import ResultsTree
 from hpcbench.results.schema import STATUS_OK
 
-ORACLE_NAME = "hpcbench"
-"""The oracle's name among the predictors."""
+ORACLE_NAME, MACHINE_ONLY = "hpcbench", "machine_only"
+"""The oracle's name among the predictors, and that of the oracle as if nothing else had been measured."""
 _WIRE = "wire_s"
 """What the oracle's communication is compared with: it predicts no wait for late ranks."""
 VALIDATION_COLUMNS = (
@@ -61,9 +61,17 @@ class ClusterForecasts:
         return self._forecasts[cluster]
 
     def predict(self, cluster: str, spec: RunSpec) -> Prediction | NotPredicted:
-        """Return ``Forecast.predict``, or the reason why the cluster has no forecast."""
+        """Return ``Forecast.predict`` without the results of the run's own configuration.
+
+        Where the cluster has no forecast the reason is returned.
+        """
         forecast = self.forecast(cluster)
-        return forecast if isinstance(forecast, NotPredicted) else forecast.predict(spec)
+        return forecast if isinstance(forecast, NotPredicted) else forecast.predict(spec, held_out=True)
+
+    def predict_alone(self, cluster: str, spec: RunSpec) -> Prediction | NotPredicted:
+        """Return ``Forecast.predict_alone``, or the reason why the cluster has no forecast."""
+        forecast = self.forecast(cluster)
+        return forecast if isinstance(forecast, NotPredicted) else forecast.predict_alone(spec)
 
     def fitted_from(self, cluster: str, spec: RunSpec) -> frozenset[str]:
         """Return the ids of runs that the numbers behind a prediction were fitted to."""
@@ -134,17 +142,19 @@ CasePredictor = Callable[[scoring.MeasuredConfiguration], scoring.PredictorResul
 BaselineEstimator = Callable[[BaselineRequest], BaselineEstimate]
 
 
-def oracle_predictor(forecasts: ClusterForecasts) -> CasePredictor:
-    """Return the oracle as a predictor."""
+def oracle_predictor(forecasts: ClusterForecasts, *, learns: bool = True) -> CasePredictor:
+    """Return the oracle as a predictor; without ``learns`` from the machine's numbers alone."""
+    predict_run = forecasts.predict if learns else forecasts.predict_alone
 
     def predict(measured: scoring.MeasuredConfiguration) -> scoring.PredictorResult:
-        prediction = forecasts.predict(measured.cluster, measured.spec)
+        prediction = predict_run(measured.cluster, measured.spec)
         if isinstance(prediction, NotPredicted):
             return scoring.PredictorResult(reason=prediction.reason)
         return scoring.PredictorResult(
             step_time_s=prediction.step_time_s,
             figures={part: float(getattr(prediction, part)) for part in scoring.SCORED_PARTS},
             fits=prediction.fits, low_s=prediction.interval.low, high_s=prediction.interval.high,
+            rests_on=prediction.rests_on,
         )  # fmt: skip
 
     return predict
@@ -208,6 +218,10 @@ def validation_cases(
     cases = [
         scoring.ValidationCase(case, {name: predict(case) for name, predict in predictors.items()}) for case in scored
     ]
+    if any(_is_moved(case) for case in cases):
+        alone = oracle_predictor(forecasts, learns=False)
+        for case in cases:
+            case.said[MACHINE_ONLY] = alone(case.measured)
     for case in cases:
         case.said |= choice_results(case.measured.spec.strategy, case.said[ORACLE_NAME].fits)
     return cases, notes
@@ -223,6 +237,22 @@ def case_json(case: scoring.ValidationCase) -> dict[str, Any]:
         "noise": case.measured.noise,
         "predicted": msgspec.to_builtins(case.said),
     }
+
+
+def _is_moved(case: scoring.ValidationCase) -> bool:
+    basis = case.said[ORACLE_NAME].rests_on
+    return basis is not None and basis.kind == "measured neighbours"
+
+
+def _basis_notes(cases: Sequence[scoring.ValidationCase]) -> list[str]:
+    """What the oracle's predictions rest on, where measured neighbours moved some."""
+    moved = sum(map(_is_moved, cases))
+    if not moved:
+        return []
+    return [
+        f"{moved} of {len(cases)} predictions are moved by other measured configurations; each leaves the results "
+        "of its own configuration out (held out)"
+    ]
 
 
 class ValidationResult(NamedTuple):
@@ -247,4 +277,5 @@ def score_predictors(frame: pl.DataFrame, results: ResultsTree) -> ValidationRes
     scores = [scoring.score_predictor(cases, name, None if name == ORACLE_NAME else ORACLE_NAME) for name in names]
     reasons = {case.said[ORACLE_NAME].reason for case in cases} - {""}
     notes += [f"not predicted: {reason}" for reason in sorted(reasons)]
+    notes += _basis_notes(cases)
     return ValidationResult(cases, scores, forecasts.machines(), notes)

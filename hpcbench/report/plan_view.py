@@ -102,7 +102,9 @@ def plan_renderables(plan: SweepPlan, plan_forecast: PlanForecast | None = None)
     node_hours = plan_forecast.node_hours(missing) if plan_forecast else None
     if node_hours is not None and plan_forecast is not None:
         depths = ", ".join(dict.fromkeys(machine.depth for machine in plan_forecast.forecast.machines()))
-        headline += f", predicted {_format_node_hours(node_hours)} ({depths} numbers)"
+        moved = sum(bool(prediction.rests_on.counts) for prediction in plan_forecast.predictions.values())
+        depths += f" numbers; {moved} of {len(plan.runs)} moved by measured neighbours" if moved else " numbers"
+        headline += f", predicted {_format_node_hours(node_hours)} ({depths})"
     _, shared = split_parameters(list(plan.runs.values()))
     parts: list[RenderableType] = [
         Text(printable_text(headline), style="bold"),

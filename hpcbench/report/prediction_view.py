@@ -18,7 +18,8 @@ from hpcbench.config.sweep_loader import COMPUTED_NAMES, expression_values
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle.calibration.calibration_store import Calibration, FitResidual
 from hpcbench.oracle.machine import Machine
-from hpcbench.oracle.prediction import NotPredicted, Prediction
+from hpcbench.oracle.measured_factors import counted_phrase
+from hpcbench.oracle.prediction import NotPredicted, Prediction, PredictionBasis
 from hpcbench.report.phrases import join_words
 from hpcbench.report.results_table import identity_columns, split_parameters
 from hpcbench.report.table_model import Column, View, text_column
@@ -108,6 +109,7 @@ def predictions_view(rows: Sequence[PredictedConfiguration], title: str) -> View
         _figure("peak_memory_bytes", "memory", lambda prediction: memory_text(prediction, limit=len(limits) > 1)),
         replace(_figure("bound_by", "bound by", attrgetter("bound_by"), missing="not priced"), is_number=False),
         _figure("samples_per_s", "samples/s", lambda prediction: format_rate(prediction.samples_per_s)),
+        *basis_columns([row.known for row in rows], attrgetter("known")),
     ]
     notes = [f"all runs: {shared}"] if shared else []
     if redundant:
@@ -115,6 +117,7 @@ def predictions_view(rows: Sequence[PredictedConfiguration], title: str) -> View
         verb = "vary" if len(redundant) > 1 else "varies"
         notes.insert(0, f"{names} also {verb}; hidden since the other columns identify every row")
     notes += _prediction_notes(rows, limits)
+    notes += basis_notes([row.known for row in rows])
     reasons = Counter(row.prediction.reason for row in rows if isinstance(row.prediction, NotPredicted))
     warnings = [f"not priced: {count} of {len(rows)}: {reason}" for reason, count in reasons.most_common()]
     return View.from_rows(title, columns, rows, notes, warnings)
@@ -145,6 +148,40 @@ def _figure(
         name, heading, lambda row: read(row.known) if row.known else None,
         lambda row: text(row.known) if row.known else missing,
     )  # fmt: skip
+
+
+def basis_text(basis: PredictionBasis) -> str:
+    """``calibrated``, ``profile``, or the nearest measured configurations: ``itself``, ``4 of strategy``."""
+    return counted_phrase(basis.counts) if basis.counts else basis.kind
+
+
+def basis_columns(
+    predictions: Iterable[Prediction | None], prediction_of: Callable[[Any], Prediction | None]
+) -> list[Column]:
+    """The column that states what each row rests on, where measured configurations moved any of ``predictions``.
+
+    Otherwise the lines above a table state it for all rows.
+    """
+    if not any(prediction is not None and prediction.rests_on.counts for prediction in predictions):
+        return []
+
+    def text(row: Any) -> str:
+        prediction = prediction_of(row)
+        return "" if prediction is None else basis_text(prediction.rests_on)
+
+    return [text_column("rests_on", text, heading="rests on")]
+
+
+def basis_notes(predictions: Iterable[Prediction | None]) -> list[str]:
+    """Explain the column of ``basis_columns``: what it counts, and by how much predictions were moved."""
+    moved = [entry.rests_on for entry in predictions if entry is not None and entry.rests_on.counts]
+    if not moved:
+        return []
+    factors = [basis.factor for basis in moved]
+    return [
+        "rests on: measured configurations (the nearest kind; --json names them) beside the numbers above; they moved "
+        f"predictions by {min(factors):.2f} to {max(factors):.2f} times"
+    ]
 
 
 def time_split_text(prediction: Prediction) -> str:

@@ -12,7 +12,7 @@ from hpcbench.config.run_spec import spec_document, strategy_label
 from hpcbench.config.sweep_file import sweep_toml
 from hpcbench.oracle.recommend import OBJECTIVES, Candidate, Recommendation, candidate_sweep_points
 from hpcbench.report.phrases import or_empty, pluralize
-from hpcbench.report.prediction_view import interval_text, memory_text, time_split_text
+from hpcbench.report.prediction_view import basis_columns, basis_notes, interval_text, memory_text, time_split_text
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import PrintedView
 from hpcbench.units import format_bytes, format_rate
@@ -39,8 +39,11 @@ def ranking_view(recommendation: Recommendation, title: str, most: int) -> View:
         Column("largest_batch_size", "batch to", lambda row: row[1].largest_batch_size,
                lambda row: or_empty(row[1].largest_batch_size)),
     ]  # fmt: skip
-    ranking = enumerate(recommendation.candidates[:most], 1)
-    return View.from_rows(title, columns, ranking, _ranking_notes(recommendation, most))
+    shown = recommendation.candidates[:most]
+    predictions = [candidate.predicted for candidate in shown]
+    columns[4:4] = basis_columns(predictions, lambda row: row[1].predicted)
+    notes = [*_ranking_notes(recommendation, most), *basis_notes(predictions)]
+    return View.from_rows(title, columns, enumerate(shown, 1), notes)
 
 
 def candidate_name(candidate: Candidate) -> str:

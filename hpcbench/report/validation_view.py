@@ -13,6 +13,7 @@ from hpcbench.config.run_spec import strategy_label
 from hpcbench.oracle import scoring
 from hpcbench.oracle.choice_baselines import CHOICE_BASELINES
 from hpcbench.report.oracle_validation import ORACLE_NAME, case_json
+from hpcbench.report.prediction_view import basis_text
 from hpcbench.report.table_model import Column, View, text_column
 from hpcbench.report.table_output import view_json
 
@@ -174,6 +175,10 @@ def configuration_cases_view(cases: Sequence[scoring.ValidationCase]) -> View:
         predicted, measured = predicted_s(ORACLE_NAME)(case), case.measured.step_time_s
         return scoring.accuracy(predicted, measured) if predicted and measured else None
 
+    def basis(case: scoring.ValidationCase) -> str:
+        rests_on = case.said.get(ORACLE_NAME, scoring.PredictorResult()).rests_on
+        return "" if rests_on is None else basis_text(rests_on)
+
     others = {ORACLE_NAME, *CHOICE_BASELINES}
     names = [name for name in cases[0].said if name not in others] if cases else []
     columns = [
@@ -186,6 +191,7 @@ def configuration_cases_view(cases: Sequence[scoring.ValidationCase]) -> View:
         Column("accuracy", "acc.", case_accuracy, lambda case: _format_percent(case_accuracy(case))),
         Column("noise", "noise", attrgetter("measured.noise"), lambda case: _format_percent(case.measured.noise, "?")),
         text_column("status", attrgetter("measured.status")),
+        replace(text_column("rests_on", basis, heading="rests on"), optional=True),
         *(Column(f"{name}_s", name, predicted_s(name), optional=True) for name in names),
     ]
     return View.from_rows("every configuration", columns, cases)

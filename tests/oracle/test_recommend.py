@@ -23,7 +23,14 @@ from hpcbench.oracle.candidate_points import (
 )
 from hpcbench.oracle.machine import Machine, nominal_machine
 from hpcbench.oracle.peak_memory import MemoryBreakdown
-from hpcbench.oracle.prediction import MemoryFit, NotPredicted, Prediction, PredictionInterval, format_need_and_limit
+from hpcbench.oracle.prediction import (
+    MemoryFit,
+    NotPredicted,
+    Prediction,
+    PredictionBasis,
+    PredictionInterval,
+    format_need_and_limit,
+)
 from hpcbench.oracle.recommend import (
     Recommendation,
     candidate_sweep_points,
@@ -48,6 +55,7 @@ def told(compute_s: float = 1.0, comm_s: float = 0.0, samples: int = 1, **more: 
         "samples_per_s": samples / step_time_s, "peak_memory_bytes": 1,
         "memory": MemoryBreakdown(parameters_bytes=1, gradients_bytes=0, optimizer_bytes=0, activations_bytes=0),
         "bound_by": "compute", "fits": True, "depth": "nominal", "source": "a test",
+        "rests_on": PredictionBasis(kind="profile"),
     }  # fmt: skip
     return Prediction(**{**known, **more})
 

@@ -1,0 +1,83 @@
+"""Measured configurations in a results tree, with what the machine's numbers alone predict for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from statistics import median
+
+import msgspec
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.errors import StorageError
+from hpcbench.oracle.calibration.calibration_store import read_calibrations
+from hpcbench.oracle.measured_factors import MeasuredFactors, MeasuredRatio
+from hpcbench.oracle.prediction import NotPredicted, Prediction
+from hpcbench.parallel.catalog import STRATEGIES
+from hpcbench.results.results_tree import ClusterTree
+from hpcbench.results.schema import STATUS_OK, RunResult
+
+MAX_LEARNED_RESULTS, MAX_LEARNED_CONFIGURATIONS = 1000, 300
+"""The newest ones: a plan must stay quick."""
+_MAX_DATED = 20_000
+"""Of larger trees only so many runs, which their ids choose evenly, are asked for their age."""
+_IMPLAUSIBLE_S = 1e9
+
+
+def learn_factors(
+    tree: ClusterTree, cluster: str, partition: str | None, predict: Callable[[RunSpec], Prediction | NotPredicted]
+) -> MeasuredFactors:
+    """Return what the newest results of a partition say of predictions by ``predict``.
+
+    Left out: runs that a calibration was fitted to, rehearsed ones, probes, and all that did not end well.
+
+    Args:
+        tree: of the cluster.
+        cluster: its name.
+        partition: of the runs as their specifications have it.
+        predict: the prediction of a run by the machine's numbers alone.
+    """
+    fitted = _fitted_runs(tree, cluster)
+    launches: dict[str, list[float]] = defaultdict(list)
+    specs: dict[str, RunSpec] = {}
+    for result in _newest_results(tree):
+        spec, times = result.spec, result.metrics.step_time_s
+        if spec.partition != partition or spec.rehearse is not None or result.run_id in fitted or times is None:
+            continue
+        if spec.strategy not in STRATEGIES or STRATEGIES[spec.strategy].cost is None:
+            continue
+        if 0 < times.median < _IMPLAUSIBLE_S:
+            specs.setdefault(result.config_id, spec)
+            launches[result.config_id].append(times.median)
+    ratios = []
+    for config_id in [*specs][:MAX_LEARNED_CONFIGURATIONS]:
+        prediction = predict(specs[config_id])
+        if not isinstance(prediction, NotPredicted) and prediction.step_time_s > 0:
+            times_s = tuple(launches[config_id])
+            ratios.append(
+                MeasuredRatio(config_id, specs[config_id], times_s, median(times_s), prediction.step_time_s)
+            )  # fmt: skip
+    return MeasuredFactors(ratios)
+
+
+def _fitted_runs(tree: ClusterTree, cluster: str) -> frozenset[str]:
+    stored, _ = read_calibrations(tree, cluster)
+    return frozenset(run_id for entry in stored for run_id in entry.calibration.run_ids)
+
+
+def _newest_results(tree: ClusterTree) -> list[RunResult]:
+    """The newest results that can be read and are ok, at most ``MAX_LEARNED_RESULTS``, the newest first."""
+    dated = []
+    for run_id in sorted(tree.existing_runs())[:_MAX_DATED]:
+        with contextlib.suppress(OSError):
+            # Only its age; `read_result` follows no links.
+            dated.append((os.lstat(f"{tree.root}/runs/{run_id[:2]}/{run_id}/result.json").st_mtime_ns, run_id))
+    results = []
+    for _, run_id in sorted(dated, reverse=True)[:MAX_LEARNED_RESULTS]:
+        with contextlib.suppress(msgspec.MsgspecError, StorageError):
+            result = tree.read_result(run_id)
+            if result is not None and result.status == STATUS_OK:
+                results.append(result)
+    return results

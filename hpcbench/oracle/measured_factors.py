@@ -1,0 +1,256 @@
+"""Factors on predicted step times, learned from measured configurations of the same cluster.
+
+The logarithm of measured over predicted time of a configuration is the sum of five independent normal terms: of the
+machine, the model, the strategy, the model with the strategy, and the configuration itself; a launch adds its noise.
+The standard deviations of the first four are stated below; those of the last two are estimated from the scatter within
+a model with a strategy and between launches, each with a prior that counts as ``_PRIOR_FREEDOM`` observations
+(empirical Bayes). The posterior mean shrinks each term towards 0 by what the measurements leave undetermined.
+
+Configurations of the same model and strategy (a cell) differ only in the last two terms, so that a cell's weighted mean
+is sufficient: the equations have one unknown for the machine, each model and each strategy."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from math import exp, log, sqrt
+from statistics import fmean, variance
+from typing import NamedTuple
+
+import msgspec
+
+from hpcbench.config.run_spec import DEGREE_NAMES, RunSpec
+
+MACHINE_SPREAD, MODEL_SPREAD, STRATEGY_SPREAD, CELL_SPREAD = 0.35, 0.15, 0.25, 0.15
+"""One standard deviation of the logarithm. Machine and models as in ``oracle.uncertainty``; a strategy's formulas 0.25,
+and 0.15 by how much they differ between models. None of them was fitted to a score."""
+_CONFIGURATION_SPREAD, _LAUNCH_SPREAD, _PRIOR_FREEDOM = 0.10, 0.05, 10
+PRIOR_SPREAD = sqrt(MACHINE_SPREAD**2 + MODEL_SPREAD**2 + STRATEGY_SPREAD**2 + CELL_SPREAD**2)
+"""Of the four together."""
+MAX_NEIGHBOURS_NAMED = 8
+
+
+class MeasuredRatio(NamedTuple):
+    """A measured configuration with the prediction that the machine's numbers alone give."""
+
+    config_id: str
+    spec: RunSpec
+    launches_s: tuple[float, ...]
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def log_ratio(self) -> float:
+        """The logarithm of measured over predicted."""
+        return log(self.measured_s / self.predicted_s)
+
+
+class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
+    """A measured configuration that a prediction rests on."""
+
+    config_id: str
+    like: str
+    """What it shares with the run: ``itself``, ``model and strategy``, ``strategy``, ``model`` or ``cluster``."""
+
+
+class LearnedFactor(NamedTuple):
+    """The factor on one prediction."""
+
+    log_factor: float
+    undetermined: float
+    """Share of the prior variance of machine, model and strategy that the measurements leave: 1 without any."""
+    spread: float
+    """Standard deviation of the logarithm of a launch of the configuration, were those determined."""
+    counts: dict[str, int]
+    """By ``Neighbour.like``, the number of measured configurations, the nearest first."""
+    neighbours: list[Neighbour]
+    """The nearest, at most ``MAX_NEIGHBOURS_NAMED``."""
+
+    @property
+    def factor(self) -> float:
+        """What the prediction is multiplied with."""
+        return exp(self.log_factor)
+
+
+def model_key(spec: RunSpec) -> Hashable:
+    """Return what configurations of the same model agree in: also its options."""
+    return spec.model, msgspec.json.encode(spec.model_options, order="deterministic")
+
+
+def strategy_key(spec: RunSpec) -> Hashable:
+    """Return what configurations of the same strategy agree in: its name, and which degrees exceed 1.
+
+    ``filter`` in groups with replicas communicates unlike ``filter`` over all ranks; ``ddp`` of one rank does not.
+    """
+    return spec.strategy, tuple(name for name in DEGREE_NAMES if (getattr(spec, name) or 1) > 1)
+
+
+class MeasuredFactors:
+    """The posterior of the factors of one cluster, and what it is without single configurations."""
+
+    def __init__(self, ratios: Sequence[MeasuredRatio]) -> None:
+        """``ratios``: one of each configuration."""
+        self._rows = [_KeyedRatio(ratio, model_key(ratio.spec), strategy_key(ratio.spec)) for ratio in ratios]
+        self._ids = {ratio.config_id for ratio in ratios}
+        self._fits: dict[str, _FactorFit | None] = {}
+
+    def learned(self, spec: RunSpec, config_id: str, *, held_out: bool = False) -> LearnedFactor | None:
+        """Return the factor on the prediction of a run; ``None`` where nothing was measured.
+
+        Args:
+            spec: of the run.
+            config_id: of the run.
+            held_out: leave the configuration's own results out, as every score must.
+        """
+        left_out = config_id if held_out and config_id in self._ids else ""
+        if left_out not in self._fits:
+            rows = [row for row in self._rows if row.ratio.config_id != left_out]
+            self._fits[left_out] = _FactorFit(rows) if rows else None
+        fit = self._fits[left_out]
+        return None if fit is None else fit.factor(spec, config_id)
+
+
+class _KeyedRatio(NamedTuple):
+    """A ratio with the keys of its model and its strategy."""
+
+    ratio: MeasuredRatio
+    model: Hashable
+    strategy: Hashable
+
+
+class _Cell(NamedTuple):
+    """The measured configurations of a model with a strategy."""
+
+    unknowns: tuple[int, int, int]
+    """Indices of the machine, the model and the strategy among the unknowns."""
+    mean: float
+    weight: float
+    """One over the variance of ``mean``, given the cell's own term."""
+
+
+class _FactorFit:
+    """The posterior, given some measured configurations."""
+
+    def __init__(self, rows: Sequence[_KeyedRatio]) -> None:
+        self._rows = rows
+        by_cell: dict[tuple[Hashable, Hashable], list[MeasuredRatio]] = defaultdict(list)
+        for row in rows:
+            by_cell[row.model, row.strategy].append(row.ratio)
+        self._launch_variance = _launch_variance([row.ratio for row in rows])
+        self._own_variance = _own_variance(list(by_cell.values()), self._launch_variance)
+        self._models = {key: 1 + place for place, key in enumerate(dict.fromkeys(model for model, _ in by_cell))}
+        first = 1 + len(self._models)
+        strategies = dict.fromkeys(strategy for _, strategy in by_cell)
+        self._strategies = {key: first + place for place, key in enumerate(strategies)}
+        self._cells = {key: self._cell(key, own) for key, own in by_cell.items()}
+        self._solve()
+
+    def _cell(self, key: tuple[Hashable, Hashable], ratios: Sequence[MeasuredRatio]) -> _Cell:
+        weights = [1 / self._variance_of(ratio) for ratio in ratios]
+        mean = sum(weight * ratio.log_ratio for weight, ratio in zip(weights, ratios, strict=True)) / sum(weights)
+        return _Cell((0, self._models[key[0]], self._strategies[key[1]]), mean, sum(weights))
+
+    def _variance_of(self, ratio: MeasuredRatio) -> float:
+        return self._own_variance + self._launch_variance / len(ratio.launches_s)
+
+    def _solve(self) -> None:
+        """Set the posterior mean and covariance of the machine's, models' and strategies' terms."""
+        spreads = [MACHINE_SPREAD, *[MODEL_SPREAD] * len(self._models), *[STRATEGY_SPREAD] * len(self._strategies)]
+        precision = [
+            [1 / spread**2 if row == column else 0.0 for column in range(len(spreads))]
+            for row, spread in enumerate(spreads)
+        ]
+        right = [0.0] * len(spreads)
+        for cell in self._cells.values():
+            weight = 1 / (CELL_SPREAD**2 + 1 / cell.weight)
+            for row in cell.unknowns:
+                right[row] += weight * cell.mean
+                for column in cell.unknowns:
+                    precision[row][column] += weight
+        self._covariance = _inverse(precision)
+        self._means = [sum(map(_product, row, right)) for row in self._covariance]
+
+    def factor(self, spec: RunSpec, config_id: str) -> LearnedFactor:
+        """Return the posterior of a configuration's factor."""
+        keys = model_key(spec), strategy_key(spec)
+        places = [0, self._models.get(keys[0]), self._strategies.get(keys[1])]
+        known = [place for place in places if place is not None]
+        mean = sum(self._means[place] for place in known)
+        spread = sum(self._covariance[row][column] for row in known for column in known)
+        spread += sum(
+            width**2 for place, width in zip(places[1:], (MODEL_SPREAD, STRATEGY_SPREAD), strict=True) if place is None
+        )
+        cell = self._cells.get(keys)
+        gain = 0.0 if cell is None else CELL_SPREAD**2 / (CELL_SPREAD**2 + 1 / cell.weight)
+        mean = (1 - gain) * mean + gain * (cell.mean if cell is not None else 0.0)
+        spread = (1 - gain) ** 2 * spread + CELL_SPREAD**2 * (1 - gain)
+        own = next((row.ratio for row in self._rows if row.ratio.config_id == config_id), None)
+        own_gain = 0.0 if own is None else self._own_variance / self._variance_of(own)
+        if own is not None:
+            mean = (1 - own_gain) * mean + own_gain * own.log_ratio
+        likes = sorted((_likeness(row, config_id, *keys), row.ratio.config_id) for row in self._rows)
+        return LearnedFactor(
+            log_factor=mean,
+            undetermined=min(1.0, (1 - own_gain) ** 2 * spread / PRIOR_SPREAD**2),
+            spread=sqrt((1 - own_gain) * self._own_variance + self._launch_variance),
+            counts=dict(Counter(_LIKENESS[rank] for rank, _ in likes)),
+            neighbours=[Neighbour(config_id=key, like=_LIKENESS[rank]) for rank, key in likes[:MAX_NEIGHBOURS_NAMED]],
+        )
+
+
+_LIKENESS = ("itself", "model and strategy", "strategy", "model", "cluster")
+"""What configurations may have in common, the most first."""
+
+
+def _likeness(row: _KeyedRatio, config_id: str, model: Hashable, strategy: Hashable) -> int:
+    """The index among ``_LIKENESS`` of what a measured configuration has in common with another one."""
+    if row.ratio.config_id == config_id:
+        return 0
+    shares_model, shares_strategy = row.model == model, row.strategy == strategy
+    if shares_strategy:
+        return 1 if shares_model else 2
+    return 3 if shares_model else 4
+
+
+def _product(left: float, right: float) -> float:
+    return left * right
+
+
+def _launch_variance(ratios: Sequence[MeasuredRatio]) -> float:
+    """The variance of a launch's logarithm, pooled over configurations with several launches, and its prior."""
+    several = [[*map(log, ratio.launches_s)] for ratio in ratios if len(ratio.launches_s) > 1]
+    freedom = sum(len(logs) - 1 for logs in several)
+    squares = sum(variance(logs) * (len(logs) - 1) for logs in several)
+    return (_PRIOR_FREEDOM * _LAUNCH_SPREAD**2 + squares) / (_PRIOR_FREEDOM + freedom)
+
+
+def _own_variance(cells: Sequence[Sequence[MeasuredRatio]], launch_variance: float) -> float:
+    """The variance of a configuration's own term, at least 1/4 of its prior: that within cells less the launches'."""
+    several = [[ratio.log_ratio for ratio in cell] for cell in cells if len(cell) > 1]
+    freedom = sum(len(logs) - 1 for logs in several)
+    squares = sum(variance(logs) * (len(logs) - 1) for logs in several)
+    launches = fmean(1 / len(ratio.launches_s) for cell in cells for ratio in cell)
+    squares = max(0.0, squares - freedom * launch_variance * launches)
+    prior = _CONFIGURATION_SPREAD**2
+    return max(prior / 4, (_PRIOR_FREEDOM * prior + squares) / (_PRIOR_FREEDOM + freedom))
+
+
+def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The inverse of a symmetric positive definite matrix, by Gauss and Jordan without pivoting."""
+    size = len(matrix)
+    rows = [[*row, *(1.0 if place == number else 0.0 for place in range(size))] for number, row in enumerate(matrix)]
+    for pivot in range(size):
+        scale = rows[pivot][pivot]
+        rows[pivot] = [value / scale for value in rows[pivot]]
+        leading = rows[pivot]
+        for number, row in enumerate(rows):
+            share = row[pivot]
+            if number != pivot and share:
+                rows[number] = [value - share * there for value, there in zip(row, leading, strict=True)]
+    return [row[size:] for row in rows]
+
+
+def counted_phrase(counts: Mapping[str, int]) -> str:
+    """Return the nearest kind of neighbours and their number, as tables have them: ``itself``, ``4 of strategy``."""
+    like, count = next(iter(counts.items()))
+    return "itself" if like == "itself" else f"{count} of {like}"
