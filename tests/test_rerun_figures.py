@@ -94,6 +94,8 @@ def test_predictors_stand_beside_each_other_for_every_calibration() -> None:
         "| hpcbench | 2 of 2; 10.0%, worst 20% | 2 of 2; 10.0%, worst 20% |",
         "| DDLBench's equations |  |  |",
         "| ParaDL's formulas | 1 of 2; 10.0%, worst 20% | 1 of 2; 10.0%, worst 20% |",
+        "| always `ddp` |  |  |",
+        "| `ddp`, `fsdp` where it does not fit |  |  |",
     ]
 
 

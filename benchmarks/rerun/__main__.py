@@ -17,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.oracle import cases, figures
 from benchmarks.rerun import check, fits, pages
 from benchmarks.testbed import CLUSTER, RATE_MBIT, Testbed
 from hpcbench.results.results_tree import ResultsTree
@@ -69,6 +70,8 @@ def main() -> int:
     if given.part in ("all", "pages"):
         fits.lend(ResultsTree(bed.results).cluster(CLUSTER))
         pages.write(bed, sweep)
+        cases.write(sweep)
+        figures.main([])
     return check.show(bed, sweep)
 
 

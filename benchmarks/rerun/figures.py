@@ -119,7 +119,8 @@ def fastest(rows: Sequence[Row]) -> str:
         winner = max((value, name) for (at, name), value in found.items() if at == cell)[1]
         wins[winner, cell[2]] = wins.get((winner, cell[2]), 0) + 1
     scales = sorted({devices for _, devices in wins})
-    names = sorted({name for name, _ in wins}, key=lambda name: -sum(wins.get((name, one), 0) for one in scales))
+    total = {name: sum(wins.get((name, one), 0) for one in scales) for name, _ in wins}
+    names = sorted(total, key=lambda name: (-total[name], name))
     return table(
         ["fastest", *(f"on {devices} devices" for devices in scales)],
         [[f"`{name}`", *(str(wins.get((name, one), 0)) for one in scales)] for name in names],
@@ -148,7 +149,7 @@ def _score(document: Any, name: str) -> Any:
 
 def _whole(document: Any, name: str) -> str:
     score = _score(document, name)
-    if score is None or not score["total"]["count"]:
+    if score is None or not score["total"] or not score["total"]["count"]:
         return ""
     ours = "" if score["other"] is None else f" ({score['other']:.1%})"
     return f"{_scored(score['total'])}{ours} of {score['total']['count']}"
@@ -165,6 +166,8 @@ def choices(documents: Mapping[str, Any]) -> str:
         "hpcbench": "hpcbench",
         "ddlbench": "DDLBench's equations",
         "paradl": "ParaDL's formulas",
+        "always_ddp": "always `ddp`",
+        "ddp_else_fsdp": "`ddp`, `fsdp` where it does not fit",
     }.items():
         body.append([words, *(_chosen(document, name) for document in documents.values())])
     return table(["recommender", *documents], body)
@@ -176,7 +179,9 @@ def _chosen(document: Any, name: str) -> str:
         return ""
     every = [one for one in document["choices"] if one.get(name)]
     right, ranking = sum(one[name] == one["best"] for one in every), score["ranking"]
-    return f"{right} of {len(every)}; {ranking['regret']:.1%}, worst {ranking['worst_regret']:.0%}"
+    # Printed output has no column for every predictor's choices.
+    share = f"{right} of {len(every)}; " if every else ""
+    return f"{share}{ranking['regret']:.1%}, worst {ranking['worst_regret']:.0%}"
 
 
 def _models(rows: Iterable[Row]) -> list[str]:

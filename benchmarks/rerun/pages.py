@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import polars
 
 from benchmarks.rerun import figures, fits
 from benchmarks.testbed import CLUSTER, Testbed
@@ -29,7 +28,8 @@ _LAYOUTS = {"ddlbench-small": "ddlbench", "paradl-small": "paradl"}
 def write(bed: Testbed, sweep: str) -> None:
     """Into ``docs/reruns``; what cannot be drawn from these results is said and left out.
 
-    Predictions in them are made from the calibration as the sweep's own runs on one device move it.
+    Predictions in them are made from the calibration as the sweep's own runs on one device move it. The tables of
+    ``docs/reruns.md`` are made from these files by ``benchmarks.oracle.cases`` and ``benchmarks.oracle.figures``.
     """
     HERE.mkdir(exist_ok=True)
     one = ("--cluster", CLUSTER)
@@ -49,21 +49,8 @@ def write(bed: Testbed, sweep: str) -> None:
         (HERE / f"{sweep}-{command}.txt").write_bytes(bed.output(command, sweep, *one))
     for where, name in ((None, "before"), (fits.PAIRS, "pairs")):
         (HERE / f"{sweep}-{name}.txt").write_bytes(others[where].text)
-    ours = msgspec.json.decode((HERE / f"{sweep}-oracle.json").read_bytes())
-    fill(
-        sweep,
-        {
-            "by the calibration": others[None].document,
-            "moved by the runs on one device": ours,
-            "by those on one and two": others[fits.PAIRS].document,
-        },
-    )
-
-
-def fill(sweep: str, documents: Mapping[str, Any]) -> None:
-    """The tables of ``docs/reruns.md`` that are about ``sweep``."""
-    blocks = blocks_of(sweep, polars.read_parquet(HERE / f"{sweep}.parquet").to_dicts(), documents)
-    PAGE.write_text(filled(PAGE.read_text(), blocks))
+    pairs = msgspec.json.format(msgspec.json.encode(others[fits.PAIRS].document), indent=1)
+    (HERE / f"{sweep}-pairs.json").write_bytes(pairs)
 
 
 def blocks_of(sweep: str, rows: Sequence[figures.Row], documents: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from math import exp, log, sqrt
-from statistics import fmean, variance
+from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
@@ -216,11 +216,17 @@ def _product(left: float, right: float) -> float:
     return left * right
 
 
+def _squares(logs: Sequence[float]) -> float:
+    """The sum of squared deviations from the mean."""
+    mean = sum(logs) / len(logs)
+    return sum((value - mean) ** 2 for value in logs)
+
+
 def _launch_variance(ratios: Sequence[MeasuredRatio]) -> float:
     """The variance of a launch's logarithm, pooled over configurations with several launches, and its prior."""
     several = [[*map(log, ratio.launches_s)] for ratio in ratios if len(ratio.launches_s) > 1]
     freedom = sum(len(logs) - 1 for logs in several)
-    squares = sum(variance(logs) * (len(logs) - 1) for logs in several)
+    squares = sum(map(_squares, several))
     return (_PRIOR_FREEDOM * _LAUNCH_SPREAD**2 + squares) / (_PRIOR_FREEDOM + freedom)
 
 
@@ -228,7 +234,7 @@ def _own_variance(cells: Sequence[Sequence[MeasuredRatio]], launch_variance: flo
     """The variance of a configuration's own term, at least 1/4 of its prior: that within cells less the launches'."""
     several = [[ratio.log_ratio for ratio in cell] for cell in cells if len(cell) > 1]
     freedom = sum(len(logs) - 1 for logs in several)
-    squares = sum(variance(logs) * (len(logs) - 1) for logs in several)
+    squares = sum(map(_squares, several))
     launches = fmean(1 / len(ratio.launches_s) for cell in cells for ratio in cell)
     squares = max(0.0, squares - freedom * launch_variance * launches)
     prior = _CONFIGURATION_SPREAD**2

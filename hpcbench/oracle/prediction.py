@@ -124,27 +124,32 @@ def correct_prediction(prediction: Prediction, learned: LearnedFactor) -> Predic
     The interval is that of the factor's posterior and of the configurations' own scatter. It is not wider than before,
     unless that scatter alone is.
     """
-    factor, step_s, interval = learned.factor, prediction.step_time_s, prediction.interval
-    spread = hypot(learned.undetermined**0.5 * PRIOR_SPREAD, learned.spread)
-
-    def side(bound_s: float) -> float:
-        before = abs(log(bound_s / step_s)) / _NORMAL_90 if step_s and bound_s else 0.0
-        return min(spread, max(before, learned.spread))
-
+    factor = learned.factor
     times = {name: getattr(prediction, name) * factor for name in _TIMES}
     return msgspec.structs.replace(
         prediction,
         **times,
         samples_per_s=prediction.samples_per_s / factor,
-        interval=PredictionInterval(
-            low=step_s * factor * exp(-_NORMAL_90 * side(interval.low)),
-            high=step_s * factor * exp(_NORMAL_90 * side(interval.high)),
-        ),
+        interval=correct_interval(prediction.step_time_s, prediction.interval, learned),
         rests_on=PredictionBasis(
             kind="measured neighbours", factor=factor, undetermined=learned.undetermined, spread=learned.spread,
             counts=learned.counts, neighbours=learned.neighbours,
         ),
     )  # fmt: skip
+
+
+def correct_interval(step_time_s: float, interval: PredictionInterval, learned: LearnedFactor) -> PredictionInterval:
+    """Return the interval of a prediction that measured configurations moved; both arguments are those before."""
+    spread = hypot(learned.undetermined**0.5 * PRIOR_SPREAD, learned.spread)
+
+    def side(bound_s: float) -> float:
+        before = abs(log(bound_s / step_time_s)) / _NORMAL_90 if step_time_s and bound_s else 0.0
+        return min(spread, max(before, learned.spread))
+
+    middle_s = step_time_s * learned.factor
+    return PredictionInterval(
+        low=middle_s * exp(-_NORMAL_90 * side(interval.low)), high=middle_s * exp(_NORMAL_90 * side(interval.high))
+    )
 
 
 _TIMES = ("step_time_s", "compute_s", "comm_s", "exposed_comm_s", "straggler_s")

@@ -182,7 +182,12 @@ def _chosen_case(group: Sequence[ValidationCase], predictor: str) -> ValidationC
     if preferred:
         return min(preferred, key=lambda pair: pair[0])[1]
     feasible = _feasible_predictions(group, predictor)
-    return min(feasible, key=lambda pair: pair[1])[0] if len(feasible) > 1 else None
+    # Some formulas predict the same time for two strategies: which one is chosen must not depend on the cases' order.
+    return (
+        min(feasible, key=lambda pair: (float(f"{pair[1]:.9g}"), pair[0].measured.config_id))[0]
+        if len(feasible) > 1
+        else None
+    )
 
 
 def _feasible_predictions(group: Sequence[ValidationCase], predictor: str) -> list[tuple[ValidationCase, float]]:

@@ -1,0 +1,135 @@
+"""Scores of predictions that measured configurations move, on the committed cases of the reruns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from math import sqrt
+from statistics import median
+
+import msgspec
+
+from hpcbench.oracle.choice_baselines import CHOICE_BASELINES
+from hpcbench.oracle.measured_factors import LearnedFactor, MeasuredFactors, MeasuredRatio, model_key, strategy_key
+from hpcbench.oracle.prediction import PredictionInterval, correct_interval
+from hpcbench.oracle.scoring import PredictorResult, PredictorScore, ValidationCase, score_predictor
+from hpcbench.report.oracle_validation import MACHINE_ONLY, ORACLE_NAME
+from hpcbench.results.schema import STATUS_OK
+
+SMALL = 2
+"""Devices of the runs that larger ones are predicted from."""
+_SITUATIONS: dict[str, Callable[[ValidationCase], Hashable]] = {
+    "all of other models": lambda case: model_key(case.measured.spec),
+    "all of other strategies": lambda case: strategy_key(case.measured.spec),
+}
+"""By what was measured: the key of the cases that are left out together."""
+
+
+def moved_cases(cases: Sequence[ValidationCase], key: Callable[[ValidationCase], Hashable]) -> list[ValidationCase]:
+    """Move the oracle's prediction of every case by the cases with another ``key``."""
+    keys = [key(case) for case in cases]
+    factors = {
+        left_out: MeasuredFactors([
+            ratio
+            for case, own in zip(cases, keys, strict=True)
+            if own != left_out and (ratio := _ratio_of(case)) is not None
+        ])
+        for left_out in dict.fromkeys(keys)
+    }  # fmt: skip
+    return [_moved(case, factors[own]) for case, own in zip(cases, keys, strict=True)]
+
+
+def held_out_cases(cases: Sequence[ValidationCase]) -> list[ValidationCase]:
+    """Move the prediction of every case by all others."""
+    return moved_cases(cases, lambda case: case.measured.config_id)
+
+
+def cases_from_small(cases: Sequence[ValidationCase]) -> list[ValidationCase]:
+    """Move the predictions of larger runs by the measured ones on at most ``SMALL`` devices."""
+    small = MeasuredFactors([
+        ratio
+        for case in cases
+        if case.measured.spec.devices <= SMALL and (ratio := _ratio_of(case)) is not None
+    ])  # fmt: skip
+    return [_moved(case, small) for case in cases if case.measured.spec.devices > SMALL]
+
+
+def _ratio_of(case: ValidationCase) -> MeasuredRatio | None:
+    measured, predicted_s = case.measured, case.said[ORACLE_NAME].step_time_s
+    if measured.status != STATUS_OK or measured.step_time_s is None or not predicted_s:
+        return None
+    launches = tuple(measured.launches_s)
+    return MeasuredRatio(measured.config_id, measured.spec, launches, measured.step_time_s, predicted_s)
+
+
+def _moved(case: ValidationCase, factors: MeasuredFactors) -> ValidationCase:
+    alone = case.said[ORACLE_NAME]
+    learned = factors.learned(case.measured.spec, case.measured.config_id)
+    others = {name: result for name, result in case.said.items() if name != ORACLE_NAME}
+    ours = alone if learned is None or not alone.step_time_s else _moved_result(alone, alone.step_time_s, learned)
+    return ValidationCase(case.measured, {ORACLE_NAME: ours, MACHINE_ONLY: alone, **others})
+
+
+def _moved_result(alone: PredictorResult, step_time_s: float, learned: LearnedFactor) -> PredictorResult:
+    assert alone.low_s is not None
+    assert alone.high_s is not None
+    interval = correct_interval(step_time_s, PredictionInterval(low=alone.low_s, high=alone.high_s), learned)
+    parts = {
+        name: value * (learned.factor if name.endswith("_s") else 1.0) for name, value in alone.figures.items()
+    }  # fmt: skip
+    return msgspec.structs.replace(
+        alone, step_time_s=step_time_s * learned.factor, low_s=interval.low, high_s=interval.high, figures=parts
+    )
+
+
+def neighbours_rows(cases: Sequence[ValidationCase], held_out: Sequence[ValidationCase]) -> dict[str, list[str]]:
+    """Return by situation the cells of accuracy, regret and intervals of a rerun.
+
+    ``held_out``: the ``held_out_cases`` of ``cases``.
+    """
+    small = cases_from_small(cases)
+    return {
+        "nothing (calibration alone)": _cells(cases, ORACLE_NAME),
+        "all other configurations": _cells(held_out, ORACLE_NAME),
+        **{name: _cells(moved_cases(cases, key), ORACLE_NAME) for name, key in _SITUATIONS.items()},
+        f"nothing, of runs on more than {SMALL} devices": _cells(small, MACHINE_ONLY),
+        f"all on one and two devices, of runs on more than {SMALL}": _cells(small, ORACLE_NAME),
+    }
+
+
+def _cells(cases: Sequence[ValidationCase], predictor: str) -> list[str]:
+    score = score_predictor(cases, predictor)
+    assert score.total is not None
+    results = (case.said[predictor] for case in cases if case.measured.step_time_s is not None)
+    widths = [sqrt(result.high_s / result.low_s) for result in results if result.low_s and result.high_s]
+    holds = f"{score.total.covered:.0%}, x {median(widths):.2f}"
+    return [f"{score.total.mean:.1%}", regret_text(score), holds]
+
+
+def regret_text(score: PredictorScore) -> str:
+    """``14.4 % (worst 82 %)``, mean and worst regret."""
+    regret, worst = score.ranking.regret, score.ranking.worst_regret
+    return "" if regret is None or worst is None else f"{regret:.1%} (worst {worst:.0%})"
+
+
+def regret_rows(held_out: Sequence[ValidationCase]) -> dict[str, list[str]]:
+    """Return by predictor the cells of accuracy, regret and regret with every difference counted."""
+    names = {
+        "the oracle, by the calibration alone": MACHINE_ONLY,
+        "the oracle, moved by all other configurations": ORACLE_NAME,
+        "always `ddp`": "always_ddp",
+        "`ddp`, `fsdp` where it does not fit": "ddp_else_fsdp",
+        "ParaDL's formulas": "paradl",
+        "DDLBench's equations": "ddlbench",
+        "computation alone": "compute_only",
+        "the largest smaller scale, unchanged": "flat",
+        "two devices, scaled perfectly": "perfect",
+        "a line over log p": "log_p",
+    }
+    rows = {}
+    for words, name in names.items():
+        score = score_predictor(held_out, name, None if name in (ORACLE_NAME, *CHOICE_BASELINES) else ORACLE_NAME)
+        ranking = score.ranking
+        total = "" if score.total is None else f"{score.total.mean:.1%} of {score.total.count}"
+        every = "" if ranking.median_regret is None else f"{ranking.median_regret:.1%}"
+        rows[words] = [total, f"{regret_text(score)} of {ranking.groups}", every]
+    return rows

@@ -1,0 +1,117 @@
+"""The figures of the pages follow from the tree alone; a changed measurement, prediction or figure is noticed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import polars
+import pytest
+
+from benchmarks.oracle import cases, figures
+from benchmarks.oracle.printed import printed_document
+
+PARADL = "paradl-small"
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the pages, the reruns' files and the cases."""
+    root = tmp_path_factory.mktemp("tree")
+    (root / "docs" / "reruns").mkdir(parents=True)
+    for name in ("reruns.md", "oracle-figures.md"):
+        shutil.copy(figures.DOCS / name, root / "docs")
+    for sweep in cases.SWEEPS:
+        shutil.copy(cases.path_of(sweep), root)
+        for ending in (".parquet", "-oracle.json", "-pairs.txt"):
+            shutil.copy(cases.RERUNS / f"{sweep}{ending}", root / "docs" / "reruns")
+    return root
+
+
+def found(tree: Path) -> list[str]:
+    return [*figures.differences(tree / "docs", tree)]
+
+
+def edited(path: Path, change: Any) -> None:
+    document = msgspec.json.decode(path.read_bytes())
+    change(document)
+    path.write_bytes(msgspec.json.encode(document))
+
+
+def test_every_figure_is_recomputed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    # The predictions for ABCI and published GPU runs have tests of their own.
+    monkeypatch.setattr(figures, "other_differences", lambda: iter(()))
+    assert figures.main(["--check"]) == 0, capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("all figures are the same")
+
+
+def test_a_changed_measurement_is_noticed(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "SWEEPS", (PARADL,))
+    monkeypatch.setattr(figures, "blocks", lambda *_: {})
+    path = cases.path_of(PARADL, tree)
+    before = path.read_bytes()
+    assert found(tree) == []
+
+    def one_percent_more(document: Any) -> None:
+        document["cases"][3]["measured_step_times_s"][0] *= 1.01
+
+    edited(path, one_percent_more)
+    (line,) = found(tree)
+    assert line.startswith(f"{PARADL}: {msgspec.json.decode(before)['cases'][3]['config_id']}: measured [")
+
+    def other_prediction(document: Any) -> None:
+        document["cases"][3]["predicted_step_time_s"] *= 1.01
+
+    path.write_bytes(before)
+    edited(path, other_prediction)
+    (line,) = found(tree)
+    assert "s, the oracle predicts" in line
+    path.write_bytes(before)
+    table = tree / "docs" / "reruns" / f"{PARADL}.parquet"
+    rows = table.read_bytes()
+    polars.read_parquet(table).with_columns(polars.col("step_time_s") * 1.001).write_parquet(table)
+    assert len(found(tree)) == 66
+    table.write_bytes(rows)
+
+
+def test_a_changed_measurement_changes_the_figures_of_the_pages(tree: Path) -> None:
+    path = cases.path_of(PARADL, tree)
+    before = path.read_bytes()
+
+    def slower(document: Any) -> None:
+        case = document["cases"][0]
+        case["measured_step_times_s"] = [2 * value for value in case["measured_step_times_s"]]
+
+    edited(path, slower)
+    lines = [*figures.page_differences(tree / "docs", tree)]
+    path.write_bytes(before)
+    assert any(
+        line.startswith("oracle-figures.md: the page has '| the oracle, by the calibration alone") for line in lines
+    )
+    assert any(line.startswith("reruns.md: the page has '| `ddp` | 92.4%, -2.4%") for line in lines)
+
+
+def test_cases_have_the_keys_that_readers_of_other_tools_expect() -> None:
+    for sweep, count in (("paradl-small", 66), ("ddlbench-small", 228)):
+        document = msgspec.json.decode(cases.path_of(sweep).read_bytes())
+        assert len(document["cases"]) == count
+        keys: Iterable[set[str]] = (case.keys() for case in document["cases"])
+        assert set.intersection(*map(set, keys)) >= {
+            "config_id", "spec", "predicted_step_time_s", "measured_step_times_s",
+        }  # fmt: skip
+
+
+def test_printed_scores_are_read_back() -> None:
+    document = printed_document((cases.RERUNS / "ddlbench-small-pairs.txt").read_text())
+    ours = document["scores"][0]
+    assert ours["predictor"] == "hpcbench"
+    assert ours["total"] == pytest.approx({"count": 36, "mean": 0.735, "signed": 0.181})
+    assert ours["strategies"]["horovod"] == pytest.approx({"count": 6, "mean": 0.824, "signed": -0.166})
+    assert ours["parts"]["peak_memory_bytes"]["mean"] == pytest.approx(0.966)
+    assert {score["predictor"] for score in document["scores"]} == {
+        "hpcbench", "paradl", "ddlbench", "compute_only", "flat", "perfect", "log_p",
+    }  # fmt: skip
+    assert [row["paradl"] for row in document["choices"]].count("horovod") == 1
