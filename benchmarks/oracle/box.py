@@ -64,7 +64,7 @@ def predict(bed: Testbed, path: Path) -> int:
     plan = make_plan(load_sweep(SWEEP), profile, tree.cluster(CLUSTER))
     specs = list({config_id(spec): spec for spec in plan.runs.values()}.values())
     forecasts = ClusterForecasts(tree, SWEEP.parent)
-    predictors: dict[str, CasePredictor] = {ORACLE_NAME: oracle_predictor(forecasts)}
+    predictors: dict[str, CasePredictor] = {ORACLE_NAME: oracle_predictor(forecasts, learns=False)}
     predictors |= {name: baseline_predictor(forecasts, one, ()) for name, one in BASELINES.items()}
     for spec in specs:
         forecasts.predict(CLUSTER, spec)

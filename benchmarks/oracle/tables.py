@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from benchmarks.oracle.neighbours import held_out_cases
 from benchmarks.oracle.registered import SWEEP, Commit, Look, Register
 from hpcbench.config.run_spec import strategy_label
 from hpcbench.oracle.baselines import BASELINES
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _DATA_GOAL, _GOAL, _REGRET_GOAL, _MEMORY_GOAL = 0.024, 0.05, 0.02, 0.10
 _DATA = ("ddp", "horovod")
+MOVED = "moved"
+"""The oracle's predictions, each moved by the measurements of all other configurations of the grid."""
 _SMALLER = ("flat", "perfect", "log_p")
 """Baselines that look at measured runs on fewer ranks: said when there are some."""
 
@@ -62,6 +65,8 @@ def cases_of(frame: polars.DataFrame, results: ResultsTree, register: Register) 
         said = foretold[one.config_id].said
         choices = choice_results(one.spec.strategy, said[ORACLE_NAME].fits)
         cases.append(ValidationCase(one, {**said, **{name: say(one) for name, say in later.items()}, **choices}))
+    for case, moved in zip(cases, held_out_cases(cases), strict=True):
+        case.said[MOVED] = moved.said[ORACLE_NAME]
     return cases
 
 

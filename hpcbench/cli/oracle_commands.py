@@ -91,7 +91,8 @@ def predict(
     """Predict step time, bottleneck and memory of every run of SWEEP on a cluster.
 
     Nothing is submitted and no scheduler is queried. The machine parameters come from the cluster's newest calibration,
-    or from its profile; the lines above the table name the source and every default value.
+    or from its profile; the lines above the table name the source and every default value. Measured results of the
+    cluster move predictions of what is like them; each row states which.
     """
     plan = load_plan(sweep, cluster_name, results, overrides)
     tree = results_tree(results).cluster(plan.profile.name)
@@ -230,8 +231,8 @@ def validate(
 ) -> None:  # fmt: skip
     """Compare measurements with the predictions of the oracle and of simpler baselines.
 
-    Nothing is fitted to these results. A failed run counts as a wrong prediction, unless the prediction was that it
-    does not fit in memory.
+    Each prediction leaves out the results of its own configuration. A failed run counts as a wrong prediction, unless
+    the prediction was that it does not fit in memory.
     """
     # Imported here: `predict` and `recommend` need no baselines.
     from hpcbench.report.oracle_validation import VALIDATION_COLUMNS, score_predictors

@@ -132,7 +132,7 @@ class Forecast:
             tree = self._tree
             assert tree is not None, "only a tree has results"
             self._factors[partition] = learn_factors(
-                tree, self.profile.name, partition, lambda spec: alone.predict_alone(spec, quick=True)
+                tree, self.profile, partition, lambda spec: alone.predict_alone(spec, quick=True)
             )
         return self._factors[partition]
 
