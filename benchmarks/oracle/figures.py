@@ -109,7 +109,9 @@ def blocks(docs: Path = DOCS, folder: Path = cases.HERE) -> dict[str, dict[str, 
         "reruns.md": tables,
         "oracle-figures.md": {
             "oracle-regret": _side_by_side(regrets, ("accuracy", "regret", "every difference counted")),
-            "oracle-neighbours": _side_by_side(neighbours, ("accuracy", "regret", "90 % interval holds, width")),
+            "oracle-neighbours": _side_by_side(
+                neighbours, ("accuracy", "regret", "90 % interval holds, width", "that of a ratio")
+            ),
         },
     }
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from math import sqrt
+from itertools import combinations
+from math import exp, hypot, log, sqrt
 from statistics import median
 
 import msgspec
 
 from hpcbench.oracle.choice_baselines import CHOICE_BASELINES
 from hpcbench.oracle.measured_factors import LearnedFactor, MeasuredFactors, MeasuredRatio, model_key, strategy_key
-from hpcbench.oracle.prediction import PredictionInterval, correct_interval
+from hpcbench.oracle.prediction import PredictionInterval, correct_interval, neighbour_basis
 from hpcbench.oracle.scoring import PredictorResult, PredictorScore, ValidationCase, score_predictor
 from hpcbench.report.oracle_validation import MACHINE_ONLY, ORACLE_NAME
 from hpcbench.results.schema import STATUS_OK
 
+_NORMAL_90 = 1.645
 SMALL = 2
 """Devices of the runs that larger ones are predicted from."""
 _SITUATIONS: dict[str, Callable[[ValidationCase], Hashable]] = {
@@ -77,8 +80,9 @@ def _moved_result(alone: PredictorResult, step_time_s: float, learned: LearnedFa
         name: value * (learned.factor if name.endswith("_s") else 1.0) for name, value in alone.figures.items()
     }  # fmt: skip
     return msgspec.structs.replace(
-        alone, step_time_s=step_time_s * learned.factor, low_s=interval.low, high_s=interval.high, figures=parts
-    )
+        alone, step_time_s=step_time_s * learned.factor, low_s=interval.low, high_s=interval.high, figures=parts,
+        rests_on=neighbour_basis(learned),
+    )  # fmt: skip
 
 
 def neighbours_rows(cases: Sequence[ValidationCase], held_out: Sequence[ValidationCase]) -> dict[str, list[str]]:
@@ -102,7 +106,41 @@ def _cells(cases: Sequence[ValidationCase], predictor: str) -> list[str]:
     results = (case.said[predictor] for case in cases if case.measured.step_time_s is not None)
     widths = [sqrt(result.high_s / result.low_s) for result in results if result.low_s and result.high_s]
     holds = f"{score.total.covered:.0%}, x {median(widths):.2f}"
-    return [f"{score.total.mean:.1%}", regret_text(score), holds]
+    return [
+        f"{score.total.mean:.1%}",
+        regret_text(score),
+        holds,
+        _ratio_cell(cases) if predictor == ORACLE_NAME else "",
+    ]
+
+
+def _ratio_cell(cases: Sequence[ValidationCase]) -> str:
+    """How often the interval of the ratio of two strategies holds, as ``recommend`` computes it, and its width."""
+    groups: dict[Hashable, list[ValidationCase]] = defaultdict(list)
+    for case in cases:
+        spec, basis = case.measured.spec, case.said[ORACLE_NAME].rests_on
+        if case.measured.step_time_s and basis is not None and basis.counts:
+            groups[model_key(spec), spec.dataset, spec.input_size, spec.devices].append(case)
+    holds, widths = [], []
+    for left, right in (pair for group in groups.values() for pair in combinations(group, 2)):
+        if strategy_key(left.measured.spec) != strategy_key(right.measured.spec):
+            error, spread = _log_error(left) - _log_error(right), hypot(_distinct_spread(left), _distinct_spread(right))
+            holds.append(abs(error) <= _NORMAL_90 * spread)
+            widths.append(exp(_NORMAL_90 * spread))
+    return f"{sum(holds) / len(holds):.0%}, x {median(widths):.2f}" if holds else ""
+
+
+def _log_error(case: ValidationCase) -> float:
+    predicted_s, measured_s = case.said[ORACLE_NAME].step_time_s, case.measured.step_time_s
+    assert predicted_s is not None
+    assert measured_s is not None
+    return log(predicted_s / measured_s)
+
+
+def _distinct_spread(case: ValidationCase) -> float:
+    basis = case.said[ORACLE_NAME].rests_on
+    assert basis is not None
+    return hypot(basis.distinct, basis.spread)
 
 
 def regret_text(score: PredictorScore) -> str:

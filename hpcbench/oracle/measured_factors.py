@@ -59,6 +59,9 @@ class LearnedFactor(NamedTuple):
     log_factor: float
     undetermined: float
     """Share of the prior variance of machine, model and strategy that the measurements leave: 1 without any."""
+    distinct: float
+    """Standard deviation of what is undetermined of the strategy, alone and with the model: two strategies do not
+    share it."""
     spread: float
     """Standard deviation of the logarithm of a launch of the configuration, were those determined."""
     counts: dict[str, int]
@@ -184,6 +187,8 @@ class _FactorFit:
         gain = 0.0 if cell is None else CELL_SPREAD**2 / (CELL_SPREAD**2 + 1 / cell.weight)
         mean = (1 - gain) * mean + gain * (cell.mean if cell is not None else 0.0)
         spread = (1 - gain) ** 2 * spread + CELL_SPREAD**2 * (1 - gain)
+        strategy = STRATEGY_SPREAD**2 if places[2] is None else self._covariance[places[2]][places[2]]
+        distinct = (1 - gain) ** 2 * strategy + CELL_SPREAD**2 * (1 - gain)
         own = next((row.ratio for row in self._rows if row.ratio.config_id == config_id), None)
         own_gain = 0.0 if own is None else self._own_variance / self._variance_of(own)
         if own is not None:
@@ -192,6 +197,7 @@ class _FactorFit:
         return LearnedFactor(
             log_factor=mean,
             undetermined=min(1.0, (1 - own_gain) ** 2 * spread / PRIOR_SPREAD**2),
+            distinct=(1 - own_gain) * sqrt(distinct),
             spread=sqrt((1 - own_gain) * self._own_variance + self._launch_variance),
             counts=dict(Counter(_LIKENESS[rank] for rank, _ in likes)),
             neighbours=[Neighbour(config_id=key, like=_LIKENESS[rank]) for rank, key in likes[:MAX_NEIGHBOURS_NAMED]],

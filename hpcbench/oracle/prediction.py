@@ -41,6 +41,8 @@ class PredictionBasis(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """What the machine's numbers alone predict is multiplied with."""
     undetermined: float = 1.0
     """Share of the factor's prior variance that the measurements leave."""
+    distinct: float = 0.0
+    """Standard deviation of the part of the factor's logarithm that two strategies do not share."""
     spread: float = 0.0
     """Standard deviation of the logarithm of a launch, apart from the factor."""
     counts: dict[str, int] = {}
@@ -131,10 +133,15 @@ def correct_prediction(prediction: Prediction, learned: LearnedFactor) -> Predic
         **times,
         samples_per_s=prediction.samples_per_s / factor,
         interval=correct_interval(prediction.step_time_s, prediction.interval, learned),
-        rests_on=PredictionBasis(
-            kind="measured neighbours", factor=factor, undetermined=learned.undetermined, spread=learned.spread,
-            counts=learned.counts, neighbours=learned.neighbours,
-        ),
+        rests_on=neighbour_basis(learned),
+    )
+
+
+def neighbour_basis(learned: LearnedFactor) -> PredictionBasis:
+    """Return what a prediction rests on that measured configurations moved."""
+    return PredictionBasis(
+        kind="measured neighbours", factor=learned.factor, undetermined=learned.undetermined,
+        distinct=learned.distinct, spread=learned.spread, counts=learned.counts, neighbours=learned.neighbours,
     )  # fmt: skip
 
 

@@ -200,8 +200,8 @@ def ratio_spread(left: Prediction, right: Prediction, machine: Machine) -> float
     """Return the standard deviation of the logarithm of the two step times' ratio.
 
     A machine that computes x % slower than thought makes both steps longer by x % of their shares of computation; so
-    does its communication. The formulas' own errors are independent. Where measured neighbours move both, the first two
-    are smaller by the share that these determine, and the scatter of configurations replaces the formulas' errors.
+    does its communication. The formulas' own errors are independent. Where measured neighbours move both, what they
+    leave undetermined of the two strategies and the scatter of configurations replace all of these.
     """
     (left_compute, left_comm), (right_compute, right_comm) = (
         (each.compute_s / each.step_time_s, each.exposed_comm_s / each.step_time_s) if each.step_time_s else (0.0, 0.0)
@@ -212,8 +212,7 @@ def ratio_spread(left: Prediction, right: Prediction, machine: Machine) -> float
     bases = (left.rests_on, right.rests_on)
     if any(basis.kind != "measured neighbours" for basis in bases):
         return sqrt(compute**2 + comm**2 + 2 * FORMULA_SPREAD[machine.depth] ** 2)
-    undetermined = max(basis.undetermined for basis in bases)
-    return sqrt(undetermined * (compute**2 + comm**2) + sum(basis.spread**2 for basis in bases))
+    return sqrt(sum(basis.distinct**2 + basis.spread**2 for basis in bases))
 
 
 def largest_batch_size(spec: RunSpec, predictor: Predictor) -> int | None:

@@ -265,3 +265,13 @@ def test_asking_about_one_strategy_changes_nothing_of_another() -> None:
     before = forecast.memory_fit(of["fsdp"])
     forecast.memory_fit(of["fairscale_sddp"])
     assert forecast.memory_fit(of["fsdp"]) == before
+
+
+def test_measured_candidates_differ_by_what_they_do_not_share() -> None:
+    """The machine's uncertainty cancels; what is undetermined of each strategy and the scatter of runs remain."""
+    basis = PredictionBasis(kind="measured neighbours", distinct=0.3, spread=0.4, counts={"model": 2})
+    machine = nominal_machine(SELENE, None, 8)
+    moved = told(1.0, 0.5, rests_on=basis)
+    assert ratio_spread(moved, told(2.0, rests_on=basis), machine) == pytest.approx(2**0.5 * 0.5)
+    alone = told(2.0)
+    assert ratio_spread(moved, alone, machine) == ratio_spread(told(1.0, 0.5), alone, machine)
