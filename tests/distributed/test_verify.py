@@ -205,7 +205,8 @@ def test_a_signal_while_the_reference_is_trained(tmp_path: Path, launch: Launch)
 
 
 def test_a_rank_that_dies_while_the_reference_is_trained(tmp_path: Path, launch: Launch) -> None:
-    tasks, reached = write_tasks(tmp_path, PLAIN_PAIR, wait_s=3.0), tmp_path / "reached"
+    # The ranks wait this long for each other when they start, too: a busy machine starts them seconds apart.
+    tasks, reached = write_tasks(tmp_path, PLAIN_PAIR, wait_s=15.0), tmp_path / "reached"
     launch.by_hand(2, tasks, WRONG, SLOW_S="0.05", REACHED=str(reached))
     wait_until(reached.exists, "the reference")
     launch.processes[1].kill()
