@@ -80,6 +80,11 @@ class ActivationMetaCache:
         self.device = device
         self._outputs: dict[int, list[ActivationMeta]] = {}
 
+    @property
+    def chunks(self) -> int:
+        """Number of chunks of the whole model."""
+        return len(self._blocks)
+
     def outputs_of(self, chunk: int, samples: int) -> ActivationMeta:
         """Return the form of ``chunk``'s output for a micro-batch of ``samples``.
 
@@ -97,11 +102,7 @@ class ActivationMetaCache:
             model = copy.deepcopy(self._model)
             with torch.random.fork_rng(devices=[]), FakeTensorMode(), torch.no_grad():
                 allocate_fake_storage(model, self.device)
-                x: Any = zero_batch(spec, samples)[0].to(self.device)
-                if x.is_floating_point() and spec.precision == "fp64":
-                    x = x.double()
-                if spec.channels_last and x.dim() in (4, 5):
-                    x = x.contiguous(memory_format=_MEMORY_FORMATS[x.dim() - 3])
+                x: Any = in_run_format(zero_batch(spec, samples)[0].to(self.device), spec)
                 with arithmetic.autocast():
                     for blocks in self._blocks:
                         for block in list(model)[blocks.start : blocks.stop]:
@@ -116,6 +117,14 @@ class ActivationMetaCache:
                 "a pipeline needs blocks whose shapes do not depend on values; BatchNorm needs two values",
             ) from error
         return outputs
+
+
+def in_run_format(inputs: Tensor, spec: RunSpec) -> Tensor:
+    """Return ``inputs`` [n, *sample shape] in the dtype and memory format in which the run's feed hands them out."""
+    x = inputs.double() if inputs.is_floating_point() and spec.precision == "fp64" else inputs
+    if spec.channels_last and x.dim() in (4, 5):
+        x = x.contiguous(memory_format=_MEMORY_FORMATS[x.dim() - 3])
+    return x
 
 
 def activation_meta_of(output: Any) -> ActivationMeta:
@@ -309,6 +318,11 @@ class ModelChunk:
             self._deferred[micro_batch] = deferred
         leaves = [tensor for tensor in inputs if tensor.requires_grad]
         return tuple(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether ``backward`` leaves weight gradients to ``finish_weights``."""
+        return self._queue is not None
 
     def finish_weights(self, micro_batch: int) -> None:
         """Compute the deferred weight gradients of a micro-batch."""

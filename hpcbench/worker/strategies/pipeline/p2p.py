@@ -1,8 +1,12 @@
-"""Point-to-point transport of activations and gradients between pipeline ranks, with receives posted ahead."""
+"""Point-to-point transport of activations and gradients between pipeline ranks, and the one with receives posted ahead.
+
+``paired_p2p`` is the other one, for cuda.
+"""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
@@ -11,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hpcbench.parallel.pipeline.schedules import PipelineLayout, PipelineMessage
+from hpcbench.parallel.pipeline.exchange_order import Exchange
+from hpcbench.parallel.pipeline.schedules import Action, PipelineLayout, PipelineMessage
 from hpcbench.worker.distributed.process_groups import RankGroup, to_timedelta
 from hpcbench.worker.strategies.pipeline.chunk import TensorMeta
 
@@ -82,42 +87,44 @@ def warm_up_links(groups: P2PGroups, links: Iterable[PipelineMessage], rank: int
         torch.cuda.synchronize(device)
 
 
-class P2PTransport:
-    """Asynchronous sends and prefetched receives; a buffer lives until its transfer is complete.
+class P2PTransport(ABC):
+    """Asynchronous sends and receives; a buffer lives until its transfer is complete.
 
-    Only ``receive`` and ``wait_for_sends`` block.
+    Only ``receive`` and ``wait_for_sends`` block, on cuda the stream and not the host.
     """
 
-    def __init__(self, groups: P2PGroups, device: torch.device, wait_s: float) -> None:
+    def __init__(self, device: torch.device, wait_s: float) -> None:
         self._wait_s = wait_s
-        self._groups = groups
         self._device = device
-        self._awaited: dict[tuple[int, bool], deque[PipelineMessage]] = {}
-        """By link (sender and direction): messages whose receives are not posted, in the sender's order."""
         self._posted: dict[PipelineMessage, tuple[tuple[Tensor, ...], list[dist.Work]]] = {}
+        """Messages whose receives were started: their buffers and works."""
         self._numbers: dict[tuple[int, int, bool], int] = {}
-        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._sent: list[tuple[dist.Work, Sequence[Tensor]]] = []
         self._shapes: MessageShapes = lambda _: ()
 
-    def post_receives(self, messages: Iterable[PipelineMessage], shapes: MessageShapes) -> None:
-        """Announce the messages of a step, each sender's in its order, and post the first receives of every link."""
-        assert not any([self._posted, *self._awaited.values()]), "messages that were not received"
-        self._shapes, self._awaited = shapes, {}
-        for message in messages:
-            self._awaited.setdefault((message.source, message.is_forward), deque()).append(message)
-        for link in self._awaited.values():
-            self._post(link, PREFETCHED_RECEIVES)
+    @abstractmethod
+    def order(
+        self, ranks: Sequence[Sequence[Action]], layout: PipelineLayout, rank: int
+    ) -> Sequence[Action | Exchange]:
+        """Return the actions of ``rank`` in a step, with the exchanges that the runtime has to start between them.
 
+        Args:
+            ranks: The actions of every rank of the pipeline.
+            layout: The pipeline's stages and chunks.
+            rank: This rank of the pipeline.
+        """
+
+    @abstractmethod
+    def post_receives(self, messages: Iterable[PipelineMessage], shapes: MessageShapes) -> None:
+        """Announce the messages of a step, each sender's in its order."""
+
+    @abstractmethod
     def send(self, message: PipelineMessage, tensors: Sequence[Tensor]) -> None:
-        """Start to send ``tensors``, which must not change any more."""
-        group = self._groups.of(message)
-        self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
-        for shape, tensor in zip(self._shapes(message), tensors, strict=True):
-            assert tuple(tensor.shape) == shape.sizes, f"{message}: {tuple(tensor.shape)}, not {shape.sizes}"
-            flat = shape.flat(tensor)
-            work = dist.isend(flat, group=group.members(), group_dst=message.target, tag=self._tag(message))
-            assert work is not None, "a send of a rank outside its group"
-            self._sent.append((work, flat))
+        """Send ``tensors``, which must not change any more, without waiting."""
+
+    @abstractmethod
+    def exchange(self, exchange: Exchange) -> None:
+        """Start the transfers of an exchange in ``order``."""
 
     def receive(self, message: PipelineMessage) -> tuple[Tensor, ...]:
         """Return the tensors of ``message`` when they have arrived.
@@ -126,11 +133,7 @@ class P2PTransport:
             P2PTimeout: The message did not arrive within the time limit.
             RuntimeError: The sender has ended.
         """
-        link = self._awaited[message.source, message.is_forward]
-        while message not in self._posted:
-            self._post(link, 1)
         tensors, works = self._posted.pop(message)
-        self._post(link, 1)
         for work in works:
             self._wait(work)
         return tensors
@@ -154,6 +157,70 @@ class P2PTransport:
                 raise
             raise P2PTimeout(str(error)) from error
 
+    def _flat_tensors(self, message: PipelineMessage, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return ``tensors`` in the memory order of the message's shapes."""
+        flats = []
+        for shape, tensor in zip(self._shapes(message), tensors, strict=True):
+            assert tuple(tensor.shape) == shape.sizes, f"{message}: {tuple(tensor.shape)}, not {shape.sizes}"
+            flats.append(shape.flat(tensor))
+        return flats
+
+    def _forget_finished_sends(self) -> None:
+        self._sent = [(work, tensors) for work, tensors in self._sent if not work.is_completed()]
+
+    def _tag(self, message: PipelineMessage) -> int:
+        """Return the number of the next tensor on its link; gloo matches messages by it, NCCL by order."""
+        key = (message.source, message.target, message.is_forward)
+        number = self._numbers[key] = self._numbers.get(key, -1) + 1
+        return number % _TAG_COUNT
+
+
+class PrefetchingTransport(P2PTransport):
+    """Every message is sent at once, and ``PREFETCHED_RECEIVES`` of every link are posted before they are needed.
+
+    For a cpu: there a posted receive blocks nothing.
+    """
+
+    def __init__(self, groups: P2PGroups, device: torch.device, wait_s: float) -> None:
+        super().__init__(device, wait_s)
+        self._groups = groups
+        self._awaited: dict[tuple[int, bool], deque[PipelineMessage]] = {}
+        """By link (sender and direction): messages whose receives are not posted, in the sender's order."""
+
+    def order(
+        self, ranks: Sequence[Sequence[Action]], layout: PipelineLayout, rank: int
+    ) -> Sequence[Action | Exchange]:
+        """Return the actions alone: no transfer has a fixed place."""
+        del layout
+        return ranks[rank]
+
+    def post_receives(self, messages: Iterable[PipelineMessage], shapes: MessageShapes) -> None:
+        """Announce the messages of a step, each sender's in its order, and post the first receives of every link."""
+        assert not any([self._posted, *self._awaited.values()]), "messages that were not received"
+        self._shapes, self._awaited = shapes, {}
+        for message in messages:
+            self._awaited.setdefault((message.source, message.is_forward), deque()).append(message)
+        for link in self._awaited.values():
+            self._post(link, PREFETCHED_RECEIVES)
+
+    def send(self, message: PipelineMessage, tensors: Sequence[Tensor]) -> None:
+        group = self._groups.of(message)
+        self._forget_finished_sends()
+        for flat in self._flat_tensors(message, tensors):
+            work = dist.isend(flat, group=group.members(), group_dst=message.target, tag=self._tag(message))
+            assert work is not None, "a send of a rank outside its group"
+            self._sent.append((work, [flat]))
+
+    def exchange(self, exchange: Exchange) -> None:
+        raise AssertionError(f"{exchange}: no transfer has a fixed place")
+
+    def receive(self, message: PipelineMessage) -> tuple[Tensor, ...]:
+        link = self._awaited[message.source, message.is_forward]
+        while message not in self._posted:
+            self._post(link, 1)
+        self._post(link, 1)
+        return super().receive(message)
+
     def _post(self, link: deque[PipelineMessage], count: int) -> None:
         for _ in range(min(count, len(link))):
             message = link.popleft()
@@ -166,9 +233,3 @@ class P2PTransport:
                 assert work is not None, "a receive of a rank outside its group"
                 works.append(work)
             self._posted[message] = tensors, works
-
-    def _tag(self, message: PipelineMessage) -> int:
-        """Return the number of the next tensor on its link; gloo matches messages by it, NCCL by order."""
-        key = (message.source, message.target, message.is_forward)
-        number = self._numbers[key] = self._numbers.get(key, -1) + 1
-        return number % _TAG_COUNT

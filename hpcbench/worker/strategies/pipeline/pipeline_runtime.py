@@ -12,7 +12,8 @@ An action with a result for another rank sends it and continues; an action that 
                                                      | loss
     B on stage 0 <--- gradients ----- B on stage 1 <-+
 
-A step is ``begin`` (receives are posted), ``execute`` (all actions in order) and ``end`` (sends are complete).
+A step is ``begin`` (receives are posted), ``execute`` (all actions in order) and ``end`` (sends are complete). Where
+the transport gives messages fixed places between the actions (``paired_p2p``), nothing is posted ahead.
 
 When a step of an asynchronous pipeline ends, a stage is one forward pass ahead of the next one. Its output is received
 before the step ends, so that nothing is in flight between steps and other collectives are possible.
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from hpcbench.errors import WorkerError
+from hpcbench.parallel.pipeline.exchange_order import Exchange
 from hpcbench.parallel.pipeline.schedules import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -128,6 +130,7 @@ class PipelineRuntime:
         self._sent_ahead = [
             message for message in messages if message.is_forward and message.action.micro_batch not in forwarded
         ]
+        self._program = self.transport.order(ranks, self.layout, self.rank)
         self.transport.post_receives(messages, self._message_shapes)
 
     def execute(self) -> None:
@@ -136,7 +139,12 @@ class PipelineRuntime:
         Raises:
             WorkerError: A message did not arrive in time.
         """
-        for index, action in enumerate(self._actions):
+        index = -1
+        for action in self._program:
+            if isinstance(action, Exchange):
+                self.transport.exchange(action)
+                continue
+            index += 1
             self.hooks.before(action)
             if action.kind == FORWARD:
                 self._forward(action)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hpcbench.config.run_spec import RunSpec
 from hpcbench.errors import unsupported
 from hpcbench.parallel.catalog import get_strategy
+from hpcbench.parallel.pipeline.exchange_order import pipeline_links
 from hpcbench.parallel.pipeline.schedules import Action, message_after, schedule_actions
 from hpcbench.parallel.strategies.pipeline import cuts_exclusion, pipeline_layout
 from hpcbench.results.schema import TimelineSpan
@@ -27,7 +28,8 @@ from hpcbench.worker.strategies.pipeline.action_timeline import (
     watch_progress,
 )
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk
-from hpcbench.worker.strategies.pipeline.p2p import P2PTransport, make_p2p_groups, warm_up_links
+from hpcbench.worker.strategies.pipeline.p2p import PrefetchingTransport, make_p2p_groups, warm_up_links
+from hpcbench.worker.strategies.pipeline.paired_p2p import PairedTransport, open_links
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineBatch, PipelineRuntime
 from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks, measure_blocks, predict_step
 from hpcbench.worker.strategies.pipeline.stage_module import (
@@ -40,6 +42,7 @@ from hpcbench.worker.strategies.pipeline.stage_module import (
     sum_tied_gradients,
     tied_parameters,
 )
+from hpcbench.worker.strategies.pipeline.warm_up import open_communicators, run_chunks_once
 from hpcbench.worker.strategies.tensor_layers import TensorParallelComm, split_transformer_blocks
 
 cached_actions = cache(schedule_actions)
@@ -50,22 +53,21 @@ class PipelineStrategy(ModelParallelStrategy):
 
     axis = "pp"
     module: StageModule
+    pairs_messages: bool | None = None
+    """Whether messages are exchanged in pairs at fixed places between the actions (``paired_p2p``) or receives are
+    posted ahead (``p2p``). ``None``: in pairs on cuda."""
 
     def setup(self, model: nn.Sequential, spec: RunSpec, context: RankContext) -> None:
         self.context = context
         super().setup(model, spec, context)
-        groups = make_p2p_groups(
-            self.group, self.layout, lambda purpose: make_group(self.mesh, context, "pp", purpose=purpose)
-        )
-        schedule = self.schedule(spec.micro_batches)
-        messages = (message_after(action, self.layout) for actions in schedule for action in actions)
-        warm_up_links(groups, [message for message in messages if message], self.group.place, context.device)
         splits = get_strategy(spec.strategy).splits_backward
+        chunks = {number: ModelChunk(self.module.chunk(number), splits) for number in self._chunk_numbers}
+        pairs = context.device.type == "cuda" if self.pairs_messages is None else self.pairs_messages
         self.runtime = PipelineRuntime(
             layout=self.layout,
             rank=self.group.place,
-            chunks={number: ModelChunk(self.module.chunk(number), splits) for number in self._chunk_numbers},
-            transport=P2PTransport(groups, context.device, context.wait_s),
+            chunks=chunks,
+            transport=self._make_paired_transport(chunks) if pairs else self._make_prefetching_transport(),
             boundaries=self.boundaries,
             arithmetic=self.arithmetic,
             recompute=self.options["recompute"],
@@ -76,6 +78,24 @@ class PipelineStrategy(ModelParallelStrategy):
         if self.options.get("batch_norm") == "deferred":
             self._statistics = DeferredBatchNorm(self.module)
             self.runtime.hooks.before = self._statistics.before
+
+    def _make_prefetching_transport(self) -> PrefetchingTransport:
+        context, schedule = self.context, self.schedule(self.spec.micro_batches)
+        groups = make_p2p_groups(
+            self.group, self.layout, lambda purpose: make_group(self.mesh, context, "pp", purpose=purpose)
+        )
+        messages = (message_after(action, self.layout) for actions in schedule for action in actions)
+        warm_up_links(groups, [message for message in messages if message], self.group.place, context.device)
+        return PrefetchingTransport(groups, context.device, context.wait_s)
+
+    def _make_paired_transport(self, chunks: Mapping[int, ModelChunk]) -> PairedTransport:
+        """Run the chunks once, create all communicators, and open the links last."""
+        context, schedule = self.context, self.schedule(self.spec.micro_batches)
+        recomputes = self.options["recompute"] != "never"
+        run_chunks_once(chunks, self.boundaries, self.spec, self.arithmetic, self.reducers, recomputes)
+        open_communicators([self._reduced_group] if self.reducers else [], self._ties, self.group, context.device)
+        links = open_links(self.group, pipeline_links(schedule, self.layout), context)
+        return PairedTransport(links, context.device, context.wait_s)
 
     def split_model(self, model: nn.Sequential, spec: RunSpec) -> StageModule:
         """Return this rank's chunks, with their names in ``model``.
@@ -111,6 +131,7 @@ class PipelineStrategy(ModelParallelStrategy):
         if self.layout.replicas:
             stage_ranks = self.layout.ranks_of(self.layout.stage_of(self.group.place))
             group = make_group_of_ranks((self.group.ranks[rank] for rank in stage_ranks), self.context)
+        self._reduced_group = group
         tied_ids = {id(parameter) for parameter in tied}
         for number in self._chunk_numbers:
             untied = [parameter for parameter in module.chunk(number).parameters() if id(parameter) not in tied_ids]

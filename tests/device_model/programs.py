@@ -1,0 +1,270 @@
+"""The programs of pipeline ranks for the device model, with receives posted ahead and with paired exchanges.
+
+The order of actions and exchanges is the package's own (``schedules``, ``exchange_order``). The two functions below
+follow ``PipelineRuntime`` with its two transports; ``tests/worker/test_pipeline_transports.py`` compares the calls that
+these make with the kernels here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
+
+from hpcbench.parallel.pipeline.exchange_order import Exchange, exchange_order, pipeline_links
+from hpcbench.parallel.pipeline.schedules import (
+    BACKWARD_WEIGHT,
+    FORWARD,
+    UPDATE,
+    Action,
+    PipelineLayout,
+    PipelineMessage,
+    message_after,
+    received_messages,
+    schedule_actions,
+)
+from hpcbench.parallel.pipeline.weight_versions import Staleness, stage_step_actions
+from tests.device_model.device import Enter, Kernel, Part, Program, SyncPoint
+
+SHIPPED = ("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "pipedream")
+PREFETCHED_RECEIVES = 2
+"""Receives per link that the transport for CPUs posts ahead."""
+
+StepActions = list[list[Action]]
+"""The actions of every rank in one step."""
+
+
+def pipeline_steps(schedule: str, stages: int, micro_batches: int) -> tuple[PipelineLayout, list[StepActions]]:
+    """Return a pipeline and its steps: one, and of ``pipedream``, whose steps overlap, the first two."""
+    if schedule == "pipedream":
+        layout = PipelineLayout(stages)
+        staleness, count = Staleness(stages), micro_batches
+        steps = []
+        for step in range(2):
+            ranks = [stage_step_actions(layout, staleness, rank, count, count, step == 0) for rank in range(stages)]
+            steps.append([[one._replace(micro_batch=one.micro_batch + step * count) for one in rank] for rank in ranks])
+        return layout, steps
+    layout = PipelineLayout(stages, 2 if schedule == "interleaved_1f1b" else 1)
+    ranks = schedule_actions(schedule, layout, micro_batches)
+    return layout, [[[*actions, Action(UPDATE, layout.stage_of(rank), 0)] for rank, actions in enumerate(ranks)]]
+
+
+def prefetching_programs(
+    layout: PipelineLayout, steps: Sequence[StepActions], every_action: bool = False, are_links_open: bool = True
+) -> list[Program]:
+    """The order of ``PrefetchingTransport``: two receives of every link are posted before they can be needed.
+
+    Args:
+        layout: The pipeline.
+        steps: The actions of every rank in each step.
+        every_action: Whether any action's first kernel may wait for the device, not only the first of its kind.
+        are_links_open: Whether the communicators exist; otherwise the first call of each creates it.
+    """
+    hosts = [_Host(rank, every_action) for rank in range(layout.ranks)]
+    for ranks in steps:
+        for host in hosts:
+            _prefetching_step(host, ranks, layout, are_links_open)
+    _check_matching(hosts)
+    return [host.program for host in hosts]
+
+
+def _prefetching_step(host: _Host, ranks: StepActions, layout: PipelineLayout, are_links_open: bool) -> None:
+    messages = received_messages(ranks, layout, host.rank)
+    receiver = _Prefetching(host, messages, are_links_open)
+    for action in ranks[host.rank]:
+        needed = host.needed_message(action, layout)
+        if needed is not None:
+            receiver.receive(needed)
+        host.compute(action)
+        message = message_after(action, layout)
+        if message is not None:
+            receiver.transfer(message)
+    for message in host.ahead(messages, ranks):
+        receiver.receive(message)
+    host.end_step()
+
+
+class _Prefetching:
+    """The calls of ``PrefetchingTransport`` in one step of a rank."""
+
+    def __init__(self, host: _Host, messages: Iterable[PipelineMessage], are_links_open: bool) -> None:
+        self._host = host
+        self._are_links_open = are_links_open
+        self._links: dict[tuple[int, bool], deque[PipelineMessage]] = {}
+        for message in messages:
+            self._links.setdefault((message.source, message.is_forward), deque()).append(message)
+        for link in self._links.values():
+            for _ in range(PREFETCHED_RECEIVES):
+                self._post(link)
+
+    def _post(self, link: deque[PipelineMessage]) -> None:
+        if link:
+            self.transfer(link.popleft())
+
+    def receive(self, message: PipelineMessage) -> None:
+        link = self._links[message.source, message.is_forward]
+        while message not in self._host.kernel_of:
+            self._post(link)
+        self._post(link)
+        self._host.wait_for(message)
+
+    def transfer(self, message: PipelineMessage) -> None:
+        # Two neighbours have a communicator for each direction of activations and of gradients.
+        communicator = (message.source, message.target, message.is_forward)
+        if not self._are_links_open:
+            self._host.enter(communicator, (message.source, message.target))
+        self._host.transfer(communicator, [message])
+
+
+def paired_programs(
+    layout: PipelineLayout,
+    steps: Sequence[StepActions],
+    every_action: bool = False,
+    replicas: int = 1,
+    opens_reducers: bool = True,
+) -> list[Program]:
+    """The order of ``PairedTransport``, after it has opened the links.
+
+    Args:
+        layout: The pipeline.
+        steps: The actions of every rank in each step.
+        every_action: As in ``prefetching_programs``.
+        replicas: Number of pipelines, which sum up each chunk's gradients after its last backward pass.
+        opens_reducers: Whether the communicators of these sums are created before the first step.
+    """
+    hosts = [_Host(rank, every_action) for rank in range(replicas * layout.ranks)]
+    programs = [exchange_order(ranks, layout) for ranks in steps]
+    for host in hosts:
+        replica, place = divmod(host.rank, layout.ranks)
+        members = tuple(range(place, replicas * layout.ranks, layout.ranks))
+        host.first_rank = replica * layout.ranks
+        if replicas > 1 and opens_reducers:
+            host.reduce(("replicas", place), members, "one number")
+        for link in pipeline_links(steps[0], layout):
+            if place in link:
+                host.open_link((replica, link), tuple(host.first_rank + rank for rank in link))
+        host.program.append(SyncPoint("the end of setup", is_certain=True))
+        for ranks, program in zip(steps, programs, strict=True):
+            last_backward = {action.chunk: action for action in ranks[place] if action.kind not in (FORWARD, UPDATE)}
+            for entry in program[place]:
+                if isinstance(entry, Exchange):
+                    host.transfer((replica, entry.link), entry.messages)
+                    continue
+                needed = host.needed_message(entry, layout)
+                if needed is not None:
+                    host.wait_for(needed)
+                host.compute(entry)
+                if replicas > 1 and last_backward.get(entry.chunk) == entry:
+                    host.reduce(("replicas", place), members, f"gradients of chunk {entry.chunk}")
+            for message in host.ahead(received_messages(ranks, layout, place), ranks):
+                host.wait_for(message)
+            host.end_step()
+    _check_matching(hosts)
+    return [host.program for host in hosts]
+
+
+class _Host:
+    """Writes the program of one rank; the computing stream is the one on which PyTorch's calls leave events."""
+
+    def __init__(self, rank: int, every_action: bool) -> None:
+        self.rank = rank
+        self.first_rank = 0
+        """The first rank of this rank's pipeline."""
+        self.program: Program = []
+        self.kernel_of: dict[PipelineMessage, int] = {}
+        """The kernel that receives a message."""
+        self.labels: dict[Hashable, str] = {}
+        """The payload of every call with a counterpart, to compare both sides."""
+        self._every_action = every_action
+        self._kernels = 0
+        self._waits: set[int] = set()
+        """Kernels that the computing stream waits for."""
+        self._sends: list[int] = []
+        self._taken: set[PipelineMessage] = set()
+        self._calls: dict[Hashable, int] = {}
+        self._loaded: set[tuple[str, int]] = set()
+        self._entered: set[Hashable] = set()
+
+    def compute(self, action: Action) -> None:
+        kernels = action.kind, action.chunk
+        if self._every_action or kernels not in self._loaded:
+            self.program.append(SyncPoint(f"the first kernel of {short(action)}"))
+        self._loaded.add(kernels)
+        number = self._launch("compute", (Part(f"computes {short(action)}"),))
+        self._waits = {number}
+
+    def transfer(self, communicator: Hashable, messages: Iterable[PipelineMessage]) -> None:
+        parts = []
+        for message in messages:
+            is_send = message.source == self.rank - self.first_rank
+            verb, other = ("sends", "to") if is_send else ("receives", "from")
+            rank = self.first_rank + (message.target if is_send else message.source)
+            key = self._key(communicator, message.source, short(message.action))
+            parts.append(Part(f"{verb} {short(message.action)} {other} rank {rank}", key))
+            if is_send:
+                self._sends.append(self._kernels)
+            else:
+                self.kernel_of[message] = self._kernels
+        self._launch(communicator, tuple(parts))
+
+    def wait_for(self, message: PipelineMessage) -> None:
+        self._waits.add(self.kernel_of[message])
+        self._taken.add(message)
+
+    def needed_message(self, action: Action, layout: PipelineLayout) -> PipelineMessage | None:
+        """Return the message that ``action`` needs, unless it was taken before."""
+        if action.kind in (BACKWARD_WEIGHT, UPDATE):
+            return None
+        chunk = action.chunk + (-1 if action.kind == FORWARD else 1)
+        message = message_after(action._replace(chunk=chunk), layout) if 0 <= chunk < layout.chunks else None
+        return None if message in self._taken else message
+
+    def ahead(self, messages: Iterable[PipelineMessage], ranks: StepActions) -> list[PipelineMessage]:
+        """Return the messages of this step that a later one needs."""
+        forwarded = {action.micro_batch for action in ranks[self.rank - self.first_rank] if action.kind == FORWARD}
+        return [one for one in messages if one.is_forward and one.action.micro_batch not in forwarded]
+
+    def end_step(self) -> None:
+        """The computing stream waits for all sends."""
+        self._waits.update(self._sends)
+        self._sends.clear()
+
+    def enter(self, communicator: Hashable, members: tuple[int, ...]) -> None:
+        if communicator not in self._entered:
+            self._entered.add(communicator)
+            self.program += [SyncPoint(f"the creation of {communicator}"), Enter(communicator, members)]
+
+    def open_link(self, communicator: Hashable, link: tuple[int, ...]) -> None:
+        """Exchange a number in both directions."""
+        self.enter(communicator, link)
+        parts = [Part(f"opens {link}", self._key(communicator, source - self.first_rank, "")) for source in link]
+        self._waits.add(self._launch(communicator, tuple(parts)))
+
+    def reduce(self, communicator: Hashable, members: tuple[int, ...], label: str) -> None:
+        self.enter(communicator, members)
+        part = Part(f"sums {label}", self._key(communicator, None, label))
+        self._sends.append(self._launch(communicator, (part,)))
+
+    def _key(self, communicator: Hashable, source: int | None, label: str) -> Hashable:
+        """The next call of ``communicator`` from ``source``: NCCL matches by order."""
+        direction = communicator, source
+        number = self._calls[direction] = self._calls.get(direction, -1) + 1
+        self.labels[direction, number] = label
+        return direction, number
+
+    def _launch(self, stream: Hashable, parts: tuple[Part, ...]) -> int:
+        self.program.append(Kernel(stream, parts, tuple(sorted(self._waits))))
+        self._kernels += 1
+        return self._kernels - 1
+
+
+def _check_matching(hosts: Iterable[_Host]) -> None:
+    """``AssertionError`` if a rank would receive another message than the one that it awaits."""
+    labels: dict[Hashable, str] = {}
+    for host in hosts:
+        for key, label in host.labels.items():
+            assert labels.setdefault(key, label) == label, f"{key}: {label}, not {labels[key]}"
+
+
+def short(action: Action) -> str:
+    """Return ``F3`` for the forward pass of micro-batch 3; with the chunk where that is not the rank."""
+    return f"{action.kind}{action.micro_batch}@{action.chunk}"

@@ -1,0 +1,107 @@
+"""Exhaustive search of a machine's interleavings for states in which nothing can go on.
+
+Certain transitions never disable each other (``Machine.certain_transitions``), so that any order of them leads to the
+same state: one of them alone is a persistent set (Godefroid 1996, *Partial-order methods*), and following one order
+loses no end. What is left to branch on are the choices at sync points. They do not disable each other either, so that
+one rank's two choices are a persistent set again. ``all_ends`` does without any of this, for a test of the reduction.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tests.device_model.device import Machine, State, SyncPoint
+
+SyncSet = frozenset[tuple[int, int]]
+"""Rank and position of the sync points at which hosts wait for their devices."""
+
+
+class Search(NamedTuple):
+    """The states that were looked at, and the first hang: the sync points that lead to it."""
+
+    states: int
+    hang: SyncSet | None
+
+
+def search_hang(machine: Machine) -> Search:
+    """Look at all interleavings and all choices until one hangs."""
+    start = machine.settle(machine.start)
+    syncs: dict[State, SyncSet] = {start: frozenset()}
+    stack = [start]
+    while stack:
+        state = stack.pop()
+        rank = next((rank for rank in range(len(state)) if machine.is_at_choice(state, rank)), None)
+        if rank is None:
+            if not machine.is_finished(state):
+                return Search(len(syncs), syncs[state])
+            continue
+        for is_sync in (False, True):
+            after = machine.settle(machine.choose(state, rank, is_sync))
+            if after not in syncs:
+                syncs[after] = syncs[state] | {(rank, state[rank].position)} if is_sync else syncs[state]
+                stack.append(after)
+    return Search(len(syncs), None)
+
+
+def end_with(machine: Machine, syncs: SyncSet) -> State:
+    """Return the one state in which everything ends if hosts wait at exactly ``syncs``."""
+    state = machine.settle(machine.start)
+    while (rank := next((rank for rank in range(len(state)) if machine.is_at_choice(state, rank)), None)) is not None:
+        state = machine.settle(machine.choose(state, rank, (rank, state[rank].position) in syncs))
+    return state
+
+
+def hangs_with_all_syncs(machine: Machine) -> bool:
+    """Whether ranks hang whose hosts wait at every sync point.
+
+    One more wait never enables a transition. So what hangs with some of the waits hangs with all of them, and what does
+    not hang with all of them never does.
+    """
+    points = frozenset(
+        (rank, position)
+        for rank, program in enumerate(machine.programs)
+        for position, instruction in enumerate(program)
+        if isinstance(instruction, SyncPoint)
+    )
+    return not machine.is_finished(end_with(machine, points))
+
+
+def fewest_syncs(machine: Machine, syncs: SyncSet) -> SyncSet:
+    """Leave out waits of a hang as long as it stays one."""
+    for point in sorted(syncs):
+        if not machine.is_finished(end_with(machine, syncs - {point})):
+            syncs -= {point}
+    return syncs
+
+
+def all_ends(machine: Machine) -> tuple[set[State], int]:
+    """Return the states without a transition that are reached by any interleaving, and the number of all states."""
+    seen, stack, ends = {machine.start}, [machine.start], set[State]()
+    while stack:
+        state = stack.pop()
+        successors = [after for _, after in machine.certain_transitions(state)]
+        for rank in range(len(state)):
+            if machine.is_at_choice(state, rank):
+                successors += [machine.choose(state, rank, False), machine.choose(state, rank, True)]
+        if not successors:
+            ends.add(state)
+        fresh = [after for after in successors if after not in seen]
+        seen.update(fresh)
+        stack += fresh
+    return ends, len(seen)
+
+
+def reduced_ends(machine: Machine) -> set[State]:
+    """Return the ends that ``search_hang`` would reach."""
+    seen, stack, ends = set[State](), [machine.settle(machine.start)], set[State]()
+    while stack:
+        state = stack.pop()
+        if state in seen:
+            continue
+        seen.add(state)
+        rank = next((rank for rank in range(len(state)) if machine.is_at_choice(state, rank)), None)
+        if rank is None:
+            ends.add(state)
+        else:
+            stack += [machine.settle(machine.choose(state, rank, is_sync)) for is_sync in (False, True)]
+    return ends

@@ -1,0 +1,59 @@
+"""Pipelines in cuda's order of messages compute what one process computes; gloo's ranks take it with the same calls."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
+from tests.distributed.cases import EXACT, Case, OfRank, check, run_parallel, run_reference
+from tests.distributed.pool import Pool
+from tests.distributed.test_pipedream import run_stack, small_stack, stack_case
+from tests.distributed.test_pipeline import TIED, pipeline_case
+
+pytestmark = pytest.mark.slow
+
+SYNCHRONOUS = ["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+
+
+def run_paired(case: Case, group: dist.ProcessGroup) -> OfRank:
+    """Run ``run_parallel`` with messages in pairs and chunks that run once before."""
+    with mock.patch.object(PipelineStrategy, "pairs_messages", True):
+        return run_parallel(case, group)
+
+
+def run_paired_stack(case: Case, group: dist.ProcessGroup) -> OfRank:
+    """Run ``run_stack`` with messages in pairs."""
+    with mock.patch.object(PipelineStrategy, "pairs_messages", True):
+        return run_stack(case, group)
+
+
+def check_paired(pool: Pool, case: Case) -> None:
+    check(pool.call(case.spec.ranks, run_paired, case), run_reference(case), EXACT)
+
+
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+def test_two_stages(pool: Pool, schedule: str) -> None:
+    check_paired(pool, pipeline_case(schedule, 2, precision="fp64", steps=2, narrow=True))
+
+
+@pytest.mark.parametrize("schedule", SYNCHRONOUS)
+def test_four_stages(pool: Pool, schedule: str) -> None:
+    check_paired(pool, pipeline_case(schedule, 4, precision="fp64", steps=1, narrow=True))
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_pipedream(pool: Pool, stages: int) -> None:
+    case = stack_case(stages)
+    with mock.patch("tests.distributed.cases.build_model", small_stack):
+        expected = run_reference(case)
+    check(pool.call(case.spec.ranks, run_paired_stack, case), expected, EXACT)
+
+
+def test_tied_weights_of_two_replicas(pool: Pool) -> None:
+    """The sums over replicas and between both copies have communicators of their own."""
+    more: dict[str, Any] = {"input_size": 4, "model_options": TIED, "precision": "fp64", "batch_size": 4}
+    check_paired(pool, pipeline_case("interleaved_1f1b", 2, "gpt", "tokens", 2, micro_batches=2, steps=2, **more))
