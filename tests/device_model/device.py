@@ -130,6 +130,14 @@ class Machine:
     def part(self, rank: int, number: int) -> Part:
         return self._tables[rank].parts[number]
 
+    def counterparts(self, rank: int, number: int) -> tuple[tuple[int, int], ...]:
+        """Return rank and number of all parts that end together with a part, itself included."""
+        return self._counterparts[rank][number]
+
+    def is_queued(self, state: State, rank: int, number: int) -> bool:
+        """Whether the host of ``rank`` has enqueued the part."""
+        return bool(self._tables[rank].queued[state[rank].position] >> number & 1)
+
     def is_running(self, state: State, rank: int, number: int) -> bool:
         """Whether the part is enqueued, not done, and waits for nothing on its own device."""
         tables, done = self._tables[rank], state[rank].done
@@ -158,10 +166,10 @@ class Machine:
         """
         steps: list[tuple[Step, State]] = []
         for rank in range(len(state)):
-            host = self._host_step(state, rank)
-            if host is not None:
+            if self._can_go_on(state, rank):
                 position, _, done = state[rank]
-                steps.append((Step(rank, "host", host), _replaced(state, rank, RankState(position + 1, False, done))))
+                step = Step(rank, "host", self._step_text(state, rank))
+                steps.append((step, _replaced(state, rank, RankState(position + 1, False, done))))
             for number in self.pending(state, rank):
                 counterparts = self._counterparts[rank][number]
                 if counterparts[0] == (rank, number) and all(self.is_running(state, *each) for each in counterparts):
@@ -169,29 +177,57 @@ class Machine:
                     steps.append((step, _with_done(state, counterparts)))
         return steps
 
-    def _host_step(self, state: State, rank: int) -> str | None:
-        instruction = self.instruction(state, rank)
+    def _can_go_on(self, state: State, rank: int) -> bool:
+        """Whether the host takes its next step without a choice."""
+        position, _, done = state[rank]
+        program = self.programs[rank]
+        if position == len(program):
+            return False
+        instruction = program[position]
+        if isinstance(instruction, Kernel):
+            return True
+        if isinstance(instruction, SyncPoint):
+            return not self._tables[rank].queued[position] & ~done
+        enters = (self._tables[member].enters[instruction.communicator] for member in instruction.members)
+        return all(state[member].position >= enter for member, enter in zip(instruction.members, enters, strict=True))
+
+    def _step_text(self, state: State, rank: int) -> str:
+        instruction = self.programs[rank][state[rank].position]
         if isinstance(instruction, Kernel):
             return " and ".join(part.label for part in instruction.parts)
-        if isinstance(instruction, SyncPoint) and not self.pending(state, rank):
+        if isinstance(instruction, SyncPoint):
             return f"its device is idle at {instruction.reason}" if state[rank].is_syncing else ""
-        if isinstance(instruction, Enter) and all(
-            state[member].position >= self._tables[member].enters[instruction.communicator]
-            for member in instruction.members
-        ):
-            return f"creates communicator {instruction.communicator}"
-        return None
+        return f"creates communicator {instruction.communicator}"
 
     def settle(self, state: State) -> State:
         """Take certain transitions until only choices are left: any order of them leads to the same state."""
+        while True:
+            after = self.run_devices(self.run_hosts(state))
+            if after == state:
+                return state
+            state = after
+
+    def run_hosts(self, state: State) -> State:
+        """Let the hosts go on as far as they can without a choice and without their devices."""
         progress = True
         while progress:
             progress = False
             for rank in range(len(state)):
-                while self._host_step(state, rank) is not None:
+                while self._can_go_on(state, rank):
                     position, _, done = state[rank]
                     state, progress = _replaced(state, rank, RankState(position + 1, False, done)), True
+        return state
+
+    def run_devices(self, state: State) -> State:
+        """Let the devices do all that they can of what is queued."""
+        progress = True
+        while progress:
+            progress = False
+            for rank, tables in enumerate(self._tables):
                 for number in self.pending(state, rank):
+                    # A look at this rank first: most parts wait for an earlier one of their own device.
+                    if tables.needs[number] & ~state[rank].done:
+                        continue
                     counterparts = self._counterparts[rank][number]
                     if all(self.is_running(state, *each) for each in counterparts):
                         state, progress = _with_done(state, counterparts), True

@@ -23,30 +23,52 @@ class Search(NamedTuple):
     hang: SyncSet | None
 
 
-def search_hang(machine: Machine) -> Search:
-    """Look at all interleavings and all choices until one hangs."""
-    start = machine.settle(machine.start)
+def search_hang(machine: Machine, are_choices_early: bool = False) -> Search:
+    """Look at all interleavings and all choices until one hangs.
+
+    Args:
+        machine: The ranks.
+        are_choices_early: Whether hosts choose while their devices have not begun, instead of when nothing else is
+            left to do. Both find the same hangs. Late choices are few: most devices are idle by then.
+    """
+    start = _next_choice(machine, machine.start, are_choices_early)
     syncs: dict[State, SyncSet] = {start: frozenset()}
     stack = [start]
     while stack:
         state = stack.pop()
-        rank = next((rank for rank in range(len(state)) if machine.is_at_choice(state, rank)), None)
+        rank = first_choice(machine, state)
         if rank is None:
             if not machine.is_finished(state):
                 return Search(len(syncs), syncs[state])
             continue
         for is_sync in (False, True):
-            after = machine.settle(machine.choose(state, rank, is_sync))
+            after = _next_choice(machine, machine.choose(state, rank, is_sync), are_choices_early)
             if after not in syncs:
                 syncs[after] = syncs[state] | {(rank, state[rank].position)} if is_sync else syncs[state]
                 stack.append(after)
     return Search(len(syncs), None)
 
 
+def first_choice(machine: Machine, state: State) -> int | None:
+    """Return the lowest rank whose host is at a choice."""
+    return next((rank for rank in range(len(state)) if machine.is_at_choice(state, rank)), None)
+
+
+def _next_choice(machine: Machine, state: State, is_early: bool) -> State:
+    if not is_early:
+        return machine.settle(state)
+    while first_choice(machine, after := machine.run_hosts(state)) is None:
+        after = machine.run_devices(after)
+        if after == state:
+            return state
+        state = after
+    return after
+
+
 def end_with(machine: Machine, syncs: SyncSet) -> State:
     """Return the one state in which everything ends if hosts wait at exactly ``syncs``."""
     state = machine.settle(machine.start)
-    while (rank := next((rank for rank in range(len(state)) if machine.is_at_choice(state, rank)), None)) is not None:
+    while (rank := first_choice(machine, state)) is not None:
         state = machine.settle(machine.choose(state, rank, (rank, state[rank].position) in syncs))
     return state
 
@@ -99,7 +121,7 @@ def reduced_ends(machine: Machine) -> set[State]:
         if state in seen:
             continue
         seen.add(state)
-        rank = next((rank for rank in range(len(state)) if machine.is_at_choice(state, rank)), None)
+        rank = first_choice(machine, state)
         if rank is None:
             ends.add(state)
         else:
