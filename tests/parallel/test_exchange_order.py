@@ -123,7 +123,8 @@ def check_one_sequence(ranks: list[list[Action]], layout: PipelineLayout) -> Non
         if isinstance(entry, Exchange)
         for message in entry.messages
     ]
-    expected = [message for action in computed if (message := message_after(action, layout)) is not None]
+    after_actions = (message_after(action, layout) for action in computed)
+    expected = [message for message in after_actions if message is not None]
     assert sorted(exchanged) == sorted(expected * 2)
 
 

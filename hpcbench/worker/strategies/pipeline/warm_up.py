@@ -69,7 +69,7 @@ def _run_once(
     device, is_last = boundaries.device, number == boundaries.chunks - 1
     inputs, targets = (tensor.to(device) for tensor in zero_batch(spec, samples))
     input_meta = None if number == 0 else boundaries.outputs_of(number - 1, samples)
-    tensors = (in_run_format(inputs, spec),)
+    tensors: tuple[Tensor, ...] = (in_run_format(inputs, spec),)
     if input_meta is not None:
         tensors = tuple(shape.empty(device).zero_() for shape in input_meta.shapes)
     output_meta = boundaries.outputs_of(number, samples)
