@@ -51,7 +51,7 @@ def pipeline_steps(schedule: str, stages: int, micro_batches: int) -> tuple[Pipe
 def prefetching_programs(
     layout: PipelineLayout, steps: Sequence[StepActions], every_action: bool = False, are_links_open: bool = True
 ) -> list[Program]:
-    """The order of ``PrefetchingTransport``: two receives of every link are posted before they can be needed.
+    """The order of ``P2PTransport``: two receives of every link are posted before they can be needed.
 
     Args:
         layout: The pipeline.
@@ -84,7 +84,7 @@ def _prefetching_step(host: _Host, ranks: StepActions, layout: PipelineLayout, a
 
 
 class _Prefetching:
-    """The calls of ``PrefetchingTransport`` in one step of a rank."""
+    """The calls of ``P2PTransport`` in one step of a rank."""
 
     def __init__(self, host: _Host, messages: Iterable[PipelineMessage], are_links_open: bool) -> None:
         self._host = host

@@ -9,11 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 from hpcbench.worker.__main__ import main
-from hpcbench.worker.strategies.pipeline.p2p import PrefetchingTransport
+from hpcbench.worker.strategies.pipeline.p2p import P2PTransport
 
 PATIENCE_S = 3.0
 
-_send, _init = PrefetchingTransport.send, PrefetchingTransport.__init__
+_send, _init = P2PTransport.send, P2PTransport.__init__
 
 
 def send(self: Any, *given: Any) -> None:
@@ -26,8 +26,8 @@ def init(self: Any, channels: Any, device: Any, _wait_s: float) -> None:
     _init(self, channels, device, PATIENCE_S)
 
 
-PrefetchingTransport.send = send  # type: ignore[method-assign,assignment]
-PrefetchingTransport.__init__ = init  # type: ignore[method-assign,assignment]
+P2PTransport.send = send  # type: ignore[method-assign,assignment]
+P2PTransport.__init__ = init  # type: ignore[method-assign,assignment]
 
 if __name__ == "__main__":
     sys.exit(main())

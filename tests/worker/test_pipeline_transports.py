@@ -17,7 +17,7 @@ from hpcbench.parallel.pipeline.schedules import Action, PipelineLayout, Pipelin
 from hpcbench.worker.model_execution import MixedPrecision
 from hpcbench.worker.strategies.pipeline import p2p, paired_p2p
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMeta, TensorMeta
-from hpcbench.worker.strategies.pipeline.p2p import PrefetchingTransport
+from hpcbench.worker.strategies.pipeline.p2p import P2PTransport
 from hpcbench.worker.strategies.pipeline.paired_p2p import PairedTransport
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import ActionHooks, PipelineBatch, PipelineRuntime
 from tests.device_model.device import Kernel, Program
@@ -138,7 +138,7 @@ def runtime_calls(layout: PipelineLayout, steps: list[StepActions], rank: int, p
         recorder.calls.append((recorder.label(group),))
         return Work(recorder, recorder.label(group))
 
-    transport: Any = PrefetchingTransport(Groups(), CPU, 1.0)  # type: ignore[arg-type]
+    transport: Any = P2PTransport(Groups(), CPU, 1.0)  # type: ignore[arg-type]
     if pairs:
         transport = RecordingPaired(recorder, pipeline_links(steps[0], layout))
     chunks: Any = {number: Chunk(number, recorder) for number in layout.chunks_of(rank)}

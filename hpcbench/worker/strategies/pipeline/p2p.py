@@ -87,7 +87,7 @@ def warm_up_links(groups: P2PGroups, links: Iterable[PipelineMessage], rank: int
         torch.cuda.synchronize(device)
 
 
-class P2PTransport(ABC):
+class MessageTransport(ABC):
     """Asynchronous sends and receives; a buffer lives until its transfer is complete.
 
     Only ``receive`` and ``wait_for_sends`` block, on cuda the stream and not the host.
@@ -175,7 +175,7 @@ class P2PTransport(ABC):
         return number % _TAG_COUNT
 
 
-class PrefetchingTransport(P2PTransport):
+class P2PTransport(MessageTransport):
     """Every message is sent at once, and ``PREFETCHED_RECEIVES`` of every link are posted before they are needed.
 
     For a cpu: there a posted receive blocks nothing.

@@ -16,7 +16,7 @@ from torch import Tensor
 from hpcbench.parallel.pipeline.exchange_order import Exchange, RankProgram, exchange_order
 from hpcbench.parallel.pipeline.schedules import Action, PipelineLayout, PipelineMessage
 from hpcbench.worker.distributed.process_groups import RankContext, RankGroup, make_group_of_ranks
-from hpcbench.worker.strategies.pipeline.p2p import MessageShapes, P2PTransport
+from hpcbench.worker.strategies.pipeline.p2p import MessageShapes, MessageTransport
 
 LinkGroups = Mapping[tuple[int, int], RankGroup]
 """This rank's process groups of two ranks, by link: both directions share a communicator."""
@@ -47,7 +47,7 @@ def open_links(group: RankGroup, links: Iterable[tuple[int, int]], context: Rank
     return groups
 
 
-class PairedTransport(P2PTransport):
+class PairedTransport(MessageTransport):
     """Sends and receives that start where the program of ``order`` has their exchange.
 
     ``send`` only keeps the tensors for their exchange, and ``receive`` waits for an exchange that was started.
@@ -60,7 +60,11 @@ class PairedTransport(P2PTransport):
         """Flat tensors of the messages whose exchanges were not started."""
 
     def order(self, ranks: Sequence[Sequence[Action]], layout: PipelineLayout, rank: int) -> RankProgram:
-        return _cached_order(tuple(map(tuple, ranks)), layout)[rank]
+        # Steps of an asynchronous pipeline differ in their first number only: one order is computed for all of them.
+        first = min(action.micro_batch for actions in ranks for action in actions)
+        from_zero = tuple(tuple(_shifted(action, -first) for action in actions) for actions in ranks)
+        program = _cached_order(from_zero, layout)[rank]
+        return [_shifted_entry(entry, first) for entry in program] if first else program
 
     def post_receives(self, messages: Iterable[PipelineMessage], shapes: MessageShapes) -> None:
         """Keep the ``shapes`` of a step's messages; nothing is posted ahead of its exchange."""
@@ -92,6 +96,17 @@ class PairedTransport(P2PTransport):
         for message in exchange.messages:
             if message not in outgoing:
                 self._posted[message][1].extend(receive_works)
+
+
+def _shifted(action: Action, micro_batches: int) -> Action:
+    return Action(action.kind, action.chunk, action.micro_batch + micro_batches)
+
+
+def _shifted_entry(entry: Action | Exchange, micro_batches: int) -> Action | Exchange:
+    if isinstance(entry, Action):
+        return _shifted(entry, micro_batches)
+    messages = (message._replace(action=_shifted(message.action, micro_batches)) for message in entry.messages)
+    return Exchange(entry.link, tuple(messages))
 
 
 def _start_together(

@@ -48,7 +48,7 @@ from hpcbench.worker.measure.clocks import PhaseMarker, no_marker
 from hpcbench.worker.model_execution import MixedPrecision, summed_loss
 from hpcbench.worker.strategies.pipeline.action_timeline import STUCK_HINT, ActionRecorder, PendingActions
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk, TensorMeta, backward_from
-from hpcbench.worker.strategies.pipeline.p2p import P2PTimeout, P2PTransport
+from hpcbench.worker.strategies.pipeline.p2p import MessageTransport, P2PTimeout
 
 _NOT_RECORDED = nullcontext()
 
@@ -90,7 +90,7 @@ class PipelineRuntime:
     rank: int
     chunks: Mapping[int, ModelChunk]
     """This rank's chunks by number."""
-    transport: P2PTransport
+    transport: MessageTransport
     boundaries: ActivationMetaCache
     arithmetic: MixedPrecision
     recompute: str = "never"

@@ -28,7 +28,7 @@ from hpcbench.worker.strategies.pipeline.action_timeline import (
     watch_progress,
 )
 from hpcbench.worker.strategies.pipeline.chunk import ActivationMetaCache, ModelChunk
-from hpcbench.worker.strategies.pipeline.p2p import PrefetchingTransport, make_p2p_groups, warm_up_links
+from hpcbench.worker.strategies.pipeline.p2p import P2PTransport, make_p2p_groups, warm_up_links
 from hpcbench.worker.strategies.pipeline.paired_p2p import PairedTransport, open_links
 from hpcbench.worker.strategies.pipeline.pipeline_runtime import PipelineBatch, PipelineRuntime
 from hpcbench.worker.strategies.pipeline.stage_assignment import assign_blocks, measure_blocks, predict_step
@@ -67,7 +67,7 @@ class PipelineStrategy(ModelParallelStrategy):
             layout=self.layout,
             rank=self.group.place,
             chunks=chunks,
-            transport=self._make_paired_transport(chunks) if pairs else self._make_prefetching_transport(),
+            transport=self._make_paired_transport(chunks) if pairs else self._make_p2p_transport(),
             boundaries=self.boundaries,
             arithmetic=self.arithmetic,
             recompute=self.options["recompute"],
@@ -79,14 +79,14 @@ class PipelineStrategy(ModelParallelStrategy):
             self._statistics = DeferredBatchNorm(self.module)
             self.runtime.hooks.before = self._statistics.before
 
-    def _make_prefetching_transport(self) -> PrefetchingTransport:
+    def _make_p2p_transport(self) -> P2PTransport:
         context, schedule = self.context, self.schedule(self.spec.micro_batches)
         groups = make_p2p_groups(
             self.group, self.layout, lambda purpose: make_group(self.mesh, context, "pp", purpose=purpose)
         )
         messages = (message_after(action, self.layout) for actions in schedule for action in actions)
         warm_up_links(groups, [message for message in messages if message], self.group.place, context.device)
-        return PrefetchingTransport(groups, context.device, context.wait_s)
+        return P2PTransport(groups, context.device, context.wait_s)
 
     def _make_paired_transport(self, chunks: Mapping[int, ModelChunk]) -> PairedTransport:
         """Run the chunks once, create all communicators, and open the links last."""
