@@ -192,3 +192,22 @@ def as_whole(calls: list[Call]) -> list[Call]:
 
 def test_the_model_posts_as_many_receives_ahead() -> None:
     assert p2p.PREFETCHED_RECEIVES == PREFETCHED_RECEIVES
+
+
+@pytest.mark.parametrize("answers", [1, 2])
+def test_works_of_a_pair(answers: int) -> None:
+    """gloo answers a pair with a work for each call, NCCL with one for both."""
+    works = [mock.Mock() for _ in range(answers)]
+    link = mock.Mock(place=1)
+    numbers = torch.zeros(1), torch.zeros(1)
+    with (
+        mock.patch.object(dist, "P2POp") as call,
+        mock.patch.object(dist, "batch_isend_irecv", return_value=works) as batch,
+    ):
+        sends, receives = paired_p2p._start_together([(numbers[0], 3)], [(numbers[1], 4)], link)
+    assert (sends, receives) == (works[:1], works[-1:])
+    assert len(batch.call_args.args[0]) == 2
+    assert [(one.args, one.kwargs["tag"], one.kwargs["group_peer"]) for one in call.call_args_list] == [
+        ((dist.isend, numbers[0]), 3, 0),
+        ((dist.irecv, numbers[1]), 4, 0),
+    ]
