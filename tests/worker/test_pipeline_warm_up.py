@@ -23,7 +23,7 @@ class Reducer:
         self.is_paused = False
         self.sent = 0
         for parameter in module.parameters():
-            parameter.register_post_accumulate_grad_hook(self._ready)
+            parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
 
     def _ready(self, _parameter: torch.Tensor) -> None:
         self.sent += not self.is_paused
