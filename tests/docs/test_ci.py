@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from hpcbench.config.sweep_loader import load_sweep
 from tests.docs.blocks import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "ci"
-yaml = pytest.importorskip("yaml")
 
 
 def lines_of(script: str) -> list[str]:
