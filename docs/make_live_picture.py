@@ -1,4 +1,4 @@
-"""Draw the live screen of a sweep that is made up here. Run by ``make reference``."""
+"""Draw the live screen of a synthetic sweep. Run by ``make reference``."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class StorageError(HpcbenchError):
 
 
 class WorkerError(HpcbenchError):
-    """A run cannot go on; ``status`` is what its result will say."""
+    """A run cannot go on; ``status`` is the status of its result."""
 
     def __init__(self, message: str, *, status: str = "failed", hint: str | None = None) -> None:
         super().__init__(message, hint=hint)

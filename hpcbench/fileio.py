@@ -46,7 +46,7 @@ def open_atomic(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_exclusive(path: Path, data: bytes) -> bool:
-    """Create ``path`` with ``data`` if nobody has; ``False`` where it exists already.
+    """Create ``path`` with ``data`` if it does not exist; ``False`` where it exists already.
 
     The content is linked into place whole: the loser of a race reads the winner's complete file.
     """
@@ -172,7 +172,7 @@ def read_regular_with_stat(path: Path | str, limit_bytes: int = MAX_FILE_BYTES) 
 
 
 def open_regular(path: Path | str) -> int:
-    """A descriptor of a plain file for reading. Opening never waits, as a pipe that somebody put there would."""
+    """A descriptor of a plain file for reading. Opening never waits, as the opening of a pipe in its place would."""
     return _open_regular(path)[0]
 
 
@@ -224,7 +224,7 @@ def printable_text(text: str) -> str:
 
 
 def printable_excerpt(text: str) -> str:
-    """``text`` as ``printable`` gives it, cut where nobody would read on."""
+    """``text`` as ``printable`` gives it, cut to a readable length."""
     cut = len(text) - _MAX_EXCERPT_CHARACTERS
     return (
         printable_text(text)

@@ -37,19 +37,19 @@ def project_folder() -> Path:
 
 
 def user_folder() -> Path:
-    """``~/.config/hpcbench``, or where XDG_CONFIG_HOME says."""
+    """``~/.config/hpcbench``, or below XDG_CONFIG_HOME."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "hpcbench"
 
 
 def cache_folder() -> Path:
-    """``~/.cache/hpcbench``, or where XDG_CACHE_HOME says: what can be made anew at any time."""
+    """``~/.cache/hpcbench``, or below XDG_CACHE_HOME: files that can be made again at any time."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "hpcbench"
 
 
 def user_data_folder() -> Path:
-    """``~/.local/share/hpcbench``, or where XDG_DATA_HOME says: what was measured and has no tree to lie in."""
+    """``~/.local/share/hpcbench``, or below XDG_DATA_HOME: measurements that belong to no results tree."""
     base = os.environ.get("XDG_DATA_HOME")
     return (Path(base) if base else Path.home() / ".local" / "share") / "hpcbench"
 

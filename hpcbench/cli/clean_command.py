@@ -1,4 +1,4 @@
-"""The command ``clean``: shows, and with ``--yes`` removes, what nobody needs in a results tree."""
+"""The command ``clean``: shows, and with ``--yes`` removes, the leftovers in a results tree."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class ClusterProfile(TomlTable):
         return self
 
     def partition(self, key: str | None) -> tables.PartitionConfig:
-        """The partition called ``key``, the default one, or one that says nothing."""
+        """The partition called ``key``, the default one, or an empty one."""
         chosen = key or self.default_partition
         return self.partitions[chosen] if chosen else _EMPTY_PARTITION
 
@@ -220,7 +220,7 @@ def is_profile_path(name: str) -> bool:
 def load_cluster_file(path: Path) -> tuple[ClusterProfile, TomlSource]:
     """The profile in a file, laid over the one that it extends; its name must be the file's.
 
-    Where it says no account, the user's own configuration may: for this name, or for that of what it extends.
+    Without an account in it, the user's configuration gives one: for this name, or for that of the extended profile.
     """
     data, source, names = read_profile_data(path)
     profile = validate_table(ClusterProfile, data, source)

@@ -166,7 +166,7 @@ class ResourceRequest(TomlTable):
     cpus_per_task: PositiveInt | None = None
     """CPUs of one rank; the node's, shared among its ranks, when absent."""
     cpus_per_device: PositiveInt | None = None
-    """CPUs that come with each accelerator, where the site wants a fixed ratio."""
+    """CPUs that come with each accelerator, where the site prescribes a fixed ratio."""
     exclusive: bool = False
     """Whole nodes."""
     exclude_nodes: list[NonSpaceText] = []
@@ -245,7 +245,7 @@ _RUNTIMES_WITHOUT_MOUNTS = ("cscs-engine", "uenv")
 
 
 class ContainerConfig(TomlTable):
-    """Wraps the worker's command: in words of its own (`command`), or in those of a container runtime (`kind`)."""
+    """Wraps the worker's command: with its own command (`command`), or with that of a container runtime (`kind`)."""
 
     command: Annotated[list[SingleLineText], Field(min_length=1)] | None = None
     """For instance `["apptainer", "exec", "--nv", "image.sif"]`."""
@@ -264,11 +264,11 @@ class ContainerConfig(TomlTable):
     @model_validator(mode="after")
     def _is_one_kind(self) -> ContainerConfig:
         if (self.command is None) == (self.kind is None):
-            raise ValueError("say either `command` or `kind`")
+            raise ValueError("set either `command` or `kind`")
         if self.kind and not self.image:
             raise ValueError(f"kind = {self.kind!r} needs an `image`")
         if self.kind in _RUNTIMES_WITHOUT_MOUNTS and self.mounts:
-            raise ValueError(f"{self.kind} takes no `mounts`: its own file says what is mounted")
+            raise ValueError(f"{self.kind} takes no `mounts`: its own file lists the mounts")
         if self.modules and self.kind not in ("shifter", "uenv"):
             raise ValueError(
                 "`modules` are shifter's, or the views of uenv; the environment's own are beside `container`"

@@ -69,7 +69,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     drop_last: Annotated[bool, Meta(description="leave out the partial batch at the end of an epoch")] = False
     data: Annotated[
         Literal["device", "host", "files", "real"],
-        Meta(description="made up: on the device, copied from the host each step, in files; real: its own files"),
+        Meta(description="synthetic: on the device, copied from the host each step, in files; real: its own files"),
     ] = "device"
     evaluate_every: Annotated[int, Meta(ge=0, description="steps between evaluations; 0 is at the end only")] = 0
     target_accuracy: Annotated[float, Meta(gt=0, le=1, description="measure the time until it is reached")] | None = (
@@ -188,7 +188,7 @@ class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     rehearsed: dict[str, Any] = {}
     """By the clusters that runs rehearse: how fast these compute, see ``parallel.kernel.Rehearsed``."""
     peak_flops_per_s: dict[str, float] = {}
-    """Per precision, of one device; empty where the profile does not say."""
+    """Per precision, of one device; empty where the profile has no figure."""
     cores_per_task: int | None = None
     pack: int = 1
     """Consecutive runs that one job carries, one after another."""

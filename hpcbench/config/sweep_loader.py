@@ -48,7 +48,7 @@ class ExclusionRule:
     """Points that match every key and for which the condition holds are dropped."""
 
     rule: str
-    """The rule in words, with its line."""
+    """The rule as text, with its line."""
     keys: dict[ParameterPath, list[Any]]
     when: Expression | None
 
@@ -265,7 +265,7 @@ def expand_sweep(sweep: Sweep) -> Iterator[SweepPoint | ExcludedPoint]:
     """The points of a sweep: the last axis moves fastest, includes follow the product, repeats are fastest of all.
 
     A sweep without axes is its includes, or else the one point of its fixed parameters. Points share the tables that
-    they have in common; nobody may change them in place.
+    they have in common; they are not changed in place.
     """
     fixed: SweepPoint = {}
     _set_parameters(fixed, sweep.fixed)
@@ -327,7 +327,7 @@ _UNSET_VALUES = {**PARAMETER_DEFAULTS, **dict.fromkeys(DEGREE_NAMES)}
 def find_exclusion(sweep: Sweep, point: Mapping[str, Any]) -> str | None:
     """The first rule of the sweep that leaves ``point`` out.
 
-    A point does not know the degrees that are left to it; the run that it resolves to does, and is asked again.
+    A point lacks the degrees that it leaves to hpcbench; the resolved run has them, and is checked again.
     """
     if not sweep.excludes:
         return None

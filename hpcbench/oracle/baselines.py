@@ -57,7 +57,7 @@ class BaselineEstimate(NamedTuple):
     comm_s: float | None = None
     memory_bytes: float | None = None
     reason: str = ""
-    """Why it says nothing at all."""
+    """The reason why there is no prediction."""
 
 
 class BaselineRequest(NamedTuple):
@@ -117,7 +117,7 @@ def halo_items(row: layer_table.LayerRow) -> float:
 def _paradl_job(request: BaselineRequest, split: Sequence[bool] | None = None) -> ParadlJob:
     """Return the table's rows as layers: times of one device at the run's micro-batch, per sample.
 
-    ``split`` tells which rows the strategy splits; all of them by default.
+    ``split`` selects the rows that the strategy splits; all of them by default.
     """
     spec, batch = single_device_spec(request.spec), request.spec.global_batch_size
     cost_model, samples = CostModel(request.machine, spec), spec.batch_size / spec.micro_batches

@@ -70,7 +70,7 @@ def model_parallel_sizes(world: DeviceAllocation, most: int = MAX_MODEL_PARALLEL
 
 
 def non_pipeline_points(base: SweepPoint, world: DeviceAllocation) -> Iterator[SweepPoint]:
-    """Every strategy but the pipelines, at every degree that is tried. ``base`` says model, data set and precision."""
+    """Every strategy but the pipelines, at every degree that is tried. ``base`` has model, data set and precision."""
     placed = base | world.point
     for key, entry in STRATEGIES.items():
         if key in PIPELINES or entry.cost is None:

@@ -11,7 +11,7 @@ CHOICE_BASELINES: dict[str, tuple[str, ...]] = {"always_ddp": ("ddp",), "ddp_els
 
 
 def choice_results(strategy: str, fits: bool | None) -> dict[str, PredictorResult]:
-    """Return what each of ``CHOICE_BASELINES`` says of a run.
+    """Return the choice of each of ``CHOICE_BASELINES`` for a run.
 
     Args:
         strategy: of the run.

@@ -33,7 +33,7 @@ class GroupLinks(NamedTuple):
     intra_node: HockneyLink
     inter_node: HockneyLink
     trees: bool = True
-    """Whether the library knows tree all_reduces: NCCL does, gloo uses a ring for every size."""
+    """Whether the library has tree all_reduces: NCCL has, gloo uses a ring for every size."""
     by_hop: bool = False
     """Whether the latencies of a ring's links add up, as in NCCL's own model: only what a link carries keeps others
     waiting. Without it every step of a ring waits for the link with the longest latency."""

@@ -61,7 +61,7 @@ def row_kernels(spec: RunSpec, layer: LayerRow, samples: float, share: RowShare 
 
 @cached_by_identity(64)
 def first_equal_rows(table: LayerTable) -> list[int]:
-    """Return by row the first one that computes the same: a transformer's blocks are alike."""
+    """Return by row the first one that computes the same: a transformer's blocks are equal."""
     # What a row's kernels depend on, and the name that it has within its block, by which some are split.
     fields = attrgetter(
         "kind", "output_bytes", "parameters", "forward_flops", "backward_flops", "forward_moved_bytes",

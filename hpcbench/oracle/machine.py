@@ -44,15 +44,15 @@ class CommParameters(msgspec.Struct, frozen=True, kw_only=True):
     contention: dict[int, float] = {}
     """By flows that share a link: how much longer each takes (ParaDL's phi); without a figure their number."""
     overlap_slowdown: float = 1.0
-    """How much slower a rank computes while a collective is under way (kappa of facts on Galvatron: 1.0 to 1.3)."""
+    """How much slower a rank computes while a collective runs (kappa of facts on Galvatron: 1.0 to 1.3)."""
     comm_slowdown: float = 1.0
-    """How much slower a collective is while its rank computes: 1 where somebody else than the processor sends."""
+    """How much slower a collective is while its rank computes: 1 where the processor does not send."""
     spread: float = 0.4
     """Relative uncertainty of a step's communication."""
     call_s: float = 0.0
     """What issuing a collective takes of the computing thread."""
     trees: bool = True
-    """Whether the library knows tree all_reduces (NCCL from 2.4 on)."""
+    """Whether the library has tree all_reduces (NCCL from 2.4 on)."""
     by_hop: bool = False
     """Whether the latencies of a ring's links add up (NCCL), or every step waits for the longest."""
 
@@ -79,12 +79,12 @@ class FittedParameter(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def learned(self) -> float:
-        """0: the runs say nothing of it, it is drawn to what it was before. Near 1: they alone decide."""
+        """0: the runs do not determine it, it keeps its earlier value. Near 1: the runs alone determine it."""
         return 1.0 - (self.spread / self.prior_spread) ** 2
 
 
 class RunResidual(msgspec.Struct, frozen=True, kw_only=True):
-    """A run that was fitted, and what the fitted machine says of it, without delays."""
+    """A run that was fitted, and its prediction by the fitted machine, without delays."""
 
     run: str
     measured_s: float
@@ -109,7 +109,7 @@ class Posterior(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """A cluster as the oracle sees it. ``depth`` says where the numbers come from."""
+    """A cluster as the oracle sees it. ``depth`` is the source of its numbers."""
 
     cluster: str
     device: str
@@ -185,7 +185,7 @@ def _nominal_compute(
     bandwidth = device.memory_bandwidth_bytes_per_s if device else None
     is_guess = not peaks or bandwidth is None
     if is_guess:
-        notes.append(f"{profile.name} does not say how fast its devices are: usual values are taken")
+        notes.append(f"{profile.name} has no figure for the speed of its devices: usual values are assumed")
     crowding = {1: 1.0}
     if profile.device == "cpu" and node.cores and tasks_per_node > node.cores:
         crowding |= {node.cores: 1.0, tasks_per_node: tasks_per_node / node.cores}

@@ -101,7 +101,7 @@ def _step_events(cost_model: CostModel, table: LayerTable, description: RankCost
 
 
 def _bucket_events(cost_model: CostModel, table: LayerTable, description: RankCost) -> dict[int, list[StreamEvent]]:
-    """Return by row the buckets that its gradients complete: laid together, and handed over in the buckets' order."""
+    """Return by row the buckets that its gradients complete: concatenated, and sent in the buckets' order."""
     ready_rows = first_use_rows(table)
     due: dict[int, list[StreamEvent]] = {}
     for reduction in description.reductions:

@@ -19,13 +19,13 @@ class GroupPlacement(NamedTuple):
     ranks: int
     nodes: int
     ranks_per_node: int
-    """On the fullest node."""
+    """The largest number on one node."""
     rivals: int
     """Groups like this one that use a node's way out at the same time, itself among them."""
 
 
 def place_group(spec: RunSpec, *axes: str) -> GroupPlacement:
-    """The group along ``axes`` of the mesh, of any rank: they are alike.
+    """The group along ``axes`` of the mesh, of any rank: they are equal.
 
     Nodes are filled one after the other, ``tasks_per_node`` ranks each.
     """
@@ -38,7 +38,7 @@ def place_group(spec: RunSpec, *axes: str) -> GroupPlacement:
 
 
 def place_subgroups(spec: RunSpec, axis: str, inner: int) -> tuple[GroupPlacement, GroupPlacement]:
-    """``axis`` cut into neighbours, ``inner`` at a time: such a part, and the group of those alike across parts."""
+    """``axis`` cut into neighbours, ``inner`` at a time: such a part, and the group of equal positions across parts."""
     mesh = RankMesh.of(spec)
     place = MESH_AXES.index(axis)
     stride = prod(mesh[place + 1 :])
@@ -61,7 +61,7 @@ def _place_strided(spec: RunSpec, steps: list[tuple[int, int]]) -> GroupPlacemen
 def place_neighbour_pair(spec: RunSpec, axis: str, is_far: bool | None = None) -> GroupPlacement:
     """Two neighbours along ``axis``, on one node or on two.
 
-    Where nobody says which: of all such pairs those that are furthest apart, who set the pace.
+    Without ``pairs``, the pairs that are furthest apart: the slowest ones.
     """
     whole = place_group(spec, axis)
     if is_far is None:

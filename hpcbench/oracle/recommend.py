@@ -67,7 +67,7 @@ class InfeasiblePoints(NamedTuple):
 
     strategy: str
     kind: str
-    """``limit`` (integers or names exclude it), ``memory``, or ``formulas`` (nothing can be said of it)."""
+    """``limit`` (integers or names exclude it), ``memory``, or ``formulas`` (no formula covers it)."""
     reason: str
     points: int
 

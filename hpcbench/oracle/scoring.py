@@ -21,7 +21,7 @@ from hpcbench.results.schema import STATUS_OK
 from hpcbench.results.timing_statistics import quantile
 
 COUNTED_FAILURES = frozenset({"oom", "failed", "timeout"})
-"""Ends that count against whoever said that the run would go well; the others are nobody's prediction."""
+"""Ends that count as an error of a prediction that the run succeeds; no predictor covers the others."""
 SCORED_PARTS = ("compute_s", "comm_s", "exposed_comm_s", "peak_memory_bytes")
 """What is scored beside the step time."""
 _BOOTSTRAP_RESAMPLES = 1000
@@ -81,11 +81,11 @@ class PredictorResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     rests_on: PredictionBasis | None = None
     """Of the oracle: what the prediction rests on, apart from the configuration itself."""
     reason: str = ""
-    """Why it said nothing."""
+    """The reason why there is no prediction."""
 
 
 class ValidationCase(msgspec.Struct):
-    """A configuration, and by predictor what was said of it."""
+    """A configuration and its prediction by each predictor."""
 
     measured: MeasuredConfiguration
     said: dict[str, PredictorResult]
@@ -154,7 +154,7 @@ def predicted_bests(cases: Sequence[ValidationCase], predictor: str) -> list[Pre
 def pooled_launch_noise(cases: Sequence[ValidationCase]) -> dict[str, float]:
     """Return by cluster the standard deviation of a launch's logarithm, pooled over configurations with several.
 
-    Two or three launches of one configuration say next to nothing of its own spread.
+    Two or three launches of one configuration do not determine its own spread.
     """
     squares: dict[str, float] = defaultdict(float)
     freedom: Counter[str] = Counter()
@@ -283,14 +283,14 @@ class AccuracySummary(msgspec.Struct, kw_only=True):
 
 
 class MemoryFitScore(msgspec.Struct, kw_only=True):
-    """Memory as yes or no, over runs that were ok or out of memory and were said to fit or not."""
+    """Memory as yes or no, over runs that were ok or out of memory and have a prediction."""
 
     count: int
     false_fits: int
-    """Said to fit, out of memory."""
+    """Predicted to fit, out of memory."""
     said_to_fit: int
     false_alarms: int
-    """Said not to fit, and ran."""
+    """Predicted not to fit, and ran."""
 
 
 class PredictorScore(msgspec.Struct, kw_only=True):

@@ -46,7 +46,7 @@ def step_from_events(cost_model: CostModel, events: Iterable[StreamEvent]) -> St
 
 
 WAIT_FOR_ALL = WaitEvent()
-"""The computing stream waits for all calls under way."""
+"""The computing stream waits for all running calls."""
 
 
 def update_events(cost_model: CostModel, spec: RunSpec, parameter_bytes: Sequence[float]) -> Iterator[StreamEvent]:

@@ -15,7 +15,7 @@ class ComputeEvent(NamedTuple):
 
 
 class CommCall(NamedTuple):
-    """A collective is handed to the communication stream of its lane, which takes one after another."""
+    """A collective is queued on the communication stream of its lane, which runs one after another."""
 
     seconds: float
     latency_s: float = 0.0
@@ -25,7 +25,7 @@ class CommCall(NamedTuple):
     lane: str = ""
     """Process groups have lanes of their own: a call does not queue behind another group's."""
     wire: str = ""
-    """Lanes whose calls are under way on one wire share it evenly."""
+    """Lanes with running calls on one wire share it evenly."""
     traffic: Traffic | None = None
     """What is passed."""
 
@@ -37,7 +37,7 @@ class WaitEvent(NamedTuple):
 
 
 class RepeatEvent(NamedTuple):
-    """``events`` so many times, one after another. Nothing is under way when it begins, nor between two times."""
+    """``events`` so many times, one after another. No call is running at the beginning and between two repetitions."""
 
     times: int
     events: Sequence[StreamEvent]
@@ -53,7 +53,7 @@ class StreamTimes(NamedTuple):
     compute_s: float
     """As computed, slowed down by communication or not."""
     comm_s: float
-    """While anything was under way: calls of two lanes at a time count once."""
+    """Time in which any call was running: simultaneous calls of two lanes count once."""
     exposed_comm_s: float
     """While the computing stream waited."""
     latency_s: float

@@ -40,7 +40,7 @@ def fitted_parameter_widths(
     """Return names and prior widths of what runs of these models and strategies may move.
 
     ``widths`` replaces widths by name; a width of 0 leaves a number as it is. A strategy's own numbers are moved only
-    where ``machine.strategies`` names the strategy: else they cannot be told from the device's.
+    where ``machine.strategies`` names the strategy: else they cannot be separated from the device's.
     """
     prior = {COMPUTE: _PRIOR_WIDTHS[COMPUTE]}
     prior |= {f"{COMPUTE}.{model}": _MODEL_PRIOR_WIDTH for model in sorted(set(models))}

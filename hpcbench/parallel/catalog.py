@@ -52,7 +52,7 @@ class ModelEntry(NamedTuple):
     description: str
     options: dict[str, Option]
     own: bool = False
-    """A user's own, which alone knows its options."""
+    """A user's own strategy, which checks its options itself."""
     input_size: int | None = None
     """What a run that names none takes, tokens or edge length; ``None``: the data set's own."""
 
@@ -74,7 +74,7 @@ def options_with_defaults(spec: RunSpec) -> dict[str, Any]:
 
 
 def exclusion_reason(spec: RunSpec) -> str | None:
-    """Return the reason why the run's strategy cannot execute it, as far as integers and names tell."""
+    """Return the reason why the run's strategy cannot execute it, as far as integers and names determine it."""
     exclusion = get_strategy(spec.strategy).exclusion
     return None if exclusion is None else exclusion(spec)
 

@@ -166,7 +166,7 @@ def owning_row(tensor: str, rows_by_name: Mapping[str, int]) -> int | None:
 
 
 def default_input_size(dataset: str) -> int:
-    """The input size of a data set that is not told another."""
+    """The default input size of a data set."""
     return DATASETS[dataset].shape[-1]
 
 
@@ -313,7 +313,7 @@ def memoized(size: int, key: Callable[..., tuple[Any, Hashable]]) -> Callable[[F
 def cached_by_identity(size: int) -> Callable[[FunctionT], FunctionT]:
     """Ask the function once for each first argument, by identity, and each of the others, which are hashable.
 
-    The last ``size`` answers are remembered. They are everybody's, and must be of a kind that cannot be changed.
+    The last ``size`` answers are remembered. They are shared, and must be immutable.
     """
     return memoized(size, lambda first, *others, **named: (first, (*others, *sorted(named.items()))))
 

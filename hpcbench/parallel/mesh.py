@@ -108,7 +108,7 @@ def dropped_samples(samples: int, global_batch_size: int, replicas: int, drop_la
 def micro_batch_ranges(count: int, smallest: int, batch_size: int, micro_batches: int) -> list[range]:
     """Return the micro-batches of a replica's ``count`` samples of one step.
 
-    Whole batches are cut as the run says; partial ones into as many parts as leave each ``MIN_SAMPLES_PER_REPLICA``
+    Whole batches are cut as configured; partial ones into as many parts as leave each ``MIN_SAMPLES_PER_REPLICA``
     samples.
     ``smallest`` is the share of the replica with the fewest: all are cut into as many parts, because sharded
     strategies communicate in each, and a rank with one more would wait in it for ever.

@@ -89,7 +89,7 @@ def resolve_point(point: dict[str, Any], limits: PartitionLimits) -> RunSpec | I
 
 
 def _drop_foreign_options(point: dict[str, Any]) -> None:
-    """Options that this strategy or model does not know are another's in the same sweep; defaults are left out.
+    """Options that this strategy or model does not have belong to others of the same sweep; defaults are left out.
 
     A user's own model gets all of them.
     """
@@ -188,7 +188,7 @@ def _check_target(spec: RunSpec) -> None:
         raise _InfeasibleError(f"target_accuracy: {spec.dataset} is regressed on values, which has no accuracy")
     if dataset.synthetic and spec.data != "real":
         raise _InfeasibleError(
-            f"target_accuracy needs samples that are held out; {spec.dataset} is made up where data is {spec.data!r}"
+            f"target_accuracy needs samples that are held out; {spec.dataset} is synthetic where data is {spec.data!r}"
         )
 
 

@@ -59,7 +59,7 @@ class DeviceCompute(msgspec.Struct, frozen=True, kw_only=True):
     """Of the peak, that large matrix products reach."""
     bandwidth_efficiency: float = 0.8
     samples: list[KernelSample] = []
-    """Measured kernels: others are judged by those that are most alike."""
+    """Measured kernels: others are estimated from the most similar ones."""
     factors: dict[str, float] = {}
     """By model: what a whole step takes over the sum of its kernels; ``""`` is any other model's."""
     spread: float = 0.35
@@ -77,7 +77,7 @@ class EmulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
 
     cluster: str
     source: str
-    """Where the numbers are from, in words."""
+    """Source of the numbers, as text."""
     compute: DeviceCompute
 
 
@@ -174,7 +174,7 @@ def wave_efficiency(kernel: Kernel, processors: int) -> float:
 
 
 def _kernel_features(kernel: Kernel) -> _FeatureVector:
-    """Logarithms of what tells layers apart: arithmetic, both activations, weights, and products per output."""
+    """Logarithms of a layer's features: arithmetic, both activations, weights, and products per output."""
     outputs = max(kernel.output_bytes, 4.0)
     return (
         log(outputs),
@@ -200,7 +200,8 @@ def _log_correction(at: _FeatureVector, known: Sequence[_CorrectionSample], typi
 def _nearest_samples(at: _FeatureVector, known: Sequence[_CorrectionSample]) -> list[tuple[float, float]]:
     """Distance and value of the ``_NEIGHBOURS`` nearest of ``known``, ascending by the features.
 
-    Looked for from where the first feature is alike, on both sides, until that alone is further off than all found.
+    The search starts at the nearest first feature, in both directions, and ends where that distance alone exceeds those
+    of all neighbours.
     """
     low = bisect_left(known, (at, 0.0)) - 1
     high, found = low + 1, list[tuple[float, float]]()

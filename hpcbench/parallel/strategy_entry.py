@@ -95,7 +95,7 @@ class PlotStyle(NamedTuple):
 
 
 class StrategyEntry(NamedTuple):
-    """Everything that the rest of hpcbench knows about a strategy.
+    """Everything that the rest of hpcbench reads about a strategy.
 
     Runtime and cost are strings ``"module:Class"``, so that a login node reads the registry without torch. All other
     behaviour that differs between strategies is a field here: no other module compares names of strategies.

@@ -13,7 +13,7 @@ COMM_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "a
 class Traffic(msgspec.Struct, frozen=True, kw_only=True, order=True):
     """Equal calls of one rank in one step.
 
-    ``payload_bytes`` is what the rank itself hands over in one call: to all_reduce, reduce_scatter, broadcast and
+    ``payload_bytes`` is the payload that the rank passes to one call: to all_reduce, reduce_scatter, broadcast and
     reduce the whole buffer (of a broadcast also where it is received), to all_gather its own part, to all_to_all and
     send what leaves it. What is received point to point is the sender's.
     """

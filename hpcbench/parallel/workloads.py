@@ -32,7 +32,7 @@ class Dataset(NamedTuple):
     samples: int
     held_out: int
     synthetic: bool
-    """Can be made up, of any size."""
+    """The data can be synthetic, of any size."""
     real: str | None
     """The set's own files below the data folder; ``None`` where there are none to read."""
     description: str
@@ -108,7 +108,7 @@ def custom_model_file(model: str, folder: Path) -> Path | None:
 
 
 def check_custom_model(model: str, folder: Path | None, where: str) -> ConfigError | None:
-    """Return the error in ``model`` as far as its text tells; nothing of it is executed.
+    """Return the error in ``model`` as far as its text shows it; nothing of it is executed.
 
     ``where`` is the place of its name. Without a ``folder`` only the form is looked at.
     """

@@ -118,7 +118,7 @@ def sbatch_directives(
 ) -> list[tuple[str, DirectiveValue]]:
     """Names and values of the #SBATCH lines; ``True`` is a flag without a value.
 
-    ``folder`` is the submission's: jobs run there, and what the script says goes to ``<number>.<job>.<task>.log``.
+    ``folder`` is the submission's: jobs run there, and the script's output goes to ``<number>.<job>.<task>.log``.
     """
     partition = profile.partition(shape.partition)
     node, request = profile.node_of(shape.partition), profile.request_of(shape.partition)
@@ -178,7 +178,7 @@ def pbs_directives(
 ) -> list[tuple[str, str | bool]]:
     """Option letters and values; ``True`` is an option without a value, a letter may come several times.
 
-    The range of the array stands in the script: whoever calls qsub need not know it.
+    The range of the array stands in the script: the caller of qsub need not pass it.
     """
     partition = profile.partition(shape.partition)
     jobs = -(-runs // pack)

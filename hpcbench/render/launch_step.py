@@ -74,7 +74,7 @@ def job_time_limit_s(shape: JobShape, pack: int = 1) -> float:
 
 
 def cpus_per_task(shape: JobShape, profile: ClusterProfile) -> int:
-    """CPUs of one rank: as the profile says, else the node's shared among its ranks, at least one."""
+    """CPUs of one rank: as the profile sets them, else the node's shared among its ranks, at least one."""
     request = profile.request_of(shape.partition)
     if request.cpus_per_task:
         return request.cpus_per_task

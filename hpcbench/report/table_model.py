@@ -1,4 +1,4 @@
-"""The table model: columns that say where their values come from, views of rows, and footnotes for warnings.
+"""The table model: columns with the source of their values, views of rows, and footnotes for warnings.
 
 A ``View`` has three renderers: ``table_output.render_view`` (terminal), ``table_output.write_view`` (files) and
 ``html.page_elements.html_table`` (page)."""

@@ -18,13 +18,13 @@ from hpcbench.results.attempts import AttemptStart
 from hpcbench.results.schema import RankResult, RunResult
 
 _IMPERSONAL_USERS = frozenset({"root", "nobody", "daemon", "admin", "user", "shared", "local", "public"})
-"""Accounts and folders under /home that are nobody's name."""
+"""Accounts and folders under /home that are no person's name."""
 _IMPERSONAL_HOSTS = frozenset({"localhost", "localhost.localdomain", "ip6-localhost"})
 _UNCHANGED_KEYS = frozenset({
     "run_id", "config_id", "environment_digest", "status", "strategy", "dataset", "precision", "optimizer", "scheduler",
     "launcher", "spec_version", "schema_version",
 })  # fmt: skip
-"""Keys whose values are words of ours, also where somebody is called the same."""
+"""Keys whose values are terms of hpcbench, also where a person has the same name."""
 _RECORDS = (RunResult, RankResult, AttemptStart, TaskFileHeader, RunTask)
 
 
@@ -98,7 +98,7 @@ class Anonymizer:
         self._register(self._words, name, self._pseudonym("account", name))
 
     def learn_folder(self, kind: str, path: str) -> None:
-        """A folder whose place tells about its owner; paths of fewer than two parts tell nothing."""
+        """A folder whose place identifies its owner; paths of fewer than two parts do not."""
         path = path.rstrip("/")
         if path.count("/") >= 2:
             self._register(self._folders, path, "/" + self._pseudonym(kind, path))

@@ -28,7 +28,7 @@ _ATTEMPT_NUMBER_PATTERN = re.compile(r"[1-9][0-9]{0,17}")
 
 
 class AttemptStart(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """``attempt.json``: who began when. ``launch`` tells two starts of the same job apart."""
+    """``attempt.json``: who began when. ``launch`` distinguishes two starts of the same job."""
 
     attempt: int
     launch: str

@@ -119,7 +119,7 @@ class BundleReader:
         self._digests: dict[str, str] = {}
 
     def files(self) -> Iterator[tuple[str, bytes]]:
-        """Name and content of every plain file; once all are read ``problems`` says which the manifest contradicts."""
+        """Name and content of every plain file; then ``problems`` lists those that contradict the manifest."""
         try:
             with open(open_regular(self.path), "rb") as file, gzip.GzipFile(fileobj=file) as stream:
                 yield from self._files(stream)
@@ -154,7 +154,7 @@ class BundleReader:
     def _members(self, stream: gzip.GzipFile) -> Iterator[tarfile.TarInfo]:
         """Every header up to the end of the archive.
 
-        tarfile's own reader follows extended headers into memory, however long they say they are; this one takes the
+        tarfile's own reader follows extended headers into memory, whatever length they declare; this one takes the
         512 bytes of a header and no more.
         """
         count = 0

@@ -21,7 +21,7 @@ MIGRATIONS: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 
 def migrate_document(document: Any) -> dict[str, Any] | None:
-    """``document`` in this version; ``None`` where it is in it already. ``ValueError`` says why that cannot be."""
+    """``document`` in this version; ``None`` where it has it already. ``ValueError`` where that is impossible."""
     version = document.get("schema_version", SCHEMA_VERSION) if isinstance(document, dict) else SCHEMA_VERSION
     if version == SCHEMA_VERSION:
         return None
@@ -80,7 +80,7 @@ def decode_result_unbounded(data: bytes, run_id: str) -> RunResult:
 
 
 def _migrate_result(data: bytes) -> RunResult | None:
-    """A result of another schema version in this one's words; ``None`` where it says that it is of this one."""
+    """A result of another schema version converted to this one; ``None`` where it already has this version."""
     try:
         document = migrate_document(_decode_guarded(msgspec.json.Decoder(), data))
     except ValueError as error:

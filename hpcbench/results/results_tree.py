@@ -185,7 +185,7 @@ class ClusterTree:
             raise write_error(error, path) from error
 
     def run_ids(self) -> Iterator[str]:
-        """Every run that has a folder, or a link in its place: reading that one says so."""
+        """Every run that has a folder, or a link in its place: reading a link reports it."""
         for prefix in self._runs():
             if _is_real_folder(prefix):
                 for entry in _sorted_entries(prefix.path):
@@ -202,7 +202,7 @@ class ClusterTree:
         return mtimes_ns
 
     def links(self) -> list[Path]:
-        """Links in place of the folders that hold runs: nobody who uses hpcbench put them there."""
+        """Links in place of the folders that hold runs: hpcbench itself makes none."""
         if (self.root / "runs").is_symlink():
             return [self.root / "runs"]
         return [Path(entry.path) for entry in self._runs() if entry.is_symlink()]

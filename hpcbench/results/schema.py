@@ -28,7 +28,7 @@ class _ResultRecord(msgspec.Struct, omit_defaults=True):
 class StepTimeStatistics(_ResultRecord, kw_only=True):
     """Seconds of the timed steps that count, without those of ``warmup_found_steps``.
 
-    The interval is the 95 % block bootstrap of the median over the steps of this one launch: it says nothing of what
+    The interval is the 95 % block bootstrap of the median over the steps of this one launch: it does not contain what
     another launch would measure.
     """
 
@@ -150,7 +150,7 @@ class StepPhases(_ResultRecord, kw_only=True):
     optimizer_s: float | None = None
     compute_s: float | None = None
     comm_s: float | None = None
-    """While any collective or message was under way."""
+    """Time in which any collective or message was running."""
     exposed_comm_s: float | None = None
     """As ``comm_s``, where nothing was computed meanwhile."""
 
@@ -168,7 +168,7 @@ class EvaluationPoint(_ResultRecord, kw_only=True):
 class ReferenceComparison(_ResultRecord, kw_only=True):
     """A strategy's training against its reference: max|a - b| / max(1, max|b|), the worst tensor's.
 
-    A figure is absent where a tensor is missing, is not finite, or was not compared (``notes`` say so).
+    A figure is absent where a tensor is missing, is not finite, or was not compared (``notes`` has the reason).
     """
 
     passed: bool
@@ -301,7 +301,7 @@ class OverlapProbe(_ResultRecord, kw_only=True):
     compute_s: float
     comm_s: float
     compute_under_comm_s: float
-    """The same computation while the all_reduce was under way."""
+    """The same computation while the all_reduce was running."""
     both_s: float
     """Until both had ended."""
     issue_s: float
@@ -321,7 +321,7 @@ class ProbeResults(_ResultRecord, kw_only=True):
 
 
 class TimelineSpan(NamedTuple):
-    """One action of a pipeline's schedule: ``F``, ``B``, ``I``, ``W``, and when it was under way."""
+    """One action of a pipeline's schedule: ``F``, ``B``, ``I``, ``W``, and when it was running."""
 
     kind: str
     chunk: int

@@ -113,7 +113,7 @@ def quantile(ordered: Sequence[float], fraction: float) -> float:
 def bootstrap_median_interval(values: Sequence[float], resamples: int = BOOTSTRAP_RESAMPLES) -> tuple[float, float]:
     """95 % interval of the median by the moving-block bootstrap.
 
-    Steps that follow each other are alike (a noisy neighbour lasts), so blocks of about n^(1/3) steps are drawn, not
+    Successive steps are correlated (a noisy neighbour lasts), so blocks of about n^(1/3) steps are drawn, not
     single ones (Kuensch 1989; the length by Hall, Horowitz and Jing 1995). The seed is fixed: the same steps give the
     same interval.
     """
@@ -154,7 +154,7 @@ def step_time_statistics(values: Sequence[float]) -> StepTimeStatistics | None:
 
 
 MIN_STEPS = 10
-"""Fewer say nothing about warm-up, drift, outliers or noise."""
+"""Fewer do not show warm-up, drift, outliers or noise."""
 MAD_TO_SIGMA = 1.4826
 """The standard deviation of normal values over their median absolute deviation."""
 WARMUP_SIGMAS = 5.0
@@ -170,7 +170,7 @@ _MAX_DRIFT_POINTS = 250
 
 
 def count_warmup_steps(times_s: Sequence[float]) -> int | None:
-    """Steps at the beginning that were still slower; ``None`` where there are too few to tell.
+    """Steps at the beginning that were still slower; ``None`` where there are too few steps.
 
     The second half is what the run settled at. There is warm-up where the first step is longer than every step of it
     and above its median by ``WARMUP_SIGMAS`` robust standard deviations and ``WARMUP_MIN_EXCESS`` of it; it lasts

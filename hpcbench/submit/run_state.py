@@ -42,7 +42,7 @@ ACTIVE_STATES = frozenset({"waiting", "pending", "running"})
 """States of runs that a submission is taking care of."""
 _OPEN_STATES = ACTIVE_STATES | {"planned"}
 _REGISTRATION_DELAY_S = 30.0
-"""For this long a job that no command of the scheduler knows counts as pending."""
+"""For this long a job that no command of the scheduler lists counts as pending."""
 RESULT_DELAY_S = 60.0
 """A slow file system may show a result this long after its job has ended."""
 RUN_LEASE_S = 7 * 86400.0
@@ -56,7 +56,7 @@ _ENDED_BEFORE_RUN = frozenset({"timeout", "preempted", "lost"})
 
 
 class RunState(msgspec.Struct, frozen=True, gc=False):
-    """``planned, waiting, pending, running, lost`` or a result's status, and the reason in words."""
+    """``planned, waiting, pending, running, lost`` or a result's status, and the reason as text."""
 
     state: str
     reason: str = ""
@@ -186,7 +186,7 @@ class _StateResolver:
         return _make_state(run, status.state, reason, status.ended_unix_s, status.nodes)
 
     def _unknown(self, run: SubmittedRun) -> RunState:
-        """The state of a run whose job the scheduler does not know, or no longer."""
+        """The state of a run whose job the scheduler does not list, or no longer."""
         since_unix_s = run.record.created_unix_s
         if self._now_unix_s - since_unix_s < _REGISTRATION_DELAY_S:
             return _make_state(run, "pending", "the scheduler does not list it yet")

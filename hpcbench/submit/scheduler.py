@@ -90,7 +90,7 @@ class StateQuery(Protocol):
     """A query that runs while this process does something else."""
 
     def result(self, runs: Mapping[str, SubmittedRun]) -> Mapping[str, JobStatus]:
-        """The status of each run of ``runs`` (by ``run_id``) whose job the scheduler knows.
+        """The status of each run of ``runs`` (by ``run_id``) whose job the scheduler lists.
 
         A run whose job is unknown is left out: unknown is never taken for failed.
         Raises ``SubmitError`` if the scheduler does not answer.

@@ -57,7 +57,7 @@ def find_command(command: str, profile: HasSchedulerSettings) -> Path | None:
 
 
 SILENCE_S = 3.0
-"""After this long without an answer of the scheduler the user is told."""
+"""After this long without an answer of the scheduler a message is printed."""
 _listeners: list[Callable[[str], None]] = []
 
 

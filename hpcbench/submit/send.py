@@ -68,7 +68,7 @@ class _Throttle:
     used: list[int] = field(default_factory=list)
     """The group of each array that was submitted."""
     last_job: dict[int, str] = field(default_factory=dict)
-    """The newest array of each group that the scheduler still knows."""
+    """The newest array of each group that the scheduler still lists."""
 
     def next_group(self) -> int:
         return next_throttle_group(self.used, len(self.sizes)) if self.sizes else 0

@@ -91,9 +91,9 @@ class QueueQuery:
         self._calls = [RunningCommand([*command, "-j", part], self._environment) for part in _id_lists(arrays)]
 
     def job_states(self, job_ids: Collection[str], since_unix_s: float) -> dict[str, JobStatus]:
-        """The status of each job that SLURM knows: from squeue, else from sacct.
+        """The status of each job that SLURM lists: from squeue, else from sacct.
 
-        A job that neither command knows is left out: unknown is never taken for failed. Other tasks of the arrays may
+        A job that neither command lists is left out: unknown is never taken for failed. Other tasks of the arrays may
         be in it. Raises ``SubmitError`` if neither squeue nor sacct answers.
         """
         queued, queue_error = _collect_job_states(self._calls, are_queued=True)
@@ -194,7 +194,7 @@ def _parse_job_state(fields: str, other_state: str | None) -> JobStatus | None:
 
 
 def find_job_by_name(name: str, profile: HasSchedulerSettings) -> str | None:
-    """The number of the queued, running or just ended job called ``name``; ``None`` if squeue knows none.
+    """The number of the queued, running or just ended job called ``name``; ``None`` if squeue lists none.
 
     Raises ``SubmitError`` if squeue does not answer.
     """

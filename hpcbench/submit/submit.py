@@ -352,5 +352,5 @@ def _check_budget(plan: SweepPlan, runs: dict[str, RunSpec]) -> None:
             f"{len(runs)} runs may cost {cost:.2f} node-hours at their time limits, "
             f"the budget of {owner} is {budget:g}",
             where=str(plan.sweep.source.path),
-            hint="lower time_limit_min, submit fewer runs, raise budget_node_hours, or say --yes",
+            hint="lower time_limit_min, submit fewer runs, raise budget_node_hours, or add --yes",
         )

@@ -176,7 +176,7 @@ class FailedRun(msgspec.Struct, frozen=True):
     run_id: str
     state: str
     label: str
-    """Strategy, model and sizes in words; empty if they are unknown."""
+    """Strategy, model and sizes as text; empty if they are unknown."""
     reason: str
     ended_unix_s: float | None
 

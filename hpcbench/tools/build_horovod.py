@@ -170,7 +170,7 @@ class BuildFeatures:
     """Parts of the wheel beside Gloo; empty where it lacks them."""
 
     mpi: str = ""
-    """Tells one MPI from another: a digest of how its compiler links."""
+    """Identifies an MPI: a digest of how its compiler links."""
     mpicxx: str = ""
     """The path of that compiler."""
     nccl: str = ""
@@ -297,7 +297,7 @@ _RUNTIME_PACKAGES = ("cloudpickle", "psutil", "pyyaml", "packaging")
 
 
 def main(words: list[str] | None = None) -> int:
-    """Build where the cache has no wheel, install, say what is in it; returns the exit code."""
+    """Build where the cache has no wheel, install, print its content; returns the exit code."""
     options = _parse_options(words)
     try:
         target = examine_target(options.python)
@@ -342,7 +342,7 @@ def find_cached_wheel(folder: Path, target: BuildTarget, parts: BuildFeatures) -
 
 
 def store_wheel(folder: Path, wheel: Path, name: str) -> Path:
-    """Move ``wheel`` into the cache under ``name``, at once: a second build at the same time harms nobody."""
+    """Move ``wheel`` into the cache under ``name``, at once: a second build at the same time does no harm."""
     kept = folder / name / wheel.name
     kept.parent.mkdir(parents=True, exist_ok=True)
     partial = kept.with_name(f".{kept.name}.{os.getpid()}")

@@ -13,9 +13,9 @@ from hpcbench.errors import HpcbenchError
 
 _EPILOG = """\
 exit codes
-  a rank  0 the run is ok, as far as this rank knows; 1 it is not, and the result says why
+  a rank  0 the run is ok, as far as this rank can see; 1 it is not, and the result has the reason
   begin   0 the attempt's folder is on stdout; 10 the run needs no attempt: done, cancelled, ended here, or skipped
-  end     0 the tree says how the run ended; 11 the job is being preempted, the run is to be run again;
+  end     0 the tree contains how the run ended; 11 the job is being preempted, the run is to be run again;
           otherwise that of --exit-code, or 3
   doctor  0 a worker can start here; 1 it cannot
   all     2 the task file or an argument is wrong; 3 the file system refused
@@ -95,8 +95,8 @@ def _argument_parser(verb: str) -> argparse.ArgumentParser:
         parser.add_argument("--attempt", type=int, required=verb == "end", metavar="K", help="the attempt's number")
     if verb == "end":
         parser.add_argument("--exit-code", type=int, required=True, metavar="RC", help="of the launcher")
-        parser.add_argument("--received", default="", metavar="SIGNAL", help="what the batch script was told")
-        text = "what `scontrol show job --oneliner` says of the job"
+        parser.add_argument("--received", default="", metavar="SIGNAL", help="signal that the batch script received")
+        text = "output of `scontrol show job --oneliner` about the job"
         parser.add_argument("--job-says", default="", metavar="TEXT", help=text)
     return parser
 

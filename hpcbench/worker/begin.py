@@ -143,7 +143,7 @@ def _ended_in_submission_reason(
 ) -> str | None:
     """Return the reason not to run it if this submission has already run it to its end.
 
-    A scheduler starts a job anew only when it was interrupted from outside. The run that was under way then is run
+    A scheduler starts a job anew only when it was interrupted from outside. The run that was running then is run
     again; those of the pack that had ended before keep their results.
     """
     result = read_result(tree, task.run_id)

@@ -47,7 +47,7 @@ def profile_blocks(
 ) -> block_profile.BlockProfile:
     """The chain from the user's cache, or measured here and now and put there.
 
-    ``shapes`` is the model on the meta device, where it is at hand; then a user's own model, whose text nobody names,
+    ``shapes`` is the model on the meta device, where it is at hand; then a user's own model, whose text has no name,
     is measured in any case.
     Raises ``WorkerError`` where the model cannot take the data set or be built, or calls more than its blocks in order.
     """
@@ -139,7 +139,7 @@ class _BlockTimer:
     def measure(self, block: nn.Module, x: Tensor, is_kept: bool, is_last: bool) -> tuple[dict[str, Any], Tensor, bool]:
         """The row of ``block``, the next one's input, and whether this one keeps that itself.
 
-        ``is_kept`` says the same of the block before: what it has counted is not counted again.
+        ``is_kept`` is the same of the block before: its counts are not counted again.
         """
         x = x.detach().requires_grad_(x.is_floating_point() and x.grad_fn is None)
         sizes: dict[int, int] = {}

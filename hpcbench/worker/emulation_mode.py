@@ -212,7 +212,7 @@ class EmulationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_computation(func: Any, types: Any, args: Any, kwargs: Any) -> bool:
-    """Whether it would read or make floating-point numbers; tensors of subclasses know better what to do."""
+    """Whether it would read or make floating-point numbers; tensors of subclasses have their own rules."""
     if func.namespace != "aten" or func.is_view or func.__name__.partition(".")[0] in _EXECUTED_OPERATORS:
         return False
     if any(not issubclass(kind, Tensor) or kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):

@@ -87,7 +87,7 @@ def end(tasks: Path, index: int, attempt_number: int, exit_code: int, received: 
 def is_preempted(job_state_line: str, restarts: int) -> bool:
     """Whether a job that has begun ``restarts`` times anew is being preempted, or back in the queue already.
 
-    ``job_state_line`` is a line of `scontrol show job --oneliner`; an empty one says nothing.
+    ``job_state_line`` is a line of `scontrol show job --oneliner`; an empty one has no information.
     """
     fields = dict(re.findall(r"(?:^| )(JobState|PreemptTime|Restarts)=(\S+)", job_state_line))
     again, has_time = fields.get("Restarts", ""), bool(_TIMESTAMP.match(fields.get("PreemptTime", "")))
@@ -107,7 +107,7 @@ def was_ended_externally(result: RunResult) -> bool:
 
 
 def _write_preempted(tree: ClusterTree, result: RunResult, exit_code: int) -> int:
-    """Nobody cancelled the run: its nodes went to another job, or the whole job back into the queue."""
+    """No user cancelled the run: its nodes went to another job, or the whole job back into the queue."""
     was = f": {result.error.message}" if result.error is not None else ""
     result.status = "preempted"
     result.error = FailureRecord(type="Preempted", message=f"the scheduler took the job's nodes away{was}")
@@ -117,9 +117,9 @@ def _write_preempted(tree: ClusterTree, result: RunResult, exit_code: int) -> in
 def _correct_cancelled(
     result: RunResult, received: str, exit_code: int, status: str, silent: list[int], how: str, log: str
 ) -> bool:
-    """Mend what rank 0 could not know when it was told TERM and took that for a cancellation."""
+    """Correct rank 0, which took TERM for a cancellation since it could not see the cause."""
     if received == "USR2":
-        # torchrun passes nothing but TERM on; the script knows that time ran out.
+        # torchrun passes nothing but TERM on; the script received the warning of the limit.
         result.status = "timeout"
         return True
     if silent and exit_code and not received:
@@ -152,13 +152,13 @@ def _status_from_exit(start: AttemptStart | None, limit_s: float, exit_code: int
     if start is not None and was_oom_killed(start.oom_kills):
         return "oom", f"{how}; the kernel killed a process of this job for its memory: {describe_own_job_memory()}"
     if received == "USR2" or (received and near_deadline):
-        return "timeout", f"{how}; the job was told SIG{received} at its time limit"
+        return "timeout", f"{how}; the job received SIG{received} at its time limit"
     if exit_code == 128 + signal.SIGUSR2:
-        # Nothing but the scheduler's warning sends it; a rank that is still starting knows no better than to end.
+        # Nothing but the scheduler's warning sends it; a rank that is still starting can only end.
         return "timeout", f"{how}: the scheduler's warning of the time limit came before the ranks had started"
     if received:
-        return "cancelled", f"{how}; the job was told SIG{received}"
-    # 124 and 137 are what `timeout` leaves; a scheduler's KILL at the limit comes without a word to the script.
+        return "cancelled", f"{how}; the job received SIG{received}"
+    # 124 and 137 are what `timeout` leaves; a scheduler's KILL at the limit comes without a warning to the script.
     if near_deadline and exit_code in (124, 128 + signal.SIGTERM, 128 + signal.SIGKILL):
         return "timeout", f"{how}, at the time limit"
     return "failed", how

@@ -95,7 +95,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_peer_lost(error: BaseException) -> bool:
-    """Whether ``error`` only says that another rank is gone or late."""
+    """Whether ``error`` only reports that another rank is gone or late."""
     if isinstance(error, WorkerError) or is_out_of_memory(error):
         return False
     if isinstance(error, RuntimeError | OSError) or type(error).__name__ in _PEER_LOST_TYPES:
@@ -109,7 +109,7 @@ def is_peer_lost_message(kind: str, message: str) -> bool:
 
 
 STOPPED_STATUSES = frozenset({"timeout", "cancelled", "preempted"})
-"""Statuses of ranks that were told to end."""
+"""Statuses of ranks that received a signal to end."""
 
 
 class RunOutcome(NamedTuple):
@@ -134,7 +134,7 @@ def decide_outcome(
 ) -> RunOutcome:  # fmt: skip
     """Decide from the ranks' files, rank 0's among them; ``log`` is the end of the launch's err.log.
 
-    ``only_follows``: rank 0's own error merely says that another rank is gone. A launcher that lost a rank ends the
+    ``only_follows``: rank 0's own error only reports that another rank is gone. A launcher that lost a rank ends the
     others with a TERM, so under torchrun a TERM together with a rank that left nothing is that rank's failure, not a
     cancellation.
     """

@@ -29,14 +29,14 @@ from hpcbench.worker.models.build import build_meta_model
 HOST_DEVICE = torch.device("cpu")
 
 _TRACED_BATCH_SIZES = (2, 4)
-"""What grows with the batch is told from what does not by two sizes; BatchNorm needs more than one value."""
+"""Two sizes separate what grows with the batch from the rest; BatchNorm needs more than one value."""
 
 _MODULE_ATTRIBUTES = (
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "transposed",
     "in_features", "out_features", "num_features", "normalized_shape", "num_embeddings", "embedding_dim",
     "embed_dim", "num_heads", "head_dim", "head_width", "kv_heads", "causal", "output_size", "ceil_mode", "p",
 )  # fmt: skip
-"""Names under which torch's modules, and ours, hold what a split of the layer has to know."""
+"""Names under which torch's modules, and ours, hold the attributes that a split of the layer reads."""
 
 
 def make_layer_table(request: layer_table.LayerTableRequest) -> layer_table.LayerTable:

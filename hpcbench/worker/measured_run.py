@@ -150,7 +150,7 @@ def _measure_after_timing(
     def raise_if_any_stopped() -> None:
         if agree(stop.should_stop()):
             stop.raise_if_stopped()
-            raise PeerEnded("another rank was told to stop")
+            raise PeerEnded("another rank received a signal to stop")
 
     result.phases = run_profiled_steps(strategy, feed, spec, context.device, stop, agree, first, result.warnings)
     first += spec.profile_steps

@@ -93,8 +93,8 @@ class MixedPrecision:
 def allow_tf32(allowed: bool) -> None:
     """Whether float32 products and convolutions may be computed in tf32 on cuda.
 
-    cuDNN's convolutions are unless told not to: fp32 must mean fp32. Set by torch's older switches: what they set is
-    read alike through the newer ``fp32_precision``, while the older ones raise on what was set through that.
+    cuDNN's convolutions are by default: fp32 must mean fp32. Set by torch's older switches: what they set is
+    read equally through the newer ``fp32_precision``, while the older ones raise on what was set through that.
     """
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed

@@ -21,7 +21,7 @@ from hpcbench.worker.shutdown import StopController
 
 
 def run_rank(tasks: Path, index: int, attempt_number: int | None) -> int:
-    """Run one rank of a run; returns the exit code: 0 where the run (as far as this rank knows) is ok.
+    """Run one rank of a run; returns the exit code: 0 where the run (as far as this rank can see) is ok.
 
     Without ``attempt_number`` rank 0 begins an attempt, unless the run is done already, and the others find it.
     """

@@ -148,7 +148,7 @@ def global_step_samples(ranks: Mapping[int, schema.RankResult]) -> list[int]:
 
 
 def _global_loss(ranks: Mapping[int, schema.RankResult], warnings: list[str]) -> schema.LossSummary | None:
-    """Parts of the ranks add up. A sum with a part that is not finite is absent, and a warning says since when."""
+    """Sum the ranks' parts. A sum with a part that is not finite is absent; a warning names the first such step."""
     parts_by_step: Iterable[tuple[Any, ...]] = zip(*(result.losses for result in ranks.values()), strict=False)
     totals = [None if None in parts else math.fsum(parts) for parts in parts_by_step]
     if not totals:

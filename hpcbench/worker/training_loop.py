@@ -34,7 +34,7 @@ class LoopProgress:
         self.recompiled = 0
         """Graphs compiled within the timed steps."""
         self.complete = False
-        """The timed steps are made: what is told or breaks from here on takes nothing away from them."""
+        """The timed steps are complete: a signal or an error from here on does not invalidate them."""
         self._read: list[float | None] | None = None
 
     def step_times_s(self) -> list[float]:
@@ -75,7 +75,7 @@ class LoopProgress:
 
 
 EvaluateHook = Callable[[int], bool]
-"""Called between timed steps with the number of steps made; whether training is at its target, alike on all ranks."""
+"""Called between timed steps with the number of steps made; whether training is at its target, equal on all ranks."""
 
 
 def run_training_loop(
@@ -85,9 +85,9 @@ def run_training_loop(
     """Warm-up steps, a barrier, then the timed steps; ``progress`` holds what was measured, however it ends.
 
     Inside the timed region nothing waits for the device and no loss is read. With ``evaluate`` the clock rests while
-    it is called: after every ``spec.evaluate_every`` steps and after the last; training ends where it says so.
+    it is called: after every ``spec.evaluate_every`` steps and after the last; training ends where it returns true.
     ``barrier`` and ``at_end`` stand right around the timed steps, around each part of them where there are several.
-    Raises ``stop.Stopped`` at the boundary of a step when told to stop.
+    Raises ``stop.Stopped`` at the boundary of a step after a signal to stop.
     """
     total = spec.warmup_steps + spec.steps
     progress.samples = [feed.replica_count(step, strategy.replica) for step in range(spec.warmup_steps, total)]
@@ -149,7 +149,7 @@ def _record_first_step(progress: LoopProgress) -> None:
 def held_out_accuracy(module: nn.Module, feed: DataFeed) -> float | None:
     """Share of held-out targets that ``module`` names right, in eval mode.
 
-    ``None`` for a made-up data set, and where the targets are values, which are never right or wrong.
+    ``None`` for a synthetic data set, and where the targets are values, which are never right or wrong.
     """
     batches = feed.held_out()
     if batches is None:

@@ -1,6 +1,6 @@
 """Every command and every TOML on every page works, or the page says, with a reason, that the tests do not run it.
 
-Commands run in a project with results that are made up and in front of stand-ins for SLURM's commands; those that train
+Commands run in a project with synthetic results and in front of stand-ins for SLURM's commands; those that train
 find their runs done. What a page does on a real scheduler is followed by tests of its own.
 """
 

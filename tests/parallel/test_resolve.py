@@ -68,7 +68,7 @@ def test_real_files_exist_and_have_a_size() -> None:
 def test_a_target_needs_samples_that_are_held_out() -> None:
     assert spec(strategy="single", target_accuracy=0.9).target_accuracy == 0.9
     assert reason(strategy="single", dataset="mnist", target_accuracy=0.9) == (
-        "target_accuracy needs samples that are held out; mnist is made up where data is 'device'"
+        "target_accuracy needs samples that are held out; mnist is synthetic where data is 'device'"
     )
 
 

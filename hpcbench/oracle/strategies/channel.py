@@ -207,7 +207,7 @@ def _keeps_later_rows(rows: Sequence[ChannelRow]) -> list[bool]:
 
 
 class ChannelSplitCost(ModelParallelCost):
-    """Both strategies: ``parallel.strategies.channel`` knows how they differ."""
+    """Both strategies: ``parallel.strategies.channel`` has the differences."""
 
     def describe(self, spec: RunSpec, table: LayerTable, rank: int) -> RankCost:
         view = ChannelRank(spec, table, rank)

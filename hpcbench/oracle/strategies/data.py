@@ -41,13 +41,13 @@ ReplicaCall = tuple[str, int]
 GradientBucket = tuple[Iterable[int], list[ReplicaCall]]
 """Places of the tensors whose gradients it holds, and the calls that are made once all of them are there."""
 _GLOO_THREADS = 2
-"""Calls of one process group that gloo has under way at once (torch's ``ProcessGroupGloo::Options``); NCCL has one."""
+"""Calls of one process group that gloo runs at once (torch's ``ProcessGroupGloo::Options``); NCCL has one."""
 _REPLICAS_EXAMINED = 64
 """Replicas among which the one with the largest update is looked for: owners beyond them hold less."""
 
 
 class DataParallelCost(Cost):
-    """Base class: every replica holds everything. A strategy says what is passed before, during and after the step."""
+    """Base class: every replica holds everything. A strategy defines the traffic before, during and after the step."""
 
     has_distinct_roots: ClassVar[bool] = False
     """Whether consecutive calls of buckets and ``after_update`` have different roots: all are begun before any is

@@ -144,7 +144,7 @@ class _Search:
                 return
 
     def _peak_gib(self, layout: Layout) -> float:
-        """Return what the fullest GPU reserves: the first stage has the most layers and micro-batches, the last the
+        """Return the largest reserved memory of a GPU: the first stage has most layers and micro-batches, the last the
         logits."""
         terms = stage_memory_terms(self.shape, layout, ends_only=True)
         return max(reserved_gib(stage, self.factors) for stage in terms)

@@ -29,7 +29,7 @@ PIPELINE_OPTIONS = {
 VIRTUAL_STAGES_OPTION = Option(2, "chunks that every rank holds")
 PIPELINE_CALIBRATION = CalibrationRuns(batch_factor=4, micro_batches=4)
 STAGE_REPLICAS_OPTION = Option(
-    "", "ranks of every stage, such as 2-1-1: their sum is pp_degree, micro-batches go round"
+    "", "ranks of every stage, such as 2-1-1: their sum is pp_degree, micro-batches are assigned round-robin"
 )
 
 
@@ -212,7 +212,7 @@ STRATEGIES = {
             "cuts": PIPELINE_OPTIONS["cuts"],
             "recompute": Option("never", "activations are computed again in the backward pass", ("never", "always")),
             "weight_versions": Option(
-                "stash", "stash: one per minibatch under way; 2bw: two, and an update per step", WEIGHT_VERSION_SCHEMES
+                "stash", "stash: one per minibatch in flight; 2bw: two, and an update per step", WEIGHT_VERSION_SCHEMES
             ),
             "vertical_sync": Option(False, "all stages compute a minibatch with the first one's version"),
         },

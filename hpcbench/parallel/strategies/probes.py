@@ -22,7 +22,7 @@ def probe_layers_exclusion(spec: RunSpec) -> str | None:
 
 
 def probe_collectives_exclusion(spec: RunSpec) -> str | None:
-    """A lone rank has nobody to send to."""
+    """A single rank has no rank to send to."""
     if spec.ranks == 1:
         return "probe_collectives needs 2 ranks or more"
     return _probe_exclusion(spec)

@@ -130,15 +130,15 @@ def memory_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:
     oom = _oom_rows(frame, request, {row["panel"] for row in boxes})
     drawn = typed_frame([*boxes, *oom[:_MAX_OOM_ROWS]], bar_charts.BOX_COLUMNS, bar_charts.BOX_NUMBERS)
     fullest = [f"{name} {format_bytes(value)}" for name, value in _named_figures(drawn, "high")]
-    alt = f"Peak memory of {pluralize(len(fullest), 'configuration')}, the fullest rank: {join_texts(fullest)}."
+    alt = f"Peak memory of {pluralize(len(fullest), 'configuration')}, the largest rank: {join_texts(fullest)}."
     if oom:
         alt += f" Out of memory: {join_texts([row['row'] for row in oom])}."
         notes = [*notes, f"out of memory: {pluralize(len(oom), 'configuration')}"]
     if not results:
-        notes = ["the fullest rank alone: single ranks were not read", *notes]
+        notes = ["the largest rank alone: single ranks were not read", *notes]
     axis = make_axis("peak memory", "B", drawn["high"])
-    chart = bar_charts.BoxChart(axis, "from the emptiest rank to the fullest", bars=True)
-    notes = ["bar: the fullest rank; thin marks (of files): single ranks", *notes]
+    chart = bar_charts.BoxChart(axis, "from the smallest rank to the largest", bars=True)
+    notes = ["bar: the largest rank; thin marks (of files): single ranks", *notes]
     return Plot("", "", points.shared, alt, chart, drawn, notes)
 
 

@@ -83,9 +83,9 @@ def _rank_line(spans: pl.DataFrame, longest: float, cells: int) -> Text:
 
 _MAX_TIMELINES = 4
 _MAX_SPANS = 3000
-"""A step of more actions than anybody can tell apart is cut after so many."""
+"""A step of more actions than a reader can distinguish is cut after so many."""
 _IMPLAUSIBLE_SECONDS, _IMPLAUSIBLE_COUNT = 1e9, 10**9
-"""Beyond them somebody has written what nobody measured."""
+"""Larger values cannot have been measured."""
 _BUBBLE_COLUMN = "metrics.bubble_fraction"
 
 

@@ -191,7 +191,7 @@ def _cells_between(ends: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _axis_range(axis: PlotAxis, values: list[float], *, from_zero: bool) -> tuple[float, float, list[float]]:
-    """The least and the most of an axis, in its unit, and its ticks."""
+    """Minimum and maximum of an axis, in its unit, and its ticks."""
     low, high = min(values), max(values)
     if axis.log:
         low = min(value for value in values if value > 0)

@@ -23,10 +23,10 @@ class PlotRequest:
     """The options of a plot beside its results."""
 
     by: tuple[str, ...] = ()
-    """Columns that tell the lines from each other; without any it is the strategy."""
+    """Columns that distinguish the lines; without any it is the strategy."""
     whole: ReadFullResults | None = None
     predicted: pl.DataFrame | None = None
-    """Rows of an oracle: columns as the kind that reads them says."""
+    """Rows of an oracle: columns as the kind of plot defines them."""
 
     def read_results(self, rows: pl.DataFrame) -> dict[tuple[str, str], RunResult]:
         """The full results of the launches in ``rows`` (columns ``cluster``, ``run_ids``) by cluster and run id."""
@@ -53,7 +53,7 @@ class Chart(Protocol):
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot. Where there is nothing to draw, ``nothing`` says why and ``drawing`` is ``None``.
+    """One plot. Where there is nothing to draw, ``nothing`` is the reason and ``drawing`` is ``None``.
 
     ``draw_plot`` sets name and title.
     """
@@ -63,7 +63,7 @@ class Plot:
     subtitle: str = ""
     """What all points have in common."""
     alt: str = ""
-    """What the plot shows, in words and numbers computed from ``frame``."""
+    """Description of the plot, as text with numbers computed from ``frame``."""
     drawing: Chart | None = None
     frame: pl.DataFrame | None = None
     """The plotted rows, in SI units."""

@@ -110,7 +110,7 @@ def plot_points(
 
 
 def _limit_panels_and_series(rows: pl.DataFrame, notes: list[str]) -> pl.DataFrame:
-    """One configuration a point, and no more panels and lines than can be told apart."""
+    """One configuration a point, and no more panels and lines than can be distinguished."""
     for key, most, words in (("panel", MAX_PANELS, "panels"), ("series", MAX_SERIES, "lines")):
         counts = rows.group_by(key, maintain_order=True).len().sort("len", descending=True, maintain_order=True)
         if len(counts) > most:
@@ -123,7 +123,7 @@ def _limit_panels_and_series(rows: pl.DataFrame, notes: list[str]) -> pl.DataFra
     if len(fastest) < len(rows):
         notes.append(
             f"a point is the fastest of its configurations: {len(rows) - len(fastest)} slower ones are not drawn; "
-            "--by tells them apart"
+            "--by separates them"
         )
     panels = sorted(fastest["panel"].unique(), key=_natural_sort_key)
     return fastest.sort([_order_of(panels), "series", "devices"], maintain_order=True)
@@ -157,7 +157,7 @@ def _with_key_columns(frame: pl.DataFrame, by: Sequence[str]) -> pl.DataFrame:
         if split_option_column(column):
             frame = with_option_column(frame, column)
         elif not column.startswith(("spec.", "provenance.")) and column not in _SERIES_KEYS:
-            raise ConfigError(f"--by {short_name(column)}: it tells no lines apart", hint="name a parameter of runs")
+            raise ConfigError(f"--by {short_name(column)}: equal for all lines", hint="name another parameter")
     return frame
 
 
@@ -209,7 +209,7 @@ def _with_series_and_label(rows: pl.DataFrame, by: Sequence[str]) -> pl.DataFram
 
 
 def with_printable_names(rows: pl.DataFrame, *columns: str) -> pl.DataFrame:
-    """``rows`` with short harmless texts in ``columns``: somebody else may have written these names."""
+    """``rows`` with short harmless texts in ``columns``: another user may have written these names."""
     for column in columns:
         names = rows[column].unique().to_list()
         printable = pl.col(column).replace_strict(names, list(map(printable_name, names)), return_dtype=pl.String)
@@ -251,9 +251,9 @@ MAX_CHART_ROWS = 24
 
 
 def select_rows(points: PlotPoints, by: Sequence[str], most: int = MAX_CHART_ROWS) -> tuple[pl.DataFrame, list[str]]:
-    """The points of the most devices as rows, few devices first, with ``row`` their name; and what is to be said.
+    """The points of the most devices as rows, few devices first, with ``row`` their name; and the notes.
 
-    Points are named by strategy and degrees, or by what ``by`` tells apart.
+    Points are named by strategy and degrees, or by the columns of ``by``.
     """
     rows, notes = points.frame, points.notes
     if len(rows) > most:

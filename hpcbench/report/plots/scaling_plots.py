@@ -213,7 +213,7 @@ def _predicted_rows(predicted: pl.DataFrame | None, measured: pl.DataFrame) -> t
         return measured.clear(), []
     if "panel" not in predicted.columns:
         if len(panels) > 1:
-            return measured.clear(), ["predictions are not drawn: they do not say which panel they are for"]
+            return measured.clear(), ["predictions are not drawn: they do not name their panel"]
         predicted = predicted.with_columns(pl.lit(panels[0]).alias("panel"))
     rows = with_printable_names(predicted, "strategy").filter(pl.col("step_time_s") > 0).select(
         "panel", series="strategy", label="strategy", x="devices", y="step_time_s", low="step_time_low_s",
@@ -223,7 +223,7 @@ def _predicted_rows(predicted: pl.DataFrame | None, measured: pl.DataFrame) -> t
 
 
 def _crossover_rows(rows: pl.DataFrame) -> pl.DataFrame:
-    """A row for each crossing of lines: ``series`` overtakes ``label``."""
+    """A row for each intersection of lines: ``series`` overtakes ``label``."""
     crossovers = []
     for (panel,), inside in rows.group_by(["panel"], maintain_order=True):
         series = inside.group_by(["series"], maintain_order=True)

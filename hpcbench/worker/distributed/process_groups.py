@@ -68,7 +68,7 @@ class RankGroup(NamedTuple):
 
     def members(self) -> dist.ProcessGroup:
         """The process group of a group that is known to have several ranks."""
-        assert self.process_group is not None, "a rank alone has nobody to talk to"
+        assert self.process_group is not None, "a single rank has no other rank to talk to"
         return self.process_group
 
     def global_rank(self, place: int) -> int:

@@ -147,7 +147,7 @@ _SET_PER_JOB = frozenset({"CUDA_VISIBLE_DEVICES", "TORCH_NCCL_ASYNC_ERROR_HANDLI
 
 
 def user_environment(env: Mapping[str, str], launcher_environ: Path) -> dict[str, str]:
-    """``env`` without the one thread per rank that torchrun sets where nobody has said how many.
+    """``env`` without the one thread per rank that torchrun sets where the number is not given.
 
     ``launcher_environ`` is ``/proc/<torchrun>/environ``: what torchrun was started with, which its own changes do not
     touch. Where it cannot be read the variable is taken for the user's.
@@ -199,7 +199,7 @@ def cpu_mask() -> list[int]:
 
 
 def torch_thread_count(env: Mapping[str, str], cores: int, cores_per_task: int | None, info: RankInfo) -> int | None:
-    """Threads that torch should use within a rank, ``None`` where the environment already says.
+    """Threads that torch should use within a rank, ``None`` where the environment already sets them.
 
     A mask no larger than ``cores_per_task`` was bound to this rank alone; a larger one is shared by the node's ranks,
     and so is any under torchrun, which binds nothing. No more than the profile grants a rank: others may run beside it.

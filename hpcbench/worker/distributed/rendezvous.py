@@ -167,7 +167,7 @@ def join_store(info: RankInfo, header: TaskFileHeader, path: Path, launch: str, 
 
 
 def set_interface_variables(interface: str | None, named_by_profile: bool, single_node: bool) -> None:
-    """Tell gloo (and NCCL where the profile names one) the interface; what the user set stays."""
+    """Set the interface for gloo (and NCCL where the profile names one); what the user set stays."""
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if named_by_profile and not single_node:
@@ -196,7 +196,7 @@ def _find_store(path: Path, launch: str, wait_s: float) -> TCPStore:
                 store = _connect_store(meeting, wait_s, min(left, _CONNECT_S))
                 if store is not None:
                     return store
-                seen = f"nobody who knows its nonce answers at {meeting.address} port {meeting.port}"
+                seen = f"no process with its nonce answers at {meeting.address} port {meeting.port}"
         time.sleep(_STORE_POLL_S)
     raise WorkerError(
         f"waited {wait_s:g} s for rank 0's address in {path}: {seen}",

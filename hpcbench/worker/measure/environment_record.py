@@ -63,7 +63,7 @@ _ENABLED_LIBRARIES = re.compile(r"USE_(CUDA|ROCM|MPI|NCCL|GLOO|MKLDNN|OPENMP|XPU
 
 
 def torch_build_facts() -> dict[str, Any]:
-    """Return how torch was built and what it uses of this processor; what a build does not say is absent."""
+    """Return how torch was built and what it uses of this processor; values that a build does not report are absent."""
     shown = torch.__config__.show()
     text = f"{shown}\n{torch.__config__.parallel_info()}"
     facts = {key: match[1].strip() for key, pattern in _BUILD_PATTERNS.items() if (match := re.search(pattern, text))}
@@ -107,9 +107,9 @@ _IMAGE_VARIABLES = (
 
 
 def collect_provenance(header: TaskFileHeader, spec: RunSpec, info: RankInfo, device: torch.device) -> dict[str, Any]:
-    """Return everything that this rank can say about where it runs; unknown parts are absent.
+    """Return everything that this rank can read about its environment; unknown parts are absent.
 
-    A host's first rank speaks for all that run there: the others say only what may differ between them.
+    A host's first rank records for all ranks there: the others record only what may differ between them.
     """
     facts: dict[str, Any] = {
         "threads": torch.get_num_threads(),

@@ -37,10 +37,10 @@ class NvmlDevice:
         self.library = library
         self.handle = handle
         self.is_partition = is_partition
-        """A MIG instance: counters of the whole device say nothing about it."""
+        """A MIG instance: counters of the whole device do not describe it."""
 
     def query(self, name: str, *arguments: Any, convert: Callable[[Any], Any] = lambda value: value) -> Any:
-        """Return what ``pynvml.<name>`` says of this device, converted; ``None`` where it says nothing."""
+        """Return the value of ``pynvml.<name>`` for this device, converted; ``None`` where there is none."""
         return query_or_none(lambda: convert(getattr(self.library, name)(self.handle, *arguments)))
 
     def energy_j(self) -> float | None:
@@ -64,7 +64,7 @@ class NvmlDevice:
         return len(pids - own) if _in_root_pid_namespace() else max(0, len(pids) - 1)
 
     def throttle_reasons(self) -> list[str]:
-        """Why the clock is held down now; being idle and a clock that somebody set are no reasons."""
+        """Reasons why the clock is reduced now; being idle and a clock that a user set are none."""
         bits, library = self._reason_bits(), self.library
         return [
             text
@@ -106,7 +106,7 @@ def load_nvml() -> Any | None:
 
 
 def open_nvml_device(uuid: str) -> NvmlDevice | None:
-    """The device that torch gives this ``uuid`` (without a prefix), ``None`` where NVML does not know it."""
+    """The device that torch gives this ``uuid`` (without a prefix), ``None`` where NVML does not list it."""
     library = load_nvml()
     if library is None:
         return None

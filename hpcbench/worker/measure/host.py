@@ -171,7 +171,7 @@ def cores_per_numa_node(mask: Sequence[int], root: Path = ROOT) -> dict[str, int
 
 
 def interface_facts(root: Path = ROOT) -> list[dict[str, Any]]:
-    """Network interfaces that are hardware or named like a fabric's, in the kernel's words; speed where it is told."""
+    """Network interfaces that are hardware or named like a fabric's, by the kernel's names; speed where reported."""
     found = []
     for folder in sorted((root / "sys/class/net").glob("*")):
         if not ((folder / "device").exists() or folder.name.startswith(_FABRIC_PREFIXES)):

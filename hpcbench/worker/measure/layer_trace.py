@@ -82,7 +82,7 @@ class TracedLayer:
 
 class _TraceState:
     """Whose operation this is: in the forward pass the innermost module that runs, in the backward pass that of the
-    node of autograd's graph, whose sequence number tells when it was made."""
+    node of autograd's graph, whose sequence number orders its creation."""
 
     def __init__(self) -> None:
         self.rows: list[TracedLayer] = []
@@ -118,7 +118,7 @@ class _TraceState:
             self._marks.append((torch._C._autograd._get_sequence_nr(), self._running[-1]))
 
     def current_row(self) -> TracedLayer | None:
-        """Whose operation the one under way is; ``None`` where gradients are summed into a parameter."""
+        """The owner of the running operation; ``None`` where gradients are summed into a parameter."""
         if not self.is_backward:
             return self._running[-1] if self._running else None
         node = torch._C._current_autograd_node()

@@ -36,7 +36,7 @@ _COLLECTIVES = {
     )
     for name in names.split()
 }
-"""Operators of torch's namespaces: the operation, and which argument is handed over."""
+"""Operators of torch's namespaces: the operation, and the argument that it sends."""
 
 _WITHOUT_PAYLOAD = (
     "barrier", "monitored_barrier_", "recv_", "recv_any_source_", "wait_tensor", "_wrap_tensor_autograd",
@@ -100,7 +100,7 @@ def run_recorded_step(
     Args:
         any_rank: whether a flag is true on any rank; the ranks wait for each other in it.
         first: number of the next step, which is recorded if its batch is whole, else the one after it.
-        warnings: gets the operators of torch that the recorder does not know.
+        warnings: gets the operators of torch that the recorder cannot interpret.
     """
     is_possible = spec.profile_steps > 0 and spec.ranks > 1 and not spec.compile and strategy.traffic_is_recorded
     if not is_possible or any_rank(stop.should_stop()):

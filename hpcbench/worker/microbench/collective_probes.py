@@ -23,7 +23,7 @@ from hpcbench.worker.measure.clocks import reading_statistics, synchronize
 
 _OVERLAP_REPEATS = 7
 _COMPUTE_SHARE = 0.7
-"""Of the all_reduce's time that is computed, so that all of it is under way meanwhile."""
+"""Of the all_reduce's time that is computed, so that all of it runs meanwhile."""
 
 
 SIZE_COUNT = 12
@@ -126,7 +126,7 @@ def measure_collectives(
 ) -> tuple[list[CollectiveProbe], list[OverlapProbe]]:
     """Measure what the placement allows: all operations if ranks are placed evenly, contention if nodes hold several.
 
-    ``check`` raises on all ranks where one was told to stop.
+    ``check`` raises on all ranks where one received a signal to stop.
     """
     group = context.members()
     team = ProbeGroup(group, dist.get_process_group_ranks(group), context.rank, context.device)

@@ -129,7 +129,7 @@ def _init_library(library: Any, context: RankContext) -> None:
         library.init()
     except ValueError as error:
         raise WorkerError(
-            f"rank {context.rank}: {error}", hint="is HOROVOD_GLOO_IFACE an interface of every node? the log says more"
+            f"rank {context.rank}: {error}", hint="is HOROVOD_GLOO_IFACE an interface of every node? see the log"
         ) from error
     if (library.rank(), library.size()) != (context.rank, context.world_size):
         raise WorkerError(
@@ -143,7 +143,7 @@ def _init_library(library: Any, context: RankContext) -> None:
 def _rendezvous_server(context: RankContext) -> Iterator[None]:
     """Run the server on rank 0 through which Horovod's ranks find each other, as long as the context lasts.
 
-    Nobody has to prove who he is to that server, nor to gloo: it listens on the interface of the ranks alone, and for
+    Neither that server nor gloo authenticates: it listens on the interface of the ranks alone, and for
     no longer than it takes them to meet.
     """
     # IPv4 only: Horovod puts the address into a URL as it stands.

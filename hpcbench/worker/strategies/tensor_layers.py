@@ -73,7 +73,7 @@ class TensorParallelComm:
         return self._apply(x, NARROW).contiguous()
 
     def join(self, x: Tensor) -> Tensor:
-        """Return all tokens, for layers that all ranks compute alike."""
+        """Return all tokens, for layers that all ranks compute equally."""
         return self._apply(x, ALL_GATHER)
 
     def _apply(self, x: Tensor, operations: tuple[str, str]) -> Tensor:

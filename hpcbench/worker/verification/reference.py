@@ -76,7 +76,7 @@ def verification_checks(spec: RunSpec) -> list[VerificationCheck]:
 
 
 def lossy_tolerance(spec: RunSpec) -> float:
-    """The largest difference that the strategy, with these options, says it may make; 0 where it is exact."""
+    """The largest difference that the strategy, with these options, makes by definition; 0 where it is exact."""
     entry = get_strategy(spec.strategy)
     values = options_with_defaults(spec)
     stated = [option.lossy.get(values[name], 0.0) for name, option in entry.options.items()]

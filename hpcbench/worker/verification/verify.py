@@ -215,7 +215,7 @@ def _progress_tick(stop: StopController, channel: ControlChannel | None) -> Call
 
 
 class ReferenceComparer:
-    """Trains what a run is compared with, on rank 0's device alone, and says in ``notes`` what was compared."""
+    """Trains what a run is compared with, on rank 0's device alone, and lists in ``notes`` what was compared."""
 
     def __init__(
         self, spec: RunSpec, device: torch.device, inputs: VerificationInputs, tick: Callable[[], None]
@@ -359,7 +359,7 @@ def compare_with_notes(
         ours, reference = replace(ours, state={}), replace(reference, state={})
     comparison = compare_training(ours, reference, check, rounding)
     if not (all_finite(reference.state) and all_finite(reference.gradients)):
-        notes.append(f"{check.precision}: the reference itself is not finite: nothing can be told from it")
+        notes.append(f"{check.precision}: the reference itself is not finite: the comparison is impossible")
     return comparison
 
 

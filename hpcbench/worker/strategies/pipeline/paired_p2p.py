@@ -1,7 +1,7 @@
 """Point-to-point transport of a pipeline in which both ranks of a link start each exchange at a fixed place.
 
 For cuda: a receive that NCCL has posted occupies its stream until the message arrives, and the first launch of a kernel
-may wait for it. ``parallel.pipeline.exchange_order`` says why ranks do not hang in this order.
+may wait for it. ``parallel.pipeline.exchange_order`` shows why ranks do not hang in this order.
 """
 
 from __future__ import annotations
