@@ -93,7 +93,7 @@ _OTHER_NAMES = {
     "data_parallel": ("ddp",), "world_size": ("tasks_per_node",), "gpus": ("tasks_per_node",), "lr": ("learning_rate",),
     "micro_batch_size": ("micro_batches",), "gradient_accumulation_steps": ("micro_batches",), "epochs": ("steps",),
 }  # fmt: skip
-"""What other tools call a parameter or a strategy; the first that is among the choices is meant."""
+"""Parameters and strategies by their names in other tools; a hint names the first one that is among the choices."""
 _MAX_LISTED = 30
 """With a near choice, longer lists are left out."""
 

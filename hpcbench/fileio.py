@@ -16,7 +16,7 @@ from hpcbench.errors import StorageError
 MAX_FILE_BYTES = 64 * 2**20
 """Larger than any file that a run leaves for others to read; a log is read in parts."""
 MAX_GENERATED_FILE_BYTES = 2**30
-"""For files of ours whose size follows from the number of runs."""
+"""Limit for hpcbench's own files whose size follows from the number of runs."""
 _MAX_EXCERPT_CHARACTERS = 2000
 
 # Control characters, marks that reorder or hide text, line separators, and bytes that were no text to begin with.

@@ -67,16 +67,16 @@ class ClusterProfile(TomlTable):
     """Another profile, whose tables this one is laid over, key by key."""
     description: str = ""
     verified: Literal["none", "docs", "run"] = "none"
-    """How sure the values are: never checked, read in the site's documentation, or run there."""
+    """Evidence for the values: never checked, read in the site's documentation, or run there."""
     source: str = ""
-    """Where the values are from."""
+    """Source of the values."""
     date: str = ""
-    """When they were looked up."""
+    """Date on which the values were looked up."""
     match: LoginNodeMatch = LoginNodeMatch()
     device: Literal["cpu", "cuda"] = "cpu"
-    """What the ranks compute on; torch calls AMD's devices cuda, too."""
+    """Kind of device that the ranks compute on; `cuda` includes AMD's devices, as in torch."""
     launcher: Literal["srun", "torchrun", "mpirun", "ibrun"] = "srun"
-    """What starts the ranks inside a job; ibrun is TACC's."""
+    """Program that starts the ranks inside a job; ibrun is TACC's."""
     launcher_args: list[SingleLineText] = []
     """More arguments for the launcher, one word each."""
     scheduler: tables.SchedulerConfig = tables.SchedulerConfig()
@@ -89,7 +89,8 @@ class ClusterProfile(TomlTable):
     partitions: dict[Annotated[str, Field(pattern=NAME_PATTERN)], tables.PartitionConfig] = {}
     node: tables.NodeConfig = tables.NodeConfig()
     data_folder: SingleLineText | None = None
-    """Where samples lie in files, as the nodes see it; `~` and `$VARIABLES` are the job's. `$HPCBENCH_DATA` wins."""
+    """Folder of the sample files, as the nodes see it; `~` and `$VARIABLES` are the job's. `$HPCBENCH_DATA` overrides
+    it."""
     devices: dict[str, tables.DeviceConfig] = {}
     links: tables.LinksConfig = tables.LinksConfig()
     network: tables.NetworkConfig = tables.NetworkConfig()
@@ -106,7 +107,7 @@ class ClusterProfile(TomlTable):
     env_unset: list[VariableName] = []
     """Variables that no job must have."""
     model_folder: Annotated[SingleLineText, Field(min_length=1)] | None = None
-    """Where `model = "module:function"` of a sweep finds its module, from this file on."""
+    """Folder of the module that `model = "module:function"` of a sweep names, relative to this file."""
     time_limit_min: Minutes = 30.0
     """Limit of a run that names none, nor its partition; never more than its partition allows."""
     budget_node_hours: Annotated[float, Field(gt=0)] | None = None

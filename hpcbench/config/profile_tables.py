@@ -43,7 +43,7 @@ class NodeConfig(TomlTable):
     device_type: str | None = None
     """A key of `devices`."""
     gres_type: NonSpaceText | None = None
-    """What the scheduler calls the accelerator, where that is not `device_type`."""
+    """Name of the accelerator at the scheduler, where that is not `device_type`."""
     arch: Literal["x86_64", "aarch64"] | None = None
     """Environments and images have to be made for it."""
     internet: bool = True
@@ -64,8 +64,8 @@ class DeviceConfig(TomlTable):
     peak_flops_per_s: dict[Precision, FlopsPerSecond] = {}
     """Per precision, dense; MFU is left out where it is absent."""
     flops_efficiency: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Of the peak, what large matrix products reach where all multiprocessors are busy; for the oracle, which takes a
-    usual share where it is absent."""
+    """Fraction of the peak that large matrix products reach where all multiprocessors are busy, for the oracle; a usual
+    fraction when absent."""
     processors: PositiveInt | None = None
     """Multiprocessors that a matrix product's tiles are dealt out to: the oracle then counts what the last wave of
     tiles leaves idle."""
@@ -73,7 +73,7 @@ class DeviceConfig(TomlTable):
     """Machine of the oracle's package data, learned from published training runs (`h100-80gb-sxm`): `recommend` prices
     decoders by it."""
     mark: ValueSource = "nominal"
-    """Where the numbers are from: the vendor's, or measured."""
+    """Source of the numbers: the vendor (`nominal`), or a measurement (`measured`)."""
 
 
 class LinkConfig(TomlTable):
@@ -82,9 +82,9 @@ class LinkConfig(TomlTable):
     latency_s: Seconds
     bandwidth_bytes_per_s: BytesPerSecond
     per_node: PositiveInt = 1
-    """How many such links a node has to other nodes; groups of ranks that send at the same time share them."""
+    """Number of such links from a node to other nodes; groups of ranks that send at the same time share them."""
     mark: ValueSource = "nominal"
-    """Where the numbers are from. Vendors state no latency: a nominal link's is a usual one of its kind."""
+    """Source of the numbers. Vendors state no latency: that of a nominal link is a usual one of its kind."""
 
 
 class LinksConfig(TomlTable):
@@ -105,13 +105,14 @@ class NetworkConfig(TomlTable):
     meet_by: Literal["interface", "host-name"] = "interface"
     """Which address of rank 0 the others get: the interface's, or the one that its host name stands for."""
     nccl_interfaces: list[NonSpaceText] = []
-    """For NCCL's sockets (NCCL_SOCKET_IFNAME), where it is not `interface`: names, prefixes, or `=name`."""
+    """Interfaces of NCCL's sockets (NCCL_SOCKET_IFNAME), where they differ from `interface`: names, prefixes, or
+    `=name`."""
     nccl_hcas: list[NonSpaceText] = []
     """InfiniBand devices that NCCL may use (NCCL_IB_HCA); all when empty."""
     gloo_interface: NonSpaceText | None = None
-    """For gloo (GLOO_SOCKET_IFNAME), where it is not `interface`."""
+    """Interface of gloo (GLOO_SOCKET_IFNAME), where it differs from `interface`."""
     wait_s: Seconds = 300.0
-    """How long a rank waits for the others."""
+    """Seconds that a rank waits for the other ranks before the run fails."""
 
     @property
     def variables(self) -> dict[str, str]:
@@ -137,7 +138,7 @@ class SchedulerConfig(TomlTable):
     config_file: SingleLineText | None = None
     """The scheduler's configuration file (SLURM_CONF), where it is not the site's default."""
     bin_folder: SingleLineText | None = None
-    """Where sbatch, squeue, sacct and scancel are, if not on PATH."""
+    """Folder of sbatch, squeue, sacct and scancel, if they are not on PATH."""
     max_array_size: PositiveInt | None = None
     """Largest array; read from the scheduler when absent."""
     max_submitted_jobs: PositiveInt | None = None
@@ -145,7 +146,7 @@ class SchedulerConfig(TomlTable):
     max_running_jobs: PositiveInt | None = None
     """Jobs of one submission that may run at the same time; for `local` 1 when absent."""
     retry_s: Seconds = 60.0
-    """How long a scheduler that cannot answer just now is asked again."""
+    """Seconds for which calls to a scheduler that does not answer are repeated."""
     poll_s: Seconds | None = None
     """Pause between two queries of `run`, `submit --wait` and `status --watch`; 30 s on SLURM, 1 s locally."""
     warning_s: Seconds = 60.0
@@ -156,9 +157,9 @@ class ResourceRequest(TomlTable):
     """The resources in a job's request, and their directives."""
 
     gpus: GpuRequestStyle = "none"
-    """How accelerators are asked for; `none` where they come with the partition."""
+    """Option that requests accelerators; `none` where they come with the partition."""
     gpus_on: Literal["job", "step", "both"] = "job"
-    """Where that is said: to sbatch, to srun (the job then gets whole nodes), or to both."""
+    """Command that requests accelerators: sbatch (`job`), srun (`step`; the job then gets whole nodes), or both."""
     memory: Literal["none", "all", "node"] = "none"
     """`none` asks for no memory, `all` is --mem=0, `node` is --mem with the node's memory."""
     memory_bytes: Bytes | None = None
@@ -191,7 +192,7 @@ class BindingConfig(TomlTable):
     device_variable: Literal["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"] = (
         "CUDA_VISIBLE_DEVICES"
     )
-    """By which the order, and the device of each rank, is said."""
+    """Variable that sets the order of the devices, and the device of each rank."""
 
 
 class TimeLimitStep(TomlTable):
@@ -216,7 +217,8 @@ class PartitionConfig(TomlTable):
     """The most that one job may have; runs on more are infeasible."""
     max_time_min: Minutes | None = None
     max_time_by_nodes: list[TimeLimitStep] = []
-    """Where small jobs may take less time than large ones; above the last step `max_time_min` alone counts."""
+    """Time limits that depend on the number of nodes, where small jobs may take less time than large ones; above the
+    last step only `max_time_min` limits a job."""
     max_node_hours: Annotated[float, Field(gt=0)] | None = None
     """The most that one job may cost, where the site limits nodes times time."""
     max_submitted_jobs: PositiveInt | None = None
@@ -230,9 +232,9 @@ class PartitionConfig(TomlTable):
     time_limit_min: Minutes | None = None
     """Limit of a run that names none."""
     node: NodeConfig | None = None
-    """Where this partition's nodes differ from the cluster's."""
+    """Values in which this partition's nodes differ from the cluster's."""
     request: ResourceRequest | None = None
-    """Where jobs ask for things in another way here."""
+    """Keys in which the resource request of jobs here differs from the cluster's."""
     directives: Directives = {}
 
     def longest_min(self, nodes: int) -> float | None:
@@ -248,7 +250,7 @@ class ContainerConfig(TomlTable):
     """Wraps the worker's command: with its own command (`command`), or with that of a container runtime (`kind`)."""
 
     command: Annotated[list[SingleLineText], Field(min_length=1)] | None = None
-    """For instance `["apptainer", "exec", "--nv", "image.sif"]`."""
+    """Words before the worker's command, such as `["apptainer", "exec", "--nv", "image.sif"]`."""
     kind: ContainerRuntime | None = None
     """`apptainer`, `singularity`, `shifter` and `podman-hpc` are commands; `pyxis` and `cscs-engine` are options of
     srun; `shifter` and `uenv` are options of sbatch."""
@@ -259,7 +261,7 @@ class ContainerConfig(TomlTable):
     options: list[SingleLineText] = []
     """More words for the runtime: `["--nv"]`, `["--rocm"]`, `["--gpu"]`, `["--no-container-mount-home"]`."""
     modules: list[NonSpaceText] = []
-    """Of `shifter`: `["gpu", "nccl-plugin"]`; of `uenv`: its views."""
+    """Modules of `shifter`, such as `["gpu", "nccl-plugin"]`; views of `uenv`."""
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> ContainerConfig:
@@ -284,7 +286,7 @@ class EnvironmentConfig(TomlTable):
     modules: list[SingleLineText] = []
     """Loaded in this order."""
     modules_start: Literal["purge", "reset", "keep"] = "purge"
-    """What is done before: `module purge`, `module reset`, or nothing."""
+    """Command before the modules are loaded: `module purge`, `module reset`, or none."""
     setup: list[str] = []
     """Shell lines of the profile's author, run as they stand."""
     venv: SingleLineText | None = None

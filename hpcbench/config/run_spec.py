@@ -141,7 +141,7 @@ PARAMETER_DEFAULTS = {
     for one in msgspec.structs.fields(RunSpec)
     if not one.required
 }
-"""Of every parameter that has one. Nobody may change them in place."""
+"""Default of every parameter that has one; it must not be changed in place."""
 
 
 def run_id(spec: RunSpec) -> str:
@@ -180,20 +180,20 @@ class TaskFileHeader(msgspec.Struct, frozen=True, kw_only=True):
     meet_by_host_name: bool = False
     """The others reach rank 0 by what its host name stands for, not by ``interface``."""
     wait_s: float = 300.0
-    """How long a rank waits for the others before it gives up."""
+    """Seconds that a rank waits for the other ranks before the run fails."""
     warning_s: float | None = None
     """Time before the limit of the job at which the scheduler sends SIGUSR2."""
     data_folder: str | None = None
-    """Where samples lie in files; ``~`` and variables are the job's."""
+    """Folder of the sample files; ``~`` and variables are the job's."""
     rehearsed: dict[str, Any] = {}
-    """By the clusters that runs rehearse: how fast these compute, see ``parallel.kernel.Rehearsed``."""
+    """Fields of ``parallel.roofline.EmulatedDevice`` by the names of the clusters that runs emulate."""
     peak_flops_per_s: dict[str, float] = {}
     """Per precision, of one device; empty where the profile has no figure."""
     cores_per_task: int | None = None
     pack: int = 1
     """Consecutive runs that one job carries, one after another."""
     environment_key: str | None = None
-    """What the submitter knew of the jobs' software; kept in the results, so that a change can be seen."""
+    """Hash of the jobs' software as the submitter sees it; the results contain it, so that a change is visible."""
     model_folder: str | None = None
     """Absolute path of the folder that users' own models are in."""
     scrubbed: list[str] = []

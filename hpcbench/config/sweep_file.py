@@ -84,7 +84,7 @@ class ScalingTable(TomlTable):
     nodes: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
     """Node counts: an axis of the sweep."""
     global_batch_size: Annotated[int, Field(ge=1)] | None = None
-    """For strong scaling: samples of one step over all replicas."""
+    """Samples of one step over all replicas, for strong scaling."""
 
     @model_validator(mode="after")
     def _fits(self) -> ScalingTable:
@@ -115,7 +115,7 @@ class SubmitTable(TomlTable):
     pack: Annotated[int, Field(ge=1)] | None = None
     """Runs of equal shape that one job carries, one after another."""
     pack_minutes: Minutes | None = None
-    """As many runs in one job as their time limits fit into this."""
+    """Minutes that one job's runs may take together, by their time limits."""
     max_running_jobs: Annotated[int, Field(ge=1)] | None = None
     """Jobs of one submission that may run at the same time; on a machine without a scheduler 1 when absent."""
     budget_node_hours: Annotated[float, Field(gt=0)] | None = None
@@ -124,7 +124,7 @@ class SubmitTable(TomlTable):
     """`grid` runs the points as they are written, `shuffled` so that a slow hour is in no configuration alone; the
     latter is the default where `repeats` is above 1."""
     seed: Annotated[int, Field(ge=0)] | None = None
-    """Of the order; a hash of the sorted run ids when absent."""
+    """Seed of the order; a hash of the sorted run ids when absent."""
     reference: FixedTable | None = None
     """A configuration that is run again and again, as these parameters over the fixed ones: it shows drift."""
     every: Annotated[int, Field(ge=1)] | None = None
@@ -147,7 +147,7 @@ class SweepFile(TomlTable):
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     description: str = ""
     model_folder: Annotated[str, Field(min_length=1)] | None = None
-    """Where `model = "module:function"` finds its module, from this file on; the profile's when absent."""
+    """Folder of the module that `model = "module:function"` names, relative to this file; the profile's when absent."""
     fixed: FixedTable = FixedTable()
     """Parameters that all runs share."""
     grid: GridTable = GridTable()
@@ -165,7 +165,7 @@ class SweepFile(TomlTable):
     stop: StopTable = StopTable()
     """Runs that are not worth starting once a smaller one has ended badly: `oom = "batch_size"`."""
     submit: SubmitTable = SubmitTable()
-    """How the runs become jobs: packing, limits, budget."""
+    """The division of the runs into jobs: packing, limits, budget."""
     repeats: Annotated[int, Field(ge=1)] = 1
     """Launches of every configuration; each has its own seed."""
 

@@ -63,7 +63,7 @@ class Sweep:
     source: TomlSource
     fixed: ParameterSettings
     axes: list[SweepAxis] = field(default_factory=list)
-    """In the order of the file: grid, zips, scaling."""
+    """Axes in the order of the file: grid, zips, scaling."""
     includes: list[ParameterSettings] = field(default_factory=list)
     excludes: list[ExclusionRule] = field(default_factory=list)
     derived: dict[ParameterPath, Expression] = field(default_factory=dict)
