@@ -280,4 +280,4 @@ BASELINES: dict[str, Callable[[BaselineRequest], BaselineEstimate]] = {
     "perfect": perfect_scaling_baseline,
     "log_p": log_devices_baseline,
 }
-"""By name. ``docs/formulas.md`` has a section on each."""
+"""Functions of the baselines by name; each has a section in ``docs/formulas.md``."""

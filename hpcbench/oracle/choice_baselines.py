@@ -7,7 +7,8 @@ from __future__ import annotations
 from hpcbench.oracle.scoring import PredictorResult
 
 CHOICE_BASELINES: dict[str, tuple[str, ...]] = {"always_ddp": ("ddp",), "ddp_else_fsdp": ("ddp", "fsdp")}
-"""By name the strategies that are chosen, the first one that is there. Where there are several the first must fit."""
+"""Strategies of each baseline, the preferred one first. A baseline with several chooses only runs that fit into
+memory."""
 
 
 def choice_results(strategy: str, fits: bool | None) -> dict[str, PredictorResult]:

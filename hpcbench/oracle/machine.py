@@ -12,7 +12,7 @@ from hpcbench.oracle.collective_formulas import HockneyLink
 from hpcbench.parallel.roofline import DeviceCompute, EmulatedDevice
 
 MachineSource = Literal["nominal", "calibrated", "fitted"]
-"""By the profile; by measurements of parts; by whole runs."""
+"""Source of a machine's numbers: the profile; measured parts; whole measured runs."""
 
 
 class CollectiveSample(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,15 +42,16 @@ class CommParameters(msgspec.Struct, frozen=True, kw_only=True):
     """Whether one group uses all links of a node (NCCL does, gloo does not)."""
     collectives: list[CollectiveSample] = []
     contention: dict[int, float] = {}
-    """By flows that share a link: how much longer each takes (ParaDL's phi); without a figure their number."""
+    """Factor on a flow's time (ParaDL's phi) by the number of flows that share a link; without figures that number
+    itself."""
     overlap_slowdown: float = 1.0
-    """How much slower a rank computes while a collective runs (kappa of facts on Galvatron: 1.0 to 1.3)."""
+    """Factor on a rank's computation while a collective is running (kappa of Galvatron: 1.0 to 1.3)."""
     comm_slowdown: float = 1.0
-    """How much slower a collective is while its rank computes: 1 where the processor does not send."""
+    """Factor on a collective while its rank computes; 1 where another unit than the processor sends."""
     spread: float = 0.4
     """Relative uncertainty of a step's communication."""
     call_s: float = 0.0
-    """What issuing a collective takes of the computing thread."""
+    """Seconds of the computing thread for issuing one collective."""
     trees: bool = True
     """Whether the library has tree all_reduces (NCCL from 2.4 on)."""
     by_hop: bool = False
@@ -100,7 +101,8 @@ class Posterior(msgspec.Struct, frozen=True, kw_only=True):
     roots: list[list[float]]
     """Lower triangular: its product with its transpose is the covariance of the logarithms."""
     run_spread: float
-    """Of a run around the model: what launches of the same run differ by, and what the model lacks."""
+    """Standard deviation of the logarithm of a run's step time around the model: launches of the same run differ, and
+    the model is incomplete."""
     ranks: int
     """The most that a fitted run had."""
     doubling_spread: float
@@ -123,14 +125,14 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     straggling: float = 0.0
     """Relative spread of one rank's step around its mean: of p ranks the slowest counts."""
     delay_s: float = 0.0
-    """What others on the machine (network, file system) hold a node up by in a step, on average: exponentially
-    distributed, and of all nodes the one that is held up most counts."""
+    """Mean delay (s) of a node in a step, caused by other users of the network and the file system: exponentially
+    distributed. The most delayed of all nodes counts."""
     base_bytes: float = 0.0
-    """What a rank's process holds on the device before any tensor of the run."""
+    """Bytes that a rank's process holds on the device before any tensor of the run."""
     memory_bytes: float | None = None
-    """Of one rank: the device's, or its part of the node's."""
+    """Memory of one rank: the device's, or its part of the node's."""
     notes: list[str] = []
-    """What had to be guessed."""
+    """Notes on figures that the profile lacks and that are assumed."""
     posterior: Posterior | None = None
 
 

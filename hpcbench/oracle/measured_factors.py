@@ -26,7 +26,7 @@ MACHINE_SPREAD, MODEL_SPREAD, STRATEGY_SPREAD, CELL_SPREAD = 0.35, 0.15, 0.25, 0
 and 0.15 by how much they differ between models. None of them was fitted to a score."""
 _CONFIGURATION_SPREAD, _LAUNCH_SPREAD, _PRIOR_FREEDOM = 0.10, 0.05, 10
 PRIOR_SPREAD = sqrt(MACHINE_SPREAD**2 + MODEL_SPREAD**2 + STRATEGY_SPREAD**2 + CELL_SPREAD**2)
-"""Of the four together."""
+"""Standard deviation of the four together."""
 MAX_NEIGHBOURS_NAMED = 8
 
 
@@ -50,7 +50,8 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
 
     config_id: str
     like: str
-    """What it shares with the run: ``itself``, ``model and strategy``, ``strategy``, ``model`` or ``cluster``."""
+    """The part of the configuration that it shares with the run: ``itself``, ``model and strategy``, ``strategy``,
+    ``model`` or ``cluster``."""
 
 
 class LearnedFactor(NamedTuple):
@@ -65,13 +66,13 @@ class LearnedFactor(NamedTuple):
     spread: float
     """Standard deviation of the logarithm of a launch of the configuration, were those determined."""
     counts: dict[str, int]
-    """By ``Neighbour.like``, the number of measured configurations, the nearest first."""
+    """Number of measured configurations by ``Neighbour.like``, the nearest first."""
     neighbours: list[Neighbour]
     """The nearest, at most ``MAX_NEIGHBOURS_NAMED``."""
 
     @property
     def factor(self) -> float:
-        """What the prediction is multiplied with."""
+        """Factor on the prediction that the machine's numbers alone give."""
         return exp(self.log_factor)
 
 
@@ -205,7 +206,7 @@ class _FactorFit:
 
 
 _LIKENESS = ("itself", "model and strategy", "strategy", "model", "cluster")
-"""What configurations may have in common, the most first."""
+"""Values of ``Neighbour.like``, the nearest first."""
 
 
 def _likeness(row: _KeyedRatio, config_id: str, model: Hashable, strategy: Hashable) -> int:

@@ -43,9 +43,9 @@ class RankCost(NamedTuple):
     """One rank of a model-parallel run."""
 
     rows: Sequence[RowCost]
-    """In the order of the table."""
+    """Costs of the table's rows, in their order."""
     parameter_bytes: Sequence[int]
-    """Of every tensor of the table, the part that the rank holds and updates."""
+    """Bytes of every tensor of the table that the rank holds and updates."""
     reductions: Sequence[ReductionPlan]
     buffer_bytes: int
 

@@ -42,13 +42,12 @@ class PersistentMemory(NamedTuple):
 
     parameters: int
     gradients: list[int]
-    """Of every tensor of the table, the part of its gradient on this rank after the backward pass."""
+    """Bytes of every tensor's gradient on this rank after the backward pass, in the order of the table."""
     gradient_rows: list[int]
-    """Of every tensor of the table, the row whose backward pass allocates its gradient; see ``gradient_rows`` and
-    ``preallocated_gradient_rows``.
-    """
+    """Row of the table whose backward pass allocates the gradient, for every tensor; see ``gradient_rows`` and
+    ``preallocated_gradient_rows``."""
     owned: list[int]
-    """Of every tensor of the table, the part that this rank updates."""
+    """Bytes of every tensor that this rank updates, in the order of the table."""
     communication: int = 0
     """Buckets that are never given back."""
 

@@ -118,7 +118,8 @@ class PipelineRank:
         self.blocks = chunk_blocks(spec, options, self.layout, table)
         self._slices = slice_table(table, tuple(self.blocks))
         self.rows, self.parameter_places = self._slices.rows, self._slices.tensors
-        """By chunk the places of its rows, the loss in the last one, and of its parameters without tied ones."""
+        """Places of each chunk's rows and of its parameter tensors: the loss is in the last chunk, tied tensors are
+        left out."""
         self.micro_batch_sizes = [len(part) for part in even_ranges(spec.batch_size, spec.micro_batches)]
         self.tensor_rank = TensorParallelRank(spec, table, rank) if spec.tp_degree > 1 else None
         self._scale = parameter_number_bytes(spec) // FP32_BYTES

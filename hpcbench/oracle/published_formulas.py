@@ -59,7 +59,8 @@ class ParadlLayer(NamedTuple):
     backward_s: float = 0.0
     update_s: float = 0.0
     halo_items: float = 0.0
-    """Of the input and of the output's gradient together, that one neighbour needs; 0 for kernels of 1."""
+    """Items per sample that one neighbour needs of the input and of the output's gradient together; 0 for kernels of
+    1."""
     is_split: bool = True
     """Whether spatial, filter and channel split it: the authors list the layers that they do not."""
 

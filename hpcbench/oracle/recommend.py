@@ -33,15 +33,15 @@ assumption, to be replaced by what ``validate`` finds."""
 LEADERS_EXPANDED = 3
 """Pipelines whose degrees are tried with the other schedules."""
 FULLY_PREDICTED = 10
-"""Of so many of the best the interval is worked out in full."""
+"""Number of the best candidates whose prediction interval is computed in full."""
 BATCH_SIZE_SEARCHED = 3
-"""Of so many of the best the largest batch is looked for."""
+"""Number of the best candidates whose largest batch size is searched for."""
 OBJECTIVES: dict[str, Callable[[RunSpec, Prediction], float]] = {
     "samples_per_s": lambda _, predicted: 1 / predicted.samples_per_s,
     "step_time_s": lambda _, predicted: predicted.step_time_s,
     "node_hours": lambda spec, predicted: spec.nodes * DATASETS[spec.dataset].samples / predicted.samples_per_s / 3600,
 }
-"""What is made least: the time of a sample, of a step, the cost of an epoch."""
+"""Quantities by name, each minimised: the time of a sample (s), the time of a step (s), the node-hours of an epoch."""
 
 
 class Candidate(msgspec.Struct, kw_only=True):

@@ -23,11 +23,11 @@ from hpcbench.results.timing_statistics import quantile
 COUNTED_FAILURES = frozenset({"oom", "failed", "timeout"})
 """Ends that count as an error of a prediction that the run succeeds; no predictor covers the others."""
 SCORED_PARTS = ("compute_s", "comm_s", "exposed_comm_s", "peak_memory_bytes")
-"""What is scored beside the step time."""
+"""Figures that are scored in addition to the step time."""
 _BOOTSTRAP_RESAMPLES = 1000
 _BOOTSTRAP_SEED = 8
 _NORMAL_95 = 1.96
-"""Of the standard normal distribution: 95 % lie within."""
+"""Number of standard deviations within which 95 % of a normal distribution lie."""
 
 
 class MeasuredConfiguration(msgspec.Struct, kw_only=True):
@@ -42,9 +42,9 @@ class MeasuredConfiguration(msgspec.Struct, kw_only=True):
     launches_s: list[float] = []
     """Median step time of every launch."""
     figures: dict[str, float] = {}
-    """Of ``PARTS``: medians over launches, of memory the most."""
+    """Figures of ``SCORED_PARTS``: medians over launches, for memory the maximum."""
     figures_noise: dict[str, float] = {}
-    """As ``noise``, of these."""
+    """Standard deviation of the launches' logarithms for each of ``figures``, as ``noise``."""
 
     @property
     def step_time_s(self) -> float | None:
@@ -77,9 +77,9 @@ class PredictorResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     high_s: float | None = None
     """90 % interval of the step time, where it has one."""
     preference: int | None = None
-    """Of a baseline that chooses a strategy without predicting times: the least is chosen."""
+    """Place of the strategy in the order of a baseline that chooses without predicting times: the lowest is chosen."""
     rests_on: PredictionBasis | None = None
-    """Of the oracle: what the prediction rests on, apart from the configuration itself."""
+    """Evidence of the oracle's prediction, apart from the configuration itself."""
     reason: str = ""
     """The reason why there is no prediction."""
 
@@ -112,7 +112,7 @@ class RankingScore(msgspec.Struct, kw_only=True):
     significant."""
     worst_regret: float | None
     median_regret: float | None = None
-    """As ``regret``, every difference between medians counted."""
+    """Mean over groups of the regret, where every difference between medians counts."""
     failed: int
     """Groups whose predicted best did not run."""
 
@@ -124,7 +124,8 @@ class PredictedBest(NamedTuple):
     chosen: ValidationCase | None
     """``None`` where it says something of fewer than two, and for a baseline that chooses, of none."""
     regret: float | None
-    """How much slower the chosen one is than the best; ``None`` where it did not run."""
+    """Relative difference between the step times per sample of the chosen and the best one; ``None`` where the chosen
+    one did not run."""
     is_tie: bool = False
     """Whether the difference is not significant, given the spread of launches."""
 
@@ -254,7 +255,7 @@ def kendall_tau(left: Sequence[float], right: Sequence[float]) -> float | None:
 
 GOOD_ACCURACY = 0.9
 MIN_STEP_FRACTION = 0.01
-"""Of a step: what is less of it is not compared."""
+"""Fraction of a step; shorter parts of it are not compared."""
 
 
 class AccuracySummary(msgspec.Struct, kw_only=True):
@@ -263,7 +264,8 @@ class AccuracySummary(msgspec.Struct, kw_only=True):
     count: int
     """Configurations, failed ones among them."""
     failed: int = 0
-    """Of these, those that were not predicted at all or failed unpredicted: accuracy 0, in no signed error."""
+    """Configurations among them without a prediction, or with a failure that was not predicted: accuracy 0, without a
+    signed error."""
     mean: float
     low: float
     high: float

@@ -27,7 +27,7 @@ class CommCall(NamedTuple):
     wire: str = ""
     """Lanes with running calls on one wire share it evenly."""
     traffic: Traffic | None = None
-    """What is passed."""
+    """Operation, group size and payload of the call."""
 
 
 class WaitEvent(NamedTuple):
@@ -51,13 +51,13 @@ class StreamTimes(NamedTuple):
 
     end_s: float
     compute_s: float
-    """As computed, slowed down by communication or not."""
+    """Duration of the computation, including its slow-down by communication."""
     comm_s: float
     """Time in which any call was running: simultaneous calls of two lanes count once."""
     exposed_comm_s: float
     """While the computing stream waited."""
     latency_s: float
-    """Of ``comm_s``."""
+    """The part of ``comm_s`` that is latency."""
 
 
 def simulate_streams(events: Iterable[StreamEvent], slowdown: float = 1.0, comm_slowdown: float = 1.0) -> StreamTimes:
@@ -107,9 +107,9 @@ class _CommStreams:
 
     def __init__(self) -> None:
         self._ends: dict[tuple[str, str], float] = {}
-        """By lane and wire."""
+        """End of the last call by communication stream and wire."""
         self.keys: dict[str, tuple[tuple[str, str] | str, float]] = {}
-        """Of the last call of each name: where it is, and its end."""
+        """Communication stream and wire of the last call of each name, and its end."""
 
     def last(self) -> float:
         """When all of it is through."""

@@ -75,7 +75,7 @@ class TensorParallelRank:
         self.sequence_parallel = bool(options.get("sequence_parallel")) and self.degree > 1
         self.rows = {layer.name: layer for layer in table.layers}
         self.blocks = {layer.name: layer for layer in table.layers if layer.kind == TRANSFORMER_BLOCK_KIND}
-        """In their order."""
+        """Transformer blocks by name, in their order."""
         self.first, self.last = next(iter(self.blocks)), next(reversed(self.blocks))
         self.tokens, self.width = self.blocks[self.first].input_shape
         self.head = _language_head(table) if options.get("vocabulary_parallel") and self.degree > 1 else None

@@ -108,11 +108,12 @@ def _scaled_link(wire: HockneyLink, link: str, factors: Mapping[str, float]) -> 
 _DIRECTION_DEVIATIONS = 1.645
 """Standard deviations at which the model is asked: where it is not linear, the ends of the interval are what counts."""
 _OVERHEAD_SPREAD_PER_DOUBLING = 0.1
-"""What a strategy adds to every step is of no known form: by so much a doubling it may grow or shrink."""
+"""Relative uncertainty, for a doubling of the ranks, of the time that a strategy adds to every step: its form is
+unknown."""
 
 
 CostModelFactory = Callable[[Machine, RunSpec], CostModel]
-"""Who prices a run."""
+"""Constructor of the cost model of a run on a machine."""
 
 
 def predicted_step_s(

@@ -35,7 +35,7 @@ class ShardingUnit(NamedTuple):
     """
 
     places: Sequence[int]
-    """In the table's ``parameter_tensors``."""
+    """Places in the table's ``parameter_tensors``."""
     gathered: Sequence[int]
     """The rank's parts, a call each."""
     reduced: Sequence[int]

@@ -25,7 +25,7 @@ from hpcbench.oracle.transformer.work import step_work
 from hpcbench.parallel.decoder_shapes import DecoderShape
 
 UNSHARDED_SOFTWARE, SHARDED_SOFTWARE = "megatron", "torchtitan"
-"""Whose published runs price layouts with whole parameters, and with fully sharded ones."""
+"""Software whose published runs price layouts with whole parameters, and with fully sharded ones."""
 MAX_TENSOR = 16
 MAX_CONTEXT = 16
 MIN_CONTEXT_TOKENS = 1024
@@ -85,7 +85,7 @@ class LayoutRanking(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutWish:
-    """What the layouts share. One of the two batches is given: of all replicas, or of one."""
+    """Values that all layouts share. Exactly one batch is set: that of all replicas, or that of one."""
 
     gpus: int
     sequence: int

@@ -27,7 +27,7 @@ LOGIT_BYTES = 54
 """Bytes for each logit: casts to fp32, maximum, exponent, sum, division, gradient, cast back."""
 ACCUMULATE_BYTES = 10
 OPTIMIZER_BYTES = 60
-"""For each parameter: clipping, fused Adam in fp32, the copy to bf16, gradients set to zero."""
+"""Bytes for each parameter: clipping, fused Adam in fp32, the copy to bf16, gradients set to zero."""
 BUCKET_BYTES = 25e6
 DISTURBED_BELOW = 0.95
 USUAL_GATHER_RATE, USUAL_REDUCE_RATE = 225e9, 185e9
