@@ -54,7 +54,7 @@ class ModelEntry(NamedTuple):
     own: bool = False
     """A user's own strategy, which checks its options itself."""
     input_size: int | None = None
-    """What a run that names none takes, tokens or edge length; ``None``: the data set's own."""
+    """Default input size, in tokens or as an edge length; ``None`` for the data set's own."""
 
 
 def get_strategy(key: str) -> StrategyEntry:

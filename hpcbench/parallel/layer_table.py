@@ -35,7 +35,7 @@ class LayerRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     kind: str
     """The module's class; with ``.other`` appended: operations of a module that has children, outside of them."""
     input_shape: list[int]
-    """Of the first tensor that goes in, without the batch."""
+    """Shape of the first input tensor, without the batch."""
     output_shape: list[int]
     parameters: int
     """Numbers that are trained, counted where they are first used: tied ones once."""
@@ -44,16 +44,16 @@ class LayerRow(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     backward_flops: int
     """Without recomputation; without the gradient of an input that needs none."""
     activation_bytes: int
-    """What autograd keeps for the backward pass, each storage at its first user; no parameters, no buffers."""
+    """Bytes that autograd keeps for the backward pass, each storage at its first user; no parameters, no buffers."""
     activation_fixed_bytes: int
     """The part of it that does not grow with the batch (BatchNorm's statistics), for the whole batch."""
     output_bytes: int
     """Size of what comes out."""
     forward_moved_bytes: int
-    """What the operations of the forward pass read and write, as if nothing stayed in a cache; no parameters."""
+    """Bytes that the operations of the forward pass read and write, as if nothing stayed in a cache; no parameters."""
     backward_moved_bytes: int
     attributes: dict[str, Any] = {}
-    """What a split of the layer has to know: kernel, stride, padding, groups, channels, features, heads."""
+    """Attributes that a split of the layer needs: kernel, stride, padding, groups, channels, features, heads."""
 
 
 class TensorShape(NamedTuple):
@@ -88,7 +88,7 @@ class LayerTable(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int
     """Length of the model's sequence of blocks: where a pipeline may cut it."""
     parameter_tensors: list[TensorShape]
-    """In the order of ``parameters()``, tied ones once: what gradient buckets are filled from."""
+    """Parameters in the order of ``parameters()``, tied ones once; they fill the gradient buckets."""
     buffers: list[TensorShape]
     columns: tuple[str, ...] = LayerRow.__struct_fields__
     """The meaning of the rows' entries."""
@@ -123,7 +123,7 @@ class StoredLayerTable(LayerTable, frozen=True, kw_only=True):
     """A table as its file has it: of equal blocks in succession the first alone."""
 
     repeated_blocks: dict[int, int] = {}
-    """By the number of a block how many times it stands there: ``{1: 80}`` means blocks 1 to 80."""
+    """Number of equal blocks in succession, by the number of the first one: ``{1: 80}`` means blocks 1 to 80."""
 
 
 class LayerTableRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):

@@ -33,7 +33,7 @@ class Kernel(NamedTuple):
     moved_bytes: float
     """Activations read and written, as if nothing stayed in a cache."""
     weight_bytes: float
-    """Of the parameters at hand."""
+    """Bytes of the parameters that the kernel uses."""
     input_bytes: float
     output_bytes: float
 
@@ -54,20 +54,20 @@ class DeviceCompute(msgspec.Struct, frozen=True, kw_only=True):
     """Per precision."""
     memory_bandwidth_bytes_per_s: float
     launch_s: float
-    """What a kernel takes at least."""
+    """Seconds of a kernel's launch, in addition to its computation."""
     flops_efficiency: float = 0.6
-    """Of the peak, that large matrix products reach."""
+    """Fraction of the peak that large matrix products reach."""
     bandwidth_efficiency: float = 0.8
     samples: list[KernelSample] = []
     """Measured kernels: others are estimated from the most similar ones."""
     factors: dict[str, float] = {}
-    """By model: what a whole step takes over the sum of its kernels; ``""`` is any other model's."""
+    """Time of a whole step over the sum of its kernels' times, by model; ``""`` is the entry of any other model."""
     spread: float = 0.35
     """Relative uncertainty (one standard deviation of the logarithm) of a step's computation."""
     step_s: float = 0.0
-    """What a step takes beside its kernels: the loop, the library's hooks."""
+    """Seconds of a step outside of its kernels: the loop, the library's hooks."""
     crowding: dict[int, float] = {}
-    """By ranks on a node: how much slower each computes than alone."""
+    """Factor on each rank's computation, relative to a rank alone, by the number of ranks on a node."""
     processors: int = 0
     """Multiprocessors that tiles of a matrix product are dealt out to; 0 where nothing is lost in the last wave."""
 
@@ -95,7 +95,7 @@ _NUMBER_BYTES = {"fp64": 8, "bf16": 2, "fp16": 2}
 _FeatureVector = tuple[float, ...]
 _CorrectionSample = tuple[_FeatureVector, float]
 _KernelClass = tuple[str, str, str]
-"""Of a layer, the direction, the precision."""
+"""Kind of the layer, direction, precision."""
 
 
 class RooflineModel:
@@ -115,9 +115,11 @@ class RooflineModel:
         for entries in self._known.values():
             entries.sort()
         self._typical = {kind: log(seconds / base) for kind, (seconds, base) in sums.items()}
-        """Of a kind's kernels together, so that the long ones count; of no kind it is the roofline."""
+        """Logarithm of measured over roofline time by kind, over the sum of its kernels so that long ones count; a kind
+        without measurements has the roofline's time."""
         self.seconds = lru_cache(maxsize=_CACHED_KERNELS)(self._seconds)
-        """Of one kernel, alone on the device. A fit asks for the same ones again and again."""
+        """Seconds of one kernel, alone on the device. The results are cached because a fit requests the same kernels
+        many times."""
 
     @staticmethod
     @memoized(16, lambda compute: (compute.samples, _device_rates(compute)))

@@ -126,7 +126,7 @@ class StrategyEntry(NamedTuple):
     widest: str = "fp64"
     """The most exact precision in which the strategy can be verified."""
     lossy: float | None = None
-    """As ``Option.lossy``, for a strategy that is inexact with any options."""
+    """The largest difference that ``verify`` accepts, for a strategy that is inexact with any options."""
     parity_cases: tuple[ParityCase, ...] = ()
     """Cases of the parity, traffic and memory tests; by default those of ``own_degree``."""
     exact_traffic: bool = True

@@ -47,7 +47,7 @@ class MeasuredBlock(msgspec.Struct, frozen=True, kw_only=True):
     parameter_bytes: int
     """Tied parameters count with the first block that uses them."""
     kept_bytes: int
-    """What autograd keeps for the backward pass, each storage once; no parameters, no buffers."""
+    """Bytes that autograd keeps for the backward pass, each storage once; no parameters, no buffers."""
 
 
 class BlockProfile(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class BlockProfile(msgspec.Struct, frozen=True, kw_only=True):
     device_name: str
     torch: str
     threads: int
-    """Of torch, on a cpu."""
+    """Threads of torch on a cpu."""
     blocks: list[MeasuredBlock]
 
     def chain(self) -> list[BlockCost]:

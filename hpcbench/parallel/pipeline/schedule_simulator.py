@@ -192,7 +192,7 @@ class RankTimes(NamedTuple):
     begin: float
     end: float
     gradients_done: dict[int, tuple[float, float]]
-    """By chunk: begin and end of the action that completes its gradients."""
+    """Begin and end, by chunk, of the action that completes its gradients."""
 
 
 def rank_times(
@@ -256,9 +256,9 @@ class StageTimes(NamedTuple):
     update_s: float
     """One update, with everything that is waited for before it."""
     forward_send_s: float = 0.0
-    """To the next stage."""
+    """Seconds of the message to the next stage."""
     backward_send_s: float = 0.0
-    """To the previous stage."""
+    """Seconds of the message to the previous stage."""
 
     @property
     def sends_s(self) -> float:
@@ -343,7 +343,7 @@ class ScheduleStepTime(NamedTuple):
     step_time_s: float
     bubble_fraction: float
     stage_times_s: list[float]
-    """What each chunk computes for one micro-batch."""
+    """Computation time of each chunk for one micro-batch."""
 
 
 def schedule_step_time(

@@ -54,7 +54,7 @@ class ChannelLayer(NamedTuple):
     is_first: bool = False
     """Its input is the sample: whole on every rank, and without a gradient."""
     is_last: bool = False
-    """What comes out is the model's: whole on every rank."""
+    """Its output is the model's: whole on every rank."""
 
 
 class ChannelLayerSplit(NamedTuple):
@@ -186,7 +186,7 @@ class ChannelRow(NamedTuple):
     row: LayerRow
     layer: ChannelLayer | None
     channels: int
-    """Of what comes out, as far as ranks may share them: 0 before the first layer and behind the last."""
+    """Channels of the output that ranks may share; 0 before the first layer and after the last one."""
 
     def split(self, scheme: ChannelScheme, degree: int) -> ChannelLayerSplit | None:
         """See ``split_of``; ``None`` for what is no layer."""

@@ -8,9 +8,9 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.strategy_entry import CalibrationRuns, Option, PlotStyle, StrategyEntry
 
 FP16_COMPRESSION_TOLERANCE = 2.0**-8
-"""Of gradients or weights rounded to fp16 on their way: eight unit roundoffs, for a sum over replicas."""
+"""Tolerance of gradients or weights that are sent in fp16: eight unit roundoffs, for a sum over replicas."""
 BF16_COMPRESSION_TOLERANCE = 2.0**-4
-"""As bf16 arithmetic itself, see ``bounds.ONE_STEP``."""
+"""Tolerance of gradients that are sent in bf16: sixteen unit roundoffs."""
 POWERSGD_FIRST_STEP_TOLERANCE = 1e-2
 """PowerSGD approximates without a bound, but not before its third step, and one step is compared."""
 
