@@ -10,7 +10,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.parallel.catalog import get_strategy
 
 LAUNCH_OVERHEAD_S = 30.0
-"""What starting and ending one launch of a pack may take beside the run's own limit."""
+"""Seconds that starting and ending one launch of a pack may take in addition to the run's own limit."""
 
 BEGIN_PAUSE_S = 30
 """A job that cannot begin holds its node this long: a broken node that is free again at once gets the whole queue."""

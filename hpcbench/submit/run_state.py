@@ -42,7 +42,7 @@ ACTIVE_STATES = frozenset({"waiting", "pending", "running"})
 """States of runs that a submission is taking care of."""
 _OPEN_STATES = ACTIVE_STATES | {"planned"}
 _REGISTRATION_DELAY_S = 30.0
-"""For this long a job that no command of the scheduler lists counts as pending."""
+"""Seconds after a submission in which a job that the scheduler does not list counts as pending."""
 RESULT_DELAY_S = 60.0
 """A slow file system may show a result this long after its job has ended."""
 RUN_LEASE_S = 7 * 86400.0

@@ -149,7 +149,7 @@ def check_job_parameters(parameters: Mapping[str, Any], folder: Path) -> None:
 
 
 SBATCH_SETTLE_S = 30.0
-"""For this long after its start, an sbatch whose answer is unknown may still submit its job."""
+"""Seconds after its start in which an sbatch whose answer is unknown may still submit its job."""
 _MIN_RETRY_PAUSE_S = 1.0
 _MAX_RETRY_PAUSE_S = 30.0
 

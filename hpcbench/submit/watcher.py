@@ -57,7 +57,8 @@ class IncrementalClusterTree(ClusterTree):
         self._seen: dict[str, tuple[int, float]] = {}
         """Modification time (ns) of every folder, and when it was seen first."""
         self._settled: dict[str, int] = {}
-        """Of runs that were read when their folder had had its modification time (ns) for a while: that time."""
+        """Modification time (ns) of the folder of each run that was read when the folder had kept this time for a
+        while."""
 
     def summaries(self, run_ids: Collection[str]) -> dict[str, ResultSummary]:
         """Return the summaries of ``ClusterTree.summaries``; runs that are new to the watcher are looked up."""
@@ -221,7 +222,7 @@ class SweepWatcher:
         self.tree = IncrementalClusterTree(root, superseded=superseded)
         self.sweeps = sweeps
         self.predicted_s: dict[str, float] = {}
-        """By sweep, the predicted time until its last run ends; shown until runs have ended."""
+        """Predicted seconds until a sweep's last run ends, by sweep; shown until runs have ended."""
         self._profile, self._superseded = profile, superseded
         self._timed: dict[tuple[str, float], TimedRun | None] = {}
         self._since: dict[str, float] = {}
