@@ -31,7 +31,7 @@ from hpcbench.results.schema import STATUS_OK
 from hpcbench.units import parse_quantity
 
 _QUANTITY_KINDS = {"_bytes": "size", "_per_s": "", "_s": "time"}
-"""What text with a unit is, by the end of a metric's name; a rate per second has none of its own."""
+"""Kind of quantity of a value with a unit, by the end of the metric's name; a rate per second has none of its own."""
 
 
 class ReferenceBand(TomlTable):
@@ -75,10 +75,10 @@ def load_reference_bands(path: Path) -> tuple[list[ReferenceBand], TomlSource]:
 
 
 _COMPARED_CONFIGURATIONS = 200
-"""Of each side, in the search for the most similar pair."""
+"""Configurations of each side in the search for the most similar pair."""
 WORSE, BETTER, FAILS = "worse", "better", "fails"
 COMPARISON_VERDICTS = (FAILS, WORSE, BETTER, hypothesis_tests.INCONCLUSIVE, hypothesis_tests.EQUIVALENT)
-"""In the order of the table."""
+"""Verdicts in the order of the table."""
 REGRESSIONS = frozenset({WORSE, FAILS})
 LARGER_IS_BETTER = frozenset(
     {"samples_per_s", "tokens_per_s", "tokens_per_s_per_device", "flops_per_s", "mfu", "hfu", "accuracy"}

@@ -28,7 +28,7 @@ from hpcbench.results.schema import STATUS_OK
 ORACLE_NAME, MACHINE_ONLY = "hpcbench", "machine_only"
 """The oracle's name among the predictors, and that of the oracle as if nothing else had been measured."""
 _WIRE = "wire_s"
-"""What the oracle's communication is compared with: it predicts no wait for late ranks."""
+"""Measured part that the oracle's communication is compared with: the oracle predicts no wait for late ranks."""
 VALIDATION_COLUMNS = (
     "cluster", "run_id", "config_id", "environment_digest", "status", STEP_TIME,
     *(f"metrics.{part}" for part in (*scoring.SCORED_PARTS, _WIRE)),
@@ -245,7 +245,7 @@ def _is_moved(case: scoring.ValidationCase) -> bool:
 
 
 def _basis_notes(cases: Sequence[scoring.ValidationCase]) -> list[str]:
-    """What the oracle's predictions rest on, where measured neighbours moved some."""
+    """Return a note on the evidence of the oracle's predictions, where measured neighbours moved some."""
     moved = sum(map(_is_moved, cases))
     if not moved:
         return []

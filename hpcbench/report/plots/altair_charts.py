@@ -289,4 +289,5 @@ def _rows_in_units(frame: polars.DataFrame, **axes: PlotAxis) -> Rows:
 _CHART_BUILDERS: dict[type, Callable[[Any, polars.DataFrame], tuple[Any, list[Rows]]]] = {
     LineChart: _line_chart, BoxChart: _box_chart, StackedBarChart: _stacked_bar_chart, GanttChart: _gantt_chart,
 }  # fmt: skip
-"""By the kind of a chart: the altair chart of a frame, and the rows of each of its data sources in the axes' units."""
+"""Functions by the kind of a chart: each returns the altair chart of a frame, and the rows of each of its data sources
+in the axes' units."""

@@ -67,12 +67,12 @@ class BoxChart:
 
     x: PlotAxis
     whiskers: str
-    """Where they end."""
+    """Range of the whiskers, as text."""
     bars: bool = False
     """Bars from zero to the most rather than boxes, for what adds up from nothing."""
 
     def text(self, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
-        """As ``Drawing``."""
+        """Return the lines of the chart, see ``Chart.text``."""
         left = _name_width(frame, width)
         cells = max(8, width - left - 1)
         ends = [value / self.x.factor for name in BOX_NUMBERS for value in column_values(frame, name)]
@@ -131,12 +131,12 @@ class StackedBarChart:
 
     x: PlotAxis
     parts: dict[str, StackPart]
-    """In the order in which they are stacked."""
+    """Parts in the order in which they are stacked."""
     total: str
-    """What the mark is."""
+    """Name of the quantity that the mark shows."""
 
     def text(self, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
-        """As ``Drawing``."""
+        """Return the lines of the chart, see ``Chart.text``."""
         left = _name_width(frame, width)
         totals = {
             value: f"{value / self.x.factor:.3g} {self.x.unit}".rstrip() for value in column_values(frame, "total")

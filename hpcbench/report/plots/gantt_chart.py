@@ -44,10 +44,10 @@ class GanttChart:
     """Rows of ``COLUMNS``; every run has a time axis of its own."""
 
     axes: dict[str, PlotAxis]
-    """Of each run."""
+    """Time axis of each run."""
 
     def text(self, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
-        """As ``Drawing``."""
+        """Return the lines of the chart, see ``Chart.text``."""
         left = len("rank ") + max(len(str(rank)) for rank in frame["rank"].to_list()) + 1
         cells = max(8, width - left - 1)
         lines: list[Text] = []

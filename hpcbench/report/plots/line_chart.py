@@ -18,7 +18,7 @@ from hpcbench.report.plots.theme import PlotAxis, column_values, format_tick, li
 _LINE_NUMBERS = ("x", "y", "low", "high")
 LINE_COLUMNS = ("panel", "series", "role", *_LINE_NUMBERS, "label", "launches")
 MEASURED, PREDICTED, IDEAL, CROSSOVER, BAND = "measured", "predicted", "ideal", "crossing", "band"
-"""What a row is. An ideal is a thin line, a crossing a ring where two lines meet, a band the space around an ideal."""
+"""Roles of rows. An ideal is a thin line, a crossover a ring where two lines meet, a band the space around an ideal."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LineChart:
     from_zero: bool = True
     legend: str = "strategy"
     ideal: str = "ideal"
-    """What a thin line is."""
+    """Name of the thin line."""
 
     def text(self, frame: pl.DataFrame, width: int, *, plain: bool) -> list[Text]:
         """A grid for each panel with its axes, and the meaning of the characters below the last one."""

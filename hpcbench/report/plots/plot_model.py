@@ -61,14 +61,14 @@ class Plot:
     name: str = ""
     title: str = ""
     subtitle: str = ""
-    """What all points have in common."""
+    """Values that all points share."""
     alt: str = ""
     """Description of the plot, as text with numbers computed from ``frame``."""
     drawing: Chart | None = None
     frame: pl.DataFrame | None = None
     """The plotted rows, in SI units."""
     notes: list[str] = field(default_factory=list)
-    """What spreads are, and what was left out."""
+    """Notes on the meaning of spreads, and on data that were left out."""
     nothing: str = ""
 
     @property

@@ -43,10 +43,10 @@ _PANEL_TEXTS = {
     "spec.input_size": "size {}", "_batch": "{}", "spec.precision": "{}", "spec.data": "data {}",
     "spec.optimizer": "{}", "spec.channels_last": "channels_last {}", "environment_digest": "environment {}",
 }  # fmt: skip
-"""What points in one panel have in common, and how it is said."""
+"""Columns whose values all points of one panel share, with the format of each value."""
 _ALWAYS_IN_SUBTITLE = ("spec.model", "spec.dataset", "_batch", "cluster")
 _SERIES_KEYS = frozenset({"cluster", "sweep", "environment_digest", *DERIVED_COLUMNS})
-"""What tells lines apart beside parameters and provenance."""
+"""Columns that may distinguish lines, in addition to parameters and provenance."""
 _BATCH_KINDS: tuple[tuple[str, str, Scaling], ...] = (
     ("spec.batch_size", "batch {} per replica", "weak"), ("global_batch_size", "global batch {}", "strong"),
     ("_per_device", "{} samples per device", "weak"),
@@ -59,7 +59,7 @@ POINT_COLUMNS = (
     "spec.devices_per_task", "metrics.samples_per_s", "metrics.step_time_s.median", "metrics.step_time_s.ci95_low",
     "metrics.step_time_s.ci95_high",
 )  # fmt: skip
-"""What ``points`` reads of a results frame, beside the metric."""
+"""Columns of a results frame that ``plot_points`` reads, in addition to the metric."""
 
 
 class PlotPoints(NamedTuple):
@@ -68,7 +68,7 @@ class PlotPoints(NamedTuple):
 
     frame: pl.DataFrame
     shared: str
-    """In words, what all of them have in common."""
+    """Values that all points share, as text."""
     notes: list[str]
 
 

@@ -250,7 +250,8 @@ _TOLERANCE = 0.1
 _MAX_READ = 500
 _IMPLAUSIBLE_SECONDS = 1e9
 _MEASURED_BLOCKS = '"measured"'
-"""What options of runs hold that have timed their blocks: results of others have no prediction of their own."""
+"""Text in the options of runs that have measured their blocks; results of other runs contain no prediction of their
+own."""
 
 
 def measured_over_predicted_plot(frame: pl.DataFrame, request: PlotRequest) -> Plot:

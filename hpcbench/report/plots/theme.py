@@ -45,7 +45,7 @@ class SeriesStyle(NamedTuple):
 
     colour: str
     shape: str
-    """As Vega calls it."""
+    """Vega's name of the shape, or its SVG path."""
     character: str
     dash: list[float]
 
