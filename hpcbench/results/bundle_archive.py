@@ -115,7 +115,7 @@ class BundleReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.problems: dict[str, str] = {}
-        """What was passed over and why, by the member's name."""
+        """Reasons why members were passed over, by the member's name."""
         self._digests: dict[str, str] = {}
 
     def files(self) -> Iterator[tuple[str, bytes]]:

@@ -14,7 +14,7 @@ from hpcbench.fileio import read_error, read_regular
 from hpcbench.parallel.workloads import DATASETS
 
 SAMPLES_FORMAT_VERSION = 1
-"""Of made files. Raised whenever the same command would make other samples."""
+"""Version of synthetic files. It is raised whenever the same command would generate other samples."""
 MANIFEST_NAME = "manifest.json"
 PART_RECORD_NAME = "done.json"
 """Lies in a folder of samples that is complete."""

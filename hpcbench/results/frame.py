@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 RESULT_COLUMNS = ("run_id", "config_id", "attempt", "sweep", "cluster", "status", "environment_digest", "warnings")
 PROVENANCE_KEYS = ("hpcbench", "hpcbench_commit", "torch", "submission", "environment_key")
-"""What of a result's provenance is in the frame, as text."""
+"""Keys of a result's provenance that are columns of the frame, as text."""
 FILE_COLUMNS = ("file.mtime_ns", "file.size_bytes")
 """When ``result.json`` was put in place, and its size, by which a change is recognised."""
 _NESTED_RECORDS: dict[str, type[msgspec.Struct]] = {

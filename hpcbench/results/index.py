@@ -38,7 +38,7 @@ _METADATA_KEY = "hpcbench"
 _MTIME_RESOLUTION_NS = 2 * 10**9
 """Some file systems count whole seconds, or pairs of them."""
 _CLOCK_SKEW_NS = 60 * 10**9
-"""By this machine's clock, where the tree's own cannot be asked."""
+"""Allowed difference (ns) between this machine's clock and the tree's, where the tree's cannot be read."""
 _MAX_UNINDEXED_ROWS = 1000
 """So many changed results are read again each time, rather than writing the whole index for them."""
 

@@ -17,7 +17,7 @@ SCHEMA_VERSION = 1
 
 STATUS_OK = "ok"
 STATUSES = ("ok", "oom", "unsupported", "failed", "timeout", "cancelled", "preempted", "skipped")
-"""How a run can have ended. Exit code 1 is for those of ``FAILED_STATUSES``."""
+"""Statuses of an ended run. Exit code 1 is for those of ``FAILED_STATUSES``."""
 FAILED_STATUSES = frozenset({"failed", "timeout", "cancelled", "preempted"})
 
 
@@ -85,11 +85,11 @@ class RunMetrics(_ResultRecord, kw_only=True):
     data_s: float | None = None
     bubble_fraction: float | None = None
     flops_per_s: float | None = None
-    """Of all devices: the model's own operations (forward and backward, no recomputation) over ``timed_s``."""
+    """FLOP/s of all devices: the model's own operations (forward and backward, no recomputation) over ``timed_s``."""
     mfu: float | None = None
     """``flops_per_s`` over the devices' peak in the run's precision."""
     hfu: float | None = None
-    """As ``mfu``, with the forward passes that recomputation repeats."""
+    """The ``mfu`` that also counts the forward passes of recomputation."""
     peak_memory_bytes: int | None = None
     """Since the process began: set-up and warm-up included."""
     steady_peak_memory_bytes: int | None = None
@@ -101,10 +101,11 @@ class RunMetrics(_ResultRecord, kw_only=True):
     time_to_accuracy_s: float | None = None
     """Training time, warm-up included and evaluation excluded, until ``target_accuracy`` was reached."""
     time_to_accuracy_with_evaluation_s: float | None = None
-    """As ``time_to_accuracy_s``, evaluations included, that of the target too: the clock does not rest."""
+    """The ``time_to_accuracy_s`` including evaluations, also the one that reached the target: the clock does not stop
+    for them."""
     steps_to_accuracy: int | None = None
     energy_j: float | None = None
-    """Of the devices over the timed steps."""
+    """Energy (J) of the devices over the timed steps."""
     energy_per_sample_j: float | None = None
     energy_source: str | None = None
     energy_includes: str | None = None
@@ -112,7 +113,7 @@ class RunMetrics(_ResultRecord, kw_only=True):
     warmup_found_steps: int | None = None
     """Timed steps at the beginning that were still slower; every figure excludes them."""
     outlier_steps: int | None = None
-    """Of the steps that count, those far above the median; they are in all figures."""
+    """Number of steps far above the median, among those that count; all figures include them."""
     drift: float | None = None
     """Change of the step time from the first to the last timed step, as a share of the median."""
 
@@ -152,7 +153,7 @@ class StepPhases(_ResultRecord, kw_only=True):
     comm_s: float | None = None
     """Time in which any collective or message was running."""
     exposed_comm_s: float | None = None
-    """As ``comm_s``, where nothing was computed meanwhile."""
+    """Seconds of ``comm_s`` in which nothing was computed."""
 
 
 class EvaluationPoint(_ResultRecord, kw_only=True):
@@ -175,9 +176,8 @@ class ReferenceComparison(_ResultRecord, kw_only=True):
     precision: str
     """The arithmetic of both."""
     tolerance: float
-    """Of losses and weights; the first step may be asked for less, the last gradients for less by the learning rate.
-    The largest of any tensor where ``orders`` give each its own.
-    """
+    """Tolerance of losses and weights; the first step may have a smaller one, and the last gradients have this one
+    divided by the learning rate. The largest of any tensor where ``orders`` give each its own."""
     gradient_tolerance: float | None = None
     """The largest of any gradient, where ``orders`` give each its own."""
     orders: list[str] = []
@@ -187,11 +187,12 @@ class ReferenceComparison(_ResultRecord, kw_only=True):
     steps: int
     loss_max_rel: float | None = None
     gradient_max_rel: float | None = None
-    """Of the first step and of the last."""
+    """Largest difference of the gradients of the first step and of the last one."""
     weight_max_rel: float | None = None
     """Parameters and buffers."""
     worst: str | None = None
-    """What differs most, measured by what it may; in the first step already, where that is too much."""
+    """Loss or tensor with the largest difference relative to its tolerance; a gradient of the first step, where any of
+    these exceeds its tolerance."""
     worst_rel: float | None = None
     worst_tolerance: float | None = None
 
@@ -212,7 +213,7 @@ class PipelinePrediction(_ResultRecord, kw_only=True):
     cuts: list[int] = []
     """First block of every stage (or chunk) but the first."""
     stage_times_s: list[float] = []
-    """What each of them computes for one micro-batch."""
+    """Computation time of each stage (or chunk) for one micro-batch."""
 
 
 class HostActivity(_ResultRecord, kw_only=True):
@@ -220,18 +221,18 @@ class HostActivity(_ResultRecord, kw_only=True):
 
     wall_s: float
     busy_s: list[float] = []
-    """Of every core of the rank's mask: the time that processes used, of this run or not."""
+    """Seconds that processes used on every core of the rank's mask, whether or not they belong to this run."""
     stolen_s: list[float] = []
-    """As ``busy_s``: the time that a hypervisor gave to others."""
+    """Seconds that a hypervisor gave to other virtual machines, on every core of the rank's mask."""
     own_s: float | None = None
     """Processor time of this rank's process and of what it started."""
     siblings_s: float | None = None
     """Processor time of the ranks of other runs that may use the mask's cores, on a host's first rank."""
     throttled_s: float | None = None
-    """How long a CPU quota held threads of this rank's control groups back."""
+    """Seconds for which a CPU quota held back threads of this rank's control groups."""
     cpu_quota_cores: float | None = None
     hot_events: int | None = None
-    """How often a core or its package lowered its clock for heat."""
+    """Number of times that a core or its package lowered its clock because of heat."""
     core_hz: list[float] = []
     """Mean clock of the mask's cores: before, after."""
     gpu_others: int | None = None
@@ -239,7 +240,7 @@ class HostActivity(_ResultRecord, kw_only=True):
     gpu_reasons: list[str] = []
     """Why the GPU's clock was held down, before or after."""
     gpu_held_s: dict[str, float] = {}
-    """How long it was: ``power``, ``thermal``."""
+    """Seconds for which a limit held the GPU's clock down, by limit: ``power``, ``thermal``."""
     gpu_sm_hz: list[float] = []
     """The higher of the clocks before and after, and the most that it can have."""
 
@@ -254,7 +255,8 @@ class KernelProbe(_ResultRecord, kw_only=True):
     """Name of the row in the model's table of layers; of equal ones the first."""
     kind: str
     split: str = "whole"
-    """What it was cut by: ``samples``, ``outputs`` (output channels), ``inputs``, ``positions``."""
+    """Dim that is split: ``samples``, ``outputs`` (output channels), ``inputs``, ``positions``; ``whole`` without a
+    split."""
     parts: int = 1
     samples: int
     forward_s: float
@@ -281,10 +283,10 @@ class CollectiveProbe(_ResultRecord, kw_only=True):
     operation: str
     """One of ``parallel.traffic.OPERATIONS``, or ``exchange``: both neighbours send to each other at the same time."""
     ranks: int
-    """Of one group."""
+    """Number of ranks of one group."""
     nodes: int
     payload_bytes: int
-    """As ``parallel.traffic.Traffic`` counts it."""
+    """Bytes, counted as in ``parallel.traffic.Traffic``."""
     groups: int = 1
     """That did the same at the same time."""
     seconds: float
@@ -376,7 +378,7 @@ class RankResult(_ResultRecord, kw_only=True):
     step_samples: list[int] = []
     """Samples of this rank's replica in each timed step."""
     losses: list[float | None] = []
-    """Of every step, warm-up included: the sum over this rank's samples over the step's global sample count."""
+    """Loss of every step, warm-up included: the sum over this rank's samples over the step's global sample count."""
     peak_memory_bytes: int | None = None
     steady_peak_memory_bytes: int | None = None
     peak_reserved_bytes: int | None = None
@@ -384,19 +386,19 @@ class RankResult(_ResultRecord, kw_only=True):
     accuracy: float | None = None
     evaluations: list[EvaluationPoint] = []
     phases: StepPhases | None = None
-    """Of one profiled step: the median of all."""
+    """Parts of a profiled step: medians over all profiled steps."""
     timeline: list[TimelineSpan] = []
-    """Of a pipeline's rank: an untimed step, seconds since the ranks began it together."""
+    """Actions of a pipeline's rank in an untimed step, in seconds since the ranks began it together."""
     state: str | None = None
-    """What a rank of a pipeline was doing when it could not go on."""
+    """State of a pipeline's rank when the run failed."""
     traffic: list[Traffic] = []
-    """Of one step with a whole batch, equal calls as one."""
+    """Operations of one step with a whole batch; equal calls are one entry."""
     energy_j: float | None = None
     energy_source: str | None = None
     flops_per_sample: float | None = None
     """Forward and backward, of the whole model."""
     recomputed_flops_per_sample: float | None = None
-    """Of the forward passes that activation checkpointing repeats, 0 without any."""
+    """FLOP of the forward passes that activation checkpointing repeats, 0 without any."""
     predicted: PipelinePrediction | None = None
     probe: ProbeResults | None = None
     verification: VerificationResult | None = None
@@ -418,16 +420,16 @@ class RunResult(_ResultRecord, kw_only=True):
     spec: RunSpec
     metrics: RunMetrics = msgspec.field(default_factory=RunMetrics)
     predicted: PipelinePrediction | None = None
-    """Where the run has measured its blocks: to stand beside ``metrics``."""
+    """Predicted step of a run that has measured its blocks, for comparison with ``metrics``."""
     ranks: list[dict[str, Any]] = []
     step_times_s: list[float] = []
-    """Of every timed step, the slowest rank's."""
+    """Time of every timed step on its slowest rank."""
     traffic: RankTraffic | None = None
-    """Of one step with a whole batch, the rank's that passes most bytes."""
+    """Traffic of one step with a whole batch, on the rank that passes most bytes."""
     warnings: list[str] = []
     verification: VerificationResult | None = None
     probe: ProbeResults | None = None
-    """Of a run of a calibration."""
+    """Measurements of a calibration run."""
     timeline: PipelineTimeline | None = None
     provenance: dict[str, Any] = {}
     environment_digest: str | None = None
@@ -447,7 +449,7 @@ class ResultSummary(NamedTuple):
     message: str = ""
     """Why it did not end well."""
     environment_key: str | None = None
-    """What the submitter knew of the software that it was measured with."""
+    """Hash of the software that it was measured with, as the submitter saw it."""
     lacks_software: bool = False
     """It is ``unsupported`` because a package or a module was missing."""
     failed_on: str | None = None
