@@ -86,7 +86,7 @@ def find_attempt(run_folder: Path, info: RankInfo, wait_s: float) -> Attempt:
 
 
 INTERRUPTIBLE_STATUSES = frozenset({"failed", "cancelled", "preempted"})
-"""How a run can have ended because its job was taken away."""
+"""Statuses of a run whose job may have been taken away."""
 
 
 def begin(tasks: Path, index: int, time_limit_s: float | None = None, missing_module: str = "") -> int:

@@ -174,7 +174,7 @@ class EmulationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sleep_debt_s = 0.0
         self._returned_s = time.perf_counter()
         self.computed_s = 0.0
-        """Of the rehearsed device, so far."""
+        """Seconds that the emulated device has computed so far."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

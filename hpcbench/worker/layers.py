@@ -29,7 +29,8 @@ from hpcbench.worker.models.build import build_meta_model
 HOST_DEVICE = torch.device("cpu")
 
 _TRACED_BATCH_SIZES = (2, 4)
-"""Two sizes separate what grows with the batch from the rest; BatchNorm needs more than one value."""
+"""Two batch sizes separate the bytes and FLOP that grow with the batch from the rest; BatchNorm needs more than one
+value."""
 
 _MODULE_ATTRIBUTES = (
     "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "transposed",

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 STEP_GRACE_S = 2.0
-"""How long a rank may take to reach the next step's boundary before it is ended where it stands."""
+"""Seconds that a rank may take to reach the next step's boundary before its process is ended."""
 
 _SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP")
 _WARNING_LEAD_S = 120.0

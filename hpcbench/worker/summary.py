@@ -25,7 +25,7 @@ _ABSENT_WHEN_EMULATED = (
     "loss", "accuracy", "flops_per_s", "mfu", "hfu", "peak_memory_bytes", "steady_peak_memory_bytes",
     "peak_reserved_bytes", "energy_j", "energy_per_sample_j", "energy_source", "energy_includes",
 )  # fmt: skip
-"""What a run that computed nothing has not measured."""
+"""Figures that a run without computation has not measured."""
 _PHASE_FIELDS = tuple(name for name in schema.StepPhases.__struct_fields__ if name != "step_s")
 
 

@@ -62,7 +62,7 @@ class DataFeed(ABC):
     kind = "synthetic"
     """``synthetic`` or ``real``."""
     storage = "device"
-    """Where a step takes its samples from: ``device``, ``host`` or ``files``."""
+    """Storage that a step takes its samples from: ``device``, ``host`` or ``files``."""
     distinct_samples: int | None = None
     """Number of different samples in an epoch; ``None`` if all are different."""
 
@@ -190,7 +190,7 @@ class MinibatchSequence:
         self._feed = feed
         self._steps = list(steps)
         self._ranges: list[list[list[range]]] = []
-        """By step, replica and micro-batch."""
+        """Ranges of samples by step, replica and micro-batch."""
         self._first: list[int] = [0]
         """Number of the first minibatch of every step so far, and of the step after."""
         self._batches: dict[tuple[int, int], Batch] = {}

@@ -18,7 +18,7 @@ from hpcbench.worker.data.sample_files import open_real_samples, open_synthetic_
 PREFETCHED_BATCHES = 2
 """Batches that are read while a step computes."""
 _LARGE_BATCH_BYTES = 2**30
-"""Of batches of at least this size only one is read ahead."""
+"""Size of a batch from which on only one batch is read ahead."""
 
 
 class FileFeed(DataFeed):

@@ -42,7 +42,7 @@ class RankContext:
     device: torch.device
     group: dist.ProcessGroup | None = None
     wait_s: float = 300.0
-    """How long a rank waits for the others."""
+    """Seconds that a rank waits for the other ranks before the run fails."""
 
     def members(self) -> dist.ProcessGroup:
         """The group itself, for libraries that want one named."""
@@ -57,7 +57,7 @@ class RankGroup(NamedTuple):
     ranks: tuple[int, ...]
     """Ranks of the run, ascending."""
     place: int
-    """Of this rank within them."""
+    """Place of this rank among ``ranks``."""
     process_group: dist.ProcessGroup | None
     """``None`` where the rank is alone."""
 

@@ -26,7 +26,7 @@ class CoreTimes(NamedTuple):
     """Seconds since the machine started."""
 
     busy_s: float
-    """In processes. Interrupts are left out: those of this run's own messages are among them."""
+    """Seconds in processes. Interrupts are left out: those of this run's own messages are among them."""
     stolen_s: float
 
 

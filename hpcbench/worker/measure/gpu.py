@@ -135,7 +135,7 @@ def _in_root_pid_namespace(namespace: Path = Path("/proc/self/ns/pid")) -> bool:
 
 
 _PCI_LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
-"""What two devices have in common, as nvidia-smi abbreviates it."""
+"""Abbreviations in nvidia-smi of the nearest common ancestor of two devices, by NVML's number."""
 _UNIQUE_PER_GPU = frozenset({"uuid", "pci", "numa_node"})
 """Facts of one GPU, also where a host has but one."""
 _NVLINK_SWITCH_TYPE = 2

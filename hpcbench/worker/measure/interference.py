@@ -11,18 +11,18 @@ from hpcbench.results.schema import HostActivity, RankResult
 from hpcbench.worker.failure import join_numbers
 
 MAX_FOREIGN_SHARE = 0.05
-"""Of the time of a rank's cores, used by processes that are not of the run ..."""
+"""Maximum fraction of the time of a rank's cores that processes outside of the run may use ..."""
 MAX_FOREIGN_CORES = 0.5
-"""... or as many cores' worth of it, however many cores the rank has: every step waits for the slowest thread."""
+"""... and the maximum in cores, however many cores the rank has: every step waits for the slowest thread."""
 MIN_FOREIGN_S = 0.1
 """The kernel counts in ticks of 10 ms: less than ten of them is no finding."""
 MAX_THROTTLED_SHARE = 0.01
 MAX_POWER_CAP_SHARE = 0.1
-"""Of the timed steps: a GPU at its power limit for moments is nothing unusual."""
+"""Maximum fraction of the timed steps with the GPU at its power limit: short periods are usual."""
 MIN_GPU_CLOCK_RATIO = 0.7
-"""Of the most that a GPU's clock can be."""
+"""Minimum of a GPU's clock, relative to its maximum."""
 MIN_CPU_CLOCK_RATIO = 0.8
-"""Of the clock that the cores had at the first timed step."""
+"""Minimum clock of the cores after the timed steps, relative to the clock at the first timed step."""
 SLOW_RANK_FACTOR = 1.25
 
 _COMPARED_HOST_FACTS = (

@@ -73,7 +73,7 @@ class TracedLayer:
     moved_bytes: list[int] = field(default_factory=lambda: [0, 0])
     activation_bytes: int = 0
     heads: int = 0
-    """Of the attention that it computes."""
+    """Heads of the attention that it computes."""
 
     def is_active(self) -> bool:
         """Whether it computed or kept anything."""
@@ -81,12 +81,12 @@ class TracedLayer:
 
 
 class _TraceState:
-    """Whose operation this is: in the forward pass the innermost module that runs, in the backward pass that of the
-    node of autograd's graph, whose sequence number orders its creation."""
+    """Finds the row of an operation: in the forward pass that of the innermost running module, in the backward pass
+    that of the module that made the node of autograd's graph, by the node's sequence number."""
 
     def __init__(self) -> None:
         self.rows: list[TracedLayer] = []
-        """In the order in which the modules returned."""
+        """Rows in the order in which the modules returned."""
         self._running: list[TracedLayer] = []
         self._marks: list[tuple[int, TracedLayer]] = []
         """From this number on, the nodes of autograd's graph belong to this row."""
@@ -118,7 +118,7 @@ class _TraceState:
             self._marks.append((torch._C._autograd._get_sequence_nr(), self._running[-1]))
 
     def current_row(self) -> TracedLayer | None:
-        """The owner of the running operation; ``None`` where gradients are summed into a parameter."""
+        """Return the row of the running operation; ``None`` where gradients are summed into a parameter."""
         if not self.is_backward:
             return self._running[-1] if self._running else None
         node = torch._C._current_autograd_node()

@@ -32,7 +32,8 @@ STEP_MARK = MARK_PREFIX + "step"
 _COMM_NAMESPACES = (*COMM_NAMESPACES, "_c10d_functional_autograd", "symm_mem")
 """Namespaces of operators that start a collective or wait for one."""
 _HOST_COMM_PREFIXES = ("gloo:", "mpi:", "ucc:", "horovod:")
-"""How the libraries that communicate on the host call a collective or message, from its begin to its end."""
+"""Prefixes of the events of libraries that communicate on the host; an event lasts as long as its collective or
+message."""
 _NCCL_PREFIXES = ("nccl", "rccl", "mscclKernel")
 _COMPILED_GRAPH_PREFIX = "## Call CompiledFxGraph"
 _DEVICE_COPIES = ("Memcpy DtoD", "Memset")
@@ -48,7 +49,7 @@ class ProfilerEvent(NamedTuple):
     is_async: bool = False
     """It ended elsewhere than in the call that began it."""
     launched: int | None = None
-    """Of work on the device: when the host's operator that asked for it began."""
+    """Begin (ns) of the host's operator that launched the work, for work on the device."""
 
     @property
     def interval(self) -> TimeInterval:

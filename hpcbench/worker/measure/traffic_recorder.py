@@ -49,7 +49,7 @@ class TrafficRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Traffic] = []
-        """In the order in which they were made."""
+        """Calls in the order in which they were made."""
         self.unknown: set[str] = set()
         """Operators that communicate and of whose arguments nothing is known."""
 

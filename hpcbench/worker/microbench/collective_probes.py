@@ -23,7 +23,7 @@ from hpcbench.worker.measure.clocks import reading_statistics, synchronize
 
 _OVERLAP_REPEATS = 7
 _COMPUTE_SHARE = 0.7
-"""Of the all_reduce's time that is computed, so that all of it runs meanwhile."""
+"""Fraction of the all_reduce's time that the computation takes, so that all of the computation overlaps with it."""
 
 
 SIZE_COUNT = 12
@@ -46,7 +46,7 @@ class ProbeGroup(NamedTuple):
 
     group: dist.ProcessGroup
     ranks: list[int]
-    """Of the default group."""
+    """Ranks in the default group."""
     own: int
     """Place of this rank."""
     device: torch.device

@@ -20,13 +20,14 @@ class CapturedModule:
 
     name: str
     kind: str
-    """As in the table of layers: the module's class, ``.other`` appended for what it does around its children."""
+    """Kind as in the layer table: the module's class, with ``.other`` appended for its operations around its
+    children."""
     module: nn.Module
     inputs: list[Any]
     flows_back: list[bool]
-    """Of every input, whether a gradient is wanted."""
+    """Whether each input requires a gradient."""
     children: dict[str, list[Tensor]] = field(default_factory=dict)
-    """What direct children gave back, call by call."""
+    """Outputs of the direct children, call by call."""
 
 
 def capture_modules(

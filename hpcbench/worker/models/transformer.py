@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 @dataclass(frozen=True, kw_only=True)
 class BlockStyle:
-    """What differs between families of blocks; the default is GPT-2's.
+    """The options in which families of blocks differ; the default is GPT-2's.
 
     ``kv_heads`` below the number of heads is grouped-query attention; ``inner`` is the width of the MLP (4 widths where
     absent); ``rotary_base`` turns queries and keys by their positions.
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         self.causal = causal
         self.rotary_base = style.rotary_base
         self.kv_heads = style.kv_heads if style.kv_heads not in (None, heads) else None
-        """Of the whole layer; ``None`` where every head has keys and values of its own."""
+        """Key and value heads of the whole layer; ``None`` where every head has keys and values of its own."""
         kv_width = self.head_width * (self.kv_heads or heads)
         self.query = nn.Linear(width, width, bias=style.biases)
         self.key = nn.Linear(width, kv_width, bias=style.biases)

@@ -25,15 +25,15 @@ VERIFIED_STEPS = 5
 VERIFICATION_LEARNING_RATE = 0.01
 
 EXACT_TOLERANCE = 1e-9
-"""In fp64 before the first update, where nothing but the order of sums differs (1e-16 each)."""
+"""Tolerance in fp64 before the first update, where only the order of sums differs (1e-16 each)."""
 
 MULTI_STEP_TOLERANCE = 1e-7
-"""In fp64 over ``VERIFIED_STEPS`` steps: a network with BatchNorm over 4 samples makes up to 1e7 times its last bit
-of it.
-"""
+"""Tolerance in fp64 over ``VERIFIED_STEPS`` steps: a network with BatchNorm over 4 samples amplifies a difference in
+the last bit up to 1e7 times."""
 
 PERTURBATION_MARGIN = 16.0
-"""How many times farther than the reference from itself, when its weights are changed in the last bit, a run may be."""
+"""Maximum distance of a run from the reference, in multiples of the distance that the reference moves when its weights
+change in the last bit."""
 
 TensorKey = tuple[str, str]
 """Kind (``loss``, ``first gradient``, ``last gradient``, ``weight``) and name; of a loss ``step 1``."""
@@ -46,7 +46,7 @@ class VerificationCheck(NamedTuple):
     steps: int
     tolerance: float
     first_tolerance: float | None = None
-    """Of the first step's loss and gradients; as ``tolerance`` where absent."""
+    """Tolerance of the first step's loss and gradients; ``tolerance`` where absent."""
     weights: bool = True
     """Whether weights are compared, too."""
     by_rounding: bool = False

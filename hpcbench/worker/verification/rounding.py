@@ -34,14 +34,14 @@ UNIT = {"fp32": 2.0**-23, "tf32": 2.0**-15, "fp16": 2.0**-15, "bf16": 2.0**-12}
 the next number; a loss in a lower precision is the mean of what some hundred numbers, 32 times as far apart, give."""
 
 Distances = dict[TensorKey, float]
-"""By kind and name: the largest difference of a tensor, relative to its own largest number."""
+"""Largest difference of each tensor by kind and name, relative to its ``_Size.scale``."""
 
 
 class _Size(NamedTuple):
     largest: float
     """The largest absolute number."""
     scale: float
-    """What a distance is relative to: ``largest``, or ``LEAST`` of the kind's largest tensor."""
+    """Divisor of a distance: ``largest``, at least ``LEAST`` of the kind's largest tensor."""
 
 
 def distances(ours: TrainingRecord, reference: TrainingRecord) -> Distances:

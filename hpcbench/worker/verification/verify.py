@@ -56,17 +56,17 @@ from hpcbench.worker.verification.rounding import (
 
 _PROGRESS_KEY = "verify/progress"
 _DONE_KEY = "verify/done/{}"
-"""Of each attempt; its value is ``_AGAIN`` where another one follows."""
+"""Key of each attempt; its value is ``_AGAIN`` where another attempt follows."""
 _AGAIN = "again"
 
 REPLICAS_BACKWARDS = "replicas backwards"
 """The order in which the data-parallel reference adds its replicas' gradients from the last one on."""
 
 MAX_SEEDS = 3
-"""How many seeds a comparison in a run's own low precision may take.
+"""Maximum number of seeds for a comparison in a run's own low precision.
 
 One ReLU or max pool that decides otherwise because of rounding moves a gradient by some hundredths, on one device as
-well, and no bound predicts which training has one. A mistake shows with every seed.
+well, and no bound predicts which training has one. A mistake appears with every seed.
 """
 
 
@@ -223,7 +223,7 @@ class ReferenceComparer:
         self.spec, self._device, self._inputs, self._tick = spec, device, inputs, tick
         self.notes: list[str] = []
         self._comparisons: dict[str, ReferenceComparison] = {}
-        """By precision, the decisive one first."""
+        """Comparisons by precision, the decisive one first."""
         self._may_pass = True
         """Whether a failed comparison may pass with another seed."""
 

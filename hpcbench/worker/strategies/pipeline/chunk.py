@@ -252,7 +252,7 @@ class _MicroBatchState(NamedTuple):
     inputs: tuple[Tensor, ...]
     """Leaves of autograd's graph."""
     outputs: tuple[Tensor, ...]
-    """In the last chunk the loss."""
+    """Outputs of the blocks; in the last chunk the loss."""
 
 
 class ModelChunk:

@@ -185,7 +185,7 @@ class P2PTransport(MessageTransport):
         super().__init__(device, wait_s)
         self._groups = groups
         self._awaited: dict[tuple[int, bool], deque[PipelineMessage]] = {}
-        """By link (sender and direction): messages whose receives are not posted, in the sender's order."""
+        """Messages whose receives are not posted, by link (sender and direction), in the sender's order."""
 
     def order(
         self, ranks: Sequence[Sequence[Action]], layout: PipelineLayout, rank: int

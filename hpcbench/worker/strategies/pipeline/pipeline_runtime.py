@@ -57,15 +57,15 @@ class PipelineBatch(NamedTuple):
     """The samples of one step: the first chunk reads inputs, the last one targets."""
 
     inputs: Mapping[int, Tensor]
-    """By micro-batch, [samples, *sample shape]; empty on ranks without the first chunk."""
+    """Inputs by micro-batch, [samples, *sample shape]; empty on ranks without the first chunk."""
     targets: Mapping[int, Tensor]
-    """By micro-batch; empty on ranks without the last chunk."""
+    """Targets by micro-batch; empty on ranks without the last chunk."""
     sizes: Mapping[int, int]
     """Samples of each micro-batch."""
     divisors: Mapping[int, int]
-    """By micro-batch: the samples, of all replicas, of the update that its gradient contributes to."""
+    """Samples of all replicas in the update that a micro-batch's gradient contributes to, by micro-batch."""
     loss_weights: Mapping[int, float]
-    """By micro-batch: the factor of its loss in the step's loss."""
+    """Factor of a micro-batch's loss in the step's loss, by micro-batch."""
 
 
 @dataclass
