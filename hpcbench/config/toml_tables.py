@@ -218,7 +218,7 @@ def _describe_problem(model: type[BaseModel], key_path: KeyPath, detail: Any, so
         known = known_keys(model, parent)
         hint = did_you_mean(wrong, known)
         if "options" in known and not hint.startswith("did"):
-            hint += "; parameters of a single strategy belong into options = { ... }"
+            hint += "; parameters of a single strategy belong in options = { ... }"
         return source.error(message, *key_path, hint=hint)
     if detail["type"] == "missing":
         return source.error(f"{name} is missing", *key_path[:-1])

@@ -101,8 +101,7 @@ class RunMetrics(_ResultRecord, kw_only=True):
     time_to_accuracy_s: float | None = None
     """Training time, warm-up included and evaluation excluded, until ``target_accuracy`` was reached."""
     time_to_accuracy_with_evaluation_s: float | None = None
-    """The ``time_to_accuracy_s`` including evaluations, also the one that reached the target: the clock does not stop
-    for them."""
+    """The ``time_to_accuracy_s`` with the time of all evaluations, also of the one that reached the target."""
     steps_to_accuracy: int | None = None
     energy_j: float | None = None
     """Energy (J) of the devices over the timed steps."""

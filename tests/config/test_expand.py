@@ -140,7 +140,7 @@ def test_scaling(write_sweep: Write) -> None:
         ("[[exclude]]\nwhen = 'nodes >'", r"sweep.toml:3: expression 'nodes >': no expression"),
         (
             "[[include]]\nform = 'x'",
-            r"(?s)sweep.toml:3: unknown key 'form' in \[include.0\]\n  .*; what .* goes into options",
+            r"(?s)sweep.toml:3: unknown key 'form' in \[include.0\]\n  .*; parameters of a single strategy belong in options",
         ),
         ("[[exclude]]\nnodse = 3", r"sweep.toml:3: unknown key 'nodse' in \[exclude.0\]\n  did you mean 'nodes'"),
         ("[[exclude]]", r"sweep.toml:2: an \[\[exclude\]\] without keys"),
