@@ -21,6 +21,8 @@ from hpcbench.report.plots.theme import PlotAxis, column_values, log_ticks
 Rows = list[dict[str, Any]]
 
 _SUBTITLE_WIDTH = 90
+_PADDING_PX = {"left": 24, "right": 40, "top": 8, "bottom": 8}
+"""A browser's sans-serif may be a seventh wider than the font that vl-convert measures with: labels would be cut."""
 _LINE_WIDTH_PX, _LINE_HEIGHT_PX = 560, 340
 _BAR_WIDTH_PX = 480
 _GANTT_WIDTH_PX = 620
@@ -48,7 +50,7 @@ def plot_specification(plot: Plot) -> dict[str, Any]:
     title = alt.TitleParams(plot.title)
     if plot.subtitle:
         title.subtitle = textwrap.wrap(plot.subtitle, _SUBTITLE_WIDTH, max_lines=3, placeholder=" ...")
-    specification: dict[str, Any] = chart.properties(title=title, description=plot.alt, padding=8).to_dict()
+    specification: dict[str, Any] = chart.properties(title=title, description=plot.alt, padding=_PADDING_PX).to_dict()
     specification["config"] = msgspec.json.decode(Path(__file__).with_name("vega_config.json").read_bytes())
     for part, rows in zip(specification.get("vconcat", [specification]), data, strict=True):
         part["data"] = {"values": rows}

@@ -77,7 +77,7 @@ def plot_kind(name: str) -> PlotKind:
     """The entry of ``name``; where there is none, ``ConfigError`` with the nearest and with what each kind shows."""
     if name not in PLOTS:
         near = difflib.get_close_matches(name, PLOTS, n=1)
-        first = f"did you mean {near[0]!r}?" if near else "a kind comes before sweeps, trees and bundles"
+        first = f"did you mean {near[0]!r}?" if near else "a kind comes before sweeps, trees and bundles."
         kinds = "".join(f"\n    {kind:14}{entry.summary}" for kind, entry in PLOTS.items())
         raise ConfigError(f"no plot {name!r}", hint=f"{first} The kinds are:{kinds}")
     return PLOTS[name]
