@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 from collections import Counter
 from collections.abc import Callable
@@ -58,11 +59,12 @@ RUNS: list[dict[str, Any]] = [
 FIXED = {"batch_size": 4, "warmup_steps": 1, "profile_steps": 0, "verify": True, "time_limit_min": 5}
 
 
-def sweep(runs: list[dict[str, Any]]) -> str:
+def sweep(runs: list[dict[str, Any]], jobs: int) -> str:
+    """Return the text of a sweep of ``runs``, packed into ``jobs`` jobs."""
     parts: list[tuple[str, dict[str, Any]]] = [
         ("fixed", FIXED),
         *(("[include]", run) for run in runs),
-        ("submit", {"pack": len(runs)}),
+        ("submit", {"pack": math.ceil(len(runs) / jobs)}),
     ]
     lines = ['name = "strategies"']
     for title, keys in parts:
@@ -89,11 +91,11 @@ def test_every_strategy_over_nodes(
     tmp_path: Path,
     runs: list[dict[str, Any]],
 ) -> None:
-    """One job, of all runs of a number of nodes."""
+    """All runs of a number of nodes, packed into as many jobs as the box runs at once."""
     require_horovod()
     (nodes,) = {run["nodes"] for run in runs}
     path = tmp_path / "strategies.toml"
-    path.write_text(sweep(runs))
+    path.write_text(sweep(runs, jobs=max(NODES) // nodes))
     done = hpcbench("run", str(path), "--cluster", "slurmbox")
     found = results()
     problems = {(one["spec"]["strategy"], len(one["ranks"])): one.get("error") for one in found if one.get("error")}
