@@ -222,7 +222,7 @@ def print_submit_outcome(plan: SweepPlan, outcome: SubmitOutcome) -> None:
     if submitted < len(outcome.run_ids):
         counts.insert(1, f"{len(outcome.run_ids) - submitted} not")
     if outcome.active:
-        counts.append(f"{len(outcome.active)} already on their way")
+        counts.append(f"{len(outcome.active)} already queued or running")
     print_message(f"sweep {plan.sweep.name} on {plan.profile.name}: {len(plan.runs)} runs, {', '.join(counts)}")
     if outcome.sent.waiting:
         print_message(f"  {outcome.sent.waiting} jobs wait to be sent: {outcome.sent.reason}")

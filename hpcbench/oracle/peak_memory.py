@@ -87,7 +87,7 @@ def peak_memory(
     """Return the memory at the moment of a steady step at which it is largest.
 
     Args:
-        in_flight: bytes of copies on their way, for each row while it runs backwards.
+        in_flight: bytes of copies in flight, for each row during its backward pass.
         rows: the rank's rows; all of every layer by default.
         buffers: bytes of the rank's buffers; all of them by default.
     """

@@ -83,7 +83,7 @@ STRATEGIES = {
             "static_graph": Option(False, "the graph is the same in every step"),
             "compression": Option(
                 "none",
-                "of gradients on their way: lossy",
+                "of gradients in messages: lossy",
                 ("none", "fp16", "bf16", "powersgd"),
                 lossy={
                     "fp16": FP16_COMPRESSION_TOLERANCE,
@@ -170,7 +170,7 @@ STRATEGIES = {
         options={
             "fusion_threshold_mb": Option(128.0, "gradients are fused up to this many MiB; 0 fuses none"),
             "cycle_time_ms": Option(1.0, "how often the background thread looks for gradients"),
-            "compression": Option("none", "of gradients on their way; fp16 is lossy", ("none", "fp16")),
+            "compression": Option("none", "of gradients in messages; fp16 is lossy", ("none", "fp16")),
             "op": Option("average", "how gradients are combined; adasum is lossy", ("average", "adasum")),
             "controller": Option("gloo", "who coordinates and carries data between CPUs", ("gloo", "mpi")),
             "hierarchical_allreduce": Option(False, "reduce inside each node first; needs NCCL"),
