@@ -39,7 +39,7 @@ from hpcbench.worker.strategies.horovod import HorovodStrategy
 from hpcbench.worker.strategies.pipeline.fairscale_pipe import FairscalePipeStrategy
 from hpcbench.worker.strategies.pipeline.pipedream import PipedreamStrategy
 from hpcbench.worker.strategies.pipeline.strategy import PipelineStrategy
-from hpcbench.worker.strategies.probes import ProbeCollectivesStrategy, ProbeLayersStrategy
+from hpcbench.worker.strategies.probes import ProbeCollectivesStrategy, ProbeLayersStrategy, ProbeLoopsStrategy
 from hpcbench.worker.strategies.spatial.strategy import SpatialStrategy
 from hpcbench.worker.strategies.tensor import TensorParallelStrategy
 from hpcbench.worker.verification.reference import resolve_reference_trainer
@@ -67,6 +67,7 @@ CHECKED_RUNTIMES: tuple[type[Strategy], ...] = (
     FairscalePipeStrategy,
     ProbeLayersStrategy,
     ProbeCollectivesStrategy,
+    ProbeLoopsStrategy,
 )
 CHECKED_COSTS: tuple[type[Cost], ...] = (
     DataParallelCost,

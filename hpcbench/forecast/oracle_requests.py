@@ -15,7 +15,12 @@ from hpcbench.errors import ConfigError, ConfigErrors, HpcbenchError, did_you_me
 from hpcbench.fileio import make_folder, write_atomic
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.forecast.layer_table_cache import load_layer_table
-from hpcbench.oracle.calibration.calibration_runs import CalibrationRun, calibration_sweep_name, calibration_sweep_toml
+from hpcbench.oracle.calibration.calibration_runs import (
+    PROBE_LOOPS,
+    CalibrationRun,
+    calibration_sweep_name,
+    calibration_sweep_toml,
+)
 from hpcbench.oracle.calibration.calibration_store import read_calibrations
 from hpcbench.oracle.candidate_points import DeviceAllocation
 from hpcbench.oracle.recommend import OBJECTIVES, Recommendation, recommend
@@ -152,7 +157,7 @@ def collect_evidence(trees: Iterable[tuple[ClusterTree, Iterable[str]]]) -> tupl
         for run_id in run_ids:
             try:
                 result = tree.read_result(run_id)
-                if result is None or result.status != STATUS_OK:
+                if result is None or result.status != STATUS_OK or result.spec.strategy == PROBE_LOOPS:
                     continue
                 spec = result.spec
                 request = LayerTableRequest(

@@ -310,8 +310,20 @@ class OverlapProbe(_ResultRecord, kw_only=True):
     repeats: int
 
 
+class LoopProbe(_ResultRecord, kw_only=True):
+    """Seconds of a training step by one loop, the median of blocks of steps that alternated with those of others."""
+
+    loop: str
+    """``hpcbench``: the run's own step; ``plain``: a hand-written one; ``timm``: one in the style of timm's script."""
+    model: str
+    """The library whose model it trains, with its version."""
+    seconds: float
+    spread: float
+    repeats: int
+
+
 class ProbeResults(_ResultRecord, kw_only=True):
-    """The measurements of a calibration run."""
+    """The measurements of a probe's run."""
 
     base_memory_bytes: int | None = None
     """Peak of the process before it had any tensor of the run, counted as ``peak_memory_bytes``."""
@@ -319,6 +331,20 @@ class ProbeResults(_ResultRecord, kw_only=True):
     updates: list[UpdateProbe] = []
     collectives: list[CollectiveProbe] = []
     overlaps: list[OverlapProbe] = []
+    loops: list[LoopProbe] = []
+
+
+class HostSyncs(_ResultRecord, kw_only=True):
+    """Waits of a rank's host for its cuda device within the profiled steps, without the one that ends each step."""
+
+    per_step: int
+    """The largest number in a step."""
+    calls: dict[str, int] = {}
+    """Number over all profiled steps by the name of the runtime's call, such as ``cudaStreamSynchronize``."""
+    pageable_copies: int = 0
+    """Copies between the device and host memory that is not pinned, over all profiled steps."""
+    sites: list[str] = []
+    """``file:line`` of the waits that torch reports, of code outside of torch."""
 
 
 class TimelineSpan(NamedTuple):
@@ -386,6 +412,8 @@ class RankResult(_ResultRecord, kw_only=True):
     evaluations: list[EvaluationPoint] = []
     phases: StepPhases | None = None
     """Parts of a profiled step: medians over all profiled steps."""
+    host_syncs: HostSyncs | None = None
+    """Absent on a cpu and without a profile."""
     timeline: list[TimelineSpan] = []
     """Actions of a pipeline's rank in an untimed step, in seconds since the ranks began it together."""
     state: str | None = None

@@ -152,7 +152,8 @@ def _measure_after_timing(
             stop.raise_if_stopped()
             raise PeerEnded("another rank received a signal to stop")
 
-    result.phases = run_profiled_steps(strategy, feed, spec, context.device, stop, agree, first, result.warnings)
+    profiled = run_profiled_steps(strategy, feed, spec, context.device, stop, agree, first, result.warnings)
+    result.phases, result.host_syncs = profiled.phases, profiled.host_syncs
     first += spec.profile_steps
     result.traffic = run_recorded_step(strategy, feed, spec, context.device, stop, agree, first, result.warnings)
     if spec.profile_steps and get_strategy(spec.strategy).records_timeline and not agree(stop.should_stop()):

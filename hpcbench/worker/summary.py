@@ -200,7 +200,8 @@ def pipeline_timeline(spec: RunSpec, ranks: Mapping[int, schema.RankResult]) -> 
 
 _RANK_FIELDS = (
     "rank", "local_rank", "node_rank", "replica", "host", "pid", "device", "cpu_mask", "status", "steps_done",
-    "peak_memory_bytes", "steady_peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s", "phases", "state",
+    "peak_memory_bytes", "steady_peak_memory_bytes", "peak_reserved_bytes", "time_to_first_step_s", "phases",
+    "host_syncs", "state",
 )  # fmt: skip
 _RANK_PROVENANCE_KEYS = ("threads", "gpu_model", "gpu_uuid")
 

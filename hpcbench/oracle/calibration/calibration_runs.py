@@ -18,6 +18,8 @@ from hpcbench.results.schema import STATUS_OK, RunResult
 
 _Z95 = 1.96
 PROBE_LAYERS, PROBE_COLLECTIVES = "probe_layers", "probe_collectives"
+PROBE_LOOPS = "probe_loops"
+"""Measures the tool, not the machine: no calibration is fitted to it."""
 
 
 class CalibrationRun(NamedTuple):

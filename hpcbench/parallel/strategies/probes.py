@@ -1,4 +1,4 @@
-"""Calibration probes: runs that measure the machine instead of a strategy.
+"""Probes: runs that measure the machine, or the tool itself, instead of a strategy.
 Their timed steps are those of replicas that do not communicate; the measurements are in the result's ``probe``."""
 
 from __future__ import annotations
@@ -25,6 +25,20 @@ def probe_collectives_exclusion(spec: RunSpec) -> str | None:
     """A single rank has no rank to send to."""
     if spec.ranks == 1:
         return "probe_collectives needs 2 ranks or more"
+    return _probe_exclusion(spec)
+
+
+def probe_loops_exclusion(spec: RunSpec) -> str | None:
+    """The other loops do without what they would have to imitate."""
+    for name in ("compile", "activation_checkpointing"):
+        if getattr(spec, name):
+            return f"probe_loops compares plain loops: {name} is not in them"
+    if spec.micro_batches > 1:
+        return f"probe_loops takes a batch as it is: micro_batches {spec.micro_batches}, 1 is right"
+    if spec.precision == "fp16":
+        return "probe_loops scales no losses: precision fp16 needs it, use bf16"
+    if spec.optimizer != "sgd":
+        return f"probe_loops updates by sgd in all loops: optimizer {spec.optimizer}"
     return _probe_exclusion(spec)
 
 
@@ -59,5 +73,13 @@ PROBES = {
             "budget_s": _BUDGET_OPTION,
         },
         exclusion=probe_collectives_exclusion,
+    ),
+    "probe_loops": StrategyEntry(
+        own_degree=None,
+        runtime="hpcbench.worker.strategies.probes:ProbeLoopsStrategy",
+        cost="hpcbench.oracle.strategies.data:SingleCost",
+        description="comparison: a step of one device in turns with that of a hand-written loop and of one as timm's",
+        options={"budget_s": _BUDGET_OPTION},
+        exclusion=probe_loops_exclusion,
     ),
 }

@@ -1,4 +1,6 @@
-"""Profiled steps after the timed ones, and the split of a step's time into phases by interval arithmetic."""
+"""Profiled steps after the timed ones, the split of a step's time into phases by interval arithmetic, and the host's
+waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from hpcbench.config.run_spec import RunSpec
-from hpcbench.results.schema import StepPhases
+from hpcbench.results.schema import HostSyncs, StepPhases
 from hpcbench.results.timing_statistics import (
     TimeInterval,
     clip_intervals,
@@ -22,6 +24,7 @@ from hpcbench.results.timing_statistics import (
 )
 from hpcbench.worker.data.feed import DataFeed
 from hpcbench.worker.measure.clocks import PHASE_NAMES, no_marker, synchronize
+from hpcbench.worker.measure.host_syncs import count_host_syncs, record_sync_sites
 from hpcbench.worker.measure.layer_trace import COMM_NAMESPACES
 from hpcbench.worker.shutdown import StopController
 from hpcbench.worker.strategies.base import Strategy
@@ -57,15 +60,26 @@ class ProfilerEvent(NamedTuple):
         return self.begin, self.end
 
 
+class ProfiledSteps(NamedTuple):
+    """The findings of the profiled steps; ``None`` where nothing was profiled."""
+
+    phases: StepPhases | None = None
+    host_syncs: HostSyncs | None = None
+    """``None`` on a cpu, too."""
+
+
 def split_phases(events: Iterable[ProfilerEvent], cuda: bool) -> StepPhases | None:
     """The parts of one step: of each part the median over the profiled steps; ``None`` where no step was marked."""
     known = list(events)
-    steps = sorted(event.interval for event in known if event.name == STEP_MARK and not event.on_device)
-    parts = [_split_step(known, window, cuda) for window in steps]
+    parts = [_split_step(known, window, cuda) for window in _step_intervals(known)]
     if not parts:
         return None
     names = [name for name in StepPhases.__struct_fields__ if any(name in part for part in parts)]
     return StepPhases(**{name: statistics.median(part[name] for part in parts if name in part) for name in names})
+
+
+def _step_intervals(events: Iterable[ProfilerEvent]) -> list[TimeInterval]:
+    return sorted(event.interval for event in events if event.name == STEP_MARK and not event.on_device)
 
 
 def _split_step(events: list[ProfilerEvent], window: TimeInterval, cuda: bool) -> dict[str, float]:
@@ -133,8 +147,8 @@ def _operator_namespace(name: str) -> str | None:
 def run_profiled_steps(
     strategy: Strategy, feed: DataFeed, spec: RunSpec, device: torch.device, stop: StopController,
     any_rank: Callable[[bool], bool], first: int, warnings: list[str],
-) -> StepPhases | None:  # fmt: skip
-    """Profile ``spec.profile_steps`` steps on all ranks together and return their phases.
+) -> ProfiledSteps:  # fmt: skip
+    """Profile ``spec.profile_steps`` steps on all ranks together and return their phases and the host's waits.
 
     A rank that is stopped ends them on all ranks. Every rank runs the same steps whether its own profiler works or not:
     its failure is only appended to ``warnings``.
@@ -144,10 +158,11 @@ def run_profiled_steps(
         first: number of the first step.
     """
     if spec.profile_steps == 0:
-        return None
+        return ProfiledSteps()
     profiler = _SafeProfiler(device, warnings)
     profiler.start()
     count = 0
+    sites: list[str] = []
     try:
         strategy.phases = lambda name: record_function(MARK_PREFIX + name)
         for step in range(first, first + spec.profile_steps):
@@ -155,7 +170,8 @@ def run_profiled_steps(
             if any_rank(stop.should_stop()):
                 break
             with record_function(STEP_MARK):
-                strategy.step(feed, step)
+                with record_sync_sites(device, sites):
+                    strategy.step(feed, step)
                 synchronize(device)
             count += 1
     finally:
@@ -163,7 +179,11 @@ def run_profiled_steps(
         events = profiler.stop()
     if count < spec.profile_steps:
         warnings.append(f"{count} of {spec.profile_steps} profiled steps were made: no time was left")
-    return split_phases(events, device.type == "cuda") if count else None
+    if not count:
+        return ProfiledSteps()
+    steps = _step_intervals(events)
+    host_syncs = count_host_syncs(steps, events, sites) if steps and device.type == "cuda" else None
+    return ProfiledSteps(split_phases(events, device.type == "cuda"), host_syncs)
 
 
 class _SafeProfiler:

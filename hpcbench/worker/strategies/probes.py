@@ -1,4 +1,4 @@
-"""Calibration runs: replicas that train without communication, then measure kernels or collectives."""
+"""Probes: replicas that train without communication, then measure kernels, collectives or other training loops."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hpcbench.worker.distributed.process_groups import RankContext
 from hpcbench.worker.measure.host import peak_resident_bytes
 from hpcbench.worker.microbench.collective_probes import measure_collectives
 from hpcbench.worker.microbench.kernel_probes import measure_kernels, measure_optimizer_updates
+from hpcbench.worker.microbench.plain_loops import measure_loops
 from hpcbench.worker.strategies.base import DataParallelStrategy
 
 _LARGEST_CUDA_MESSAGE_BYTES = 512 * MIB
@@ -76,3 +77,11 @@ class ProbeCollectivesStrategy(_IndependentReplicasStrategy):
             self.spec, self.context, largest_bytes, float(self.options["budget_s"]), check
         )
         return ProbeResults(base_memory_bytes=self.base_memory_bytes, collectives=collectives, overlaps=overlaps)
+
+
+class ProbeLoopsStrategy(_IndependentReplicasStrategy):
+    """One rank; after its steps the tool's step is timed in turns with those of other training loops."""
+
+    def measure(self, feed: DataFeed, check: Callable[[], None]) -> ProbeResults:
+        loops = measure_loops(self, feed, float(self.options["budget_s"]), check)
+        return ProbeResults(base_memory_bytes=self.base_memory_bytes, loops=loops)
