@@ -16,7 +16,7 @@ JOBS ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart horovod horovod-if-possible test test-all test-rest test-strategy test-slurm run-slow run-slurm durations lint format docs \
-	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench oracle-score rerun-ddlbench rerun-paradl clean
+	reference schemas layers check-layers golden pictures slurm-up slurm-down slurm-status soak faults bench gpu-check oracle-score rerun-ddlbench rerun-paradl clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -141,6 +141,10 @@ faults: $(VENV)/.dev ## every fault on the SLURM box, as a table
 
 bench: $(VENV)/.worker ## our own costs against floors and peers
 	$(BIN)/python -m benchmarks $(ONLY)
+
+# The default cluster is this shell's, as for every command.
+gpu-check: $(VENV)/.worker ## run every strategy on the GPUs of one node and write a file to send (CLUSTER)
+	$(BIN)/hpcbench doctor --gpu $(if $(CLUSTER),--cluster $(CLUSTER))
 
 oracle-score: $(VENV)/.dev ## score the oracle on the SLURM box: calibrate, predict, measure, compare (root, 100 min)
 	$(BIN)/python -m benchmarks.oracle.box all

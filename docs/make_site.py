@@ -26,6 +26,7 @@ SECTIONS = {
         "numbers",
         "measurement",
         "verification",
+        "gpu-check",
         "warnings",
         "provenance",
         "figures",

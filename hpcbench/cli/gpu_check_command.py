@@ -77,7 +77,7 @@ def run_gpu_check(cluster_name: str, results: str | None, out: Path | None, *, a
     tree = results_tree(results).cluster(profile.name)
     keep_one_off(plan.sweep, tree)
     # Results of another environment are no answer for this one.
-    outcome = submit(plan, tree, RunSelection(remeasure=True, over_budget=True), print_message)
+    outcome = submit(plan, tree, RunSelection(remeasure=True), print_message)
     print_submit_outcome(plan, outcome)
     check_send_outcome(outcome.sent, waits=True)
     try:

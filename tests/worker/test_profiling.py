@@ -67,7 +67,9 @@ def run(
     spec = make_spec(profile_steps=profile_steps)
     warnings: list[str] = []
     stop = stop or StopController()
-    return run_profiled_steps(strategy, make_feed(spec, CPU), spec, CPU, stop, bool, 6, warnings), warnings
+    profiled = run_profiled_steps(strategy, make_feed(spec, CPU), spec, CPU, stop, bool, 6, warnings)
+    assert profiled.host_syncs is None, "a cpu is not waited for"
+    return profiled.phases, warnings
 
 
 def test_a_lone_device_has_phases_and_no_communication() -> None:

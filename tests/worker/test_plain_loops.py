@@ -1,0 +1,100 @@
+"""Loops beside the tool's: they train the same, and the library's model is timm's where it is installed."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpcbench.config.run_spec import RunSpec
+from hpcbench.parallel.catalog import exclusion_reason
+from hpcbench.worker.data.open_feed import make_feed
+from hpcbench.worker.distributed.process_groups import RankContext
+from hpcbench.worker.microbench.plain_loops import MIN_ROUNDS, STEPS_PER_BLOCK, make_library_model, plain_step
+from hpcbench.worker.models.build import build_model
+from hpcbench.worker.strategies.probes import ProbeLoopsStrategy
+from tests.worker.helpers import make_spec
+
+CPU = torch.device("cpu")
+
+
+def probe_spec(**values: Any) -> RunSpec:
+    return make_spec(**{"strategy": "probe_loops", "batch_size": 2, "options": {"budget_s": 0.01}, **values})
+
+
+def make_strategy(spec: RunSpec) -> ProbeLoopsStrategy:
+    strategy = ProbeLoopsStrategy()
+    strategy.setup(build_model(spec), spec, RankContext(0, 1, CPU))
+    return strategy
+
+
+def test_the_hand_written_loop_trains_as_the_tool_does() -> None:
+    spec = probe_spec(precision="fp64", weight_decay=0.1)
+    feed, strategy = make_feed(spec, CPU), make_strategy(spec)
+    model = copy.deepcopy(strategy.module)
+    step = plain_step(model, spec, CPU, [feed.batch(number, 0) for number in range(3)])
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for number in range(3):
+        step(number)
+        strategy.step(feed, number)
+    after = model.state_dict()
+    assert any(not torch.equal(before[name], tensor) for name, tensor in after.items())
+    for name, tensor in strategy.weights().items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-9, atol=1e-9)
+
+
+def test_loops_are_timed_in_turns() -> None:
+    spec = probe_spec()
+    checks: list[int] = []
+    probe = make_strategy(spec).measure(make_feed(spec, CPU), lambda: checks.append(1))
+    assert [loop.loop for loop in probe.loops] == ["hpcbench", "plain"], "digits have one channel: no library's ResNet"
+    assert all(loop.seconds > 0 and loop.repeats >= MIN_ROUNDS for loop in probe.loops)
+    assert len(checks) == probe.loops[0].repeats
+
+
+class Classifier(nn.Module):
+    """A stand-in of timm's model that counts its calls."""
+
+    calls = 0
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(3, outputs, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Classifier.calls += 1
+        return self.layer(x).mean(dim=(2, 3))
+
+
+def test_timms_model_is_trained_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    timm: Any = ModuleType("timm")
+    timm.__version__ = "9.9"
+    timm.create_model = lambda _name, num_classes: Classifier(num_classes)
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    monkeypatch.setattr(Classifier, "calls", 0)
+    spec = probe_spec(dataset="imagenet", input_size=64, batch_size=1, channels_last=True)
+    probe = make_strategy(spec).measure(make_feed(spec, CPU), lambda: None)
+    assert [(loop.loop, loop.model) for loop in probe.loops][2] == ("timm", "timm 9.9")
+    assert Classifier.calls == STEPS_PER_BLOCK * (1 + probe.loops[2].repeats)
+
+
+def test_torchvisions_model_stands_in_for_timms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    loaded = make_library_model(probe_spec(dataset="imagenet", input_size=64), CPU)
+    assert loaded is not None
+    assert loaded[1].startswith("torchvision ")
+    assert make_library_model(probe_spec(dataset="cifar10"), CPU) is None
+    assert make_library_model(probe_spec(model="vit", dataset="cifar10"), CPU) is None
+
+
+@pytest.mark.parametrize(
+    "value", [{"compile": True}, {"micro_batches": 2}, {"precision": "fp16"}, {"optimizer": "adam"}, {"verify": True}]
+)
+def test_a_loop_that_would_not_be_the_same_is_infeasible(value: dict[str, Any]) -> None:
+    assert exclusion_reason(probe_spec()) is None
+    assert exclusion_reason(probe_spec(**value)) is not None
