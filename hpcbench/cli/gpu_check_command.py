@@ -123,9 +123,10 @@ def _row(check: StrategyCheck) -> list[str | Text]:
 def _lines(check: GpuCheck) -> Iterator[str]:
     """Reasons, step times of loops, findings and the verdict; the console folds them at its width."""
     loops = check.loops
-    reasons = [(part.strategy, part) for part in check.strategies if part.outcome != STATUS_OK]
-    for name, part in [*reasons, *([("loops", loops)] if loops.outcome != STATUS_OK else [])]:
-        yield f"{name}: {part.outcome}: {part.reason or 'no reason is known'}"
+    outcomes = [(part.strategy, part.outcome, part.reason) for part in check.strategies]
+    for name, outcome, reason in [*outcomes, ("loops", loops.outcome, loops.reason)]:
+        if outcome != STATUS_OK:
+            yield f"{name}: {outcome}: {reason or 'no reason is known'}"
     for loop in loops.loops:
         ratio = loops.ratios.get(loop.loop)
         text = f"loop {loop.loop} ({loop.model}): {format_seconds(loop.seconds)} a step"

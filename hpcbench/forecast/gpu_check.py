@@ -4,6 +4,7 @@ from its results and from predictions, to be sent to the authors.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import socket
@@ -18,6 +19,7 @@ from hpcbench.config.run_spec import RunSpec
 from hpcbench.config.sweep_file import settings_lines
 from hpcbench.config.sweep_loader import Sweep, parse_sweep
 from hpcbench.config.toml_tables import TomlSource
+from hpcbench.errors import StorageError
 from hpcbench.forecast.forecast import Forecast
 from hpcbench.oracle.calibration.calibration_runs import PROBE_LOOPS
 from hpcbench.oracle.prediction import Prediction
@@ -192,7 +194,7 @@ def evaluate_check(plan: SweepPlan, tree: ClusterTree, states: Mapping[str, RunS
         states: The runs' states, by ``run_id``.
         forecast: Predicts by the machine's numbers alone.
     """
-    results = {key: result for key in plan.runs if (result := tree.read_result(key)) is not None}
+    results = {key: result for key in plan.runs if (result := _read_result(tree, key)) is not None}
     checks, loops = [], LoopsCheck(outcome="lost", reason="the run is not in the plan")
     for key, spec in plan.runs.items():
         outcome, reason = _run_outcome(results.get(key), states.get(key))
@@ -219,6 +221,13 @@ def evaluate_check(plan: SweepPlan, tree: ClusterTree, states: Mapping[str, RunS
     elif findings:
         check.outcome = "findings"
     return _anonymize(check, results.values())
+
+
+def _read_result(tree: ClusterTree, key: str) -> RunResult | None:
+    """The result; ``None`` without one, and if its file is broken, which the run's state says."""
+    with contextlib.suppress(StorageError, msgspec.MsgspecError):
+        return tree.read_result(key)
+    return None
 
 
 def _run_outcome(result: RunResult | None, state: RunState | None) -> tuple[str, str | None]:

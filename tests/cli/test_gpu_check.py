@@ -212,7 +212,9 @@ def test_missing_gpus_and_a_missing_torch_end_the_check_before_it_submits(
     (tmp_path / "gpus.toml").write_text(f"{CUDA}[node]\ndevices = 2\n")
     done = doctor("--cluster", "gpus.toml", "--gpu")
     assert (done.exit_code, "gpus is not ready, missing: accelerators" in done.output) == (3, True), done.output
-    (tmp_path / "gpus.toml").write_text(f'{CUDA}[node]\ndevices = 2\n[environments.x]\npython = "/bin/false"\n')
+    (tmp_path / "gpus.toml").write_text(
+        f'default_environment = "x"\n{CUDA}[node]\ndevices = 2\n[environments.x]\npython = "/bin/false"\n'
+    )
     done = doctor("--cluster", "gpus.toml", "--gpu")
     assert (done.exit_code, "gpus is not ready, missing: python" in done.output) == (3, True), done.output
     assert [path.name for path in tmp_path.iterdir()] == ["gpus.toml"]
