@@ -225,12 +225,13 @@ BROKEN = "def build(in_shape, outputs):\n    raise RuntimeError('no such layer')
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.timeout(900)
 def test_the_check_runs_on_this_machine(
     doctor: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks; a strategy that fails does not keep the others from being checked."""
     (tmp_path / "broken.py").write_text(BROKEN)
-    strategies = {key: STRATEGIES[key] for key in ("single", "ddp", "1f1b")}
+    strategies = {key: STRATEGIES[key] for key in ("single", "1f1b")}
 
     def reduced(profile: ClusterProfile) -> Sweep:
         return make_check_sweep(profile, strategies)
@@ -248,7 +249,7 @@ def test_the_check_runs_on_this_machine(
     document = json.loads(done.stdout)
     assert json.loads((tmp_path / "gpu-check-local.json").read_text()) == document
     outcomes = {one["strategy"]: one["outcome"] for one in document["strategies"]}
-    assert outcomes == {"zero1": "failed", "single": "ok", "ddp": "ok", "1f1b": "ok"}
+    assert outcomes == {"zero1": "failed", "single": "ok", "1f1b": "ok"}
     assert "no such layer" in document["strategies"][0]["reason"]
     for one in document["strategies"][1:]:
         assert one["verification"]["passed"]
@@ -264,6 +265,6 @@ def test_the_check_runs_on_this_machine(
     done = doctor("--cluster", "local", "--gpu", "--out", "sent/x.json")
     assert done.exit_code == 3, done.output
     assert "local: NOTHING WAS CHECKED ON A GPU" in done.stdout
-    assert "0 submitted, 4 done before" in done.stderr
+    assert "0 submitted, 3 done before" in done.stderr
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert json.loads((tmp_path / "sent" / "x.json").read_text())["outcome"] == "no_gpu"
