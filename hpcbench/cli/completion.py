@@ -52,7 +52,7 @@ def complete_clusters(_context: click.Context, _parameter: click.Parameter, inco
 
 
 def complete_files(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """What ``check`` takes: names of sweeps and profiles; paths of files."""
+    """Arguments of ``check``: names of sweeps and profiles; paths of files."""
     profiles = _matching(_names_in("clusters", ["*", "*/*"]), incomplete)
     return [*complete_sweeps(context, parameter, incomplete), *profiles]
 

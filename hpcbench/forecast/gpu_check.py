@@ -37,9 +37,9 @@ FORMAT_VERSION = 1
 SWEEP_NAME = "gpu-check"
 MAX_RANKS = 8
 MAX_MEMORY_DEVIATION = 0.2
-"""Of a measured peak from the predicted one, as a share of the predicted one."""
+"""Largest accepted deviation of a measured peak, as a fraction of the predicted one."""
 MAX_LOOP_RATIO = 1.05
-"""Of the tool's step time over that of another loop."""
+"""Largest accepted ratio of hpcbench's step time to that of another loop."""
 
 CheckOutcome = Literal["ok", "findings", "failed", "no_gpu"]
 INFEASIBLE, DIFFERS = "infeasible", "differs"
@@ -85,10 +85,10 @@ class StrategyCheck(msgspec.Struct, kw_only=True):
     """The median."""
     predicted_step_time_s: float | None = None
     peak_memory_bytes: int | None = None
-    """Of the rank that uses most, over the timed steps; on a cpu of its whole process."""
+    """Peak of the rank that uses most, over the timed steps; on a cpu of its whole process."""
     predicted_peak_memory_bytes: int | None = None
     host_syncs: HostSyncs | None = None
-    """Of the rank with most of them."""
+    """Waits of the rank with most of them."""
     warnings: list[str] = []
 
 
@@ -224,7 +224,7 @@ def evaluate_check(plan: SweepPlan, tree: ClusterTree, states: Mapping[str, RunS
 
 
 def _read_result(tree: ClusterTree, key: str) -> RunResult | None:
-    """The result; ``None`` without one, and if its file is broken, which the run's state says."""
+    """The result; ``None`` without one, and if its file is broken, which the run's state reports."""
     with contextlib.suppress(StorageError, msgspec.MsgspecError):
         return tree.read_result(key)
     return None
