@@ -214,8 +214,8 @@ def profile_late(
     strategy.runner.register_comm_hook(group, all_reduce)
     warnings: list[str] = []
     feed = make_feed(case.spec, CPU)
-    phases = run_profiled_steps(strategy, feed, case.spec, CPU, StopController(), any_rank, case.steps, warnings)
-    return phases, warnings
+    profiled = run_profiled_steps(strategy, feed, case.spec, CPU, StopController(), any_rank, case.steps, warnings)
+    return profiled.phases, warnings
 
 
 def sum_in_rank_order(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are strings
