@@ -208,7 +208,7 @@ def _nominal_comm(profile: ClusterProfile, notes: list[str]) -> CommParameters:
     guessed_intra, guessed_inter = _DEFAULT_LINKS[profile.device]
     if intra is None or inter is None:
         missing = "inside nodes" if inter is not None else "between nodes" if intra is not None else "at all"
-        notes.append(f"{profile.name} says nothing of its links {missing}: usual values are taken")
+        notes.append(f"{profile.name} has no figures for its links {missing}: usual values are assumed")
     return CommParameters(
         intra_node=nominal_link(intra) if intra else guessed_intra,
         inter_node=nominal_link(inter) if inter else guessed_inter,

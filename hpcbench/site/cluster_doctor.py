@@ -89,15 +89,20 @@ def _check_data_folder(profile: ClusterProfile) -> DoctorCheck:
 
 def _check_slurm(profile: ClusterProfile) -> list[DoctorCheck]:
     named = {"bin_folder": profile.scheduler.bin_folder, "config_file": profile.scheduler.config_file}
+    absent = [key for key, path in named.items() if path and not Path(path).exists()]
     checks = [
-        _check(key, False, f"{path} does not exist", f"correct scheduler.{key}; without it the site's own is used")
-        for key, path in named.items()
-        if path and not Path(path).exists()
+        _check(
+            key, False, f"{named[key]} does not exist", f"correct scheduler.{key}; without it the site's own is used"
+        )
+        for key in absent
     ]
     for command, needed in (("sbatch", True), ("squeue", True), ("scancel", True), ("sacct", False)):
         path = find_command(command, profile)
         mend = "run on a login node, or set scheduler.bin_folder in the profile"
         checks.append(_check(command, path is not None, str(path or "not on PATH"), mend, needed=needed))
+    if absent:
+        # With a wrong configuration SLURM's commands look for a controller for a minute each.
+        return [*checks, _check("scheduler", False, f"not queried: scheduler.{absent[0]} does not exist", "correct it")]
     private = private_data(profile)
     if private is not None and hides_jobs(private):
         detail = f"{private}: jobs that other users of a results tree submitted count as queued or running"

@@ -85,7 +85,7 @@ def test_predictions_are_of_every_run(tiny: Path, tmp_path: Path) -> None:
     } <= entries[0]["predicted"].keys()  # fmt: skip
     assert entries[0]["run_id"] == run_id(msgspec.convert(entries[0]["spec"], RunSpec))
     assert document["machines"][0]["depth"] == "nominal"
-    assert any("usual values are taken" in note for note in document["machines"][0]["notes"])
+    assert any("usual values are assumed" in note for note in document["machines"][0]["notes"])
     fast = said(tmp_path, "predict", tiny, "--cluster", "slurmbox", "--where", "nodes == 2 and exposed_comm_s > 0")
     assert [one["spec"]["strategy"] for one in fast["predictions"]] == ["ddp", "fsdp"]
     assert not (tmp_path / "results").exists()

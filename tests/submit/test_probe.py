@@ -120,6 +120,7 @@ def test_folders_of_a_profile_that_do_not_exist_are_named(tmp_path: Path, fake_s
     checks = {check.what: check for check in check_cluster(made, tmp_path) if not check.works}
     assert checks["bin_folder"].detail == f"{tmp_path}/bin does not exist"
     assert checks["config_file"].needed
+    assert checks["scheduler"].detail == "not queried: scheduler.bin_folder does not exist"
     (tmp_path / "slurm.conf").touch()
     with pytest.raises(SubmitError, match=f"no folder {tmp_path}/bin"):
         SlurmScheduler(made).check(made)
